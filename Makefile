@@ -1,0 +1,76 @@
+# One verb each. `make help` lists them. Everything lives in .venv inside the project.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+TORCH ?= 2.15.0
+COMPAT_TORCH ?= 2.8.0
+RUST_SOURCES := $(shell find rust -name '*.rs' -not -path '*/target/*' -not -path '*/fuzz/*') Cargo.toml Cargo.lock $(wildcard rust/*/Cargo.toml)
+PY_SOURCES := $(shell find python -name '*.py' -o -name '*.pyi' -o -name py.typed)
+
+.PHONY: help
+help: ## list the verbs
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
+
+$(VENV)/.deps: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --disable-pip-version-check 'uv>=0.8,<1'
+	$(BIN)/uv pip install -q --python $(BIN)/python 'torch==$(TORCH)' 'torchft==0.2.0' \
+	  $$($(BIN)/python -c "import tomllib; o = tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']; print(*(repr(r) for r in o['dev'] + o['bench']))" | tr -d "'")
+	touch $@
+
+dist/.wheel: $(RUST_SOURCES) $(PY_SOURCES) pyproject.toml README.md $(VENV)/.deps
+	rm -rf dist
+	$(BIN)/maturin build --release --quiet --out dist --interpreter $(BIN)/python
+	$(BIN)/python tests/check_wheel.py dist
+	touch $@
+
+$(VENV)/.installed: dist/.wheel
+	$(BIN)/uv pip install -q --python $(BIN)/python --reinstall --no-deps dist/*.whl
+	touch $@
+
+.PHONY: build
+build: $(VENV)/.installed ## build the wheel and install it into .venv
+
+.PHONY: demo
+demo: build ## heal a real torchft job, first with torchft's transport, then with ours
+	$(BIN)/python examples/heal/story.py
+
+.PHONY: test
+test: build ## every test: Rust, the fuzz targets for a short time, Python
+	cargo test --locked -p tensorferry-wire -p tensorferry-core
+	$(MAKE) --no-print-directory fuzz FUZZ_SECONDS=$(FUZZ_SECONDS)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+.PHONY: fuzz
+FUZZ_SECONDS ?= 5
+fuzz: ## run each fuzz target for FUZZ_SECONDS seconds
+	rust/wire/fuzz/run.sh $(FUZZ_SECONDS)
+
+.PHONY: lint
+lint: build ## formatters, clippy, ruff, mypy and stubtest
+	cargo fmt --all --check
+	cargo clippy --locked --workspace --all-targets -- -D warnings
+	$(BIN)/ruff format --check python tests benches examples
+	$(BIN)/ruff check python tests benches examples
+	$(BIN)/mypy
+	$(BIN)/python -m mypy.stubtest tensorferry._native --mypy-config-file pyproject.toml
+
+.PHONY: format
+format: $(VENV)/.deps ## rewrite the sources the way lint wants them
+	cargo fmt --all
+	$(BIN)/ruff format python tests benches examples
+	$(BIN)/ruff check --fix python tests benches examples
+
+.PHONY: bench
+BENCH_ARGS ?=
+bench: build ## side by side against torchft's HTTPTransport, interleaved: table, JSON and plot
+	$(BIN)/python benches/side_by_side.py --json build/bench/results.json --plot docs/bench.png $(BENCH_ARGS)
+
+.PHONY: compat
+compat: ## the tests on the oldest torch that is supported
+	$(MAKE) --no-print-directory test VENV=.venv-compat TORCH=$(COMPAT_TORCH)
+
+.PHONY: clean
+clean: ## remove everything that was built
+	rm -rf target dist build .venv .venv-compat rust/wire/fuzz/target
