@@ -1,0 +1,60 @@
+#!/usr/bin/env bash
+# Fuzzes what is parsed off the network, on stable Rust without cargo-fuzz:
+#   rust/wire/fuzz/run.sh SECONDS [header|manifest|digests|request ...]
+# Ends with an error if a target finds a crash; the input then lies in artifacts/.
+set -euo pipefail
+cd "$(dirname "$0")"
+seconds=${1:?usage: run.sh SECONDS [target ...]}
+shift
+[ $# -gt 0 ] || set -- header manifest digests request
+
+export CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-$PWD/target}
+# the flags cargo-fuzz sets, less the sanitizers, which need nightly
+coverage="-Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4"
+coverage+=" -Cllvm-args=-sanitizer-coverage-inline-8bit-counters -Cllvm-args=-sanitizer-coverage-pc-table"
+coverage+=" -Cllvm-args=-sanitizer-coverage-trace-compares -Ccodegen-units=1 --cfg fuzzing"
+# with a target named, the flags stay away from build scripts and proc macros
+host=$(rustc -vV | sed -n 's/^host: //p')
+RUSTFLAGS="$coverage" cargo build --release --locked --target "$host" $(printf -- '--bin %s ' "$@")
+
+seed() { # TARGET NAME TEXT (printf escapes)
+    mkdir -p "corpus/$1"
+    [ -e "corpus/$1/$2" ] || printf "$3" >"corpus/$1/$2"
+}
+seed header empty '{}   '
+seed header two '{"__metadata__":{"format":"pt"},"b":{"dtype":"F32","shape":[2,3],"data_offsets":[4,28]},"a\\n\\u00e4":{"dtype":"BF16","shape":[2],"data_offsets":[0,4]}}'
+seed header packed '{"a":{"dtype":"F4","shape":[4],"data_offsets":[0,2]},"z":{"dtype":"U8","shape":[0],"data_offsets":[2,2]},"s":{"dtype":"F6_E2M3","shape":[1,4],"data_offsets":[2,5]}}'
+seed manifest small '{"version":1,"tree":0,"flags":"","objects":0,"storages":[]}'
+seed manifest nodes '{"version":1,"tree":{"a":["o",{"w":0,"b":1}],"s":["d","d",[[0,2],["x",-1],[["t",1.5,["r",0]],["l",["t"]]]]],"n":["n",0,1],"p":["p",0,2]},"flags":"013","objects":1,"storages":[[20,[[5,0],[6,12]]],[0,[]]],"shards":{"a":{"global":[4]}}}'
+seed digests empty 'TFDIGST1\1\0\0\0\0\0\020\0\0\0\0\0\0\0\0\0\1\2\3\4\5\6\7\10\0\0\0\0\0\0\0\0'
+seed digests one 'TFDIGST1\1\0\0\0\0\0\020\0\7\0\0\0\0\0\0\0\1\2\3\4\5\6\7\10\1\0\0\0\0\0\0\0\1\2\3\4\5\6\7\10'
+seed request container '\144\0\0\0\0\0\0\0/checkpoint/12.safetensors?x'
+seed request chunk '\144\0\0\0\0\0\0\0/checkpoint/007/-3'
+seed request range '\144\0\0\0\0\0\0\0bytes=10-19'
+seed request suffix '\144\0\0\0\0\0\0\0bytes=-5'
+seed request answer '\144\0\0\0\0\0\0\0bytes 0-499/1234'
+seed request tags '\144\0\0\0\0\0\0\0W/"x", "a"'
+
+cat >corpus/json.dict <<'DICT'
+"{\""
+"\":"
+"\\u00"
+"\"__metadata__\":"
+"\"dtype\":\"U8\""
+"\"shape\":["
+"\"data_offsets\":["
+"[\"l\","
+"[\"o\",{"
+"[\"d\",\"d\",[["
+"[\"n\",0,"
+"[\"r\",0]"
+"\"storages\":[["
+DICT
+
+for target in "$@"; do
+    mkdir -p "artifacts/$target"
+    echo "== $target for $seconds s"
+    "$CARGO_TARGET_DIR/$host/release/$target" "corpus/$target" -dict=corpus/json.dict \
+        -max_total_time="$seconds" -rss_limit_mb=1024 -timeout=10 -max_len=4096 \
+        -print_final_stats=1 -verbosity=0 -artifact_prefix="artifacts/$target/"
+done

@@ -1,0 +1,23 @@
+//! A table of digests is read or refused; one that is read is written as the same bytes.
+#![no_main]
+
+use libfuzzer_sys::fuzz_target;
+use tensorferry_wire::digest::{DigestTable, Hasher, block_count, checksum};
+
+fuzz_target!(|bytes: &[u8]| {
+    let check = |bytes: &[u8]| {
+        if let Ok(table) = DigestTable::decode(bytes) {
+            assert!(table.blocks.len() as u64 <= block_count(table.payload_len));
+            assert_eq!(table.encode(), bytes);
+        }
+    };
+    check(bytes);
+    // with the checksum made right, so that the rest is reached
+    check(&[bytes, &checksum(bytes).to_le_bytes()].concat());
+
+    let (one, two) = bytes.split_at(bytes.len() / 3);
+    let mut hasher = Hasher::new();
+    hasher.update(one);
+    hasher.update(two);
+    assert_eq!(hasher.finish(), checksum(bytes));
+});

@@ -1,0 +1,35 @@
+//! Paths and fields of a request are read or refused; ranges lie within the resource.
+#![no_main]
+
+use libfuzzer_sys::fuzz_target;
+use tensorferry_wire::request::{
+    RangeSpec, etag_matches_strong, etag_matches_weak, parse_content_range, parse_path, parse_range, parse_step,
+};
+
+fuzz_target!(|bytes: &[u8]| {
+    let Some((len, text)) = bytes.split_first_chunk::<8>() else { return };
+    let Ok(text) = std::str::from_utf8(text) else { return };
+    let len = u64::from_le_bytes(*len);
+
+    let bare = parse_path(text, "");
+    let token = "0123456789abcdef0123456789abcdef";
+    let prefixed = format!("/{token}{text}");
+    match &bare {
+        Ok(_) => assert_eq!(parse_path(&prefixed, token), bare),
+        Err(_) => assert!(parse_path(&prefixed, token).is_err()),
+    }
+    let _ = parse_path(text, token);
+    let _ = parse_step(text);
+
+    if let RangeSpec::Bytes { start, end } = parse_range(text, len) {
+        assert!(start < end && end <= len);
+        let field = format!("bytes {start}-{}/{len}", end - 1);
+        assert_eq!(parse_content_range(&field), Some((start, end, len)));
+    }
+    if let Some((start, end, total)) = parse_content_range(text) {
+        assert!(start < end && end <= total);
+    }
+    if etag_matches_strong(text, "\"a\"") {
+        assert!(etag_matches_weak(text, "\"a\""));
+    }
+});

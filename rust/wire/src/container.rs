@@ -1,0 +1,444 @@
+//! The header of a container: what a safetensors file begins with, and nothing safetensors would refuse.
+//!
+//! A container is an 8-byte little-endian length, that many bytes of JSON (padded with spaces), then the payload
+//! without holes. A [`Header`] exists only in a valid state: names are unique, every entry has the size its shape and
+//! type ask for, and the entries cover the payload from 0 to its end without gap or overlap. Entries of no bytes may lie
+//! where another entry begins or ends, as in safetensors. The order of entries is the order in the document.
+
+use std::collections::HashSet;
+
+use smallvec::SmallVec;
+
+use crate::dtype::Dtype;
+use crate::json::{Cursor, JsonError};
+
+/// Longest JSON text of a header, the limit of safetensors.
+pub const MAX_HEADER_LEN: u64 = 100_000_000;
+/// What the names of entries begin with that are not leaves of the state.
+pub const RESERVED_PREFIX: &str = "__tensorferry__/";
+/// The entry with the manifest.
+pub const MANIFEST_ENTRY: &str = "__tensorferry__/manifest";
+/// The entry with what had to be pickled.
+pub const PICKLE_ENTRY: &str = "__tensorferry__/pickle";
+
+const PREFIX_LEN: usize = 8;
+const METADATA: &str = "__metadata__";
+
+/// The entry with piece `i` of storage `k`.
+#[must_use]
+pub fn storage_entry(k: usize, i: usize) -> String {
+    format!("{RESERVED_PREFIX}storage/{k}/{i}")
+}
+
+/// The sizes of a tensor's dimensions, in elements.
+pub type Shape = SmallVec<[u64; 4]>;
+
+/// A header that is not valid. Names are clipped to a readable length.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages say what the fields are")]
+pub enum HeaderError {
+    /// Fewer bytes than the header says it has.
+    #[error("header cut short: {have} bytes instead of {need}")]
+    Truncated { have: u64, need: u64 },
+    /// More bytes than the header says it has.
+    #[error("{0} bytes after the header's end")]
+    Trailing(u64),
+    /// The length prefix is beyond [`MAX_HEADER_LEN`].
+    #[error("header of {0} bytes (at most 100000000 are allowed)")]
+    TooLong(u64),
+    /// The length prefix leaves no room for an empty object.
+    #[error("header of {0} bytes, too short for an empty one")]
+    TooShort(u64),
+    /// The JSON is not UTF-8.
+    #[error("header is not UTF-8 at byte {at}")]
+    Utf8 { at: usize },
+    /// The JSON is not that of a header.
+    #[error("header is malformed {0}")]
+    Json(#[from] JsonError),
+    /// Something other than spaces after the JSON.
+    #[error("header goes on after its JSON at byte {at}")]
+    AfterJson { at: usize },
+    /// Two entries share a name.
+    #[error("two entries are named {name:?}")]
+    DuplicateName { name: String },
+    /// An entry is named `__metadata__`.
+    #[error("an entry may not be named \"__metadata__\"")]
+    ReservedName,
+    /// The metadata is there twice or has a key twice.
+    #[error("metadata has {key:?} twice")]
+    DuplicateMetadata { key: String },
+    /// A field that entries do not have.
+    #[error("entry {name:?} has an unknown field {field:?}")]
+    UnknownField { name: String, field: String },
+    /// A field is there twice.
+    #[error("entry {name:?} has the field {field:?} twice")]
+    DuplicateField { name: String, field: &'static str },
+    /// A field is not there.
+    #[error("entry {name:?} has no field {field:?}")]
+    MissingField { name: String, field: &'static str },
+    /// An element type that safetensors does not have.
+    #[error("entry {name:?} is of an unknown type {dtype:?}")]
+    UnknownDtype { name: String, dtype: String },
+    /// An entry ends before it starts.
+    #[error("entry {name:?} starts at {start} but ends at {end}")]
+    Reversed { name: String, start: u64, end: u64 },
+    /// An entry starts inside the one before it.
+    #[error("entry {name:?} starts at {start}, inside the one that ends at {previous}")]
+    Overlap { name: String, start: u64, previous: u64 },
+    /// Bytes of the payload belong to no entry.
+    #[error("entry {name:?} starts at {start}, leaving a hole from {previous}")]
+    Hole { name: String, start: u64, previous: u64 },
+    /// The offsets do not fit the shape and the type.
+    #[error("entry {name:?} has {actual} bytes where its shape and type ask for {expected}")]
+    Size { name: String, expected: u64, actual: u64 },
+    /// The shape has more bits than a u64 can count.
+    #[error("entry {name:?} has a shape that overflows")]
+    ShapeOverflow { name: String },
+    /// A packed type ends within a byte.
+    #[error("entry {name:?} does not end on a whole byte")]
+    PartialByte { name: String },
+    /// [`Header::encode`] was asked for an alignment that is not a positive multiple of 8.
+    #[error("header cannot be aligned to {0} bytes")]
+    Alignment(u64),
+}
+
+/// A name as it may stand in a message: a hostile one can be as long as the header.
+fn clip(name: &str) -> String {
+    let mut end = name.len().min(200);
+    while !name.is_char_boundary(end) {
+        end -= 1;
+    }
+    if end < name.len() { format!("{}...", &name[..end]) } else { name.to_owned() }
+}
+
+/// One tensor: bytes `start..end` of the payload.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Entry {
+    /// Unique within the header.
+    pub name: String,
+    /// Type of the elements.
+    pub dtype: Dtype,
+    /// Sizes of the dimensions; empty for a scalar.
+    pub shape: Shape,
+    /// First byte, counted from the payload's first.
+    pub start: u64,
+    /// The byte after the last.
+    pub end: u64,
+}
+
+impl Entry {
+    /// Its length in bytes.
+    #[must_use]
+    pub fn nbytes(&self) -> u64 {
+        self.end - self.start
+    }
+
+    /// Whether this is a leaf of the state, not part of the machinery under [`RESERVED_PREFIX`].
+    #[must_use]
+    pub fn is_plain(&self) -> bool {
+        !self.name.starts_with(RESERVED_PREFIX)
+    }
+
+    /// The length its shape and type ask for, counted the way safetensors counts.
+    fn expected_nbytes(&self) -> Result<u64, HeaderError> {
+        let overflow = || HeaderError::ShapeOverflow { name: clip(&self.name) };
+        let elements = self.shape.iter().try_fold(1u64, |n, &dim| n.checked_mul(dim)).ok_or_else(overflow)?;
+        let bits = elements.checked_mul(self.dtype.bits()).ok_or_else(overflow)?;
+        if !bits.is_multiple_of(8) {
+            return Err(HeaderError::PartialByte { name: clip(&self.name) });
+        }
+        Ok(bits / 8)
+    }
+}
+
+/// A valid header.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Header {
+    metadata: Vec<(String, String)>,
+    entries: Vec<Entry>,
+    /// Indices of `entries` by their place in the payload.
+    by_offset: Vec<u32>,
+    payload_len: u64,
+}
+
+impl Header {
+    /// A header of these entries in this order, after checking them against each other.
+    pub fn new(metadata: Vec<(String, String)>, entries: Vec<Entry>) -> Result<Self, HeaderError> {
+        check_unique(&metadata, &entries)?;
+        let count = u32::try_from(entries.len()).map_err(|_| HeaderError::TooLong(entries.len() as u64))?;
+        let offsets = |i: u32| (entries[i as usize].start, entries[i as usize].end);
+        let mut by_offset: Vec<u32> = (0..count).collect();
+        by_offset.sort_by_key(|&i| offsets(i));
+
+        let mut payload_len = 0;
+        for &i in &by_offset {
+            let entry = &entries[i as usize];
+            let (start, end) = offsets(i);
+            let name = || clip(&entry.name);
+            if end < start {
+                return Err(HeaderError::Reversed { name: name(), start, end });
+            }
+            if start < payload_len {
+                return Err(HeaderError::Overlap { name: name(), start, previous: payload_len });
+            }
+            if start > payload_len {
+                return Err(HeaderError::Hole { name: name(), start, previous: payload_len });
+            }
+            let expected = entry.expected_nbytes()?;
+            if end - start != expected {
+                return Err(HeaderError::Size { name: name(), expected, actual: end - start });
+            }
+            payload_len = end;
+        }
+        Ok(Self { metadata, entries, by_offset, payload_len })
+    }
+
+    /// The entries, in document order.
+    #[must_use]
+    pub fn entries(&self) -> &[Entry] {
+        &self.entries
+    }
+
+    /// The pairs of `__metadata__`, in document order.
+    #[must_use]
+    pub fn metadata(&self) -> &[(String, String)] {
+        &self.metadata
+    }
+
+    /// Bytes of payload, all of them covered by entries.
+    #[must_use]
+    pub fn payload_len(&self) -> u64 {
+        self.payload_len
+    }
+
+    /// The entries that own any of the payload's bytes `start..end`, in payload order.
+    pub fn covering(&self, start: u64, end: u64) -> impl Iterator<Item = &Entry> {
+        let first = self.by_offset.partition_point(|&i| self.entries[i as usize].end <= start);
+        self.by_offset[first..]
+            .iter()
+            .map(|&i| &self.entries[i as usize])
+            .take_while(move |entry| entry.start < end)
+            .filter(move |entry| entry.start.max(start) < entry.end.min(end))
+    }
+
+    /// The bytes a container begins with, padded so that their number is a multiple of `align` (itself one of 8).
+    pub fn encode(&self, align: u64) -> Result<Vec<u8>, HeaderError> {
+        if align == 0 || !align.is_multiple_of(8) {
+            return Err(HeaderError::Alignment(align));
+        }
+        let names: usize = self.entries.iter().map(|entry| entry.name.len()).sum();
+        let mut out = Vec::with_capacity(PREFIX_LEN + names + 112 * self.entries.len() + 1024);
+        out.extend_from_slice(&[0; PREFIX_LEN]);
+        self.write_json(&mut out);
+
+        let total = (out.len() as u64).checked_next_multiple_of(align).ok_or(HeaderError::Alignment(align))?;
+        let json_len = total - PREFIX_LEN as u64;
+        let (Ok(total), true) = (usize::try_from(total), json_len <= MAX_HEADER_LEN) else {
+            return Err(HeaderError::TooLong(json_len));
+        };
+        out.resize(total, b' ');
+        out[..PREFIX_LEN].copy_from_slice(&json_len.to_le_bytes());
+        Ok(out)
+    }
+
+    fn write_json(&self, out: &mut Vec<u8>) {
+        out.push(b'{');
+        if !self.metadata.is_empty() {
+            out.extend_from_slice(b"\"__metadata__\":{");
+            for (i, (key, value)) in self.metadata.iter().enumerate() {
+                out.extend_from_slice(if i == 0 { b"" } else { b"," });
+                write_string(out, key);
+                out.push(b':');
+                write_string(out, value);
+            }
+            out.extend_from_slice(b"},");
+        }
+        for entry in &self.entries {
+            write_string(out, &entry.name);
+            out.extend_from_slice(b":{\"dtype\":\"");
+            out.extend_from_slice(entry.dtype.name().as_bytes());
+            out.extend_from_slice(b"\",\"shape\":[");
+            for (i, &dim) in entry.shape.iter().enumerate() {
+                out.extend_from_slice(if i == 0 { b"" } else { b"," });
+                write_number(out, dim);
+            }
+            out.extend_from_slice(b"],\"data_offsets\":[");
+            write_number(out, entry.start);
+            out.push(b',');
+            write_number(out, entry.end);
+            out.extend_from_slice(b"]},");
+        }
+        if out.last() == Some(&b',') {
+            out.pop();
+        }
+        out.push(b'}');
+    }
+
+    /// How many bytes a header has in all, from its first 8, so that they can be asked for.
+    pub fn total_len(prefix: [u8; 8]) -> Result<u64, HeaderError> {
+        match u64::from_le_bytes(prefix) {
+            len @ 0..2 => Err(HeaderError::TooShort(len)),
+            len if len > MAX_HEADER_LEN => Err(HeaderError::TooLong(len)),
+            len => Ok(len + PREFIX_LEN as u64),
+        }
+    }
+
+    /// Reads a header: its 8-byte prefix and its JSON, exactly.
+    pub fn decode(bytes: &[u8]) -> Result<Self, HeaderError> {
+        let have = bytes.len() as u64;
+        let Some((prefix, json)) = bytes.split_first_chunk::<PREFIX_LEN>() else {
+            return Err(HeaderError::Truncated { have, need: PREFIX_LEN as u64 });
+        };
+        let need = Self::total_len(*prefix)?;
+        if have < need {
+            return Err(HeaderError::Truncated { have, need });
+        }
+        if have > need {
+            return Err(HeaderError::Trailing(have - need));
+        }
+        let text = std::str::from_utf8(json).map_err(|e| HeaderError::Utf8 { at: e.valid_up_to() })?;
+        let (metadata, entries) = parse(text)?;
+        Self::new(metadata, entries)
+    }
+}
+
+fn check_unique(metadata: &[(String, String)], entries: &[Entry]) -> Result<(), HeaderError> {
+    let mut seen = HashSet::with_capacity(entries.len());
+    for Entry { name, .. } in entries {
+        if name == METADATA {
+            return Err(HeaderError::ReservedName);
+        }
+        if !seen.insert(name.as_str()) {
+            return Err(HeaderError::DuplicateName { name: clip(name) });
+        }
+    }
+    seen.clear();
+    for (key, _) in metadata {
+        if !seen.insert(key.as_str()) {
+            return Err(HeaderError::DuplicateMetadata { key: clip(key) });
+        }
+    }
+    Ok(())
+}
+
+type Parsed = (Vec<(String, String)>, Vec<Entry>);
+
+fn parse(text: &str) -> Result<Parsed, HeaderError> {
+    if !text.starts_with('{') {
+        return Err(JsonError { at: 0, expected: "an object" }.into());
+    }
+    let mut cursor = Cursor::new(text);
+    cursor.expect(b'{', "an object")?;
+    let mut metadata = None;
+    let mut entries = Vec::new();
+    let mut first = true;
+    while cursor.more(&mut first, b'}')? {
+        let name = cursor.member()?;
+        if name != METADATA {
+            entries.push(parse_entry(&mut cursor, name.into_owned())?);
+        } else if metadata.replace(parse_metadata(&mut cursor)?).is_some() {
+            return Err(HeaderError::DuplicateMetadata { key: METADATA.to_owned() });
+        }
+    }
+    if cursor.rest().bytes().any(|byte| byte != b' ') {
+        return Err(HeaderError::AfterJson { at: cursor.at() });
+    }
+    Ok((metadata.unwrap_or_default(), entries))
+}
+
+fn parse_metadata(cursor: &mut Cursor<'_>) -> Result<Vec<(String, String)>, HeaderError> {
+    let mut metadata = Vec::new();
+    // safetensors reads null as none
+    if cursor.eat_word("null") {
+        return Ok(metadata);
+    }
+    cursor.expect(b'{', "an object of strings")?;
+    let mut first = true;
+    while cursor.more(&mut first, b'}')? {
+        let key = cursor.member()?.into_owned();
+        metadata.push((key, cursor.string()?.into_owned()));
+    }
+    Ok(metadata)
+}
+
+fn parse_entry(cursor: &mut Cursor<'_>, name: String) -> Result<Entry, HeaderError> {
+    let (mut dtype, mut shape, mut offsets) = (None, None, None);
+    cursor.expect(b'{', "an entry, which is an object")?;
+    let mut first = true;
+    while cursor.more(&mut first, b'}')? {
+        let field = cursor.member()?;
+        let repeated = match &*field {
+            "dtype" => {
+                let value = cursor.string()?;
+                let known = Dtype::from_name(&value)
+                    .ok_or_else(|| HeaderError::UnknownDtype { name: clip(&name), dtype: clip(&value) })?;
+                dtype.replace(known).is_some().then_some("dtype")
+            }
+            "shape" => shape.replace(parse_shape(cursor)?).is_some().then_some("shape"),
+            "data_offsets" => offsets.replace(parse_offsets(cursor)?).is_some().then_some("data_offsets"),
+            other => {
+                return Err(HeaderError::UnknownField { name: clip(&name), field: clip(other) });
+            }
+        };
+        if let Some(field) = repeated {
+            return Err(HeaderError::DuplicateField { name: clip(&name), field });
+        }
+    }
+    let missing = |field| HeaderError::MissingField { name: clip(&name), field };
+    let dtype = dtype.ok_or_else(|| missing("dtype"))?;
+    let shape = shape.ok_or_else(|| missing("shape"))?;
+    let (start, end) = offsets.ok_or_else(|| missing("data_offsets"))?;
+    Ok(Entry { name, dtype, shape, start, end })
+}
+
+fn parse_shape(cursor: &mut Cursor<'_>) -> Result<Shape, JsonError> {
+    cursor.expect(b'[', "a shape, which is an array")?;
+    let mut shape = Shape::new();
+    let mut first = true;
+    while cursor.more(&mut first, b']')? {
+        shape.push(cursor.unsigned()?);
+    }
+    Ok(shape)
+}
+
+fn parse_offsets(cursor: &mut Cursor<'_>) -> Result<(u64, u64), JsonError> {
+    cursor.expect(b'[', "a pair of offsets")?;
+    let start = cursor.unsigned()?;
+    cursor.expect(b',', "a comma")?;
+    let end = cursor.unsigned()?;
+    cursor.expect(b']', "the end of a pair")?;
+    Ok((start, end))
+}
+
+fn write_string(out: &mut Vec<u8>, text: &str) {
+    out.push(b'"');
+    let mut rest = text.as_bytes();
+    while let Some(at) = rest.iter().position(|&b| b == b'"' || b == b'\\' || b < 0x20) {
+        out.extend_from_slice(&rest[..at]);
+        match rest[at] {
+            plain @ (b'"' | b'\\') => out.extend_from_slice(&[b'\\', plain]),
+            control => {
+                const HEX: &[u8; 16] = b"0123456789abcdef";
+                out.extend_from_slice(b"\\u00");
+                out.extend_from_slice(&[HEX[usize::from(control >> 4)], HEX[usize::from(control & 15)]]);
+            }
+        }
+        rest = &rest[at + 1..];
+    }
+    out.extend_from_slice(rest);
+    out.push(b'"');
+}
+
+fn write_number(out: &mut Vec<u8>, mut value: u64) {
+    let mut digits = [0u8; 20];
+    let mut at = digits.len();
+    loop {
+        at -= 1;
+        digits[at] = b'0' + (value % 10) as u8;
+        value /= 10;
+        if value == 0 {
+            break;
+        }
+    }
+    out.extend_from_slice(&digits[at..]);
+}

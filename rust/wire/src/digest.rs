@@ -1,0 +1,194 @@
+//! Checksums of the payload: CRC-64/NVME of each 1 MiB block, and of the header.
+//!
+//! They find damage, not malice: who wants to forge a block can forge its checksum.
+//!
+//! A table on the wire, all little-endian: magic `TFDIGST1`, u32 algorithm (1), u32 block size, u64 payload length,
+//! u64 checksum of the header bytes, u64 count, one u64 per block, then the checksum of everything before it. A table may
+//! hold a run of the blocks only; which one is for whoever asked to remember.
+
+use crc_fast::CrcAlgorithm::Crc64Nvme;
+
+/// Bytes of payload per checksum; the last block may be shorter.
+pub const BLOCK_SIZE: u64 = 1 << 20;
+
+const MAGIC: &[u8; 8] = b"TFDIGST1";
+const ALGORITHM: u32 = 1;
+/// Bytes before the first block's checksum.
+const HEAD: usize = 40;
+
+/// A table of checksums that cannot be used.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum DigestError {
+    /// The bytes do not begin with the magic of a table.
+    #[error("not a table of digests")]
+    Magic,
+    /// Written by a version with another checksum.
+    #[error("digest algorithm {0} is unknown to this version (upgrade the older side)")]
+    Algorithm(u32),
+    /// Written by a version with other blocks.
+    #[error("digests of blocks of {0} bytes, not of 1048576 (upgrade the older side)")]
+    BlockSize(u32),
+    /// More checksums than the payload has blocks.
+    #[error("{count} digests for a payload of {payload_len} bytes")]
+    Count {
+        /// Checksums the table says it has.
+        count: u64,
+        /// Payload length the table says it covers.
+        payload_len: u64,
+    },
+    /// The table is cut short or goes on after its end.
+    #[error("a table of digests of {have} bytes instead of {need}")]
+    Length {
+        /// Bytes there are.
+        have: u64,
+        /// Bytes there should be.
+        need: u64,
+    },
+    /// The table was damaged on the way.
+    #[error("the table of digests is damaged (its own checksum is {found:016x} instead of {expected:016x})")]
+    Checksum {
+        /// The checksum at its end.
+        expected: u64,
+        /// The checksum of what came.
+        found: u64,
+    },
+}
+
+/// CRC-64/NVME of `bytes`.
+#[must_use]
+pub fn checksum(bytes: &[u8]) -> u64 {
+    crc_fast::checksum(Crc64Nvme, bytes)
+}
+
+/// [`checksum`] of bytes that come in pieces.
+#[derive(Debug, Clone)]
+pub struct Hasher(crc_fast::Digest);
+
+impl Hasher {
+    /// A hasher that has seen nothing.
+    #[must_use]
+    pub fn new() -> Self {
+        Self(crc_fast::Digest::new(Crc64Nvme))
+    }
+
+    /// Adds the next bytes.
+    pub fn update(&mut self, bytes: &[u8]) {
+        self.0.update(bytes);
+    }
+
+    /// The checksum of all bytes so far.
+    #[must_use]
+    pub fn finish(&self) -> u64 {
+        self.0.finalize()
+    }
+}
+
+impl Default for Hasher {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// How many blocks a payload of `payload_len` bytes has.
+#[must_use]
+pub fn block_count(payload_len: u64) -> u64 {
+    payload_len.div_ceil(BLOCK_SIZE)
+}
+
+/// The checksums of one publication.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DigestTable {
+    /// Checksum of the container's header: length prefix, JSON and padding.
+    pub header: u64,
+    /// Bytes of payload the blocks cover.
+    pub payload_len: u64,
+    /// Checksum of each block, in order: all [`block_count`] of them, or the run of blocks that was asked for.
+    pub blocks: Vec<u64>,
+}
+
+impl DigestTable {
+    /// The table as it goes over the wire.
+    #[must_use]
+    pub fn encode(&self) -> Vec<u8> {
+        let mut out = Vec::with_capacity(HEAD + 8 * self.blocks.len() + 8);
+        out.extend_from_slice(MAGIC);
+        out.extend_from_slice(&ALGORITHM.to_le_bytes());
+        out.extend_from_slice(&(1u32 << 20).to_le_bytes());
+        for word in [self.payload_len, self.header, self.blocks.len() as u64] {
+            out.extend_from_slice(&word.to_le_bytes());
+        }
+        for block in &self.blocks {
+            out.extend_from_slice(&block.to_le_bytes());
+        }
+        let own = checksum(&out);
+        out.extend_from_slice(&own.to_le_bytes());
+        out
+    }
+
+    /// Reads a table and checks it against itself.
+    pub fn decode(bytes: &[u8]) -> Result<Self, DigestError> {
+        if !bytes.starts_with(MAGIC) {
+            return Err(DigestError::Magic);
+        }
+        let have = bytes.len() as u64;
+        let short = DigestError::Length { have, need: HEAD as u64 + 8 };
+        let word = |at: usize| {
+            let rest = bytes.get(at..).and_then(|rest| rest.first_chunk::<8>());
+            rest.map(|word| u64::from_le_bytes(*word)).ok_or_else(|| short.clone())
+        };
+        let (kind, payload_len, header, count) = (word(8)?, word(16)?, word(24)?, word(32)?);
+        let (algorithm, block_size) = ((kind & 0xFFFF_FFFF) as u32, (kind >> 32) as u32);
+        if algorithm != ALGORITHM {
+            return Err(DigestError::Algorithm(algorithm));
+        }
+        if u64::from(block_size) != BLOCK_SIZE {
+            return Err(DigestError::BlockSize(block_size));
+        }
+        if count > block_count(payload_len) {
+            return Err(DigestError::Count { count, payload_len });
+        }
+        // count <= 2^44, since a block has 2^20 bytes
+        let need = HEAD as u64 + 8 * count + 8;
+        if have != need {
+            return Err(DigestError::Length { have, need });
+        }
+        let body = bytes.len() - 8;
+        let (expected, found) = (word(body)?, checksum(&bytes[..body]));
+        if expected != found {
+            return Err(DigestError::Checksum { expected, found });
+        }
+        let blocks = bytes[HEAD..body].as_chunks().0.iter().map(|block| u64::from_le_bytes(*block)).collect();
+        Ok(Self { header, payload_len, blocks })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn checksum_is_crc_64_nvme() {
+        // the check value of the catalogue of parametrised CRC algorithms
+        assert_eq!(checksum(b"123456789"), 0xAE8B_1486_0A79_9888);
+        assert_eq!(checksum(b""), 0);
+    }
+
+    #[test]
+    fn hasher_in_pieces_is_checksum_of_the_whole() {
+        let bytes: Vec<u8> = (0..100_000u32).map(|i| (i * 31 % 251) as u8).collect();
+        for step in [1, 7, 64, 1000, 99_999] {
+            let mut hasher = Hasher::new();
+            bytes.chunks(step).for_each(|piece| hasher.update(piece));
+            assert_eq!(hasher.finish(), checksum(&bytes), "pieces of {step}");
+        }
+        assert_eq!(Hasher::default().finish(), 0);
+    }
+
+    #[test]
+    fn block_counts() {
+        let counts = [(0, 0), (1, 1), (BLOCK_SIZE - 1, 1), (BLOCK_SIZE, 1), (BLOCK_SIZE + 1, 2), (u64::MAX, 1 << 44)];
+        for (len, count) in counts {
+            assert_eq!(block_count(len), count, "{len}");
+        }
+    }
+}

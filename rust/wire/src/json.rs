@@ -1,0 +1,432 @@
+//! A cursor over JSON text, for the two documents a peer sends us.
+//!
+//! Both have a fixed grammar, and both need what a general parser does not give: the order of keys, refusal of repeated
+//! ones, typed errors with the place of the fault, and a depth limit of our own. Strings without escapes are borrowed.
+//! What is accepted is RFC 8259 and no more (the tests and fuzz targets hold it against `serde_json`).
+
+use std::borrow::Cow;
+use std::collections::HashSet;
+
+/// The text is not the JSON that was expected at this place.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("at byte {at}: expected {expected}")]
+pub struct JsonError {
+    /// Offset into the JSON text, in bytes.
+    pub at: usize,
+    /// What should have been there.
+    pub expected: &'static str,
+}
+
+/// Longest integer Python's `int()` takes from text by default.
+const MAX_DIGITS: usize = 4300;
+
+pub(crate) type Result<T> = std::result::Result<T, JsonError>;
+
+/// Position in a JSON text. Every method but `finish` leaves whitespace behind it alone and skips what is before it.
+#[derive(Debug, Clone)]
+pub(crate) struct Cursor<'a> {
+    text: &'a str,
+    at: usize,
+}
+
+impl<'a> Cursor<'a> {
+    pub(crate) fn new(text: &'a str) -> Self {
+        Self { text, at: 0 }
+    }
+
+    pub(crate) fn at(&self) -> usize {
+        self.at
+    }
+
+    pub(crate) fn fail<T>(&self, expected: &'static str) -> Result<T> {
+        Err(JsonError { at: self.at, expected })
+    }
+
+    fn byte(&self) -> Option<u8> {
+        self.text.as_bytes().get(self.at).copied()
+    }
+
+    /// The next byte that is not whitespace, not consumed.
+    pub(crate) fn peek(&mut self) -> Option<u8> {
+        loop {
+            match self.byte() {
+                Some(b' ' | b'\n' | b'\r' | b'\t') => self.at += 1,
+                other => return other,
+            }
+        }
+    }
+
+    /// Consumes `byte` if it comes next.
+    pub(crate) fn eat(&mut self, byte: u8) -> bool {
+        let found = self.peek() == Some(byte);
+        if found {
+            self.at += 1;
+        }
+        found
+    }
+
+    pub(crate) fn expect(&mut self, byte: u8, expected: &'static str) -> Result<()> {
+        if self.eat(byte) { Ok(()) } else { self.fail(expected) }
+    }
+
+    /// True if one more member follows: call it with `first` right after the opening bracket, then after each member.
+    pub(crate) fn more(&mut self, first: &mut bool, close: u8) -> Result<bool> {
+        if self.eat(close) {
+            return Ok(false);
+        }
+        if std::mem::take(first) {
+            return Ok(true);
+        }
+        self.expect(b',', "a comma or a closing bracket")?;
+        Ok(true)
+    }
+
+    /// The key of an object's member and its colon.
+    pub(crate) fn member(&mut self) -> Result<Cow<'a, str>> {
+        let key = self.string()?;
+        self.expect(b':', "a colon")?;
+        Ok(key)
+    }
+
+    pub(crate) fn string(&mut self) -> Result<Cow<'a, str>> {
+        self.expect(b'"', "a string")?;
+        let start = self.at;
+        self.plain_run();
+        let run = &self.text[start..self.at];
+        if self.byte() == Some(b'"') {
+            self.at += 1;
+            return Ok(Cow::Borrowed(run));
+        }
+        let mut owned = run.to_owned();
+        loop {
+            match self.byte() {
+                Some(b'"') => {
+                    self.at += 1;
+                    return Ok(Cow::Owned(owned));
+                }
+                Some(b'\\') => {
+                    self.at += 1;
+                    owned.push(self.escape()?);
+                }
+                _ => return self.fail("the end of a string (or an escaped control character)"),
+            }
+            let start = self.at;
+            self.plain_run();
+            owned.push_str(&self.text[start..self.at]);
+        }
+    }
+
+    /// Runs over what a string may hold as it is. It stops at ASCII bytes only, so that slices stay on characters.
+    fn plain_run(&mut self) {
+        let rest = &self.text.as_bytes()[self.at..];
+        self.at += rest.iter().position(|&b| b == b'"' || b == b'\\' || b < 0x20).unwrap_or(rest.len());
+    }
+
+    fn escape(&mut self) -> Result<char> {
+        let Some(code) = self.byte() else {
+            return self.fail("an escape");
+        };
+        let plain = match code {
+            b'"' | b'\\' | b'/' => char::from(code),
+            b'b' => '\u{8}',
+            b'f' => '\u{c}',
+            b'n' => '\n',
+            b'r' => '\r',
+            b't' => '\t',
+            b'u' => {
+                self.at += 1;
+                return self.unicode_escape();
+            }
+            _ => return self.fail("an escape"),
+        };
+        self.at += 1;
+        Ok(plain)
+    }
+
+    fn unicode_escape(&mut self) -> Result<char> {
+        let unit = self.hex4()?;
+        let scalar = if (0xD800..0xDC00).contains(&unit) {
+            if !self.text[self.at..].starts_with("\\u") {
+                return self.fail("the second half of a surrogate pair");
+            }
+            self.at += 2;
+            let low = self.hex4()?;
+            if !(0xDC00..0xE000).contains(&low) {
+                return self.fail("the second half of a surrogate pair");
+            }
+            0x1_0000 + ((unit - 0xD800) << 10) + (low - 0xDC00)
+        } else {
+            unit
+        };
+        char::from_u32(scalar).map_or_else(|| self.fail("the first half of a surrogate pair"), Ok)
+    }
+
+    fn hex4(&mut self) -> Result<u32> {
+        let mut unit = 0;
+        for _ in 0..4 {
+            let Some(digit) = self.byte().and_then(|b| char::from(b).to_digit(16)) else {
+                return self.fail("a hexadecimal digit");
+            };
+            unit = unit * 16 + digit;
+            self.at += 1;
+        }
+        Ok(unit)
+    }
+
+    /// A number as it is written.
+    pub(crate) fn number(&mut self) -> Result<&'a str> {
+        self.peek();
+        let start = self.at;
+        self.at += usize::from(self.byte() == Some(b'-'));
+        if self.byte() == Some(b'0') {
+            self.at += 1;
+        } else {
+            self.digits()?;
+        }
+        if self.byte() == Some(b'.') {
+            self.at += 1;
+            self.digits()?;
+        }
+        if matches!(self.byte(), Some(b'e' | b'E')) {
+            self.at += 1;
+            self.at += usize::from(matches!(self.byte(), Some(b'+' | b'-')));
+            self.digits()?;
+        }
+        Ok(&self.text[start..self.at])
+    }
+
+    fn digits(&mut self) -> Result<()> {
+        let rest = &self.text.as_bytes()[self.at..];
+        match rest.iter().position(|b| !b.is_ascii_digit()).unwrap_or(rest.len()) {
+            0 => self.fail("a digit"),
+            count @ 1..=MAX_DIGITS => {
+                self.at += count;
+                Ok(())
+            }
+            _ => self.fail("a number of at most 4300 digits"),
+        }
+    }
+
+    /// An integer from 0 to 2^64 - 1.
+    pub(crate) fn unsigned(&mut self) -> Result<u64> {
+        self.peek();
+        self.adjacent_unsigned()
+    }
+
+    /// The same without whitespace before it, as after a sign.
+    pub(crate) fn adjacent_unsigned(&mut self) -> Result<u64> {
+        const EXPECTED: &str = "an integer from 0 to 2^64 - 1";
+        let start = self.at;
+        let mut value = 0u64;
+        while let Some(digit @ b'0'..=b'9') = self.byte() {
+            let next = value.checked_mul(10).and_then(|v| v.checked_add(u64::from(digit - b'0')));
+            let Some(next) = next else {
+                return self.fail(EXPECTED);
+            };
+            value = next;
+            self.at += 1;
+        }
+        let written = &self.text.as_bytes()[start..self.at];
+        let leading_zero = written.len() > 1 && written[0] == b'0';
+        if written.is_empty() || leading_zero || matches!(self.byte(), Some(b'.' | b'e' | b'E')) {
+            self.at = start;
+            return self.fail(EXPECTED);
+        }
+        Ok(value)
+    }
+
+    /// Consumes `word` (true, false or null) if it comes next.
+    pub(crate) fn eat_word(&mut self, word: &str) -> bool {
+        self.peek();
+        let found = self.text[self.at..].starts_with(word);
+        if found {
+            self.at += word.len();
+        }
+        found
+    }
+
+    /// Runs over any value of at most `depth` nested arrays and objects, none of which repeats a key.
+    pub(crate) fn skip(&mut self, depth: usize) -> Result<()> {
+        match self.peek() {
+            Some(b'{' | b'[') if depth == 0 => self.fail("a value that is not nested as deeply"),
+            Some(b'{') => {
+                self.at += 1;
+                let (mut first, mut seen) = (true, HashSet::new());
+                while self.more(&mut first, b'}')? {
+                    if !seen.insert(self.member()?) {
+                        return self.fail("a key that the object does not have yet");
+                    }
+                    self.skip(depth - 1)?;
+                }
+                Ok(())
+            }
+            Some(b'[') => {
+                self.at += 1;
+                let mut first = true;
+                while self.more(&mut first, b']')? {
+                    self.skip(depth - 1)?;
+                }
+                Ok(())
+            }
+            Some(b'"') => self.string().map(drop),
+            Some(b't') if self.eat_word("true") => Ok(()),
+            Some(b'f') if self.eat_word("false") => Ok(()),
+            Some(b'n') if self.eat_word("null") => Ok(()),
+            _ => self.number().map(drop),
+        }
+    }
+
+    /// What is left after the document.
+    pub(crate) fn rest(&self) -> &'a str {
+        &self.text[self.at..]
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a panic is how a test fails")]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// Reads one whole document without looking at its meaning.
+    fn accepts(text: &str) -> bool {
+        let mut cursor = Cursor::new(text);
+        cursor.skip(100).is_ok() && cursor.peek().is_none()
+    }
+
+    #[test]
+    fn grammar_is_that_of_rfc_8259() {
+        let good = [
+            "null",
+            " [ ] ",
+            "{\"a\" : [1,-0,0.5,1e9,-1.25E-3,true,false,null] }",
+            r#""\"\\\/\b\f\n\r\t\u00e9\ud83d\ude00""#,
+            "\t\n\r{}",
+        ];
+        for text in good {
+            assert!(accepts(text), "{text}");
+        }
+        let bad = [
+            "",
+            " ",
+            "nul",
+            "nulll",
+            "[",
+            "]",
+            "[1,]",
+            "[,1]",
+            "[1 2]",
+            "{",
+            "{,}",
+            "{\"a\"}",
+            "{\"a\":}",
+            "{\"a\":1,}",
+            "{a:1}",
+            "{1:1}",
+            "01",
+            "-01",
+            "+1",
+            ".5",
+            "5.",
+            "1e",
+            "1e+",
+            "- 1",
+            "--1",
+            "NaN",
+            "Infinity",
+            "0x1",
+            "\"",
+            "\"\\",
+            "\"\\x\"",
+            "\"\\u12\"",
+            "\"\\u12g4\"",
+            "\"\\ud800\"",
+            "\"\\ud800\\u0041\"",
+            "\"\\udc00\"",
+            "\"\n\"",
+            "\"\u{0}\"",
+            "'a'",
+            "[] []",
+            "\u{feff}[]",
+            "\u{a0}[]",
+            "\u{b}[]",
+            "// c\n1",
+        ];
+        for text in bad {
+            assert!(!accepts(text), "{text}");
+        }
+    }
+
+    #[test]
+    fn objects_repeat_no_key_however_it_is_written() {
+        assert!(accepts(r#"{"a":1,"b":{"a":2}}"#));
+        assert!(!accepts(r#"{"a":1,"a":2}"#));
+        assert!(!accepts(r#"{"a":1,"\u0061":2}"#));
+    }
+
+    #[test]
+    fn depth_ends_at_its_limit() {
+        let nested = |n: usize| "[".repeat(n) + &"]".repeat(n);
+        assert!(Cursor::new(&nested(9)).skip(9).is_ok());
+        assert!(Cursor::new(&nested(10)).skip(9).is_err());
+        assert!(Cursor::new(&"[{\"a\":".repeat(1_000_000)).skip(200).is_err());
+    }
+
+    #[test]
+    fn numbers_have_bounds() {
+        let unsigned = |text: &str| Cursor::new(text).unsigned();
+        assert_eq!(unsigned(" 0"), Ok(0));
+        assert_eq!(unsigned("18446744073709551615"), Ok(u64::MAX));
+        for text in ["18446744073709551616", "99999999999999999999999", "-1", "-0", "00", "01", "1.0", "1e3", "", "x"] {
+            assert!(unsigned(text).is_err(), "{text}");
+        }
+        assert!(accepts(&"9".repeat(MAX_DIGITS)));
+        assert!(!accepts(&"9".repeat(MAX_DIGITS + 1)));
+    }
+
+    #[test]
+    fn strings_are_borrowed_unless_escaped() {
+        assert!(matches!(Cursor::new("\"käse\"").string(), Ok(Cow::Borrowed("käse"))));
+        assert_eq!(Cursor::new(r#""k\u00e4se\ud83d\ude00""#).string().unwrap(), "käse😀");
+    }
+
+    fn value() -> impl Strategy<Value = serde_json::Value> {
+        let leaf = prop_oneof![
+            Just(serde_json::Value::Null),
+            any::<bool>().prop_map(Into::into),
+            any::<i64>().prop_map(Into::into),
+            any::<u64>().prop_map(Into::into),
+            any::<f64>().prop_map(Into::into),
+            any::<String>().prop_map(Into::into),
+        ];
+        leaf.prop_recursive(5, 40, 6, |inner| {
+            prop_oneof![
+                prop::collection::vec(inner.clone(), 0..6).prop_map(Into::into),
+                prop::collection::vec((any::<String>(), inner), 0..6)
+                    .prop_map(|pairs| serde_json::Value::Object(pairs.into_iter().collect())),
+            ]
+        })
+    }
+
+    proptest! {
+        #[test]
+        fn what_serde_json_writes_is_read(value in value(), pretty: bool) {
+            let text = if pretty { serde_json::to_string_pretty(&value) } else { serde_json::to_string(&value) }.unwrap();
+            prop_assert!(accepts(&text), "{text}");
+        }
+
+        #[test]
+        fn strings_are_read_as_serde_json_reads_them(text: String) {
+            let written = serde_json::to_string(&text).unwrap();
+            prop_assert_eq!(Cursor::new(&written).string().unwrap(), text);
+        }
+
+        #[test]
+        fn what_is_read_serde_json_reads_too(text in r#"[\[\]{}",:\\ 0-9eE.+\-tfnudx]{0,24}"#) {
+            if accepts(&text) {
+                prop_assert!(serde_json::from_str::<serde_json::Value>(&text).is_ok(), "{text}");
+            }
+        }
+    }
+}

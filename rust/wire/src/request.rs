@@ -1,0 +1,186 @@
+//! What a request asks for: its path, its ranges, its conditions. And what an answer says it holds.
+
+/// What a path names. Publication keys are as written in the path.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Resource<'a> {
+    /// `/healthz`
+    Healthz,
+    /// `/metrics`
+    Metrics,
+    /// `/checkpoint/{key}.safetensors`: header and payload.
+    Container(&'a str),
+    /// `/checkpoint/{key}/header`: the header alone.
+    Header(&'a str),
+    /// `/checkpoint/{key}/digests`: the [`crate::digest::DigestTable`].
+    Digests(&'a str),
+    /// `/checkpoint/{key}/full`: the whole state as torchft 0.2.0 writes it.
+    StockFull(&'a str),
+    /// `/checkpoint/{key}/metadata`: the tree as torchft 0.2.0 writes it.
+    StockMetadata(&'a str),
+    /// `/checkpoint/{key}/{i}`: chunk `i` as torchft 0.2.0 writes it.
+    StockChunk(&'a str, i64),
+}
+
+/// A path that names nothing.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum PathError {
+    /// The token is missing or wrong: whoever asks learns nothing more.
+    #[error("not found")]
+    NotFound,
+    /// The token is right, the rest is not a path of ours. The text is printable ASCII of bounded length.
+    #[error("{0}")]
+    BadUrl(String),
+}
+
+/// The resource that `path` (which may carry a query) names on a server whose paths begin with `/{token}`, or with
+/// nothing before them if `token` is empty. `/healthz` is there with and without the token.
+pub fn parse_path<'a>(path: &'a str, token: &str) -> Result<Resource<'a>, PathError> {
+    let path = path.split_once('?').map_or(path, |(path, _)| path);
+    if path == "/healthz" {
+        return Ok(Resource::Healthz);
+    }
+    let path = if token.is_empty() { path } else { strip_token(path, token).ok_or(PathError::NotFound)? };
+    let mut segments = path.strip_prefix('/').ok_or_else(|| bad_url(path))?.split('/');
+    match (segments.next(), segments.next(), segments.next(), segments.next()) {
+        (Some("healthz"), None, ..) => Ok(Resource::Healthz),
+        (Some("metrics"), None, ..) => Ok(Resource::Metrics),
+        (Some("checkpoint"), Some(file), None, _) => match file.strip_suffix(".safetensors") {
+            Some(key) if !key.is_empty() => Ok(Resource::Container(key)),
+            _ => Err(bad_url(path)),
+        },
+        (Some("checkpoint"), Some(key), Some(part), None) if !key.is_empty() => match part {
+            "header" => Ok(Resource::Header(key)),
+            "digests" => Ok(Resource::Digests(key)),
+            "full" => Ok(Resource::StockFull(key)),
+            "metadata" => Ok(Resource::StockMetadata(key)),
+            chunk => parse_step(chunk).map(|chunk| Resource::StockChunk(key, chunk)).ok_or_else(|| bad_url(path)),
+        },
+        _ => Err(bad_url(path)),
+    }
+}
+
+/// What is left of `path` after `/{token}`. How long it takes depends on lengths alone, so that the token cannot be
+/// guessed byte by byte.
+fn strip_token<'a>(path: &'a str, token: &str) -> Option<&'a str> {
+    let path = path.strip_prefix('/')?;
+    let end = path.find('/').unwrap_or(path.len());
+    let (given, rest) = path.split_at(end);
+    if given.len() != token.len() {
+        return None;
+    }
+    let differing = given.bytes().zip(token.bytes()).fold(0, |bits, (a, b)| std::hint::black_box(bits | (a ^ b)));
+    (differing == 0).then_some(rest)
+}
+
+/// The text is torchft's, for whoever matches on it; the token is never part of it.
+fn bad_url(path: &str) -> PathError {
+    let shown: String = path.chars().take(200).map(|c| if c.is_ascii_graphic() { c } else { '?' }).collect();
+    PathError::BadUrl(format!("invalid url format, expected /checkpoint/step/key but got {shown}"))
+}
+
+/// The number a key stands for: ASCII digits with an optional sign, as Python's `int()` reads them ("007" is 7).
+#[must_use]
+pub fn parse_step(key: &str) -> Option<i64> {
+    // Rust's grammar for integers is this very one: [+-]?[0-9]+
+    key.parse().ok()
+}
+
+/// The part of a resource that a `Range` field asks for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RangeSpec {
+    /// All of it: the field is of no use, or not understood, and so ignored.
+    Whole,
+    /// Bytes `start..end`, a part of the resource that is not empty.
+    Bytes {
+        /// First byte.
+        start: u64,
+        /// The byte after the last.
+        end: u64,
+    },
+    /// Understood, but no such bytes: answered with 416.
+    Unsatisfiable,
+}
+
+/// Reads a `Range` field about a resource of `len` bytes, as RFC 9110 section 14 has it. Several ranges at once are
+/// ignored, which it allows.
+#[must_use]
+pub fn parse_range(value: &str, len: u64) -> RangeSpec {
+    let Some((unit, range)) = value.trim_matches(OWS).split_once('=') else {
+        return RangeSpec::Whole;
+    };
+    let Some((first, last)) = range.trim_matches(OWS).split_once('-') else {
+        return RangeSpec::Whole;
+    };
+    if !unit.eq_ignore_ascii_case("bytes") {
+        return RangeSpec::Whole;
+    }
+    match (first, position(first), last, position(last)) {
+        (_, Some(start), _, Some(last)) if start > last => RangeSpec::Whole,
+        (_, Some(start), "", None) | (_, Some(start), _, Some(_)) if start >= len => RangeSpec::Unsatisfiable,
+        (_, Some(start), "", None) => RangeSpec::Bytes { start, end: len },
+        (_, Some(start), _, Some(last)) => RangeSpec::Bytes { start, end: last.saturating_add(1).min(len) },
+        ("", None, _, Some(0)) => RangeSpec::Unsatisfiable,
+        // satisfiable, but no Content-Range can say "no bytes"
+        ("", None, _, Some(_)) if len == 0 => RangeSpec::Whole,
+        ("", None, _, Some(suffix)) => RangeSpec::Bytes { start: len.saturating_sub(suffix), end: len },
+        _ => RangeSpec::Whole,
+    }
+}
+
+const OWS: [char; 2] = [' ', '\t'];
+
+/// A number of digits alone. One beyond u64 is beyond every resource as well.
+fn position(text: &str) -> Option<u64> {
+    if text.is_empty() || !text.bytes().all(|b| b.is_ascii_digit()) {
+        return None;
+    }
+    Some(text.parse().unwrap_or(u64::MAX))
+}
+
+/// Reads a `Content-Range` field with a known range and length: (start, end, total), end exclusive.
+#[must_use]
+pub fn parse_content_range(value: &str) -> Option<(u64, u64, u64)> {
+    let (unit, rest) = value.trim_matches(OWS).split_once(' ')?;
+    let (range, total) = rest.split_once('/')?;
+    let (first, last) = range.split_once('-')?;
+    let (first, last, total) = (position(first)?, position(last)?, position(total)?);
+    let valid = unit.eq_ignore_ascii_case("bytes") && first <= last && last < total;
+    valid.then(|| (first, last + 1, total))
+}
+
+/// Whether an `If-Match` (or `If-Range`) field holds `etag`, quotes included, by strong comparison: a weak tag on
+/// either side matches nothing.
+#[must_use]
+pub fn etag_matches_strong(header: &str, etag: &str) -> bool {
+    is_any(header) || ETags(header).any(|tag| tag == etag && !tag.starts_with("W/"))
+}
+
+/// Whether an `If-None-Match` field holds `etag`, quotes included, by weak comparison.
+#[must_use]
+pub fn etag_matches_weak(header: &str, etag: &str) -> bool {
+    is_any(header) || ETags(header).any(|tag| opaque(tag) == opaque(etag))
+}
+
+fn opaque(tag: &str) -> &str {
+    tag.strip_prefix("W/").unwrap_or(tag)
+}
+
+fn is_any(header: &str) -> bool {
+    header.trim_matches(OWS) == "*"
+}
+
+/// The entity tags of a list, up to the first thing that is none.
+struct ETags<'a>(&'a str);
+
+impl<'a> Iterator for ETags<'a> {
+    type Item = &'a str;
+
+    fn next(&mut self) -> Option<&'a str> {
+        let list = self.0.trim_start_matches([' ', '\t', ',']);
+        let after_quote = opaque(list).strip_prefix('"')?;
+        let end = list.len() - after_quote.len() + after_quote.find('"')? + 1;
+        let (tag, rest) = list.split_at(end);
+        self.0 = rest;
+        Some(tag)
+    }
+}

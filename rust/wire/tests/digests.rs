@@ -1,0 +1,140 @@
+//! Tables of digests there and back, and those a peer should never send.
+#![allow(clippy::unwrap_used, reason = "a panic is how a test fails")]
+
+use proptest::prelude::*;
+use tensorferry_wire::digest::{BLOCK_SIZE, DigestError, DigestTable, block_count, checksum};
+
+fn table() -> DigestTable {
+    DigestTable { header: 0x1122_3344_5566_7788, payload_len: 2 * BLOCK_SIZE + 1, blocks: vec![1, u64::MAX, 3] }
+}
+
+/// The table with these bytes at `at`, its own checksum made right again.
+fn patched(at: usize, bytes: &[u8]) -> Vec<u8> {
+    let mut table = table().encode();
+    table[at..at + bytes.len()].copy_from_slice(bytes);
+    resealed(table)
+}
+
+fn resealed(mut table: Vec<u8>) -> Vec<u8> {
+    let body = table.len() - 8;
+    let own = checksum(&table[..body]);
+    table[body..].copy_from_slice(&own.to_le_bytes());
+    table
+}
+
+#[test]
+fn layout_is_fixed() {
+    let bytes = table().encode();
+    assert_eq!(bytes.len(), 40 + 3 * 8 + 8);
+    assert_eq!(&bytes[..16], b"TFDIGST1\x01\0\0\0\0\0\x10\0");
+    assert_eq!(&bytes[16..24], (2 * BLOCK_SIZE + 1).to_le_bytes());
+    assert_eq!(&bytes[24..32], 0x1122_3344_5566_7788u64.to_le_bytes());
+    assert_eq!(&bytes[32..48], b"\x03\0\0\0\0\0\0\0\x01\0\0\0\0\0\0\0");
+    assert_eq!(&bytes[64..], checksum(&bytes[..64]).to_le_bytes());
+    assert_eq!(DigestTable::decode(&bytes), Ok(table()));
+}
+
+#[test]
+fn empty_payload() {
+    let empty = DigestTable { header: 7, payload_len: 0, blocks: vec![] };
+    assert_eq!(DigestTable::decode(&empty.encode()), Ok(empty));
+}
+
+#[test]
+fn other_magic() {
+    for bytes in [&b""[..], b"TFDIGST", b"TFDIGST2aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa", b"<html>"] {
+        assert_eq!(DigestTable::decode(bytes), Err(DigestError::Magic));
+    }
+}
+
+#[test]
+fn other_algorithm() {
+    assert_eq!(DigestTable::decode(&patched(8, &[2, 0, 0, 0])), Err(DigestError::Algorithm(2)));
+    assert_eq!(DigestTable::decode(&patched(8, &[1, 0, 0, 1])), Err(DigestError::Algorithm(0x0100_0001)));
+}
+
+#[test]
+fn other_block_size() {
+    for size in [0u32, 1, 1 << 21, u32::MAX] {
+        assert_eq!(DigestTable::decode(&patched(12, &size.to_le_bytes())), Err(DigestError::BlockSize(size)));
+    }
+}
+
+#[test]
+fn more_digests_than_blocks() {
+    for count in [4u64, 1 << 61, u64::MAX] {
+        let found = DigestTable::decode(&patched(32, &count.to_le_bytes()));
+        assert_eq!(found, Err(DigestError::Count { count, payload_len: 2 * BLOCK_SIZE + 1 }));
+    }
+    for payload_len in [0, 1, 2 * BLOCK_SIZE] {
+        let found = DigestTable::decode(&patched(16, &payload_len.to_le_bytes()));
+        assert_eq!(found, Err(DigestError::Count { count: 3, payload_len }));
+    }
+}
+
+#[test]
+fn fewer_digests_than_the_table_says() {
+    for count in [0u64, 1, 2] {
+        let found = DigestTable::decode(&patched(32, &count.to_le_bytes()));
+        assert_eq!(found, Err(DigestError::Length { have: 72, need: 48 + 8 * count }));
+    }
+}
+
+#[test]
+fn a_run_of_the_blocks() {
+    for blocks in [vec![], vec![9], vec![9, 8]] {
+        let run = DigestTable { blocks, ..table() };
+        assert_eq!(DigestTable::decode(&run.encode()), Ok(run));
+    }
+}
+
+#[test]
+fn huge_count_allocates_nothing() {
+    let mut bytes = patched(16, &u64::MAX.to_le_bytes());
+    bytes[32..40].copy_from_slice(&(1u64 << 44).to_le_bytes());
+    let need = 40 + 8 * (1 << 44) + 8;
+    assert_eq!(DigestTable::decode(&resealed(bytes)), Err(DigestError::Length { have: 72, need }));
+}
+
+#[test]
+fn truncated_at_every_byte() {
+    let bytes = table().encode();
+    for cut in 0..bytes.len() {
+        let found = DigestTable::decode(&bytes[..cut]).unwrap_err();
+        assert!(matches!(found, DigestError::Magic | DigestError::Length { .. }), "{cut}: {found}");
+        assert_eq!(matches!(found, DigestError::Magic), cut < 8);
+    }
+}
+
+#[test]
+fn bytes_after_the_table() {
+    let mut bytes = table().encode();
+    bytes.push(0);
+    assert_eq!(DigestTable::decode(&bytes), Err(DigestError::Length { have: 73, need: 72 }));
+}
+
+#[test]
+fn every_bit_flipped_is_refused() {
+    let bytes = table().encode();
+    for bit in 0..bytes.len() * 8 {
+        let mut flipped = bytes.clone();
+        flipped[bit / 8] ^= 1 << (bit % 8);
+        assert!(DigestTable::decode(&flipped).is_err(), "bit {bit}");
+    }
+}
+
+proptest! {
+    #[test]
+    fn what_is_encoded_is_decoded(header: u64, blocks in prop::collection::vec(any::<u64>(), 0..40), short in 0..BLOCK_SIZE) {
+        let payload_len = (blocks.len() as u64 * BLOCK_SIZE).saturating_sub(short);
+        let table = DigestTable { header, payload_len, blocks };
+        prop_assert_eq!(block_count(payload_len), table.blocks.len() as u64);
+        prop_assert_eq!(DigestTable::decode(&table.encode()), Ok(table));
+    }
+
+    #[test]
+    fn whatever_comes_nothing_panics(tail: Vec<u8>) {
+        let _ = DigestTable::decode(&tail);
+        let _ = DigestTable::decode(&[b"TFDIGST1\x01\0\0\0\0\0\x10\0", &tail[..]].concat());
+    }
+}

@@ -1,0 +1,310 @@
+//! Headers a peer should never send. One test per attack.
+#![allow(clippy::unwrap_used, reason = "a panic is how a test fails")]
+
+use tensorferry_wire::container::{Entry, Header, HeaderError, MAX_HEADER_LEN};
+use tensorferry_wire::dtype::Dtype;
+
+/// A header with this JSON behind the right length.
+fn framed(json: impl AsRef<[u8]>) -> Vec<u8> {
+    let json = json.as_ref();
+    let mut bytes = (json.len() as u64).to_le_bytes().to_vec();
+    bytes.extend_from_slice(json);
+    bytes
+}
+
+fn refusal(json: impl AsRef<[u8]>) -> HeaderError {
+    Header::decode(&framed(json)).unwrap_err()
+}
+
+/// One entry of bytes.
+fn u8s(name: &str, start: u64, end: u64) -> String {
+    format!(r#""{name}":{{"dtype":"U8","shape":[{}],"data_offsets":[{start},{end}]}}"#, end.wrapping_sub(start))
+}
+
+fn with_entry(entry: &str) -> HeaderError {
+    refusal(format!(r#"{{"a":{entry}}}"#))
+}
+
+const VALID: &str = r#"{"__metadata__":{"format":"pt"},"w":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]}}   "#;
+
+#[test]
+fn the_valid_one_is_read() {
+    let header = Header::decode(&framed(VALID)).unwrap();
+    assert_eq!(header.metadata(), [("format".to_owned(), "pt".to_owned())]);
+    assert_eq!(header.payload_len(), 24);
+    assert_eq!(header.entries()[0].dtype, Dtype::F32);
+}
+
+#[test]
+fn oversized_length() {
+    for len in [MAX_HEADER_LEN + 1, u64::from(u32::MAX), 1 << 63, u64::MAX - 7, u64::MAX] {
+        assert_eq!(Header::total_len(len.to_le_bytes()), Err(HeaderError::TooLong(len)));
+        let mut bytes = framed(VALID);
+        bytes[..8].copy_from_slice(&len.to_le_bytes());
+        assert_eq!(Header::decode(&bytes), Err(HeaderError::TooLong(len)));
+    }
+    assert_eq!(Header::total_len(MAX_HEADER_LEN.to_le_bytes()), Ok(MAX_HEADER_LEN + 8));
+}
+
+#[test]
+fn undersized_length() {
+    for len in [0u64, 1] {
+        assert_eq!(Header::total_len(len.to_le_bytes()), Err(HeaderError::TooShort(len)));
+        assert_eq!(Header::decode(&len.to_le_bytes()), Err(HeaderError::TooShort(len)));
+    }
+    assert_eq!(Header::total_len(2u64.to_le_bytes()), Ok(10));
+}
+
+#[test]
+fn truncated_at_every_byte() {
+    let bytes = framed(VALID);
+    for cut in 0..bytes.len() {
+        let need = if cut < 8 { 8 } else { bytes.len() as u64 };
+        assert_eq!(Header::decode(&bytes[..cut]), Err(HeaderError::Truncated { have: cut as u64, need }));
+    }
+}
+
+#[test]
+fn json_truncated_at_every_byte() {
+    let json = VALID.trim_end();
+    for cut in 2..json.len() {
+        assert!(matches!(refusal(&json[..cut]), HeaderError::Json(_)), "{}", &json[..cut]);
+    }
+}
+
+#[test]
+fn bytes_after_the_header() {
+    let mut bytes = framed(VALID);
+    bytes.extend_from_slice(b"  ");
+    assert_eq!(Header::decode(&bytes), Err(HeaderError::Trailing(2)));
+}
+
+#[test]
+fn garbage_after_the_json() {
+    for tail in ["x", "\0", "\n", "\t", "{}", ",", "    }"] {
+        assert!(matches!(refusal(format!("{{}}{tail}")), HeaderError::AfterJson { at: 2 }), "{tail:?}");
+    }
+    assert!(Header::decode(&framed("{}      ")).is_ok());
+}
+
+#[test]
+fn bad_utf8() {
+    for bad in [&b"\xFF"[..], b"\xC3", b"\xED\xA0\x80", b"\xC0\x80", b"\xF4\x90\x80\x80"] {
+        let json = [b"{\"", bad, b"\":{}}"].concat();
+        assert_eq!(refusal(json), HeaderError::Utf8 { at: 2 });
+    }
+}
+
+#[test]
+fn non_object_json() {
+    for json in ["[]", "null", "12", "\"ab\"", "true", " {}", "\n{}", "\u{feff}{}", "  "] {
+        assert!(matches!(refusal(json), HeaderError::Json(_)), "{json:?}");
+    }
+    for json in
+        ["{1:2}", "{\"a\":1}", "{\"a\":null}", "{\"a\":[\"U8\",[1],[0,1]]}", "{\"a\":\"U8\"}", "{'a':{}}", "{,}"]
+    {
+        assert!(matches!(refusal(json), HeaderError::Json(_)), "{json:?}");
+    }
+}
+
+#[test]
+fn deep_nesting() {
+    for open in ["[", "{\"a\":", "[{\"a\":"] {
+        let deep = open.repeat(1_000_000);
+        assert!(matches!(refusal(&deep), HeaderError::Json(_) | HeaderError::UnknownField { .. }));
+        assert!(matches!(with_entry(&deep), HeaderError::Json(_) | HeaderError::UnknownField { .. }));
+        let in_shape = format!(r#"{{"dtype":"U8","shape":{deep}"#);
+        assert!(matches!(with_entry(&in_shape), HeaderError::Json(_)));
+        let in_offsets = format!(r#"{{"dtype":"U8","data_offsets":{deep}"#);
+        assert!(matches!(with_entry(&in_offsets), HeaderError::Json(_)));
+        assert!(matches!(refusal(format!(r#"{{"__metadata__":{deep}"#)), HeaderError::Json(_)));
+    }
+}
+
+#[test]
+fn duplicate_names() {
+    let twice = format!("{{{},{}}}", u8s("a", 0, 4), u8s("a", 4, 8));
+    assert_eq!(refusal(twice), HeaderError::DuplicateName { name: "a".into() });
+    let escaped = format!("{{{},{}}}", u8s("a", 0, 4), u8s("\\u0061", 4, 8));
+    assert_eq!(refusal(escaped), HeaderError::DuplicateName { name: "a".into() });
+    let same_bytes = format!("{{{},{}}}", u8s("a", 0, 4), u8s("a", 0, 4));
+    assert_eq!(refusal(same_bytes), HeaderError::DuplicateName { name: "a".into() });
+}
+
+#[test]
+fn duplicate_metadata() {
+    let both = refusal(r#"{"__metadata__":{"a":"b"},"__metadata__":{}}"#);
+    assert_eq!(both, HeaderError::DuplicateMetadata { key: "__metadata__".into() });
+    let null = refusal(r#"{"__metadata__":null,"__metadata__":null}"#);
+    assert_eq!(null, HeaderError::DuplicateMetadata { key: "__metadata__".into() });
+    let key = refusal(r#"{"__metadata__":{"a":"b","a":"b"}}"#);
+    assert_eq!(key, HeaderError::DuplicateMetadata { key: "a".into() });
+}
+
+#[test]
+fn metadata_of_other_types() {
+    for value in ["1", "[]", "\"x\"", "{\"a\":1}", "{\"a\":null}", "{\"a\":{}}", "true", "nul"] {
+        assert!(matches!(refusal(format!("{{\"__metadata__\":{value}}}")), HeaderError::Json(_)), "{value}");
+    }
+    assert_eq!(Header::decode(&framed("{\"__metadata__\":null}")).unwrap().metadata(), []);
+}
+
+#[test]
+fn fields_unknown_missing_or_twice() {
+    let unknown = with_entry(r#"{"dtype":"U8","shape":[1],"data_offsets":[0,1],"stride":[1]}"#);
+    assert_eq!(unknown, HeaderError::UnknownField { name: "a".into(), field: "stride".into() });
+    let missing = |field| HeaderError::MissingField { name: "a".into(), field };
+    assert_eq!(with_entry("{}"), missing("dtype"));
+    assert_eq!(with_entry(r#"{"dtype":"U8","data_offsets":[0,1]}"#), missing("shape"));
+    assert_eq!(with_entry(r#"{"dtype":"U8","shape":[1]}"#), missing("data_offsets"));
+    for (field, value) in [("dtype", "\"U8\""), ("shape", "[1]"), ("data_offsets", "[0,1]")] {
+        let twice = with_entry(&format!(r#"{{"{field}":{value},"dtype":"U8","shape":[1],"data_offsets":[0,1]}}"#));
+        assert_eq!(twice, HeaderError::DuplicateField { name: "a".into(), field });
+    }
+}
+
+#[test]
+fn unknown_dtype() {
+    for dtype in ["", "u8", "U8 ", "F128", "U8\\u0000", "__metadata__"] {
+        let found = with_entry(&format!(r#"{{"dtype":"{dtype}","shape":[1],"data_offsets":[0,1]}}"#));
+        assert!(matches!(found, HeaderError::UnknownDtype { .. }), "{dtype}: {found}");
+    }
+    for dtype in ["7", "null", "{\"U8\":null}", "[\"U8\"]"] {
+        let found = with_entry(&format!(r#"{{"dtype":{dtype},"shape":[1],"data_offsets":[0,1]}}"#));
+        assert!(matches!(found, HeaderError::Json(_)), "{dtype}: {found}");
+    }
+}
+
+#[test]
+fn numbers_that_are_no_sizes() {
+    for number in ["-1", "-0", "1.0", "1e0", "01", "\"1\"", "null", "true", "[1]", "18446744073709551616", "NaN", ""] {
+        let shape = with_entry(&format!(r#"{{"dtype":"U8","shape":[1,{number}],"data_offsets":[0,1]}}"#));
+        assert!(matches!(shape, HeaderError::Json(_)), "{number}: {shape}");
+        let start = with_entry(&format!(r#"{{"dtype":"U8","shape":[1],"data_offsets":[{number},1]}}"#));
+        assert!(matches!(start, HeaderError::Json(_)), "{number}: {start}");
+        let end = with_entry(&format!(r#"{{"dtype":"U8","shape":[1],"data_offsets":[0,{number}]}}"#));
+        assert!(matches!(end, HeaderError::Json(_)), "{number}: {end}");
+    }
+}
+
+#[test]
+fn offsets_that_are_no_pair() {
+    for offsets in ["[]", "[0]", "[0,1,2]", "{}", "0", "[0,1", "[0 1]", "[0,1,]"] {
+        let found = with_entry(&format!(r#"{{"dtype":"U8","shape":[1],"data_offsets":{offsets}}}"#));
+        assert!(matches!(found, HeaderError::Json(_)), "{offsets}: {found}");
+    }
+}
+
+#[test]
+fn reversed_offsets() {
+    let found = with_entry(r#"{"dtype":"U8","shape":[1],"data_offsets":[1,0]}"#);
+    assert_eq!(found, HeaderError::Reversed { name: "a".into(), start: 1, end: 0 });
+    let at_the_end = format!("{{{},{}}}", u8s("a", 0, 8), r#""b":{"dtype":"U8","shape":[0],"data_offsets":[8,7]}"#);
+    assert_eq!(refusal(at_the_end), HeaderError::Reversed { name: "b".into(), start: 8, end: 7 });
+}
+
+#[test]
+fn overlapping() {
+    let found = refusal(format!("{{{},{}}}", u8s("b", 4, 12), u8s("a", 0, 8)));
+    assert_eq!(found, HeaderError::Overlap { name: "b".into(), start: 4, previous: 8 });
+    let same = refusal(format!("{{{},{}}}", u8s("a", 0, 8), u8s("b", 0, 8)));
+    assert_eq!(same, HeaderError::Overlap { name: "b".into(), start: 0, previous: 8 });
+    let inside = refusal(format!("{{{},{}}}", u8s("a", 0, 8), u8s("b", 2, 3)));
+    assert_eq!(inside, HeaderError::Overlap { name: "b".into(), start: 2, previous: 8 });
+    let empty_inside = refusal(format!("{{{},{}}}", u8s("a", 0, 8), u8s("b", 4, 4)));
+    assert_eq!(empty_inside, HeaderError::Overlap { name: "b".into(), start: 4, previous: 8 });
+}
+
+#[test]
+fn holes() {
+    let at_start = refusal(format!("{{{}}}", u8s("a", 1, 8)));
+    assert_eq!(at_start, HeaderError::Hole { name: "a".into(), start: 1, previous: 0 });
+    let between = refusal(format!("{{{},{}}}", u8s("a", 0, 4), u8s("b", 5, 8)));
+    assert_eq!(between, HeaderError::Hole { name: "b".into(), start: 5, previous: 4 });
+}
+
+#[test]
+fn out_of_bounds() {
+    // an entry far beyond the others is a hole, an empty one as well
+    let far = refusal(format!("{{{},{}}}", u8s("a", 0, 4), u8s("b", u64::MAX, u64::MAX)));
+    assert_eq!(far, HeaderError::Hole { name: "b".into(), start: u64::MAX, previous: 4 });
+    let alone = refusal(format!("{{{}}}", u8s("b", 1, 1)));
+    assert_eq!(alone, HeaderError::Hole { name: "b".into(), start: 1, previous: 0 });
+}
+
+#[test]
+fn wrong_size() {
+    for (dtype, shape, end, expected) in
+        [("F32", "[2]", 7, 8), ("F32", "[2]", 9, 8), ("U8", "[]", 0, 1), ("U8", "[0]", 1, 0), ("F4", "[4]", 4, 2)]
+    {
+        let found = with_entry(&format!(r#"{{"dtype":"{dtype}","shape":{shape},"data_offsets":[0,{end}]}}"#));
+        assert_eq!(found, HeaderError::Size { name: "a".into(), expected, actual: end });
+    }
+}
+
+#[test]
+fn packed_type_within_a_byte() {
+    for (dtype, shape) in [("F4", "[3]"), ("F6_E2M3", "[2]"), ("F6_E3M2", "[5]"), ("F4", "[]")] {
+        let found = with_entry(&format!(r#"{{"dtype":"{dtype}","shape":{shape},"data_offsets":[0,1]}}"#));
+        assert_eq!(found, HeaderError::PartialByte { name: "a".into() });
+    }
+}
+
+#[test]
+fn integer_overflow_in_shape() {
+    let shapes =
+        ["[4294967296,4294967296]", "[18446744073709551615,2]", "[4611686018427387904]", "[4294967296,4294967296,0]"];
+    for shape in shapes {
+        let found = with_entry(&format!(r#"{{"dtype":"U8","shape":{shape},"data_offsets":[0,0]}}"#));
+        assert_eq!(found, HeaderError::ShapeOverflow { name: "a".into() }, "{shape}");
+    }
+    // a zero in front keeps the product from overflowing, in safetensors as here
+    let json = r#"{"a":{"dtype":"U8","shape":[0,4294967296,4294967296],"data_offsets":[0,0]}}"#;
+    assert!(Header::decode(&framed(json)).is_ok());
+}
+
+#[test]
+fn overflow_in_offsets() {
+    let found = with_entry(&format!(r#"{{"dtype":"U8","shape":[1],"data_offsets":[0,{}]}}"#, u64::MAX));
+    assert_eq!(found, HeaderError::Size { name: "a".into(), expected: 1, actual: u64::MAX });
+    let beyond = with_entry(r#"{"dtype":"U8","shape":[1],"data_offsets":[0,18446744073709551616]}"#);
+    assert!(matches!(beyond, HeaderError::Json(_)));
+    // two entries whose lengths add up to more than a u64 counts
+    let half = u64::MAX / 8;
+    let wrapping = refusal(format!("{{{},{}}}", u8s("a", 0, half), u8s("b", half, 0)));
+    assert!(matches!(wrapping, HeaderError::Hole { .. } | HeaderError::Reversed { .. }), "{wrapping}");
+}
+
+#[test]
+fn long_names_are_clipped_in_messages() {
+    let name = "é".repeat(1_000_000);
+    let message = refusal(format!("{{{}}}", u8s(&name, 1, 2))).to_string();
+    assert!(message.len() < 400, "{} bytes", message.len());
+}
+
+#[test]
+fn many_unbalanced_quotes_end_quickly() {
+    let json = "{".to_owned() + &"\"\\\"".repeat(2_000_000);
+    assert!(matches!(refusal(json), HeaderError::Json(_)));
+}
+
+#[test]
+fn an_entry_named_like_the_metadata_cannot_be_made() {
+    let entry =
+        Entry { name: "__metadata__".into(), dtype: Dtype::U8, shape: [1].into_iter().collect(), start: 0, end: 1 };
+    assert_eq!(Header::new(Vec::new(), vec![entry]), Err(HeaderError::ReservedName));
+}
+
+#[test]
+fn every_byte_flipped_is_read_or_refused() {
+    let bytes = framed(VALID);
+    for at in 0..bytes.len() {
+        for bit in 0..8 {
+            let mut flipped = bytes.clone();
+            flipped[at] ^= 1 << bit;
+            if let Ok(header) = Header::decode(&flipped) {
+                assert_eq!(Header::decode(&header.encode(8).unwrap()).unwrap(), header);
+            }
+        }
+    }
+}

@@ -1,0 +1,512 @@
+//! Manifests, good ones and those a peer should never send. One test per attack.
+#![allow(clippy::unwrap_used, reason = "a panic is how a test fails")]
+
+use proptest::prelude::*;
+use tensorferry_wire::container::{Entry, Header, MANIFEST_ENTRY, PICKLE_ENTRY, storage_entry};
+use tensorferry_wire::dtype::Dtype;
+use tensorferry_wire::manifest::{MAX_DEPTH, Manifest, ManifestError, Storage, validate};
+
+/// Three plain leaves of 8 bytes (entries 0 to 2), manifest and pickle (3, 4), pieces of storages of 8 bytes (5, 6).
+fn header() -> Header {
+    let names = ["a", "b", "c", MANIFEST_ENTRY, PICKLE_ENTRY, &storage_entry(0, 0), &storage_entry(0, 1)];
+    let entries = names.iter().zip(0..).map(|(name, i)| Entry {
+        name: (*name).into(),
+        dtype: Dtype::U8,
+        shape: [8].into_iter().collect(),
+        start: 8 * i,
+        end: 8 * i + 8,
+    });
+    Header::new(vec![], entries.collect()).unwrap()
+}
+
+fn read(json: impl AsRef<[u8]>) -> Result<Manifest, ManifestError> {
+    validate(json.as_ref(), &header())
+}
+
+fn refusal(json: impl AsRef<[u8]>) -> ManifestError {
+    read(json).unwrap_err()
+}
+
+/// A manifest of two objects with this tree.
+fn tree(tree: &str) -> String {
+    format!(r#"{{"version":1,"tree":{tree},"flags":"","objects":2,"storages":[],"shards":{{}}}}"#)
+}
+
+fn flags(flags: &str) -> String {
+    format!(r#"{{"version":1,"tree":0,"flags":"{flags}","objects":0,"storages":[]}}"#)
+}
+
+fn storages(storages: &str) -> String {
+    format!(r#"{{"version":1,"tree":0,"flags":"","objects":0,"storages":{storages}}}"#)
+}
+
+const VALID: &str = r#"{"version":1,"tree":{"model":["o",{"w":0,"b":1}],"steps":["d","d",[[0,2],["x",-1]]]},"flags":"013","objects":1,"storages":[[20,[[5,0],[6,12]]],[0,[]]],"shards":{"model.w":{"global":[4,4]}}}"#;
+
+#[test]
+fn the_valid_one_is_read() {
+    let storages = vec![Storage { nbytes: 20, pieces: vec![(5, 0), (6, 12)] }, Storage { nbytes: 0, pieces: vec![] }];
+    assert_eq!(read(VALID), Ok(Manifest { version: 1, objects: 1, storages, leaves: 3 }));
+}
+
+#[test]
+fn every_kind_of_node_is_read() {
+    let nodes = [
+        "0",
+        "2",
+        "-1",
+        "-2",
+        "{}",
+        r#"{"":0,"o":{"":1}}"#,
+        r#"["o",{}]"#,
+        r#"["o",{"k":0}]"#,
+        r#"["l"]"#,
+        r#"["l",0,["t"]]"#,
+        r#"["t",["l"],-1]"#,
+        r#"["d","d",[]]"#,
+        r#"["d","o",[["a",0],[1,1],[0.5,2],[null,-1],[false,{}],[["r",1],0]]]"#,
+        r#"["d","d",[[["t",1,["t","a",["r",0]],null],0],[["t"],1]]]"#,
+        r#"["n",1]"#,
+        r#"["n",0,0,{"a":1}]"#,
+        r#"["a",1,["l",0,1,2]]"#,
+        r#"{"\u0061":0,"l":1}"#,
+        " [ \"l\" , 0 ,\n1 ] ",
+    ];
+    for node in nodes {
+        assert!(read(tree(node)).is_ok(), "{node}: {}", refusal(tree(node)));
+    }
+}
+
+#[test]
+fn padding_is_read_over() {
+    for padding in ["", " ", "\0", "   \0\0\0", "\0 \0 "] {
+        assert!(read(format!("{VALID}{padding}")).is_ok(), "{padding:?}");
+    }
+    assert!(read(format!("  \n{VALID}")).is_ok());
+}
+
+#[test]
+fn fields_may_come_in_any_order_and_be_more() {
+    let reversed = r#"{"new":[{"x":null}],"storages":[],"objects":1,"flags":"000","tree":["l",0,-1],"version":1}"#;
+    assert_eq!(read(reversed), Ok(Manifest { version: 1, objects: 1, storages: vec![], leaves: 3 }));
+}
+
+#[test]
+fn other_versions() {
+    for found in [0, 2, u64::MAX] {
+        let error = refusal(format!(r#"{{"version":{found},"tree":["new grammar"}}"#));
+        assert_eq!(error, ManifestError::Version { found });
+        assert!(error.to_string().contains("upgrade the older side"), "{error}");
+    }
+    for version in ["1.0", "\"1\"", "-1", "null", "18446744073709551616"] {
+        assert!(matches!(refusal(format!(r#"{{"version":{version}}}"#)), ManifestError::Json(_)), "{version}");
+    }
+}
+
+#[test]
+fn truncated_at_every_byte() {
+    for cut in 0..VALID.len() {
+        assert!(matches!(refusal(&VALID[..cut]), ManifestError::Json(_)), "{}", &VALID[..cut]);
+    }
+}
+
+#[test]
+fn garbage_after_the_json() {
+    for tail in ["x", "{}", ",", "\0\0x", "  }"] {
+        let error = refusal(format!("{VALID}{tail}"));
+        assert!(matches!(error, ManifestError::AfterJson { .. }), "{tail:?}: {error}");
+    }
+}
+
+#[test]
+fn bad_utf8() {
+    assert_eq!(refusal(b"{\"\xFF\":1}"), ManifestError::Utf8 { at: 2 });
+    assert!(matches!(refusal(tree(r#"{"\ud800":0}"#)), ManifestError::Json(_)));
+}
+
+#[test]
+fn not_an_object() {
+    for json in ["", "[]", "null", "1", "\"version\"", "\0", " "] {
+        assert!(matches!(refusal(json), ManifestError::Json(_)), "{json:?}");
+    }
+}
+
+#[test]
+fn fields_missing_or_twice() {
+    for field in ["version", "tree", "flags", "objects", "storages"] {
+        let renamed = VALID.replacen(&format!("\"{field}\":"), "\"other\":", 1);
+        let error = if field == "tree" { refusal(renamed.replace("[0,2],", "")) } else { refusal(renamed) };
+        assert_eq!(error, ManifestError::MissingField { field });
+    }
+    for field in
+        [r#""version":1"#, r#""tree":0"#, r#""flags":"""#, r#""objects":9"#, r#""storages":[]"#, r#""shards":{}"#]
+    {
+        let error = refusal(VALID.replacen('{', &format!("{{{field},"), 1));
+        assert!(matches!(error, ManifestError::DuplicateField { .. }), "{field}: {error}");
+    }
+    let unknown = refusal(VALID.replacen('{', r#"{"x":1,"x":1,"#, 1));
+    assert_eq!(unknown, ManifestError::DuplicateField { field: "x".into() });
+}
+
+#[test]
+fn deep_nesting() {
+    for (open, close) in [("[\"l\",", "]"), ("{\"a\":", "}"), ("[\"p\",0,", "]"), ("[\"o\",{\"a\":", "}]")] {
+        let levels = open.matches(['[', '{']).count();
+        let nested = |n: usize| tree(&format!("{}0{}", open.repeat(n), close.repeat(n)));
+        let fits = (MAX_DEPTH - 1) / levels;
+        assert!(read(nested(fits)).is_ok(), "{open} {fits}");
+        assert!(matches!(refusal(nested(fits + 1)), ManifestError::TooDeep { .. }), "{open}");
+        assert!(matches!(refusal(tree(&open.repeat(2_000_000))), ManifestError::TooDeep { .. }), "{open}");
+    }
+}
+
+#[test]
+fn deep_nesting_of_keys() {
+    let nested = |n: usize| tree(&format!("[\"d\",\"d\",[[{}1{},0]]]", "[\"t\",".repeat(n), "]".repeat(n)));
+    assert!(read(nested(MAX_DEPTH - 4)).is_ok());
+    assert!(matches!(refusal(nested(MAX_DEPTH - 3)), ManifestError::TooDeep { .. }));
+    assert!(matches!(refusal(nested(2_000_000)), ManifestError::TooDeep { .. }));
+}
+
+#[test]
+fn deep_nesting_of_pairs() {
+    let bomb = "[\"d\",\"d\",[[0,".repeat(1_000_000);
+    assert!(matches!(refusal(tree(&bomb)), ManifestError::TooDeep { .. }));
+}
+
+#[test]
+fn deep_nesting_of_fields_read_over() {
+    for open in ["[", "{\"a\":"] {
+        let json = VALID.replacen('{', &format!("{{\"x\":{}", open.repeat(2_000_000)), 1);
+        assert!(matches!(refusal(json), ManifestError::Json(_)), "{open}");
+    }
+    assert!(matches!(refusal(storages(&"[".repeat(2_000_000))), ManifestError::Json(_)));
+}
+
+#[test]
+fn duplicate_keys() {
+    let dicts =
+        [r#"{"a":0,"a":1}"#, r#"{"a":0,"b":1,"\u0061":2}"#, r#"["o",{"a":0,"a":1}]"#, r#"["l",{"x":{"a":0,"a":1}}]"#];
+    for dict in dicts {
+        assert!(matches!(refusal(tree(dict)), ManifestError::DuplicateKey { .. }), "{dict}");
+    }
+    assert!(read(tree(r#"{"a":{"a":0},"b":{"a":0}}"#)).is_ok());
+}
+
+#[test]
+fn duplicate_keys_as_python_compares_them() {
+    let pairs = [
+        ("1", "1"),
+        ("1", "1.0"),
+        ("1", "true"),
+        ("0", "false"),
+        ("0", "-0"),
+        ("0.0", "-0.0"),
+        ("1e2", "100"),
+        ("0.5", "5e-1"),
+        ("null", "null"),
+        ("\"a\"", r#""\u0061""#),
+        (r#"["r",1]"#, r#"["r",1]"#),
+        (r#"["t",1,"a"]"#, r#"["t",1.0,"a"]"#),
+        (r#"["t"]"#, r#"["t"]"#),
+        ("100000000000000000000000", "100000000000000000000000"),
+        ("1e22", "10000000000000000000000"),
+    ];
+    for (one, two) in pairs {
+        let error = refusal(tree(&format!(r#"["d","d",[[{one},0],[{two},1]]]"#)));
+        assert!(matches!(error, ManifestError::DuplicateKey { .. }), "{one} {two}: {error}");
+    }
+    let different = [
+        ("1", "2"),
+        ("1", "\"1\""),
+        ("null", "\"null\""),
+        ("null", "0"),
+        ("0.1", "0.10000000000000002"),
+        ("true", "\"true\""),
+        (r#"["r",1]"#, "1"),
+        (r#"["t",1]"#, "1"),
+        (r#"["t",["t",1],2]"#, r#"["t",["t",1,2]]"#),
+        (r#"["t","a","b"]"#, r#"["t","ab"]"#),
+        (r#"["t",12]"#, r#"["t",1,2]"#),
+        ("9007199254740993", "9007199254740992.0"),
+        (r#"["t"]"#, "null"),
+        (r#"["t",1,"2"]"#, r#"["t","1",2]"#),
+        (r#"["r",1]"#, r#"["r",0]"#),
+    ];
+    for (one, two) in different {
+        let json = tree(&format!(r#"["d","d",[[{one},0],[{two},1]]]"#));
+        assert!(read(&json).is_ok(), "{json}: {}", refusal(&json));
+    }
+}
+
+#[test]
+fn unknown_nodes() {
+    let nodes = [
+        r#"[""]"#,
+        r#"["x",0]"#,
+        r#"["L",0]"#,
+        r#"["ll"]"#,
+        r#"["r",0]"#,
+        r#"["d","x",[]]"#,
+        r#"["d","",[]]"#,
+        r#"["d","d",[[["l",1],0]]]"#,
+        r#"["d","d",[[["d"],0]]]"#,
+    ];
+    for node in nodes {
+        assert!(matches!(refusal(tree(node)), ManifestError::UnknownNode { .. }), "{node}: {}", refusal(tree(node)));
+    }
+}
+
+#[test]
+fn malformed_nodes() {
+    let nodes = [
+        "null",
+        "true",
+        "\"a\"",
+        "1.0",
+        "1e0",
+        "-1.0",
+        "-0",
+        "- 1",
+        "+1",
+        "01",
+        "18446744073709551616",
+        "-18446744073709551616",
+        "[]",
+        "[0]",
+        "[null]",
+        "[[\"l\"]]",
+        r#"["l",]"#,
+        r#"["l" 0]"#,
+        r#"["l",null]"#,
+        r#"{"a"}"#,
+        r#"{"a":}"#,
+        "{1:0}",
+        r#"{"a":0,}"#,
+        r#"["o"]"#,
+        r#"["o",[]]"#,
+        r#"["o",{},0]"#,
+        r#"["o",0]"#,
+        r#"["n"]"#,
+        r#"["n",-1]"#,
+        r#"["n",null,0]"#,
+        r#"["a",1]"#,
+        r#"["a",1,0,1]"#,
+        r#"["d"]"#,
+        r#"["d","d"]"#,
+        r#"["d",[]]"#,
+        r#"["d","d",{}]"#,
+        r#"["d","d",[0]]"#,
+        r#"["d","d",[[]]]"#,
+        r#"["d","d",[[1]]]"#,
+        r#"["d","d",[[1,0,0]]]"#,
+        r#"["d","d",[],0]"#,
+        r#"["d","d",[[{},0]]]"#,
+        r#"["d","d",[[[],0]]]"#,
+        r#"["d","d",[[["r"],0]]]"#,
+        r#"["d","d",[[["r",-1],0]]]"#,
+        r#"["d","d",[[["r",0,0],0]]]"#,
+        r#"["d","d",[[1e999,0]]]"#,
+        r#"["d","d",[[NaN,0]]]"#,
+        r#"["d","d",[[Infinity,0]]]"#,
+    ];
+    for node in nodes {
+        assert!(matches!(refusal(tree(node)), ManifestError::Json(_)), "{node}: {}", refusal(tree(node)));
+    }
+}
+
+#[test]
+fn integers_too_long_for_python() {
+    let with_key = |digits: usize| tree(&format!(r#"["d","d",[[{},0]]]"#, "9".repeat(digits)));
+    assert!(read(with_key(4300)).is_ok());
+    assert!(matches!(refusal(with_key(4301)), ManifestError::Json(_)));
+}
+
+#[test]
+fn leaves_out_of_range() {
+    for leaf in [3, 7, u64::MAX] {
+        let found = refusal(tree(&format!(r#"{{"a":["l",0,{leaf}]}}"#)));
+        assert_eq!(found, ManifestError::Leaf { leaf, leaves: 3 });
+    }
+    let none = Header::new(vec![], vec![]).unwrap();
+    assert_eq!(validate(tree("0").as_bytes(), &none), Err(ManifestError::Leaf { leaf: 0, leaves: 0 }));
+    assert!(validate(tree(r#"["l"]"#).as_bytes(), &none).is_ok());
+}
+
+#[test]
+fn objects_out_of_range() {
+    let nodes = [
+        "-3",
+        r#"["l",-3]"#,
+        r#"["n",2]"#,
+        r#"["a",2,0]"#,
+        r#"["d","d",[[["r",2],0]]]"#,
+        r#"["d","d",[[["t",["r",2]],0]]]"#,
+    ];
+    for node in nodes {
+        assert_eq!(refusal(tree(node)), ManifestError::Object { object: 2, objects: 2 }, "{node}");
+    }
+    let last = u64::MAX;
+    assert_eq!(refusal(tree(&format!("-{last}"))), ManifestError::Object { object: last - 1, objects: 2 });
+    assert_eq!(refusal(tree(&format!("[\"n\",{last}]"))), ManifestError::Object { object: last, objects: 2 });
+}
+
+#[test]
+fn flags_of_the_wrong_number_or_kind() {
+    for good in ["", "000", "123"] {
+        assert!(read(flags(good)).is_ok(), "{good}");
+    }
+    for (bad, count) in [("0", 1), ("00", 2), ("0000", 4), ("00é", 4)] {
+        assert_eq!(refusal(flags(bad)), ManifestError::FlagCount { flags: count, leaves: 3 });
+    }
+    for bad in ["004", "00/", "00 ", "00a", "0é"] {
+        assert!(matches!(refusal(flags(bad)), ManifestError::Flag { .. }), "{bad}");
+    }
+    assert_eq!(refusal(flags("0x0")), ManifestError::Flag { leaf: 1 });
+}
+
+#[test]
+fn storages_that_hold() {
+    let good = [
+        "[]",
+        "[[0,[]]]",
+        "[[100,[]]]",
+        "[[8,[[5,0]]]]",
+        "[[8,[[0,0]]]]",
+        "[[16,[[5,8],[6,0]]]]",
+        "[[8,[[5,0]]],[9,[[6,1]]]]",
+        "[[9223372036854775807,[]]]",
+    ];
+    for json in good {
+        assert!(read(storages(json)).is_ok(), "{json}: {}", refusal(storages(json)));
+    }
+}
+
+#[test]
+fn malformed_storages() {
+    for json in [
+        "{}",
+        "0",
+        "[0]",
+        "[[]]",
+        "[[8]]",
+        "[[8,0]]",
+        "[[8,[5]]]",
+        "[[8,[[5]]]]",
+        "[[8,[[5,0,0]]]]",
+        "[[8,[],0]]",
+        "[[-1,[]]]",
+        "[[8,[[-1,0]]]]",
+        "[[8,[[5,-1]]]]",
+        "[[8.0,[]]]",
+        "[[18446744073709551616,[]]]",
+        "[[8,[[5,0],]]]",
+        "[[8,[]],]",
+    ] {
+        assert!(matches!(refusal(storages(json)), ManifestError::Json(_)), "{json}");
+    }
+}
+
+#[test]
+fn pieces_that_are_no_tensors() {
+    // beyond the entries, the manifest, the pickle
+    for entry in [7, u64::MAX, 3, 4] {
+        let found = refusal(storages(&format!("[[0,[]],[100,[[{entry},0]]]]")));
+        assert_eq!(found, ManifestError::PieceEntry { storage: 1, entry });
+    }
+}
+
+#[test]
+fn pieces_out_of_bounds() {
+    for (nbytes, lo) in [(7, 0), (8, 1), (16, 9), (0, 0), (8, u64::MAX), (8, u64::MAX - 7)] {
+        let found = refusal(storages(&format!("[[{nbytes},[[5,{lo}]]]]")));
+        assert_eq!(found, ManifestError::PieceBounds { storage: 0, nbytes, lo, len: 8 });
+    }
+}
+
+#[test]
+fn overlapping_pieces() {
+    for (one, two, lo) in [(0, 0, 0), (0, 7, 7), (7, 0, 7), (3, 5, 5)] {
+        let found = refusal(storages(&format!("[[100,[[5,{one}],[6,{two}]]]]")));
+        assert_eq!(found, ManifestError::PieceOverlap { storage: 0, lo });
+    }
+    // the middle one reaches over the last
+    let found = refusal(storages("[[100,[[5,0],[6,20],[0,13]]]]"));
+    assert_eq!(found, ManifestError::PieceOverlap { storage: 0, lo: 20 });
+}
+
+#[test]
+fn pieces_taken_twice() {
+    let within = refusal(storages("[[100,[[5,0],[5,50]]]]"));
+    assert_eq!(within, ManifestError::PieceTaken { storage: 0, entry: 5 });
+    let across = refusal(storages("[[8,[[5,0]]],[8,[[5,0]]]]"));
+    assert_eq!(across, ManifestError::PieceTaken { storage: 1, entry: 5 });
+}
+
+#[test]
+fn storages_that_overflow() {
+    let half = u64::MAX / 4 + 1;
+    for json in [
+        format!("[[0,[]],[{},[]]]", u64::MAX),
+        format!("[[{half},[]],[{half},[]]]"),
+        format!("[[1,[]],[{},[]]]", i64::MAX),
+    ] {
+        assert_eq!(refusal(storages(&json)), ManifestError::StorageOverflow { storage: 1 }, "{json}");
+    }
+}
+
+#[test]
+fn every_bit_flipped_is_read_or_refused() {
+    for bit in 0..VALID.len() * 8 {
+        let mut flipped = VALID.as_bytes().to_vec();
+        flipped[bit / 8] ^= 1 << (bit % 8);
+        let _ = read(&flipped);
+    }
+}
+
+/// Valid nodes over three leaves and two objects.
+fn node() -> impl Strategy<Value = String> {
+    let leaf = (-2i64..3).prop_map(|n| n.to_string());
+    leaf.prop_recursive(6, 60, 5, |inner| {
+        let tag = prop::sample::select(vec!["[\"l\"", "[\"t\"", "[\"n\",1", "[\"p\",0"]);
+        let keys = prop::collection::hash_set(any::<String>(), 0..5);
+        let list = (tag, prop::collection::vec(inner.clone(), 0..5)).prop_map(|(tag, nodes)| {
+            let nodes: Vec<String> = std::iter::once(tag.to_owned()).chain(nodes).collect();
+            format!("{}]", nodes.join(","))
+        });
+        let dict = (any::<bool>(), keys, prop::collection::vec(inner.clone(), 5)).prop_map(|(ordered, keys, nodes)| {
+            let members: Vec<String> = keys
+                .iter()
+                .zip(nodes)
+                .map(|(key, node)| format!("{}:{node}", serde_json::to_string(key).unwrap()))
+                .collect();
+            let dict = format!("{{{}}}", members.join(","));
+            if ordered { format!("[\"o\",{dict}]") } else { dict }
+        });
+        let keys = prop::collection::hash_set(any::<i64>(), 0..5);
+        let pairs = (keys, prop::collection::vec(inner, 5)).prop_map(|(keys, nodes)| {
+            let pairs: Vec<String> = keys.iter().zip(nodes).map(|(key, node)| format!("[{key},{node}]")).collect();
+            format!("[\"d\",\"d\",[{}]]", pairs.join(","))
+        });
+        prop_oneof![list, dict, pairs]
+    })
+}
+
+proptest! {
+    #[test]
+    fn any_tree_of_the_grammar_is_read(node in node()) {
+        prop_assert!(read(tree(&node)).is_ok(), "{}", node);
+    }
+
+    #[test]
+    fn what_is_read_is_json(json in r#"\{"version":1,"tree":[\[\]{}"ltodnp:,0-9.-]{0,16},"flags":"","objects":1,"storages":[\[\],0-9]{0,12}\}"#) {
+        if read(&json).is_ok() {
+            prop_assert!(serde_json::from_str::<serde_json::Value>(&json).is_ok());
+        }
+    }
+
+    #[test]
+    fn whatever_comes_nothing_panics(json: Vec<u8>, text: String) {
+        let _ = read(&json);
+        let _ = read(tree(&text));
+    }
+}

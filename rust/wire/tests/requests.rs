@@ -1,0 +1,327 @@
+//! Paths, ranges and entity tags, by table.
+#![allow(clippy::unwrap_used, reason = "a panic is how a test fails")]
+
+use proptest::prelude::*;
+use tensorferry_wire::request::{
+    PathError, RangeSpec, Resource, etag_matches_strong, etag_matches_weak, parse_content_range, parse_path,
+    parse_range, parse_step,
+};
+
+const TOKEN: &str = "0123456789abcdef0123456789abcdef";
+
+#[test]
+fn paths_of_ours() {
+    let table = [
+        ("/metrics", Resource::Metrics),
+        ("/healthz", Resource::Healthz),
+        ("/checkpoint/12.safetensors", Resource::Container("12")),
+        ("/checkpoint/a.b.safetensors", Resource::Container("a.b")),
+        ("/checkpoint/.safetensors.safetensors", Resource::Container(".safetensors")),
+        ("/checkpoint/12/header", Resource::Header("12")),
+        ("/checkpoint/007/digests", Resource::Digests("007")),
+        ("/checkpoint/12/full", Resource::StockFull("12")),
+        ("/checkpoint/-1/metadata", Resource::StockMetadata("-1")),
+        ("/checkpoint/12/0", Resource::StockChunk("12", 0)),
+        ("/checkpoint/12/-3", Resource::StockChunk("12", -3)),
+        ("/checkpoint/12/+007", Resource::StockChunk("12", 7)),
+        ("/checkpoint/x%20y/header", Resource::Header("x%20y")),
+    ];
+    for (path, resource) in table {
+        assert_eq!(parse_path(path, ""), Ok(resource), "{path}");
+        let query = format!("{path}?a=/b?c");
+        assert_eq!(parse_path(&query, ""), Ok(resource), "{query}");
+        let with_token = format!("/{TOKEN}{path}");
+        assert_eq!(parse_path(&with_token, TOKEN), Ok(resource), "{with_token}");
+        if resource != Resource::Healthz {
+            assert_eq!(parse_path(path, TOKEN), Err(PathError::NotFound), "{path}");
+        }
+    }
+    assert_eq!(parse_path("/healthz", TOKEN), Ok(Resource::Healthz));
+    assert_eq!(parse_path("/healthz?x", TOKEN), Ok(Resource::Healthz));
+}
+
+#[test]
+fn paths_of_no_one() {
+    let table = [
+        "",
+        "/",
+        "//",
+        "/foo",
+        "/checkpoint",
+        "/checkpoint/",
+        "/checkpoint/12",
+        "/checkpoint/12/",
+        "/checkpoint//header",
+        "/checkpoint//0",
+        "/checkpoint/.safetensors",
+        "/checkpoint/12.safetensors/",
+        "/checkpoint/12/full/",
+        "/checkpoint/12/full/1",
+        "/checkpoint/12/FULL",
+        "/checkpoint/12/1x",
+        "/checkpoint/12/ 1",
+        "/checkpoint/12/1_0",
+        "/checkpoint/12/99999999999999999999",
+        "/checkpoint/12/-",
+        "/a/b/c",
+        "/metrics/",
+        "/healthz/",
+        "checkpoint/12/full",
+        "/Checkpoint/12/full",
+        "//checkpoint/12/full",
+        "/./checkpoint/12/full",
+        "/checkpoint/12/../13/full",
+    ];
+    for path in table {
+        let bare = parse_path(path, "").unwrap_err();
+        assert!(matches!(&bare, PathError::BadUrl(_)), "{path}: {bare}");
+        let with_token = format!("/{TOKEN}{path}");
+        let found = parse_path(&with_token, TOKEN).unwrap_err();
+        let expected = if path.is_empty() || path.starts_with('/') { bare } else { PathError::NotFound };
+        assert_eq!(found, expected, "{with_token}");
+    }
+}
+
+#[test]
+fn bad_paths_are_named_as_torchft_names_them() {
+    let expected = "invalid url format, expected /checkpoint/step/key but got /a/b/c";
+    assert_eq!(parse_path("/a/b/c", "").unwrap_err().to_string(), expected);
+    assert_eq!(parse_path(&format!("/{TOKEN}/a/b/c"), TOKEN).unwrap_err().to_string(), expected, "without the token");
+}
+
+#[test]
+fn a_bad_path_cannot_write_into_the_answer() {
+    let message = parse_path(&format!("/a\r\nSet-Cookie: ä{}", "x".repeat(100_000)), "").unwrap_err().to_string();
+    assert!(message.bytes().all(|b| b == b' ' || b.is_ascii_graphic()), "{message}");
+    assert!(message.len() < 300);
+}
+
+#[test]
+fn wrong_tokens_find_nothing() {
+    for wrong in [
+        "",
+        "0",
+        "0123456789abcdef0123456789abcde",
+        "0123456789abcdef0123456789abcdeff",
+        "0123456789ABCDEF0123456789ABCDEF",
+        "1123456789abcdef0123456789abcdef",
+        "0123456789abcdef0123456789abcdee",
+        "0123456789abcde%660123456789abcdef",
+        "00000000000000000000000000000000",
+        "checkpoint",
+    ] {
+        for rest in ["/metrics", "/checkpoint/12/full", "/healthz", "/nothing", ""] {
+            let path = format!("/{wrong}{rest}");
+            if path != "/healthz" {
+                assert_eq!(parse_path(&path, TOKEN), Err(PathError::NotFound), "{path}");
+            }
+        }
+    }
+    for path in ["", "/", TOKEN, "//0123456789abcdef0123456789abcdef/metrics", "/?/0123456789abcdef0123456789abcdef"] {
+        assert_eq!(parse_path(path, TOKEN), Err(PathError::NotFound), "{path}");
+    }
+}
+
+#[test]
+fn every_changed_bit_of_a_token_is_seen() {
+    for at in 0..TOKEN.len() {
+        for bit in 0..7 {
+            let mut token = TOKEN.as_bytes().to_vec();
+            token[at] ^= 1 << bit;
+            let path = format!("/{}/metrics", String::from_utf8(token).unwrap());
+            assert_eq!(parse_path(&path, TOKEN), Err(PathError::NotFound), "{path}");
+        }
+    }
+}
+
+#[test]
+fn steps_as_python_reads_them() {
+    let table = [
+        ("0", Some(0)),
+        ("7", Some(7)),
+        ("007", Some(7)),
+        ("-7", Some(-7)),
+        ("+7", Some(7)),
+        ("-0", Some(0)),
+        ("9223372036854775807", Some(i64::MAX)),
+        ("-9223372036854775808", Some(i64::MIN)),
+        ("9223372036854775808", None),
+        ("", None),
+        ("+", None),
+        ("-", None),
+        ("--1", None),
+        ("1.0", None),
+        ("1e3", None),
+        (" 1", None),
+        ("1 ", None),
+        ("0x1", None),
+        ("1_000", None),
+        ("\u{664}", None),
+        ("full", None),
+    ];
+    for (key, step) in table {
+        assert_eq!(parse_step(key), step, "{key:?}");
+    }
+}
+
+#[test]
+fn ranges_of_a_hundred_bytes() {
+    use RangeSpec::{Unsatisfiable, Whole};
+    let bytes = |start, end| RangeSpec::Bytes { start, end };
+    let table = [
+        ("bytes=0-0", bytes(0, 1)),
+        ("bytes=0-99", bytes(0, 100)),
+        ("bytes=10-19", bytes(10, 20)),
+        ("bytes=99-99", bytes(99, 100)),
+        ("bytes=90-1000", bytes(90, 100)),
+        ("bytes=90-18446744073709551615", bytes(90, 100)),
+        ("bytes=90-99999999999999999999999", bytes(90, 100)),
+        ("bytes=10-", bytes(10, 100)),
+        ("bytes=0-", bytes(0, 100)),
+        ("bytes=99-", bytes(99, 100)),
+        ("bytes=-1", bytes(99, 100)),
+        ("bytes=-100", bytes(0, 100)),
+        ("bytes=-101", bytes(0, 100)),
+        ("bytes=-99999999999999999999999", bytes(0, 100)),
+        ("BYTES=007-9", bytes(7, 10)),
+        (" bytes= 7-9\t", bytes(7, 10)),
+        ("bytes=100-", Unsatisfiable),
+        ("bytes=100-200", Unsatisfiable),
+        ("bytes=99999999999999999999999-", Unsatisfiable),
+        ("bytes=-0", Unsatisfiable),
+        ("bytes=-000", Unsatisfiable),
+        ("bytes=9-7", Whole),
+        ("bytes=200-100", Whole),
+        ("bytes=0-1,3-4", Whole),
+        ("bytes=0-1,", Whole),
+        ("bytes=-", Whole),
+        ("bytes=", Whole),
+        ("bytes", Whole),
+        ("", Whole),
+        ("=0-1", Whole),
+        ("items=0-1", Whole),
+        ("bytes 0-1", Whole),
+        ("bytes=0", Whole),
+        ("bytes=a-1", Whole),
+        ("bytes=0-b", Whole),
+        ("bytes=-b", Whole),
+        ("bytes=+0-1", Whole),
+        ("bytes=0-+1", Whole),
+        ("bytes=--1", Whole),
+        ("bytes=0-1-2", Whole),
+        ("bytes=0 - 1", Whole),
+        ("bytes=0x0-0x1", Whole),
+        ("bytes=\u{664}-", Whole),
+    ];
+    for (value, expected) in table {
+        assert_eq!(parse_range(value, 100), expected, "{value:?}");
+    }
+}
+
+#[test]
+fn ranges_of_nothing() {
+    assert_eq!(parse_range("bytes=0-", 0), RangeSpec::Unsatisfiable);
+    assert_eq!(parse_range("bytes=0-0", 0), RangeSpec::Unsatisfiable);
+    assert_eq!(parse_range("bytes=-0", 0), RangeSpec::Unsatisfiable);
+    // satisfiable by RFC 9110, but there is no Content-Range for it
+    assert_eq!(parse_range("bytes=-5", 0), RangeSpec::Whole);
+}
+
+#[test]
+fn ranges_at_the_end_of_u64() {
+    let all = RangeSpec::Bytes { start: 0, end: u64::MAX };
+    assert_eq!(parse_range("bytes=0-18446744073709551615", u64::MAX), all);
+    assert_eq!(parse_range("bytes=0-", u64::MAX), all);
+    assert_eq!(parse_range("bytes=-18446744073709551615", u64::MAX), all);
+    assert_eq!(parse_range("bytes=18446744073709551615-", u64::MAX), RangeSpec::Unsatisfiable);
+}
+
+#[test]
+fn content_ranges() {
+    let table = [
+        ("bytes 0-0/1", Some((0, 1, 1))),
+        ("bytes 0-499/1234", Some((0, 500, 1234))),
+        ("Bytes 734-1233/1234", Some((734, 1234, 1234))),
+        ("bytes 0-18446744073709551613/18446744073709551614", Some((0, u64::MAX - 1, u64::MAX - 1))),
+        ("bytes 0-499/*", None),
+        ("bytes */1234", None),
+        ("bytes 0-1234/1234", None),
+        ("bytes 5-4/1234", None),
+        ("bytes 0-0/0", None),
+        ("bytes 0-18446744073709551615/18446744073709551615", None),
+        ("bytes 0-99999999999999999999/99999999999999999999", None),
+        ("items 0-1/2", None),
+        ("bytes=0-1/2", None),
+        ("bytes  0-1/2", None),
+        ("bytes 0-1", None),
+        ("bytes 0/2", None),
+        ("bytes -1/2", None),
+        ("bytes 0-1/+2", None),
+        ("bytes 0-1/2/3", None),
+        ("bytes 0-1/", None),
+        ("", None),
+    ];
+    for (value, expected) in table {
+        assert_eq!(parse_content_range(value), expected, "{value:?}");
+    }
+}
+
+#[test]
+fn entity_tags() {
+    // field, tag, strong, weak
+    let table = [
+        (r#""a""#, r#""a""#, true, true),
+        (r#""a""#, r#""b""#, false, false),
+        (r#"  "a"	"#, r#""a""#, true, true),
+        ("*", r#""a""#, true, true),
+        (" * ", r#""a""#, true, true),
+        (r#""x", "a""#, r#""a""#, true, true),
+        (r#""x","y","a""#, r#""a""#, true, true),
+        (r#", "x",, "a""#, r#""a""#, true, true),
+        (r#"W/"a""#, r#""a""#, false, true),
+        (r#"W/"a", "a""#, r#""a""#, true, true),
+        (r#""a""#, r#"W/"a""#, false, true),
+        (r#"W/"a""#, r#"W/"a""#, false, true),
+        (r#"w/"a""#, r#""a""#, false, false),
+        (r#""x, a""#, r#""a""#, false, false),
+        (r#""x,"a"""#, r#""a""#, false, false),
+        (r#""A""#, r#""a""#, false, false),
+        ("a", r#""a""#, false, false),
+        (r#""a"#, r#""a""#, false, false),
+        (r#"a""#, r#""a""#, false, false),
+        (r#""a"b"#, r#""a""#, true, true),
+        (r#"garbage, "a""#, r#""a""#, false, false),
+        ("", r#""a""#, false, false),
+        ("Wed, 21 Oct 2026 07:28:00 GMT", r#""a""#, false, false),
+        (r#""""#, r#""""#, true, true),
+        (r#""*""#, r#""a""#, false, false),
+    ];
+    for (field, tag, strong, weak) in table {
+        assert_eq!(etag_matches_strong(field, tag), strong, "{field} {tag} strong");
+        assert_eq!(etag_matches_weak(field, tag), weak, "{field} {tag} weak");
+    }
+}
+
+proptest! {
+    #[test]
+    fn ranges_lie_within_the_resource(value in "(bytes=)?[0-9]{0,21}-?[0-9]{0,21}|.*", len: u64) {
+        if let RangeSpec::Bytes { start, end } = parse_range(&value, len) {
+            prop_assert!(start < end && end <= len);
+        }
+    }
+
+    #[test]
+    fn a_range_written_is_the_range_read(start in 0u64..1000, len in 1u64..1000, more in 0u64..1000) {
+        let (end, total) = (start + len, start + len + more);
+        prop_assert_eq!(parse_range(&format!("bytes={start}-{}", end - 1), total), RangeSpec::Bytes { start, end });
+        let answer = format!("bytes {start}-{}/{total}", end - 1);
+        prop_assert_eq!(parse_content_range(&answer), Some((start, end, total)));
+    }
+
+    #[test]
+    fn whatever_comes_nothing_panics(text: String, other: String, len: u64) {
+        let _ = (parse_path(&text, &other), parse_path(&text, ""), parse_step(&text));
+        let _ = (parse_range(&text, len), parse_content_range(&text));
+        let _ = (etag_matches_strong(&text, &other), etag_matches_weak(&text, &other));
+    }
+}
