@@ -1,0 +1,134 @@
+//! The response body: frames straight out of the publication's memory.
+
+use std::convert::Infallible;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::task::{Context, Poll};
+
+use bytes::Bytes;
+use http_body::{Frame, SizeHint};
+use tensorferry_wire::digest::BLOCK_SIZE;
+
+use crate::memory::Region;
+use crate::publication::{Lease, Segments};
+
+/// Regions smaller than this are gathered by copying: one write of many tiny pieces costs more than the copy.
+const GATHER_BELOW: usize = 16 << 10;
+/// How much is gathered into one frame.
+const GATHER_FRAME: usize = 256 << 10;
+
+/// Bytes served, for the metrics and for noticing a transfer that no longer moves.
+#[derive(Debug, Default)]
+pub(crate) struct Progress {
+    pub(crate) bytes: AtomicU64,
+}
+
+/// A body that is either a message of ours or a part of a publication.
+pub(crate) enum ServedBody {
+    Message(Option<Bytes>),
+    Memory(MemoryBody),
+}
+
+/// `[at, end)` of `segments`, read under a lease.
+pub(crate) struct MemoryBody {
+    pub(crate) segments: Arc<Segments>,
+    pub(crate) lease: Arc<Lease>,
+    pub(crate) at: u64,
+    pub(crate) end: u64,
+    /// Whether this is the container itself, whose blocks are checksummed right before they are sent.
+    pub(crate) digest: bool,
+    pub(crate) progress: Arc<[Arc<Progress>; 2]>,
+    /// Dropped with the body: the connection counts its open answers by it.
+    pub(crate) _open: Box<dyn std::any::Any + Send + Sync>,
+}
+
+/// Borrowed memory as the owner of a `Bytes`: the lease ends when hyper drops the last of them.
+struct Leased {
+    region: Region,
+    _lease: Arc<Lease>,
+}
+
+impl AsRef<[u8]> for Leased {
+    fn as_ref(&self) -> &[u8] {
+        // SAFETY: the lease keeps the publication, and with it the owner of the memory, alive for as long as `self`.
+        unsafe { self.region.as_slice() }
+    }
+}
+
+impl MemoryBody {
+    fn next_frame(&mut self) -> Option<Bytes> {
+        if self.at >= self.end {
+            return None;
+        }
+        if self.digest {
+            self.lease.digest_before_sending(self.at, self.end);
+        }
+        let stop = self.frame_end();
+        let mut gathered = Vec::new();
+        let mut whole = None;
+        self.segments.visit(self.at, stop, |region| {
+            if gathered.is_empty() && region.len() >= GATHER_BELOW {
+                whole = Some(region);
+                return false;
+            }
+            if region.len() >= GATHER_BELOW || gathered.len() + region.len() > GATHER_FRAME {
+                return false;
+            }
+            if gathered.is_empty() {
+                gathered.reserve(GATHER_FRAME);
+            }
+            // SAFETY: the lease in `self` keeps the memory readable during the copy.
+            gathered.extend_from_slice(unsafe { region.as_slice() });
+            true
+        });
+        let frame = match whole {
+            Some(region) => Bytes::from_owner(Leased { region, _lease: Arc::clone(&self.lease) }),
+            None => Bytes::from(gathered),
+        };
+        self.at += frame.len() as u64;
+        for progress in self.progress.iter() {
+            progress.bytes.fetch_add(frame.len() as u64, Ordering::Relaxed);
+        }
+        Some(frame)
+    }
+
+    /// A frame ends where a digest block does, so that the checksum of the next one is taken just before it is sent.
+    fn frame_end(&self) -> u64 {
+        let origin = if self.digest { self.lease.publication().payload_start() } else { 0 };
+        match self.at.checked_sub(origin) {
+            Some(relative) => (origin + (relative / BLOCK_SIZE + 1) * BLOCK_SIZE).min(self.end),
+            None => origin.min(self.end),
+        }
+    }
+}
+
+impl http_body::Body for ServedBody {
+    type Data = Bytes;
+    type Error = Infallible;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        _: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+        let frame = match &mut *self {
+            Self::Message(bytes) => bytes.take().filter(|b| !b.is_empty()),
+            Self::Memory(body) => body.next_frame(),
+        };
+        Poll::Ready(frame.map(|f| Ok(Frame::data(f))))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        match self {
+            Self::Message(bytes) => bytes.as_ref().is_none_or(Bytes::is_empty),
+            Self::Memory(body) => body.at >= body.end,
+        }
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        SizeHint::with_exact(match self {
+            Self::Message(bytes) => bytes.as_ref().map_or(0, |b| b.len() as u64),
+            Self::Memory(body) => body.end - body.at,
+        })
+    }
+}

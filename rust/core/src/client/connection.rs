@@ -1,0 +1,400 @@
+//! One blocking HTTP/1.1 connection to a source. The head is parsed here and the payload is received straight into its
+//! place: measured faster than reading bodies through an asynchronous client.
+
+use std::io::{self, IoSliceMut, Read, Write};
+use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
+use std::os::fd::AsRawFd;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use socket2::{Domain, Protocol, Socket, Type};
+use tensorferry_wire::request;
+
+use super::url::Source;
+use crate::error::{Error, ErrorKind};
+
+/// A response head longer than this is refused.
+const MAX_HEAD: usize = 16 << 10;
+/// How often a thread that waits for a connection looks whether it was cancelled.
+const CANCEL_POLL: Duration = Duration::from_millis(50);
+
+/// Ends a transfer from another thread: every socket that takes part in it is shut down.
+#[derive(Clone, Debug, Default)]
+pub struct Cancel {
+    inner: Arc<CancelState>,
+}
+
+#[derive(Debug, Default)]
+struct CancelState {
+    cancelled: AtomicBool,
+    sockets: Mutex<Vec<Weak<TcpStream>>>,
+}
+
+impl Cancel {
+    /// A token nobody has cancelled yet.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Cancels the transfers that use this token; they end with [`ErrorKind::Cancelled`].
+    pub fn cancel(&self) {
+        self.inner.cancelled.store(true, Ordering::SeqCst);
+        self.shut_down();
+    }
+
+    /// Whether it was cancelled.
+    #[must_use]
+    pub fn is_cancelled(&self) -> bool {
+        self.inner.cancelled.load(Ordering::SeqCst)
+    }
+
+    fn shut_down(&self) {
+        let mut sockets = self.inner.sockets.lock().unwrap_or_else(PoisonError::into_inner);
+        for socket in sockets.drain(..).filter_map(|s| s.upgrade()) {
+            let _ = socket.shutdown(std::net::Shutdown::Both);
+        }
+    }
+
+    fn watch(&self, socket: &Arc<TcpStream>) {
+        let mut sockets = self.inner.sockets.lock().unwrap_or_else(PoisonError::into_inner);
+        sockets.retain(|s| s.strong_count() > 0);
+        sockets.push(Arc::downgrade(socket));
+        drop(sockets);
+        if self.is_cancelled() {
+            self.shut_down();
+        }
+    }
+}
+
+/// When an operation must be over, and how it ends early.
+#[derive(Clone, Debug)]
+pub(crate) struct Limits {
+    pub(crate) started: Instant,
+    pub(crate) deadline: Instant,
+    /// No byte for this long means that the connection is stuck.
+    pub(crate) stall: Duration,
+    pub(crate) cancel: Cancel,
+}
+
+impl Limits {
+    /// Time left, or the error that it is over.
+    pub(crate) fn left(&self) -> Result<Duration, Error> {
+        if self.cancel.is_cancelled() {
+            return Err(Error::new(ErrorKind::Cancelled, "the transfer was cancelled"));
+        }
+        match self.deadline.checked_duration_since(Instant::now()) {
+            Some(left) if !left.is_zero() => Ok(left),
+            _ => Err(self.over()),
+        }
+    }
+
+    pub(crate) fn over(&self) -> Error {
+        let allowed = self.deadline.saturating_duration_since(self.started).as_secs_f64();
+        Error::new(ErrorKind::Timeout, format!("timed out: the whole receive was given {allowed:.3} s"))
+    }
+}
+
+/// A response head.
+#[derive(Debug)]
+pub(crate) struct Head {
+    pub(crate) status: u16,
+    pub(crate) reason: String,
+    pub(crate) content_length: Option<u64>,
+    /// `(start, end, total)` of a 206 answer.
+    pub(crate) content_range: Option<(u64, u64, u64)>,
+    pub(crate) etag: Option<String>,
+    /// Whether the server speaks HTTP/1.0, as Python's `http.server` does.
+    pub(crate) http_10: bool,
+    keep_alive: bool,
+}
+
+/// A connection that is between two answers, or in the body of one.
+pub(crate) struct Connection {
+    stream: Arc<TcpStream>,
+    source: Arc<Source>,
+    limits: Limits,
+    /// Bytes received behind the last head that belong to the body.
+    ahead: Vec<u8>,
+    taken: usize,
+    /// Body bytes not yet read.
+    remaining: u64,
+    reusable: bool,
+    timeout: Option<Duration>,
+}
+
+impl Connection {
+    /// Connects to `source`, trying each of its addresses.
+    pub(crate) fn open(source: &Arc<Source>, limits: &Limits) -> Result<Self, Error> {
+        limits.left()?;
+        let failed = |e: io::Error| {
+            Error::caused(ErrorKind::Connect, format!("cannot connect to {}", source.authority()), e)
+        };
+        let addresses: Vec<_> = (source.host(), source.port()).to_socket_addrs().map_err(failed)?.collect();
+        let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
+        for address in addresses {
+            match connect(address, limits)? {
+                Ok(stream) => {
+                    let stream = Arc::new(stream);
+                    limits.cancel.watch(&stream);
+                    return Ok(Self {
+                        stream,
+                        source: Arc::clone(source),
+                        limits: limits.clone(),
+                        ahead: Vec::new(),
+                        taken: 0,
+                        remaining: 0,
+                        reusable: true,
+                        timeout: None,
+                    });
+                }
+                Err(e) => last = e,
+            }
+        }
+        Err(failed(last))
+    }
+
+    pub(crate) fn source(&self) -> &Arc<Source> {
+        &self.source
+    }
+
+    /// Whether another request may be sent on this connection.
+    pub(crate) fn is_reusable(&self) -> bool {
+        self.reusable && self.remaining == 0
+    }
+
+    /// Sends one GET for `path` (below the source's prefix) and reads the head of the answer. `patience` is how long
+    /// the answer may take to begin: a source that has nothing to serve yet keeps the request waiting.
+    pub(crate) fn get(
+        &mut self,
+        path: &str,
+        range: Option<(u64, u64)>,
+        if_match: Option<&str>,
+        patience: Option<Duration>,
+    ) -> Result<Head, Error> {
+        use std::fmt::Write as _;
+        debug_assert!(self.is_reusable(), "the last answer was not read to its end");
+        let mut request = format!(
+            "GET {}{path} HTTP/1.1\r\nHost: {}\r\nUser-Agent: tensorferry/{}\r\n",
+            self.source.prefix(),
+            self.source.authority(),
+            env!("CARGO_PKG_VERSION"),
+        );
+        if let Some((start, end)) = range {
+            let _ = write!(request, "Range: bytes={start}-{}\r\n", end - 1);
+        }
+        if let Some(etag) = if_match {
+            let _ = write!(request, "If-Match: {etag}\r\n");
+        }
+        request.push_str("\r\n");
+        self.reusable = false;
+        self.wait_at_most(self.limits.stall)?;
+        (&*self.stream).write_all(request.as_bytes()).map_err(|e| self.broken(&e))?;
+        let head = self.read_head(patience)?;
+        self.remaining = head.content_length.unwrap_or(0);
+        self.reusable = head.keep_alive && head.content_length.is_some();
+        Ok(head)
+    }
+
+    fn read_head(&mut self, patience: Option<Duration>) -> Result<Head, Error> {
+        let mut buffer = vec![0_u8; MAX_HEAD];
+        let mut filled = 0;
+        loop {
+            self.wait_at_most(patience.unwrap_or(self.limits.stall))?;
+            let got = self.receive(|stream| (&mut &*stream).read(&mut buffer[filled..]))?;
+            filled += got;
+            let mut headers = [httparse::EMPTY_HEADER; 64];
+            let mut response = httparse::Response::new(&mut headers);
+            match response.parse(&buffer[..filled]) {
+                Ok(httparse::Status::Complete(length)) => {
+                    if response.code.is_some_and(|code| (100..200).contains(&code)) {
+                        // An interim answer; a peer that sends them for ever meets the deadline.
+                        buffer.copy_within(length..filled, 0);
+                        filled -= length;
+                        self.limits.left()?;
+                        continue;
+                    }
+                    let head = self.head(&response)?;
+                    buffer.truncate(filled);
+                    self.ahead = buffer;
+                    self.taken = length;
+                    return Ok(head);
+                }
+                Ok(httparse::Status::Partial) if filled < MAX_HEAD => {}
+                Ok(httparse::Status::Partial) => {
+                    return Err(self.protocol(format!("its answer's head is longer than {MAX_HEAD} bytes")));
+                }
+                Err(e) => return Err(self.protocol(format!("its answer is not HTTP/1.1: {e}"))),
+            }
+        }
+    }
+
+    fn head(&self, response: &httparse::Response<'_, '_>) -> Result<Head, Error> {
+        let mut head = Head {
+            status: response.code.unwrap_or(0),
+            reason: response.reason.unwrap_or("").to_owned(),
+            content_length: None,
+            content_range: None,
+            etag: None,
+            http_10: response.version == Some(0),
+            keep_alive: response.version == Some(1),
+        };
+        for header in response.headers.iter() {
+            let value = || std::str::from_utf8(header.value).map(str::trim).unwrap_or("");
+            if header.name.eq_ignore_ascii_case("content-length") {
+                let length = value().parse().map_err(|_| self.protocol("its Content-Length is no number"))?;
+                if head.content_length.is_some_and(|l| l != length) {
+                    return Err(self.protocol("it sent two Content-Length headers that differ"));
+                }
+                head.content_length = Some(length);
+            } else if header.name.eq_ignore_ascii_case("content-range") {
+                head.content_range = request::parse_content_range(value());
+            } else if header.name.eq_ignore_ascii_case("etag") {
+                head.etag = Some(value().to_owned());
+            } else if header.name.eq_ignore_ascii_case("connection") {
+                head.keep_alive &= !value().eq_ignore_ascii_case("close");
+            } else if header.name.eq_ignore_ascii_case("transfer-encoding") {
+                return Err(self.protocol("it sent a Transfer-Encoding, which this protocol does not use"));
+            }
+        }
+        Ok(head)
+    }
+
+    /// Fills `parts` (the next bytes of the body) in order. `received` is told of every piece that arrives.
+    pub(crate) fn fill(&mut self, parts: &mut [IoSliceMut<'_>], mut received: impl FnMut(usize)) -> Result<(), Error> {
+        let mut parts = parts;
+        loop {
+            IoSliceMut::advance_slices(&mut parts, 0);
+            let wanted: u64 = parts.iter().map(|p| p.len() as u64).sum();
+            if wanted == 0 {
+                return Ok(());
+            }
+            if wanted > self.remaining {
+                return Err(self.protocol("its answer ended before the bytes it announced"));
+            }
+            let got = if self.taken < self.ahead.len() {
+                let ahead = &self.ahead[self.taken..];
+                let n = ahead.len().min(parts[0].len());
+                parts[0][..n].copy_from_slice(&ahead[..n]);
+                self.taken += n;
+                n
+            } else {
+                self.wait_at_most(self.limits.stall)?;
+                self.receive(|stream| (&mut &*stream).read_vectored(parts))?
+            };
+            self.remaining -= got as u64;
+            received(got);
+            IoSliceMut::advance_slices(&mut parts, got);
+        }
+    }
+
+    /// The whole body, which must not be longer than `limit` bytes.
+    pub(crate) fn body(&mut self, head: &Head, limit: u64) -> Result<Vec<u8>, Error> {
+        let length = head.content_length.ok_or_else(|| self.protocol("its answer has no Content-Length"))?;
+        if length > limit {
+            return Err(self.protocol(format!("its answer has {length} bytes where at most {limit} make sense")));
+        }
+        let mut body = Vec::new();
+        while (body.len() as u64) < length {
+            // Grown as bytes arrive: an announced length alone takes no memory.
+            let at = body.len();
+            let step = usize::try_from(length - at as u64).unwrap_or(usize::MAX).min(1 << 20);
+            body.resize(at + step, 0);
+            self.fill(&mut [IoSliceMut::new(&mut body[at..])], |_| ())?;
+        }
+        Ok(body)
+    }
+
+    /// Turns an answer that is not what was asked for into an error.
+    pub(crate) fn refuse(&mut self, head: &Head) -> Error {
+        let detail = self.body(head, 64 << 10).unwrap_or_default();
+        let detail = String::from_utf8_lossy(&detail);
+        let detail = if detail.trim().is_empty() { head.reason.as_str() } else { detail.trim() };
+        let kind = match head.status {
+            412 => ErrorKind::Changed,
+            status => ErrorKind::Status(status),
+        };
+        Error::new(kind, detail.to_owned())
+    }
+
+    fn receive(&self, read: impl FnOnce(&TcpStream) -> io::Result<usize>) -> Result<usize, Error> {
+        match read(&self.stream) {
+            Ok(0) => {
+                self.limits.left()?;
+                Err(Error::new(
+                    ErrorKind::Connect,
+                    format!("{} closed the connection in the middle of an answer", self.source.authority()),
+                ))
+            }
+            Ok(n) => Ok(n),
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => Ok(0),
+            Err(e) => Err(self.broken(&e)),
+        }
+    }
+
+    /// Sets the socket's timeout so that the next call ends at the deadline at the latest.
+    fn wait_at_most(&mut self, patience: Duration) -> Result<(), Error> {
+        let wanted = self.limits.left()?.min(patience).max(Duration::from_millis(1));
+        // A system call per receive would cost; the old value will do unless it is later than it may be, or much sooner.
+        if self.timeout.is_some_and(|set| set <= wanted && wanted < set * 2) {
+            return Ok(());
+        }
+        let set = self.stream.set_read_timeout(Some(wanted)).and_then(|()| self.stream.set_write_timeout(Some(wanted)));
+        set.map_err(|e| Error::caused(ErrorKind::System, "cannot set a socket timeout", e))?;
+        self.timeout = Some(wanted);
+        Ok(())
+    }
+
+    fn broken(&self, e: &io::Error) -> Error {
+        if let Err(over) = self.limits.left() {
+            return over;
+        }
+        let peer = self.source.authority();
+        match e.kind() {
+            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => {
+                let waited = self.timeout.unwrap_or(self.limits.stall).as_secs_f64();
+                Error::new(ErrorKind::Timeout, format!("timed out: {peer} sent nothing for {waited:.3} s"))
+            }
+            _ => Error::new(ErrorKind::Connect, format!("the connection to {peer} broke: {e}")),
+        }
+    }
+
+    fn protocol(&self, what: impl AsRef<str>) -> Error {
+        Error::new(ErrorKind::Protocol, format!("{} broke the protocol: {}", self.source.authority(), what.as_ref()))
+    }
+}
+
+/// Connects without blocking longer than it takes to notice a cancellation. The outer error ends the whole transfer, the
+/// inner one only this address.
+fn connect(address: SocketAddr, limits: &Limits) -> Result<io::Result<TcpStream>, Error> {
+    let start = || {
+        let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
+        socket.set_nonblocking(true)?;
+        match socket.connect(&address.into()) {
+            Ok(()) => Ok((socket, true)),
+            Err(e) if e.raw_os_error() == Some(libc::EINPROGRESS) => Ok((socket, false)),
+            Err(e) => Err(e),
+        }
+    };
+    let (socket, mut connected) = match start() {
+        Ok(started) => started,
+        Err(e) => return Ok(Err(e)),
+    };
+    while !connected {
+        let left = limits.left()?.min(CANCEL_POLL);
+        let mut poll = libc::pollfd { fd: socket.as_raw_fd(), events: libc::POLLOUT, revents: 0 };
+        let millis = i32::try_from(left.as_millis()).unwrap_or(i32::MAX).max(1);
+        // SAFETY: one valid pollfd, and the count says so.
+        connected = unsafe { libc::poll(&raw mut poll, 1, millis) } > 0;
+    }
+    let finish = || {
+        if let Some(e) = socket.take_error()? {
+            return Err(e);
+        }
+        socket.set_nonblocking(false)?;
+        socket.set_tcp_nodelay(true)?;
+        Ok(TcpStream::from(socket))
+    };
+    Ok(finish())
+}

@@ -1,0 +1,183 @@
+//! A lane: one thread with one connection that works through the queue of ranges.
+
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::time::Duration;
+
+use tensorferry_wire::digest::BLOCK_SIZE;
+
+use super::connection::{Connection, Limits};
+use super::plan::{Plan, Queue};
+use super::{Peer, changed, check_range, checksum_slices, read_digests};
+use crate::error::{Error, ErrorKind};
+
+/// Failures in a row, without one block in between, after which a lane gives up.
+const MAX_FAILURES: u32 = 4;
+/// Pages are asked for this many blocks ahead of the bytes.
+const POPULATE_BLOCKS: u64 = 4;
+
+/// A block's length as a memory size.
+pub(super) const fn block_len() -> usize {
+    // One MiB fits every usize there is.
+    #[allow(clippy::cast_possible_truncation)]
+    let len = BLOCK_SIZE as usize;
+    len
+}
+
+/// What the lanes of a transfer have received: the checksum of every block, and counters.
+#[derive(Debug)]
+pub(super) struct Received {
+    digests: Vec<AtomicU64>,
+    bytes: AtomicU64,
+    retries: AtomicU64,
+}
+
+impl Received {
+    pub(super) fn new(blocks: usize) -> Self {
+        Self {
+            digests: std::iter::repeat_with(AtomicU64::default).take(blocks).collect(),
+            bytes: AtomicU64::new(0),
+            retries: AtomicU64::new(0),
+        }
+    }
+
+    fn slot(&self, block: u64) -> Option<&AtomicU64> {
+        self.digests.get(usize::try_from(block).ok()?)
+    }
+
+    pub(super) fn digest(&self, block: u64) -> u64 {
+        self.slot(block).map_or(0, |d| d.load(Ordering::Relaxed))
+    }
+
+    pub(super) fn take_bytes(&self) -> u64 {
+        self.bytes.swap(0, Ordering::Relaxed)
+    }
+
+    pub(super) fn take_retries(&self) -> u64 {
+        self.retries.swap(0, Ordering::Relaxed)
+    }
+}
+
+/// What all lanes of one transfer share.
+pub(super) struct Transfer<'a> {
+    pub(super) plan: &'a Plan,
+    pub(super) queue: &'a Queue,
+    pub(super) peers: &'a [Peer],
+    pub(super) primary: usize,
+    pub(super) path: String,
+    pub(super) digests_path: String,
+    pub(super) payload_start: u64,
+    pub(super) payload_len: u64,
+    pub(super) header_digest: u64,
+    pub(super) limits: &'a Limits,
+    pub(super) received: &'a Received,
+    pub(super) alive: AtomicUsize,
+}
+
+impl Transfer<'_> {
+    /// Fetches ranges until there are none. A range that fails goes back into the queue; a lane that keeps failing
+    /// leaves the work to the others, and the last one to leave fails the transfer. Returns the connection if it is
+    /// still good.
+    pub(super) fn run(&self, index: usize, mut connection: Option<Connection>) -> Option<Connection> {
+        let mut failures = 0;
+        let mut sink = vec![0; block_len()];
+        while let Some((first, end)) = self.queue.take() {
+            let mut at = first;
+            // After a failure the lane tries the next source.
+            let peer = &self.peers[(self.primary + index + failures as usize) % self.peers.len()];
+            let result = self.fetch_range(peer, &mut connection, &mut at, end, &mut sink);
+            let Err(error) = result else {
+                failures = 0;
+                self.queue.give_back(None);
+                continue;
+            };
+            connection = None;
+            failures = if at > first { 1 } else { failures + 1 };
+            let elsewhere = self.peers.len() > 1 && error.kind() != ErrorKind::Cancelled;
+            let over = self.limits.left().is_err();
+            if over || !(error.is_transient() || elsewhere) {
+                self.queue.fail(error);
+                self.queue.give_back(Some((at, end)));
+                break;
+            }
+            self.received.retries.fetch_add(1, Ordering::Relaxed);
+            if failures >= MAX_FAILURES {
+                if self.alive.fetch_sub(1, Ordering::AcqRel) == 1 {
+                    self.queue.fail(error);
+                }
+                self.queue.give_back(Some((at, end)));
+                return None;
+            }
+            self.queue.give_back(Some((at, end)));
+            self.pause(Duration::from_millis(20 << (2 * failures)));
+        }
+        connection.filter(Connection::is_reusable)
+    }
+
+    /// Sleeps, but no longer than the transfer goes on.
+    fn pause(&self, length: Duration) {
+        let step = Duration::from_millis(20);
+        let mut slept = Duration::ZERO;
+        while slept < length && !self.queue.has_failed() && self.limits.left().is_ok() {
+            std::thread::sleep(step);
+            slept += step;
+        }
+    }
+
+    /// Fetches blocks `[*at, end)`, moving `at` past each block that is complete.
+    fn fetch_range(
+        &self,
+        peer: &Peer,
+        connection: &mut Option<Connection>,
+        at: &mut u64,
+        end: u64,
+        sink: &mut [u8],
+    ) -> Result<(), Error> {
+        let ours = connection.take().filter(|c| c.is_reusable() && c.source() == &peer.source);
+        let connection = connection.insert(match ours {
+            Some(connection) => connection,
+            None => Connection::open(&peer.source, self.limits)?,
+        });
+        let etag = self.etag(peer, connection)?;
+        let total = self.payload_start + self.payload_len;
+        let (start, stop) = (self.plan.block_bounds(*at).0, self.plan.block_bounds(end - 1).1);
+        let (start, stop) = (self.payload_start + start, self.payload_start + stop);
+        let head = connection.get(&self.path, Some((start, stop)), Some(etag), None)?;
+        check_range(connection, &head, start, stop, total)?;
+        let mut populated = *at;
+        while *at < end {
+            if self.plan.fresh && *at == populated {
+                populated = (*at + POPULATE_BLOCKS).min(end);
+                self.plan.populate(self.plan.block_bounds(*at).0, self.plan.block_bounds(populated - 1).1);
+            }
+            let (start, stop) = self.plan.block_bounds(*at);
+            let count = |n| {
+                self.received.bytes.fetch_add(n as u64, Ordering::Relaxed);
+            };
+            self.plan.with_slices(start, stop, sink, |slices| connection.fill(slices, count))?;
+            // Right after the receive, while the block is in cache.
+            let digest = self.plan.with_slices(start, stop, sink, |slices| {
+                checksum_slices(slices.iter().map(|s| &**s))
+            });
+            if let Some(slot) = self.received.slot(*at) {
+                slot.store(digest, Ordering::Relaxed);
+            }
+            *at += 1;
+            if self.queue.has_failed() {
+                return Err(Error::new(ErrorKind::Cancelled, "another lane failed"));
+            }
+        }
+        Ok(())
+    }
+
+    /// The entity tag of `peer`, once it has shown that it serves the snapshot we fetch.
+    fn etag<'p>(&self, peer: &'p Peer, connection: &mut Connection) -> Result<&'p str, Error> {
+        if let Some(etag) = peer.etag.get() {
+            return Ok(etag);
+        }
+        let (table, etag) = read_digests(connection, &self.digests_path, None, 0)?;
+        if table.header != self.header_digest || table.payload_len != self.payload_len {
+            return Err(changed().at(peer.source.authority()));
+        }
+        Ok(peer.etag.get_or_init(|| etag))
+    }
+}

@@ -1,0 +1,214 @@
+//! What to fetch and where it goes: pieces of payload with their destinations, cut into ranges of whole blocks.
+
+use std::collections::VecDeque;
+use std::io::IoSliceMut;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use tensorferry_wire::digest::BLOCK_SIZE;
+
+use crate::error::{Error, ErrorKind};
+
+/// One run of payload bytes and the address they go to.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Piece {
+    pub(crate) start: u64,
+    pub(crate) len: u64,
+    address: usize,
+}
+
+impl Piece {
+    /// `[start, start + len)` of the payload goes to `address`.
+    ///
+    /// # Safety
+    /// The memory must be writable, and nobody else may use it, until the plan made of this piece is gone.
+    pub(crate) unsafe fn new(start: u64, len: u64, address: usize) -> Self {
+        Self { start, len, address }
+    }
+
+    fn end(&self) -> u64 {
+        self.start + self.len
+    }
+}
+
+/// Destinations for a payload, in payload order.
+#[derive(Debug)]
+pub(crate) struct Plan {
+    pieces: Vec<Piece>,
+    payload_len: u64,
+    /// Whether the destination is memory that nobody touched yet.
+    pub(crate) fresh: bool,
+}
+
+impl Plan {
+    /// Sorts `pieces` and merges neighbours; overlapping or out of range pieces are refused.
+    pub(crate) fn new(mut pieces: Vec<Piece>, payload_len: u64, fresh: bool) -> Result<Self, Error> {
+        pieces.retain(|p| p.len > 0);
+        pieces.sort_unstable_by_key(|p| p.start);
+        let mut merged: Vec<Piece> = Vec::with_capacity(pieces.len().min(1 << 16));
+        for piece in pieces {
+            let end = piece.start.checked_add(piece.len).filter(|&end| end <= payload_len);
+            let before = merged.last_mut();
+            if end.is_none() || before.as_ref().is_some_and(|b| b.end() > piece.start) {
+                return Err(Error::new(ErrorKind::Invalid, "two destinations for one byte, or one past the payload"));
+            }
+            match before {
+                Some(b) if b.end() == piece.start && b.address as u64 + b.len == piece.address as u64 => {
+                    b.len += piece.len;
+                }
+                _ => merged.push(piece),
+            }
+        }
+        Ok(Self { pieces: merged, payload_len, fresh })
+    }
+
+    /// The blocks that hold at least one wanted byte, as ascending runs `[first, end)`.
+    pub(crate) fn wanted_blocks(&self) -> Vec<(u64, u64)> {
+        let mut runs: Vec<(u64, u64)> = Vec::new();
+        for piece in &self.pieces {
+            let (first, end) = (piece.start / BLOCK_SIZE, piece.end().div_ceil(BLOCK_SIZE));
+            match runs.last_mut() {
+                Some(run) if first <= run.1 => run.1 = run.1.max(end),
+                _ => runs.push((first, end)),
+            }
+        }
+        runs
+    }
+
+    pub(crate) fn block_bounds(&self, block: u64) -> (u64, u64) {
+        (block * BLOCK_SIZE, ((block + 1) * BLOCK_SIZE).min(self.payload_len))
+    }
+
+    /// Calls `with` with the destination slices of payload `[start, end)`; bytes nobody wants go to `sink`, which must
+    /// be as long as a block.
+    pub(crate) fn with_slices<R>(
+        &self,
+        start: u64,
+        end: u64,
+        sink: &mut [u8],
+        with: impl FnOnce(&mut [IoSliceMut<'_>]) -> R,
+    ) -> R {
+        let mut slices = Vec::with_capacity(16);
+        let mut sink = sink;
+        let mut at = start;
+        let mut index = self.pieces.partition_point(|p| p.end() <= start);
+        // Every length here is at most one block.
+        #[allow(clippy::cast_possible_truncation)]
+        while at < end {
+            match self.pieces.get(index).filter(|p| p.start < end) {
+                Some(piece) if piece.start <= at => {
+                    let stop = piece.end().min(end);
+                    let address = piece.address + (at - piece.start) as usize;
+                    // SAFETY: `Piece::new` promises writable memory of ours alone; ranges of one plan are handed to one
+                    // lane at a time and pieces do not overlap, so no two slices to the same bytes exist at once.
+                    slices.push(IoSliceMut::new(unsafe {
+                        std::slice::from_raw_parts_mut(address as *mut u8, (stop - at) as usize)
+                    }));
+                    at = stop;
+                    index += 1;
+                }
+                next => {
+                    let stop = next.map_or(end, |p| p.start);
+                    let (gap, rest) = sink.split_at_mut((stop - at) as usize);
+                    slices.push(IoSliceMut::new(gap));
+                    sink = rest;
+                    at = stop;
+                }
+            }
+        }
+        with(&mut slices)
+    }
+
+    /// Asks for the pages behind payload `[start, end)` ahead of the bytes.
+    pub(crate) fn populate(&self, start: u64, end: u64) {
+        let index = self.pieces.partition_point(|p| p.end() <= start);
+        for piece in self.pieces[index..].iter().take_while(|p| p.start < end) {
+            let (first, last) = (piece.start.max(start), piece.end().min(end));
+            #[allow(clippy::cast_possible_truncation)]
+            crate::arena::populate(piece.address + (first - piece.start) as usize, (last - first) as usize);
+        }
+    }
+}
+
+/// Ranges of whole blocks that still have to come, shared by all lanes.
+#[derive(Debug)]
+pub(crate) struct Queue {
+    state: Mutex<QueueState>,
+    done: std::sync::Condvar,
+}
+
+#[derive(Debug)]
+struct QueueState {
+    waiting: VecDeque<(u64, u64)>,
+    running: usize,
+    failed: Option<Error>,
+}
+
+impl Queue {
+    /// Cuts runs of blocks into ranges of at most `blocks_per_range`.
+    pub(crate) fn new(runs: &[(u64, u64)], blocks_per_range: u64) -> Self {
+        let mut waiting = VecDeque::new();
+        for &(first, end) in runs {
+            let mut at = first;
+            while at < end {
+                let stop = (at + blocks_per_range).min(end);
+                waiting.push_back((at, stop));
+                at = stop;
+            }
+        }
+        Self { state: Mutex::new(QueueState { waiting, running: 0, failed: None }), done: std::sync::Condvar::new() }
+    }
+
+    fn state(&self) -> MutexGuard<'_, QueueState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The next range; waits while others still have some that may come back. `None` when all is done or has failed.
+    pub(crate) fn take(&self) -> Option<(u64, u64)> {
+        let mut state = self.state();
+        loop {
+            if state.failed.is_some() {
+                return None;
+            }
+            if let Some(range) = state.waiting.pop_front() {
+                state.running += 1;
+                return Some(range);
+            }
+            if state.running == 0 {
+                return None;
+            }
+            state = self.done.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// A range is over: what is left of it, if anything, goes back for another lane.
+    pub(crate) fn give_back(&self, rest: Option<(u64, u64)>) {
+        let mut state = self.state();
+        state.running -= 1;
+        if let Some(rest) = rest {
+            state.waiting.push_front(rest);
+        }
+        drop(state);
+        self.done.notify_all();
+    }
+
+    /// Ends the transfer; the first error is the one reported.
+    pub(crate) fn fail(&self, error: Error) {
+        let mut state = self.state();
+        state.failed.get_or_insert(error);
+        drop(state);
+        self.done.notify_all();
+    }
+
+    pub(crate) fn has_failed(&self) -> bool {
+        self.state().failed.is_some()
+    }
+
+    pub(crate) fn finish(self) -> Result<(), Error> {
+        let state = self.state.into_inner().unwrap_or_else(PoisonError::into_inner);
+        match state.failed {
+            Some(error) => Err(error),
+            None if state.waiting.is_empty() => Ok(()),
+            None => Err(Error::new(ErrorKind::Connect, "every lane gave up before all bytes had come")),
+        }
+    }
+}

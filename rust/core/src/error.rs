@@ -1,0 +1,102 @@
+//! One error for the whole engine: a kind callers can act on, a message that says what to do, and the cause.
+
+use std::fmt;
+
+/// What went wrong, grouped by what a caller can do about it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ErrorKind {
+    /// The overall deadline passed, or no byte arrived for the stall limit.
+    Timeout,
+    /// No connection to any source could be made, or every source went away.
+    Connect,
+    /// The source answered with an HTTP status other than the one asked for.
+    Status(u16),
+    /// The source does not speak this protocol at all: it may be a stock torchft peer.
+    Foreign,
+    /// The source broke the protocol, or sent a header or manifest that is not valid.
+    Protocol,
+    /// Bytes did not match their checksum after repeated fetching.
+    Corrupt,
+    /// The source moved on to another snapshot while this one was being fetched.
+    Changed,
+    /// The caller cancelled the transfer.
+    Cancelled,
+    /// An argument cannot be used.
+    Invalid,
+    /// The operating system refused something local: memory, a socket, a thread.
+    System,
+}
+
+/// An error of the engine.
+#[derive(Debug)]
+pub struct Error {
+    kind: ErrorKind,
+    message: String,
+    cause: Option<Box<dyn std::error::Error + Send + Sync>>,
+}
+
+impl Error {
+    pub(crate) fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
+        Self { kind, message: message.into(), cause: None }
+    }
+
+    pub(crate) fn caused(
+        kind: ErrorKind,
+        message: impl Into<String>,
+        cause: impl Into<Box<dyn std::error::Error + Send + Sync>>,
+    ) -> Self {
+        Self { kind, message: message.into(), cause: Some(cause.into()) }
+    }
+
+    /// An error for something a source sent that is not valid.
+    pub fn protocol(cause: impl std::error::Error + Send + Sync + 'static) -> Self {
+        Self::caused(ErrorKind::Protocol, "what the source sent is not valid", cause)
+    }
+
+    /// The group this error belongs to.
+    #[must_use]
+    pub fn kind(&self) -> ErrorKind {
+        self.kind
+    }
+
+    /// Whether the deadline passed or the transfer stalled.
+    #[must_use]
+    pub fn is_timeout(&self) -> bool {
+        self.kind == ErrorKind::Timeout
+    }
+
+    /// Whether asking again, or asking another source, may help.
+    pub(crate) fn is_transient(&self) -> bool {
+        matches!(self.kind, ErrorKind::Timeout | ErrorKind::Connect | ErrorKind::Protocol | ErrorKind::Corrupt)
+            || matches!(self.kind, ErrorKind::Status(code) if code >= 500)
+    }
+
+    /// The same error with `context` put before its message.
+    pub(crate) fn at(mut self, context: &str) -> Self {
+        self.message = format!("{context}: {}", self.message);
+        self
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.message)?;
+        match &self.cause {
+            Some(cause) => write!(f, ": {cause}"),
+            None => Ok(()),
+        }
+    }
+}
+
+impl From<std::io::Error> for Error {
+    fn from(cause: std::io::Error) -> Self {
+        Self::caused(ErrorKind::System, "the system refused", cause)
+    }
+}
+
+impl std::error::Error for Error {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        self.cause.as_ref().map(|c| c.as_ref() as _)
+    }
+}

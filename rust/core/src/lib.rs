@@ -1,0 +1,40 @@
+//! The engine of tensorferry: it publishes memory as one immutable container, serves it over HTTP/1.1 to many
+//! receivers, and fetches such containers over several lanes straight into given memory. It knows nothing of Python
+//! or tensors; `tensorferry._native` is a thin skin over it.
+//!
+//! ```
+//! use std::time::Duration;
+//! use bytes::Bytes;
+//! use tensorferry_core::{Destination, FetchOptions, Item, Publication, Remote, Server, ServerConfig, Stability};
+//! use tensorferry_wire::dtype::Dtype;
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let runtime = tokio::runtime::Runtime::new()?;
+//! let server = Server::bind(&ServerConfig::default(), runtime.handle())?;
+//! let item = Item::bytes("weights", Dtype::U8, &[4], Bytes::from_static(b"abcd"));
+//! server.store().publish(7, Publication::new(Vec::new(), vec![item], Stability::Private, Box::new(()))?);
+//!
+//! let url = server.url("127.0.0.1");
+//! let remote = Remote::open(&[url.as_str()], 7, FetchOptions::within(Duration::from_secs(10)))?;
+//! let arrived = remote.fetch(Destination::Fresh)?;
+//! assert_eq!(&arrived.arena().as_slice()[..4], b"abcd");
+//! # Ok(())
+//! # }
+//! ```
+
+mod arena;
+mod body;
+mod client;
+mod error;
+mod memory;
+mod publication;
+mod server;
+mod store;
+
+pub use arena::Arena;
+pub use client::{Arrived, Cancel, Destination, FetchOptions, Remote, Report};
+pub use error::{Error, ErrorKind};
+pub use memory::{Item, Memory};
+pub use publication::{Alternate, Publication, Rendered, Stability};
+pub use server::{Server, ServerConfig};
+pub use store::{Store, Withdrawn};

@@ -1,0 +1,99 @@
+//! Memory that is not ours: raw regions whose owner promises to keep them alive. The only place that reads them.
+
+use bytes::Bytes;
+use tensorferry_wire::container::Shape;
+use tensorferry_wire::dtype::Dtype;
+
+/// A readable region of memory: an address and a length in bytes.
+///
+/// A region says nothing about lifetime. Whoever builds a [`crate::Publication`] from regions hands over an owner that
+/// keeps them readable until the publication is gone or withdrawn.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Region {
+    ptr: *const u8,
+    len: usize,
+}
+
+// SAFETY: a region is an address; reading through it is `as_slice`, whose contract covers every thread.
+unsafe impl Send for Region {}
+// SAFETY: as above, no interior mutability.
+unsafe impl Sync for Region {}
+
+impl Region {
+    pub(crate) fn len(self) -> usize {
+        self.len
+    }
+
+    /// A part of this region; `start <= end <= len` is checked.
+    pub(crate) fn slice(self, start: usize, end: usize) -> Self {
+        assert!(start <= end && end <= self.len, "slice {start}..{end} of a region of {} bytes", self.len);
+        // SAFETY: start <= len, so the result stays inside (or one past) the same allocation.
+        Self { ptr: unsafe { self.ptr.add(start) }, len: end - start }
+    }
+
+    /// The bytes of this region.
+    ///
+    /// # Safety
+    /// The owner of the memory must keep it readable for `'a`. Another thread may write to borrowed memory meanwhile
+    /// (a trainer that mutates its tensors): callers only copy the bytes out or checksum them, never branch on them.
+    pub(crate) unsafe fn as_slice<'a>(self) -> &'a [u8] {
+        if self.len == 0 {
+            return &[];
+        }
+        // SAFETY: non-empty regions come from `Memory`, whose constructor demands a valid pointer and length.
+        unsafe { std::slice::from_raw_parts(self.ptr, self.len) }
+    }
+}
+
+/// Bytes a publication serves: owned by it, or borrowed from memory its owner keeps alive.
+#[derive(Clone, Debug)]
+pub struct Memory {
+    region: Region,
+    bytes: Option<Bytes>,
+}
+
+impl Memory {
+    /// Memory at `address`, `len` bytes long. Zero-length memory may have any address, null included.
+    ///
+    /// # Safety
+    /// The memory must stay readable until the owner given to the [`crate::Publication`] it becomes part of is dropped.
+    #[must_use]
+    pub unsafe fn borrowed(address: usize, len: usize) -> Self {
+        Self { region: Region { ptr: address as *const u8, len }, bytes: None }
+    }
+
+    pub(crate) fn is_owned(&self) -> bool {
+        self.bytes.is_some()
+    }
+
+    pub(crate) fn region(&self) -> Region {
+        self.region
+    }
+}
+
+impl From<Bytes> for Memory {
+    fn from(bytes: Bytes) -> Self {
+        Self { region: Region { ptr: bytes.as_ptr(), len: bytes.len() }, bytes: Some(bytes) }
+    }
+}
+
+/// One entry of a container to publish: its name, type and shape as the header states them, and its memory.
+#[derive(Clone, Debug)]
+pub struct Item {
+    pub(crate) name: String,
+    pub(crate) dtype: Dtype,
+    pub(crate) shape: Shape,
+    pub(crate) memory: Memory,
+}
+
+impl Item {
+    /// An entry over `memory`. Whether the length fits dtype and shape is checked when it is published.
+    pub fn new(name: impl Into<String>, dtype: Dtype, shape: &[u64], memory: Memory) -> Self {
+        Self { name: name.into(), dtype, shape: Shape::from_slice(shape), memory }
+    }
+
+    /// An entry over owned bytes.
+    pub fn bytes(name: impl Into<String>, dtype: Dtype, shape: &[u64], bytes: Bytes) -> Self {
+        Self::new(name, dtype, shape, bytes.into())
+    }
+}

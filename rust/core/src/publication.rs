@@ -1,0 +1,384 @@
+//! A publication: one immutable container laid over memory, with its digests and the readers it has.
+
+use std::any::Any;
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Instant;
+
+use bytes::Bytes;
+use tensorferry_wire::container::{self, Entry, Header};
+use tensorferry_wire::digest::{self, BLOCK_SIZE, DigestTable, Hasher};
+use tokio::sync::Notify;
+
+use crate::error::{Error, ErrorKind};
+use crate::memory::{Item, Memory, Region};
+
+/// Whether the memory of a publication can change while it is served.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stability {
+    /// A private copy: nothing writes to it, and readers may finish after it is withdrawn.
+    Private,
+    /// Memory of the trainer: once it is withdrawn, not one more byte of it is read.
+    Borrowed,
+}
+
+/// A body in another format than the container, laid over the same memory: built only when somebody asks for it.
+pub trait Alternate: Send + Sync {
+    /// Builds the body called `name`, or `None` when there is none of that name.
+    ///
+    /// # Errors
+    /// A message for the one who asked.
+    fn render(&self, name: &str) -> Result<Option<Rendered>, String>;
+}
+
+/// What [`Alternate::render`] built: parts in order, and the owner that keeps them alive.
+pub struct Rendered {
+    /// The parts of the body, in order.
+    pub parts: Vec<Memory>,
+    /// Kept until the publication is gone.
+    pub owner: Box<dyn Any + Send + Sync>,
+}
+
+/// Contiguous bytes in memory pieces, addressed by offset.
+pub(crate) struct Segments {
+    starts: Vec<u64>,
+    regions: Vec<Region>,
+    len: u64,
+    // Owned bytes among the parts; borrowed ones belong to the publication's owner.
+    _parts: Vec<Memory>,
+}
+
+impl Segments {
+    fn new(parts: Vec<Memory>) -> Self {
+        let (mut starts, mut regions, mut len) = (Vec::with_capacity(parts.len()), Vec::with_capacity(parts.len()), 0);
+        for part in &parts {
+            let region = part.region();
+            if region.len() > 0 {
+                starts.push(len);
+                regions.push(region);
+                len += region.len() as u64;
+            }
+        }
+        let owned = parts.into_iter().filter(Memory::is_owned).collect();
+        Self { starts, regions, len, _parts: owned }
+    }
+
+    pub(crate) fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// Calls `visit` with the regions that make up `[start, end)`, in order, until it returns false.
+    pub(crate) fn visit(&self, start: u64, end: u64, mut visit: impl FnMut(Region) -> bool) {
+        let mut at = start;
+        let mut index = self.starts.partition_point(|&s| s <= start).saturating_sub(1);
+        while at < end && index < self.regions.len() {
+            let (first, region) = (self.starts[index], self.regions[index]);
+            let last = first + region.len() as u64;
+            let stop = end.min(last);
+            if at < stop {
+                // Differences within one region fit usize, since its length is one.
+                #[allow(clippy::cast_possible_truncation)]
+                let part = region.slice((at - first) as usize, (stop - first) as usize);
+                if !visit(part) {
+                    return;
+                }
+                at = stop;
+            }
+            index += 1;
+        }
+    }
+}
+
+/// One immutable container over memory, ready to be served to many receivers.
+pub struct Publication {
+    header: Bytes,
+    header_digest: u64,
+    payload_start: u64,
+    stability: Stability,
+    etag: String,
+    content: Arc<Segments>,
+    blocks: Vec<BlockDigest>,
+    alternate: Option<Box<dyn Alternate>>,
+    rendered: Mutex<HashMap<String, (Arc<Segments>, Box<dyn Any + Send + Sync>)>>,
+    readers: Mutex<Readers>,
+    idle: Condvar,
+    // Last: everything above may point into what it owns.
+    _owner: Box<dyn Any + Send + Sync>,
+}
+
+#[derive(Default)]
+struct BlockDigest {
+    known: AtomicBool,
+    value: AtomicU64,
+}
+
+#[derive(Default)]
+struct Readers {
+    active: usize,
+    withdrawn: bool,
+    connections: Vec<Weak<Notify>>,
+}
+
+impl std::fmt::Debug for Publication {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Publication")
+            .field("etag", &self.etag)
+            .field("len", &self.content.len)
+            .field("stability", &self.stability)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Publication {
+    /// Lays `items` out as one container. `owner` keeps the memory of the items alive and is dropped with the
+    /// publication. Items keep their order in the header; in the payload the reserved entries come first and the rest
+    /// by descending alignment, so that a mapped file has every tensor aligned.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Invalid`] when the items make no valid container: a name twice, a length that does not fit.
+    pub fn new(
+        metadata: Vec<(String, String)>,
+        items: Vec<Item>,
+        stability: Stability,
+        owner: Box<dyn Any + Send + Sync>,
+    ) -> Result<Self, Error> {
+        let invalid = |e: container::HeaderError| Error::caused(ErrorKind::Invalid, "cannot publish this state", e);
+        let mut order: Vec<usize> = (0..items.len()).collect();
+        order.sort_by_key(|&i| match items[i].name.as_str() {
+            container::MANIFEST_ENTRY => 0,
+            container::PICKLE_ENTRY => 1,
+            _ => 10 - items[i].dtype.alignment(),
+        });
+        let mut offsets = vec![(0, 0); items.len()];
+        let mut at = 0_u64;
+        for &i in &order {
+            let end = at + items[i].memory.region().len() as u64;
+            offsets[i] = (at, end);
+            at = end;
+        }
+        let mut memories: Vec<Option<Memory>> = Vec::with_capacity(items.len());
+        let mut entries = Vec::with_capacity(items.len());
+        for (item, (start, end)) in items.into_iter().zip(offsets) {
+            entries.push(Entry { name: item.name, dtype: item.dtype, shape: item.shape, start, end });
+            memories.push(Some(item.memory));
+        }
+        let header = Header::new(metadata, entries).map_err(invalid)?;
+        let header = Bytes::from(header.encode(crate::arena::ALIGNMENT).map_err(invalid)?);
+        let payload_start = header.len() as u64;
+        let mut parts = vec![Memory::from(header.clone())];
+        parts.extend(order.into_iter().filter_map(|i| memories[i].take()));
+        let content = Arc::new(Segments::new(parts));
+        let count = usize::try_from(digest::block_count(content.len - payload_start))
+            .map_err(|e| Error::caused(ErrorKind::Invalid, "too many blocks", e))?;
+        Ok(Self {
+            header_digest: digest::checksum(&header),
+            header,
+            payload_start,
+            stability,
+            etag: String::new(),
+            content,
+            blocks: std::iter::repeat_with(BlockDigest::default).take(count).collect(),
+            alternate: None,
+            rendered: Mutex::default(),
+            readers: Mutex::default(),
+            idle: Condvar::new(),
+            _owner: owner,
+        })
+    }
+
+    /// Adds bodies in another format, built when they are asked for.
+    #[must_use]
+    pub fn with_alternate(mut self, alternate: Box<dyn Alternate>) -> Self {
+        self.alternate = Some(alternate);
+        self
+    }
+
+    pub(crate) fn name(&mut self, etag: String) {
+        self.etag = etag;
+    }
+
+    /// The entity tag: names the process, and the snapshot within it. Empty until it is published.
+    #[must_use]
+    pub fn etag(&self) -> &str {
+        &self.etag
+    }
+
+    /// Whether the memory is private or the trainer's.
+    #[must_use]
+    pub fn stability(&self) -> Stability {
+        self.stability
+    }
+
+    /// Length of the whole container in bytes, header included.
+    #[must_use]
+    pub fn total_len(&self) -> u64 {
+        self.content.len
+    }
+
+    pub(crate) fn header(&self) -> &Bytes {
+        &self.header
+    }
+
+    pub(crate) fn payload_start(&self) -> u64 {
+        self.payload_start
+    }
+
+    pub(crate) fn content(&self) -> &Arc<Segments> {
+        &self.content
+    }
+
+    fn readers(&self) -> MutexGuard<'_, Readers> {
+        self.readers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Checksums block `index` as it is now, unless it is known and cannot have changed.
+    fn digest_block(&self, index: usize, again: bool) -> u64 {
+        let slot = &self.blocks[index];
+        if slot.known.load(Ordering::Acquire) && !(again && self.stability == Stability::Borrowed) {
+            return slot.value.load(Ordering::Relaxed);
+        }
+        let start = self.payload_start + index as u64 * BLOCK_SIZE;
+        let mut hasher = Hasher::new();
+        self.content.visit(start, (start + BLOCK_SIZE).min(self.content.len), |region| {
+            // SAFETY: a lease on this publication is held by every caller, and the owner outlives leases.
+            hasher.update(unsafe { region.as_slice() });
+            true
+        });
+        let value = hasher.finish();
+        slot.value.store(value, Ordering::Relaxed);
+        slot.known.store(true, Ordering::Release);
+        value
+    }
+}
+
+/// A reader's hold on a publication: while one exists, its memory may be read.
+pub(crate) struct Lease {
+    publication: Arc<Publication>,
+}
+
+impl Lease {
+    /// A lease for the connection that `cut` ends, or `None` when the publication was withdrawn.
+    pub(crate) fn take(publication: &Arc<Publication>, cut: &Arc<Notify>) -> Option<Arc<Self>> {
+        let mut readers = publication.readers();
+        if readers.withdrawn {
+            return None;
+        }
+        readers.active += 1;
+        readers.connections.retain(|c| c.strong_count() > 0);
+        if !readers.connections.iter().any(|c| std::ptr::eq(c.as_ptr(), Arc::as_ptr(cut))) {
+            readers.connections.push(Arc::downgrade(cut));
+        }
+        drop(readers);
+        Some(Arc::new(Self { publication: Arc::clone(publication) }))
+    }
+
+    pub(crate) fn publication(&self) -> &Publication {
+        &self.publication
+    }
+
+    pub(crate) fn publication_arc(&self) -> Arc<Publication> {
+        Arc::clone(&self.publication)
+    }
+
+    /// The checksum of the block that starts at byte `offset` of the container, taken anew when the memory is borrowed:
+    /// called right before the block is sent, while it is in cache anyway. `None` where no block starts.
+    pub(crate) fn digest_before_sending(&self, offset: u64, end: u64) {
+        let publication = &*self.publication;
+        let Some(relative) = offset.checked_sub(publication.payload_start) else { return };
+        let whole = (relative + BLOCK_SIZE).min(publication.content.len - publication.payload_start);
+        if relative.is_multiple_of(BLOCK_SIZE) && whole <= end - publication.payload_start {
+            if let Ok(index) = usize::try_from(relative / BLOCK_SIZE) {
+                publication.digest_block(index, true);
+            }
+        }
+    }
+
+    /// The digests of blocks `[first, end)`. `None` when the publication was withdrawn meanwhile.
+    pub(crate) fn digests(&self, first: usize, end: usize) -> Option<DigestTable> {
+        let publication = &*self.publication;
+        let mut blocks = Vec::with_capacity(end - first);
+        for index in first..end {
+            if publication.stability == Stability::Borrowed && publication.readers().withdrawn {
+                return None;
+            }
+            blocks.push(publication.digest_block(index, false));
+        }
+        Some(DigestTable {
+            header: publication.header_digest,
+            payload_len: publication.content.len - publication.payload_start,
+            blocks,
+        })
+    }
+
+    pub(crate) fn block_count(&self) -> usize {
+        self.publication.blocks.len()
+    }
+
+    /// Whether the digests of blocks `[first, end)` are known already, so that asking costs nothing.
+    pub(crate) fn digests_known(&self, first: usize, end: usize) -> bool {
+        self.publication.blocks[first..end].iter().all(|b| b.known.load(Ordering::Acquire))
+    }
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        let mut readers = self.publication.readers();
+        readers.active -= 1;
+        if readers.active == 0 {
+            self.publication.idle.notify_all();
+        }
+    }
+}
+
+impl Publication {
+    /// The alternate body called `name`; built on the first call, so this may take long.
+    pub(crate) fn render(&self, name: &str) -> Result<Option<Arc<Segments>>, String> {
+        let Some(alternate) = &self.alternate else { return Ok(None) };
+        // The lock is held while rendering: two peers that ask for the same body wait for one rendering.
+        let mut rendered = self.rendered.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((segments, _)) = rendered.get(name) {
+            return Ok(Some(Arc::clone(segments)));
+        }
+        let Some(body) = alternate.render(name)? else { return Ok(None) };
+        let segments = Arc::new(Segments::new(body.parts));
+        rendered.insert(name.to_owned(), (Arc::clone(&segments), body.owner));
+        Ok(Some(segments))
+    }
+
+    /// No lease is given from here on.
+    pub(crate) fn close(&self) {
+        self.readers().withdrawn = true;
+    }
+
+    /// How many readers hold a lease.
+    pub(crate) fn active(&self) -> usize {
+        self.readers().active
+    }
+
+    /// Waits until no reader is left, at most until `deadline`; says whether that is so.
+    pub(crate) fn drain(&self, deadline: Instant) -> bool {
+        let mut readers = self.readers();
+        while readers.active > 0 {
+            let Some(left) = deadline.checked_duration_since(Instant::now()) else { return false };
+            readers = self.idle.wait_timeout(readers, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        true
+    }
+
+    /// Ends the connections of all readers.
+    pub(crate) fn cut(&self) {
+        for connection in self.readers().connections.drain(..).filter_map(|c| c.upgrade()) {
+            connection.notify_one();
+        }
+    }
+
+    /// Cuts until the last lease is gone. Connections end at their next poll, so this takes no longer than a poll does.
+    pub(crate) fn cut_and_wait(&self) {
+        self.cut();
+        let mut readers = self.readers();
+        while readers.active > 0 {
+            readers = self.idle.wait(readers).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+}

@@ -1,0 +1,250 @@
+//! The server: an accept loop and a handler, plain HTTP/1.1.
+
+mod handler;
+
+use std::io;
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use hyper::server::conn::http1;
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use socket2::{Domain, Protocol, Socket, Type};
+use tokio::runtime::Handle;
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, watch};
+
+use crate::body::Progress;
+use crate::error::{Error, ErrorKind};
+use crate::store::Store;
+
+/// How a server is set up.
+#[derive(Clone, Debug)]
+pub struct ServerConfig {
+    /// Where to listen; `None` is every interface, IPv6 and IPv4, on a port the system picks.
+    pub bind: Option<SocketAddr>,
+    /// How long a request waits for the gate to open, and how long a transfer may make no progress at all.
+    pub patience: Duration,
+    /// Whether paths carry a random part without which everything but `/healthz` is 404.
+    pub capability: bool,
+    /// Connections held at once; further ones wait in the listen queue.
+    pub max_connections: usize,
+}
+
+impl Default for ServerConfig {
+    fn default() -> Self {
+        Self { bind: None, patience: Duration::from_mins(1), capability: true, max_connections: 512 }
+    }
+}
+
+/// A running server. Dropping it ends it without waiting.
+#[derive(Debug)]
+pub struct Server {
+    address: SocketAddr,
+    shared: Arc<Shared>,
+    stop: watch::Sender<bool>,
+    ended: Mutex<Option<std::sync::mpsc::Receiver<()>>>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    store: Store,
+    token: String,
+    patience: Duration,
+    progress: Arc<Progress>,
+    requests: AtomicU64,
+    connections: AtomicUsize,
+}
+
+/// One connection: how it is cut off, and how far it got.
+struct Connection {
+    shared: Arc<Shared>,
+    cut: Arc<Notify>,
+    progress: Arc<[Arc<Progress>; 2]>,
+    /// Requests of this connection whose response is not yet written out.
+    open: AtomicUsize,
+}
+
+impl Server {
+    /// Binds and starts to serve on the runtime of `handle`. The gate is closed until something is published.
+    ///
+    /// # Errors
+    /// [`ErrorKind::System`] when the address cannot be bound.
+    pub fn bind(config: &ServerConfig, handle: &Handle) -> Result<Self, Error> {
+        let failed = |e: io::Error| Error::caused(ErrorKind::System, "cannot listen for checkpoint requests", e);
+        let listener = listen(config.bind).map_err(failed)?;
+        let address = listener.local_addr().map_err(failed)?;
+        let token = if config.capability { random_token()? } else { String::new() };
+        let shared = Arc::new(Shared {
+            store: Store::new()?,
+            token,
+            patience: config.patience,
+            progress: Arc::default(),
+            requests: AtomicU64::new(0),
+            connections: AtomicUsize::new(0),
+        });
+        let (stop, stopped) = watch::channel(false);
+        let (done, ended) = std::sync::mpsc::channel();
+        let listener = {
+            let _guard = handle.enter();
+            tokio::net::TcpListener::from_std(listener).map_err(failed)?
+        };
+        let permits = Arc::new(Semaphore::new(config.max_connections));
+        let accepting = Arc::clone(&shared);
+        handle.spawn(async move {
+            accept(listener, accepting, permits, stopped).await;
+            drop(done);
+        });
+        Ok(Self { address, shared, stop, ended: Mutex::new(Some(ended)) })
+    }
+
+    /// The address it listens on.
+    #[must_use]
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// What it serves.
+    #[must_use]
+    pub fn store(&self) -> &Store {
+        &self.shared.store
+    }
+
+    /// The URL prefix to which `{step}.safetensors` and its like are appended, as seen by peers that reach `host`.
+    #[must_use]
+    pub fn url(&self, host: &str) -> String {
+        let host = if host.contains(':') && !host.starts_with('[') { format!("[{host}]") } else { host.to_owned() };
+        let token = &self.shared.token;
+        let slash = if token.is_empty() { "" } else { "/" };
+        format!("http://{host}:{}{slash}{token}/checkpoint/", self.address.port())
+    }
+
+    /// Bytes of bodies served so far.
+    #[must_use]
+    pub fn bytes_served(&self) -> u64 {
+        self.shared.progress.bytes.load(Ordering::Relaxed)
+    }
+
+    /// Stops accepting, ends all transfers and, for at most `patience`, waits until the listening socket is closed.
+    pub fn shutdown(&self, patience: Duration) {
+        self.stop.send_replace(true);
+        self.shared.store.close();
+        let ended = self.ended.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(ended) = ended {
+            // Nothing is ever sent: the channel closes when the accept loop ends.
+            let _ = ended.recv_timeout(patience);
+        }
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.stop.send_replace(true);
+        self.shared.store.close();
+    }
+}
+
+fn random_token() -> Result<String, Error> {
+    let mut bytes = [0_u8; 16];
+    getrandom::fill(&mut bytes)
+        .map_err(|e| Error::new(ErrorKind::System, format!("no random numbers from the system: {e}")))?;
+    Ok(bytes.iter().map(|b| format!("{b:02x}")).collect())
+}
+
+/// One socket for both families where the system has IPv6, else IPv4 alone.
+fn listen(bind: Option<SocketAddr>) -> io::Result<TcpListener> {
+    let listen_on = |address: SocketAddr| {
+        let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
+        if address.is_ipv6() {
+            socket.set_only_v6(false)?;
+        }
+        socket.set_reuse_address(true)?;
+        socket.set_nonblocking(true)?;
+        socket.bind(&address.into())?;
+        socket.listen(1024)?;
+        Ok(TcpListener::from(socket))
+    };
+    match bind {
+        Some(address) => listen_on(address),
+        None => listen_on((Ipv6Addr::UNSPECIFIED, 0).into()).or_else(|_| listen_on((Ipv4Addr::UNSPECIFIED, 0).into())),
+    }
+}
+
+async fn accept(
+    listener: tokio::net::TcpListener,
+    shared: Arc<Shared>,
+    permits: Arc<Semaphore>,
+    mut stopped: watch::Receiver<bool>,
+) {
+    loop {
+        // The permit comes first: above the limit, connections wait in the kernel's queue instead of in our memory.
+        let permit = tokio::select! {
+            permit = Arc::clone(&permits).acquire_owned() => permit,
+            _ = stopped.wait_for(|s| *s) => return,
+        };
+        let Ok(permit) = permit else { return };
+        let accepted = tokio::select! {
+            accepted = listener.accept() => accepted,
+            _ = stopped.wait_for(|s| *s) => return,
+        };
+        match accepted {
+            Ok((stream, _)) => {
+                let _ = stream.set_nodelay(true);
+                tokio::spawn(serve(stream, Arc::clone(&shared), permit, stopped.clone()));
+            }
+            // Out of descriptors, or a peer that left while queued: give the system a moment, then go on.
+            Err(_) => tokio::time::sleep(Duration::from_millis(20)).await,
+        }
+    }
+}
+
+async fn serve(
+    stream: tokio::net::TcpStream,
+    shared: Arc<Shared>,
+    permit: OwnedSemaphorePermit,
+    mut stopped: watch::Receiver<bool>,
+) {
+    let cut = Arc::new(Notify::new());
+    let own = Arc::new(Progress::default());
+    let connection = Arc::new(Connection {
+        cut: Arc::clone(&cut),
+        progress: Arc::new([Arc::clone(&own), Arc::clone(&shared.progress)]),
+        open: AtomicUsize::new(0),
+        shared: Arc::clone(&shared),
+    });
+    shared.connections.fetch_add(1, Ordering::Relaxed);
+    let stalled = {
+        let connection = Arc::clone(&connection);
+        async move {
+            let mut before = (0, usize::MAX);
+            loop {
+                tokio::time::sleep(connection.shared.patience).await;
+                let now = (own.bytes.load(Ordering::Relaxed), connection.open.load(Ordering::Relaxed));
+                if now == before && now.1 > 0 {
+                    return;
+                }
+                before = now;
+            }
+        }
+    };
+    let serving = http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(shared.patience.max(Duration::from_secs(5)))
+        .serve_connection(
+            TokioIo::new(stream),
+            service_fn(|request| {
+                let connection = Arc::clone(&connection);
+                async move { handler::answer(&connection, &request).await }
+            }),
+        );
+    tokio::select! {
+        // How a connection ends is the peer's business; nothing of it concerns the trainer.
+        _ = serving => {}
+        () = cut.notified() => {}
+        () = stalled => {}
+        _ = stopped.wait_for(|s| *s) => {}
+    }
+    shared.connections.fetch_sub(1, Ordering::Relaxed);
+    drop(permit);
+}

@@ -1,0 +1,304 @@
+//! One request, one answer: paths, conditions and ranges as RFC 9110 has them.
+
+use std::convert::Infallible;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use bytes::Bytes;
+use http::header::{self, HeaderMap, HeaderName, HeaderValue};
+use http::{Method, Request, Response, StatusCode};
+use hyper::ext::ReasonPhrase;
+use tensorferry_wire::request::{self, PathError, RangeSpec, Resource};
+
+use super::Connection;
+use crate::body::{MemoryBody, ServedBody};
+use crate::publication::{Lease, Segments};
+use crate::store::Lookup;
+
+const OCTETS: &str = "application/octet-stream";
+
+type Answer = Response<ServedBody>;
+
+/// Counts a request as open until its answer, body included, is dropped.
+struct Open(Arc<Connection>);
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        self.0.open.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+pub(super) async fn answer<B>(connection: &Arc<Connection>, request: &Request<B>) -> Result<Answer, Infallible> {
+    connection.shared.requests.fetch_add(1, Ordering::Relaxed);
+    let head = match *request.method() {
+        Method::GET => false,
+        Method::HEAD => true,
+        _ => {
+            let mut refused = text(StatusCode::METHOD_NOT_ALLOWED, "only GET and HEAD are served here");
+            refused.headers_mut().insert(header::ALLOW, HeaderValue::from_static("GET, HEAD"));
+            return Ok(refused);
+        }
+    };
+    let mut answer = match request::parse_path(request.uri().path(), &connection.shared.token) {
+        Ok(resource) => resolve(connection, resource, request).await,
+        Err(PathError::NotFound) => text(StatusCode::NOT_FOUND, "not found"),
+        Err(PathError::BadUrl(path)) => {
+            let message = format!("invalid url format, expected /checkpoint/step/key but got {path}");
+            text(StatusCode::BAD_REQUEST, &message)
+        }
+    };
+    if head {
+        // hyper keeps the length of the body for the head and sends none of it.
+        let length = http_body::Body::size_hint(answer.body()).exact().unwrap_or(0);
+        answer.headers_mut().entry(header::CONTENT_LENGTH).or_insert(length.into());
+        *answer.body_mut() = ServedBody::Message(None);
+    }
+    Ok(answer)
+}
+
+async fn resolve<B>(connection: &Arc<Connection>, resource: Resource<'_>, request: &Request<B>) -> Answer {
+    let key = match resource {
+        Resource::Healthz => return text(StatusCode::OK, "ok"),
+        Resource::Metrics => return metrics(connection),
+        Resource::Container(key)
+        | Resource::Header(key)
+        | Resource::Digests(key)
+        | Resource::StockFull(key)
+        | Resource::StockMetadata(key)
+        | Resource::StockChunk(key, _) => key,
+    };
+    let Some(step) = request::parse_step(key) else {
+        return text(StatusCode::NOT_FOUND, &format!("no checkpoint is called {key}: steps are integers"));
+    };
+    let lease = match lease(connection, step).await {
+        Ok(lease) => lease,
+        Err(refused) => return refused,
+    };
+    match resource {
+        Resource::Container(_) => {
+            let segments = Arc::clone(lease.publication().content());
+            memory(connection, lease, segments, true, request.headers())
+        }
+        Resource::Header(_) => {
+            let etag = lease.publication().etag().to_owned();
+            let mut found = bytes(lease.publication().header().clone());
+            insert(found.headers_mut(), header::ETAG, &etag);
+            conditional(request.headers(), &etag).unwrap_or(found)
+        }
+        Resource::Digests(_) => digests(lease, request).await,
+        Resource::StockFull(_) => stock(connection, lease, step, "full".to_owned()).await,
+        Resource::StockMetadata(_) => stock(connection, lease, step, "metadata".to_owned()).await,
+        Resource::StockChunk(_, index) => stock(connection, lease, step, index.to_string()).await,
+        Resource::Healthz | Resource::Metrics => text(StatusCode::NOT_FOUND, "not found"),
+    }
+}
+
+/// Waits for the gate and takes a lease on what is served as `step`.
+async fn lease(connection: &Arc<Connection>, step: i64) -> Result<Arc<Lease>, Answer> {
+    let shared = &connection.shared;
+    let lookup = tokio::time::timeout(shared.patience, shared.store.lookup(step, &connection.cut)).await;
+    match lookup {
+        Ok(Lookup::Found(lease)) => Ok(lease),
+        Ok(Lookup::WrongStep(serving)) => {
+            let serving = serving.map_or_else(|| "nothing".to_owned(), |s| s.to_string());
+            let message = format!("invalid checkpoint requested, serving {serving} but got step={step}");
+            Err(text(StatusCode::BAD_REQUEST, &message))
+        }
+        Ok(Lookup::Nothing) => {
+            let message = format!("step {step} is allowed but no state was sent: call send_checkpoint first");
+            Err(text(StatusCode::NOT_FOUND, &message))
+        }
+        Ok(Lookup::Closed) => Err(text(StatusCode::SERVICE_UNAVAILABLE, "this transport is shut down")),
+        Err(_) => {
+            let message = format!(
+                "Timed out waiting for a checkpoint to be allowed after {} seconds",
+                shared.patience.as_secs_f64()
+            );
+            Err(text(StatusCode::SERVICE_UNAVAILABLE, &message))
+        }
+    }
+}
+
+/// 412 and 304 as the conditions in `headers` ask for, or `None` when the request goes on.
+fn conditional(headers: &HeaderMap, etag: &str) -> Option<Answer> {
+    if let Some(value) = joined(headers, header::IF_MATCH) {
+        if !request::etag_matches_strong(&value, etag) {
+            return Some(text(StatusCode::PRECONDITION_FAILED, "the snapshot asked for is no longer served"));
+        }
+    }
+    if let Some(value) = joined(headers, header::IF_NONE_MATCH) {
+        if request::etag_matches_weak(&value, etag) {
+            let mut unchanged = Response::new(ServedBody::Message(None));
+            *unchanged.status_mut() = StatusCode::NOT_MODIFIED;
+            insert(unchanged.headers_mut(), header::ETAG, etag);
+            return Some(unchanged);
+        }
+    }
+    None
+}
+
+/// The whole of `segments` or the one range of it that was asked for.
+fn memory(
+    connection: &Arc<Connection>,
+    lease: Arc<Lease>,
+    segments: Arc<Segments>,
+    digest: bool,
+    headers: &HeaderMap,
+) -> Answer {
+    let etag = lease.publication().etag().to_owned();
+    if let Some(refused) = conditional(headers, &etag) {
+        return refused;
+    }
+    let len = segments.len();
+    let fresh = joined(headers, header::IF_RANGE).is_none_or(|v| request::etag_matches_strong(&v, &etag));
+    let spec = match joined(headers, header::RANGE) {
+        Some(value) if fresh => request::parse_range(&value, len),
+        _ => RangeSpec::Whole,
+    };
+    let (status, start, end) = match spec {
+        RangeSpec::Whole => (StatusCode::OK, 0, len),
+        RangeSpec::Bytes { start, end } => (StatusCode::PARTIAL_CONTENT, start, end),
+        RangeSpec::Unsatisfiable => {
+            let message = format!("the range lies outside the {len} bytes there are");
+            let mut refused = text(StatusCode::RANGE_NOT_SATISFIABLE, &message);
+            insert(refused.headers_mut(), header::CONTENT_RANGE, &format!("bytes */{len}"));
+            return refused;
+        }
+    };
+    connection.open.fetch_add(1, Ordering::Relaxed);
+    let mut answer = Response::new(ServedBody::Memory(MemoryBody {
+        segments,
+        lease,
+        at: start,
+        end,
+        digest,
+        progress: Arc::clone(&connection.progress),
+        _open: Box::new(Open(Arc::clone(connection))),
+    }));
+    *answer.status_mut() = status;
+    let headers = answer.headers_mut();
+    headers.insert(header::CONTENT_TYPE, HeaderValue::from_static(OCTETS));
+    headers.insert(header::ACCEPT_RANGES, HeaderValue::from_static("bytes"));
+    headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
+    insert(headers, header::ETAG, &etag);
+    if status == StatusCode::PARTIAL_CONTENT {
+        insert(headers, header::CONTENT_RANGE, &format!("bytes {start}-{}/{len}", end - 1));
+    }
+    answer
+}
+
+/// The digest table, or the part of it that `?blocks=first-end` names.
+async fn digests<B>(lease: Arc<Lease>, request: &Request<B>) -> Answer {
+    let etag = lease.publication().etag().to_owned();
+    if let Some(refused) = conditional(request.headers(), &etag) {
+        return refused;
+    }
+    let count = lease.block_count();
+    let (first, end) = match request.uri().query().and_then(|q| q.strip_prefix("blocks=")) {
+        None => (0, count),
+        Some(range) => {
+            let parsed = range.split_once('-').and_then(|(a, b)| Some((a.parse().ok()?, b.parse().ok()?)));
+            match parsed {
+                Some((first, end)) if first <= end && end <= count => (first, end),
+                _ => return text(StatusCode::BAD_REQUEST, &format!("there are {count} blocks, not {range}")),
+            }
+        }
+    };
+    let table = if lease.digests_known(first, end) {
+        lease.digests(first, end)
+    } else {
+        match tokio::task::spawn_blocking(move || lease.digests(first, end)).await {
+            Ok(table) => table,
+            Err(_) => return text(StatusCode::INTERNAL_SERVER_ERROR, "the digests could not be computed"),
+        }
+    };
+    let Some(table) = table else {
+        return text(StatusCode::PRECONDITION_FAILED, "the snapshot asked for is no longer served");
+    };
+    let mut found = bytes(Bytes::from(table.encode()));
+    insert(found.headers_mut(), header::ETAG, &etag);
+    found
+}
+
+/// A body in torchft's own format. It is built without a lease, since that can take long and reads no tensor memory.
+async fn stock(connection: &Arc<Connection>, lease: Arc<Lease>, step: i64, name: String) -> Answer {
+    let publication = lease.publication_arc();
+    let etag = publication.etag().to_owned();
+    drop(lease);
+    let missing = format!("list index out of range: there is no chunk {name}");
+    let rendered = tokio::task::spawn_blocking(move || publication.render(&name)).await;
+    let segments = match rendered {
+        Ok(Ok(Some(segments))) => segments,
+        Ok(Ok(None)) => return text(StatusCode::NOT_FOUND, &missing),
+        Ok(Err(message)) => return text(StatusCode::INTERNAL_SERVER_ERROR, &message),
+        Err(_) => return text(StatusCode::INTERNAL_SERVER_ERROR, "the body could not be built"),
+    };
+    match self::lease(connection, step).await {
+        Ok(lease) if lease.publication().etag() == etag => {
+            memory(connection, lease, segments, false, &HeaderMap::new())
+        }
+        Ok(_) => text(StatusCode::SERVICE_UNAVAILABLE, "the snapshot asked for is no longer served"),
+        Err(refused) => refused,
+    }
+}
+
+/// Counters in the Prometheus text format.
+fn metrics(connection: &Connection) -> Answer {
+    let shared = &connection.shared;
+    let rows = [
+        ("tensorferry_requests_total", "counter", "Requests answered.", shared.requests.load(Ordering::Relaxed)),
+        (
+            "tensorferry_sent_bytes_total",
+            "counter",
+            "Bytes of checkpoint bodies sent.",
+            shared.progress.bytes.load(Ordering::Relaxed),
+        ),
+        (
+            "tensorferry_connections",
+            "gauge",
+            "Connections open now.",
+            shared.connections.load(Ordering::Relaxed) as u64,
+        ),
+        ("tensorferry_transfers", "gauge", "Responses being sent now.", shared.store.active() as u64),
+        ("tensorferry_allowed", "gauge", "1 while a checkpoint may be fetched.", shared.store.is_allowed().into()),
+    ];
+    let mut body = String::new();
+    for (name, kind, help, value) in rows {
+        body.push_str(&format!("# HELP {name} {help}\n# TYPE {name} {kind}\n{name} {value}\n"));
+    }
+    let mut answer = text(StatusCode::OK, &body);
+    answer.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static("text/plain; version=0.0.4"));
+    answer
+}
+
+fn joined(headers: &HeaderMap, name: HeaderName) -> Option<String> {
+    let values: Vec<_> = headers.get_all(name).iter().map(HeaderValue::to_str).collect::<Result<_, _>>().ok()?;
+    (!values.is_empty()).then(|| values.join(", "))
+}
+
+fn insert(headers: &mut HeaderMap, name: HeaderName, value: &str) {
+    if let Ok(value) = HeaderValue::from_str(value) {
+        headers.insert(name, value);
+    }
+}
+
+fn bytes(body: Bytes) -> Answer {
+    let mut answer = Response::new(ServedBody::Message(Some(body)));
+    answer.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static(OCTETS));
+    answer.headers_mut().insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
+    answer
+}
+
+/// A short message; for errors it is also the reason phrase, which is all that a stock torchft peer shows of it.
+fn text(status: StatusCode, message: &str) -> Answer {
+    let mut answer = Response::new(ServedBody::Message(Some(Bytes::from(format!("{}\n", message.trim_end())))));
+    *answer.status_mut() = status;
+    answer.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static("text/plain; charset=utf-8"));
+    if status.is_client_error() || status.is_server_error() {
+        answer.headers_mut().insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
+        if let Ok(reason) = ReasonPhrase::try_from(message.as_bytes()) {
+            answer.extensions_mut().insert(reason);
+        }
+    }
+    answer
+}

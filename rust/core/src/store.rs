@@ -1,0 +1,208 @@
+//! What is served now: at most one publication, behind a gate that is open or closed.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use tokio::sync::Notify;
+
+use crate::error::{Error, ErrorKind};
+use crate::publication::{Lease, Publication, Stability};
+
+/// Withdrawn private snapshots that may still be finishing transfers; the oldest is cut when there are more.
+const MAX_RETIRED: usize = 2;
+
+/// The snapshot store of one server. Its methods never wait for a receiver, except [`Store::withdraw`], which does for at
+/// most the time it is given.
+#[derive(Debug)]
+pub struct Store {
+    generation: String,
+    sequence: AtomicU64,
+    state: Mutex<State>,
+    changed: Notify,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    allowed: bool,
+    closed: bool,
+    step: Option<i64>,
+    current: Option<Arc<Publication>>,
+    // Weak: a reader's lease keeps its publication alive, and nothing else should.
+    retired: Vec<Weak<Publication>>,
+}
+
+/// How a withdrawal ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Withdrawn {
+    /// No reader was in the middle of a transfer, or readers may go on with a private copy.
+    Clean,
+    /// Readers of borrowed memory were waited for, and finished.
+    Drained,
+    /// The time was over: this many readers were cut off.
+    Cut(usize),
+}
+
+/// What a request for a step finds.
+pub(crate) enum Lookup {
+    Found(Arc<Lease>),
+    WrongStep(Option<i64>),
+    Nothing,
+    Closed,
+}
+
+impl Store {
+    pub(crate) fn new() -> Result<Self, Error> {
+        let generation = getrandom::u64()
+            .map_err(|e| Error::new(ErrorKind::System, format!("no random numbers from the system: {e}")))?;
+        Ok(Self {
+            generation: format!("{generation:016x}"),
+            sequence: AtomicU64::new(1),
+            state: Mutex::default(),
+            changed: Notify::new(),
+        })
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Serves `publication` as `step` from now on and opens the gate. A publication that was served before goes on
+    /// serving the transfers it has begun; no new one starts from it.
+    pub fn publish(&self, step: i64, mut publication: Publication) {
+        let sequence = self.sequence.fetch_add(1, Ordering::Relaxed);
+        publication.name(format!("\"{}-{sequence}\"", self.generation));
+        let mut state = self.state();
+        let old = state.current.replace(Arc::new(publication));
+        state.step = Some(step);
+        state.allowed = true;
+        let gone = old.map(|old| state.retire(old));
+        drop(state);
+        drop(gone);
+        self.changed.notify_waiters();
+    }
+
+    /// Opens the gate and serves what is there under the number `step`.
+    pub fn allow(&self, step: i64) {
+        let mut state = self.state();
+        state.step = Some(step);
+        state.allowed = true;
+        drop(state);
+        self.changed.notify_waiters();
+    }
+
+    /// Closes the gate and withdraws what is served. A private copy is let go of at once, its running transfers finish
+    /// from it. Borrowed memory is drained: running transfers may finish for at most `patience`, then their connections
+    /// are cut; when this returns, not one more byte of that memory is read.
+    pub fn withdraw(&self, patience: Duration) -> Withdrawn {
+        let mut state = self.state();
+        state.allowed = false;
+        let gone = state.current.take().map(|current| state.retire(current));
+        let borrowed: Vec<_> = state.retired().filter(|p| p.stability() == Stability::Borrowed).collect();
+        drop(state);
+        drop(gone);
+        if borrowed.is_empty() {
+            return Withdrawn::Clean;
+        }
+        let deadline = Instant::now().checked_add(patience);
+        let mut ended = Withdrawn::Clean;
+        for publication in borrowed {
+            let active = publication.active();
+            let finished = match deadline {
+                Some(deadline) => publication.drain(deadline),
+                None => publication.drain(Instant::now() + Duration::from_hours(24 * 365)),
+            };
+            if !finished {
+                let left = publication.active();
+                publication.cut_and_wait();
+                let before = if let Withdrawn::Cut(n) = ended { n } else { 0 };
+                ended = Withdrawn::Cut(before + left);
+            } else if active > 0 && ended == Withdrawn::Clean {
+                ended = Withdrawn::Drained;
+            }
+        }
+        ended
+    }
+
+    /// Refuses every request from now on and ends all transfers.
+    pub fn close(&self) {
+        let mut state = self.state();
+        state.closed = true;
+        state.allowed = false;
+        let current = state.current.take();
+        let all: Vec<_> = current.into_iter().chain(state.retired()).collect();
+        drop(state);
+        self.changed.notify_waiters();
+        for publication in all {
+            publication.close();
+            publication.cut_and_wait();
+        }
+    }
+
+    /// The step served, whether or not the gate is open.
+    #[must_use]
+    pub fn step(&self) -> Option<i64> {
+        self.state().step
+    }
+
+    /// Whether the gate is open.
+    #[must_use]
+    pub fn is_allowed(&self) -> bool {
+        self.state().allowed
+    }
+
+    /// Transfers running now, withdrawn snapshots included.
+    #[must_use]
+    pub fn active(&self) -> usize {
+        let state = self.state();
+        let readers = state.current.iter().map(|p| p.active()).sum::<usize>() + state.retired().map(|p| p.active()).sum::<usize>();
+        drop(state);
+        readers
+    }
+
+    /// Waits until the gate is open, then looks for `step`.
+    pub(crate) async fn lookup(&self, step: i64, cut: &Arc<Notify>) -> Lookup {
+        loop {
+            let changed = self.changed.notified();
+            tokio::pin!(changed);
+            changed.as_mut().enable();
+            {
+                let state = self.state();
+                if state.closed {
+                    return Lookup::Closed;
+                }
+                if state.allowed {
+                    if state.step != Some(step) {
+                        return Lookup::WrongStep(state.step);
+                    }
+                    let Some(current) = &state.current else { return Lookup::Nothing };
+                    if let Some(lease) = Lease::take(current, cut) {
+                        return Lookup::Found(lease);
+                    }
+                }
+            }
+            changed.await;
+        }
+    }
+}
+
+impl State {
+    fn retired(&self) -> impl Iterator<Item = Arc<Publication>> {
+        self.retired.iter().filter_map(Weak::upgrade)
+    }
+
+    /// Takes no new reader for `publication`, but remembers it for as long as it has some. Returns what the caller must
+    /// drop outside the lock, since dropping may run foreign code.
+    fn retire(&mut self, publication: Arc<Publication>) -> Vec<Arc<Publication>> {
+        publication.close();
+        self.retired.retain(|p| p.strong_count() > 0);
+        self.retired.push(Arc::downgrade(&publication));
+        let private: Vec<_> = self
+            .retired()
+            .filter(|p| p.stability() == Stability::Private && p.active() > 0)
+            .collect();
+        let excess = private.len().saturating_sub(MAX_RETIRED);
+        private[..excess].iter().for_each(|p| p.cut());
+        private.into_iter().chain([publication]).collect()
+    }
+}
