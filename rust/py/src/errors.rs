@@ -1,0 +1,62 @@
+//! The one conversion from the engine's errors to the exceptions of `tensorferry.errors`.
+
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::PyType;
+use tensorferry_core::{Error, ErrorKind};
+
+fn raise(py: Python<'_>, class: &str, message: String) -> PyErr {
+    static MODULE: PyOnceLock<Py<PyModule>> = PyOnceLock::new();
+    let module = MODULE.get_or_try_init(py, || py.import("tensorferry.errors").map(Bound::unbind));
+    let class = module.and_then(|m| Ok(m.bind(py).getattr(class)?.cast_into::<PyType>()?));
+    match class {
+        Ok(class) => PyErr::from_type(class, message),
+        Err(e) => e,
+    }
+}
+
+/// The exception for an error of the engine.
+pub(crate) fn to_py(py: Python<'_>, error: &Error) -> PyErr {
+    let message = error.to_string();
+    let class = match error.kind() {
+        ErrorKind::Timeout => "FetchTimeout",
+        ErrorKind::Connect => "ConnectError",
+        ErrorKind::Status(status) => return refused(py, status, message),
+        ErrorKind::Foreign => "StockSource",
+        ErrorKind::Corrupt => "CorruptCheckpoint",
+        ErrorKind::Changed => "SourceChanged",
+        ErrorKind::Cancelled => "TransferCancelled",
+        ErrorKind::Invalid => "InvalidArgument",
+        ErrorKind::System => "SystemRefused",
+        // `ErrorKind` is open to new kinds; until they have a class of their own they are the source's fault.
+        ErrorKind::Protocol | _ => "ProtocolError",
+    };
+    raise(py, class, message)
+}
+
+fn refused(py: Python<'_>, status: u16, message: String) -> PyErr {
+    let wrong_step = status == 400 && message.contains("invalid checkpoint requested");
+    let class = if wrong_step { "WrongStep" } else { "SourceRefused" };
+    let made = py
+        .import("tensorferry.errors")
+        .and_then(|m| m.getattr(class))
+        .and_then(|class| class.call_method1("of", (status, message)));
+    match made {
+        Ok(exception) => PyErr::from_value(exception),
+        Err(e) => e,
+    }
+}
+
+/// The exception for a call in a process forked from the one that made the object.
+pub(crate) fn forked(py: Python<'_>) -> PyErr {
+    raise(
+        py,
+        "ForkedProcess",
+        "this transport was made before fork(): its threads do not exist in the child; make a new one here".to_owned(),
+    )
+}
+
+/// The exception for an argument that cannot be used.
+pub(crate) fn invalid(py: Python<'_>, message: impl Into<String>) -> PyErr {
+    raise(py, "InvalidArgument", message.into())
+}

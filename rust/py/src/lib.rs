@@ -1,0 +1,22 @@
+//! `tensorferry._native`: a thin skin over `tensorferry-core`.
+
+mod errors;
+mod memory;
+mod remote;
+mod runtime;
+mod server;
+
+use pyo3::prelude::*;
+
+/// The native module.
+#[pymodule]
+mod _native {
+    #[pymodule_export]
+    use crate::memory::PyArena;
+    #[pymodule_export]
+    use crate::remote::PyRemote;
+    #[pymodule_export]
+    use crate::runtime::shutdown_runtime;
+    #[pymodule_export]
+    use crate::server::PyServer;
+}

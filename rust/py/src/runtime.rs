@@ -1,0 +1,117 @@
+//! The one runtime of the process, and the one way to wait without holding the interpreter.
+
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use pyo3::prelude::*;
+use tensorferry_core::{Cancel, Error};
+use tokio::runtime::{Builder, Handle, Runtime};
+
+use crate::errors;
+
+/// How often a waiting main thread looks for a signal.
+const SIGNAL_POLL: Duration = Duration::from_millis(50);
+
+struct Owned {
+    pid: u32,
+    runtime: Runtime,
+}
+
+static RUNTIME: Mutex<Option<Owned>> = Mutex::new(None);
+
+/// The process an object was made in.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Origin(u32);
+
+impl Origin {
+    pub(crate) fn here() -> Self {
+        Self(std::process::id())
+    }
+
+    pub(crate) fn is_here(self) -> bool {
+        self.0 == std::process::id()
+    }
+
+    /// An error in a forked child, where the threads behind an object are gone.
+    pub(crate) fn check(self, py: Python<'_>) -> PyResult<()> {
+        if self.is_here() { Ok(()) } else { Err(errors::forked(py)) }
+    }
+}
+
+/// The handle of the runtime, which is started on first use. A forked child gets one of its own.
+pub(crate) fn handle() -> std::io::Result<Handle> {
+    let mut owned = RUNTIME.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(owned) = owned.as_ref().filter(|o| o.pid == std::process::id()) {
+        return Ok(owned.runtime.handle().clone());
+    }
+    // A runtime of the parent cannot be shut down here: its threads do not exist.
+    std::mem::forget(owned.take());
+    let workers = std::thread::available_parallelism().map_or(2, |n| n.get().clamp(2, 8));
+    let runtime =
+        Builder::new_multi_thread().worker_threads(workers).thread_name("tensorferry").enable_all().build()?;
+    let handle = runtime.handle().clone();
+    *owned = Some(Owned { pid: std::process::id(), runtime });
+    Ok(handle)
+}
+
+/// Ends the runtime. Called once, when the interpreter exits.
+#[pyfunction]
+#[pyo3(name = "_shutdown_runtime")]
+pub(crate) fn shutdown_runtime(py: Python<'_>) {
+    let owned = RUNTIME.lock().unwrap_or_else(PoisonError::into_inner).take();
+    match owned {
+        Some(owned) if owned.pid == std::process::id() => {
+            py.detach(|| owned.runtime.shutdown_timeout(Duration::from_secs(1)));
+        }
+        other => std::mem::forget(other),
+    }
+}
+
+/// Runs `work` without holding the interpreter. On the main thread a signal cancels it: `cancel` is pulled, `work` is
+/// waited for, and the handler's exception (`KeyboardInterrupt`) is raised.
+pub(crate) fn run<T: Send>(
+    py: Python<'_>,
+    cancel: &Cancel,
+    work: impl FnOnce() -> Result<T, Error> + Send,
+) -> PyResult<T> {
+    let result = if is_main_thread() {
+        let (done, waiting) = std::sync::mpsc::sync_channel(1);
+        std::thread::scope(|scope| {
+            let worker = std::thread::Builder::new().name("tensorferry-wait".to_owned()).spawn_scoped(scope, move || {
+                // The receiver is gone only after a signal, and then nobody wants the result.
+                let _ = done.send(work());
+            });
+            if let Err(e) = worker {
+                return Err(pyo3::exceptions::PyRuntimeError::new_err(format!("cannot start a thread: {e}")));
+            }
+            // The receiver itself cannot cross `detach`, a reference to a mutex around it can.
+            let waiting = Mutex::new(waiting);
+            loop {
+                let received =
+                    py.detach(|| waiting.lock().unwrap_or_else(PoisonError::into_inner).recv_timeout(SIGNAL_POLL));
+                match received {
+                    Ok(result) => return Ok(result),
+                    Err(std::sync::mpsc::RecvTimeoutError::Timeout) => {
+                        if let Err(interrupt) = py.check_signals() {
+                            cancel.cancel();
+                            // Wait detached: the work may need the interpreter to let go of something.
+                            let _ = py.detach(|| waiting.lock().unwrap_or_else(PoisonError::into_inner).recv());
+                            return Err(interrupt);
+                        }
+                    }
+                    Err(std::sync::mpsc::RecvTimeoutError::Disconnected) => {
+                        return Err(pyo3::exceptions::PyRuntimeError::new_err("the transfer thread panicked"));
+                    }
+                }
+            }
+        })?
+    } else {
+        py.detach(work)
+    };
+    result.map_err(|e| errors::to_py(py, &e))
+}
+
+/// Only the main thread handles signals, and on Linux it is the thread whose id is the process's.
+fn is_main_thread() -> bool {
+    crate::memory::thread_id() == std::process::id()
+}

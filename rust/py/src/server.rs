@@ -1,0 +1,187 @@
+//! `Server`: publishes tensors' memory and serves it.
+
+use std::any::Any;
+use std::time::Duration;
+
+use bytes::Bytes;
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyList, PyString, PyTuple};
+use tensorferry_core::{Alternate, Item, Memory, Publication, Rendered, Server, ServerConfig, Stability, Withdrawn};
+use tensorferry_wire::dtype::Dtype;
+
+use crate::memory::{Owner, borrowed};
+use crate::runtime::{self, Origin};
+use crate::errors;
+
+/// A server for one checkpoint at a time.
+#[pyclass(name = "Server", module = "tensorferry._native", frozen)]
+pub(crate) struct PyServer {
+    origin: Origin,
+    // Taken only by Drop.
+    inner: Option<Server>,
+}
+
+impl PyServer {
+    fn server(&self, py: Python<'_>) -> PyResult<&Server> {
+        self.origin.check(py)?;
+        self.inner.as_ref().ok_or_else(|| errors::invalid(py, "this server is gone"))
+    }
+}
+
+#[pymethods]
+impl PyServer {
+    #[new]
+    #[pyo3(signature = (*, patience, bind = None, capability = true))]
+    fn new(py: Python<'_>, patience: f64, bind: Option<&str>, capability: bool) -> PyResult<Self> {
+        let bind = bind
+            .map(str::parse)
+            .transpose()
+            .map_err(|_| errors::invalid(py, format!("bind={bind:?} is not an address and port")))?;
+        let patience = seconds(py, patience)?;
+        let config = ServerConfig { bind, patience, capability, ..ServerConfig::default() };
+        let inner = py
+            .detach(|| Server::bind(&config, &runtime::handle().map_err(tensorferry_core::Error::from)?))
+            .map_err(|e| errors::to_py(py, &e))?;
+        Ok(Self { origin: Origin::here(), inner: Some(inner) })
+    }
+
+    #[getter]
+    fn port(&self, py: Python<'_>) -> PyResult<u16> {
+        Ok(self.server(py)?.address().port())
+    }
+
+    fn url(&self, py: Python<'_>, host: &str) -> PyResult<String> {
+        Ok(self.server(py)?.url(host))
+    }
+
+    /// Publishes entries given as columns; `owner` keeps all their memory alive.
+    #[pyo3(signature = (step, names, dtypes, shapes, parts, *, metadata, owner, private, alternate = None))]
+    #[allow(clippy::too_many_arguments)]
+    fn publish(
+        &self,
+        py: Python<'_>,
+        step: i64,
+        names: &Bound<'_, PyList>,
+        dtypes: &Bound<'_, PyList>,
+        shapes: &Bound<'_, PyList>,
+        parts: &Bound<'_, PyList>,
+        metadata: Vec<(String, String)>,
+        owner: Py<PyAny>,
+        private: bool,
+        alternate: Option<Py<PyAny>>,
+    ) -> PyResult<()> {
+        let server = self.server(py)?;
+        let count = names.len();
+        if [dtypes.len(), shapes.len(), parts.len()] != [count; 3] {
+            return Err(errors::invalid(py, "the columns of a publication differ in length"));
+        }
+        let mut items = Vec::with_capacity(count);
+        let mut shape = Vec::new();
+        for (((name, dtype), dims), part) in names.iter().zip(dtypes).zip(shapes).zip(parts) {
+            let dtype = dtype.cast::<PyString>()?.to_cow()?;
+            let dtype = Dtype::from_name(&dtype)
+                .ok_or_else(|| errors::invalid(py, format!("a container has no dtype {dtype}")))?;
+            shape.clear();
+            for dim in dims.cast::<PyTuple>()? {
+                shape.push(dim.extract()?);
+            }
+            items.push(Item::new(&*name.cast::<PyString>()?.to_cow()?, dtype, &shape, memory(&part)?));
+        }
+        let stability = if private { Stability::Private } else { Stability::Borrowed };
+        let owner = Box::new(Owner::new(owner));
+        let alternate = alternate.map(|callable| Box::new(PyAlternate(Owner::new(callable))) as Box<dyn Alternate>);
+        py.detach(|| {
+            let mut publication = Publication::new(metadata, items, stability, owner)?;
+            if let Some(alternate) = alternate {
+                publication = publication.with_alternate(alternate);
+            }
+            server.store().publish(step, publication);
+            Ok(())
+        })
+        .map_err(|e| errors::to_py(py, &e))
+    }
+
+    fn allow(&self, py: Python<'_>, step: i64) -> PyResult<()> {
+        self.server(py)?.store().allow(step);
+        Ok(())
+    }
+
+    /// Closes the gate; says how many readers had to be cut off.
+    fn withdraw(&self, py: Python<'_>, patience: f64) -> PyResult<usize> {
+        let (server, patience) = (self.server(py)?, seconds(py, patience)?);
+        Ok(match py.detach(|| server.store().withdraw(patience)) {
+            Withdrawn::Clean | Withdrawn::Drained => 0,
+            Withdrawn::Cut(readers) => readers,
+        })
+    }
+
+    #[getter]
+    fn step(&self, py: Python<'_>) -> PyResult<Option<i64>> {
+        Ok(self.server(py)?.store().step())
+    }
+
+    #[getter]
+    fn allowed(&self, py: Python<'_>) -> PyResult<bool> {
+        Ok(self.server(py)?.store().is_allowed())
+    }
+
+    #[getter]
+    fn active(&self, py: Python<'_>) -> PyResult<usize> {
+        Ok(self.server(py)?.store().active())
+    }
+
+    #[getter]
+    fn bytes_served(&self, py: Python<'_>) -> PyResult<u64> {
+        Ok(self.server(py)?.bytes_served())
+    }
+
+    fn shutdown(&self, py: Python<'_>, patience: f64) -> PyResult<()> {
+        let (server, patience) = (self.server(py)?, seconds(py, patience)?);
+        py.detach(|| server.shutdown(patience));
+        Ok(())
+    }
+}
+
+impl Drop for PyServer {
+    fn drop(&mut self) {
+        let inner = self.inner.take();
+        if self.origin.is_here() {
+            // Ending transfers waits for runtime threads, which may be waiting for the interpreter.
+            Python::attach(|py| py.detach(|| drop(inner)));
+        } else {
+            // In a forked child there is nobody to wait for.
+            std::mem::forget(inner);
+        }
+    }
+}
+
+fn seconds(py: Python<'_>, seconds: f64) -> PyResult<Duration> {
+    Duration::try_from_secs_f64(seconds)
+        .map_err(|_| errors::invalid(py, format!("{seconds} is no length of time in seconds")))
+}
+
+/// `bytes`, copied, or `(address, nbytes)`, borrowed.
+fn memory(part: &Bound<'_, PyAny>) -> PyResult<Memory> {
+    if let Ok(bytes) = part.cast::<PyBytes>() {
+        return Ok(Bytes::copy_from_slice(bytes.as_bytes()).into());
+    }
+    let (address, nbytes) = part.extract()?;
+    Ok(borrowed(address, nbytes))
+}
+
+/// A Python callable `name -> list of parts | None` as the source of alternate bodies.
+struct PyAlternate(Owner);
+
+impl Alternate for PyAlternate {
+    fn render(&self, name: &str) -> Result<Option<Rendered>, String> {
+        Python::try_attach(|py| {
+            let Some(parts) = self.0.call(py, name)? else { return Ok(None) };
+            let parts = parts.bind(py);
+            let memories = parts.try_iter()?.map(|p| memory(&p?)).collect::<PyResult<_>>()?;
+            let owner: Box<dyn Any + Send + Sync> = Box::new(Owner::new(parts.clone().unbind()));
+            Ok(Some(Rendered { parts: memories, owner }))
+        })
+        .unwrap_or_else(|| Err(pyo3::exceptions::PyRuntimeError::new_err("the source is exiting")))
+        .map_err(|e: PyErr| e.to_string())
+    }
+}
