@@ -1,0 +1,49 @@
+"""Streams live PyTorch training state between processes, zero-copy, over HTTP.
+
+``from tensorferry import HTTPTransport`` takes the place of ``from torchft.checkpointing import HTTPTransport``.
+"""
+
+import atexit
+
+from ._native import _shutdown_runtime
+from .errors import (
+    ConnectError,
+    CorruptCheckpoint,
+    FetchTimeout,
+    ForkedProcess,
+    InvalidArgument,
+    ProtocolError,
+    SourceChanged,
+    SourceRefused,
+    StateMismatch,
+    SystemRefused,
+    TensorferryError,
+    TransferCancelled,
+    UnsafePickle,
+    UnsupportedLeaf,
+    WrongStep,
+)
+from .transport import HTTPTransport
+
+__all__ = [
+    "ConnectError",
+    "CorruptCheckpoint",
+    "FetchTimeout",
+    "ForkedProcess",
+    "HTTPTransport",
+    "InvalidArgument",
+    "ProtocolError",
+    "SourceChanged",
+    "SourceRefused",
+    "StateMismatch",
+    "SystemRefused",
+    "TensorferryError",
+    "TransferCancelled",
+    "UnsafePickle",
+    "UnsupportedLeaf",
+    "WrongStep",
+]
+
+__version__ = "0.1.0"
+
+atexit.register(_shutdown_runtime)

@@ -1,0 +1,100 @@
+"""What can go wrong, grouped by what a user can do about it.
+
+Every class is a :class:`TensorferryError` and also the builtin or ``urllib`` class that callers of torchft's
+``HTTPTransport`` already catch.
+"""
+
+from __future__ import annotations
+
+import pickle
+from email.message import Message
+from typing import Self
+from urllib.error import HTTPError, URLError
+
+__all__ = [
+    "ConnectError",
+    "CorruptCheckpoint",
+    "FetchTimeout",
+    "ForkedProcess",
+    "InvalidArgument",
+    "ProtocolError",
+    "SourceChanged",
+    "SourceRefused",
+    "StateMismatch",
+    "StockSource",
+    "SystemRefused",
+    "TensorferryError",
+    "TransferCancelled",
+    "UnsafePickle",
+    "UnsupportedLeaf",
+    "WrongStep",
+]
+
+
+class TensorferryError(Exception):
+    """Anything tensorferry raises on its own account."""
+
+
+class FetchTimeout(TensorferryError, URLError, TimeoutError):
+    """The deadline of a receive passed, or the source sent nothing for too long."""
+
+
+class ConnectError(TensorferryError, URLError, ConnectionError):
+    """No source could be reached, or every source went away."""
+
+
+class SourceRefused(TensorferryError, HTTPError):
+    """The source answered with an HTTP error; ``code`` is its status."""
+
+    @classmethod
+    def of(cls, code: int, message: str) -> Self:
+        """Builds the error for an answer with this status and message."""
+        return cls("", code, message, Message(), None)
+
+
+class WrongStep(SourceRefused):
+    """The source serves another step than the one asked for."""
+
+
+class SourceChanged(TensorferryError, RuntimeError):
+    """The source went on to another snapshot while this one was being fetched."""
+
+
+class ProtocolError(TensorferryError, ValueError):
+    """What the source sent is not valid."""
+
+
+class StockSource(ProtocolError):
+    """The source is torchft's own server; the transport falls back to its format."""
+
+
+class CorruptCheckpoint(TensorferryError, ValueError):
+    """Bytes did not match their checksum, also when they were fetched again."""
+
+
+class StateMismatch(TensorferryError, ValueError):
+    """The receiver's own tensors differ in shape or dtype from what the source has."""
+
+
+class UnsupportedLeaf(TensorferryError, TypeError):
+    """A leaf of the state cannot be carried; the message names its path."""
+
+
+class UnsafePickle(TensorferryError, pickle.UnpicklingError):
+    """The source's pickle asks for something that is not on the allow-list."""
+
+
+class ForkedProcess(TensorferryError, RuntimeError):
+    """A transport was used in a process forked from the one that made it."""
+
+
+class InvalidArgument(TensorferryError, ValueError):
+    """An argument cannot be used."""
+
+
+class SystemRefused(TensorferryError, OSError):
+    """The operating system refused memory, a socket or a thread."""
+
+
+class TransferCancelled(TensorferryError, RuntimeError):
+    """The transfer was cancelled."""

@@ -1,0 +1,198 @@
+"""One pickle for everything that is no plain tensor, with every storage diverted into the payload.
+
+Sending: ``dump`` pickles a list of objects; tensors inside it keep sharing storages with each other and with plain
+tensors, since a storage is written as a reference. Receiving: ``load`` unpickles with an allow-list.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import pickletools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.storage import TypedStorage
+
+from .allowlist import Allowed
+from .errors import ProtocolError, UnsafePickle, UnsupportedLeaf
+from .tensors import byte_span, storage_key
+from .tree import Flat
+
+#: 4 rather than 5: numpy arrays pickled by 5 need a private function of numpy's, whose module moved between versions.
+PROTOCOL = 4
+
+
+class Storage:
+    """A storage that objects refer to, and which of its bytes any tensor can reach."""
+
+    def __init__(self, storage: torch.UntypedStorage, entry: int | None) -> None:
+        """``entry`` is the number of the plain tensor that fills this storage, if there is one."""
+        self.storage = storage
+        self.entry = entry
+        self.spans: list[tuple[int, int]] = []
+
+    def covered(self) -> list[tuple[int, int]]:
+        """The runs of bytes to send: the union of all spans, runs with small gaps joined."""
+        runs: list[tuple[int, int]] = []
+        for start, end in sorted(self.spans):
+            if runs and start <= runs[-1][1] + _JOIN_GAP:
+                runs[-1] = (runs[-1][0], max(runs[-1][1], end))
+            elif end > start:
+                runs.append((start, end))
+        return runs
+
+
+#: A gap of unreachable bytes smaller than this is sent along: an entry of its own costs as much.
+_JOIN_GAP = 512
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, flat: Flat) -> None:
+        super().__init__(file, PROTOCOL)
+        self.storages: list[Storage] = []
+        self._flat = flat
+        self._leaves = {id(t): n for n, t in enumerate(flat.plain)}
+        self._numbers: dict[int, int] = {}
+        self._looking: tuple[int, tuple[int, int]] | None = None
+
+    def persistent_id(self, value: Any) -> tuple[Any, ...] | None:
+        if isinstance(value, torch.Tensor):
+            leaf = self._leaves.get(id(value))
+            if leaf is not None:
+                return ("leaf", leaf)
+            # The pickler comes to this tensor's storage next: remember which part of it the tensor sees.
+            span = byte_span(value)
+            self._looking = None if span is None else (_key_of(value), span)
+            return None
+        if isinstance(value, TypedStorage):
+            return ("typed", self._number(value._untyped_storage), str(value.dtype).removeprefix("torch."))
+        if isinstance(value, torch.UntypedStorage):
+            return ("untyped", self._number(value))
+        return None
+
+    def _number(self, storage: torch.UntypedStorage) -> int:
+        key = storage_key(storage)
+        number = self._numbers.get(key)
+        if number is None:
+            number = self._numbers[key] = len(self.storages)
+            self.storages.append(Storage(storage, self._flat.storages.get(key)))
+        known = self.storages[number]
+        looking = self._looking
+        known.spans.append(looking[1] if looking is not None and looking[0] == key else (0, storage.nbytes()))
+        return number
+
+
+def _key_of(value: torch.Tensor) -> int:
+    try:
+        return storage_key(value.untyped_storage())
+    except (RuntimeError, NotImplementedError):
+        return 0
+
+
+def dump(flat: Flat) -> tuple[bytes, list[Storage]]:
+    """Pickles ``flat.objects``; returns the pickle and the storages it refers to.
+
+    Raises:
+        UnsupportedLeaf: an object cannot be pickled; the message names its path
+    """
+    file = io.BytesIO()
+    pickler = _Pickler(file, flat)
+    try:
+        pickler.dump(flat.objects)
+    except Exception as e:
+        raise _blame(flat, e) from e
+    return file.getvalue(), pickler.storages
+
+
+def _blame(flat: Flat, error: Exception) -> UnsupportedLeaf:
+    """Finds the object that cannot be pickled by pickling them one by one."""
+    for value, path in zip(flat.objects, flat.object_paths, strict=True):
+        try:
+            _Pickler(io.BytesIO(), flat).dump(value)
+        except Exception as e:  # noqa: BLE001, PERF203: whatever a user's __reduce__ raises
+            return UnsupportedLeaf(
+                f"the state cannot be sent: {path or 'the root'} is a {type(value).__module__}.{type(value).__qualname__} "
+                f"that cannot be pickled ({type(e).__name__}: {e}); leave it out of the state, or give its class a __reduce__"
+            )
+    return UnsupportedLeaf(f"the state cannot be sent: {type(error).__name__}: {error}")
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(
+        self,
+        data: bytes,
+        allowed: Allowed,
+        leaves: list[torch.Tensor],
+        storage: Callable[[int], torch.UntypedStorage],
+    ) -> None:
+        super().__init__(io.BytesIO(data))
+        self._allowed = allowed
+        self._leaves = leaves
+        self._storage = storage
+
+    def find_class(self, module: str, name: str) -> Any:
+        return self._allowed.find(module, name, super().find_class)
+
+    def persistent_load(self, pid: Any) -> Any:
+        match pid:
+            case ("leaf", int(n)) if 0 <= n < len(self._leaves):
+                return self._leaves[n]
+            case ("typed", int(n), str(name)) if isinstance(dtype := getattr(torch, name, None), torch.dtype):
+                return TypedStorage(wrap_storage=self._storage(n), dtype=dtype, _internal=True)
+            case ("untyped", int(n)):
+                return self._storage(n)
+        raise ProtocolError(f"the source's pickle refers to {pid!r}, which is no part of this checkpoint")
+
+
+def load(
+    data: bytes,
+    allowed: Allowed,
+    leaves: list[torch.Tensor],
+    storage: Callable[[int], torch.UntypedStorage],
+) -> list[Any]:
+    """Unpickles what ``dump`` wrote.
+
+    Args:
+        data: the pickle; padding behind it is ignored
+        allowed: which globals it may name
+        leaves: the plain tensors
+        storage: gives storage ``n``
+
+    Raises:
+        UnsafePickle: it names a global that is not allowed
+        ProtocolError: it is damaged or refers to what is not there
+    """
+    try:
+        objects = _Unpickler(data, allowed, leaves, storage).load()
+    except (UnsafePickle, ProtocolError):
+        raise
+    except Exception as e:
+        raise ProtocolError(f"the source's objects cannot be read here ({type(e).__name__}: {e})") from e
+    if not isinstance(objects, list):
+        raise ProtocolError("the source's pickle holds no list of objects")
+    return objects
+
+
+def globals_of(data: bytes) -> Iterable[tuple[str, str]]:
+    """The globals a pickle of ``dump`` names, without loading it."""
+    strings: list[str] = []
+    memo: list[str | None] = []
+    last: str | None = None
+    for opcode, argument, _ in pickletools.genops(data):
+        if opcode.name in ("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"):
+            last = str(argument)
+            strings.append(last)
+        elif opcode.name == "MEMOIZE":
+            memo.append(last)
+            last = None
+        elif opcode.name in ("BINGET", "LONG_BINGET"):
+            remembered = memo[argument] if isinstance(argument, int) and argument < len(memo) else None
+            if remembered is not None:
+                strings.append(remembered)
+        elif opcode.name == "STACK_GLOBAL" and len(strings) >= 2:
+            yield strings[-2], strings[-1]
+            last = None
+        else:
+            last = None

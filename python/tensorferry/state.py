@@ -1,0 +1,374 @@
+"""A state as the entries of a container, and a container as a state."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+
+from . import _gc, pickling, tree
+from ._native import Remote, Server
+from .allowlist import Allowed
+from .errors import ProtocolError, StateMismatch
+from .staging import Piece, Stager
+from .tensors import DTYPE_NAMES, DTYPES, copy_into, over, parameter, receives_in_place, storage_key, storage_over
+
+VERSION = 1
+MANIFEST = "__tensorferry__/manifest"
+PICKLE = "__tensorferry__/pickle"
+_PREFIX = "__tensorferry__/"
+_METADATA = [("format", "pt"), ("tensorferry.version", str(VERSION))]
+#: Host memory up to this size is copied along with an accelerator's, so that the whole snapshot is private.
+_SMALL_HOST_PART = 64 << 20
+
+Snapshot = Literal["borrow", "copy"]
+
+
+class Packed:
+    """A state laid out for publishing: one row per entry, and the memory behind it.
+
+    Attributes:
+        pieces: the memory of each entry in ``names``; control entries have none
+        private: whether all memory is a copy that nobody else writes to
+    """
+
+    def __init__(self, state: Any, stager: Stager, snapshot: Snapshot) -> None:
+        """Takes ``state`` apart and copies what has to be copied.
+
+        Raises:
+            UnsupportedLeaf: something in it cannot be carried
+        """
+        with _gc.held_off():
+            self._pack(state, stager, snapshot)
+
+    def _pack(self, state: Any, stager: Stager, snapshot: Snapshot) -> None:
+        flat = tree.flatten(state)
+        pickled, storages = pickling.dump(flat) if flat.objects else (b"", [])
+        self.pickle_bytes = pickled
+        plain = flat.plain
+        self.pieces = [Piece(s := t.untyped_storage(), 0, s.nbytes()) for t in plain]
+        names = flat.names.copy()
+        dtypes = [DTYPE_NAMES[t.dtype] for t in plain]
+        shapes: list[tuple[int, ...]] = [tuple(t.shape) for t in plain]
+        rows = []
+        for number, known in enumerate(storages):
+            parts = []
+            if known.entry is not None:
+                parts.append([known.entry, 0])
+            else:
+                for index, (start, end) in enumerate(known.covered()):
+                    parts.append([len(names), start])
+                    names.append(f"{_PREFIX}storage/{number}/{index}")
+                    dtypes.append("U8")
+                    shapes.append((end - start,))
+                    self.pieces.append(Piece(known.storage, start, end))
+            rows.append([known.storage.nbytes(), parts])
+        manifest = {
+            "version": VERSION,
+            "tree": flat.tree,
+            "flags": _flags(plain),
+            "objects": len(flat.objects),
+            "storages": rows,
+            "tensors": _describe(flat),
+            "shards": _shards(flat, storages),
+        }
+        self.names, self.dtypes, self.shapes = names, dtypes, shapes
+        control = [(MANIFEST, _padded(json.dumps(manifest, separators=(",", ":")).encode(), b" "))]
+        if flat.objects:
+            control.append((PICKLE, _padded(pickled, b"\0")))
+        self.control = control
+        self._stage(stager, snapshot)
+
+    def _stage(self, stager: Stager, snapshot: Snapshot) -> None:
+        host: list[Piece] = []
+        device: list[Piece] = []
+        for piece in self.pieces:
+            if len(piece) and piece.storage is not None:
+                (host if piece.storage.device.type == "cpu" else device).append(piece)
+        if snapshot == "copy" or (device and sum(map(len, host)) <= _SMALL_HOST_PART):
+            device, host = device + host, []
+        stager.copy(device)
+        self.private = not host
+
+    def publish(self, server: Server, step: int, alternate: Callable[[str], list[Any] | None] | None) -> None:
+        """Hands everything to ``server``, to be served as ``step``."""
+        names = self.names + [name for name, _ in self.control]
+        dtypes = self.dtypes + ["U8"] * len(self.control)
+        shapes = self.shapes + [(len(data),) for _, data in self.control]
+        parts: list[Any] = [(p.address(), len(p)) for p in self.pieces]
+        parts += [data for _, data in self.control]
+        server.publish(
+            step,
+            names,
+            dtypes,
+            shapes,
+            parts,
+            metadata=_METADATA,
+            owner=self.pieces,
+            private=self.private,
+            alternate=alternate,
+        )
+
+    def rebuild(self) -> Any:
+        """The state again, over the published memory: on the host, and of the moment of publishing where it is private."""
+        manifest = json.loads(self.control[0][1])
+        builder = _Builder(manifest, self.names, self.dtypes, self.shapes, [len(p) for p in self.pieces])
+        return builder.build(self.pickle_bytes, Allowed(trust=True), lambda i: self.pieces[i].view())
+
+
+def _padded(data: bytes, fill: bytes) -> bytes:
+    return data + fill * (-len(data) % 64)
+
+
+def _flags(plain: list[torch.Tensor]) -> str:
+    """One digit per plain tensor: 1 for a Parameter, plus 2 if it requires grad; empty when all are 0."""
+    param = torch.nn.Parameter
+    digits = "".join(["0123"[(type(t) is param) + 2 * t.requires_grad] for t in plain])
+    return digits if digits.strip("0") else ""
+
+
+def _describe(flat: tree.Flat) -> list[list[Any]]:
+    """``[object, path, dtype, shape]`` of every leaf that is a tensor but no plain one.
+
+    By these a receiver compares before it fetches.
+    """
+    described = []
+    for number, (value, path) in enumerate(zip(flat.objects, flat.object_paths, strict=True)):
+        if isinstance(value, torch.Tensor):
+            try:
+                described.append([number, path, str(value.dtype), [int(dim) for dim in value.shape]])
+            except (RuntimeError, TypeError, ValueError):
+                continue  # Nested tensors and uninitialised parameters have no shape; they are never received in place.
+    return described
+
+
+def _shards(flat: tree.Flat, storages: list[pickling.Storage]) -> dict[str, dict[str, Any]]:
+    """Where each DTensor's local part lies in the whole: a job with other placements can read slices by this."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return {}
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    numbers = {storage_key(s.storage): n for n, s in enumerate(storages)}
+    shards = {}
+    for value, path in zip(flat.objects, flat.object_paths, strict=True):
+        if isinstance(value, DTensor):
+            local = value._local_tensor
+            _, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+            shards[path] = {
+                "dtype": str(value.dtype),
+                "global_shape": list(value.shape),
+                "offsets": list(offsets),
+                "shape": list(local.shape),
+                "stride": list(local.stride()),
+                "storage": numbers.get(storage_key(local.untyped_storage())),
+                "storage_offset": local.storage_offset(),
+            }
+    return shards
+
+
+class _Builder:
+    """Builds a state from entries whose memory is known."""
+
+    def __init__(
+        self,
+        manifest: dict[str, Any],
+        names: list[str],
+        dtypes: list[str],
+        shapes: list[tuple[int, ...]],
+        sizes: list[int],
+    ) -> None:
+        self.manifest = manifest
+        self.dtypes = dtypes
+        self.shapes = shapes
+        self.sizes = sizes
+        self.plain = [i for i, name in enumerate(names) if not name.startswith(_PREFIX)]
+        # Storages of which not every byte was sent, or that lie in several pieces: memory of their own, mostly zero.
+        self.scattered = {
+            k: torch.zeros(nbytes, dtype=torch.uint8)
+            for k, (nbytes, pieces) in enumerate(manifest["storages"])
+            if not (len(pieces) == 1 and sizes[pieces[0][0]] == nbytes) and nbytes
+        }
+
+    def scattered_entries(self) -> dict[int, int]:
+        """Entry to address, for the pieces of scattered storages."""
+        return {
+            entry: self.scattered[k].data_ptr() + lo
+            for k in self.scattered
+            for entry, lo in self.manifest["storages"][k][1]
+            if self.sizes[entry]
+        }
+
+    def build(
+        self,
+        pickled: bytes,
+        allowed: Allowed,
+        memory: Callable[[int], tuple[Any, int]],
+        targets: Targets | None = None,
+    ) -> Any:
+        """The state. ``memory(i)`` is the buffer and offset of entry ``i``; ``targets`` are filled in place."""
+        received, leaves = self._leaves(memory, targets)
+        rows = self.manifest["storages"]
+        storages = {k: t.untyped_storage() for k, t in self.scattered.items()}
+        number_of = {entry: number for number, entry in enumerate(self.plain)}
+
+        def storage(k: int) -> torch.UntypedStorage:
+            if k not in storages:
+                if not 0 <= k < len(rows):
+                    raise ProtocolError(f"the source's pickle refers to storage {k}, which does not exist")
+                nbytes, pieces = rows[k]
+                if nbytes == 0:
+                    storages[k] = torch.UntypedStorage(0)
+                elif (entry := pieces[0][0]) in number_of:
+                    storages[k] = received[number_of[entry]].untyped_storage()
+                else:
+                    storages[k] = storage_over(*memory(entry), nbytes)
+            return storages[k]
+
+        objects = pickling.load(pickled, allowed, leaves, storage) if pickled else []
+        if len(objects) != self.manifest["objects"]:
+            raise ProtocolError(f"the source announced {self.manifest['objects']} objects and sent {len(objects)}")
+        if targets is not None:
+            for number, path, _, _ in self.manifest.get("tensors", []):
+                live = targets.by_path.get(path)
+                if live is not None:
+                    copy_into(live, objects[number])
+                    objects[number] = live
+        return tree.unflatten(self.manifest["tree"], leaves, objects)
+
+    def _leaves(
+        self, memory: Callable[[int], tuple[Any, int]], targets: Targets | None
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The tensors as they came, and those that stand in the state: the same, but for targets that are copied into."""
+        dtypes, shapes, sizes, flags = self.dtypes, self.shapes, self.sizes, self.manifest["flags"]
+        entries = targets.entries if targets is not None else {}
+        direct = targets.direct if targets is not None else {}
+        received: list[torch.Tensor] = []
+        for i in self.plain:
+            if i in direct:
+                received.append(entries[i])
+            else:
+                buffer, offset = memory(i) if sizes[i] else (None, 0)
+                received.append(over(buffer, offset, DTYPES[dtypes[i]], shapes[i], sizes[i]))
+        leaves = received.copy()
+        for number, flag in enumerate(flags):
+            if flag == "2":
+                leaves[number].requires_grad_(True)
+            elif flag != "0":
+                leaves[number] = parameter(leaves[number], flag == "3")
+        for number, i in enumerate(self.plain):
+            if i in entries:
+                if i not in direct:
+                    copy_into(entries[i], received[number])
+                leaves[number] = entries[i]
+        return received, leaves
+
+
+class Targets:
+    """The receiver's own tensors, to be filled in place.
+
+    Attributes:
+        by_path: every tensor of the receiver's state, by key path
+        entries: the tensor that stands for an entry of the container
+        direct: the address of those into which the network writes straight
+    """
+
+    def __init__(self, live: Any) -> None:
+        """Takes ``live`` apart; nothing is assigned yet."""
+        flat = tree.flatten(live)
+        self.by_path: dict[str, torch.Tensor] = dict(zip(flat.names, flat.plain, strict=True))
+        for value, path in zip(flat.objects, flat.object_paths, strict=True):
+            if isinstance(value, torch.Tensor):
+                self.by_path[path] = value
+        self.entries: dict[int, torch.Tensor] = {}
+        self.direct: dict[int, int] = {}
+
+    def assign(self, builder: _Builder, names: list[str]) -> None:
+        """Finds the tensor for each entry of a container, after comparing everything.
+
+        Raises:
+            StateMismatch: naming every leaf that both sides have with another dtype or shape
+        """
+        offered = [(names[i], str(DTYPES[builder.dtypes[i]]), list(builder.shapes[i])) for i in builder.plain]
+        offered += [(path, dtype, shape) for _, path, dtype, shape in builder.manifest.get("tensors", [])]
+        self._compare(offered)
+        used: set[int] = set()
+        for i in builder.plain:
+            target = self.by_path.get(names[i])
+            if target is None:
+                continue
+            self.entries[i] = target
+            if builder.sizes[i] and receives_in_place(target):
+                key = storage_key(target.untyped_storage())
+                if key not in used:
+                    used.add(key)
+                    self.direct[i] = target.data_ptr()
+
+    def fill(self, state: Any) -> Any:
+        """Copies the tensors of ``state``, which is here already, into ours; returns it with ours in their places.
+
+        Raises:
+            StateMismatch: as for ``assign``
+        """
+        flat = tree.flatten(state)
+        self._compare([(p, str(t.dtype), list(t.shape)) for p, t in zip(flat.names, flat.plain, strict=True)])
+        self._compare([(path, dtype, shape) for _, path, dtype, shape in _describe(flat)])
+        for leaves, paths in ((flat.plain, flat.names), (flat.objects, flat.object_paths)):
+            for number, (value, path) in enumerate(zip(leaves, paths, strict=True)):
+                live = self.by_path.get(path)
+                if live is not None and isinstance(value, torch.Tensor):
+                    copy_into(live, value)
+                    leaves[number] = live
+        return tree.unflatten(flat.tree, flat.plain, flat.objects)
+
+    def _compare(self, offered: list[tuple[str, str, list[int]]]) -> None:
+        wrong = []
+        for path, dtype, shape in offered:
+            live = self.by_path.get(path)
+            if live is not None and (str(live.dtype), list(live.shape)) != (dtype, shape):
+                wrong.append(f"{path}: {live.dtype} {list(live.shape)} here, {dtype} {shape} at the source")
+        if wrong:
+            raise StateMismatch(
+                "nothing was overwritten: the source's state does not fit into this one; differing leaves:\n  "
+                + "\n  ".join(wrong)
+            )
+
+
+def receive(remote: Remote, allowed: Allowed, live: Callable[[], Any] | None) -> tuple[Any, dict[str, Any]]:
+    """Fetches what ``remote`` offers and builds the state.
+
+    Args:
+        remote: an opened checkpoint
+        allowed: which globals its pickle may name
+        live: gives the receiver's own state, to be filled in place
+
+    Returns:
+        The state, and a report of the transfer.
+    """
+    text = remote.manifest
+    if text is None:
+        raise ProtocolError("the source serves a file tensorferry did not write: load it with safetensors instead")
+    names, dtypes = remote.names, remote.dtypes
+    pickled = remote.pickle or b""
+    with _gc.held_off():
+        builder = _Builder(json.loads(text), names, dtypes, remote.shapes, remote.sizes)
+        for i in builder.plain:
+            if dtypes[i] not in DTYPES:
+                raise ProtocolError(f"entry {names[i]!r} has dtype {dtypes[i]}, which this version does not build")
+        targets = Targets(live()) if live is not None else None
+        if targets is not None:
+            targets.assign(builder, names)
+        addresses = builder.scattered_entries() | (targets.direct if targets is not None else {})
+    arena, offsets, report = remote.fetch([addresses.get(i) for i in range(len(names))] if addresses else None)
+
+    def memory(i: int) -> tuple[Any, int]:
+        offset = offsets[i]
+        if offset is None:
+            raise ProtocolError(f"entry {names[i]!r} stands for two things")
+        return arena, offset
+
+    with _gc.held_off():
+        return builder.build(pickled, allowed, memory, targets), report

@@ -1,0 +1,253 @@
+"""The drop-in for torchft's ``HTTPTransport``."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+
+from . import pickling, stock
+from ._native import Remote, Server
+from .allowlist import Allowed, refusal
+from .errors import ForkedProcess, InvalidArgument, StockSource
+from .staging import Stager
+from .state import Packed, Snapshot, Targets, receive
+
+if TYPE_CHECKING:
+    from torchft.checkpointing.transport import CheckpointTransport
+else:
+    try:
+        from torchft.checkpointing.transport import CheckpointTransport
+    except ImportError:
+        # Without torchft the class stands on its own; it has the same methods.
+        T_co = TypeVar("T_co")
+
+        class CheckpointTransport(Generic[T_co]):
+            """Stands in for torchft's base class where torchft is not installed."""
+
+
+__all__ = ["HTTPTransport"]
+
+logger = logging.getLogger("tensorferry")
+
+T = TypeVar("T")
+
+
+class HTTPTransport(CheckpointTransport[T]):
+    """Streams training state to replicas that heal, and receives it from healthy ones.
+
+    Takes the place of ``torchft.checkpointing.HTTPTransport``. It starts a server at once; nothing is served until
+    ``send_checkpoint``.
+
+    Args:
+        timeout: how long a request waits for a checkpoint to be allowed, and how long ``disallow_checkpoint`` lets
+            readers of borrowed memory finish before it cuts them off
+        num_chunks: connections a receive uses; 0 chooses by the number of cores. A stock torchft receiver that heals from
+            here must use the same number.
+        state_dict: gives the live state; ``recv_checkpoint`` then writes into its tensors and returns them. Tensors it does
+            not have are received into fresh memory.
+        snapshot: ``"borrow"`` serves CPU tensors from where they are, ``"copy"`` takes a private copy in
+            ``send_checkpoint``: for states that change while they are served, as BatchNorm's buffers do with torchft's sync
+            quorum. Accelerator tensors are always copied.
+        safe_globals: classes and functions a received pickle may name besides the default list
+        trust_pickle: let a received pickle name anything; then whoever can answer as the source can run code here
+
+    Raises:
+        SystemRefused: no port can be opened
+    """
+
+    def __init__(
+        self,
+        timeout: timedelta,
+        num_chunks: int = 0,
+        *,
+        state_dict: Callable[[], T] | None = None,
+        snapshot: Snapshot = "borrow",
+        safe_globals: Iterable[Any] = (),
+        trust_pickle: bool = False,
+    ) -> None:
+        if snapshot not in ("borrow", "copy"):
+            raise InvalidArgument(f'snapshot is "borrow" or "copy", not {snapshot!r}')
+        if num_chunks < 0:
+            raise InvalidArgument(f"num_chunks is 0 or more, not {num_chunks}")
+        self._timeout = timeout
+        self._num_chunks = num_chunks
+        self._state_dict = state_dict
+        self._snapshot: Snapshot = snapshot
+        self._allowed = Allowed(safe_globals, trust_pickle)
+        self._stager = Stager()
+        self._sending = threading.Lock()
+        self._warned: set[tuple[str, str]] = set()
+        self._server = Server(patience=timeout.total_seconds())
+        self._address = self._server.url(advertised_host())
+        self._checkpoint_lock = _Gate(self)
+
+    def address(self) -> str:
+        """The URL to which ``{step}.safetensors`` or, for stock peers, ``{step}/full`` is appended."""
+        return self._address
+
+    def metadata(self) -> str:
+        """What a receiver needs to fetch from here. Whoever has it can read the state: it holds a random part."""
+        return self._address
+
+    def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta) -> None:
+        """Publishes ``state_dict`` as ``step`` and returns; receivers fetch it on their own.
+
+        Args:
+            dst_ranks: ignored, as in torchft: who has the metadata may fetch
+            step: the step it is served as
+            state_dict: any tree of tensors and picklable objects
+            timeout: ignored: nothing here waits for a receiver
+
+        Raises:
+            UnsupportedLeaf: a leaf cannot be carried; its path is named, and what was served before is still served
+        """
+        del dst_ranks, timeout
+        started = time.perf_counter()
+        with self._sending:
+            packed = Packed(state_dict, self._stager, self._snapshot)
+            packed.publish(self._server, step, stock.bodies(packed.rebuild, self._num_chunks))
+        self._warn_of_refusals(packed.pickle_bytes)
+        logger.debug("step %d is published (%.4f s)", step, time.perf_counter() - started)
+
+    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
+        """Fetches ``step`` from the transport whose ``metadata()`` this is.
+
+        Args:
+            src_rank: ignored, as in torchft
+            metadata: from the source, of this class or of torchft's own
+            step: the step to fetch
+            timeout: the deadline for the whole receive
+
+        Returns:
+            The state with its tensors on the CPU, or with ``state_dict=`` in the receiver's own tensors.
+
+        Raises:
+            FetchTimeout: the deadline passed, or the source sent nothing for too long
+            ConnectError: the source cannot be reached or went away
+            WrongStep: the source serves another step
+            CorruptCheckpoint: bytes did not match their checksums
+            StateMismatch: the live state's tensors differ in dtype or shape; nothing was overwritten
+            UnsafePickle: the state holds objects that are not on the allow-list
+        """
+        del src_rank
+        started = time.perf_counter()
+        try:
+            remote = Remote.open([metadata], step, timeout=timeout.total_seconds(), lanes=self._num_chunks or None)
+        except StockSource:
+            left = timeout - timedelta(seconds=time.perf_counter() - started)
+            state = stock.receive(metadata, step, left, self._allowed)
+            if self._state_dict is not None:
+                state = Targets(self._state_dict()).fill(state)
+            logger.info("received step %d from a stock torchft source in %.3f s", step, time.perf_counter() - started)
+            return cast(T, state)
+        state, report = receive(remote, self._allowed, self._state_dict)
+        seconds = time.perf_counter() - started
+        logger.info(
+            "received step %d: %d bytes in %.3f s (%.2f GB/s; open %.3f s, fetch %.3f s), %d lanes, %d retries",
+            step,
+            report["bytes"],
+            seconds,
+            report["bytes"] / max(report["fetching_seconds"], 1e-9) / 1e9,
+            report["opening_seconds"],
+            report["fetching_seconds"],
+            report["lanes"],
+            report["retries"],
+        )
+        return cast(T, state)
+
+    def allow_checkpoint(self, step: int) -> None:
+        """Serves what is published under the number ``step``; waiting requests go on."""
+        self._server.allow(step)
+
+    def disallow_checkpoint(self) -> None:
+        """Withdraws what is published; from now on requests wait.
+
+        A private copy (accelerator state, ``snapshot="copy"``) is let go of at once and running transfers finish from it.
+        Borrowed CPU memory is drained: running transfers may finish for at most the transport's timeout and are cut off then.
+        When this returns, the state may be changed: nothing of it is read any more. It does not raise into the trainer.
+        """
+        try:
+            cut = self._server.withdraw(self._timeout.total_seconds())
+        except ForkedProcess:
+            raise
+        except Exception:
+            logger.exception("could not withdraw the checkpoint")
+            return
+        if cut:
+            logger.warning("%d transfers were cut off: they did not finish within %s", cut, self._timeout)
+
+    def shutdown(self, wait: bool = True) -> None:
+        """Ends the server and all transfers.
+
+        Args:
+            wait: return only when the port is closed
+        """
+        self._server.shutdown(5.0 if wait else 0.0)
+        self._stager.close()
+
+    @property
+    def _disallowed(self) -> bool:
+        return not self._server.allowed
+
+    @property
+    def _step(self) -> int:
+        step = self._server.step
+        return -1 if step is None else step
+
+    def _warn_of_refusals(self, pickled: bytes) -> None:
+        """Says on the healthy side already what a receiver with the same list will refuse."""
+        if not pickled:
+            return
+        for module, name in set(pickling.globals_of(pickled)) - self._warned:
+            if not self._allowed.allows(module, name):
+                self._warned.add((module, name))
+                logger.warning("receivers will refuse this state: %s", refusal(module, name))
+
+
+class _Gate:
+    """What torchft's own test asks of the lock its transport has."""
+
+    def __init__(self, transport: HTTPTransport[Any]) -> None:
+        self._transport = transport
+
+    def w_locked(self) -> bool:
+        """Whether requests are kept waiting."""
+        return self._transport._disallowed
+
+
+def advertised_host() -> str:
+    """The name or address under which peers reach this host.
+
+    ``TENSORFERRY_ADVERTISE`` if it is set; else the host's name, as torchft has it, if it resolves; else the address of the
+    interface that leads out.
+    """
+    chosen = os.environ.get("TENSORFERRY_ADVERTISE")
+    if chosen:
+        return chosen
+    name = socket.gethostname()
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError:
+        return _outward_address()
+    return name
+
+
+def _outward_address() -> str:
+    # Connecting a datagram socket sends nothing; it only chooses the interface. The addresses are reserved for examples.
+    for family, target, fallback in (
+        (socket.AF_INET, "192.0.2.1", "127.0.0.1"),
+        (socket.AF_INET6, "2001:db8::1", "::1"),
+    ):
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((target, 9))
+                return str(probe.getsockname()[0])
+        except OSError:
+            last = fallback
+    return "127.0.0.1" if last == "::1" else last

@@ -1,0 +1,209 @@
+"""The tree of a state: containers in an encoding of our own, leaves numbered.
+
+A pickled pytree spec of one torch version cannot be read by another, and a fleet is upgraded replica by replica. The grammar
+is described in docs/format.md and checked by ``rust/wire``.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from .tensors import is_plain, storage_key
+
+#: Containers nested deeper than this are carried as one pickled object; it keeps cycles finite, too.
+MAX_DEPTH = 80
+
+_SAFE_INT = 2**53
+
+Node = Any
+
+
+class Flat:
+    """A state taken apart.
+
+    Attributes:
+        tree: the containers, with numbers for leaves: ``n >= 0`` is ``plain[n]``, ``n < 0`` is ``objects[-n - 1]``
+        plain: tensors that need no pickle
+        names: their key paths, unique
+        objects: everything else, to be pickled together
+        object_paths: where each object stands, for messages
+        storages: storage identity to number of the plain tensor that fills it
+    """
+
+    def __init__(self) -> None:
+        """An empty state; ``flatten`` fills it."""
+        self.tree: Node = None
+        self.plain: list[Tensor] = []
+        self.names: list[str] = []
+        self.objects: list[Any] = []
+        self.object_paths: list[str] = []
+        self.storages: dict[int, int] = {}
+
+
+def flatten(state: Any) -> Flat:
+    """Takes ``state`` apart. Tensors are not copied."""
+    flat = Flat()
+    # The same object twice is one leaf; `state` keeps every object alive, so identities stay unique meanwhile.
+    seen: dict[int, int] = {}
+    plain, names, objects, object_paths, storages = (
+        flat.plain,
+        flat.names,
+        flat.objects,
+        flat.object_paths,
+        flat.storages,
+    )
+
+    def add_object(value: Any, path: str) -> int:
+        objects.append(value)
+        object_paths.append(path)
+        return -len(objects)
+
+    def leaf(value: Any, path: str) -> int:
+        known = seen.get(id(value))
+        if known is not None:
+            return known
+        kind = type(value)
+        if (kind is Tensor or kind is Parameter) and is_plain(value):
+            storage = storage_key(value.untyped_storage())
+            if storage not in storages or value.nbytes == 0:
+                storages.setdefault(storage, len(plain))
+                number = len(plain)
+                plain.append(value)
+                names.append(path)
+            else:
+                number = add_object(value, path)
+        else:
+            number = add_object(value, path)
+        seen[id(value)] = number
+        return number
+
+    def walk(value: Any, path: str, depth: int) -> Node:
+        kind = type(value)
+        if kind is Tensor or kind is Parameter or depth > MAX_DEPTH:
+            return leaf(value, path)
+        below = path + "." if path else ""
+        if kind is dict or kind is collections.OrderedDict:
+            node = walk_dict(value, kind is collections.OrderedDict, below, depth + 1)
+            extra = getattr(value, "__dict__", None)
+            # `_metadata` of a module's state_dict is such an attribute.
+            return ["a", -add_object(extra, f"{path}.__dict__") - 1, node] if extra else node
+        if kind is list:
+            return ["l", *[walk(v, f"{below}{i}", depth + 1) for i, v in enumerate(value)]]
+        if kind is tuple:
+            return ["t", *[walk(v, f"{below}{i}", depth + 1) for i, v in enumerate(value)]]
+        if is_namedtuple(kind):
+            of = -add_object(kind, f"{path}.__class__") - 1
+            return ["n", of, *[walk(v, f"{below}{k}", depth + 1) for k, v in zip(kind._fields, value, strict=True)]]
+        return leaf(value, path)
+
+    def walk_dict(value: dict[Any, Any], ordered: bool, below: str, depth: int) -> Node:
+        if all([type(k) is str for k in value]) and _is_text("".join(value)):
+            children = {k: walk(v, below + k, depth) for k, v in value.items()}
+            return ["o", children] if ordered else children
+        rows = [[key(k, below), walk(v, f"{below}{k}", depth)] for k, v in value.items()]
+        return ["d", "o" if ordered else "d", rows]
+
+    def key(value: Any, below: str) -> Any:
+        kind = type(value)
+        if value is None or kind is bool or (kind is str and _is_text(value)):
+            return value
+        if kind is int and -_SAFE_INT < value < _SAFE_INT:
+            return value
+        return ["r", -add_object(value, f"{below}{value!r} (a key)") - 1]
+
+    flat.tree = walk(state, "", 0)
+    flat.names = unique_names(flat.names)
+    return flat
+
+
+def is_namedtuple(kind: type) -> bool:
+    """Whether ``kind`` is a class made by ``collections.namedtuple`` or ``typing.NamedTuple``, and no subclass of one."""
+    return (
+        issubclass(kind, tuple)
+        and kind.__bases__ == (tuple,)
+        and isinstance(getattr(kind, "_fields", None), tuple)
+        and hasattr(kind, "_make")
+    )
+
+
+def unique_names(paths: list[str]) -> list[str]:
+    """Key paths as names in a container: text, none twice, none that the format keeps for itself."""
+    if not _is_text("".join(paths)):
+        paths = [p.encode("utf-8", "backslashreplace").decode() for p in paths]
+    taken = set(paths)
+    if len(taken) == len(paths) and not any(map(_is_reserved, paths)):
+        return paths
+    names: list[str] = []
+    used: set[str] = set()
+    for path in paths:
+        base = ("~" + path if path else "root") if _is_reserved(path) else path
+        name, count = base, 2
+        while name in used or (name != path and name in taken):
+            name = f"{base}~{count}"
+            count += 1
+        used.add(name)
+        names.append(name)
+    return names
+
+
+def _is_reserved(path: str) -> bool:
+    return not path or path == "__metadata__" or path.startswith("__tensorferry__/")
+
+
+def _is_text(value: str) -> bool:
+    """Whether ``value`` can be written as UTF-8: a lone surrogate cannot."""
+    if value.isascii():
+        return True
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def unflatten(tree: Node, plain: list[Any], objects: list[Any]) -> Any:
+    """The state whose tree is ``tree``. ``rust/wire`` has checked it: numbers are in range and nesting is bounded."""
+
+    def build(node: Node) -> Any:
+        kind = type(node)
+        if kind is int:
+            return plain[node] if node >= 0 else objects[-node - 1]
+        if kind is dict:
+            return {k: build(v) for k, v in node.items()}
+        return _BUILDERS[node[0]](node, build, objects)
+
+    return build(tree)
+
+
+def _build_attributes(node: Node, build: Callable[[Node], Any], objects: list[Any]) -> Any:
+    value = build(node[2])
+    value.__dict__.update(objects[node[1]])
+    return value
+
+
+def _build_rows(node: Node, build: Callable[[Node], Any], objects: list[Any]) -> Any:
+    kind = collections.OrderedDict if node[1] == "o" else dict
+    return kind((_key(k, objects), build(v)) for k, v in node[2])
+
+
+def _key(key: Any, objects: list[Any]) -> Any:
+    return objects[key[1]] if type(key) is list else key
+
+
+def _build_namedtuple(node: Node, build: Callable[[Node], Any], objects: list[Any]) -> Any:
+    return objects[node[1]]._make(build(v) for v in node[2:])
+
+
+_BUILDERS: dict[str, Callable[[Node, Callable[[Node], Any], list[Any]], Any]] = {
+    "o": lambda node, build, _: collections.OrderedDict((k, build(v)) for k, v in node[1].items()),
+    "l": lambda node, build, _: [build(v) for v in node[1:]],
+    "t": lambda node, build, _: tuple([build(v) for v in node[1:]]),
+    "d": _build_rows,
+    "n": _build_namedtuple,
+    "a": _build_attributes,
+}
