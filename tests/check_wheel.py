@@ -1,4 +1,5 @@
-"""Checks that the one wheel in a folder is an abi3 wheel: with a free-threaded Python first on PATH it silently is not."""
+"""Checks that the one wheel in a folder is an abi3 wheel: with a free-threaded Python first on PATH it silently is
+not."""
 
 import re
 import sys

@@ -1,3 +1,4 @@
+import sys
 from collections.abc import Callable
 from typing import Any, final
 
@@ -8,7 +9,8 @@ class Arena:
     @property
     def address(self) -> int: ...
     def __len__(self) -> int: ...
-    def __buffer__(self, flags: int, /) -> memoryview: ...
+    if sys.version_info >= (3, 12):
+        def __buffer__(self, flags: int, /) -> memoryview: ...
 
 @final
 class Server:

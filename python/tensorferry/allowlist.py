@@ -1,7 +1,8 @@
 """Which globals a pickle from the network may name.
 
-torch keeps a list of what its own weights-only loader accepts; ours starts from it and adds what training states are made of
-besides weights. Classes of the user's own are added with ``safe_globals=[...]``; ``trust_pickle=True`` lifts the list.
+torch keeps a list of what its own weights-only loader accepts; ours starts from it and adds what training states are
+made of besides weights. Classes of the user's own are added with ``safe_globals=[...]``; ``trust_pickle=True`` lifts
+the list.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import torch
 from .errors import UnsafePickle
 
 _BUILTINS = (
-    "bool bytearray bytes complex dict enumerate float frozenset int list object range reversed set slice str tuple zip "
-    "Ellipsis NotImplemented"
+    "bool bytearray bytes complex dict enumerate float frozenset int list object range reversed set slice str tuple "
+    "zip Ellipsis NotImplemented"
 )
 
 #: ``module: names`` beyond torch's list. Constructors of values only: nothing here opens, runs or imports anything.
@@ -121,7 +122,8 @@ def refusal(module: str, name: str) -> str:
     """What to tell who meets a global that is not allowed."""
     return (
         f"the checkpoint's pickle names {module}.{name}, which is not on the allow-list; if you trust it, pass "
-        f"HTTPTransport(..., safe_globals=[{module}.{name}]) on the receiving side, or trust_pickle=True to allow everything"
+        f"HTTPTransport(..., safe_globals=[{module}.{name}]) on the receiving side, or trust_pickle=True to allow "
+        "everything"
     )
 
 
@@ -129,7 +131,7 @@ _torch_globals: dict[str, Any] | None = None
 
 
 def _torch_allows() -> dict[str, Any]:
-    """torch's own list, user additions by ``torch.serialization.add_safe_globals`` included."""
+    """Torch's own list, user additions by ``torch.serialization.add_safe_globals`` included."""
     global _torch_globals
     from torch._weights_only_unpickler import _get_allowed_globals, _get_user_allowed_globals
 

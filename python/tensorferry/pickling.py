@@ -111,10 +111,11 @@ def _blame(flat: Flat, error: Exception) -> UnsupportedLeaf:
     for value, path in zip(flat.objects, flat.object_paths, strict=True):
         try:
             _Pickler(io.BytesIO(), flat).dump(value)
-        except Exception as e:  # noqa: BLE001, PERF203: whatever a user's __reduce__ raises
+        except Exception as e:
             return UnsupportedLeaf(
-                f"the state cannot be sent: {path or 'the root'} is a {type(value).__module__}.{type(value).__qualname__} "
-                f"that cannot be pickled ({type(e).__name__}: {e}); leave it out of the state, or give its class a __reduce__"
+                f"the state cannot be sent: {path or 'the root'} is a {type(value).__module__}."
+                f"{type(value).__qualname__} that cannot be pickled ({type(e).__name__}: {e}); leave it out of the "
+                "state, or give its class a __reduce__"
             )
     return UnsupportedLeaf(f"the state cannot be sent: {type(error).__name__}: {error}")
 

@@ -1,7 +1,7 @@
 """Private copies of tensor memory: accelerator memory to pinned host memory, or host memory to host memory.
 
-Copies off an accelerator run on a stream of their own that waits for the stream the trainer is using, so what is published is
-the state as of the call. Buffers are kept and used again: pinning memory costs far more than filling it.
+Copies off an accelerator run on a stream of their own that waits for the stream the trainer is using, so what is
+published is the state as of the call. Buffers are kept and used again: pinning memory costs far more than filling it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class Pool:
     """Host buffers that go from one snapshot to the next.
 
     Args:
-        pinned: page-locked memory, from which an accelerator copies at full speed; where the system refuses, one warning and
+        pinned: page-locked memory, from which an accelerator copies at full speed; where the system refuses, one
+        warning and
             pageable memory
     """
 
@@ -54,8 +55,8 @@ class Pool:
             except RuntimeError as e:
                 self._pinned = False
                 logger.warning(
-                    "cannot pin %d bytes of host memory for checkpoints (%s): copies off the accelerator will be slower; "
-                    "raise the limit on locked memory (ulimit -l)",
+                    "cannot pin %d bytes of host memory for checkpoints (%s): copies off the accelerator "
+                    "will be slower; raise the limit on locked memory (ulimit -l)",
                     nbytes,
                     e,
                 )
@@ -109,9 +110,9 @@ class Piece:
     def address(self) -> int:
         """Where the bytes are on the host; 0 if there are none."""
         if self.storage is not None:
-            return self.storage.data_ptr() + self.start if len(self) else 0
+            return int(self.storage.data_ptr()) + self.start if len(self) else 0
         assert self.buffer is not None
-        return self.buffer.memory.data_ptr() + self.offset
+        return int(self.buffer.memory.data_ptr()) + self.offset
 
     def view(self) -> tuple[Any, int]:
         """A buffer object and an offset, from which tensors can be built."""

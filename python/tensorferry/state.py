@@ -113,7 +113,7 @@ class Packed:
         )
 
     def rebuild(self) -> Any:
-        """The state again, over the published memory: on the host, and of the moment of publishing where it is private."""
+        """The state again, over the published memory: on the host, and if private, as of when it was published."""
         manifest = json.loads(self.control[0][1])
         builder = _Builder(manifest, self.names, self.dtypes, self.shapes, [len(p) for p in self.pieces])
         return builder.build(self.pickle_bytes, Allowed(trust=True), lambda i: self.pieces[i].view())
@@ -242,7 +242,7 @@ class _Builder:
     def _leaves(
         self, memory: Callable[[int], tuple[Any, int]], targets: Targets | None
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The tensors as they came, and those that stand in the state: the same, but for targets that are copied into."""
+        """The tensors as they came, and those that stand in the state: the same but for targets copied into."""
         dtypes, shapes, sizes, flags = self.dtypes, self.shapes, self.sizes, self.manifest["flags"]
         entries = targets.entries if targets is not None else {}
         direct = targets.direct if targets is not None else {}

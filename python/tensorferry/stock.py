@@ -1,8 +1,8 @@
 """torchft 0.2.0's own format, so that a fleet can be upgraded replica by replica.
 
 A body is a pickled list of entries and then the records in order, each storage as its raw bytes: what
-``torch.distributed._serialization`` writes and reads. Sending, the storages are served straight from memory; receiving, the
-pickle goes through the same allow-list as ours.
+``torch.distributed._serialization`` writes and reads. Sending, the storages are served straight from memory; receiving,
+the pickle goes through the same allow-list as ours.
 """
 
 from __future__ import annotations
@@ -139,7 +139,9 @@ def receive(metadata: str, step: int, timeout: timedelta, allowed: Allowed) -> A
     """
     end = time.monotonic() + timeout.total_seconds()
     url = urlsplit(f"{metadata}{step}/full")
-    connection = http.client.HTTPConnection(url.hostname or "", url.port or 80, timeout=max(timeout.total_seconds(), 1e-3))
+    connection = http.client.HTTPConnection(
+        url.hostname or "", url.port or 80, timeout=max(timeout.total_seconds(), 1e-3)
+    )
     try:
         connection.request("GET", url.path)
         response = connection.getresponse()
@@ -147,7 +149,7 @@ def receive(metadata: str, step: int, timeout: timedelta, allowed: Allowed) -> A
             raise SourceRefused.of(response.status, response.reason)
         stream = _Exact(_Reader(response, connection, end), _READ)
         return _serialization._streaming_load(
-            stream,  # type: ignore[arg-type]
+            stream,
             pickle_module=_PickleModule(allowed),
             weights_only=False,
         )

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 #: What a container can say of a dtype. What is missing here (complex128, the rarer float8 kinds, sub-byte and quantised
-#: dtypes) travels as bytes, its dtype in the pickle: older safetensors readers refuse a file for one dtype they do not know.
+#: dtypes) travels as bytes, its dtype in the pickle: older safetensors readers refuse a file for one dtype they do not
+#: know.
 DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -36,8 +37,8 @@ _strided = torch.strided
 def is_plain(value: Tensor) -> bool:
     """Whether dtype, shape and the bytes of its storage are all there is to say of ``value``.
 
-    Such a tensor fills a storage of its own from first byte to last and needs no pickle. ``value`` is exactly a ``Tensor``
-    or a ``Parameter``.
+    Such a tensor fills a storage of its own from first byte to last and needs no pickle. ``value`` is exactly a
+    ``Tensor`` or a ``Parameter``.
     """
     return (
         value.layout is _strided
@@ -77,7 +78,7 @@ def byte_span(value: Tensor) -> tuple[int, int] | None:
 
 def as_bytes(storage: torch.UntypedStorage) -> Tensor:
     """A 1-D uint8 tensor over the whole storage, on its device."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload, no-any-return]
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def over(buffer: Any, offset: int, dtype: torch.dtype, shape: tuple[int, ...], nbytes: int) -> Tensor:

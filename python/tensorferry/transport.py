@@ -38,7 +38,7 @@ logger = logging.getLogger("tensorferry")
 T = TypeVar("T")
 
 
-class HTTPTransport(CheckpointTransport[T]):
+class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft has no types
     """Streams training state to replicas that heal, and receives it from healthy ones.
 
     Takes the place of ``torchft.checkpointing.HTTPTransport``. It starts a server at once; nothing is served until
@@ -47,13 +47,15 @@ class HTTPTransport(CheckpointTransport[T]):
     Args:
         timeout: how long a request waits for a checkpoint to be allowed, and how long ``disallow_checkpoint`` lets
             readers of borrowed memory finish before it cuts them off
-        num_chunks: connections a receive uses; 0 chooses by the number of cores. A stock torchft receiver that heals from
+        num_chunks: connections a receive uses; 0 chooses by the number of cores. A stock torchft receiver that heals
+        from
             here must use the same number.
-        state_dict: gives the live state; ``recv_checkpoint`` then writes into its tensors and returns them. Tensors it does
+        state_dict: gives the live state; ``recv_checkpoint`` then writes into its tensors and returns them. Tensors it
+        does
             not have are received into fresh memory.
         snapshot: ``"borrow"`` serves CPU tensors from where they are, ``"copy"`` takes a private copy in
-            ``send_checkpoint``: for states that change while they are served, as BatchNorm's buffers do with torchft's sync
-            quorum. Accelerator tensors are always copied.
+            ``send_checkpoint``: for states that change while they are served, as BatchNorm's buffers do with torchft's
+            sync quorum. Accelerator tensors are always copied.
         safe_globals: classes and functions a received pickle may name besides the default list
         trust_pickle: let a received pickle name anything; then whoever can answer as the source can run code here
 
@@ -168,9 +170,10 @@ class HTTPTransport(CheckpointTransport[T]):
     def disallow_checkpoint(self) -> None:
         """Withdraws what is published; from now on requests wait.
 
-        A private copy (accelerator state, ``snapshot="copy"``) is let go of at once and running transfers finish from it.
-        Borrowed CPU memory is drained: running transfers may finish for at most the transport's timeout and are cut off then.
-        When this returns, the state may be changed: nothing of it is read any more. It does not raise into the trainer.
+        A private copy (accelerator state, ``snapshot="copy"``) is let go of at once and running transfers finish from
+        it. Borrowed CPU memory is drained: running transfers may finish for at most the transport's timeout and are cut
+        off then. When this returns, the state may be changed: nothing of it is read any more. It does not raise into
+        the trainer.
         """
         try:
             cut = self._server.withdraw(self._timeout.total_seconds())
@@ -224,8 +227,8 @@ class _Gate:
 def advertised_host() -> str:
     """The name or address under which peers reach this host.
 
-    ``TENSORFERRY_ADVERTISE`` if it is set; else the host's name, as torchft has it, if it resolves; else the address of the
-    interface that leads out.
+    ``TENSORFERRY_ADVERTISE`` if it is set; else the host's name, as torchft has it, if it resolves; else the address of
+    the interface that leads out.
     """
     chosen = os.environ.get("TENSORFERRY_ADVERTISE")
     if chosen:
@@ -239,7 +242,8 @@ def advertised_host() -> str:
 
 
 def _outward_address() -> str:
-    # Connecting a datagram socket sends nothing; it only chooses the interface. The addresses are reserved for examples.
+    # Connecting a datagram socket sends nothing; it only chooses the interface. The addresses are reserved for
+    # examples.
     for family, target, fallback in (
         (socket.AF_INET, "192.0.2.1", "127.0.0.1"),
         (socket.AF_INET6, "2001:db8::1", "::1"),

@@ -1,7 +1,7 @@
 """The tree of a state: containers in an encoding of our own, leaves numbered.
 
-A pickled pytree spec of one torch version cannot be read by another, and a fleet is upgraded replica by replica. The grammar
-is described in docs/format.md and checked by ``rust/wire``.
+A pickled pytree spec of one torch version cannot be read by another, and a fleet is upgraded replica by replica. The
+grammar is described in docs/format.md and checked by ``rust/wire``.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def flatten(state: Any) -> Flat:
 
 
 def is_namedtuple(kind: type) -> bool:
-    """Whether ``kind`` is a class made by ``collections.namedtuple`` or ``typing.NamedTuple``, and no subclass of one."""
+    """Whether ``kind`` was made by ``collections.namedtuple`` or ``typing.NamedTuple``, and is no subclass of one."""
     return (
         issubclass(kind, tuple)
         and kind.__bases__ == (tuple,)

@@ -7,11 +7,16 @@ use crate::error::{Error, ErrorKind};
 /// Where each tensor starts in an arena: torch's own CPU allocator aligns to the same.
 pub(crate) const ALIGNMENT: u64 = 64;
 
+/// A huge page where the kernel has them (x86-64, and aarch64 with 4 KiB pages).
+const HUGE: usize = 2 << 20;
+
 /// An anonymous, zeroed, private memory mapping. Pages are taken from the system only when they are touched.
 #[derive(Debug)]
 pub struct Arena {
     ptr: NonNull<u8>,
     len: usize,
+    /// The whole mapping, a little more than what is used of it.
+    mapping: (usize, usize),
 }
 
 // SAFETY: an arena owns its mapping; writes go through destinations handed out while it is being filled.
@@ -20,36 +25,45 @@ unsafe impl Send for Arena {}
 unsafe impl Sync for Arena {}
 
 impl Arena {
-    /// Maps `len` bytes of zeros; `len` 0 maps nothing.
+    /// Maps `len` bytes of zeros; `len` 0 maps nothing. From 2 MiB on the mapping asks for huge pages: page faults, not
+    /// the network, bound a receive into fresh memory (docs/performance.md).
     ///
     /// # Errors
     /// [`ErrorKind::System`] when the system refuses a mapping of that size.
     pub fn new(len: u64) -> Result<Self, Error> {
-        let too_big = || Error::new(ErrorKind::System, format!("cannot map {len} bytes for the received state"));
-        let len = usize::try_from(len).map_err(|_| too_big())?;
+        let refused = |cause: std::io::Error| {
+            Error::caused(ErrorKind::System, format!("cannot map {len} bytes for the received state"), cause)
+        };
+        let len = usize::try_from(len).map_err(|_| refused(std::io::ErrorKind::OutOfMemory.into()))?;
         if len == 0 {
-            return Ok(Self { ptr: NonNull::dangling(), len });
+            return Ok(Self { ptr: NonNull::dangling(), len, mapping: (0, 0) });
         }
+        let slack = if len >= HUGE { HUGE } else { 0 };
+        let size = len.checked_add(slack).ok_or_else(|| refused(std::io::ErrorKind::OutOfMemory.into()))?;
         // SAFETY: a fresh anonymous mapping with no address hint touches no existing memory.
-        let ptr = unsafe {
+        let base = unsafe {
             libc::mmap(
                 std::ptr::null_mut(),
-                len,
+                size,
                 libc::PROT_READ | libc::PROT_WRITE,
                 libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
                 -1,
                 0,
             )
         };
-        if ptr == libc::MAP_FAILED {
-            return Err(Error::caused(
-                ErrorKind::System,
-                format!("cannot map {len} bytes for the received state"),
-                std::io::Error::last_os_error(),
-            ));
+        if base == libc::MAP_FAILED {
+            return Err(refused(std::io::Error::last_os_error()));
         }
-        let ptr = NonNull::new(ptr.cast::<u8>()).ok_or_else(too_big)?;
-        Ok(Self { ptr, len })
+        let mut start = base.cast::<u8>();
+        if slack > 0 {
+            let ahead = (base as usize).next_multiple_of(HUGE) - base as usize;
+            // SAFETY: `ahead` is below the slack the mapping was made longer by.
+            start = unsafe { start.add(ahead) };
+            // SAFETY: inside our own mapping, and only advice: a kernel without huge pages ignores it.
+            unsafe { libc::madvise(start.cast(), len, libc::MADV_HUGEPAGE) };
+        }
+        let ptr = NonNull::new(start).ok_or_else(|| refused(std::io::ErrorKind::OutOfMemory.into()))?;
+        Ok(Self { ptr, len, mapping: (base as usize, size) })
     }
 
     /// Length in bytes.
@@ -80,9 +94,9 @@ impl Arena {
 
 impl Drop for Arena {
     fn drop(&mut self) {
-        if self.len > 0 {
+        if self.mapping.1 > 0 {
             // SAFETY: exactly the mapping made in `new`; whoever holds the arena holds no slice of it any more.
-            unsafe { libc::munmap(self.ptr.as_ptr().cast(), self.len) };
+            unsafe { libc::munmap(self.mapping.0 as *mut libc::c_void, self.mapping.1) };
         }
     }
 }

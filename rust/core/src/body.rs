@@ -107,10 +107,7 @@ impl http_body::Body for ServedBody {
     type Data = Bytes;
     type Error = Infallible;
 
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        _: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+    fn poll_frame(mut self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
         let frame = match &mut *self {
             Self::Message(bytes) => bytes.take().filter(|b| !b.is_empty()),
             Self::Memory(body) => body.next_frame(),

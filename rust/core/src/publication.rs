@@ -100,12 +100,15 @@ pub struct Publication {
     content: Arc<Segments>,
     blocks: Vec<BlockDigest>,
     alternate: Option<Box<dyn Alternate>>,
-    rendered: Mutex<HashMap<String, (Arc<Segments>, Box<dyn Any + Send + Sync>)>>,
+    rendered: Mutex<HashMap<String, RenderedBody>>,
     readers: Mutex<Readers>,
     idle: Condvar,
     // Last: everything above may point into what it owns.
     _owner: Box<dyn Any + Send + Sync>,
 }
+
+/// A rendered body, and what keeps its memory alive.
+type RenderedBody = (Arc<Segments>, Box<dyn Any + Send + Sync>);
 
 #[derive(Default)]
 struct BlockDigest {
@@ -287,10 +290,11 @@ impl Lease {
         let publication = &*self.publication;
         let Some(relative) = offset.checked_sub(publication.payload_start) else { return };
         let whole = (relative + BLOCK_SIZE).min(publication.content.len - publication.payload_start);
-        if relative.is_multiple_of(BLOCK_SIZE) && whole <= end - publication.payload_start {
-            if let Ok(index) = usize::try_from(relative / BLOCK_SIZE) {
-                publication.digest_block(index, true);
-            }
+        if relative.is_multiple_of(BLOCK_SIZE)
+            && whole <= end - publication.payload_start
+            && let Ok(index) = usize::try_from(relative / BLOCK_SIZE)
+        {
+            publication.digest_block(index, true);
         }
     }
 

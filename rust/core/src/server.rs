@@ -149,7 +149,7 @@ fn random_token() -> Result<String, Error> {
     let mut bytes = [0_u8; 16];
     getrandom::fill(&mut bytes)
         .map_err(|e| Error::new(ErrorKind::System, format!("no random numbers from the system: {e}")))?;
-    Ok(bytes.iter().map(|b| format!("{b:02x}")).collect())
+    Ok(format!("{:032x}", u128::from_be_bytes(bytes)))
 }
 
 /// One socket for both families where the system has IPv6, else IPv4 alone.

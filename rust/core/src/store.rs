@@ -155,7 +155,8 @@ impl Store {
     #[must_use]
     pub fn active(&self) -> usize {
         let state = self.state();
-        let readers = state.current.iter().map(|p| p.active()).sum::<usize>() + state.retired().map(|p| p.active()).sum::<usize>();
+        let readers = state.current.iter().map(|p| p.active()).sum::<usize>()
+            + state.retired().map(|p| p.active()).sum::<usize>();
         drop(state);
         readers
     }
@@ -197,10 +198,8 @@ impl State {
         publication.close();
         self.retired.retain(|p| p.strong_count() > 0);
         self.retired.push(Arc::downgrade(&publication));
-        let private: Vec<_> = self
-            .retired()
-            .filter(|p| p.stability() == Stability::Private && p.active() > 0)
-            .collect();
+        let private: Vec<_> =
+            self.retired().filter(|p| p.stability() == Stability::Private && p.active() > 0).collect();
         let excess = private.len().saturating_sub(MAX_RETIRED);
         private[..excess].iter().for_each(|p| p.cut());
         private.into_iter().chain([publication]).collect()

@@ -2,8 +2,8 @@
 
 use std::ffi::c_int;
 
-use pyo3::prelude::*;
 use pyo3::ffi;
+use pyo3::prelude::*;
 use tensorferry_core::{Arena, Destination, Memory};
 
 /// Memory a transfer filled; it lives until the last tensor over it is gone.

@@ -77,10 +77,11 @@ pub(crate) fn run<T: Send>(
     let result = if is_main_thread() {
         let (done, waiting) = std::sync::mpsc::sync_channel(1);
         std::thread::scope(|scope| {
-            let worker = std::thread::Builder::new().name("tensorferry-wait".to_owned()).spawn_scoped(scope, move || {
-                // The receiver is gone only after a signal, and then nobody wants the result.
-                let _ = done.send(work());
-            });
+            let worker =
+                std::thread::Builder::new().name("tensorferry-wait".to_owned()).spawn_scoped(scope, move || {
+                    // The receiver is gone only after a signal, and then nobody wants the result.
+                    let _ = done.send(work());
+                });
             if let Err(e) = worker {
                 return Err(pyo3::exceptions::PyRuntimeError::new_err(format!("cannot start a thread: {e}")));
             }

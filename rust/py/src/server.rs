@@ -9,9 +9,9 @@ use pyo3::types::{PyBytes, PyList, PyString, PyTuple};
 use tensorferry_core::{Alternate, Item, Memory, Publication, Rendered, Server, ServerConfig, Stability, Withdrawn};
 use tensorferry_wire::dtype::Dtype;
 
+use crate::errors;
 use crate::memory::{Owner, borrowed};
 use crate::runtime::{self, Origin};
-use crate::errors;
 
 /// A server for one checkpoint at a time.
 #[pyclass(name = "Server", module = "tensorferry._native", frozen)]

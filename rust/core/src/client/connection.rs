@@ -128,9 +128,8 @@ impl Connection {
     /// Connects to `source`, trying each of its addresses.
     pub(crate) fn open(source: &Arc<Source>, limits: &Limits) -> Result<Self, Error> {
         limits.left()?;
-        let failed = |e: io::Error| {
-            Error::caused(ErrorKind::Connect, format!("cannot connect to {}", source.authority()), e)
-        };
+        let failed =
+            |e: io::Error| Error::caused(ErrorKind::Connect, format!("cannot connect to {}", source.authority()), e);
         let addresses: Vec<_> = (source.host(), source.port()).to_socket_addrs().map_err(failed)?.collect();
         let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
         for address in addresses {
@@ -241,7 +240,7 @@ impl Connection {
             keep_alive: response.version == Some(1),
         };
         for header in response.headers.iter() {
-            let value = || std::str::from_utf8(header.value).map(str::trim).unwrap_or("");
+            let value = || std::str::from_utf8(header.value).map_or("", str::trim);
             if header.name.eq_ignore_ascii_case("content-length") {
                 let length = value().parse().map_err(|_| self.protocol("its Content-Length is no number"))?;
                 if head.content_length.is_some_and(|l| l != length) {

@@ -155,9 +155,8 @@ impl Transfer<'_> {
             };
             self.plan.with_slices(start, stop, sink, |slices| connection.fill(slices, count))?;
             // Right after the receive, while the block is in cache.
-            let digest = self.plan.with_slices(start, stop, sink, |slices| {
-                checksum_slices(slices.iter().map(|s| &**s))
-            });
+            let digest =
+                self.plan.with_slices(start, stop, sink, |slices| checksum_slices(slices.iter().map(|s| &**s)));
             if let Some(slot) = self.received.slot(*at) {
                 slot.store(digest, Ordering::Relaxed);
             }

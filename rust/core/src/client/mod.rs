@@ -252,7 +252,7 @@ impl Remote {
     }
 
     /// Lays out the arena and lists every destination.
-    fn place(&self, addresses: &[Option<usize>]) -> Result<(Arena, Vec<Option<u64>>, Vec<Piece>), Error> {
+    fn place(&self, addresses: &[Option<usize>]) -> Result<Placed, Error> {
         let entries = self.header.entries();
         if addresses.len() != entries.len() {
             let message = format!("{} destinations for {} entries", addresses.len(), entries.len());
@@ -455,6 +455,9 @@ fn read_digests(
     Ok((table, head.etag.unwrap_or_default()))
 }
 
+/// An arena, where each entry lies in it, and every destination.
+type Placed = (Arena, Vec<Option<u64>>, Vec<Piece>);
+
 /// What the first requests to a source bring.
 struct Opened {
     connection: Connection,
@@ -473,7 +476,11 @@ impl Opened {
         if head.status != 206 {
             let foreign = head.http_10 && head.status == 500;
             let refused = connection.refuse(&head);
-            return Err(if foreign { Error::new(ErrorKind::Foreign, "the source is a stock torchft server") } else { refused });
+            return Err(if foreign {
+                Error::new(ErrorKind::Foreign, "the source is a stock torchft server")
+            } else {
+                refused
+            });
         }
         let protocol = |what: &str| Error::new(ErrorKind::Protocol, what.to_owned());
         let total = match head.content_range {
@@ -493,7 +500,8 @@ impl Opened {
             Ok(())
         };
         let length = *bytes.first_chunk().ok_or_else(|| protocol("the container is shorter than eight bytes"))?;
-        let invalid = |e: container::HeaderError| Error::caused(ErrorKind::Protocol, "the source's header is not valid", e);
+        let invalid =
+            |e: container::HeaderError| Error::caused(ErrorKind::Protocol, "the source's header is not valid", e);
         let payload_start = Header::total_len(length).map_err(invalid)?;
         if payload_start > total {
             return Err(protocol("the header is longer than the container"));
@@ -519,13 +527,16 @@ impl Opened {
             bytes = header_bytes;
         }
         let blocks = (prefix.len() as u64).div_ceil(BLOCK_SIZE);
-        let (table, _) = read_digests(&mut connection, &format!("{step}/digests?blocks=0-{blocks}"), Some(&etag), blocks)?;
+        let (table, _) =
+            read_digests(&mut connection, &format!("{step}/digests?blocks=0-{blocks}"), Some(&etag), blocks)?;
         let header_digest = digest::checksum(&bytes);
         let matching = prefix.chunks(lane::block_len()).map(digest::checksum).eq(table.blocks.iter().copied());
         if table.header != header_digest || table.payload_len != payload_len || !matching {
             return Err(Error::new(
                 ErrorKind::Corrupt,
-                format!("corrupt: the header or the first blocks did not match their checksums {CORRUPT_RETRIES} times"),
+                format!(
+                    "corrupt: the header or the first blocks did not match their checksums {CORRUPT_RETRIES} times"
+                ),
             ));
         }
         Ok(Self { connection, header, header_digest, payload_start, etag, prefix })

@@ -67,7 +67,16 @@ mod tests {
 
     #[test]
     fn what_is_no_address_is_refused() {
-        for bad in ["", "ftp://h/", "http://", "http://h:99999/", "http://[::1/", "http://a b/", "http://u@h/", "http://h/\r\n"] {
+        for bad in [
+            "",
+            "ftp://h/",
+            "http://",
+            "http://h:99999/",
+            "http://[::1/",
+            "http://a b/",
+            "http://u@h/",
+            "http://h/\r\n",
+        ] {
             assert_eq!(Source::parse(bad).unwrap_err().kind(), ErrorKind::Invalid, "{bad}");
         }
     }

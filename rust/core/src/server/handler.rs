@@ -1,6 +1,7 @@
 //! One request, one answer: paths, conditions and ranges as RFC 9110 has them.
 
 use std::convert::Infallible;
+use std::fmt::Write as _;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -121,18 +122,18 @@ async fn lease(connection: &Arc<Connection>, step: i64) -> Result<Arc<Lease>, An
 
 /// 412 and 304 as the conditions in `headers` ask for, or `None` when the request goes on.
 fn conditional(headers: &HeaderMap, etag: &str) -> Option<Answer> {
-    if let Some(value) = joined(headers, header::IF_MATCH) {
-        if !request::etag_matches_strong(&value, etag) {
-            return Some(text(StatusCode::PRECONDITION_FAILED, "the snapshot asked for is no longer served"));
-        }
+    if let Some(value) = joined(headers, header::IF_MATCH)
+        && !request::etag_matches_strong(&value, etag)
+    {
+        return Some(text(StatusCode::PRECONDITION_FAILED, "the snapshot asked for is no longer served"));
     }
-    if let Some(value) = joined(headers, header::IF_NONE_MATCH) {
-        if request::etag_matches_weak(&value, etag) {
-            let mut unchanged = Response::new(ServedBody::Message(None));
-            *unchanged.status_mut() = StatusCode::NOT_MODIFIED;
-            insert(unchanged.headers_mut(), header::ETAG, etag);
-            return Some(unchanged);
-        }
+    if let Some(value) = joined(headers, header::IF_NONE_MATCH)
+        && request::etag_matches_weak(&value, etag)
+    {
+        let mut unchanged = Response::new(ServedBody::Message(None));
+        *unchanged.status_mut() = StatusCode::NOT_MODIFIED;
+        insert(unchanged.headers_mut(), header::ETAG, etag);
+        return Some(unchanged);
     }
     None
 }
@@ -264,7 +265,7 @@ fn metrics(connection: &Connection) -> Answer {
     ];
     let mut body = String::new();
     for (name, kind, help, value) in rows {
-        body.push_str(&format!("# HELP {name} {help}\n# TYPE {name} {kind}\n{name} {value}\n"));
+        let _ = write!(body, "# HELP {name} {help}\n# TYPE {name} {kind}\n{name} {value}\n");
     }
     let mut answer = text(StatusCode::OK, &body);
     answer.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static("text/plain; version=0.0.4"));
