@@ -2,8 +2,8 @@
 //!
 //! A container is an 8-byte little-endian length, that many bytes of JSON (padded with spaces), then the payload
 //! without holes. A [`Header`] exists only in a valid state: names are unique, every entry has the size its shape and
-//! type ask for, and the entries cover the payload from 0 to its end without gap or overlap. Entries of no bytes may lie
-//! where another entry begins or ends, as in safetensors. The order of entries is the order in the document.
+//! type ask for, and the entries cover the payload from 0 to its end without gap or overlap. Entries of no bytes may
+//! lie where another entry begins or ends, as in safetensors. The order of entries is the order in the document.
 
 use std::collections::HashSet;
 

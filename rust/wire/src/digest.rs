@@ -3,8 +3,8 @@
 //! They find damage, not malice: who wants to forge a block can forge its checksum.
 //!
 //! A table on the wire, all little-endian: magic `TFDIGST1`, u32 algorithm (1), u32 block size, u64 payload length,
-//! u64 checksum of the header bytes, u64 count, one u64 per block, then the checksum of everything before it. A table may
-//! hold a run of the blocks only; which one is for whoever asked to remember.
+//! u64 checksum of the header bytes, u64 count, one u64 per block, then the checksum of everything before it. A table
+//! may hold a run of the blocks only; which one is for whoever asked to remember.
 
 use crc_fast::CrcAlgorithm::Crc64Nvme;
 

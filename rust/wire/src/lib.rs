@@ -13,7 +13,8 @@
 //! use tensorferry_wire::container::{Entry, Header};
 //! use tensorferry_wire::dtype::Dtype;
 //!
-//! let weight = Entry { name: "weight".into(), dtype: Dtype::F32, shape: [2, 3].into_iter().collect(), start: 0, end: 24 };
+//! let shape = [2, 3].into_iter().collect();
+//! let weight = Entry { name: "weight".into(), dtype: Dtype::F32, shape, start: 0, end: 24 };
 //! let header = Header::new(vec![("format".into(), "pt".into())], vec![weight])?;
 //! let bytes = header.encode(64)?;
 //! assert_eq!(bytes.len() % 64, 0);

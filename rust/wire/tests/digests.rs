@@ -125,7 +125,11 @@ fn every_bit_flipped_is_refused() {
 
 proptest! {
     #[test]
-    fn what_is_encoded_is_decoded(header: u64, blocks in prop::collection::vec(any::<u64>(), 0..40), short in 0..BLOCK_SIZE) {
+    fn what_is_encoded_is_decoded(
+        header: u64,
+        blocks in prop::collection::vec(any::<u64>(), 0..40),
+        short in 0..BLOCK_SIZE,
+    ) {
         let payload_len = (blocks.len() as u64 * BLOCK_SIZE).saturating_sub(short);
         let table = DigestTable { header, payload_len, blocks };
         prop_assert_eq!(block_count(payload_len), table.blocks.len() as u64);
