@@ -100,26 +100,36 @@ class Piece:
         self.buffer: Buffer | None = None
         self.offset = 0
 
-    def __len__(self) -> int:
+    @property
+    def nbytes(self) -> int:
+        """Length in bytes."""
         return self.end - self.start
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether the bytes are in host memory."""
+        return self.storage is None or self.storage.device.type == "cpu"
 
     def move(self, buffer: Buffer, offset: int) -> None:
         """The bytes are in ``buffer`` now; the storage is let go of."""
         self.storage, self.buffer, self.offset = None, buffer, offset
 
-    def address(self) -> int:
+    def data_ptr(self) -> int:
         """Where the bytes are on the host; 0 if there are none."""
         if self.storage is not None:
-            return int(self.storage.data_ptr()) + self.start if len(self) else 0
+            return int(self.storage.data_ptr()) + self.start if self.nbytes else 0
         assert self.buffer is not None
         return int(self.buffer.memory.data_ptr()) + self.offset
 
-    def view(self) -> tuple[Any, int]:
-        """A buffer object and an offset, from which tensors can be built."""
-        if self.storage is not None:
-            return as_bytes(self.storage).numpy(), self.start
-        assert self.buffer is not None
-        return self.buffer.memory.numpy(), self.offset
+
+def host_view(memory: torch.Tensor | Piece) -> tuple[Any, int]:
+    """A buffer object and an offset in it, from which tensors over the same host memory can be built."""
+    if isinstance(memory, Piece):
+        if memory.buffer is not None:
+            return memory.buffer.memory.numpy(), memory.offset
+        assert memory.storage is not None
+        return as_bytes(memory.storage).numpy(), memory.start
+    return as_bytes(memory.untyped_storage()).numpy(), 0
 
 
 class Stager:
@@ -141,7 +151,7 @@ class Stager:
         """Copies the bytes of ``pieces``; when it returns, they are private and complete."""
         by_device: dict[torch.device, list[Piece]] = {}
         for piece in pieces:
-            if len(piece) and piece.storage is not None:
+            if piece.nbytes and piece.storage is not None:
                 by_device.setdefault(piece.storage.device, []).append(piece)
         for device, group in by_device.items():
             if device.type == "cpu":
@@ -159,12 +169,12 @@ class Stager:
         offsets, total = [], 0
         for piece in group:
             offsets.append(total)
-            total = (total + len(piece) + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
+            total = (total + piece.nbytes + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
         buffer = self._pools[non_blocking].take(total)
         for piece, offset in zip(group, offsets, strict=True):
             assert piece.storage is not None
             source = as_bytes(piece.storage)[piece.start : piece.end]
-            buffer.memory[offset : offset + len(piece)].copy_(source, non_blocking=non_blocking)
+            buffer.memory[offset : offset + piece.nbytes].copy_(source, non_blocking=non_blocking)
         if non_blocking:
             # The storages must outlive the copies that are under way.
             torch.accelerator.current_stream(group[0].storage.device).synchronize()  # type: ignore[union-attr]

@@ -4,17 +4,38 @@ from __future__ import annotations
 
 import json
 import sys
+from array import array
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 
 from . import _gc, pickling, tree
 from ._native import Remote, Server
 from .allowlist import Allowed
-from .errors import ProtocolError, StateMismatch
-from .staging import Piece, Stager
-from .tensors import DTYPE_NAMES, DTYPES, copy_into, over, parameter, receives_in_place, storage_key, storage_over
+from .errors import ProtocolError, StateMismatch, SystemRefused
+from .staging import Piece, Stager, host_view
+from .tensors import (
+    DTYPE_NAMES,
+    DTYPES,
+    as_bytes,
+    copy_into,
+    over,
+    parameter,
+    receives_in_place,
+    storage_key,
+    storage_over,
+)
+    DTYPE_NAMES,
+    DTYPES,
+    as_bytes,
+    copy_into,
+    over,
+    parameter,
+    receives_in_place,
+    storage_key,
+    storage_over,
+)
 
 VERSION = 1
 MANIFEST = "__tensorferry__/manifest"
@@ -26,13 +47,18 @@ _SMALL_HOST_PART = 64 << 20
 
 Snapshot = Literal["borrow", "copy"]
 
+#: Memory of an entry: a plain tensor where it is, or a part of a storage, possibly copied.
+Memory: TypeAlias = torch.Tensor | Piece
+
+_CODES = {name: code for code, name in enumerate(DTYPES)}
+
 
 class Packed:
-    """A state laid out for publishing: one row per entry, and the memory behind it.
+    """A state laid out for publishing: a row for each entry, and the memory behind it.
 
     Attributes:
-        pieces: the memory of each entry in ``names``; control entries have none
         private: whether all memory is a copy that nobody else writes to
+        pickle_bytes: everything that is no plain tensor
     """
 
     def __init__(self, state: Any, stager: Stager, snapshot: Snapshot) -> None:
@@ -42,17 +68,17 @@ class Packed:
             UnsupportedLeaf: something in it cannot be carried
         """
         with _gc.held_off():
-            self._pack(state, stager, snapshot)
+            flat = tree.flatten(state)
+            self.pickle_bytes, storages = pickling.dump(flat) if flat.objects else (b"", [])
+            self._lay_out(flat, storages)
+            self._stage(stager, snapshot)
 
-    def _pack(self, state: Any, stager: Stager, snapshot: Snapshot) -> None:
-        flat = tree.flatten(state)
-        pickled, storages = pickling.dump(flat) if flat.objects else (b"", [])
-        self.pickle_bytes = pickled
+    def _lay_out(self, flat: tree.Flat, storages: list[pickling.Storage]) -> None:
         plain = flat.plain
-        self.pieces = [Piece(s := t.untyped_storage(), 0, s.nbytes()) for t in plain]
-        names = flat.names.copy()
-        dtypes = [DTYPE_NAMES[t.dtype] for t in plain]
-        shapes: list[tuple[int, ...]] = [tuple(t.shape) for t in plain]
+        self.names = flat.names
+        self.dtypes = [DTYPE_NAMES[t.dtype] for t in plain]
+        self.shapes: list[tuple[int, ...]] = [t.shape for t in plain]
+        self.memory: list[Memory] = list(plain)
         rows = []
         for number, known in enumerate(storages):
             parts = []
@@ -60,63 +86,73 @@ class Packed:
                 parts.append([known.entry, 0])
             else:
                 for index, (start, end) in enumerate(known.covered()):
-                    parts.append([len(names), start])
-                    names.append(f"{_PREFIX}storage/{number}/{index}")
-                    dtypes.append("U8")
-                    shapes.append((end - start,))
-                    self.pieces.append(Piece(known.storage, start, end))
+                    parts.append([len(self.names), start])
+                    self.names.append(f"{_PREFIX}storage/{number}/{index}")
+                    self.dtypes.append("U8")
+                    self.shapes.append((end - start,))
+                    self.memory.append(Piece(known.storage, start, end))
             rows.append([known.storage.nbytes(), parts])
-        manifest = {
+        self.manifest = {
             "version": VERSION,
-            "tree": flat.tree,
             "flags": _flags(plain),
             "objects": len(flat.objects),
             "storages": rows,
             "tensors": _describe(flat),
             "shards": _shards(flat, storages),
         }
-        self.names, self.dtypes, self.shapes = names, dtypes, shapes
-        control = [(MANIFEST, _padded(json.dumps(manifest, separators=(",", ":")).encode(), b" "))]
-        if flat.objects:
-            control.append((PICKLE, _padded(pickled, b"\0")))
-        self.control = control
-        self._stage(stager, snapshot)
+        # The tree is JSON already.
+        self.manifest_bytes = f'{json.dumps(self.manifest, separators=(",", ":"))[:-1]},"tree":{flat.tree}}}'.encode()
 
     def _stage(self, stager: Stager, snapshot: Snapshot) -> None:
-        host: list[Piece] = []
-        device: list[Piece] = []
-        for piece in self.pieces:
-            if len(piece) and piece.storage is not None:
-                (host if piece.storage.device.type == "cpu" else device).append(piece)
-        if snapshot == "copy" or (device and sum(map(len, host)) <= _SMALL_HOST_PART):
-            device, host = device + host, []
-        stager.copy(device)
-        self.private = not host
+        host: list[int] = []
+        device: list[int] = []
+        for i, memory in enumerate(self.memory):
+            (host if memory.is_cpu else device).append(i)
+        copied = device
+        if snapshot == "copy" or (device and sum([self.memory[i].nbytes for i in host]) <= _SMALL_HOST_PART):
+            copied, host = device + host, []
+        for i in copied:
+            memory = self.memory[i]
+            if isinstance(memory, torch.Tensor):
+                self.memory[i] = Piece(memory.untyped_storage(), 0, memory.nbytes)
+        stager.copy([m for i in copied if isinstance(m := self.memory[i], Piece)])
+        self.private = not any([self.memory[i].nbytes for i in host])
 
     def publish(self, server: Server, step: int, alternate: Callable[[str], list[Any] | None] | None) -> None:
         """Hands everything to ``server``, to be served as ``step``."""
-        names = self.names + [name for name, _ in self.control]
-        dtypes = self.dtypes + ["U8"] * len(self.control)
-        shapes = self.shapes + [(len(data),) for _, data in self.control]
-        parts: list[Any] = [(p.address(), len(p)) for p in self.pieces]
-        parts += [data for _, data in self.control]
+        # Columns as flat buffers: the binding reads them without holding the interpreter.
+        dims = array("Q")
+        for shape in self.shapes:
+            dims.extend(shape)
         server.publish(
             step,
-            names,
-            dtypes,
-            shapes,
-            parts,
+            names="\0".join(self.names).encode(),
+            dtypes=bytes([_CODES[d] for d in self.dtypes]),
+            dtype_names=list(_CODES),
+            ranks=bytes([len(s) for s in self.shapes]),
+            dims=dims.tobytes(),
+            addresses=array("Q", [m.data_ptr() for m in self.memory]).tobytes(),
+            sizes=array("Q", [m.nbytes for m in self.memory]).tobytes(),
+            control=self._control(),
             metadata=_METADATA,
-            owner=self.pieces,
+            owner=self.memory,
             private=self.private,
             alternate=alternate,
         )
 
+    def _control(self) -> list[tuple[str, bytes]]:
+        control = [(MANIFEST, _padded(self.manifest_bytes, b" "))]
+        return [*control, (PICKLE, _padded(self.pickle_bytes, b"\0"))] if self.pickle_bytes else control
+
     def rebuild(self) -> Any:
         """The state again, over the published memory: on the host, and if private, as of when it was published."""
-        manifest = json.loads(self.control[0][1])
-        builder = _Builder(manifest, self.names, self.dtypes, self.shapes, [len(p) for p in self.pieces])
-        return builder.build(self.pickle_bytes, Allowed(trust=True), lambda i: self.pieces[i].view())
+        sizes = [m.nbytes for m in self.memory]
+        builder = _Builder(json.loads(self.manifest_bytes), self.names, self.dtypes, self.shapes, sizes)
+        for k, whole in builder.scattered.items():
+            for entry, lo in builder.manifest["storages"][k][1]:
+                part = storage_over(*host_view(self.memory[entry]), sizes[entry])
+                whole[lo : lo + sizes[entry]].copy_(as_bytes(part))
+        return builder.build(self.pickle_bytes, Allowed(trust=True), lambda i: host_view(self.memory[i]))
 
 
 def _padded(data: bytes, fill: bytes) -> bytes:
@@ -170,6 +206,14 @@ def _shards(flat: tree.Flat, storages: list[pickling.Storage]) -> dict[str, dict
     return shards
 
 
+def _zeros(nbytes: int) -> torch.Tensor:
+    """Memory of its own, whose pages cost nothing until bytes come."""
+    try:
+        return torch.zeros(nbytes, dtype=torch.uint8)
+    except RuntimeError as e:
+        raise SystemRefused(f"cannot allocate the {nbytes} bytes one of the source's storages has: {e}") from e
+
+
 class _Builder:
     """Builds a state from entries whose memory is known."""
 
@@ -188,7 +232,7 @@ class _Builder:
         self.plain = [i for i, name in enumerate(names) if not name.startswith(_PREFIX)]
         # Storages of which not every byte was sent, or that lie in several pieces: memory of their own, mostly zero.
         self.scattered = {
-            k: torch.zeros(nbytes, dtype=torch.uint8)
+            k: _zeros(nbytes)
             for k, (nbytes, pieces) in enumerate(manifest["storages"])
             if not (len(pieces) == 1 and sizes[pieces[0][0]] == nbytes) and nbytes
         }

@@ -7,7 +7,9 @@ grammar is described in docs/format.md and checked by ``rust/wire``.
 from __future__ import annotations
 
 import collections
+import json
 from collections.abc import Callable
+from json.encoder import encode_basestring_ascii as _quoted
 from typing import Any
 
 from torch import Tensor
@@ -27,7 +29,7 @@ class Flat:
     """A state taken apart.
 
     Attributes:
-        tree: the containers, with numbers for leaves: ``n >= 0`` is ``plain[n]``, ``n < 0`` is ``objects[-n - 1]``
+        tree: the containers as JSON, with numbers for leaves: ``n >= 0`` is ``plain[n]``, ``n < 0`` ``objects[-n - 1]``
         plain: tensors that need no pickle
         names: their key paths, unique
         objects: everything else, to be pickled together
@@ -37,7 +39,7 @@ class Flat:
 
     def __init__(self) -> None:
         """An empty state; ``flatten`` fills it."""
-        self.tree: Node = None
+        self.tree = ""
         self.plain: list[Tensor] = []
         self.names: list[str] = []
         self.objects: list[Any] = []
@@ -82,39 +84,46 @@ def flatten(state: Any) -> Flat:
         seen[id(value)] = number
         return number
 
-    def walk(value: Any, path: str, depth: int) -> Node:
+    # The text is written piece by piece rather than by one json.dumps at the end, which would hold the interpreter, and
+    # with it the training loop of a healthy peer, for as long as it takes.
+    def walk(value: Any, path: str, depth: int) -> str:
         kind = type(value)
         if kind is Tensor or kind is Parameter or depth > MAX_DEPTH:
-            return leaf(value, path)
+            return str(leaf(value, path))
         below = path + "." if path else ""
         if kind is dict or kind is collections.OrderedDict:
             node = walk_dict(value, kind is collections.OrderedDict, below, depth + 1)
             extra = getattr(value, "__dict__", None)
             # `_metadata` of a module's state_dict is such an attribute.
-            return ["a", -add_object(extra, f"{path}.__dict__") - 1, node] if extra else node
+            return f'["a",{reference(extra, f"{path}.__dict__")},{node}]' if extra else node
         if kind is list:
-            return ["l", *[walk(v, f"{below}{i}", depth + 1) for i, v in enumerate(value)]]
+            return array('"l"', [walk(v, f"{below}{i}", depth + 1) for i, v in enumerate(value)])
         if kind is tuple:
-            return ["t", *[walk(v, f"{below}{i}", depth + 1) for i, v in enumerate(value)]]
+            return array('"t"', [walk(v, f"{below}{i}", depth + 1) for i, v in enumerate(value)])
         if is_namedtuple(kind):
-            of = -add_object(kind, f"{path}.__class__") - 1
-            return ["n", of, *[walk(v, f"{below}{k}", depth + 1) for k, v in zip(kind._fields, value, strict=True)]]
-        return leaf(value, path)
+            head = f'"n",{reference(kind, f"{path}.__class__")}'
+            return array(head, [walk(v, below + k, depth + 1) for k, v in zip(kind._fields, value, strict=True)])
+        return str(leaf(value, path))
 
-    def walk_dict(value: dict[Any, Any], ordered: bool, below: str, depth: int) -> Node:
+    def walk_dict(value: dict[Any, Any], ordered: bool, below: str, depth: int) -> str:
         if all([type(k) is str for k in value]) and _is_text("".join(value)):
-            children = {k: walk(v, below + k, depth) for k, v in value.items()}
-            return ["o", children] if ordered else children
-        rows = [[key(k, below), walk(v, f"{below}{k}", depth)] for k, v in value.items()]
-        return ["d", "o" if ordered else "d", rows]
+            text = ",".join([f"{_quoted(k)}:{walk(v, below + k, depth)}" for k, v in value.items()])
+            return f'["o",{{{text}}}]' if ordered else f"{{{text}}}"
+        rows = [f"[{key(k, below)},{walk(v, f'{below}{k}', depth)}]" for k, v in value.items()]
+        return f'["d","{"o" if ordered else "d"}",[{",".join(rows)}]]'
 
-    def key(value: Any, below: str) -> Any:
+    def array(head: str, nodes: list[str]) -> str:
+        return f"[{','.join([head, *nodes])}]"
+
+    def key(value: Any, below: str) -> str:
         kind = type(value)
-        if value is None or kind is bool or (kind is str and _is_text(value)):
-            return value
-        if kind is int and -_SAFE_INT < value < _SAFE_INT:
-            return value
-        return ["r", -add_object(value, f"{below}{value!r} (a key)") - 1]
+        plain_int = kind is int and -_SAFE_INT < value < _SAFE_INT
+        if value is None or kind is bool or plain_int or (kind is str and _is_text(value)):
+            return json.dumps(value)
+        return f'["r",{reference(value, f"{below}{value!r} (a key)")}]'
+
+    def reference(value: Any, path: str) -> int:
+        return -add_object(value, path) - 1
 
     flat.tree = walk(state, "", 0)
     flat.names = unique_names(flat.names)
@@ -132,9 +141,10 @@ def is_namedtuple(kind: type) -> bool:
 
 
 def unique_names(paths: list[str]) -> list[str]:
-    """Key paths as names in a container: text, none twice, none that the format keeps for itself."""
-    if not _is_text("".join(paths)):
-        paths = [p.encode("utf-8", "backslashreplace").decode() for p in paths]
+    """Key paths as names in a container: text without NUL, none twice, none that the format keeps for itself."""
+    joined = "".join(paths)
+    if not _is_text(joined) or "\0" in joined:
+        paths = [p.encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00") for p in paths]
     taken = set(paths)
     if len(taken) == len(paths) and not any(map(_is_reserved, paths)):
         return paths

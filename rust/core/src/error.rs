@@ -54,6 +54,11 @@ impl Error {
         Self::caused(ErrorKind::Protocol, "what the source sent is not valid", cause)
     }
 
+    /// An error for an argument that cannot be used.
+    pub fn invalid(message: impl Into<String>) -> Self {
+        Self::new(ErrorKind::Invalid, message)
+    }
+
     /// The group this error belongs to.
     #[must_use]
     pub fn kind(&self) -> ErrorKind {

@@ -4,6 +4,7 @@ use std::ffi::c_int;
 
 use pyo3::ffi;
 use pyo3::prelude::*;
+use pyo3::types::PyList;
 use tensorferry_core::{Arena, Destination, Memory};
 
 /// Memory a transfer filled; it lives until the last tensor over it is gone.
@@ -47,6 +48,9 @@ impl PyArena {
     }
 }
 
+/// How many entries of a list are let go of at a time.
+const RELEASE_STEP: usize = 4096;
+
 /// The object that keeps published memory alive. It may be let go of on any thread.
 pub(crate) struct Owner(Option<Py<PyAny>>);
 
@@ -77,7 +81,15 @@ impl Drop for Owner {
 
 fn release(object: Py<PyAny>) {
     // While the interpreter exits this does nothing, and the object goes with the process.
-    Python::try_attach(|py| object.drop_ref(py));
+    Python::try_attach(|py| {
+        // Hundreds of thousands of tensors at once would hold up every other thread of the interpreter.
+        if let Ok(list) = object.bind(py).cast::<PyList>() {
+            while list.len() > RELEASE_STEP && list.del_slice(list.len() - RELEASE_STEP, list.len()).is_ok() {
+                py.detach(std::thread::yield_now);
+            }
+        }
+        object.drop_ref(py);
+    });
 }
 
 /// Memory of a tensor, by address and size in bytes, as `tensorferry.tensors` reads them off it. The tensor belongs to

@@ -5,8 +5,10 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyList, PyString, PyTuple};
-use tensorferry_core::{Alternate, Item, Memory, Publication, Rendered, Server, ServerConfig, Stability, Withdrawn};
+use pyo3::types::PyBytes;
+use tensorferry_core::{
+    Alternate, Error, Item, Memory, Publication, Rendered, Server, ServerConfig, Stability, Withdrawn,
+};
 use tensorferry_wire::dtype::Dtype;
 
 use crate::errors;
@@ -54,43 +56,38 @@ impl PyServer {
         Ok(self.server(py)?.url(host))
     }
 
-    /// Publishes entries given as columns; `owner` keeps all their memory alive.
-    #[pyo3(signature = (step, names, dtypes, shapes, parts, *, metadata, owner, private, alternate = None))]
+    /// Publishes entries given as columns. `owner` keeps all their memory alive.
+    #[pyo3(signature = (step, *, names, dtypes, dtype_names, ranks, dims, addresses, sizes, control, metadata, owner,
+                        private, alternate = None))]
     #[allow(clippy::too_many_arguments)]
     fn publish(
         &self,
         py: Python<'_>,
         step: i64,
-        names: &Bound<'_, PyList>,
-        dtypes: &Bound<'_, PyList>,
-        shapes: &Bound<'_, PyList>,
-        parts: &Bound<'_, PyList>,
+        names: &[u8],
+        dtypes: &[u8],
+        dtype_names: Vec<String>,
+        ranks: &[u8],
+        dims: &[u8],
+        addresses: &[u8],
+        sizes: &[u8],
+        control: Vec<(String, Vec<u8>)>,
         metadata: Vec<(String, String)>,
         owner: Py<PyAny>,
         private: bool,
         alternate: Option<Py<PyAny>>,
     ) -> PyResult<()> {
         let server = self.server(py)?;
-        let count = names.len();
-        if [dtypes.len(), shapes.len(), parts.len()] != [count; 3] {
-            return Err(errors::invalid(py, "the columns of a publication differ in length"));
-        }
-        let mut items = Vec::with_capacity(count);
-        let mut shape = Vec::new();
-        for (((name, dtype), dims), part) in names.iter().zip(dtypes).zip(shapes).zip(parts) {
-            let dtype = dtype.cast::<PyString>()?.to_cow()?;
-            let dtype = Dtype::from_name(&dtype)
-                .ok_or_else(|| errors::invalid(py, format!("a container has no dtype {dtype}")))?;
-            shape.clear();
-            for dim in dims.cast::<PyTuple>()? {
-                shape.push(dim.extract()?);
-            }
-            items.push(Item::new(&*name.cast::<PyString>()?.to_cow()?, dtype, &shape, memory(&part)?));
-        }
         let stability = if private { Stability::Private } else { Stability::Borrowed };
         let owner = Box::new(Owner::new(owner));
         let alternate = alternate.map(|callable| Box::new(PyAlternate(Owner::new(callable))) as Box<dyn Alternate>);
+        let columns = Columns { names, dtypes, dtype_names, ranks, dims, addresses, sizes };
         py.detach(|| {
+            let mut items = columns.items()?;
+            items.extend(control.into_iter().map(|(name, bytes)| {
+                let shape = [bytes.len() as u64];
+                Item::bytes(name, Dtype::U8, &shape, Bytes::from(bytes))
+            }));
             let mut publication = Publication::new(metadata, items, stability, owner)?;
             if let Some(alternate) = alternate {
                 publication = publication.with_alternate(alternate);
@@ -98,7 +95,7 @@ impl PyServer {
             server.store().publish(step, publication);
             Ok(())
         })
-        .map_err(|e| errors::to_py(py, &e))
+        .map_err(|e: Error| errors::to_py(py, &e))
     }
 
     fn allow(&self, py: Python<'_>, step: i64) -> PyResult<()> {
@@ -158,6 +155,52 @@ impl Drop for PyServer {
 fn seconds(py: Python<'_>, seconds: f64) -> PyResult<Duration> {
     Duration::try_from_secs_f64(seconds)
         .map_err(|_| errors::invalid(py, format!("{seconds} is no length of time in seconds")))
+}
+
+/// The rows of a publication, column by column: read without holding the interpreter, since a peer's training loop
+/// would wait for as long as that takes.
+struct Columns<'a> {
+    /// Separated by NUL.
+    names: &'a [u8],
+    /// Indices into `dtype_names`.
+    dtypes: &'a [u8],
+    dtype_names: Vec<String>,
+    /// Number of dimensions of each row.
+    ranks: &'a [u8],
+    /// The dimensions of all rows, one after the other.
+    dims: &'a [u8],
+    addresses: &'a [u8],
+    sizes: &'a [u8],
+}
+
+impl Columns<'_> {
+    fn items(&self) -> Result<Vec<Item>, Error> {
+        let count = self.dtypes.len();
+        let [dims, addresses, sizes] = [self.dims, self.addresses, self.sizes].map(|c| c.as_chunks::<8>().0);
+        let total: usize = self.ranks.iter().map(|&r| usize::from(r)).sum();
+        if [self.ranks.len(), addresses.len(), sizes.len()] != [count; 3] || dims.len() != total {
+            return Err(Error::invalid("the columns of a publication differ in length"));
+        }
+        let names = std::str::from_utf8(self.names).map_err(|_| Error::invalid("a name is not UTF-8"))?;
+        let dtypes: Vec<_> = self.dtype_names.iter().map(|n| Dtype::from_name(n)).collect();
+        let word = |w: &[u8; 8]| u64::from_ne_bytes(*w);
+        let size = |w| usize::try_from(word(w)).map_err(|_| Error::invalid("a size is beyond this machine"));
+        let mut items = Vec::with_capacity(count + 2);
+        let mut names = names.split('\0');
+        let mut shape = Vec::new();
+        let mut at = 0;
+        for row in 0..count {
+            let name = names.next().ok_or_else(|| Error::invalid("there are fewer names than rows"))?;
+            let dtype = dtypes.get(usize::from(self.dtypes[row])).copied().flatten();
+            let dtype = dtype.ok_or_else(|| Error::invalid("a container has no such dtype"))?;
+            let rank = usize::from(self.ranks[row]);
+            shape.clear();
+            shape.extend(dims[at..at + rank].iter().map(word));
+            at += rank;
+            items.push(Item::new(name, dtype, &shape, borrowed(size(&addresses[row])?, size(&sizes[row])?)));
+        }
+        Ok(items)
+    }
 }
 
 /// `bytes`, copied, or `(address, nbytes)`, borrowed.

@@ -1,0 +1,245 @@
+//! Things that go wrong on a network: a proxy that damages what passes, and a server that does not keep to the rules.
+
+use std::io::{ErrorKind, Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+/// How often a fault happens, counted over all connections.
+pub(crate) const ALWAYS: usize = usize::MAX;
+
+/// What happens to the answers on a connection. Places count the bytes from the server since the connection began.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Fault {
+    None,
+    /// One bit of the byte at this place changes.
+    Flip(usize),
+    /// The connection ends in good order after so many bytes.
+    Close(usize),
+    /// The connection is reset after so many bytes.
+    Reset(usize),
+    /// This many bytes are lost at this place, and the rest goes on.
+    Lose(usize, usize),
+    /// So many bytes a millisecond and no more.
+    Drip(usize),
+    /// Nothing more comes after so many bytes, and the connection stays open.
+    Stall(usize),
+    /// Everything comes later.
+    Delay(Duration),
+}
+
+/// Threads and sockets that end with their owner.
+struct Running {
+    address: SocketAddr,
+    stop: Arc<AtomicBool>,
+    sockets: Arc<Mutex<Vec<TcpStream>>>,
+    accepting: Option<JoinHandle<()>>,
+}
+
+impl Running {
+    /// Accepts connections and serves each on a thread of its own.
+    fn start(serve: impl Fn(TcpStream, &Tracker) + Send + Sync + 'static) -> Self {
+        let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+        let address = listener.local_addr().unwrap();
+        let tracker = Tracker { stop: Arc::default(), sockets: Arc::default() };
+        let (stop, sockets) = (Arc::clone(&tracker.stop), Arc::clone(&tracker.sockets));
+        let accepting = std::thread::spawn(move || {
+            std::thread::scope(|scope| {
+                for stream in listener.incoming() {
+                    let Ok(stream) = stream else { continue };
+                    if tracker.is_over() {
+                        return;
+                    }
+                    let (serve, tracker) = (&serve, &tracker);
+                    tracker.track(&stream);
+                    scope.spawn(move || serve(stream, tracker));
+                }
+            });
+        });
+        Self { address, stop, sockets, accepting: Some(accepting) }
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::SeqCst);
+        // Wakes the thread that accepts.
+        let _ = TcpStream::connect(self.address);
+        for socket in self.sockets.lock().unwrap().drain(..) {
+            let _ = socket.shutdown(Shutdown::Both);
+        }
+        if let Some(thread) = self.accepting.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+pub(crate) struct Tracker {
+    stop: Arc<AtomicBool>,
+    sockets: Arc<Mutex<Vec<TcpStream>>>,
+}
+
+impl Tracker {
+    fn track(&self, stream: &TcpStream) {
+        if let Ok(stream) = stream.try_clone() {
+            self.sockets.lock().unwrap().push(stream);
+        }
+    }
+
+    pub(crate) fn is_over(&self) -> bool {
+        self.stop.load(Ordering::SeqCst)
+    }
+
+    /// Sleeps, but ends with the owner.
+    pub(crate) fn sleep(&self, length: Duration) {
+        let step = Duration::from_millis(10);
+        let mut slept = Duration::ZERO;
+        while slept < length && !self.is_over() {
+            std::thread::sleep(step.min(length));
+            slept += step;
+        }
+    }
+}
+
+/// Passes connections on to a server, with a fault.
+pub(crate) struct Proxy {
+    running: Running,
+    left: Arc<AtomicUsize>,
+    url: String,
+}
+
+impl Proxy {
+    /// A way to the server behind `url` on which `fault` happens `times` times.
+    pub(crate) fn new(url: &str, fault: Fault, times: usize) -> Self {
+        let rest = url.strip_prefix("http://").unwrap();
+        let (authority, path) = rest.split_at(rest.find('/').unwrap());
+        let upstream: SocketAddr = authority.parse().unwrap();
+        let left = Arc::new(AtomicUsize::new(times));
+        let budget = Arc::clone(&left);
+        let running = Running::start(move |client, tracker| pass(&client, upstream, fault, &budget, tracker));
+        let url = format!("http://{}{path}", running.address);
+        Self { running, left, url }
+    }
+
+    pub(crate) fn url(&self) -> &str {
+        &self.url
+    }
+
+    /// Whether the fault has happened as often as it should.
+    pub(crate) fn is_spent(&self) -> bool {
+        self.left.load(Ordering::SeqCst) == 0
+    }
+
+    /// Ends every connection and takes no new one.
+    pub(crate) fn die(self) {
+        drop(self.running);
+    }
+}
+
+fn pass(client: &TcpStream, upstream: SocketAddr, fault: Fault, left: &AtomicUsize, tracker: &Tracker) {
+    let Ok(server) = TcpStream::connect(upstream) else { return };
+    tracker.track(&server);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let _ = std::io::copy(&mut &*client, &mut &server);
+            let _ = server.shutdown(Shutdown::Both);
+        });
+        let _ = answers(&server, client, fault, left, tracker);
+        let _ = client.shutdown(Shutdown::Both);
+        let _ = server.shutdown(Shutdown::Both);
+    });
+}
+
+/// Copies from `server` to `client` until one of them ends or the fault ends it.
+fn answers(
+    mut server: &TcpStream,
+    mut client: &TcpStream,
+    fault: Fault,
+    left: &AtomicUsize,
+    tracker: &Tracker,
+) -> std::io::Result<()> {
+    let mut buffer = vec![0; 64 << 10];
+    let mut at = 0;
+    loop {
+        let got = server.read(&mut buffer)?;
+        if got == 0 {
+            return Ok(());
+        }
+        let chunk = &mut buffer[..got];
+        let here = |place: usize| (at..at + got).contains(&place);
+        let spend = || {
+            let spend = |n| if n == ALWAYS { Some(n) } else { usize::checked_sub(n, 1) };
+            left.fetch_update(Ordering::SeqCst, Ordering::SeqCst, spend).is_ok()
+        };
+        match fault {
+            Fault::Flip(place) if here(place) && spend() => chunk[place - at] ^= 0x10,
+            Fault::Close(place) if here(place) && spend() => return client.write_all(&chunk[..place - at]),
+            Fault::Reset(place) if here(place) && spend() => {
+                client.write_all(&chunk[..place - at])?;
+                // With no time to linger, the shutdown that follows is a reset once the handles are gone.
+                return socket2::SockRef::from(client).set_linger(Some(Duration::ZERO));
+            }
+            Fault::Lose(place, count) if here(place) && spend() => {
+                client.write_all(&chunk[..place - at])?;
+                client.write_all(&chunk[(place - at + count).min(got)..])?;
+                at += got;
+                continue;
+            }
+            Fault::Stall(place) if here(place) && spend() => {
+                client.write_all(&chunk[..place - at])?;
+                tracker.sleep(Duration::from_mins(1));
+                return Err(ErrorKind::TimedOut.into());
+            }
+            Fault::Drip(count) => {
+                for piece in chunk.chunks(count) {
+                    client.write_all(piece)?;
+                    tracker.sleep(Duration::from_millis(1));
+                }
+                at += got;
+                continue;
+            }
+            Fault::Delay(length) => tracker.sleep(length),
+            _ => {}
+        }
+        client.write_all(chunk)?;
+        at += got;
+    }
+}
+
+/// A server written by hand, to send what no honest one would.
+pub(crate) struct Liar {
+    running: Running,
+}
+
+impl Liar {
+    /// Calls `answer` with every request head; the connection ends when it returns an error.
+    pub(crate) fn new(
+        answer: impl Fn(&mut TcpStream, &str, &Tracker) -> std::io::Result<()> + Send + Sync + 'static,
+    ) -> Self {
+        let running = Running::start(move |mut stream, tracker| {
+            while let Ok(head) = read_head(&mut stream) {
+                if answer(&mut stream, &head, tracker).is_err() || tracker.is_over() {
+                    break;
+                }
+            }
+            let _ = stream.shutdown(Shutdown::Both);
+        });
+        Self { running }
+    }
+
+    pub(crate) fn url(&self) -> String {
+        format!("http://{}/checkpoint/", self.running.address)
+    }
+}
+
+fn read_head(stream: &mut TcpStream) -> std::io::Result<String> {
+    let mut head = Vec::new();
+    let mut byte = [0];
+    while !head.ends_with(b"\r\n\r\n") {
+        stream.read_exact(&mut byte)?;
+        head.push(byte[0]);
+    }
+    Ok(String::from_utf8_lossy(&head).into_owned())
+}

@@ -1,0 +1,143 @@
+//! What the tests over real sockets share: a server with something to serve, known bytes, and raw HTTP.
+#![allow(dead_code, reason = "every test binary uses its own part of this")]
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
+
+pub(crate) mod faults;
+pub(crate) mod raw;
+
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use tensorferry_core::{
+    Arrived, Destination, Error, FetchOptions, Item, Publication, Remote, Server, ServerConfig, Stability,
+};
+use tensorferry_wire::container::Header;
+use tensorferry_wire::dtype::Dtype;
+use tokio::runtime::Runtime;
+
+pub(crate) const BLOCK: usize = 1 << 20;
+pub(crate) const STEP: i64 = 7;
+/// No test waits longer than this for something that should simply happen.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
+
+/// A server on a runtime of its own. Fields drop in order: the server before what it runs on.
+pub(crate) struct Rig {
+    pub(crate) server: Server,
+    _runtime: Runtime,
+}
+
+impl Rig {
+    pub(crate) fn new() -> Self {
+        Self::with_patience(PATIENCE)
+    }
+
+    pub(crate) fn with_patience(patience: Duration) -> Self {
+        Self::configured(&ServerConfig { patience, bind: Some(([127, 0, 0, 1], 0).into()), ..ServerConfig::default() })
+    }
+
+    pub(crate) fn configured(config: &ServerConfig) -> Self {
+        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+        let server = Server::bind(config, runtime.handle()).unwrap();
+        Self { server, _runtime: runtime }
+    }
+
+    /// A server that serves `state` as [`STEP`] from a private copy.
+    pub(crate) fn serving(state: &State) -> Self {
+        let rig = Self::new();
+        rig.server.store().publish(STEP, state.publication(Stability::Private));
+        rig
+    }
+
+    pub(crate) fn url(&self) -> String {
+        self.server.url("127.0.0.1")
+    }
+
+    /// The path of `tail`, below the token and `/checkpoint/`.
+    pub(crate) fn path(&self, tail: &str) -> String {
+        let url = self.url();
+        let prefix = url.splitn(4, '/').nth(3).unwrap();
+        format!("/{prefix}{tail}")
+    }
+}
+
+/// Named bytes to publish and to compare with.
+#[derive(Clone)]
+pub(crate) struct State(pub(crate) Vec<(String, Bytes)>);
+
+impl State {
+    /// Entries of the given sizes, filled from `seed`.
+    pub(crate) fn of(sizes: &[usize], seed: u64) -> Self {
+        let entry = |(i, &len): (usize, &usize)| (format!("w{i}"), Bytes::from(noise(len, seed + i as u64)));
+        Self(sizes.iter().enumerate().map(entry).collect())
+    }
+
+    pub(crate) fn with(mut self, name: &str, bytes: Vec<u8>) -> Self {
+        self.0.push((name.to_owned(), bytes.into()));
+        self
+    }
+
+    pub(crate) fn publication(&self, stability: Stability) -> Publication {
+        self.owned_by(stability, Box::new(()))
+    }
+
+    pub(crate) fn owned_by(&self, stability: Stability, owner: Box<dyn std::any::Any + Send + Sync>) -> Publication {
+        let items = self.0.iter().map(|(name, bytes)| {
+            Item::bytes(name.clone(), Dtype::U8, &[bytes.len() as u64], bytes.clone())
+        });
+        Publication::new(vec![("format".into(), "pt".into())], items.collect(), stability, owner).unwrap()
+    }
+
+    pub(crate) fn bytes(&self, name: &str) -> &Bytes {
+        &self.0.iter().find(|(n, _)| n == name).unwrap().1
+    }
+
+    /// Checks every byte of what arrived in fresh memory.
+    pub(crate) fn check(&self, header: &Header, arrived: &Arrived) {
+        assert_eq!(header.entries().len(), self.0.len());
+        for (entry, offset) in header.entries().iter().zip(arrived.offsets()) {
+            let Some(offset) = offset else { continue };
+            let start = usize::try_from(*offset).unwrap();
+            let expected = self.bytes(&entry.name);
+            let found = &arrived.arena().as_slice()[start..start + expected.len()];
+            // No assert_eq: a message of 64 MiB helps nobody.
+            assert!(found == &expected[..], "{} arrived with wrong bytes", entry.name);
+        }
+    }
+
+    /// Fetches this state from `urls` into fresh memory and checks every byte of it.
+    pub(crate) fn fetch(&self, urls: &[&str], options: FetchOptions) -> Result<Arrived, Error> {
+        let remote = Remote::open(urls, STEP, options)?;
+        let header = remote.header().clone();
+        let arrived = remote.fetch(Destination::Fresh)?;
+        self.check(&header, &arrived);
+        Ok(arrived)
+    }
+}
+
+/// Bytes that look random, the same ones for the same seed.
+pub(crate) fn noise(len: usize, seed: u64) -> Vec<u8> {
+    let mut state = seed.wrapping_add(1).wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+    let mut out = Vec::with_capacity(len + 8);
+    while out.len() < len {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        out.extend_from_slice(&state.to_le_bytes());
+    }
+    out.truncate(len);
+    out
+}
+
+/// Options with `lanes` lanes and more time than any healthy transfer needs.
+pub(crate) fn lanes(lanes: usize) -> FetchOptions {
+    FetchOptions { lanes: Some(lanes), ..FetchOptions::within(PATIENCE) }
+}
+
+/// Waits until `condition` holds; panics with `what` when it does not within [`PATIENCE`].
+pub(crate) fn eventually(what: &str, mut condition: impl FnMut() -> bool) {
+    let started = Instant::now();
+    while !condition() {
+        assert!(started.elapsed() < PATIENCE, "still not so after {PATIENCE:?}: {what}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}

@@ -1,0 +1,130 @@
+//! HTTP by hand: requests as bytes, answers taken apart only as far as a test looks at them.
+
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpStream};
+
+use super::{PATIENCE, Rig};
+
+pub(crate) struct Answer {
+    pub(crate) status: u16,
+    pub(crate) reason: String,
+    pub(crate) headers: Vec<(String, String)>,
+    pub(crate) body: Vec<u8>,
+}
+
+impl Answer {
+    /// The value of the header called `name`; panics when it is there twice.
+    pub(crate) fn header(&self, name: &str) -> Option<&str> {
+        let mut values = self.headers.iter().filter(|(n, _)| n.eq_ignore_ascii_case(name));
+        let value = values.next().map(|(_, v)| v.as_str());
+        assert!(values.next().is_none(), "{name} is there twice");
+        value
+    }
+
+    pub(crate) fn text(&self) -> &str {
+        std::str::from_utf8(&self.body).unwrap()
+    }
+}
+
+/// A connection and what was read of it but not looked at yet.
+pub(crate) struct Raw {
+    pub(crate) stream: TcpStream,
+    pub(crate) buffer: Vec<u8>,
+}
+
+impl Raw {
+    pub(crate) fn connect(address: SocketAddr) -> Self {
+        let stream = TcpStream::connect(address).unwrap();
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        stream.set_write_timeout(Some(PATIENCE)).unwrap();
+        Self { stream, buffer: Vec::new() }
+    }
+
+    pub(crate) fn to(rig: &Rig) -> Self {
+        Self::connect(rig.server.address())
+    }
+
+    pub(crate) fn send(&mut self, method: &str, path: &str, headers: &[(&str, &str)]) {
+        let mut request = format!("{method} {path} HTTP/1.1\r\nHost: test\r\n");
+        for (name, value) in headers {
+            request.push_str(&format!("{name}: {value}\r\n"));
+        }
+        request.push_str("\r\n");
+        self.stream.write_all(request.as_bytes()).unwrap();
+    }
+
+    /// Reads a head; what follows it stays in the buffer.
+    pub(crate) fn head(&mut self) -> Answer {
+        let end = loop {
+            if let Some(at) = self.buffer.windows(4).position(|w| w == b"\r\n\r\n") {
+                break at + 4;
+            }
+            assert!(self.more(1 << 14) > 0, "the connection ended in a head");
+        };
+        let head: Vec<u8> = self.buffer.drain(..end).collect();
+        let head = String::from_utf8(head).unwrap();
+        let mut lines = head.trim_end().split("\r\n");
+        let status = lines.next().unwrap();
+        let mut words = status.splitn(3, ' ');
+        assert_eq!(words.next(), Some("HTTP/1.1"));
+        let status = words.next().unwrap().parse().unwrap();
+        let reason = words.next().unwrap_or("").to_owned();
+        let headers = lines.map(|l| l.split_once(": ").map(|(n, v)| (n.to_owned(), v.to_owned())).unwrap()).collect();
+        Answer { status, reason, headers, body: Vec::new() }
+    }
+
+    /// Reads an answer with the body its head announces.
+    pub(crate) fn answer(&mut self) -> Answer {
+        let mut answer = self.head();
+        let length = answer.header("content-length").map_or(0, |l| l.parse().unwrap());
+        while self.buffer.len() < length {
+            assert!(self.more(1 << 20) > 0, "the connection ended in a body");
+        }
+        answer.body = self.buffer.drain(..length).collect();
+        answer
+    }
+
+    /// Reads what is there, at most `limit` bytes; 0 is the end.
+    pub(crate) fn more(&mut self, limit: usize) -> usize {
+        self.try_more(limit).unwrap()
+    }
+
+    pub(crate) fn try_more(&mut self, limit: usize) -> std::io::Result<usize> {
+        let at = self.buffer.len();
+        self.buffer.resize(at + limit, 0);
+        let got = self.stream.read(&mut self.buffer[at..]);
+        self.buffer.truncate(at + *got.as_ref().unwrap_or(&0));
+        got
+    }
+
+    /// Everything that still comes, until the end or a reset.
+    pub(crate) fn rest(&mut self) -> &[u8] {
+        while matches!(self.try_more(1 << 20), Ok(n) if n > 0) {}
+        &self.buffer
+    }
+
+    /// Whether the server has ended this connection; whatever it still sent is read.
+    pub(crate) fn is_ended(&mut self) -> bool {
+        loop {
+            match self.try_more(1 << 16) {
+                Ok(0) => return true,
+                Ok(_) => {}
+                Err(e) => {
+                    let waiting = matches!(e.kind(), std::io::ErrorKind::WouldBlock | std::io::ErrorKind::TimedOut);
+                    return !waiting;
+                }
+            }
+        }
+    }
+}
+
+/// One request on a connection of its own.
+pub(crate) fn request(rig: &Rig, method: &str, path: &str, headers: &[(&str, &str)]) -> Answer {
+    let mut raw = Raw::to(rig);
+    raw.send(method, path, headers);
+    if method == "HEAD" { raw.head() } else { raw.answer() }
+}
+
+pub(crate) fn get(rig: &Rig, path: &str, headers: &[(&str, &str)]) -> Answer {
+    request(rig, "GET", path, headers)
+}
