@@ -26,16 +26,6 @@ from .tensors import (
     storage_key,
     storage_over,
 )
-    DTYPE_NAMES,
-    DTYPES,
-    as_bytes,
-    copy_into,
-    over,
-    parameter,
-    receives_in_place,
-    storage_key,
-    storage_over,
-)
 
 VERSION = 1
 MANIFEST = "__tensorferry__/manifest"
