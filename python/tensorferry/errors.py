@@ -21,7 +21,6 @@ __all__ = [
     "SourceChanged",
     "SourceRefused",
     "StateMismatch",
-    "StockSource",
     "SystemRefused",
     "TensorferryError",
     "TransferCancelled",
@@ -62,10 +61,6 @@ class SourceChanged(TensorferryError, RuntimeError):
 
 class ProtocolError(TensorferryError, ValueError):
     """What the source sent is not valid."""
-
-
-class StockSource(ProtocolError):
-    """The source is torchft's own server; the transport falls back to its format."""
 
 
 class CorruptCheckpoint(TensorferryError, ValueError):

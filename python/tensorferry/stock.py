@@ -11,6 +11,7 @@ import http.client
 import io
 import pickle
 import time
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -131,6 +132,14 @@ class _PickleModule:
     __name__ = "tensorferry.stock"
 
 
+def is_stock(metadata: str) -> bool:
+    """Whether ``metadata`` comes from torchft's own transport: its path has no random part.
+
+    Asking the source would do, too, but torchft logs a traceback for every path it does not know.
+    """
+    return urlsplit(metadata).path == "/checkpoint/"
+
+
 def receive(metadata: str, step: int, timeout: timedelta, allowed: Allowed) -> Any:
     """Fetches a state from torchft's own server.
 
@@ -148,11 +157,14 @@ def receive(metadata: str, step: int, timeout: timedelta, allowed: Allowed) -> A
         if response.status != 200:
             raise SourceRefused.of(response.status, response.reason)
         stream = _Exact(_Reader(response, connection, end), _READ)
-        return _serialization._streaming_load(
-            stream,
-            pickle_module=_PickleModule(allowed),
-            weights_only=False,
-        )
+        with warnings.catch_warnings():
+            # torch lays tensors over bytes it has just read, and warns that nobody should write to bytes.
+            warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
+            return _serialization._streaming_load(
+                stream,
+                pickle_module=_PickleModule(allowed),
+                weights_only=False,
+            )
     except (SourceRefused, UnsafePickle, ConnectError):
         raise
     except TimeoutError as e:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 from . import pickling, stock
 from ._native import Remote, Server
 from .allowlist import Allowed, refusal
-from .errors import ForkedProcess, InvalidArgument, StockSource
+from .errors import ForkedProcess, InvalidArgument
 from .staging import Stager
 from .state import Packed, Snapshot, Targets, receive
 
@@ -139,15 +139,13 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         """
         del src_rank
         started = time.perf_counter()
-        try:
-            remote = Remote.open([metadata], step, timeout=timeout.total_seconds(), lanes=self._num_chunks or None)
-        except StockSource:
-            left = timeout - timedelta(seconds=time.perf_counter() - started)
-            state = stock.receive(metadata, step, left, self._allowed)
+        if stock.is_stock(metadata):
+            state = stock.receive(metadata, step, timeout, self._allowed)
             if self._state_dict is not None:
                 state = Targets(self._state_dict()).fill(state)
             logger.info("received step %d from a stock torchft source in %.3f s", step, time.perf_counter() - started)
             return cast(T, state)
+        remote = Remote.open([metadata], step, timeout=timeout.total_seconds(), lanes=self._num_chunks or None)
         state, report = receive(remote, self._allowed, self._state_dict)
         seconds = time.perf_counter() - started
         logger.info(

@@ -12,7 +12,7 @@ pub enum ErrorKind {
     Connect,
     /// The source answered with an HTTP status other than the one asked for.
     Status(u16),
-    /// The source does not speak this protocol at all: it may be a stock torchft peer.
+    /// The source does not speak this protocol at all: it may be torchft's own server.
     Foreign,
     /// The source broke the protocol, or sent a header or manifest that is not valid.
     Protocol,

@@ -22,14 +22,13 @@ pub(crate) fn to_py(py: Python<'_>, error: &Error) -> PyErr {
         ErrorKind::Timeout => "FetchTimeout",
         ErrorKind::Connect => "ConnectError",
         ErrorKind::Status(status) => return refused(py, status, message),
-        ErrorKind::Foreign => "StockSource",
         ErrorKind::Corrupt => "CorruptCheckpoint",
         ErrorKind::Changed => "SourceChanged",
         ErrorKind::Cancelled => "TransferCancelled",
         ErrorKind::Invalid => "InvalidArgument",
         ErrorKind::System => "SystemRefused",
         // `ErrorKind` is open to new kinds; until they have a class of their own they are the source's fault.
-        ErrorKind::Protocol | _ => "ProtocolError",
+        ErrorKind::Foreign | ErrorKind::Protocol | _ => "ProtocolError",
     };
     raise(py, class, message)
 }
