@@ -7,6 +7,7 @@ the list.
 
 from __future__ import annotations
 
+import _compat_pickle
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -65,7 +66,7 @@ _EXTRA: dict[str, str] = {
     "torch.distributed._pycute.layout": "Layout",
     "torch.distributed.distributed_c10d": "ReduceOp RedOpType",
     "torch._C._distributed_c10d": "ReduceOp RedOpType",
-    "torch.distributed._shard.sharded_tensor.api": "ShardedTensor",
+    "torch.distributed._shard.sharded_tensor.api": "ShardedTensor ShardedTensor.ProcessGroupState",
     "torch.distributed._shard.sharded_tensor.metadata": "MEM_FORMAT_ENCODING ShardedTensorMetadata TensorProperties",
     "torch.distributed._shard.sharded_tensor.shard": "Shard",
     "torch.distributed._shard.metadata": "ShardMetadata",
@@ -74,6 +75,7 @@ _EXTRA: dict[str, str] = {
     "torch.distributed.remote_device": "_remote_device",
     "torch.nested._internal.nested_tensor": "NestedTensor _rebuild_njt",
     "torch.masked.maskedtensor.core": "MaskedTensor",
+    "tensorferry.tensors": "rebuild_dtensor with_grad",
 }
 
 
@@ -101,6 +103,7 @@ class Allowed:
             self._trust
             or (module, name) in self._extra
             or name in _EXTRA.get(module, "").split()
+            or (module == "torch.return_types" and not name.startswith("_"))
             or f"{module}.{name}" in _torch_allows()
         )
 
@@ -110,6 +113,9 @@ class Allowed:
         Raises:
             UnsafePickle: it is not allowed
         """
+        # Old pickle protocols, torchft's among them, write the names that Python 2 had.
+        module, name = _compat_pickle.NAME_MAPPING.get((module, name), (module, name))
+        module = _compat_pickle.IMPORT_MAPPING.get(module, module)
         if (module, name) in self._extra:
             return self._extra[module, name]
         if not self.allows(module, name):

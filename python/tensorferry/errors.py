@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import pickle
 from email.message import Message
-from typing import Self
 from urllib.error import HTTPError, URLError
 
 __all__ = [
@@ -45,10 +44,11 @@ class ConnectError(TensorferryError, URLError, ConnectionError):
 class SourceRefused(TensorferryError, HTTPError):
     """The source answered with an HTTP error; ``code`` is its status."""
 
-    @classmethod
-    def of(cls, code: int, message: str) -> Self:
-        """Builds the error for an answer with this status and message."""
-        return cls("", code, message, Message(), None)
+    @staticmethod
+    def of(code: int, message: str) -> SourceRefused:
+        """The error for an answer with this status and message."""
+        wrong_step = code == 400 and "invalid checkpoint requested" in message
+        return (WrongStep if wrong_step else SourceRefused)("", code, message, Message(), None)
 
 
 class WrongStep(SourceRefused):

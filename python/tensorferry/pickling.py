@@ -17,7 +17,14 @@ from torch.storage import TypedStorage
 
 from .allowlist import Allowed
 from .errors import ProtocolError, UnsafePickle, UnsupportedLeaf
-from .tensors import byte_span, storage_key
+from .tensors import (
+    byte_span,
+    is_dtensor_over_view,
+    rebuild_dtensor,
+    rebuilds_without_grad,
+    storage_key,
+    with_grad,
+)
 from .tree import Flat
 
 #: 4 rather than 5: numpy arrays pickled by 5 need a private function of numpy's, whose module moved between versions.
@@ -69,8 +76,17 @@ class _Pickler(pickle.Pickler):
         if isinstance(value, TypedStorage):
             return ("typed", self._number(value._untyped_storage), str(value.dtype).removeprefix("torch."))
         if isinstance(value, torch.UntypedStorage):
-            return ("untyped", self._number(value))
+            # Some dtypes have no typed storage; torch rebuilds their tensors from a typed one of bytes all the same.
+            of_tensor = self._looking is not None and self._looking[0] == storage_key(value)
+            return ("typed", self._number(value), "uint8") if of_tensor else ("untyped", self._number(value))
         return None
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and rebuilds_without_grad(value):
+            return with_grad, (value.detach(),), value.__dict__ or None
+        if isinstance(value, torch.Tensor) and is_dtensor_over_view(value):
+            return rebuild_dtensor, (value._local_tensor, value._spec, value.requires_grad)
+        return NotImplemented
 
     def _number(self, storage: torch.UntypedStorage) -> int:
         key = storage_key(storage)
@@ -78,16 +94,17 @@ class _Pickler(pickle.Pickler):
         if number is None:
             number = self._numbers[key] = len(self.storages)
             self.storages.append(Storage(storage, self._flat.storages.get(key)))
-        known = self.storages[number]
-        looking = self._looking
-        known.spans.append(looking[1] if looking is not None and looking[0] == key else (0, storage.nbytes()))
+        whole = (0, storage.nbytes())
+        span = whole if self._looking is None or self._looking[0] != key else self._looking[1]
+        # Packed dtypes have more elements than bytes, so their strides say nothing about bytes.
+        self.storages[number].spans.append(span if span[1] <= whole[1] else whole)
         return number
 
 
 def _key_of(value: torch.Tensor) -> int:
     try:
         return storage_key(value.untyped_storage())
-    except (RuntimeError, NotImplementedError):
+    except Exception:  # As in byte_span.
         return 0
 
 

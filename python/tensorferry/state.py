@@ -166,8 +166,8 @@ def _describe(flat: tree.Flat) -> list[list[Any]]:
         if isinstance(value, torch.Tensor):
             try:
                 described.append([number, path, str(value.dtype), [int(dim) for dim in value.shape]])
-            except (RuntimeError, TypeError, ValueError):
-                continue  # Nested tensors and uninitialised parameters have no shape; they are never received in place.
+            except Exception:  # Nested tensors and uninitialised parameters have no shape, and say so in many ways.
+                continue
     return described
 
 
@@ -265,39 +265,31 @@ class _Builder:
         objects = pickling.load(pickled, allowed, leaves, storage) if pickled else []
         if len(objects) != self.manifest["objects"]:
             raise ProtocolError(f"the source announced {self.manifest['objects']} objects and sent {len(objects)}")
-        if targets is not None:
-            for number, path, _, _ in self.manifest.get("tensors", []):
-                live = targets.by_path.get(path)
-                if live is not None:
-                    copy_into(live, objects[number])
-                    objects[number] = live
-        return tree.unflatten(self.manifest["tree"], leaves, objects)
+
+        def leaf(number: int, path: str) -> Any:
+            value = leaves[number] if number >= 0 else objects[-number - 1]
+            return value if targets is None else targets.take(path, value)
+
+        return tree.unflatten(self.manifest["tree"], leaf, objects)
 
     def _leaves(
         self, memory: Callable[[int], tuple[Any, int]], targets: Targets | None
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The tensors as they came, and those that stand in the state: the same but for targets copied into."""
+        """The tensors over the received memory, and those that stand in the state: Parameters over the same."""
         dtypes, shapes, sizes, flags = self.dtypes, self.shapes, self.sizes, self.manifest["flags"]
-        entries = targets.entries if targets is not None else {}
         direct = targets.direct if targets is not None else {}
         received: list[torch.Tensor] = []
         for i in self.plain:
             if i in direct:
-                received.append(entries[i])
+                received.append(direct[i])
             else:
                 buffer, offset = memory(i) if sizes[i] else (None, 0)
                 received.append(over(buffer, offset, DTYPES[dtypes[i]], shapes[i], sizes[i]))
         leaves = received.copy()
         for number, flag in enumerate(flags):
-            if flag == "2":
-                leaves[number].requires_grad_(True)
-            elif flag != "0":
-                leaves[number] = parameter(leaves[number], flag == "3")
-        for number, i in enumerate(self.plain):
-            if i in entries:
-                if i not in direct:
-                    copy_into(entries[i], received[number])
-                leaves[number] = entries[i]
+            if flag != "0" and self.plain[number] not in direct:
+                leaf = leaves[number]
+                leaves[number] = leaf.requires_grad_() if flag == "2" else parameter(leaf, flag == "3")
         return received, leaves
 
 
@@ -306,19 +298,17 @@ class Targets:
 
     Attributes:
         by_path: every tensor of the receiver's state, by key path
-        entries: the tensor that stands for an entry of the container
-        direct: the address of those into which the network writes straight
+        direct: for entries that the network writes straight into a tensor, that tensor
     """
 
     def __init__(self, live: Any) -> None:
         """Takes ``live`` apart; nothing is assigned yet."""
         flat = tree.flatten(live)
+        # By their names in a container, too: a few paths are not fit to be names.
         self.by_path: dict[str, torch.Tensor] = dict(zip(flat.names, flat.plain, strict=True))
-        for value, path in zip(flat.objects, flat.object_paths, strict=True):
-            if isinstance(value, torch.Tensor):
-                self.by_path[path] = value
-        self.entries: dict[int, torch.Tensor] = {}
-        self.direct: dict[int, int] = {}
+        self.by_path |= {path: value for path, value in flat.positions.items() if isinstance(value, torch.Tensor)}
+        self._taken: set[str] = set()
+        self.direct: dict[int, torch.Tensor] = {}
 
     def assign(self, builder: _Builder, names: list[str]) -> None:
         """Finds the tensor for each entry of a container, after comparing everything.
@@ -332,14 +322,23 @@ class Targets:
         used: set[int] = set()
         for i in builder.plain:
             target = self.by_path.get(names[i])
-            if target is None:
-                continue
-            self.entries[i] = target
-            if builder.sizes[i] and receives_in_place(target):
+            if target is not None and builder.sizes[i] and receives_in_place(target):
                 key = storage_key(target.untyped_storage())
                 if key not in used:
                     used.add(key)
-                    self.direct[i] = target.data_ptr()
+                    self.direct[i] = target
+
+    def take(self, path: str, value: Any) -> Any:
+        """Our own tensor at ``path``, filled with ``value``; or ``value`` where we have none."""
+        if path in self._taken:
+            path = tree.next_free(path, self._taken)
+        self._taken.add(path)
+        live = self.by_path.get(path)
+        if live is None or not isinstance(value, torch.Tensor):
+            return value
+        if live is not value:
+            copy_into(live, value)
+        return live
 
     def fill(self, state: Any) -> Any:
         """Copies the tensors of ``state``, which is here already, into ours; returns it with ours in their places.
@@ -350,13 +349,11 @@ class Targets:
         flat = tree.flatten(state)
         self._compare([(p, str(t.dtype), list(t.shape)) for p, t in zip(flat.names, flat.plain, strict=True)])
         self._compare([(path, dtype, shape) for _, path, dtype, shape in _describe(flat)])
-        for leaves, paths in ((flat.plain, flat.names), (flat.objects, flat.object_paths)):
-            for number, (value, path) in enumerate(zip(leaves, paths, strict=True)):
-                live = self.by_path.get(path)
-                if live is not None and isinstance(value, torch.Tensor):
-                    copy_into(live, value)
-                    leaves[number] = live
-        return tree.unflatten(flat.tree, flat.plain, flat.objects)
+
+        def leaf(number: int, path: str) -> Any:
+            return self.take(path, flat.plain[number] if number >= 0 else flat.objects[-number - 1])
+
+        return tree.unflatten(json.loads(flat.tree), leaf, flat.objects)
 
     def _compare(self, offered: list[tuple[str, str, list[int]]]) -> None:
         wrong = []
@@ -395,7 +392,9 @@ def receive(remote: Remote, allowed: Allowed, live: Callable[[], Any] | None) ->
         targets = Targets(live()) if live is not None else None
         if targets is not None:
             targets.assign(builder, names)
-        addresses = builder.scattered_entries() | (targets.direct if targets is not None else {})
+        addresses = builder.scattered_entries()
+        if targets is not None:
+            addresses |= {i: t.data_ptr() for i, t in targets.direct.items()}
     arena, offsets, report = remote.fetch([addresses.get(i) for i in range(len(names))] if addresses else None)
 
     def memory(i: int) -> tuple[Any, int]:

@@ -7,6 +7,7 @@ the pickle goes through the same allow-list as ours.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import io
 import pickle
@@ -140,6 +141,13 @@ def is_stock(metadata: str) -> bool:
     return urlsplit(metadata).path == "/checkpoint/"
 
 
+def _load(stream: _Exact, allowed: Allowed) -> Any:
+    with warnings.catch_warnings():
+        # torch lays tensors over bytes it has just read, and warns that nobody should write to bytes.
+        warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
+        return _serialization._streaming_load(stream, pickle_module=_PickleModule(allowed), weights_only=False)
+
+
 def receive(metadata: str, step: int, timeout: timedelta, allowed: Allowed) -> Any:
     """Fetches a state from torchft's own server.
 
@@ -153,18 +161,11 @@ def receive(metadata: str, step: int, timeout: timedelta, allowed: Allowed) -> A
     )
     try:
         connection.request("GET", url.path)
-        response = connection.getresponse()
-        if response.status != 200:
-            raise SourceRefused.of(response.status, response.reason)
-        stream = _Exact(_Reader(response, connection, end), _READ)
-        with warnings.catch_warnings():
-            # torch lays tensors over bytes it has just read, and warns that nobody should write to bytes.
-            warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
-            return _serialization._streaming_load(
-                stream,
-                pickle_module=_PickleModule(allowed),
-                weights_only=False,
-            )
+        with contextlib.closing(connection.getresponse()) as response:
+            if response.status != 200:
+                raise SourceRefused.of(response.status, response.reason)
+            stream = _Exact(_Reader(response, connection, end), _READ)
+            return _load(stream, allowed)
     except (SourceRefused, UnsafePickle, ConnectError):
         raise
     except TimeoutError as e:

@@ -29,6 +29,9 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.int64: "I64",
     torch.uint64: "U64",
 }
+#: Dtypes that torch pickles by their untyped storage.
+_UNTYPED = torch.storage._new_dtypes()
+
 DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 _strided = torch.strided
@@ -40,7 +43,7 @@ def is_plain(value: Tensor) -> bool:
     Such a tensor fills a storage of its own from first byte to last and needs no pickle. ``value`` is exactly a
     ``Tensor`` or a ``Parameter``.
     """
-    return (
+    return bool(
         value.layout is _strided
         and not value.is_nested
         and value.dtype in DTYPE_NAMES
@@ -52,7 +55,19 @@ def is_plain(value: Tensor) -> bool:
         and not value.__dict__
         and not value._backward_hooks
         and value.nbytes == value.untyped_storage().nbytes()
+        and _has_default_strides(value.shape, value)
     )
+
+
+def _has_default_strides(shape: torch.Size, value: Tensor) -> bool:
+    """Whether a contiguous tensor has the strides its shape implies: only dimensions of size 0 or 1 leave a choice."""
+    if 1 not in shape and 0 not in shape:
+        return True
+    expected, step = [], 1
+    for dim in reversed(shape):
+        expected.append(step)
+        step *= max(dim, 1)
+    return bool(value.stride() == tuple(reversed(expected)))
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
@@ -71,9 +86,31 @@ def byte_span(value: Tensor) -> tuple[int, int] | None:
             return start, start
         reach = sum((dim - 1) * stride for dim, stride in zip(value.shape, value.stride(), strict=True))
         return start, start + (reach + 1) * size
-    except (RuntimeError, NotImplementedError, TypeError):
-        # Wrapper subclasses may have no strides, offset or storage to speak of.
+    except Exception:  # Subclasses may have no strides, offset or storage, and say so in any way they like.
         return None
+
+
+def with_grad(value: Tensor) -> Tensor:
+    """``value``, requiring a gradient."""
+    return value.requires_grad_()
+
+
+def rebuild_dtensor(local: Tensor, spec: Any, requires_grad: bool) -> Tensor:
+    """A DTensor over ``local``."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor(local, spec, requires_grad=requires_grad)
+
+
+def is_dtensor_over_view(value: Tensor) -> bool:
+    """Whether ``value`` is a DTensor whose local part begins inside its storage: torch's own pickling gets it wrong."""
+    local: Any = getattr(value, "_local_tensor", None)
+    return type(value).__name__ == "DTensor" and type(local) is Tensor and bool(local.storage_offset() > 0)
+
+
+def rebuilds_without_grad(value: Tensor) -> bool:
+    """Whether torch can pickle ``value`` but not read it back: dtypes without a typed storage, requiring a gradient."""
+    return type(value) is Tensor and value.dtype in _UNTYPED and bool(value.requires_grad)
 
 
 def as_bytes(storage: torch.UntypedStorage) -> Tensor:

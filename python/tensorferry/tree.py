@@ -7,8 +7,9 @@ grammar is described in docs/format.md and checked by ``rust/wire``.
 from __future__ import annotations
 
 import collections
+import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from json.encoder import encode_basestring_ascii as _quoted
 from typing import Any
 
@@ -34,6 +35,7 @@ class Flat:
         names: their key paths, unique
         objects: everything else, to be pickled together
         object_paths: where each object stands, for messages
+        positions: what stands at each key path; of two equal paths, the later one got ``~2``
         storages: storage identity to number of the plain tensor that fills it
     """
 
@@ -44,6 +46,7 @@ class Flat:
         self.names: list[str] = []
         self.objects: list[Any] = []
         self.object_paths: list[str] = []
+        self.positions: dict[str, Any] = {}
         self.storages: dict[int, int] = {}
 
 
@@ -52,13 +55,8 @@ def flatten(state: Any) -> Flat:
     flat = Flat()
     # The same object twice is one leaf; `state` keeps every object alive, so identities stay unique meanwhile.
     seen: dict[int, int] = {}
-    plain, names, objects, object_paths, storages = (
-        flat.plain,
-        flat.names,
-        flat.objects,
-        flat.object_paths,
-        flat.storages,
-    )
+    plain, names, objects, object_paths = flat.plain, flat.names, flat.objects, flat.object_paths
+    positions, storages = flat.positions, flat.storages
 
     def add_object(value: Any, path: str) -> int:
         objects.append(value)
@@ -66,6 +64,9 @@ def flatten(state: Any) -> Flat:
         return -len(objects)
 
     def leaf(value: Any, path: str) -> int:
+        if path in positions:
+            path = next_free(path, positions)
+        positions[path] = value
         known = seen.get(id(value))
         if known is not None:
             return known
@@ -100,6 +101,12 @@ def flatten(state: Any) -> Flat:
             return array('"l"', [walk(v, f"{below}{i}", depth + 1) for i, v in enumerate(value)])
         if kind is tuple:
             return array('"t"', [walk(v, f"{below}{i}", depth + 1) for i, v in enumerate(value)])
+        if kind is collections.deque:
+            head = f'"q",{"null" if value.maxlen is None else value.maxlen}'
+            return array(head, [walk(v, f"{below}{i}", depth + 1) for i, v in enumerate(value)])
+        if kind is collections.defaultdict:
+            factory = reference(value.default_factory, f"{path}.default_factory")
+            return f'["f",{factory},{walk_dict(value, False, below, depth + 1)}]'
         if is_namedtuple(kind):
             head = f'"n",{reference(kind, f"{path}.__class__")}'
             return array(head, [walk(v, below + k, depth + 1) for k, v in zip(kind._fields, value, strict=True)])
@@ -130,6 +137,11 @@ def flatten(state: Any) -> Flat:
     return flat
 
 
+def next_free(path: str, taken: Container[str]) -> str:
+    """The first of ``path~2``, ``path~3``, ... that is not taken."""
+    return next(name for n in itertools.count(2) if (name := f"{path}~{n}") not in taken)
+
+
 def is_namedtuple(kind: type) -> bool:
     """Whether ``kind`` was made by ``collections.namedtuple`` or ``typing.NamedTuple``, and is no subclass of one."""
     return (
@@ -148,14 +160,12 @@ def unique_names(paths: list[str]) -> list[str]:
     taken = set(paths)
     if len(taken) == len(paths) and not any(map(_is_reserved, paths)):
         return paths
-    names: list[str] = []
     used: set[str] = set()
+    names: list[str] = []
     for path in paths:
-        base = ("~" + path if path else "root") if _is_reserved(path) else path
-        name, count = base, 2
-        while name in used or (name != path and name in taken):
-            name = f"{base}~{count}"
-            count += 1
+        name = ("~" + path if path else "root") if _is_reserved(path) else path
+        if name in used or (name != path and name in taken):
+            name = next_free(name, taken | used)
         used.add(name)
         names.append(name)
     return names
@@ -176,44 +186,50 @@ def _is_text(value: str) -> bool:
     return True
 
 
-def unflatten(tree: Node, plain: list[Any], objects: list[Any]) -> Any:
-    """The state whose tree is ``tree``. ``rust/wire`` has checked it: numbers are in range and nesting is bounded."""
+def unflatten(tree: Node, leaf: Callable[[int, str], Any], objects: list[Any]) -> Any:
+    """The state whose tree is ``tree``, read from JSON.
 
-    def build(node: Node) -> Any:
-        kind = type(node)
-        if kind is int:
-            return plain[node] if node >= 0 else objects[-node - 1]
-        if kind is dict:
-            return {k: build(v) for k, v in node.items()}
-        return _BUILDERS[node[0]](node, build, objects)
+    ``rust/wire`` has checked it: numbers are in range and nesting is bounded.
 
-    return build(tree)
+    Args:
+        tree: the tree
+        leaf: gives the leaf of a number, which stands at a key path
+        objects: the classes, keys and attributes the tree refers to
+    """
 
+    def build(node: Node, path: str) -> Any:
+        if type(node) is int:
+            return leaf(node, path)
+        below = path + "." if path else ""
+        if type(node) is dict:
+            return {k: build(v, below + k) for k, v in node.items()}
+        match node[0]:
+            case "l":
+                return children(node[1:], below)
+            case "t":
+                return tuple(children(node[1:], below))
+            case "o":
+                return collections.OrderedDict([(k, build(v, below + k)) for k, v in node[1].items()])
+            case "d":
+                rows = [(key(k), v) for k, v in node[2]]
+                kind = collections.OrderedDict if node[1] == "o" else dict
+                return kind([(k, build(v, f"{below}{k}")) for k, v in rows])
+            case "n":
+                kind = objects[node[1]]
+                return kind._make([build(v, below + k) for k, v in zip(kind._fields, node[2:], strict=True)])
+            case "q":
+                return collections.deque(children(node[2:], below), node[1])
+            case "f":
+                return collections.defaultdict(objects[node[1]], build(node[2], path))
+            case _:
+                value = build(node[2], path)
+                value.__dict__.update(objects[node[1]])
+                return value
 
-def _build_attributes(node: Node, build: Callable[[Node], Any], objects: list[Any]) -> Any:
-    value = build(node[2])
-    value.__dict__.update(objects[node[1]])
-    return value
+    def children(nodes: list[Node], below: str) -> list[Any]:
+        return [build(v, f"{below}{i}") for i, v in enumerate(nodes)]
 
+    def key(key: Any) -> Any:
+        return objects[key[1]] if type(key) is list else key
 
-def _build_rows(node: Node, build: Callable[[Node], Any], objects: list[Any]) -> Any:
-    kind = collections.OrderedDict if node[1] == "o" else dict
-    return kind((_key(k, objects), build(v)) for k, v in node[2])
-
-
-def _key(key: Any, objects: list[Any]) -> Any:
-    return objects[key[1]] if type(key) is list else key
-
-
-def _build_namedtuple(node: Node, build: Callable[[Node], Any], objects: list[Any]) -> Any:
-    return objects[node[1]]._make(build(v) for v in node[2:])
-
-
-_BUILDERS: dict[str, Callable[[Node, Callable[[Node], Any], list[Any]], Any]] = {
-    "o": lambda node, build, _: collections.OrderedDict((k, build(v)) for k, v in node[1].items()),
-    "l": lambda node, build, _: [build(v) for v in node[1:]],
-    "t": lambda node, build, _: tuple([build(v) for v in node[1:]]),
-    "d": _build_rows,
-    "n": _build_namedtuple,
-    "a": _build_attributes,
-}
+    return build(tree, "")

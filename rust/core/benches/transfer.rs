@@ -1,1 +1,201 @@
-fn main() {}
+//! The hot path against its floor: fetching over loopback from another process, beside plain sockets that move the same
+//! bytes without any protocol. Machines differ and are noisy: the ratios of the table at the end are what to read.
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a benchmark that cannot go on should panic")]
+#![allow(missing_docs, reason = "criterion's macros make functions without any")]
+
+use std::hint::black_box;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use criterion::{Criterion, SamplingMode, Throughput};
+use tensorferry_core::{Destination, FetchOptions, Item, Publication, Remote, Server, ServerConfig, Stability};
+use tensorferry_wire::dtype::Dtype;
+use tokio::runtime::Runtime;
+
+const LARGE: usize = 256 << 20;
+const LARGE_ENTRIES: usize = 8;
+const SMALL: usize = 1 << 10;
+const SMALL_ENTRIES: usize = 20_000;
+const STEP: i64 = 1;
+const ROUNDS: usize = 5;
+/// Set in the process that serves.
+const SERVER: &str = "TENSORFERRY_BENCH_SERVER";
+
+/// The other process: what it serves, and where.
+struct Source {
+    child: Child,
+    large: String,
+    small: String,
+    raw: SocketAddr,
+}
+
+impl Source {
+    fn start() -> Self {
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .env(SERVER, "1")
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut lines = BufReader::new(child.stdout.take().unwrap()).lines().map(Result::unwrap);
+        let (large, small) = (lines.next().unwrap(), lines.next().unwrap());
+        let raw = lines.next().unwrap().parse().unwrap();
+        Self { child, large, small, raw }
+    }
+}
+
+impl Drop for Source {
+    fn drop(&mut self) {
+        // The end of its input ends it.
+        drop(self.child.stdin.take());
+        let _ = self.child.wait();
+    }
+}
+
+/// Serves until the end of the input.
+fn serve() {
+    let runtime = Runtime::new().unwrap();
+    let memory = Bytes::from(vec![7_u8; LARGE]);
+    let publish = |entries: usize, len: usize| {
+        let server = Server::bind(&ServerConfig::default(), runtime.handle()).unwrap();
+        let item =
+            |i| Item::bytes(format!("layer.{i}"), Dtype::U8, &[len as u64], memory.slice(i * len..(i + 1) * len));
+        let items = (0..entries).map(item).collect();
+        let publication = Publication::new(Vec::new(), items, Stability::Private, Box::new(())).unwrap();
+        server.store().publish(STEP, publication);
+        println!("{}", server.url("127.0.0.1"));
+        server
+    };
+    let servers = [publish(LARGE_ENTRIES, LARGE / LARGE_ENTRIES), publish(SMALL_ENTRIES, SMALL)];
+    let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    println!("{}", listener.local_addr().unwrap());
+    std::thread::spawn(move || {
+        for mut stream in listener.incoming().map(Result::unwrap) {
+            let memory = memory.clone();
+            std::thread::spawn(move || {
+                let mut length = [0; 8];
+                stream.read_exact(&mut length).unwrap();
+                let length = usize::try_from(u64::from_le_bytes(length)).unwrap();
+                // A receiver that is gone is no concern of ours.
+                let _ = memory[..length].chunks(1 << 20).try_for_each(|chunk| stream.write_all(chunk));
+            });
+        }
+    });
+    std::io::stdin().read_line(&mut String::new()).unwrap();
+    for server in &servers {
+        server.shutdown(Duration::from_secs(5));
+    }
+}
+
+/// The floor: `streams` sockets receive a share of the bytes each, into memory that was touched before.
+fn floor(source: &Source, memory: &mut [u8], streams: usize) {
+    let share = memory.len() / streams;
+    std::thread::scope(|scope| {
+        for part in memory.chunks_mut(share) {
+            scope.spawn(|| {
+                let mut stream = TcpStream::connect(source.raw).unwrap();
+                stream.write_all(&(part.len() as u64).to_le_bytes()).unwrap();
+                stream.read_exact(black_box(part)).unwrap();
+            });
+        }
+    });
+}
+
+fn open(url: &str) -> Remote {
+    Remote::open(&[url], STEP, FetchOptions::within(Duration::from_mins(1))).unwrap()
+}
+
+fn fetch_into(url: &str, memory: &mut [u8]) {
+    let remote = open(url);
+    let mut rest = memory;
+    let mut addresses = Vec::with_capacity(remote.header().entries().len());
+    for entry in remote.header().entries() {
+        let (part, after) = rest.split_at_mut(usize::try_from(entry.nbytes()).unwrap());
+        addresses.push(Some(part.as_mut_ptr() as usize));
+        rest = after;
+    }
+    // SAFETY: parts of one buffer that do not overlap, borrowed until the fetch has returned.
+    black_box(remote.fetch(unsafe { Destination::given(addresses) }).unwrap());
+}
+
+fn fetch_fresh(url: &str) {
+    black_box(open(url).fetch(Destination::Fresh).unwrap());
+}
+
+fn measure(criterion: &mut Criterion, source: &Source, memory: &mut [u8]) {
+    let mut group = criterion.benchmark_group("256 MiB");
+    group.sampling_mode(SamplingMode::Flat).sample_size(10).throughput(Throughput::Bytes(LARGE as u64));
+    group.warm_up_time(Duration::from_millis(500)).measurement_time(Duration::from_secs(4));
+    for streams in [1, 2] {
+        group.bench_function(format!("floor, {streams} sockets"), |b| b.iter(|| floor(source, memory, streams)));
+    }
+    group.bench_function("fetch, touched memory", |b| b.iter(|| fetch_into(&source.large, memory)));
+    group.bench_function("fetch, fresh memory", |b| b.iter(|| fetch_fresh(&source.large)));
+    group.finish();
+
+    let mut group = criterion.benchmark_group("20,000 x 1 KiB");
+    let small = SMALL * SMALL_ENTRIES;
+    group.sampling_mode(SamplingMode::Flat).sample_size(10).throughput(Throughput::Bytes(small as u64));
+    group.warm_up_time(Duration::from_millis(500)).measurement_time(Duration::from_secs(3));
+    group.bench_function("floor, 2 sockets", |b| b.iter(|| floor(source, &mut memory[..small], 2)));
+    group.bench_function("fetch, touched memory", |b| b.iter(|| fetch_into(&source.small, memory)));
+    group.bench_function("fetch, fresh memory", |b| b.iter(|| fetch_fresh(&source.small)));
+    group.finish();
+}
+
+fn seconds(run: impl FnOnce()) -> f64 {
+    let started = Instant::now();
+    run();
+    started.elapsed().as_secs_f64()
+}
+
+/// One row: the rate of what was measured, and how it compares with the floor of the same round.
+fn row(name: &str, bytes: usize, rounds: &[(f64, f64)]) {
+    let spread = |mut values: Vec<f64>| {
+        values.sort_by(f64::total_cmp);
+        (values[values.len() / 2], values[0], values[values.len() - 1])
+    };
+    let (rate, ..) = spread(rounds.iter().map(|(_, ours)| bytes as f64 / ours / 1e9).collect());
+    let (ratio, low, high) = spread(rounds.iter().map(|(floor, ours)| floor / ours).collect());
+    println!("{name:<42} {rate:>6.2} GB/s {ratio:>9.2} ({low:.2}-{high:.2})");
+}
+
+/// Alternates floor and fetch, so that what else the machine does meets both.
+fn compare(source: &Source, memory: &mut [u8]) {
+    let small = SMALL * SMALL_ENTRIES;
+    let mut rounds: [Vec<(f64, f64)>; 4] = Default::default();
+    for _ in 0..ROUNDS {
+        let two = seconds(|| floor(source, memory, 2));
+        rounds[0].push((two, seconds(|| floor(source, memory, 1))));
+        let two = seconds(|| floor(source, memory, 2));
+        rounds[1].push((two, seconds(|| fetch_into(&source.large, memory))));
+        let two = seconds(|| floor(source, memory, 2));
+        rounds[2].push((two, seconds(|| fetch_fresh(&source.large))));
+        let two = seconds(|| floor(source, &mut memory[..small], 2));
+        rounds[3].push((two, seconds(|| fetch_into(&source.small, memory))));
+    }
+    println!("\n{ROUNDS} rounds, floor (two raw sockets, touched memory) and each row in turn");
+    println!("{:<42} {:>11} {:>9} (min-max)", "", "median", "of floor");
+    row("one raw socket, 256 MiB, touched memory", LARGE, &rounds[0]);
+    row("fetch, 256 MiB, touched memory", LARGE, &rounds[1]);
+    row("fetch, 256 MiB, fresh memory", LARGE, &rounds[2]);
+    row("fetch, 20,000 x 1 KiB, touched memory", small, &rounds[3]);
+}
+
+fn main() {
+    if std::env::var_os(SERVER).is_some() {
+        return serve();
+    }
+    let source = Source::start();
+    let mut memory = vec![1_u8; LARGE];
+    let mut criterion = Criterion::default().configure_from_args();
+    measure(&mut criterion, &source, &mut memory);
+    criterion.final_summary();
+    // Without --bench criterion only checks that everything runs.
+    if std::env::args().any(|a| a == "--bench") {
+        compare(&source, &mut memory);
+    }
+}

@@ -34,11 +34,9 @@ pub(crate) fn to_py(py: Python<'_>, error: &Error) -> PyErr {
 }
 
 fn refused(py: Python<'_>, status: u16, message: String) -> PyErr {
-    let wrong_step = status == 400 && message.contains("invalid checkpoint requested");
-    let class = if wrong_step { "WrongStep" } else { "SourceRefused" };
     let made = py
         .import("tensorferry.errors")
-        .and_then(|m| m.getattr(class))
+        .and_then(|m| m.getattr("SourceRefused"))
         .and_then(|class| class.call_method1("of", (status, message)));
     match made {
         Ok(exception) => PyErr::from_value(exception),

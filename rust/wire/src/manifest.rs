@@ -13,6 +13,8 @@
 //!       | ["t", NODE...]               tuple
 //!       | ["d", kind, [[KEY, NODE]..]] dict (kind "d") or OrderedDict (kind "o") with other keys
 //!       | ["n", object, NODE...]       namedtuple, whose class is an object
+//!       | ["q", maxlen, NODE...]       deque; maxlen is a number or null
+//!       | ["f", object, NODE]          defaultdict with the items of NODE, whose factory is an object
 //!       | ["a", object, NODE]          NODE with attributes (its `__dict__` is an object), such as `_metadata`
 //! KEY  := string | number | true | false | null | ["r", object] | ["t", KEY...]
 //! ```
@@ -237,7 +239,13 @@ impl<'a> Walk<'a> {
                 self.cursor.expect(b',', "an object's number")?;
                 self.object()?;
             }
-            "a" => {
+            "q" => {
+                self.cursor.expect(b',', "a deque's length")?;
+                if !self.cursor.eat_word("null") {
+                    self.cursor.unsigned()?;
+                }
+            }
+            "a" | "f" => {
                 self.cursor.expect(b',', "an object's number")?;
                 self.object()?;
                 self.cursor.expect(b',', "the node that has the attributes")?;

@@ -200,15 +200,13 @@ impl Connection {
         let mut buffer = vec![0_u8; MAX_HEAD];
         let mut filled = 0;
         loop {
-            self.wait_at_most(patience.unwrap_or(self.limits.stall))?;
-            let got = self.receive(|stream| (&mut &*stream).read(&mut buffer[filled..]))?;
-            filled += got;
             let mut headers = [httparse::EMPTY_HEADER; 64];
             let mut response = httparse::Response::new(&mut headers);
             match response.parse(&buffer[..filled]) {
                 Ok(httparse::Status::Complete(length)) => {
                     if response.code.is_some_and(|code| (100..200).contains(&code)) {
-                        // An interim answer; a peer that sends them for ever meets the deadline.
+                        // An interim answer, maybe with the next one right behind it; a peer that sends them for ever
+                        // meets the deadline.
                         buffer.copy_within(length..filled, 0);
                         filled -= length;
                         self.limits.left()?;
@@ -220,7 +218,10 @@ impl Connection {
                     self.taken = length;
                     return Ok(head);
                 }
-                Ok(httparse::Status::Partial) if filled < MAX_HEAD => {}
+                Ok(httparse::Status::Partial) if filled < MAX_HEAD => {
+                    self.wait_at_most(patience.unwrap_or(self.limits.stall))?;
+                    filled += self.receive(|stream| (&mut &*stream).read(&mut buffer[filled..]))?;
+                }
                 Ok(httparse::Status::Partial) => {
                     return Err(self.protocol(format!("its answer's head is longer than {MAX_HEAD} bytes")));
                 }
@@ -364,8 +365,8 @@ impl Connection {
     }
 }
 
-/// Connects without blocking longer than it takes to notice a cancellation. The outer error ends the whole transfer, the
-/// inner one only this address.
+/// Connects without blocking longer than it takes to notice a cancellation. A host that does not answer at all counts as
+/// stuck after the stall limit. The outer error ends the whole transfer, the inner one only this address.
 fn connect(address: SocketAddr, limits: &Limits) -> Result<io::Result<TcpStream>, Error> {
     let start = || {
         let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
@@ -380,8 +381,12 @@ fn connect(address: SocketAddr, limits: &Limits) -> Result<io::Result<TcpStream>
         Ok(started) => started,
         Err(e) => return Ok(Err(e)),
     };
+    let started = Instant::now();
     while !connected {
         let left = limits.left()?.min(CANCEL_POLL);
+        if started.elapsed() >= limits.stall {
+            return Ok(Err(io::ErrorKind::TimedOut.into()));
+        }
         let mut poll = libc::pollfd { fd: socket.as_raw_fd(), events: libc::POLLOUT, revents: 0 };
         let millis = i32::try_from(left.as_millis()).unwrap_or(i32::MAX).max(1);
         // SAFETY: one valid pollfd, and the count says so.

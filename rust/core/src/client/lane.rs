@@ -63,6 +63,8 @@ pub(super) struct Transfer<'a> {
     pub(super) queue: &'a Queue,
     pub(super) peers: &'a [Peer],
     pub(super) primary: usize,
+    /// Whether the lanes begin at different sources, or all at the primary one.
+    pub(super) spread: bool,
     pub(super) path: String,
     pub(super) digests_path: String,
     pub(super) payload_start: u64,
@@ -79,11 +81,12 @@ impl Transfer<'_> {
     /// still good.
     pub(super) fn run(&self, index: usize, mut connection: Option<Connection>) -> Option<Connection> {
         let mut failures = 0;
+        let mut turn = if self.spread { index } else { 0 };
         let mut sink = vec![0; block_len()];
         while let Some((first, end)) = self.queue.take() {
             let mut at = first;
-            // After a failure the lane tries the next source.
-            let peer = &self.peers[(self.primary + index + failures as usize) % self.peers.len()];
+            // After a failure the lane tries the next source, and stays there.
+            let peer = &self.peers[(self.primary + turn) % self.peers.len()];
             let result = self.fetch_range(peer, &mut connection, &mut at, end, &mut sink);
             let Err(error) = result else {
                 failures = 0;
@@ -91,6 +94,7 @@ impl Transfer<'_> {
                 continue;
             };
             connection = None;
+            turn += 1;
             failures = if at > first { 1 } else { failures + 1 };
             let elsewhere = self.peers.len() > 1 && error.kind() != ErrorKind::Cancelled;
             let over = self.limits.left().is_err();

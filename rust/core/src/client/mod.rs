@@ -78,7 +78,7 @@ pub struct Report {
     pub bytes: u64,
     /// Connections used for them.
     pub lanes: usize,
-    /// Ranges that had to be given to another connection.
+    /// Ranges that had to be given to another connection, and runs of blocks that came damaged.
     pub retries: u64,
     /// Time in [`Remote::open`]: waiting for the source, and its header.
     pub opening: Duration,
@@ -188,7 +188,10 @@ impl Remote {
                         });
                     }
                     Err(e) => {
-                        let again = matches!(e.kind(), ErrorKind::Corrupt | ErrorKind::Changed);
+                        // Not a refusal, which is what the source has to say, and nothing once the time is over.
+                        let refused = matches!(e.kind(), ErrorKind::Status(_));
+                        let repairable = e.is_transient() || e.kind() == ErrorKind::Changed;
+                        let again = repairable && !refused && limits.left().is_ok();
                         last = e.at(&format!("step {step} from {}", peers[primary].source.authority()));
                         if !again {
                             break;
@@ -236,12 +239,16 @@ impl Remote {
         let blocks = usize::try_from(digest::block_count(self.header.payload_len()))
             .map_err(|e| Error::caused(ErrorKind::System, "too many blocks for this machine", e))?;
         let received = lane::Received::new(blocks);
+        let wanted = runs.clone();
         for round in 0.. {
             if runs.is_empty() {
                 break;
             }
-            self.run_lanes(&plan, &runs, &received, &mut report)?;
-            runs = self.mismatched(&runs, &received)?;
+            self.run_lanes(&plan, &runs, round == 0, &received, &mut report)?;
+            // Sources with equal headers may still differ in their bytes: with several, everything is held against the
+            // digests of one, so that the result is never made of two snapshots.
+            runs = self.mismatched(if self.peers.len() > 1 { &wanted } else { &runs }, &received)?;
+            report.retries += runs.len() as u64;
             if let (Some(&(first, _)), true) = (runs.first(), round >= CORRUPT_RETRIES) {
                 return Err(self.corrupt(first));
             }
@@ -312,6 +319,7 @@ impl Remote {
         &mut self,
         plan: &Plan,
         runs: &[(u64, u64)],
+        spread: bool,
         received: &lane::Received,
         report: &mut Report,
     ) -> Result<(), Error> {
@@ -326,6 +334,7 @@ impl Remote {
             queue: &queue,
             peers: &self.peers,
             primary: self.primary,
+            spread,
             path: format!("{}.safetensors", self.key),
             digests_path: self.digests_path(0, 0),
             payload_start: self.payload_start,
@@ -359,6 +368,7 @@ impl Remote {
     /// Compares the checksums of the blocks in `runs` with the source's; returns the runs that differ.
     fn mismatched(&mut self, runs: &[(u64, u64)], received: &lane::Received) -> Result<Vec<(u64, u64)>, Error> {
         let (Some(&(first, _)), Some(&(_, end))) = (runs.first(), runs.last()) else { return Ok(Vec::new()) };
+        let first = if self.peers.len() > 1 { 0 } else { first };
         let table = self.digests(first, end)?;
         let mut differ: Vec<(u64, u64)> = Vec::new();
         for block in runs.iter().flat_map(|&(a, b)| a..b) {
@@ -374,27 +384,38 @@ impl Remote {
         Ok(differ)
     }
 
-    /// The source's digests of blocks `[first, end)`, from any peer that serves this snapshot.
+    /// The source's digests of blocks `[first, end)`, from any peer that serves this snapshot; that one is the primary
+    /// from then on.
     fn digests(&mut self, first: u64, end: u64) -> Result<DigestTable, Error> {
         let path = self.digests_path(first, end);
+        let prefix: Vec<_> = match first {
+            0 => self.prefix.chunks(lane::block_len()).map(digest::checksum).collect(),
+            _ => Vec::new(),
+        };
         let mut last = Error::new(ErrorKind::Connect, "no source is left");
         for turn in 0..=self.peers.len() {
-            let peer = &self.peers[(self.primary + turn.saturating_sub(1)) % self.peers.len()];
-            let reused = self.connection.take().filter(|c| turn == 0 && c.is_reusable());
+            let index = (self.primary + turn.saturating_sub(1)) % self.peers.len();
+            let peer = &self.peers[index];
+            let ours = |c: &Connection| turn == 0 && c.is_reusable() && c.source() == &peer.source;
+            let reused = self.connection.take().filter(ours);
             let attempt = match reused {
                 Some(connection) => Ok(connection),
                 None if turn == 0 => continue,
                 None => Connection::open(&peer.source, &self.limits),
             };
             let answer = attempt.and_then(|mut connection| {
-                let (table, _) = read_digests(&mut connection, &path, None, end - first)?;
+                let etag = peer.etag.get().map(String::as_str);
+                let (table, _) = read_digests(&mut connection, &path, etag, end - first)?;
                 Ok((connection, table))
             });
             match answer {
                 Ok((connection, table))
-                    if table.header == self.header_digest && table.payload_len == self.header.payload_len() =>
+                    if table.header == self.header_digest
+                        && table.payload_len == self.header.payload_len()
+                        && table.blocks.iter().zip(&prefix).all(|(theirs, ours)| theirs == ours) =>
                 {
                     self.connection = Some(connection);
+                    self.primary = index;
                     return Ok(table);
                 }
                 Ok(_) => last = changed(),

@@ -43,12 +43,9 @@ pub(super) async fn answer<B>(connection: &Arc<Connection>, request: &Request<B>
     let mut answer = match request::parse_path(request.uri().path(), &connection.shared.token) {
         Ok(resource) => resolve(connection, resource, request).await,
         Err(PathError::NotFound) => text(StatusCode::NOT_FOUND, "not found"),
-        Err(PathError::BadUrl(path)) => {
-            let message = format!("invalid url format, expected /checkpoint/step/key but got {path}");
-            text(StatusCode::BAD_REQUEST, &message)
-        }
+        Err(PathError::BadUrl(message)) => text(StatusCode::BAD_REQUEST, &message),
     };
-    if head {
+    if head && answer.status() != StatusCode::NOT_MODIFIED {
         // hyper keeps the length of the body for the head and sends none of it.
         let length = http_body::Body::size_hint(answer.body()).exact().unwrap_or(0);
         answer.headers_mut().entry(header::CONTENT_LENGTH).or_insert(length.into());
@@ -78,7 +75,9 @@ async fn resolve<B>(connection: &Arc<Connection>, resource: Resource<'_>, reques
     match resource {
         Resource::Container(_) => {
             let segments = Arc::clone(lease.publication().content());
-            memory(connection, lease, segments, true, request.headers())
+            // Ranges are defined for GET alone (RFC 9110, section 14.2).
+            let range = joined(request.headers(), header::RANGE).filter(|_| request.method() == Method::GET);
+            memory(connection, lease, segments, true, request.headers(), range.as_deref())
         }
         Resource::Header(_) => {
             let etag = lease.publication().etag().to_owned();
@@ -138,13 +137,14 @@ fn conditional(headers: &HeaderMap, etag: &str) -> Option<Answer> {
     None
 }
 
-/// The whole of `segments` or the one range of it that was asked for.
+/// The whole of `segments` or the one `range` of it that was asked for, on the conditions in `headers`.
 fn memory(
     connection: &Arc<Connection>,
     lease: Arc<Lease>,
     segments: Arc<Segments>,
     digest: bool,
     headers: &HeaderMap,
+    range: Option<&str>,
 ) -> Answer {
     let etag = lease.publication().etag().to_owned();
     if let Some(refused) = conditional(headers, &etag) {
@@ -152,8 +152,8 @@ fn memory(
     }
     let len = segments.len();
     let fresh = joined(headers, header::IF_RANGE).is_none_or(|v| request::etag_matches_strong(&v, &etag));
-    let spec = match joined(headers, header::RANGE) {
-        Some(value) if fresh => request::parse_range(&value, len),
+    let spec = match range {
+        Some(value) if fresh => request::parse_range(value, len),
         _ => RangeSpec::Whole,
     };
     let (status, start, end) = match spec {
@@ -236,7 +236,7 @@ async fn stock(connection: &Arc<Connection>, lease: Arc<Lease>, step: i64, name:
     };
     match self::lease(connection, step).await {
         Ok(lease) if lease.publication().etag() == etag => {
-            memory(connection, lease, segments, false, &HeaderMap::new())
+            memory(connection, lease, segments, false, &HeaderMap::new(), None)
         }
         Ok(_) => text(StatusCode::SERVICE_UNAVAILABLE, "the snapshot asked for is no longer served"),
         Err(refused) => refused,

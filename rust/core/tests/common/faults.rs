@@ -3,7 +3,7 @@
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Weak};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -16,6 +16,8 @@ pub(crate) enum Fault {
     None,
     /// One bit of the byte at this place changes.
     Flip(usize),
+    /// One bit changes every so many bytes.
+    FlipEvery(usize),
     /// The connection ends in good order after so many bytes.
     Close(usize),
     /// The connection is reset after so many bytes.
@@ -34,13 +36,13 @@ pub(crate) enum Fault {
 struct Running {
     address: SocketAddr,
     stop: Arc<AtomicBool>,
-    sockets: Arc<Mutex<Vec<TcpStream>>>,
+    sockets: Arc<Mutex<Vec<Weak<TcpStream>>>>,
     accepting: Option<JoinHandle<()>>,
 }
 
 impl Running {
     /// Accepts connections and serves each on a thread of its own.
-    fn start(serve: impl Fn(TcpStream, &Tracker) + Send + Sync + 'static) -> Self {
+    fn start(serve: impl Fn(&TcpStream, &Tracker) + Send + Sync + 'static) -> Self {
         let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
         let address = listener.local_addr().unwrap();
         let tracker = Tracker { stop: Arc::default(), sockets: Arc::default() };
@@ -53,8 +55,8 @@ impl Running {
                         return;
                     }
                     let (serve, tracker) = (&serve, &tracker);
-                    tracker.track(&stream);
-                    scope.spawn(move || serve(stream, tracker));
+                    let stream = tracker.track(stream);
+                    scope.spawn(move || serve(&stream, tracker));
                 }
             });
         });
@@ -67,7 +69,7 @@ impl Drop for Running {
         self.stop.store(true, Ordering::SeqCst);
         // Wakes the thread that accepts.
         let _ = TcpStream::connect(self.address);
-        for socket in self.sockets.lock().unwrap().drain(..) {
+        for socket in self.sockets.lock().unwrap().drain(..).filter_map(|s| s.upgrade()) {
             let _ = socket.shutdown(Shutdown::Both);
         }
         if let Some(thread) = self.accepting.take() {
@@ -78,14 +80,15 @@ impl Drop for Running {
 
 pub(crate) struct Tracker {
     stop: Arc<AtomicBool>,
-    sockets: Arc<Mutex<Vec<TcpStream>>>,
+    // Weak: a connection closes when whoever serves it lets go of it.
+    sockets: Arc<Mutex<Vec<Weak<TcpStream>>>>,
 }
 
 impl Tracker {
-    fn track(&self, stream: &TcpStream) {
-        if let Ok(stream) = stream.try_clone() {
-            self.sockets.lock().unwrap().push(stream);
-        }
+    fn track(&self, stream: TcpStream) -> Arc<TcpStream> {
+        let stream = Arc::new(stream);
+        self.sockets.lock().unwrap().push(Arc::downgrade(&stream));
+        stream
     }
 
     pub(crate) fn is_over(&self) -> bool {
@@ -118,13 +121,18 @@ impl Proxy {
         let upstream: SocketAddr = authority.parse().unwrap();
         let left = Arc::new(AtomicUsize::new(times));
         let budget = Arc::clone(&left);
-        let running = Running::start(move |client, tracker| pass(&client, upstream, fault, &budget, tracker));
+        let running = Running::start(move |client, tracker| pass(client, upstream, fault, &budget, tracker));
         let url = format!("http://{}{path}", running.address);
         Self { running, left, url }
     }
 
     pub(crate) fn url(&self) -> &str {
         &self.url
+    }
+
+    /// Lets the fault happen `times` times from now on.
+    pub(crate) fn arm(&self, times: usize) {
+        self.left.store(times, Ordering::SeqCst);
     }
 
     /// Whether the fault has happened as often as it should.
@@ -140,14 +148,16 @@ impl Proxy {
 
 fn pass(client: &TcpStream, upstream: SocketAddr, fault: Fault, left: &AtomicUsize, tracker: &Tracker) {
     let Ok(server) = TcpStream::connect(upstream) else { return };
-    tracker.track(&server);
+    let server = tracker.track(server);
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            let _ = std::io::copy(&mut &*client, &mut &server);
+            let _ = std::io::copy(&mut &*client, &mut &*server);
             let _ = server.shutdown(Shutdown::Both);
         });
         let _ = answers(&server, client, fault, left, tracker);
-        let _ = client.shutdown(Shutdown::Both);
+        // A reset must not begin with the end in good order that shutting down the writing half is.
+        let half = if matches!(fault, Fault::Reset(_)) { Shutdown::Read } else { Shutdown::Both };
+        let _ = client.shutdown(half);
         let _ = server.shutdown(Shutdown::Both);
     });
 }
@@ -169,16 +179,25 @@ fn answers(
         }
         let chunk = &mut buffer[..got];
         let here = |place: usize| (at..at + got).contains(&place);
+        // An end that is allowed only later than its place comes at once.
+        let reached = |place: usize| at + got > place;
         let spend = || {
             let spend = |n| if n == ALWAYS { Some(n) } else { usize::checked_sub(n, 1) };
             left.fetch_update(Ordering::SeqCst, Ordering::SeqCst, spend).is_ok()
         };
         match fault {
             Fault::Flip(place) if here(place) && spend() => chunk[place - at] ^= 0x10,
-            Fault::Close(place) if here(place) && spend() => return client.write_all(&chunk[..place - at]),
-            Fault::Reset(place) if here(place) && spend() => {
-                client.write_all(&chunk[..place - at])?;
-                // With no time to linger, the shutdown that follows is a reset once the handles are gone.
+            Fault::FlipEvery(every) if left.load(Ordering::SeqCst) > 0 => {
+                for place in (at..at + got).filter(|place| *place > 0 && place.is_multiple_of(every)) {
+                    chunk[place - at] ^= 0x10;
+                }
+            }
+            Fault::Close(place) if reached(place) && spend() => {
+                return client.write_all(&chunk[..place.saturating_sub(at)]);
+            }
+            Fault::Reset(place) if reached(place) && spend() => {
+                client.write_all(&chunk[..place.saturating_sub(at)])?;
+                // With no time to linger, closing is a reset.
                 return socket2::SockRef::from(client).set_linger(Some(Duration::ZERO));
             }
             Fault::Lose(place, count) if here(place) && spend() => {
@@ -187,8 +206,8 @@ fn answers(
                 at += got;
                 continue;
             }
-            Fault::Stall(place) if here(place) && spend() => {
-                client.write_all(&chunk[..place - at])?;
+            Fault::Stall(place) if reached(place) && spend() => {
+                client.write_all(&chunk[..place.saturating_sub(at)])?;
                 tracker.sleep(Duration::from_mins(1));
                 return Err(ErrorKind::TimedOut.into());
             }
@@ -216,11 +235,11 @@ pub(crate) struct Liar {
 impl Liar {
     /// Calls `answer` with every request head; the connection ends when it returns an error.
     pub(crate) fn new(
-        answer: impl Fn(&mut TcpStream, &str, &Tracker) -> std::io::Result<()> + Send + Sync + 'static,
+        answer: impl Fn(&TcpStream, &str, &Tracker) -> std::io::Result<()> + Send + Sync + 'static,
     ) -> Self {
-        let running = Running::start(move |mut stream, tracker| {
-            while let Ok(head) = read_head(&mut stream) {
-                if answer(&mut stream, &head, tracker).is_err() || tracker.is_over() {
+        let running = Running::start(move |stream, tracker| {
+            while let Ok(head) = read_head(stream) {
+                if answer(stream, &head, tracker).is_err() || tracker.is_over() {
                     break;
                 }
             }
@@ -234,7 +253,7 @@ impl Liar {
     }
 }
 
-fn read_head(stream: &mut TcpStream) -> std::io::Result<String> {
+fn read_head(mut stream: &TcpStream) -> std::io::Result<String> {
     let mut head = Vec::new();
     let mut byte = [0];
     while !head.ends_with(b"\r\n\r\n") {

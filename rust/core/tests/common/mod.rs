@@ -81,9 +81,10 @@ impl State {
     }
 
     pub(crate) fn owned_by(&self, stability: Stability, owner: Box<dyn std::any::Any + Send + Sync>) -> Publication {
-        let items = self.0.iter().map(|(name, bytes)| {
-            Item::bytes(name.clone(), Dtype::U8, &[bytes.len() as u64], bytes.clone())
-        });
+        let items = self
+            .0
+            .iter()
+            .map(|(name, bytes)| Item::bytes(name.clone(), Dtype::U8, &[bytes.len() as u64], bytes.clone()));
         Publication::new(vec![("format".into(), "pt".into())], items.collect(), stability, owner).unwrap()
     }
 

@@ -47,7 +47,7 @@ impl Raw {
     pub(crate) fn send(&mut self, method: &str, path: &str, headers: &[(&str, &str)]) {
         let mut request = format!("{method} {path} HTTP/1.1\r\nHost: test\r\n");
         for (name, value) in headers {
-            request.push_str(&format!("{name}: {value}\r\n"));
+            request.extend([name, ": ", value, "\r\n"]);
         }
         request.push_str("\r\n");
         self.stream.write_all(request.as_bytes()).unwrap();

@@ -1,0 +1,249 @@
+"""The two processes of a measurement: a fresh source and a fresh receiver, told what to do over a pipe."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import platform
+import statistics
+import sys
+import threading
+import time
+import traceback
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit, urlunsplit
+
+import torch
+
+from contenders import OURS, THEIRS, Contender, version
+from main_loop import MainLoop
+from memory import PeakMemory, fresh, settle, touch
+from raw_socket import RawReceiver, RawSender, floor
+from states import ROWS, digest, measure, warm_up_state
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+_TIMEOUT = timedelta(seconds=120)
+_STEPS = {"warm_up": 1, "state": 2}
+
+
+class PeerError(Exception):
+    """A child failed, died or took too long."""
+
+
+class Agent:
+    """What a child can be told to do; each public method is one command and returns plain data."""
+
+    def __init__(self, loop: MainLoop | None) -> None:
+        self._loop = loop
+        self._states: dict[str, Any] = {"warm_up": warm_up_state()}
+        self._live: Any = self._states["warm_up"]
+        self._received: Any = None
+        self._raw: dict[str, Any] = {}
+
+    def facts(self) -> dict[str, Any]:
+        """Versions as a child sees them; None for a library that is not there."""
+        return {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            THEIRS: version(THEIRS),
+            OURS: version(OURS),
+        }
+
+    def settle(self, nbytes: int) -> float:
+        """Have that much memory ready in the machine; return how fast it is handed out, in GB/s."""
+        return settle(nbytes)
+
+    def build(self, row: str, scale: float, seed: int) -> dict[str, int]:
+        """Make a row's state."""
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # both sides may build at once, and waiting for each other's threads is slow
+        self._states["state"] = ROWS[row].build(scale, seed)
+        torch.set_num_threads(threads)
+        return measure(self._states["state"])
+
+    def open(self, contender: str) -> str:
+        """Build the transport; return its metadata with the host replaced by loopback."""
+        self._transport = Contender.parse(contender).open(_TIMEOUT, lambda: self._live)
+        parts = urlsplit(self._transport.metadata())
+        return urlunsplit(parts._replace(netloc=f"127.0.0.1:{parts.port}"))
+
+    def send(self, which: str) -> dict[str, Any]:
+        """Offer a state; return when that call began and ended."""
+        gc.collect()
+        self._peak = PeakMemory()
+        begin = time.perf_counter_ns()
+        self._transport.send_checkpoint([1], _STEPS[which], self._states[which], _TIMEOUT)
+        return {"window": (begin, time.perf_counter_ns())}
+
+    def disallow(self) -> None:
+        """End a step, as torchft does before every next one."""
+        self._transport.disallow_checkpoint()
+
+    def extra_memory(self) -> int | None:
+        """Peak above the level at the last `send`."""
+        return self._peak.extra()
+
+    def receive(self, metadata: str, which: str, repeats: int, at_least_s: float) -> dict[str, Any]:
+        """Receive `repeats` times, and on until `at_least_s` have gone into it; the last result is kept."""
+        self._live = self._states.get(which)
+        windows: list[tuple[int, int]] = []
+        spent = 0
+        gc.collect()
+        peak = PeakMemory()
+        while len(windows) < repeats or spent < at_least_s * 1e9:
+            self._received = None
+            begin = time.perf_counter_ns()
+            self._received = self._transport.recv_checkpoint(0, metadata, _STEPS[which], _TIMEOUT)
+            windows.append((begin, time.perf_counter_ns()))
+            spent += windows[-1][1] - begin
+        seconds = statistics.median(end - begin for begin, end in windows) / 1e9
+        return {"s": seconds, "windows": windows, "extra": peak.extra()}
+
+    def forget(self) -> None:
+        """Drop the received state, so that its memory goes back to where it came from."""
+        self._received = None
+        gc.collect()
+
+    def digest(self, received: bool) -> str:
+        """Digest of the state that was built, or of the one received."""
+        return digest(self._received if received else self._states["state"])
+
+    def close(self) -> None:
+        """Shut the transport down."""
+        self._received = None
+        self._transport.shutdown()
+
+    def raw_listen(self, nbytes: int) -> int:
+        """Be the raw sender; return its port."""
+        self._raw["sender"] = RawSender(nbytes)
+        return self._raw["sender"].port
+
+    def raw_serve(self, streams: tuple[int, ...]) -> None:
+        """Serve one receiver after the other, in the background."""
+
+        def serve() -> None:
+            for count in streams:
+                self._raw["sender"].serve(count)
+
+        threading.Thread(target=serve, daemon=True).start()
+
+    def raw_floor(self, port: int, nbytes: int) -> dict[str, float]:
+        """Be the raw receiver: seconds for one and two streams, into fresh and into touched memory."""
+        return floor(lambda streams: RawReceiver(port, streams), nbytes)
+
+    def raw_receive(self, port: int, nbytes: int, streams: int, at_least_s: float) -> list[tuple[int, int]]:
+        """Receive into touched memory again and again; return when each transfer began and ended."""
+        memory = fresh(nbytes)
+        touch(memory)
+        receiver = RawReceiver(port, streams)
+        windows = [receiver.receive(memory)]
+        while sum(end - begin for begin, end in windows) < at_least_s * 1e9:
+            windows.append(receiver.receive(memory))
+        receiver.close()
+        return windows
+
+    def loop_begin(self, unloaded_s: float) -> dict[str, float]:
+        """Start the main loop; return how it does while nothing else happens."""
+        assert self._loop is not None
+        self._loop.begin()
+        time.sleep(0.1)
+        begin = time.perf_counter_ns()
+        time.sleep(unloaded_s)
+        return self._loop.during([(begin, time.perf_counter_ns())])
+
+    def loop_during(self, windows: list[tuple[int, int]]) -> dict[str, float]:
+        """Return how the main loop did during some windows of time."""
+        assert self._loop is not None
+        return self._loop.during(windows)
+
+
+def _obey(pipe: Connection, agent: Agent, loop: MainLoop | None) -> None:
+    try:
+        while (order := pipe.recv()) is not None:
+            command, arguments = order
+            try:
+                pipe.send((True, getattr(agent, command)(**arguments)))
+            except Exception:
+                pipe.send((False, traceback.format_exc()))
+    except (EOFError, OSError):  # the parent is gone: nobody is left to answer
+        pass
+    finally:
+        if loop is not None:
+            loop.stop()
+
+
+def _child(pipe: Connection, log: str, busy: bool) -> None:
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stderr.flush()
+    os.dup2(descriptor, 2)  # torchft logs every request and torch its warnings: kept, but not on the terminal
+    os.close(descriptor)
+    if not busy:
+        _obey(pipe, Agent(None), None)
+        return
+    loop = MainLoop()
+    orders = threading.Thread(target=_obey, args=(pipe, Agent(loop), loop))
+    orders.start()
+    loop.run()
+    orders.join()
+
+
+class Peer:
+    """A child process; its orders are answered in turn."""
+
+    def __init__(self, context: Any, log: str, *, busy: bool = False) -> None:
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_child, args=(theirs, log, busy), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def post(self, command: str, **arguments: Any) -> None:
+        """Give an order without waiting for its answer."""
+        self._pipe.send((command, arguments))
+
+    def wait(self, timeout_s: float = 180.0) -> Any:
+        """Return the answer to the oldest order; raise PeerError if there is none in time or it failed."""
+        try:
+            if not self._pipe.poll(timeout_s):
+                raise PeerError(f"no answer within {timeout_s:.0f} s")
+            done, answer = self._pipe.recv()
+        except (EOFError, OSError) as error:
+            raise PeerError("the process ended without an answer") from error
+        if not done:
+            raise PeerError(answer)
+        return answer
+
+    def ask(self, command: str, **arguments: Any) -> Any:
+        """Give an order and return its answer."""
+        self.post(command, **arguments)
+        return self.wait()
+
+    def end(self, patience_s: float = 10.0) -> bool:
+        """End the process; return whether it went by itself."""
+        with contextlib.suppress(OSError):
+            self._pipe.send(None)
+        self._process.join(patience_s)
+        went = self._process.exitcode is not None
+        if not went:
+            self._process.kill()
+            self._process.join()
+        self._pipe.close()
+        return went
+
+
+def context(start: str, *, optimizers: bool) -> Any:
+    """Return the way children start.
+
+    "forkserver": forked from a process that has imported torch and the transports and done nothing else, so that a
+    measurement does not wait for those imports; "spawn": a new interpreter each time. `optimizers`: whether states
+    with one will be built, for which torch imports its compiler, which takes seconds.
+    """
+    chosen = multiprocessing.get_context(start)
+    if start == "forkserver":
+        transports = ["torchft.checkpointing.http_transport", "tensorferry"]
+        chosen.set_forkserver_preload(["torch", *transports, *(["torch._dynamo"] if optimizers else [])])
+    return chosen

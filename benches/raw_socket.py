@@ -1,0 +1,98 @@
+"""The floor: the same bytes through plain blocking sockets between two processes, with nothing around them."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from memory import fresh, settle, touch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from mmap import mmap
+
+_BLOCK = 4 << 20
+
+
+def _slices(memory: memoryview, streams: int) -> list[memoryview]:
+    share = -(-len(memory) // streams)
+    return [memory[i * share : (i + 1) * share] for i in range(streams)]
+
+
+class RawSender:
+    """Answers each byte asked for on a connection with that stream's share of the memory."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._memory = fresh(nbytes)
+        touch(self._memory)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+
+    def serve(self, streams: int) -> None:
+        """Accept `streams` connections and serve each on a thread of its own until its peer closes it."""
+        for part in _slices(memoryview(self._memory), streams):
+            connection, _ = self._listener.accept()
+            threading.Thread(target=self._answer, args=(connection, part), daemon=True).start()
+
+    @staticmethod
+    def _answer(connection: socket.socket, part: memoryview) -> None:
+        with connection:
+            while connection.recv(1):
+                for start in range(0, len(part), _BLOCK):
+                    connection.sendall(part[start : start + _BLOCK])
+
+
+class RawReceiver:
+    """Keeps `streams` connections open and times one whole transfer at a time."""
+
+    def __init__(self, port: int, streams: int) -> None:
+        self._connections = [socket.create_connection(("127.0.0.1", port)) for _ in range(streams)]
+
+    def receive(self, memory: mmap) -> tuple[int, int]:
+        """Fill `memory`; return when it began and when it ended, in nanoseconds of the monotonic clock."""
+        begin = time.perf_counter_ns()
+        jobs = [
+            threading.Thread(target=self._fill, args=pair)
+            for pair in zip(self._connections, _slices(memoryview(memory), len(self._connections)), strict=True)
+        ]
+        for job in jobs:
+            job.start()
+        for job in jobs:
+            job.join()
+        return begin, time.perf_counter_ns()
+
+    @staticmethod
+    def _fill(connection: socket.socket, part: memoryview) -> None:
+        connection.sendall(b"g")
+        done = 0
+        while done < len(part):
+            got = connection.recv_into(part[done:])
+            if not got:
+                raise ConnectionError("raw sender went away")
+            done += got
+
+    def close(self) -> None:
+        """Let the sender's threads end."""
+        for connection in self._connections:
+            connection.close()
+
+
+def floor(receiver_of: Callable[[int], RawReceiver], nbytes: int) -> dict[str, float]:
+    """Return the seconds of one transfer of each kind; `receiver_of(streams)` opens the connections.
+
+    Memory is fresh for the first transfer into it and touched for the second; "huge" is fresh and of huge pages.
+    """
+    seconds: dict[str, float] = {}
+    for streams in (1, 2):
+        receiver = receiver_of(streams)
+        for first, second in (("huge", None), ("fresh", "touched")):
+            settle(nbytes)
+            memory = fresh(nbytes, huge=first == "huge")
+            for kind in (first, second) if second else (first,):
+                begin, end = receiver.receive(memory)
+                seconds[f"{kind}_{streams}_s"] = (end - begin) / 1e9
+            del memory
+        receiver.close()
+    return seconds

@@ -1,0 +1,176 @@
+"""Ours beside torchft's HTTPTransport: the same states, the same machine, the same minutes.
+
+Every measurement is made by a fresh source process and a fresh receiver process on loopback; contenders take turns
+within a round, forwards in even rounds and backwards in odd ones, and ratios are taken within a round. Each pair moves
+a tiny state first, so that imports and connection set-up are not counted ("cold" in the JSON is that first receive).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import report
+from contenders import OURS, Contender, choose, select
+from machine import facts, others_busy
+from measure import Lab, raw_floor, raw_stall, stall, transfer
+from peers import Peer, PeerError, context
+from states import GIB, ROWS, Row
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_STALL_ROWS = ("large", "small")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, default=Path("build/bench/results.json"), help="raw samples and summary")
+    parser.add_argument("--plot", type=Path, help="PNG to draw")
+    parser.add_argument("--rounds", type=int, help="interleaved rounds (default 5; quick 2)")
+    parser.add_argument("--rows", help=f"comma-separated: {', '.join(ROWS)} (default: all but million)")
+    parser.add_argument("--contenders", help="comma-separated, e.g. torchft:4,tensorferry,tensorferry+inplace")
+    parser.add_argument("--stalls", help=f"rows of the main-loop table (default {','.join(_STALL_ROWS)}; '' for none)")
+    parser.add_argument(
+        "--quick", action="store_true", help="a fifth of the size, fewer chunk counts, two rounds: a first look"
+    )
+    parser.add_argument("--start", choices=("forkserver", "spawn"), default="forkserver", help="how children start")
+    parser.add_argument("--scale", type=float, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    options.rounds = options.rounds or (2 if options.quick else 5)
+    options.scale = options.scale or (0.2 if options.quick else 1.0)
+    options.rows = options.rows.split(",") if options.rows else [row.name for row in ROWS.values() if row.default]
+    options.stalls = (
+        list(_STALL_ROWS) if options.stalls is None else [name for name in options.stalls.split(",") if name]
+    )
+    options.contenders = options.contenders.split(",") if options.contenders else None
+    for name in {*options.rows, *options.stalls} - {*ROWS}:
+        parser.error(f"no such row: {name}")
+    return options
+
+
+class Bench:
+    """Walks rows, rounds and contenders; keeps every sample."""
+
+    def __init__(self, options: argparse.Namespace, lab: Lab, have_ours: bool) -> None:
+        self._options, self._lab, self._have_ours = options, lab, have_ours
+        self._begin = time.monotonic()
+        self.others_busy: list[float] = []
+
+    def _contenders(self, row: Row, stalls: bool = False) -> list[Contender]:
+        if self._options.contenders:
+            chosen = select(self._options.contenders, row, self._have_ours)
+        else:
+            chosen = choose(row, self._have_ours, quick=self._options.quick)
+        if stalls:  # where ours is received makes no difference to the source; torchft stalls it least without chunks
+            chosen = [c for c in chosen if not c.in_place and (c.library == OURS or not c.chunks)]
+        return chosen
+
+    def _note(self, text: str, seconds: float | None) -> None:
+        result = "failed" if seconds is None else f"{seconds:.6f} s"
+        print(f"[{time.monotonic() - self._begin:5.0f} s] {text}: {result}", file=sys.stderr, flush=True)
+
+    def _try(self, what: str, run: Callable[[], dict[Any, Any]]) -> dict[Any, Any]:
+        try:
+            return run()
+        except PeerError as error:
+            self._lab.problems.append(f"{what}: {error}")
+            return {"error": str(error)}
+
+    def row(self, row: Row) -> dict[str, Any]:
+        """Measure one shape of state in all rounds."""
+        samples: list[dict[str, Any]] = []
+        floors: list[dict[str, Any]] = []
+        self.others_busy.append(others_busy())
+        for number in range(min(self._options.rounds, row.rounds or self._options.rounds)):
+            for order, contender in enumerate(_in_turn(self._contenders(row), number)):
+                got = self._try(
+                    f"{row.title}, {contender.name}",
+                    lambda which=contender, check=number == 0: transfer(self._lab, row, which, check),
+                )
+                samples.append({"contender": contender.name, "round": number, "order": order} | got)
+                self._note(f"{row.title}, round {number + 1}, {contender.name}", got.get("first_s"))
+            nbytes = next((sample["bytes"] for sample in samples if "bytes" in sample), 0)
+            if row.large and nbytes:
+                floor = self._try(f"{row.title}, raw sockets", lambda size=nbytes: raw_floor(self._lab, size))
+                floors.append({"round": number} | floor)
+        return {
+            "name": row.name,
+            "title": row.title,
+            "bytes": nbytes,
+            "tensors": next((sample["tensors"] for sample in samples if "tensors" in sample), 0),
+            "samples": samples,
+            "raw": floors,
+            "summary": report.summarise_transfers(samples, floors),
+        }
+
+    def stalls(self, rows: list[Row]) -> list[dict[str, Any]]:
+        """Watch the source's main loop in all rounds; the raw sockets of other processes are the same for each row."""
+        samples: list[dict[str, Any]] = []
+        self.others_busy.append(others_busy())
+        turns = [(row, contender) for row in rows for contender in self._contenders(row, stalls=True)]
+        for number in range(self._options.rounds if rows else 0):
+            for order, (row, contender) in enumerate(_in_turn(turns, number)):
+                what = f"main loop, {row.title}, {contender.name}"
+                got = self._try(what, lambda which=contender, of=row: stall(self._lab, of, which))
+                where = {"row": row.title, "contender": contender.name, "round": number, "order": order}
+                samples.append(where | got)
+                self._note(f"main loop, {row.title}, round {number + 1}, {contender.name}", got.get("serving_worst_s"))
+            raw = self._try("main loop, raw sockets", lambda: raw_stall(self._lab, int(GIB * self._lab.scale)))
+            for streams, got in raw.items() if "error" not in raw else ():
+                name = f"{streams} raw stream{'s' if streams == 2 else ''} of other processes"
+                samples += [{"row": row.title, "contender": name, "round": number} | got for row in rows]
+        return samples
+
+
+def _in_turn(turns: list[Any], number: int) -> list[Any]:
+    """Go forwards in even rounds, backwards in odd ones."""
+    return turns[::-1] if number % 2 else turns
+
+
+def main() -> int:
+    options = _arguments()
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    log = options.json.with_name("children.log")
+    log.write_text("")
+    rows = {*options.rows, *options.stalls}
+    lab = Lab(context(options.start, optimizers="transformer" in rows), str(log), options.scale)
+    here = facts()
+    probe = Peer(lab.context, lab.log)
+    here |= probe.ask("facts")
+    probe.end()
+    if not here[OURS]:
+        print("tensorferry is not installed here: only torchft is measured", file=sys.stderr)
+    bench = Bench(options, lab, here[OURS] is not None)
+    rows = [bench.row(ROWS[name]) for name in options.rows]
+    stalls = bench.stalls([ROWS[name] for name in options.stalls])
+    here["others_busy"] = [*bench.others_busy, others_busy()]
+    results = {
+        "version": 1,
+        "machine": here,
+        "options": {"rounds": options.rounds, "scale": options.scale, "start": options.start, "quick": options.quick},
+        "rows": rows,
+        "stalls": stalls,
+        "stall_summary": report.summarise_stalls(stalls),
+        "problems": lab.problems,
+    }
+    options.json.write_text(json.dumps(results, indent=1) + "\n")
+    options.json.with_name("table.md").write_text(report.as_markdown(results))
+    if options.plot:
+        from plot import draw  # matplotlib is only needed, and only slow, here
+
+        draw(results, options.plot)
+    print(report.as_text(results))
+    if max(here["others_busy"]) > report.QUIET:
+        print(f"NOTE: other work kept up to {max(here['others_busy']):.0%} of the machine busy", file=sys.stderr)
+    for problem in lab.problems:
+        print(f"PROBLEM: {problem}", file=sys.stderr)
+    return 1 if lab.problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""Child processes that talk in JSON lines, and die with the process that started them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+HERE = Path(__file__).parent
+Events = queue.SimpleQueue["tuple[Child, dict[str, Any]]"]
+
+
+@dataclass(eq=False)
+class Child:
+    """A started script. Its events go to a queue and to a JSONL file, its other output to a log.
+
+    Args:
+        name: used in messages and as the name of its event file
+        command: the script, in this folder, and its arguments
+        events: where its events go; the last one is ``gone``, with its exit status
+        event_file: the same events, one JSON object a line
+        log: an open file that its stderr is appended to
+        path: folders to put on its PYTHONPATH
+
+    """
+
+    name: str
+    command: list[str]
+    events: Events
+    event_file: Path
+    log: IO[bytes]
+    path: list[str] = field(default_factory=list)
+    seen: dict[str, dict[str, Any]] = field(default_factory=dict)
+    expected_to_go: bool = False
+
+    def __post_init__(self) -> None:
+        """Start the process and the thread that reads its events."""
+        env = {name: value for name, value in os.environ.items() if not name.startswith("TORCHFT_")}
+        env["PYTHONPATH"] = os.pathsep.join([*self.path, *filter(None, [env.get("PYTHONPATH")])])
+        env |= {"OMP_NUM_THREADS": "1", "NO_PROXY": "*", "no_proxy": "*"}
+        script, *arguments = self.command
+        self.process = subprocess.Popen(
+            [sys.executable, str(HERE / script), *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            env=env,
+        )
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
+
+    @property
+    def pid(self) -> int:
+        """The process, for the one who kills it."""
+        return self.process.pid
+
+    @property
+    def step(self) -> int:
+        """The last step it committed."""
+        return self.seen.get("committed", {}).get("step", 0)
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with self.event_file.open("w", buffering=1, encoding="utf-8") as copy:
+            for line in self.process.stdout:
+                if not line.endswith(b"\n"):
+                    break  # killed while it wrote
+                copy.write(line.decode())
+                self.events.put((self, json.loads(line)))
+            gone = {"event": "gone", "at": time.monotonic(), "status": self.process.wait()}
+            copy.write(json.dumps(gone) + "\n")
+        self.events.put((self, gone))
+
+    def tell(self, **order: Any) -> None:
+        """Send an order; a child that is gone does not hear it."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(json.dumps(order).encode() + b"\n")
+            self.process.stdin.flush()
+
+    def kill(self) -> None:
+        """SIGKILL, by its pid; its end is then no surprise."""
+        self.expected_to_go = True
+        self.process.kill()
+
+    def stop(self) -> None:
+        """Make sure it is gone, and close what belonged to it."""
+        self.kill()
+        self.process.wait()
+        self.reader.join()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()

@@ -1,0 +1,130 @@
+"""Judges a run by its events: what was healed from whom, and whether all bytes arrived and all replicas agree."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One process of the job: a replica group's member, in its first life or in a later one."""
+
+    replica: int
+    rank: int
+    life: int
+
+    def __str__(self) -> str:
+        """As in the names of its files."""
+        return f"replica{self.replica}.rank{self.rank}.life{self.life}"
+
+
+@dataclass(frozen=True)
+class Heal:
+    """A state that went from one process to another."""
+
+    receiver: Rank
+    source: Rank | None
+    step: int
+    nbytes: int
+    receive_seconds: float
+    held_up_seconds: float
+    sent_digest: str | None
+    received_digest: str
+
+    @property
+    def intact(self) -> bool:
+        """Whether what arrived is what was sent."""
+        return self.sent_digest == self.received_digest
+
+
+Log = dict[Rank, list[dict[str, Any]]]
+
+
+def heals_of(log: Log) -> list[Heal]:
+    """Pair every receive with the send that it was served from: same source, same step."""
+    sends = {
+        (event["source"], event["step"]): (rank, event)
+        for rank, events in log.items()
+        for event in events
+        if event["event"] == "sent"
+    }
+    heals = []
+    for receiver, events in log.items():
+        for event in events:
+            if event["event"] != "received":
+                continue
+            source, sent = sends.get((event["source"], event["step"]), (None, {}))
+            heals.append(
+                Heal(
+                    receiver=receiver,
+                    source=source,
+                    step=event["step"],
+                    nbytes=event["nbytes"],
+                    receive_seconds=event["seconds"],
+                    held_up_seconds=sent.get("seconds", 0.0) + sent.get("withdraw_seconds", 0.0),
+                    sent_digest=sent.get("digest"),
+                    received_digest=event["digest"],
+                )
+            )
+    return heals
+
+
+def problems_of(log: Log, replicas: int, group_world_size: int) -> list[str]:
+    """Everything that is wrong with a finished run; an empty list is the proof that it went well."""
+    problems = heal_problems(log)
+    for rank in range(group_world_size):
+        problems += _disagreements(log, rank, replicas)
+    return problems
+
+
+def heal_problems(log: Log) -> list[str]:
+    """Find what is wrong with the heals of a run, finished or not."""
+    problems = []
+    heals = heals_of(log)
+    for heal in heals:
+        if heal.source is None:
+            problems.append(f"{heal.receiver} received step {heal.step} from a source that never sent it")
+        elif not heal.intact:
+            problems.append(
+                f"{heal.receiver} received other bytes at step {heal.step} than {heal.source} sent: "
+                f"{heal.received_digest[:12]} instead of {str(heal.sent_digest)[:12]}"
+            )
+    for rank, events in log.items():
+        problems += [
+            f"{rank} failed to receive step {event['step']}: {event['error']}"
+            for event in events
+            if event["event"] == "receive_failed"
+        ]
+        if rank.life and not any(heal.receiver == rank and heal.step > 0 for heal in heals):
+            problems.append(f"{rank} was restarted and never healed")
+    return problems
+
+
+def _disagreements(log: Log, rank: int, replicas: int) -> list[str]:
+    """Compare the last state of one rank across all replicas, and make sure that they did not start out equal."""
+    finals = {
+        who: event
+        for who, events in log.items()
+        if who.rank == rank
+        for event in events
+        if event["event"] == "finished"
+    }
+    if {who.replica for who in finals} != set(range(replicas)):
+        return [f"rank {rank} finished on replicas {sorted(who.replica for who in finals)} of {replicas}"]
+    problems = []
+    if len({event["step"] for event in finals.values()}) > 1:
+        problems.append(f"rank {rank} stopped at different steps: {[event['step'] for event in finals.values()]}")
+    if len({event["digest"] for event in finals.values()}) > 1:
+        parts = ", ".join(f"{who} {event['digest'][:12]}" for who, event in finals.items())
+        problems.append(f"rank {rank} ended with different states: {parts}")
+    starts = [
+        event["weights"]
+        for who, events in log.items()
+        if who.rank == rank
+        for event in events
+        if event["event"] == "loaded"
+    ]
+    if len(set(starts)) < len(starts):
+        problems.append(f"rank {rank} had equal weights on two replicas before any heal: the run proves nothing")
+    return problems

@@ -1,0 +1,224 @@
+//! Networks that damage, cut, delay and hang: a single fault is repaired, a lasting one ends the transfer in time with
+//! the right kind of error, and never is a wrong byte handed over.
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
+
+mod common;
+
+use std::time::{Duration, Instant};
+
+use common::faults::{ALWAYS, Fault, Proxy};
+use common::{BLOCK, PATIENCE, Rig, STEP, State, lanes};
+use tensorferry_core::{Arrived, Cancel, Destination, Error, ErrorKind, FetchOptions, Remote};
+
+fn state() -> State {
+    State::of(&[9 * BLOCK + 5, 100, 6 * BLOCK], 1)
+}
+
+/// Options that find a stuck connection quickly.
+fn quick(timeout: Duration, count: usize) -> FetchOptions {
+    FetchOptions { stall: Duration::from_millis(500), lanes: Some(count), ..FetchOptions::within(timeout) }
+}
+
+/// Fetches through `fault`, which happens `times` times.
+fn through(fault: Fault, times: usize, options: FetchOptions) -> (Result<Arrived, Error>, bool) {
+    let state = state();
+    let rig = Rig::serving(&state);
+    let proxy = Proxy::new(&rig.url(), fault, times);
+    let result = state.fetch(&[proxy.url()], options);
+    (result, proxy.is_spent())
+}
+
+/// Places where a fault may happen: in the first head, in the header and the first blocks, where the digests of the
+/// opening come, and far into the payload.
+const PLACES: [usize; 6] = [3, 300, 900, BLOCK / 2, BLOCK + 700, 4 * BLOCK + 123];
+
+#[test]
+fn a_proxy_without_faults_changes_nothing() {
+    let (result, _) = through(Fault::None, 0, lanes(2));
+    assert_eq!(result.unwrap().report().retries, 0);
+}
+
+#[test]
+fn one_flipped_bit_is_repaired_wherever_it_is() {
+    for place in PLACES.into_iter().skip(1) {
+        for count in [1, 3] {
+            let (result, spent) = through(Fault::Flip(place), 1, quick(PATIENCE, count));
+            let arrived = result.unwrap_or_else(|e| panic!("a bit of byte {place}, {count} lanes: {e}"));
+            if place > 2 * BLOCK && spent {
+                assert!(arrived.report().retries > 0, "{:?}", arrived.report());
+            }
+        }
+    }
+}
+
+#[test]
+fn bits_that_keep_flipping_end_as_corrupt_and_name_the_tensor() {
+    let state = state();
+    let rig = Rig::serving(&state);
+    let proxy = Proxy::new(&rig.url(), Fault::FlipEvery(BLOCK / 2), 0);
+    for count in [1, 3] {
+        proxy.arm(0);
+        let remote = Remote::open(&[proxy.url()], STEP, quick(PATIENCE, count)).unwrap();
+        proxy.arm(ALWAYS);
+        let failed = remote.fetch(Destination::Fresh).unwrap_err();
+        assert_eq!(failed.kind(), ErrorKind::Corrupt, "{count} lanes: {failed}");
+        let message = failed.to_string();
+        assert!(message.contains("w0") && message.contains("did not match its checksum 4 times"), "{message}");
+    }
+}
+
+#[test]
+fn one_broken_connection_is_repaired_wherever_it_breaks() {
+    for place in PLACES {
+        for fault in [Fault::Close(place), Fault::Reset(place)] {
+            for count in [1, 3] {
+                let (result, spent) = through(fault, 1, quick(PATIENCE, count));
+                let arrived = result.unwrap_or_else(|e| panic!("{fault:?}, {count} lanes: {e}"));
+                if place > 2 * BLOCK && spent {
+                    assert!(arrived.report().retries > 0, "{fault:?}: {:?}", arrived.report());
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn bytes_lost_on_the_way_are_noticed_and_fetched_again() {
+    for place in [4 * BLOCK + 123, BLOCK / 2] {
+        let (result, spent) = through(Fault::Lose(place, 1000), 1, quick(PATIENCE, 1));
+        result.unwrap_or_else(|e| panic!("1000 bytes lost at {place}: {e}"));
+        assert!(spent);
+    }
+}
+
+#[test]
+fn one_connection_that_hangs_is_given_up_for_another() {
+    for place in [300, BLOCK + 700, 4 * BLOCK + 123] {
+        let started = Instant::now();
+        let (result, spent) = through(Fault::Stall(place), 1, quick(PATIENCE, 2));
+        let arrived = result.unwrap_or_else(|e| panic!("hangs after {place} bytes: {e}"));
+        assert!(started.elapsed() < PATIENCE);
+        assert!(place < 2 * BLOCK || !spent || arrived.report().retries > 0);
+    }
+}
+
+/// Asserts that a fetch ends with one of `kinds`, at most a second after its deadline.
+fn ends(what: &str, url: &str, options: FetchOptions, kinds: &[ErrorKind]) {
+    let (started, timeout) = (Instant::now(), options.timeout);
+    let failed = match Remote::open(&[url], STEP, options) {
+        Ok(remote) => remote.fetch(Destination::Fresh).expect_err(what),
+        Err(failed) => failed,
+    };
+    let took = started.elapsed();
+    assert!(kinds.contains(&failed.kind()), "{what}: {:?}: {failed}", failed.kind());
+    assert!(took < timeout + Duration::from_secs(1), "{what}: took {took:?}");
+}
+
+#[test]
+fn lasting_faults_end_in_time_with_the_right_kind() {
+    let state = state();
+    let rig = Rig::serving(&state);
+    let broken = [ErrorKind::Connect, ErrorKind::Timeout];
+    let cases: [(Fault, &[ErrorKind]); 7] = [
+        (Fault::Close(BLOCK / 2), &broken),
+        (Fault::Reset(BLOCK / 2), &broken),
+        (Fault::Reset(0), &broken),
+        (Fault::Stall(0), &[ErrorKind::Timeout]),
+        (Fault::Stall(BLOCK + 40_000), &[ErrorKind::Timeout]),
+        (Fault::Drip(100), &[ErrorKind::Timeout]),
+        // In the header, behind the head of the answer.
+        (Fault::Flip(320), &[ErrorKind::Corrupt, ErrorKind::Protocol]),
+    ];
+    for (fault, kinds) in cases {
+        let proxy = Proxy::new(&rig.url(), fault, ALWAYS);
+        ends(&format!("{fault:?}"), proxy.url(), quick(Duration::from_secs(2), 2), kinds);
+    }
+    // The same once the opening went well.
+    for (fault, kinds) in [
+        (Fault::Close(BLOCK / 2), &[ErrorKind::Connect][..]),
+        (Fault::Reset(1000), &[ErrorKind::Connect]),
+        (Fault::Stall(BLOCK / 2), &[ErrorKind::Timeout]),
+    ] {
+        for count in [1, 3] {
+            let proxy = Proxy::new(&rig.url(), fault, 0);
+            let (started, timeout) = (Instant::now(), Duration::from_secs(4));
+            let remote = Remote::open(&[proxy.url()], STEP, quick(timeout, count)).unwrap();
+            proxy.arm(ALWAYS);
+            let failed = remote.fetch(Destination::Fresh).unwrap_err();
+            assert!(kinds.contains(&failed.kind()), "{fault:?} while fetching: {failed}");
+            assert!(started.elapsed() < timeout + Duration::from_secs(1), "{fault:?}: {:?}", started.elapsed());
+        }
+    }
+}
+
+#[test]
+fn nobody_there_is_a_connect_error() {
+    let listener = std::net::TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    let url = format!("http://{}/checkpoint/", listener.local_addr().unwrap());
+    drop(listener);
+    ends("no listener", &url, quick(Duration::from_secs(5), 1), &[ErrorKind::Connect]);
+}
+
+#[test]
+fn a_host_that_does_not_answer_costs_no_more_than_a_stall() {
+    let state = state();
+    let rig = Rig::serving(&state);
+    // Linux drops what comes to a listener whose queue is full, as a host that is gone does.
+    let deaf = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
+    deaf.bind(&std::net::SocketAddr::from(([127, 0, 0, 1], 0)).into()).unwrap();
+    deaf.listen(0).unwrap();
+    let address = deaf.local_addr().unwrap().as_socket().unwrap();
+    let _queued: Vec<_> =
+        (0..3).map(|_| std::net::TcpStream::connect_timeout(&address, Duration::from_millis(50))).collect();
+    let url = format!("http://{address}/checkpoint/");
+    let started = Instant::now();
+    state.fetch(&[&url, &rig.url()], quick(PATIENCE, 2)).unwrap();
+    assert!(started.elapsed() < PATIENCE / 2, "{:?}", started.elapsed());
+    ends("a deaf host", &url, quick(Duration::from_secs(5), 1), &[ErrorKind::Connect, ErrorKind::Timeout]);
+}
+
+#[test]
+fn a_slow_link_is_no_fault() {
+    let state = State::of(&[300_000], 1);
+    let rig = Rig::serving(&state);
+    for fault in [Fault::Drip(1000), Fault::Delay(Duration::from_millis(30))] {
+        let proxy = Proxy::new(&rig.url(), fault, ALWAYS);
+        let arrived = state.fetch(&[proxy.url()], quick(PATIENCE, 2)).unwrap();
+        assert_eq!(arrived.report().retries, 0, "{fault:?}");
+    }
+}
+
+#[test]
+fn cancelling_ends_a_transfer_at_once_whatever_it_waits_for() {
+    let state = state();
+    let serving = Rig::serving(&state);
+    let closed = Rig::new();
+    let slow = Proxy::new(&serving.url(), Fault::Drip(100), ALWAYS);
+    let hanging = Proxy::new(&serving.url(), Fault::Stall(2 * BLOCK), ALWAYS);
+    let breaking = Proxy::new(&serving.url(), Fault::Close(BLOCK + 40_000), ALWAYS);
+    for (what, url) in [
+        ("a dripping source", slow.url().to_owned()),
+        ("a hanging source", hanging.url().to_owned()),
+        ("a breaking source", breaking.url().to_owned()),
+        ("a closed gate", closed.url()),
+    ] {
+        let cancel = Cancel::new();
+        let mut options = FetchOptions::within(Duration::from_mins(1));
+        (options.lanes, options.cancel) = (Some(2), cancel.clone());
+        std::thread::scope(|scope| {
+            let receiver = scope.spawn(|| state.fetch(&[&url], options));
+            std::thread::sleep(Duration::from_millis(250));
+            let (started, running) = (Instant::now(), !receiver.is_finished());
+            cancel.cancel();
+            let failed = receiver.join().unwrap().expect_err(what);
+            assert!(started.elapsed() < Duration::from_secs(1), "{what}: {:?}", started.elapsed());
+            if running {
+                assert_eq!(failed.kind(), ErrorKind::Cancelled, "{what}: {failed}");
+            }
+        });
+    }
+    let cancel = Cancel::new();
+    cancel.cancel();
+    let options = FetchOptions { cancel, ..lanes(1) };
+    assert_eq!(state.fetch(&[&serving.url()], options).unwrap_err().kind(), ErrorKind::Cancelled);
+}

@@ -1,0 +1,128 @@
+//! The gate: who waits, for how long, and what is served once it opens.
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
+
+mod common;
+
+use std::time::{Duration, Instant};
+
+use common::raw::{Raw, get};
+use common::{BLOCK, PATIENCE, Rig, STEP, State, eventually, lanes};
+use tensorferry_core::{ErrorKind, FetchOptions, Remote, Stability};
+
+#[test]
+fn a_request_waits_while_nothing_is_allowed() {
+    let state = State::of(&[100], 1);
+    let rig = Rig::new();
+    let mut raw = Raw::to(&rig);
+    raw.send("GET", &rig.path("7.safetensors"), &[]);
+    raw.stream.set_read_timeout(Some(Duration::from_millis(200))).unwrap();
+    assert!(raw.try_more(1).is_err(), "an answer came before anything was published");
+    rig.server.store().publish(STEP, state.publication(Stability::Private));
+    raw.stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    let got = raw.answer();
+    assert!(got.status == 200 && got.body.ends_with(state.bytes("w0")));
+}
+
+#[test]
+fn a_receiver_waits_too_and_then_gets_everything() {
+    let state = State::of(&[3 * BLOCK], 1);
+    let rig = Rig::new();
+    let url = rig.url();
+    std::thread::scope(|scope| {
+        let receiver = scope.spawn(|| state.fetch(&[&url], lanes(2)));
+        std::thread::sleep(Duration::from_millis(200));
+        assert!(!receiver.is_finished());
+        rig.server.store().publish(STEP, state.publication(Stability::Private));
+        let report = receiver.join().unwrap().unwrap().report().clone();
+        assert!(report.opening >= Duration::from_millis(150), "{report:?}");
+    });
+}
+
+#[test]
+fn patience_ends_with_503_and_the_connection_goes_on() {
+    let rig = Rig::with_patience(Duration::from_millis(300));
+    let mut raw = Raw::to(&rig);
+    for tail in ["7.safetensors", "7/header", "7/digests", "7/full"] {
+        let started = Instant::now();
+        raw.send("GET", &rig.path(tail), &[]);
+        let got = raw.answer();
+        assert!(started.elapsed() >= Duration::from_millis(280), "{tail}");
+        assert_eq!(got.status, 503, "{tail}");
+        assert_eq!(got.reason, "Timed out waiting for a checkpoint to be allowed after 0.3 seconds", "{tail}");
+        assert_eq!(got.text().trim_end(), got.reason, "{tail}");
+    }
+    let refused = Remote::open(&[&rig.url()], STEP, FetchOptions::within(PATIENCE)).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Status(503));
+}
+
+#[test]
+fn a_receiver_that_waits_ends_at_its_own_deadline() {
+    let rig = Rig::new();
+    let started = Instant::now();
+    let late = Remote::open(&[&rig.url()], STEP, FetchOptions::within(Duration::from_millis(400))).unwrap_err();
+    assert!(late.is_timeout(), "{late}");
+    assert!((Duration::from_millis(350)..Duration::from_millis(1400)).contains(&started.elapsed()));
+}
+
+#[test]
+fn a_client_that_leaves_while_it_waits_leaves_nothing_behind() {
+    let rig = Rig::new();
+    let metrics = rig.path("").replace("checkpoint/", "metrics");
+    for _ in 0..20 {
+        let mut raw = Raw::to(&rig);
+        raw.send("GET", &rig.path("7.safetensors"), &[]);
+    }
+    // The one connection left is that of the request for the metrics itself.
+    eventually("the connections are gone", || {
+        get(&rig, &metrics, &[]).text().contains("\ntensorferry_connections 1\n")
+    });
+    assert_eq!(rig.server.store().active(), 0);
+    let state = State::of(&[10], 3);
+    rig.server.store().publish(STEP, state.publication(Stability::Private));
+    assert_eq!(get(&rig, &rig.path("7.safetensors"), &[]).status, 200);
+}
+
+#[test]
+fn publishing_again_lets_running_transfers_finish_from_the_old_snapshot() {
+    let (old, new) = (State::of(&[32 * BLOCK], 1), State::of(&[32 * BLOCK], 2));
+    for stability in [Stability::Private, Stability::Borrowed] {
+        let rig = Rig::new();
+        rig.server.store().publish(STEP, old.publication(stability));
+        let mut running = Raw::to(&rig);
+        running.send("GET", &rig.path("7.safetensors"), &[]);
+        let before = running.head();
+        rig.server.store().publish(8, new.publication(stability));
+        assert_eq!(get(&rig, &rig.path("7.safetensors"), &[]).status, 400);
+        let fresh = get(&rig, &rig.path("8.safetensors"), &[]);
+        assert!(fresh.body.ends_with(new.bytes("w0")) && fresh.header("etag") != before.header("etag"));
+        let length: usize = before.header("content-length").unwrap().parse().unwrap();
+        while running.buffer.len() < length {
+            assert!(running.more(1 << 20) > 0, "{stability:?}: the running transfer was cut");
+        }
+        assert!(running.buffer.ends_with(old.bytes("w0")), "{stability:?}: wrong bytes");
+    }
+}
+
+#[test]
+fn allow_serves_the_same_snapshot_under_another_number() {
+    let state = State::of(&[100], 1);
+    let rig = Rig::serving(&state);
+    let store = rig.server.store();
+    let before = get(&rig, &rig.path("7.safetensors"), &[]);
+    store.allow(9);
+    assert_eq!((store.step(), store.is_allowed()), (Some(9), true));
+    assert_eq!(get(&rig, &rig.path("7.safetensors"), &[]).status, 400);
+    let after = get(&rig, &rig.path("9.safetensors"), &[]);
+    assert_eq!((after.status, &after.body), (200, &before.body));
+    assert_eq!(after.header("etag"), before.header("etag"));
+    store.withdraw(Duration::ZERO);
+    assert_eq!((store.step(), store.is_allowed()), (Some(9), false));
+    store.allow(10);
+    let nothing = get(&rig, &rig.path("10.safetensors"), &[]);
+    assert_eq!(nothing.status, 404);
+    assert_eq!(nothing.reason, "step 10 is allowed but no state was sent: call send_checkpoint first");
+    assert_eq!(
+        get(&rig, &rig.path("9.safetensors"), &[]).reason,
+        "invalid checkpoint requested, serving 10 but got step=9"
+    );
+}

@@ -1,0 +1,284 @@
+//! What the server says on the wire, byte for byte: methods, paths, conditions, ranges, connections.
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
+
+mod common;
+
+use std::io::Write;
+
+use common::raw::{Raw, get, request};
+use common::{BLOCK, Rig, STEP, State, noise};
+use safetensors::SafeTensors;
+use tensorferry_core::Stability;
+use tensorferry_wire::container::Header;
+use tensorferry_wire::digest::{DigestTable, checksum};
+
+/// A server with 3 MiB and a bit, and the bytes of its container.
+fn rig() -> (Rig, State, Vec<u8>) {
+    let state = State::of(&[2 * BLOCK + 5, 1, 0, BLOCK], 1);
+    let rig = Rig::serving(&state);
+    let whole = get(&rig, &rig.path("7.safetensors"), &[]);
+    assert_eq!(whole.status, 200);
+    (rig, state, whole.body)
+}
+
+#[test]
+fn the_container_fetched_whole_is_a_safetensors_file() {
+    let (_rig, state, whole) = rig();
+    let file = SafeTensors::deserialize(&whole).unwrap();
+    assert_eq!(file.len(), state.0.len());
+    for (name, bytes) in &state.0 {
+        let tensor = file.tensor(name).unwrap();
+        assert_eq!(tensor.shape(), [bytes.len()]);
+        assert!(tensor.data() == &bytes[..], "{name}");
+    }
+}
+
+#[test]
+fn get_and_head_send_the_same_headers() {
+    let (rig, _, whole) = rig();
+    let path = rig.path("7.safetensors");
+    let got = get(&rig, &path, &[]);
+    assert_eq!((got.status, got.reason.as_str()), (200, "OK"));
+    assert_eq!(got.header("content-length"), Some(whole.len().to_string().as_str()));
+    assert_eq!(got.header("accept-ranges"), Some("bytes"));
+    assert_eq!(got.header("content-type"), Some("application/octet-stream"));
+    assert_eq!(got.header("content-range"), None);
+    let etag = got.header("etag").unwrap();
+    assert!(etag.starts_with('"') && etag.ends_with('"') && etag.len() > 10, "{etag}");
+
+    let mut raw = Raw::to(&rig);
+    raw.send("HEAD", &path, &[]);
+    let head = raw.head();
+    let without_date = |headers: &[(String, String)]| {
+        let mut kept: Vec<_> = headers.iter().filter(|(n, _)| n != "date").cloned().collect();
+        kept.sort();
+        kept
+    };
+    assert_eq!(head.status, 200);
+    assert_eq!(without_date(&head.headers), without_date(&got.headers));
+    // The connection goes on without a body in between.
+    raw.send("GET", "/healthz", &[]);
+    assert_eq!(raw.answer().text(), "ok\n");
+}
+
+#[test]
+fn one_range_is_answered_with_exactly_its_bytes() {
+    let (rig, _, whole) = rig();
+    let len = whole.len();
+    let last = len - 1;
+    let cases = [
+        ("bytes=0-0".to_owned(), 0..1),
+        ("bytes=5-99".to_owned(), 5..100),
+        (format!("bytes=100-{last}"), 100..len),
+        ("BYTES=7-8".to_owned(), 7..9),
+        (format!("bytes={}-{}", BLOCK - 1, 2 * BLOCK + 1), BLOCK - 1..2 * BLOCK + 2),
+        (format!("bytes={last}-"), last..len),
+        ("bytes=1000000-".to_owned(), 1_000_000..len),
+        ("bytes=-1".to_owned(), last..len),
+        ("bytes=-100".to_owned(), len - 100..len),
+        (format!("bytes=-{}", len * 2), 0..len),
+        (format!("bytes=10-{}", len * 2), 10..len),
+        ("bytes=10-99999999999999999999999999".to_owned(), 10..len),
+    ];
+    for (range, expected) in cases {
+        let got = get(&rig, &rig.path("7.safetensors"), &[("Range", &range)]);
+        assert_eq!((got.status, got.reason.as_str()), (206, "Partial Content"), "{range}");
+        let content_range = format!("bytes {}-{}/{len}", expected.start, expected.end - 1);
+        assert_eq!(got.header("content-range"), Some(content_range.as_str()), "{range}");
+        assert_eq!(got.header("content-length"), Some(expected.len().to_string().as_str()), "{range}");
+        assert!(got.body == whole[expected], "{range}: wrong bytes");
+    }
+}
+
+#[test]
+fn a_range_outside_is_416_and_says_how_long_the_resource_is() {
+    let (rig, _, whole) = rig();
+    let beyond = format!("bytes={}-", whole.len());
+    for range in [beyond.as_str(), "bytes=99999999999-99999999999999", "bytes=-0"] {
+        let got = get(&rig, &rig.path("7.safetensors"), &[("Range", range)]);
+        assert_eq!(got.status, 416, "{range}");
+        assert_eq!(got.header("content-range"), Some(format!("bytes */{}", whole.len()).as_str()), "{range}");
+    }
+}
+
+#[test]
+fn ranges_that_are_several_or_malformed_are_ignored() {
+    let (rig, _, whole) = rig();
+    for range in ["bytes=0-1,5-6", "bytes=", "bytes=-", "bytes=9-3", "bytes=a-b", "lines=1-2", "0-1", "bytes=1--2"] {
+        let got = get(&rig, &rig.path("7.safetensors"), &[("Range", range)]);
+        assert_eq!((got.status, got.body.len()), (200, whole.len()), "{range}");
+    }
+    let twice = get(&rig, &rig.path("7.safetensors"), &[("Range", "bytes=0-1"), ("Range", "bytes=5-6")]);
+    assert_eq!(twice.status, 200);
+    // RFC 9110 section 14.2 defines ranges for GET alone.
+    let head = request(&rig, "HEAD", &rig.path("7.safetensors"), &[("Range", "bytes=0-1")]);
+    assert_eq!(head.status, 200);
+    assert_eq!(head.header("content-length"), Some(whole.len().to_string().as_str()));
+}
+
+#[test]
+fn conditions_are_honoured() {
+    let (rig, _, whole) = rig();
+    let path = rig.path("7.safetensors");
+    let etag = request(&rig, "HEAD", &path, &[]).header("etag").unwrap().to_owned();
+    let (weak, list) = (format!("W/{etag}"), format!("\"other\", {etag}"));
+    let part = ("Range", "bytes=2-4");
+    let cases: &[(&[(&str, &str)], u16)] = &[
+        (&[("If-Match", &etag), part], 206),
+        (&[("If-Match", &list), part], 206),
+        (&[("If-Match", "*"), part], 206),
+        (&[("If-Match", "\"other\""), part], 412),
+        (&[("If-Match", &weak), part], 412),
+        (&[("If-None-Match", &etag)], 304),
+        (&[("If-None-Match", &weak)], 304),
+        (&[("If-None-Match", "*")], 304),
+        (&[("If-None-Match", "\"other\"")], 200),
+        (&[("If-Range", &etag), part], 206),
+        (&[("If-Range", "\"other\""), part], 200),
+        (&[("If-Range", &weak), part], 200),
+        (&[("If-Range", "Sat, 21 Nov 2026 00:00:00 GMT"), part], 200),
+    ];
+    for (headers, status) in cases {
+        let got = get(&rig, &path, headers);
+        assert_eq!(got.status, *status, "{headers:?}");
+        match status {
+            206 => assert!(got.body == whole[2..5], "{headers:?}"),
+            200 => assert_eq!(got.body.len(), whole.len(), "{headers:?}"),
+            304 => assert_eq!((got.header("etag"), got.body.len()), (Some(etag.as_str()), 0), "{headers:?}"),
+            _ => {}
+        }
+    }
+    for tail in ["7/header", "7/digests"] {
+        assert_eq!(get(&rig, &rig.path(tail), &[("If-Match", "\"other\"")]).status, 412, "{tail}");
+        assert_eq!(get(&rig, &rig.path(tail), &[("If-Match", &etag)]).header("etag"), Some(etag.as_str()), "{tail}");
+    }
+}
+
+#[test]
+fn a_new_snapshot_has_a_new_entity_tag() {
+    let (rig, state, _) = rig();
+    let path = rig.path("7.safetensors");
+    let before = request(&rig, "HEAD", &path, &[]).header("etag").unwrap().to_owned();
+    rig.server.store().publish(STEP, state.publication(Stability::Private));
+    let after = request(&rig, "HEAD", &path, &[]).header("etag").unwrap().to_owned();
+    assert_ne!(before, after);
+    assert_eq!(get(&rig, &path, &[("If-Match", &before)]).status, 412);
+}
+
+#[test]
+fn without_the_token_everything_but_healthz_is_not_found() {
+    let (rig, ..) = rig();
+    let token = rig.path("").split('/').nth(1).unwrap().to_owned();
+    let wrong: String = token.chars().map(|c| if c == '0' { '1' } else { '0' }).collect();
+    assert_eq!(token.len(), 32);
+    for path in ["/", "/checkpoint/7.safetensors", "/metrics", "/checkpoint/7/full", "//checkpoint/7.safetensors", "*"]
+    {
+        assert_eq!(get(&rig, path, &[]).status, 404, "{path}");
+    }
+    for token in [wrong.as_str(), &token[..31], &format!("{token}0"), &token.to_uppercase()] {
+        let path = format!("/{token}/checkpoint/7.safetensors");
+        let got = get(&rig, &path, &[]);
+        // A token of digits alone has no upper case of its own.
+        assert!(got.status == 404 || rig.path("7.safetensors") == path, "{path}");
+    }
+    assert_eq!(get(&rig, "/healthz", &[]).text(), "ok\n");
+    assert_eq!(get(&rig, &format!("/{token}/healthz"), &[]).status, 200);
+}
+
+#[test]
+fn other_methods_are_refused_with_what_is_allowed() {
+    let (rig, ..) = rig();
+    for method in ["POST", "PUT", "DELETE", "OPTIONS", "PATCH", "BREW"] {
+        let got = request(&rig, method, &rig.path("7.safetensors"), &[]);
+        assert_eq!((got.status, got.header("allow")), (405, Some("GET, HEAD")), "{method}");
+    }
+}
+
+#[test]
+fn a_wrong_step_is_400_in_the_words_of_torchft() {
+    let (rig, ..) = rig();
+    let expected = "invalid checkpoint requested, serving 7 but got step=8";
+    for tail in ["8.safetensors", "8/header", "8/digests", "8/full", "8/metadata", "8/0"] {
+        let got = get(&rig, &rig.path(tail), &[]);
+        assert_eq!((got.status, got.reason.as_str()), (400, expected), "{tail}");
+        assert_eq!(got.text().trim_end(), expected, "{tail}");
+    }
+    assert_eq!(get(&rig, &rig.path("-7.safetensors"), &[]).status, 400);
+    assert_eq!(get(&rig, &rig.path("seven.safetensors"), &[]).status, 404);
+    let bad = get(&rig, &rig.path("7/one/two"), &[]);
+    assert_eq!(bad.status, 400);
+    assert!(bad.reason.starts_with("invalid url format, expected /checkpoint/step/key but got /checkpoint/7/one/two"));
+}
+
+#[test]
+fn one_connection_carries_many_requests_also_all_at_once() {
+    let (rig, _, whole) = rig();
+    let path = rig.path("7.safetensors");
+    let mut raw = Raw::to(&rig);
+    for _ in 0..2 {
+        raw.send("GET", &path, &[]);
+        assert!(raw.answer().body == whole);
+    }
+    let ask =
+        |start: usize| format!("GET {path} HTTP/1.1\r\nHost: t\r\nRange: bytes={start}-{}\r\n\r\n", start * 9 + 40);
+    let requests: String = (0..20).map(ask).collect();
+    raw.stream.write_all(requests.as_bytes()).unwrap();
+    for start in 0..20 {
+        assert!(raw.answer().body == whole[start..=start * 9 + 40], "answer {start}");
+    }
+    assert!(raw.buffer.is_empty());
+}
+
+#[test]
+fn the_header_resource_is_how_the_container_begins() {
+    let (rig, state, whole) = rig();
+    let got = get(&rig, &rig.path("7/header"), &[]);
+    assert_eq!(got.status, 200);
+    assert!(got.body == whole[..got.body.len()]);
+    assert_eq!(Header::decode(&got.body).unwrap().entries().len(), state.0.len());
+}
+
+#[test]
+fn digests_are_those_of_the_payload() {
+    let (rig, _, whole) = rig();
+    let header = get(&rig, &rig.path("7/header"), &[]).body;
+    let payload = &whole[header.len()..];
+    let expected: Vec<u64> = payload.chunks(BLOCK).map(checksum).collect();
+    assert_eq!(expected.len(), 4);
+    let table = DigestTable::decode(&get(&rig, &rig.path("7/digests"), &[]).body).unwrap();
+    let everything = DigestTable { header: checksum(&header), payload_len: payload.len() as u64, blocks: expected };
+    assert_eq!(table, everything);
+    for (first, end) in [(0, 4), (1, 3), (3, 4), (2, 2), (0, 0)] {
+        let got = get(&rig, &rig.path(&format!("7/digests?blocks={first}-{end}")), &[]);
+        assert_eq!(DigestTable::decode(&got.body).unwrap().blocks, everything.blocks[first..end], "{first}-{end}");
+    }
+    for bad in ["0-5", "3-1", "", "1", "a-b", "-1-2", "0-99999999999999999999"] {
+        assert_eq!(get(&rig, &rig.path(&format!("7/digests?blocks={bad}")), &[]).status, 400, "{bad}");
+    }
+}
+
+#[test]
+fn metrics_count_what_happened() {
+    let (rig, _, whole) = rig();
+    let path = rig.path("").replace("checkpoint/", "metrics");
+    let got = get(&rig, &path, &[]);
+    assert_eq!(got.header("content-type"), Some("text/plain; version=0.0.4"));
+    for line in [format!("tensorferry_sent_bytes_total {}", whole.len()), "tensorferry_allowed 1".to_owned()] {
+        assert!(got.text().lines().any(|l| l == line), "{line} is missing in\n{}", got.text());
+    }
+    assert!(got.text().contains("# TYPE tensorferry_requests_total counter\ntensorferry_requests_total 2\n"));
+    rig.server.store().withdraw(std::time::Duration::ZERO);
+    assert!(get(&rig, &path, &[]).text().contains("tensorferry_allowed 0\n"));
+}
+
+#[test]
+fn many_small_and_large_pieces_come_in_order() {
+    // Sizes on both sides of the one below which pieces are gathered into one frame.
+    let sizes: Vec<usize> = (0..300).map(|i| [0, 1, 3, 16_383, 16_384, 16_385, 40_000][i % 7]).collect();
+    let state = State::of(&sizes, 40).with("last", noise(3, 9));
+    let rig = Rig::serving(&state);
+    let whole = get(&rig, &rig.path("7.safetensors"), &[]).body;
+    let start = get(&rig, &rig.path("7/header"), &[]).body.len();
+    let payload: Vec<u8> = state.0.iter().flat_map(|(_, b)| b.to_vec()).collect();
+    assert!(whole[start..] == payload);
+}

@@ -1,0 +1,223 @@
+//! Sources that do not keep to the protocol: each lie ends the transfer in time, with a kind that names it.
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
+
+mod common;
+
+use std::io::Write;
+use std::time::{Duration, Instant};
+
+use common::faults::Liar;
+use common::raw::get;
+use common::{BLOCK, Rig, STEP, State, lanes};
+use tensorferry_core::{Destination, ErrorKind, FetchOptions, Remote};
+
+/// Fetches from a server that answers everything with `answer`; the error, after checking that it came in time.
+fn told(what: &str, answer: impl Into<Vec<u8>>) -> tensorferry_core::Error {
+    let answer = answer.into();
+    lied_to(what, &Liar::new(move |mut stream, _, _| stream.write_all(&answer)))
+}
+
+fn lied_to(what: &str, liar: &Liar) -> tensorferry_core::Error {
+    lied_to_for(Duration::from_secs(8), what, liar)
+}
+
+fn lied_to_for(timeout: Duration, what: &str, liar: &Liar) -> tensorferry_core::Error {
+    let options = FetchOptions { stall: Duration::from_millis(400), ..FetchOptions::within(timeout) };
+    let started = Instant::now();
+    let failed = match Remote::open(&[&liar.url()], STEP, options) {
+        Ok(remote) => remote.fetch(Destination::Fresh).expect_err(what),
+        Err(failed) => failed,
+    };
+    let took = started.elapsed();
+    assert!(took < timeout + Duration::from_secs(1), "{what}: took {took:?}");
+    failed
+}
+
+#[test]
+fn answers_that_make_no_sense_are_protocol_errors() {
+    let part = "HTTP/1.1 206 Partial Content\r\nETag: \"e\"\r\n";
+    let lies: &[(&str, String)] = &[
+        ("garbage", "\0\u{1}\u{2} garbage\r\n\r\n".to_owned()),
+        ("another protocol", "SSH-2.0-OpenSSH_9.9\r\n\r\n".to_owned()),
+        ("no range", format!("{part}Content-Length: 4\r\n\r\nabcd")),
+        ("another range", format!("{part}Content-Range: bytes 5-8/100\r\nContent-Length: 4\r\n\r\nabcd")),
+        ("a range that is too short", format!("{part}Content-Range: bytes 0-3/100\r\nContent-Length: 4\r\n\r\nabcd")),
+        ("a range without a total", format!("{part}Content-Range: bytes 0-3/*\r\nContent-Length: 4\r\n\r\nabcd")),
+        ("no length", format!("{part}Content-Range: bytes 0-3/4\r\n\r\nabcd")),
+        ("no entity tag", "HTTP/1.1 206 P\r\nContent-Range: bytes 0-3/4\r\nContent-Length: 4\r\n\r\nabcd".to_owned()),
+        ("a length that is none", format!("{part}Content-Range: bytes 0-3/4\r\nContent-Length: many\r\n\r\nabcd")),
+        (
+            "a huge length",
+            format!("{part}Content-Range: bytes 0-3/4\r\nContent-Length: 18446744073709551615\r\n\r\nabcd"),
+        ),
+        (
+            "a length beyond numbers",
+            format!("{part}Content-Range: bytes 0-3/4\r\nContent-Length: 99999999999999999999\r\n\r\nabcd"),
+        ),
+        (
+            "two lengths",
+            format!("{part}Content-Range: bytes 0-3/4\r\nContent-Length: 4\r\nContent-Length: 5\r\n\r\nabcd"),
+        ),
+        (
+            "chunks",
+            format!("{part}Content-Range: bytes 0-3/4\r\nTransfer-Encoding: chunked\r\n\r\n4\r\nabcd\r\n0\r\n\r\n"),
+        ),
+        ("a container of four bytes", format!("{part}Content-Range: bytes 0-3/4\r\nContent-Length: 4\r\n\r\nabcd")),
+        (
+            "a header that is longer than all",
+            format!("{part}Content-Range: bytes 0-8/9\r\nContent-Length: 9\r\n\r\n\u{50}\0\0\0\0\0\0\0{{"),
+        ),
+        (
+            "a huge header",
+            format!("{part}Content-Range: bytes 0-7/8\r\nContent-Length: 8\r\n\r\n{}", "\u{7f}".repeat(8)),
+        ),
+        (
+            "a header that is no JSON",
+            format!("{part}Content-Range: bytes 0-15/16\r\nContent-Length: 16\r\n\r\n\u{8}\0\0\0\0\0\0\0nonsense"),
+        ),
+        ("a head of many headers", format!("HTTP/1.1 206 P\r\n{}\r\n", "a: b\r\n".repeat(100))),
+        ("a long head", format!("HTTP/1.1 206 P\r\na: {}\r\n\r\n", "b".repeat(20_000))),
+    ];
+    for (what, answer) in lies {
+        let failed = told(what, answer.as_bytes());
+        assert_eq!(failed.kind(), ErrorKind::Protocol, "{what}: {failed}");
+    }
+}
+
+#[test]
+fn statuses_keep_their_number_and_words() {
+    let failed = told("refused", "HTTP/1.1 400 no such thing\r\nContent-Length: 9\r\n\r\nthe words");
+    assert_eq!(failed.kind(), ErrorKind::Status(400));
+    assert!(failed.to_string().ends_with("the words"), "{failed}");
+    let failed = told("refused without a body", "HTTP/1.1 404 no such thing\r\n\r\n");
+    assert!(failed.kind() == ErrorKind::Status(404) && failed.to_string().ends_with("no such thing"), "{failed}");
+    let huge = "HTTP/1.1 500 broken\r\nContent-Length: 99999999999\r\n\r\nabc";
+    assert_eq!(told("refused at length", huge).kind(), ErrorKind::Status(500));
+    assert_eq!(told("all at once", "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok").kind(), ErrorKind::Status(200));
+}
+
+#[test]
+fn a_stock_torchft_server_is_recognised() {
+    // What Python's http.server says when the handler of torchft 0.2.0 cannot read the step.
+    let stock = "HTTP/1.0 500 invalid literal for int() with base 10: '7.safetensors'\r\nServer: BaseHTTP/0.6\r\n\r\n";
+    assert_eq!(told("stock", stock).kind(), ErrorKind::Foreign);
+    let full = format!("{stock}<html>").replace("\r\n\r\n", "\r\nContent-Length: 6\r\n\r\n");
+    assert_eq!(told("stock with a body", full).kind(), ErrorKind::Foreign);
+}
+
+#[test]
+fn what_never_ends_meets_the_deadline() {
+    const SHORT: Duration = Duration::from_millis(1500);
+    let endless = Liar::new(|mut stream, _, _| {
+        loop {
+            stream.write_all(b"HTTP/1.1 100 Continue\r\n\r\n")?;
+        }
+    });
+    assert_eq!(lied_to_for(SHORT, "interim answers for ever", &endless).kind(), ErrorKind::Timeout);
+
+    let headers = Liar::new(|mut stream, _, _| {
+        stream.write_all(b"HTTP/1.1 206 P\r\n")?;
+        loop {
+            stream.write_all(b"a: b\r\n")?;
+        }
+    });
+    assert_eq!(lied_to_for(SHORT, "headers for ever", &headers).kind(), ErrorKind::Protocol);
+
+    let slow_headers = Liar::new(|mut stream, _, tracker| {
+        stream.write_all(b"HTTP/1.1 206 P\r\n")?;
+        loop {
+            tracker.sleep(Duration::from_millis(50));
+            stream.write_all(b"a")?;
+        }
+    });
+    assert_eq!(lied_to_for(SHORT, "a head that drips", &slow_headers).kind(), ErrorKind::Timeout);
+
+    let silent = Liar::new(|_, _, tracker| {
+        tracker.sleep(Duration::from_mins(1));
+        Ok(())
+    });
+    assert_eq!(lied_to_for(SHORT, "silence", &silent).kind(), ErrorKind::Timeout);
+}
+
+#[test]
+fn an_interim_answer_before_the_real_one_is_skipped() {
+    let failed = told(
+        "100 and 404 in one piece",
+        "HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\nHTTP/1.1 404 gone\r\nContent-Length: 0\r\n\r\n",
+    );
+    assert_eq!(failed.kind(), ErrorKind::Status(404), "{failed}");
+}
+
+/// What an honest server says, to be bent: its header resource, container and digests.
+struct Honest {
+    whole: Vec<u8>,
+    digests: Vec<u8>,
+}
+
+/// A source that is honest while it is opened (the first two requests), then answers with `later`.
+fn turncoat(later: impl Fn(usize, usize, usize) -> Vec<u8> + Send + Sync + 'static) -> Liar {
+    let state = State::of(&[5 * BLOCK], 1);
+    let rig = Rig::serving(&state);
+    let honest = Honest {
+        whole: get(&rig, &rig.path("7.safetensors"), &[]).body,
+        digests: get(&rig, &rig.path("7/digests?blocks=0-0"), &[]).body,
+    };
+    Liar::new(move |mut stream, head, _| {
+        let total = honest.whole.len();
+        if head.contains("/digests?blocks=0-0 ") {
+            let length = honest.digests.len();
+            stream
+                .write_all(format!("HTTP/1.1 200 OK\r\nETag: \"e\"\r\nContent-Length: {length}\r\n\r\n").as_bytes())?;
+            return stream.write_all(&honest.digests);
+        }
+        let Some(range) = head.split("bytes=").nth(1).and_then(|r| r.split("\r\n").next()) else {
+            return stream.write_all(b"HTTP/1.1 500 no\r\nContent-Length: 0\r\n\r\n");
+        };
+        let (first, last) = range.split_once('-').unwrap();
+        let (start, end) = (first.parse::<usize>().unwrap(), last.parse::<usize>().unwrap() + 1);
+        let end = end.min(total);
+        if start > 0 {
+            return stream.write_all(&later(start, end, total));
+        }
+        let fields = format!("ETag: \"e\"\r\nContent-Range: bytes 0-{}/{total}\r\nContent-Length: {end}", end - 1);
+        stream.write_all(format!("HTTP/1.1 206 Partial Content\r\n{fields}\r\n\r\n").as_bytes())?;
+        stream.write_all(&honest.whole[..end])
+    })
+}
+
+fn part(from: usize, to: usize, total: usize, length: usize) -> Vec<u8> {
+    let fields = format!("Content-Range: bytes {from}-{}/{total}\r\nContent-Length: {length}", to - 1);
+    let mut answer = format!("HTTP/1.1 206 Partial Content\r\nETag: \"e\"\r\n{fields}\r\n\r\n").into_bytes();
+    answer.resize(answer.len() + length, 7);
+    answer
+}
+
+#[test]
+fn ranges_other_than_those_asked_for_are_refused() {
+    let wrong_range = turncoat(|start, end, total| part(start + 1, end, total, end - start - 1));
+    assert_eq!(lied_to("a range that begins later", &wrong_range).kind(), ErrorKind::Protocol);
+    let shorter = turncoat(|start, end, total| part(start, end - 1, total, end - start - 1));
+    assert_eq!(lied_to("a range that ends earlier", &shorter).kind(), ErrorKind::Protocol);
+    let total = turncoat(|start, end, total| part(start, end, total + 1, end - start));
+    assert_eq!(lied_to("another total", &total).kind(), ErrorKind::Protocol);
+    let length = turncoat(|start, end, total| part(start, end, total, end - start + 1));
+    assert_eq!(lied_to("a length beside the range", &length).kind(), ErrorKind::Protocol);
+    let whole = turncoat(|_, _, _| b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nabcd".to_vec());
+    assert_eq!(lied_to("200 to a range", &whole).kind(), ErrorKind::Status(200));
+    let gone = turncoat(|_, _, _| b"HTTP/1.1 412 gone\r\nContent-Length: 0\r\n\r\n".to_vec());
+    assert_eq!(lied_to("412", &gone).kind(), ErrorKind::Changed);
+}
+
+#[test]
+fn wrong_bytes_of_the_right_length_are_not_handed_over() {
+    // The digests of the payload are refused, so nothing could be verified.
+    let unverified = turncoat(|start, end, total| part(start, end, total, end - start));
+    assert_eq!(lied_to("no digests", &unverified).kind(), ErrorKind::Status(500));
+}
+
+#[test]
+fn an_honest_source_still_works_after_all_that() {
+    let state = State::of(&[5 * BLOCK], 1);
+    let rig = Rig::serving(&state);
+    state.fetch(&[&rig.url()], lanes(2)).unwrap();
+}

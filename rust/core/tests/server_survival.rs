@@ -1,0 +1,184 @@
+//! Bad clients: whatever they do, good receivers are served, and the server ends when it is told to.
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
+
+mod common;
+
+use std::io::Write;
+use std::net::{Shutdown, TcpStream};
+use std::time::{Duration, Instant};
+
+use common::raw::{Raw, get};
+use common::{BLOCK, PATIENCE, Rig, STEP, State, eventually, lanes, noise};
+use tensorferry_core::{ServerConfig, Stability};
+
+fn state() -> State {
+    State::of(&[6 * BLOCK + 11], 1)
+}
+
+#[test]
+fn three_hundred_connections_that_come_and_go_harm_nobody() {
+    let state = state();
+    let rig = Rig::serving(&state);
+    let address = rig.server.address();
+    std::thread::scope(|scope| {
+        let visitors = scope.spawn(move || {
+            for i in 0..300 {
+                let mut stream = TcpStream::connect(address).unwrap();
+                if i % 3 == 1 {
+                    stream.write_all(b"GET /check").unwrap();
+                } else if i % 3 == 2 {
+                    stream.write_all(b"GET /checkpoint/7.safetensors HTTP/1.1\r\nHost: t\r\n\r\n").unwrap();
+                }
+            }
+        });
+        for _ in 0..3 {
+            state.fetch(&[&rig.url()], lanes(2)).unwrap();
+        }
+        visitors.join().unwrap();
+    });
+    state.fetch(&[&rig.url()], lanes(2)).unwrap();
+    let metrics = rig.path("").replace("checkpoint/", "metrics");
+    eventually("the visitors are forgotten", || {
+        get(&rig, &metrics, &[]).text().contains("\ntensorferry_connections 1\n")
+    });
+}
+
+#[test]
+fn garbage_is_refused_and_good_receivers_are_served_meanwhile() {
+    let state = state();
+    let rig = Rig::serving(&state);
+    let mut held = Vec::new();
+    let long_path = format!("GET /{} HTTP/1.1\r\nHost: t\r\n\r\n", "a".repeat(100_000));
+    let many_headers = format!("GET / HTTP/1.1\r\n{}\r\n", "a: b\r\n".repeat(500));
+    for garbage in [
+        noise(10_000, 3),
+        b"\0\0\0\0\r\n\r\n".to_vec(),
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03".to_vec(),
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_vec(),
+        b"GET  HTTP/9.9\r\n\r\n".to_vec(),
+        b"GET /healthz HTTP/1.1\r\nContent-Length: -1\r\n\r\n".to_vec(),
+        b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nzzz\r\n".to_vec(),
+        long_path.into_bytes(),
+        many_headers.into_bytes(),
+    ] {
+        let mut raw = Raw::to(&rig);
+        // The server may close before all of it is written.
+        let _ = raw.stream.write_all(&garbage);
+        held.push(raw);
+        state.fetch(&[&rig.url()], lanes(2)).unwrap();
+    }
+    for raw in &mut held {
+        raw.stream.set_read_timeout(Some(Duration::from_millis(100))).unwrap();
+        let answer = String::from_utf8_lossy(raw.rest()).into_owned();
+        assert!(answer.is_empty() || answer.starts_with("HTTP/1.1 4"), "{answer}");
+    }
+}
+
+#[test]
+fn half_open_and_slow_clients_do_not_stand_in_the_way() {
+    let state = state();
+    let rig = Rig::serving(&state);
+    let mut held: Vec<_> = (0..30).map(|_| Raw::to(&rig)).collect();
+    for (i, raw) in held.iter_mut().enumerate() {
+        match i % 3 {
+            0 => raw.stream.shutdown(Shutdown::Write).unwrap(),
+            1 => raw.stream.write_all(b"GET /checkpoint/7.safe").unwrap(),
+            _ => raw.send("GET", &rig.path("7.safetensors"), &[]),
+        }
+    }
+    for byte in "tensors HTTP/1.1\r\n".bytes() {
+        for raw in held.iter_mut().skip(1).step_by(3) {
+            raw.stream.write_all(&[byte]).unwrap();
+        }
+    }
+    state.fetch(&[&rig.url()], lanes(4)).unwrap();
+    assert_eq!(rig.server.store().withdraw(Duration::ZERO), tensorferry_core::Withdrawn::Clean);
+    rig.server.store().publish(STEP, state.publication(Stability::Private));
+    state.fetch(&[&rig.url()], lanes(2)).unwrap();
+}
+
+#[test]
+fn a_head_that_does_not_come_and_a_body_that_is_not_read_end_the_connection() {
+    let state = State::of(&[32 * BLOCK], 1);
+    // A head is given five seconds at least.
+    let rig = Rig::with_patience(Duration::from_millis(200));
+    rig.server.store().publish(STEP, state.publication(Stability::Private));
+    let mut slow = Raw::to(&rig);
+    slow.stream.write_all(b"GET /healthz HTTP/1.1\r\n").unwrap();
+    let mut stuck = Raw::to(&rig);
+    stuck.send("GET", &rig.path("7.safetensors"), &[]);
+    stuck.head();
+    eventually("the one who does not read is cut", || rig.server.store().active() == 0);
+    assert!(stuck.rest().len() < 32 * BLOCK);
+    slow.stream.set_read_timeout(Some(Duration::from_millis(100))).unwrap();
+    eventually("the one who does not ask is cut", || slow.is_ended());
+}
+
+#[test]
+fn connections_beyond_the_limit_wait_for_their_turn() {
+    let state = state();
+    let config = ServerConfig { max_connections: 2, bind: Some(([127, 0, 0, 1], 0).into()), ..ServerConfig::default() };
+    let rig = Rig::configured(&config);
+    rig.server.store().publish(STEP, state.publication(Stability::Private));
+    let (first, second) = (Raw::to(&rig), Raw::to(&rig));
+    let mut third = Raw::to(&rig);
+    third.send("GET", "/healthz", &[]);
+    third.stream.set_read_timeout(Some(Duration::from_millis(200))).unwrap();
+    assert!(third.try_more(100).is_err(), "served beyond the limit");
+    drop(first);
+    third.stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    assert_eq!(third.answer().text(), "ok\n");
+    drop((second, third));
+    state.fetch(&[&rig.url()], lanes(2)).unwrap();
+}
+
+#[test]
+fn shutting_down_ends_everything_and_closes_the_port() {
+    let state = State::of(&[32 * BLOCK], 1);
+    for stability in [Stability::Private, Stability::Borrowed] {
+        let rig = Rig::new();
+        rig.server.store().publish(STEP, state.publication(stability));
+        let mut stuck = Raw::to(&rig);
+        stuck.send("GET", &rig.path("7.safetensors"), &[]);
+        stuck.head();
+        let mut retired = Raw::to(&rig);
+        retired.send("GET", &rig.path("7.safetensors"), &[]);
+        retired.head();
+        rig.server.store().publish(8, state.publication(stability));
+        let mut idle = Raw::to(&rig);
+        idle.send("GET", "/healthz", &[]);
+        idle.answer();
+        let mut half = Raw::to(&rig);
+        half.stream.write_all(b"GET /heal").unwrap();
+        let started = Instant::now();
+        rig.server.shutdown(PATIENCE);
+        assert!(started.elapsed() < Duration::from_secs(5), "{:?}", started.elapsed());
+        assert!(TcpStream::connect(rig.server.address()).is_err(), "the port is still open");
+        for raw in [&mut stuck, &mut retired, &mut idle, &mut half] {
+            assert!(raw.is_ended(), "a connection is still open");
+        }
+        assert_eq!(rig.server.store().active(), 0);
+        rig.server.shutdown(PATIENCE);
+    }
+}
+
+#[test]
+fn shutting_down_answers_or_ends_those_who_wait_at_the_gate() {
+    let rig = Rig::new();
+    let mut waiting = Raw::to(&rig);
+    waiting.send("GET", &rig.path("7.safetensors"), &[]);
+    std::thread::sleep(Duration::from_millis(50));
+    rig.server.shutdown(PATIENCE);
+    let answer = String::from_utf8_lossy(waiting.rest()).into_owned();
+    assert!(answer.is_empty() || answer.starts_with("HTTP/1.1 503 "), "{answer}");
+}
+
+#[test]
+fn dropping_the_server_closes_the_port_too() {
+    let rig = Rig::serving(&state());
+    let address = rig.server.address();
+    let mut idle = Raw::to(&rig);
+    drop(rig);
+    eventually("the port is closed", || TcpStream::connect(address).is_err());
+    assert!(idle.is_ended());
+}

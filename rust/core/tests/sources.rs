@@ -1,0 +1,107 @@
+//! Several sources: one stands in for another, and two that differ are never mixed.
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
+
+mod common;
+
+use std::time::Duration;
+
+use common::faults::{ALWAYS, Fault, Proxy};
+use common::{BLOCK, PATIENCE, Rig, STEP, State, lanes};
+use tensorferry_core::{Destination, ErrorKind, FetchOptions, Remote, Stability};
+
+/// Options that find a stuck connection quickly.
+fn quick(timeout: Duration, count: usize) -> FetchOptions {
+    FetchOptions { stall: Duration::from_millis(500), lanes: Some(count), ..FetchOptions::within(timeout) }
+}
+
+#[test]
+fn a_second_source_takes_over_when_the_first_dies() {
+    let state = State::of(&[24 * BLOCK + 9], 1);
+    let (first, second) = (Rig::serving(&state), Rig::serving(&state));
+    // The first source opens, sends a few megabytes on each connection, and is never reached again.
+    for place in [BLOCK + 40_000, 3 * BLOCK, 6 * BLOCK] {
+        let dying = Proxy::new(&first.url(), Fault::Close(place), ALWAYS);
+        for count in [1, 2, 4] {
+            let arrived = state.fetch(&[dying.url(), &second.url()], lanes(count));
+            let arrived = arrived.unwrap_or_else(|e| panic!("dies after {place}, {count} lanes: {e}"));
+            assert!(count < 3 || arrived.report().bytes >= 24 << 20);
+        }
+    }
+    // The first source is gone for good after the opening, between open and fetch.
+    let dying = Proxy::new(&first.url(), Fault::None, 0);
+    let second_url = second.url();
+    let remote = Remote::open(&[dying.url(), &second_url], STEP, lanes(2)).unwrap();
+    let header = remote.header().clone();
+    dying.die();
+    state.check(&header, &remote.fetch(Destination::Fresh).unwrap());
+    // It was never there.
+    let nobody = std::net::TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    let gone = format!("http://{}/checkpoint/", nobody.local_addr().unwrap());
+    drop(nobody);
+    state.fetch(&[&gone, &second.url()], lanes(2)).unwrap();
+}
+
+#[test]
+fn a_source_with_other_bytes_is_never_mixed_in() {
+    // Equal names and sizes, so equal headers; the first block, the manifest's place, is equal or not.
+    let ours = State::of(&[24 * BLOCK], 1);
+    let theirs = State::of(&[24 * BLOCK], 2);
+    let alike = {
+        let mut bytes = ours.bytes("w0").to_vec();
+        bytes[11 * BLOCK + 5] ^= 1;
+        bytes[23 * BLOCK + 5] ^= 1;
+        State(vec![("w0".to_owned(), bytes.into())])
+    };
+    let first = Rig::serving(&ours);
+    for (what, other) in [("all other bytes", &theirs), ("two other bytes", &alike)] {
+        let second = Rig::serving(other);
+        for count in [1, 2, 4] {
+            // Both live: the bytes are those of the source that opened.
+            let arrived = ours.fetch(&[&first.url(), &second.url()], lanes(count));
+            arrived.unwrap_or_else(|e| panic!("{what}, {count} lanes: {e}"));
+        }
+        for place in [BLOCK + 40_000, 5 * BLOCK, 9 * BLOCK] {
+            for count in [1, 2] {
+                // The first dies midway: an error, or everything from the second, but never some of each.
+                let dying = Proxy::new(&first.url(), Fault::Close(place), ALWAYS);
+                let second_url = second.url();
+                let urls = [dying.url(), &second_url];
+                let Ok(remote) = Remote::open(&urls, STEP, quick(PATIENCE, count)) else { continue };
+                let Ok(arrived) = remote.fetch(Destination::Fresh) else { continue };
+                let found = &arrived.arena().as_slice()[..24 * BLOCK];
+                let whole = found == &ours.bytes("w0")[..] || found == &other.bytes("w0")[..];
+                assert!(whole, "{what}: bytes of both, dead after {place}, {count} lanes");
+            }
+        }
+    }
+}
+
+#[test]
+fn reserved_entries_and_payload_never_come_from_two_snapshots() {
+    let with =
+        |seed: u8| State::of(&[24 * BLOCK], 1).with(tensorferry_wire::container::MANIFEST_ENTRY, vec![seed; 100]);
+    let (ours, theirs) = (with(1), with(2));
+    let (first, second) = (Rig::serving(&ours), Rig::serving(&theirs));
+    let dying = Proxy::new(&first.url(), Fault::None, 0);
+    let second_url = second.url();
+    let remote = Remote::open(&[dying.url(), &second_url], STEP, lanes(2)).unwrap();
+    dying.die();
+    // Only the manifest differs, and it is here already: the rest must not come from where it would be another.
+    let failed = remote.fetch(Destination::Fresh).unwrap_err();
+    assert_eq!(failed.kind(), ErrorKind::Changed, "{failed}");
+}
+
+#[test]
+fn a_source_that_moves_on_is_noticed() {
+    let (old, new) = (State::of(&[8 * BLOCK], 1), State::of(&[8 * BLOCK], 2));
+    let rig = Rig::serving(&old);
+    let remote = Remote::open(&[&rig.url()], STEP, lanes(2)).unwrap();
+    rig.server.store().publish(STEP, new.publication(Stability::Private));
+    let failed = remote.fetch(Destination::Fresh).unwrap_err();
+    assert_eq!(failed.kind(), ErrorKind::Changed, "{failed}");
+
+    let remote = Remote::open(&[&rig.url()], STEP, lanes(2)).unwrap();
+    rig.server.store().publish(8, new.publication(Stability::Private));
+    let failed = remote.fetch(Destination::Fresh).unwrap_err();
+    assert_eq!(failed.kind(), ErrorKind::Status(400), "{failed}");
+}

@@ -1,0 +1,265 @@
+//! Withdrawing a snapshot: the trainer goes on at once, or after a bounded wait, and its memory is left alone.
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
+
+mod common;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use common::raw::{Raw, get};
+use common::{BLOCK, PATIENCE, Rig, STEP, State, eventually, noise};
+use tensorferry_core::{Item, Memory, Publication, Stability, Withdrawn};
+use tensorferry_wire::dtype::Dtype;
+
+/// More than the socket buffers of both ends hold, so that a reader who does not read keeps the transfer running.
+const LARGE: usize = 32 * BLOCK;
+const POISON: u8 = 0xA5;
+
+/// Counts how often it, or a clone of it given away, was dropped.
+struct Owner(Arc<AtomicUsize>);
+
+impl Drop for Owner {
+    fn drop(&mut self) {
+        self.0.fetch_add(1, Ordering::SeqCst);
+    }
+}
+
+/// Memory of a trainer: served as it is, and overwritten while the server lives on.
+struct Trained {
+    memory: Vec<u8>,
+    expected: Vec<u8>,
+}
+
+impl Trained {
+    fn new(seed: u64) -> Self {
+        let expected = noise(LARGE, seed);
+        Self { memory: expected.clone(), expected }
+    }
+
+    /// Lent for as long as `self` lives, which outlives every server in these tests.
+    fn publication(&mut self) -> Publication {
+        let (address, len) = (self.memory.as_mut_ptr() as usize, self.memory.len());
+        // SAFETY: the tests keep `self` until their server is gone.
+        let memory = unsafe { Memory::borrowed(address, len) };
+        let item = Item::new("w", Dtype::U8, &[len as u64], memory);
+        Publication::new(Vec::new(), vec![item], Stability::Borrowed, Box::new(())).unwrap()
+    }
+
+    fn train(&mut self) {
+        self.memory.fill(POISON);
+    }
+}
+
+/// A reader that has asked for the whole container and read its head alone.
+fn begin(rig: &Rig) -> (Raw, usize) {
+    let mut raw = Raw::to(rig);
+    raw.send("GET", &rig.path("7.safetensors"), &[]);
+    let head = raw.head();
+    assert_eq!(head.status, 200);
+    (raw, head.header("content-length").unwrap().parse().unwrap())
+}
+
+#[test]
+fn a_private_copy_is_let_go_at_once_and_its_reader_finishes() {
+    let dropped = Arc::new(AtomicUsize::new(0));
+    let state = State::of(&[LARGE], 1);
+    let rig = Rig::new();
+    rig.server.store().publish(STEP, state.owned_by(Stability::Private, Box::new(Owner(Arc::clone(&dropped)))));
+    let (mut reader, length) = begin(&rig);
+    let started = Instant::now();
+    assert_eq!(rig.server.store().withdraw(PATIENCE), Withdrawn::Clean);
+    assert!(started.elapsed() < Duration::from_secs(2));
+    assert_eq!(rig.server.store().active(), 1);
+    while reader.buffer.len() < length {
+        assert!(reader.more(64 << 10) > 0, "the transfer was cut");
+        if reader.buffer.len() < length / 2 {
+            assert_eq!(dropped.load(Ordering::SeqCst), 0);
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+    assert!(reader.buffer.ends_with(state.bytes("w0")));
+    // The connection is kept open: it is the end of the answer that lets go.
+    eventually("the owner is dropped", || dropped.load(Ordering::SeqCst) == 1);
+    assert_eq!(rig.server.store().active(), 0);
+}
+
+#[test]
+fn the_owner_is_dropped_with_the_last_reader_and_never_earlier() {
+    let dropped = Arc::new(AtomicUsize::new(0));
+    let state = State::of(&[LARGE], 1);
+    let rig = Rig::new();
+    let store = rig.server.store();
+    store.publish(STEP, state.owned_by(Stability::Private, Box::new(Owner(Arc::clone(&dropped)))));
+    let readers = [begin(&rig), begin(&rig)];
+    store.withdraw(PATIENCE);
+    for (i, (reader, _)) in readers.into_iter().enumerate() {
+        assert_eq!(dropped.load(Ordering::SeqCst), 0, "before reader {i} left");
+        drop(reader);
+        eventually("the reader is gone", || store.active() == 1 - i);
+    }
+    eventually("the owner is dropped", || dropped.load(Ordering::SeqCst) == 1);
+
+    store.publish(STEP, state.owned_by(Stability::Borrowed, Box::new(Owner(Arc::clone(&dropped)))));
+    assert_eq!(get(&rig, &rig.path("7.safetensors"), &[]).status, 200);
+    eventually("the reader is done", || store.active() == 0);
+    store.withdraw(PATIENCE);
+    assert_eq!(dropped.load(Ordering::SeqCst), 2, "nobody reads: gone before withdraw returns");
+    store.publish(STEP, state.owned_by(Stability::Private, Box::new(Owner(Arc::clone(&dropped)))));
+    drop(rig);
+    assert_eq!(dropped.load(Ordering::SeqCst), 3, "gone with the server");
+}
+
+#[test]
+fn borrowed_memory_waits_for_a_reader_that_moves_on() {
+    let mut trained = Trained::new(1);
+    let rig = Rig::new();
+    rig.server.store().publish(STEP, trained.publication());
+    let (mut reader, length) = begin(&rig);
+    let reading = std::thread::spawn(move || {
+        std::thread::sleep(Duration::from_millis(100));
+        while reader.buffer.len() < length && reader.more(1 << 20) > 0 {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        reader.buffer
+    });
+    assert_eq!(rig.server.store().withdraw(PATIENCE), Withdrawn::Drained);
+    trained.train();
+    let body = reading.join().unwrap();
+    assert!(body.len() == length && body.ends_with(&trained.expected), "wrong bytes");
+    assert_eq!(rig.server.store().withdraw(Duration::ZERO), Withdrawn::Clean);
+}
+
+#[test]
+fn borrowed_memory_is_never_read_again_once_withdraw_has_returned() {
+    // Zero patience too: cut at once.
+    for (round, patience) in [0, 300, 50, 0].into_iter().map(Duration::from_millis).enumerate() {
+        let mut trained = Trained::new(round as u64);
+        let rig = Rig::new();
+        rig.server.store().publish(STEP, trained.publication());
+        let readers: Vec<_> = (0..3).map(|_| begin(&rig)).collect();
+        let started = Instant::now();
+        let ended = rig.server.store().withdraw(patience);
+        assert!(started.elapsed() >= patience && started.elapsed() < patience + Duration::from_secs(5));
+        assert_eq!(ended, Withdrawn::Cut(3), "patience {patience:?}");
+        trained.train();
+        assert_eq!(rig.server.store().active(), 0);
+        for (mut reader, length) in readers {
+            let start = length - trained.expected.len();
+            let body = reader.rest();
+            assert!(body.len() < length, "the reader was not cut");
+            assert!(body[start..] == trained.expected[..body.len() - start], "bytes of after the withdrawal");
+        }
+        drop(rig);
+    }
+}
+
+#[test]
+fn poison_stays_at_home_also_when_many_readers_are_in_full_swing() {
+    for round in 0..5 {
+        let mut trained = Trained::new(round);
+        let rig = Rig::new();
+        rig.server.store().publish(STEP, trained.publication());
+        let readers: Vec<_> = (0..4)
+            .map(|_| {
+                let (mut reader, length) = begin(&rig);
+                std::thread::spawn(move || {
+                    reader.rest();
+                    (reader.buffer, length)
+                })
+            })
+            .collect();
+        std::thread::sleep(Duration::from_millis(5 * round));
+        rig.server.store().withdraw(Duration::ZERO);
+        trained.train();
+        // Ends the connections of those that were through before the withdrawal.
+        rig.server.shutdown(PATIENCE);
+        for reader in readers {
+            let (body, length) = reader.join().unwrap();
+            let start = length - trained.expected.len();
+            assert!(body[start..] == trained.expected[..body.len() - start], "bytes of after the withdrawal");
+        }
+        drop(rig);
+    }
+}
+
+#[test]
+fn digests_of_borrowed_memory_are_not_computed_after_the_withdrawal() {
+    let mut trained = Trained::new(1);
+    let rig = Rig::new();
+    rig.server.store().publish(STEP, trained.publication());
+    let mut readers: Vec<_> = (0..4).map(|_| Raw::to(&rig)).collect();
+    for reader in &mut readers {
+        reader.send("GET", &rig.path("7/digests"), &[]);
+    }
+    rig.server.store().withdraw(Duration::ZERO);
+    trained.train();
+    rig.server.shutdown(PATIENCE);
+    let expected: Vec<u64> = trained.expected.chunks(BLOCK).map(tensorferry_wire::digest::checksum).collect();
+    for mut reader in readers {
+        let answer = String::from_utf8_lossy(reader.rest()).into_owned();
+        if answer.starts_with("HTTP/1.1 200") {
+            let at = reader.buffer.windows(4).position(|w| w == b"\r\n\r\n").unwrap() + 4;
+            let table = tensorferry_wire::digest::DigestTable::decode(&reader.buffer[at..]).unwrap();
+            assert!(table.blocks == expected, "a digest of poison");
+        }
+    }
+    drop(rig);
+}
+
+#[test]
+fn the_next_publication_works_at_once() {
+    let (first, second) = (State::of(&[LARGE], 1), State::of(&[BLOCK + 1], 2));
+    for stability in [Stability::Private, Stability::Borrowed] {
+        let rig = Rig::new();
+        let store = rig.server.store();
+        store.publish(STEP, first.publication(stability));
+        let stuck = begin(&rig);
+        store.withdraw(Duration::from_millis(50));
+        store.publish(8, second.publication(stability));
+        let got = get(&rig, &rig.path("8.safetensors"), &[]);
+        assert!(got.status == 200 && got.body.ends_with(second.bytes("w0")), "{stability:?}");
+        drop(stuck);
+    }
+}
+
+#[test]
+fn a_gate_that_closes_and_opens_keeps_those_who_wait() {
+    let state = State::of(&[100], 1);
+    let rig = Rig::serving(&state);
+    rig.server.store().withdraw(PATIENCE);
+    let mut waiting = Raw::to(&rig);
+    waiting.send("GET", &rig.path("8.safetensors"), &[]);
+    rig.server.store().publish(8, state.publication(Stability::Private));
+    rig.server.store().withdraw(PATIENCE);
+    rig.server.store().publish(8, state.publication(Stability::Private));
+    assert_eq!(waiting.answer().status, 200);
+}
+
+#[test]
+fn withdrawn_private_snapshots_do_not_pile_up() {
+    let dropped = Arc::new(AtomicUsize::new(0));
+    let state = State::of(&[LARGE], 1);
+    let rig = Rig::new();
+    let store = rig.server.store();
+    let mut readers = Vec::new();
+    for round in 1..=8_usize {
+        store.publish(STEP, state.owned_by(Stability::Private, Box::new(Owner(Arc::clone(&dropped)))));
+        readers.push(begin(&rig));
+        store.withdraw(Duration::ZERO);
+        // Two may be finishing; the others are cut.
+        eventually("old snapshots go", || dropped.load(Ordering::SeqCst) >= round.saturating_sub(2));
+        assert!(store.active() <= 3);
+    }
+    eventually("two are left", || store.active() == 2 && dropped.load(Ordering::SeqCst) == 6);
+    let (kept, cut) = (readers.split_off(6), readers);
+    for (mut reader, length) in cut {
+        assert!(reader.rest().len() < length, "an old reader was not cut");
+    }
+    for (mut reader, length) in kept {
+        while reader.buffer.len() < length {
+            assert!(reader.more(1 << 20) > 0, "a young reader was cut");
+        }
+        assert!(reader.buffer.ends_with(state.bytes("w0")));
+    }
+}

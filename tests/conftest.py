@@ -1,0 +1,104 @@
+"""Fixtures shared by the Python tests: a transport under test, stock torchft transports, a process group.
+
+`--transport torchft` runs the same tests against torchft's own HTTPTransport: what they expect is then checked against
+the class we replace. Tests of what we do beyond it carry the mark `beyond_torchft` and are skipped there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import hypothesis
+import pytest
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+hypothesis.settings.register_profile("fast", max_examples=30, deadline=None, derandomize=True, database=None)
+hypothesis.settings.register_profile("slow", max_examples=1000, deadline=None, print_blob=True)
+hypothesis.settings.load_profile("fast")
+
+TIMEOUT = timedelta(seconds=30)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--transport", choices=("tensorferry", "torchft"), default="tensorferry")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "beyond_torchft: torchft's HTTPTransport does not do this")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--transport") == "torchft":
+        skip = pytest.mark.skip(reason="torchft's HTTPTransport does not do this")
+        # torchft's receiver keeps tensors in the memory of a bytes object, and it leaves sockets to the collector.
+        known = [
+            pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning"),
+            pytest.mark.filterwarnings("ignore::ResourceWarning"),
+            pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+        ]
+        for item in items:
+            for mark in known:
+                item.add_marker(mark)
+            if item.get_closest_marker("beyond_torchft"):
+                item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def ours(pytestconfig: pytest.Config) -> bool:
+    return pytestconfig.getoption("--transport") == "tensorferry"
+
+
+@pytest.fixture(scope="session")
+def transport_class(ours: bool) -> Any:
+    if ours:
+        return pytest.importorskip("tensorferry").HTTPTransport
+    return pytest.importorskip("torchft.checkpointing").HTTPTransport
+
+
+@contextlib.contextmanager
+def opening(cls: Any) -> Iterator[Callable[..., Any]]:
+    """A constructor of transports that are shut down at the end."""
+    opened = []
+
+    def open_one(num_chunks: int = 0, timeout: timedelta = TIMEOUT, **options: Any) -> Any:
+        opened.append(cls(timeout=timeout, num_chunks=num_chunks, **options))
+        return opened[-1]
+
+    try:
+        yield open_one
+    finally:
+        for transport in opened:
+            if hasattr(transport, "_server") and hasattr(transport._server, "server_close"):
+                # torchft leaves its listening socket to the garbage collector, and its shutdown takes half a second.
+                transport._server._BaseServer__shutdown_request = True
+                transport._server.server_close()
+            else:
+                transport.shutdown()
+
+
+@pytest.fixture
+def open_transport(transport_class: Any, ours: bool) -> Iterator[Callable[..., Any]]:
+    """Opens transports of the class under test. Options that torchft does not have are left out for it."""
+    with opening(transport_class) as open_one:
+        yield open_one if ours else lambda num_chunks=0, timeout=TIMEOUT, **_: open_one(num_chunks, timeout)
+
+
+@pytest.fixture
+def open_stock() -> Iterator[Callable[..., Any]]:
+    """Opens transports of torchft itself."""
+    with opening(pytest.importorskip("torchft.checkpointing").HTTPTransport) as open_one:
+        yield open_one
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,139 @@
+"""torchft's own tests, as its wheel ships them, run with tensorferry's class in HTTPTransport's place."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torchft")
+
+HERE = Path(__file__).parent
+STOCK = "torchft.checkpointing.http_transport:HTTPTransport"
+CLASSES = {"torchft": STOCK, "tensorferry": "tensorferry:HTTPTransport"}
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A file of tests, what must pass in it, and the least it must do with the transport.
+
+    Some of torchft's tests listen on fixed ports (19530 and up): two of these must not run at the same time.
+    """
+
+    module: str
+    passed: int
+    built: int = 0
+    sent: int = 0
+    received: int = 0
+    seconds: int = 90
+
+    @property
+    def path(self) -> Path:
+        if not self.module.startswith("torchft."):
+            return HERE / f"{self.module}.py"
+        spec = importlib.util.find_spec(self.module)
+        assert spec is not None
+        assert spec.origin is not None
+        return Path(spec.origin)
+
+
+# The counts are those of torchft 0.2.0 with its own class, without a GPU: a GPU only turns skips into passes.
+# How often a replica heals depends on timing, hence the lower bounds.
+SUITES = [
+    Suite("torchft.checkpointing.http_transport_test", passed=5, built=7, sent=5, received=10),
+    Suite("torchft.manager_test", passed=23, built=22, sent=3, received=3),
+    Suite("torchft.manager_integ_test", passed=7, built=14, sent=4, received=4),
+    Suite("torchft.local_sgd_integ_test", passed=28, built=50, sent=20, received=20, seconds=180),
+    Suite("torchft.local_sgd_test", passed=8),
+    Suite("torchft.ddp_test", passed=2),
+    Suite("torchft.optim_test", passed=1),
+    Suite("multi_recovery_cases", passed=3, built=9, sent=6, received=9),
+]
+
+
+def run_in_child(path: Path, directory: Path, transport: str, seconds: int) -> tuple[int | None, str, dict]:
+    """Run one file of tests in a fresh interpreter; returns its status (None: timed out), output and swap report."""
+    report = directory / "swap.json"
+    log = directory / "pytest.log"
+    command = [sys.executable, "-m", "pytest", "-c", os.devnull, "--rootdir", str(directory)]
+    # These suites hang rather than fail: let the child show where it hangs before it is killed.
+    command += ["-p", "swap_plugin", "-p", "no:cacheprovider", "-o", f"faulthandler_timeout={seconds - 15}", "-rA"]
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHFT_", "PYTEST_"))}
+    env |= {
+        "SWAP_TRANSPORT": transport,
+        "SWAP_REPORT": str(report),
+        "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, [env.get("PYTHONPATH")])]),
+        "OMP_NUM_THREADS": "1",
+        "NO_PROXY": "*",
+    }
+    with log.open("wb") as output:
+        child = subprocess.Popen(
+            [*command, str(path)],
+            cwd=directory,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            status = child.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            # The group is the child's own session: whatever it left behind goes with it.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+    counted = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {}
+    return status, log.read_text(encoding="utf-8", errors="replace"), counted
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("suite", SUITES, ids=lambda suite: suite.module.rpartition(".")[2])
+def test_shipped_suite_passes(suite: Suite, tmp_path: Path, pytestconfig: pytest.Config):
+    transport = CLASSES[pytestconfig.getoption("--transport")]
+    status, output, report = run_in_child(suite.path, tmp_path, transport, suite.seconds)
+    print(output)
+    assert status is not None, f"{suite.module} did not end within {suite.seconds} s"
+    assert status == 0, f"{suite.module} exited with {status}"
+    assert report["failures"] == []
+    assert report["outcomes"].get("failed", 0) == 0
+    assert report["outcomes"]["passed"] >= suite.passed
+    # With the stock class in its own place there is one set of counts.
+    stock = report["counts"].pop(STOCK)
+    used = next(iter(report["counts"].values()), stock)
+    assert used is stock or stock["built"] == 0
+    assert used["built"] >= suite.built
+    assert used["sent"] >= suite.sent
+    assert used["received"] >= suite.received
+
+
+@pytest.mark.slow
+def test_a_stock_instance_is_found(tmp_path: Path):
+    """The check itself can fail: a test that builds torchft's own class behind the swap fails the session."""
+    escape = tmp_path / "test_escape.py"
+    escape.write_text(
+        "from datetime import timedelta\n"
+        "import swap_plugin\n"
+        "def test_escape():\n"
+        "    swap_plugin.STOCK(timedelta(seconds=1), num_chunks=0).shutdown()\n",
+        encoding="utf-8",
+    )
+    (tmp_path / "stand_in.py").write_text(
+        "from torchft.checkpointing.http_transport import HTTPTransport\nclass StandIn(HTTPTransport): pass\n",
+        encoding="utf-8",
+    )
+    status, output, report = run_in_child(escape, tmp_path, "stand_in:StandIn", 60)
+    assert status == 1, output
+    assert report["outcomes"] == {"passed": 1}
+    assert report["failures"] == ["torchft's own class was constructed 1 times"]
