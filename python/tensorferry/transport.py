@@ -134,10 +134,12 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             ConnectError: the source cannot be reached or went away
             WrongStep: the source serves another step
             CorruptCheckpoint: bytes did not match their checksums
+            ForkedProcess: this process was forked from the one that made the transport
             StateMismatch: the live state's tensors differ in dtype or shape; nothing was overwritten
             UnsafePickle: the state holds objects that are not on the allow-list
         """
         del src_rank
+        self._server.check_process()
         started = time.perf_counter()
         if stock.is_stock(metadata):
             state = stock.receive(metadata, step, timeout, self._allowed)

@@ -98,6 +98,11 @@ impl PyServer {
         .map_err(|e: Error| errors::to_py(py, &e))
     }
 
+    /// Raises `ForkedProcess` in a forked child.
+    fn check_process(&self, py: Python<'_>) -> PyResult<()> {
+        self.server(py).map(drop)
+    }
+
     fn allow(&self, py: Python<'_>, step: i64) -> PyResult<()> {
         self.server(py)?.store().allow(step);
         Ok(())
