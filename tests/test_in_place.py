@@ -251,8 +251,7 @@ def test_colliding_paths_are_not_mixed_up(heal: Callable[..., Any]) -> None:
         (live["a"]["b"], 5.0),
         (live["a.b"], 6.0),
     ):
-        assert float(mine) in (theirs, 0.0), "another leaf's value was written here"
-    assert [float(live["a"]["b"]), float(live["a.b"])] == [5.0, 6.0]
+        assert float(mine) == theirs, "another leaf's value, or none, was written here"
 
 
 def test_order_of_keys_does_not_matter(heal: Callable[..., Any]) -> None:

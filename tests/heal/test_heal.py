@@ -31,7 +31,7 @@ def play(directory: Path, transport: str, **options) -> Outcome:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(270)
 @pytest.mark.parametrize("name", MATRIX)
 def test_killed_replicas_heal_bit_equal(name: str, tmp_path: Path, pytestconfig: pytest.Config):
     options = MATRIX[name]
@@ -50,7 +50,7 @@ def test_killed_replicas_heal_bit_equal(name: str, tmp_path: Path, pytestconfig:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(270)
 def test_one_flipped_bit_is_a_failure(tmp_path: Path):
     here = str(Path(__file__).parent)
     outcome = play(tmp_path, "flipping:FlippingTransport", replicas=2, kill=0, kill_at_step=5, path=[here])

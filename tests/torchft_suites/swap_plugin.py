@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torchft._torchft
 import torchft.checkpointing.http_transport as http_transport
 import torchft.checkpointing.http_transport_bench
-import torchft.manager  # (both modules hold the class's name by the time it is swapped)
+import torchft.manager  # noqa: F401 (both modules hold the class's name by the time it is swapped)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -72,6 +71,7 @@ OURS = load_class(os.environ["SWAP_TRANSPORT"])
 SWAPPED = OURS is not STOCK
 REPLACED = holders(STOCK)
 outcomes: Counter[str] = Counter()
+failed: list[dict[str, str]] = []
 counts: dict[str, Counter[str]] = {}
 
 for _cls in {STOCK, OURS}:
@@ -81,11 +81,6 @@ for _cls in {STOCK, OURS}:
 for _holder in REPLACED:
     _module, _, _attribute = _holder.rpartition(".")
     setattr(sys.modules[_module], _attribute, OURS)
-
-# These tests run replicas as threads of one process and let them meet at a barrier. On a busy machine one of them
-# comes later than the 0.1 s a Lighthouse waits by default; the others then finish without it and it waits for ever,
-# whatever the transport. A more patient Lighthouse removes that race.
-torchft._torchft.LighthouseServer = functools.partial(torchft._torchft.LighthouseServer, join_timeout_ms=1000)
 
 
 def failures() -> list[str]:
@@ -100,6 +95,8 @@ def failures() -> list[str]:
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.when == "call" or report.outcome != "passed":
         outcomes[report.outcome] += 1
+    if report.failed:
+        failed.append({"test": report.nodeid, "text": report.longreprtext + report.capstderr + report.caplog})
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:
@@ -112,7 +109,7 @@ def pytest_collectreport(report: pytest.CollectReport) -> None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if failures():
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
-    report = {"counts": counts, "replaced": REPLACED, "failures": failures(), "outcomes": outcomes}
+    report = {"counts": counts, "replaced": REPLACED, "failures": failures(), "outcomes": outcomes, "failed": failed}
     Path(os.environ["SWAP_REPORT"]).write_text(json.dumps(report), encoding="utf-8")
 
 

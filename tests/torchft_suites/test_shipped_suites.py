@@ -33,7 +33,7 @@ class Suite:
     built: int = 0
     sent: int = 0
     received: int = 0
-    seconds: int = 90
+    seconds: int = 120
 
     @property
     def path(self) -> Path:
@@ -59,9 +59,24 @@ SUITES = [
 ]
 
 
-def run_in_child(path: Path, directory: Path, transport: str, seconds: int) -> tuple[int | None, str, dict]:
-    """Run one file of tests in a fresh interpreter; returns its status (None: timed out), output and swap report."""
+def lost_torchfts_race(failure: dict[str, str]) -> bool:
+    """Whether a test failed by a race of its own, which no transport can decide.
+
+    In the upscale tests three threads leave a barrier together, and two of them finish the job without the third when
+    a busy machine runs it some 30 ms later: it then waits for a quorum that nobody else will join.
+    """
+    return (
+        "::test_streaming_diloco_upscale" in failure["test"]
+        and "self._client._quorum(" in failure["text"]
+        and "Timeout expired" in failure["text"]
+        and "got exception in recovery" not in failure["text"]
+    )
+
+
+def run_in_child(tests: list[str], directory: Path, transport: str, seconds: int) -> tuple[int | None, str, dict]:
+    """Run tests in a fresh interpreter; returns its status (None: timed out), output and swap report."""
     report = directory / "swap.json"
+    report.unlink(missing_ok=True)
     log = directory / "pytest.log"
     command = [sys.executable, "-m", "pytest", "-c", os.devnull, "--rootdir", str(directory)]
     # These suites hang rather than fail: let the child show where it hangs before it is killed.
@@ -76,7 +91,7 @@ def run_in_child(path: Path, directory: Path, transport: str, seconds: int) -> t
     }
     with log.open("wb") as output:
         child = subprocess.Popen(
-            [*command, str(path)],
+            [*command, *tests],
             cwd=directory,
             env=env,
             stdin=subprocess.DEVNULL,
@@ -98,20 +113,30 @@ def run_in_child(path: Path, directory: Path, transport: str, seconds: int) -> t
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("suite", SUITES, ids=lambda suite: suite.module.rpartition(".")[2])
 def test_shipped_suite_passes(suite: Suite, tmp_path: Path, pytestconfig: pytest.Config):
     transport = CLASSES[pytestconfig.getoption("--transport")]
-    status, output, report = run_in_child(suite.path, tmp_path, transport, suite.seconds)
-    print(output)
-    assert status is not None, f"{suite.module} did not end within {suite.seconds} s"
+    tests = [str(suite.path)]
+    passed = 0
+    for attempt in range(3):
+        status, output, report = run_in_child(tests, tmp_path, transport, suite.seconds)
+        print(f"attempt {attempt}\n{output}")
+        assert status is not None, f"{suite.module} did not end within {suite.seconds} s"
+        assert report, f"{suite.module} did not get to the end of its session (status {status})"
+        assert report["failures"] == []
+        passed += report["outcomes"].get("passed", 0)
+        if attempt == 0:
+            first = report
+        if not report["failed"] or not all(map(lost_torchfts_race, report["failed"])):
+            break
+        tests = [f"{suite.path}::{failure['test'].partition('::')[2]}" for failure in report["failed"]]
     assert status == 0, f"{suite.module} exited with {status}"
-    assert report["failures"] == []
     assert report["outcomes"].get("failed", 0) == 0
-    assert report["outcomes"]["passed"] >= suite.passed
+    assert passed >= suite.passed
     # With the stock class in its own place there is one set of counts.
-    stock = report["counts"].pop(STOCK)
-    used = next(iter(report["counts"].values()), stock)
+    stock = first["counts"].pop(STOCK)
+    used = next(iter(first["counts"].values()), stock)
     assert used is stock or stock["built"] == 0
     assert used["built"] >= suite.built
     assert used["sent"] >= suite.sent
@@ -133,7 +158,7 @@ def test_a_stock_instance_is_found(tmp_path: Path):
         "from torchft.checkpointing.http_transport import HTTPTransport\nclass StandIn(HTTPTransport): pass\n",
         encoding="utf-8",
     )
-    status, output, report = run_in_child(escape, tmp_path, "stand_in:StandIn", 60)
+    status, output, report = run_in_child([str(escape)], tmp_path, "stand_in:StandIn", 60)
     assert status == 1, output
     assert report["outcomes"] == {"passed": 1}
     assert report["failures"] == ["torchft's own class was constructed 1 times"]
