@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from contenders import Contender
     from states import Row
 
-_SETTLED = 5 / 4  # memory made ready before a receive, as a multiple of the state
-_NEEDS_MEMORY = 16 << 20  # a smaller state is not worth it
+_LARGE_STATE = 16 << 20  # below this, fresh memory is no matter
 _WATCH_S = 1.0
 
 
@@ -26,12 +25,18 @@ class Lab:
     context: Any
     log: str
     scale: float
+    ballast: Peer
     problems: list[str] = field(default_factory=list)
 
     @property
     def watch_s(self) -> float:
         """How long a main loop is watched at least."""
         return min(_WATCH_S, 5 * self.scale)
+
+    def hold(self, nbytes: int) -> None:
+        """Keep memory for a state of that size ready."""
+        if nbytes >= _LARGE_STATE:
+            self.ballast.ask("hold_memory", nbytes=nbytes + nbytes // 8 + _LARGE_STATE)
 
     @contextmanager
     def peers(self, what: str, *busy: bool) -> Iterator[list[Peer]]:
@@ -67,10 +72,6 @@ def _close(*peers: Peer) -> None:
         peer.wait()
 
 
-def _settle(receiver: Peer, nbytes: int) -> float | None:
-    return receiver.ask("settle", nbytes=int(nbytes * _SETTLED)) if nbytes >= _NEEDS_MEMORY else None
-
-
 def transfer(lab: Lab, row: Row, contender: Contender, check: bool) -> dict[str, Any]:
     """Move a row's state once, and once more on a large row; with `check`, compare digests of what arrived."""
     what = f"{row.title}, {contender.name}"
@@ -80,12 +81,13 @@ def transfer(lab: Lab, row: Row, contender: Contender, check: bool) -> dict[str,
             receiver.post("build", row=row.name, scale=lab.scale, seed=2)
             receiver.wait()
         shape = source.wait()
+        lab.hold(shape["bytes"])
         metadata, cold_s = _warm_up(source, receiver, contender)
         begin, end = source.ask("send", which="state")["window"]
+        lab.ballast.ask("release_memory")
         sample: dict[str, Any] = {"send_s": (end - begin) / 1e9, "cold_s": cold_s, **shape}
         for order in ("first", "second") if row.large else ("first",):
             receiver.ask("forget")
-            sample[f"{order}_settled_gb_per_s"] = _settle(receiver, shape["bytes"])
             received = receiver.ask("receive", metadata=metadata, which="state", repeats=row.repeats, at_least_s=0.0)
             sample[f"{order}_s"] = received["s"]
             sample[f"{order}_all_s"] = [(end - begin) / 1e9 for begin, end in received["windows"]]
@@ -106,6 +108,8 @@ def raw_floor(lab: Lab, nbytes: int) -> dict[str, float]:
     with lab.peers("raw sockets", False, False) as (source, receiver):
         port = source.ask("raw_listen", nbytes=nbytes)
         source.ask("raw_serve", streams=(1, 2))
+        lab.hold(nbytes)
+        lab.ballast.ask("release_memory")
         return receiver.ask("raw_floor", port=port, nbytes=nbytes)
 
 
@@ -113,11 +117,12 @@ def stall(lab: Lab, row: Row, contender: Contender) -> dict[str, Any]:
     """Watch the source's main loop while another of its threads sends and while a receiver receives."""
     with lab.peers(f"main loop, {row.title}, {contender.name}", True, False) as (source, receiver):
         shape = source.ask("build", row=row.name, scale=lab.scale, seed=1)
+        lab.hold(shape["bytes"])
         metadata, _ = _warm_up(source, receiver, contender)
         unloaded = source.ask("loop_begin", unloaded_s=lab.watch_s)
         window = source.ask("send", which="state")["window"]
         sending = source.ask("loop_during", windows=[window])
-        _settle(receiver, shape["bytes"])
+        lab.ballast.ask("release_memory")
         received = receiver.ask("receive", metadata=metadata, which="state", repeats=1, at_least_s=lab.watch_s)
         serving = source.ask("loop_during", windows=received["windows"])
         _close(receiver, source)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import mmap
-import time
 from pathlib import Path
 
 _BLOCK = 4 << 20
-_PASSES = 5
 
 
 def fresh(nbytes: int, *, huge: bool = False) -> mmap.mmap:
@@ -25,22 +23,31 @@ def touch(memory: mmap.mmap) -> None:
         memory[start : start + _BLOCK] = block[: len(memory) - start]
 
 
-def settle(nbytes: int) -> float:
-    """Take and give back memory until that gets no faster; return the last pass's GB/s.
+class Ballast:
+    """Memory held between measurements, so that the next one finds pages that the machine has ready.
 
-    The host of a virtual machine backs a page when it is first touched, and may take free pages back within seconds
-    (free page reporting): touching a fresh GiB has been seen to take 0.1 s or 6 s by that alone. What follows at once
-    finds pages that the machine has ready, as on a machine of one's own.
+    The host of a virtual machine backs a page when it is first touched, and may take pages back once they have been
+    free for two seconds (free page reporting): fresh memory then costs 0.1 s or 6 s per GiB by that alone. Ballast
+    let go of just before a receive makes fresh memory cost what it does on a machine of one's own. It is of small
+    and of huge pages, as the contenders use both and the kernel hands them out from different lists.
     """
-    took = float("inf")
-    for _ in range(_PASSES):
-        before, begin = took, time.perf_counter()
-        with fresh(nbytes, huge=True) as memory:
-            touch(memory)
-        took = time.perf_counter() - begin
-        if took > 0.75 * before:
-            break
-    return nbytes / took / 1e9
+
+    def __init__(self) -> None:
+        self._held: list[mmap.mmap] = []
+
+    def hold(self, nbytes: int) -> None:
+        """Take that much of each kind, unless it is held already."""
+        if [len(memory) for memory in self._held] != [nbytes, nbytes]:
+            self.release()
+            self._held = [fresh(nbytes, huge=True), fresh(nbytes)]
+            for memory in self._held:
+                touch(memory)
+
+    def release(self) -> None:
+        """Give it back."""
+        for memory in self._held:
+            memory.close()
+        self._held = []
 
 
 def _status(field: str) -> int:

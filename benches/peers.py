@@ -20,7 +20,7 @@ import torch
 
 from contenders import OURS, THEIRS, Contender, version
 from main_loop import MainLoop
-from memory import PeakMemory, fresh, settle, touch
+from memory import Ballast, PeakMemory, fresh, touch
 from raw_socket import RawReceiver, RawSender, floor
 from states import ROWS, digest, measure, warm_up_state
 
@@ -44,6 +44,7 @@ class Agent:
         self._live: Any = self._states["warm_up"]
         self._received: Any = None
         self._raw: dict[str, Any] = {}
+        self._ballast = Ballast()
 
     def facts(self) -> dict[str, Any]:
         """Versions as a child sees them; None for a library that is not there."""
@@ -54,9 +55,13 @@ class Agent:
             OURS: version(OURS),
         }
 
-    def settle(self, nbytes: int) -> float:
-        """Have that much memory ready in the machine; return how fast it is handed out, in GB/s."""
-        return settle(nbytes)
+    def hold_memory(self, nbytes: int) -> None:
+        """Be the ballast."""
+        self._ballast.hold(nbytes)
+
+    def release_memory(self) -> None:
+        """Leave the ballast to whoever needs memory next."""
+        self._ballast.release()
 
     def build(self, row: str, scale: float, seed: int) -> dict[str, int]:
         """Make a row's state."""

@@ -7,7 +7,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from memory import fresh, settle, touch
+from memory import fresh, touch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -82,17 +82,15 @@ class RawReceiver:
 def floor(receiver_of: Callable[[int], RawReceiver], nbytes: int) -> dict[str, float]:
     """Return the seconds of one transfer of each kind; `receiver_of(streams)` opens the connections.
 
-    Memory is fresh for the first transfer into it and touched for the second; "huge" is fresh and of huge pages.
+    "huge" is into fresh memory of huge pages, "fresh" into fresh memory of small ones, "touched" once more into that.
     """
     seconds: dict[str, float] = {}
     for streams in (1, 2):
         receiver = receiver_of(streams)
-        for first, second in (("huge", None), ("fresh", "touched")):
-            settle(nbytes)
-            memory = fresh(nbytes, huge=first == "huge")
-            for kind in (first, second) if second else (first,):
+        for kinds in (("huge",), ("fresh", "touched")):
+            memory = fresh(nbytes, huge=kinds[0] == "huge")
+            for kind in kinds:
                 begin, end = receiver.receive(memory)
                 seconds[f"{kind}_{streams}_s"] = (end - begin) / 1e9
-            del memory
         receiver.close()
     return seconds

@@ -132,41 +132,46 @@ def _in_turn(turns: list[Any], number: int) -> list[Any]:
     return turns[::-1] if number % 2 else turns
 
 
+def _write(results: dict[str, Any], path: Path) -> None:
+    path.write_text(json.dumps(results, indent=1) + "\n")
+    path.with_name("table.md").write_text(report.as_markdown(results))
+
+
 def main() -> int:
     options = _arguments()
     options.json.parent.mkdir(parents=True, exist_ok=True)
     log = options.json.with_name("children.log")
     log.write_text("")
-    rows = {*options.rows, *options.stalls}
-    lab = Lab(context(options.start, optimizers="transformer" in rows), str(log), options.scale)
-    here = facts()
-    probe = Peer(lab.context, lab.log)
-    here |= probe.ask("facts")
-    probe.end()
+    children = context(options.start, optimizers="transformer" in {*options.rows, *options.stalls})
+    lab = Lab(children, str(log), options.scale, ballast=Peer(children, str(log)))
+    here = facts() | lab.ballast.ask("facts")
     if not here[OURS]:
         print("tensorferry is not installed here: only torchft is measured", file=sys.stderr)
     bench = Bench(options, lab, here[OURS] is not None)
-    rows = [bench.row(ROWS[name]) for name in options.rows]
-    stalls = bench.stalls([ROWS[name] for name in options.stalls])
-    here["others_busy"] = [*bench.others_busy, others_busy()]
-    results = {
+    results: dict[str, Any] = {
         "version": 1,
-        "machine": here,
+        "machine": here | {"others_busy": bench.others_busy},
         "options": {"rounds": options.rounds, "scale": options.scale, "start": options.start, "quick": options.quick},
-        "rows": rows,
-        "stalls": stalls,
-        "stall_summary": report.summarise_stalls(stalls),
+        "rows": [],
+        "stalls": [],
+        "stall_summary": [],
         "problems": lab.problems,
     }
-    options.json.write_text(json.dumps(results, indent=1) + "\n")
-    options.json.with_name("table.md").write_text(report.as_markdown(results))
+    for name in options.rows:
+        results["rows"].append(bench.row(ROWS[name]))
+        _write(results, options.json)  # an interrupted run keeps its finished rows
+    results["stalls"] = bench.stalls([ROWS[name] for name in options.stalls])
+    results["stall_summary"] = report.summarise_stalls(results["stalls"])
+    lab.ballast.end()
+    bench.others_busy.append(others_busy())
+    _write(results, options.json)
     if options.plot:
         from plot import draw  # matplotlib is only needed, and only slow, here
 
         draw(results, options.plot)
     print(report.as_text(results))
-    if max(here["others_busy"]) > report.QUIET:
-        print(f"NOTE: other work kept up to {max(here['others_busy']):.0%} of the machine busy", file=sys.stderr)
+    if max(bench.others_busy) > report.QUIET:
+        print(f"NOTE: other work kept up to {max(bench.others_busy):.0%} of the machine busy", file=sys.stderr)
     for problem in lab.problems:
         print(f"PROBLEM: {problem}", file=sys.stderr)
     return 1 if lab.problems else 0

@@ -48,7 +48,7 @@ class Scenario:
     pad_mib: int = 0
     kill_at_step: int = 20
     settle_steps: int = 5
-    deadline: float = 170.0
+    deadline: float = 240.0
     path: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:

@@ -29,7 +29,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sync-quorum", action="store_true", help="heal before the forward pass, not beside it")
     parser.add_argument("--width", type=int, default=96, help="of the model")
     parser.add_argument("--pad-mib", type=int, default=128, help="ring of past weights that is healed as well")
-    parser.add_argument("--deadline", type=float, default=170.0, help="seconds for each of the two jobs")
+    parser.add_argument("--deadline", type=float, default=240.0, help="seconds for each of the two jobs")
     parser.add_argument("--logs", type=Path, default=PROJECT / "build" / "demo", help="folder for logs and events")
     return parser.parse_args()
 

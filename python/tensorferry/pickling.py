@@ -63,6 +63,7 @@ class _Pickler(pickle.Pickler):
         self._leaves = {id(t): n for n, t in enumerate(flat.plain)}
         self._numbers: dict[int, int] = {}
         self._looking: tuple[int, tuple[int, int]] | None = None
+        self._packed = False
 
     def persistent_id(self, value: Any) -> tuple[Any, ...] | None:
         if isinstance(value, torch.Tensor):
@@ -72,6 +73,7 @@ class _Pickler(pickle.Pickler):
             # The pickler comes to this tensor's storage next: remember which part of it the tensor sees.
             span = byte_span(value)
             self._looking = None if span is None else (_key_of(value), span)
+            self._packed = span is not None and value.is_quantized
             return None
         if isinstance(value, TypedStorage):
             return ("typed", self._number(value._untyped_storage), str(value.dtype).removeprefix("torch."))
@@ -96,8 +98,13 @@ class _Pickler(pickle.Pickler):
             self.storages.append(Storage(storage, self._flat.storages.get(key)))
         whole = (0, storage.nbytes())
         span = whole if self._looking is None or self._looking[0] != key else self._looking[1]
-        # Packed dtypes have more elements than bytes, so their strides say nothing about bytes.
-        self.storages[number].spans.append(span if span[1] <= whole[1] else whole)
+        if span[1] > whole[1]:
+            # Quantised elements can be packed, so that there are more of them than bytes. Otherwise the memory is gone:
+            # FSDP frees storages between steps, for one.
+            if not self._packed:
+                raise ValueError(f"its storage has {whole[1]} bytes and it needs {span[1]}: the memory was freed")
+            span = whole
+        self.storages[number].spans.append(span)
         return number
 
 

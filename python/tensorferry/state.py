@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -86,6 +86,7 @@ class Packed:
             "version": VERSION,
             "flags": _flags(plain),
             "objects": len(flat.objects),
+            "keys": flat.keys,
             "storages": rows,
             "tensors": _describe(flat),
             "shards": _shards(flat, storages),
@@ -266,9 +267,9 @@ class _Builder:
         if len(objects) != self.manifest["objects"]:
             raise ProtocolError(f"the source announced {self.manifest['objects']} objects and sent {len(objects)}")
 
-        def leaf(number: int, path: str) -> Any:
+        def leaf(number: int) -> Any:
             value = leaves[number] if number >= 0 else objects[-number - 1]
-            return value if targets is None else targets.take(path, value)
+            return value if targets is None else targets.take(value)
 
         return tree.unflatten(self.manifest["tree"], leaf, objects)
 
@@ -297,48 +298,43 @@ class Targets:
     """The receiver's own tensors, to be filled in place.
 
     Attributes:
-        by_path: every tensor of the receiver's state, by key path
         direct: for entries that the network writes straight into a tensor, that tensor
     """
 
     def __init__(self, live: Any) -> None:
         """Takes ``live`` apart; nothing is assigned yet."""
-        flat = tree.flatten(live)
-        # By their names in a container, too: a few paths are not fit to be names.
-        self.by_path: dict[str, torch.Tensor] = dict(zip(flat.names, flat.plain, strict=True))
-        self.by_path |= {path: value for path, value in flat.positions.items() if isinstance(value, torch.Tensor)}
-        self._taken: set[str] = set()
         self.direct: dict[int, torch.Tensor] = {}
+        self._by_path: dict[tuple[str, ...], torch.Tensor] = {}
+        self._waiting: Iterator[torch.Tensor | None] = iter(())
+        flat = tree.flatten(live)
+        for number, path in tree.positions(json.loads(flat.tree), flat.keys):
+            value = flat.plain[number] if number >= 0 else flat.objects[-number - 1]
+            if isinstance(value, torch.Tensor):
+                self._by_path[path] = value
 
     def assign(self, builder: _Builder, names: list[str]) -> None:
-        """Finds the tensor for each entry of a container, after comparing everything.
+        """Finds a tensor of ours for each leaf of a container, after comparing everything.
 
         Raises:
             StateMismatch: naming every leaf that both sides have with another dtype or shape
         """
-        offered = [(names[i], str(DTYPES[builder.dtypes[i]]), list(builder.shapes[i])) for i in builder.plain]
-        offered += [(path, dtype, shape) for _, path, dtype, shape in builder.manifest.get("tensors", [])]
-        self._compare(offered)
+        plain = builder.plain
+        offered = {
+            number: (names[i], str(DTYPES[builder.dtypes[i]]), list(builder.shapes[i]))
+            for number, i in enumerate(plain)
+        }
+        offered |= {-number - 1: (path, dtype, shape) for number, path, dtype, shape in builder.manifest["tensors"]}
+        places = tree.positions(builder.manifest["tree"], builder.manifest["keys"])
+        self._match(places, offered)
         used: set[int] = set()
-        for i in builder.plain:
-            target = self.by_path.get(names[i])
-            if target is not None and builder.sizes[i] and receives_in_place(target):
-                key = storage_key(target.untyped_storage())
-                if key not in used:
-                    used.add(key)
-                    self.direct[i] = target
-
-    def take(self, path: str, value: Any) -> Any:
-        """Our own tensor at ``path``, filled with ``value``; or ``value`` where we have none."""
-        if path in self._taken:
-            path = tree.next_free(path, self._taken)
-        self._taken.add(path)
-        live = self.by_path.get(path)
-        if live is None or not isinstance(value, torch.Tensor):
-            return value
-        if live is not value:
-            copy_into(live, value)
-        return live
+        for number, path in places:
+            target = self._by_path.get(path)
+            if number < 0 or target is None or not builder.sizes[plain[number]] or not receives_in_place(target):
+                continue
+            key = storage_key(target.untyped_storage())
+            if key not in used and plain[number] not in self.direct:
+                used.add(key)
+                self.direct[plain[number]] = target
 
     def fill(self, state: Any) -> Any:
         """Copies the tensors of ``state``, which is here already, into ours; returns it with ours in their places.
@@ -347,25 +343,39 @@ class Targets:
             StateMismatch: as for ``assign``
         """
         flat = tree.flatten(state)
-        self._compare([(p, str(t.dtype), list(t.shape)) for p, t in zip(flat.names, flat.plain, strict=True)])
-        self._compare([(path, dtype, shape) for _, path, dtype, shape in _describe(flat)])
+        offered = {n: (path, str(t.dtype), list(t.shape)) for n, (path, t) in enumerate(zip(flat.names, flat.plain))}
+        offered |= {-number - 1: (path, dtype, shape) for number, path, dtype, shape in _describe(flat)}
+        layout = json.loads(flat.tree)
+        self._match(tree.positions(layout, flat.keys), offered)
 
-        def leaf(number: int, path: str) -> Any:
-            return self.take(path, flat.plain[number] if number >= 0 else flat.objects[-number - 1])
+        def leaf(number: int) -> Any:
+            return self.take(flat.plain[number] if number >= 0 else flat.objects[-number - 1])
 
-        return tree.unflatten(json.loads(flat.tree), leaf, flat.objects)
+        return tree.unflatten(layout, leaf, flat.objects)
 
-    def _compare(self, offered: list[tuple[str, str, list[int]]]) -> None:
+    def _match(self, places: list[tuple[int, tuple[str, ...]]], offered: dict[int, tuple[str, str, list[int]]]) -> None:
         wrong = []
-        for path, dtype, shape in offered:
-            live = self.by_path.get(path)
-            if live is not None and (str(live.dtype), list(live.shape)) != (dtype, shape):
-                wrong.append(f"{path}: {live.dtype} {list(live.shape)} here, {dtype} {shape} at the source")
+        for number, path in places:
+            live = self._by_path.get(path)
+            if live is not None and number in offered:
+                name, dtype, shape = offered[number]
+                if (str(live.dtype), list(live.shape)) != (dtype, shape):
+                    wrong.append(f"{name}: {live.dtype} {list(live.shape)} here, {dtype} {shape} at the source")
         if wrong:
             raise StateMismatch(
                 "nothing was overwritten: the source's state does not fit into this one; differing leaves:\n  "
                 + "\n  ".join(wrong)
             )
+        self._waiting = iter([self._by_path.get(path) for _, path in places])
+
+    def take(self, value: Any) -> Any:
+        """Our own tensor for the next place, filled with ``value``; or ``value`` where we have none."""
+        live = next(self._waiting)
+        if live is None or not isinstance(value, torch.Tensor):
+            return value
+        if live is not value:
+            copy_into(live, value)
+        return live
 
 
 def receive(remote: Remote, allowed: Allowed, live: Callable[[], Any] | None) -> tuple[Any, dict[str, Any]]:

@@ -23,6 +23,8 @@ MAX_DEPTH = 80
 
 _SAFE_INT = 2**53
 
+_CONTAINERS = (dict, list, tuple, collections.deque)
+
 Node = Any
 
 
@@ -35,7 +37,7 @@ class Flat:
         names: their key paths, unique
         objects: everything else, to be pickled together
         object_paths: where each object stands, for messages
-        positions: what stands at each key path; of two equal paths, the later one got ``~2``
+        keys: for each object that is a key of a dict, a text that tells it from other keys
         storages: storage identity to number of the plain tensor that fills it
     """
 
@@ -46,7 +48,7 @@ class Flat:
         self.names: list[str] = []
         self.objects: list[Any] = []
         self.object_paths: list[str] = []
-        self.positions: dict[str, Any] = {}
+        self.keys: dict[str, str] = {}
         self.storages: dict[int, int] = {}
 
 
@@ -56,7 +58,9 @@ def flatten(state: Any) -> Flat:
     # The same object twice is one leaf; `state` keeps every object alive, so identities stay unique meanwhile.
     seen: dict[int, int] = {}
     plain, names, objects, object_paths = flat.plain, flat.names, flat.objects, flat.object_paths
-    positions, storages = flat.positions, flat.storages
+    storages = flat.storages
+    # Containers we are inside of: one that holds itself is carried as an object, which may have cycles.
+    inside: set[int] = set()
 
     def add_object(value: Any, path: str) -> int:
         objects.append(value)
@@ -64,9 +68,6 @@ def flatten(state: Any) -> Flat:
         return -len(objects)
 
     def leaf(value: Any, path: str) -> int:
-        if path in positions:
-            path = next_free(path, positions)
-        positions[path] = value
         known = seen.get(id(value))
         if known is not None:
             return known
@@ -89,8 +90,16 @@ def flatten(state: Any) -> Flat:
     # with it the training loop of a healthy peer, for as long as it takes.
     def walk(value: Any, path: str, depth: int) -> str:
         kind = type(value)
-        if kind is Tensor or kind is Parameter or depth > MAX_DEPTH:
+        if kind is Tensor or kind is Parameter or depth > MAX_DEPTH or id(value) in inside:
             return str(leaf(value, path))
+        if not isinstance(value, _CONTAINERS):
+            return str(leaf(value, path))
+        inside.add(id(value))
+        node = walk_container(value, kind, path, depth)
+        inside.discard(id(value))
+        return node
+
+    def walk_container(value: Any, kind: Any, path: str, depth: int) -> str:
         below = path + "." if path else ""
         if kind is dict or kind is collections.OrderedDict:
             node = walk_dict(value, kind is collections.OrderedDict, below, depth + 1)
@@ -127,7 +136,9 @@ def flatten(state: Any) -> Flat:
         plain_int = kind is int and -_SAFE_INT < value < _SAFE_INT
         if value is None or kind is bool or plain_int or (kind is str and _is_text(value)):
             return json.dumps(value)
-        return f'["r",{reference(value, f"{below}{value!r} (a key)")}]'
+        number = reference(value, f"{below}{value!r} (a key)")
+        flat.keys[str(number)] = f"{kind.__module__}.{kind.__qualname__} {value!r}"
+        return f'["r",{number}]'
 
     def reference(value: Any, path: str) -> int:
         return -add_object(value, path) - 1
@@ -186,50 +197,76 @@ def _is_text(value: str) -> bool:
     return True
 
 
-def unflatten(tree: Node, leaf: Callable[[int, str], Any], objects: list[Any]) -> Any:
+def unflatten(tree: Node, leaf: Callable[[int], Any], objects: list[Any]) -> Any:
     """The state whose tree is ``tree``, read from JSON.
 
     ``rust/wire`` has checked it: numbers are in range and nesting is bounded.
 
     Args:
         tree: the tree
-        leaf: gives the leaf of a number, which stands at a key path
+        leaf: gives the leaf of a number; called once for each position, in the order of :func:`positions`
         objects: the classes, keys and attributes the tree refers to
     """
 
-    def build(node: Node, path: str) -> Any:
+    def build(node: Node) -> Any:
         if type(node) is int:
-            return leaf(node, path)
-        below = path + "." if path else ""
+            return leaf(node)
         if type(node) is dict:
-            return {k: build(v, below + k) for k, v in node.items()}
+            return {k: build(v) for k, v in node.items()}
         match node[0]:
             case "l":
-                return children(node[1:], below)
+                return [build(v) for v in node[1:]]
             case "t":
-                return tuple(children(node[1:], below))
+                return tuple([build(v) for v in node[1:]])
             case "o":
-                return collections.OrderedDict([(k, build(v, below + k)) for k, v in node[1].items()])
+                return collections.OrderedDict([(k, build(v)) for k, v in node[1].items()])
             case "d":
-                rows = [(key(k), v) for k, v in node[2]]
                 kind = collections.OrderedDict if node[1] == "o" else dict
-                return kind([(k, build(v, f"{below}{k}")) for k, v in rows])
+                return kind([(objects[k[1]] if type(k) is list else k, build(v)) for k, v in node[2]])
             case "n":
-                kind = objects[node[1]]
-                return kind._make([build(v, below + k) for k, v in zip(kind._fields, node[2:], strict=True)])
+                return objects[node[1]]._make([build(v) for v in node[2:]])
             case "q":
-                return collections.deque(children(node[2:], below), node[1])
+                return collections.deque([build(v) for v in node[2:]], node[1])
             case "f":
-                return collections.defaultdict(objects[node[1]], build(node[2], path))
+                return collections.defaultdict(objects[node[1]], build(node[2]))
             case _:
-                value = build(node[2], path)
+                value = build(node[2])
                 value.__dict__.update(objects[node[1]])
                 return value
 
-    def children(nodes: list[Node], below: str) -> list[Any]:
-        return [build(v, f"{below}{i}") for i, v in enumerate(nodes)]
+    return build(tree)
 
-    def key(key: Any) -> Any:
-        return objects[key[1]] if type(key) is list else key
 
-    return build(tree, "")
+def positions(tree: Node, keys: dict[str, str]) -> list[tuple[int, tuple[str, ...]]]:
+    """Every place in the tree where a leaf stands: its number, and a key path that no other place has.
+
+    Args:
+        tree: the tree, read from JSON
+        keys: texts for keys that are objects, see :class:`Flat`
+    """
+    found: list[tuple[int, tuple[str, ...]]] = []
+
+    def visit(node: Node, path: tuple[str, ...]) -> None:
+        if type(node) is int:
+            found.append((node, path))
+        elif type(node) is dict:
+            for k, v in node.items():
+                visit(v, (*path, "s" + k))
+        elif node[0] in "fa":
+            visit(node[2], path)
+        elif node[0] == "o":
+            visit(node[1], path)
+        elif node[0] == "d":
+            for k, v in node[2]:
+                visit(v, (*path, key(k)))
+        else:
+            for i, v in enumerate(node[2 if node[0] in "nq" else 1 :]):
+                visit(v, (*path, f"#{i}"))
+
+    def key(k: Any) -> str:
+        if type(k) is list:
+            return "r" + keys.get(str(k[1]), "")
+        return "s" + k if type(k) is str else f"{type(k).__name__} {k}"
+
+    visit(tree, ())
+    return found

@@ -133,7 +133,12 @@ fn lasting_faults_end_in_time_with_the_right_kind() {
         let proxy = Proxy::new(&rig.url(), fault, ALWAYS);
         ends(&format!("{fault:?}"), proxy.url(), quick(Duration::from_secs(2), 2), kinds);
     }
-    // The same once the opening went well.
+}
+
+#[test]
+fn lasting_faults_after_a_good_opening_end_in_time_too() {
+    let state = state();
+    let rig = Rig::serving(&state);
     for (fault, kinds) in [
         (Fault::Close(BLOCK / 2), &[ErrorKind::Connect][..]),
         (Fault::Reset(1000), &[ErrorKind::Connect]),

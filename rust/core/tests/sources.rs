@@ -3,9 +3,12 @@
 
 mod common;
 
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use common::faults::{ALWAYS, Fault, Proxy};
+use common::faults::{ALWAYS, Fault, Liar, Proxy};
 use common::{BLOCK, PATIENCE, Rig, STEP, State, lanes};
 use tensorferry_core::{Destination, ErrorKind, FetchOptions, Remote, Stability};
 
@@ -73,6 +76,56 @@ fn a_source_with_other_bytes_is_never_mixed_in() {
                 assert!(whole, "{what}: bytes of both, dead after {place}, {count} lanes");
             }
         }
+    }
+}
+
+/// Passes requests on to `rig`, slowly enough that other lanes get their share, until it was asked for digests up to
+/// block `last`: with that answer it is gone.
+fn gone_after_the_digests(rig: &Rig, last: usize) -> Liar {
+    let (address, gone) = (rig.server.address(), AtomicBool::new(false));
+    let (ours, prefix) = ("/checkpoint/".to_owned(), rig.path(""));
+    let last_request = format!("-{last} HTTP/1.1");
+    Liar::new(move |mut stream, head, tracker| {
+        if gone.load(Ordering::SeqCst) {
+            return Err(std::io::ErrorKind::ConnectionReset.into());
+        }
+        let digests = head.contains("digests") && head.contains(&last_request);
+        gone.store(digests, Ordering::SeqCst);
+        let head = head.replacen(&ours, &prefix, 1).replacen("\r\n", "\r\nConnection: close\r\n", 1);
+        tracker.sleep(Duration::from_millis(20));
+        let mut upstream = TcpStream::connect(address)?;
+        upstream.write_all(head.as_bytes())?;
+        let mut answer = Vec::new();
+        upstream.read_to_end(&mut answer)?;
+        stream.write_all(&answer)?;
+        Err(std::io::ErrorKind::ConnectionAborted.into())
+    })
+}
+
+#[test]
+fn a_source_that_ends_the_connection_with_every_answer_will_do() {
+    // What some proxies do. The manifest is longer than the first read, so that opening takes several requests.
+    let state = State::of(&[8 * BLOCK], 1).with(tensorferry_wire::container::MANIFEST_ENTRY, vec![1; 2 * BLOCK]);
+    let rig = Rig::serving(&state);
+    let closing = gone_after_the_digests(&rig, usize::MAX);
+    for count in [1, 3] {
+        let arrived = state.fetch(&[&closing.url()], lanes(count)).unwrap();
+        assert_eq!(arrived.report().retries, 0);
+    }
+}
+
+#[test]
+fn what_one_source_vouched_for_is_not_completed_from_another() {
+    let (ours, theirs) = (State::of(&[24 * BLOCK], 1), State::of(&[24 * BLOCK], 2));
+    let (first, second) = (Rig::serving(&ours), Rig::serving(&theirs));
+    for _ in 0..3 {
+        // Half of the bytes come from each; the first says which ones are its own, and dies.
+        let dying = gone_after_the_digests(&first, 24);
+        let (dying_url, second_url) = (dying.url(), second.url());
+        let remote = Remote::open(&[&dying_url, &second_url], STEP, quick(PATIENCE, 2)).unwrap();
+        let arrived = remote.fetch(Destination::Fresh).unwrap();
+        let found = &arrived.arena().as_slice()[..24 * BLOCK];
+        assert!(found == &theirs.bytes("w0")[..] || found == &ours.bytes("w0")[..], "bytes of both");
     }
 }
 

@@ -163,7 +163,8 @@ impl Connection {
         self.reusable && self.remaining == 0
     }
 
-    /// Sends one GET for `path` (below the source's prefix) and reads the head of the answer. `patience` is how long
+    /// Sends one GET for `path` (below the source's prefix), on a new connection where the source ends each after one
+    /// answer, and reads the head of the answer. `patience` is how long
     /// the answer may take to begin: a source that has nothing to serve yet keeps the request waiting.
     pub(crate) fn get(
         &mut self,
@@ -173,7 +174,10 @@ impl Connection {
         patience: Option<Duration>,
     ) -> Result<Head, Error> {
         use std::fmt::Write as _;
-        debug_assert!(self.is_reusable(), "the last answer was not read to its end");
+        if !self.is_reusable() {
+            // The last answer announced that it ends the connection.
+            *self = Self::open(&self.source, &self.limits)?;
+        }
         let mut request = format!(
             "GET {}{path} HTTP/1.1\r\nHost: {}\r\nUser-Agent: tensorferry/{}\r\n",
             self.source.prefix(),
