@@ -343,7 +343,7 @@ class Targets:
             StateMismatch: as for ``assign``
         """
         flat = tree.flatten(state)
-        offered = {n: (path, str(t.dtype), list(t.shape)) for n, (path, t) in enumerate(zip(flat.names, flat.plain))}
+        offered = {n: (flat.names[n], str(t.dtype), list(t.shape)) for n, t in enumerate(flat.plain)}
         offered |= {-number - 1: (path, dtype, shape) for number, path, dtype, shape in _describe(flat)}
         layout = json.loads(flat.tree)
         self._match(tree.positions(layout, flat.keys), offered)
