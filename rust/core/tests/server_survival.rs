@@ -155,6 +155,8 @@ fn shutting_down_ends_everything_and_closes_the_port() {
         assert!(started.elapsed() < Duration::from_secs(5), "{:?}", started.elapsed());
         assert!(TcpStream::connect(rig.server.address()).is_err(), "the port is still open");
         for raw in [&mut stuck, &mut retired, &mut idle, &mut half] {
+            // Far less than the time after which an idle connection would end by itself.
+            raw.stream.set_read_timeout(Some(Duration::from_secs(2))).unwrap();
             assert!(raw.is_ended(), "a connection is still open");
         }
         assert_eq!(rig.server.store().active(), 0);
