@@ -27,6 +27,8 @@ class Lab:
     scale: float
     ballast: Peer
     problems: list[str] = field(default_factory=list)
+    sizes: dict[str, int] = field(default_factory=dict)
+    _holding: bool = False
 
     @property
     def watch_s(self) -> float:
@@ -34,9 +36,17 @@ class Lab:
         return min(_WATCH_S, 5 * self.scale)
 
     def hold(self, nbytes: int) -> None:
-        """Keep memory for a state of that size ready."""
-        if nbytes >= _LARGE_STATE:
-            self.ballast.ask("hold_memory", nbytes=nbytes + nbytes // 8 + _LARGE_STATE)
+        """Begin to have memory for a state of that size ready; `release` hands it over."""
+        if nbytes >= _LARGE_STATE and not self._holding:
+            self.ballast.post("hold_memory", nbytes=nbytes + nbytes // 8 + _LARGE_STATE)
+            self._holding = True
+
+    def release(self) -> None:
+        """Leave the memory that was held to whoever asks for some next."""
+        if self._holding:
+            self._holding = False
+            self.ballast.wait()
+            self.ballast.ask("release_memory")
 
     @contextmanager
     def peers(self, what: str, *busy: bool) -> Iterator[list[Peer]]:
@@ -77,14 +87,16 @@ def transfer(lab: Lab, row: Row, contender: Contender, check: bool) -> dict[str,
     what = f"{row.title}, {contender.name}"
     with lab.peers(what, False, False) as (source, receiver):
         source.post("build", row=row.name, scale=lab.scale, seed=1)
+        lab.hold(lab.sizes.get(row.name, 0))  # while the source builds; its size is known from the second time on
         if contender.in_place:
             receiver.post("build", row=row.name, scale=lab.scale, seed=2)
             receiver.wait()
         shape = source.wait()
+        lab.sizes[row.name] = shape["bytes"]
         lab.hold(shape["bytes"])
         metadata, cold_s = _warm_up(source, receiver, contender)
         begin, end = source.ask("send", which="state")["window"]
-        lab.ballast.ask("release_memory")
+        lab.release()
         sample: dict[str, Any] = {"send_s": (end - begin) / 1e9, "cold_s": cold_s, **shape}
         for order in ("first", "second") if row.large else ("first",):
             receiver.ask("forget")
@@ -108,9 +120,12 @@ def raw_floor(lab: Lab, nbytes: int) -> dict[str, float]:
     with lab.peers("raw sockets", False, False) as (source, receiver):
         port = source.ask("raw_listen", nbytes=nbytes)
         source.ask("raw_serve", streams=(1, 2))
-        lab.hold(nbytes)
-        lab.ballast.ask("release_memory")
-        return receiver.ask("raw_floor", port=port, nbytes=nbytes)
+        seconds: dict[str, float] = {}
+        for streams in (1, 2):
+            lab.hold(nbytes)
+            lab.release()
+            seconds |= receiver.ask("raw_floor", port=port, nbytes=nbytes, streams=streams)
+    return seconds
 
 
 def stall(lab: Lab, row: Row, contender: Contender) -> dict[str, Any]:
@@ -122,7 +137,7 @@ def stall(lab: Lab, row: Row, contender: Contender) -> dict[str, Any]:
         unloaded = source.ask("loop_begin", unloaded_s=lab.watch_s)
         window = source.ask("send", which="state")["window"]
         sending = source.ask("loop_during", windows=[window])
-        lab.ballast.ask("release_memory")
+        lab.release()
         received = receiver.ask("receive", metadata=metadata, which="state", repeats=1, at_least_s=lab.watch_s)
         serving = source.ask("loop_during", windows=received["windows"])
         _close(receiver, source)

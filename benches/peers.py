@@ -137,9 +137,9 @@ class Agent:
 
         threading.Thread(target=serve, daemon=True).start()
 
-    def raw_floor(self, port: int, nbytes: int) -> dict[str, float]:
-        """Be the raw receiver: seconds for one and two streams, into fresh and into touched memory."""
-        return floor(lambda streams: RawReceiver(port, streams), nbytes)
+    def raw_floor(self, port: int, nbytes: int, streams: int) -> dict[str, float]:
+        """Be the raw receiver: seconds into fresh and into touched memory."""
+        return floor(port, nbytes, streams)
 
     def raw_receive(self, port: int, nbytes: int, streams: int, at_least_s: float) -> list[tuple[int, int]]:
         """Receive into touched memory again and again; return when each transfer began and ended."""

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from memory import fresh, touch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from mmap import mmap
 
 _BLOCK = 4 << 20
@@ -79,18 +78,17 @@ class RawReceiver:
             connection.close()
 
 
-def floor(receiver_of: Callable[[int], RawReceiver], nbytes: int) -> dict[str, float]:
-    """Return the seconds of one transfer of each kind; `receiver_of(streams)` opens the connections.
+def floor(port: int, nbytes: int, streams: int) -> dict[str, float]:
+    """Return the seconds of one transfer of each kind.
 
     "huge" is into fresh memory of huge pages, "fresh" into fresh memory of small ones, "touched" once more into that.
     """
     seconds: dict[str, float] = {}
-    for streams in (1, 2):
-        receiver = receiver_of(streams)
-        for kinds in (("huge",), ("fresh", "touched")):
-            memory = fresh(nbytes, huge=kinds[0] == "huge")
-            for kind in kinds:
-                begin, end = receiver.receive(memory)
-                seconds[f"{kind}_{streams}_s"] = (end - begin) / 1e9
-        receiver.close()
+    receiver = RawReceiver(port, streams)
+    for kinds in (("huge",), ("fresh", "touched")):
+        memory = fresh(nbytes, huge=kinds[0] == "huge")
+        for kind in kinds:
+            begin, end = receiver.receive(memory)
+            seconds[f"{kind}_{streams}_s"] = (end - begin) / 1e9
+    receiver.close()
     return seconds

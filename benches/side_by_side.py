@@ -11,6 +11,7 @@ import argparse
 import json
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,22 +87,22 @@ class Bench:
         samples: list[dict[str, Any]] = []
         floors: list[dict[str, Any]] = []
         self.others_busy.append(others_busy())
+        raw = [None] if row.large else []
         for number in range(min(self._options.rounds, row.rounds or self._options.rounds)):
-            for order, contender in enumerate(_in_turn(self._contenders(row), number)):
-                got = self._try(
-                    f"{row.title}, {contender.name}",
-                    lambda which=contender, check=number == 0: transfer(self._lab, row, which, check),
-                )
-                samples.append({"contender": contender.name, "round": number, "order": order} | got)
+            for order, contender in enumerate(_in_turn([*self._contenders(row), *raw], number)):
+                where = {"round": number, "order": order}
+                if contender is None:
+                    size = self._lab.sizes.get(row.name, GIB)
+                    floors.append(where | self._try(f"{row.title}, raw sockets", partial(raw_floor, self._lab, size)))
+                    continue
+                what = f"{row.title}, {contender.name}"
+                got = self._try(what, partial(transfer, self._lab, row, contender, check=number == 0))
+                samples.append(where | {"contender": contender.name} | got)
                 self._note(f"{row.title}, round {number + 1}, {contender.name}", got.get("first_s"))
-            nbytes = next((sample["bytes"] for sample in samples if "bytes" in sample), 0)
-            if row.large and nbytes:
-                floor = self._try(f"{row.title}, raw sockets", lambda size=nbytes: raw_floor(self._lab, size))
-                floors.append({"round": number} | floor)
         return {
             "name": row.name,
             "title": row.title,
-            "bytes": nbytes,
+            "bytes": next((sample["bytes"] for sample in samples if "bytes" in sample), 0),
             "tensors": next((sample["tensors"] for sample in samples if "tensors" in sample), 0),
             "samples": samples,
             "raw": floors,
@@ -116,11 +117,11 @@ class Bench:
         for number in range(self._options.rounds if rows else 0):
             for order, (row, contender) in enumerate(_in_turn(turns, number)):
                 what = f"main loop, {row.title}, {contender.name}"
-                got = self._try(what, lambda which=contender, of=row: stall(self._lab, of, which))
+                got = self._try(what, partial(stall, self._lab, row, contender))
                 where = {"row": row.title, "contender": contender.name, "round": number, "order": order}
                 samples.append(where | got)
                 self._note(f"main loop, {row.title}, round {number + 1}, {contender.name}", got.get("serving_worst_s"))
-            raw = self._try("main loop, raw sockets", lambda: raw_stall(self._lab, int(GIB * self._lab.scale)))
+            raw = self._try("main loop, raw sockets", partial(raw_stall, self._lab, int(GIB * self._lab.scale)))
             for streams, got in raw.items() if "error" not in raw else ():
                 name = f"{streams} raw stream{'s' if streams == 2 else ''} of other processes"
                 samples += [{"row": row.title, "contender": name, "round": number} | got for row in rows]

@@ -53,7 +53,7 @@ def test_quick_run_measures_both_and_writes_the_results(tmp_path):
         assert all(line["speedup"]["median"] > 0 for line in row["summary"]["lines"])
     assert all(sample["second_equal"] is True for sample in large["samples"])
     kinds = {f"{kind}_{streams}_s" for kind in ("fresh", "huge", "touched") for streams in (1, 2)}
-    assert set(large["raw"][0]) == {"round", *kinds}
+    assert set(large["raw"][0]) == {"round", "order", *kinds}
     assert all(line["of_raw_touched"]["median"] > 0 for line in large["summary"]["lines"])
 
     watched = {sample["contender"]: sample for sample in results["stalls"]}

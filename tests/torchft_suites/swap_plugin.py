@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 import torchft.checkpointing.http_transport as http_transport
 import torchft.checkpointing.http_transport_bench
 import torchft.manager  # noqa: F401 (both modules hold the class's name by the time it is swapped)
@@ -90,6 +91,11 @@ def failures() -> list[str]:
     if built := counts[STOCK_NAME]["built"]:
         found.append(f"torchft's own class was constructed {built} times")
     return found
+
+
+def pytest_runtest_setup() -> None:
+    # These tests draw weights unseeded; test_local_sgd_recovery fails with a draw whose ReLU lets nothing through.
+    torch.manual_seed(0)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
