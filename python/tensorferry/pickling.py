@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import io
 import pickle
-import pickletools
-from collections.abc import Callable, Iterable
+import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -55,6 +55,9 @@ class Storage:
 _JOIN_GAP = 512
 
 
+_GLOBALS = (type, types.FunctionType, types.BuiltinFunctionType)
+
+
 class _Pickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO, flat: Flat) -> None:
         super().__init__(file, PROTOCOL)
@@ -64,6 +67,7 @@ class _Pickler(pickle.Pickler):
         self._numbers: dict[int, int] = {}
         self._looking: tuple[int, tuple[int, int]] | None = None
         self._packed = False
+        self.globals: set[tuple[str, str]] = set()
 
     def persistent_id(self, value: Any) -> tuple[Any, ...] | None:
         if isinstance(value, torch.Tensor):
@@ -84,6 +88,9 @@ class _Pickler(pickle.Pickler):
         return None
 
     def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, _GLOBALS):
+            self.globals.add((value.__module__ or "", value.__qualname__))
+            return NotImplemented
         if isinstance(value, torch.Tensor) and rebuilds_without_grad(value):
             return with_grad, (value.detach(),), value.__dict__ or None
         if isinstance(value, torch.Tensor) and is_dtensor_over_view(value):
@@ -115,8 +122,8 @@ def _key_of(value: torch.Tensor) -> int:
         return 0
 
 
-def dump(flat: Flat) -> tuple[bytes, list[Storage]]:
-    """Pickles ``flat.objects``; returns the pickle and the storages it refers to.
+def dump(flat: Flat) -> tuple[bytes, list[Storage], set[tuple[str, str]]]:
+    """Pickles ``flat.objects``; returns the pickle, the storages it refers to and the globals it names.
 
     Raises:
         UnsupportedLeaf: an object cannot be pickled; the message names its path
@@ -127,7 +134,7 @@ def dump(flat: Flat) -> tuple[bytes, list[Storage]]:
         pickler.dump(flat.objects)
     except Exception as e:
         raise _blame(flat, e) from e
-    return file.getvalue(), pickler.storages
+    return file.getvalue(), pickler.storages, pickler.globals
 
 
 def _blame(flat: Flat, error: Exception) -> UnsupportedLeaf:
@@ -198,26 +205,3 @@ def load(
     if not isinstance(objects, list):
         raise ProtocolError("the source's pickle holds no list of objects")
     return objects
-
-
-def globals_of(data: bytes) -> Iterable[tuple[str, str]]:
-    """The globals a pickle of ``dump`` names, without loading it."""
-    strings: list[str] = []
-    memo: list[str | None] = []
-    last: str | None = None
-    for opcode, argument, _ in pickletools.genops(data):
-        if opcode.name in ("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"):
-            last = str(argument)
-            strings.append(last)
-        elif opcode.name == "MEMOIZE":
-            memo.append(last)
-            last = None
-        elif opcode.name in ("BINGET", "LONG_BINGET"):
-            remembered = memo[argument] if isinstance(argument, int) and argument < len(memo) else None
-            if remembered is not None:
-                strings.append(remembered)
-        elif opcode.name == "STACK_GLOBAL" and len(strings) >= 2:
-            yield strings[-2], strings[-1]
-            last = None
-        else:
-            last = None

@@ -49,6 +49,7 @@ class Packed:
     Attributes:
         private: whether all memory is a copy that nobody else writes to
         pickle_bytes: everything that is no plain tensor
+        globals: module and name of each class and function the pickle names
     """
 
     def __init__(self, state: Any, stager: Stager, snapshot: Snapshot) -> None:
@@ -59,7 +60,7 @@ class Packed:
         """
         with _gc.held_off():
             flat = tree.flatten(state)
-            self.pickle_bytes, storages = pickling.dump(flat) if flat.objects else (b"", [])
+            self.pickle_bytes, storages, self.globals = pickling.dump(flat) if flat.objects else (b"", [], set())
             self._lay_out(flat, storages)
             self._stage(stager, snapshot)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
-from . import pickling, stock
+from . import stock
 from ._native import Remote, Server
 from .allowlist import Allowed, refusal
 from .errors import ForkedProcess, InvalidArgument
@@ -114,7 +114,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         with self._sending:
             packed = Packed(state_dict, self._stager, self._snapshot)
             packed.publish(self._server, step, stock.bodies(packed.rebuild, self._num_chunks))
-        self._warn_of_refusals(packed.pickle_bytes)
+        self._warn_of_refusals(packed.globals)
         logger.debug("step %d is published (%.4f s)", step, time.perf_counter() - started)
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
@@ -203,11 +203,9 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         step = self._server.step
         return -1 if step is None else step
 
-    def _warn_of_refusals(self, pickled: bytes) -> None:
+    def _warn_of_refusals(self, globals_: set[tuple[str, str]]) -> None:
         """Says on the healthy side already what a receiver with the same list will refuse."""
-        if not pickled:
-            return
-        for module, name in set(pickling.globals_of(pickled)) - self._warned:
+        for module, name in globals_ - self._warned:
             if not self._allowed.allows(module, name):
                 self._warned.add((module, name))
                 logger.warning("receivers will refuse this state: %s", refusal(module, name))

@@ -12,6 +12,9 @@ use crate::publication::{Lease, Publication, Stability};
 /// Withdrawn private snapshots that may still be finishing transfers; the oldest is cut when there are more.
 const MAX_RETIRED: usize = 2;
 
+/// How long a request for a step ahead of the one served waits before it is refused.
+const AHEAD_GRACE: Duration = Duration::from_secs(1);
+
 /// The snapshot store of one server. Its methods never wait for a receiver, except [`Store::withdraw`], which does for at
 /// most the time it is given.
 #[derive(Debug)]
@@ -161,9 +164,12 @@ impl Store {
         readers
     }
 
-    /// Waits until the gate is open, then looks for `step`.
+    /// Waits until the gate is open, then looks for `step`. A step ahead of the one served is given a moment: a peer that
+    /// is faster than the source may ask before the source has withdrawn the step before.
     pub(crate) async fn lookup(&self, step: i64, cut: &Arc<Notify>) -> Lookup {
+        let grace = tokio::time::Instant::now() + AHEAD_GRACE;
         loop {
+            let mut ahead = false;
             let changed = self.changed.notified();
             tokio::pin!(changed);
             changed.as_mut().enable();
@@ -173,16 +179,24 @@ impl Store {
                     return Lookup::Closed;
                 }
                 if state.allowed {
-                    if state.step != Some(step) {
+                    ahead = state.step < Some(step) && tokio::time::Instant::now() < grace;
+                    if state.step != Some(step) && !ahead {
                         return Lookup::WrongStep(state.step);
                     }
-                    let Some(current) = &state.current else { return Lookup::Nothing };
-                    if let Some(lease) = Lease::take(current, cut) {
-                        return Lookup::Found(lease);
+                    if !ahead {
+                        let Some(current) = &state.current else { return Lookup::Nothing };
+                        if let Some(lease) = Lease::take(current, cut) {
+                            return Lookup::Found(lease);
+                        }
                     }
                 }
             }
-            changed.await;
+            if ahead {
+                // Either the store changes or the grace is over: both lead to another look.
+                let _ = tokio::time::timeout_at(grace, changed).await;
+            } else {
+                changed.await;
+            }
         }
     }
 }
