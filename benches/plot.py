@@ -65,7 +65,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
     axes.set_xticks(range(len(rows)), [row["title"] for row in results["rows"]])
     axes.set_ylabel("receive speed, torchft's best chunk count = 1")
-    axes.set_title("recv_checkpoint against torchft's HTTPTransport (bars: median; whiskers: lowest and highest round)")
+    axes.set_title("recv_checkpoint against torchft's HTTPTransport: median, lowest and highest round")
     axes.legend(fontsize=8, ncols=2, frameon=False, loc="upper left")
     axes.margins(y=0.12)
     axes.spines[["top", "right"]].set_visible(False)
