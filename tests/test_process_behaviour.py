@@ -33,6 +33,9 @@ import torch
 import tensorferry
 from tensorferry import HTTPTransport
 
+# A job started in the background inherits an ignored SIGINT, and Python then leaves it ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 LONG = timedelta(seconds=120)
 STATE = {"w": torch.arange(1000.0), "o": {1, 2}, "step": 3}
 

@@ -47,8 +47,12 @@ pub(crate) fn handle() -> std::io::Result<Handle> {
     // A runtime of the parent cannot be shut down here: its threads do not exist.
     std::mem::forget(owned.take());
     let workers = std::thread::available_parallelism().map_or(2, |n| n.get().clamp(2, 8));
-    let runtime =
-        Builder::new_multi_thread().worker_threads(workers).thread_name("tensorferry").enable_all().build()?;
+    let runtime = Builder::new_multi_thread()
+        .worker_threads(workers)
+        .thread_name("tensorferry")
+        .on_thread_start(crate::memory::yield_to_trainer)
+        .enable_all()
+        .build()?;
     let handle = runtime.handle().clone();
     *owned = Some(Owned { pid: std::process::id(), runtime });
     Ok(handle)
