@@ -202,6 +202,9 @@ def load(
         raise
     except Exception as e:
         raise ProtocolError(f"the source's objects cannot be read here ({type(e).__name__}: {e})") from e
+    finally:
+        # torch remembers sparse tensors that it rebuilt until somebody has them checked, as torch.load does.
+        torch._utils._validate_loaded_sparse_tensors()
     if not isinstance(objects, list):
         raise ProtocolError("the source's pickle holds no list of objects")
     return objects

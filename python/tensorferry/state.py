@@ -63,6 +63,8 @@ class Packed:
             self.pickle_bytes, storages, self.globals = pickling.dump(flat) if flat.objects else (b"", [], set())
             self._lay_out(flat, storages)
             self._stage(stager, snapshot)
+        # If nothing had to be copied, the state itself stands in the memory that is served.
+        self._state = state if all([type(m) is not Piece or m.buffer is None for m in self.memory]) else None
 
     def _lay_out(self, flat: tree.Flat, storages: list[pickling.Storage]) -> None:
         plain = flat.plain
@@ -138,6 +140,8 @@ class Packed:
 
     def rebuild(self) -> Any:
         """The state again, over the published memory: on the host, and if private, as of when it was published."""
+        if self._state is not None:
+            return self._state
         sizes = [m.nbytes for m in self.memory]
         builder = _Builder(json.loads(self.manifest_bytes), self.names, self.dtypes, self.shapes, sizes)
         for k, whole in builder.scattered.items():
