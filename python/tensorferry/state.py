@@ -313,7 +313,7 @@ class Targets:
         self._waiting: Iterator[torch.Tensor | None] = iter(())
         flat = tree.flatten(live)
         for number, path in tree.positions(json.loads(flat.tree), flat.keys):
-            value = flat.plain[number] if number >= 0 else flat.objects[-number - 1]
+            value = flat.leaf(number)
             if isinstance(value, torch.Tensor):
                 self._by_path[path] = value
 
@@ -352,11 +352,7 @@ class Targets:
         offered |= {-number - 1: (path, dtype, shape) for number, path, dtype, shape in _describe(flat)}
         layout = json.loads(flat.tree)
         self._match(tree.positions(layout, flat.keys), offered)
-
-        def leaf(number: int) -> Any:
-            return self.take(flat.plain[number] if number >= 0 else flat.objects[-number - 1])
-
-        return tree.unflatten(layout, leaf, flat.objects)
+        return tree.unflatten(layout, lambda number: self.take(flat.leaf(number)), flat.objects)
 
     def _match(self, places: list[tuple[int, tuple[str, ...]]], offered: dict[int, tuple[str, str, list[int]]]) -> None:
         wrong = []

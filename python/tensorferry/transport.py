@@ -242,14 +242,11 @@ def advertised_host() -> str:
 def _outward_address() -> str:
     # Connecting a datagram socket sends nothing; it only chooses the interface. The addresses are reserved for
     # examples.
-    for family, target, fallback in (
-        (socket.AF_INET, "192.0.2.1", "127.0.0.1"),
-        (socket.AF_INET6, "2001:db8::1", "::1"),
-    ):
+    for family, target in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
         try:
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.connect((target, 9))
                 return str(probe.getsockname()[0])
         except OSError:
-            last = fallback
-    return "127.0.0.1" if last == "::1" else last
+            continue
+    return "127.0.0.1"

@@ -51,6 +51,10 @@ class Flat:
         self.keys: dict[str, str] = {}
         self.storages: dict[int, int] = {}
 
+    def leaf(self, number: int) -> Any:
+        """The leaf that the tree calls ``number``."""
+        return self.plain[number] if number >= 0 else self.objects[-number - 1]
+
 
 def flatten(state: Any) -> Flat:
     """Takes ``state`` apart. Tensors are not copied."""
