@@ -14,7 +14,9 @@ class Arena:
 
 @final
 class Server:
-    def __new__(cls, *, patience: float, bind: str | None = None, capability: bool = True) -> Server: ...
+    def __new__(
+        cls, *, patience: float, bind: str | None = None, capability: bool = True, same_host: bool = True
+    ) -> Server: ...
     @property
     def port(self) -> int: ...
     @property
@@ -51,7 +53,9 @@ class Server:
 @final
 class Remote:
     @staticmethod
-    def open(urls: list[str], step: int, *, timeout: float, lanes: int | None = None) -> Remote: ...
+    def open(
+        urls: list[str], step: int, *, timeout: float, lanes: int | None = None, same_host: bool = True
+    ) -> Remote: ...
     @property
     def manifest(self) -> bytes | None: ...
     @property

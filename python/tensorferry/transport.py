@@ -58,6 +58,9 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             sync quorum. Accelerator tensors are always copied.
         safe_globals: classes and functions a received pickle may name besides the default list
         trust_pickle: let a received pickle name anything; then whoever can answer as the source can run code here
+        same_host: move the bytes through a Unix-domain socket instead of the network where source and receiver run on
+            one machine, in one network namespace and under one user. Both sides must want it; ``None`` is what
+            ``TENSORFERRY_SAME_HOST`` says (``0`` is no), by default yes.
 
     Raises:
         SystemRefused: no port can be opened
@@ -72,6 +75,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         snapshot: Snapshot = "borrow",
         safe_globals: Iterable[Any] = (),
         trust_pickle: bool = False,
+        same_host: bool | None = None,
     ) -> None:
         if snapshot not in ("borrow", "copy"):
             raise InvalidArgument(f'snapshot is "borrow" or "copy", not {snapshot!r}')
@@ -85,7 +89,8 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         self._stager = Stager()
         self._sending = threading.Lock()
         self._warned: set[tuple[str, str]] = set()
-        self._server = Server(patience=timeout.total_seconds())
+        self._same_host = os.environ.get("TENSORFERRY_SAME_HOST") != "0" if same_host is None else same_host
+        self._server = Server(patience=timeout.total_seconds(), same_host=self._same_host)
         self._address = self._server.url(advertised_host())
         self._checkpoint_lock = _Gate(self)
 
@@ -147,11 +152,17 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
                 state = Targets(self._state_dict()).fill(state)
             logger.info("received step %d from a stock torchft source in %.3f s", step, time.perf_counter() - started)
             return cast(T, state)
-        remote = Remote.open([metadata], step, timeout=timeout.total_seconds(), lanes=self._num_chunks or None)
+        remote = Remote.open(
+            [metadata],
+            step,
+            timeout=timeout.total_seconds(),
+            lanes=self._num_chunks or None,
+            same_host=self._same_host,
+        )
         state, report = receive(remote, self._allowed, self._state_dict)
         seconds = time.perf_counter() - started
         logger.info(
-            "received step %d: %d bytes in %.3f s (%.2f GB/s; open %.3f s, fetch %.3f s), %d lanes, %d retries",
+            "received step %d: %d bytes in %.3f s (%.2f GB/s; open %.3f s, fetch %.3f s), %d lanes over %s, %d retries",
             step,
             report["bytes"],
             seconds,
@@ -159,6 +170,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             report["opening_seconds"],
             report["fetching_seconds"],
             report["lanes"],
+            "a local socket" if report["same_host"] else "the network",
             report["retries"],
         )
         return cast(T, state)

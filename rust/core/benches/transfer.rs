@@ -28,6 +28,7 @@ const SERVER: &str = "TENSORFERRY_BENCH_SERVER";
 struct Source {
     child: Child,
     large: String,
+    half: String,
     small: String,
     raw: SocketAddr,
 }
@@ -41,9 +42,10 @@ impl Source {
             .spawn()
             .unwrap();
         let mut lines = BufReader::new(child.stdout.take().unwrap()).lines().map(Result::unwrap);
-        let (large, small) = (lines.next().unwrap(), lines.next().unwrap());
-        let raw = lines.next().unwrap().parse().unwrap();
-        Self { child, large, small, raw }
+        let mut next = || lines.next().unwrap();
+        let (large, half, small) = (next(), next(), next());
+        let raw = next().parse().unwrap();
+        Self { child, large, half, small, raw }
     }
 }
 
@@ -69,7 +71,11 @@ fn serve() {
         println!("{}", server.url("127.0.0.1"));
         server
     };
-    let servers = [publish(LARGE_ENTRIES, LARGE / LARGE_ENTRIES), publish(SMALL_ENTRIES, SMALL)];
+    let servers = [
+        publish(LARGE_ENTRIES, LARGE / LARGE_ENTRIES),
+        publish(LARGE_ENTRIES / 2, LARGE / LARGE_ENTRIES),
+        publish(SMALL_ENTRIES, SMALL),
+    ];
     let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
     println!("{}", listener.local_addr().unwrap());
     std::thread::spawn(move || {
@@ -104,12 +110,21 @@ fn floor(source: &Source, memory: &mut [u8], streams: usize) {
     });
 }
 
-fn open(url: &str) -> Remote {
-    Remote::open(&[url], STEP, FetchOptions::within(Duration::from_mins(1))).unwrap()
+/// The way the bytes take.
+#[derive(Clone, Copy)]
+enum Route {
+    Network,
+    SameHost,
 }
 
-fn fetch_into(url: &str, memory: &mut [u8]) {
-    let remote = open(url);
+fn open(url: &str, route: Route) -> Remote {
+    let options = FetchOptions::within(Duration::from_mins(1));
+    let same_host = matches!(route, Route::SameHost);
+    Remote::open(&[url], STEP, FetchOptions { same_host, ..options }).unwrap()
+}
+
+fn fetch_into(url: &str, route: Route, memory: &mut [u8]) {
+    let remote = open(url, route);
     let mut rest = memory;
     let mut addresses = Vec::with_capacity(remote.header().entries().len());
     for entry in remote.header().entries() {
@@ -121,8 +136,18 @@ fn fetch_into(url: &str, memory: &mut [u8]) {
     black_box(remote.fetch(unsafe { Destination::given(addresses) }).unwrap());
 }
 
-fn fetch_fresh(url: &str) {
-    black_box(open(url).fetch(Destination::Fresh).unwrap());
+fn fetch_fresh(url: &str, route: Route) {
+    black_box(open(url, route).fetch(Destination::Fresh).unwrap());
+}
+
+/// Two receivers that fetch half as much each, at the same time.
+fn two_receivers(source: &Source, memory: &mut [u8]) {
+    let (first, second) = memory.split_at_mut(LARGE / 2);
+    std::thread::scope(|scope| {
+        for half in [first, second] {
+            scope.spawn(|| fetch_into(&source.half, Route::Network, half));
+        }
+    });
 }
 
 fn measure(criterion: &mut Criterion, source: &Source, memory: &mut [u8]) {
@@ -132,8 +157,11 @@ fn measure(criterion: &mut Criterion, source: &Source, memory: &mut [u8]) {
     for streams in [1, 2] {
         group.bench_function(format!("floor, {streams} sockets"), |b| b.iter(|| floor(source, memory, streams)));
     }
-    group.bench_function("fetch, touched memory", |b| b.iter(|| fetch_into(&source.large, memory)));
-    group.bench_function("fetch, fresh memory", |b| b.iter(|| fetch_fresh(&source.large)));
+    for (name, route) in [("fetch", Route::Network), ("same host", Route::SameHost)] {
+        let touched = format!("{name}, touched memory");
+        group.bench_function(touched, |b| b.iter(|| fetch_into(&source.large, route, memory)));
+        group.bench_function(format!("{name}, fresh memory"), |b| b.iter(|| fetch_fresh(&source.large, route)));
+    }
     group.finish();
 
     let mut group = criterion.benchmark_group("20,000 x 1 KiB");
@@ -141,8 +169,11 @@ fn measure(criterion: &mut Criterion, source: &Source, memory: &mut [u8]) {
     group.sampling_mode(SamplingMode::Flat).sample_size(10).throughput(Throughput::Bytes(small as u64));
     group.warm_up_time(Duration::from_millis(500)).measurement_time(Duration::from_secs(3));
     group.bench_function("floor, 2 sockets", |b| b.iter(|| floor(source, &mut memory[..small], 2)));
-    group.bench_function("fetch, touched memory", |b| b.iter(|| fetch_into(&source.small, memory)));
-    group.bench_function("fetch, fresh memory", |b| b.iter(|| fetch_fresh(&source.small)));
+    for (name, route) in [("fetch", Route::Network), ("same host", Route::SameHost)] {
+        let touched = format!("{name}, touched memory");
+        group.bench_function(touched, |b| b.iter(|| fetch_into(&source.small, route, memory)));
+        group.bench_function(format!("{name}, fresh memory"), |b| b.iter(|| fetch_fresh(&source.small, route)));
+    }
     group.finish();
 }
 
@@ -160,29 +191,38 @@ fn row(name: &str, bytes: usize, rounds: &[(f64, f64)]) {
     };
     let (rate, ..) = spread(rounds.iter().map(|(_, ours)| bytes as f64 / ours / 1e9).collect());
     let (ratio, low, high) = spread(rounds.iter().map(|(floor, ours)| floor / ours).collect());
-    println!("{name:<42} {rate:>6.2} GB/s {ratio:>9.2} ({low:.2}-{high:.2})");
+    println!("{name:<44} {rate:>6.2} GB/s {ratio:>9.2} ({low:.2}-{high:.2})");
 }
+
+/// A row of the table: its name, how many bytes it moves, and how.
+type Row<'a> = (&'a str, usize, &'a dyn Fn(&mut [u8]));
 
 /// Alternates floor and fetch, so that what else the machine does meets both.
 fn compare(source: &Source, memory: &mut [u8]) {
     let small = SMALL * SMALL_ENTRIES;
-    let mut rounds: [Vec<(f64, f64)>; 4] = Default::default();
+    let (large_url, small_url) = (source.large.as_str(), source.small.as_str());
+    let rows: [Row<'_>; 8] = [
+        ("one raw socket, 256 MiB, touched", LARGE, &|m| floor(source, m, 1)),
+        ("fetch, 256 MiB, touched", LARGE, &|m| fetch_into(large_url, Route::Network, m)),
+        ("fetch, 256 MiB, fresh", LARGE, &|_| fetch_fresh(large_url, Route::Network)),
+        ("same host, 256 MiB, touched", LARGE, &|m| fetch_into(large_url, Route::SameHost, m)),
+        ("same host, 256 MiB, fresh", LARGE, &|_| fetch_fresh(large_url, Route::SameHost)),
+        ("two receivers at once, 2 x 128 MiB, touched", LARGE, &|m| two_receivers(source, m)),
+        ("fetch, 20,000 x 1 KiB, touched", small, &|m| fetch_into(small_url, Route::Network, m)),
+        ("same host, 20,000 x 1 KiB, touched", small, &|m| fetch_into(small_url, Route::SameHost, m)),
+    ];
+    let mut rounds: Vec<Vec<(f64, f64)>> = vec![Vec::new(); rows.len()];
     for _ in 0..ROUNDS {
-        let two = seconds(|| floor(source, memory, 2));
-        rounds[0].push((two, seconds(|| floor(source, memory, 1))));
-        let two = seconds(|| floor(source, memory, 2));
-        rounds[1].push((two, seconds(|| fetch_into(&source.large, memory))));
-        let two = seconds(|| floor(source, memory, 2));
-        rounds[2].push((two, seconds(|| fetch_fresh(&source.large))));
-        let two = seconds(|| floor(source, &mut memory[..small], 2));
-        rounds[3].push((two, seconds(|| fetch_into(&source.small, memory))));
+        for ((_, bytes, run), found) in rows.iter().zip(&mut rounds) {
+            let floor = seconds(|| floor(source, &mut memory[..*bytes], 2));
+            found.push((floor, seconds(|| run(&mut *memory))));
+        }
     }
-    println!("\n{ROUNDS} rounds, floor (two raw sockets, touched memory) and each row in turn");
-    println!("{:<42} {:>11} {:>9} (min-max)", "", "median", "of floor");
-    row("one raw socket, 256 MiB, touched memory", LARGE, &rounds[0]);
-    row("fetch, 256 MiB, touched memory", LARGE, &rounds[1]);
-    row("fetch, 256 MiB, fresh memory", LARGE, &rounds[2]);
-    row("fetch, 20,000 x 1 KiB, touched memory", small, &rounds[3]);
+    println!("\n{ROUNDS} rounds; floor: two raw sockets into touched memory, right before each row");
+    println!("{:<44} {:>11} {:>9} (min-max)", "", "median", "of floor");
+    for ((name, bytes, _), found) in rows.iter().zip(&rounds) {
+        row(name, *bytes, found);
+    }
 }
 
 fn main() {

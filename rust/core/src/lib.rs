@@ -28,6 +28,7 @@ mod client;
 mod error;
 mod memory;
 mod publication;
+mod same_host;
 mod server;
 mod store;
 

@@ -12,11 +12,13 @@ use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use socket2::{Domain, Protocol, Socket, Type};
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::runtime::Handle;
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, watch};
 
 use crate::body::Progress;
 use crate::error::{Error, ErrorKind};
+use crate::same_host;
 use crate::store::Store;
 
 /// How a server is set up.
@@ -30,11 +32,13 @@ pub struct ServerConfig {
     pub capability: bool,
     /// Connections held at once; further ones wait in the listen queue.
     pub max_connections: usize,
+    /// Whether processes of this machine and user may fetch around the network.
+    pub same_host: bool,
 }
 
 impl Default for ServerConfig {
     fn default() -> Self {
-        Self { bind: None, patience: Duration::from_mins(1), capability: true, max_connections: 512 }
+        Self { bind: None, patience: Duration::from_mins(1), capability: true, max_connections: 512, same_host: true }
     }
 }
 
@@ -51,6 +55,8 @@ pub struct Server {
 struct Shared {
     store: Store,
     token: String,
+    /// Where processes of this machine and user may fetch around the network.
+    same_host: Option<same_host::Name>,
     patience: Duration,
     progress: Arc<Progress>,
     requests: AtomicU64,
@@ -61,6 +67,7 @@ struct Shared {
 struct Connection {
     shared: Arc<Shared>,
     cut: Arc<Notify>,
+    same_host: bool,
     progress: Arc<[Arc<Progress>; 2]>,
     /// Requests of this connection whose response is not yet written out.
     open: AtomicUsize,
@@ -76,9 +83,11 @@ impl Server {
         let listener = listen(config.bind).map_err(failed)?;
         let address = listener.local_addr().map_err(failed)?;
         let token = if config.capability { random_token()? } else { String::new() };
+        let local = if config.same_host { listen_same_host()? } else { None };
         let shared = Arc::new(Shared {
             store: Store::new()?,
             token,
+            same_host: local.as_ref().map(|(name, _)| name.clone()),
             patience: config.patience,
             progress: Arc::default(),
             requests: AtomicU64::new(0),
@@ -86,14 +95,18 @@ impl Server {
         });
         let (stop, stopped) = watch::channel(false);
         let (done, ended) = std::sync::mpsc::channel();
-        let listener = {
+        let listeners = {
             let _guard = handle.enter();
-            tokio::net::TcpListener::from_std(listener).map_err(failed)?
+            let local = local.map(|(_, listener)| tokio::net::UnixListener::from_std(listener));
+            Listeners {
+                tcp: tokio::net::TcpListener::from_std(listener).map_err(failed)?,
+                local: local.transpose().map_err(failed)?,
+            }
         };
         let permits = Arc::new(Semaphore::new(config.max_connections));
         let accepting = Arc::clone(&shared);
         handle.spawn(async move {
-            accept(listener, accepting, permits, stopped).await;
+            accept(listeners, accepting, permits, stopped).await;
             drop(done);
         });
         Ok(Self { address, shared, stop, ended: Mutex::new(Some(ended)) })
@@ -171,8 +184,35 @@ fn listen(bind: Option<SocketAddr>) -> io::Result<TcpListener> {
     }
 }
 
+/// The socket for processes of this machine, if the system lets us have one: everything works without.
+fn listen_same_host() -> Result<Option<(same_host::Name, std::os::unix::net::UnixListener)>, Error> {
+    let name = same_host::Name::new(&random_token()?);
+    Ok(name.listen().ok().map(|listener| (name, listener)))
+}
+
+/// Where connections come from.
+struct Listeners {
+    tcp: tokio::net::TcpListener,
+    local: Option<tokio::net::UnixListener>,
+}
+
+enum Accepted {
+    Tcp(tokio::net::TcpStream),
+    Local(tokio::net::UnixStream),
+}
+
+impl Listeners {
+    async fn accept(&self) -> io::Result<Accepted> {
+        let Some(local) = &self.local else { return Ok(Accepted::Tcp(self.tcp.accept().await?.0)) };
+        tokio::select! {
+            accepted = self.tcp.accept() => Ok(Accepted::Tcp(accepted?.0)),
+            accepted = local.accept() => Ok(Accepted::Local(accepted?.0)),
+        }
+    }
+}
+
 async fn accept(
-    listener: tokio::net::TcpListener,
+    listeners: Listeners,
     shared: Arc<Shared>,
     permits: Arc<Semaphore>,
     mut stopped: watch::Receiver<bool>,
@@ -185,13 +225,18 @@ async fn accept(
         };
         let Ok(permit) = permit else { return };
         let accepted = tokio::select! {
-            accepted = listener.accept() => accepted,
+            accepted = listeners.accept() => accepted,
             _ = stopped.wait_for(|s| *s) => return,
         };
         match accepted {
-            Ok((stream, _)) => {
+            Ok(Accepted::Tcp(stream)) => {
                 let _ = stream.set_nodelay(true);
-                tokio::spawn(serve(stream, Arc::clone(&shared), permit, stopped.clone()));
+                tokio::spawn(serve(stream, false, Arc::clone(&shared), permit, stopped.clone()));
+            }
+            Ok(Accepted::Local(stream)) => {
+                if stream.peer_cred().is_ok_and(|peer| peer.uid() == same_host::own_user()) {
+                    tokio::spawn(serve(stream, true, Arc::clone(&shared), permit, stopped.clone()));
+                }
             }
             // Out of descriptors, or a peer that left while queued: give the system a moment, then go on.
             Err(_) => tokio::time::sleep(Duration::from_millis(20)).await,
@@ -200,7 +245,8 @@ async fn accept(
 }
 
 async fn serve(
-    stream: tokio::net::TcpStream,
+    stream: impl AsyncRead + AsyncWrite + Unpin,
+    same_host: bool,
     shared: Arc<Shared>,
     permit: OwnedSemaphorePermit,
     mut stopped: watch::Receiver<bool>,
@@ -209,6 +255,7 @@ async fn serve(
     let own = Arc::new(Progress::default());
     let connection = Arc::new(Connection {
         cut: Arc::clone(&cut),
+        same_host,
         progress: Arc::new([Arc::clone(&own), Arc::clone(&shared.progress)]),
         open: AtomicUsize::new(0),
         shared: Arc::clone(&shared),

@@ -48,12 +48,19 @@ impl PyRemote {
 impl PyRemote {
     /// Opens a checkpoint: waits until one of `urls` serves `step`, and reads its header.
     #[staticmethod]
-    #[pyo3(signature = (urls, step, *, timeout, lanes = None))]
-    fn open(py: Python<'_>, urls: Vec<String>, step: i64, timeout: f64, lanes: Option<usize>) -> PyResult<Self> {
+    #[pyo3(signature = (urls, step, *, timeout, lanes = None, same_host = true))]
+    fn open(
+        py: Python<'_>,
+        urls: Vec<String>,
+        step: i64,
+        timeout: f64,
+        lanes: Option<usize>,
+        same_host: bool,
+    ) -> PyResult<Self> {
         let timeout = Duration::try_from_secs_f64(timeout.max(0.0))
             .map_err(|_| errors::invalid(py, format!("{timeout} is no length of time in seconds")))?;
         let cancel = Cancel::new();
-        let options = FetchOptions { lanes, cancel: cancel.clone(), ..FetchOptions::within(timeout) };
+        let options = FetchOptions { lanes, same_host, cancel: cancel.clone(), ..FetchOptions::within(timeout) };
         let remote = runtime::run(py, &cancel, move || {
             let urls: Vec<_> = urls.iter().map(String::as_str).collect();
             let remote = Remote::open(&urls, step, options)?;
@@ -118,6 +125,7 @@ impl PyRemote {
         told.set_item("bytes", report.bytes)?;
         told.set_item("lanes", report.lanes)?;
         told.set_item("retries", report.retries)?;
+        told.set_item("same_host", report.same_host)?;
         told.set_item("opening_seconds", report.opening.as_secs_f64())?;
         told.set_item("fetching_seconds", report.fetching.as_secs_f64())?;
         Ok((PyArena::new(arena), offsets, told))

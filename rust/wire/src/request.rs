@@ -1,5 +1,8 @@
 //! What a request asks for: its path, its ranges, its conditions. And what an answer says it holds.
 
+/// The header in which a source says under which name processes of its own machine reach it.
+pub const SAME_HOST_HEADER: &str = "tensorferry-same-host";
+
 /// What a path names. Publication keys are as written in the path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Resource<'a> {

@@ -2,99 +2,23 @@
 //! place: measured faster than reading bodies through an asynchronous client.
 
 use std::io::{self, IoSliceMut, Read, Write};
-use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
-use std::os::fd::AsRawFd;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
-use std::time::{Duration, Instant};
+use std::net::ToSocketAddrs;
+use std::sync::Arc;
+use std::time::Duration;
 
-use socket2::{Domain, Protocol, Socket, Type};
+use socket2::Socket;
 use tensorferry_wire::request;
 
+use super::connect::connect;
+use super::limits::Limits;
 use super::url::Source;
 use crate::error::{Error, ErrorKind};
+use crate::same_host;
 
 /// A response head longer than this is refused.
 const MAX_HEAD: usize = 16 << 10;
-/// How often a thread that waits for a connection looks whether it was cancelled.
-const CANCEL_POLL: Duration = Duration::from_millis(50);
-
-/// Ends a transfer from another thread: every socket that takes part in it is shut down.
-#[derive(Clone, Debug, Default)]
-pub struct Cancel {
-    inner: Arc<CancelState>,
-}
-
-#[derive(Debug, Default)]
-struct CancelState {
-    cancelled: AtomicBool,
-    sockets: Mutex<Vec<Weak<TcpStream>>>,
-}
-
-impl Cancel {
-    /// A token nobody has cancelled yet.
-    #[must_use]
-    pub fn new() -> Self {
-        Self::default()
-    }
-
-    /// Cancels the transfers that use this token; they end with [`ErrorKind::Cancelled`].
-    pub fn cancel(&self) {
-        self.inner.cancelled.store(true, Ordering::SeqCst);
-        self.shut_down();
-    }
-
-    /// Whether it was cancelled.
-    #[must_use]
-    pub fn is_cancelled(&self) -> bool {
-        self.inner.cancelled.load(Ordering::SeqCst)
-    }
-
-    fn shut_down(&self) {
-        let mut sockets = self.inner.sockets.lock().unwrap_or_else(PoisonError::into_inner);
-        for socket in sockets.drain(..).filter_map(|s| s.upgrade()) {
-            let _ = socket.shutdown(std::net::Shutdown::Both);
-        }
-    }
-
-    fn watch(&self, socket: &Arc<TcpStream>) {
-        let mut sockets = self.inner.sockets.lock().unwrap_or_else(PoisonError::into_inner);
-        sockets.retain(|s| s.strong_count() > 0);
-        sockets.push(Arc::downgrade(socket));
-        drop(sockets);
-        if self.is_cancelled() {
-            self.shut_down();
-        }
-    }
-}
-
-/// When an operation must be over, and how it ends early.
-#[derive(Clone, Debug)]
-pub(crate) struct Limits {
-    pub(crate) started: Instant,
-    pub(crate) deadline: Instant,
-    /// No byte for this long means that the connection is stuck.
-    pub(crate) stall: Duration,
-    pub(crate) cancel: Cancel,
-}
-
-impl Limits {
-    /// Time left, or the error that it is over.
-    pub(crate) fn left(&self) -> Result<Duration, Error> {
-        if self.cancel.is_cancelled() {
-            return Err(Error::new(ErrorKind::Cancelled, "the transfer was cancelled"));
-        }
-        match self.deadline.checked_duration_since(Instant::now()) {
-            Some(left) if !left.is_zero() => Ok(left),
-            _ => Err(self.over()),
-        }
-    }
-
-    pub(crate) fn over(&self) -> Error {
-        let allowed = self.deadline.saturating_duration_since(self.started).as_secs_f64();
-        Error::new(ErrorKind::Timeout, format!("timed out: the whole receive was given {allowed:.3} s"))
-    }
-}
+/// As many slices as the system takes in one call.
+const MAX_SLICES: usize = 1024;
 
 /// A response head.
 #[derive(Debug)]
@@ -105,6 +29,8 @@ pub(crate) struct Head {
     /// `(start, end, total)` of a 206 answer.
     pub(crate) content_range: Option<(u64, u64, u64)>,
     pub(crate) etag: Option<String>,
+    /// Where the source can be reached without the network, if it says so.
+    pub(crate) same_host: Option<same_host::Name>,
     /// Whether the server speaks HTTP/1.0, as Python's `http.server` does.
     pub(crate) http_10: bool,
     keep_alive: bool,
@@ -112,7 +38,7 @@ pub(crate) struct Head {
 
 /// A connection that is between two answers, or in the body of one.
 pub(crate) struct Connection {
-    stream: Arc<TcpStream>,
+    stream: Arc<Socket>,
     source: Arc<Source>,
     limits: Limits,
     /// Bytes received behind the last head that belong to the body.
@@ -122,6 +48,7 @@ pub(crate) struct Connection {
     remaining: u64,
     reusable: bool,
     timeout: Option<Duration>,
+    same_host: bool,
 }
 
 impl Connection {
@@ -134,24 +61,41 @@ impl Connection {
         let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
         for address in addresses {
             match connect(address, limits)? {
-                Ok(stream) => {
-                    let stream = Arc::new(stream);
-                    limits.cancel.watch(&stream);
-                    return Ok(Self {
-                        stream,
-                        source: Arc::clone(source),
-                        limits: limits.clone(),
-                        ahead: Vec::new(),
-                        taken: 0,
-                        remaining: 0,
-                        reusable: true,
-                        timeout: None,
-                    });
-                }
+                Ok(stream) => return Ok(Self::over(stream, source, limits, false)),
                 Err(e) => last = e,
             }
         }
         Err(failed(last))
+    }
+
+    /// Connects to `source` under the `name` it has on this machine.
+    pub(crate) fn open_same_host(
+        source: &Arc<Source>,
+        name: &same_host::Name,
+        limits: &Limits,
+    ) -> Result<Self, io::Error> {
+        Ok(Self::over(name.connect()?, source, limits, true))
+    }
+
+    fn over(stream: Socket, source: &Arc<Source>, limits: &Limits, same_host: bool) -> Self {
+        let stream = Arc::new(stream);
+        limits.cancel.watch(&stream);
+        Self {
+            stream,
+            source: Arc::clone(source),
+            limits: limits.clone(),
+            ahead: Vec::new(),
+            taken: 0,
+            remaining: 0,
+            reusable: true,
+            timeout: None,
+            same_host,
+        }
+    }
+
+    /// Whether this connection does without the network.
+    pub(crate) fn is_same_host(&self) -> bool {
+        self.same_host
     }
 
     pub(crate) fn source(&self) -> &Arc<Source> {
@@ -223,7 +167,8 @@ impl Connection {
                     return Ok(head);
                 }
                 Ok(httparse::Status::Partial) if filled < MAX_HEAD => {
-                    self.wait_at_most(patience.unwrap_or(self.limits.stall))?;
+                    // A source may take long to begin its answer, not to go on with it.
+                    self.wait_at_most(patience.filter(|_| filled == 0).unwrap_or(self.limits.stall))?;
                     filled += self.receive(|stream| (&mut &*stream).read(&mut buffer[filled..]))?;
                 }
                 Ok(httparse::Status::Partial) => {
@@ -241,6 +186,7 @@ impl Connection {
             content_length: None,
             content_range: None,
             etag: None,
+            same_host: None,
             http_10: response.version == Some(0),
             keep_alive: response.version == Some(1),
         };
@@ -256,6 +202,8 @@ impl Connection {
                 head.content_range = request::parse_content_range(value());
             } else if header.name.eq_ignore_ascii_case("etag") {
                 head.etag = Some(value().to_owned());
+            } else if header.name.eq_ignore_ascii_case(request::SAME_HOST_HEADER) {
+                head.same_host = same_host::Name::parse(value());
             } else if header.name.eq_ignore_ascii_case("connection") {
                 head.keep_alive &= !value().eq_ignore_ascii_case("close");
             } else if header.name.eq_ignore_ascii_case("transfer-encoding") {
@@ -285,7 +233,8 @@ impl Connection {
                 n
             } else {
                 self.wait_at_most(self.limits.stall)?;
-                self.receive(|stream| (&mut &*stream).read_vectored(parts))?
+                let count = parts.len().min(MAX_SLICES);
+                self.receive(|stream| (&mut &*stream).read_vectored(&mut parts[..count]))?
             };
             self.remaining -= got as u64;
             received(got);
@@ -322,7 +271,7 @@ impl Connection {
         Error::new(kind, detail.to_owned())
     }
 
-    fn receive(&self, read: impl FnOnce(&TcpStream) -> io::Result<usize>) -> Result<usize, Error> {
+    fn receive(&self, read: impl FnOnce(&Socket) -> io::Result<usize>) -> Result<usize, Error> {
         match read(&self.stream) {
             Ok(0) => {
                 self.limits.left()?;
@@ -367,42 +316,4 @@ impl Connection {
     fn protocol(&self, what: impl AsRef<str>) -> Error {
         Error::new(ErrorKind::Protocol, format!("{} broke the protocol: {}", self.source.authority(), what.as_ref()))
     }
-}
-
-/// Connects without blocking longer than it takes to notice a cancellation. A host that does not answer at all counts as
-/// stuck after the stall limit. The outer error ends the whole transfer, the inner one only this address.
-fn connect(address: SocketAddr, limits: &Limits) -> Result<io::Result<TcpStream>, Error> {
-    let start = || {
-        let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
-        socket.set_nonblocking(true)?;
-        match socket.connect(&address.into()) {
-            Ok(()) => Ok((socket, true)),
-            Err(e) if e.raw_os_error() == Some(libc::EINPROGRESS) => Ok((socket, false)),
-            Err(e) => Err(e),
-        }
-    };
-    let (socket, mut connected) = match start() {
-        Ok(started) => started,
-        Err(e) => return Ok(Err(e)),
-    };
-    let started = Instant::now();
-    while !connected {
-        let left = limits.left()?.min(CANCEL_POLL);
-        if started.elapsed() >= limits.stall {
-            return Ok(Err(io::ErrorKind::TimedOut.into()));
-        }
-        let mut poll = libc::pollfd { fd: socket.as_raw_fd(), events: libc::POLLOUT, revents: 0 };
-        let millis = i32::try_from(left.as_millis()).unwrap_or(i32::MAX).max(1);
-        // SAFETY: one valid pollfd, and the count says so.
-        connected = unsafe { libc::poll(&raw mut poll, 1, millis) } > 0;
-    }
-    let finish = || {
-        if let Some(e) = socket.take_error()? {
-            return Err(e);
-        }
-        socket.set_nonblocking(false)?;
-        socket.set_tcp_nodelay(true)?;
-        Ok(TcpStream::from(socket))
-    };
-    Ok(finish())
 }

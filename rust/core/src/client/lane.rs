@@ -1,13 +1,16 @@
 //! A lane: one thread with one connection that works through the queue of ranges.
 
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use tensorferry_wire::digest::BLOCK_SIZE;
 
-use super::connection::{Connection, Limits};
+use super::Peer;
+use super::connection::Connection;
+use super::limits::Limits;
+use super::open::{check_range, read_digests};
 use super::plan::{Plan, Queue};
-use super::{Peer, changed, check_range, checksum_slices, read_digests};
+use super::remote::{changed, checksum_slices};
 use crate::error::{Error, ErrorKind};
 
 /// Failures in a row, without one block in between, after which a lane gives up.
@@ -29,6 +32,7 @@ pub(super) struct Received {
     digests: Vec<AtomicU64>,
     bytes: AtomicU64,
     retries: AtomicU64,
+    same_host: AtomicBool,
 }
 
 impl Received {
@@ -37,6 +41,7 @@ impl Received {
             digests: std::iter::repeat_with(AtomicU64::default).take(blocks).collect(),
             bytes: AtomicU64::new(0),
             retries: AtomicU64::new(0),
+            same_host: AtomicBool::new(false),
         }
     }
 
@@ -54,6 +59,11 @@ impl Received {
 
     pub(super) fn take_retries(&self) -> u64 {
         self.retries.swap(0, Ordering::Relaxed)
+    }
+
+    /// Whether a connection did without the network.
+    pub(super) fn came_same_host(&self) -> bool {
+        self.same_host.load(Ordering::Relaxed)
     }
 }
 
@@ -93,10 +103,14 @@ impl Transfer<'_> {
                 self.queue.give_back(None);
                 continue;
             };
-            connection = None;
+            // Whatever it was: the network is the way that has to work.
+            let around_the_network = connection.take().is_some_and(|c| c.is_same_host());
+            if around_the_network {
+                peer.give_up_same_host();
+            }
             turn += 1;
             failures = if at > first { 1 } else { failures + 1 };
-            let elsewhere = self.peers.len() > 1 && error.kind() != ErrorKind::Cancelled;
+            let elsewhere = (self.peers.len() > 1 || around_the_network) && error.kind() != ErrorKind::Cancelled;
             let over = self.limits.left().is_err();
             if over || !(error.is_transient() || elsewhere) {
                 self.queue.fail(error);
@@ -136,11 +150,12 @@ impl Transfer<'_> {
         end: u64,
         sink: &mut [u8],
     ) -> Result<(), Error> {
-        let ours = connection.take().filter(|c| c.is_reusable() && c.source() == &peer.source);
+        let ours = connection.take().filter(|c| peer.may_reuse(c));
         let connection = connection.insert(match ours {
             Some(connection) => connection,
-            None => Connection::open(&peer.source, self.limits)?,
+            None => peer.connect(self.limits)?,
         });
+        self.received.same_host.fetch_or(connection.is_same_host(), Ordering::Relaxed);
         let etag = self.etag(peer, connection)?;
         let total = self.payload_start + self.payload_len;
         let (start, stop) = (self.plan.block_bounds(*at).0, self.plan.block_bounds(end - 1).1);
@@ -177,10 +192,11 @@ impl Transfer<'_> {
         if let Some(etag) = peer.etag.get() {
             return Ok(etag);
         }
-        let (table, etag) = read_digests(connection, &self.digests_path, None, 0)?;
+        let (table, head) = read_digests(connection, &self.digests_path, None, 0)?;
         if table.header != self.header_digest || table.payload_len != self.payload_len {
             return Err(changed().at(peer.source.authority()));
         }
-        Ok(peer.etag.get_or_init(|| etag))
+        peer.learn(head.same_host);
+        Ok(peer.etag.get_or_init(|| head.etag.unwrap_or_default()))
     }
 }

@@ -72,7 +72,7 @@ async fn resolve<B>(connection: &Arc<Connection>, resource: Resource<'_>, reques
         Ok(lease) => lease,
         Err(refused) => return refused,
     };
-    match resource {
+    let mut found = match resource {
         Resource::Container(_) => {
             let segments = Arc::clone(lease.publication().content());
             // Ranges are defined for GET alone (RFC 9110, section 14.2).
@@ -90,7 +90,11 @@ async fn resolve<B>(connection: &Arc<Connection>, resource: Resource<'_>, reques
         Resource::StockMetadata(_) => stock(connection, lease, step, "metadata".to_owned()).await,
         Resource::StockChunk(_, index) => stock(connection, lease, step, index.to_string()).await,
         Resource::Healthz | Resource::Metrics => text(StatusCode::NOT_FOUND, "not found"),
+    };
+    if let Some(name) = connection.shared.same_host.as_ref().filter(|_| !connection.same_host) {
+        insert(found.headers_mut(), HeaderName::from_static(request::SAME_HOST_HEADER), &name.to_string());
     }
+    found
 }
 
 /// Waits for the gate and takes a lease on what is served as `step`.

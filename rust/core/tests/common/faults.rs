@@ -162,6 +162,14 @@ fn pass(client: &TcpStream, upstream: SocketAddr, fault: Fault, left: &AtomicUsi
     });
 }
 
+/// A proxy that lets the server's name on this machine pass would be gone around.
+fn misname(chunk: &mut [u8]) {
+    const NAME: &[u8] = b"tensorferry-same-host: tensorferry-";
+    if let Some(at) = chunk.windows(NAME.len()).position(|w| w == NAME) {
+        chunk[at + NAME.len()..].iter_mut().take_while(|b| b.is_ascii_hexdigit()).for_each(|b| *b = b'0');
+    }
+}
+
 /// Copies from `server` to `client` until one of them ends or the fault ends it.
 fn answers(
     mut server: &TcpStream,
@@ -178,6 +186,7 @@ fn answers(
             return Ok(());
         }
         let chunk = &mut buffer[..got];
+        misname(chunk);
         let here = |place: usize| (at..at + got).contains(&place);
         // An end that is allowed only later than its place comes at once.
         let reached = |place: usize| at + got > place;

@@ -1,0 +1,360 @@
+//! A checkpoint at its source: fetched over lanes, verified against its digests.
+
+use std::time::{Duration, Instant};
+
+use tensorferry_wire::container::{self, Entry, Header};
+use tensorferry_wire::digest::{self, BLOCK_SIZE, DigestTable, Hasher};
+
+use super::connection::Connection;
+use super::limits::Limits;
+use super::open::{Opened, read_digests};
+use super::plan::{Piece, Plan, Queue};
+use super::{Addresses, Arrived, CORRUPT_RETRIES, Destination, FetchOptions, Peer, Report, lane};
+use crate::arena::{ALIGNMENT, Arena};
+use crate::error::{Error, ErrorKind};
+
+/// Blocks in one request of a lane, at most.
+const MAX_RANGE_BLOCKS: u64 = 16;
+
+/// A checkpoint at its source: the header is here and verified, the payload is not fetched yet.
+pub struct Remote {
+    peers: Vec<Peer>,
+    /// The peer that answered first.
+    primary: usize,
+    key: String,
+    header: Header,
+    header_digest: u64,
+    payload_start: u64,
+    /// The first blocks of the payload, verified: what the header's reserved entries need, or all of a small one.
+    prefix: Vec<u8>,
+    limits: Limits,
+    lanes: Option<usize>,
+    connection: Option<Connection>,
+    opening: Duration,
+}
+
+impl std::fmt::Debug for Remote {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Remote").field("peers", &self.peers).field("key", &self.key).finish_non_exhaustive()
+    }
+}
+
+impl Remote {
+    /// Asks the sources in `urls` for `step`; they must serve the same snapshot. Waits while nothing is allowed yet.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Timeout`] at the deadline; [`ErrorKind::Connect`] when no source can be reached;
+    /// [`ErrorKind::Status`] when it refuses, 400 for a step it does not serve; [`ErrorKind::Foreign`] when it is a
+    /// stock torchft server; [`ErrorKind::Protocol`] when what it says is not valid.
+    pub fn open(urls: &[&str], step: i64, options: FetchOptions) -> Result<Self, Error> {
+        let started = Instant::now();
+        let deadline = started
+            .checked_add(options.timeout)
+            .ok_or_else(|| Error::new(ErrorKind::Invalid, "the timeout is too long to be counted"))?;
+        let limits = Limits { started, deadline, stall: options.stall, cancel: options.cancel };
+        let peers = urls.iter().map(|url| Peer::parse(url, options.same_host)).collect::<Result<Vec<_>, Error>>()?;
+        let mut last = Error::new(ErrorKind::Invalid, "no source was named");
+        for primary in 0..peers.len() {
+            for _ in 0..CORRUPT_RETRIES {
+                match Opened::read(&peers[primary].source, step, &limits) {
+                    Ok(opened) => {
+                        let _ = peers[primary].etag.set(opened.etag);
+                        peers[primary].learn(opened.same_host);
+                        return Ok(Self {
+                            peers,
+                            primary,
+                            key: step.to_string(),
+                            payload_start: opened.payload_start,
+                            header: opened.header,
+                            header_digest: opened.header_digest,
+                            prefix: opened.prefix,
+                            connection: Some(opened.connection),
+                            opening: started.elapsed(),
+                            lanes: options.lanes,
+                            limits,
+                        });
+                    }
+                    Err(e) => {
+                        // Not a refusal, which is what the source has to say, and nothing once the time is over.
+                        let refused = matches!(e.kind(), ErrorKind::Status(_));
+                        let repairable = e.is_transient() || e.kind() == ErrorKind::Changed;
+                        let again = repairable && !refused && limits.left().is_ok();
+                        last = e.at(&format!("step {step} from {}", peers[primary].source.authority()));
+                        if !again {
+                            break;
+                        }
+                    }
+                }
+            }
+        }
+        Err(last)
+    }
+
+    /// What the container holds.
+    #[must_use]
+    pub fn header(&self) -> &Header {
+        &self.header
+    }
+
+    /// The bytes of a reserved entry (`__tensorferry__/manifest` or `/pickle`), verified.
+    #[must_use]
+    pub fn reserved(&self, name: &str) -> Option<&[u8]> {
+        let entry = self.header.entries().iter().find(|e| e.name == name)?;
+        self.prefix.get(usize::try_from(entry.start).ok()?..usize::try_from(entry.end).ok()?)
+    }
+
+    /// Fetches and verifies everything but the reserved entries.
+    ///
+    /// # Errors
+    /// As [`Remote::open`]; also [`ErrorKind::Corrupt`] when bytes do not match their checksum time and again,
+    /// [`ErrorKind::Changed`] when the source moved on, [`ErrorKind::System`] when there is no memory. Memory given as
+    /// destination may then hold some of the new bytes.
+    pub fn fetch(mut self, destination: Destination) -> Result<Arrived, Error> {
+        let started = Instant::now();
+        let fresh = matches!(destination, Destination::Fresh);
+        let addresses = match destination {
+            Destination::Fresh => vec![None; self.header.entries().len()],
+            Destination::Given(Addresses(addresses)) => addresses,
+        };
+        let (arena, offsets, pieces) = self.place(&addresses)?;
+        let plan = Plan::new(pieces, self.header.payload_len(), fresh)?;
+        self.copy_prefix(&plan);
+        let mut report = Report { opening: self.opening, ..Report::default() };
+        let have = (self.prefix.len() as u64).div_ceil(BLOCK_SIZE);
+        let mut runs: Vec<_> =
+            plan.wanted_blocks().into_iter().map(|(a, b)| (a.max(have), b)).filter(|(a, b)| a < b).collect();
+        let blocks = usize::try_from(digest::block_count(self.header.payload_len()))
+            .map_err(|e| Error::caused(ErrorKind::System, "too many blocks for this machine", e))?;
+        let received = lane::Received::new(blocks);
+        let wanted = runs.clone();
+        for round in 0.. {
+            if runs.is_empty() {
+                break;
+            }
+            self.run_lanes(&plan, &runs, round == 0, &received, &mut report)?;
+            // Sources with equal headers may still differ in their bytes: with several, everything is held against the
+            // digests of one, so that the result is never made of two snapshots.
+            runs = self.mismatched(if self.peers.len() > 1 { &wanted } else { &runs }, &received)?;
+            report.retries += runs.len() as u64;
+            if let (Some(&(first, _)), true) = (runs.first(), round >= CORRUPT_RETRIES) {
+                return Err(self.corrupt(first));
+            }
+        }
+        report.bytes += self.prefix.len() as u64;
+        report.fetching = started.elapsed();
+        Ok(Arrived { arena, offsets, report })
+    }
+
+    /// Lays out the arena and lists every destination.
+    fn place(&self, addresses: &[Option<usize>]) -> Result<Placed, Error> {
+        let entries = self.header.entries();
+        if addresses.len() != entries.len() {
+            let message = format!("{} destinations for {} entries", addresses.len(), entries.len());
+            return Err(Error::new(ErrorKind::Invalid, message));
+        }
+        let reserved = |e: &Entry| e.name == container::MANIFEST_ENTRY || e.name == container::PICKLE_ENTRY;
+        let mut offsets = vec![None; entries.len()];
+        let mut len = 0_u64;
+        // In payload order, so that neighbours on the wire are neighbours in memory and one receive fills many.
+        let mut order: Vec<usize> = (0..entries.len()).collect();
+        order.sort_by_key(|&i| entries[i].start);
+        for index in order {
+            let entry = &entries[index];
+            if addresses[index].is_none() && !reserved(entry) {
+                offsets[index] = Some(len);
+                len = (len + (entry.end - entry.start)).next_multiple_of(ALIGNMENT);
+            }
+        }
+        let arena = Arena::new(len)?;
+        let mut pieces = Vec::with_capacity(entries.len());
+        for (index, entry) in entries.iter().enumerate() {
+            let address = match (addresses[index], offsets[index]) {
+                (Some(address), _) => address,
+                // An offset is below the length of a mapping that exists.
+                #[allow(clippy::cast_possible_truncation)]
+                (None, Some(offset)) => arena.address() + offset as usize,
+                (None, None) => continue,
+            };
+            // SAFETY: the arena is ours, its entries do not overlap, and it is handed out only after the transfer;
+            // for given addresses `Destination::given` took the promise.
+            pieces.push(unsafe { Piece::new(entry.start, entry.end - entry.start, address) });
+        }
+        Ok((arena, offsets, pieces))
+    }
+
+    fn copy_prefix(&self, plan: &Plan) {
+        let mut sink = vec![0; lane::block_len()];
+        let have = (self.prefix.len() as u64).div_ceil(BLOCK_SIZE);
+        for (first, end) in plan.wanted_blocks() {
+            for block in first..end.min(have) {
+                let (start, stop) = plan.block_bounds(block);
+                plan.with_slices(start, stop, &mut sink, |slices| {
+                    // The prefix holds whole blocks and lies in memory, so offsets into it fit.
+                    #[allow(clippy::cast_possible_truncation)]
+                    let mut at = start as usize;
+                    for slice in slices {
+                        let end = at + slice.len();
+                        slice.copy_from_slice(&self.prefix[at..end]);
+                        at = end;
+                    }
+                });
+            }
+        }
+    }
+
+    fn run_lanes(
+        &mut self,
+        plan: &Plan,
+        runs: &[(u64, u64)],
+        spread: bool,
+        received: &lane::Received,
+        report: &mut Report,
+    ) -> Result<(), Error> {
+        let blocks: u64 = runs.iter().map(|(a, b)| b - a).sum();
+        let near = self.peers[self.primary].same_host().is_some();
+        let wanted = self.lanes.unwrap_or_else(|| default_lanes(near)).clamp(1, 64) as u64;
+        let per_range = (blocks / (wanted * 4)).clamp(1, MAX_RANGE_BLOCKS);
+        let queue = Queue::new(runs, per_range);
+        let lanes = usize::try_from(wanted.min(blocks.div_ceil(per_range))).unwrap_or(1).max(1);
+        report.lanes = report.lanes.max(lanes);
+        let transfer = lane::Transfer {
+            plan,
+            queue: &queue,
+            peers: &self.peers,
+            primary: self.primary,
+            spread,
+            path: format!("{}.safetensors", self.key),
+            digests_path: self.digests_path(0, 0),
+            payload_start: self.payload_start,
+            payload_len: self.header.payload_len(),
+            header_digest: self.header_digest,
+            limits: &self.limits,
+            received,
+            alive: lanes.into(),
+        };
+        let first = self.connection.take();
+        let spawned = std::thread::scope(|scope| {
+            for index in 1..lanes {
+                let transfer = &transfer;
+                std::thread::Builder::new()
+                    .name(format!("tensorferry-lane-{index}"))
+                    .spawn_scoped(scope, move || transfer.run(index, None))
+                    .map_err(|e| {
+                        let e = Error::caused(ErrorKind::System, "cannot start a thread for a lane", e);
+                        queue.fail(e);
+                    })
+                    .ok();
+            }
+            transfer.run(0, first)
+        });
+        self.connection = spawned;
+        report.bytes += received.take_bytes();
+        report.retries += received.take_retries();
+        report.same_host |= received.came_same_host();
+        queue.finish()
+    }
+
+    /// Compares the checksums of the blocks in `runs` with the source's; returns the runs that differ.
+    fn mismatched(&mut self, runs: &[(u64, u64)], received: &lane::Received) -> Result<Vec<(u64, u64)>, Error> {
+        let (Some(&(first, _)), Some(&(_, end))) = (runs.first(), runs.last()) else { return Ok(Vec::new()) };
+        let first = if self.peers.len() > 1 { 0 } else { first };
+        let table = self.digests(first, end)?;
+        let mut differ: Vec<(u64, u64)> = Vec::new();
+        for block in runs.iter().flat_map(|&(a, b)| a..b) {
+            let index = usize::try_from(block - first).unwrap_or(usize::MAX);
+            if table.blocks.get(index) == Some(&received.digest(block)) {
+                continue;
+            }
+            match differ.last_mut() {
+                Some(run) if run.1 == block => run.1 += 1,
+                _ => differ.push((block, block + 1)),
+            }
+        }
+        Ok(differ)
+    }
+
+    /// The source's digests of blocks `[first, end)`, from any peer that serves this snapshot; that one is the primary
+    /// from then on.
+    fn digests(&mut self, first: u64, end: u64) -> Result<DigestTable, Error> {
+        let path = self.digests_path(first, end);
+        let prefix: Vec<_> = match first {
+            0 => self.prefix.chunks(lane::block_len()).map(digest::checksum).collect(),
+            _ => Vec::new(),
+        };
+        let mut last = Error::new(ErrorKind::Connect, "no source is left");
+        for turn in 0..=self.peers.len() {
+            let index = (self.primary + turn.saturating_sub(1)) % self.peers.len();
+            let peer = &self.peers[index];
+            let ours = |c: &Connection| turn == 0 && c.is_reusable() && c.source() == &peer.source;
+            let reused = self.connection.take().filter(ours);
+            let attempt = match reused {
+                Some(connection) => Ok(connection),
+                None if turn == 0 => continue,
+                None => Connection::open(&peer.source, &self.limits),
+            };
+            let answer = attempt.and_then(|mut connection| {
+                let etag = peer.etag.get().map(String::as_str);
+                let (table, _) = read_digests(&mut connection, &path, etag, end - first)?;
+                Ok((connection, table))
+            });
+            match answer {
+                Ok((connection, table))
+                    if table.header == self.header_digest
+                        && table.payload_len == self.header.payload_len()
+                        && table.blocks.iter().zip(&prefix).all(|(theirs, ours)| theirs == ours) =>
+                {
+                    self.connection = Some(connection);
+                    self.primary = index;
+                    return Ok(table);
+                }
+                Ok(_) => last = changed(),
+                Err(e) if e.kind() == ErrorKind::Cancelled => return Err(e),
+                Err(e) => last = e,
+            }
+        }
+        Err(last.at("cannot verify what was received"))
+    }
+
+    fn digests_path(&self, first: u64, end: u64) -> String {
+        format!("{}/digests?blocks={first}-{end}", self.key)
+    }
+
+    fn corrupt(&self, block: u64) -> Error {
+        let (start, end) = (block * BLOCK_SIZE, ((block + 1) * BLOCK_SIZE).min(self.header.payload_len()));
+        let mut names: Vec<_> = self.header.covering(start, end).take(4).map(|e| e.name.as_str()).collect();
+        if names.len() == 4 {
+            names[3] = "...";
+        }
+        let message = format!(
+            "corrupt: block {block} (payload bytes {start}-{end}: {}) did not match its checksum {} times; either the \
+             network or memory flips bytes, or the source changes this memory while it serves it (then send from a \
+             private copy: snapshot=\"copy\")",
+            names.join(", "),
+            CORRUPT_RETRIES + 1,
+        );
+        Error::new(ErrorKind::Corrupt, message)
+    }
+}
+
+pub(super) fn changed() -> Error {
+    Error::new(ErrorKind::Changed, "the source went on to another snapshot while this one was being fetched")
+}
+
+/// Two lanes a core keep the source's threads evenly busy (measured); more than eight gain nothing on one link. Without
+/// the network in between, one lane a core is best.
+fn default_lanes(same_host: bool) -> usize {
+    let cores = std::thread::available_parallelism().map_or(2, std::num::NonZero::get);
+    if same_host { cores.clamp(1, 8) } else { (2 * cores).clamp(2, 8) }
+}
+
+/// An arena, where each entry lies in it, and every destination.
+type Placed = (Arena, Vec<Option<u64>>, Vec<Piece>);
+
+/// The checksum of a block that lies in several slices.
+pub(super) fn checksum_slices<'a>(slices: impl IntoIterator<Item = &'a [u8]>) -> u64 {
+    let mut hasher = Hasher::new();
+    for slice in slices {
+        hasher.update(slice);
+    }
+    hasher.finish()
+}
