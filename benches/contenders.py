@@ -1,6 +1,8 @@
 """The transports that are compared, by name.
 
-`torchft:4` is torchft's with four chunks, `tensorferry+inplace` is ours receiving into the trainer's own tensors.
+`torchft:4` is torchft's with four chunks. `tensorferry` is ours as it is imported, which on one host goes around the
+network; `tensorferry+network` does not, `tensorferry+inplace` receives into the trainer's own tensors, and
+`tensorferry+network+inplace` is both.
 """
 
 from __future__ import annotations
@@ -29,22 +31,24 @@ class Contender:
     library: str
     chunks: int
     in_place: bool
+    network: bool
 
     @classmethod
     def parse(cls, name: str) -> Contender:
-        """Read `library[:chunks][+inplace]`; raise ValueError for anything else."""
-        transport, _, option = name.partition("+")
+        """Read `library[:chunks][+network][+inplace]`; raise ValueError for anything else."""
+        transport, *options = name.split("+")
         library, _, chunks = transport.partition(":")
-        if library not in _MODULES or option not in ("", "inplace") or (option and library != OURS):
+        if library not in _MODULES or not {*options} <= {"network", "inplace"} or (options and library != OURS):
             raise ValueError(f"no such contender: {name!r}")
-        return cls(name, library, int(chunks or 0), option == "inplace")
+        return cls(name, library, int(chunks or 0), "inplace" in options, "network" in options)
 
     def open(self, timeout: timedelta, live: Callable[[], Any] | None = None) -> Any:
         """Build the transport; `live` returns the state to receive into, where this contender does that."""
         transport = importlib.import_module(_MODULES[self.library]).HTTPTransport
+        options: dict[str, Any] = {"same_host": False} if self.network else {}
         if self.in_place and live is not None:
-            return transport(timeout, self.chunks, state_dict=live)
-        return transport(timeout, self.chunks)
+            options["state_dict"] = live
+        return transport(timeout, self.chunks, **options)
 
 
 def version(library: str) -> str | None:
@@ -60,9 +64,9 @@ def choose(row: Row, have_ours: bool, *, quick: bool) -> list[Contender]:
     """Return the contenders of a row in their default order."""
     names = [f"{THEIRS}:{chunks}" for chunks in (row.chunks[:2] if quick else row.chunks)]
     if have_ours:
-        names.append(OURS)
+        names += [OURS, f"{OURS}+network"]
         if row.large:
-            names.append(f"{OURS}+inplace")
+            names += [f"{OURS}+inplace", f"{OURS}+network+inplace"]
     return [Contender.parse(name) for name in names]
 
 

@@ -23,7 +23,7 @@ from .errors import (
     UnsupportedLeaf,
     WrongStep,
 )
-from .transport import HTTPTransport
+from .transport import HTTPTransport, join_metadata
 
 __all__ = [
     "ConnectError",
@@ -42,6 +42,7 @@ __all__ = [
     "UnsafePickle",
     "UnsupportedLeaf",
     "WrongStep",
+    "join_metadata",
 ]
 
 __version__ = "0.1.0"

@@ -2,7 +2,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, final
 
-__all__ = ["Arena", "Remote", "Server", "_shutdown_runtime"]
+__all__ = ["Arena", "Pool", "Remote", "Server", "_shutdown_runtime"]
 
 @final
 class Arena:
@@ -11,6 +11,12 @@ class Arena:
     def __len__(self) -> int: ...
     if sys.version_info >= (3, 12):
         def __buffer__(self, flags: int, /) -> memoryview: ...
+
+@final
+class Pool:
+    def __new__(cls, limit: int) -> Pool: ...
+    @property
+    def held(self) -> int: ...
 
 @final
 class Server:
@@ -54,7 +60,14 @@ class Server:
 class Remote:
     @staticmethod
     def open(
-        urls: list[str], step: int, *, timeout: float, lanes: int | None = None, same_host: bool = True
+        urls: list[str],
+        step: int,
+        *,
+        timeout: float,
+        lanes: int | None = None,
+        same_host: bool = True,
+        pool: Pool | None = None,
+        progress: Callable[[int, int], object] | None = None,
     ) -> Remote: ...
     @property
     def manifest(self) -> bytes | None: ...

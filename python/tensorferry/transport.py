@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from . import stock
-from ._native import Remote, Server
+from ._native import Pool, Remote, Server
 from .allowlist import Allowed, refusal
 from .errors import ForkedProcess, InvalidArgument
 from .staging import Stager
@@ -31,7 +31,7 @@ else:
             """Stands in for torchft's base class where torchft is not installed."""
 
 
-__all__ = ["HTTPTransport"]
+__all__ = ["HTTPTransport", "join_metadata"]
 
 logger = logging.getLogger("tensorferry")
 
@@ -61,6 +61,10 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         same_host: move the bytes through a Unix-domain socket instead of the network where source and receiver run on
             one machine, in one network namespace and under one user. Both sides must want it; ``None`` is what
             ``TENSORFERRY_SAME_HOST`` says (``0`` is no), by default yes.
+        reuse_bytes: keep up to this many bytes of received memory, once all its tensors are gone, for the next receive:
+            fresh memory costs page faults, which take longer than the bytes do
+        progress: called with the bytes that are here and the bytes there are, some times a second during a receive and
+            once at its end; what it raises ends the receive
 
     Raises:
         SystemRefused: no port can be opened
@@ -76,11 +80,15 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         safe_globals: Iterable[Any] = (),
         trust_pickle: bool = False,
         same_host: bool | None = None,
+        reuse_bytes: int = 0,
+        progress: Callable[[int, int], object] | None = None,
     ) -> None:
         if snapshot not in ("borrow", "copy"):
             raise InvalidArgument(f'snapshot is "borrow" or "copy", not {snapshot!r}')
         if num_chunks < 0:
             raise InvalidArgument(f"num_chunks is 0 or more, not {num_chunks}")
+        if reuse_bytes < 0:
+            raise InvalidArgument(f"reuse_bytes is 0 or more, not {reuse_bytes}")
         self._timeout = timeout
         self._num_chunks = num_chunks
         self._state_dict = state_dict
@@ -90,6 +98,8 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         self._sending = threading.Lock()
         self._warned: set[tuple[str, str]] = set()
         self._same_host = os.environ.get("TENSORFERRY_SAME_HOST") != "0" if same_host is None else same_host
+        self._pool = Pool(reuse_bytes) if reuse_bytes else None
+        self._progress = progress
         self._server = Server(patience=timeout.total_seconds(), same_host=self._same_host)
         self._address = self._server.url(advertised_host())
         self._checkpoint_lock = _Gate(self)
@@ -127,7 +137,8 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
 
         Args:
             src_rank: ignored, as in torchft
-            metadata: from the source, of this class or of torchft's own
+            metadata: from the source, of this class or of torchft's own; or of several sources that hold the same state,
+                joined by :func:`join_metadata`
             step: the step to fetch
             timeout: the deadline for the whole receive
 
@@ -153,14 +164,18 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             logger.info("received step %d from a stock torchft source in %.3f s", step, time.perf_counter() - started)
             return cast(T, state)
         remote = Remote.open(
-            [metadata],
+            metadata.split(),
             step,
             timeout=timeout.total_seconds(),
             lanes=self._num_chunks or None,
             same_host=self._same_host,
+            pool=self._pool,
+            progress=self._progress,
         )
         state, report = receive(remote, self._allowed, self._state_dict)
         seconds = time.perf_counter() - started
+        for source, trouble in report["troubles"].items():
+            logger.warning("step %d: ranges of %s went to other connections: %s", step, source, trouble)
         logger.info(
             "received step %d: %d bytes in %.3f s (%.2f GB/s; open %.3f s, fetch %.3f s), %d lanes over %s, %d retries",
             step,
@@ -232,6 +247,27 @@ class _Gate:
     def w_locked(self) -> bool:
         """Whether requests are kept waiting."""
         return self._transport._disallowed
+
+
+def join_metadata(metadata: Iterable[str]) -> str:
+    """One metadata string for several sources that hold the same state.
+
+    A receiver takes ranges from all of them, more from those that answer faster, and goes on with the others when one
+    dies or turns out to serve another state. The order does not matter.
+
+    Args:
+        metadata: what ``metadata()`` of each source's transport returned; all of this class, none of torchft's own
+
+    Raises:
+        InvalidArgument: there is none, or one that is no metadata of a tensorferry transport
+    """
+    urls = [url for joined in metadata for url in joined.split()]
+    for url in urls:
+        if not url.startswith("http://") or stock.is_stock(url):
+            raise InvalidArgument(f"{url!r} is not the metadata of a tensorferry transport")
+    if not urls:
+        raise InvalidArgument("there is no metadata to join")
+    return " ".join(dict.fromkeys(urls))
 
 
 def advertised_host() -> str:

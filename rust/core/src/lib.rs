@@ -23,6 +23,7 @@
 //! ```
 
 mod arena;
+mod background;
 mod body;
 mod client;
 mod error;
@@ -32,7 +33,8 @@ mod same_host;
 mod server;
 mod store;
 
-pub use arena::Arena;
+pub use arena::{Arena, Pool};
+pub use background::give_way;
 pub use client::{Arrived, Cancel, Destination, FetchOptions, Remote, Report};
 pub use error::{Error, ErrorKind};
 pub use memory::{Item, Memory};

@@ -14,7 +14,7 @@ mod _native {
     #[pymodule_export]
     use crate::memory::PyArena;
     #[pymodule_export]
-    use crate::remote::PyRemote;
+    use crate::remote::{PyPool, PyRemote};
     #[pymodule_export]
     use crate::runtime::shutdown_runtime;
     #[pymodule_export]

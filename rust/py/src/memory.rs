@@ -107,12 +107,6 @@ pub(crate) fn given(addresses: Vec<Option<usize>>) -> Destination {
     unsafe { Destination::given(addresses) }
 }
 
-/// Lets the trainer's own threads go first when cores are scarce: the calling thread gets a third of their weight.
-pub(crate) fn yield_to_trainer() {
-    // SAFETY: on Linux this changes the calling thread alone, whose id is passed; a refusal leaves it as it was.
-    unsafe { libc::setpriority(libc::PRIO_PROCESS, thread_id(), 5) };
-}
-
 /// The kernel's id of the calling thread.
 pub(crate) fn thread_id() -> u32 {
     // SAFETY: takes no argument and cannot fail.

@@ -1,24 +1,47 @@
 //! `Remote`: a checkpoint at its source, and fetching it.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList, PyString, PyTuple};
-use tensorferry_core::{Cancel, Destination, FetchOptions, Remote};
+use tensorferry_core::{Cancel, Destination, FetchOptions, Pool, Remote};
 use tensorferry_wire::container::{self, Header};
 use tensorferry_wire::manifest;
 
 use crate::errors;
 use crate::memory::{PyArena, given};
-use crate::runtime::{self, Origin};
+use crate::runtime::{self, Origin, Watch};
 
 /// A checkpoint whose header is here and whose payload is still at its source.
 #[pyclass(name = "Remote", module = "tensorferry._native", frozen)]
 pub(crate) struct PyRemote {
     origin: Origin,
     cancel: Cancel,
+    received: Arc<AtomicU64>,
+    /// Called with the bytes here and the bytes in all, now and then and at the end.
+    progress: Option<Py<PyAny>>,
     remote: Mutex<Option<Remote>>,
+}
+
+/// Memory of earlier receives, kept for later ones.
+#[pyclass(name = "Pool", module = "tensorferry._native", frozen)]
+pub(crate) struct PyPool(Arc<Pool>);
+
+#[pymethods]
+impl PyPool {
+    /// Keeps at most `limit` bytes.
+    #[new]
+    fn new(limit: usize) -> Self {
+        Self(Pool::new(limit))
+    }
+
+    /// Bytes kept now.
+    #[getter]
+    fn held(&self) -> usize {
+        self.0.held()
+    }
 }
 
 impl PyRemote {
@@ -48,7 +71,8 @@ impl PyRemote {
 impl PyRemote {
     /// Opens a checkpoint: waits until one of `urls` serves `step`, and reads its header.
     #[staticmethod]
-    #[pyo3(signature = (urls, step, *, timeout, lanes = None, same_host = true))]
+    #[allow(clippy::too_many_arguments, reason = "keywords in Python")]
+    #[pyo3(signature = (urls, step, *, timeout, lanes = None, same_host = true, pool = None, progress = None))]
     fn open(
         py: Python<'_>,
         urls: Vec<String>,
@@ -56,18 +80,28 @@ impl PyRemote {
         timeout: f64,
         lanes: Option<usize>,
         same_host: bool,
+        pool: Option<&PyPool>,
+        progress: Option<Py<PyAny>>,
     ) -> PyResult<Self> {
         let timeout = Duration::try_from_secs_f64(timeout.max(0.0))
             .map_err(|_| errors::invalid(py, format!("{timeout} is no length of time in seconds")))?;
         let cancel = Cancel::new();
-        let options = FetchOptions { lanes, same_host, cancel: cancel.clone(), ..FetchOptions::within(timeout) };
-        let remote = runtime::run(py, &cancel, move || {
+        let received = Arc::<AtomicU64>::default();
+        let options = FetchOptions {
+            lanes,
+            same_host,
+            pool: pool.map(|p| Arc::clone(&p.0)),
+            progress: Arc::clone(&received),
+            cancel: cancel.clone(),
+            ..FetchOptions::within(timeout)
+        };
+        let remote = runtime::run(py, &cancel, None, move || {
             let urls: Vec<_> = urls.iter().map(String::as_str).collect();
             let remote = Remote::open(&urls, step, options)?;
             check_manifest(&remote)?;
             Ok(remote)
         })?;
-        Ok(Self { origin: Origin::here(), cancel, remote: Mutex::new(Some(remote)) })
+        Ok(Self { origin: Origin::here(), cancel, received, progress, remote: Mutex::new(Some(remote)) })
     }
 
     /// The manifest as JSON text, `None` for a container tensorferry did not write.
@@ -119,13 +153,22 @@ impl PyRemote {
         let remote = self.remote.lock().unwrap_or_else(PoisonError::into_inner).take();
         let remote = remote.ok_or_else(|| errors::invalid(py, "this checkpoint was fetched already"))?;
         let destination = addresses.map_or(Destination::Fresh, given);
-        let arrived = runtime::run(py, &self.cancel, move || remote.fetch(destination))?;
+        let total = remote.header().payload_len();
+        let tell = |py: Python<'_>| {
+            // Bytes that had to be fetched again count once.
+            let received = self.received.load(Ordering::Relaxed).min(total);
+            self.progress.as_ref().map_or(Ok(()), |call| call.call1(py, (received, total)).map(drop))
+        };
+        let watch = self.progress.is_some().then_some(&tell as &Watch<'_>);
+        let arrived = runtime::run(py, &self.cancel, watch, move || remote.fetch(destination))?;
+        tell(py)?;
         let (arena, offsets, report) = arrived.into_parts();
         let told = PyDict::new(py);
         told.set_item("bytes", report.bytes)?;
         told.set_item("lanes", report.lanes)?;
         told.set_item("retries", report.retries)?;
         told.set_item("same_host", report.same_host)?;
+        told.set_item("troubles", report.troubles)?;
         told.set_item("opening_seconds", report.opening.as_secs_f64())?;
         told.set_item("fetching_seconds", report.fetching.as_secs_f64())?;
         Ok((PyArena::new(arena), offsets, told))

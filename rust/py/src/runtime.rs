@@ -50,7 +50,7 @@ pub(crate) fn handle() -> std::io::Result<Handle> {
     let runtime = Builder::new_multi_thread()
         .worker_threads(workers)
         .thread_name("tensorferry")
-        .on_thread_start(crate::memory::yield_to_trainer)
+        .on_thread_start(tensorferry_core::give_way)
         .enable_all()
         .build()?;
     let handle = runtime.handle().clone();
@@ -71,14 +71,19 @@ pub(crate) fn shutdown_runtime(py: Python<'_>) {
     }
 }
 
+/// What is called now and then while work goes on.
+pub(crate) type Watch<'a> = dyn Fn(Python<'_>) -> PyResult<()> + 'a;
+
 /// Runs `work` without holding the interpreter. On the main thread a signal cancels it: `cancel` is pulled, `work` is
-/// waited for, and the handler's exception (`KeyboardInterrupt`) is raised.
+/// waited for, and the handler's exception (`KeyboardInterrupt`) is raised. `watch` is called now and then meanwhile; an
+/// exception of it does the same.
 pub(crate) fn run<T: Send>(
     py: Python<'_>,
     cancel: &Cancel,
+    watch: Option<&Watch<'_>>,
     work: impl FnOnce() -> Result<T, Error> + Send,
 ) -> PyResult<T> {
-    let result = if is_main_thread() {
+    let result = if is_main_thread() || watch.is_some() {
         let (done, waiting) = std::sync::mpsc::sync_channel(1);
         std::thread::scope(|scope| {
             let worker =
@@ -97,7 +102,8 @@ pub(crate) fn run<T: Send>(
                 match received {
                     Ok(result) => return Ok(result),
                     Err(std::sync::mpsc::RecvTimeoutError::Timeout) => {
-                        if let Err(interrupt) = py.check_signals() {
+                        let watched = py.check_signals().and_then(|()| watch.map_or(Ok(()), |watch| watch(py)));
+                        if let Err(interrupt) = watched {
                             cancel.cancel();
                             // Wait detached: the work may need the interpreter to let go of something.
                             let _ = py.detach(|| waiting.lock().unwrap_or_else(PoisonError::into_inner).recv());

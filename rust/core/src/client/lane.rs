@@ -1,6 +1,8 @@
 //! A lane: one thread with one connection that works through the queue of ranges.
 
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use tensorferry_wire::digest::BLOCK_SIZE;
@@ -30,27 +32,44 @@ pub(super) const fn block_len() -> usize {
 #[derive(Debug)]
 pub(super) struct Received {
     digests: Vec<AtomicU64>,
+    /// Which peer each block came from.
+    origins: Vec<AtomicUsize>,
     bytes: AtomicU64,
     retries: AtomicU64,
     same_host: AtomicBool,
+    /// All bytes of the receive so far, for whoever watches it.
+    progress: Arc<AtomicU64>,
+    /// The last trouble with each source that had some.
+    troubles: Mutex<BTreeMap<String, String>>,
 }
 
 impl Received {
-    pub(super) fn new(blocks: usize) -> Self {
+    pub(super) fn new(blocks: usize, progress: Arc<AtomicU64>) -> Self {
         Self {
             digests: std::iter::repeat_with(AtomicU64::default).take(blocks).collect(),
+            origins: std::iter::repeat_with(AtomicUsize::default).take(blocks).collect(),
             bytes: AtomicU64::new(0),
             retries: AtomicU64::new(0),
             same_host: AtomicBool::new(false),
+            progress,
+            troubles: Mutex::default(),
         }
     }
 
-    fn slot(&self, block: u64) -> Option<&AtomicU64> {
-        self.digests.get(usize::try_from(block).ok()?)
+    fn note(&self, block: u64, digest: u64, origin: usize) {
+        let Ok(index) = usize::try_from(block) else { return };
+        if let (Some(known), Some(from)) = (self.digests.get(index), self.origins.get(index)) {
+            known.store(digest, Ordering::Relaxed);
+            from.store(origin, Ordering::Relaxed);
+        }
     }
 
     pub(super) fn digest(&self, block: u64) -> u64 {
-        self.slot(block).map_or(0, |d| d.load(Ordering::Relaxed))
+        usize::try_from(block).ok().and_then(|i| self.digests.get(i)).map_or(0, |d| d.load(Ordering::Relaxed))
+    }
+
+    pub(super) fn origin(&self, block: u64) -> usize {
+        usize::try_from(block).ok().and_then(|i| self.origins.get(i)).map_or(0, |o| o.load(Ordering::Relaxed))
     }
 
     pub(super) fn take_bytes(&self) -> u64 {
@@ -59,6 +78,19 @@ impl Received {
 
     pub(super) fn take_retries(&self) -> u64 {
         self.retries.swap(0, Ordering::Relaxed)
+    }
+
+    fn count(&self, bytes: u64) {
+        self.bytes.fetch_add(bytes, Ordering::Relaxed);
+        self.progress.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    pub(super) fn note_trouble(&self, source: &str, what: String) {
+        self.troubles.lock().unwrap_or_else(PoisonError::into_inner).insert(source.to_owned(), what);
+    }
+
+    pub(super) fn take_troubles(&self) -> BTreeMap<String, String> {
+        std::mem::take(&mut self.troubles.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// Whether a connection did without the network.
@@ -96,8 +128,9 @@ impl Transfer<'_> {
         while let Some((first, end)) = self.queue.take() {
             let mut at = first;
             // After a failure the lane tries the next source, and stays there.
-            let peer = &self.peers[(self.primary + turn) % self.peers.len()];
-            let result = self.fetch_range(peer, &mut connection, &mut at, end, &mut sink);
+            let origin = (self.primary + turn) % self.peers.len();
+            let peer = &self.peers[origin];
+            let result = self.fetch_range(origin, &mut connection, &mut at, end, &mut sink);
             let Err(error) = result else {
                 failures = 0;
                 self.queue.give_back(None);
@@ -118,6 +151,9 @@ impl Transfer<'_> {
                 break;
             }
             self.received.retries.fetch_add(1, Ordering::Relaxed);
+            if !around_the_network {
+                self.received.note_trouble(peer.source.authority(), error.to_string());
+            }
             if failures >= MAX_FAILURES {
                 if self.alive.fetch_sub(1, Ordering::AcqRel) == 1 {
                     self.queue.fail(error);
@@ -141,15 +177,16 @@ impl Transfer<'_> {
         }
     }
 
-    /// Fetches blocks `[*at, end)`, moving `at` past each block that is complete.
+    /// Fetches blocks `[*at, end)` from the peer of that number, moving `at` past each block that is complete.
     fn fetch_range(
         &self,
-        peer: &Peer,
+        origin: usize,
         connection: &mut Option<Connection>,
         at: &mut u64,
         end: u64,
         sink: &mut [u8],
     ) -> Result<(), Error> {
+        let peer = &self.peers[origin];
         let ours = connection.take().filter(|c| peer.may_reuse(c));
         let connection = connection.insert(match ours {
             Some(connection) => connection,
@@ -169,16 +206,12 @@ impl Transfer<'_> {
                 self.plan.populate(self.plan.block_bounds(*at).0, self.plan.block_bounds(populated - 1).1);
             }
             let (start, stop) = self.plan.block_bounds(*at);
-            let count = |n| {
-                self.received.bytes.fetch_add(n as u64, Ordering::Relaxed);
-            };
+            let count = |n| self.received.count(n as u64);
             self.plan.with_slices(start, stop, sink, |slices| connection.fill(slices, count))?;
             // Right after the receive, while the block is in cache.
             let digest =
                 self.plan.with_slices(start, stop, sink, |slices| checksum_slices(slices.iter().map(|s| &**s)));
-            if let Some(slot) = self.received.slot(*at) {
-                slot.store(digest, Ordering::Relaxed);
-            }
+            self.received.note(*at, digest, origin);
             *at += 1;
             if self.queue.has_failed() {
                 return Err(Error::new(ErrorKind::Cancelled, "another lane failed"));

@@ -9,7 +9,8 @@ mod plan;
 mod remote;
 mod url;
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
@@ -18,7 +19,7 @@ pub use self::limits::Cancel;
 use self::limits::Limits;
 pub use self::remote::Remote;
 use self::url::Source;
-use crate::arena::Arena;
+use crate::arena::{Arena, Pool};
 use crate::error::Error;
 use crate::same_host;
 
@@ -36,6 +37,10 @@ pub struct FetchOptions {
     pub lanes: Option<usize>,
     /// Fetch around the network when the source runs on this machine under the same user.
     pub same_host: bool,
+    /// Where memory for what arrives comes from, and goes back to.
+    pub pool: Option<Arc<Pool>>,
+    /// Counts the bytes of payload as they arrive, for another thread to look at.
+    pub progress: Arc<AtomicU64>,
     /// Ends the transfer from another thread.
     pub cancel: Cancel,
 }
@@ -49,6 +54,8 @@ impl FetchOptions {
             stall: Duration::from_secs(15).min(timeout),
             lanes: None,
             same_host: true,
+            pool: None,
+            progress: Arc::default(),
             cancel: Cancel::new(),
         }
     }
@@ -90,6 +97,8 @@ pub struct Report {
     pub same_host: bool,
     /// Ranges that had to be given to another connection, and runs of blocks that came damaged.
     pub retries: u64,
+    /// For each source that a range had to be taken from and given to another connection, the last reason.
+    pub troubles: BTreeMap<String, String>,
     /// Time in [`Remote::open`]: waiting for the source, and its header.
     pub opening: Duration,
     /// Time in [`Remote::fetch`].

@@ -1,5 +1,7 @@
 //! A checkpoint at its source: fetched over lanes, verified against its digests.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use tensorferry_wire::container::{self, Entry, Header};
@@ -10,7 +12,7 @@ use super::limits::Limits;
 use super::open::{Opened, read_digests};
 use super::plan::{Piece, Plan, Queue};
 use super::{Addresses, Arrived, CORRUPT_RETRIES, Destination, FetchOptions, Peer, Report, lane};
-use crate::arena::{ALIGNMENT, Arena};
+use crate::arena::{ALIGNMENT, Arena, Pool};
 use crate::error::{Error, ErrorKind};
 
 /// Blocks in one request of a lane, at most.
@@ -29,6 +31,8 @@ pub struct Remote {
     prefix: Vec<u8>,
     limits: Limits,
     lanes: Option<usize>,
+    pool: Option<Arc<Pool>>,
+    progress: Arc<AtomicU64>,
     connection: Option<Connection>,
     opening: Duration,
 }
@@ -71,6 +75,8 @@ impl Remote {
                             connection: Some(opened.connection),
                             opening: started.elapsed(),
                             lanes: options.lanes,
+                            pool: options.pool,
+                            progress: options.progress,
                             limits,
                         });
                     }
@@ -111,21 +117,22 @@ impl Remote {
     /// destination may then hold some of the new bytes.
     pub fn fetch(mut self, destination: Destination) -> Result<Arrived, Error> {
         let started = Instant::now();
-        let fresh = matches!(destination, Destination::Fresh);
         let addresses = match destination {
             Destination::Fresh => vec![None; self.header.entries().len()],
             Destination::Given(Addresses(addresses)) => addresses,
         };
         let (arena, offsets, pieces) = self.place(&addresses)?;
+        let fresh = arena.is_fresh() && offsets.iter().any(Option::is_some);
         let plan = Plan::new(pieces, self.header.payload_len(), fresh)?;
         self.copy_prefix(&plan);
+        self.progress.fetch_add(self.prefix.len() as u64, Ordering::Relaxed);
         let mut report = Report { opening: self.opening, ..Report::default() };
         let have = (self.prefix.len() as u64).div_ceil(BLOCK_SIZE);
         let mut runs: Vec<_> =
             plan.wanted_blocks().into_iter().map(|(a, b)| (a.max(have), b)).filter(|(a, b)| a < b).collect();
         let blocks = usize::try_from(digest::block_count(self.header.payload_len()))
             .map_err(|e| Error::caused(ErrorKind::System, "too many blocks for this machine", e))?;
-        let received = lane::Received::new(blocks);
+        let received = lane::Received::new(blocks, Arc::clone(&self.progress));
         let wanted = runs.clone();
         for round in 0.. {
             if runs.is_empty() {
@@ -136,6 +143,7 @@ impl Remote {
             // digests of one, so that the result is never made of two snapshots.
             runs = self.mismatched(if self.peers.len() > 1 { &wanted } else { &runs }, &received)?;
             report.retries += runs.len() as u64;
+            report.troubles.append(&mut received.take_troubles());
             if let (Some(&(first, _)), true) = (runs.first(), round >= CORRUPT_RETRIES) {
                 return Err(self.corrupt(first));
             }
@@ -165,7 +173,7 @@ impl Remote {
                 len = (len + (entry.end - entry.start)).next_multiple_of(ALIGNMENT);
             }
         }
-        let arena = Arena::new(len)?;
+        let arena = Arena::new(len, self.pool.clone())?;
         let mut pieces = Vec::with_capacity(entries.len());
         for (index, entry) in entries.iter().enumerate() {
             let address = match (addresses[index], offsets[index]) {
@@ -233,24 +241,28 @@ impl Remote {
             alive: lanes.into(),
         };
         let first = self.connection.take();
-        let spawned = std::thread::scope(|scope| {
-            for index in 1..lanes {
+        let mut connections = std::iter::once(first).chain(std::iter::repeat_with(|| None));
+        self.connection = std::thread::scope(|scope| {
+            let mut threads = Vec::with_capacity(lanes);
+            for (index, connection) in connections.by_ref().take(lanes).enumerate() {
                 let transfer = &transfer;
-                std::thread::Builder::new()
-                    .name(format!("tensorferry-lane-{index}"))
-                    .spawn_scoped(scope, move || transfer.run(index, None))
-                    .map_err(|e| {
-                        let e = Error::caused(ErrorKind::System, "cannot start a thread for a lane", e);
-                        queue.fail(e);
-                    })
-                    .ok();
+                let lane = std::thread::Builder::new().name(format!("tensorferry-lane-{index}"));
+                match lane.spawn_scoped(scope, move || {
+                    // A source on this machine shares its cores with us.
+                    crate::background::give_way();
+                    transfer.run(index, connection)
+                }) {
+                    Ok(thread) => threads.push(thread),
+                    Err(e) => queue.fail(Error::caused(ErrorKind::System, "cannot start a thread for a lane", e)),
+                }
             }
-            transfer.run(0, first)
+            let left: Vec<_> = threads.into_iter().map(|thread| thread.join().ok().flatten()).collect();
+            left.into_iter().flatten().next()
         });
-        self.connection = spawned;
         report.bytes += received.take_bytes();
         report.retries += received.take_retries();
         report.same_host |= received.came_same_host();
+        report.troubles.append(&mut received.take_troubles());
         queue.finish()
     }
 
@@ -265,6 +277,13 @@ impl Remote {
             if table.blocks.get(index) == Some(&received.digest(block)) {
                 continue;
             }
+            let from = self.peers[received.origin(block)].source.authority();
+            received.note_trouble(
+                from,
+                format!(
+                    "block {block} of its bytes did not match the checksum: damaged on the way, or another snapshot"
+                ),
+            );
             match differ.last_mut() {
                 Some(run) if run.1 == block => run.1 += 1,
                 _ => differ.push((block, block + 1)),

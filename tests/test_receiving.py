@@ -1,0 +1,158 @@
+"""How a receive can be had: around the network, into kept memory, watched, and from several sources."""
+
+import logging
+import threading
+from datetime import timedelta
+
+import pytest
+import torch
+
+import tensorferry
+from equality import assert_same_state
+from tensorferry import InvalidArgument, join_metadata
+
+TIMEOUT = timedelta(seconds=30)
+MIB = 1 << 20
+
+
+pytestmark = pytest.mark.beyond_torchft
+
+
+def state_of(seed, mib=6):
+    torch.manual_seed(seed)
+    return {"w": torch.randn(mib * MIB // 4), "small": [torch.arange(seed, seed + 9), "text"]}
+
+
+def send(source, state, step=3):
+    source.send_checkpoint([1], step, state, TIMEOUT)
+    return source.metadata()
+
+
+def said(caplog, text):
+    return [r for r in caplog.records if r.name == "tensorferry" and text in r.getMessage()]
+
+
+@pytest.mark.parametrize("source_wants", [True, False])
+@pytest.mark.parametrize("receiver_wants", [True, False])
+def test_bytes_go_around_the_network_if_both_sides_want_it(open_transport, caplog, source_wants, receiver_wants):
+    state = state_of(1)
+    metadata = send(open_transport(same_host=source_wants), state)
+    with caplog.at_level(logging.INFO, "tensorferry"):
+        assert_same_state(open_transport(same_host=receiver_wants).recv_checkpoint(0, metadata, 3, TIMEOUT), state)
+    way = "a local socket" if source_wants and receiver_wants else "the network"
+    assert said(caplog, f"lanes over {way}")
+
+
+def test_the_environment_decides_where_the_argument_does_not(open_transport, caplog, monkeypatch):
+    state = state_of(1)
+    metadata = send(open_transport(), state)
+    monkeypatch.setenv("TENSORFERRY_SAME_HOST", "0")
+    with caplog.at_level(logging.INFO, "tensorferry"):
+        open_transport().recv_checkpoint(0, metadata, 3, TIMEOUT)
+        assert said(caplog, "over the network")
+        caplog.clear()
+        open_transport(same_host=True).recv_checkpoint(0, metadata, 3, TIMEOUT)
+        assert said(caplog, "over a local socket")
+
+
+def test_memory_is_used_again_once_its_tensors_are_gone(open_transport):
+    first, second = state_of(1), state_of(2)
+    source, receiver = open_transport(), open_transport(reuse_bytes=64 * MIB)
+    held = receiver.recv_checkpoint(0, send(source, first), 3, TIMEOUT)
+    addresses = {held["w"].data_ptr()}
+    # One tensor keeps all of it: nothing may be written over.
+    kept = held["small"][0]
+    del held
+    other = receiver.recv_checkpoint(0, send(source, second), 3, TIMEOUT)
+    assert_same_state(other, second)
+    assert_same_state(kept, first["small"][0])
+    addresses.add(other["w"].data_ptr())
+    assert len(addresses) == 2
+    del kept, other
+    again = receiver.recv_checkpoint(0, send(source, second), 3, TIMEOUT)
+    assert again["w"].data_ptr() in addresses
+    assert_same_state(again, second)
+
+
+def test_what_is_kept_is_bounded(open_transport):
+    source, receiver = open_transport(), open_transport(reuse_bytes=MIB)
+    metadata = send(source, state_of(1))
+    del (first := {"state": receiver.recv_checkpoint(0, metadata, 3, TIMEOUT)})["state"]
+    assert not first
+    assert receiver._pool.held == 0
+    with pytest.raises(InvalidArgument, match="reuse_bytes"):
+        open_transport(reuse_bytes=-1)
+
+
+def test_progress_is_told_up_to_the_end(open_transport):
+    told = []
+    state = state_of(1, mib=20)
+    receiver = open_transport(progress=lambda done, total: told.append((done, total)))
+    assert_same_state(receiver.recv_checkpoint(0, send(open_transport(), state), 3, TIMEOUT), state)
+    total = told[-1][1]
+    assert told[-1] == (total, total)
+    assert total > 20 * MIB
+    assert told == sorted(told)
+
+
+def test_a_progress_bar_that_raises_ends_the_receive_and_hurts_nobody(open_transport):
+    def fail(done, total):
+        raise RuntimeError(f"no bar for {done} of {total}")
+
+    state = state_of(1)
+    source = open_transport()
+    metadata = send(source, state)
+    with pytest.raises(RuntimeError, match="no bar"):
+        open_transport(progress=fail).recv_checkpoint(0, metadata, 3, TIMEOUT)
+    assert_same_state(open_transport().recv_checkpoint(0, metadata, 3, TIMEOUT), state)
+
+
+def test_several_sources_serve_one_receive(open_transport, caplog):
+    state = state_of(1, mib=40)
+    sources = [open_transport(same_host=False) for _ in range(3)]
+    joined = join_metadata([send(source, state) for source in sources])
+    with caplog.at_level(logging.INFO, "tensorferry"):
+        assert_same_state(open_transport(num_chunks=6).recv_checkpoint(0, joined, 3, TIMEOUT), state)
+    served = [source._server.bytes_served for source in sources]
+    assert all(n > MIB for n in served), served
+    assert not said(caplog, "went to other connections")
+
+
+def test_a_source_that_is_gone_or_serves_something_else_is_left_with_a_warning(open_transport, caplog):
+    state = state_of(1, mib=24)
+    good, other, dead = open_transport(), open_transport(), open_transport()
+    joined = join_metadata([send(good, state), send(other, state_of(2, mib=24)), send(dead, state)])
+    dead.shutdown()
+    with caplog.at_level(logging.WARNING, "tensorferry"):
+        assert_same_state(open_transport(num_chunks=6).recv_checkpoint(0, joined, 3, TIMEOUT), state)
+    warnings = [r.getMessage() for r in said(caplog, "went to other connections")]
+    assert len(warnings) == 2
+    assert any("another snapshot" in w for w in warnings), warnings
+
+
+def test_a_source_that_dies_in_the_middle_is_replaced(open_transport):
+    state = state_of(1, mib=64)
+    sources = [open_transport(same_host=False), open_transport(same_host=False)]
+    joined = join_metadata([send(source, state) for source in sources])
+    begun = threading.Event()
+    receiver = open_transport(progress=lambda done, total: begun.set() if 2 * MIB < done < total else None)
+
+    def kill():
+        begun.wait(10)
+        sources[0].shutdown(wait=False)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    assert_same_state(receiver.recv_checkpoint(0, joined, 3, TIMEOUT), state)
+    begun.set()
+    killer.join()
+
+
+def test_metadata_is_joined_only_where_that_makes_sense(open_transport):
+    first, second = open_transport().metadata(), open_transport().metadata()
+    assert join_metadata([first, second, first]) == f"{first} {second}"
+    assert join_metadata([join_metadata([first]), second]) == join_metadata([first, second])
+    for bad in ([], ["http://host:80/checkpoint/"], ["no url"]):
+        with pytest.raises(InvalidArgument):
+            join_metadata(bad)
+    assert tensorferry.join_metadata is join_metadata
