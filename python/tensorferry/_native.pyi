@@ -2,7 +2,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, final
 
-__all__ = ["Arena", "Pool", "Remote", "Server", "_shutdown_runtime"]
+__all__ = ["Arena", "Pool", "Remote", "Server", "_interfaces", "_shutdown_runtime"]
 
 @final
 class Arena:
@@ -21,7 +21,13 @@ class Pool:
 @final
 class Server:
     def __new__(
-        cls, *, patience: float, bind: str | None = None, capability: bool = True, same_host: bool = True
+        cls,
+        *,
+        patience: float,
+        bind: str | None = None,
+        capability: bool = True,
+        same_host: bool = True,
+        max_bandwidth: int | None = None,
     ) -> Server: ...
     @property
     def port(self) -> int: ...
@@ -83,4 +89,5 @@ class Remote:
     def sizes(self) -> list[int]: ...
     def fetch(self, addresses: list[int | None] | None = None) -> tuple[Arena, list[int | None], dict[str, Any]]: ...
 
+def _interfaces() -> list[tuple[str, str]]: ...
 def _shutdown_runtime() -> None: ...

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from . import stock
 from ._native import Pool, Remote, Server
+from .addresses import advertised_host, listening_address
 from .allowlist import Allowed, refusal
 from .errors import ForkedProcess, InvalidArgument
 from .staging import Stager
@@ -61,6 +61,12 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         same_host: move the bytes through a Unix-domain socket instead of the network where source and receiver run on
             one machine, in one network namespace and under one user. Both sides must want it; ``None`` is what
             ``TENSORFERRY_SAME_HOST`` says (``0`` is no), by default yes.
+        interface: listen only here: an interface's name, an address of this host, or a network (``10.0.0.0/8``) one of
+            its addresses is in. By default what ``TENSORFERRY_INTERFACE`` says, or everywhere.
+        advertise: the name or address peers use, or a network one of this host's addresses is in. By default what
+            ``TENSORFERRY_ADVERTISE`` says; else the address listened on, the host's name if it leads to more than the
+            loopback interface, or the address of the interface that leads out.
+        max_bandwidth: bytes per second that all receivers together may take from here; ``None`` is no limit
         reuse_bytes: keep up to this many bytes of received memory, once all its tensors are gone, for the next receive:
             fresh memory costs page faults, which take longer than the bytes do
         progress: called with the bytes that are here and the bytes there are, some times a second during a receive and
@@ -68,6 +74,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
 
     Raises:
         SystemRefused: no port can be opened
+        InvalidArgument: an argument cannot be used; it is named
     """
 
     def __init__(
@@ -80,6 +87,9 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         safe_globals: Iterable[Any] = (),
         trust_pickle: bool = False,
         same_host: bool | None = None,
+        interface: str | None = None,
+        advertise: str | None = None,
+        max_bandwidth: int | None = None,
         reuse_bytes: int = 0,
         progress: Callable[[int, int], object] | None = None,
     ) -> None:
@@ -87,6 +97,8 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             raise InvalidArgument(f'snapshot is "borrow" or "copy", not {snapshot!r}')
         if num_chunks < 0:
             raise InvalidArgument(f"num_chunks is 0 or more, not {num_chunks}")
+        if max_bandwidth is not None and max_bandwidth < 1:
+            raise InvalidArgument(f"max_bandwidth is a number of bytes per second, not {max_bandwidth}")
         if reuse_bytes < 0:
             raise InvalidArgument(f"reuse_bytes is 0 or more, not {reuse_bytes}")
         self._timeout = timeout
@@ -100,8 +112,12 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         self._same_host = os.environ.get("TENSORFERRY_SAME_HOST") != "0" if same_host is None else same_host
         self._pool = Pool(reuse_bytes) if reuse_bytes else None
         self._progress = progress
-        self._server = Server(patience=timeout.total_seconds(), same_host=self._same_host)
-        self._address = self._server.url(advertised_host())
+        listening = listening_address(interface)
+        bind = None if listening is None else f"[{listening}]:0" if ":" in listening else f"{listening}:0"
+        self._server = Server(
+            patience=timeout.total_seconds(), bind=bind, same_host=self._same_host, max_bandwidth=max_bandwidth
+        )
+        self._address = self._server.url(advertised_host(advertise, listening))
         self._checkpoint_lock = _Gate(self)
 
     def address(self) -> str:
@@ -137,8 +153,8 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
 
         Args:
             src_rank: ignored, as in torchft
-            metadata: from the source, of this class or of torchft's own; or of several sources that hold the same state,
-                joined by :func:`join_metadata`
+            metadata: from the source, of this class or of torchft's own; or of several sources that hold the same
+                state, joined by :func:`join_metadata`
             step: the step to fetch
             timeout: the deadline for the whole receive
 
@@ -268,33 +284,3 @@ def join_metadata(metadata: Iterable[str]) -> str:
     if not urls:
         raise InvalidArgument("there is no metadata to join")
     return " ".join(dict.fromkeys(urls))
-
-
-def advertised_host() -> str:
-    """The name or address under which peers reach this host.
-
-    ``TENSORFERRY_ADVERTISE`` if it is set; else the host's name, as torchft has it, if it resolves; else the address of
-    the interface that leads out.
-    """
-    chosen = os.environ.get("TENSORFERRY_ADVERTISE")
-    if chosen:
-        return chosen
-    name = socket.gethostname()
-    try:
-        socket.getaddrinfo(name, None)
-    except OSError:
-        return _outward_address()
-    return name
-
-
-def _outward_address() -> str:
-    # Connecting a datagram socket sends nothing; it only chooses the interface. The addresses are reserved for
-    # examples.
-    for family, target in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
-        try:
-            with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect((target, 9))
-                return str(probe.getsockname()[0])
-        except OSError:
-            continue
-    return "127.0.0.1"

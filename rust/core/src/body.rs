@@ -5,13 +5,16 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::{Context, Poll};
+use std::time::Instant;
 
 use bytes::Bytes;
 use http_body::{Frame, SizeHint};
 use tensorferry_wire::digest::BLOCK_SIZE;
+use tokio::time::Sleep;
 
 use crate::memory::Region;
 use crate::publication::{Lease, Segments};
+use crate::throttle::Throttle;
 
 /// Regions smaller than this are gathered by copying: one write of many tiny pieces costs more than the copy.
 const GATHER_BELOW: usize = 16 << 10;
@@ -39,6 +42,9 @@ pub(crate) struct MemoryBody {
     /// Whether this is the container itself, whose blocks are checksummed right before they are sent.
     pub(crate) digest: bool,
     pub(crate) progress: Arc<[Arc<Progress>; 2]>,
+    /// The cap on what the server sends, and the wait it asks for before this frame.
+    pub(crate) throttle: Option<Arc<Throttle>>,
+    pub(crate) wait: Option<Pin<Box<Sleep>>>,
     /// Dropped with the body: the connection counts its open answers by it.
     pub(crate) _open: Box<dyn std::any::Any + Send + Sync>,
 }
@@ -107,10 +113,30 @@ impl http_body::Body for ServedBody {
     type Data = Bytes;
     type Error = Infallible;
 
-    fn poll_frame(mut self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
         let frame = match &mut *self {
             Self::Message(bytes) => bytes.take().filter(|b| !b.is_empty()),
-            Self::Memory(body) => body.next_frame(),
+            Self::Memory(body) => {
+                while let Some(throttle) = body.throttle.as_ref().filter(|_| body.at < body.end) {
+                    if let Some(wait) = &mut body.wait {
+                        std::task::ready!(wait.as_mut().poll(context));
+                    }
+                    let delay = throttle.delay(Instant::now());
+                    if delay.is_zero() {
+                        break;
+                    }
+                    body.wait = Some(Box::pin(tokio::time::sleep(delay)));
+                }
+                body.wait = None;
+                let frame = body.next_frame();
+                if let (Some(throttle), Some(frame)) = (&body.throttle, &frame) {
+                    throttle.book(frame.len(), Instant::now());
+                }
+                frame
+            }
         };
         Poll::Ready(frame.map(|f| Ok(Frame::data(f))))
     }

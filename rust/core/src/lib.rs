@@ -32,6 +32,7 @@ mod publication;
 mod same_host;
 mod server;
 mod store;
+mod throttle;
 
 pub use arena::{Arena, Pool};
 pub use background::give_way;

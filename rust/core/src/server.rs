@@ -20,6 +20,7 @@ use crate::body::Progress;
 use crate::error::{Error, ErrorKind};
 use crate::same_host;
 use crate::store::Store;
+use crate::throttle::Throttle;
 
 /// How a server is set up.
 #[derive(Clone, Debug)]
@@ -34,11 +35,20 @@ pub struct ServerConfig {
     pub max_connections: usize,
     /// Whether processes of this machine and user may fetch around the network.
     pub same_host: bool,
+    /// Bytes per second that all connections together may send of checkpoints.
+    pub max_bandwidth: Option<u64>,
 }
 
 impl Default for ServerConfig {
     fn default() -> Self {
-        Self { bind: None, patience: Duration::from_mins(1), capability: true, max_connections: 512, same_host: true }
+        Self {
+            bind: None,
+            patience: Duration::from_mins(1),
+            capability: true,
+            max_connections: 512,
+            same_host: true,
+            max_bandwidth: None,
+        }
     }
 }
 
@@ -58,6 +68,7 @@ struct Shared {
     /// Where processes of this machine and user may fetch around the network.
     same_host: Option<same_host::Name>,
     patience: Duration,
+    throttle: Option<Arc<Throttle>>,
     progress: Arc<Progress>,
     requests: AtomicU64,
     connections: AtomicUsize,
@@ -89,6 +100,7 @@ impl Server {
             token,
             same_host: local.as_ref().map(|(name, _)| name.clone()),
             patience: config.patience,
+            throttle: config.max_bandwidth.map(|limit| Arc::new(Throttle::new(limit))),
             progress: Arc::default(),
             requests: AtomicU64::new(0),
             connections: AtomicUsize::new(0),

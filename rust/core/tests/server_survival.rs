@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use common::raw::{Raw, get};
 use common::{BLOCK, PATIENCE, Rig, STEP, State, eventually, lanes, noise};
-use tensorferry_core::{ServerConfig, Stability};
+use tensorferry_core::{FetchOptions, ServerConfig, Stability};
 
 fn state() -> State {
     State::of(&[6 * BLOCK + 11], 1)
@@ -183,4 +183,18 @@ fn dropping_the_server_closes_the_port_too() {
     drop(rig);
     eventually("the port is closed", || TcpStream::connect(address).is_err());
     assert!(idle.is_ended());
+}
+
+#[test]
+fn what_is_sent_can_be_capped() {
+    let state = State::of(&[4 * BLOCK], 1);
+    let rig = Rig::configured(&ServerConfig { max_bandwidth: Some(8 * BLOCK as u64), ..ServerConfig::default() });
+    rig.server.store().publish(STEP, state.publication(Stability::Private));
+    let started = Instant::now();
+    // Four MiB at eight a second, over several connections and over both kinds of them.
+    let url = rig.server.url("127.0.0.1");
+    state.fetch(&[&url], FetchOptions { same_host: false, ..lanes(4) }).unwrap();
+    state.fetch(&[&url], lanes(2)).unwrap();
+    let took = started.elapsed();
+    assert!((Duration::from_millis(700)..PATIENCE).contains(&took), "{took:?}");
 }

@@ -1,6 +1,7 @@
 //! `tensorferry._native`: a thin skin over `tensorferry-core`.
 
 mod errors;
+mod interfaces;
 mod memory;
 mod remote;
 mod runtime;
@@ -11,6 +12,8 @@ use pyo3::prelude::*;
 /// The native module.
 #[pymodule]
 mod _native {
+    #[pymodule_export]
+    use crate::interfaces::interfaces;
     #[pymodule_export]
     use crate::memory::PyArena;
     #[pymodule_export]

@@ -33,14 +33,21 @@ impl PyServer {
 #[pymethods]
 impl PyServer {
     #[new]
-    #[pyo3(signature = (*, patience, bind = None, capability = true, same_host = true))]
-    fn new(py: Python<'_>, patience: f64, bind: Option<&str>, capability: bool, same_host: bool) -> PyResult<Self> {
+    #[pyo3(signature = (*, patience, bind = None, capability = true, same_host = true, max_bandwidth = None))]
+    fn new(
+        py: Python<'_>,
+        patience: f64,
+        bind: Option<&str>,
+        capability: bool,
+        same_host: bool,
+        max_bandwidth: Option<u64>,
+    ) -> PyResult<Self> {
         let bind = bind
             .map(str::parse)
             .transpose()
             .map_err(|_| errors::invalid(py, format!("bind={bind:?} is not an address and port")))?;
         let patience = seconds(py, patience)?;
-        let config = ServerConfig { bind, patience, capability, same_host, ..ServerConfig::default() };
+        let config = ServerConfig { bind, patience, capability, same_host, max_bandwidth, ..ServerConfig::default() };
         let inner = py
             .detach(|| Server::bind(&config, &runtime::handle().map_err(tensorferry_core::Error::from)?))
             .map_err(|e| errors::to_py(py, &e))?;

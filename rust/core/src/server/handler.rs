@@ -178,6 +178,8 @@ fn memory(
         end,
         digest,
         progress: Arc::clone(&connection.progress),
+        throttle: connection.shared.throttle.clone(),
+        wait: None,
         _open: Box::new(Open(Arc::clone(connection))),
     }));
     *answer.status_mut() = status;

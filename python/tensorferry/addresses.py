@@ -1,0 +1,96 @@
+"""Where a transport listens, and under which name or address peers reach it."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from typing import TypeAlias
+
+from ._native import _interfaces
+from .errors import InvalidArgument
+
+_Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+def listening_address(interface: str | None) -> str | None:
+    """The address of this host that ``interface`` chooses; ``None`` listens on all.
+
+    Args:
+        interface: an interface's name, an address of this host, or a network such as ``10.0.0.0/8`` one of its
+            addresses is in; by default what ``TENSORFERRY_INTERFACE`` says
+
+    Raises:
+        InvalidArgument: this host has no such address
+    """
+    chosen = interface or os.environ.get("TENSORFERRY_INTERFACE")
+    return None if not chosen else _own_address(chosen)
+
+
+def advertised_host(advertise: str | None, listening: str | None) -> str:
+    """The name or address that stands in the metadata.
+
+    Args:
+        advertise: a name or an address, taken as it is, or a network one of this host's addresses is in; by default
+            what ``TENSORFERRY_ADVERTISE`` says
+        listening: the only address that is listened on
+
+    Returns:
+        What was asked for; else the address that is listened on; else the host's name, as torchft has it, if it
+        resolves to more than this machine itself; else the address of the interface that leads out.
+    """
+    chosen = advertise or os.environ.get("TENSORFERRY_ADVERTISE")
+    if chosen:
+        return _own_address(chosen) if "/" in chosen else chosen
+    if listening is not None:
+        return listening
+    name = socket.gethostname()
+    return name if _leads_here(name) else _outward_address()
+
+
+def _own_address(wanted: str) -> str:
+    found = [(name, address) for name, text in _interfaces() if (address := _parse(text)) is not None]
+    named = [address for name, address in found if name == wanted]
+    if not named:
+        try:
+            network = ipaddress.ip_network(wanted, strict=False)
+        except ValueError:
+            network = None
+        named = [a for _, a in found if network is not None and a.version == network.version and a in network]
+    if not named:
+        have = ", ".join(f"{name} {address}" for name, address in found)
+        raise InvalidArgument(f"this host has no interface or address {wanted!r}; it has {have}")
+    # IPv4 first: what a peer can reach is decided by its own addresses, and every cluster has these.
+    return str(min(named, key=lambda address: (address.is_link_local, address.version)))
+
+
+def _parse(text: str) -> _Address | None:
+    try:
+        return ipaddress.ip_address(text)
+    except ValueError:
+        return None
+
+
+def _leads_here(name: str) -> bool:
+    """Whether ``name`` resolves to an address that other hosts can use, too."""
+    try:
+        found = socket.getaddrinfo(name, None)
+    except OSError:
+        return False
+    addresses = [_parse(str(entry[4][0]).partition("%")[0]) for entry in found]
+    return any(a is not None and not a.is_loopback and not a.is_link_local for a in addresses)
+
+
+def _outward_address() -> str:
+    # Connecting a datagram socket sends nothing; it only chooses the interface. The addresses are reserved for
+    # examples.
+    for family, target in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((target, 9))
+                return str(probe.getsockname()[0])
+        except OSError:
+            continue
+    addresses = [address for _, text in _interfaces() if (address := _parse(text)) is not None]
+    usable = [a for a in addresses if not a.is_loopback and not a.is_link_local]
+    return str(min(usable, key=lambda address: address.version)) if usable else "127.0.0.1"
