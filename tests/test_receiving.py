@@ -1,7 +1,10 @@
 """How a receive can be had: around the network, into kept memory, watched, and from several sources."""
 
+import gc
 import logging
 import threading
+import time
+import weakref
 from datetime import timedelta
 
 import pytest
@@ -26,6 +29,13 @@ def state_of(seed, mib=6):
 def send(source, state, step=3):
     source.send_checkpoint([1], step, state, TIMEOUT)
     return source.metadata()
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def said(caplog, text):
@@ -72,6 +82,25 @@ def test_memory_is_used_again_once_its_tensors_are_gone(open_transport):
     again = receiver.recv_checkpoint(0, send(source, second), 3, TIMEOUT)
     assert again["w"].data_ptr() in addresses
     assert_same_state(again, second)
+
+
+def test_nothing_of_a_state_waits_for_the_garbage_collector(open_transport):
+    state = {"w": torch.zeros(MIB), "deep": [{"x": (torch.ones(3), "text")}], "module": torch.nn.Linear(3, 3)}
+    source, receiver = open_transport(), open_transport(reuse_bytes=64 * MIB, safe_globals=[torch.nn.Linear])
+    metadata = send(source, state)
+    gc.collect()
+    gc.disable()
+    try:
+        received = receiver.recv_checkpoint(0, metadata, 3, TIMEOUT)
+        here, there = weakref.ref(received["w"]), weakref.ref(state["w"])
+        del received
+        assert here() is None
+        assert receiver._pool.held > 0
+        source.disallow_checkpoint()
+        del state
+        wait_until(lambda: there() is None)
+    finally:
+        gc.enable()
 
 
 def test_what_is_kept_is_bounded(open_transport):

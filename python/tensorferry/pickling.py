@@ -63,7 +63,6 @@ class _Pickler(pickle.Pickler):
         super().__init__(file, PROTOCOL)
         self.storages: list[Storage] = []
         self._flat = flat
-        self._leaves = {id(t): n for n, t in enumerate(flat.plain)}
         self._numbers: dict[int, int] = {}
         self._looking: tuple[int, tuple[int, int]] | None = None
         self._packed = False
@@ -71,7 +70,7 @@ class _Pickler(pickle.Pickler):
 
     def persistent_id(self, value: Any) -> tuple[Any, ...] | None:
         if isinstance(value, torch.Tensor):
-            leaf = self._leaves.get(id(value))
+            leaf = self._flat.number_of(value)
             if leaf is not None:
                 return ("leaf", leaf)
             # The pickler comes to this tensor's storage next: remember which part of it the tensor sees.
@@ -102,7 +101,7 @@ class _Pickler(pickle.Pickler):
         number = self._numbers.get(key)
         if number is None:
             number = self._numbers[key] = len(self.storages)
-            self.storages.append(Storage(storage, self._flat.storages.get(key)))
+            self.storages.append(Storage(storage, self._flat.filler(key)))
         whole = (0, storage.nbytes())
         span = whole if self._looking is None or self._looking[0] != key else self._looking[1]
         if span[1] > whole[1]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 
@@ -16,7 +16,6 @@ from .allowlist import Allowed
 from .errors import ProtocolError, StateMismatch, SystemRefused
 from .staging import Piece, Stager, host_view
 from .tensors import (
-    DTYPE_NAMES,
     DTYPES,
     as_bytes,
     copy_into,
@@ -40,8 +39,6 @@ Snapshot = Literal["borrow", "copy"]
 #: Memory of an entry: a plain tensor where it is, or a part of a storage, possibly copied.
 Memory: TypeAlias = torch.Tensor | Piece
 
-_CODES = {name: code for code, name in enumerate(DTYPES)}
-
 
 class Packed:
     """A state laid out for publishing: a row for each entry, and the memory behind it.
@@ -62,77 +59,73 @@ class Packed:
             flat = tree.flatten(state)
             self.pickle_bytes, storages, self.globals = pickling.dump(flat) if flat.objects else (b"", [], set())
             self._lay_out(flat, storages)
-            self._stage(stager, snapshot)
+            copied = self._stage(stager, snapshot, flat.accelerated)
         # If nothing had to be copied, the state itself stands in the memory that is served.
-        self._state = state if all([type(m) is not Piece or m.buffer is None for m in self.memory]) else None
+        self._state = state if all([m.buffer is None for m in copied]) else None
 
     def _lay_out(self, flat: tree.Flat, storages: list[pickling.Storage]) -> None:
-        plain = flat.plain
-        self.names = flat.names
-        self.dtypes = [DTYPE_NAMES[t.dtype] for t in plain]
-        self.shapes: list[tuple[int, ...]] = [t.shape for t in plain]
-        self.memory: list[Memory] = list(plain)
-        rows = []
+        self.rows = flat.rows
+        self.memory: list[Memory] = self.rows.memory
+        flags = self.rows.flags
+        self._pieces: list[int] = []
+        layout = []
         for number, known in enumerate(storages):
             parts = []
             if known.entry is not None:
                 parts.append([known.entry, 0])
             else:
                 for index, (start, end) in enumerate(known.covered()):
-                    parts.append([len(self.names), start])
-                    self.names.append(f"{_PREFIX}storage/{number}/{index}")
-                    self.dtypes.append("U8")
-                    self.shapes.append((end - start,))
-                    self.memory.append(Piece(known.storage, start, end))
-            rows.append([known.storage.nbytes(), parts])
-        self.manifest = {
+                    parts.append([len(self.rows), start])
+                    self._pieces.append(len(self.rows))
+                    name = f"{_PREFIX}storage/{number}/{index}"
+                    self.rows.append(Piece(known.storage, start, end), name, "U8", (end - start,), 0, end - start, 0)
+            layout.append([known.storage.nbytes(), parts])
+        manifest = {
             "version": VERSION,
-            "flags": _flags(plain),
+            "flags": flags if flags.strip("0") else "",
             "objects": len(flat.objects),
             "keys": flat.keys,
-            "storages": rows,
+            "storages": layout,
             "tensors": _describe(flat),
             "shards": _shards(flat, storages),
         }
         # The tree is JSON already.
-        self.manifest_bytes = f'{json.dumps(self.manifest, separators=(",", ":"))[:-1]},"tree":{flat.tree}}}'.encode()
+        self.manifest_bytes = f'{json.dumps(manifest, separators=(",", ":"))[:-1]},"tree":{flat.tree}}}'.encode()
+        self.rows.forget()
 
-    def _stage(self, stager: Stager, snapshot: Snapshot) -> None:
-        host: list[int] = []
-        device: list[int] = []
-        for i, memory in enumerate(self.memory):
-            (host if memory.is_cpu else device).append(i)
+    def _stage(self, stager: Stager, snapshot: Snapshot, accelerated: list[int]) -> list[Piece]:
+        device = accelerated + [i for i in self._pieces if not self.memory[i].is_cpu]
         copied = device
-        if snapshot == "copy" or (device and sum([self.memory[i].nbytes for i in host]) <= _SMALL_HOST_PART):
-            copied, host = device + host, []
+        on_host = self.rows.nbytes - sum([self.memory[i].nbytes for i in device])
+        if snapshot == "copy" or (device and on_host <= _SMALL_HOST_PART):
+            known = set(device)
+            copied, on_host = device + [i for i in range(len(self.rows)) if i not in known], 0
+        pieces = []
         for i in copied:
             memory = self.memory[i]
-            if isinstance(memory, torch.Tensor):
-                self.memory[i] = Piece(memory.untyped_storage(), 0, memory.nbytes)
-        stager.copy([m for i in copied if isinstance(m := self.memory[i], Piece)])
-        self.private = not any([self.memory[i].nbytes for i in host])
+            piece = memory if isinstance(memory, Piece) else Piece(memory.untyped_storage(), 0, memory.nbytes)
+            self.memory[i] = piece
+            pieces.append(piece)
+        stager.copy(pieces)
+        for i in {*copied, *self._pieces}:
+            self.rows.place(i, self.memory[i].data_ptr())
+        self.private = not on_host
+        return pieces
 
     def publish(self, server: Server, step: int, alternate: Callable[[str], list[Any] | None] | None) -> None:
         """Hands everything to ``server``, to be served as ``step``."""
-        # Columns as flat buffers: the binding reads them without holding the interpreter.
-        dims = array("Q")
-        for shape in self.shapes:
-            dims.extend(shape)
         server.publish(
             step,
-            names="\0".join(self.names).encode(),
-            dtypes=bytes([_CODES[d] for d in self.dtypes]),
-            dtype_names=list(_CODES),
-            ranks=bytes([len(s) for s in self.shapes]),
-            dims=dims.tobytes(),
-            addresses=array("Q", [m.data_ptr() for m in self.memory]).tobytes(),
-            sizes=array("Q", [m.nbytes for m in self.memory]).tobytes(),
+            rows=self.rows,
             control=self._control(),
             metadata=_METADATA,
             owner=self.memory,
             private=self.private,
             alternate=alternate,
         )
+        if self._state is not None:
+            # The server has its own, and nobody will ask again.
+            self.manifest_bytes = self.pickle_bytes = b""
 
     def _control(self) -> list[tuple[str, bytes]]:
         control = [(MANIFEST, _padded(self.manifest_bytes, b" "))]
@@ -142,8 +135,9 @@ class Packed:
         """The state again, over the published memory: on the host, and if private, as of when it was published."""
         if self._state is not None:
             return self._state
-        sizes = [m.nbytes for m in self.memory]
-        builder = _Builder(json.loads(self.manifest_bytes), self.names, self.dtypes, self.shapes, sizes)
+        rows = self.rows
+        sizes = rows.sizes
+        builder = _Builder(json.loads(self.manifest_bytes), rows.names, rows.dtypes, rows.shapes, sizes)
         for k, whole in builder.scattered.items():
             for entry, lo in builder.manifest["storages"][k][1]:
                 part = storage_over(*host_view(self.memory[entry]), sizes[entry])
@@ -153,13 +147,6 @@ class Packed:
 
 def _padded(data: bytes, fill: bytes) -> bytes:
     return data + fill * (-len(data) % 64)
-
-
-def _flags(plain: list[torch.Tensor]) -> str:
-    """One digit per plain tensor: 1 for a Parameter, plus 2 if it requires grad; empty when all are 0."""
-    param = torch.nn.Parameter
-    digits = "".join(["0123"[(type(t) is param) + 2 * t.requires_grad] for t in plain])
-    return digits if digits.strip("0") else ""
 
 
 def _describe(flat: tree.Flat) -> list[list[Any]]:
@@ -248,12 +235,20 @@ class _Builder:
         allowed: Allowed,
         memory: Callable[[int], tuple[Any, int]],
         targets: Targets | None = None,
+        made: list[torch.Tensor | None] | None = None,
     ) -> Any:
-        """The state. ``memory(i)`` is the buffer and offset of entry ``i``; ``targets`` are filled in place."""
-        received, leaves = self._leaves(memory, targets)
+        """The state.
+
+        Args:
+            pickled: everything that is no plain tensor
+            allowed: which globals it may name
+            memory: gives the buffer and offset of an entry
+            targets: filled in place
+            made: the plain tensors that exist already
+        """
+        received, leaves = self._leaves(memory, targets, made or [None] * len(self.plain))
         rows = self.manifest["storages"]
         storages = {k: t.untyped_storage() for k, t in self.scattered.items()}
-        number_of = {entry: number for number, entry in enumerate(self.plain)}
 
         def storage(k: int) -> torch.UntypedStorage:
             if k not in storages:
@@ -262,10 +257,13 @@ class _Builder:
                 nbytes, pieces = rows[k]
                 if nbytes == 0:
                     storages[k] = torch.UntypedStorage(0)
-                elif (entry := pieces[0][0]) in number_of:
-                    storages[k] = received[number_of[entry]].untyped_storage()
                 else:
-                    storages[k] = storage_over(*memory(entry), nbytes)
+                    entry = pieces[0][0]
+                    number = bisect_left(self.plain, entry)
+                    if number < len(self.plain) and self.plain[number] == entry:
+                        storages[k] = received[number].untyped_storage()
+                    else:
+                        storages[k] = storage_over(*memory(entry), nbytes)
             return storages[k]
 
         objects = pickling.load(pickled, allowed, leaves, storage) if pickled else []
@@ -279,18 +277,22 @@ class _Builder:
         return tree.unflatten(self.manifest["tree"], leaf, objects)
 
     def _leaves(
-        self, memory: Callable[[int], tuple[Any, int]], targets: Targets | None
+        self, memory: Callable[[int], tuple[Any, int]], targets: Targets | None, made: list[torch.Tensor | None]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The tensors over the received memory, and those that stand in the state: Parameters over the same."""
         dtypes, shapes, sizes, flags = self.dtypes, self.shapes, self.sizes, self.manifest["flags"]
         direct = targets.direct if targets is not None else {}
-        received: list[torch.Tensor] = []
-        for i in self.plain:
-            if i in direct:
-                received.append(direct[i])
-            else:
-                buffer, offset = memory(i) if sizes[i] else (None, 0)
-                received.append(over(buffer, offset, DTYPES[dtypes[i]], shapes[i], sizes[i]))
+        for number, tensor in enumerate(made):
+            if tensor is None:
+                i = self.plain[number]
+                if i in direct:
+                    made[number] = direct[i]
+                else:
+                    buffer, offset = memory(i) if sizes[i] else (None, 0)
+                    made[number] = over(buffer, offset, DTYPES[dtypes[i]], shapes[i], sizes[i])
+        received = cast("list[torch.Tensor]", made)
+        if not flags:
+            return received, received
         leaves = received.copy()
         for number, flag in enumerate(flags):
             if flag != "0" and self.plain[number] not in direct:
@@ -348,7 +350,8 @@ class Targets:
             StateMismatch: as for ``assign``
         """
         flat = tree.flatten(state)
-        offered = {n: (flat.names[n], str(t.dtype), list(t.shape)) for n, t in enumerate(flat.plain)}
+        names = flat.rows.names
+        offered = {n: (names[n], str(t.dtype), list(t.shape)) for n, t in enumerate(flat.plain)}
         offered |= {-number - 1: (path, dtype, shape) for number, path, dtype, shape in _describe(flat)}
         layout = json.loads(flat.tree)
         self._match(tree.positions(layout, flat.keys), offered)
@@ -397,7 +400,7 @@ def receive(remote: Remote, allowed: Allowed, live: Callable[[], Any] | None) ->
     pickled = remote.pickle or b""
     with _gc.held_off():
         builder = _Builder(json.loads(text), names, dtypes, remote.shapes, remote.sizes)
-        for i in builder.plain:
+        for i in builder.plain if not DTYPES.keys() >= set(dtypes) else ():
             if dtypes[i] not in DTYPES:
                 raise ProtocolError(f"entry {names[i]!r} has dtype {dtypes[i]}, which this version does not build")
         targets = Targets(live()) if live is not None else None
@@ -415,4 +418,5 @@ def receive(remote: Remote, allowed: Allowed, live: Callable[[], Any] | None) ->
         return arena, offset
 
     with _gc.held_off():
-        return builder.build(pickled, allowed, memory, targets), report
+        made = arena.tensors(torch.Tensor, builder.plain)
+        return builder.build(pickled, allowed, memory, targets, made), report

@@ -142,10 +142,17 @@ def is_stock(metadata: str) -> bool:
 
 
 def _load(stream: _Exact, allowed: Allowed) -> Any:
+    file = _serialization._PseudoZipFile()
     with warnings.catch_warnings():
         # torch lays tensors over bytes it has just read, and warns that nobody should write to bytes.
         warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
-        return _serialization._streaming_load(stream, pickle_module=_PickleModule(allowed), weights_only=False)
+        # Its read_from would do, were it not that torch 2.8's fails on storages without bytes (pytorch#180481).
+        for entry in torch._weights_only_unpickler.load(stream):
+            data: Any = stream.read(entry.length)
+            if entry.is_storage:
+                data = torch.frombuffer(data, dtype=torch.uint8).untyped_storage() if data else torch.UntypedStorage(0)
+            file.records[entry.key] = (data, entry.length)
+        return torch.serialization._load(file, None, _PickleModule(allowed), encoding="utf-8")
 
 
 def receive(metadata: str, step: int, timeout: timedelta, allowed: Allowed) -> Any:

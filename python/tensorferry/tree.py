@@ -9,14 +9,14 @@ from __future__ import annotations
 import collections
 import itertools
 import json
-from collections.abc import Callable, Container
-from json.encoder import encode_basestring_ascii as _quoted
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 from torch import Tensor
 from torch.nn import Parameter
 
-from .tensors import is_plain, storage_key
+from ._native import Rows
+from .tensors import DTYPE_NAMES, is_plain, storage_key
 
 #: Containers nested deeper than this are carried as one pickled object; it keeps cycles finite, too.
 MAX_DEPTH = 80
@@ -33,123 +33,144 @@ class Flat:
 
     Attributes:
         tree: the containers as JSON, with numbers for leaves: ``n >= 0`` is ``plain[n]``, ``n < 0`` ``objects[-n - 1]``
-        plain: tensors that need no pickle
-        names: their key paths, unique
+        rows: a row for each tensor that needs no pickle, under its key path, made unique
+        plain: those tensors
+        accelerated: numbers of those that are not in host memory
         objects: everything else, to be pickled together
         object_paths: where each object stands, for messages
         keys: for each object that is a key of a dict, a text that tells it from other keys
-        storages: storage identity to number of the plain tensor that fills it
     """
 
-    def __init__(self) -> None:
-        """An empty state; ``flatten`` fills it."""
+    def __init__(self, native: bool = True) -> None:
+        """An empty state; ``flatten`` fills it. Without ``native`` every tensor is read in Python, as on old torch."""
         self.tree = ""
-        self.plain: list[Tensor] = []
-        self.names: list[str] = []
+        self.rows = Rows(Tensor, Parameter, DTYPE_NAMES, native=native)
+        self.plain: list[Tensor] = self.rows.memory
+        self.accelerated: list[int] = []
         self.objects: list[Any] = []
         self.object_paths: list[str] = []
         self.keys: dict[str, str] = {}
-        self.storages: dict[int, int] = {}
+        self._storages: dict[int, int] = {}
+        self._looked_at = 0
 
     def leaf(self, number: int) -> Any:
         """The leaf that the tree calls ``number``."""
         return self.plain[number] if number >= 0 else self.objects[-number - 1]
 
+    def filler(self, storage: int) -> int | None:
+        """The number of the plain tensor that fills the storage with this identity, if there is one."""
+        # Most states never ask: what it costs to look at every storage is spent when somebody does.
+        for number in range(self._looked_at, len(self.rows)):
+            self._storages.setdefault(storage_key(self.plain[number].untyped_storage()), number)
+        self._looked_at = len(self.rows)
+        return self._storages.get(storage)
 
-def flatten(state: Any) -> Flat:
-    """Takes ``state`` apart. Tensors are not copied."""
-    flat = Flat()
-    # The same object twice is one leaf; `state` keeps every object alive, so identities stay unique meanwhile.
-    seen: dict[int, int] = {}
-    plain, names, objects, object_paths = flat.plain, flat.names, flat.objects, flat.object_paths
-    storages = flat.storages
-    # Containers we are inside of: one that holds itself is carried as an object, which may have cycles.
-    inside: set[int] = set()
+    def number_of(self, tensor: Tensor) -> int | None:
+        """The number of ``tensor`` if it is one of the plain ones."""
+        number = self.rows.number_of(tensor)
+        return number if number is not None and number >= 0 else None
 
-    def add_object(value: Any, path: str) -> int:
-        objects.append(value)
-        object_paths.append(path)
-        return -len(objects)
 
-    def leaf(value: Any, path: str) -> int:
-        known = seen.get(id(value))
-        if known is not None:
-            return known
+def flatten(state: Any, native: bool = True) -> Flat:
+    """Takes ``state`` apart. Tensors are not copied. For ``native`` see :class:`Flat`."""
+    flat = Flat(native)
+    flat.tree = _Walk(flat).node(state, "", 0)
+    if not flat.rows.names_are_regular():
+        flat.rows.rename(unique_names(flat.rows.names))
+    return flat
+
+
+class _Walk:
+    """Goes through a state and writes its tree as text.
+
+    Piece by piece rather than by one json.dumps at the end, which would hold the interpreter, and with it the training
+    loop of a healthy peer, for as long as it takes. A class and not functions that refer to each other: those would
+    keep everything they have seen until the garbage collector comes by.
+    """
+
+    def __init__(self, flat: Flat) -> None:
+        self._flat = flat
+        self._rows = flat.rows
+        # Containers we are inside of: one that holds itself is carried as an object, which may have cycles.
+        self._inside: set[int] = set()
+
+    def node(self, value: Any, path: str, depth: int) -> str:
         kind = type(value)
-        if (kind is Tensor or kind is Parameter) and is_plain(value):
-            storage = storage_key(value.untyped_storage())
-            if storage not in storages or value.nbytes == 0:
-                storages.setdefault(storage, len(plain))
-                number = len(plain)
-                plain.append(value)
-                names.append(path)
-            else:
-                number = add_object(value, path)
-        else:
-            number = add_object(value, path)
-        seen[id(value)] = number
-        return number
-
-    # The text is written piece by piece rather than by one json.dumps at the end, which would hold the interpreter, and
-    # with it the training loop of a healthy peer, for as long as it takes.
-    def walk(value: Any, path: str, depth: int) -> str:
-        kind = type(value)
-        if kind is Tensor or kind is Parameter or depth > MAX_DEPTH or id(value) in inside:
-            return str(leaf(value, path))
-        if not isinstance(value, _CONTAINERS):
-            return str(leaf(value, path))
-        inside.add(id(value))
-        node = walk_container(value, kind, path, depth)
-        inside.discard(id(value))
+        if (
+            kind is Tensor
+            or kind is Parameter
+            or depth > MAX_DEPTH
+            or id(value) in self._inside
+            or not isinstance(value, _CONTAINERS)
+        ):
+            return str(self._rows.leaf(value, path, self._other))
+        self._inside.add(id(value))
+        node = self._container(value, kind, path, depth)
+        self._inside.discard(id(value))
         return node
 
-    def walk_container(value: Any, kind: Any, path: str, depth: int) -> str:
+    def _add_object(self, value: Any, path: str) -> int:
+        self._flat.objects.append(value)
+        self._flat.object_paths.append(path)
+        return -len(self._flat.objects)
+
+    def _reference(self, value: Any, path: str) -> int:
+        return -self._add_object(value, path) - 1
+
+    def _other(self, value: Any, path: str) -> int:
+        """What `rows` does not read itself. It asks once for each object: the same object twice is one leaf."""
+        kind = type(value)
+        if (kind is not Tensor and kind is not Parameter) or not is_plain(value):
+            return self._add_object(value, path)
+        if value.nbytes and self._flat.filler(storage_key(value.untyped_storage())) is not None:
+            return self._add_object(value, path)
+        if not value.is_cpu:
+            self._flat.accelerated.append(len(self._rows))
+        flag = (kind is Parameter) + 2 * value.requires_grad
+        name = DTYPE_NAMES[value.dtype]
+        return self._rows.append(value, path, name, value.shape, value.data_ptr(), value.nbytes, flag)
+
+    def _container(self, value: Any, kind: Any, path: str, depth: int) -> str:
         below = path + "." if path else ""
         if kind is dict or kind is collections.OrderedDict:
-            node = walk_dict(value, kind is collections.OrderedDict, below, depth + 1)
+            node = self._dict(value, kind is collections.OrderedDict, below, depth + 1)
             extra = getattr(value, "__dict__", None)
             # `_metadata` of a module's state_dict is such an attribute.
-            return f'["a",{reference(extra, f"{path}.__dict__")},{node}]' if extra else node
+            return f'["a",{self._reference(extra, f"{path}.__dict__")},{node}]' if extra else node
         if kind is list:
-            return array('"l"', [walk(v, f"{below}{i}", depth + 1) for i, v in enumerate(value)])
+            return self._elements('"l"', value, below, depth)
         if kind is tuple:
-            return array('"t"', [walk(v, f"{below}{i}", depth + 1) for i, v in enumerate(value)])
+            return self._elements('"t"', value, below, depth)
         if kind is collections.deque:
-            head = f'"q",{"null" if value.maxlen is None else value.maxlen}'
-            return array(head, [walk(v, f"{below}{i}", depth + 1) for i, v in enumerate(value)])
+            return self._elements(f'"q",{"null" if value.maxlen is None else value.maxlen}', value, below, depth)
         if kind is collections.defaultdict:
-            factory = reference(value.default_factory, f"{path}.default_factory")
-            return f'["f",{factory},{walk_dict(value, False, below, depth + 1)}]'
+            factory = self._reference(value.default_factory, f"{path}.default_factory")
+            return f'["f",{factory},{self._dict(value, False, below, depth + 1)}]'
         if is_namedtuple(kind):
-            head = f'"n",{reference(kind, f"{path}.__class__")}'
-            return array(head, [walk(v, below + k, depth + 1) for k, v in zip(kind._fields, value, strict=True)])
-        return str(leaf(value, path))
+            head = f'"n",{self._reference(kind, f"{path}.__class__")}'
+            return self._elements(head, value, below, depth, kind._fields)
+        return str(self._rows.leaf(value, path, self._other))
 
-    def walk_dict(value: dict[Any, Any], ordered: bool, below: str, depth: int) -> str:
-        if all([type(k) is str for k in value]) and _is_text("".join(value)):
-            text = ",".join([f"{_quoted(k)}:{walk(v, below + k, depth)}" for k, v in value.items()])
-            return f'["o",{{{text}}}]' if ordered else f"{{{text}}}"
-        rows = [f"[{key(k, below)},{walk(v, f'{below}{k}', depth)}]" for k, v in value.items()]
-        return f'["d","{"o" if ordered else "d"}",[{",".join(rows)}]]'
+    def _dict(self, value: dict[Any, Any], ordered: bool, below: str, depth: int) -> str:
+        members = self._rows.members(list(value), list(value.values()), below, depth, self.node, self._other)
+        if members is not None:
+            return f'["o",{{{members}}}]' if ordered else f"{{{members}}}"
+        nodes = [f"[{self._key(k, below)},{self.node(v, _as_text(f'{below}{k}'), depth)}]" for k, v in value.items()]
+        return f'["d","{"o" if ordered else "d"}",[{",".join(nodes)}]]'
 
-    def array(head: str, nodes: list[str]) -> str:
-        return f"[{','.join([head, *nodes])}]"
+    def _elements(
+        self, head: str, value: Iterable[Any], below: str, depth: int, names: tuple[str, ...] | None = None
+    ) -> str:
+        return f"[{head}{self._rows.elements(list(value), names, below, depth + 1, self.node, self._other)}]"
 
-    def key(value: Any, below: str) -> str:
+    def _key(self, value: Any, below: str) -> str:
         kind = type(value)
         plain_int = kind is int and -_SAFE_INT < value < _SAFE_INT
         if value is None or kind is bool or plain_int or (kind is str and _is_text(value)):
             return json.dumps(value)
-        number = reference(value, f"{below}{value!r} (a key)")
-        flat.keys[str(number)] = f"{kind.__module__}.{kind.__qualname__} {value!r}"
+        number = self._reference(value, f"{below}{value!r} (a key)")
+        self._flat.keys[str(number)] = f"{kind.__module__}.{kind.__qualname__} {value!r}"
         return f'["r",{number}]'
-
-    def reference(value: Any, path: str) -> int:
-        return -add_object(value, path) - 1
-
-    flat.tree = walk(state, "", 0)
-    flat.names = unique_names(flat.names)
-    return flat
 
 
 def next_free(path: str, taken: Container[str]) -> str:
@@ -171,7 +192,7 @@ def unique_names(paths: list[str]) -> list[str]:
     """Key paths as names in a container: text without NUL, none twice, none that the format keeps for itself."""
     joined = "".join(paths)
     if not _is_text(joined) or "\0" in joined:
-        paths = [p.encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00") for p in paths]
+        paths = [_as_text(p).replace("\0", "\\x00") for p in paths]
     taken = set(paths)
     if len(taken) == len(paths) and not any(map(_is_reserved, paths)):
         return paths
@@ -201,6 +222,11 @@ def _is_text(value: str) -> bool:
     return True
 
 
+def _as_text(value: str) -> str:
+    """``value`` with whatever UTF-8 cannot say written out."""
+    return value.encode("utf-8", "backslashreplace").decode()
+
+
 def unflatten(tree: Node, leaf: Callable[[int], Any], objects: list[Any]) -> Any:
     """The state whose tree is ``tree``, read from JSON.
 
@@ -211,34 +237,31 @@ def unflatten(tree: Node, leaf: Callable[[int], Any], objects: list[Any]) -> Any
         leaf: gives the leaf of a number; called once for each position, in the order of :func:`positions`
         objects: the classes, keys and attributes the tree refers to
     """
-
-    def build(node: Node) -> Any:
-        if type(node) is int:
-            return leaf(node)
-        if type(node) is dict:
-            return {k: build(v) for k, v in node.items()}
-        match node[0]:
-            case "l":
-                return [build(v) for v in node[1:]]
-            case "t":
-                return tuple([build(v) for v in node[1:]])
-            case "o":
-                return collections.OrderedDict([(k, build(v)) for k, v in node[1].items()])
-            case "d":
-                kind = collections.OrderedDict if node[1] == "o" else dict
-                return kind([(objects[k[1]] if type(k) is list else k, build(v)) for k, v in node[2]])
-            case "n":
-                return objects[node[1]]._make([build(v) for v in node[2:]])
-            case "q":
-                return collections.deque([build(v) for v in node[2:]], node[1])
-            case "f":
-                return collections.defaultdict(objects[node[1]], build(node[2]))
-            case _:
-                value = build(node[2])
-                value.__dict__.update(objects[node[1]])
-                return value
-
-    return build(tree)
+    if type(tree) is int:
+        return leaf(tree)
+    if type(tree) is dict:
+        return {k: leaf(v) if type(v) is int else unflatten(v, leaf, objects) for k, v in tree.items()}
+    match tree[0]:
+        case "l":
+            return [unflatten(v, leaf, objects) for v in tree[1:]]
+        case "t":
+            return tuple([unflatten(v, leaf, objects) for v in tree[1:]])
+        case "o":
+            return collections.OrderedDict([(k, unflatten(v, leaf, objects)) for k, v in tree[1].items()])
+        case "d":
+            kind = collections.OrderedDict if tree[1] == "o" else dict
+            items = [(objects[k[1]] if type(k) is list else k, unflatten(v, leaf, objects)) for k, v in tree[2]]
+            return kind(items)
+        case "n":
+            return objects[tree[1]]._make([unflatten(v, leaf, objects) for v in tree[2:]])
+        case "q":
+            return collections.deque([unflatten(v, leaf, objects) for v in tree[2:]], tree[1])
+        case "f":
+            return collections.defaultdict(objects[tree[1]], unflatten(tree[2], leaf, objects))
+        case _:
+            value = unflatten(tree[2], leaf, objects)
+            value.__dict__.update(objects[tree[1]])
+            return value
 
 
 def positions(tree: Node, keys: dict[str, str]) -> list[tuple[int, tuple[str, ...]]]:
@@ -249,28 +272,29 @@ def positions(tree: Node, keys: dict[str, str]) -> list[tuple[int, tuple[str, ..
         keys: texts for keys that are objects, see :class:`Flat`
     """
     found: list[tuple[int, tuple[str, ...]]] = []
-
-    def visit(node: Node, path: tuple[str, ...]) -> None:
-        if type(node) is int:
-            found.append((node, path))
-        elif type(node) is dict:
-            for k, v in node.items():
-                visit(v, (*path, "s" + k))
-        elif node[0] in "fa":
-            visit(node[2], path)
-        elif node[0] == "o":
-            visit(node[1], path)
-        elif node[0] == "d":
-            for k, v in node[2]:
-                visit(v, (*path, key(k)))
-        else:
-            for i, v in enumerate(node[2 if node[0] in "nq" else 1 :]):
-                visit(v, (*path, f"#{i}"))
-
-    def key(k: Any) -> str:
-        if type(k) is list:
-            return "r" + keys.get(str(k[1]), "")
-        return "s" + k if type(k) is str else f"{type(k).__name__} {k}"
-
-    visit(tree, ())
+    _visit(tree, (), keys, found)
     return found
+
+
+def _visit(node: Node, path: tuple[str, ...], keys: dict[str, str], found: list[tuple[int, tuple[str, ...]]]) -> None:
+    if type(node) is int:
+        found.append((node, path))
+    elif type(node) is dict:
+        for k, v in node.items():
+            _visit(v, (*path, "s" + k), keys, found)
+    elif node[0] in "fa":
+        _visit(node[2], path, keys, found)
+    elif node[0] == "o":
+        _visit(node[1], path, keys, found)
+    elif node[0] == "d":
+        for k, v in node[2]:
+            _visit(v, (*path, _key_text(k, keys)), keys, found)
+    else:
+        for i, v in enumerate(node[2 if node[0] in "nq" else 1 :]):
+            _visit(v, (*path, f"#{i}"), keys, found)
+
+
+def _key_text(key: Any, keys: dict[str, str]) -> str:
+    if type(key) is list:
+        return "r" + keys.get(str(key[1]), "")
+    return "s" + key if type(key) is str else f"{type(key).__name__} {key}"

@@ -4,6 +4,7 @@ mod errors;
 mod interfaces;
 mod memory;
 mod remote;
+mod rows;
 mod runtime;
 mod server;
 
@@ -18,6 +19,8 @@ mod _native {
     use crate::memory::PyArena;
     #[pymodule_export]
     use crate::remote::{PyPool, PyRemote};
+    #[pymodule_export]
+    use crate::rows::PyRows;
     #[pymodule_export]
     use crate::runtime::shutdown_runtime;
     #[pymodule_export]

@@ -1,21 +1,33 @@
 //! All unsafe code of the binding: memory that Python owns and Rust reads or fills, and the other way round.
 
-use std::ffi::c_int;
+use std::ffi::{c_int, c_void};
+use std::sync::Arc;
 
 use pyo3::ffi;
+use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::PyList;
+use pyo3::types::{PyCapsule, PyList, PyType};
 use tensorferry_core::{Arena, Destination, Memory};
+use tensorferry_wire::container::Shape;
+use tensorferry_wire::dtype::Dtype;
 
 /// Memory a transfer filled; it lives until the last tensor over it is gone.
 #[pyclass(name = "Arena", module = "tensorferry._native", frozen)]
 pub(crate) struct PyArena {
-    arena: Arena,
+    arena: Arc<Arena>,
+    entries: Vec<Placed>,
+}
+
+/// Where an entry lies in an arena, `None` if it does not, and what it is.
+pub(crate) struct Placed {
+    pub(crate) offset: Option<u64>,
+    pub(crate) dtype: Dtype,
+    pub(crate) shape: Shape,
 }
 
 impl PyArena {
-    pub(crate) fn new(arena: Arena) -> Self {
-        Self { arena }
+    pub(crate) fn new(arena: Arena, entries: Vec<Placed>) -> Self {
+        Self { arena: Arc::new(arena), entries }
     }
 }
 
@@ -29,6 +41,22 @@ impl PyArena {
 
     fn __len__(&self) -> usize {
         self.arena.len()
+    }
+
+    /// Tensors over the entries of these numbers, each with a storage of its own; `tensor` is torch's class. `None`
+    /// stands for what is not in the arena, is empty, or cannot be made this way.
+    fn tensors<'py>(&self, tensor: &Bound<'py, PyType>, numbers: Vec<usize>) -> PyResult<Bound<'py, PyList>> {
+        let py = tensor.py();
+        let exchange = Exchange::of(tensor);
+        let made = PyList::empty(py);
+        for (count, number) in numbers.into_iter().enumerate() {
+            let entry = self.entries.get(number);
+            made.append(exchange.as_ref().zip(entry).and_then(|(e, entry)| e.over(py, &self.arena, entry)))?;
+            if count % TURN == TURN - 1 {
+                py.detach(std::thread::yield_now);
+            }
+        }
+        Ok(made)
     }
 
     /// The arena as a writable buffer: `torch.frombuffer` lays tensors over it without copying.
@@ -47,6 +75,10 @@ impl PyArena {
         if status == 0 { Ok(()) } else { Err(PyErr::fetch(slf.py())) }
     }
 }
+
+/// How many tensors are made or read before other threads of the interpreter have a turn: the training loop of a
+/// healthy peer is among them.
+pub(crate) const TURN: usize = 1024;
 
 /// How many entries of a list are let go of at a time.
 const RELEASE_STEP: usize = 4096;
@@ -90,6 +122,209 @@ fn release(object: Py<PyAny>) {
         }
         object.drop_ref(py);
     });
+}
+
+/// The table of C functions that `DLPack` defines and newer versions of torch have: one plain call describes a tensor,
+/// instead of a call through the interpreter for each of its properties.
+/// <https://dmlc.github.io/dlpack/latest/c_api.html>
+#[repr(C)]
+struct ExchangeTable {
+    major: u32,
+    minor: u32,
+    older: *const c_void,
+    allocate: *const c_void,
+    from_object: *const c_void,
+    to_object: Option<ToObject>,
+    describe: Option<Describe>,
+    stream: *const c_void,
+}
+
+type Describe = unsafe extern "C" fn(*mut c_void, *mut DlTensor) -> c_int;
+type ToObject = unsafe extern "C" fn(*mut DlManaged, *mut *mut ffi::PyObject) -> c_int;
+
+#[repr(C)]
+struct DlTensor {
+    data: *mut c_void,
+    device: c_int,
+    device_number: i32,
+    rank: i32,
+    code: u8,
+    bits: u8,
+    lanes: u16,
+    shape: *const i64,
+    strides: *const i64,
+    byte_offset: u64,
+}
+
+const DL_CPU: c_int = 1;
+
+/// A tensor whose memory lives until `deleter` is called.
+#[repr(C)]
+struct DlManaged {
+    major: u32,
+    minor: u32,
+    context: *mut c_void,
+    deleter: unsafe extern "C" fn(*mut DlManaged),
+    flags: u64,
+    tensor: DlTensor,
+    /// Behind what `DLPack` knows of: keeps the memory.
+    arena: Arc<Arena>,
+}
+
+/// Torch calls this when the last tensor over the memory is gone, on any thread, with or without the interpreter.
+unsafe extern "C" fn let_go(managed: *mut DlManaged) {
+    // SAFETY: made by `Box::into_raw` in `over`, and a deleter is called once.
+    drop(unsafe { Box::from_raw(managed) });
+}
+
+/// Torch's own [`ExchangeTable`].
+pub(crate) struct Exchange {
+    version: (u32, u32),
+    describe: Describe,
+    to_object: ToObject,
+}
+
+/// A tensor in host memory whose elements lie one after the other, with the strides that its shape implies.
+pub(crate) struct Described {
+    pub(crate) address: usize,
+    pub(crate) nbytes: usize,
+    dims: [u64; Self::MOST],
+    rank: usize,
+}
+
+impl Described {
+    const MOST: usize = 8;
+
+    pub(crate) fn shape(&self) -> &[u64] {
+        &self.dims[..self.rank]
+    }
+}
+
+impl Exchange {
+    /// The table of the class `tensor`, `None` if it has none that is understood here.
+    pub(crate) fn of(tensor: &Bound<'_, PyType>) -> Option<Self> {
+        let capsule = tensor.getattr(intern!(tensor.py(), "__dlpack_c_exchange_api__")).ok()?.cast_into::<PyCapsule>();
+        let table = capsule.ok()?.pointer_checked(Some(c"dlpack_exchange_api")).ok()?.cast::<ExchangeTable>();
+        // SAFETY: a capsule of this name points to such a table for as long as the process lives; its first two fields
+        // are the same in every version, the others in every version with this major number.
+        unsafe {
+            let table = table.as_ptr();
+            if (*table).major != 1 {
+                return None;
+            }
+            let version = ((*table).major, (*table).minor);
+            Some(Self { version, describe: (*table).describe?, to_object: (*table).to_object? })
+        }
+    }
+
+    /// A tensor over `entry` of `arena`, with a storage of its own that holds just its bytes. `None` if it is empty or
+    /// torch refuses.
+    fn over<'py>(&self, py: Python<'py>, arena: &Arc<Arena>, entry: &Placed) -> Option<Bound<'py, PyAny>> {
+        let start = usize::try_from(entry.offset?).ok()?;
+        let (code, bits) = dlpack(entry.dtype)?;
+        let mut shape = [0_i64; Described::MOST];
+        let mut strides = [0_i64; Described::MOST];
+        let rank = entry.shape.len();
+        let mut elements = 1_i64;
+        for i in (0..rank).rev() {
+            (*strides.get_mut(i)?, shape[i]) = (elements, i64::try_from(entry.shape[i]).ok()?);
+            elements = elements.checked_mul(shape[i])?;
+        }
+        let nbytes = usize::try_from(elements).ok()?.checked_mul(usize::from(bits / 8))?;
+        if nbytes == 0 || start.checked_add(nbytes)? > arena.len() {
+            return None;
+        }
+        let tensor = DlTensor {
+            data: (arena.address() + start) as *mut c_void,
+            device: DL_CPU,
+            device_number: 0,
+            rank: i32::try_from(rank).ok()?,
+            code,
+            bits,
+            lanes: 1,
+            shape: shape.as_ptr(),
+            strides: strides.as_ptr(),
+            byte_offset: 0,
+        };
+        let (major, minor) = self.version;
+        let context = std::ptr::null_mut();
+        let managed = DlManaged { major, minor, context, deleter: let_go, flags: 0, tensor, arena: arena.clone() };
+        let mut object = std::ptr::null_mut();
+        // SAFETY: the interpreter is held. The tensor lies inside the arena, which `managed` keeps and to which Rust
+        // does not write any more. Torch copies shape and strides. It takes `managed` over; should it refuse, nobody
+        // says whose that is then, and it is left alone.
+        unsafe {
+            if (self.to_object)(Box::into_raw(Box::new(managed)), &raw mut object) != 0 {
+                drop(PyErr::take(py));
+                return None;
+            }
+            Bound::from_owned_ptr_or_opt(py, object)
+        }
+    }
+
+    /// Describes `value`, a tensor of `dtype` that is of the class whose table this is or of a subclass of it. `None`
+    /// for what a [`Described`] cannot say, and for more than eight dimensions. What `DLPack` says of the dtype does not
+    /// tell apart dtypes that torch does.
+    pub(crate) fn describe(&self, value: &Bound<'_, PyAny>, dtype: Dtype) -> Option<Described> {
+        let mut told = DlTensor {
+            data: std::ptr::null_mut(),
+            device: 0,
+            device_number: 0,
+            rank: 0,
+            code: 0,
+            bits: 0,
+            lanes: 0,
+            shape: std::ptr::null(),
+            strides: std::ptr::null(),
+            byte_offset: 0,
+        };
+        // SAFETY: the interpreter is held, `value` is a tensor, and `told` is ours to be written.
+        if unsafe { (self.describe)(value.as_ptr().cast(), &raw mut told) } != 0 {
+            drop(PyErr::take(value.py()));
+            return None;
+        }
+        let rank = usize::try_from(told.rank).ok().filter(|&r| r <= Described::MOST)?;
+        if told.device != DL_CPU || told.lanes != 1 || told.byte_offset != 0 {
+            return None;
+        }
+        let mut dims = [0; Described::MOST];
+        let mut step = 1_i64;
+        for i in (0..rank).rev() {
+            // SAFETY: both are arrays of `rank` numbers inside the tensor, which nobody changes while the interpreter
+            // is held here.
+            let (dim, stride) = unsafe { (*told.shape.add(i), *told.strides.add(i)) };
+            if stride != step {
+                return None;
+            }
+            dims[i] = u64::try_from(dim).ok()?;
+            step = step.checked_mul(dim.max(1))?;
+        }
+        let elements = dims[..rank].iter().product::<u64>();
+        let nbytes = usize::try_from(elements.checked_mul(dtype.bits() / 8)?).ok()?;
+        Some(Described { address: told.data as usize, nbytes, dims, rank })
+    }
+}
+
+/// What `DLPack` calls a dtype: a code and a number of bits.
+fn dlpack(dtype: Dtype) -> Option<(u8, u8)> {
+    Some(match dtype {
+        Dtype::I8 => (0, 8),
+        Dtype::I16 => (0, 16),
+        Dtype::I32 => (0, 32),
+        Dtype::I64 => (0, 64),
+        Dtype::U8 => (1, 8),
+        Dtype::U16 => (1, 16),
+        Dtype::U32 => (1, 32),
+        Dtype::U64 => (1, 64),
+        Dtype::F16 => (2, 16),
+        Dtype::F32 => (2, 32),
+        Dtype::F64 => (2, 64),
+        Dtype::BF16 => (4, 16),
+        Dtype::C64 => (5, 64),
+        Dtype::Bool => (6, 8),
+        // The float8 kinds are missing: not every version of torch knows them, and memory it refuses is lost.
+        _ => return None,
+    })
 }
 
 /// Memory of a tensor, by address and size in bytes, as `tensorferry.tensors` reads them off it. The tensor belongs to

@@ -11,7 +11,7 @@ use tensorferry_wire::container::{self, Header};
 use tensorferry_wire::manifest;
 
 use crate::errors;
-use crate::memory::{PyArena, given};
+use crate::memory::{Placed, PyArena, given};
 use crate::runtime::{self, Origin, Watch};
 
 /// A checkpoint whose header is here and whose payload is still at its source.
@@ -152,6 +152,7 @@ impl PyRemote {
         self.origin.check(py)?;
         let remote = self.remote.lock().unwrap_or_else(PoisonError::into_inner).take();
         let remote = remote.ok_or_else(|| errors::invalid(py, "this checkpoint was fetched already"))?;
+        let kinds: Vec<_> = remote.header().entries().iter().map(|e| (e.dtype, e.shape.clone())).collect();
         let destination = addresses.map_or(Destination::Fresh, given);
         let total = remote.header().payload_len();
         let tell = |py: Python<'_>| {
@@ -171,7 +172,9 @@ impl PyRemote {
         told.set_item("troubles", report.troubles)?;
         told.set_item("opening_seconds", report.opening.as_secs_f64())?;
         told.set_item("fetching_seconds", report.fetching.as_secs_f64())?;
-        Ok((PyArena::new(arena), offsets, told))
+        let placed = kinds.into_iter().zip(&offsets);
+        let placed = placed.map(|((dtype, shape), &offset)| Placed { offset, dtype, shape }).collect();
+        Ok((PyArena::new(arena, placed), offsets, told))
     }
 }
 

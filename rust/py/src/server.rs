@@ -13,6 +13,7 @@ use tensorferry_wire::dtype::Dtype;
 
 use crate::errors;
 use crate::memory::{Owner, borrowed};
+use crate::rows::PyRows;
 use crate::runtime::{self, Origin};
 
 /// A server for one checkpoint at a time.
@@ -63,21 +64,14 @@ impl PyServer {
         Ok(self.server(py)?.url(host))
     }
 
-    /// Publishes entries given as columns. `owner` keeps all their memory alive.
-    #[pyo3(signature = (step, *, names, dtypes, dtype_names, ranks, dims, addresses, sizes, control, metadata, owner,
-                        private, alternate = None))]
+    /// Publishes `rows` and then `control`, name and bytes of each. `owner` keeps the memory of all rows alive.
+    #[pyo3(signature = (step, *, rows, control, metadata, owner, private, alternate = None))]
     #[allow(clippy::too_many_arguments)]
     fn publish(
         &self,
         py: Python<'_>,
         step: i64,
-        names: &[u8],
-        dtypes: &[u8],
-        dtype_names: Vec<String>,
-        ranks: &[u8],
-        dims: &[u8],
-        addresses: &[u8],
-        sizes: &[u8],
+        rows: &Bound<'_, PyRows>,
         control: Vec<(String, Vec<u8>)>,
         metadata: Vec<(String, String)>,
         owner: Py<PyAny>,
@@ -88,9 +82,9 @@ impl PyServer {
         let stability = if private { Stability::Private } else { Stability::Borrowed };
         let owner = Box::new(Owner::new(owner));
         let alternate = alternate.map(|callable| Box::new(PyAlternate(Owner::new(callable))) as Box<dyn Alternate>);
-        let columns = Columns { names, dtypes, dtype_names, ranks, dims, addresses, sizes };
+        let rows = rows.get();
         py.detach(|| {
-            let mut items = columns.items()?;
+            let mut items = rows.items();
             items.extend(control.into_iter().map(|(name, bytes)| {
                 let shape = [bytes.len() as u64];
                 Item::bytes(name, Dtype::U8, &shape, Bytes::from(bytes))
@@ -167,52 +161,6 @@ impl Drop for PyServer {
 fn seconds(py: Python<'_>, seconds: f64) -> PyResult<Duration> {
     Duration::try_from_secs_f64(seconds)
         .map_err(|_| errors::invalid(py, format!("{seconds} is no length of time in seconds")))
-}
-
-/// The rows of a publication, column by column: read without holding the interpreter, since a peer's training loop
-/// would wait for as long as that takes.
-struct Columns<'a> {
-    /// Separated by NUL.
-    names: &'a [u8],
-    /// Indices into `dtype_names`.
-    dtypes: &'a [u8],
-    dtype_names: Vec<String>,
-    /// Number of dimensions of each row.
-    ranks: &'a [u8],
-    /// The dimensions of all rows, one after the other.
-    dims: &'a [u8],
-    addresses: &'a [u8],
-    sizes: &'a [u8],
-}
-
-impl Columns<'_> {
-    fn items(&self) -> Result<Vec<Item>, Error> {
-        let count = self.dtypes.len();
-        let [dims, addresses, sizes] = [self.dims, self.addresses, self.sizes].map(|c| c.as_chunks::<8>().0);
-        let total: usize = self.ranks.iter().map(|&r| usize::from(r)).sum();
-        if [self.ranks.len(), addresses.len(), sizes.len()] != [count; 3] || dims.len() != total {
-            return Err(Error::invalid("the columns of a publication differ in length"));
-        }
-        let names = std::str::from_utf8(self.names).map_err(|_| Error::invalid("a name is not UTF-8"))?;
-        let dtypes: Vec<_> = self.dtype_names.iter().map(|n| Dtype::from_name(n)).collect();
-        let word = |w: &[u8; 8]| u64::from_ne_bytes(*w);
-        let size = |w| usize::try_from(word(w)).map_err(|_| Error::invalid("a size is beyond this machine"));
-        let mut items = Vec::with_capacity(count + 2);
-        let mut names = names.split('\0');
-        let mut shape = Vec::new();
-        let mut at = 0;
-        for row in 0..count {
-            let name = names.next().ok_or_else(|| Error::invalid("there are fewer names than rows"))?;
-            let dtype = dtypes.get(usize::from(self.dtypes[row])).copied().flatten();
-            let dtype = dtype.ok_or_else(|| Error::invalid("a container has no such dtype"))?;
-            let rank = usize::from(self.ranks[row]);
-            shape.clear();
-            shape.extend(dims[at..at + rank].iter().map(word));
-            at += rank;
-            items.push(Item::new(name, dtype, &shape, borrowed(size(&addresses[row])?, size(&sizes[row])?)));
-        }
-        Ok(items)
-    }
 }
 
 /// `bytes`, copied, or `(address, nbytes)`, borrowed.

@@ -1,0 +1,429 @@
+//! `Rows`: the tensors of a state as the rows of a container, read off them while Python walks the state.
+
+use std::collections::{HashMap, HashSet};
+use std::fmt::Write as _;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use pyo3::exceptions::{PyIndexError, PyOverflowError, PyRuntimeError, PyValueError};
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyList, PyString, PyTuple, PyType};
+use tensorferry_core::Item;
+use tensorferry_wire::container::RESERVED_PREFIX;
+use tensorferry_wire::dtype::Dtype;
+
+use crate::memory::{Exchange, TURN, borrowed};
+
+/// One row for each tensor, column by column, and which leaf of the state is which row.
+#[pyclass(name = "Rows", module = "tensorferry._native", frozen)]
+pub(crate) struct PyRows {
+    tensor: Py<PyType>,
+    parameter: Py<PyType>,
+    /// What a container can say of torch's dtypes.
+    dtypes: Vec<(Py<PyAny>, Dtype)>,
+    /// `None`: this torch does not offer it, and every tensor is read in Python.
+    exchange: Option<Exchange>,
+    memory: Py<PyList>,
+    columns: Mutex<Columns>,
+}
+
+#[derive(Default)]
+struct Columns {
+    /// All names, one after the other, and where each ends.
+    names: String,
+    ends: Vec<usize>,
+    dtypes: Vec<Dtype>,
+    ranks: Vec<u8>,
+    /// The dimensions of all rows, one after the other.
+    dims: Vec<u64>,
+    addresses: Vec<usize>,
+    sizes: Vec<usize>,
+    flags: String,
+    /// Address of a leaf's object to its number. The state keeps all of them alive.
+    seen: HashMap<usize, i64>,
+    /// Where the memory of rows starts.
+    starts: HashSet<usize>,
+    /// Leaves since the last turn of other threads.
+    leaves: usize,
+}
+
+/// What a row says beside its name.
+struct Row<'a> {
+    dtype: Dtype,
+    shape: &'a [u64],
+    address: usize,
+    nbytes: usize,
+    flag: u8,
+}
+
+impl Columns {
+    fn push(&mut self, name: [&str; 2], row: &Row<'_>) -> PyResult<i64> {
+        let rank = u8::try_from(row.shape.len()).map_err(|_| PyOverflowError::new_err("more than 255 dimensions"))?;
+        let number = self.ends.len();
+        self.names.extend(name);
+        self.ends.push(self.names.len());
+        self.dtypes.push(row.dtype);
+        self.ranks.push(rank);
+        self.dims.extend_from_slice(row.shape);
+        self.addresses.push(row.address);
+        self.sizes.push(row.nbytes);
+        self.flags.push(char::from(b'0' + (row.flag & 3)));
+        if row.nbytes > 0 {
+            self.starts.insert(row.address);
+        }
+        Ok(i64::try_from(number)?)
+    }
+
+    fn names(&self) -> impl Iterator<Item = &str> {
+        let starts = std::iter::once(0).chain(self.ends.iter().copied());
+        starts.zip(&self.ends).map(|(start, &end)| &self.names[start..end])
+    }
+
+    fn shapes(&self) -> impl Iterator<Item = &[u64]> {
+        let mut rest = self.dims.as_slice();
+        self.ranks.iter().map(move |&rank| {
+            let shape;
+            (shape, rest) = rest.split_at(usize::from(rank));
+            shape
+        })
+    }
+
+    /// Whether every name can stand in a container as it is: none twice, without NUL, none that the format keeps.
+    fn names_are_regular(&self) -> bool {
+        let mut taken = HashSet::with_capacity(self.ends.len());
+        !self.names.contains('\0')
+            && self.names().all(|name| {
+                let reserved = name.is_empty() || name == "__metadata__" || name.starts_with(RESERVED_PREFIX);
+                !reserved && taken.insert(name)
+            })
+    }
+}
+
+impl PyRows {
+    fn columns(&self) -> MutexGuard<'_, Columns> {
+        self.columns.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The rows as items to publish. Called without the interpreter: a peer's training loop would wait for this long.
+    pub(crate) fn items(&self) -> Vec<Item> {
+        let columns = self.columns();
+        // Two for control entries, which come behind.
+        let mut items = Vec::with_capacity(columns.ends.len() + 2);
+        for (row, (name, shape)) in columns.names().zip(columns.shapes()).enumerate() {
+            let memory = borrowed(columns.addresses[row], columns.sizes[row]);
+            items.push(Item::new(name, columns.dtypes[row], shape, memory));
+        }
+        items
+    }
+
+    fn is_tensor(&self, value: &Bound<'_, PyAny>) -> bool {
+        let kind = value.get_type_ptr();
+        kind == self.tensor.as_ptr().cast() || kind == self.parameter.as_ptr().cast()
+    }
+
+    /// The number of a leaf, whose path is `path` in two parts: of an earlier one if it is the same object.
+    fn number(&self, value: &Bound<'_, PyAny>, path: [&str; 2], other: &Bound<'_, PyAny>) -> PyResult<i64> {
+        let id = value.as_ptr() as usize;
+        let known = {
+            let mut columns = self.columns();
+            columns.leaves += 1;
+            columns.seen.get(&id).copied()
+        };
+        let number = match known {
+            Some(number) => return Ok(number),
+            None => match self.read(value, path)? {
+                Some(number) => number,
+                None => other.call1((value, path.concat()))?.extract()?,
+            },
+        };
+        self.columns().seen.insert(id, number);
+        Ok(number)
+    }
+
+    /// Reads a tensor that fills a storage of its own from first to last byte and needs no pickle, and adds it as a
+    /// row. `None` for everything else, and where it takes Python to tell: `tensorferry.tensors.is_plain` decides.
+    fn read(&self, value: &Bound<'_, PyAny>, path: [&str; 2]) -> PyResult<Option<i64>> {
+        let py = value.py();
+        let Some(exchange) = self.exchange.as_ref().filter(|_| self.is_tensor(value)) else { return Ok(None) };
+        let kind = value.getattr(intern!(py, "dtype"))?;
+        let dtype = self.dtypes.iter().find(|(known, _)| kind.is(known)).map(|&(_, dtype)| dtype);
+        let Some(dtype) = dtype else { return Ok(None) };
+        let Some(tensor) = exchange.describe(value, dtype) else { return Ok(None) };
+        let truth = |name: &Bound<'_, PyString>| value.call_method0(name)?.is_truthy();
+        let plain = tensor.nbytes > 0
+            && !truth(intern!(py, "is_neg"))?
+            && !(dtype == Dtype::C64 && truth(intern!(py, "is_conj"))?)
+            && value.call_method0(intern!(py, "untyped_storage"))?.len()? == tensor.nbytes
+            && value.getattr(intern!(py, "__dict__"))?.cast::<PyDict>()?.is_empty()
+            && !value.getattr(intern!(py, "_backward_hooks"))?.is_truthy()?;
+        if !plain {
+            return Ok(None);
+        }
+        let parameter = u8::from(value.get_type_ptr() == self.parameter.as_ptr().cast());
+        let requires_grad = u8::from(value.getattr(intern!(py, "requires_grad"))?.is_truthy()?);
+        let row = Row {
+            dtype,
+            shape: tensor.shape(),
+            address: tensor.address,
+            nbytes: tensor.nbytes,
+            flag: parameter + 2 * requires_grad,
+        };
+        let mut columns = self.columns();
+        if columns.starts.contains(&row.address) {
+            return Ok(None);
+        }
+        let number = columns.push(path, &row)?;
+        drop(columns);
+        self.memory.bind(py).append(value)?;
+        Ok(Some(number))
+    }
+
+    fn turn(&self, py: Python<'_>) {
+        let due = {
+            let mut columns = self.columns();
+            let due = columns.leaves >= TURN;
+            if due {
+                columns.leaves = 0;
+            }
+            due
+        };
+        if due {
+            py.detach(std::thread::yield_now);
+        }
+    }
+
+    /// Text for one child: of a tensor its number, of everything else what `node` gives.
+    fn child(&self, text: &mut String, value: &Bound<'_, PyAny>, path: [&str; 2], by: &Walk<'_, '_>) -> PyResult<()> {
+        if self.is_tensor(value) {
+            let number = self.number(value, path, by.other)?;
+            // Writing to a string cannot fail.
+            let _ = write!(text, "{number}");
+            self.turn(value.py());
+        } else {
+            let node = by.node.call1((value, path.concat(), by.depth))?;
+            text.push_str(node.cast::<PyString>()?.to_str()?);
+        }
+        Ok(())
+    }
+}
+
+/// What Python does: `node(value, path, depth)` gives the text of a node, `other(value, path)` the number of a leaf.
+struct Walk<'a, 'py> {
+    node: &'a Bound<'py, PyAny>,
+    other: &'a Bound<'py, PyAny>,
+    depth: usize,
+}
+
+#[pymethods]
+impl PyRows {
+    /// No rows. `tensor` and `parameter` are torch's classes, `dtypes` gives the name a container has for a dtype.
+    #[new]
+    #[pyo3(signature = (tensor, parameter, dtypes, *, native = true))]
+    fn new(
+        tensor: &Bound<'_, PyType>,
+        parameter: &Bound<'_, PyType>,
+        dtypes: &Bound<'_, PyDict>,
+        native: bool,
+    ) -> PyResult<Self> {
+        let dtypes = dtypes
+            .iter()
+            .map(|(dtype, name)| Ok((dtype.unbind(), named(name.extract()?)?)))
+            .collect::<PyResult<_>>()?;
+        Ok(Self {
+            dtypes,
+            exchange: if native { Exchange::of(tensor) } else { None },
+            tensor: tensor.clone().unbind(),
+            parameter: parameter.clone().unbind(),
+            memory: PyList::empty(tensor.py()).unbind(),
+            columns: Mutex::default(),
+        })
+    }
+
+    fn __len__(&self) -> usize {
+        self.columns().ends.len()
+    }
+
+    /// What is behind each row.
+    #[getter]
+    fn memory(&self, py: Python<'_>) -> Py<PyList> {
+        self.memory.clone_ref(py)
+    }
+
+    /// One digit per row: 1 for a Parameter, plus 2 if it requires grad.
+    #[getter]
+    fn flags(&self) -> String {
+        self.columns().flags.clone()
+    }
+
+    /// Bytes of all rows.
+    #[getter]
+    fn nbytes(&self) -> usize {
+        self.columns().sizes.iter().sum()
+    }
+
+    #[getter]
+    fn names<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        PyList::new(py, self.columns().names().collect::<Vec<_>>())
+    }
+
+    #[getter]
+    fn dtypes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        PyList::new(py, self.columns().dtypes.iter().map(|d| PyString::intern(py, d.name())))
+    }
+
+    #[getter]
+    fn shapes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        let shapes: Vec<_> = self.columns().shapes().map(|s| PyTuple::new(py, s)).collect::<PyResult<_>>()?;
+        PyList::new(py, shapes)
+    }
+
+    #[getter]
+    fn sizes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        PyList::new(py, &self.columns().sizes)
+    }
+
+    /// The members of a JSON object for a dict with these keys and values, `None` if a key is no text.
+    fn members(
+        &self,
+        keys: &Bound<'_, PyList>,
+        values: &Bound<'_, PyList>,
+        below: &str,
+        depth: usize,
+        node: &Bound<'_, PyAny>,
+        other: &Bound<'_, PyAny>,
+    ) -> PyResult<Option<String>> {
+        if keys.len() != values.len() {
+            return Err(PyRuntimeError::new_err("a dict of the state changed while it was read"));
+        }
+        // A subclass of str may compare as it likes, and a lone surrogate is no text.
+        if !keys.iter().all(|k| k.cast_exact::<PyString>().is_ok_and(|k| k.to_str().is_ok())) {
+            return Ok(None);
+        }
+        let by = Walk { node, other, depth };
+        let mut text = String::with_capacity(keys.len() * 24);
+        for (key, value) in keys.iter().zip(values.iter()) {
+            let key = key.cast_exact::<PyString>()?.to_str()?;
+            if !text.is_empty() {
+                text.push(',');
+            }
+            quote(&mut text, key);
+            text.push(':');
+            self.child(&mut text, &value, [below, key], &by)?;
+        }
+        Ok(Some(text))
+    }
+
+    /// The elements of a JSON array for `values`, a comma before each. Paths end in `names`, or else in the index.
+    fn elements(
+        &self,
+        values: &Bound<'_, PyList>,
+        names: Option<&Bound<'_, PyTuple>>,
+        below: &str,
+        depth: usize,
+        node: &Bound<'_, PyAny>,
+        other: &Bound<'_, PyAny>,
+    ) -> PyResult<String> {
+        let by = Walk { node, other, depth };
+        let mut text = String::new();
+        for (index, value) in values.iter().enumerate() {
+            text.push(',');
+            let name = match names {
+                Some(names) => names.get_item(index)?.extract()?,
+                None => index.to_string(),
+            };
+            self.child(&mut text, &value, [below, &name], &by)?;
+        }
+        Ok(text)
+    }
+
+    /// The number of a leaf: of an earlier one if it is the same object, else what `other(value, path)` says.
+    fn leaf(&self, value: &Bound<'_, PyAny>, path: &str, other: &Bound<'_, PyAny>) -> PyResult<i64> {
+        self.number(value, [path, ""], other)
+    }
+
+    /// The number `value` was given as a leaf, `None` if it is none.
+    fn number_of(&self, value: &Bound<'_, PyAny>) -> Option<i64> {
+        self.columns().seen.get(&(value.as_ptr() as usize)).copied()
+    }
+
+    /// Forgets which objects are leaves: called before the state may change.
+    fn forget(&self) {
+        let mut columns = self.columns();
+        (columns.seen, columns.starts) = Default::default();
+    }
+
+    /// Adds a row as given.
+    #[allow(clippy::too_many_arguments, clippy::needless_pass_by_value)]
+    fn append(
+        &self,
+        memory: &Bound<'_, PyAny>,
+        name: &str,
+        dtype: &str,
+        shape: Vec<u64>,
+        address: usize,
+        nbytes: usize,
+        flag: u8,
+    ) -> PyResult<i64> {
+        let row = Row { dtype: named(dtype)?, shape: &shape, address, nbytes, flag };
+        let number = self.columns().push([name, ""], &row)?;
+        self.memory.bind(memory.py()).append(memory)?;
+        Ok(number)
+    }
+
+    /// Row `row` is at `address` now.
+    fn place(&self, row: usize, address: usize) -> PyResult<()> {
+        let mut columns = self.columns();
+        let place = columns.addresses.get_mut(row).ok_or_else(|| PyIndexError::new_err("there is no such row"))?;
+        *place = address;
+        Ok(())
+    }
+
+    /// Whether every name can stand in a container as it is.
+    fn names_are_regular(&self, py: Python<'_>) -> bool {
+        py.detach(|| self.columns().names_are_regular())
+    }
+
+    /// Gives every row the name at its place in `names`.
+    #[allow(clippy::needless_pass_by_value)]
+    fn rename(&self, names: Vec<String>) -> PyResult<()> {
+        let mut columns = self.columns();
+        if names.len() != columns.ends.len() {
+            return Err(PyValueError::new_err("there must be one name for each row"));
+        }
+        columns.names = names.concat();
+        columns.ends = names
+            .iter()
+            .scan(0, |end, name| {
+                *end += name.len();
+                Some(*end)
+            })
+            .collect();
+        Ok(())
+    }
+}
+
+fn named(dtype: &str) -> PyResult<Dtype> {
+    Dtype::from_name(dtype).ok_or_else(|| PyValueError::new_err(format!("a container has no dtype {dtype}")))
+}
+
+/// `text` as a JSON string in ASCII, as Python's `json` writes it.
+fn quote(out: &mut String, text: &str) {
+    out.push('"');
+    if text.bytes().all(|b| matches!(b, b' '..=b'~') && b != b'"' && b != b'\\') {
+        out.push_str(text);
+    } else {
+        for c in text.chars() {
+            match c {
+                '"' | '\\' => out.extend(['\\', c]),
+                ' '..='~' => out.push(c),
+                _ => {
+                    for unit in c.encode_utf16(&mut [0; 2]) {
+                        // Writing to a string cannot fail.
+                        let _ = write!(out, "\\u{unit:04x}");
+                    }
+                }
+            }
+        }
+    }
+    out.push('"');
+}
