@@ -19,7 +19,8 @@ $(VENV)/.deps: pyproject.toml
 	  $$($(BIN)/python -c "import tomllib; o = tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']; print(*(repr(r) for r in o['dev'] + o['bench']))" | tr -d "'")
 	touch $@
 
-dist/.wheel: $(RUST_SOURCES) $(PY_SOURCES) pyproject.toml README.md $(VENV)/.deps
+# The wheel is abi3 and knows no torch: one is good for every venv, so a new venv is no reason to build it again.
+dist/.wheel: $(RUST_SOURCES) $(PY_SOURCES) pyproject.toml README.md | $(VENV)/.deps
 	rm -rf dist
 	$(BIN)/maturin build --release --quiet --out dist --interpreter $(BIN)/python
 	$(BIN)/python tests/check_wheel.py dist
@@ -66,6 +67,11 @@ format: $(VENV)/.deps ## rewrite the sources the way lint wants them
 BENCH_ARGS ?=
 bench: build ## side by side against torchft's HTTPTransport, interleaved: table, JSON and plot
 	$(BIN)/python benches/side_by_side.py --json build/bench/results.json --plot docs/bench.png $(BENCH_ARGS)
+
+.PHONY: faults
+FAULTS_ARGS ?=
+faults: build ## the fault matrix, ours beside torchft's HTTPTransport; FAULTS_ARGS='--repeats 20'
+	$(BIN)/python -m tensorferry.testing --transports tensorferry,torchft --json build/faults/results.json $(FAULTS_ARGS)
 
 .PHONY: compat
 compat: ## the tests on the oldest torch that is supported

@@ -1,13 +1,12 @@
 """`make bench` in miniature: it runs, finishes in time, and its JSON has what the tables are made of."""
 
 import json
-import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import end
 
 ROOT = Path(__file__).parents[1]
 pytest.importorskip("torchft")
@@ -22,7 +21,7 @@ def run_bench(*arguments):
         try:
             out, err = bench.communicate(timeout=100)
         except subprocess.TimeoutExpired:
-            os.killpg(bench.pid, signal.SIGKILL)  # its own session: the measuring processes go with it
+            end(bench)  # and the measuring processes with it
             raise
     assert bench.returncode == 0, err
     return out
@@ -32,7 +31,8 @@ def test_quick_run_measures_both_and_writes_the_results(tmp_path):
     results_path, plot_path = tmp_path / "results.json", tmp_path / "bench.png"
     out = run_bench(
         "--quick", "--scale", 0.002, "--rounds", 1, "--rows", "large,small,tiny", "--stalls", "small",
-        "--contenders", "torchft:0,tensorferry,tensorferry+inplace", "--json", results_path, "--plot", plot_path,
+        "--contenders", "torchft:0,tensorferry,tensorferry+network+inplace",
+        "--json", results_path, "--plot", plot_path,
     )  # fmt: skip
     results = json.loads(results_path.read_text())
 
@@ -43,7 +43,7 @@ def test_quick_run_measures_both_and_writes_the_results(tmp_path):
     assert large["tensors"] == 8
     assert small["bytes"] == small["tensors"] * 1024
     assert tiny["bytes"] == 16 * 1024
-    assert {s["contender"] for s in large["samples"]} == {"torchft:0", "tensorferry", "tensorferry+inplace"}
+    assert {s["contender"] for s in large["samples"]} == {"torchft:0", "tensorferry", "tensorferry+network+inplace"}
     assert {s["contender"] for s in small["samples"]} == {"torchft:0", "tensorferry"}
     for row in results["rows"]:
         for sample in row["samples"]:

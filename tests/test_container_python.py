@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from equality import raw_bytes
-from leaves import CARRIED, CATALOGUE, Leaf
+from leaf import Leaf
+from leaves import CARRIED, CATALOGUE
 
 if TYPE_CHECKING:
     from collections.abc import Callable

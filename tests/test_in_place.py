@@ -13,7 +13,9 @@ from torch import nn
 from torch.distributed.tensor import DeviceMesh, Replicate, distribute_tensor
 
 from equality import assert_same_state
-from leaves import CARRIED, Leaf, Point
+from leaf import Leaf
+from leaves import CARRIED
+from pickled_classes import Point
 
 if TYPE_CHECKING:
     from collections.abc import Callable

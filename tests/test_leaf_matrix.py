@@ -18,9 +18,12 @@ import pytest
 import torch
 from torch import nn
 
-import leaves
 from equality import OBJECTS, STORAGES, assert_same_state
-from leaves import CARRIED, CATALOGUE, REFUSED, Leaf
+from leaf import Leaf
+from leaves import CARRIED, CATALOGUE
+from object_leaves import REFUSED, adam, all_scalars, model
+from pickled_classes import Box, Holder, PlainSubclass, Point, Slotted
+from tensor_leaves import nan_payloads, random_bytes, with_attribute
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,18 +70,18 @@ def _with(tensor: torch.Tensor, index: int, value: float) -> torch.Tensor:
         (torch.zeros(3)[1:], torch.zeros(3)[:2]),
         (torch.zeros(4)[::2], torch.zeros(4)[:2]),
         (torch.zeros(2, dtype=torch.complex64), torch.zeros(2, dtype=torch.complex64).conj()),
-        (torch.zeros(2), leaves.with_attribute(torch.zeros(2))),
-        (torch.zeros(2), torch.zeros(2).as_subclass(leaves.PlainSubclass)),
-        (leaves.nan_payloads(), _with(leaves.nan_payloads(), 0, math.nan + 0)[torch.arange(7)].mul(1)),
+        (torch.zeros(2), with_attribute(torch.zeros(2))),
+        (torch.zeros(2), torch.zeros(2).as_subclass(PlainSubclass)),
+        (nan_payloads(), _with(nan_payloads(), 0, math.nan + 0)[torch.arange(7)].mul(1)),
         ([t := torch.zeros(2), t], [torch.zeros(2), torch.zeros(2)]),
         ([torch.zeros(2), torch.zeros(2)], [t := torch.zeros(2), t]),
         ([torch.zeros(4)[:2], torch.zeros(4)[2:]], list((t := torch.zeros(4)).split(2))),
         (list(torch.zeros(4).split(2)), [torch.zeros(4)[:2], torch.zeros(4)[2:]]),
         ([t := torch.zeros(2), t.detach()], [t := torch.zeros(2), t]),
-        ([h := leaves.Holder(), h], [leaves.Holder(), leaves.Holder()]),
-        (leaves.Holder(w=torch.zeros(2)), leaves.Holder(w=torch.ones(2))),
-        (leaves.Holder(w=1), leaves.Holder(w=1, v=2)),
-        (leaves.Slotted(1, 2), leaves.Slotted(1, 3)),
+        ([h := Holder(), h], [Holder(), Holder()]),
+        (Holder(w=torch.zeros(2)), Holder(w=torch.ones(2))),
+        (Holder(w=1), Holder(w=1, v=2)),
+        (Slotted(1, 2), Slotted(1, 3)),
         (torch.eye(2).to_sparse(), (torch.eye(2) * 2).to_sparse()),
         ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
         ({"a": 1}, {"b": 1}),
@@ -86,19 +89,19 @@ def _with(tensor: torch.Tensor, index: int, value: float) -> torch.Tensor:
         ({1: 1}, {True: 1}),
         ((1, 2), [1, 2]),
         (torch.Size([1]), (1,)),
-        (leaves.Point(1, 2), (1, 2)),
-        (leaves.model().state_dict(), collections.OrderedDict(leaves.model().state_dict())),
+        (Point(1, 2), (1, 2)),
+        (model().state_dict(), collections.OrderedDict(model().state_dict())),
         (collections.deque([1], maxlen=2), collections.deque([1])),
         (collections.defaultdict(list), collections.defaultdict(dict)),
         (1, True),
         (1.0, 1),
         (0.0, -0.0),
-        (leaves.all_scalars()[15], math.nan),
+        (all_scalars()[15], math.nan),
         (np.float64(1), 1.0),
         (np.zeros(2), np.zeros(2, dtype=np.float32)),
         (np.zeros(2), np.ones(2)),
-        (leaves.Box(1, 2, "a"), leaves.Box(1, 2, "b")),
-        (leaves.adam(1), leaves.adam(2)),
+        (Box(1, 2, "a"), Box(1, 2, "b")),
+        (adam(1), adam(2)),
     ],
 )
 def test_the_comparison_sees_the_difference(actual: Any, expected: Any) -> None:
@@ -208,7 +211,7 @@ def test_a_class_off_the_allow_list_is_refused_by_name(leaf: Leaf, open_transpor
     import tensorferry
 
     transport = open_transport()
-    with pytest.raises(tensorferry.UnsafePickle, match=r"\bleaves\b") as caught:
+    with pytest.raises(tensorferry.UnsafePickle, match=r"\bpickled_classes\b") as caught:
         send_and_receive(transport, transport, leaf.state(leaf.value()))
     assert isinstance(caught.value, tensorferry.TensorferryError)
     assert isinstance(caught.value, pickle.UnpicklingError)
@@ -338,11 +341,11 @@ def tensor_leaf(draw: Any, pool: dict[int, torch.Tensor], made: list[torch.Tenso
     dtype = draw(st.sampled_from(PLAIN_DTYPES))
     if kind == "view":
         number = draw(st.integers(0, 2))
-        tensor = pool.setdefault(number, leaves.random_bytes(256, seed=number)).view(dtype)
+        tensor = pool.setdefault(number, random_bytes(256, seed=number)).view(dtype)
     else:
         shape = draw(st.lists(st.integers(0, 4), max_size=3))
         count = torch.Size(shape).numel()
-        tensor = leaves.random_bytes(count * dtype.itemsize, seed=draw(st.integers(0, 9))).view(dtype).reshape(shape)
+        tensor = random_bytes(count * dtype.itemsize, seed=draw(st.integers(0, 9))).view(dtype).reshape(shape)
     for _ in range(draw(st.integers(0, 2))):
         how = draw(st.sampled_from(["slice", "step", "transpose", "expand", "unsqueeze"]))
         if how == "expand":
@@ -363,7 +366,7 @@ def tensor_leaf(draw: Any, pool: dict[int, torch.Tensor], made: list[torch.Tenso
         elif wrap in ("parameter", "frozen"):
             tensor = nn.Parameter(tensor, requires_grad=wrap == "parameter")
         elif wrap == "attribute":
-            tensor = leaves.with_attribute(tensor.detach(), draw(SCALARS))
+            tensor = with_attribute(tensor.detach(), draw(SCALARS))
     made.append(tensor)
     return tensor
 
@@ -395,9 +398,9 @@ def trees(draw: Any) -> Any:
             pairs.map(collections.OrderedDict),
             pairs.map(lambda d: collections.defaultdict(list, d)),
             several.map(collections.deque),
-            several.map(lambda items: leaves.Holder(items=items)),
-            st.tuples(inner, inner).map(lambda pair: leaves.Point(*pair)),
-            st.tuples(inner, inner, SCALARS).map(lambda three: leaves.Box(*three)),
+            several.map(lambda items: Holder(items=items)),
+            st.tuples(inner, inner).map(lambda pair: Point(*pair)),
+            st.tuples(inner, inner, SCALARS).map(lambda three: Box(*three)),
         )
 
     return draw(st.recursive(leaf, containers, max_leaves=12))
@@ -430,7 +433,7 @@ def _torchft_cannot(state: Any) -> bool:
         for leaf in torch.utils._pytree.tree_leaves(node):
             if isinstance(leaf, torch.Tensor):
                 yield leaf
-            elif isinstance(leaf, leaves.Holder):
+            elif isinstance(leaf, Holder):
                 yield from tensors(leaf.items)
 
     return any(

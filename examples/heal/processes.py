@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -16,6 +17,13 @@ from typing import IO, Any
 
 HERE = Path(__file__).parent
 Events = queue.SimpleQueue["tuple[Child, dict[str, Any]]"]
+
+
+def end(process: subprocess.Popen[Any]) -> None:
+    """SIGKILL for a process that leads a session of its own, and for whatever it has left behind there."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 @dataclass(eq=False)
@@ -53,6 +61,7 @@ class Child:
             stdout=subprocess.PIPE,
             stderr=self.log,
             env=env,
+            start_new_session=True,
         )
         self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()
@@ -93,8 +102,8 @@ class Child:
 
     def stop(self) -> None:
         """Make sure it is gone, and close what belonged to it."""
-        self.kill()
-        self.process.wait()
+        self.expected_to_go = True
+        end(self.process)
         self.reader.join()
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:

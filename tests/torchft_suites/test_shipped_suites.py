@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import os
-import signal
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from processes import end
 
 pytest.importorskip("torchft")
 
@@ -104,10 +103,7 @@ def run_in_child(tests: list[str], directory: Path, transport: str, seconds: int
         except subprocess.TimeoutExpired:
             status = None
         finally:
-            # The group is the child's own session: whatever it left behind goes with it.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
+            end(child)
     counted = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {}
     return status, log.read_text(encoding="utf-8", errors="replace"), counted
 

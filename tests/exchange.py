@@ -1,0 +1,147 @@
+"""What the tests of the contract exchange states with: receivers that stop or stay away, a slow relay, plain HTTP."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import http.client
+import re
+import socket
+import threading
+import time
+import urllib.parse
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+TIMEOUT = timedelta(seconds=30)
+TIMED_OUT = r"Timed out|timed out|timeout|time out"  # as torchft's own transport tests look for it
+CLEAN, POISON = 0x11, 0xEE
+
+
+def small_state() -> dict[str, Any]:
+    return {"user": {"w": torch.arange(10.0), "b": torch.ones(3, dtype=torch.bfloat16)}, "torchft": {"step": 3}}
+
+
+def big_state(mib: int = 64) -> dict[str, Any]:
+    return {"w": torch.full((mib << 20,), CLEAN, dtype=torch.uint8)}
+
+
+def receive(transport: Any, source: Any, step: int, seconds: float = 30) -> Any:
+    return transport.recv_checkpoint(0, source.metadata(), step, timedelta(seconds=seconds))
+
+
+@contextlib.contextmanager
+def in_background(function: Callable[..., Any], *arguments: Any) -> Iterator[concurrent.futures.Future]:
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        yield pool.submit(function, *arguments)
+
+
+class Reader:
+    """A receiver that reads as much as it is told to, and can stop in the middle of a transfer."""
+
+    def __init__(self, url: str, headers: str = "") -> None:
+        parts = urllib.parse.urlsplit(url)
+        self.socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
+        self.socket.settimeout(30)
+        self.socket.connect(("127.0.0.1", parts.port))
+        request = f"GET {parts.path} HTTP/1.1\r\nHost: {parts.netloc}\r\nConnection: close\r\n{headers}\r\n"
+        self.socket.sendall(request.encode())
+        self.data = bytearray()
+
+    def read_to(self, count: int) -> None:
+        while len(self.data) < count:
+            part = self.socket.recv(64 << 10)
+            assert part, f"the connection ended after {len(self.data)} bytes: {bytes(self.data[:300])!r}"
+            self.data += part
+
+    def read_rest(self, pause: float = 0) -> bytes:
+        """Everything that still comes, up to the end or the cut of the connection."""
+        with contextlib.suppress(ConnectionError):
+            while part := self.socket.recv(1 << 20):
+                self.data += part
+                time.sleep(pause)
+        return self.body
+
+    @property
+    def head(self) -> str:
+        return bytes(self.data).partition(b"\r\n\r\n")[0].decode("latin1")
+
+    @property
+    def body(self) -> bytes:
+        return bytes(self.data).partition(b"\r\n\r\n")[2]
+
+    @property
+    def content_length(self) -> int:
+        return int(re.search(r"(?i)^content-length: *(\d+)", self.head, re.MULTILINE).group(1))
+
+
+class SlowRelay:
+    """Stands before a source and passes its answers on: `budget` bytes at full speed, then one every 50 ms, or none."""
+
+    def __init__(self, metadata: str, budget: int, *, drip: bool) -> None:
+        parts = urllib.parse.urlsplit(metadata)
+        self.source = ("127.0.0.1", parts.port)
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.metadata = parts._replace(netloc=f"127.0.0.1:{self.listener.getsockname()[1]}").geturl()
+        self.budget = budget
+        self.drip = drip
+        self.closed = threading.Event()
+        self.sockets = [self.listener]
+        self.threads: list[threading.Thread] = []
+        self._start(self._accept)
+
+    def _start(self, function: Callable[..., None], *arguments: Any) -> None:
+        self.threads.append(threading.Thread(target=function, args=arguments, daemon=True))
+        self.threads[-1].start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self.listener.accept()
+                self.sockets.append(client)
+                server = socket.create_connection(self.source)
+                self.sockets.append(server)
+                self._start(self._requests, client, server)
+                self._start(self._answers, server, client)
+
+    def _requests(self, client: socket.socket, server: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while part := client.recv(1 << 16):
+                server.sendall(part)
+            server.shutdown(socket.SHUT_WR)
+
+    def _answers(self, server: socket.socket, client: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while part := server.recv(1 << 16):
+                quick = max(0, min(len(part), self.budget))
+                self.budget -= quick
+                client.sendall(part[:quick])
+                for byte in part[quick:]:
+                    if self.closed.wait(0.05):
+                        return
+                    if self.drip:
+                        client.sendall(bytes([byte]))
+            client.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        self.closed.set()
+        for one in self.sockets:
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
+        for thread in self.threads:
+            thread.join(10)
+
+
+def connect(transport: Any) -> http.client.HTTPConnection:
+    return http.client.HTTPConnection("127.0.0.1", urllib.parse.urlsplit(transport.metadata()).port, timeout=30)
+
+
+def path(transport: Any, resource: str) -> str:
+    return urllib.parse.urlsplit(transport.metadata()).path + resource
