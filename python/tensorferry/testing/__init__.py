@@ -1,0 +1,56 @@
+"""Faults for tests: what networks, peers and processes do to a checkpoint transport, and what comes of it.
+
+It works on any ``CheckpointTransport`` whose metadata is a URL, torchft's ``HTTPTransport`` included::
+
+    python -m tensorferry.testing --transports tensorferry,torchft --repeats 3
+
+:class:`FaultProxy` alone serves tests of other things: it stands between a receiver and its source.
+"""
+
+from .actors import BUILTIN, Candidate
+from .cell import Limits, Outcome
+from .faults import (
+    Answer,
+    Delay,
+    Divert,
+    Drip,
+    Duplicate,
+    Fault,
+    FlipByte,
+    HalfOpen,
+    OffsetFault,
+    ReplaceHead,
+    Reset,
+    Truncate,
+)
+from .matrix import broken_promises, format_table, run_matrix, to_json
+from .proxy import FaultProxy, ProxyCounters
+from .rows import SCENARIOS
+from .scenarios import Scenario
+
+__all__ = [
+    "BUILTIN",
+    "SCENARIOS",
+    "Answer",
+    "Candidate",
+    "Delay",
+    "Divert",
+    "Drip",
+    "Duplicate",
+    "Fault",
+    "FaultProxy",
+    "FlipByte",
+    "HalfOpen",
+    "Limits",
+    "OffsetFault",
+    "Outcome",
+    "ProxyCounters",
+    "ReplaceHead",
+    "Reset",
+    "Scenario",
+    "Truncate",
+    "broken_promises",
+    "format_table",
+    "run_matrix",
+    "to_json",
+]

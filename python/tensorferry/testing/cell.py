@@ -1,0 +1,246 @@
+"""One cell of the matrix: one source, one receiver, one thing that goes wrong between them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from .actors import Candidate, Received, SourceReport
+from .children import ChildGone, ChildHung, Children
+from .hostile import attacking
+from .proxy import FaultProxy
+from .scenarios import Scenario
+
+__all__ = ["Cell", "Limits", "Outcome", "run_cell"]
+
+STEP = 7
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How large and how long.
+
+    Args:
+        nbytes: size of the state
+        timeout: deadline of a receive, and the timeout both transports are made with, seconds
+        stall: how long the source's loop may pause, or a call of it take beyond what its timeout explains, seconds
+        grace: seconds past its deadline after which a receive is killed
+    """
+
+    nbytes: int = 64 << 20
+    timeout: float = 10.0
+    stall: float = 5.0
+    grace: float = 15.0
+
+
+@dataclass
+class Outcome:
+    """What came of one cell."""
+
+    fault: str
+    transport: str
+    repeat: int = 0
+    outcome: str = "healed"
+    """``"healed"``, ``"error"``, ``"wrong bytes"``, ``"hung"`` (killed), or ``"crashed"`` (the receiver)."""
+    source: str = "fine"
+    """``"fine"``, ``"gone"`` (as the fault has it), or how it was hurt: ``"crashed"``, ``"raised"``, ``"stalled"``,
+    ``"next heal failed"``."""
+    seconds: float = 0.0
+    late: bool = False
+    """Whether the receive took longer than its deadline and one second."""
+    wrong_bytes: int = 0
+    error: str | None = None
+    error_classes: tuple[str, ...] = ()
+    message: str = ""
+    source_seconds: float = 0.0
+    """The longest call of the source's trainer into its transport."""
+    struck: int = 0
+    """How often the fault struck; 0: it never did, and the cell says nothing."""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def hurt(self) -> bool:
+        """Whether the source was hurt."""
+        return self.source not in ("fine", "gone")
+
+    @property
+    def ending(self) -> str:
+        """``outcome``, or the class of the error."""
+        return self.error or self.outcome
+
+
+class Cell:
+    """What a scenario acts on."""
+
+    def __init__(self, children: Children, candidate: Candidate, limits: Limits, seed: int) -> None:
+        self._children = children
+        self._candidate = candidate
+        self._limits = limits
+        self._seed = seed
+        self.timeout = limits.timeout
+        self.nbytes = limits.nbytes
+        self.told = self.resumed = 0.0
+        self.step = STEP
+        self.newer_seed = seed + 1
+        self.seeds = [seed]
+        self.source, self.metadata = children.source(candidate, STEP, seed)
+        self.receiver = children.receiver(candidate)
+        self.proxy = FaultProxy.before(self.metadata)
+
+    def newer_is_right(self) -> None:
+        """From here on the receiver may also end with the second state, if it has all of it."""
+        self.seeds = [self._seed, self.newer_seed]
+
+    def another_source(self, same_state: bool) -> tuple[str, int, str]:
+        """Host, port and metadata of a source that takes the first one's place."""
+        _, metadata = self._children.source(self._candidate, STEP, self._seed if same_state else self.newer_seed)
+        url = urlsplit(metadata)
+        return url.hostname or "", url.port or 80, metadata
+
+    def ask_source(self, request: tuple[Any, ...]) -> Any:
+        """Has the source's trainer do something."""
+        return self.source.ask(request, self.timeout + self._limits.stall + self._limits.grace)
+
+    def resume_receiver(self) -> None:
+        """Lets a stopped receiver go on; it cannot have kept its deadline before."""
+        self.receiver.signal(signal.SIGCONT)
+        self.resumed = time.monotonic()
+
+    def withdraw(self) -> None:
+        """Has the source withdraw its state, and its trainer write over it."""
+        self.ask_source(("withdraw",))
+
+
+def run_cell(candidate: Candidate, scenario: Scenario, limits: Limits, repeat: int = 0) -> Outcome:
+    """Runs one cell in processes of its own; it ends in time, whatever they do."""
+    outcome = Outcome(scenario.name, candidate.name, repeat)
+    limits = dataclasses.replace(limits, nbytes=max(limits.nbytes, scenario.nbytes))
+    candidate = dataclasses.replace(candidate, lanes=candidate.lanes and (scenario.lanes or candidate.lanes))
+    bound = 8 * limits.timeout + 10 * limits.stall + 300
+    with Children(limits.nbytes, limits.timeout, bound) as children:
+        cell = Cell(children, candidate, limits, seed=1000 + 2 * repeat)
+        cell.proxy.close()
+        script = scenario.faults(cell) if callable(scenario.faults) else scenario.faults
+        with FaultProxy.before(cell.metadata, script) as cell.proxy, _attack(cell, scenario, outcome):
+            _receive(cell, scenario, limits, outcome)
+            outcome.struck += cell.proxy.fired.total()
+        _examine_source(cell, children, candidate, scenario, limits, outcome)
+    return outcome
+
+
+@contextlib.contextmanager
+def _attack(cell: Cell, scenario: Scenario, outcome: Outcome) -> Iterator[None]:
+    if scenario.attack is None:
+        yield
+        return
+    with attacking(cell.metadata, scenario.attack) as opened:
+        yield
+        outcome.struck += opened()
+
+
+def _receive(cell: Cell, scenario: Scenario, limits: Limits, outcome: Outcome) -> None:
+    """One receive through the proxy, with what happens during it."""
+    if scenario.during:
+        cell.proxy.hold(int(limits.nbytes * scenario.part))
+    step = STEP + 5 if scenario.wrong_step else STEP
+    if scenario.wrong_step or not (scenario.faults or scenario.during or scenario.attack):
+        outcome.struck += 1
+    receiver = cell.receiver
+    # The state may become one of two while the receive runs; which of them are right is known at its end.
+    cell.told = time.monotonic()
+    receiver.tell((cell.proxy.through(cell.metadata), step, [cell._seed, cell.newer_seed]))
+    try:
+        if scenario.during:
+            if cell.proxy.wait_held(limits.timeout, receiver.answered):
+                outcome.struck += 1
+                _during(cell, scenario, outcome)
+            cell.proxy.release()
+        received = cell._children.received(receiver, limits.grace)
+    except ChildHung as hung:
+        outcome.outcome, outcome.seconds, outcome.late = "hung", time.monotonic() - cell.told, True
+        outcome.message = str(hung)
+        return
+    except ChildGone as gone:
+        outcome.outcome, outcome.message = "crashed", str(gone)
+        return
+    _judge(received, cell, limits, outcome)
+
+
+def _during(cell: Cell, scenario: Scenario, outcome: Outcome) -> None:
+    assert scenario.during
+    try:
+        scenario.during(cell)
+    except (ChildGone, ChildHung) as error:
+        outcome.source = "crashed" if isinstance(error, ChildGone) else "stalled"
+        outcome.notes.append(str(error))
+
+
+def _judge(received: Received, cell: Cell, limits: Limits, outcome: Outcome) -> None:
+    outcome.seconds = received.seconds
+    outcome.late = received.seconds > max(limits.timeout, cell.resumed - cell.told) + 1
+    outcome.error, outcome.error_classes = received.error, received.classes
+    outcome.message = received.message
+    if received.error:
+        outcome.outcome = "error"
+    elif received.wrong_bytes:
+        outcome.outcome, outcome.wrong_bytes = "wrong bytes", received.wrong_bytes
+    elif received.newer and len(cell.seeds) == 1:
+        outcome.outcome, outcome.wrong_bytes = "wrong bytes", limits.nbytes
+        outcome.notes.append("it is all of a state that was not asked for")
+
+
+def _examine_source(
+    cell: Cell, children: Children, candidate: Candidate, scenario: Scenario, limits: Limits, outcome: Outcome
+) -> None:
+    """Whether the source goes on: its trainer's next step, and a good receiver's heal from that."""
+    if not scenario.survives:
+        outcome.source = "gone"
+        return
+    if outcome.hurt:
+        return
+    try:
+        cell.withdraw()
+        cell.ask_source(("publish", STEP + 2, cell.newer_seed))
+        report = cell.ask_source(("report",))
+    except (ChildGone, ChildHung) as error:
+        outcome.source = "crashed" if isinstance(error, ChildGone) else "stalled"
+        outcome.notes.append(str(error))
+        return
+    _judge_report(report, scenario, limits, outcome)
+    if "panicked" in cell.source.printed():
+        outcome.source = "crashed"
+        outcome.notes.append(cell.source.printed())
+    try:
+        fresh = cell.receiver if outcome.outcome in ("healed", "error", "wrong bytes") else children.receiver(candidate)
+        after = children.receive(fresh, cell.metadata, STEP + 2, [cell.newer_seed], limits.grace)
+        failed = f"{after.error} {after.message}, {after.wrong_bytes} wrong bytes"
+        failed = failed if after.error or after.wrong_bytes else ""
+    except (ChildGone, ChildHung) as error:
+        failed = str(error)
+    if failed:
+        outcome.source = outcome.source if outcome.hurt else "next heal failed"
+        outcome.notes.append(f"the next heal: {failed}")
+
+
+def _judge_report(report: SourceReport, scenario: Scenario, limits: Limits, outcome: Outcome) -> None:
+    # A source that was stopped has paused, of course.
+    paused = report.longest_pause > limits.stall and scenario.name != "source-pause"
+    if paused:
+        outcome.source = "stalled"
+        outcome.notes.append(f"the source's loop paused for {report.longest_pause:.1f} s")
+    outcome.source_seconds = max(seconds for _, seconds, _ in report.calls)
+    for name, seconds, raised in report.calls:
+        # disallow_checkpoint may wait for readers for as long as its timeout says.
+        allowed = limits.stall + (limits.timeout if name == "disallow_checkpoint" else 0)
+        if raised:
+            outcome.source = "raised"
+            outcome.notes.append(f"{name} raised {raised} after {seconds:.1f} s")
+        elif seconds > allowed:
+            outcome.source = "stalled"
+            outcome.notes.append(f"{name} took {seconds:.1f} s")

@@ -1,0 +1,214 @@
+"""The rows of the matrix that come with the suite."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from .children import wait_until
+from .faults import (
+    Answer,
+    Delay,
+    Divert,
+    Drip,
+    Duplicate,
+    Fault,
+    FlipByte,
+    HalfOpen,
+    ReplaceHead,
+    Reset,
+    Truncate,
+)
+from .hostile import ATTACKS
+from .scenarios import HEALED, Scenario
+
+if TYPE_CHECKING:
+    from .cell import Cell
+
+__all__ = ["SCENARIOS"]
+
+GONE = frozenset({"ConnectError", "FetchTimeout"})
+"""How tensorferry says that a source cannot be reached or does not go on."""
+ODD = GONE | {"ProtocolError"}
+"""And that what it sends is not HTTP."""
+
+DEEP = 300_000
+"""In the first body of most connections; requests for metadata carry less."""
+DEEPER = 1_300_000
+"""After the first block, so that the transfer has begun; not after the last byte of a connection's share."""
+# What a source still has to send must be more than the 4 MiB that the kernel takes off its hands.
+LARGE = 128 << 20
+
+
+def _sigkill(cell: Cell) -> None:
+    cell.source.signal(signal.SIGKILL)
+    wait_until(lambda: not cell.source.alive(), 10)
+
+
+def _sigstop(cell: Cell) -> None:
+    cell.source.signal(signal.SIGSTOP)
+
+
+def _pause(cell: Cell) -> None:
+    cell.source.signal(signal.SIGSTOP)
+    cell.proxy.release()
+    time.sleep(min(1.5, cell.timeout / 3))
+    cell.source.signal(signal.SIGCONT)
+
+
+def _restart(cell: Cell) -> None:
+    _sigkill(cell)
+    cell.proxy.retarget(*cell.another_source(same_state=True)[:2])
+
+
+def _republish(cell: Cell) -> None:
+    """The same step with other bytes, while the first ones are under way."""
+    cell.newer_is_right()
+    cell.ask_source(("publish", cell.step, cell.newer_seed))
+
+
+def _stall(cell: Cell) -> None:
+    """The receiver reads nothing while its source withdraws the state, writes over it and publishes the next step.
+
+    Nor does the proxy: what it took would be off the source's hands.
+    """
+    cell.receiver.signal(signal.SIGSTOP)
+    try:
+        cell.withdraw()
+        cell.ask_source(("publish", cell.step + 1, cell.newer_seed))
+    finally:
+        cell.resume_receiver()
+
+
+def _move_on(cell: Cell) -> None:
+    """The source withdraws and publishes the next step; the receiver reads on meanwhile."""
+    cell.proxy.release()
+    cell.withdraw()
+    cell.ask_source(("publish", cell.step + 1, cell.newer_seed))
+
+
+def _slow(cell: Cell) -> tuple[Fault, ...]:
+    """Each lane of four would need 1.5 times the timeout, each eighth of the state less than it."""
+    interval = 0.02
+    return (Drip(size=int(cell.nbytes / 4 / (1.5 * cell.timeout) * interval), interval=interval),)
+
+
+def _twin(cell: Cell) -> tuple[Fault, ...]:
+    """Later connections come to another process that serves other bytes as the same step, under the same path."""
+    host, port, metadata = cell.another_source(same_state=False)
+    cell.newer_is_right()
+    old, new = urlsplit(cell.metadata).path.encode(), urlsplit(metadata).path.encode()
+    return (Divert(connections=range(3, 1 << 30), host=host, port=port, old=old, new=new),)
+
+
+def _places(
+    name: str,
+    about: str,
+    make: Callable[..., Fault],
+    always: frozenset[str],
+    once: bool = True,
+    **more: object,
+) -> list[Scenario]:
+    """A fault on one connection of several, on connections that are well afterwards, and on all for ever.
+
+    Args:
+        name: of the fault
+        about: what it does
+        make: its class
+        always: how tensorferry may end when every connection has it
+        once: whether the receiver notices at once, so that it can be well again in the same receive
+        more: arguments of the fault
+    """
+    rows = [
+        Scenario(f"{name}-lane", f"{about}: one of several", (make(connections=1, order="reaching", at=DEEP, **more),)),
+        Scenario(f"{name}-all", f"{about}: every connection", (make(at=DEEP, **more),), expected=always),
+    ]
+    if once:
+        opening = make(connections=range(2), at=DEEP, **more)
+        each = make(connections=range(4), order="reaching", at=DEEPER, **more)
+        rows[1:1] = [
+            Scenario(f"{name}-opening", f"{about}: the first two connections, in the first answer", (opening,)),
+            Scenario(f"{name}-once", f"{about}: each of the first four connections, once under way", (each,)),
+        ]
+    return rows
+
+
+def _answers(name: str, about: str, expected: frozenset[str], **answer: object) -> list[Scenario]:
+    """An answer that is not the source's, to one connection and to all."""
+    make: Callable[..., Fault] = Answer
+    return [
+        Scenario(f"{name}-lane", f"{about}: one connection", (make(connections=2, **answer),)),
+        Scenario(f"{name}-all", f"{about}: every connection", (make(**answer),), expected=expected),
+    ]
+
+
+_NOISE = bytes((i * 2654435761 >> 13) & 0xFF for i in range(32768))
+_OK = b"HTTP/1.1 200 OK\r\n"
+
+_ROWS = [
+    Scenario("none", "nothing goes wrong"),
+    *_places("truncate", "closed in the middle of a body", Truncate, GONE),
+    *_places("reset", "reset in the middle of a body", Reset, GONE),
+    *_places("half-open", "silent from the middle of a body on", HalfOpen, GONE, once=False),
+    *_places("drip", "one byte each 0.1 s from the middle of a body on", Drip, GONE, once=False),
+    *_places("duplicate", "64 bytes of a body come twice", Duplicate, ODD | {HEALED, "CorruptCheckpoint"}),
+    *_places("flip", "a byte of a body is changed", FlipByte, frozenset({HEALED, "CorruptCheckpoint"})),
+    Scenario("flip-start", "a byte at the start of the first body, once", (FlipByte(connections=0, at=100),)),
+    Scenario("stubborn", "each of the first five connections is closed in its first body",
+        (Truncate(connections=range(5), order="reaching", at=DEEP),), expected=GONE | {HEALED}),
+    Scenario("delay-lane", "0.5 s of silence on one connection",
+        (Delay(connections=1, order="reaching", at=DEEP, seconds=0.5),)),
+    Scenario("delay-all", "0.2 s of silence on every connection", (Delay(at=DEEP),)),
+    Scenario("drip-head-all", "one byte each 0.1 s from the first one on", (Drip(of="stream"),), expected=GONE),
+    Scenario(
+        "drip-request-all",
+        "requests reach the source one byte each 0.1 s",
+        (Drip(of="stream", direction="request"),),
+        expected=GONE,
+    ),
+    Scenario("reset-request", "the first connection is reset in the middle of its request",
+        (Reset(of="stream", direction="request", at=10, connections=0),), expected=frozenset({HEALED}) | GONE),
+    *_answers("garbage-answer", "32 KiB of noise for an answer", ODD, data=_NOISE),
+    *_answers("empty-answer", "closed without an answer", GONE),
+    *_answers("huge-header-answer", "a header of 8 MiB", ODD, data=_OK + b"X: " + b"a" * (8 << 20)),
+    *_answers("endless-header-answer", "headers without end", ODD, data=_OK, repeat=b"X: a\r\n" * 500,
+        interval=0.01),
+    *_answers("endless-continue", "100 Continue without end", ODD, repeat=b"HTTP/1.1 100 Continue\r\n\r\n",
+        interval=0.01),
+    *_answers("short-answer", "200, and a body shorter than its Content-Length", ODD | {"SourceRefused"},
+        data=_OK + b"Content-Length: 9999999\r\n\r\n" + _NOISE),
+    *_answers("status-500", "500 for an answer", frozenset({"SourceRefused"}) | GONE,
+        data=b"HTTP/1.1 500 No\r\nContent-Length: 0\r\n\r\n"),
+    Scenario("lying-length", "a Content-Length ten times as long, on one connection",
+        (ReplaceHead(connections=1, old=b"content-length: ", new=b"content-length: 1"),)),
+    Scenario("lying-range", "a Content-Range of another place, on one connection",
+        (ReplaceHead(connections=1, old=b"content-range: bytes ", new=b"content-range: bytes 1"),)),
+    Scenario("wrong-step", "the source serves another step", wrong_step=True, expected=frozenset({"WrongStep"})),
+    Scenario("wrong-generation", "later connections come to another process with other bytes as the same step", _twin,
+        expected=frozenset({HEALED, "SourceChanged"}) | GONE),
+    Scenario("republish", "the source publishes other bytes as the same step, mid-transfer", during=_republish,
+        expected=frozenset({HEALED, "SourceChanged"}), private=frozenset({HEALED})),
+    Scenario("move-on", "the source withdraws, writes over the state and publishes the next step, mid-transfer",
+        during=_move_on, expected=frozenset({HEALED, "SourceChanged", "WrongStep"}) | GONE,
+        private=frozenset({HEALED})),
+    Scenario("source-sigkill", "the source is killed mid-transfer", during=_sigkill, expected=GONE, survives=False),
+    Scenario("source-sigstop", "the source is stopped mid-transfer, for good", during=_sigstop, expected=GONE,
+        survives=False),
+    Scenario("source-pause", "the source is stopped mid-transfer, for a moment", during=_pause, survives=True),
+    Scenario("source-restart", "the source is killed mid-transfer and another takes its port", during=_restart,
+        expected=frozenset({"SourceRefused", "SourceChanged"}) | GONE, survives=False),
+    Scenario("reader-stall", "the receiver stops reading while the source withdraws the state and goes on",
+        during=_stall, part=0.15, nbytes=LARGE, lanes=1,
+        expected=frozenset({HEALED, "SourceChanged", "WrongStep"}) | GONE,
+        private=frozenset({HEALED})),
+    Scenario("reader-slow", "the receiver reads slowly while the source withdraws the state and goes on", _slow,
+        during=_move_on, part=0.06, nbytes=LARGE, expected=frozenset({HEALED, "SourceChanged", "WrongStep"}) | GONE),
+    *(Scenario(f"source-{name}", f"{attack.connections} connections of a hostile crowd at the source: {name}",
+        attack=attack) for name, attack in ATTACKS.items()),
+]  # fmt: skip
+
+SCENARIOS: Mapping[str, Scenario] = {row.name: row for row in _ROWS}
+"""All rows by name, in the order of the table."""

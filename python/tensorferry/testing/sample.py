@@ -1,0 +1,71 @@
+"""A state made from a seed, so that a receiver knows what the source holds without being told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten
+
+__all__ = ["overwrite", "sample_state", "wrong_bytes"]
+
+_MIB = 1 << 20
+_LARGE = 8
+_SMALL = 64
+
+
+def sample_state(seed: int, nbytes: int) -> dict[str, Any]:
+    """Weights, optimizer state and plain objects that fill ``nbytes``; another seed gives other bytes everywhere.
+
+    Args:
+        seed: what the bytes are made from
+        nbytes: size of all tensors together
+    """
+    random = torch.Generator().manual_seed(seed)
+
+    def some(size: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=random).view(dtype)
+
+    large = nbytes // _LARGE // 8 * 8
+    dtypes = (torch.float32, torch.bfloat16, torch.int64, torch.uint8)
+    return {
+        "model": {f"layer{i}.weight": some(large, dtypes[i % len(dtypes)]) for i in range(_LARGE)},
+        "optim": {
+            "state": {i: {"step": some(8, torch.int64), "exp_avg": some(1024, torch.float32)} for i in range(_SMALL)},
+            "param_groups": [{"lr": seed / 1000, "betas": (0.9, 0.999), "params": list(range(_SMALL))}],
+        },
+        "seed": seed,
+        "name": f"state {seed}",
+    }
+
+
+def wrong_bytes(received: Any, expected: Any) -> int:
+    """How many bytes of ``received`` differ from ``expected``.
+
+    A tensor whose type, dtype or shape differs counts whole, any other leaf as the text it prints as; so does a leaf
+    that is missing. A tree of another shape counts as all of the expected state.
+    """
+    want, want_tree = tree_flatten(expected)
+    got, got_tree = tree_flatten(received)
+    if got_tree != want_tree:
+        return sum(_size(leaf) for leaf in want)
+    return sum(_differing(a, b) for a, b in zip(got, want, strict=True))
+
+
+def overwrite(state: Any) -> None:
+    """Writes over every tensor in place, as a trainer does that goes on: who still reads gets wrong bytes."""
+    for leaf in tree_flatten(state)[0]:
+        if isinstance(leaf, torch.Tensor):
+            leaf.view(torch.uint8).fill_(0xA5)
+
+
+def _size(leaf: Any) -> int:
+    return int(leaf.nbytes) if isinstance(leaf, torch.Tensor) else len(repr(leaf))
+
+
+def _differing(got: Any, want: Any) -> int:
+    if not isinstance(want, torch.Tensor):
+        return 0 if type(got) is type(want) and got == want else max(_size(want), 1)
+    if type(got) is not type(want) or got.dtype != want.dtype or got.shape != want.shape:
+        return int(want.nbytes)
+    return int((got.contiguous().view(torch.uint8) != want.contiguous().view(torch.uint8)).sum())
