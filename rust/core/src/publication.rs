@@ -4,7 +4,7 @@ use std::any::Any;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use tensorferry_wire::container::{self, Entry, Header};
@@ -119,6 +119,8 @@ struct BlockDigest {
 #[derive(Default)]
 struct Readers {
     active: usize,
+    /// When the last one left; `None` if there never was one.
+    left: Option<Instant>,
     withdrawn: bool,
     connections: Vec<Weak<Notify>>,
 }
@@ -329,6 +331,7 @@ impl Drop for Lease {
     fn drop(&mut self) {
         let mut readers = self.publication.readers();
         readers.active -= 1;
+        readers.left = Some(Instant::now());
         if readers.active == 0 {
             self.publication.idle.notify_all();
         }
@@ -353,6 +356,19 @@ impl Publication {
     /// No lease is given from here on.
     pub(crate) fn close(&self) {
         self.readers().withdrawn = true;
+    }
+
+    /// How long nobody has read; `None` while somebody does.
+    pub(crate) fn idle_for(&self) -> Option<Duration> {
+        let readers = self.readers();
+        let left = readers.left.filter(|_| readers.active == 0);
+        (readers.active == 0).then(|| left.map_or(Duration::MAX, |left| left.elapsed()))
+    }
+
+    /// Whether there ever was a reader.
+    pub(crate) fn was_read(&self) -> bool {
+        let readers = self.readers();
+        readers.active > 0 || readers.left.is_some()
     }
 
     /// How many readers hold a lease.

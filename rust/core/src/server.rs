@@ -115,6 +115,13 @@ impl Server {
                 local: local.transpose().map_err(failed)?,
             }
         };
+        let (sweeping, mut over) = (Arc::clone(&shared), stopped.clone());
+        handle.spawn(async move {
+            tokio::select! {
+                () = sweeping.store.sweep() => {}
+                _ = over.wait_for(|s| *s) => {}
+            }
+        });
         let permits = Arc::new(Semaphore::new(config.max_connections));
         let accepting = Arc::clone(&shared);
         handle.spawn(async move {

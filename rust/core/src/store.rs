@@ -1,9 +1,11 @@
 //! What is served now: at most one publication, behind a gate that is open or closed.
 
+use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
+use tensorferry_wire::request;
 use tokio::sync::Notify;
 
 use crate::error::{Error, ErrorKind};
@@ -11,6 +13,8 @@ use crate::publication::{Lease, Publication, Stability};
 
 /// Withdrawn private snapshots that may still be finishing transfers; the oldest is cut when there are more.
 const MAX_RETIRED: usize = 2;
+/// How long such a snapshot waits for the next request of a transfer that takes several.
+const LINGER: Duration = Duration::from_secs(2);
 
 /// How long a request for a step ahead of the one served waits before it is refused.
 const AHEAD_GRACE: Duration = Duration::from_secs(1);
@@ -23,6 +27,8 @@ pub struct Store {
     sequence: AtomicU64,
     state: Mutex<State>,
     changed: Notify,
+    /// Told when something lingers.
+    lingering: Notify,
 }
 
 #[derive(Debug, Default)]
@@ -33,6 +39,8 @@ struct State {
     current: Option<Arc<Publication>>,
     // Weak: a reader's lease keeps its publication alive, and nothing else should.
     retired: Vec<Weak<Publication>>,
+    /// Private snapshots that were withdrawn in the middle of transfers, oldest first.
+    lingering: VecDeque<Arc<Publication>>,
 }
 
 /// How a withdrawal ended.
@@ -63,6 +71,7 @@ impl Store {
             sequence: AtomicU64::new(1),
             state: Mutex::default(),
             changed: Notify::new(),
+            lingering: Notify::new(),
         })
     }
 
@@ -83,6 +92,7 @@ impl Store {
         drop(state);
         drop(gone);
         self.changed.notify_waiters();
+        self.lingering.notify_one();
     }
 
     /// Opens the gate and serves what is there under the number `step`.
@@ -94,8 +104,8 @@ impl Store {
         self.changed.notify_waiters();
     }
 
-    /// Closes the gate and withdraws what is served. A private copy is let go of at once, its running transfers finish
-    /// from it. Borrowed memory is drained: running transfers may finish for at most `patience`, then their connections
+    /// Closes the gate and withdraws what is served. A private copy is let go of at once, its running transfers, next
+    /// requests included, finish from it. Borrowed memory is drained: running transfers may finish for at most `patience`, then their connections
     /// are cut; when this returns, not one more byte of that memory is read.
     pub fn withdraw(&self, patience: Duration) -> Withdrawn {
         let mut state = self.state();
@@ -104,6 +114,7 @@ impl Store {
         let borrowed: Vec<_> = state.retired().filter(|p| p.stability() == Stability::Borrowed).collect();
         drop(state);
         drop(gone);
+        self.lingering.notify_one();
         if borrowed.is_empty() {
             return Withdrawn::Clean;
         }
@@ -133,7 +144,8 @@ impl Store {
         state.closed = true;
         state.allowed = false;
         let current = state.current.take();
-        let all: Vec<_> = current.into_iter().chain(state.retired()).collect();
+        let lingering = std::mem::take(&mut state.lingering);
+        let all: Vec<_> = current.into_iter().chain(lingering).chain(state.retired()).collect();
         drop(state);
         self.changed.notify_waiters();
         for publication in all {
@@ -162,6 +174,40 @@ impl Store {
             + state.retired().map(|p| p.active()).sum::<usize>();
         drop(state);
         readers
+    }
+
+    /// A snapshot that was withdrawn in the middle of a transfer, for the next request of that transfer: `if_match` is
+    /// the condition it sends.
+    pub(crate) fn lookup_lingering(&self, if_match: &str, cut: &Arc<Notify>) -> Option<Arc<Lease>> {
+        let state = self.state();
+        let found = state.lingering.iter().find(|p| request::etag_matches_strong(if_match, p.etag()));
+        found.and_then(|publication| Lease::take(publication, cut))
+    }
+
+    /// Lets go of withdrawn snapshots whose transfers are over. Runs for as long as the server does.
+    pub(crate) async fn sweep(&self) {
+        loop {
+            self.lingering.notified().await;
+            while self.sweep_once() {
+                tokio::time::sleep(LINGER / 4).await;
+            }
+        }
+    }
+
+    /// Whether there is something left to look after.
+    fn sweep_once(&self) -> bool {
+        let over = |p: &Arc<Publication>| p.idle_for().is_some_and(|idle| idle >= LINGER);
+        let mut state = self.state();
+        let (gone, kept): (VecDeque<_>, VecDeque<_>) = state.lingering.drain(..).partition(over);
+        let left = !kept.is_empty();
+        state.lingering = kept;
+        drop(state);
+        for publication in &gone {
+            publication.close();
+        }
+        // Outside the lock: dropping may run foreign code.
+        drop(gone);
+        left
     }
 
     /// Waits until the gate is open, then looks for `step`. A step ahead of the one served is given a moment: a peer that
@@ -206,16 +252,23 @@ impl State {
         self.retired.iter().filter_map(Weak::upgrade)
     }
 
-    /// Takes no new reader for `publication`, but remembers it for as long as it has some. Returns what the caller must
+    /// Takes no new transfer for `publication`, but remembers it for as long as it has some. Returns what the caller must
     /// drop outside the lock, since dropping may run foreign code.
     fn retire(&mut self, publication: Arc<Publication>) -> Vec<Arc<Publication>> {
-        publication.close();
         self.retired.retain(|p| p.strong_count() > 0);
         self.retired.push(Arc::downgrade(&publication));
-        let private: Vec<_> =
-            self.retired().filter(|p| p.stability() == Stability::Private && p.active() > 0).collect();
-        let excess = private.len().saturating_sub(MAX_RETIRED);
-        private[..excess].iter().for_each(|p| p.cut());
-        private.into_iter().chain([publication]).collect()
+        let in_use = publication.idle_for().is_none_or(|idle| idle < LINGER);
+        if publication.stability() == Stability::Borrowed || !publication.was_read() || !in_use {
+            publication.close();
+            return vec![publication];
+        }
+        self.lingering.push_back(publication);
+        let excess = self.lingering.len().saturating_sub(MAX_RETIRED);
+        let gone: Vec<_> = self.lingering.drain(..excess).collect();
+        for publication in &gone {
+            publication.close();
+            publication.cut();
+        }
+        gone
     }
 }

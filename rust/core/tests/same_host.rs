@@ -94,7 +94,7 @@ fn a_snapshot_that_was_replaced_is_noticed_here_too() {
     // The name was learned with the old snapshot.
     let (old, new) = (State::of(&[LARGE], 1), State::of(&[LARGE], 2));
     let rig = Rig::new();
-    rig.server.store().publish(STEP, old.publication(Stability::Private));
+    rig.server.store().publish(STEP, old.publication(Stability::Borrowed));
     let remote = Remote::open(&[&rig.url()], STEP, wanted()).unwrap();
     rig.server.store().withdraw(PATIENCE);
     rig.server.store().publish(STEP, new.publication(Stability::Private));

@@ -149,9 +149,10 @@ fn reserved_entries_and_payload_never_come_from_two_snapshots() {
 #[test]
 fn a_source_that_moves_on_is_noticed() {
     let (old, new) = (State::of(&[8 * BLOCK], 1), State::of(&[8 * BLOCK], 2));
-    let rig = Rig::serving(&old);
+    let rig = Rig::new();
+    rig.server.store().publish(STEP, old.publication(Stability::Borrowed));
     let remote = Remote::open(&[&rig.url()], STEP, lanes(2)).unwrap();
-    rig.server.store().publish(STEP, new.publication(Stability::Private));
+    rig.server.store().publish(STEP, new.publication(Stability::Borrowed));
     let failed = remote.fetch(Destination::Fresh).unwrap_err();
     assert_eq!(failed.kind(), ErrorKind::Changed, "{failed}");
 

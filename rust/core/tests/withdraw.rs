@@ -8,8 +8,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use common::raw::{Raw, get};
-use common::{BLOCK, PATIENCE, Rig, STEP, State, eventually, noise};
-use tensorferry_core::{Item, Memory, Publication, Stability, Withdrawn};
+use common::{BLOCK, PATIENCE, Rig, STEP, State, eventually, lanes, noise};
+use tensorferry_core::{Destination, Item, Memory, Publication, Remote, Stability, Withdrawn};
 use tensorferry_wire::dtype::Dtype;
 
 /// More than the socket buffers of both ends hold, so that a reader who does not read keeps the transfer running.
@@ -262,4 +262,44 @@ fn withdrawn_private_snapshots_do_not_pile_up() {
         }
         assert!(reader.buffer.ends_with(state.bytes("w0")));
     }
+}
+
+#[test]
+fn a_receive_of_many_requests_finishes_from_a_withdrawn_copy() {
+    let dropped = Arc::new(AtomicUsize::new(0));
+    let (old, new) = (State::of(&[LARGE], 1), State::of(&[LARGE], 2));
+    let rig = Rig::new();
+    let store = rig.server.store();
+    store.publish(STEP, old.owned_by(Stability::Private, Box::new(Owner(Arc::clone(&dropped)))));
+    let remote = Remote::open(&[&rig.url()], STEP, lanes(3)).unwrap();
+    // Opened, and nobody reads at this moment.
+    eventually("no answer is under way", || store.active() == 0);
+    assert_eq!(store.withdraw(PATIENCE), Withdrawn::Clean);
+    store.publish(STEP + 1, new.publication(Stability::Private));
+    let header = remote.header().clone();
+    old.check(&header, &remote.fetch(Destination::Fresh).unwrap());
+    eventually("the copy is let go of", || dropped.load(Ordering::SeqCst) == 1);
+    // Whoever comes without having begun gets what is served now.
+    assert_eq!(get(&rig, &rig.path("7.safetensors"), &[]).status, 400);
+    let remote = Remote::open(&[&rig.url()], STEP + 1, lanes(3)).unwrap();
+    let header = remote.header().clone();
+    new.check(&header, &remote.fetch(Destination::Fresh).unwrap());
+}
+
+#[test]
+fn no_more_than_two_withdrawn_copies_are_kept() {
+    let dropped = Arc::new(AtomicUsize::new(0));
+    let state = State::of(&[LARGE], 1);
+    let rig = Rig::new();
+    let store = rig.server.store();
+    let mut begun = Vec::new();
+    for step in 0..4 {
+        store.publish(step, state.owned_by(Stability::Private, Box::new(Owner(Arc::clone(&dropped)))));
+        begun.push(Remote::open(&[&rig.url()], step, lanes(2)).unwrap());
+    }
+    store.publish(4, state.publication(Stability::Borrowed));
+    eventually("two are gone", || dropped.load(Ordering::SeqCst) == 2);
+    // The latest first: they do not wait for ever.
+    let ended: Vec<_> = begun.into_iter().rev().map(|remote| remote.fetch(Destination::Fresh).is_ok()).collect();
+    assert_eq!(ended, [true, true, false, false]);
 }

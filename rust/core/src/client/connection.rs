@@ -98,6 +98,11 @@ impl Connection {
         self.same_host
     }
 
+    /// What another thread ends this connection with.
+    pub(crate) fn socket(&self) -> &Arc<Socket> {
+        &self.stream
+    }
+
     pub(crate) fn source(&self) -> &Arc<Source> {
         &self.source
     }

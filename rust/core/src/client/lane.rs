@@ -13,6 +13,7 @@ use super::limits::Limits;
 use super::open::{check_range, read_digests};
 use super::plan::{Plan, Queue};
 use super::remote::{changed, checksum_slices};
+use super::watch::{Watch, rate};
 use crate::error::{Error, ErrorKind};
 
 /// Failures in a row, without one block in between, after which a lane gives up.
@@ -114,6 +115,7 @@ pub(super) struct Transfer<'a> {
     pub(super) header_digest: u64,
     pub(super) limits: &'a Limits,
     pub(super) received: &'a Received,
+    pub(super) watch: Watch,
     pub(super) alive: AtomicUsize,
 }
 
@@ -125,24 +127,33 @@ impl Transfer<'_> {
         let mut failures = 0;
         let mut turn = if self.spread { index } else { 0 };
         let mut sink = vec![0; block_len()];
-        while let Some((first, end)) = self.queue.take() {
+        while let Some((first, end)) = self.queue.take(|| self.watch.cut_slow()) {
             let mut at = first;
             // After a failure the lane tries the next source, and stays there.
             let origin = (self.primary + turn) % self.peers.len();
             let peer = &self.peers[origin];
-            let result = self.fetch_range(origin, &mut connection, &mut at, end, &mut sink);
-            let Err(error) = result else {
+            let result = self.fetch_range(index, origin, &mut connection, &mut at, end, &mut sink);
+            let slow = self.watch.end(index);
+            let Err(mut error) = result else {
                 failures = 0;
                 self.queue.give_back(None);
                 continue;
             };
+            if let Some(rate) = slow {
+                let text = format!("timed out: at {rate} bytes per second it is far slower than the other connections");
+                error = Error::new(ErrorKind::Timeout, text);
+            }
+            if error.kind() != ErrorKind::Cancelled {
+                error = self.placed(error, peer, at, end);
+            }
             // Whatever it was: the network is the way that has to work.
             let around_the_network = connection.take().is_some_and(|c| c.is_same_host());
             if around_the_network {
                 peer.give_up_same_host();
             }
             turn += 1;
-            failures = if at > first { 1 } else { failures + 1 };
+            // A lane that was merely slow is not at fault twice.
+            failures = if at > first || slow.is_some() { 1 } else { failures + 1 };
             let elsewhere = (self.peers.len() > 1 || around_the_network) && error.kind() != ErrorKind::Cancelled;
             let over = self.limits.left().is_err();
             if over || !(error.is_transient() || elsewhere) {
@@ -167,6 +178,18 @@ impl Transfer<'_> {
         connection.filter(Connection::is_reusable)
     }
 
+    /// `error` with what was being fetched, from where, and how far the transfer has come.
+    fn placed(&self, error: Error, peer: &Peer, at: u64, end: u64) -> Error {
+        let (start, stop) = (self.plan.block_bounds(at).0, self.plan.block_bounds(end - 1).1);
+        let bytes = self.received.bytes.load(Ordering::Relaxed);
+        let rate = rate(bytes, self.limits.started.elapsed());
+        let source = peer.source.authority();
+        error.at(&format!(
+            "{} from {source}, payload bytes {start}-{stop}, after {bytes} of {} bytes at {rate} bytes per second",
+            self.path, self.payload_len
+        ))
+    }
+
     /// Sleeps, but no longer than the transfer goes on.
     fn pause(&self, length: Duration) {
         let step = Duration::from_millis(20);
@@ -177,9 +200,10 @@ impl Transfer<'_> {
         }
     }
 
-    /// Fetches blocks `[*at, end)` from the peer of that number, moving `at` past each block that is complete.
+    /// Lane `index` fetches blocks `[*at, end)` from the peer of number `origin`, moving `at` past each block that is complete.
     fn fetch_range(
         &self,
+        index: usize,
         origin: usize,
         connection: &mut Option<Connection>,
         at: &mut u64,
@@ -192,6 +216,7 @@ impl Transfer<'_> {
             Some(connection) => connection,
             None => peer.connect(self.limits)?,
         });
+        self.watch.begin(index, end, connection.socket());
         self.received.same_host.fetch_or(connection.is_same_host(), Ordering::Relaxed);
         let etag = self.etag(peer, connection)?;
         let total = self.payload_start + self.payload_len;
@@ -206,7 +231,10 @@ impl Transfer<'_> {
                 self.plan.populate(self.plan.block_bounds(*at).0, self.plan.block_bounds(populated - 1).1);
             }
             let (start, stop) = self.plan.block_bounds(*at);
-            let count = |n| self.received.count(n as u64);
+            let count = |n| {
+                self.received.count(n as u64);
+                self.watch.count(index, n as u64);
+            };
             self.plan.with_slices(start, stop, sink, |slices| connection.fill(slices, count))?;
             // Right after the receive, while the block is in cache.
             let digest =

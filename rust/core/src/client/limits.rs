@@ -79,6 +79,17 @@ impl Limits {
         }
     }
 
+    /// Sleeps for `length`; says whether there is time left after it.
+    pub(crate) fn pause(&self, length: Duration) -> bool {
+        let step = Duration::from_millis(20);
+        let mut slept = Duration::ZERO;
+        while slept < length && self.left().is_ok() {
+            std::thread::sleep(step.min(length));
+            slept += step;
+        }
+        self.left().is_ok()
+    }
+
     pub(crate) fn over(&self) -> Error {
         let allowed = self.deadline.saturating_duration_since(self.started).as_secs_f64();
         Error::new(ErrorKind::Timeout, format!("timed out: the whole receive was given {allowed:.3} s"))

@@ -8,6 +8,7 @@ mod open;
 mod plan;
 mod remote;
 mod url;
+mod watch;
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -51,7 +52,7 @@ impl FetchOptions {
     pub fn within(timeout: Duration) -> Self {
         Self {
             timeout,
-            stall: Duration::from_secs(15).min(timeout),
+            stall: (timeout / 4).min(Duration::from_secs(15)),
             lanes: None,
             same_host: true,
             pool: None,

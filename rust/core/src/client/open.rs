@@ -1,7 +1,5 @@
 //! The first requests to a source: its header, the entries the header needs, and the digests of both.
 
-use std::sync::Arc;
-
 use tensorferry_wire::container::{self, Header};
 use tensorferry_wire::digest::{self, BLOCK_SIZE, DigestTable};
 
@@ -9,7 +7,6 @@ use super::CORRUPT_RETRIES;
 use super::connection::{Connection, Head};
 use super::lane::block_len;
 use super::limits::Limits;
-use super::url::Source;
 use crate::error::{Error, ErrorKind};
 use crate::same_host;
 
@@ -48,8 +45,7 @@ pub(super) struct Opened {
 }
 
 impl Opened {
-    pub(super) fn read(source: &Arc<Source>, step: i64, limits: &Limits) -> Result<Self, Error> {
-        let mut connection = Connection::open(source, limits)?;
+    pub(super) fn read(mut connection: Connection, step: i64, limits: &Limits) -> Result<Self, Error> {
         let path = format!("{step}.safetensors");
         let head = connection.get(&path, Some((0, FIRST_READ)), None, Some(limits.left()?))?;
         if head.status != 206 {
@@ -131,6 +127,10 @@ pub(super) fn check_range(
     end: u64,
     total: u64,
 ) -> Result<(), Error> {
+    if (200..300).contains(&head.status) && head.status != 206 {
+        let message = format!("the source answered {} where a part of the container was asked for", head.status);
+        return Err(Error::new(ErrorKind::Protocol, message));
+    }
     if head.status != 206 {
         return Err(connection.refuse(head));
     }

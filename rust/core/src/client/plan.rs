@@ -3,10 +3,14 @@
 use std::collections::VecDeque;
 use std::io::IoSliceMut;
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use tensorferry_wire::digest::BLOCK_SIZE;
 
 use crate::error::{Error, ErrorKind};
+
+/// How often a lane with nothing to do looks at the others.
+const IDLE: Duration = Duration::from_millis(100);
 
 /// One run of payload bytes and the address they go to.
 #[derive(Clone, Copy, Debug)]
@@ -162,8 +166,9 @@ impl Queue {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The next range; waits while others still have some that may come back. `None` when all is done or has failed.
-    pub(crate) fn take(&self) -> Option<(u64, u64)> {
+    /// The next range; waits while others still have some that may come back, and calls `idle` now and then meanwhile.
+    /// `None` when all is done or has failed.
+    pub(crate) fn take(&self, idle: impl Fn()) -> Option<(u64, u64)> {
         let mut state = self.state();
         loop {
             if state.failed.is_some() {
@@ -176,7 +181,14 @@ impl Queue {
             if state.running == 0 {
                 return None;
             }
-            state = self.done.wait(state).unwrap_or_else(PoisonError::into_inner);
+            let waited = self.done.wait_timeout(state, IDLE).unwrap_or_else(PoisonError::into_inner);
+            state = if waited.1.timed_out() {
+                drop(waited.0);
+                idle();
+                self.state()
+            } else {
+                waited.0
+            };
         }
     }
 

@@ -11,10 +11,13 @@ use super::connection::Connection;
 use super::limits::Limits;
 use super::open::{Opened, read_digests};
 use super::plan::{Piece, Plan, Queue};
+use super::watch::Watch;
 use super::{Addresses, Arrived, CORRUPT_RETRIES, Destination, FetchOptions, Peer, Report, lane};
 use crate::arena::{ALIGNMENT, Arena, Pool};
 use crate::error::{Error, ErrorKind};
 
+/// How often a connection to a source may fail before its header is here.
+const OPEN_ATTEMPTS: u32 = 5;
 /// Blocks in one request of a lane, at most.
 const MAX_RANGE_BLOCKS: u64 = 16;
 
@@ -59,8 +62,17 @@ impl Remote {
         let peers = urls.iter().map(|url| Peer::parse(url, options.same_host)).collect::<Result<Vec<_>, Error>>()?;
         let mut last = Error::new(ErrorKind::Invalid, "no source was named");
         for primary in 0..peers.len() {
-            for _ in 0..CORRUPT_RETRIES {
-                match Opened::read(&peers[primary].source, step, &limits) {
+            let source = &peers[primary].source;
+            let at_source = |e: Error| e.at(&format!("step {step} from {}", source.authority()));
+            for attempt in 0..OPEN_ATTEMPTS {
+                let connection = match Connection::open(source, &limits) {
+                    Ok(connection) => connection,
+                    Err(e) => {
+                        last = at_source(e);
+                        break;
+                    }
+                };
+                match Opened::read(connection, step, &limits) {
                     Ok(opened) => {
                         let _ = peers[primary].etag.set(opened.etag);
                         peers[primary].learn(opened.same_host);
@@ -84,9 +96,9 @@ impl Remote {
                         // Not a refusal, which is what the source has to say, and nothing once the time is over.
                         let refused = matches!(e.kind(), ErrorKind::Status(_));
                         let repairable = e.is_transient() || e.kind() == ErrorKind::Changed;
-                        let again = repairable && !refused && limits.left().is_ok();
-                        last = e.at(&format!("step {step} from {}", peers[primary].source.authority()));
-                        if !again {
+                        last = at_source(e);
+                        let again = repairable && !refused && attempt + 1 < OPEN_ATTEMPTS;
+                        if !again || !limits.pause(Duration::from_millis(20 << attempt)) {
                             break;
                         }
                     }
@@ -238,6 +250,7 @@ impl Remote {
             header_digest: self.header_digest,
             limits: &self.limits,
             received,
+            watch: Watch::new(lanes),
             alive: lanes.into(),
         };
         let first = self.connection.take();

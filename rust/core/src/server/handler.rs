@@ -68,9 +68,15 @@ async fn resolve<B>(connection: &Arc<Connection>, resource: Resource<'_>, reques
     let Some(step) = request::parse_step(key) else {
         return text(StatusCode::NOT_FOUND, &format!("no checkpoint is called {key}: steps are integers"));
     };
-    let lease = match lease(connection, step).await {
-        Ok(lease) => lease,
-        Err(refused) => return refused,
+    let store = &connection.shared.store;
+    let begun =
+        joined(request.headers(), header::IF_MATCH).and_then(|etag| store.lookup_lingering(&etag, &connection.cut));
+    let lease = match begun {
+        Some(lease) => lease,
+        None => match lease(connection, step).await {
+            Ok(lease) => lease,
+            Err(refused) => return refused,
+        },
     };
     let mut found = match resource {
         Resource::Container(_) => {

@@ -1,0 +1,92 @@
+//! What idle lanes see of the busy ones: a connection that is far slower than the others holds up the whole transfer,
+//! though bytes arrive on it and it never counts as stuck.
+
+use std::collections::HashSet;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use socket2::Socket;
+
+/// A lane is not judged before it has had a range for this long.
+const AT_LEAST: Duration = Duration::from_secs(1);
+/// How many times slower than the average a lane is that loses its range.
+const SLOWER: u64 = 10;
+
+/// The lanes of one transfer.
+#[derive(Debug)]
+pub(super) struct Watch {
+    started: Instant,
+    lanes: Vec<Lane>,
+    /// Bytes of all lanes.
+    total: AtomicU64,
+    /// Ends of ranges that were taken from a slow lane. Once is enough: if the next lane is as slow, it is the source.
+    taken: Mutex<HashSet<u64>>,
+}
+
+#[derive(Debug, Default)]
+struct Lane {
+    /// Its range: when it got it, the range's end, and its connection. `None` while it has none.
+    range: Mutex<Option<(Instant, u64, Weak<Socket>)>>,
+    /// Bytes of that range.
+    got: AtomicU64,
+    /// Whether it lost the range for being slow.
+    cut: AtomicBool,
+}
+
+impl Watch {
+    pub(super) fn new(lanes: usize) -> Self {
+        Self {
+            started: Instant::now(),
+            lanes: std::iter::repeat_with(Lane::default).take(lanes).collect(),
+            total: AtomicU64::new(0),
+            taken: Mutex::default(),
+        }
+    }
+
+    /// Lane `index` fetches the range up to `end` over `socket`.
+    pub(super) fn begin(&self, index: usize, end: u64, socket: &Arc<Socket>) {
+        let lane = &self.lanes[index];
+        lane.got.store(0, Ordering::Relaxed);
+        lane.cut.store(false, Ordering::Relaxed);
+        *lane.range.lock().unwrap_or_else(PoisonError::into_inner) =
+            Some((Instant::now(), end, Arc::downgrade(socket)));
+    }
+
+    pub(super) fn count(&self, index: usize, bytes: u64) {
+        self.lanes[index].got.fetch_add(bytes, Ordering::Relaxed);
+        self.total.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// The range of lane `index` is over; whether it was taken away, and the bytes per second it had come to.
+    pub(super) fn end(&self, index: usize) -> Option<u64> {
+        let lane = &self.lanes[index];
+        let (since, ..) = lane.range.lock().unwrap_or_else(PoisonError::into_inner).take()?;
+        let cut = lane.cut.swap(false, Ordering::Relaxed);
+        cut.then(|| rate(lane.got.load(Ordering::Relaxed), since.elapsed()))
+    }
+
+    /// Called by a lane that has nothing to do: takes ranges from lanes that are far slower than the average.
+    pub(super) fn cut_slow(&self) {
+        let average = rate(self.total.load(Ordering::Relaxed), self.started.elapsed()) / self.lanes.len() as u64;
+        for lane in &self.lanes {
+            let range = lane.range.lock().unwrap_or_else(PoisonError::into_inner);
+            let Some((since, end, socket)) = range.as_ref() else { continue };
+            let (elapsed, got) = (since.elapsed(), lane.got.load(Ordering::Relaxed));
+            if elapsed >= AT_LEAST
+                && rate(got, elapsed).saturating_mul(SLOWER) < average
+                && self.taken.lock().unwrap_or_else(PoisonError::into_inner).insert(*end)
+                && let Some(socket) = socket.upgrade()
+            {
+                lane.cut.store(true, Ordering::Relaxed);
+                let _ = socket.shutdown(std::net::Shutdown::Both);
+            }
+        }
+    }
+}
+
+/// Bytes per second.
+pub(super) fn rate(bytes: u64, elapsed: Duration) -> u64 {
+    let rate = u128::from(bytes) * 1000 / elapsed.as_millis().max(1);
+    u64::try_from(rate).unwrap_or(u64::MAX)
+}
