@@ -19,16 +19,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.beyond_tor
 
 LIMITS = Limits(nbytes=24 << 20, timeout=4.0, stall=8.0)
 
-# Promises that are not kept yet.
-BROKEN = {
-    ("tensorferry", "half-open-lane"): "a silent lane is found after 15 s, whatever the deadline is",
-    ("tensorferry", "drip-lane"): "a lane that drips is never given up: only silence counts as a stall",
-    ("tensorferry", "endless-continue-lane"): "a lane that gets 100 Continue for ever is never given up",
-    ("tensorferry", "short-answer-lane"): "one lane that gets 200 for a range fails the receive: HTTP Error 200: OK",
-    ("tensorferry-copy", "move-on"): "a receive under way cannot go on from a private copy that was withdrawn",
-    ("tensorferry-copy", "republish"): "a receive under way cannot go on from a private copy that was replaced",
-    ("tensorferry-copy", "reader-stall"): "a receive under way cannot go on from a private copy that was withdrawn",
-}
 CELLS = [("tensorferry", row) for row in SCENARIOS]
 CELLS += [("tensorferry-copy", row) for row in ("none", *(r.name for r in SCENARIOS.values() if r.private))]
 
@@ -47,12 +37,7 @@ def outcomes(request: pytest.FixtureRequest) -> dict[tuple[str, str], Outcome]:
     return {(outcome.transport, outcome.fault): outcome for outcome in came}
 
 
-def marked(cell: tuple[str, str]) -> object:
-    marks = [pytest.mark.xfail(reason=BROKEN[cell], strict=True)] if cell in BROKEN else []
-    return pytest.param(cell, id="-".join(cell), marks=marks)
-
-
-@pytest.mark.parametrize("cell", [marked(cell) for cell in CELLS])
+@pytest.mark.parametrize("cell", CELLS, ids="-".join)
 def test_promises_are_kept(cell: tuple[str, str], outcomes: dict[tuple[str, str], Outcome]) -> None:
     """No wrong byte, no hurt source, no receive past its deadline + 1 s, and the end that is documented."""
     transport, row = cell
@@ -82,11 +67,6 @@ def test_errors_are_what_callers_of_torchft_catch(
     assert {"TensorferryError", *CATCHABLE[cell[1]]} <= set(outcome.error_classes)
 
 
-@pytest.mark.xfail(
-    reason="errors of lanes name neither their source nor how far the receive came: 'HTTP Error 404: not found', "
-    "'timed out: the whole receive was given 6.000 s', 'the snapshot asked for is no longer served'",
-    strict=True,
-)
 @pytest.mark.parametrize("cell", [("tensorferry", row) for row in ("source-sigstop", "source-restart", "republish")])
 def test_errors_name_their_source(cell: tuple[str, str], outcomes: dict[tuple[str, str], Outcome]) -> None:
     assert outcomes[cell].error

@@ -13,7 +13,7 @@ use super::limits::Limits;
 use super::open::{check_range, read_digests};
 use super::plan::{Plan, Queue};
 use super::remote::{changed, checksum_slices};
-use super::watch::{Watch, rate};
+use super::watch::{Watch, pace, rate};
 use crate::error::{Error, ErrorKind};
 
 /// Failures in a row, without one block in between, after which a lane gives up.
@@ -140,7 +140,7 @@ impl Transfer<'_> {
                 continue;
             };
             if let Some(rate) = slow {
-                let text = format!("timed out: at {rate} bytes per second it is far slower than the other connections");
+                let text = format!("timed out: at {} it is far slower than the other connections", pace(rate));
                 error = Error::new(ErrorKind::Timeout, text);
             }
             if error.kind() != ErrorKind::Cancelled {
@@ -182,10 +182,10 @@ impl Transfer<'_> {
     fn placed(&self, error: Error, peer: &Peer, at: u64, end: u64) -> Error {
         let (start, stop) = (self.plan.block_bounds(at).0, self.plan.block_bounds(end - 1).1);
         let bytes = self.received.bytes.load(Ordering::Relaxed);
-        let rate = rate(bytes, self.limits.started.elapsed());
+        let pace = pace(rate(bytes, self.limits.started.elapsed()));
         let source = peer.source.authority();
         error.at(&format!(
-            "{} from {source}, payload bytes {start}-{stop}, after {bytes} of {} bytes at {rate} bytes per second",
+            "{} from {source}, payload bytes {start}-{stop}, after {bytes} of {} bytes at {pace}",
             self.path, self.payload_len
         ))
     }

@@ -90,3 +90,23 @@ pub(super) fn rate(bytes: u64, elapsed: Duration) -> u64 {
     let rate = u128::from(bytes) * 1000 / elapsed.as_millis().max(1);
     u64::try_from(rate).unwrap_or(u64::MAX)
 }
+
+/// `rate`, in bytes per second, as people read it.
+pub(super) fn pace(rate: u64) -> String {
+    match rate {
+        0..1_000 => format!("{rate} B/s"),
+        1_000..1_000_000 => format!("{}.{} kB/s", rate / 1_000, rate / 100 % 10),
+        _ => format!("{}.{} MB/s", rate / 1_000_000, rate / 100_000 % 10),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rates_are_readable() {
+        assert_eq!([0, 999, 1_250, 53_626_265].map(pace), ["0 B/s", "999 B/s", "1.2 kB/s", "53.6 MB/s"]);
+        assert_eq!(rate(3 << 20, Duration::from_millis(1500)), 2 << 20);
+    }
+}
