@@ -49,8 +49,9 @@ def test_bytes_go_around_the_network_if_both_sides_want_it(open_transport, caplo
     metadata = send(open_transport(same_host=source_wants), state)
     with caplog.at_level(logging.INFO, "tensorferry"):
         assert_same_state(open_transport(same_host=receiver_wants).recv_checkpoint(0, metadata, 3, TIMEOUT), state)
-    way = "a local socket" if source_wants and receiver_wants else "the network"
-    assert said(caplog, f"lanes over {way}")
+    (line,) = said(caplog, "received step 3")
+    assert ("over a local socket" in line.getMessage()) == (source_wants and receiver_wants)
+    assert (" <- " in line.getMessage()) != (source_wants and receiver_wants)
 
 
 def test_the_environment_decides_where_the_argument_does_not(open_transport, caplog, monkeypatch):
@@ -59,7 +60,7 @@ def test_the_environment_decides_where_the_argument_does_not(open_transport, cap
     monkeypatch.setenv("TENSORFERRY_SAME_HOST", "0")
     with caplog.at_level(logging.INFO, "tensorferry"):
         open_transport().recv_checkpoint(0, metadata, 3, TIMEOUT)
-        assert said(caplog, "over the network")
+        assert said(caplog, " <- ")
         caplog.clear()
         open_transport(same_host=True).recv_checkpoint(0, metadata, 3, TIMEOUT)
         assert said(caplog, "over a local socket")
@@ -175,6 +176,21 @@ def test_a_source_that_dies_in_the_middle_is_replaced(open_transport):
     assert_same_state(receiver.recv_checkpoint(0, joined, 3, TIMEOUT), state)
     begun.set()
     killer.join()
+
+
+@pytest.mark.parametrize(("speed", "warned"), [("100000", True), ("1", False), ("-1", False), ("", False)])
+def test_a_way_that_is_far_slower_than_its_interface_is_worth_a_warning(
+    open_transport, caplog, monkeypatch, tmp_path, speed, warned
+):
+    source = open_transport(same_host=False, max_bandwidth=32 * MIB)
+    metadata = send(source, state_of(1, mib=16))
+    monkeypatch.setattr("tensorferry.transport._LONG_S", 0.2)
+    (tmp_path / "speed").write_text(speed)
+    monkeypatch.setattr("tensorferry.addresses.Path", lambda _: tmp_path / "speed")
+    with caplog.at_level(logging.WARNING, "tensorferry"):
+        open_transport().recv_checkpoint(0, metadata, 3, TIMEOUT)
+    assert bool(said(caplog, "is rated at 12.500 GB/s")) == warned
+    assert bool(said(caplog, "is rated at")) == warned
 
 
 def test_metadata_is_joined_only_where_that_makes_sense(open_transport):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+from pathlib import Path
 from typing import TypeAlias
 
 from ._native import _interfaces
@@ -46,6 +47,19 @@ def advertised_host(advertise: str | None, listening: str | None) -> str:
         return listening
     name = socket.gethostname()
     return name if _leads_here(name) else _outward_address()
+
+
+def interface_speed(address: str) -> tuple[str, float] | None:
+    """The interface that has ``address`` and what it is rated at, in bytes per second; ``None`` where nobody says."""
+    wanted = _parse(address)
+    for name, text in _interfaces():
+        if _parse(text) == wanted:
+            try:
+                mbit = int(Path(f"/sys/class/net/{name}/speed").read_text())
+            except (OSError, ValueError):  # Virtual interfaces have no speed, and say so in several ways.
+                return None
+            return (name, mbit * 125_000.0) if mbit > 0 else None
+    return None
 
 
 def _own_address(wanted: str) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from . import stock
 from ._native import Pool, Remote, Server
-from .addresses import advertised_host, listening_address
+from .addresses import advertised_host, interface_speed, listening_address
 from .allowlist import Allowed, refusal
 from .errors import ForkedProcess, InvalidArgument
 from .staging import Stager
@@ -34,6 +34,10 @@ else:
 __all__ = ["HTTPTransport", "join_metadata"]
 
 logger = logging.getLogger("tensorferry")
+
+#: A receive this long shows how fast its way is, and this share of the interface's speed is worth a warning.
+_LONG_S = 2.0
+_SLOW = 0.1
 
 T = TypeVar("T")
 
@@ -190,20 +194,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         )
         state, report = receive(remote, self._allowed, self._state_dict)
         seconds = time.perf_counter() - started
-        for source, trouble in report["troubles"].items():
-            logger.warning("step %d: ranges of %s went to other connections: %s", step, source, trouble)
-        logger.info(
-            "received step %d: %d bytes in %.3f s (%.2f GB/s; open %.3f s, fetch %.3f s), %d lanes over %s, %d retries",
-            step,
-            report["bytes"],
-            seconds,
-            report["bytes"] / max(report["fetching_seconds"], 1e-9) / 1e9,
-            report["opening_seconds"],
-            report["fetching_seconds"],
-            report["lanes"],
-            "a local socket" if report["same_host"] else "the network",
-            report["retries"],
-        )
+        _tell(step, report, seconds)
         return cast(T, state)
 
     def allow_checkpoint(self, step: int) -> None:
@@ -263,6 +254,43 @@ class _Gate:
     def w_locked(self) -> bool:
         """Whether requests are kept waiting."""
         return self._transport._disallowed
+
+
+def _tell(step: int, report: dict[str, Any], seconds: float) -> None:
+    """What there is to say of a receive: trouble with sources, the way and the speed, and whether that is too slow."""
+    for source, trouble in report["troubles"].items():
+        logger.warning("step %d: ranges of %s went to other connections: %s", step, source, trouble)
+    rate = report["bytes"] / max(report["fetching_seconds"], 1e-9)
+    routes = [f"{here} <- {there}" for here, there in report["routes"]]
+    if report["same_host"]:
+        routes.append("a local socket")
+    logger.info(
+        "received step %d: %d bytes in %.3f s (%.2f GB/s; open %.3f s, fetch %.3f s), %d lanes over %s, %d retries",
+        step,
+        report["bytes"],
+        seconds,
+        rate / 1e9,
+        report["opening_seconds"],
+        report["fetching_seconds"],
+        report["lanes"],
+        ", ".join(routes) or "the first connection",
+        report["retries"],
+    )
+    # A short receive says nothing about a link.
+    if report["same_host"] or report["fetching_seconds"] < _LONG_S:
+        return
+    for here, there in report["routes"]:
+        interface = interface_speed(here)
+        if interface is not None and rate < interface[1] * _SLOW:
+            logger.warning(
+                "step %d came at %.3f GB/s from %s, though %s here is rated at %.3f GB/s: look at the way between, "
+                "or choose another one with interface= or advertise= at the source",
+                step,
+                rate / 1e9,
+                there,
+                interface[0],
+                interface[1] / 1e9,
+            )
 
 
 def join_metadata(metadata: Iterable[str]) -> str:

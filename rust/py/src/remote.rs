@@ -169,6 +169,8 @@ impl PyRemote {
         told.set_item("lanes", report.lanes)?;
         told.set_item("retries", report.retries)?;
         told.set_item("same_host", report.same_host)?;
+        let text = |(here, there): (std::net::IpAddr, std::net::IpAddr)| (here.to_string(), there.to_string());
+        told.set_item("routes", report.routes.into_iter().map(text).collect::<Vec<_>>())?;
         told.set_item("troubles", report.troubles)?;
         told.set_item("opening_seconds", report.opening.as_secs_f64())?;
         told.set_item("fetching_seconds", report.fetching.as_secs_f64())?;

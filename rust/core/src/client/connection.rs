@@ -2,7 +2,7 @@
 //! place: measured faster than reading bodies through an asynchronous client.
 
 use std::io::{self, IoSliceMut, Read, Write};
-use std::net::ToSocketAddrs;
+use std::net::{IpAddr, ToSocketAddrs};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -96,6 +96,13 @@ impl Connection {
     /// Whether this connection does without the network.
     pub(crate) fn is_same_host(&self) -> bool {
         self.same_host
+    }
+
+    /// The addresses on both ends, if it goes over the network.
+    pub(crate) fn route(&self) -> Option<(IpAddr, IpAddr)> {
+        let here = self.stream.local_addr().ok()?.as_socket()?.ip();
+        let there = self.stream.peer_addr().ok()?.as_socket()?.ip();
+        Some((here.to_canonical(), there.to_canonical()))
     }
 
     /// What another thread ends this connection with.

@@ -1,6 +1,7 @@
 //! A lane: one thread with one connection that works through the queue of ranges.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -40,6 +41,8 @@ pub(super) struct Received {
     same_host: AtomicBool,
     /// All bytes of the receive so far, for whoever watches it.
     progress: Arc<AtomicU64>,
+    /// The ways that bytes took over the network.
+    routes: Mutex<BTreeSet<(IpAddr, IpAddr)>>,
     /// The last trouble with each source that had some.
     troubles: Mutex<BTreeMap<String, String>>,
 }
@@ -53,6 +56,7 @@ impl Received {
             retries: AtomicU64::new(0),
             same_host: AtomicBool::new(false),
             progress,
+            routes: Mutex::default(),
             troubles: Mutex::default(),
         }
     }
@@ -88,6 +92,10 @@ impl Received {
 
     pub(super) fn note_trouble(&self, source: &str, what: String) {
         self.troubles.lock().unwrap_or_else(PoisonError::into_inner).insert(source.to_owned(), what);
+    }
+
+    pub(super) fn take_routes(&self) -> BTreeSet<(IpAddr, IpAddr)> {
+        std::mem::take(&mut self.routes.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     pub(super) fn take_troubles(&self) -> BTreeMap<String, String> {
@@ -216,6 +224,9 @@ impl Transfer<'_> {
             Some(connection) => connection,
             None => peer.connect(self.limits)?,
         });
+        if let Some(route) = connection.route() {
+            self.received.routes.lock().unwrap_or_else(PoisonError::into_inner).insert(route);
+        }
         self.watch.begin(index, end, connection.socket());
         self.received.same_host.fetch_or(connection.is_same_host(), Ordering::Relaxed);
         let etag = self.etag(peer, connection)?;

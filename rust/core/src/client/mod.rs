@@ -10,7 +10,8 @@ mod remote;
 mod url;
 mod watch;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -98,6 +99,8 @@ pub struct Report {
     pub same_host: bool,
     /// Ranges that had to be given to another connection, and runs of blocks that came damaged.
     pub retries: u64,
+    /// The ways that ranges took over the network: the address here, and the source's.
+    pub routes: BTreeSet<(IpAddr, IpAddr)>,
     /// For each source that a range had to be taken from and given to another connection, the last reason.
     pub troubles: BTreeMap<String, String>,
     /// Time in [`Remote::open`]: waiting for the source, and its header.

@@ -276,6 +276,7 @@ impl Remote {
         report.retries += received.take_retries();
         report.same_host |= received.came_same_host();
         report.troubles.append(&mut received.take_troubles());
+        report.routes.append(&mut received.take_routes());
         queue.finish()
     }
 
