@@ -1,5 +1,6 @@
-//! The server: an accept loop and a handler, plain HTTP/1.1.
+//! The server: an accept loop, a guard and a handler, HTTP/1.1.
 
+mod guard;
 mod handler;
 
 use std::io;
@@ -16,9 +17,11 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::runtime::Handle;
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, watch};
 
+use self::guard::Guard;
 use crate::body::Progress;
 use crate::error::{Error, ErrorKind};
 use crate::same_host;
+use crate::secret::{self, Secret};
 use crate::store::Store;
 use crate::throttle::Throttle;
 
@@ -31,6 +34,8 @@ pub struct ServerConfig {
     pub patience: Duration,
     /// Whether paths carry a random part without which everything but `/healthz` is 404.
     pub capability: bool,
+    /// With a secret, everything but `/healthz` and `/metrics` needs a proof of it, and answers with digests carry one.
+    pub secret: Option<Secret>,
     /// Connections held at once; further ones wait in the listen queue.
     pub max_connections: usize,
     /// Whether processes of this machine and user may fetch around the network.
@@ -45,6 +50,7 @@ impl Default for ServerConfig {
             bind: None,
             patience: Duration::from_mins(1),
             capability: true,
+            secret: None,
             max_connections: 512,
             same_host: true,
             max_bandwidth: None,
@@ -65,6 +71,7 @@ pub struct Server {
 struct Shared {
     store: Store,
     token: String,
+    guard: Option<Guard>,
     /// Where processes of this machine and user may fetch around the network.
     same_host: Option<same_host::Name>,
     patience: Duration,
@@ -96,8 +103,9 @@ impl Server {
         let token = if config.capability { random_token()? } else { String::new() };
         let local = if config.same_host { listen_same_host()? } else { None };
         let shared = Arc::new(Shared {
-            store: Store::new()?,
+            store: Store::new(secret::algorithm(config.secret.as_ref()))?,
             token,
+            guard: config.secret.clone().map(Guard::new),
             same_host: local.as_ref().map(|(name, _)| name.clone()),
             patience: config.patience,
             throttle: config.max_bandwidth.map(|limit| Arc::new(Throttle::new(limit))),

@@ -7,13 +7,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use socket2::Socket;
+use tensorferry_wire::proof::{self, Nonce};
 use tensorferry_wire::request;
 
 use super::connect::connect;
 use super::limits::Limits;
 use super::url::Source;
 use crate::error::{Error, ErrorKind};
-use crate::same_host;
+use crate::{same_host, secret};
 
 /// A response head longer than this is refused.
 const MAX_HEAD: usize = 16 << 10;
@@ -29,6 +30,8 @@ pub(crate) struct Head {
     /// `(start, end, total)` of a 206 answer.
     pub(crate) content_range: Option<(u64, u64, u64)>,
     pub(crate) etag: Option<String>,
+    /// What shows that the source knows the shared secret.
+    pub(crate) proof: Option<String>,
     /// Where the source can be reached without the network, if it says so.
     pub(crate) same_host: Option<same_host::Name>,
     /// Whether the server speaks HTTP/1.0, as Python's `http.server` does.
@@ -49,6 +52,8 @@ pub(crate) struct Connection {
     reusable: bool,
     timeout: Option<Duration>,
     same_host: bool,
+    /// The nonce and the path of the last request, where there is a secret to prove.
+    asked: Option<(Nonce, String)>,
 }
 
 impl Connection {
@@ -90,6 +95,7 @@ impl Connection {
             reusable: true,
             timeout: None,
             same_host,
+            asked: None,
         }
     }
 
@@ -122,17 +128,24 @@ impl Connection {
             // The last answer announced that it ends the connection.
             *self = Self::open(&self.source, &self.limits)?;
         }
+        let path = format!("{}{path}", self.source.prefix());
+        let range = range.map(|(start, end)| format!("bytes={start}-{}", end - 1));
         let mut request = format!(
-            "GET {}{path} HTTP/1.1\r\nHost: {}\r\nUser-Agent: tensorferry/{}\r\n",
-            self.source.prefix(),
+            "GET {path} HTTP/1.1\r\nHost: {}\r\nUser-Agent: tensorferry/{}\r\n",
             self.source.authority(),
             env!("CARGO_PKG_VERSION"),
         );
-        if let Some((start, end)) = range {
-            let _ = write!(request, "Range: bytes={start}-{}\r\n", end - 1);
+        if let Some(range) = &range {
+            let _ = write!(request, "Range: {range}\r\n");
         }
         if let Some(etag) = if_match {
             let _ = write!(request, "If-Match: {etag}\r\n");
+        }
+        if let Some(secret) = self.source.secret() {
+            let nonce = secret::nonce()?;
+            let asked = proof::Request { method: "GET", path: &path, range: range.as_deref(), if_match };
+            let _ = write!(request, "Authorization: {}\r\n", secret.key().sign_request(&asked, &nonce));
+            self.asked = Some((nonce, path));
         }
         request.push_str("\r\n");
         self.reusable = false;
@@ -186,6 +199,7 @@ impl Connection {
             content_length: None,
             content_range: None,
             etag: None,
+            proof: None,
             same_host: None,
             http_10: response.version == Some(0),
             keep_alive: response.version == Some(1),
@@ -202,6 +216,8 @@ impl Connection {
                 head.content_range = request::parse_content_range(value());
             } else if header.name.eq_ignore_ascii_case("etag") {
                 head.etag = Some(value().to_owned());
+            } else if header.name.eq_ignore_ascii_case(proof::PROOF_HEADER) {
+                head.proof = Some(value().to_owned());
             } else if header.name.eq_ignore_ascii_case(request::SAME_HOST_HEADER) {
                 head.same_host = same_host::Name::parse(value());
             } else if header.name.eq_ignore_ascii_case("connection") {
@@ -259,6 +275,26 @@ impl Connection {
         Ok(body)
     }
 
+    /// Checks that whoever sent `body` in answer to the last request knows the secret, where there is one.
+    pub(crate) fn check_proof(&self, head: &Head, body: &[u8]) -> Result<(), Error> {
+        let (Some(secret), Some((nonce, path))) = (self.source.secret(), &self.asked) else { return Ok(()) };
+        let etag = head.etag.as_deref().unwrap_or("");
+        let answer = proof::Answer { nonce, path, etag, body };
+        match &head.proof {
+            Some(proof) if secret.key().verify_answer(&answer, proof) => Ok(()),
+            Some(_) => Err(Error::new(
+                ErrorKind::Unproven,
+                "the source's proof of the shared secret is wrong: it has another secret, or somebody in between changed \
+                 what it said",
+            )),
+            None => Err(Error::new(
+                ErrorKind::Unproven,
+                "the source does not prove that it knows the shared secret: it was started without one (secret=, \
+                 TENSORFERRY_SECRET), or somebody else answers at its address",
+            )),
+        }
+    }
+
     /// Turns an answer that is not what was asked for into an error.
     pub(crate) fn refuse(&mut self, head: &Head) -> Error {
         let detail = self.body(head, 64 << 10).unwrap_or_default();
@@ -268,6 +304,14 @@ impl Connection {
             412 => ErrorKind::Changed,
             status => ErrorKind::Status(status),
         };
+        if head.status == 404 && detail == "not found" {
+            let secret = match self.source.secret() {
+                None => "asks for a shared secret (secret=, TENSORFERRY_SECRET), and this receiver has none",
+                Some(_) => "has another shared secret than this receiver",
+            };
+            let message = format!("not found: the metadata is of a transport that is gone, or the source {secret}");
+            return Error::new(kind, message);
+        }
         Error::new(kind, detail.to_owned())
     }
 

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use tensorferry_wire::container::{self, Entry, Header};
-use tensorferry_wire::digest::{self, BLOCK_SIZE, DigestTable, Hasher};
+use tensorferry_wire::digest::{self, Algorithm, BLOCK_SIZE, DigestTable};
 
 use super::connection::Connection;
 use super::limits::Limits;
@@ -14,6 +14,7 @@ use super::plan::{Piece, Plan, Queue};
 use super::{Addresses, Arrived, CORRUPT_RETRIES, Destination, FetchOptions, Peer, Report, lane};
 use crate::arena::{ALIGNMENT, Arena, Pool};
 use crate::error::{Error, ErrorKind};
+use crate::secret;
 
 /// Blocks in one request of a lane, at most.
 const MAX_RANGE_BLOCKS: u64 = 16;
@@ -26,6 +27,7 @@ pub struct Remote {
     key: String,
     header: Header,
     header_digest: u64,
+    algorithm: Algorithm,
     payload_start: u64,
     /// The first blocks of the payload, verified: what the header's reserved entries need, or all of a small one.
     prefix: Vec<u8>,
@@ -49,14 +51,15 @@ impl Remote {
     /// # Errors
     /// [`ErrorKind::Timeout`] at the deadline; [`ErrorKind::Connect`] when no source can be reached;
     /// [`ErrorKind::Status`] when it refuses, 400 for a step it does not serve; [`ErrorKind::Foreign`] when it is a
-    /// stock torchft server; [`ErrorKind::Protocol`] when what it says is not valid.
+    /// stock torchft server; [`ErrorKind::Unproven`] when it does not know the secret; [`ErrorKind::Protocol`] when what it says is not valid.
     pub fn open(urls: &[&str], step: i64, options: FetchOptions) -> Result<Self, Error> {
         let started = Instant::now();
         let deadline = started
             .checked_add(options.timeout)
             .ok_or_else(|| Error::new(ErrorKind::Invalid, "the timeout is too long to be counted"))?;
         let limits = Limits { started, deadline, stall: options.stall, cancel: options.cancel };
-        let peers = urls.iter().map(|url| Peer::parse(url, options.same_host)).collect::<Result<Vec<_>, Error>>()?;
+        let peers = urls.iter().map(|url| Peer::parse(url, options.same_host, options.secret.as_ref()));
+        let peers = peers.collect::<Result<Vec<_>, Error>>()?;
         let mut last = Error::new(ErrorKind::Invalid, "no source was named");
         for primary in 0..peers.len() {
             for _ in 0..CORRUPT_RETRIES {
@@ -71,6 +74,7 @@ impl Remote {
                             payload_start: opened.payload_start,
                             header: opened.header,
                             header_digest: opened.header_digest,
+                            algorithm: secret::algorithm(options.secret.as_ref()),
                             prefix: opened.prefix,
                             connection: Some(opened.connection),
                             opening: started.elapsed(),
@@ -236,6 +240,7 @@ impl Remote {
             payload_start: self.payload_start,
             payload_len: self.header.payload_len(),
             header_digest: self.header_digest,
+            algorithm: &self.algorithm,
             limits: &self.limits,
             received,
             alive: lanes.into(),
@@ -297,14 +302,14 @@ impl Remote {
     fn digests(&mut self, first: u64, end: u64) -> Result<DigestTable, Error> {
         let path = self.digests_path(first, end);
         let prefix: Vec<_> = match first {
-            0 => self.prefix.chunks(lane::block_len()).map(digest::checksum).collect(),
+            0 => self.prefix.chunks(lane::block_len()).map(|block| self.algorithm.checksum(block)).collect(),
             _ => Vec::new(),
         };
         let mut last = Error::new(ErrorKind::Connect, "no source is left");
         for turn in 0..=self.peers.len() {
             let index = (self.primary + turn.saturating_sub(1)) % self.peers.len();
             let peer = &self.peers[index];
-            let ours = |c: &Connection| turn == 0 && c.is_reusable() && c.source() == &peer.source;
+            let ours = |c: &Connection| turn == 0 && c.is_reusable() && Arc::ptr_eq(c.source(), &peer.source);
             let reused = self.connection.take().filter(ours);
             let attempt = match reused {
                 Some(connection) => Ok(connection),
@@ -370,8 +375,8 @@ fn default_lanes(same_host: bool) -> usize {
 type Placed = (Arena, Vec<Option<u64>>, Vec<Piece>);
 
 /// The checksum of a block that lies in several slices.
-pub(super) fn checksum_slices<'a>(slices: impl IntoIterator<Item = &'a [u8]>) -> u64 {
-    let mut hasher = Hasher::new();
+pub(super) fn checksum_slices<'a>(algorithm: &Algorithm, slices: impl IntoIterator<Item = &'a [u8]>) -> u64 {
+    let mut hasher = algorithm.hasher();
     for slice in slices {
         hasher.update(slice);
     }

@@ -1,14 +1,16 @@
 //! Where a source is: the parts of the URL its metadata gives.
 
 use crate::error::{Error, ErrorKind};
+use crate::secret::Secret;
 
-/// A parsed `http://host:port/prefix/`.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// A parsed `http://host:port/prefix/`, and what is shared with who is there.
+#[derive(Clone, Debug)]
 pub(crate) struct Source {
     host: String,
     port: u16,
     authority: String,
     prefix: String,
+    secret: Option<Secret>,
 }
 
 impl Source {
@@ -30,7 +32,16 @@ impl Source {
         if host.is_empty() {
             return Err(invalid("the host is missing"));
         }
-        Ok(Self { host: host.to_owned(), port, authority: authority.to_owned(), prefix: path.to_owned() })
+        Ok(Self { host: host.to_owned(), port, authority: authority.to_owned(), prefix: path.to_owned(), secret: None })
+    }
+
+    /// The same source, which must know `secret` and be shown that we do.
+    pub(super) fn sharing(self, secret: Option<Secret>) -> Self {
+        Self { secret, ..self }
+    }
+
+    pub(super) fn secret(&self) -> Option<&Secret> {
+        self.secret.as_ref()
     }
 
     pub(crate) fn host(&self) -> &str {
