@@ -34,6 +34,7 @@ mod secret;
 mod server;
 mod store;
 mod throttle;
+mod tls;
 
 pub use arena::{Arena, Pool};
 pub use background::give_way;

@@ -12,12 +12,15 @@ use tensorferry_wire::request;
 
 use super::connect::connect;
 use super::limits::Limits;
+use super::session::Session;
 use super::url::Source;
 use crate::error::{Error, ErrorKind};
 use crate::{same_host, secret};
 
 /// A response head longer than this is refused.
 const MAX_HEAD: usize = 16 << 10;
+/// How a server begins that was spoken to in plain HTTP and expects TLS.
+const TLS_ALERT: &[u8] = &[21, 3];
 /// As many slices as the system takes in one call.
 const MAX_SLICES: usize = 1024;
 
@@ -42,6 +45,7 @@ pub(crate) struct Head {
 /// A connection that is between two answers, or in the body of one.
 pub(crate) struct Connection {
     stream: Arc<Socket>,
+    tls: Option<Box<Session>>,
     source: Arc<Source>,
     limits: Limits,
     /// Bytes received behind the last head that belong to the body.
@@ -66,7 +70,7 @@ impl Connection {
         let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
         for address in addresses {
             match connect(address, limits)? {
-                Ok(stream) => return Ok(Self::over(stream, source, limits, false)),
+                Ok(stream) => return Self::over(stream, source, limits, false).secured(),
                 Err(e) => last = e,
             }
         }
@@ -87,6 +91,7 @@ impl Connection {
         limits.cancel.watch(&stream);
         Self {
             stream,
+            tls: None,
             source: Arc::clone(source),
             limits: limits.clone(),
             ahead: Vec::new(),
@@ -96,6 +101,35 @@ impl Connection {
             timeout: None,
             same_host,
             asked: None,
+        }
+    }
+
+    /// The same connection after the TLS handshake, where the source wants one.
+    fn secured(mut self) -> Result<Self, Error> {
+        let Some(config) = self.source.tls() else { return Ok(self) };
+        let mut session = Session::new(config)?;
+        self.wait_at_most(self.limits.stall)?;
+        match session.shake_hands(&self.stream, &self.limits, &mut self.timeout) {
+            Ok(()) => {
+                self.tls = Some(Box::new(session));
+                Ok(self)
+            }
+            Err(e) => Err(self.refused_handshake(&e)),
+        }
+    }
+
+    fn refused_handshake(&self, e: &io::Error) -> Error {
+        let peer = self.source.authority();
+        match e.get_ref().and_then(|inner| inner.downcast_ref()) {
+            Some(rustls::Error::InvalidCertificate(why)) => {
+                let why = match why {
+                    rustls::CertificateError::Other(why) => why.to_string(),
+                    why => format!("its certificate is not valid: {why}"),
+                };
+                Error::new(ErrorKind::Unproven, format!("{peer} is not the source its metadata names: {why}"))
+            }
+            Some(why) => self.protocol(format!("it does not speak TLS as its metadata says: {why}")),
+            None => self.broken(e),
         }
     }
 
@@ -150,7 +184,11 @@ impl Connection {
         request.push_str("\r\n");
         self.reusable = false;
         self.wait_at_most(self.limits.stall)?;
-        (&*self.stream).write_all(request.as_bytes()).map_err(|e| self.broken(&e))?;
+        let sent = match &mut self.tls {
+            None => (&*self.stream).write_all(request.as_bytes()),
+            Some(tls) => tls.write_all(&self.stream, &self.limits, &mut self.timeout, request.as_bytes()),
+        };
+        sent.map_err(|e| self.broken(&e))?;
         let head = self.read_head(patience)?;
         self.remaining = head.content_length.unwrap_or(0);
         self.reusable = head.keep_alive && head.content_length.is_some();
@@ -182,10 +220,13 @@ impl Connection {
                 Ok(httparse::Status::Partial) if filled < MAX_HEAD => {
                     // A source may take long to begin its answer, not to go on with it.
                     self.wait_at_most(patience.filter(|_| filled == 0).unwrap_or(self.limits.stall))?;
-                    filled += self.receive(|stream| (&mut &*stream).read(&mut buffer[filled..]))?;
+                    filled += self.receive(&mut [IoSliceMut::new(&mut buffer[filled..])])?;
                 }
                 Ok(httparse::Status::Partial) => {
                     return Err(self.protocol(format!("its answer's head is longer than {MAX_HEAD} bytes")));
+                }
+                Err(_) if buffer.starts_with(TLS_ALERT) => {
+                    return Err(self.protocol("it speaks TLS, and its metadata does not say so"));
                 }
                 Err(e) => return Err(self.protocol(format!("its answer is not HTTP/1.1: {e}"))),
             }
@@ -250,7 +291,7 @@ impl Connection {
             } else {
                 self.wait_at_most(self.limits.stall)?;
                 let count = parts.len().min(MAX_SLICES);
-                self.receive(|stream| (&mut &*stream).read_vectored(&mut parts[..count]))?
+                self.receive(&mut parts[..count])?
             };
             self.remaining -= got as u64;
             received(got);
@@ -315,8 +356,13 @@ impl Connection {
         Error::new(kind, detail.to_owned())
     }
 
-    fn receive(&self, read: impl FnOnce(&Socket) -> io::Result<usize>) -> Result<usize, Error> {
-        match read(&self.stream) {
+    /// Receives into the first of `parts`, or into as many as it takes.
+    fn receive(&mut self, parts: &mut [IoSliceMut<'_>]) -> Result<usize, Error> {
+        let got = match &mut self.tls {
+            None => (&mut &*self.stream).read_vectored(parts),
+            Some(tls) => tls.read(&self.stream, &self.limits, &mut self.timeout, &mut parts[0]),
+        };
+        match got {
             Ok(0) => {
                 self.limits.left()?;
                 Err(Error::new(

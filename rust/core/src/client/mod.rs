@@ -7,6 +7,7 @@ mod limits;
 mod open;
 mod plan;
 mod remote;
+mod session;
 mod url;
 
 use std::collections::BTreeMap;
