@@ -34,6 +34,7 @@ class Server:
         same_host: bool = True,
         max_bandwidth: int | None = None,
         secret: Secret | None = None,
+        tls: bool = False,
     ) -> Server: ...
     @property
     def port(self) -> int: ...

@@ -63,6 +63,9 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             nothing without it, and what a source says is only believed if it proves to know it, before anything is
             unpickled. Stock torchft peers cannot take part. By default what ``TENSORFERRY_SECRET`` or the file
             ``TENSORFERRY_SECRET_FILE`` holds; docs/security.md says what it protects against.
+        tls: encrypt what others fetch from here over the network. The certificate is made for this transport and its
+            fingerprint stands in the metadata; a receiver needs no setting. Stock torchft peers cannot fetch then. The
+            socket for processes of this machine stays plain.
         same_host: move the bytes through a Unix-domain socket instead of the network where source and receiver run on
             one machine, in one network namespace and under one user. Both sides must want it; ``None`` is what
             ``TENSORFERRY_SAME_HOST`` says (``0`` is no), by default yes.
@@ -92,6 +95,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         safe_globals: Iterable[Any] = (),
         trust_pickle: bool = False,
         secret: str | bytes | None = None,
+        tls: bool = False,
         same_host: bool | None = None,
         interface: str | None = None,
         advertise: str | None = None,
@@ -128,6 +132,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             same_host=self._same_host,
             max_bandwidth=max_bandwidth,
             secret=self._secret,
+            tls=tls,
         )
         self._address = self._server.url(advertised_host(advertise, listening))
         self._checkpoint_lock = _Gate(self)
@@ -182,7 +187,8 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             WrongStep: the source serves another step
             CorruptCheckpoint: bytes did not match their checksums
             ForkedProcess: this process was forked from the one that made the transport
-            UnprovenSource: there is a shared secret, and the source cannot prove that it knows it
+            UnprovenSource: the source does not know the shared secret, or shows another certificate than its metadata
+                names
             StateMismatch: the live state's tensors differ in dtype or shape; nothing was overwritten
             UnsafePickle: the state holds objects that are not on the allow-list
         """
@@ -302,7 +308,7 @@ def join_metadata(metadata: Iterable[str]) -> str:
     """
     urls = [url for joined in metadata for url in joined.split()]
     for url in urls:
-        if not url.startswith("http://") or stock.is_stock(url):
+        if not url.startswith(("http://", "https://sha256-")) or stock.is_stock(url):
             raise InvalidArgument(f"{url!r} is not the metadata of a tensorferry transport")
     if not urls:
         raise InvalidArgument("there is no metadata to join")

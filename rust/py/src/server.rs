@@ -36,7 +36,7 @@ impl PyServer {
 impl PyServer {
     #[new]
     #[pyo3(signature = (*, patience, bind = None, capability = true, same_host = true, max_bandwidth = None,
-                        secret = None))]
+                        secret = None, tls = false))]
     #[allow(clippy::too_many_arguments, reason = "keywords in Python")]
     fn new(
         py: Python<'_>,
@@ -46,6 +46,7 @@ impl PyServer {
         same_host: bool,
         max_bandwidth: Option<u64>,
         secret: Option<&PySecret>,
+        tls: bool,
     ) -> PyResult<Self> {
         let bind = bind
             .map(str::parse)
@@ -53,8 +54,16 @@ impl PyServer {
             .map_err(|_| errors::invalid(py, format!("bind={bind:?} is not an address and port")))?;
         let patience = seconds(py, patience)?;
         let secret = secret.map(|s| s.0.clone());
-        let config =
-            ServerConfig { bind, patience, capability, same_host, max_bandwidth, secret, ..ServerConfig::default() };
+        let config = ServerConfig {
+            bind,
+            patience,
+            capability,
+            same_host,
+            max_bandwidth,
+            secret,
+            tls,
+            ..ServerConfig::default()
+        };
         let inner = py
             .detach(|| Server::bind(&config, &runtime::handle().map_err(tensorferry_core::Error::from)?))
             .map_err(|e| errors::to_py(py, &e))?;
