@@ -13,7 +13,7 @@ use common::faults::{Fault, Liar, Proxy};
 use common::raw::{Answer, Raw, get, request};
 use common::{BLOCK, PATIENCE, Rig, STEP, State};
 use tensorferry_core::{Destination, Error, ErrorKind, FetchOptions, Remote, Secret, ServerConfig, Stability};
-use tensorferry_wire::digest::DigestTable;
+use tensorferry_wire::digest::{self, DigestTable};
 use tensorferry_wire::proof::{self, Key};
 
 const SECRET: &[u8] = b"of all that is shared here, this alone stays unsaid";
@@ -241,6 +241,56 @@ fn through(rig: &Rig, meddle: impl Fn(&str, &mut Answer) + Send + Sync + 'static
     fetch(&url, FetchOptions { lanes: Some(2), ..knowing(Some(secret())) })
 }
 
+/// Changes the first byte of `block`, and its last eight so that its CRC-64 stays the same. The checksum is linear: what
+/// a bit adds to it does not depend on the others.
+fn forge(block: &mut [u8]) {
+    let (wanted, end) = (digest::checksum(block), block.len() - 8);
+    block[0] ^= 1;
+    let before = digest::checksum(block);
+    // Gaussian elimination: each row is what some of the last 64 bits add, and which bits these are.
+    let mut rows: Vec<(u64, u64)> = Vec::new();
+    for bit in 0..64 {
+        block[end + bit / 8] ^= 1 << (bit % 8);
+        let mut row = (digest::checksum(block) ^ before, 1 << bit);
+        block[end + bit / 8] ^= 1 << (bit % 8);
+        for other in &rows {
+            if row.0 & (1 << other.0.ilog2()) != 0 {
+                row = (row.0 ^ other.0, row.1 ^ other.1);
+            }
+        }
+        rows.push(row);
+    }
+    let mut missing = (before ^ wanted, 0);
+    for row in &rows {
+        if missing.0 & (1 << row.0.ilog2()) != 0 {
+            missing = (missing.0 ^ row.0, missing.1 ^ row.1);
+        }
+    }
+    assert_eq!(missing.0, 0);
+    block[end..].iter_mut().zip(missing.1.to_le_bytes()).for_each(|(byte, change)| *byte ^= change);
+    assert_eq!(digest::checksum(block), wanted);
+}
+
+#[test]
+fn a_block_forged_to_its_checksum_is_found_with_a_secret_and_not_without() {
+    let state = state();
+    let (guarded, open) = (serving(&state), Rig::serving(&state));
+    let forger = |path: &str, answer: &mut Answer| {
+        if path.ends_with(".safetensors") && answer.body.len() == BLOCK && !covers_the_start(answer) {
+            forge(&mut answer.body);
+        }
+    };
+    let (_liar, url) = between(&open, Box::new(forger));
+    fetch(&url, FetchOptions { lanes: Some(2), ..knowing(None) }).unwrap();
+    let refused = through(&guarded, forger).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Corrupt, "{refused}");
+}
+
+/// Whether an answer begins where the container does.
+fn covers_the_start(answer: &Answer) -> bool {
+    answer.header("content-range").unwrap().starts_with("bytes 0-")
+}
+
 #[test]
 fn an_honest_messenger_does_no_harm() {
     through(&serving(&state()), |_, _| ()).unwrap();
@@ -311,7 +361,7 @@ fn what_somebody_in_between_changes_is_never_believed() {
     corrupt(
         "another name in the header",
         through(&rig, |path, answer| {
-            if path.ends_with(".safetensors") && answer.header("content-range").unwrap().starts_with("bytes 0-") {
+            if path.ends_with(".safetensors") && covers_the_start(answer) {
                 let at = answer.body.windows(4).position(|w| w == b"\"w1\"").unwrap();
                 answer.body[at + 1] = b'v';
             }
@@ -320,7 +370,7 @@ fn what_somebody_in_between_changes_is_never_believed() {
     corrupt(
         "a byte of a late block",
         through(&rig, |path, answer| {
-            if path.ends_with(".safetensors") && !answer.header("content-range").unwrap().starts_with("bytes 0-") {
+            if path.ends_with(".safetensors") && !covers_the_start(answer) {
                 let middle = answer.body.len() / 2;
                 answer.body[middle] ^= 1;
             }

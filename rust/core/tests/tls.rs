@@ -68,7 +68,7 @@ fn every_byte_arrives() {
             }
         }
         // Many small entries: the receive goes into many places.
-        let many = State::of(&[1500; 3000], 5);
+        let many = State::of(&vec![1500; 3000], 5);
         rig.server.store().publish(STEP, many.publication(Stability::Private));
         many.fetch(&[&rig.url()], FetchOptions { secret: secret.clone(), ..options() }).unwrap();
     }

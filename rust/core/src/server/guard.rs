@@ -3,7 +3,7 @@
 use std::collections::{HashSet, VecDeque};
 use std::sync::{Mutex, PoisonError};
 
-use http::{HeaderMap, HeaderName, Request, header};
+use http::{HeaderMap, HeaderName, HeaderValue, Request, header};
 use tensorferry_wire::proof::{self, Nonce};
 
 use crate::secret::Secret;
@@ -37,9 +37,10 @@ impl Guard {
     /// The nonce of a request that carries a proof for itself which was not used before.
     pub(super) fn admit<B>(&self, request: &Request<B>) -> Option<Nonce> {
         let path = request.uri().path_and_query()?.as_str();
-        let (range, if_match) = (one(request.headers(), header::RANGE)?, one(request.headers(), header::IF_MATCH)?);
+        let field = |name| one(request.headers(), name).ok();
+        let (range, if_match) = (field(header::RANGE)?, field(header::IF_MATCH)?);
         let asked = proof::Request { method: request.method().as_str(), path, range, if_match };
-        let field = one(request.headers(), header::AUTHORIZATION)??;
+        let field = field(header::AUTHORIZATION)??;
         let nonce = self.secret.key().verify_request(&asked, field)?;
         self.seen.lock().unwrap_or_else(PoisonError::into_inner).is_new(nonce).then_some(nonce)
     }
@@ -60,16 +61,14 @@ impl Seen {
     }
 }
 
-/// The one value of a field, if it is there; the outer `None` is for a field that is there twice, or is no text: what a
-/// proof covers must be what the answer is made from.
-fn one(headers: &HeaderMap, name: HeaderName) -> Option<Option<&str>> {
+/// A field that is there twice, or is no text.
+struct Unclear;
+
+/// The one value of a field, if it is there: what a proof covers must be what the answer is made from.
+fn one(headers: &HeaderMap, name: HeaderName) -> Result<Option<&str>, Unclear> {
     let mut values = headers.get_all(name).iter();
-    let first = values.next().map(|value| value.to_str().ok());
-    match (first, values.next()) {
-        (None, None) => Some(None),
-        (Some(Some(value)), None) => Some(Some(value)),
-        _ => None,
-    }
+    let first = values.next().map(HeaderValue::to_str).transpose().map_err(|_| Unclear)?;
+    if values.next().is_some() { Err(Unclear) } else { Ok(first) }
 }
 
 #[cfg(test)]
