@@ -2,7 +2,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
-__all__ = ["Arena", "Pool", "Remote", "Rows", "Server", "_interfaces", "_shutdown_runtime"]
+__all__ = ["Arena", "Pool", "Remote", "Rows", "Secret", "Server", "_interfaces", "_shutdown_runtime"]
 
 @final
 class Arena:
@@ -20,6 +20,10 @@ class Pool:
     def held(self) -> int: ...
 
 @final
+class Secret:
+    def __new__(cls, secret: bytes) -> Secret: ...
+
+@final
 class Server:
     def __new__(
         cls,
@@ -29,6 +33,8 @@ class Server:
         capability: bool = True,
         same_host: bool = True,
         max_bandwidth: int | None = None,
+        secret: Secret | None = None,
+        tls: bool = False,
     ) -> Server: ...
     @property
     def port(self) -> int: ...
@@ -69,6 +75,7 @@ class Remote:
         same_host: bool = True,
         pool: Pool | None = None,
         progress: Callable[[int, int], object] | None = None,
+        secret: Secret | None = None,
     ) -> Remote: ...
     @property
     def manifest(self) -> bytes | None: ...

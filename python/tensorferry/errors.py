@@ -23,6 +23,7 @@ __all__ = [
     "SystemRefused",
     "TensorferryError",
     "TransferCancelled",
+    "UnprovenSource",
     "UnsafePickle",
     "UnsupportedLeaf",
     "WrongStep",
@@ -69,6 +70,10 @@ class CorruptCheckpoint(TensorferryError, ValueError):
 
 class StateMismatch(TensorferryError, ValueError):
     """The receiver's own tensors differ in shape or dtype from what the source has."""
+
+
+class UnprovenSource(TensorferryError, URLError, PermissionError):
+    """The source cannot prove who it is: it does not know the shared secret, or shows another certificate."""
 
 
 class UnsupportedLeaf(TensorferryError, TypeError):

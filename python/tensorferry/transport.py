@@ -14,7 +14,8 @@ from . import stock
 from ._native import Pool, Remote, Server
 from .addresses import advertised_host, interface_speed, listening_address
 from .allowlist import Allowed, refusal
-from .errors import ForkedProcess, InvalidArgument
+from .errors import ForkedProcess, InvalidArgument, UnprovenSource
+from .secret import shared_secret
 from .staging import Stager
 from .state import Packed, Snapshot, Targets, receive
 
@@ -62,6 +63,13 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             sync quorum. Accelerator tensors are always copied.
         safe_globals: classes and functions a received pickle may name besides the default list
         trust_pickle: let a received pickle name anything; then whoever can answer as the source can run code here
+        secret: what sources and receivers of this job share, 16 bytes or more. With it, who has the metadata can do
+            nothing without it, and what a source says is only believed if it proves to know it, before anything is
+            unpickled. Stock torchft peers cannot take part. By default what ``TENSORFERRY_SECRET`` or the file
+            ``TENSORFERRY_SECRET_FILE`` holds; docs/security.md says what it protects against.
+        tls: encrypt what others fetch from here over the network. The certificate is made for this transport and its
+            fingerprint stands in the metadata; a receiver needs no setting. Stock torchft peers cannot fetch then. The
+            socket for processes of this machine stays plain.
         same_host: move the bytes through a Unix-domain socket instead of the network where source and receiver run on
             one machine, in one network namespace and under one user. Both sides must want it; ``None`` is what
             ``TENSORFERRY_SAME_HOST`` says (``0`` is no), by default yes.
@@ -90,6 +98,8 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         snapshot: Snapshot = "borrow",
         safe_globals: Iterable[Any] = (),
         trust_pickle: bool = False,
+        secret: str | bytes | None = None,
+        tls: bool = False,
         same_host: bool | None = None,
         interface: str | None = None,
         advertise: str | None = None,
@@ -110,6 +120,8 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         self._state_dict = state_dict
         self._snapshot: Snapshot = snapshot
         self._allowed = Allowed(safe_globals, trust_pickle)
+        # Held natively, where neither a repr nor a pickle nor a traceback shows it.
+        self._secret = shared_secret(secret)
         self._stager = Stager()
         self._sending = threading.Lock()
         self._warned: set[tuple[str, str]] = set()
@@ -119,7 +131,12 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         listening = listening_address(interface)
         bind = None if listening is None else f"[{listening}]:0" if ":" in listening else f"{listening}:0"
         self._server = Server(
-            patience=timeout.total_seconds(), bind=bind, same_host=self._same_host, max_bandwidth=max_bandwidth
+            patience=timeout.total_seconds(),
+            bind=bind,
+            same_host=self._same_host,
+            max_bandwidth=max_bandwidth,
+            secret=self._secret,
+            tls=tls,
         )
         self._address = self._server.url(advertised_host(advertise, listening))
         self._checkpoint_lock = _Gate(self)
@@ -129,7 +146,10 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         return self._address
 
     def metadata(self) -> str:
-        """What a receiver needs to fetch from here. Whoever has it can read the state: it holds a random part."""
+        """What a receiver needs to fetch from here.
+
+        It holds a random part: without a shared secret, whoever has it can read the state.
+        """
         return self._address
 
     def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta) -> None:
@@ -171,6 +191,8 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             WrongStep: the source serves another step
             CorruptCheckpoint: bytes did not match their checksums
             ForkedProcess: this process was forked from the one that made the transport
+            UnprovenSource: the source does not know the shared secret, or shows another certificate than its metadata
+                names
             StateMismatch: the live state's tensors differ in dtype or shape; nothing was overwritten
             UnsafePickle: the state holds objects that are not on the allow-list
         """
@@ -178,6 +200,12 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         self._server.check_process()
         started = time.perf_counter()
         if stock.is_stock(metadata):
+            if self._secret is not None:
+                raise UnprovenSource(
+                    f"{metadata} is a stock torchft source, which cannot prove that it knows the shared secret: a "
+                    "transport that has one receives from none of them. While a fleet is upgraded replica by replica, "
+                    "run it without a secret"
+                )
             state = stock.receive(metadata, step, timeout, self._allowed)
             if self._state_dict is not None:
                 state = Targets(self._state_dict()).fill(state)
@@ -191,6 +219,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             same_host=self._same_host,
             pool=self._pool,
             progress=self._progress,
+            secret=self._secret,
         )
         state, report = receive(remote, self._allowed, self._state_dict)
         seconds = time.perf_counter() - started
@@ -307,7 +336,7 @@ def join_metadata(metadata: Iterable[str]) -> str:
     """
     urls = [url for joined in metadata for url in joined.split()]
     for url in urls:
-        if not url.startswith("http://") or stock.is_stock(url):
+        if not url.startswith(("http://", "https://sha256-")) or stock.is_stock(url):
             raise InvalidArgument(f"{url!r} is not the metadata of a tensorferry transport")
     if not urls:
         raise InvalidArgument("there is no metadata to join")

@@ -14,6 +14,9 @@ pub enum ErrorKind {
     Status(u16),
     /// The source does not speak this protocol at all: it may be torchft's own server.
     Foreign,
+    /// The source cannot prove that it is who it should be: it does not know the shared secret, or shows another
+    /// certificate than its address names.
+    Unproven,
     /// The source broke the protocol, or sent a header or manifest that is not valid.
     Protocol,
     /// Bytes did not match their checksum after repeated fetching.

@@ -30,9 +30,11 @@ mod error;
 mod memory;
 mod publication;
 mod same_host;
+mod secret;
 mod server;
 mod store;
 mod throttle;
+mod tls;
 
 pub use arena::{Arena, Pool};
 pub use background::give_way;
@@ -40,5 +42,6 @@ pub use client::{Arrived, Cancel, Destination, FetchOptions, Remote, Report};
 pub use error::{Error, ErrorKind};
 pub use memory::{Item, Memory};
 pub use publication::{Alternate, Publication, Rendered, Stability};
+pub use secret::Secret;
 pub use server::{Server, ServerConfig};
 pub use store::{Store, Withdrawn};

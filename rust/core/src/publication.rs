@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use tensorferry_wire::container::{self, Entry, Header};
-use tensorferry_wire::digest::{self, BLOCK_SIZE, DigestTable, Hasher};
+use tensorferry_wire::digest::{self, Algorithm, BLOCK_SIZE, DigestTable};
 use tokio::sync::Notify;
 
 use crate::error::{Error, ErrorKind};
@@ -94,6 +94,7 @@ impl Segments {
 pub struct Publication {
     header: Bytes,
     header_digest: u64,
+    algorithm: Algorithm,
     payload_start: u64,
     stability: Stability,
     etag: String,
@@ -177,7 +178,8 @@ impl Publication {
         let count = usize::try_from(digest::block_count(content.len - payload_start))
             .map_err(|e| Error::caused(ErrorKind::Invalid, "too many blocks", e))?;
         Ok(Self {
-            header_digest: digest::checksum(&header),
+            header_digest: 0,
+            algorithm: Algorithm::Crc64,
             header,
             payload_start,
             stability,
@@ -199,8 +201,11 @@ impl Publication {
         self
     }
 
-    pub(crate) fn name(&mut self, etag: String) {
+    /// Gives it its entity tag and the way it is checksummed. Nothing of it was checksummed before.
+    pub(crate) fn seal(&mut self, etag: String, algorithm: &Algorithm) {
         self.etag = etag;
+        self.algorithm = algorithm.clone();
+        self.header_digest = algorithm.checksum(&self.header);
     }
 
     /// The entity tag: names the process, and the snapshot within it. Empty until it is published.
@@ -244,7 +249,7 @@ impl Publication {
             return slot.value.load(Ordering::Relaxed);
         }
         let start = self.payload_start + index as u64 * BLOCK_SIZE;
-        let mut hasher = Hasher::new();
+        let mut hasher = self.algorithm.hasher();
         self.content.visit(start, (start + BLOCK_SIZE).min(self.content.len), |region| {
             // SAFETY: a lease on this publication is held by every caller, and the owner outlives leases.
             hasher.update(unsafe { region.as_slice() });

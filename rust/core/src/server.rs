@@ -1,5 +1,6 @@
-//! The server: an accept loop and a handler, plain HTTP/1.1.
+//! The server: an accept loop, a guard and a handler, HTTP/1.1.
 
+mod guard;
 mod handler;
 
 use std::io;
@@ -15,12 +16,19 @@ use socket2::{Domain, Protocol, Socket, Type};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::runtime::Handle;
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, watch};
+use tokio_rustls::TlsAcceptor;
 
+use self::guard::Guard;
 use crate::body::Progress;
 use crate::error::{Error, ErrorKind};
 use crate::same_host;
+use crate::secret::{self, Secret};
 use crate::store::Store;
 use crate::throttle::Throttle;
+use crate::tls::Identity;
+
+/// How long a TLS handshake may take.
+const HANDSHAKE: Duration = Duration::from_secs(10);
 
 /// How a server is set up.
 #[derive(Clone, Debug)]
@@ -31,6 +39,10 @@ pub struct ServerConfig {
     pub patience: Duration,
     /// Whether paths carry a random part without which everything but `/healthz` is 404.
     pub capability: bool,
+    /// With a secret, everything but `/healthz` and `/metrics` needs a proof of it, and answers with digests carry one.
+    pub secret: Option<Secret>,
+    /// Encrypt what goes over the network, with a certificate of its own whose fingerprint is in the URL.
+    pub tls: bool,
     /// Connections held at once; further ones wait in the listen queue.
     pub max_connections: usize,
     /// Whether processes of this machine and user may fetch around the network.
@@ -45,6 +57,8 @@ impl Default for ServerConfig {
             bind: None,
             patience: Duration::from_mins(1),
             capability: true,
+            secret: None,
+            tls: false,
             max_connections: 512,
             same_host: true,
             max_bandwidth: None,
@@ -65,6 +79,8 @@ pub struct Server {
 struct Shared {
     store: Store,
     token: String,
+    guard: Option<Guard>,
+    identity: Option<Identity>,
     /// Where processes of this machine and user may fetch around the network.
     same_host: Option<same_host::Name>,
     patience: Duration,
@@ -96,8 +112,10 @@ impl Server {
         let token = if config.capability { random_token()? } else { String::new() };
         let local = if config.same_host { listen_same_host()? } else { None };
         let shared = Arc::new(Shared {
-            store: Store::new()?,
+            store: Store::new(secret::algorithm(config.secret.as_ref()))?,
             token,
+            guard: config.secret.clone().map(Guard::new),
+            identity: if config.tls { Some(Identity::new()?) } else { None },
             same_host: local.as_ref().map(|(name, _)| name.clone()),
             patience: config.patience,
             throttle: config.max_bandwidth.map(|limit| Arc::new(Throttle::new(limit))),
@@ -149,7 +167,11 @@ impl Server {
         let host = if host.contains(':') && !host.starts_with('[') { format!("[{host}]") } else { host.to_owned() };
         let token = &self.shared.token;
         let slash = if token.is_empty() { "" } else { "/" };
-        format!("http://{host}:{}{slash}{token}/checkpoint/", self.address.port())
+        let scheme = match &self.shared.identity {
+            Some(identity) => format!("https://{}@", identity.fingerprint),
+            None => "http://".to_owned(),
+        };
+        format!("{scheme}{host}:{}{slash}{token}/checkpoint/", self.address.port())
     }
 
     /// Bytes of bodies served so far.
@@ -250,7 +272,7 @@ async fn accept(
         match accepted {
             Ok(Accepted::Tcp(stream)) => {
                 let _ = stream.set_nodelay(true);
-                tokio::spawn(serve(stream, false, Arc::clone(&shared), permit, stopped.clone()));
+                tokio::spawn(serve_network(stream, Arc::clone(&shared), permit, stopped.clone()));
             }
             Ok(Accepted::Local(stream)) => {
                 if stream.peer_cred().is_ok_and(|peer| peer.uid() == same_host::own_user()) {
@@ -260,6 +282,25 @@ async fn accept(
             // Out of descriptors, or a peer that left while queued: give the system a moment, then go on.
             Err(_) => tokio::time::sleep(Duration::from_millis(20)).await,
         }
+    }
+}
+
+/// Serves a connection from the network, after the handshake where there is one: a peer that does not get it done in
+/// time, or does not speak TLS, is let go.
+async fn serve_network(
+    stream: tokio::net::TcpStream,
+    shared: Arc<Shared>,
+    permit: OwnedSemaphorePermit,
+    mut stopped: watch::Receiver<bool>,
+) {
+    let Some(identity) = &shared.identity else { return serve(stream, false, shared, permit, stopped).await };
+    let accepting = TlsAcceptor::from(Arc::clone(&identity.config)).accept(stream);
+    let accepted = tokio::select! {
+        accepted = tokio::time::timeout(HANDSHAKE, accepting) => accepted,
+        _ = stopped.wait_for(|s| *s) => return,
+    };
+    if let Ok(Ok(stream)) = accepted {
+        serve(stream, false, shared, permit, stopped).await;
     }
 }
 

@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
+use tensorferry_wire::digest::Algorithm;
 use tensorferry_wire::request;
 use tokio::sync::Notify;
 
@@ -24,6 +25,8 @@ const AHEAD_GRACE: Duration = Duration::from_secs(1);
 #[derive(Debug)]
 pub struct Store {
     generation: String,
+    /// How everything published here is checksummed.
+    algorithm: Algorithm,
     sequence: AtomicU64,
     state: Mutex<State>,
     changed: Notify,
@@ -63,11 +66,12 @@ pub(crate) enum Lookup {
 }
 
 impl Store {
-    pub(crate) fn new() -> Result<Self, Error> {
+    pub(crate) fn new(algorithm: Algorithm) -> Result<Self, Error> {
         let generation = getrandom::u64()
             .map_err(|e| Error::new(ErrorKind::System, format!("no random numbers from the system: {e}")))?;
         Ok(Self {
             generation: format!("{generation:016x}"),
+            algorithm,
             sequence: AtomicU64::new(1),
             state: Mutex::default(),
             changed: Notify::new(),
@@ -83,7 +87,7 @@ impl Store {
     /// serving the transfers it has begun; no new one starts from it.
     pub fn publish(&self, step: i64, mut publication: Publication) {
         let sequence = self.sequence.fetch_add(1, Ordering::Relaxed);
-        publication.name(format!("\"{}-{sequence}\"", self.generation));
+        publication.seal(format!("\"{}-{sequence}\"", self.generation), &self.algorithm);
         let mut state = self.state();
         let old = state.current.replace(Arc::new(publication));
         state.step = Some(step);

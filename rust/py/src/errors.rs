@@ -22,6 +22,7 @@ pub(crate) fn to_py(py: Python<'_>, error: &Error) -> PyErr {
         ErrorKind::Timeout => "FetchTimeout",
         ErrorKind::Connect => "ConnectError",
         ErrorKind::Status(status) => return refused(py, status, message),
+        ErrorKind::Unproven => "UnprovenSource",
         ErrorKind::Corrupt => "CorruptCheckpoint",
         ErrorKind::Changed => "SourceChanged",
         ErrorKind::Cancelled => "TransferCancelled",

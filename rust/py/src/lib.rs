@@ -6,6 +6,7 @@ mod memory;
 mod remote;
 mod rows;
 mod runtime;
+mod secret;
 mod server;
 
 use pyo3::prelude::*;
@@ -23,6 +24,8 @@ mod _native {
     use crate::rows::PyRows;
     #[pymodule_export]
     use crate::runtime::shutdown_runtime;
+    #[pymodule_export]
+    use crate::secret::PySecret;
     #[pymodule_export]
     use crate::server::PyServer;
 }

@@ -13,6 +13,7 @@ use tensorferry_wire::manifest;
 use crate::errors;
 use crate::memory::{Placed, PyArena, given};
 use crate::runtime::{self, Origin, Watch};
+use crate::secret::PySecret;
 
 /// A checkpoint whose header is here and whose payload is still at its source.
 #[pyclass(name = "Remote", module = "tensorferry._native", frozen)]
@@ -72,7 +73,8 @@ impl PyRemote {
     /// Opens a checkpoint: waits until one of `urls` serves `step`, and reads its header.
     #[staticmethod]
     #[allow(clippy::too_many_arguments, reason = "keywords in Python")]
-    #[pyo3(signature = (urls, step, *, timeout, lanes = None, same_host = true, pool = None, progress = None))]
+    #[pyo3(signature = (urls, step, *, timeout, lanes = None, same_host = true, pool = None, progress = None,
+                        secret = None))]
     fn open(
         py: Python<'_>,
         urls: Vec<String>,
@@ -82,6 +84,7 @@ impl PyRemote {
         same_host: bool,
         pool: Option<&PyPool>,
         progress: Option<Py<PyAny>>,
+        secret: Option<&PySecret>,
     ) -> PyResult<Self> {
         let timeout = Duration::try_from_secs_f64(timeout.max(0.0))
             .map_err(|_| errors::invalid(py, format!("{timeout} is no length of time in seconds")))?;
@@ -90,6 +93,7 @@ impl PyRemote {
         let options = FetchOptions {
             lanes,
             same_host,
+            secret: secret.map(|s| s.0.clone()),
             pool: pool.map(|p| Arc::clone(&p.0)),
             progress: Arc::clone(&received),
             cancel: cancel.clone(),

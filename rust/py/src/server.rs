@@ -15,6 +15,7 @@ use crate::errors;
 use crate::memory::{Owner, borrowed};
 use crate::rows::PyRows;
 use crate::runtime::{self, Origin};
+use crate::secret::PySecret;
 
 /// A server for one checkpoint at a time.
 #[pyclass(name = "Server", module = "tensorferry._native", frozen)]
@@ -34,7 +35,9 @@ impl PyServer {
 #[pymethods]
 impl PyServer {
     #[new]
-    #[pyo3(signature = (*, patience, bind = None, capability = true, same_host = true, max_bandwidth = None))]
+    #[pyo3(signature = (*, patience, bind = None, capability = true, same_host = true, max_bandwidth = None,
+                        secret = None, tls = false))]
+    #[allow(clippy::too_many_arguments, reason = "keywords in Python")]
     fn new(
         py: Python<'_>,
         patience: f64,
@@ -42,13 +45,25 @@ impl PyServer {
         capability: bool,
         same_host: bool,
         max_bandwidth: Option<u64>,
+        secret: Option<&PySecret>,
+        tls: bool,
     ) -> PyResult<Self> {
         let bind = bind
             .map(str::parse)
             .transpose()
             .map_err(|_| errors::invalid(py, format!("bind={bind:?} is not an address and port")))?;
         let patience = seconds(py, patience)?;
-        let config = ServerConfig { bind, patience, capability, same_host, max_bandwidth, ..ServerConfig::default() };
+        let secret = secret.map(|s| s.0.clone());
+        let config = ServerConfig {
+            bind,
+            patience,
+            capability,
+            same_host,
+            max_bandwidth,
+            secret,
+            tls,
+            ..ServerConfig::default()
+        };
         let inner = py
             .detach(|| Server::bind(&config, &runtime::handle().map_err(tensorferry_core::Error::from)?))
             .map_err(|e| errors::to_py(py, &e))?;

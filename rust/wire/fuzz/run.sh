@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Fuzzes what is parsed off the network, on stable Rust without cargo-fuzz:
-#   rust/wire/fuzz/run.sh SECONDS [header|manifest|digests|request ...]
+#   rust/wire/fuzz/run.sh SECONDS [header|manifest|digests|request|proof ...]
 # Ends with an error if a target finds a crash; the input then lies in artifacts/.
 set -euo pipefail
 cd "$(dirname "$0")"
 seconds=${1:?usage: run.sh SECONDS [target ...]}
 shift
-[ $# -gt 0 ] || set -- header manifest digests request
+[ $# -gt 0 ] || set -- header manifest digests request proof
 
 export CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-$PWD/target}
 # the flags cargo-fuzz sets, less the sanitizers, which need nightly
@@ -28,6 +28,8 @@ seed manifest small '{"version":1,"tree":0,"flags":"","objects":0,"storages":[]}
 seed manifest nodes '{"version":1,"tree":{"a":["o",{"w":0,"b":1}],"s":["d","d",[[0,2],["x",-1],[["t",1.5,["r",0]],["l",["t"]]]]],"n":["n",0,1],"p":["a",0,2]},"flags":"013","objects":1,"storages":[[20,[[5,0],[6,12]]],[0,[]]],"shards":{"a":{"global":[4]}}}'
 seed digests empty 'TFDIGST1\1\0\0\0\0\0\020\0\0\0\0\0\0\0\0\0\1\2\3\4\5\6\7\10\0\0\0\0\0\0\0\0'
 seed digests one 'TFDIGST1\1\0\0\0\0\0\020\0\7\0\0\0\0\0\0\0\1\2\3\4\5\6\7\10\1\0\0\0\0\0\0\0\1\2\3\4\5\6\7\10'
+seed digests keyed 'TFDIGST1\2\0\0\0\0\0\020\0\7\0\0\0\0\0\0\0\1\2\3\4\5\6\7\10\1\0\0\0\0\0\0\0\1\2\3\4\5\6\7\10'
+seed proof field 'Tensorferry 000102030405060708090a0b0c0d0e0f.'
 seed request container '\144\0\0\0\0\0\0\0/checkpoint/12.safetensors?x'
 seed request chunk '\144\0\0\0\0\0\0\0/checkpoint/007/-3'
 seed request range '\144\0\0\0\0\0\0\0bytes=10-19'

@@ -1,10 +1,13 @@
-//! Checksums of the payload: CRC-64/NVME of each 1 MiB block, and of the header.
+//! Checksums of the payload: one for each 1 MiB block, and one for the header.
 //!
-//! They find damage, not malice: who wants to forge a block can forge its checksum.
+//! CRC-64/NVME finds damage, not malice: who wants to forge a block can forge its checksum. With a shared secret they are
+//! keyed BLAKE3 instead, of which the first 64 bits are kept: who does not have the key can only guess, with one chance
+//! in 2^64 for each block that is tried against a receiver. A keyed table proves nothing by itself: its answer carries a
+//! proof of full length ([`crate::proof`]).
 //!
-//! A table on the wire, all little-endian: magic `TFDIGST1`, u32 algorithm (1), u32 block size, u64 payload length,
-//! u64 checksum of the header bytes, u64 count, one u64 per block, then the checksum of everything before it. A table
-//! may hold a run of the blocks only; which one is for whoever asked to remember.
+//! A table on the wire, all little-endian: magic `TFDIGST1`, u32 algorithm (1 is CRC-64/NVME, 2 keyed BLAKE3), u32 block
+//! size, u64 payload length, u64 checksum of the header bytes, u64 count, one u64 per block, then the CRC-64/NVME of
+//! everything before it. A table may hold a run of the blocks only; which one is for whoever asked to remember.
 
 use crc_fast::CrcAlgorithm::Crc64Nvme;
 
@@ -12,7 +15,8 @@ use crc_fast::CrcAlgorithm::Crc64Nvme;
 pub const BLOCK_SIZE: u64 = 1 << 20;
 
 const MAGIC: &[u8; 8] = b"TFDIGST1";
-const ALGORITHM: u32 = 1;
+const CRC64: u32 = 1;
+const KEYED: u32 = 2;
 /// Bytes before the first block's checksum.
 const HEAD: usize = 40;
 
@@ -54,32 +58,97 @@ pub enum DigestError {
     },
 }
 
+/// How blocks and the header are checksummed.
+#[derive(Clone, Default)]
+pub enum Algorithm {
+    /// CRC-64/NVME.
+    #[default]
+    Crc64,
+    /// The first 64 bits of BLAKE3 with this key.
+    Keyed([u8; 32]),
+}
+
+impl std::fmt::Debug for Algorithm {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Crc64 => "Crc64",
+            Self::Keyed(_) => "Keyed(..)",
+        })
+    }
+}
+
+impl Algorithm {
+    /// The checksum of `bytes`.
+    #[must_use]
+    pub fn checksum(&self, bytes: &[u8]) -> u64 {
+        match self {
+            Self::Crc64 => checksum(bytes),
+            Self::Keyed(key) => first_word(&blake3::keyed_hash(key, bytes)),
+        }
+    }
+
+    /// The checksum of bytes that come in pieces.
+    #[must_use]
+    pub fn hasher(&self) -> Hasher {
+        match self {
+            Self::Crc64 => Hasher::new(),
+            Self::Keyed(key) => Hasher(State::Keyed(Box::new(blake3::Hasher::new_keyed(key)))),
+        }
+    }
+
+    fn number(&self) -> u32 {
+        match self {
+            Self::Crc64 => CRC64,
+            Self::Keyed(_) => KEYED,
+        }
+    }
+}
+
 /// CRC-64/NVME of `bytes`.
 #[must_use]
 pub fn checksum(bytes: &[u8]) -> u64 {
     crc_fast::checksum(Crc64Nvme, bytes)
 }
 
-/// [`checksum`] of bytes that come in pieces.
+fn first_word(hash: &blake3::Hash) -> u64 {
+    hash.as_bytes().first_chunk().map_or(0, |word| u64::from_le_bytes(*word))
+}
+
+/// A checksum of bytes that come in pieces.
 #[derive(Debug, Clone)]
-pub struct Hasher(crc_fast::Digest);
+pub struct Hasher(State);
+
+#[derive(Debug, Clone)]
+#[expect(clippy::large_enum_variant, reason = "without a secret, a block costs no allocation")]
+enum State {
+    Crc64(crc_fast::Digest),
+    Keyed(Box<blake3::Hasher>),
+}
 
 impl Hasher {
-    /// A hasher that has seen nothing.
+    /// A CRC-64/NVME that has seen nothing; [`Algorithm::hasher`] makes the others.
     #[must_use]
     pub fn new() -> Self {
-        Self(crc_fast::Digest::new(Crc64Nvme))
+        Self(State::Crc64(crc_fast::Digest::new(Crc64Nvme)))
     }
 
     /// Adds the next bytes.
     pub fn update(&mut self, bytes: &[u8]) {
-        self.0.update(bytes);
+        match &mut self.0 {
+            State::Crc64(digest) => digest.update(bytes),
+            State::Keyed(hasher) => {
+                hasher.update(bytes);
+            }
+        }
     }
 
     /// The checksum of all bytes so far.
     #[must_use]
     pub fn finish(&self) -> u64 {
-        self.0.finalize()
+        match &self.0 {
+            State::Crc64(digest) => digest.finalize(),
+            State::Keyed(hasher) => first_word(&hasher.finalize()),
+        }
     }
 }
 
@@ -107,12 +176,18 @@ pub struct DigestTable {
 }
 
 impl DigestTable {
-    /// The table as it goes over the wire.
+    /// The table as it goes over the wire, its checksums being CRC-64/NVME.
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {
+        self.encode_as(&Algorithm::Crc64)
+    }
+
+    /// The table as it goes over the wire, its checksums being of `algorithm`.
+    #[must_use]
+    pub fn encode_as(&self, algorithm: &Algorithm) -> Vec<u8> {
         let mut out = Vec::with_capacity(HEAD + 8 * self.blocks.len() + 8);
         out.extend_from_slice(MAGIC);
-        out.extend_from_slice(&ALGORITHM.to_le_bytes());
+        out.extend_from_slice(&algorithm.number().to_le_bytes());
         out.extend_from_slice(&(1u32 << 20).to_le_bytes());
         for word in [self.payload_len, self.header, self.blocks.len() as u64] {
             out.extend_from_slice(&word.to_le_bytes());
@@ -125,8 +200,13 @@ impl DigestTable {
         out
     }
 
-    /// Reads a table and checks it against itself.
+    /// Reads a table of CRC-64/NVME and checks it against itself.
     pub fn decode(bytes: &[u8]) -> Result<Self, DigestError> {
+        Self::decode_as(bytes, &Algorithm::Crc64)
+    }
+
+    /// Reads a table whose checksums must be of `wanted`, and checks it against itself: for damage, not for who wrote it.
+    pub fn decode_as(bytes: &[u8], wanted: &Algorithm) -> Result<Self, DigestError> {
         if !bytes.starts_with(MAGIC) {
             return Err(DigestError::Magic);
         }
@@ -138,7 +218,7 @@ impl DigestTable {
         };
         let (kind, payload_len, header, count) = (word(8)?, word(16)?, word(24)?, word(32)?);
         let (algorithm, block_size) = ((kind & 0xFFFF_FFFF) as u32, (kind >> 32) as u32);
-        if algorithm != ALGORITHM {
+        if algorithm != wanted.number() {
             return Err(DigestError::Algorithm(algorithm));
         }
         if u64::from(block_size) != BLOCK_SIZE {
@@ -182,6 +262,32 @@ mod tests {
             assert_eq!(hasher.finish(), checksum(&bytes), "pieces of {step}");
         }
         assert_eq!(Hasher::default().finish(), 0);
+    }
+
+    #[test]
+    fn keyed_checksums_depend_on_key_and_bytes() {
+        let (one, other) = (Algorithm::Keyed([1; 32]), Algorithm::Keyed([2; 32]));
+        let bytes: Vec<u8> = (0..100_000u32).map(|i| (i * 31 % 251) as u8).collect();
+        // the first 64 bits of what the reference implementation says for this key
+        assert_eq!(one.checksum(&bytes).to_le_bytes(), blake3::keyed_hash(&[1; 32], &bytes).as_bytes()[..8]);
+        assert_ne!(one.checksum(&bytes), other.checksum(&bytes));
+        assert_ne!(one.checksum(&bytes), one.checksum(&bytes[1..]));
+        assert_ne!(one.checksum(&bytes), Algorithm::Crc64.checksum(&bytes));
+        for step in [1, 64, 1000, 99_999] {
+            let mut hasher = one.hasher();
+            bytes.chunks(step).for_each(|piece| hasher.update(piece));
+            assert_eq!(hasher.finish(), one.checksum(&bytes), "pieces of {step}");
+        }
+        assert_eq!(format!("{one:?} {:?}", Algorithm::Crc64), "Keyed(..) Crc64");
+    }
+
+    #[test]
+    fn a_table_of_another_algorithm_is_refused() {
+        let table = DigestTable { header: 1, payload_len: 5, blocks: vec![2] };
+        let keyed = Algorithm::Keyed([1; 32]);
+        assert_eq!(DigestTable::decode_as(&table.encode_as(&keyed), &keyed), Ok(table.clone()));
+        assert_eq!(DigestTable::decode_as(&table.encode(), &keyed), Err(DigestError::Algorithm(1)));
+        assert_eq!(DigestTable::decode(&table.encode_as(&keyed)), Err(DigestError::Algorithm(2)));
     }
 
     #[test]

@@ -7,6 +7,7 @@
 //! - [`container`]: the safetensors header that starts every checkpoint.
 //! - [`manifest`]: the tree of the state, carried as the container's first entry.
 //! - [`digest`]: checksums of the payload, block by block.
+//! - [`proof`]: who knows the shared secret.
 //! - [`request`]: paths, ranges and entity tags of the HTTP resource.
 //!
 //! ```
@@ -28,6 +29,7 @@ pub mod digest;
 pub mod dtype;
 mod json;
 pub mod manifest;
+pub mod proof;
 pub mod request;
 
 pub use json::JsonError;

@@ -7,16 +7,20 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use socket2::Socket;
+use tensorferry_wire::proof::{self, Nonce};
 use tensorferry_wire::request;
 
 use super::connect::connect;
 use super::limits::Limits;
+use super::session::Session;
 use super::url::Source;
 use crate::error::{Error, ErrorKind};
-use crate::same_host;
+use crate::{same_host, secret};
 
 /// A response head longer than this is refused.
 const MAX_HEAD: usize = 16 << 10;
+/// How a server begins that was spoken to in plain HTTP and expects TLS.
+const TLS_ALERT: &[u8] = &[21, 3];
 /// As many slices as the system takes in one call.
 const MAX_SLICES: usize = 1024;
 
@@ -29,6 +33,8 @@ pub(crate) struct Head {
     /// `(start, end, total)` of a 206 answer.
     pub(crate) content_range: Option<(u64, u64, u64)>,
     pub(crate) etag: Option<String>,
+    /// What shows that the source knows the shared secret.
+    pub(crate) proof: Option<String>,
     /// Where the source can be reached without the network, if it says so.
     pub(crate) same_host: Option<same_host::Name>,
     /// Whether the server speaks HTTP/1.0, as Python's `http.server` does.
@@ -39,6 +45,7 @@ pub(crate) struct Head {
 /// A connection that is between two answers, or in the body of one.
 pub(crate) struct Connection {
     stream: Arc<Socket>,
+    tls: Option<Box<Session>>,
     source: Arc<Source>,
     limits: Limits,
     /// Bytes received behind the last head that belong to the body.
@@ -49,6 +56,8 @@ pub(crate) struct Connection {
     reusable: bool,
     timeout: Option<Duration>,
     same_host: bool,
+    /// The nonce and the path of the last request, where there is a secret to prove.
+    asked: Option<(Nonce, String)>,
 }
 
 impl Connection {
@@ -61,7 +70,7 @@ impl Connection {
         let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
         for address in addresses {
             match connect(address, limits)? {
-                Ok(stream) => return Ok(Self::over(stream, source, limits, false)),
+                Ok(stream) => return Self::over(stream, source, limits, false).secured(),
                 Err(e) => last = e,
             }
         }
@@ -82,6 +91,7 @@ impl Connection {
         limits.cancel.watch(&stream);
         Self {
             stream,
+            tls: None,
             source: Arc::clone(source),
             limits: limits.clone(),
             ahead: Vec::new(),
@@ -90,6 +100,36 @@ impl Connection {
             reusable: true,
             timeout: None,
             same_host,
+            asked: None,
+        }
+    }
+
+    /// The same connection after the TLS handshake, where the source wants one.
+    fn secured(mut self) -> Result<Self, Error> {
+        let Some(config) = self.source.tls() else { return Ok(self) };
+        let mut session = Session::new(config)?;
+        self.wait_at_most(self.limits.stall)?;
+        match session.shake_hands(&self.stream, &self.limits, &mut self.timeout) {
+            Ok(()) => {
+                self.tls = Some(Box::new(session));
+                Ok(self)
+            }
+            Err(e) => Err(self.refused_handshake(&e)),
+        }
+    }
+
+    fn refused_handshake(&self, e: &io::Error) -> Error {
+        let peer = self.source.authority();
+        match e.get_ref().and_then(|inner| inner.downcast_ref()) {
+            Some(rustls::Error::InvalidCertificate(why)) => {
+                let why = match why {
+                    rustls::CertificateError::Other(why) => why.to_string(),
+                    why => format!("its certificate is not valid: {why}"),
+                };
+                Error::new(ErrorKind::Unproven, format!("{peer} is not the source its metadata names: {why}"))
+            }
+            Some(why) => self.protocol(format!("it does not speak TLS as its metadata says: {why}")),
+            None => self.broken(e),
         }
     }
 
@@ -134,22 +174,33 @@ impl Connection {
             // The last answer announced that it ends the connection.
             *self = Self::open(&self.source, &self.limits)?;
         }
+        let path = format!("{}{path}", self.source.prefix());
+        let range = range.map(|(start, end)| format!("bytes={start}-{}", end - 1));
         let mut request = format!(
-            "GET {}{path} HTTP/1.1\r\nHost: {}\r\nUser-Agent: tensorferry/{}\r\n",
-            self.source.prefix(),
+            "GET {path} HTTP/1.1\r\nHost: {}\r\nUser-Agent: tensorferry/{}\r\n",
             self.source.authority(),
             env!("CARGO_PKG_VERSION"),
         );
-        if let Some((start, end)) = range {
-            let _ = write!(request, "Range: bytes={start}-{}\r\n", end - 1);
+        if let Some(range) = &range {
+            let _ = write!(request, "Range: {range}\r\n");
         }
         if let Some(etag) = if_match {
             let _ = write!(request, "If-Match: {etag}\r\n");
         }
+        if let Some(secret) = self.source.secret() {
+            let nonce = secret::nonce()?;
+            let asked = proof::Request { method: "GET", path: &path, range: range.as_deref(), if_match };
+            let _ = write!(request, "Authorization: {}\r\n", secret.key().sign_request(&asked, &nonce));
+            self.asked = Some((nonce, path));
+        }
         request.push_str("\r\n");
         self.reusable = false;
         self.wait_at_most(self.limits.stall)?;
-        (&*self.stream).write_all(request.as_bytes()).map_err(|e| self.broken(&e))?;
+        let sent = match &mut self.tls {
+            None => (&*self.stream).write_all(request.as_bytes()),
+            Some(tls) => tls.write_all(&self.stream, &self.limits, &mut self.timeout, request.as_bytes()),
+        };
+        sent.map_err(|e| self.broken(&e))?;
         let head = self.read_head(patience)?;
         self.remaining = head.content_length.unwrap_or(0);
         self.reusable = head.keep_alive && head.content_length.is_some();
@@ -181,10 +232,13 @@ impl Connection {
                 Ok(httparse::Status::Partial) if filled < MAX_HEAD => {
                     // A source may take long to begin its answer, not to go on with it.
                     self.wait_at_most(patience.filter(|_| filled == 0).unwrap_or(self.limits.stall))?;
-                    filled += self.receive(|stream| (&mut &*stream).read(&mut buffer[filled..]))?;
+                    filled += self.receive(&mut [IoSliceMut::new(&mut buffer[filled..])])?;
                 }
                 Ok(httparse::Status::Partial) => {
                     return Err(self.protocol(format!("its answer's head is longer than {MAX_HEAD} bytes")));
+                }
+                Err(_) if buffer.starts_with(TLS_ALERT) => {
+                    return Err(self.protocol("it speaks TLS, and its metadata does not say so"));
                 }
                 Err(e) => return Err(self.protocol(format!("its answer is not HTTP/1.1: {e}"))),
             }
@@ -198,6 +252,7 @@ impl Connection {
             content_length: None,
             content_range: None,
             etag: None,
+            proof: None,
             same_host: None,
             http_10: response.version == Some(0),
             keep_alive: response.version == Some(1),
@@ -214,6 +269,8 @@ impl Connection {
                 head.content_range = request::parse_content_range(value());
             } else if header.name.eq_ignore_ascii_case("etag") {
                 head.etag = Some(value().to_owned());
+            } else if header.name.eq_ignore_ascii_case(proof::PROOF_HEADER) {
+                head.proof = Some(value().to_owned());
             } else if header.name.eq_ignore_ascii_case(request::SAME_HOST_HEADER) {
                 head.same_host = same_host::Name::parse(value());
             } else if header.name.eq_ignore_ascii_case("connection") {
@@ -246,7 +303,7 @@ impl Connection {
             } else {
                 self.wait_at_most(self.limits.stall)?;
                 let count = parts.len().min(MAX_SLICES);
-                self.receive(|stream| (&mut &*stream).read_vectored(&mut parts[..count]))?
+                self.receive(&mut parts[..count])?
             };
             self.remaining -= got as u64;
             received(got);
@@ -271,6 +328,26 @@ impl Connection {
         Ok(body)
     }
 
+    /// Checks that whoever sent `body` in answer to the last request knows the secret, where there is one.
+    pub(crate) fn check_proof(&self, head: &Head, body: &[u8]) -> Result<(), Error> {
+        let (Some(secret), Some((nonce, path))) = (self.source.secret(), &self.asked) else { return Ok(()) };
+        let etag = head.etag.as_deref().unwrap_or("");
+        let answer = proof::Answer { nonce, path, etag, body };
+        match &head.proof {
+            Some(proof) if secret.key().verify_answer(&answer, proof) => Ok(()),
+            Some(_) => Err(Error::new(
+                ErrorKind::Unproven,
+                "the source's proof of the shared secret is wrong: it has another secret, or somebody in between changed \
+                 what it said",
+            )),
+            None => Err(Error::new(
+                ErrorKind::Unproven,
+                "the source does not prove that it knows the shared secret: it was started without one (secret=, \
+                 TENSORFERRY_SECRET), or somebody else answers at its address",
+            )),
+        }
+    }
+
     /// Turns an answer that is not what was asked for into an error.
     pub(crate) fn refuse(&mut self, head: &Head) -> Error {
         let detail = self.body(head, 64 << 10).unwrap_or_default();
@@ -280,11 +357,24 @@ impl Connection {
             412 => ErrorKind::Changed,
             status => ErrorKind::Status(status),
         };
+        if head.status == 404 && detail == "not found" {
+            let secret = match self.source.secret() {
+                None => "asks for a shared secret (secret=, TENSORFERRY_SECRET), and this receiver has none",
+                Some(_) => "has another shared secret than this receiver",
+            };
+            let message = format!("not found: the metadata is of a transport that is gone, or the source {secret}");
+            return Error::new(kind, message);
+        }
         Error::new(kind, detail.to_owned())
     }
 
-    fn receive(&self, read: impl FnOnce(&Socket) -> io::Result<usize>) -> Result<usize, Error> {
-        match read(&self.stream) {
+    /// Receives into the first of `parts`, or into as many as it takes.
+    fn receive(&mut self, parts: &mut [IoSliceMut<'_>]) -> Result<usize, Error> {
+        let got = match &mut self.tls {
+            None => (&mut &*self.stream).read_vectored(parts),
+            Some(tls) => tls.read(&self.stream, &self.limits, &mut self.timeout, &mut parts[0]),
+        };
+        match got {
             Ok(0) => {
                 self.limits.left()?;
                 Err(Error::new(

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use tensorferry_wire::digest::BLOCK_SIZE;
+use tensorferry_wire::digest::{Algorithm, BLOCK_SIZE};
 
 use super::Peer;
 use super::connection::Connection;
@@ -121,6 +121,7 @@ pub(super) struct Transfer<'a> {
     pub(super) payload_start: u64,
     pub(super) payload_len: u64,
     pub(super) header_digest: u64,
+    pub(super) algorithm: &'a Algorithm,
     pub(super) limits: &'a Limits,
     pub(super) received: &'a Received,
     pub(super) watch: Watch,
@@ -248,8 +249,9 @@ impl Transfer<'_> {
             };
             self.plan.with_slices(start, stop, sink, |slices| connection.fill(slices, count))?;
             // Right after the receive, while the block is in cache.
-            let digest =
-                self.plan.with_slices(start, stop, sink, |slices| checksum_slices(slices.iter().map(|s| &**s)));
+            let digest = self
+                .plan
+                .with_slices(start, stop, sink, |slices| checksum_slices(self.algorithm, slices.iter().map(|s| &**s)));
             self.received.note(*at, digest, origin);
             *at += 1;
             if self.queue.has_failed() {

@@ -7,6 +7,7 @@ mod limits;
 mod open;
 mod plan;
 mod remote;
+mod session;
 mod url;
 mod watch;
 
@@ -24,6 +25,7 @@ use self::url::Source;
 use crate::arena::{Arena, Pool};
 use crate::error::Error;
 use crate::same_host;
+use crate::secret::Secret;
 
 /// How often a block that does not match its checksum is fetched again before the transfer fails.
 const CORRUPT_RETRIES: usize = 3;
@@ -39,6 +41,8 @@ pub struct FetchOptions {
     pub lanes: Option<usize>,
     /// Fetch around the network when the source runs on this machine under the same user.
     pub same_host: bool,
+    /// With a secret, only who proves to know it is fetched from.
+    pub secret: Option<Secret>,
     /// Where memory for what arrives comes from, and goes back to.
     pub pool: Option<Arc<Pool>>,
     /// Counts the bytes of payload as they arrive, for another thread to look at.
@@ -56,6 +60,7 @@ impl FetchOptions {
             stall: (timeout / 4).min(Duration::from_secs(15)),
             lanes: None,
             same_host: true,
+            secret: None,
             pool: None,
             progress: Arc::default(),
             cancel: Cancel::new(),
@@ -156,9 +161,9 @@ struct Peer {
 }
 
 impl Peer {
-    fn parse(url: &str, same_host: bool) -> Result<Self, Error> {
+    fn parse(url: &str, same_host: bool, secret: Option<&Secret>) -> Result<Self, Error> {
         Ok(Self {
-            source: Arc::new(Source::parse(url)?),
+            source: Arc::new(Source::parse(url)?.sharing(secret.cloned())),
             etag: OnceLock::new(),
             same_host: OnceLock::new(),
             same_host_off: AtomicBool::new(!same_host),
@@ -196,7 +201,7 @@ impl Peer {
     /// Whether `connection` leads here, can be used again, and is the shortest way.
     fn may_reuse(&self, connection: &Connection) -> bool {
         connection.is_reusable()
-            && connection.source() == &self.source
+            && Arc::ptr_eq(connection.source(), &self.source)
             && (connection.is_same_host() || self.same_host().is_none())
     }
 }

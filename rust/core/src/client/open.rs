@@ -1,14 +1,14 @@
 //! The first requests to a source: its header, the entries the header needs, and the digests of both.
 
 use tensorferry_wire::container::{self, Header};
-use tensorferry_wire::digest::{self, BLOCK_SIZE, DigestTable};
+use tensorferry_wire::digest::{BLOCK_SIZE, DigestTable};
 
 use super::CORRUPT_RETRIES;
 use super::connection::{Connection, Head};
 use super::lane::block_len;
 use super::limits::Limits;
 use crate::error::{Error, ErrorKind};
-use crate::same_host;
+use crate::{same_host, secret};
 
 /// What the first request asks for: the whole of a small container, the header of most others.
 const FIRST_READ: u64 = 1 << 20;
@@ -25,8 +25,14 @@ pub(super) fn read_digests(
         return Err(connection.refuse(&head));
     }
     let body = connection.body(&head, (blocks + 64) * 8)?;
-    let table = DigestTable::decode(&body)
+    let algorithm = secret::algorithm(connection.source().secret());
+    if head.proof.is_none() {
+        connection.check_proof(&head, &body)?;
+    }
+    // Damage first, which is worth another try; whether it is proven only then.
+    let table = DigestTable::decode_as(&body, &algorithm)
         .map_err(|e| Error::caused(ErrorKind::Protocol, "the digests of the source are not valid", e))?;
+    connection.check_proof(&head, &body)?;
     if table.blocks.len() as u64 != blocks {
         return Err(Error::new(ErrorKind::Protocol, "the source sent digests of other blocks than asked for"));
     }
@@ -105,8 +111,10 @@ impl Opened {
         let blocks = (prefix.len() as u64).div_ceil(BLOCK_SIZE);
         let (table, _) =
             read_digests(&mut connection, &format!("{step}/digests?blocks=0-{blocks}"), Some(&etag), blocks)?;
-        let header_digest = digest::checksum(&bytes);
-        let matching = prefix.chunks(block_len()).map(digest::checksum).eq(table.blocks.iter().copied());
+        let algorithm = secret::algorithm(connection.source().secret());
+        let header_digest = algorithm.checksum(&bytes);
+        let matching =
+            prefix.chunks(block_len()).map(|block| algorithm.checksum(block)).eq(table.blocks.iter().copied());
         if table.header != header_digest || table.payload_len != payload_len || !matching {
             return Err(Error::new(
                 ErrorKind::Corrupt,

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use tensorferry_wire::container::{self, Entry, Header};
-use tensorferry_wire::digest::{self, BLOCK_SIZE, DigestTable, Hasher};
+use tensorferry_wire::digest::{self, Algorithm, BLOCK_SIZE, DigestTable};
 
 use super::connection::Connection;
 use super::limits::Limits;
@@ -15,6 +15,7 @@ use super::watch::Watch;
 use super::{Addresses, Arrived, CORRUPT_RETRIES, Destination, FetchOptions, Peer, Report, lane};
 use crate::arena::{ALIGNMENT, Arena, Pool};
 use crate::error::{Error, ErrorKind};
+use crate::secret;
 
 /// How often a connection to a source may fail before its header is here.
 const OPEN_ATTEMPTS: u32 = 5;
@@ -29,6 +30,7 @@ pub struct Remote {
     key: String,
     header: Header,
     header_digest: u64,
+    algorithm: Algorithm,
     payload_start: u64,
     /// The first blocks of the payload, verified: what the header's reserved entries need, or all of a small one.
     prefix: Vec<u8>,
@@ -52,27 +54,29 @@ impl Remote {
     /// # Errors
     /// [`ErrorKind::Timeout`] at the deadline; [`ErrorKind::Connect`] when no source can be reached;
     /// [`ErrorKind::Status`] when it refuses, 400 for a step it does not serve; [`ErrorKind::Foreign`] when it is a
-    /// stock torchft server; [`ErrorKind::Protocol`] when what it says is not valid.
+    /// stock torchft server; [`ErrorKind::Unproven`] when it does not know the secret; [`ErrorKind::Protocol`] when what it says is not valid.
     pub fn open(urls: &[&str], step: i64, options: FetchOptions) -> Result<Self, Error> {
         let started = Instant::now();
         let deadline = started
             .checked_add(options.timeout)
             .ok_or_else(|| Error::new(ErrorKind::Invalid, "the timeout is too long to be counted"))?;
         let limits = Limits { started, deadline, stall: options.stall, cancel: options.cancel };
-        let peers = urls.iter().map(|url| Peer::parse(url, options.same_host)).collect::<Result<Vec<_>, Error>>()?;
+        let peers = urls.iter().map(|url| Peer::parse(url, options.same_host, options.secret.as_ref()));
+        let peers = peers.collect::<Result<Vec<_>, Error>>()?;
         let mut last = Error::new(ErrorKind::Invalid, "no source was named");
         for primary in 0..peers.len() {
             let source = &peers[primary].source;
             let at_source = |e: Error| e.at(&format!("step {step} from {}", source.authority()));
             for attempt in 0..OPEN_ATTEMPTS {
-                let connection = match Connection::open(source, &limits) {
-                    Ok(connection) => connection,
-                    Err(e) => {
+                let opened = match Connection::open(source, &limits) {
+                    // Nobody is there, or the connection broke in the handshake: worth one more, and no more than that.
+                    Err(e) if e.kind() == ErrorKind::Connect && attempt > 0 => {
                         last = at_source(e);
                         break;
                     }
+                    connected => connected.and_then(|connection| Opened::read(connection, step, &limits)),
                 };
-                match Opened::read(connection, step, &limits) {
+                match opened {
                     Ok(opened) => {
                         let _ = peers[primary].etag.set(opened.etag);
                         peers[primary].learn(opened.same_host);
@@ -83,6 +87,7 @@ impl Remote {
                             payload_start: opened.payload_start,
                             header: opened.header,
                             header_digest: opened.header_digest,
+                            algorithm: secret::algorithm(options.secret.as_ref()),
                             prefix: opened.prefix,
                             connection: Some(opened.connection),
                             opening: started.elapsed(),
@@ -248,6 +253,7 @@ impl Remote {
             payload_start: self.payload_start,
             payload_len: self.header.payload_len(),
             header_digest: self.header_digest,
+            algorithm: &self.algorithm,
             limits: &self.limits,
             received,
             watch: Watch::new(lanes),
@@ -311,14 +317,14 @@ impl Remote {
     fn digests(&mut self, first: u64, end: u64) -> Result<DigestTable, Error> {
         let path = self.digests_path(first, end);
         let prefix: Vec<_> = match first {
-            0 => self.prefix.chunks(lane::block_len()).map(digest::checksum).collect(),
+            0 => self.prefix.chunks(lane::block_len()).map(|block| self.algorithm.checksum(block)).collect(),
             _ => Vec::new(),
         };
         let mut last = Error::new(ErrorKind::Connect, "no source is left");
         for turn in 0..=self.peers.len() {
             let index = (self.primary + turn.saturating_sub(1)) % self.peers.len();
             let peer = &self.peers[index];
-            let ours = |c: &Connection| turn == 0 && c.is_reusable() && c.source() == &peer.source;
+            let ours = |c: &Connection| turn == 0 && c.is_reusable() && Arc::ptr_eq(c.source(), &peer.source);
             let reused = self.connection.take().filter(ours);
             let attempt = match reused {
                 Some(connection) => Ok(connection),
@@ -384,8 +390,8 @@ fn default_lanes(same_host: bool) -> usize {
 type Placed = (Arena, Vec<Option<u64>>, Vec<Piece>);
 
 /// The checksum of a block that lies in several slices.
-pub(super) fn checksum_slices<'a>(slices: impl IntoIterator<Item = &'a [u8]>) -> u64 {
-    let mut hasher = Hasher::new();
+pub(super) fn checksum_slices<'a>(algorithm: &Algorithm, slices: impl IntoIterator<Item = &'a [u8]>) -> u64 {
+    let mut hasher = algorithm.hasher();
     for slice in slices {
         hasher.update(slice);
     }

@@ -1,21 +1,39 @@
 //! Where a source is: the parts of the URL its metadata gives.
 
-use crate::error::{Error, ErrorKind};
+use std::sync::Arc;
 
-/// A parsed `http://host:port/prefix/`.
-#[derive(Clone, Debug, PartialEq, Eq)]
+use rustls::ClientConfig;
+
+use crate::error::{Error, ErrorKind};
+use crate::secret::Secret;
+use crate::tls::{self, Fingerprint};
+
+/// A parsed `http://host:port/prefix/` or `https://sha256-…@host:port/prefix/`, and what is shared with who is there.
+#[derive(Clone, Debug)]
 pub(crate) struct Source {
     host: String,
     port: u16,
     authority: String,
     prefix: String,
+    secret: Option<Secret>,
+    tls: Option<Arc<ClientConfig>>,
 }
 
 impl Source {
     pub(crate) fn parse(url: &str) -> Result<Self, Error> {
         let invalid = |why: &str| Error::new(ErrorKind::Invalid, format!("{url:?} is no checkpoint address: {why}"));
-        let rest = url.strip_prefix("http://").ok_or_else(|| invalid("it does not start with http://"))?;
+        let plain = url.strip_prefix("http://");
+        let rest = plain.or_else(|| url.strip_prefix("https://"));
+        let rest = rest.ok_or_else(|| invalid("it does not start with http:// or https://"))?;
         let (authority, path) = rest.find('/').map_or((rest, "/"), |i| rest.split_at(i));
+        let (authority, tls) = match authority.split_once('@') {
+            _ if plain.is_some() => (authority, None),
+            Some((pinned, authority)) => {
+                let pinned = Fingerprint::parse(pinned).ok_or_else(|| invalid("the fingerprint is none"))?;
+                (authority, Some(tls::client(pinned)?))
+            }
+            None => return Err(invalid("https:// without the fingerprint of the certificate (sha256-...@)")),
+        };
         if authority.contains('@') || url.bytes().any(|b| b.is_ascii_control() || b == b' ') {
             return Err(invalid("it holds characters that do not belong there"));
         }
@@ -26,11 +44,34 @@ impl Source {
             }
             None => authority.rsplit_once(':').map_or((authority, None), |(host, port)| (host, Some(port))),
         };
-        let port = port.map_or(Ok(80), str::parse).map_err(|_| invalid("the port is no number up to 65535"))?;
+        let port = port
+            .map_or(Ok(if tls.is_some() { 443 } else { 80 }), str::parse)
+            .map_err(|_| invalid("the port is no number up to 65535"))?;
         if host.is_empty() {
             return Err(invalid("the host is missing"));
         }
-        Ok(Self { host: host.to_owned(), port, authority: authority.to_owned(), prefix: path.to_owned() })
+        Ok(Self {
+            host: host.to_owned(),
+            port,
+            authority: authority.to_owned(),
+            prefix: path.to_owned(),
+            secret: None,
+            tls,
+        })
+    }
+
+    /// The same source, which must know `secret` and be shown that we do.
+    pub(super) fn sharing(self, secret: Option<Secret>) -> Self {
+        Self { secret, ..self }
+    }
+
+    /// How to talk to it over the network, if not plainly.
+    pub(super) fn tls(&self) -> Option<&Arc<ClientConfig>> {
+        self.tls.as_ref()
+    }
+
+    pub(super) fn secret(&self) -> Option<&Secret> {
+        self.secret.as_ref()
     }
 
     pub(crate) fn host(&self) -> &str {
@@ -63,6 +104,10 @@ mod tests {
         let source = Source::parse("http://[::1]:80/checkpoint/").unwrap();
         assert_eq!((source.host(), source.port(), source.authority()), ("::1", 80, "[::1]:80"));
         assert_eq!(Source::parse("http://h").unwrap().prefix(), "/");
+        let pinned = "https://sha256-ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad@[::1]:5/0f/";
+        let source = Source::parse(pinned).unwrap();
+        assert_eq!((source.host(), source.port(), source.authority(), source.prefix()), ("::1", 5, "[::1]:5", "/0f/"));
+        assert!(source.tls().is_some());
     }
 
     #[test]
@@ -75,6 +120,11 @@ mod tests {
             "http://[::1/",
             "http://a b/",
             "http://u@h/",
+            "https://h/",
+            "https://u@h/",
+            "https://sha256-00@h/",
+            "https://sha256-ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad@/",
+            "https://sha256-ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad@a@h/",
             "http://h/\r\n",
         ] {
             assert_eq!(Source::parse(bad).unwrap_err().kind(), ErrorKind::Invalid, "{bad}");

@@ -9,6 +9,7 @@ use bytes::Bytes;
 use http::header::{self, HeaderMap, HeaderName, HeaderValue};
 use http::{Method, Request, Response, StatusCode};
 use hyper::ext::ReasonPhrase;
+use tensorferry_wire::proof::{self, Nonce};
 use tensorferry_wire::request::{self, PathError, RangeSpec, Resource};
 
 use super::Connection;
@@ -40,8 +41,8 @@ pub(super) async fn answer<B>(connection: &Arc<Connection>, request: &Request<B>
             return Ok(refused);
         }
     };
-    let mut answer = match request::parse_path(request.uri().path(), &connection.shared.token) {
-        Ok(resource) => resolve(connection, resource, request).await,
+    let mut answer = match permitted(connection, request) {
+        Ok((resource, nonce)) => resolve(connection, resource, request, nonce.as_ref()).await,
         Err(PathError::NotFound) => text(StatusCode::NOT_FOUND, "not found"),
         Err(PathError::BadUrl(message)) => text(StatusCode::BAD_REQUEST, &message),
     };
@@ -54,7 +55,33 @@ pub(super) async fn answer<B>(connection: &Arc<Connection>, request: &Request<B>
     Ok(answer)
 }
 
-async fn resolve<B>(connection: &Arc<Connection>, resource: Resource<'_>, request: &Request<B>) -> Answer {
+/// The resource that may be asked for, and the nonce of the proof where one is needed. Who lacks the secret learns no
+/// more than who lacks the token. Liveness is for everybody; counters are for whoever has the random part of the path,
+/// since no scraper can sign.
+fn permitted<'r, B>(
+    connection: &Connection,
+    request: &'r Request<B>,
+) -> Result<(Resource<'r>, Option<Nonce>), PathError> {
+    let path = request.uri().path();
+    let found = request::parse_path(path, &connection.shared.token);
+    let Some(guard) = &connection.shared.guard else { return Ok((found?, None)) };
+    match found {
+        Ok(Resource::Metrics) => Ok((Resource::Metrics, None)),
+        Ok(Resource::Healthz) if path == "/healthz" => Ok((Resource::Healthz, None)),
+        Err(PathError::NotFound) => Err(PathError::NotFound),
+        found => {
+            let nonce = guard.admit(request).ok_or(PathError::NotFound)?;
+            Ok((found?, Some(nonce)))
+        }
+    }
+}
+
+async fn resolve<B>(
+    connection: &Arc<Connection>,
+    resource: Resource<'_>,
+    request: &Request<B>,
+    nonce: Option<&Nonce>,
+) -> Answer {
     let key = match resource {
         Resource::Healthz => return text(StatusCode::OK, "ok"),
         Resource::Metrics => return metrics(connection),
@@ -91,7 +118,7 @@ async fn resolve<B>(connection: &Arc<Connection>, resource: Resource<'_>, reques
             insert(found.headers_mut(), header::ETAG, &etag);
             conditional(request.headers(), &etag).unwrap_or(found)
         }
-        Resource::Digests(_) => digests(lease, request).await,
+        Resource::Digests(_) => digests(connection, lease, request, nonce).await,
         Resource::StockFull(_) => stock(connection, lease, step, "full".to_owned()).await,
         Resource::StockMetadata(_) => stock(connection, lease, step, "metadata".to_owned()).await,
         Resource::StockChunk(_, index) => stock(connection, lease, step, index.to_string()).await,
@@ -201,7 +228,7 @@ fn memory(
 }
 
 /// The digest table, or the part of it that `?blocks=first-end` names.
-async fn digests<B>(lease: Arc<Lease>, request: &Request<B>) -> Answer {
+async fn digests<B>(connection: &Connection, lease: Arc<Lease>, request: &Request<B>, nonce: Option<&Nonce>) -> Answer {
     let etag = lease.publication().etag().to_owned();
     if let Some(refused) = conditional(request.headers(), &etag) {
         return refused;
@@ -228,8 +255,18 @@ async fn digests<B>(lease: Arc<Lease>, request: &Request<B>) -> Answer {
     let Some(table) = table else {
         return text(StatusCode::PRECONDITION_FAILED, "the snapshot asked for is no longer served");
     };
-    let mut found = bytes(Bytes::from(table.encode()));
+    let (Some(guard), Some(nonce)) = (&connection.shared.guard, nonce) else {
+        let mut found = bytes(Bytes::from(table.encode()));
+        insert(found.headers_mut(), header::ETAG, &etag);
+        return found;
+    };
+    let key = guard.secret().key();
+    let body = table.encode_as(key.digests());
+    let path = request.uri().path_and_query().map_or("", |p| p.as_str());
+    let proof = key.sign_answer(&proof::Answer { nonce, path, etag: &etag, body: &body });
+    let mut found = bytes(Bytes::from(body));
     insert(found.headers_mut(), header::ETAG, &etag);
+    insert(found.headers_mut(), HeaderName::from_static(proof::PROOF_HEADER), &proof);
     found
 }
 

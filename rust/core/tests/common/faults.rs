@@ -116,13 +116,14 @@ pub(crate) struct Proxy {
 impl Proxy {
     /// A way to the server behind `url` on which `fault` happens `times` times.
     pub(crate) fn new(url: &str, fault: Fault, times: usize) -> Self {
-        let rest = url.strip_prefix("http://").unwrap();
+        let (scheme, rest) = url.split_at(url.find("//").unwrap() + 2);
+        let (pinned, rest) = rest.split_at(rest.find('@').map_or(0, |at| at + 1));
         let (authority, path) = rest.split_at(rest.find('/').unwrap());
         let upstream: SocketAddr = authority.parse().unwrap();
         let left = Arc::new(AtomicUsize::new(times));
         let budget = Arc::clone(&left);
         let running = Running::start(move |client, tracker| pass(client, upstream, fault, &budget, tracker));
-        let url = format!("http://{}{path}", running.address);
+        let url = format!("{scheme}{pinned}{}{path}", running.address);
         Self { running, left, url }
     }
 

@@ -2,13 +2,17 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use tensorferry_wire::digest::{DigestTable, Hasher, block_count, checksum};
+use tensorferry_wire::digest::{Algorithm, DigestTable, Hasher, block_count, checksum};
 
 fuzz_target!(|bytes: &[u8]| {
     let check = |bytes: &[u8]| {
         if let Ok(table) = DigestTable::decode(bytes) {
             assert!(table.blocks.len() as u64 <= block_count(table.payload_len));
             assert_eq!(table.encode(), bytes);
+        }
+        let keyed = Algorithm::Keyed([7; 32]);
+        if let Ok(table) = DigestTable::decode_as(bytes, &keyed) {
+            assert_eq!(table.encode_as(&keyed), bytes);
         }
     };
     check(bytes);

@@ -1,0 +1,44 @@
+"""The secret that sources and receivers of one job share."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ._native import Secret
+from .errors import InvalidArgument
+
+_VARIABLE = "TENSORFERRY_SECRET"
+_FILE_VARIABLE = "TENSORFERRY_SECRET_FILE"
+
+
+def shared_secret(secret: str | bytes | None) -> Secret | None:
+    """The secret that was given, or that the environment names.
+
+    Args:
+        secret: the secret itself; ``None`` takes ``TENSORFERRY_SECRET``, or what the file ``TENSORFERRY_SECRET_FILE``
+            holds but for a line end behind it
+
+    Raises:
+        InvalidArgument: it has fewer than 16 bytes, both variables are set, or the file cannot be read. An empty
+            variable is an error, too: a secret that got lost on the way must not open the door.
+    """
+    if secret is None:
+        secret = _from_environment()
+    if secret is None:
+        return None
+    return Secret(secret.encode() if isinstance(secret, str) else bytes(secret))
+
+
+def _from_environment() -> bytes | None:
+    value, path = os.environ.get(_VARIABLE), os.environ.get(_FILE_VARIABLE)
+    if value is not None and path is not None:
+        raise InvalidArgument(f"{_VARIABLE} and {_FILE_VARIABLE} are both set: which one is meant?")
+    if value is not None:
+        return os.fsencode(value)
+    if path is None:
+        return None
+    try:
+        return Path(path).read_bytes().removesuffix(b"\n").removesuffix(b"\r")
+    except OSError as e:
+        raise InvalidArgument(f"{_FILE_VARIABLE} names a file that cannot be read: {e}") from e

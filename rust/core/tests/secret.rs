@@ -1,0 +1,460 @@
+//! The shared secret: who does not have it gets nothing, and is believed nothing.
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
+
+mod common;
+
+use std::io::Write;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixStream};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use common::faults::{Fault, Liar, Proxy};
+use common::raw::{Answer, Raw, get, request};
+use common::{BLOCK, PATIENCE, Rig, STEP, State};
+use tensorferry_core::{Destination, Error, ErrorKind, FetchOptions, Remote, Secret, ServerConfig, Stability};
+use tensorferry_wire::digest::{self, DigestTable};
+use tensorferry_wire::proof::{self, Key};
+
+const SECRET: &[u8] = b"of all that is shared here, this alone stays unsaid";
+const OTHER: &[u8] = b"of all that is shared here, this alone stays unsaiD";
+const ETAG: &str = "etag";
+
+fn secret() -> Secret {
+    Secret::new(SECRET).unwrap()
+}
+
+fn rig(secret: Option<Secret>) -> Rig {
+    Rig::configured(&ServerConfig { secret, bind: Some(([127, 0, 0, 1], 0).into()), ..ServerConfig::default() })
+}
+
+fn serving(state: &State) -> Rig {
+    let rig = rig(Some(secret()));
+    rig.server.store().publish(STEP, state.publication(Stability::Private));
+    rig
+}
+
+fn knowing(secret: Option<Secret>) -> FetchOptions {
+    FetchOptions { secret, same_host: false, ..FetchOptions::within(PATIENCE) }
+}
+
+fn state() -> State {
+    State::of(&[5 * BLOCK + 3, 700, 2 * BLOCK], 1)
+}
+
+fn fetch(url: &str, options: FetchOptions) -> Result<(), Error> {
+    Remote::open(&[url], STEP, options)?.fetch(Destination::Fresh).map(drop)
+}
+
+/// An `Authorization` field for a GET of `path`.
+fn proof_with(secret: &[u8], path: &str, range: Option<&str>, if_match: Option<&str>) -> String {
+    static NEXT: AtomicUsize = AtomicUsize::new(1);
+    let nonce = (NEXT.fetch_add(1, Ordering::Relaxed) as u128).to_le_bytes();
+    let asked = proof::Request { method: "GET", path, range, if_match };
+    Key::new(secret).unwrap().sign_request(&asked, &nonce)
+}
+
+fn proof(path: &str) -> String {
+    proof_with(SECRET, path, None, None)
+}
+
+/// Everything an answer tells, but the time of day.
+fn told(mut answer: Answer) -> (u16, String, Vec<(String, String)>, Vec<u8>) {
+    answer.headers.retain(|(name, _)| name != "date");
+    (answer.status, answer.reason, answer.headers, answer.body)
+}
+
+#[test]
+fn who_has_it_fetches_every_byte() {
+    let (state, other) = (state(), state());
+    let (rig, second) = (rig(Some(secret())), serving(&other));
+    for stability in [Stability::Private, Stability::Borrowed] {
+        rig.server.store().publish(STEP, state.publication(stability));
+        for lanes in [None, Some(1), Some(3)] {
+            for same_host in [false, true] {
+                let options = FetchOptions { lanes, same_host, ..knowing(Some(secret())) };
+                let arrived = state.fetch(&[&rig.url()], options.clone()).unwrap();
+                assert_eq!((arrived.report().same_host, arrived.report().retries), (same_host, 0));
+                let arrived = state.fetch(&[&rig.url(), &second.url()], options).unwrap();
+                assert_eq!(arrived.report().troubles.len(), 0, "{:?}", arrived.report().troubles);
+            }
+        }
+    }
+    // A state that comes with the first request, and one of nothing.
+    for sizes in [&[100][..], &[]] {
+        let small = State::of(sizes, 3);
+        rig.server.store().publish(STEP, small.publication(Stability::Private));
+        small.fetch(&[&rig.url()], knowing(Some(secret()))).unwrap();
+    }
+}
+
+#[test]
+fn damage_is_found_and_fetched_again() {
+    let state = state();
+    let rig = serving(&state);
+    let proxy = Proxy::new(&rig.url(), Fault::Flip(3 * BLOCK), 1);
+    let arrived = state.fetch(&[proxy.url()], FetchOptions { lanes: Some(1), ..knowing(Some(secret())) }).unwrap();
+    assert!(proxy.is_spent() && arrived.report().retries > 0);
+}
+
+#[test]
+fn without_a_proof_everything_is_like_a_wrong_path() {
+    let rig = serving(&state());
+    let nowhere = told(get(&rig, "/0/checkpoint/7.safetensors", &[]));
+    assert_eq!((nowhere.0, nowhere.1.as_str()), (404, "not found"));
+    let file = rig.path("7.safetensors");
+    let mut paths: Vec<_> =
+        ["7.safetensors", "7/header", "7/digests", "7/digests?blocks=0-1", "7/full", "7/metadata", "7/0", "8/header"]
+            .map(|tail| rig.path(tail))
+            .to_vec();
+    // Paths that make no sense below the right random part tell nothing either.
+    paths.extend([rig.path(""), rig.path("a/b/c/d"), rig.path("x.safetensors")]);
+    paths.push(rig.path("").replace("checkpoint/", "healthz"));
+    for path in &paths {
+        assert_eq!(told(get(&rig, path, &[])), nowhere, "{path}");
+        let wrong = proof_with(OTHER, path, None, None);
+        assert_eq!(told(get(&rig, path, &[("Authorization", &wrong)])), nowhere, "{path}, another secret");
+    }
+    let wrong = [
+        ("no proof".to_owned(), String::new()),
+        ("another scheme".to_owned(), "Basic dXNlcjpwYXNz".to_owned()),
+        ("of another step".to_owned(), proof(&rig.path("8.safetensors"))),
+        ("of another resource".to_owned(), proof(&rig.path("7/header"))),
+        ("of another server".to_owned(), proof("/0/checkpoint/7.safetensors")),
+        ("of a range".to_owned(), proof_with(SECRET, &file, Some("bytes=0-9"), None)),
+        ("of a condition".to_owned(), proof_with(SECRET, &file, None, Some("\"a\""))),
+        ("cut short".to_owned(), proof(&file)[..100].to_owned()),
+    ];
+    for (what, field) in &wrong {
+        assert_eq!(told(get(&rig, &file, &[("Authorization", field)])), nowhere, "{what}");
+    }
+    // A range is part of what is proven, and a second value of it cannot be smuggled in.
+    let field = proof_with(SECRET, &file, Some("bytes=0-9"), None);
+    let smuggled = [("Authorization", field.as_str()), ("Range", "bytes=0-9"), ("Range", "bytes=0-99")];
+    assert_eq!(told(get(&rig, &file, &smuggled)), nowhere);
+    let answer = get(&rig, &file, &[("Authorization", &field), ("Range", "bytes=0-9")]);
+    assert_eq!((answer.status, answer.body.len()), (206, 10));
+}
+
+#[test]
+fn a_proof_is_good_once() {
+    let rig = serving(&state());
+    let path = rig.path("7/header");
+    let field = proof(&path);
+    assert_eq!(get(&rig, &path, &[("Authorization", &field)]).status, 200);
+    let nowhere = told(get(&rig, "/0/checkpoint/7/header", &[]));
+    assert_eq!(told(get(&rig, &path, &[("Authorization", &field)])), nowhere);
+    assert_eq!(get(&rig, &path, &[("Authorization", &proof(&path))]).status, 200);
+}
+
+#[test]
+fn liveness_is_for_everybody_and_counters_for_who_has_the_metadata() {
+    let rig = serving(&state());
+    assert_eq!(get(&rig, "/healthz", &[]).status, 200);
+    let metrics = rig.path("").replace("checkpoint/", "metrics");
+    assert_eq!(get(&rig, &metrics, &[]).status, 200);
+    assert_eq!(get(&rig, "/metrics", &[]).status, 404);
+    // Which methods there are is no secret, and the same everywhere.
+    let posted = told(request(&rig, "POST", &rig.path("7.safetensors"), &[]));
+    assert_eq!(posted, told(request(&rig, "POST", "/nowhere", &[])));
+}
+
+#[test]
+fn the_local_socket_asks_for_the_proof_too() {
+    let rig = serving(&state());
+    let path = rig.path("7/header");
+    let told = get(&rig, &path, &[("Authorization", &proof(&path))]);
+    let address = SocketAddr::from_abstract_name(told.header("tensorferry-same-host").unwrap()).unwrap();
+    for (field, status) in [("x".to_owned(), "404"), (proof(&path), "200")] {
+        let mut stream = UnixStream::connect_addr(&address).unwrap();
+        let request = format!("GET {path} HTTP/1.1\r\nHost: t\r\nAuthorization: {field}\r\nConnection: close\r\n\r\n");
+        stream.write_all(request.as_bytes()).unwrap();
+        let mut answer = Vec::new();
+        std::io::Read::read_to_end(&mut stream, &mut answer).unwrap();
+        assert!(answer.starts_with(format!("HTTP/1.1 {status}").as_bytes()));
+    }
+    // The name of the socket is told to nobody else.
+    assert_eq!(get(&rig, &path, &[]).header("tensorferry-same-host"), None);
+}
+
+#[test]
+fn who_does_not_share_it_is_told_so() {
+    let state = state();
+    let (guarded, open) = (serving(&state), Rig::serving(&state));
+    let refused = fetch(&guarded.url(), knowing(None)).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Status(404));
+    assert!(refused.to_string().contains("asks for a shared secret"), "{refused}");
+    let refused = fetch(&guarded.url(), knowing(Some(Secret::new(OTHER).unwrap()))).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Status(404));
+    assert!(refused.to_string().contains("another shared secret"), "{refused}");
+    let refused = fetch(&open.url(), knowing(Some(secret()))).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Unproven);
+    assert!(refused.to_string().contains("does not prove that it knows the shared secret"), "{refused}");
+}
+
+#[test]
+fn a_source_that_cannot_prove_it_is_left_for_one_that_can() {
+    let state = state();
+    let (guarded, open) = (serving(&state), Rig::serving(&state));
+    for lanes in [1, 3] {
+        let options = FetchOptions { lanes: Some(lanes), ..knowing(Some(secret())) };
+        state.fetch(&[&open.url(), &guarded.url()], options.clone()).unwrap();
+        let arrived = state.fetch(&[&guarded.url(), &open.url()], options).unwrap();
+        assert_eq!(arrived.report().troubles.len(), usize::from(lanes > 1), "{:?}", arrived.report().troubles);
+    }
+}
+
+/// What somebody in between does to an answer of the source: it sees the request's path and changes the answer.
+type Meddle = Box<dyn Fn(&str, &mut Answer) + Send + Sync>;
+
+/// Somebody between a receiver and the source `rig`, who does not have the secret. The URL to go through him.
+fn between(rig: &Rig, meddle: Meddle) -> (Liar, String) {
+    let address = rig.server.address();
+    let liar = Liar::new(move |mut stream, head, _| {
+        let mut upstream = Raw::connect(address);
+        upstream.stream.write_all(head.as_bytes())?;
+        let mut answer = upstream.answer();
+        let path = head.split(' ').nth(1).unwrap();
+        meddle(path, &mut answer);
+        write!(stream, "HTTP/1.1 {} {}\r\n", answer.status, answer.reason)?;
+        let length = answer.body.len().to_string();
+        answer.headers.retain(|(name, _)| name != "content-length");
+        answer.headers.push(("content-length".to_owned(), length));
+        for (name, value) in &answer.headers {
+            write!(stream, "{name}: {value}\r\n")?;
+        }
+        stream.write_all(b"\r\n")?;
+        stream.write_all(&answer.body)
+    });
+    let authority = liar.url().split('/').nth(2).unwrap().to_owned();
+    let url = rig.url().replace(rig.url().split('/').nth(2).unwrap(), &authority);
+    (liar, url)
+}
+
+fn set(answer: &mut Answer, name: &str, value: &str) {
+    answer.headers.iter_mut().filter(|(n, _)| n == name).for_each(|(_, v)| value.clone_into(v));
+}
+
+/// What comes of a receive when `meddle` is in between.
+fn through(rig: &Rig, meddle: impl Fn(&str, &mut Answer) + Send + Sync + 'static) -> Result<(), Error> {
+    let (_liar, url) = between(rig, Box::new(meddle));
+    fetch(&url, FetchOptions { lanes: Some(2), ..knowing(Some(secret())) })
+}
+
+/// Changes the first byte of `block`, and its last eight so that its CRC-64 stays the same. The checksum is linear: what
+/// a bit adds to it does not depend on the others.
+fn forge(block: &mut [u8]) {
+    let (wanted, end) = (digest::checksum(block), block.len() - 8);
+    block[0] ^= 1;
+    let before = digest::checksum(block);
+    // Gaussian elimination: each row is what some of the last 64 bits add, and which bits these are.
+    let mut rows: Vec<(u64, u64)> = Vec::new();
+    for bit in 0..64 {
+        block[end + bit / 8] ^= 1 << (bit % 8);
+        let mut row = (digest::checksum(block) ^ before, 1 << bit);
+        block[end + bit / 8] ^= 1 << (bit % 8);
+        for other in &rows {
+            if row.0 & (1 << other.0.ilog2()) != 0 {
+                row = (row.0 ^ other.0, row.1 ^ other.1);
+            }
+        }
+        rows.push(row);
+    }
+    let mut missing = (before ^ wanted, 0);
+    for row in &rows {
+        if missing.0 & (1 << row.0.ilog2()) != 0 {
+            missing = (missing.0 ^ row.0, missing.1 ^ row.1);
+        }
+    }
+    assert_eq!(missing.0, 0);
+    block[end..].iter_mut().zip(missing.1.to_le_bytes()).for_each(|(byte, change)| *byte ^= change);
+    assert_eq!(digest::checksum(block), wanted);
+}
+
+#[test]
+fn a_block_forged_to_its_checksum_is_found_with_a_secret_and_not_without() {
+    let state = state();
+    let (guarded, open) = (serving(&state), Rig::serving(&state));
+    let forger = |path: &str, answer: &mut Answer| {
+        if path.ends_with(".safetensors") && answer.body.len() == BLOCK && !covers_the_start(answer) {
+            forge(&mut answer.body);
+        }
+    };
+    let (_liar, url) = between(&open, Box::new(forger));
+    fetch(&url, FetchOptions { lanes: Some(2), ..knowing(None) }).unwrap();
+    let refused = through(&guarded, forger).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Corrupt, "{refused}");
+}
+
+/// Whether an answer begins where the container does.
+fn covers_the_start(answer: &Answer) -> bool {
+    answer.header("content-range").unwrap().starts_with("bytes 0-")
+}
+
+#[test]
+fn an_honest_messenger_does_no_harm() {
+    through(&serving(&state()), |_, _| ()).unwrap();
+}
+
+#[test]
+fn what_somebody_in_between_changes_is_never_believed() {
+    let rig = serving(&state());
+    let digests = |path: &str| path.contains("/digests");
+    let unproven = |what: &str, result: Result<(), Error>| {
+        let refused = result.expect_err(what);
+        assert_eq!(refused.kind(), ErrorKind::Unproven, "{what}: {refused}");
+    };
+    let corrupt = |what: &str, result: Result<(), Error>| {
+        let refused = result.expect_err(what);
+        assert_eq!(refused.kind(), ErrorKind::Corrupt, "{what}: {refused}");
+    };
+    unproven(
+        "no proof",
+        through(&rig, move |path, answer| {
+            if digests(path) {
+                answer.headers.retain(|(name, _)| name != proof::PROOF_HEADER);
+            }
+        }),
+    );
+    for bad in ["", "00", &"0".repeat(64), &"0".repeat(16)] {
+        let bad = bad.to_owned();
+        unproven(
+            "a made-up proof",
+            through(&rig, move |path, answer| {
+                if digests(path) {
+                    set(answer, proof::PROOF_HEADER, &bad);
+                }
+            }),
+        );
+    }
+    unproven(
+        "a truncated proof",
+        through(&rig, move |path, answer| {
+            if digests(path) {
+                let cut = answer.header(proof::PROOF_HEADER).unwrap()[..32].to_owned();
+                set(answer, proof::PROOF_HEADER, &cut);
+            }
+        }),
+    );
+    unproven(
+        "the tag of another snapshot",
+        through(&rig, move |path, answer| {
+            if digests(path) {
+                set(answer, ETAG, "\"0000000000000000-1\"");
+            }
+        }),
+    );
+    // A forger computes digests of his bytes as well as he can: without the key.
+    let forger = Key::new(OTHER).unwrap();
+    unproven(
+        "a table with a forger's digests",
+        through(&rig, move |path, answer| {
+            if digests(path) {
+                let own = Key::new(SECRET).unwrap();
+                let mut table = DigestTable::decode_as(&answer.body, own.digests()).unwrap();
+                table.blocks.iter_mut().for_each(|block| *block = forger.digests().checksum(&block.to_le_bytes()));
+                answer.body = table.encode_as(forger.digests());
+            }
+        }),
+    );
+    // The header is parsed before it can be verified, but nothing acts on it.
+    corrupt(
+        "another name in the header",
+        through(&rig, |path, answer| {
+            if path.ends_with(".safetensors") && covers_the_start(answer) {
+                let at = answer.body.windows(4).position(|w| w == b"\"w1\"").unwrap();
+                answer.body[at + 1] = b'v';
+            }
+        }),
+    );
+    corrupt(
+        "a byte of a late block",
+        through(&rig, |path, answer| {
+            if path.ends_with(".safetensors") && !covers_the_start(answer) {
+                let middle = answer.body.len() / 2;
+                answer.body[middle] ^= 1;
+            }
+        }),
+    );
+}
+
+#[test]
+fn what_was_recorded_earlier_proves_nothing() {
+    // The impostor has all that a receiver was told, and plays it back to the next one.
+    let rig = serving(&state());
+    let recorded = std::sync::Arc::new(Mutex::new(Vec::<(String, Vec<(String, String)>, Vec<u8>)>::new()));
+    let tape = std::sync::Arc::clone(&recorded);
+    through(&rig, move |path, answer| {
+        let key = format!("{path} {:?}", answer.header("content-range"));
+        tape.lock().unwrap().push((key, answer.headers.clone(), answer.body.clone()));
+    })
+    .unwrap();
+    rig.server.store().publish(STEP, State::of(&[5 * BLOCK + 3, 700, 2 * BLOCK], 2).publication(Stability::Private));
+    let refused = through(&rig, move |path, answer| {
+        let key = format!("{path} {:?}", answer.header("content-range"));
+        if let Some((_, headers, body)) = recorded.lock().unwrap().iter().find(|(k, ..)| *k == key) {
+            answer.status = if path.contains("/digests") { 200 } else { 206 };
+            answer.headers.clone_from(headers);
+            answer.body.clone_from(body);
+        }
+    })
+    .unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Unproven, "{refused}");
+}
+
+#[test]
+fn an_overheard_request_is_of_no_use() {
+    let rig = serving(&state());
+    let heard = std::sync::Arc::new(Mutex::new(Vec::new()));
+    let ear = std::sync::Arc::clone(&heard);
+    let address = rig.server.address();
+    let liar = Liar::new(move |mut stream, head, _| {
+        ear.lock().unwrap().push(head.to_owned());
+        let mut upstream = Raw::connect(address);
+        upstream.stream.write_all(head.as_bytes())?;
+        let answer = upstream.answer();
+        write!(stream, "HTTP/1.1 {} {}\r\n", answer.status, answer.reason)?;
+        answer.headers.iter().try_for_each(|(name, value)| write!(stream, "{name}: {value}\r\n"))?;
+        stream.write_all(b"\r\n")?;
+        stream.write_all(&answer.body)
+    });
+    let url = rig.url().replace(rig.url().split('/').nth(2).unwrap(), liar.url().split('/').nth(2).unwrap());
+    fetch(&url, knowing(Some(secret()))).unwrap();
+    let heard = heard.lock().unwrap().clone();
+    assert!(heard.len() >= 3);
+    for head in heard {
+        assert!(!head.contains(std::str::from_utf8(SECRET).unwrap()));
+        let mut raw = Raw::to(&rig);
+        raw.stream.write_all(head.as_bytes()).unwrap();
+        assert_eq!(raw.answer().status, 404, "{head}");
+    }
+}
+
+#[test]
+fn it_shows_itself_nowhere() {
+    let rig = serving(&state());
+    let said = [
+        format!("{:?}", secret()),
+        format!("{:?}", ServerConfig { secret: Some(secret()), ..ServerConfig::default() }),
+        format!("{:?}", knowing(Some(secret()))),
+        format!("{:?}", rig.server),
+        format!("{:?}", Remote::open(&[&rig.url()], STEP, knowing(Some(secret()))).unwrap()),
+        rig.url(),
+        fetch(&rig.url(), knowing(None)).unwrap_err().to_string(),
+        Secret::new(&SECRET[..15]).unwrap_err().to_string(),
+    ];
+    let shown = std::str::from_utf8(&SECRET[..8]).unwrap();
+    let bytes = format!("{:?}", &SECRET[..4]).trim_matches(['[', ']']).to_owned();
+    let derived = Key::new(SECRET).unwrap();
+    let tensorferry_wire::digest::Algorithm::Keyed(key) = derived.digests() else { panic!() };
+    let key = format!("{:?}", &key[..4]).trim_matches(['[', ']']).to_owned();
+    for text in said {
+        assert!(!text.contains(shown) && !text.contains(&bytes) && !text.contains(&key), "{text}");
+    }
+}
+
+#[test]
+fn a_short_one_is_refused() {
+    let refused = Secret::new(b"guess me").unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Invalid);
+}

@@ -1,0 +1,268 @@
+//! TLS: the same bytes, unseen; another certificate is refused, and whoever does not speak it harms nobody.
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
+
+mod common;
+
+use std::io::{Read, Write};
+use std::net::{Shutdown, TcpListener, TcpStream};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use common::faults::{ALWAYS, Fault, Proxy};
+use common::raw::Raw;
+use common::{BLOCK, PATIENCE, Rig, STEP, State, eventually};
+use tensorferry_core::{
+    Cancel, Destination, Error, ErrorKind, FetchOptions, Remote, Secret, ServerConfig, Stability, Withdrawn,
+};
+
+fn config() -> ServerConfig {
+    ServerConfig { tls: true, bind: Some(([127, 0, 0, 1], 0).into()), ..ServerConfig::default() }
+}
+
+fn serving(state: &State) -> Rig {
+    let rig = Rig::configured(&config());
+    rig.server.store().publish(STEP, state.publication(Stability::Private));
+    rig
+}
+
+fn options() -> FetchOptions {
+    FetchOptions { same_host: false, ..FetchOptions::within(PATIENCE) }
+}
+
+fn quick(timeout: Duration) -> FetchOptions {
+    FetchOptions { same_host: false, stall: Duration::from_millis(500), ..FetchOptions::within(timeout) }
+}
+
+fn state() -> State {
+    State::of(&[5 * BLOCK + 3, 700, 2 * BLOCK], 1)
+}
+
+fn fetch(url: &str, options: FetchOptions) -> Result<(), Error> {
+    Remote::open(&[url], STEP, options)?.fetch(Destination::Fresh).map(drop)
+}
+
+/// The error of a receive from `url`, which must come long before its deadline.
+fn refused_at_once(url: &str) -> Error {
+    let started = Instant::now();
+    let refused = fetch(url, options()).unwrap_err();
+    assert!(started.elapsed() < PATIENCE / 2, "{refused}");
+    refused
+}
+
+#[test]
+fn every_byte_arrives() {
+    let state = state();
+    let secret = Secret::new(b"sixteen bytes or more").unwrap();
+    for secret in [None, Some(secret)] {
+        let config = ServerConfig { secret: secret.clone(), ..config() };
+        let (rig, second) = (Rig::configured(&config), Rig::configured(&config));
+        assert!(rig.url().starts_with("https://sha256-"));
+        second.server.store().publish(STEP, state.publication(Stability::Private));
+        for stability in [Stability::Private, Stability::Borrowed] {
+            rig.server.store().publish(STEP, state.publication(stability));
+            for lanes in [None, Some(1), Some(3)] {
+                let options = FetchOptions { lanes, secret: secret.clone(), ..options() };
+                assert_eq!(state.fetch(&[&rig.url()], options.clone()).unwrap().report().retries, 0);
+                let both = state.fetch(&[&rig.url(), &second.url()], options).unwrap();
+                assert_eq!(both.report().troubles.len(), 0, "{:?}", both.report().troubles);
+            }
+        }
+        // Many small entries: the receive goes into many places.
+        let many = State::of(&vec![1500; 3000], 5);
+        rig.server.store().publish(STEP, many.publication(Stability::Private));
+        many.fetch(&[&rig.url()], FetchOptions { secret: secret.clone(), ..options() }).unwrap();
+    }
+}
+
+#[test]
+fn the_local_socket_stays_plain_and_is_taken() {
+    let state = state();
+    let rig = serving(&state);
+    let arrived = state.fetch(&[&rig.url()], FetchOptions { same_host: true, ..options() }).unwrap();
+    assert!(arrived.report().same_host);
+    assert_eq!(arrived.report().retries, 0);
+}
+
+#[test]
+fn a_plain_and_a_secured_source_serve_one_receive() {
+    let state = State::of(&[24 * BLOCK], 1);
+    let (plain, secured) = (Rig::serving(&state), serving(&state));
+    for urls in [[plain.url(), secured.url()], [secured.url(), plain.url()]] {
+        let arrived = state.fetch(&[&urls[0], &urls[1]], options()).unwrap();
+        assert_eq!(arrived.report().troubles.len(), 0);
+    }
+}
+
+#[test]
+fn another_certificate_is_refused_and_named() {
+    let state = state();
+    let (rig, other) = (serving(&state), serving(&state));
+    let pin = |url: &str| url.split('@').next().unwrap().to_owned();
+    let url = rig.url().replace(&pin(&rig.url()), &pin(&other.url()));
+    let refused = refused_at_once(&url);
+    assert_eq!(refused.kind(), ErrorKind::Unproven, "{refused}");
+    assert!(refused.to_string().contains(&format!("has the fingerprint {}", &pin(&rig.url())[8..])), "{refused}");
+    assert!(refused.to_string().contains(&pin(&other.url())[8..]), "{refused}");
+    // Somebody in between with a certificate of his own is left for the source itself.
+    state.fetch(&[&url, &rig.url()], options()).unwrap();
+    assert_eq!(rig.server.store().active(), 0);
+}
+
+#[test]
+fn who_speaks_plainly_to_it_fails_at_once_and_harms_nobody() {
+    let state = state();
+    let rig = serving(&state);
+    let plain = format!("http://{}", rig.url().split('@').nth(1).unwrap());
+    let refused = refused_at_once(&plain);
+    assert_eq!(refused.kind(), ErrorKind::Protocol, "{refused}");
+    assert!(refused.to_string().contains("speaks TLS"), "{refused}");
+    for bytes in [&b"GET /healthz HTTP/1.1\r\nHost: t\r\n\r\n"[..], b"\0\0\0\0\0\0", b"\x16\x03\x01\xff\xff\x01"] {
+        let mut raw = Raw::to(&rig);
+        raw.stream.write_all(bytes).unwrap();
+        raw.stream.shutdown(Shutdown::Write).unwrap();
+        assert!(!raw.rest().starts_with(b"HTTP"));
+    }
+    state.fetch(&[&rig.url()], options()).unwrap();
+}
+
+#[test]
+fn who_expects_it_of_a_plain_source_fails_at_once_and_harms_nobody() {
+    let state = state();
+    let (plain, secured) = (Rig::serving(&state), serving(&state));
+    let pin = secured.url().split('@').next().unwrap().to_owned();
+    let refused = refused_at_once(&format!("{pin}@{}", &plain.url()["http://".len()..]));
+    assert_eq!(refused.kind(), ErrorKind::Protocol, "{refused}");
+    assert!(refused.to_string().contains("does not speak TLS"), "{refused}");
+    state.fetch(&[&plain.url()], options()).unwrap();
+}
+
+#[test]
+fn peers_that_never_finish_the_handshake_keep_nobody_from_it() {
+    let state = state();
+    let rig = serving(&state);
+    let silent: Vec<_> = (0..50).map(|_| TcpStream::connect(rig.server.address()).unwrap()).collect();
+    state.fetch(&[&rig.url()], options()).unwrap();
+    let started = Instant::now();
+    rig.server.shutdown(PATIENCE);
+    assert!(started.elapsed() < Duration::from_secs(5));
+    drop(silent);
+}
+
+#[test]
+fn faults_on_the_way_are_survived() {
+    let state = State::of(&[12 * BLOCK], 1);
+    let rig = serving(&state);
+    let faults = [
+        Fault::Flip(100),
+        Fault::Flip(3 * BLOCK),
+        Fault::Close(300),
+        Fault::Close(4 * BLOCK),
+        Fault::Reset(2 * BLOCK + 77),
+        Fault::Lose(2 * BLOCK, 1000),
+        Fault::Stall(2 * BLOCK),
+    ];
+    for fault in faults {
+        let proxy = Proxy::new(&rig.url(), fault, 1);
+        let lanes = FetchOptions { lanes: Some(2), ..quick(PATIENCE) };
+        let arrived = state.fetch(&[proxy.url()], lanes);
+        arrived.unwrap_or_else(|e| panic!("{fault:?}: {e}"));
+        assert!(proxy.is_spent(), "{fault:?}");
+    }
+}
+
+#[test]
+fn the_deadline_holds_in_the_handshake_and_after_it() {
+    const SHORT: Duration = Duration::from_millis(1500);
+    let state = State::of(&[12 * BLOCK], 1);
+    let rig = serving(&state);
+    // One byte a millisecond is a record in sixteen seconds: no single receive waits long.
+    for fault in [Fault::Stall(0), Fault::Stall(200), Fault::Stall(2 * BLOCK), Fault::Drip(1)] {
+        for stall in [Duration::from_millis(500), Duration::from_mins(1)] {
+            let proxy = Proxy::new(&rig.url(), fault, ALWAYS);
+            let started = Instant::now();
+            let failed = fetch(proxy.url(), FetchOptions { stall, ..quick(SHORT) }).unwrap_err();
+            assert!(started.elapsed() < SHORT + Duration::from_secs(1), "{fault:?}: {:?}", started.elapsed());
+            assert_eq!(failed.kind(), ErrorKind::Timeout, "{fault:?}: {failed}");
+            assert!(failed.to_string().contains("timed out"), "{failed}");
+        }
+    }
+}
+
+#[test]
+fn a_receive_can_be_cancelled_in_the_handshake_and_after_it() {
+    let state = State::of(&[12 * BLOCK], 1);
+    let rig = serving(&state);
+    for place in [0, 200, 2 * BLOCK] {
+        let proxy = Proxy::new(&rig.url(), Fault::Stall(place), ALWAYS);
+        let cancel = Cancel::new();
+        let options = FetchOptions { cancel: cancel.clone(), ..options() };
+        let started = Instant::now();
+        let url = proxy.url().to_owned();
+        let receiving = std::thread::spawn(move || fetch(&url, options).unwrap_err());
+        std::thread::sleep(Duration::from_millis(300));
+        cancel.cancel();
+        let failed = receiving.join().unwrap();
+        assert_eq!(failed.kind(), ErrorKind::Cancelled, "{place}: {failed}");
+        assert!(started.elapsed() < Duration::from_secs(5));
+    }
+}
+
+#[test]
+fn borrowed_memory_is_let_go_of_in_time() {
+    let state = State::of(&[32 * BLOCK], 1);
+    let rig = Rig::configured(&config());
+    rig.server.store().publish(STEP, state.publication(Stability::Borrowed));
+    let proxy = Proxy::new(&rig.url(), Fault::Stall(4 * BLOCK), ALWAYS);
+    let url = proxy.url().to_owned();
+    let receiving = std::thread::spawn(move || fetch(&url, FetchOptions { lanes: Some(1), ..options() }));
+    eventually("the answer is on its way", || rig.server.store().active() == 1 && rig.server.bytes_served() > 2 << 20);
+    let ended = rig.server.store().withdraw(Duration::from_millis(200));
+    assert!(matches!(ended, Withdrawn::Cut(1..)), "{ended:?}");
+    assert_eq!(rig.server.store().active(), 0);
+    proxy.die();
+    assert!(receiving.join().unwrap().is_err());
+}
+
+/// Passes connections on to `rig` and keeps a copy of everything.
+fn listening_in(rig: &Rig, url: &str) -> (String, Arc<Mutex<Vec<u8>>>) {
+    let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    let (here, there) = (listener.local_addr().unwrap(), rig.server.address());
+    let heard = Arc::new(Mutex::new(Vec::new()));
+    let ears = Arc::clone(&heard);
+    std::thread::spawn(move || {
+        for client in listener.incoming() {
+            let (client, server) = (client.unwrap(), TcpStream::connect(there).unwrap());
+            let ways = [(client.try_clone().unwrap(), server.try_clone().unwrap()), (server, client)];
+            for (mut from, mut to) in ways {
+                let ears = Arc::clone(&ears);
+                std::thread::spawn(move || {
+                    let mut buffer = vec![0; 1 << 16];
+                    while let Ok(n @ 1..) = from.read(&mut buffer) {
+                        ears.lock().unwrap().extend_from_slice(&buffer[..n]);
+                        if to.write_all(&buffer[..n]).is_err() {
+                            break;
+                        }
+                    }
+                    let _ = to.shutdown(Shutdown::Both);
+                });
+            }
+        }
+    });
+    (url.replace(&there.to_string(), &here.to_string()), heard)
+}
+
+#[test]
+fn who_listens_in_learns_nothing() {
+    let state = State(vec![("w".to_owned(), b"weights of gold ".repeat(100_000).into())]);
+    let (plain, secured) = (Rig::serving(&state), serving(&state));
+    for (rig, readable) in [(plain, true), (secured, false)] {
+        let (url, heard) = listening_in(&rig, &rig.url());
+        fetch(&url, options()).unwrap();
+        let heard = heard.lock().unwrap();
+        assert!(heard.len() > 1_600_000);
+        let token = rig.path("");
+        for word in [b"weights of gold", token.as_bytes()] {
+            assert_eq!(heard.windows(word.len()).any(|w| w == word), readable);
+        }
+    }
+}

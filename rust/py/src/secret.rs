@@ -1,0 +1,18 @@
+//! `Secret`: what sources and receivers of a job share, held where Python cannot show it.
+
+use pyo3::prelude::*;
+use tensorferry_core::Secret;
+
+use crate::errors;
+
+/// A shared secret. Nothing can be read from it.
+#[pyclass(name = "Secret", module = "tensorferry._native", frozen)]
+pub(crate) struct PySecret(pub(crate) Secret);
+
+#[pymethods]
+impl PySecret {
+    #[new]
+    fn new(py: Python<'_>, secret: &[u8]) -> PyResult<Self> {
+        Secret::new(secret).map(Self).map_err(|e| errors::to_py(py, &e))
+    }
+}

@@ -1,0 +1,131 @@
+"""TLS with a pinned certificate: the metadata is all that a receiver needs."""
+
+import hashlib
+import logging
+import socket
+import ssl
+import urllib.error
+from datetime import timedelta
+from urllib.parse import urlsplit
+
+import pytest
+import torch
+
+from equality import assert_same_state
+from tensorferry import InvalidArgument, ProtocolError, SourceRefused, UnprovenSource, join_metadata
+
+TIMEOUT = timedelta(seconds=30)
+SECRET = "a secret of this job and of no other"
+
+pytestmark = pytest.mark.beyond_torchft
+
+
+def state(seed=1):
+    torch.manual_seed(seed)
+    return {"w": torch.randn(700_000), "object": [torch.Size([1]), {"lr": 0.1}]}
+
+
+def send(source, value=None, step=3):
+    source.send_checkpoint([1], step, state() if value is None else value, TIMEOUT)
+    return source.metadata()
+
+
+def pin(metadata):
+    return urlsplit(metadata).username
+
+
+@pytest.mark.parametrize("secret", [None, SECRET])
+@pytest.mark.parametrize("same_host", [True, False])
+def test_a_receiver_needs_the_metadata_alone(open_transport, caplog, secret, same_host):
+    source = open_transport(tls=True, secret=secret)
+    metadata = send(source)
+    assert metadata.startswith("https://sha256-")
+    assert metadata == source.address()
+    with caplog.at_level(logging.INFO, "tensorferry"):
+        received = open_transport(secret=secret, same_host=same_host).recv_checkpoint(0, metadata, 3, TIMEOUT)
+    assert_same_state(received, state())
+    assert ("over a local socket" if same_host else "over the network") in caplog.text
+
+
+def test_metadata_of_every_host_can_be_read(open_transport):
+    for advertise in ("127.0.0.1", "localhost", "::1"):
+        metadata = send(open_transport(tls=True, advertise=advertise))
+        url = urlsplit(metadata)
+        assert url.hostname == advertise
+        assert len(url.username) == len("sha256-") + 64
+        assert_same_state(open_transport(same_host=False).recv_checkpoint(0, metadata, 3, TIMEOUT), state())
+
+
+def test_secured_and_plain_sources_are_joined(open_transport):
+    urls = [send(open_transport(tls=tls)) for tls in (True, False, True)]
+    joined = join_metadata(urls)
+    assert joined.split() == urls
+    mine = state(2)
+    receiver = open_transport(same_host=False, state_dict=lambda: mine, num_chunks=3)
+    assert_same_state(receiver.recv_checkpoint(0, joined, 3, TIMEOUT), state())
+
+
+def test_each_transport_has_a_certificate_of_its_own(open_transport):
+    one, other = (open_transport(tls=True).metadata() for _ in range(2))
+    assert pin(one) != pin(other)
+
+
+def test_another_certificate_is_refused(open_transport):
+    source, other = (open_transport(tls=True) for _ in range(2))
+    metadata = send(source)
+    forged = metadata.replace(pin(metadata), pin(other.metadata()))
+    with pytest.raises(UnprovenSource, match=f"has the fingerprint {pin(metadata)}, where its metadata says"):
+        open_transport().recv_checkpoint(0, forged, 3, TIMEOUT)
+    assert_same_state(open_transport().recv_checkpoint(0, metadata, 3, TIMEOUT), state())
+
+
+def test_plain_and_secured_do_not_meet(open_transport):
+    secured, plain = send(open_transport(tls=True)), send(open_transport())
+    with pytest.raises(ProtocolError, match="speaks TLS"):
+        open_transport().recv_checkpoint(0, secured.replace(f"https://{pin(secured)}@", "http://"), 3, TIMEOUT)
+    with pytest.raises(ProtocolError, match="does not speak TLS"):
+        open_transport().recv_checkpoint(0, plain.replace("http://", f"https://{pin(secured)}@"), 3, TIMEOUT)
+    for metadata in (secured, plain):
+        assert_same_state(open_transport(same_host=False).recv_checkpoint(0, metadata, 3, TIMEOUT), state())
+
+
+def test_addresses_without_a_fingerprint_are_refused(open_transport):
+    for bad in ("https://host:80/00/checkpoint/", "https://me@host:80/00/checkpoint/"):
+        with pytest.raises(InvalidArgument, match="fingerprint"):
+            open_transport().recv_checkpoint(0, bad, 3, TIMEOUT)
+        with pytest.raises(InvalidArgument, match="not the metadata"):
+            join_metadata([bad])
+
+
+def test_the_secret_is_asked_for_inside(open_transport):
+    metadata = send(open_transport(tls=True, secret=SECRET))
+    with pytest.raises(SourceRefused, match="asks for a shared secret"):
+        open_transport(same_host=False).recv_checkpoint(0, metadata, 3, TIMEOUT)
+    with pytest.raises(UnprovenSource, match="does not prove"):
+        open_transport(secret=SECRET).recv_checkpoint(0, send(open_transport(tls=True)), 3, TIMEOUT)
+
+
+def test_stock_peers_stay_outside(open_transport, open_stock):
+    metadata = send(open_transport(tls=True))
+    with pytest.raises((urllib.error.URLError, OSError, ValueError)):
+        open_stock().recv_checkpoint(0, metadata, 3, TIMEOUT)
+    assert_same_state(open_transport().recv_checkpoint(0, metadata, 3, TIMEOUT), state())
+
+
+def test_another_implementation_agrees_on_version_and_certificate(open_transport):
+    """OpenSSL, by way of Python, sees TLS 1.3 and nothing older, and a certificate with this fingerprint."""
+    url = urlsplit(send(open_transport(tls=True)))
+    context = ssl.create_default_context()
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    with (
+        socket.create_connection((url.hostname, url.port), 10) as plain,
+        context.wrap_socket(plain) as secured,
+    ):
+        assert secured.version() == "TLSv1.3"
+        assert "sha256-" + hashlib.sha256(secured.getpeercert(binary_form=True)).hexdigest() == url.username
+        secured.sendall(f"GET {url.path}3/header HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+        assert secured.recv(1 << 16).startswith(b"HTTP/1.1 200")
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    with socket.create_connection((url.hostname, url.port), 10) as plain, pytest.raises(ssl.SSLError):
+        context.wrap_socket(plain)
