@@ -56,14 +56,17 @@ def test_bytes_go_around_the_network_if_both_sides_want_it(open_transport, caplo
 
 def test_the_environment_decides_where_the_argument_does_not(open_transport, caplog, monkeypatch):
     state = state_of(1)
-    metadata = send(open_transport(), state)
-    monkeypatch.setenv("TENSORFERRY_SAME_HOST", "0")
     with caplog.at_level(logging.INFO, "tensorferry"):
-        open_transport().recv_checkpoint(0, metadata, 3, TIMEOUT)
+        open_transport().recv_checkpoint(0, send(open_transport(), state), 3, TIMEOUT)
         assert said(caplog, " <- ")
+        monkeypatch.setenv("TENSORFERRY_SAME_HOST", "1")
+        metadata = send(open_transport(), state)
         caplog.clear()
-        open_transport(same_host=True).recv_checkpoint(0, metadata, 3, TIMEOUT)
+        open_transport().recv_checkpoint(0, metadata, 3, TIMEOUT)
         assert said(caplog, "over a local socket")
+        caplog.clear()
+        open_transport(same_host=False).recv_checkpoint(0, metadata, 3, TIMEOUT)
+        assert said(caplog, " <- ")
 
 
 def test_memory_is_used_again_once_its_tensors_are_gone(open_transport):
@@ -176,6 +179,24 @@ def test_a_source_that_dies_in_the_middle_is_replaced(open_transport):
     assert_same_state(receiver.recv_checkpoint(0, joined, 3, TIMEOUT), state)
     begun.set()
     killer.join()
+
+
+class Unknown:
+    """Not on any allow-list."""
+
+
+def test_a_refused_class_is_named_with_the_leaf_that_needs_it(open_transport, caplog):
+    state = {"model": {"w": torch.ones(3)}, "user": [1, {"extra": Unknown()}]}
+    with caplog.at_level(logging.WARNING, "tensorferry"):
+        metadata = send(open_transport(), state)
+    (warning,) = said(caplog, "receivers will refuse")
+    with pytest.raises(tensorferry.UnsafePickle) as caught:
+        open_transport().recv_checkpoint(0, metadata, 3, TIMEOUT)
+    for told in (warning.getMessage(), str(caught.value)):
+        assert "'user.1.extra'" in told
+        assert f"safe_globals=[{Unknown.__module__}.Unknown]" in told
+    received = open_transport(safe_globals=[Unknown]).recv_checkpoint(0, metadata, 3, TIMEOUT)
+    assert isinstance(received["user"][1]["extra"], Unknown)
 
 
 @pytest.mark.parametrize(("speed", "warned"), [("100000", True), ("1", False), ("-1", False), ("", False)])

@@ -37,7 +37,7 @@ def pin(metadata):
 @pytest.mark.parametrize("secret", [None, SECRET])
 @pytest.mark.parametrize("same_host", [True, False])
 def test_a_receiver_needs_the_metadata_alone(open_transport, caplog, secret, same_host):
-    source = open_transport(tls=True, secret=secret)
+    source = open_transport(tls=True, secret=secret, same_host=same_host)
     metadata = send(source)
     assert metadata.startswith("https://sha256-")
     assert metadata == source.address()

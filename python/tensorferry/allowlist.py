@@ -107,8 +107,8 @@ class Allowed:
             or f"{module}.{name}" in _torch_allows()
         )
 
-    def find(self, module: str, name: str, import_: Callable[[str, str], Any]) -> Any:
-        """The global, by the interpreter's own ``import_``.
+    def find(self, module: str, name: str, import_: Callable[[str, str], Any], leaf: object = None) -> Any:
+        """The global, by the interpreter's own ``import_``; ``leaf`` is the path of what needs it, if that is known.
 
         Raises:
             UnsafePickle: it is not allowed
@@ -119,15 +119,16 @@ class Allowed:
         if (module, name) in self._extra:
             return self._extra[module, name]
         if not self.allows(module, name):
-            raise UnsafePickle(refusal(module, name))
+            raise UnsafePickle(refusal(module, name, leaf))
         # torch.float32 and its like are written as globals by torch and are plain values.
         return import_(module, name)
 
 
-def refusal(module: str, name: str) -> str:
-    """What to tell who meets a global that is not allowed."""
+def refusal(module: str, name: str, leaf: object = None) -> str:
+    """What to tell who meets a global that is not allowed, which the leaf at path ``leaf`` needs."""
+    needed = f" for {leaf[:200]!r}" if isinstance(leaf, str) and leaf else ""
     return (
-        f"the checkpoint's pickle names {module}.{name}, which is not on the allow-list; if you trust it, pass "
+        f"the checkpoint's pickle names {module}.{name}{needed}, which is not on the allow-list; if you trust it, pass "
         f"HTTPTransport(..., safe_globals=[{module}.{name}]) on the receiving side, or trust_pickle=True to allow "
         "everything"
     )

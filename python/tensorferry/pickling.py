@@ -66,9 +66,12 @@ class _Pickler(pickle.Pickler):
         self._numbers: dict[int, int] = {}
         self._looking: tuple[int, tuple[int, int]] | None = None
         self._packed = False
-        self.globals: set[tuple[str, str]] = set()
+        self.globals: dict[tuple[str, str], str] = {}
+        self._paths = {id(value): path for value, path in zip(flat.objects, flat.object_paths, strict=True)}
+        self._path = ""
 
     def persistent_id(self, value: Any) -> tuple[Any, ...] | None:
+        self._path = self._paths.get(id(value), self._path)
         if isinstance(value, torch.Tensor):
             leaf = self._flat.number_of(value)
             if leaf is not None:
@@ -88,7 +91,7 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, _GLOBALS):
-            self.globals.add((value.__module__ or "", value.__qualname__))
+            self.globals.setdefault((value.__module__ or "", value.__qualname__), self._path)
             return NotImplemented
         if isinstance(value, torch.Tensor) and rebuilds_without_grad(value):
             return with_grad, (value.detach(),), value.__dict__ or None
@@ -121,8 +124,12 @@ def _key_of(value: torch.Tensor) -> int:
         return 0
 
 
-def dump(flat: Flat) -> tuple[bytes, list[Storage], set[tuple[str, str]]]:
-    """Pickles ``flat.objects``; returns the pickle, the storages it refers to and the globals it names.
+def dump(flat: Flat) -> tuple[bytes, list[Storage], dict[tuple[str, str], str]]:
+    """Pickles ``flat.objects``.
+
+    Returns:
+        The pickle, the storages it refers to, and the globals it names: module and name, and the path of the first
+        leaf that needs it.
 
     Raises:
         UnsupportedLeaf: an object cannot be pickled; the message names its path
@@ -157,14 +164,16 @@ class _Unpickler(pickle.Unpickler):
         allowed: Allowed,
         leaves: list[torch.Tensor],
         storage: Callable[[int], torch.UntypedStorage],
+        needs: dict[str, str],
     ) -> None:
         super().__init__(io.BytesIO(data))
+        self._needs = needs
         self._allowed = allowed
         self._leaves = leaves
         self._storage = storage
 
     def find_class(self, module: str, name: str) -> Any:
-        return self._allowed.find(module, name, super().find_class)
+        return self._allowed.find(module, name, super().find_class, self._needs.get(f"{module}.{name}"))
 
     def persistent_load(self, pid: Any) -> Any:
         match pid:
@@ -182,6 +191,7 @@ def load(
     allowed: Allowed,
     leaves: list[torch.Tensor],
     storage: Callable[[int], torch.UntypedStorage],
+    needs: dict[str, str],
 ) -> list[Any]:
     """Unpickles what ``dump`` wrote.
 
@@ -190,13 +200,14 @@ def load(
         allowed: which globals it may name
         leaves: the plain tensors
         storage: gives storage ``n``
+        needs: for messages: which leaf needs a global
 
     Raises:
         UnsafePickle: it names a global that is not allowed
         ProtocolError: it is damaged or refers to what is not there
     """
     try:
-        objects = _Unpickler(data, allowed, leaves, storage).load()
+        objects = _Unpickler(data, allowed, leaves, storage, needs).load()
     except (UnsafePickle, ProtocolError):
         raise
     except Exception as e:

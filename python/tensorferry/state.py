@@ -46,7 +46,7 @@ class Packed:
     Attributes:
         private: whether all memory is a copy that nobody else writes to
         pickle_bytes: everything that is no plain tensor
-        globals: module and name of each class and function the pickle names
+        globals: module and name of each class and function the pickle names, and the first leaf that needs it
     """
 
     def __init__(self, state: Any, stager: Stager, snapshot: Snapshot) -> None:
@@ -57,7 +57,7 @@ class Packed:
         """
         with _gc.held_off():
             flat = tree.flatten(state)
-            self.pickle_bytes, storages, self.globals = pickling.dump(flat) if flat.objects else (b"", [], set())
+            self.pickle_bytes, storages, self.globals = pickling.dump(flat) if flat.objects else (b"", [], {})
             self._lay_out(flat, storages)
             copied = self._stage(stager, snapshot, flat.accelerated)
         # If nothing had to be copied, the state itself stands in the memory that is served.
@@ -88,6 +88,7 @@ class Packed:
             "storages": layout,
             "tensors": _describe(flat),
             "shards": _shards(flat, storages),
+            "globals": {f"{module}.{name}": path for (module, name), path in self.globals.items()},
         }
         # The tree is JSON already.
         self.manifest_bytes = f'{json.dumps(manifest, separators=(",", ":"))[:-1]},"tree":{flat.tree}}}'.encode()
@@ -266,7 +267,9 @@ class _Builder:
                         storages[k] = storage_over(*memory(entry), nbytes)
             return storages[k]
 
-        objects = pickling.load(pickled, allowed, leaves, storage) if pickled else []
+        needs = self.manifest.get("globals")
+        needs = needs if isinstance(needs, dict) else {}  # only for messages, and so not checked before
+        objects = pickling.load(pickled, allowed, leaves, storage, needs) if pickled else []
         if len(objects) != self.manifest["objects"]:
             raise ProtocolError(f"the source announced {self.manifest['objects']} objects and sent {len(objects)}")
 

@@ -72,7 +72,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             socket for processes of this machine stays plain.
         same_host: move the bytes through a Unix-domain socket instead of the network where source and receiver run on
             one machine, in one network namespace and under one user. Both sides must want it; ``None`` is what
-            ``TENSORFERRY_SAME_HOST`` says (``0`` is no), by default yes.
+            ``TENSORFERRY_SAME_HOST`` says (``1`` is yes), by default no: measured, it gains nothing.
         interface: listen only here: an interface's name, an address of this host, or a network (``10.0.0.0/8``) one of
             its addresses is in. By default what ``TENSORFERRY_INTERFACE`` says, or everywhere.
         advertise: the name or address peers use, or a network one of this host's addresses is in. By default what
@@ -125,7 +125,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         self._stager = Stager()
         self._sending = threading.Lock()
         self._warned: set[tuple[str, str]] = set()
-        self._same_host = os.environ.get("TENSORFERRY_SAME_HOST") != "0" if same_host is None else same_host
+        self._same_host = os.environ.get("TENSORFERRY_SAME_HOST") == "1" if same_host is None else same_host
         self._pool = Pool(reuse_bytes) if reuse_bytes else None
         self._progress = progress
         listening = listening_address(interface)
@@ -266,12 +266,12 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         step = self._server.step
         return -1 if step is None else step
 
-    def _warn_of_refusals(self, globals_: set[tuple[str, str]]) -> None:
+    def _warn_of_refusals(self, globals_: dict[tuple[str, str], str]) -> None:
         """Says on the healthy side already what a receiver with the same list will refuse."""
-        for module, name in globals_ - self._warned:
+        for module, name in globals_.keys() - self._warned:
             if not self._allowed.allows(module, name):
                 self._warned.add((module, name))
-                logger.warning("receivers will refuse this state: %s", refusal(module, name))
+                logger.warning("receivers will refuse this state: %s", refusal(module, name, globals_[module, name]))
 
 
 class _Gate:

@@ -62,7 +62,8 @@ fn serve() {
     let runtime = Runtime::new().unwrap();
     let memory = Bytes::from(vec![7_u8; LARGE]);
     let publish = |entries: usize, len: usize| {
-        let server = Server::bind(&ServerConfig::default(), runtime.handle()).unwrap();
+        let server =
+            Server::bind(&ServerConfig { same_host: true, ..ServerConfig::default() }, runtime.handle()).unwrap();
         let item =
             |i| Item::bytes(format!("layer.{i}"), Dtype::U8, &[len as u64], memory.slice(i * len..(i + 1) * len));
         let items = (0..entries).map(item).collect();

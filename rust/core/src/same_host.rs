@@ -1,6 +1,6 @@
-//! The shortcut between two processes of one user on one machine: the same HTTP over a Unix-domain socket, which moves
-//! bytes with half the work of TCP over loopback (docs/performance.md). Nothing but the socket differs, so every promise
-//! about snapshots, digests and deadlines holds as it stands.
+//! The way between two processes of one user on one machine: the same HTTP over a Unix-domain socket. Nothing but the
+//! socket differs, so every promise about snapshots, digests and deadlines holds as it stands. Whether it is faster is
+//! another matter (docs/performance.md).
 //!
 //! A source tells the socket's name to those who may fetch from it. The name is random and lives in the source's network
 //! namespace: who can connect to it is on the same machine.

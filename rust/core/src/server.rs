@@ -60,7 +60,7 @@ impl Default for ServerConfig {
             secret: None,
             tls: false,
             max_connections: 512,
-            same_host: true,
+            same_host: false,
             max_bandwidth: None,
         }
     }

@@ -23,6 +23,16 @@ fn wanted() -> FetchOptions {
     FetchOptions { same_host: true, ..FetchOptions::within(PATIENCE) }
 }
 
+fn rig() -> Rig {
+    Rig::configured(&ServerConfig { patience: PATIENCE, same_host: true, ..ServerConfig::default() })
+}
+
+fn serving(state: &State) -> Rig {
+    let rig = rig();
+    rig.server.store().publish(STEP, state.publication(Stability::Private));
+    rig
+}
+
 fn state() -> State {
     State::of(&[5 * BLOCK + 3, 700, 2 * BLOCK], 1)
 }
@@ -38,7 +48,7 @@ fn connect(rig: &Rig) -> UnixStream {
 
 #[test]
 fn bytes_go_around_the_network_and_are_verified() {
-    let (state, rig) = (state(), Rig::new());
+    let (state, rig) = (state(), rig());
     for (stability, lanes) in [(Stability::Private, None), (Stability::Borrowed, Some(3))] {
         rig.server.store().publish(STEP, state.publication(stability));
         let arrived = state.fetch(&[&rig.url()], FetchOptions { lanes, ..wanted() }).unwrap();
@@ -50,11 +60,11 @@ fn bytes_go_around_the_network_and_are_verified() {
 #[test]
 fn either_side_can_turn_it_off() {
     let state = state();
-    let rig = Rig::serving(&state);
+    let rig = serving(&state);
     let options = FetchOptions { same_host: false, ..wanted() };
     assert!(!state.fetch(&[&rig.url()], options).unwrap().report().same_host);
 
-    let rig = Rig::configured(&ServerConfig { same_host: false, ..ServerConfig::default() });
+    let rig = Rig::configured(&ServerConfig::default());
     rig.server.store().publish(STEP, state.publication(Stability::Private));
     assert!(!state.fetch(&[&rig.url()], wanted()).unwrap().report().same_host);
     assert_eq!(get(&rig, &rig.path(&format!("{STEP}/header")), &[]).header(HEADER), None);
@@ -62,7 +72,7 @@ fn either_side_can_turn_it_off() {
 
 #[test]
 fn only_who_may_fetch_learns_the_name() {
-    let rig = Rig::serving(&state());
+    let rig = serving(&state());
     for path in ["/healthz", "/0/checkpoint/7/header", &rig.path("8/header"), &rig.path("nothing")] {
         assert_eq!(get(&rig, path, &[]).header(HEADER), None, "{path}");
     }
@@ -72,7 +82,7 @@ fn only_who_may_fetch_learns_the_name() {
 #[test]
 fn a_name_nobody_answers_to_is_no_trouble() {
     let state = state();
-    let rig = Rig::serving(&state);
+    let rig = serving(&state);
     let proxy = Proxy::new(&rig.url(), Fault::None, ALWAYS);
     let arrived = state.fetch(&[proxy.url()], wanted()).unwrap();
     assert!(!arrived.report().same_host);
@@ -81,7 +91,7 @@ fn a_name_nobody_answers_to_is_no_trouble() {
 
 #[test]
 fn requests_need_the_token_here_too() {
-    let rig = Rig::serving(&state());
+    let rig = serving(&state());
     let mut stream = connect(&rig);
     stream.write_all(b"GET /checkpoint/7.safetensors HTTP/1.1\r\nHost: test\r\nConnection: close\r\n\r\n").unwrap();
     let mut answer = String::new();
@@ -93,7 +103,7 @@ fn requests_need_the_token_here_too() {
 fn a_snapshot_that_was_replaced_is_noticed_here_too() {
     // The name was learned with the old snapshot.
     let (old, new) = (State::of(&[LARGE], 1), State::of(&[LARGE], 2));
-    let rig = Rig::new();
+    let rig = rig();
     rig.server.store().publish(STEP, old.publication(Stability::Borrowed));
     let remote = Remote::open(&[&rig.url()], STEP, wanted()).unwrap();
     rig.server.store().withdraw(PATIENCE);
@@ -107,7 +117,7 @@ fn withdrawn_memory_is_not_read_once_more() {
     const POISON: u8 = 0xA5;
     let expected = noise(LARGE, 3);
     let mut memory = expected.clone();
-    let rig = Rig::new();
+    let rig = rig();
     // SAFETY: `memory` outlives the rig, which is declared after it.
     let lent = unsafe { Memory::borrowed(memory.as_mut_ptr() as usize, LARGE) };
     let item = Item::new("w", Dtype::U8, &[LARGE as u64], lent);

@@ -59,7 +59,7 @@ impl FetchOptions {
             timeout,
             stall: (timeout / 4).min(Duration::from_secs(15)),
             lanes: None,
-            same_host: true,
+            same_host: false,
             secret: None,
             pool: None,
             progress: Arc::default(),

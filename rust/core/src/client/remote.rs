@@ -236,8 +236,7 @@ impl Remote {
         report: &mut Report,
     ) -> Result<(), Error> {
         let blocks: u64 = runs.iter().map(|(a, b)| b - a).sum();
-        let near = self.peers[self.primary].same_host().is_some();
-        let wanted = self.lanes.unwrap_or_else(|| default_lanes(near)).clamp(1, 64) as u64;
+        let wanted = self.lanes.unwrap_or_else(default_lanes).clamp(1, 64) as u64;
         let per_range = (blocks / (wanted * 4)).clamp(1, MAX_RANGE_BLOCKS);
         let queue = Queue::new(runs, per_range);
         let lanes = usize::try_from(wanted.min(blocks.div_ceil(per_range))).unwrap_or(1).max(1);
@@ -379,11 +378,9 @@ pub(super) fn changed() -> Error {
     Error::new(ErrorKind::Changed, "the source went on to another snapshot while this one was being fetched")
 }
 
-/// Two lanes a core keep the source's threads evenly busy (measured); more than eight gain nothing on one link. Without
-/// the network in between, one lane a core is best.
-fn default_lanes(same_host: bool) -> usize {
-    let cores = std::thread::available_parallelism().map_or(2, std::num::NonZero::get);
-    if same_host { cores.clamp(1, 8) } else { (2 * cores).clamp(2, 8) }
+/// Two lanes a core keep the source's threads evenly busy (measured); more than eight gain nothing on one link.
+fn default_lanes() -> usize {
+    std::thread::available_parallelism().map_or(4, |n| (2 * n.get()).clamp(2, 8))
 }
 
 /// An arena, where each entry lies in it, and every destination.
