@@ -25,7 +25,8 @@ fn secret() -> Secret {
 }
 
 fn rig(secret: Option<Secret>) -> Rig {
-    Rig::configured(&ServerConfig { secret, bind: Some(([127, 0, 0, 1], 0).into()), ..ServerConfig::default() })
+    let bind = Some(([127, 0, 0, 1], 0).into());
+    Rig::configured(&ServerConfig { secret, bind, same_host: true, ..ServerConfig::default() })
 }
 
 fn serving(state: &State) -> Rig {
