@@ -201,7 +201,8 @@ fn a_source_that_cannot_prove_it_is_left_for_one_that_can() {
         let options = FetchOptions { lanes: Some(lanes), ..knowing(Some(secret())) };
         state.fetch(&[&open.url(), &guarded.url()], options.clone()).unwrap();
         let arrived = state.fetch(&[&guarded.url(), &open.url()], options).unwrap();
-        assert_eq!(arrived.report().troubles.len(), usize::from(lanes > 1), "{:?}", arrived.report().troubles);
+        // A second lane begins at the other source, unless the first one has finished before it comes to that.
+        assert!(arrived.report().troubles.len() <= usize::from(lanes > 1), "{:?}", arrived.report().troubles);
     }
 }
 
