@@ -109,8 +109,8 @@ impl Store {
     }
 
     /// Closes the gate and withdraws what is served. A private copy is let go of at once, its running transfers, next
-    /// requests included, finish from it. Borrowed memory is drained: running transfers may finish for at most `patience`, then their connections
-    /// are cut; when this returns, not one more byte of that memory is read.
+    /// requests included, finish from it. Borrowed memory is drained: running transfers may finish for at most
+    /// `patience`, then their connections are cut; when this returns, not one more byte of that memory is read.
     pub fn withdraw(&self, patience: Duration) -> Withdrawn {
         let mut state = self.state();
         state.allowed = false;

@@ -182,7 +182,7 @@ impl Transfer<'_> {
                 return None;
             }
             self.queue.give_back(Some((at, end)));
-            self.pause(Duration::from_millis(20 << (2 * failures)));
+            self.limits.pause(Duration::from_millis(20 << (2 * failures)), || self.queue.has_failed());
         }
         connection.filter(Connection::is_reusable)
     }
@@ -199,17 +199,8 @@ impl Transfer<'_> {
         ))
     }
 
-    /// Sleeps, but no longer than the transfer goes on.
-    fn pause(&self, length: Duration) {
-        let step = Duration::from_millis(20);
-        let mut slept = Duration::ZERO;
-        while slept < length && !self.queue.has_failed() && self.limits.left().is_ok() {
-            std::thread::sleep(step);
-            slept += step;
-        }
-    }
-
-    /// Lane `index` fetches blocks `[*at, end)` from the peer of number `origin`, moving `at` past each block that is complete.
+    /// Lane `index` fetches blocks `[*at, end)` from the peer of number `origin`, moving `at` past each block that is
+    /// complete.
     fn fetch_range(
         &self,
         index: usize,

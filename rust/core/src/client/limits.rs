@@ -79,12 +79,12 @@ impl Limits {
         }
     }
 
-    /// Sleeps for `length`; says whether there is time left after it.
-    pub(crate) fn pause(&self, length: Duration) -> bool {
+    /// Sleeps for `length`, or until `over` holds; says whether there is time left after it.
+    pub(crate) fn pause(&self, length: Duration, over: impl Fn() -> bool) -> bool {
         let step = Duration::from_millis(20);
         let mut slept = Duration::ZERO;
-        while slept < length && self.left().is_ok() {
-            std::thread::sleep(step.min(length));
+        while slept < length && !over() && self.left().is_ok() {
+            std::thread::sleep(step);
             slept += step;
         }
         self.left().is_ok()

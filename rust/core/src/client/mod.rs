@@ -27,6 +27,8 @@ use crate::error::Error;
 use crate::same_host;
 use crate::secret::Secret;
 
+/// How often a source is asked for its header before it is given up.
+const OPEN_ATTEMPTS: u32 = 5;
 /// How often a block that does not match its checksum is fetched again before the transfer fails.
 const CORRUPT_RETRIES: usize = 3;
 

@@ -3,7 +3,7 @@
 use tensorferry_wire::container::{self, Header};
 use tensorferry_wire::digest::{BLOCK_SIZE, DigestTable};
 
-use super::CORRUPT_RETRIES;
+use super::OPEN_ATTEMPTS;
 use super::connection::{Connection, Head};
 use super::lane::block_len;
 use super::limits::Limits;
@@ -118,9 +118,7 @@ impl Opened {
         if table.header != header_digest || table.payload_len != payload_len || !matching {
             return Err(Error::new(
                 ErrorKind::Corrupt,
-                format!(
-                    "corrupt: the header or the first blocks did not match their checksums {CORRUPT_RETRIES} times"
-                ),
+                format!("corrupt: the header or the first blocks did not match their checksums {OPEN_ATTEMPTS} times"),
             ));
         }
         Ok(Self { connection, header, header_digest, payload_start, etag, prefix, same_host })

@@ -12,13 +12,11 @@ use super::limits::Limits;
 use super::open::{Opened, read_digests};
 use super::plan::{Piece, Plan, Queue};
 use super::watch::Watch;
-use super::{Addresses, Arrived, CORRUPT_RETRIES, Destination, FetchOptions, Peer, Report, lane};
+use super::{Addresses, Arrived, CORRUPT_RETRIES, Destination, FetchOptions, OPEN_ATTEMPTS, Peer, Report, lane};
 use crate::arena::{ALIGNMENT, Arena, Pool};
 use crate::error::{Error, ErrorKind};
 use crate::secret;
 
-/// How often a connection to a source may fail before its header is here.
-const OPEN_ATTEMPTS: u32 = 5;
 /// Blocks in one request of a lane, at most.
 const MAX_RANGE_BLOCKS: u64 = 16;
 
@@ -54,7 +52,8 @@ impl Remote {
     /// # Errors
     /// [`ErrorKind::Timeout`] at the deadline; [`ErrorKind::Connect`] when no source can be reached;
     /// [`ErrorKind::Status`] when it refuses, 400 for a step it does not serve; [`ErrorKind::Foreign`] when it is a
-    /// stock torchft server; [`ErrorKind::Unproven`] when it does not know the secret; [`ErrorKind::Protocol`] when what it says is not valid.
+    /// stock torchft server; [`ErrorKind::Unproven`] when it does not know the secret; [`ErrorKind::Protocol`] when what
+    /// it says is not valid.
     pub fn open(urls: &[&str], step: i64, options: FetchOptions) -> Result<Self, Error> {
         let started = Instant::now();
         let deadline = started
@@ -103,7 +102,7 @@ impl Remote {
                         let repairable = e.is_transient() || e.kind() == ErrorKind::Changed;
                         last = at_source(e);
                         let again = repairable && !refused && attempt + 1 < OPEN_ATTEMPTS;
-                        if !again || !limits.pause(Duration::from_millis(20 << attempt)) {
+                        if !again || !limits.pause(Duration::from_millis(20 << attempt), || false) {
                             break;
                         }
                     }
