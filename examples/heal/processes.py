@@ -35,7 +35,7 @@ class Child:
         command: the script, in this folder, and its arguments
         events: where its events go; the last one is ``gone``, with its exit status
         event_file: the same events, one JSON object a line
-        log: an open file that its stderr is appended to
+        log: an open, unbuffered file that its stderr is appended to, line by line
         path: folders to put on its PYTHONPATH
 
     """
@@ -48,6 +48,7 @@ class Child:
     path: list[str] = field(default_factory=list)
     seen: dict[str, dict[str, Any]] = field(default_factory=dict)
     expected_to_go: bool = False
+    last_words: str = ""
 
     def __post_init__(self) -> None:
         """Start the process and the thread that reads its events."""
@@ -59,10 +60,12 @@ class Child:
             [sys.executable, str(HERE / script), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self.log,
+            stderr=subprocess.PIPE,
             env=env,
             start_new_session=True,
         )
+        self.logger = threading.Thread(target=self._copy_log, daemon=True)
+        self.logger.start()
         self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()
 
@@ -76,6 +79,12 @@ class Child:
         """The last step it committed."""
         return self.seen.get("committed", {}).get("step", 0)
 
+    def _copy_log(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.log.write(line)
+            self.last_words = line.decode(errors="replace").strip() or self.last_words
+
     def _read(self) -> None:
         assert self.process.stdout is not None
         with self.event_file.open("w", buffering=1, encoding="utf-8") as copy:
@@ -84,7 +93,9 @@ class Child:
                     break  # killed while it wrote
                 copy.write(line.decode())
                 self.events.put((self, json.loads(line)))
-            gone = {"event": "gone", "at": time.monotonic(), "status": self.process.wait()}
+            status = self.process.wait()
+            self.logger.join(5)  # what it said last is known when it is known to be gone
+            gone = {"event": "gone", "at": time.monotonic(), "status": status}
             copy.write(json.dumps(gone) + "\n")
         self.events.put((self, gone))
 
@@ -105,7 +116,8 @@ class Child:
         self.expected_to_go = True
         end(self.process)
         self.reader.join()
-        for pipe in (self.process.stdin, self.process.stdout):
+        self.logger.join()
+        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
             if pipe is not None:
                 with contextlib.suppress(BrokenPipeError):
                     pipe.close()

@@ -88,7 +88,7 @@ def run(scenario: Scenario, tell: Callable[[float, str], None] = lambda *_: None
     scenario.directory.mkdir(parents=True, exist_ok=True)
     for old in scenario.directory.glob("*.jsonl"):
         old.unlink()
-    with (scenario.directory / "torchft.log").open("wb") as log, contextlib.ExitStack() as cleanup:
+    with (scenario.directory / "torchft.log").open("wb", buffering=0) as log, contextlib.ExitStack() as cleanup:
         director = Director(scenario, log, cleanup, tell)
         try:
             director.direct()
@@ -281,8 +281,9 @@ class Director:
         if child in self.names:
             self.history[self.names[child]].append(event)
         if event["event"] == "gone" and not child.expected_to_go:
-            last = Path(self.log.name).read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
-            raise ScenarioError(f"{child.name} ended by itself, status {event['status']}: {last} (see {self.log.name})")
+            raise ScenarioError(
+                f"{child.name} ended by itself, status {event['status']}: {child.last_words} (see {self.log.name})"
+            )
         if event["event"] == "committed" and not self.ending and event["step"] > self.lease - LEASE // 2:
             self.lend(event["step"] + LEASE)
 
