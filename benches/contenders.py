@@ -1,7 +1,7 @@
 """The transports that are compared, by name.
 
 `torchft:4` is torchft's with four chunks. `tensorferry` is ours as it is imported, `tensorferry+inplace` receives into
-the trainer's own tensors, and with `+samehost` bytes go through a Unix-domain socket.
+the trainer's own tensors, and with `+network` bytes go through sockets, as they do between machines.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ class Contender:
     library: str
     chunks: int
     in_place: bool
-    same_host: bool
+    network: bool
 
     @classmethod
     def parse(cls, name: str) -> Contender:
-        """Read `library[:chunks][+samehost][+inplace]`; raise ValueError for anything else."""
+        """Read `library[:chunks][+network][+inplace]`; raise ValueError for anything else."""
         transport, *options = name.split("+")
         library, _, chunks = transport.partition(":")
-        if library not in _MODULES or not {*options} <= {"samehost", "inplace"} or (options and library != OURS):
+        if library not in _MODULES or not {*options} <= {"network", "inplace"} or (options and library != OURS):
             raise ValueError(f"no such contender: {name!r}")
-        return cls(name, library, int(chunks or 0), "inplace" in options, "samehost" in options)
+        return cls(name, library, int(chunks or 0), "inplace" in options, "network" in options)
 
     def open(self, timeout: timedelta, live: Callable[[], Any] | None = None) -> Any:
         """Build the transport; `live` returns the state to receive into, where this contender does that."""
         transport = importlib.import_module(_MODULES[self.library]).HTTPTransport
-        options: dict[str, Any] = {"same_host": True} if self.same_host else {}
+        options: dict[str, Any] = {"same_host": False} if self.network else {}
         if self.in_place and live is not None:
             options["state_dict"] = live
         return transport(timeout, self.chunks, **options)
@@ -63,9 +63,9 @@ def choose(row: Row, have_ours: bool, *, quick: bool) -> list[Contender]:
     """Return the contenders of a row in their default order."""
     names = [f"{THEIRS}:{chunks}" for chunks in (row.chunks[:2] if quick else row.chunks)]
     if have_ours:
-        names.append(OURS)
+        names += [OURS, f"{OURS}+network"]
         if row.large:
-            names += [f"{OURS}+inplace", f"{OURS}+samehost+inplace"]
+            names += [f"{OURS}+inplace", f"{OURS}+network+inplace"]
     return [Contender.parse(name) for name in names]
 
 

@@ -126,7 +126,7 @@ def _show(value: dict[str, float] | None, unit: float = 1.0) -> str:
 
 
 def title(line: dict[str, Any]) -> str:
-    name = line["contender"].replace("+samehost", ", same host").replace("+inplace", ", in place")
+    name = line["contender"].replace("+network", ", network").replace("+inplace", ", in place")
     if name.startswith(f"{THEIRS}:"):
         name = f"{THEIRS}, {name.partition(':')[2]} chunks"
     return name if line["order"] == "first" else f"{name}, again"

@@ -31,7 +31,7 @@ def test_quick_run_measures_both_and_writes_the_results(tmp_path):
     results_path, plot_path = tmp_path / "results.json", tmp_path / "bench.png"
     out = run_bench(
         "--quick", "--scale", 0.002, "--rounds", 1, "--rows", "large,small,tiny", "--stalls", "small",
-        "--contenders", "torchft:0,tensorferry,tensorferry+samehost+inplace",
+        "--contenders", "torchft:0,tensorferry,tensorferry+network+inplace",
         "--json", results_path, "--plot", plot_path,
     )  # fmt: skip
     results = json.loads(results_path.read_text())
@@ -43,7 +43,7 @@ def test_quick_run_measures_both_and_writes_the_results(tmp_path):
     assert large["tensors"] == 8
     assert small["bytes"] == small["tensors"] * 1024
     assert tiny["bytes"] == 16 * 1024
-    assert {s["contender"] for s in large["samples"]} == {"torchft:0", "tensorferry", "tensorferry+samehost+inplace"}
+    assert {s["contender"] for s in large["samples"]} == {"torchft:0", "tensorferry", "tensorferry+network+inplace"}
     assert {s["contender"] for s in small["samples"]} == {"torchft:0", "tensorferry"}
     for row in results["rows"]:
         for sample in row["samples"]:

@@ -50,7 +50,7 @@ def test_bytes_go_around_the_network_if_both_sides_want_it(open_transport, caplo
     with caplog.at_level(logging.INFO, "tensorferry"):
         assert_same_state(open_transport(same_host=receiver_wants).recv_checkpoint(0, metadata, 3, TIMEOUT), state)
     (line,) = said(caplog, "received step 3")
-    assert ("over a local socket" in line.getMessage()) == (source_wants and receiver_wants)
+    assert ("over shared memory" in line.getMessage()) == (source_wants and receiver_wants)
     assert (" <- " in line.getMessage()) != (source_wants and receiver_wants)
 
 
@@ -58,15 +58,15 @@ def test_the_environment_decides_where_the_argument_does_not(open_transport, cap
     state = state_of(1)
     with caplog.at_level(logging.INFO, "tensorferry"):
         open_transport().recv_checkpoint(0, send(open_transport(), state), 3, TIMEOUT)
-        assert said(caplog, " <- ")
-        monkeypatch.setenv("TENSORFERRY_SAME_HOST", "1")
-        metadata = send(open_transport(), state)
+        assert said(caplog, "over shared memory")
+        monkeypatch.setenv("TENSORFERRY_SAME_HOST", "0")
+        metadata = send(open_transport(same_host=True), state)
         caplog.clear()
         open_transport().recv_checkpoint(0, metadata, 3, TIMEOUT)
-        assert said(caplog, "over a local socket")
-        caplog.clear()
-        open_transport(same_host=False).recv_checkpoint(0, metadata, 3, TIMEOUT)
         assert said(caplog, " <- ")
+        caplog.clear()
+        open_transport(same_host=True).recv_checkpoint(0, metadata, 3, TIMEOUT)
+        assert said(caplog, "over shared memory")
 
 
 def test_memory_is_used_again_once_its_tensors_are_gone(open_transport):

@@ -44,7 +44,7 @@ def test_a_receiver_needs_the_metadata_alone(open_transport, caplog, secret, sam
     with caplog.at_level(logging.INFO, "tensorferry"):
         received = open_transport(secret=secret, same_host=same_host).recv_checkpoint(0, metadata, 3, TIMEOUT)
     assert_same_state(received, state())
-    assert ("over a local socket" in caplog.text) == same_host
+    assert ("over shared memory" in caplog.text) == same_host
     assert (" <- " in caplog.text) != same_host
 
 

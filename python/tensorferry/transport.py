@@ -68,11 +68,11 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             unpickled. Stock torchft peers cannot take part. By default what ``TENSORFERRY_SECRET`` or the file
             ``TENSORFERRY_SECRET_FILE`` holds; docs/security.md says what it protects against.
         tls: encrypt what others fetch from here over the network. The certificate is made for this transport and its
-            fingerprint stands in the metadata; a receiver needs no setting. Stock torchft peers cannot fetch then. The
-            socket for processes of this machine stays plain.
-        same_host: move the bytes through a Unix-domain socket instead of the network where source and receiver run on
-            one machine, in one network namespace and under one user. Both sides must want it; ``None`` is what
-            ``TENSORFERRY_SAME_HOST`` says (``1`` is yes), by default no: measured, it gains nothing.
+            fingerprint stands in the metadata; a receiver needs no setting. Stock torchft peers cannot fetch then. What
+            processes of this machine share stays plain.
+        same_host: move the bytes through shared memory instead of the network where source and receiver run on one
+            machine, in one network namespace and under one user. Both sides must want it; ``None`` is what
+            ``TENSORFERRY_SAME_HOST`` says (``0`` is no), by default yes.
         interface: listen only here: an interface's name, an address of this host, or a network (``10.0.0.0/8``) one of
             its addresses is in. By default what ``TENSORFERRY_INTERFACE`` says, or everywhere.
         advertise: the name or address peers use, or a network one of this host's addresses is in. By default what
@@ -125,7 +125,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         self._stager = Stager()
         self._sending = threading.Lock()
         self._warned: set[tuple[str, str]] = set()
-        self._same_host = os.environ.get("TENSORFERRY_SAME_HOST") == "1" if same_host is None else same_host
+        self._same_host = os.environ.get("TENSORFERRY_SAME_HOST") != "0" if same_host is None else same_host
         self._pool = Pool(reuse_bytes) if reuse_bytes else None
         self._progress = progress
         listening = listening_address(interface)
@@ -292,7 +292,7 @@ def _tell(step: int, report: dict[str, Any], seconds: float) -> None:
     rate = report["bytes"] / max(report["fetching_seconds"], 1e-9)
     routes = [f"{here} <- {there}" for here, there in report["routes"]]
     if report["same_host"]:
-        routes.append("a local socket")
+        routes.append("shared memory")
     logger.info(
         "received step %d: %d bytes in %.3f s (%.2f GB/s; open %.3f s, fetch %.3f s), %d lanes over %s, %d retries",
         step,

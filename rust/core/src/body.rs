@@ -64,7 +64,7 @@ impl AsRef<[u8]> for Leased {
 
 impl MemoryBody {
     fn next_frame(&mut self) -> Option<Bytes> {
-        if self.at >= self.end {
+        if self.is_over() {
             return None;
         }
         if self.digest {
@@ -92,11 +92,59 @@ impl MemoryBody {
             Some(region) => Bytes::from_owner(Leased { region, _lease: Arc::clone(&self.lease) }),
             None => Bytes::from(gathered),
         };
-        self.at += frame.len() as u64;
-        for progress in self.progress.iter() {
-            progress.bytes.fetch_add(frame.len() as u64, Ordering::Relaxed);
-        }
+        self.advance(frame.len());
         Some(frame)
+    }
+
+    /// Copies the next bytes into `into`, as many as there is room for; returns how many.
+    pub(crate) fn copy_next(&mut self, into: &mut [u8]) -> usize {
+        let mut filled = 0;
+        while filled < into.len() && !self.is_over() {
+            if self.digest {
+                self.lease.digest_before_sending(self.at, self.end);
+            }
+            let before = filled;
+            let stop = self.frame_end().min(self.at + (into.len() - filled) as u64);
+            self.segments.visit(self.at, stop, |region| {
+                // SAFETY: the lease in `self` keeps the memory readable during the copy.
+                into[filled..filled + region.len()].copy_from_slice(unsafe { region.as_slice() });
+                filled += region.len();
+                true
+            });
+            self.advance(filled - before);
+        }
+        filled
+    }
+
+    /// Whether all of it was read.
+    pub(crate) fn is_over(&self) -> bool {
+        self.at >= self.end
+    }
+
+    fn advance(&mut self, len: usize) {
+        self.at += len as u64;
+        for progress in self.progress.iter() {
+            progress.bytes.fetch_add(len as u64, Ordering::Relaxed);
+        }
+        if let Some(throttle) = &self.throttle {
+            throttle.book(len, Instant::now());
+        }
+    }
+
+    /// Waits until the cap on what the server sends allows more.
+    pub(crate) fn poll_admitted(&mut self, context: &mut Context<'_>) -> Poll<()> {
+        while let Some(throttle) = self.throttle.as_ref().filter(|_| self.at < self.end) {
+            if let Some(wait) = &mut self.wait {
+                std::task::ready!(wait.as_mut().poll(context));
+            }
+            let delay = throttle.delay(Instant::now());
+            if delay.is_zero() {
+                break;
+            }
+            self.wait = Some(Box::pin(tokio::time::sleep(delay)));
+        }
+        self.wait = None;
+        Poll::Ready(())
     }
 
     /// A frame ends where a digest block does, so that the checksum of the next one is taken just before it is sent.
@@ -120,22 +168,8 @@ impl http_body::Body for ServedBody {
         let frame = match &mut *self {
             Self::Message(bytes) => bytes.take().filter(|b| !b.is_empty()),
             Self::Memory(body) => {
-                while let Some(throttle) = body.throttle.as_ref().filter(|_| body.at < body.end) {
-                    if let Some(wait) = &mut body.wait {
-                        std::task::ready!(wait.as_mut().poll(context));
-                    }
-                    let delay = throttle.delay(Instant::now());
-                    if delay.is_zero() {
-                        break;
-                    }
-                    body.wait = Some(Box::pin(tokio::time::sleep(delay)));
-                }
-                body.wait = None;
-                let frame = body.next_frame();
-                if let (Some(throttle), Some(frame)) = (&body.throttle, &frame) {
-                    throttle.book(frame.len(), Instant::now());
-                }
-                frame
+                std::task::ready!(body.poll_admitted(context));
+                body.next_frame()
             }
         };
         Poll::Ready(frame.map(|f| Ok(Frame::data(f))))
@@ -144,7 +178,7 @@ impl http_body::Body for ServedBody {
     fn is_end_stream(&self) -> bool {
         match self {
             Self::Message(bytes) => bytes.as_ref().is_none_or(Bytes::is_empty),
-            Self::Memory(body) => body.at >= body.end,
+            Self::Memory(body) => body.is_over(),
         }
     }
 

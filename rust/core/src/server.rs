@@ -2,6 +2,7 @@
 
 mod guard;
 mod handler;
+mod local;
 
 use std::io;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
@@ -19,6 +20,7 @@ use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, watch};
 use tokio_rustls::TlsAcceptor;
 
 use self::guard::Guard;
+use self::local::Local;
 use crate::body::Progress;
 use crate::error::{Error, ErrorKind};
 use crate::same_host;
@@ -27,6 +29,8 @@ use crate::store::Store;
 use crate::throttle::Throttle;
 use crate::tls::Identity;
 
+/// Connections of this machine at once: each has a thread and shared memory of its own.
+const MAX_LOCAL: usize = 32;
 /// How long a TLS handshake may take.
 const HANDSHAKE: Duration = Duration::from_secs(10);
 
@@ -60,7 +64,7 @@ impl Default for ServerConfig {
             secret: None,
             tls: false,
             max_connections: 512,
-            same_host: false,
+            same_host: true,
             max_bandwidth: None,
         }
     }
@@ -258,6 +262,8 @@ async fn accept(
     permits: Arc<Semaphore>,
     mut stopped: watch::Receiver<bool>,
 ) {
+    // Above this limit receivers of this machine take the network.
+    let local_permits = Arc::new(Semaphore::new(MAX_LOCAL));
     loop {
         // The permit comes first: above the limit, connections wait in the kernel's queue instead of in our memory.
         let permit = tokio::select! {
@@ -275,8 +281,9 @@ async fn accept(
                 tokio::spawn(serve_network(stream, Arc::clone(&shared), permit, stopped.clone()));
             }
             Ok(Accepted::Local(stream)) => {
+                let Ok(local_permit) = Arc::clone(&local_permits).try_acquire_owned() else { continue };
                 if stream.peer_cred().is_ok_and(|peer| peer.uid() == same_host::own_user()) {
-                    tokio::spawn(serve(stream, true, Arc::clone(&shared), permit, stopped.clone()));
+                    tokio::spawn(serve_local(stream, Arc::clone(&shared), (permit, local_permit), stopped.clone()));
                 }
             }
             // Out of descriptors, or a peer that left while queued: give the system a moment, then go on.
@@ -293,52 +300,26 @@ async fn serve_network(
     permit: OwnedSemaphorePermit,
     mut stopped: watch::Receiver<bool>,
 ) {
-    let Some(identity) = &shared.identity else { return serve(stream, false, shared, permit, stopped).await };
+    let Some(identity) = &shared.identity else { return serve(stream, shared, permit, stopped).await };
     let accepting = TlsAcceptor::from(Arc::clone(&identity.config)).accept(stream);
     let accepted = tokio::select! {
         accepted = tokio::time::timeout(HANDSHAKE, accepting) => accepted,
         _ = stopped.wait_for(|s| *s) => return,
     };
     if let Ok(Ok(stream)) = accepted {
-        serve(stream, false, shared, permit, stopped).await;
+        serve(stream, shared, permit, stopped).await;
     }
 }
 
 async fn serve(
     stream: impl AsyncRead + AsyncWrite + Unpin,
-    same_host: bool,
     shared: Arc<Shared>,
     permit: OwnedSemaphorePermit,
-    mut stopped: watch::Receiver<bool>,
+    stopped: watch::Receiver<bool>,
 ) {
-    let cut = Arc::new(Notify::new());
-    let own = Arc::new(Progress::default());
-    let connection = Arc::new(Connection {
-        cut: Arc::clone(&cut),
-        same_host,
-        progress: Arc::new([Arc::clone(&own), Arc::clone(&shared.progress)]),
-        open: AtomicUsize::new(0),
-        shared: Arc::clone(&shared),
-    });
-    shared.connections.fetch_add(1, Ordering::Relaxed);
-    let stalled = {
-        let connection = Arc::clone(&connection);
-        async move {
-            let mut before = (0, usize::MAX);
-            loop {
-                tokio::time::sleep(connection.shared.patience).await;
-                let now = (own.bytes.load(Ordering::Relaxed), connection.open.load(Ordering::Relaxed));
-                if now == before && now.1 > 0 {
-                    return;
-                }
-                before = now;
-            }
-        }
-    };
-    let serving = http1::Builder::new()
-        .timer(TokioTimer::new())
-        .header_read_timeout(shared.patience.max(Duration::from_secs(5)))
-        .serve_connection(
+    let connection = Arc::new(Connection::new(shared, false));
+    let serving =
+        http1::Builder::new().timer(TokioTimer::new()).header_read_timeout(connection.patience()).serve_connection(
             TokioIo::new(stream),
             service_fn(|request| {
                 let connection = Arc::clone(&connection);
@@ -348,10 +329,80 @@ async fn serve(
     tokio::select! {
         // How a connection ends is the peer's business; nothing of it concerns the trainer.
         _ = serving => {}
-        () = cut.notified() => {}
-        () = stalled => {}
-        _ = stopped.wait_for(|s| *s) => {}
+        () = connection.to_be_ended(stopped) => {}
     }
-    shared.connections.fetch_sub(1, Ordering::Relaxed);
     drop(permit);
+}
+
+async fn serve_local(
+    stream: tokio::net::UnixStream,
+    shared: Arc<Shared>,
+    permits: (OwnedSemaphorePermit, OwnedSemaphorePermit),
+    stopped: watch::Receiver<bool>,
+) {
+    let connection = Arc::new(Connection::new(shared, true));
+    let Ok(stream) = stream.into_std() else { return };
+    let Ok(socket) = stream.try_clone() else { return };
+    let (end, over) = watch::channel(false);
+    let mut serving = tokio::task::spawn_blocking({
+        let connection = Arc::clone(&connection);
+        // As above: the peer's business.
+        move || drop(Local::serve(stream, connection, over))
+    });
+    tokio::select! {
+        _ = &mut serving => {}
+        () = connection.to_be_ended(stopped) => {
+            end.send_replace(true);
+            local::shut_down(&socket);
+            let _ = serving.await;
+        }
+    }
+    drop(permits);
+}
+
+impl Connection {
+    fn new(shared: Arc<Shared>, same_host: bool) -> Self {
+        shared.connections.fetch_add(1, Ordering::Relaxed);
+        let own = Arc::new(Progress::default());
+        Self {
+            cut: Arc::default(),
+            same_host,
+            progress: Arc::new([own, Arc::clone(&shared.progress)]),
+            open: AtomicUsize::new(0),
+            shared,
+        }
+    }
+
+    /// How long the next request may take to come.
+    fn patience(&self) -> Duration {
+        self.shared.patience.max(Duration::from_secs(5))
+    }
+
+    /// Ends when the connection has to: the publication it reads is withdrawn, its transfer has stalled, or the server
+    /// stops.
+    async fn to_be_ended(&self, mut stopped: watch::Receiver<bool>) {
+        tokio::select! {
+            () = self.cut.notified() => {}
+            () = self.stalled() => {}
+            _ = stopped.wait_for(|s| *s) => {}
+        }
+    }
+
+    async fn stalled(&self) {
+        let mut before = (0, usize::MAX);
+        loop {
+            tokio::time::sleep(self.shared.patience).await;
+            let now = (self.progress[0].bytes.load(Ordering::Relaxed), self.open.load(Ordering::Relaxed));
+            if now == before && now.1 > 0 {
+                return;
+            }
+            before = now;
+        }
+    }
+}
+
+impl Drop for Connection {
+    fn drop(&mut self) {
+        self.shared.connections.fetch_sub(1, Ordering::Relaxed);
+    }
 }

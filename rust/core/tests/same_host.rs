@@ -4,55 +4,45 @@
 mod common;
 
 use std::io::{Read, Write};
-use std::os::linux::net::SocketAddrExt;
-use std::os::unix::net::{SocketAddr, UnixStream};
+use std::time::Duration;
 
 use common::faults::{ALWAYS, Fault, Proxy};
+use common::local::{
+    FakeSource, LocalReader, NAME_HEADER, answer_from_ring, greet, name_of, read_request, shared_memory,
+};
 use common::raw::get;
-use common::{BLOCK, PATIENCE, Rig, STEP, State, eventually, noise};
+use common::{BLOCK, PATIENCE, Rig, STEP, State, eventually, lanes, noise};
 use tensorferry_core::{
-    Destination, FetchOptions, Item, Memory, Publication, Remote, ServerConfig, Stability, Withdrawn,
+    Destination, ErrorKind, FetchOptions, Item, Memory, Publication, Remote, ServerConfig, Stability, Withdrawn,
 };
 use tensorferry_wire::dtype::Dtype;
 
-const HEADER: &str = "tensorferry-same-host";
-/// More than the socket's buffers hold.
+/// More than the shared memory holds.
 const LARGE: usize = 32 * BLOCK;
 
-fn wanted() -> FetchOptions {
-    FetchOptions { same_host: true, ..FetchOptions::within(PATIENCE) }
-}
-
-fn rig() -> Rig {
-    Rig::configured(&ServerConfig { patience: PATIENCE, same_host: true, ..ServerConfig::default() })
-}
-
 fn serving(state: &State) -> Rig {
-    let rig = rig();
-    rig.server.store().publish(STEP, state.publication(Stability::Private));
-    rig
+    Rig::serving(state)
 }
 
 fn state() -> State {
     State::of(&[5 * BLOCK + 3, 700, 2 * BLOCK], 1)
 }
 
-/// The socket of `rig` for this machine.
-fn connect(rig: &Rig) -> UnixStream {
-    let told = get(rig, &rig.path(&format!("{STEP}/header")), &[]);
-    let address = SocketAddr::from_abstract_name(told.header(HEADER).unwrap()).unwrap();
-    let stream = UnixStream::connect_addr(&address).unwrap();
-    stream.set_read_timeout(Some(PATIENCE)).unwrap();
-    stream
-}
-
 #[test]
 fn bytes_go_around_the_network_and_are_verified() {
-    let (state, rig) = (state(), rig());
-    for (stability, lanes) in [(Stability::Private, None), (Stability::Borrowed, Some(3))] {
+    let rig = Rig::new();
+    let many: Vec<_> = (0..3000).map(|i| i * 7 % 2111).collect();
+    for (state, stability, lanes) in [
+        (state(), Stability::Private, None),
+        (state(), Stability::Borrowed, Some(3)),
+        (State::of(&[LARGE, 1], 9), Stability::Borrowed, Some(1)),
+        (State::of(&many, 4), Stability::Private, None),
+    ] {
         rig.server.store().publish(STEP, state.publication(stability));
-        let arrived = state.fetch(&[&rig.url()], FetchOptions { lanes, ..wanted() }).unwrap();
+        let options = FetchOptions { lanes, ..FetchOptions::within(PATIENCE) };
+        let arrived = state.fetch(&[&rig.url()], options).unwrap();
         assert!(arrived.report().same_host);
+        assert!(arrived.report().routes.is_empty());
         assert_eq!((arrived.report().retries, arrived.report().lanes), (0, lanes.unwrap_or(arrived.report().lanes)));
     }
 }
@@ -61,22 +51,22 @@ fn bytes_go_around_the_network_and_are_verified() {
 fn either_side_can_turn_it_off() {
     let state = state();
     let rig = serving(&state);
-    let options = FetchOptions { same_host: false, ..wanted() };
+    let options = FetchOptions { same_host: false, ..lanes(2) };
     assert!(!state.fetch(&[&rig.url()], options).unwrap().report().same_host);
 
-    let rig = Rig::configured(&ServerConfig::default());
+    let rig = Rig::configured(&ServerConfig { same_host: false, ..ServerConfig::default() });
     rig.server.store().publish(STEP, state.publication(Stability::Private));
-    assert!(!state.fetch(&[&rig.url()], wanted()).unwrap().report().same_host);
-    assert_eq!(get(&rig, &rig.path(&format!("{STEP}/header")), &[]).header(HEADER), None);
+    assert!(!state.fetch(&[&rig.url()], lanes(2)).unwrap().report().same_host);
+    assert_eq!(get(&rig, &rig.path(&format!("{STEP}/header")), &[]).header(NAME_HEADER), None);
 }
 
 #[test]
 fn only_who_may_fetch_learns_the_name() {
     let rig = serving(&state());
     for path in ["/healthz", "/0/checkpoint/7/header", &rig.path("8/header"), &rig.path("nothing")] {
-        assert_eq!(get(&rig, path, &[]).header(HEADER), None, "{path}");
+        assert_eq!(get(&rig, path, &[]).header(NAME_HEADER), None, "{path}");
     }
-    assert!(get(&rig, &rig.path(&format!("{STEP}/header")), &[]).header(HEADER).is_some());
+    name_of(&rig);
 }
 
 #[test]
@@ -84,7 +74,7 @@ fn a_name_nobody_answers_to_is_no_trouble() {
     let state = state();
     let rig = serving(&state);
     let proxy = Proxy::new(&rig.url(), Fault::None, ALWAYS);
-    let arrived = state.fetch(&[proxy.url()], wanted()).unwrap();
+    let arrived = state.fetch(&[proxy.url()], lanes(2)).unwrap();
     assert!(!arrived.report().same_host);
     assert_eq!(arrived.report().retries, 0);
 }
@@ -92,24 +82,101 @@ fn a_name_nobody_answers_to_is_no_trouble() {
 #[test]
 fn requests_need_the_token_here_too() {
     let rig = serving(&state());
-    let mut stream = connect(&rig);
-    stream.write_all(b"GET /checkpoint/7.safetensors HTTP/1.1\r\nHost: test\r\nConnection: close\r\n\r\n").unwrap();
-    let mut answer = String::new();
-    stream.read_to_string(&mut answer).unwrap();
-    assert!(answer.starts_with("HTTP/1.1 404"), "{answer}");
+    let mut reader = LocalReader::connect(&name_of(&rig));
+    reader.request("/checkpoint/7.safetensors");
+    let head = reader.head();
+    assert!(head.starts_with("HTTP/1.1 404"), "{head}");
+}
+
+/// What a source on this machine may do wrong, and whether its answers are believed so far that the range has to be
+/// fetched again.
+fn offences(total: usize) -> Vec<(&'static str, FakeSource, bool)> {
+    let slot = 1 << 16;
+    let good = move || shared_memory(4 << 16, true);
+    let answering = move |marks: &'static [u8]| {
+        FakeSource::new(move |stream| {
+            greet(&stream, 4, slot, Some(&good()));
+            while let Some(request) = read_request(&stream) {
+                if request.contains("/digests") {
+                    return;
+                }
+                if answer_from_ring(&stream, &request, total, marks).is_none() {
+                    return;
+                }
+            }
+        })
+    };
+    vec![
+        ("hangs up", FakeSource::new(drop), false),
+        ("says nothing", FakeSource::new(|stream| drop(read_request(&stream))), false),
+        ("passes no memory", FakeSource::new(move |s| greet(&s, 4, slot, None)), false),
+        ("is something else", FakeSource::new(|mut s| drop(s.write_all(b"HTTP/1.1 200 OK\r\n\r\n"))), false),
+        (
+            "passes memory that can shrink",
+            FakeSource::new(move |s| greet(&s, 4, slot, Some(&shared_memory(4 << 16, false)))),
+            false,
+        ),
+        ("passes less than it says", FakeSource::new(move |s| greet(&s, 5, slot, Some(&good()))), false),
+        ("has no slots", FakeSource::new(move |s| greet(&s, 0, slot, Some(&good()))), false),
+        ("has slots without end", FakeSource::new(move |s| greet(&s, u32::MAX, u32::MAX, Some(&good()))), false),
+        ("leaves after the greeting", FakeSource::new(move |s| greet(&s, 4, slot, Some(&good()))), true),
+        ("announces nothing", answering(&[]), true),
+        ("announces more than it has", answering(&[1; 4096]), true),
+    ]
+}
+
+#[test]
+fn a_source_that_breaks_the_rules_is_left_for_the_network() {
+    let state = state();
+    let rig = serving(&state);
+    let total = state.publication(Stability::Private).total_len();
+    for (offence, fake, begun) in offences(usize::try_from(total).unwrap()) {
+        let proxy = Proxy::naming(&rig.url(), Fault::None, ALWAYS, &fake.name);
+        let options = FetchOptions { stall: Duration::from_millis(300), ..lanes(2) };
+        let arrived = state.fetch(&[proxy.url()], options).unwrap_or_else(|e| panic!("{offence}: {e}"));
+        assert!(fake.calls.load(std::sync::atomic::Ordering::SeqCst) > 0, "{offence}: nobody asked it");
+        assert_eq!(arrived.report().same_host, begun, "{offence}");
+        assert_eq!(arrived.report().retries > 0, begun, "{offence}");
+    }
+}
+
+#[test]
+fn wrong_bytes_in_shared_memory_are_found_and_fetched_again() {
+    let state = state();
+    let rig = serving(&state);
+    let total = usize::try_from(state.publication(Stability::Private).total_len()).unwrap();
+    let fake = FakeSource::new(move |stream| {
+        let slot = 1 << 16;
+        let memory = shared_memory(4 * slot, true);
+        greet(&stream, 4, u32::try_from(slot).unwrap(), Some(&memory));
+        while let Some(request) = read_request(&stream) {
+            // As many marks as the range has slots, all at once: what is in them is wrong anyway.
+            let Some(range) = request.lines().find_map(|l| l.strip_prefix("Range: bytes=")) else { return };
+            let (start, last) = range.split_once('-').unwrap();
+            let len = last.parse::<u64>().unwrap() + 1 - start.parse::<u64>().unwrap();
+            let marks = vec![1; usize::try_from(len.div_ceil(slot)).unwrap()];
+            if answer_from_ring(&stream, &request, total, &marks).is_none() {
+                return;
+            }
+        }
+    });
+    let proxy = Proxy::naming(&rig.url(), Fault::None, ALWAYS, &fake.name);
+    let arrived = state.fetch(&[proxy.url()], lanes(2)).unwrap();
+    assert!(arrived.report().same_host && arrived.report().retries > 0);
+    assert!(!arrived.report().routes.is_empty(), "the right bytes came over the network");
 }
 
 #[test]
 fn a_snapshot_that_was_replaced_is_noticed_here_too() {
     // The name was learned with the old snapshot.
     let (old, new) = (State::of(&[LARGE], 1), State::of(&[LARGE], 2));
-    let rig = rig();
+    let rig = Rig::new();
     rig.server.store().publish(STEP, old.publication(Stability::Borrowed));
-    let remote = Remote::open(&[&rig.url()], STEP, wanted()).unwrap();
+    let remote = Remote::open(&[&rig.url()], STEP, lanes(2)).unwrap();
     rig.server.store().withdraw(PATIENCE);
     rig.server.store().publish(STEP, new.publication(Stability::Private));
     let refused = remote.fetch(Destination::Fresh).unwrap_err();
-    assert_eq!(refused.kind(), tensorferry_core::ErrorKind::Changed, "{refused}");
+    assert_eq!(refused.kind(), ErrorKind::Changed, "{refused}");
 }
 
 #[test]
@@ -117,23 +184,108 @@ fn withdrawn_memory_is_not_read_once_more() {
     const POISON: u8 = 0xA5;
     let expected = noise(LARGE, 3);
     let mut memory = expected.clone();
-    let rig = rig();
+    let rig = Rig::new();
     // SAFETY: `memory` outlives the rig, which is declared after it.
     let lent = unsafe { Memory::borrowed(memory.as_mut_ptr() as usize, LARGE) };
     let item = Item::new("w", Dtype::U8, &[LARGE as u64], lent);
     let publication = Publication::new(Vec::new(), vec![item], Stability::Borrowed, Box::new(())).unwrap();
     rig.server.store().publish(STEP, publication);
-    let mut reader = connect(&rig);
-    let path = rig.path(&format!("{STEP}.safetensors"));
-    reader.write_all(format!("GET {path} HTTP/1.1\r\nHost: test\r\n\r\n").as_bytes()).unwrap();
-    eventually("the answer is on its way", || rig.server.store().active() == 1);
-    assert_eq!(rig.server.store().withdraw(std::time::Duration::from_millis(200)), Withdrawn::Cut(1));
+    let mut reader = LocalReader::connect(&name_of(&rig));
+    reader.request(&rig.path(&format!("{STEP}.safetensors")));
+    assert!(reader.head().starts_with("HTTP/1.1 200"));
+    reader.await_all_slots();
+    let before = reader.content();
+    assert_eq!(rig.server.store().active(), 1);
+    assert_eq!(rig.server.store().withdraw(Duration::from_millis(200)), Withdrawn::Cut(1));
     memory.fill(POISON);
-    let mut answer = Vec::new();
-    let _ = reader.read_to_end(&mut answer);
-    let body = answer.windows(4).position(|w| w == b"\r\n\r\n").unwrap() + 4;
-    let header = usize::try_from(u64::from_le_bytes(answer[body..body + 8].try_into().unwrap())).unwrap() + 8;
-    let payload = &answer[body + header..];
-    assert!(!payload.is_empty() && payload.len() < LARGE, "{} bytes came", payload.len());
-    assert!(payload == &expected[..payload.len()], "bytes written after the withdrawal came");
+    // One free slot would be all that a source needs to copy once more.
+    let _ = reader.stream.write_all(&[1]);
+    let mut more = Vec::new();
+    let _ = reader.stream.read_to_end(&mut more);
+    assert!(more.is_empty(), "{} slots were announced after the withdrawal", more.len());
+    let after = reader.content();
+    assert!(after == before, "the shared memory changed after the withdrawal");
+    let header = usize::try_from(u64::from_le_bytes(*after.first_chunk().unwrap())).unwrap() + 8;
+    assert!(after[header..] == expected[..after.len() - header]);
+}
+
+#[test]
+fn the_memory_can_neither_shrink_nor_grow() {
+    let rig = serving(&state());
+    let reader = LocalReader::connect(&name_of(&rig));
+    let len = reader.content().len() as u64;
+    assert!(reader.memory().set_len(len / 2).is_err());
+    assert!(reader.memory().set_len(len * 2).is_err());
+}
+
+#[test]
+fn a_receiver_that_takes_nothing_is_let_go() {
+    let rig = Rig::with_patience(Duration::from_millis(300));
+    let state = State::of(&[LARGE], 1);
+    rig.server.store().publish(STEP, state.publication(Stability::Borrowed));
+    let mut reader = LocalReader::connect(&name_of(&rig));
+    reader.request(&rig.path(&format!("{STEP}.safetensors")));
+    reader.head();
+    reader.await_all_slots();
+    eventually("its lease is over", || rig.server.store().active() == 0);
+    assert_eq!(reader.stream.read(&mut [0]).unwrap(), 0);
+    state.fetch(&[&rig.url()], lanes(2)).unwrap();
+}
+
+#[test]
+fn a_receiver_that_breaks_the_rules_is_let_go() {
+    let state = state();
+    let rig = serving(&state);
+    let name = name_of(&rig);
+    let endless = format!("GET / HTTP/1.1\r\nX: {}", "x".repeat(32 << 10));
+    let twice = "GET /healthz HTTP/1.1\r\n\r\nGET /healthz HTTP/1.1\r\n\r\n";
+    for bytes in ["\u{1}\u{1}\u{1}\u{1}", "garbage\r\n\r\n", twice, &endless] {
+        let mut reader = LocalReader::connect(&name);
+        // It may hang up before it has read everything.
+        let _ = reader.stream.write_all(bytes.as_bytes());
+        let mut answer = Vec::new();
+        let _ = reader.stream.read_to_end(&mut answer);
+        assert!(answer.is_empty(), "{}", String::from_utf8_lossy(&answer));
+    }
+    assert!(state.fetch(&[&rig.url()], lanes(2)).unwrap().report().same_host);
+}
+
+#[test]
+fn receivers_above_the_limit_take_the_network() {
+    let state = state();
+    let rig = serving(&state);
+    let name = name_of(&rig);
+    let held: Vec<_> = (0..32).map(|_| LocalReader::connect(&name)).collect();
+    let arrived = state.fetch(&[&rig.url()], lanes(2)).unwrap();
+    assert_eq!((arrived.report().same_host, arrived.report().retries), (false, 0));
+    drop(held);
+    eventually("the places are free again", || state.fetch(&[&rig.url()], lanes(2)).unwrap().report().same_host);
+}
+
+#[test]
+fn the_cap_on_bandwidth_holds_and_a_withdrawal_does_not_wait_for_it() {
+    let patience = PATIENCE;
+    let rig = Rig::configured(&ServerConfig { patience, max_bandwidth: Some(4 << 20), ..ServerConfig::default() });
+    let state = State::of(&[8 * BLOCK], 1);
+    rig.server.store().publish(STEP, state.publication(Stability::Borrowed));
+    let started = std::time::Instant::now();
+    assert!(state.fetch(&[&rig.url()], lanes(2)).unwrap().report().same_host);
+    assert!(started.elapsed() >= Duration::from_secs(1), "{:?}", started.elapsed());
+
+    let mut reader = LocalReader::connect(&name_of(&rig));
+    reader.request(&rig.path(&format!("{STEP}.safetensors")));
+    reader.head();
+    assert_eq!(rig.server.store().withdraw(Duration::from_millis(1)), Withdrawn::Cut(1));
+}
+
+#[test]
+fn a_shutdown_does_not_wait_for_receivers() {
+    let state = State::of(&[LARGE], 1);
+    let rig = serving(&state);
+    let mut reader = LocalReader::connect(&name_of(&rig));
+    reader.request(&rig.path(&format!("{STEP}.safetensors")));
+    reader.head();
+    reader.await_all_slots();
+    rig.server.shutdown(PATIENCE);
+    assert_eq!(reader.stream.read(&mut [0]).unwrap(), 0);
 }

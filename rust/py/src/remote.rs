@@ -73,7 +73,7 @@ impl PyRemote {
     /// Opens a checkpoint: waits until one of `urls` serves `step`, and reads its header.
     #[staticmethod]
     #[allow(clippy::too_many_arguments, reason = "keywords in Python")]
-    #[pyo3(signature = (urls, step, *, timeout, lanes = None, same_host = false, pool = None, progress = None,
+    #[pyo3(signature = (urls, step, *, timeout, lanes = None, same_host = true, pool = None, progress = None,
                         secret = None))]
     fn open(
         py: Python<'_>,

@@ -35,7 +35,7 @@ impl PyServer {
 #[pymethods]
 impl PyServer {
     #[new]
-    #[pyo3(signature = (*, patience, bind = None, capability = true, same_host = false, max_bandwidth = None,
+    #[pyo3(signature = (*, patience, bind = None, capability = true, same_host = true, max_bandwidth = None,
                         secret = None, tls = false))]
     #[allow(clippy::too_many_arguments, reason = "keywords in Python")]
     fn new(

@@ -2,6 +2,8 @@
 
 /// The header in which a source says under which name processes of its own machine reach it.
 pub const SAME_HOST_HEADER: &str = "tensorferry-same-host";
+/// The header of an answer whose body comes through memory that both sides share.
+pub const RING_HEADER: &str = "tensorferry-ring";
 
 /// What a path names. Publication keys are as written in the path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -15,14 +15,26 @@ use super::limits::Limits;
 use super::session::Session;
 use super::url::Source;
 use crate::error::{Error, ErrorKind};
-use crate::{same_host, secret};
+use crate::same_host::{self, ring::Reader};
+use crate::secret;
 
 /// A response head longer than this is refused.
 const MAX_HEAD: usize = 16 << 10;
+/// How long a source on this machine may take to greet us, before we go to it over the network.
+const HELLO: Duration = Duration::from_secs(2);
 /// How a server begins that was spoken to in plain HTTP and expects TLS.
 const TLS_ALERT: &[u8] = &[21, 3];
 /// As many slices as the system takes in one call.
 const MAX_SLICES: usize = 1024;
+
+/// What a source on this machine shares with us, and how much of it may be read.
+struct Ring {
+    reader: Reader,
+    /// Slots that are filled.
+    announced: u64,
+    /// Whether the body of the last answer comes through it.
+    in_use: bool,
+}
 
 /// A response head.
 #[derive(Debug)]
@@ -37,6 +49,8 @@ pub(crate) struct Head {
     pub(crate) proof: Option<String>,
     /// Where the source can be reached without the network, if it says so.
     pub(crate) same_host: Option<same_host::Name>,
+    /// Whether the body comes through shared memory.
+    in_ring: bool,
     /// Whether the server speaks HTTP/1.0, as Python's `http.server` does.
     pub(crate) http_10: bool,
     keep_alive: bool,
@@ -55,7 +69,8 @@ pub(crate) struct Connection {
     remaining: u64,
     reusable: bool,
     timeout: Option<Duration>,
-    same_host: bool,
+    /// What is shared with a source on this machine.
+    ring: Option<Ring>,
     /// The nonce and the path of the last request, where there is a secret to prove.
     asked: Option<(Nonce, String)>,
 }
@@ -70,7 +85,7 @@ impl Connection {
         let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
         for address in addresses {
             match connect(address, limits)? {
-                Ok(stream) => return Self::over(stream, source, limits, false).secured(),
+                Ok(stream) => return Self::over(stream, source, limits).secured(),
                 Err(e) => last = e,
             }
         }
@@ -83,10 +98,15 @@ impl Connection {
         name: &same_host::Name,
         limits: &Limits,
     ) -> Result<Self, io::Error> {
-        Ok(Self::over(name.connect()?, source, limits, true))
+        let stream = name.connect()?;
+        stream.set_read_timeout(Some(HELLO.min(limits.stall)))?;
+        let reader = Reader::receive(&stream)?;
+        let mut connection = Self::over(stream, source, limits);
+        connection.ring = Some(Ring { reader, announced: 0, in_use: false });
+        Ok(connection)
     }
 
-    fn over(stream: Socket, source: &Arc<Source>, limits: &Limits, same_host: bool) -> Self {
+    fn over(stream: Socket, source: &Arc<Source>, limits: &Limits) -> Self {
         let stream = Arc::new(stream);
         limits.cancel.watch(&stream);
         Self {
@@ -99,7 +119,7 @@ impl Connection {
             remaining: 0,
             reusable: true,
             timeout: None,
-            same_host,
+            ring: None,
             asked: None,
         }
     }
@@ -135,7 +155,7 @@ impl Connection {
 
     /// Whether this connection does without the network.
     pub(crate) fn is_same_host(&self) -> bool {
-        self.same_host
+        self.ring.is_some()
     }
 
     /// The addresses on both ends, if it goes over the network.
@@ -204,6 +224,11 @@ impl Connection {
         let head = self.read_head(patience)?;
         self.remaining = head.content_length.unwrap_or(0);
         self.reusable = head.keep_alive && head.content_length.is_some();
+        match &mut self.ring {
+            Some(ring) => ring.in_use = head.in_ring,
+            None if head.in_ring => return Err(self.protocol("it answers through memory that it does not share")),
+            None => {}
+        }
         Ok(head)
     }
 
@@ -254,6 +279,7 @@ impl Connection {
             etag: None,
             proof: None,
             same_host: None,
+            in_ring: false,
             http_10: response.version == Some(0),
             keep_alive: response.version == Some(1),
         };
@@ -273,6 +299,8 @@ impl Connection {
                 head.proof = Some(value().to_owned());
             } else if header.name.eq_ignore_ascii_case(request::SAME_HOST_HEADER) {
                 head.same_host = same_host::Name::parse(value());
+            } else if header.name.eq_ignore_ascii_case(request::RING_HEADER) {
+                head.in_ring = true;
             } else if header.name.eq_ignore_ascii_case("connection") {
                 head.keep_alive &= !value().eq_ignore_ascii_case("close");
             } else if header.name.eq_ignore_ascii_case("transfer-encoding") {
@@ -294,7 +322,9 @@ impl Connection {
             if wanted > self.remaining {
                 return Err(self.protocol("its answer ended before the bytes it announced"));
             }
-            let got = if self.taken < self.ahead.len() {
+            let got = if self.ring.as_ref().is_some_and(|ring| ring.in_use) {
+                self.take_from_ring(&mut parts[0])?
+            } else if self.taken < self.ahead.len() {
                 let ahead = &self.ahead[self.taken..];
                 let n = ahead.len().min(parts[0].len());
                 parts[0][..n].copy_from_slice(&ahead[..n]);
@@ -309,6 +339,35 @@ impl Connection {
             received(got);
             IoSliceMut::advance_slices(&mut parts, got);
         }
+    }
+
+    /// Copies what the slot in turn has for `into`; waits for the source to announce it.
+    fn take_from_ring(&mut self, into: &mut [u8]) -> Result<usize, Error> {
+        let remaining = self.remaining;
+        while self.ring.as_ref().is_some_and(|ring| ring.announced == 0) {
+            let marks = if self.taken < self.ahead.len() {
+                let marks = self.ahead.len() - self.taken;
+                self.taken = self.ahead.len();
+                marks
+            } else {
+                self.wait_at_most(self.limits.stall)?;
+                self.receive(&mut [IoSliceMut::new(&mut [0; 16])])?
+            };
+            let Some(ring) = &mut self.ring else { break };
+            ring.announced = marks as u64;
+            if ring.announced > ring.reader.parts(remaining) {
+                return Err(self.protocol("it announced more than it has"));
+            }
+        }
+        let Some(Ring { reader, announced, .. }) = &mut self.ring else { return Ok(0) };
+        let n = into.len().min(reader.left());
+        reader.copy(&mut into[..n]);
+        if reader.left() == 0 || n as u64 == remaining {
+            reader.next();
+            *announced -= 1;
+            (&*self.stream).write_all(&[1]).map_err(|e| self.broken(&e))?;
+        }
+        Ok(n)
     }
 
     /// The whole body, which must not be longer than `limit` bytes.

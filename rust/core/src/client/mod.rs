@@ -61,7 +61,7 @@ impl FetchOptions {
             timeout,
             stall: (timeout / 4).min(Duration::from_secs(15)),
             lanes: None,
-            same_host: false,
+            same_host: true,
             secret: None,
             pool: None,
             progress: Arc::default(),

@@ -235,7 +235,7 @@ impl Remote {
         report: &mut Report,
     ) -> Result<(), Error> {
         let blocks: u64 = runs.iter().map(|(a, b)| b - a).sum();
-        let wanted = self.lanes.unwrap_or_else(default_lanes).clamp(1, 64) as u64;
+        let wanted = self.lanes.unwrap_or_else(|| self.default_lanes()).clamp(1, 64) as u64;
         let per_range = (blocks / (wanted * 4)).clamp(1, MAX_RANGE_BLOCKS);
         let queue = Queue::new(runs, per_range);
         let lanes = usize::try_from(wanted.min(blocks.div_ceil(per_range))).unwrap_or(1).max(1);
@@ -295,9 +295,11 @@ impl Remote {
             if table.blocks.get(index) == Some(&received.digest(block)) {
                 continue;
             }
-            let from = self.peers[received.origin(block)].source.authority();
+            let from = &self.peers[received.origin(block)];
+            // Whatever it was: the network is the way that has to work.
+            from.give_up_same_host();
             received.note_trouble(
-                from,
+                from.source.authority(),
                 format!(
                     "block {block} of its bytes did not match the checksum: damaged on the way, or another snapshot"
                 ),
@@ -352,6 +354,14 @@ impl Remote {
         Err(last.at("cannot verify what was received"))
     }
 
+    /// Over the network two lanes a core keep the source's threads evenly busy; more than eight gain nothing on one link.
+    /// On one machine each lane has a thread on either side that copies: more of them than cores are in each other's way.
+    fn default_lanes(&self) -> usize {
+        let cores = std::thread::available_parallelism().map_or(2, std::num::NonZero::get);
+        let local = self.peers.len() == 1 && self.peers[0].same_host().is_some();
+        if local { cores.clamp(2, 4) } else { (2 * cores).clamp(2, 8) }
+    }
+
     fn digests_path(&self, first: u64, end: u64) -> String {
         format!("{}/digests?blocks={first}-{end}", self.key)
     }
@@ -375,11 +385,6 @@ impl Remote {
 
 pub(super) fn changed() -> Error {
     Error::new(ErrorKind::Changed, "the source went on to another snapshot while this one was being fetched")
-}
-
-/// Two lanes a core keep the source's threads evenly busy (measured); more than eight gain nothing on one link.
-fn default_lanes() -> usize {
-    std::thread::available_parallelism().map_or(4, |n| (2 * n.get()).clamp(2, 8))
 }
 
 /// An arena, where each entry lies in it, and every destination.

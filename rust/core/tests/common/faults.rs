@@ -106,6 +106,9 @@ impl Tracker {
     }
 }
 
+/// A name under which nobody listens.
+const NOBODY: &str = "tensorferry-00000000000000000000000000000000";
+
 /// Passes connections on to a server, with a fault.
 pub(crate) struct Proxy {
     running: Running,
@@ -116,13 +119,19 @@ pub(crate) struct Proxy {
 impl Proxy {
     /// A way to the server behind `url` on which `fault` happens `times` times.
     pub(crate) fn new(url: &str, fault: Fault, times: usize) -> Self {
+        Self::naming(url, fault, times, NOBODY)
+    }
+
+    /// The same; who asks for the server's name on this machine is told `name` instead.
+    pub(crate) fn naming(url: &str, fault: Fault, times: usize, name: &str) -> Self {
+        let name = name.to_owned();
         let (scheme, rest) = url.split_at(url.find("//").unwrap() + 2);
         let (pinned, rest) = rest.split_at(rest.find('@').map_or(0, |at| at + 1));
         let (authority, path) = rest.split_at(rest.find('/').unwrap());
         let upstream: SocketAddr = authority.parse().unwrap();
         let left = Arc::new(AtomicUsize::new(times));
         let budget = Arc::clone(&left);
-        let running = Running::start(move |client, tracker| pass(client, upstream, fault, &budget, tracker));
+        let running = Running::start(move |client, tracker| pass(client, upstream, fault, &budget, &name, tracker));
         let url = format!("{scheme}{pinned}{}{path}", running.address);
         Self { running, left, url }
     }
@@ -147,7 +156,7 @@ impl Proxy {
     }
 }
 
-fn pass(client: &TcpStream, upstream: SocketAddr, fault: Fault, left: &AtomicUsize, tracker: &Tracker) {
+fn pass(client: &TcpStream, upstream: SocketAddr, fault: Fault, left: &AtomicUsize, name: &str, tracker: &Tracker) {
     let Ok(server) = TcpStream::connect(upstream) else { return };
     let server = tracker.track(server);
     std::thread::scope(|scope| {
@@ -155,7 +164,7 @@ fn pass(client: &TcpStream, upstream: SocketAddr, fault: Fault, left: &AtomicUsi
             let _ = std::io::copy(&mut &*client, &mut &*server);
             let _ = server.shutdown(Shutdown::Both);
         });
-        let _ = answers(&server, client, fault, left, tracker);
+        let _ = answers(&server, client, fault, left, name, tracker);
         // A reset must not begin with the end in good order that shutting down the writing half is.
         let half = if matches!(fault, Fault::Reset(_)) { Shutdown::Read } else { Shutdown::Both };
         let _ = client.shutdown(half);
@@ -164,10 +173,10 @@ fn pass(client: &TcpStream, upstream: SocketAddr, fault: Fault, left: &AtomicUsi
 }
 
 /// A proxy that lets the server's name on this machine pass would be gone around.
-fn misname(chunk: &mut [u8]) {
-    const NAME: &[u8] = b"tensorferry-same-host: tensorferry-";
-    if let Some(at) = chunk.windows(NAME.len()).position(|w| w == NAME) {
-        chunk[at + NAME.len()..].iter_mut().take_while(|b| b.is_ascii_hexdigit()).for_each(|b| *b = b'0');
+fn rename(chunk: &mut [u8], name: &str) {
+    const HEADER: &[u8] = b"tensorferry-same-host: ";
+    if let Some(at) = chunk.windows(HEADER.len()).position(|w| w == HEADER) {
+        chunk[at + HEADER.len()..][..name.len()].copy_from_slice(name.as_bytes());
     }
 }
 
@@ -177,6 +186,7 @@ fn answers(
     mut client: &TcpStream,
     fault: Fault,
     left: &AtomicUsize,
+    name: &str,
     tracker: &Tracker,
 ) -> std::io::Result<()> {
     let mut buffer = vec![0; 64 << 10];
@@ -187,7 +197,7 @@ fn answers(
             return Ok(());
         }
         let chunk = &mut buffer[..got];
-        misname(chunk);
+        rename(chunk, name);
         let here = |place: usize| (at..at + got).contains(&place);
         // An end that is allowed only later than its place comes at once.
         let reached = |place: usize| at + got > place;

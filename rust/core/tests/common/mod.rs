@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
 
 pub(crate) mod faults;
+pub(crate) mod local;
 pub(crate) mod raw;
 
 use std::time::{Duration, Instant};

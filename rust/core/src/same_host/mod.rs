@@ -5,6 +5,8 @@
 //! A source tells the socket's name to those who may fetch from it. The name is random and lives in the source's network
 //! namespace: who can connect to it is on the same machine.
 
+pub(crate) mod ring;
+
 use std::fmt;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};

@@ -1,0 +1,211 @@
+//! Memory that a source shares with one receiver on its machine: a few slots, filled in turn. The source copies a part of
+//! the payload into a slot and sends one byte over their socket; the receiver copies it to its place and sends one byte
+//! back. No receiver ever sees the memory of the tensors itself.
+//!
+//! The source makes the memory, sealed so that it cannot shrink under the receiver, which maps it for reading alone.
+
+use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, OwnedFd};
+use std::ptr::NonNull;
+
+use rustix::fs::{MemfdFlags, SealFlags};
+use rustix::mm::{MapFlags, ProtFlags};
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
+};
+
+/// What the source says when it passes the memory.
+const MAGIC: [u8; 8] = *b"tf-ring1";
+/// The whole of that message: the magic, then slots and length of a slot as 32-bit little-endian numbers.
+const HELLO: usize = MAGIC.len() + 8;
+/// Half a block: what was copied in is still in cache when it is copied out.
+const SLOT_LEN: u32 = 512 << 10;
+const SLOTS: u32 = 4;
+/// What a receiver maps at most.
+const MAX_LEN: u64 = 64 << 20;
+
+/// How the memory is divided.
+#[derive(Clone, Copy, Debug)]
+struct Layout {
+    slots: u32,
+    slot_len: u32,
+}
+
+impl Layout {
+    fn decode(hello: &[u8; HELLO]) -> io::Result<Self> {
+        let invalid = || io::Error::new(io::ErrorKind::InvalidData, "not the shared memory of a source");
+        let number = |at: usize| hello[at..].first_chunk().map_or(0, |bytes| u32::from_le_bytes(*bytes));
+        let layout = Self { slots: number(MAGIC.len()), slot_len: number(MAGIC.len() + 4) };
+        let valid = hello.starts_with(&MAGIC) && layout.slots > 0 && layout.slot_len > 0 && layout.bytes() <= MAX_LEN;
+        if valid { Ok(layout) } else { Err(invalid()) }
+    }
+
+    fn encode(self) -> [u8; HELLO] {
+        let mut hello = [0; HELLO];
+        hello[..8].copy_from_slice(&MAGIC);
+        hello[8..12].copy_from_slice(&self.slots.to_le_bytes());
+        hello[12..].copy_from_slice(&self.slot_len.to_le_bytes());
+        hello
+    }
+
+    fn bytes(self) -> u64 {
+        u64::from(self.slots) * u64::from(self.slot_len)
+    }
+
+    /// Where the slot used for the `turn`-th part starts.
+    fn start(self, turn: u64) -> usize {
+        // Below `bytes`, which is the length of a mapping that exists.
+        #[allow(clippy::cast_possible_truncation)]
+        let start = ((turn % u64::from(self.slots)) * u64::from(self.slot_len)) as usize;
+        start
+    }
+}
+
+/// A shared mapping.
+#[derive(Debug)]
+struct Shared {
+    start: NonNull<u8>,
+    len: usize,
+    layout: Layout,
+}
+
+// SAFETY: a mapping belongs to no thread; the writer's slots are only reached through `&mut`.
+unsafe impl Send for Shared {}
+
+impl Shared {
+    fn map(fd: &OwnedFd, layout: Layout, protection: ProtFlags) -> io::Result<Self> {
+        let len = usize::try_from(layout.bytes()).map_err(|_| io::ErrorKind::OutOfMemory)?;
+        let flags = MapFlags::SHARED | MapFlags::POPULATE;
+        // SAFETY: a new mapping with no address hint touches no existing memory.
+        let start = unsafe { rustix::mm::mmap(std::ptr::null_mut(), len, protection, flags, fd, 0)? };
+        let start = NonNull::new(start.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
+        Ok(Self { start, len, layout })
+    }
+}
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        // SAFETY: exactly the mapping made in `map`, of which no slice is left.
+        let _ = unsafe { rustix::mm::munmap(self.start.as_ptr().cast(), self.len) };
+    }
+}
+
+/// The source's end.
+#[derive(Debug)]
+pub(crate) struct Writer {
+    shared: Shared,
+    turn: u64,
+    /// Slots that the receiver has not given back yet.
+    lent: u32,
+}
+
+impl Writer {
+    /// New memory, passed over `socket`.
+    pub(crate) fn pass(socket: impl AsFd) -> io::Result<Self> {
+        let layout = Layout { slots: SLOTS, slot_len: SLOT_LEN };
+        let fd = rustix::fs::memfd_create("tensorferry", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
+        rustix::fs::ftruncate(&fd, layout.bytes())?;
+        rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
+        let shared = Shared::map(&fd, layout, ProtFlags::READ | ProtFlags::WRITE)?;
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        let passed = [fd.as_fd()];
+        control.push(SendAncillaryMessage::ScmRights(&passed));
+        let hello = layout.encode();
+        let sent = rustix::net::sendmsg(socket, &[IoSlice::new(&hello)], &mut control, SendFlags::NOSIGNAL)?;
+        if sent == hello.len() { Ok(Self { shared, turn: 0, lent: 0 }) } else { Err(io::ErrorKind::WriteZero.into()) }
+    }
+
+    /// How many slots must come back before the next one can be filled: none, or one.
+    pub(crate) fn is_full(&self) -> bool {
+        self.lent == self.shared.layout.slots
+    }
+
+    /// Slots the receiver has.
+    pub(crate) fn lent(&self) -> u32 {
+        self.lent
+    }
+
+    /// The receiver gave `count` slots back, at most those it has.
+    pub(crate) fn take_back(&mut self, count: usize) {
+        self.lent = self.lent.saturating_sub(u32::try_from(count).unwrap_or(u32::MAX));
+    }
+
+    /// Lets `fill` write the next slot, which must be free, and lends it to the receiver.
+    pub(crate) fn lend<R>(&mut self, fill: impl FnOnce(&mut [u8]) -> R) -> R {
+        assert!(!self.is_full(), "the receiver has every slot");
+        let layout = self.shared.layout;
+        // SAFETY: the slot lies in the mapping, which this process alone writes to and only through this exclusive
+        // reference; the receiver reads a slot only while it has it.
+        let slot = unsafe {
+            let start = self.shared.start.as_ptr().add(layout.start(self.turn));
+            std::slice::from_raw_parts_mut(start, layout.slot_len as usize)
+        };
+        let result = fill(slot);
+        self.turn += 1;
+        self.lent += 1;
+        result
+    }
+}
+
+/// The receiver's end.
+#[derive(Debug)]
+pub(crate) struct Reader {
+    shared: Shared,
+    turn: u64,
+    /// Bytes taken out of the slot in turn.
+    taken: usize,
+}
+
+impl Reader {
+    /// The memory that the source passes over `socket`.
+    pub(crate) fn receive(socket: impl AsFd) -> io::Result<Self> {
+        let invalid = |why: &str| io::Error::new(io::ErrorKind::InvalidData, why.to_owned());
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let mut hello = [0; HELLO];
+        let got =
+            rustix::net::recvmsg(socket, &mut [IoSliceMut::new(&mut hello)], &mut control, RecvFlags::CMSG_CLOEXEC)?;
+        let passed = control.drain().find_map(|message| match message {
+            RecvAncillaryMessage::ScmRights(mut fds) => fds.next(),
+            _ => None,
+        });
+        let fd = passed.filter(|_| got.bytes == HELLO).ok_or_else(|| invalid("the source passed no shared memory"))?;
+        let layout = Layout::decode(&hello)?;
+        let len = u64::try_from(rustix::fs::fstat(&fd)?.st_size).unwrap_or(0);
+        if !rustix::fs::fcntl_get_seals(&fd)?.contains(SealFlags::SHRINK) || len < layout.bytes() {
+            return Err(invalid("the shared memory of the source could shrink under us"));
+        }
+        Ok(Self { shared: Shared::map(&fd, layout, ProtFlags::READ)?, turn: 0, taken: 0 })
+    }
+
+    /// Bytes of the slot in turn that nobody has taken.
+    pub(crate) fn left(&self) -> usize {
+        self.shared.layout.slot_len as usize - self.taken
+    }
+
+    /// Slots that `bytes` more of the payload come in, with the one that was begun.
+    pub(crate) fn parts(&self, bytes: u64) -> u64 {
+        (self.taken as u64 + bytes).div_ceil(u64::from(self.shared.layout.slot_len))
+    }
+
+    /// Copies the next bytes of the slot in turn, which must have been announced, as many as `into` is long: no more
+    /// than are left.
+    pub(crate) fn copy(&mut self, into: &mut [u8]) {
+        assert!(into.len() <= self.left(), "{} bytes of a slot that has {}", into.len(), self.left());
+        let start = self.shared.layout.start(self.turn) + self.taken;
+        // SAFETY: source and length lie in the mapping, which cannot shrink; `into` is ours alone. A source that breaks
+        // the rules and writes meanwhile changes what is copied, which the checksum then shows.
+        unsafe {
+            std::ptr::copy_nonoverlapping(self.shared.start.as_ptr().add(start), into.as_mut_ptr(), into.len());
+        }
+        self.taken += into.len();
+    }
+
+    /// The slot in turn is done with.
+    pub(crate) fn next(&mut self) {
+        self.turn += 1;
+        self.taken = 0;
+    }
+}

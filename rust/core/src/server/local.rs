@@ -1,0 +1,156 @@
+//! Receivers on this machine: the same requests and answers over a Unix-domain socket, but what is read from the memory
+//! of a publication goes through memory shared with the receiver. One thread for each of them: it mostly copies.
+
+use std::fmt::Write as _;
+use std::future::poll_fn;
+use std::io::{self, Read, Write};
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+
+use http::header::{self, HeaderValue};
+use http::{Request, Response};
+use http_body::Body as _;
+use hyper::ext::ReasonPhrase;
+use tensorferry_wire::request::RING_HEADER;
+use tokio::runtime::Handle;
+use tokio::sync::watch;
+
+use super::{Connection, handler};
+use crate::body::{MemoryBody, ServedBody};
+use crate::same_host::ring::Writer;
+
+/// A request's head that is longer is not one of ours.
+const MAX_HEAD: usize = 16 << 10;
+const MAX_HEADERS: usize = 32;
+
+/// A connection from this machine.
+pub(super) struct Local {
+    stream: UnixStream,
+    connection: Arc<Connection>,
+    ring: Writer,
+    /// Becomes true when the connection is to end; its socket is shut down right after.
+    over: watch::Receiver<bool>,
+    runtime: Handle,
+}
+
+impl Local {
+    /// Serves `stream` until the receiver leaves, stops asking or breaks the rules, or `over` is told.
+    pub(super) fn serve(
+        stream: UnixStream,
+        connection: Arc<Connection>,
+        over: watch::Receiver<bool>,
+    ) -> io::Result<()> {
+        stream.set_nonblocking(false)?;
+        stream.set_read_timeout(Some(connection.patience()))?;
+        let ring = Writer::pass(&stream)?;
+        let mut local = Self { stream, connection, ring, over, runtime: Handle::current() };
+        let mut head = Vec::with_capacity(1 << 10);
+        while let Some(request) = local.read_request(&mut head)? {
+            local.answer(&request)?;
+        }
+        Ok(())
+    }
+
+    /// The next request, or `None` when the receiver has left or sends what is none.
+    fn read_request(&mut self, head: &mut Vec<u8>) -> io::Result<Option<Request<()>>> {
+        while self.ring.lent() > 0 {
+            self.take_back()?;
+        }
+        head.clear();
+        let mut buffer = [0; 2 << 10];
+        loop {
+            let got = (&self.stream).read(&mut buffer)?;
+            head.extend_from_slice(&buffer[..got]);
+            let mut headers = [httparse::EMPTY_HEADER; MAX_HEADERS];
+            let mut parsed = httparse::Request::new(&mut headers);
+            match parsed.parse(head) {
+                Ok(httparse::Status::Partial) if got > 0 && head.len() < MAX_HEAD => {}
+                // A receiver of ours asks for nothing before it has its answer.
+                Ok(httparse::Status::Complete(len)) if len == head.len() => return Ok(request(&parsed)),
+                _ => return Ok(None),
+            }
+        }
+    }
+
+    fn answer(&mut self, request: &Request<()>) -> io::Result<()> {
+        let answering = handler::answer(&self.connection, request);
+        let Ok(mut answer) = self.runtime.block_on(until_over(&self.over, answering))?;
+        let in_ring = matches!(answer.body(), ServedBody::Memory(_));
+        if in_ring {
+            answer.headers_mut().insert(RING_HEADER, HeaderValue::from_static("1"));
+        }
+        (&self.stream).write_all(head_of(&answer).as_bytes())?;
+        match answer.into_body() {
+            ServedBody::Message(Some(bytes)) => (&self.stream).write_all(&bytes),
+            ServedBody::Message(None) => Ok(()),
+            ServedBody::Memory(body) => self.lend(body),
+        }
+    }
+
+    /// Sends `body` slot by slot.
+    fn lend(&mut self, mut body: MemoryBody) -> io::Result<()> {
+        while !body.is_over() {
+            if self.ring.is_full() {
+                self.take_back()?;
+            }
+            if body.throttle.is_some() {
+                self.runtime.block_on(until_over(&self.over, poll_fn(|context| body.poll_admitted(context))))?;
+            }
+            self.ring.lend(|slot| body.copy_next(slot));
+            (&self.stream).write_all(&[1])?;
+        }
+        Ok(())
+    }
+
+    /// Waits for slots that come back.
+    fn take_back(&mut self) -> io::Result<()> {
+        let mut marks = [0; 16];
+        let most = marks.len().min(self.ring.lent() as usize);
+        match (&self.stream).read(&mut marks[..most])? {
+            0 => Err(io::ErrorKind::UnexpectedEof.into()),
+            count => {
+                self.ring.take_back(count);
+                Ok(())
+            }
+        }
+    }
+}
+
+/// Ends the blocking calls of the thread that serves a connection.
+pub(super) fn shut_down(stream: &UnixStream) {
+    let _ = stream.shutdown(Shutdown::Both);
+}
+
+/// What `work` comes to, unless the connection ends before.
+async fn until_over<T>(over: &watch::Receiver<bool>, work: impl Future<Output = T>) -> io::Result<T> {
+    let mut over = over.clone();
+    tokio::select! {
+        result = work => Ok(result),
+        _ = over.wait_for(|over| *over) => Err(io::ErrorKind::ConnectionAborted.into()),
+    }
+}
+
+fn request(parsed: &httparse::Request<'_, '_>) -> Option<Request<()>> {
+    let mut request = Request::builder().method(parsed.method?).uri(parsed.path?);
+    for header in parsed.headers.iter() {
+        request = request.header(header.name, header.value);
+    }
+    request.body(()).ok()
+}
+
+fn head_of(answer: &Response<ServedBody>) -> String {
+    let status = answer.status();
+    let reason = answer.extensions().get::<ReasonPhrase>().map(|reason| String::from_utf8_lossy(reason.as_bytes()));
+    let reason = reason.unwrap_or_else(|| status.canonical_reason().unwrap_or("").into());
+    let mut head = format!("HTTP/1.1 {} {reason}\r\n", status.as_u16());
+    for (name, value) in answer.headers() {
+        let _ = write!(head, "{name}: {}\r\n", value.to_str().unwrap_or(""));
+    }
+    if !answer.headers().contains_key(header::CONTENT_LENGTH) {
+        let length = answer.body().size_hint().exact().unwrap_or(0);
+        let _ = write!(head, "{}: {length}\r\n", header::CONTENT_LENGTH);
+    }
+    head.push_str("\r\n");
+    head
+}
