@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use bytes::Bytes;
 use http_body::{Frame, SizeHint};
-use tensorferry_wire::digest::BLOCK_SIZE;
+use tensorferry_wire::digest::{BLOCK_SIZE, Hasher};
 use tokio::time::Sleep;
 
 use crate::memory::Region;
@@ -21,6 +21,9 @@ const GATHER_BELOW: usize = 16 << 10;
 /// How much is gathered into one frame.
 const GATHER_FRAME: usize = 256 << 10;
 
+/// As much as is copied before it is checksummed, while it is in the nearest cache.
+const CACHED: usize = 16 << 10;
+
 /// Bytes served, for the metrics and for noticing a transfer that no longer moves.
 #[derive(Debug, Default)]
 pub(crate) struct Progress {
@@ -30,7 +33,7 @@ pub(crate) struct Progress {
 /// A body that is either a message of ours or a part of a publication.
 pub(crate) enum ServedBody {
     Message(Option<Bytes>),
-    Memory(MemoryBody),
+    Memory(Box<MemoryBody>),
 }
 
 /// `[at, end)` of `segments`, read under a lease.
@@ -41,6 +44,8 @@ pub(crate) struct MemoryBody {
     pub(crate) end: u64,
     /// Whether this is the container itself, whose blocks are checksummed right before they are sent.
     pub(crate) digest: bool,
+    /// The block that is being copied, and its checksum so far.
+    pub(crate) digesting: Option<(usize, Hasher)>,
     pub(crate) progress: Arc<[Arc<Progress>; 2]>,
     /// The cap on what the server sends, and the wait it asks for before this frame.
     pub(crate) throttle: Option<Arc<Throttle>>,
@@ -96,22 +101,33 @@ impl MemoryBody {
         Some(frame)
     }
 
-    /// Copies the next bytes into `into`, as many as there is room for; returns how many.
+    /// Copies the next bytes into `into`, as many as there is room for, and checksums them there; returns how many.
     pub(crate) fn copy_next(&mut self, into: &mut [u8]) -> usize {
         let mut filled = 0;
         while filled < into.len() && !self.is_over() {
-            if self.digest {
-                self.lease.digest_before_sending(self.at, self.end);
+            if self.digest
+                && let Some(block) = self.lease.block_to_digest(self.at, self.end)
+            {
+                self.digesting = Some((block, self.lease.hasher()));
             }
             let before = filled;
             let stop = self.frame_end().min(self.at + (into.len() - filled) as u64);
             self.segments.visit(self.at, stop, |region| {
                 // SAFETY: the lease in `self` keeps the memory readable during the copy.
-                into[filled..filled + region.len()].copy_from_slice(unsafe { region.as_slice() });
-                filled += region.len();
+                for piece in unsafe { region.as_slice() }.chunks(CACHED) {
+                    let copy = &mut into[filled..filled + piece.len()];
+                    copy.copy_from_slice(piece);
+                    if let Some((_, hasher)) = &mut self.digesting {
+                        hasher.update(copy);
+                    }
+                    filled += piece.len();
+                }
                 true
             });
             self.advance(filled - before);
+            if let Some((block, hasher)) = self.digesting.take_if(|_| self.lease.is_block_end(self.at)) {
+                self.lease.note_digest(block, hasher.finish());
+            }
         }
         filled
     }

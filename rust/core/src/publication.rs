@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use tensorferry_wire::container::{self, Entry, Header};
-use tensorferry_wire::digest::{self, Algorithm, BLOCK_SIZE, DigestTable};
+use tensorferry_wire::digest::{self, Algorithm, BLOCK_SIZE, DigestTable, Hasher};
 use tokio::sync::Notify;
 
 use crate::error::{Error, ErrorKind};
@@ -115,6 +115,17 @@ type RenderedBody = (Arc<Segments>, Box<dyn Any + Send + Sync>);
 struct BlockDigest {
     known: AtomicBool,
     value: AtomicU64,
+}
+
+impl BlockDigest {
+    fn get(&self) -> Option<u64> {
+        self.known.load(Ordering::Acquire).then(|| self.value.load(Ordering::Relaxed))
+    }
+
+    fn note(&self, value: u64) {
+        self.value.store(value, Ordering::Relaxed);
+        self.known.store(true, Ordering::Release);
+    }
 }
 
 #[derive(Default)]
@@ -242,12 +253,8 @@ impl Publication {
         self.readers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Checksums block `index` as it is now, unless it is known and cannot have changed.
-    fn digest_block(&self, index: usize, again: bool) -> u64 {
-        let slot = &self.blocks[index];
-        if slot.known.load(Ordering::Acquire) && !(again && self.stability == Stability::Borrowed) {
-            return slot.value.load(Ordering::Relaxed);
-        }
+    /// Checksums block `index` as it is now.
+    fn digest_block(&self, index: usize) -> u64 {
         let start = self.payload_start + index as u64 * BLOCK_SIZE;
         let mut hasher = self.algorithm.hasher();
         self.content.visit(start, (start + BLOCK_SIZE).min(self.content.len), |region| {
@@ -256,8 +263,7 @@ impl Publication {
             true
         });
         let value = hasher.finish();
-        slot.value.store(value, Ordering::Relaxed);
-        slot.known.store(true, Ordering::Release);
+        self.blocks[index].note(value);
         value
     }
 }
@@ -291,17 +297,40 @@ impl Lease {
         Arc::clone(&self.publication)
     }
 
-    /// The checksum of the block that starts at byte `offset` of the container, taken anew when the memory is borrowed:
-    /// called right before the block is sent, while it is in cache anyway. `None` where no block starts.
-    pub(crate) fn digest_before_sending(&self, offset: u64, end: u64) {
+    /// The block that starts at byte `offset` of the container, if it ends before `end` and its checksum has to be taken
+    /// when it is sent: not yet known, or of borrowed memory, which may have changed.
+    pub(crate) fn block_to_digest(&self, offset: u64, end: u64) -> Option<usize> {
         let publication = &*self.publication;
-        let Some(relative) = offset.checked_sub(publication.payload_start) else { return };
+        let relative = offset.checked_sub(publication.payload_start)?;
         let whole = (relative + BLOCK_SIZE).min(publication.content.len - publication.payload_start);
-        if relative.is_multiple_of(BLOCK_SIZE)
-            && whole <= end - publication.payload_start
-            && let Ok(index) = usize::try_from(relative / BLOCK_SIZE)
-        {
-            publication.digest_block(index, true);
+        let wanted = relative.is_multiple_of(BLOCK_SIZE) && whole <= end - publication.payload_start;
+        let index = usize::try_from(relative / BLOCK_SIZE).ok().filter(|_| wanted)?;
+        let known = publication.blocks.get(index)?.get();
+        (known.is_none() || publication.stability == Stability::Borrowed).then_some(index)
+    }
+
+    /// Whether a block ends at byte `offset` of the container.
+    pub(crate) fn is_block_end(&self, offset: u64) -> bool {
+        let publication = &*self.publication;
+        offset == publication.content.len
+            || offset.checked_sub(publication.payload_start).is_some_and(|o| o.is_multiple_of(BLOCK_SIZE))
+    }
+
+    /// What takes a block's checksum.
+    pub(crate) fn hasher(&self) -> Hasher {
+        self.publication.algorithm.hasher()
+    }
+
+    /// Block `index` was sent with this checksum.
+    pub(crate) fn note_digest(&self, index: usize, value: u64) {
+        self.publication.blocks[index].note(value);
+    }
+
+    /// Takes the checksum of the block at byte `offset` of the container where it has to be: called right before the
+    /// block is sent, while it is in cache anyway.
+    pub(crate) fn digest_before_sending(&self, offset: u64, end: u64) {
+        if let Some(index) = self.block_to_digest(offset, end) {
+            self.publication.digest_block(index);
         }
     }
 
@@ -313,7 +342,7 @@ impl Lease {
             if publication.stability == Stability::Borrowed && publication.readers().withdrawn {
                 return None;
             }
-            blocks.push(publication.digest_block(index, false));
+            blocks.push(publication.blocks[index].get().unwrap_or_else(|| publication.digest_block(index)));
         }
         Some(DigestTable {
             header: publication.header_digest,
@@ -328,7 +357,7 @@ impl Lease {
 
     /// Whether the digests of blocks `[first, end)` are known already, so that asking costs nothing.
     pub(crate) fn digests_known(&self, first: usize, end: usize) -> bool {
-        self.publication.blocks[first..end].iter().all(|b| b.known.load(Ordering::Acquire))
+        self.publication.blocks[first..end].iter().all(|b| b.get().is_some())
     }
 }
 

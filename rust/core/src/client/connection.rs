@@ -22,6 +22,8 @@ use crate::secret;
 const MAX_HEAD: usize = 16 << 10;
 /// How long a source on this machine may take to greet us, before we go to it over the network.
 const HELLO: Duration = Duration::from_secs(2);
+/// As much as is copied out of shared memory at once: it is checksummed right after, in the nearest cache.
+const CACHED: usize = 16 << 10;
 /// How a server begins that was spoken to in plain HTTP and expects TLS.
 const TLS_ALERT: &[u8] = &[21, 3];
 /// As many slices as the system takes in one call.
@@ -310,8 +312,13 @@ impl Connection {
         Ok(head)
     }
 
-    /// Fills `parts` (the next bytes of the body) in order. `received` is told of every piece that arrives.
-    pub(crate) fn fill(&mut self, parts: &mut [IoSliceMut<'_>], mut received: impl FnMut(usize)) -> Result<(), Error> {
+    /// Fills `parts` (the next bytes of the body) in order. `received` is given what is left to fill and how many bytes
+    /// of that have just arrived.
+    pub(crate) fn fill(
+        &mut self,
+        parts: &mut [IoSliceMut<'_>],
+        mut received: impl FnMut(&[IoSliceMut<'_>], usize),
+    ) -> Result<(), Error> {
         let mut parts = parts;
         loop {
             IoSliceMut::advance_slices(&mut parts, 0);
@@ -336,7 +343,7 @@ impl Connection {
                 self.receive(&mut parts[..count])?
             };
             self.remaining -= got as u64;
-            received(got);
+            received(parts, got);
             IoSliceMut::advance_slices(&mut parts, got);
         }
     }
@@ -360,7 +367,7 @@ impl Connection {
             }
         }
         let Some(Ring { reader, announced, .. }) = &mut self.ring else { return Ok(0) };
-        let n = into.len().min(reader.left());
+        let n = into.len().min(reader.left()).min(CACHED);
         reader.copy(&mut into[..n]);
         if reader.left() == 0 || n as u64 == remaining {
             reader.next();
@@ -382,7 +389,7 @@ impl Connection {
             let at = body.len();
             let step = usize::try_from(length - at as u64).unwrap_or(usize::MAX).min(1 << 20);
             body.resize(at + step, 0);
-            self.fill(&mut [IoSliceMut::new(&mut body[at..])], |_| ())?;
+            self.fill(&mut [IoSliceMut::new(&mut body[at..])], |_, _| ())?;
         }
         Ok(body)
     }

@@ -1,6 +1,7 @@
 //! A lane: one thread with one connection that works through the queue of ranges.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::io::IoSliceMut;
 use std::net::IpAddr;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -13,7 +14,7 @@ use super::connection::Connection;
 use super::limits::Limits;
 use super::open::{check_range, read_digests};
 use super::plan::{Plan, Queue};
-use super::remote::{changed, checksum_slices};
+use super::remote::changed;
 use super::watch::{Watch, pace, rate};
 use crate::error::{Error, ErrorKind};
 
@@ -234,16 +235,23 @@ impl Transfer<'_> {
                 self.plan.populate(self.plan.block_bounds(*at).0, self.plan.block_bounds(populated - 1).1);
             }
             let (start, stop) = self.plan.block_bounds(*at);
-            let count = |n| {
-                self.received.count(n as u64);
-                self.watch.count(index, n as u64);
+            // Right after the receive, while the bytes are in cache.
+            let mut hasher = self.algorithm.hasher();
+            let received = |parts: &[IoSliceMut<'_>], got: usize| {
+                self.received.count(got as u64);
+                self.watch.count(index, got as u64);
+                let mut left = got;
+                for part in parts {
+                    let here = left.min(part.len());
+                    hasher.update(&part[..here]);
+                    left -= here;
+                    if left == 0 {
+                        break;
+                    }
+                }
             };
-            self.plan.with_slices(start, stop, sink, |slices| connection.fill(slices, count))?;
-            // Right after the receive, while the block is in cache.
-            let digest = self
-                .plan
-                .with_slices(start, stop, sink, |slices| checksum_slices(self.algorithm, slices.iter().map(|s| &**s)));
-            self.received.note(*at, digest, origin);
+            self.plan.with_slices(start, stop, sink, |slices| connection.fill(slices, received))?;
+            self.received.note(*at, hasher.finish(), origin);
             *at += 1;
             if self.queue.has_failed() {
                 return Err(Error::new(ErrorKind::Cancelled, "another lane failed"));

@@ -389,12 +389,3 @@ pub(super) fn changed() -> Error {
 
 /// An arena, where each entry lies in it, and every destination.
 type Placed = (Arena, Vec<Option<u64>>, Vec<Piece>);
-
-/// The checksum of a block that lies in several slices.
-pub(super) fn checksum_slices<'a>(algorithm: &Algorithm, slices: impl IntoIterator<Item = &'a [u8]>) -> u64 {
-    let mut hasher = algorithm.hasher();
-    for slice in slices {
-        hasher.update(slice);
-    }
-    hasher.finish()
-}

@@ -204,17 +204,18 @@ fn memory(
         }
     };
     connection.open.fetch_add(1, Ordering::Relaxed);
-    let mut answer = Response::new(ServedBody::Memory(MemoryBody {
+    let mut answer = Response::new(ServedBody::Memory(Box::new(MemoryBody {
         segments,
         lease,
         at: start,
         end,
         digest,
+        digesting: None,
         progress: Arc::clone(&connection.progress),
         throttle: connection.shared.throttle.clone(),
         wait: None,
         _open: Box::new(Open(Arc::clone(connection))),
-    }));
+    })));
     *answer.status_mut() = status;
     let headers = answer.headers_mut();
     headers.insert(header::CONTENT_TYPE, HeaderValue::from_static(OCTETS));

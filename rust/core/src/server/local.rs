@@ -89,7 +89,7 @@ impl Local {
     }
 
     /// Sends `body` slot by slot.
-    fn lend(&mut self, mut body: MemoryBody) -> io::Result<()> {
+    fn lend(&mut self, mut body: Box<MemoryBody>) -> io::Result<()> {
         while !body.is_over() {
             if self.ring.is_full() {
                 self.take_back()?;
