@@ -45,7 +45,7 @@ def said(caplog, text):
 @pytest.mark.parametrize("source_wants", [True, False])
 @pytest.mark.parametrize("receiver_wants", [True, False])
 def test_bytes_go_around_the_network_if_both_sides_want_it(open_transport, caplog, source_wants, receiver_wants):
-    state = state_of(1)
+    state = state_of(1, mib=20)
     metadata = send(open_transport(same_host=source_wants), state)
     with caplog.at_level(logging.INFO, "tensorferry"):
         assert_same_state(open_transport(same_host=receiver_wants).recv_checkpoint(0, metadata, 3, TIMEOUT), state)
@@ -55,7 +55,7 @@ def test_bytes_go_around_the_network_if_both_sides_want_it(open_transport, caplo
 
 
 def test_the_environment_decides_where_the_argument_does_not(open_transport, caplog, monkeypatch):
-    state = state_of(1)
+    state = state_of(1, mib=20)
     with caplog.at_level(logging.INFO, "tensorferry"):
         open_transport().recv_checkpoint(0, send(open_transport(), state), 3, TIMEOUT)
         assert said(caplog, "over shared memory")

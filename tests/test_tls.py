@@ -38,12 +38,13 @@ def pin(metadata):
 @pytest.mark.parametrize("same_host", [True, False])
 def test_a_receiver_needs_the_metadata_alone(open_transport, caplog, secret, same_host):
     source = open_transport(tls=True, secret=secret, same_host=same_host)
-    metadata = send(source)
+    whole = state() | {"large": torch.ones(20 << 18)}  # enough for shared memory
+    metadata = send(source, whole)
     assert metadata.startswith("https://sha256-")
     assert metadata == source.address()
     with caplog.at_level(logging.INFO, "tensorferry"):
         received = open_transport(secret=secret, same_host=same_host).recv_checkpoint(0, metadata, 3, TIMEOUT)
-    assert_same_state(received, state())
+    assert_same_state(received, whole)
     assert ("over shared memory" in caplog.text) == same_host
     assert (" <- " in caplog.text) != same_host
 

@@ -33,8 +33,7 @@ fn a_receiver_waits_too_and_then_gets_everything() {
         std::thread::sleep(Duration::from_millis(200));
         assert!(!receiver.is_finished());
         rig.server.store().publish(STEP, state.publication(Stability::Private));
-        let report = receiver.join().unwrap().unwrap().report().clone();
-        assert!(report.opening >= Duration::from_millis(150), "{report:?}");
+        receiver.join().unwrap().unwrap();
     });
 }
 

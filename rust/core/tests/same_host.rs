@@ -25,13 +25,13 @@ fn serving(state: &State) -> Rig {
 }
 
 fn state() -> State {
-    State::of(&[5 * BLOCK + 3, 700, 2 * BLOCK], 1)
+    State::of(&[15 * BLOCK + 3, 700, 2 * BLOCK], 1)
 }
 
 #[test]
 fn bytes_go_around_the_network_and_are_verified() {
     let rig = Rig::new();
-    let many: Vec<_> = (0..3000).map(|i| i * 7 % 2111).collect();
+    let many: Vec<_> = (0..20_000).map(|i| i * 7 % 2111).collect();
     for (state, stability, lanes) in [
         (state(), Stability::Private, None),
         (state(), Stability::Borrowed, Some(3)),
@@ -58,6 +58,13 @@ fn either_side_can_turn_it_off() {
     rig.server.store().publish(STEP, state.publication(Stability::Private));
     assert!(!state.fetch(&[&rig.url()], lanes(2)).unwrap().report().same_host);
     assert_eq!(get(&rig, &rig.path(&format!("{STEP}/header")), &[]).header(NAME_HEADER), None);
+}
+
+#[test]
+fn little_is_not_worth_the_memory() {
+    let state = State::of(&[8 * BLOCK], 1);
+    let rig = serving(&state);
+    assert!(!state.fetch(&[&rig.url()], lanes(2)).unwrap().report().same_host);
 }
 
 #[test]
@@ -265,8 +272,8 @@ fn receivers_above_the_limit_take_the_network() {
 #[test]
 fn the_cap_on_bandwidth_holds_and_a_withdrawal_does_not_wait_for_it() {
     let patience = PATIENCE;
-    let rig = Rig::configured(&ServerConfig { patience, max_bandwidth: Some(4 << 20), ..ServerConfig::default() });
-    let state = State::of(&[8 * BLOCK], 1);
+    let rig = Rig::configured(&ServerConfig { patience, max_bandwidth: Some(16 << 20), ..ServerConfig::default() });
+    let state = State::of(&[LARGE], 1);
     rig.server.store().publish(STEP, state.publication(Stability::Borrowed));
     let started = std::time::Instant::now();
     assert!(state.fetch(&[&rig.url()], lanes(2)).unwrap().report().same_host);

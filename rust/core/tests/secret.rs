@@ -4,12 +4,11 @@
 mod common;
 
 use std::io::Write;
-use std::os::linux::net::SocketAddrExt;
-use std::os::unix::net::{SocketAddr, UnixStream};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use common::faults::{Fault, Liar, Proxy};
+use common::local::{LocalReader, NAME_HEADER};
 use common::raw::{Answer, Raw, get, request};
 use common::{BLOCK, PATIENCE, Rig, STEP, State};
 use tensorferry_core::{Destination, Error, ErrorKind, FetchOptions, Remote, Secret, ServerConfig, Stability};
@@ -67,8 +66,9 @@ fn told(mut answer: Answer) -> (u16, String, Vec<(String, String)>, Vec<u8>) {
 
 #[test]
 fn who_has_it_fetches_every_byte() {
-    let (state, other) = (state(), state());
-    let (rig, second) = (rig(Some(secret())), serving(&other));
+    // Enough that shared memory is worth it.
+    let state = State::of(&[15 * BLOCK + 3, 700, 2 * BLOCK], 1);
+    let (rig, second) = (rig(Some(secret())), serving(&state));
     for stability in [Stability::Private, Stability::Borrowed] {
         rig.server.store().publish(STEP, state.publication(stability));
         for lanes in [None, Some(1), Some(3)] {
@@ -165,17 +165,16 @@ fn the_local_socket_asks_for_the_proof_too() {
     let rig = serving(&state());
     let path = rig.path("7/header");
     let told = get(&rig, &path, &[("Authorization", &proof(&path))]);
-    let address = SocketAddr::from_abstract_name(told.header("tensorferry-same-host").unwrap()).unwrap();
+    let name = told.header(NAME_HEADER).unwrap();
     for (field, status) in [("x".to_owned(), "404"), (proof(&path), "200")] {
-        let mut stream = UnixStream::connect_addr(&address).unwrap();
-        let request = format!("GET {path} HTTP/1.1\r\nHost: t\r\nAuthorization: {field}\r\nConnection: close\r\n\r\n");
-        stream.write_all(request.as_bytes()).unwrap();
-        let mut answer = Vec::new();
-        std::io::Read::read_to_end(&mut stream, &mut answer).unwrap();
-        assert!(answer.starts_with(format!("HTTP/1.1 {status}").as_bytes()));
+        let mut reader = LocalReader::connect(name);
+        let request = format!("GET {path} HTTP/1.1\r\nHost: t\r\nAuthorization: {field}\r\n\r\n");
+        reader.stream.write_all(request.as_bytes()).unwrap();
+        let head = reader.head();
+        assert!(head.starts_with(&format!("HTTP/1.1 {status}")), "{head}");
     }
     // The name of the socket is told to nobody else.
-    assert_eq!(get(&rig, &path, &[]).header("tensorferry-same-host"), None);
+    assert_eq!(get(&rig, &path, &[]).header(NAME_HEADER), None);
 }
 
 #[test]

@@ -75,8 +75,8 @@ fn every_byte_arrives() {
 }
 
 #[test]
-fn the_local_socket_stays_plain_and_is_taken() {
-    let state = state();
+fn shared_memory_stays_plain_and_is_taken() {
+    let state = State::of(&[20 * BLOCK], 1);
     let rig = serving(&state);
     let arrived = state.fetch(&[&rig.url()], FetchOptions { same_host: true, ..options() }).unwrap();
     assert!(arrived.report().same_host);
@@ -209,7 +209,8 @@ fn a_receive_can_be_cancelled_in_the_handshake_and_after_it() {
 
 #[test]
 fn borrowed_memory_is_let_go_of_in_time() {
-    let state = State::of(&[32 * BLOCK], 1);
+    // Ranges of 16 MiB: what is left of one does not fit into the sockets' buffers.
+    let state = State::of(&[64 * BLOCK], 1);
     let rig = Rig::configured(&config());
     rig.server.store().publish(STEP, state.publication(Stability::Borrowed));
     let proxy = Proxy::new(&rig.url(), Fault::Stall(4 * BLOCK), ALWAYS);

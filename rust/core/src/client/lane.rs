@@ -213,9 +213,15 @@ impl Transfer<'_> {
     ) -> Result<(), Error> {
         let peer = &self.peers[origin];
         let ours = connection.take().filter(|c| peer.may_reuse(c));
-        let connection = connection.insert(match ours {
-            Some(connection) => connection,
-            None => peer.connect(self.limits)?,
+        let connection = connection.insert(if let Some(connection) = ours {
+            connection
+        } else {
+            let connection = peer.connect(self.limits)?;
+            if connection.is_same_host() {
+                // The trainer over there needs these cores.
+                crate::background::give_way();
+            }
+            connection
         });
         if let Some(route) = connection.route() {
             self.received.routes.lock().unwrap_or_else(PoisonError::into_inner).insert(route);

@@ -146,6 +146,9 @@ impl Remote {
         let have = (self.prefix.len() as u64).div_ceil(BLOCK_SIZE);
         let mut runs: Vec<_> =
             plan.wanted_blocks().into_iter().map(|(a, b)| (a.max(have), b)).filter(|(a, b)| a < b).collect();
+        if runs.iter().map(|(a, b)| b - a).sum::<u64>() < SAME_HOST_BLOCKS {
+            self.peers.iter().for_each(Peer::give_up_same_host);
+        }
         let blocks = usize::try_from(digest::block_count(self.header.payload_len()))
             .map_err(|e| Error::caused(ErrorKind::System, "too many blocks for this machine", e))?;
         let received = lane::Received::new(blocks, Arc::clone(&self.progress));
@@ -264,11 +267,7 @@ impl Remote {
             for (index, connection) in connections.by_ref().take(lanes).enumerate() {
                 let transfer = &transfer;
                 let lane = std::thread::Builder::new().name(format!("tensorferry-lane-{index}"));
-                match lane.spawn_scoped(scope, move || {
-                    // A source on this machine shares its cores with us.
-                    crate::background::give_way();
-                    transfer.run(index, connection)
-                }) {
+                match lane.spawn_scoped(scope, move || transfer.run(index, connection)) {
                     Ok(thread) => threads.push(thread),
                     Err(e) => queue.fail(Error::caused(ErrorKind::System, "cannot start a thread for a lane", e)),
                 }
@@ -386,6 +385,9 @@ impl Remote {
 pub(super) fn changed() -> Error {
     Error::new(ErrorKind::Changed, "the source went on to another snapshot while this one was being fetched")
 }
+
+/// With less to fetch, memory to share takes longer to set up than the network takes (measured).
+const SAME_HOST_BLOCKS: u64 = 16;
 
 /// An arena, where each entry lies in it, and every destination.
 type Placed = (Arena, Vec<Option<u64>>, Vec<Piece>);
