@@ -294,9 +294,9 @@ def _encrypted(sources: list[str]) -> list[str]:
     plain = [source for source in sources if not source.startswith("https://")]
     if plain and len(plain) == len(sources):
         raise UnprovenSource(
-            f"{urlsplit(plain[0]).netloc} does not encrypt, and a transport with tls=True fetches from no source that does not: start "
-            "the source with tls=True as well, or receive without it. Stock torchft sources never encrypt: while a "
-            "fleet is upgraded replica by replica, run it without tls"
+            f"{urlsplit(plain[0]).netloc} does not encrypt, and a transport with tls=True fetches from no source that "
+            "does not: start the source with tls=True as well, or receive without it. Stock torchft sources never "
+            "encrypt: while a fleet is upgraded replica by replica, run it without tls"
         )
     for source in plain:
         logger.warning("%s does not encrypt and is left out: this transport has tls=True", urlsplit(source).netloc)

@@ -1,5 +1,7 @@
 //! The first requests to a source: its header, the entries the header needs, and the digests of both.
 
+use std::time::Duration;
+
 use tensorferry_wire::container::{self, Header};
 use tensorferry_wire::digest::{BLOCK_SIZE, DigestTable};
 
@@ -51,9 +53,15 @@ pub(super) struct Opened {
 }
 
 impl Opened {
-    pub(super) fn read(mut connection: Connection, step: i64, limits: &Limits) -> Result<Self, Error> {
+    /// Asks the source at the other end; its first answer may take `patience` to begin.
+    pub(super) fn read(
+        mut connection: Connection,
+        step: i64,
+        limits: &Limits,
+        patience: Duration,
+    ) -> Result<Self, Error> {
         let path = format!("{step}.safetensors");
-        let head = connection.get(&path, Some((0, FIRST_READ)), None, Some(limits.left()?))?;
+        let head = connection.get(&path, Some((0, FIRST_READ)), None, Some(limits.left()?.min(patience)))?;
         if head.status != 206 {
             let foreign = head.http_10 && head.status == 500;
             let refused = connection.refuse(&head);
