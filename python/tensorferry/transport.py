@@ -215,6 +215,18 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
                 state = Targets(self._state_dict()).fill(state)
             logger.info("received step %d from a stock torchft source in %.3f s", step, time.perf_counter() - started)
             return cast(T, state)
+        try:
+            state, report = self._fetch(sources, step, timeout)
+        except BaseException:
+            self._server.note_receive(None, time.perf_counter() - started)
+            raise
+        seconds = time.perf_counter() - started
+        self._server.note_receive(report, seconds)
+        _tell(step, report, seconds)
+        return cast(T, state)
+
+    def _fetch(self, sources: list[str], step: int, timeout: timedelta) -> tuple[Any, dict[str, Any]]:
+        """The state, and how its transfer went."""
         remote = Remote.open(
             sources,
             step,
@@ -225,10 +237,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             progress=self._progress,
             secret=self._secret,
         )
-        state, report = receive(remote, self._allowed, self._state_dict)
-        seconds = time.perf_counter() - started
-        _tell(step, report, seconds)
-        return cast(T, state)
+        return receive(remote, self._allowed, self._state_dict)
 
     def allow_checkpoint(self, step: int) -> None:
         """Serves what is published under the number ``step``; waiting requests go on."""

@@ -10,7 +10,7 @@ use socket2::Socket;
 use tensorferry_wire::proof::{self, Nonce};
 use tensorferry_wire::request;
 
-use super::connect::connect;
+use super::connect::{connect, refused};
 use super::limits::{Limits, Pace};
 use super::session::Session;
 use super::url::Source;
@@ -65,8 +65,7 @@ impl Connection {
     /// Connects to `source`, trying each of its addresses.
     pub(crate) fn open(source: &Arc<Source>, limits: &Limits) -> Result<Self, Error> {
         limits.left()?;
-        let failed =
-            |e: io::Error| Error::caused(ErrorKind::Connect, format!("cannot connect to {}", source.authority()), e);
+        let failed = |e| refused(source.authority(), e);
         let addresses: Vec<_> = (source.host(), source.port()).to_socket_addrs().map_err(failed)?.collect();
         let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
         for address in addresses {
