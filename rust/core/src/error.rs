@@ -78,7 +78,9 @@ impl Error {
     /// or has granted to another lane.
     pub(crate) fn is_transient(&self) -> bool {
         match self.kind {
-            ErrorKind::Timeout | ErrorKind::Connect | ErrorKind::Protocol | ErrorKind::Corrupt | ErrorKind::System => true,
+            ErrorKind::Timeout | ErrorKind::Connect | ErrorKind::Protocol | ErrorKind::Corrupt | ErrorKind::System => {
+                true
+            }
             ErrorKind::Status(code) => code >= 500,
             _ => false,
         }

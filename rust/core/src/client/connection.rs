@@ -86,7 +86,7 @@ impl Connection {
         Ok(Self::over(name.connect()?, source, limits, true))
     }
 
-    fn over(stream: Socket, source: &Arc<Source>, limits: &Limits, same_host: bool) -> Self {
+    pub(super) fn over(stream: Socket, source: &Arc<Source>, limits: &Limits, same_host: bool) -> Self {
         let stream = Arc::new(stream);
         limits.cancel.watch(&stream);
         Self {

@@ -2,6 +2,8 @@
 
 mod connect;
 mod connection;
+#[cfg(fuzzing)]
+pub mod fuzzing;
 mod lane;
 mod limits;
 mod open;

@@ -232,21 +232,18 @@ fn memory(
 }
 
 /// The digest table, or the part of it that `?blocks=first-end` names.
-async fn digests<B>(connection: &Connection, lease: Arc<Lease>, request: &Request<B>, nonce: Option<&Nonce>) -> Answer {
+async fn digests<B>(connection: &Connection, lease: Arc<Lease>, asked: &Request<B>, nonce: Option<&Nonce>) -> Answer {
     let etag = lease.publication().etag().to_owned();
-    if let Some(refused) = conditional(request.headers(), &etag) {
+    if let Some(refused) = conditional(asked.headers(), &etag) {
         return refused;
     }
     let count = lease.block_count();
-    let (first, end) = match request.uri().query().and_then(|q| q.strip_prefix("blocks=")) {
+    let (first, end) = match asked.uri().query().and_then(|q| q.strip_prefix("blocks=")) {
         None => (0, count),
-        Some(range) => {
-            let parsed = range.split_once('-').and_then(|(a, b)| Some((a.parse().ok()?, b.parse().ok()?)));
-            match parsed {
-                Some((first, end)) if first <= end && end <= count => (first, end),
-                _ => return text(StatusCode::BAD_REQUEST, &format!("there are {count} blocks, not {range}")),
-            }
-        }
+        Some(range) => match request::parse_blocks(range, count) {
+            Some(blocks) => blocks,
+            None => return text(StatusCode::BAD_REQUEST, &format!("there are {count} blocks, not {range}")),
+        },
     };
     let table = if lease.digests_known(first, end) {
         lease.digests(first, end)
@@ -266,7 +263,7 @@ async fn digests<B>(connection: &Connection, lease: Arc<Lease>, request: &Reques
     };
     let key = guard.secret().key();
     let body = table.encode_as(key.digests());
-    let path = request.uri().path_and_query().map_or("", |p| p.as_str());
+    let path = asked.uri().path_and_query().map_or("", |p| p.as_str());
     let proof = key.sign_answer(&proof::Answer { nonce, path, etag: &etag, body: &body });
     let mut found = bytes(Bytes::from(body));
     insert(found.headers_mut(), header::ETAG, &etag);
