@@ -9,6 +9,7 @@ use super::OPEN_ATTEMPTS;
 use super::connection::{Connection, Head};
 use super::lane::block_len;
 use super::limits::Limits;
+use crate::arena::check_machine_has;
 use crate::error::{Error, ErrorKind};
 use crate::{same_host, secret};
 
@@ -109,6 +110,7 @@ impl Opened {
             let reserved = [container::MANIFEST_ENTRY, container::PICKLE_ENTRY];
             let control = header.entries().iter().filter(|e| reserved.contains(&e.name.as_str())).map(|e| e.end).max();
             let wanted = control.unwrap_or(0).next_multiple_of(BLOCK_SIZE).min(payload_len);
+            check_machine_has(wanted, "what the header of the source needs")?;
             prefix.truncate(usize::try_from(wanted).unwrap_or(usize::MAX));
             let header_bytes = std::mem::take(&mut bytes);
             let mut whole = [header_bytes.as_slice(), &prefix].concat();
