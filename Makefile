@@ -45,8 +45,8 @@ test: build ## every test: Rust, the fuzz targets for a short time, Python
 
 .PHONY: fuzz
 FUZZ_SECONDS ?= 5
-fuzz: ## run each fuzz target for FUZZ_SECONDS seconds
-	rust/wire/fuzz/run.sh $(FUZZ_SECONDS)
+fuzz: ## run each fuzz target for FUZZ_SECONDS seconds, or with FUZZ_RUNS=10000000 on so many inputs
+	rust/fuzz/run.sh $(FUZZ_SECONDS)
 
 .PHONY: lint
 lint: build ## formatters, clippy, ruff, mypy and stubtest
@@ -79,4 +79,4 @@ compat: ## the tests on the oldest torch that is supported
 
 .PHONY: clean
 clean: ## remove everything that was built
-	rm -rf target dist build .venv .venv-compat rust/wire/fuzz/target
+	rm -rf target dist build .venv .venv-compat rust/fuzz/target

@@ -14,6 +14,8 @@ import hypothesis
 import pytest
 import torch.distributed as dist
 
+from child import Child
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -93,6 +95,13 @@ def open_stock() -> Iterator[Callable[..., Any]]:
     """Opens transports of torchft itself."""
     with opening(pytest.importorskip("torchft.checkpointing").HTTPTransport) as open_one:
         yield open_one
+
+
+@pytest.fixture
+def child() -> Iterator[Child]:
+    started = Child()
+    yield started
+    started.end()
 
 
 @pytest.fixture

@@ -19,8 +19,18 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.beyond_tor
 
 LIMITS = Limits(nbytes=24 << 20, timeout=4.0, stall=8.0)
 
-CELLS = [("tensorferry", row) for row in SCENARIOS]
+# With a second source beside the faulty one, and with a secret or TLS: a choice of rows, `make faults` runs all.
+BESIDE = (
+    "half-open-all-first", "drip-all-first", "flip-all-first", "drip-head-all-second", "move-on-second",
+    "source-sigkill-second", "source-sigstop-first", "other-state-first", "other-state-second",
+)  # fmt: skip
+SECURED = ("none", "truncate-once", "half-open-lane", "flip-lane", "drip-start", "wrong-generation", "source-restart")
+
+CELLS = [("tensorferry", row.name) for row in SCENARIOS.values() if not row.beside]
+CELLS += [("tensorferry", row) for row in BESIDE]
 CELLS += [("tensorferry-copy", row) for row in ("none", *(r.name for r in SCENARIOS.values() if r.private))]
+CELLS += [("tensorferry-secret", row) for row in SECURED]
+CELLS += [("tensorferry-tls", row) for row in (*SECURED, "drip-head-all", "drip-head-all-second")]
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +133,12 @@ def test_wrong_bytes_of_torchfts_transport_are_seen() -> None:
     (overwritten,) = run_matrix([unsafe], ["reader-slow"], limits=LIMITS)
     assert (flipped.outcome, flipped.wrong_bytes) == ("wrong bytes", 1)
     assert (overwritten.outcome, overwritten.source) == ("wrong bytes", "fine"), overwritten
+
+
+def test_faults_that_a_transport_cannot_have_are_left_out() -> None:
+    """Nobody reads the heads of encrypted answers, and torchft's receiver has one source."""
+    assert not run_matrix(["tensorferry-tls"], ["lying-length"], limits=QUICK)
+    assert not run_matrix([Candidate("alone", "no:matter")], ["flip-all-first"], limits=QUICK)
 
 
 def test_a_fault_of_the_callers_own() -> None:

@@ -8,6 +8,7 @@ import re
 import shutil
 import socket
 import subprocess
+import urllib.request
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 
 from equality import assert_same_state
 from exchange import TIMEOUT, connect, path, receive
+from tensorferry import WrongStep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -240,6 +242,28 @@ class TestHTTP:
         site.transport.disallow_checkpoint()
         assert site("GET", "/healthz", absolute=True)[0].status == 200
         assert site("GET", f"/{token}/metrics", absolute=True)[0].status == 200
+
+    def test_metrics_of_a_receiver(self, site: Site, open_transport: Callable[..., Any]) -> None:
+        """What its log line says is there for a scraper, too."""
+        receiver = open_transport(num_chunks=2, same_host=False)
+        counters = receiver.metadata().replace("/checkpoint/", "/metrics")
+
+        def scrape() -> str:
+            with urllib.request.urlopen(counters) as answer:
+                return str(answer.read().decode())
+
+        assert 'tensorferry_receives_total{end="healed"} 0' in scrape()
+        receiver.recv_checkpoint(0, site.transport.metadata(), 1, TIMEOUT)
+        with pytest.raises(WrongStep):
+            receiver.recv_checkpoint(0, site.transport.metadata(), 2, TIMEOUT)
+        found = scrape()
+        assert 'tensorferry_receives_total{end="healed"} 1' in found
+        assert 'tensorferry_receives_total{end="failed"} 1' in found
+        (received,) = re.findall(r"(?m)^tensorferry_received_bytes_total (\d+)$", found)
+        assert int(received) > 0
+        for phase in ("open", "fetch", "build"):
+            (seconds,) = re.findall(rf'(?m)^tensorferry_last_receive_seconds{{phase="{phase}"}} (\S+)$', found)
+            assert float(seconds) > 0
 
     def test_http_1_0(self, site: Site) -> None:
         with socket.create_connection(("127.0.0.1", site.connection.port), timeout=30) as old:

@@ -5,6 +5,7 @@ import logging
 import socket
 import ssl
 import urllib.error
+import urllib.request
 from datetime import timedelta
 from urllib.parse import urlsplit
 
@@ -28,6 +29,11 @@ def state(seed=1):
 def send(source, value=None, step=3):
     source.send_checkpoint([1], step, state() if value is None else value, TIMEOUT)
     return source.metadata()
+
+
+def counters(source):
+    with urllib.request.urlopen(source.metadata().replace("/checkpoint/", "/metrics")) as answer:
+        return answer.read().decode()
 
 
 def pin(metadata):
@@ -89,6 +95,28 @@ def test_plain_and_secured_do_not_meet(open_transport):
         open_transport().recv_checkpoint(0, plain.replace("http://", f"https://{pin(secured)}@"), 3, TIMEOUT)
     for metadata in (secured, plain):
         assert_same_state(open_transport(same_host=False).recv_checkpoint(0, metadata, 3, TIMEOUT), state())
+
+
+def test_who_encrypts_fetches_from_nobody_who_does_not(open_transport, open_stock):
+    plain, receiver = open_transport(), open_transport(tls=True, same_host=True)
+    stock = open_stock()
+    stock.send_checkpoint([1], 3, state(), TIMEOUT)
+    for metadata in (send(plain), stock.metadata()):
+        with pytest.raises(UnprovenSource, match="does not encrypt") as refused:
+            receiver.recv_checkpoint(0, metadata, 3, TIMEOUT)
+        assert urlsplit(metadata).netloc in str(refused.value)
+        assert plain.metadata() not in str(refused.value), "metadata opens the door"
+    assert "tensorferry_sent_bytes_total 0\n" in counters(plain)
+    assert_same_state(receiver.recv_checkpoint(0, send(open_transport(tls=True)), 3, TIMEOUT), state())
+
+
+def test_of_several_sources_only_those_that_encrypt_are_used(open_transport, caplog):
+    plain, secured = open_transport(), open_transport(tls=True)
+    joined = join_metadata([send(plain), send(secured)])
+    received = open_transport(tls=True).recv_checkpoint(0, joined, 3, TIMEOUT)
+    assert_same_state(received, state())
+    assert f"{urlsplit(plain.metadata()).netloc} does not encrypt and is left out" in caplog.text
+    assert "tensorferry_sent_bytes_total 0\n" in counters(plain)
 
 
 def test_addresses_without_a_fingerprint_are_refused(open_transport):

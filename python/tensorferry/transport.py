@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from urllib.parse import urlsplit
 
 from . import stock
 from ._native import Pool, Remote, Server
@@ -67,8 +68,9 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             nothing without it, and what a source says is only believed if it proves to know it, before anything is
             unpickled. Stock torchft peers cannot take part. By default what ``TENSORFERRY_SECRET`` or the file
             ``TENSORFERRY_SECRET_FILE`` holds; docs/security.md says what it protects against.
-        tls: encrypt what others fetch from here over the network. The certificate is made for this transport and its
-            fingerprint stands in the metadata; a receiver needs no setting. Stock torchft peers cannot fetch then. What
+        tls: encrypt what others fetch from here over the network, and fetch from nobody who does not. The certificate
+            is made for this transport and its fingerprint stands in the metadata; a receiver needs no setting to fetch
+            from such a source, but without it takes plain ones, too. Stock torchft peers cannot take part. What
             processes of this machine share stays plain.
         same_host: move the bytes through shared memory instead of the network where source and receiver run on one
             machine, in one network namespace and under one user. Both sides must want it; ``None`` is what
@@ -122,6 +124,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         self._allowed = Allowed(safe_globals, trust_pickle)
         # Held natively, where neither a repr nor a pickle nor a traceback shows it.
         self._secret = shared_secret(secret)
+        self._tls = tls
         self._stager = Stager()
         self._sending = threading.Lock()
         self._warned: set[tuple[str, str]] = set()
@@ -191,14 +194,15 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             WrongStep: the source serves another step
             CorruptCheckpoint: bytes did not match their checksums
             ForkedProcess: this process was forked from the one that made the transport
-            UnprovenSource: the source does not know the shared secret, or shows another certificate than its metadata
-                names
+            UnprovenSource: the source does not know the shared secret, shows another certificate than its metadata
+                names, or, where this transport has ``tls=True``, does not encrypt
             StateMismatch: the live state's tensors differ in dtype or shape; nothing was overwritten
             UnsafePickle: the state holds objects that are not on the allow-list
         """
         del src_rank
         self._server.check_process()
         started = time.perf_counter()
+        sources = _encrypted(metadata.split()) if self._tls else metadata.split()
         if stock.is_stock(metadata):
             if self._secret is not None:
                 raise UnprovenSource(
@@ -211,8 +215,20 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
                 state = Targets(self._state_dict()).fill(state)
             logger.info("received step %d from a stock torchft source in %.3f s", step, time.perf_counter() - started)
             return cast(T, state)
+        try:
+            state, report = self._fetch(sources, step, timeout)
+        except BaseException:
+            self._server.note_receive(None, time.perf_counter() - started)
+            raise
+        seconds = time.perf_counter() - started
+        self._server.note_receive(report, seconds)
+        _tell(step, report, seconds)
+        return cast(T, state)
+
+    def _fetch(self, sources: list[str], step: int, timeout: timedelta) -> tuple[Any, dict[str, Any]]:
+        """The state, and how its transfer went."""
         remote = Remote.open(
-            metadata.split(),
+            sources,
             step,
             timeout=timeout.total_seconds(),
             lanes=self._num_chunks or None,
@@ -221,10 +237,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             progress=self._progress,
             secret=self._secret,
         )
-        state, report = receive(remote, self._allowed, self._state_dict)
-        seconds = time.perf_counter() - started
-        _tell(step, report, seconds)
-        return cast(T, state)
+        return receive(remote, self._allowed, self._state_dict)
 
     def allow_checkpoint(self, step: int) -> None:
         """Serves what is published under the number ``step``; waiting requests go on."""
@@ -283,6 +296,20 @@ class _Gate:
     def w_locked(self) -> bool:
         """Whether requests are kept waiting."""
         return self._transport._disallowed
+
+
+def _encrypted(sources: list[str]) -> list[str]:
+    """The sources that encrypt; the others are left out with a warning, or with an error if none is left."""
+    plain = [source for source in sources if not source.startswith("https://")]
+    if plain and len(plain) == len(sources):
+        raise UnprovenSource(
+            f"{urlsplit(plain[0]).netloc} does not encrypt, and a transport with tls=True fetches from no source that "
+            "does not: start the source with tls=True as well, or receive without it. Stock torchft sources never "
+            "encrypt: while a fleet is upgraded replica by replica, run it without tls"
+        )
+    for source in plain:
+        logger.warning("%s does not encrypt and is left out: this transport has tls=True", urlsplit(source).netloc)
+    return [source for source in sources if source not in plain]
 
 
 def _tell(step: int, report: dict[str, Any], seconds: float) -> None:

@@ -32,16 +32,29 @@ class Candidate:
         factory: ``module:callable``; called as ``factory(timeout, lanes)`` in each process, it gives a
             ``CheckpointTransport`` whose ``metadata()`` is a URL
         lanes: connections of a receive, or the nearest the transport has
+        join: ``module:callable`` that makes one metadata string of those of several sources, where a receive can have
+            several
+        encrypts: what it sends cannot be read on the way: faults that need that are left out
     """
 
     name: str
     factory: str
     lanes: int = 4
+    join: str = ""
+    encrypts: bool = False
 
     def build(self, timeout: float) -> Any:
         """A transport of this kind."""
-        module, _, name = self.factory.partition(":")
-        return getattr(importlib.import_module(module), name)(timedelta(seconds=timeout), self.lanes)
+        return _named(self.factory)(timedelta(seconds=timeout), self.lanes)
+
+    def joined(self, metadata: list[str]) -> str:
+        """One metadata string for several sources."""
+        return str(_named(self.join)(metadata))
+
+
+def _named(what: str) -> Any:
+    module, _, name = what.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def _tensorferry(timeout: timedelta, lanes: int) -> Any:
@@ -56,17 +69,36 @@ def _tensorferry_copy(timeout: timedelta, lanes: int) -> Any:
     return HTTPTransport(timeout, lanes, snapshot="copy")
 
 
+def _tensorferry_secret(timeout: timedelta, lanes: int) -> Any:
+    from ..transport import HTTPTransport
+
+    return HTTPTransport(timeout, lanes, secret="shared by the processes of a cell")
+
+
+def _tensorferry_tls(timeout: timedelta, lanes: int) -> Any:
+    from ..transport import HTTPTransport
+
+    return HTTPTransport(timeout, lanes, tls=True)
+
+
 def _torchft(timeout: timedelta, lanes: int) -> Any:
     from torchft.checkpointing import HTTPTransport
 
     return HTTPTransport(timeout, lanes)
 
 
+_JOIN = "tensorferry:join_metadata"
+
 BUILTIN = {
-    "tensorferry": Candidate("tensorferry", f"{__name__}:_tensorferry"),
-    "tensorferry-copy": Candidate("tensorferry-copy", f"{__name__}:_tensorferry_copy"),
-    "torchft": Candidate("torchft", f"{__name__}:_torchft"),
-    "torchft-unchunked": Candidate("torchft-unchunked", f"{__name__}:_torchft", lanes=0),
+    candidate.name: candidate
+    for candidate in (
+        Candidate("tensorferry", f"{__name__}:_tensorferry", join=_JOIN),
+        Candidate("tensorferry-copy", f"{__name__}:_tensorferry_copy", join=_JOIN),
+        Candidate("tensorferry-secret", f"{__name__}:_tensorferry_secret", join=_JOIN),
+        Candidate("tensorferry-tls", f"{__name__}:_tensorferry_tls", join=_JOIN, encrypts=True),
+        Candidate("torchft", f"{__name__}:_torchft"),
+        Candidate("torchft-unchunked", f"{__name__}:_torchft", lanes=0),
+    )
 }
 """Transports known by name."""
 

@@ -103,6 +103,16 @@ class Cell:
         url = urlsplit(metadata)
         return url.hostname or "", url.port or 80, metadata
 
+    def sources(self, scenario: Scenario) -> str:
+        """What the receiver is told: the way through the proxy, and the healthy source if there is one."""
+        through = self.proxy.through(self.metadata)
+        if not scenario.beside:
+            return through
+        healthy = self.another_source(same_state=not scenario.other_state)[2]
+        if scenario.other_state:
+            self.newer_is_right()
+        return self._candidate.joined([healthy, through] if scenario.beside == "in front" else [through, healthy])
+
     def ask_source(self, request: tuple[Any, ...]) -> Any:
         """Has the source's trainer do something."""
         return self.source.ask(request, self.timeout + self._limits.stall + self._limits.grace)
@@ -152,9 +162,10 @@ def _receive(cell: Cell, scenario: Scenario, limits: Limits, outcome: Outcome) -
     if scenario.wrong_step or not (scenario.faults or scenario.during or scenario.attack):
         outcome.struck += 1
     receiver = cell.receiver
+    metadata = cell.sources(scenario)
     # The state may become one of two while the receive runs; which of them are right is known at its end.
     cell.told = time.monotonic()
-    receiver.tell((cell.proxy.through(cell.metadata), step, [cell._seed, cell.newer_seed]))
+    receiver.tell((metadata, step, [cell._seed, cell.newer_seed]))
     try:
         if scenario.during:
             if cell.proxy.wait_held(limits.timeout, receiver.answered):

@@ -62,7 +62,7 @@ def run_matrix(
         progress: called with each outcome as it comes, from other threads
 
     Returns:
-        The outcomes, in the order of faults, transports, repeats.
+        The outcomes, in the order of faults, transports, repeats; none for a fault that a transport cannot have.
 
     Raises:
         ValueError: no such transport or fault
@@ -81,7 +81,9 @@ def run_matrix(
             progress(outcome)
         return outcome
 
-    cells = [(column, row, repeat) for row in rows for column in columns for repeat in range(repeats)]
+    cells = [
+        (column, row, repeat) for row in rows for column in columns if row.concerns(column) for repeat in range(repeats)
+    ]
     with ThreadPoolExecutor(max_workers=jobs, thread_name_prefix="cell") as pool:
         return list(pool.map(run, cells))
 

@@ -38,6 +38,9 @@ _READ = 64 << 10
 # Small buffers: what a killed or stalled peer has already handed to the kernel still arrives.
 _BUFFER = 128 << 10
 
+# How a connection begins that is encrypted: its requests cannot be seen.
+_TLS_HANDSHAKE = b"\x16\x03"
+
 _F = TypeVar("_F", bound=Fault)
 
 
@@ -121,7 +124,7 @@ class FaultProxy:
         """
         host, port = self.address
         changed, count = re.subn(
-            rf"//(\[[^]/]*\]|[^]/:,\s]*):{self._original_port}(?!\d)", f"//{host}:{port}", metadata
+            rf"//([^]/@\s]*@|)(\[[^]/]*\]|[^]/:,\s]*):{self._original_port}(?!\d)", rf"//\g<1>{host}:{port}", metadata
         )
         if not count:
             raise ValueError(f"{metadata!r} does not name port {self._original_port}, which this proxy stands before")
@@ -273,7 +276,7 @@ class _Connection:
 
     async def _answer(self, answer: Answer) -> None:
         request = b""
-        while b"\r\n\r\n" not in request:
+        while b"\r\n\r\n" not in request and not request.startswith(_TLS_HANDSHAKE):
             data = await self._loop.sock_recv(self._client, _READ)
             if not data:
                 return

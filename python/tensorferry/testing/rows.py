@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -23,7 +24,7 @@ from .faults import (
     Truncate,
 )
 from .hostile import ATTACKS
-from .scenarios import HEALED, Scenario
+from .scenarios import HEALED, Beside, Scenario
 
 if TYPE_CHECKING:
     from .cell import Cell
@@ -145,6 +146,32 @@ def _answers(name: str, about: str, expected: frozenset[str], **answer: object) 
     ]
 
 
+def _beside(rows: list[Scenario]) -> list[Scenario]:
+    """A fault that one source does not survive, with a healthy one in front of it or behind it in the metadata."""
+    chosen = {
+        row.name: row
+        for row in rows
+        if row.name.endswith("-all") or row.name in ("move-on", "source-sigkill", "source-sigstop")
+    }
+    sides: dict[str, Beside] = {"first": "behind", "second": "in front"}
+    for name in ("delay-all", "drip-request-all", "short-answer-all"):
+        chosen.pop(name)
+    return [
+        dataclasses.replace(
+            row,
+            name=f"{row.name}-{name}",
+            about=f"{row.about}, and a healthy source {beside} it",
+            beside=beside,
+            # Of what a slow proxy carries beside a healthy source.
+            part=0.05,
+            expected=frozenset({HEALED}),
+            private=None,
+        )
+        for row in chosen.values()
+        for name, beside in sides.items()
+    ]
+
+
 _NOISE = bytes((i * 2654435761 >> 13) & 0xFF for i in range(32768))
 _OK = b"HTTP/1.1 200 OK\r\n"
 
@@ -157,6 +184,12 @@ _ROWS = [
     *_places("duplicate", "64 bytes of a body come twice", Duplicate, ODD | {HEALED, "CorruptCheckpoint"}),
     *_places("flip", "a byte of a body is changed", FlipByte, frozenset({HEALED, "CorruptCheckpoint"})),
     Scenario("flip-start", "a byte at the start of the first body, once", (FlipByte(connections=0, at=100),)),
+    Scenario("mute-start", "the first connection never answers", (HalfOpen(connections=0, of="stream"),)),
+    Scenario("half-open-start", "the first connection is silent from the middle of its first body on",
+        (HalfOpen(connections=0, at=DEEP),)),
+    Scenario("drip-start", "one byte each 0.1 s on the first connection, from the middle of its first body on",
+        (Drip(connections=0, at=DEEP),)),
+    Scenario("drip-head-start", "one byte each 0.1 s on the first connection", (Drip(connections=0, of="stream"),)),
     Scenario("stubborn", "each of the first five connections is closed in its first body",
         (Truncate(connections=range(5), order="reaching", at=DEEP),), expected=GONE | {HEALED}),
     Scenario("delay-lane", "0.5 s of silence on one connection",
@@ -208,6 +241,13 @@ _ROWS = [
         during=_move_on, part=0.06, nbytes=LARGE, expected=frozenset({HEALED, "SourceChanged", "WrongStep"}) | GONE),
     *(Scenario(f"source-{name}", f"{attack.connections} connections of a hostile crowd at the source: {name}",
         attack=attack) for name, attack in ATTACKS.items()),
+]  # fmt: skip
+
+_ROWS += [
+    *_beside(_ROWS),
+    Scenario("other-state-first", "a second source holds another state as the same step", beside="behind",
+        other_state=True),
+    Scenario("other-state-second", "the same, and it comes first", beside="in front", other_state=True),
 ]  # fmt: skip
 
 SCENARIOS: Mapping[str, Scenario] = {row.name: row for row in _ROWS}

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from .faults import Fault
+from .faults import Fault, ReplaceHead
 from .hostile import Attack
 
 if TYPE_CHECKING:
+    from .actors import Candidate
     from .cell import Cell
 
-__all__ = ["HEALED", "Scenario"]
+__all__ = ["HEALED", "Beside", "Scenario"]
 
 HEALED = "healed"
+
+Beside: TypeAlias = Literal["", "in front", "behind"]
+
+BROKEN = {
+    "tensorferry-secret": frozenset({"UnprovenSource", "SourceRefused"}),
+    "tensorferry-tls": frozenset({"UnprovenSource", "ConnectError", "FetchTimeout", "ProtocolError"}),
+}
+"""What else a receive may end with that would not be healed anyway, for transports that check more."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +44,8 @@ class Scenario:
         survives: whether the source is expected to be there afterwards, and not to have been stopped
         nbytes: the state is at least as large
         lanes: so many connections instead of the candidate's, if it has any
+        beside: the receive has a second, healthy source with the same state, in front of the faulty one or behind it
+        other_state: that source holds another state as the same step
     """
 
     name: str
@@ -49,7 +60,19 @@ class Scenario:
     survives: bool = True
     nbytes: int = 0
     lanes: int = 0
+    beside: Beside = ""
+    other_state: bool = False
+
+    def concerns(self, candidate: Candidate) -> bool:
+        """Whether it can happen to this transport."""
+        reads = not callable(self.faults) and any(isinstance(fault, ReplaceHead) for fault in self.faults)
+        return not (reads and candidate.encrypts) and not (self.beside and not candidate.join)
 
     def promised(self, transport: str) -> frozenset[str]:
         """How the transport of this name may end."""
-        return self.private if self.private is not None and transport == "tensorferry-copy" else self.expected
+        if transport == "tensorferry-copy" and self.private is not None:
+            return self.private
+        if self.expected <= {HEALED}:
+            return self.expected
+        # What is damaged beyond repair can be what a source proves itself by, or keeps a connection together.
+        return self.expected | BROKEN.get(transport, frozenset())

@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 use std::ptr::NonNull;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use crate::error::{Error, ErrorKind};
 
@@ -11,6 +11,31 @@ pub(crate) const ALIGNMENT: u64 = 64;
 
 /// A huge page where the kernel has them (x86-64, and aarch64 with 4 KiB pages).
 const HUGE: usize = 2 << 20;
+
+/// Refuses `len` bytes for `what` where the machine, swap included, has fewer: a source can announce any number, and what
+/// is kept for each MiB of it would cost memory already.
+pub(crate) fn check_machine_has(len: u64, what: &str) -> Result<(), Error> {
+    static MACHINE: OnceLock<u64> = OnceLock::new();
+    let has = match MACHINE.get() {
+        Some(&has) => has,
+        None => match machine() {
+            Some(has) => *MACHINE.get_or_init(|| has),
+            None => return Ok(()),
+        },
+    };
+    if len <= has {
+        return Ok(());
+    }
+    let message = format!("{what} has {len} bytes, and all memory of this machine is {has}");
+    Err(Error::new(ErrorKind::System, message))
+}
+
+/// Memory and swap in bytes, if the system says.
+fn machine() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let field = |name| text.lines().find_map(|l| l.strip_prefix(name)?.trim().strip_suffix(" kB")?.parse::<u64>().ok());
+    Some((field("MemTotal:")? + field("SwapTotal:").unwrap_or(0)) << 10)
+}
 
 /// An anonymous, private memory mapping: zeros, whose pages are taken from the system only when they are touched.
 #[derive(Debug)]
@@ -145,8 +170,9 @@ impl Arena {
     /// on fresh memory asks for huge pages. It goes to `pool` when it is dropped.
     ///
     /// # Errors
-    /// [`ErrorKind::System`] when the system refuses a mapping of that size.
+    /// [`ErrorKind::System`] when the machine has not so much memory, or the system refuses a mapping of that size.
     pub fn new(len: u64, pool: Option<Arc<Pool>>) -> Result<Self, Error> {
+        check_machine_has(len, "the received state")?;
         let refused = |cause: std::io::Error| {
             Error::caused(ErrorKind::System, format!("cannot map {len} bytes for the received state"), cause)
         };

@@ -74,10 +74,16 @@ impl Error {
         self.kind == ErrorKind::Timeout
     }
 
-    /// Whether asking again, or asking another source, may help.
+    /// Whether asking again, or asking another source, may help. What the system refuses now it may grant a moment later,
+    /// or has granted to another lane.
     pub(crate) fn is_transient(&self) -> bool {
-        matches!(self.kind, ErrorKind::Timeout | ErrorKind::Connect | ErrorKind::Protocol | ErrorKind::Corrupt)
-            || matches!(self.kind, ErrorKind::Status(code) if code >= 500)
+        match self.kind {
+            ErrorKind::Timeout | ErrorKind::Connect | ErrorKind::Protocol | ErrorKind::Corrupt | ErrorKind::System => {
+                true
+            }
+            ErrorKind::Status(code) => code >= 500,
+            _ => false,
+        }
     }
 
     /// The same error with `context` put before its message.

@@ -38,6 +38,8 @@ mod tls;
 
 pub use arena::{Arena, Pool};
 pub use background::give_way;
+#[cfg(fuzzing)]
+pub use client::fuzzing;
 pub use client::{Arrived, Cancel, Destination, FetchOptions, Remote, Report};
 pub use error::{Error, ErrorKind};
 pub use memory::{Item, Memory};

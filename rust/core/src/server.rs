@@ -3,6 +3,7 @@
 mod guard;
 mod handler;
 mod local;
+mod metrics;
 
 use std::io;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
@@ -21,7 +22,9 @@ use tokio_rustls::TlsAcceptor;
 
 use self::guard::Guard;
 use self::local::Local;
+use self::metrics::Metrics;
 use crate::body::Progress;
+use crate::client::Report;
 use crate::error::{Error, ErrorKind};
 use crate::same_host;
 use crate::secret::{self, Secret};
@@ -91,6 +94,7 @@ struct Shared {
     throttle: Option<Arc<Throttle>>,
     progress: Arc<Progress>,
     requests: AtomicU64,
+    metrics: Metrics,
     connections: AtomicUsize,
 }
 
@@ -125,6 +129,7 @@ impl Server {
             throttle: config.max_bandwidth.map(|limit| Arc::new(Throttle::new(limit))),
             progress: Arc::default(),
             requests: AtomicU64::new(0),
+            metrics: Metrics::default(),
             connections: AtomicUsize::new(0),
         });
         let (stop, stopped) = watch::channel(false);
@@ -182,6 +187,11 @@ impl Server {
     #[must_use]
     pub fn bytes_served(&self) -> u64 {
         self.shared.progress.bytes.load(Ordering::Relaxed)
+    }
+
+    /// Tells of a receive of this process, for `/metrics`: how it went, or that it failed, and what it took in all.
+    pub fn note_receive(&self, report: Option<&Report>, took: Duration) {
+        self.shared.metrics.note_receive(report, took);
     }
 
     /// Stops accepting, ends all transfers and, for at most `patience`, waits until the listening socket is closed.

@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use pyo3::prelude::*;
-use pyo3::types::PyBytes;
+use pyo3::types::{PyBytes, PyDict};
 use tensorferry_core::{
-    Alternate, Error, Item, Memory, Publication, Rendered, Server, ServerConfig, Stability, Withdrawn,
+    Alternate, Error, Item, Memory, Publication, Rendered, Report, Server, ServerConfig, Stability, Withdrawn,
 };
 use tensorferry_wire::dtype::Dtype;
 
@@ -119,6 +119,14 @@ impl PyServer {
         self.server(py).map(drop)
     }
 
+    /// Counts a receive: `report` as `Remote.fetch` gives it, or `None` where it failed, and the seconds it took in all.
+    fn note_receive(&self, py: Python<'_>, report: Option<&Bound<'_, PyDict>>, took: f64) -> PyResult<()> {
+        let (server, took) = (self.server(py)?, seconds(py, took)?);
+        let report = report.map(|told| read_report(py, told)).transpose()?;
+        server.note_receive(report.as_ref(), took);
+        Ok(())
+    }
+
     fn allow(&self, py: Python<'_>, step: i64) -> PyResult<()> {
         self.server(py)?.store().allow(step);
         Ok(())
@@ -176,6 +184,22 @@ impl Drop for PyServer {
 fn seconds(py: Python<'_>, seconds: f64) -> PyResult<Duration> {
     Duration::try_from_secs_f64(seconds)
         .map_err(|_| errors::invalid(py, format!("{seconds} is no length of time in seconds")))
+}
+
+fn read_report(py: Python<'_>, told: &Bound<'_, PyDict>) -> PyResult<Report> {
+    let missing = |name: &str| errors::invalid(py, format!("the report has no {name}"));
+    let get = |name: &str| told.get_item(name)?.ok_or_else(|| missing(name));
+    let routes: Vec<(String, String)> = get("routes")?.extract()?;
+    Ok(Report {
+        bytes: get("bytes")?.extract()?,
+        lanes: get("lanes")?.extract()?,
+        retries: get("retries")?.extract()?,
+        same_host: get("same_host")?.extract()?,
+        opening: seconds(py, get("opening_seconds")?.extract()?)?,
+        fetching: seconds(py, get("fetching_seconds")?.extract()?)?,
+        routes: routes.iter().filter_map(|(here, there)| Some((here.parse().ok()?, there.parse().ok()?))).collect(),
+        ..Report::default()
+    })
 }
 
 /// `bytes`, copied, or `(address, nbytes)`, borrowed.

@@ -153,6 +153,15 @@ pub fn parse_content_range(value: &str) -> Option<(u64, u64, u64)> {
     valid.then(|| (first, last + 1, total))
 }
 
+/// Reads `first-end`, a run of blocks of which there are `count`; the end is exclusive.
+#[must_use]
+pub fn parse_blocks(text: &str, count: usize) -> Option<(usize, usize)> {
+    let (first, end) = text.split_once('-')?;
+    let number = |text| usize::try_from(position(text)?).ok();
+    let (first, end) = (number(first)?, number(end)?);
+    (first <= end && end <= count).then_some((first, end))
+}
+
 /// Whether an `If-Match` (or `If-Range`) field holds `etag`, quotes included, by strong comparison: a weak tag on
 /// either side matches nothing.
 #[must_use]

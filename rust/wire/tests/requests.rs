@@ -3,8 +3,8 @@
 
 use proptest::prelude::*;
 use tensorferry_wire::request::{
-    PathError, RangeSpec, Resource, etag_matches_strong, etag_matches_weak, parse_content_range, parse_path,
-    parse_range, parse_step,
+    PathError, RangeSpec, Resource, etag_matches_strong, etag_matches_weak, parse_blocks, parse_content_range,
+    parse_path, parse_range, parse_step,
 };
 
 const TOKEN: &str = "0123456789abcdef0123456789abcdef";
@@ -263,6 +263,27 @@ fn content_ranges() {
     ];
     for (value, expected) in table {
         assert_eq!(parse_content_range(value), expected, "{value:?}");
+    }
+}
+
+#[test]
+fn runs_of_blocks() {
+    for (text, found) in [
+        ("0-0", Some((0, 0))),
+        ("0-7", Some((0, 7))),
+        ("7-7", Some((7, 7))),
+        ("007-7", Some((7, 7))),
+        ("0-8", None),
+        ("3-1", None),
+        ("+1-2", None),
+        ("-1-2", None),
+        ("1", None),
+        ("1-", None),
+        ("", None),
+        ("0-99999999999999999999", None),
+        ("\u{663}-7", None),
+    ] {
+        assert_eq!(parse_blocks(text, 7), found, "{text}");
     }
 }
 

@@ -8,10 +8,19 @@ use std::time::{Duration, Instant};
 use socket2::{Domain, Protocol, Socket, Type};
 
 use super::limits::Limits;
-use crate::error::Error;
+use crate::error::{Error, ErrorKind};
 
 /// How often a thread that waits for a connection looks whether it was cancelled.
 const CANCEL_POLL: Duration = Duration::from_millis(50);
+
+/// The error for a connection to `peer` that could not be made.
+pub(super) fn refused(peer: &str, e: io::Error) -> Error {
+    if matches!(e.raw_os_error(), Some(libc::EMFILE | libc::ENFILE)) {
+        let message = format!("cannot connect to {peer}: no file descriptor is left here (ulimit -n)");
+        return Error::caused(ErrorKind::System, message, e);
+    }
+    Error::caused(ErrorKind::Connect, format!("cannot connect to {peer}"), e)
+}
 
 /// Connects without blocking longer than it takes to notice a cancellation. A host that does not answer at all counts as
 /// stuck after the stall limit. The outer error ends the whole transfer, the inner one only this address.

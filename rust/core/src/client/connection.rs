@@ -10,8 +10,8 @@ use socket2::Socket;
 use tensorferry_wire::proof::{self, Nonce};
 use tensorferry_wire::request;
 
-use super::connect::connect;
-use super::limits::Limits;
+use super::connect::{connect, refused};
+use super::limits::{Limits, Pace};
 use super::session::Session;
 use super::url::Source;
 use crate::error::{Error, ErrorKind};
@@ -71,6 +71,7 @@ pub(crate) struct Connection {
     remaining: u64,
     reusable: bool,
     timeout: Option<Duration>,
+    pace: Pace,
     /// What is shared with a source on this machine.
     ring: Option<Ring>,
     /// The nonce and the path of the last request, where there is a secret to prove.
@@ -81,8 +82,7 @@ impl Connection {
     /// Connects to `source`, trying each of its addresses.
     pub(crate) fn open(source: &Arc<Source>, limits: &Limits) -> Result<Self, Error> {
         limits.left()?;
-        let failed =
-            |e: io::Error| Error::caused(ErrorKind::Connect, format!("cannot connect to {}", source.authority()), e);
+        let failed = |e| refused(source.authority(), e);
         let addresses: Vec<_> = (source.host(), source.port()).to_socket_addrs().map_err(failed)?.collect();
         let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
         for address in addresses {
@@ -108,7 +108,7 @@ impl Connection {
         Ok(connection)
     }
 
-    fn over(stream: Socket, source: &Arc<Source>, limits: &Limits) -> Self {
+    pub(super) fn over(stream: Socket, source: &Arc<Source>, limits: &Limits) -> Self {
         let stream = Arc::new(stream);
         limits.cancel.watch(&stream);
         Self {
@@ -121,6 +121,7 @@ impl Connection {
             remaining: 0,
             reusable: true,
             timeout: None,
+            pace: Pace::default(),
             ring: None,
             asked: None,
         }
@@ -131,7 +132,9 @@ impl Connection {
         let Some(config) = self.source.tls() else { return Ok(self) };
         let mut session = Session::new(config)?;
         self.wait_at_most(self.limits.stall)?;
-        match session.shake_hands(&self.stream, &self.limits, &mut self.timeout) {
+        // As a whole: a peer can drip a handshake for ever.
+        let limits = self.limits.at_most(self.limits.stall);
+        match session.shake_hands(&self.stream, &limits, &mut self.timeout) {
             Ok(()) => {
                 self.tls = Some(Box::new(session));
                 Ok(self)
@@ -151,6 +154,10 @@ impl Connection {
                 Error::new(ErrorKind::Unproven, format!("{peer} is not the source its metadata names: {why}"))
             }
             Some(why) => self.protocol(format!("it does not speak TLS as its metadata says: {why}")),
+            None if self.limits.left().is_ok() && is_timeout(e) => {
+                let waited = self.limits.stall.as_secs_f64();
+                Error::new(ErrorKind::Timeout, format!("timed out: no TLS handshake with {peer} within {waited:.3} s"))
+            }
             None => self.broken(e),
         }
     }
@@ -217,6 +224,7 @@ impl Connection {
         }
         request.push_str("\r\n");
         self.reusable = false;
+        self.pace = Pace::default();
         self.wait_at_most(self.limits.stall)?;
         let sent = match &mut self.tls {
             None => (&*self.stream).write_all(request.as_bytes()),
@@ -448,6 +456,7 @@ impl Connection {
                     format!("{} closed the connection in the middle of an answer", self.source.authority()),
                 ))
             }
+            Ok(n) if self.pace.is_stuck(n, self.limits.stall) => Err(self.broken(&io::ErrorKind::TimedOut.into())),
             Ok(n) => Ok(n),
             Err(e) if e.kind() == io::ErrorKind::Interrupted => Ok(0),
             Err(e) => Err(self.broken(&e)),
@@ -472,16 +481,22 @@ impl Connection {
             return over;
         }
         let peer = self.source.authority();
-        match e.kind() {
-            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => {
-                let waited = self.timeout.unwrap_or(self.limits.stall).as_secs_f64();
-                Error::new(ErrorKind::Timeout, format!("timed out: {peer} sent nothing for {waited:.3} s"))
-            }
-            _ => Error::new(ErrorKind::Connect, format!("the connection to {peer} broke: {e}")),
+        if is_timeout(e) {
+            let waited = self.timeout.unwrap_or(self.limits.stall).as_secs_f64();
+            return Error::new(
+                ErrorKind::Timeout,
+                format!("timed out: {peer} sent nothing, or next to nothing, for {waited:.3} s"),
+            );
         }
+        Error::new(ErrorKind::Connect, format!("the connection to {peer} broke: {e}"))
     }
 
     fn protocol(&self, what: impl AsRef<str>) -> Error {
         Error::new(ErrorKind::Protocol, format!("{} broke the protocol: {}", self.source.authority(), what.as_ref()))
     }
+}
+
+/// Whether a call on a socket ended because its time was over.
+fn is_timeout(e: &io::Error) -> bool {
+    matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut)
 }

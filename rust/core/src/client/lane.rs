@@ -13,7 +13,7 @@ use super::Peer;
 use super::connection::Connection;
 use super::limits::Limits;
 use super::open::{check_range, read_digests};
-use super::plan::{Plan, Queue};
+use super::plan::{Plan, Queue, Taken};
 use super::remote::changed;
 use super::watch::{Watch, pace, rate};
 use crate::error::{Error, ErrorKind};
@@ -109,6 +109,19 @@ impl Received {
     }
 }
 
+/// A lane that runs. One whose thread panics leaves, too: the others go on with its range, and the last one says so.
+struct Present<'a>(&'a Transfer<'a>);
+
+impl Drop for Present<'_> {
+    fn drop(&mut self) {
+        // Nothing here may panic: the thread is unwinding already.
+        if std::thread::panicking() && self.0.alive.fetch_sub(1, Ordering::AcqRel) == 1 {
+            let message = "the last lane panicked: a bug of tensorferry; stderr says where";
+            self.0.queue.fail(Error::new(ErrorKind::System, message));
+        }
+    }
+}
+
 /// What all lanes of one transfer share.
 pub(super) struct Transfer<'a> {
     pub(super) plan: &'a Plan,
@@ -134,19 +147,19 @@ impl Transfer<'_> {
     /// leaves the work to the others, and the last one to leave fails the transfer. Returns the connection if it is
     /// still good.
     pub(super) fn run(&self, index: usize, mut connection: Option<Connection>) -> Option<Connection> {
+        let _present = Present(self);
         let mut failures = 0;
         let mut turn = if self.spread { index } else { 0 };
         let mut sink = vec![0; block_len()];
-        while let Some((first, end)) = self.queue.take(|| self.watch.cut_slow()) {
-            let mut at = first;
+        while let Some(mut range) = self.queue.take(|| self.watch.cut_slow()) {
+            let first = range.at;
             // After a failure the lane tries the next source, and stays there.
             let origin = (self.primary + turn) % self.peers.len();
             let peer = &self.peers[origin];
-            let result = self.fetch_range(index, origin, &mut connection, &mut at, end, &mut sink);
+            let result = self.fetch_range(index, origin, &mut connection, &mut range, &mut sink);
             let slow = self.watch.end(index);
             let Err(mut error) = result else {
                 failures = 0;
-                self.queue.give_back(None);
                 continue;
             };
             if let Some(rate) = slow {
@@ -154,7 +167,7 @@ impl Transfer<'_> {
                 error = Error::new(ErrorKind::Timeout, text);
             }
             if error.kind() != ErrorKind::Cancelled {
-                error = self.placed(error, peer, at, end);
+                error = self.placed(error, peer, &range);
             }
             // Whatever it was: the network is the way that has to work.
             let around_the_network = connection.take().is_some_and(|c| c.is_same_host());
@@ -163,12 +176,11 @@ impl Transfer<'_> {
             }
             turn += 1;
             // A lane that was merely slow is not at fault twice.
-            failures = if at > first || slow.is_some() { 1 } else { failures + 1 };
+            failures = if range.at > first || slow.is_some() { 1 } else { failures + 1 };
             let elsewhere = (self.peers.len() > 1 || around_the_network) && error.kind() != ErrorKind::Cancelled;
             let over = self.limits.left().is_err();
             if over || !(error.is_transient() || elsewhere) {
                 self.queue.fail(error);
-                self.queue.give_back(Some((at, end)));
                 break;
             }
             self.received.retries.fetch_add(1, Ordering::Relaxed);
@@ -179,18 +191,17 @@ impl Transfer<'_> {
                 if self.alive.fetch_sub(1, Ordering::AcqRel) == 1 {
                     self.queue.fail(error);
                 }
-                self.queue.give_back(Some((at, end)));
                 return None;
             }
-            self.queue.give_back(Some((at, end)));
+            drop(range);
             self.limits.pause(Duration::from_millis(20 << (2 * failures)), || self.queue.has_failed());
         }
         connection.filter(Connection::is_reusable)
     }
 
     /// `error` with what was being fetched, from where, and how far the transfer has come.
-    fn placed(&self, error: Error, peer: &Peer, at: u64, end: u64) -> Error {
-        let (start, stop) = (self.plan.block_bounds(at).0, self.plan.block_bounds(end - 1).1);
+    fn placed(&self, error: Error, peer: &Peer, range: &Taken<'_>) -> Error {
+        let (start, stop) = (self.plan.block_bounds(range.at).0, self.plan.block_bounds(range.end - 1).1);
         let bytes = self.received.bytes.load(Ordering::Relaxed);
         let pace = pace(rate(bytes, self.limits.started.elapsed()));
         let source = peer.source.authority();
@@ -200,17 +211,18 @@ impl Transfer<'_> {
         ))
     }
 
-    /// Lane `index` fetches blocks `[*at, end)` from the peer of number `origin`, moving `at` past each block that is
+    /// Lane `index` fetches `range` from the peer of number `origin`, moving its beginning past each block that is
     /// complete.
     fn fetch_range(
         &self,
         index: usize,
         origin: usize,
         connection: &mut Option<Connection>,
-        at: &mut u64,
-        end: u64,
+        range: &mut Taken<'_>,
         sink: &mut [u8],
     ) -> Result<(), Error> {
+        let Taken { at, end, .. } = range;
+        let end = *end;
         let peer = &self.peers[origin];
         let ours = connection.take().filter(|c| peer.may_reuse(c));
         let connection = connection.insert(if let Some(connection) = ours {
@@ -277,5 +289,85 @@ impl Transfer<'_> {
         }
         peer.learn(head.same_host);
         Ok(peer.etag.get_or_init(|| head.etag.unwrap_or_default()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicUsize;
+    use std::time::Instant;
+
+    use bytes::Bytes;
+    use tensorferry_wire::digest::block_count;
+    use tensorferry_wire::dtype::Dtype;
+
+    use super::super::{Cancel, FetchOptions, Remote};
+    use super::*;
+    use crate::{Item, Publication, Server, ServerConfig, Stability};
+
+    const LANES: usize = 3;
+
+    /// Runs three lanes on a source that is well; those that `watch` does not know panic when they get a range.
+    fn run(known: usize) -> Result<u64, Error> {
+        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+        let server = Server::bind(&ServerConfig::default(), runtime.handle()).unwrap();
+        let bytes = Bytes::from(vec![7; 12 * block_len()]);
+        let item = Item::bytes("w", Dtype::U8, &[bytes.len() as u64], bytes);
+        let publication = Publication::new(Vec::new(), vec![item], Stability::Private, Box::new(())).unwrap();
+        server.store().publish(1, publication);
+        let url = server.url("127.0.0.1");
+        let header = Remote::open(&[&url], 1, FetchOptions::within(Duration::from_secs(20))).unwrap().header().clone();
+
+        let started = Instant::now();
+        let limits = Limits {
+            started,
+            deadline: started + Duration::from_secs(20),
+            stall: Duration::from_secs(5),
+            cancel: Cancel::new(),
+        };
+        let algorithm = Algorithm::default();
+        let payload_len = header.payload_len();
+        let header = header.encode(crate::arena::ALIGNMENT).unwrap();
+        let peers = [Peer::parse(&url, false, None).unwrap()];
+        let plan = Plan::new(Vec::new(), payload_len, false).unwrap();
+        let queue = Queue::new(&[(0, block_count(payload_len))], 1);
+        let received = Received::new(12, Arc::default());
+        let transfer = Transfer {
+            plan: &plan,
+            queue: &queue,
+            peers: &peers,
+            primary: 0,
+            spread: true,
+            path: "1.safetensors".into(),
+            digests_path: "1/digests?blocks=0-0".into(),
+            payload_start: header.len() as u64,
+            payload_len,
+            header_digest: algorithm.checksum(&header),
+            algorithm: &algorithm,
+            limits: &limits,
+            received: &received,
+            watch: Watch::new(known),
+            alive: AtomicUsize::new(LANES),
+        };
+        std::thread::scope(|scope| {
+            let transfer = &transfer;
+            let lanes: Vec<_> = (0..LANES).map(|index| scope.spawn(move || transfer.run(index, None))).collect();
+            for lane in lanes {
+                drop(lane.join());
+            }
+        });
+        queue.finish().map(|()| received.take_bytes())
+    }
+
+    #[test]
+    fn a_lane_that_panics_leaves_its_range_to_the_others() {
+        assert_eq!(run(LANES).unwrap(), 12 << 20);
+        assert_eq!(run(1).unwrap(), 12 << 20);
+    }
+
+    #[test]
+    fn when_every_lane_panics_the_transfer_fails() {
+        let failed = run(0).unwrap_err();
+        assert_eq!(failed.kind(), ErrorKind::System, "{failed}");
     }
 }

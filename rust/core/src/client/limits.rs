@@ -57,6 +57,32 @@ impl Cancel {
     }
 }
 
+/// Fewer bytes in a second than this are no progress: a connection with so little is as stuck as a silent one.
+const LEAST_PACE: u64 = 1 << 10;
+
+/// How fast an answer comes, for noticing a connection on which bytes drip.
+#[derive(Debug, Default)]
+pub(super) struct Pace {
+    since: Option<Instant>,
+    got: u64,
+}
+
+impl Pace {
+    /// Notes `bytes` of an answer; whether what came in a time of `stall` is next to nothing.
+    pub(super) fn is_stuck(&mut self, bytes: usize, stall: Duration) -> bool {
+        let now = Instant::now();
+        let since = *self.since.get_or_insert(now);
+        self.got += bytes as u64;
+        let elapsed = now - since;
+        if elapsed < stall {
+            return false;
+        }
+        let got = std::mem::take(&mut self.got);
+        self.since = Some(now);
+        u128::from(got) * 1000 < u128::from(LEAST_PACE) * elapsed.as_millis()
+    }
+}
+
 /// When an operation must be over, and how it ends early.
 #[derive(Clone, Debug)]
 pub(crate) struct Limits {
@@ -79,6 +105,20 @@ impl Limits {
         }
     }
 
+    /// The same limits with the `parts`-th part of the time that is left.
+    pub(crate) fn share(&self, parts: u32) -> Self {
+        let now = Instant::now();
+        let left = self.deadline.saturating_duration_since(now);
+        let deadline = if parts > 1 { now + left / parts } else { self.deadline };
+        Self { deadline, ..self.clone() }
+    }
+
+    /// The same limits, but no longer than `length` from now.
+    pub(crate) fn at_most(&self, length: Duration) -> Self {
+        let deadline = Instant::now().checked_add(length).map_or(self.deadline, |end| end.min(self.deadline));
+        Self { deadline, ..self.clone() }
+    }
+
     /// Sleeps for `length`, or until `over` holds; says whether there is time left after it.
     pub(crate) fn pause(&self, length: Duration, over: impl Fn() -> bool) -> bool {
         let step = Duration::from_millis(20);
@@ -93,5 +133,27 @@ impl Limits {
     pub(crate) fn over(&self) -> Error {
         let allowed = self.deadline.saturating_duration_since(self.started).as_secs_f64();
         Error::new(ErrorKind::Timeout, format!("timed out: the whole receive was given {allowed:.3} s"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn next_to_nothing_is_no_progress_and_slow_is() {
+        let stall = Duration::from_millis(40);
+        let run = |bytes: usize| {
+            let mut pace = Pace::default();
+            let noted = |_| {
+                std::thread::sleep(Duration::from_millis(10));
+                pace.is_stuck(bytes, stall)
+            };
+            (0..20).any(noted)
+        };
+        assert!(run(1));
+        assert!(!run(1000));
+        let mut pace = Pace::default();
+        assert!(!pace.is_stuck(1, stall), "the first byte comes whenever it comes");
     }
 }

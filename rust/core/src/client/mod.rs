@@ -2,6 +2,8 @@
 
 mod connect;
 mod connection;
+#[cfg(fuzzing)]
+pub mod fuzzing;
 mod lane;
 mod limits;
 mod open;
@@ -29,6 +31,8 @@ use crate::secret::Secret;
 
 /// How often a source is asked for its header before it is given up.
 const OPEN_ATTEMPTS: u32 = 5;
+/// How long one of several sources may be silent before the next one is asked; twice as long each time it is its turn.
+const OPEN_PATIENCE: Duration = Duration::from_secs(1);
 /// How often a block that does not match its checksum is fetched again before the transfer fails.
 const CORRUPT_RETRIES: usize = 3;
 

@@ -1,5 +1,7 @@
 //! The first requests to a source: its header, the entries the header needs, and the digests of both.
 
+use std::time::Duration;
+
 use tensorferry_wire::container::{self, Header};
 use tensorferry_wire::digest::{BLOCK_SIZE, DigestTable};
 
@@ -7,6 +9,7 @@ use super::OPEN_ATTEMPTS;
 use super::connection::{Connection, Head};
 use super::lane::block_len;
 use super::limits::Limits;
+use crate::arena::check_machine_has;
 use crate::error::{Error, ErrorKind};
 use crate::{same_host, secret};
 
@@ -51,9 +54,15 @@ pub(super) struct Opened {
 }
 
 impl Opened {
-    pub(super) fn read(mut connection: Connection, step: i64, limits: &Limits) -> Result<Self, Error> {
+    /// Asks the source at the other end; its first answer may take `patience` to begin.
+    pub(super) fn read(
+        mut connection: Connection,
+        step: i64,
+        limits: &Limits,
+        patience: Duration,
+    ) -> Result<Self, Error> {
         let path = format!("{step}.safetensors");
-        let head = connection.get(&path, Some((0, FIRST_READ)), None, Some(limits.left()?))?;
+        let head = connection.get(&path, Some((0, FIRST_READ)), None, Some(limits.left()?.min(patience)))?;
         if head.status != 206 {
             let foreign = head.http_10 && head.status == 500;
             let refused = connection.refuse(&head);
@@ -101,6 +110,7 @@ impl Opened {
             let reserved = [container::MANIFEST_ENTRY, container::PICKLE_ENTRY];
             let control = header.entries().iter().filter(|e| reserved.contains(&e.name.as_str())).map(|e| e.end).max();
             let wanted = control.unwrap_or(0).next_multiple_of(BLOCK_SIZE).min(payload_len);
+            check_machine_has(wanted, "what the header of the source needs")?;
             prefix.truncate(usize::try_from(wanted).unwrap_or(usize::MAX));
             let header_bytes = std::mem::take(&mut bytes);
             let mut whole = [header_bytes.as_slice(), &prefix].concat();

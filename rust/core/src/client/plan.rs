@@ -168,15 +168,15 @@ impl Queue {
 
     /// The next range; waits while others still have some that may come back, and calls `idle` now and then meanwhile.
     /// `None` when all is done or has failed.
-    pub(crate) fn take(&self, idle: impl Fn()) -> Option<(u64, u64)> {
+    pub(crate) fn take(&self, idle: impl Fn()) -> Option<Taken<'_>> {
         let mut state = self.state();
         loop {
             if state.failed.is_some() {
                 return None;
             }
-            if let Some(range) = state.waiting.pop_front() {
+            if let Some((at, end)) = state.waiting.pop_front() {
                 state.running += 1;
-                return Some(range);
+                return Some(Taken { queue: self, at, end });
             }
             if state.running == 0 {
                 return None;
@@ -190,17 +190,6 @@ impl Queue {
                 waited.0
             };
         }
-    }
-
-    /// A range is over: what is left of it, if anything, goes back for another lane.
-    pub(crate) fn give_back(&self, rest: Option<(u64, u64)>) {
-        let mut state = self.state();
-        state.running -= 1;
-        if let Some(rest) = rest {
-            state.waiting.push_front(rest);
-        }
-        drop(state);
-        self.done.notify_all();
     }
 
     /// Ends the transfer; the first error is the one reported.
@@ -222,5 +211,72 @@ impl Queue {
             None if state.waiting.is_empty() => Ok(()),
             None => Err(Error::new(ErrorKind::Connect, "every lane gave up before all bytes had come")),
         }
+    }
+}
+
+/// A range of blocks that a lane works on. When it is dropped, be it by a panic, what is left goes back for another lane:
+/// nobody waits for a lane that is gone.
+#[derive(Debug)]
+pub(crate) struct Taken<'a> {
+    queue: &'a Queue,
+    /// The first block that is not here yet.
+    pub(crate) at: u64,
+    pub(crate) end: u64,
+}
+
+impl Drop for Taken<'_> {
+    fn drop(&mut self) {
+        let mut state = self.queue.state();
+        state.running -= 1;
+        if self.at < self.end {
+            state.waiting.push_front((self.at, self.end));
+        }
+        drop(state);
+        self.queue.done.notify_all();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+
+    use super::*;
+
+    #[test]
+    fn what_is_left_of_a_range_comes_back_and_what_is_done_does_not() {
+        let queue = Queue::new(&[(0, 5), (9, 10)], 3);
+        let bounds = |taken: &Taken<'_>| (taken.at, taken.end);
+        let mut first = queue.take(|| ()).unwrap();
+        assert_eq!(bounds(&first), (0, 3));
+        first.at = 2;
+        drop(first);
+        for expected in [(2, 3), (3, 5), (9, 10)] {
+            let mut taken = queue.take(|| ()).unwrap();
+            assert_eq!(bounds(&taken), expected);
+            taken.at = taken.end;
+        }
+        assert!(queue.take(|| ()).is_none());
+        queue.finish().unwrap();
+    }
+
+    #[test]
+    fn a_panic_gives_the_range_back_to_those_who_wait() {
+        let queue = Queue::new(&[(0, 4)], 4);
+        let (holds, held) = mpsc::channel();
+        std::thread::scope(|scope| {
+            let panics = scope.spawn(|| {
+                let mut taken = queue.take(|| ()).unwrap();
+                taken.at = 1;
+                holds.send(()).unwrap();
+                std::thread::sleep(Duration::from_millis(50));
+                panic!("as this test has it");
+            });
+            held.recv().unwrap();
+            let mut taken = queue.take(|| ()).unwrap();
+            assert_eq!((taken.at, taken.end), (1, 4));
+            taken.at = taken.end;
+            assert!(panics.join().is_err());
+        });
+        queue.finish().unwrap();
     }
 }

@@ -1,5 +1,6 @@
 //! A checkpoint at its source: fetched over lanes, verified against its digests.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -12,7 +13,9 @@ use super::limits::Limits;
 use super::open::{Opened, read_digests};
 use super::plan::{Piece, Plan, Queue};
 use super::watch::Watch;
-use super::{Addresses, Arrived, CORRUPT_RETRIES, Destination, FetchOptions, OPEN_ATTEMPTS, Peer, Report, lane};
+use super::{
+    Addresses, Arrived, CORRUPT_RETRIES, Destination, FetchOptions, OPEN_ATTEMPTS, OPEN_PATIENCE, Peer, Report, lane,
+};
 use crate::arena::{ALIGNMENT, Arena, Pool};
 use crate::error::{Error, ErrorKind};
 use crate::secret;
@@ -63,49 +66,61 @@ impl Remote {
         let peers = urls.iter().map(|url| Peer::parse(url, options.same_host, options.secret.as_ref()));
         let peers = peers.collect::<Result<Vec<_>, Error>>()?;
         let mut last = Error::new(ErrorKind::Invalid, "no source was named");
-        for primary in 0..peers.len() {
+        // Each in turn, so that one that is stuck costs a share of the time and not all of it.
+        let mut standing: VecDeque<_> = (0..peers.len()).map(|index| (index, 0_u32, 0_u32)).collect();
+        while let Some((primary, asked, failures)) = standing.pop_front() {
+            if asked > 0 && !limits.pause(Duration::from_millis(20 << asked.min(5)), || false) {
+                return Err(limits
+                    .left()
+                    .err()
+                    .filter(|_| last.is_timeout() || limits.cancel.is_cancelled())
+                    .unwrap_or(last));
+            }
             let source = &peers[primary].source;
-            let at_source = |e: Error| e.at(&format!("step {step} from {}", source.authority()));
-            for attempt in 0..OPEN_ATTEMPTS {
-                let opened = match Connection::open(source, &limits) {
-                    // Nobody is there, or the connection broke in the handshake: worth one more, and no more than that.
-                    Err(e) if e.kind() == ErrorKind::Connect && attempt > 0 => {
-                        last = at_source(e);
-                        break;
+            let others = u32::try_from(standing.len()).unwrap_or(u32::MAX);
+            let share = limits.share(others + 1);
+            // One that says nothing may have nothing to serve yet, or be stuck: asked again, and given longer each time.
+            let patience = if others == 0 { limits.stall } else { limits.stall.min(OPEN_PATIENCE) };
+            let patience = patience.saturating_mul(1 << asked.min(10));
+            let (opened, nobody) = match Connection::open(source, &share) {
+                Ok(connection) => (Opened::read(connection, step, &share, patience), false),
+                Err(e) => {
+                    let nobody = e.kind() == ErrorKind::Connect;
+                    (Err(e), nobody)
+                }
+            };
+            match opened {
+                Ok(opened) => {
+                    let _ = peers[primary].etag.set(opened.etag);
+                    peers[primary].learn(opened.same_host);
+                    return Ok(Self {
+                        peers,
+                        primary,
+                        key: step.to_string(),
+                        payload_start: opened.payload_start,
+                        header: opened.header,
+                        header_digest: opened.header_digest,
+                        algorithm: secret::algorithm(options.secret.as_ref()),
+                        prefix: opened.prefix,
+                        // One that was given a share of the time must not end with that.
+                        connection: Some(opened.connection).filter(|_| others == 0),
+                        opening: started.elapsed(),
+                        lanes: options.lanes,
+                        pool: options.pool,
+                        progress: options.progress,
+                        limits,
+                    });
+                }
+                Err(e) => {
+                    // Not a refusal, which is what the source has to say. Nobody there is worth one more try and no more.
+                    let refused = matches!(e.kind(), ErrorKind::Status(_));
+                    let repairable = e.is_transient() || e.kind() == ErrorKind::Changed;
+                    let most = if nobody { 2 } else { OPEN_ATTEMPTS };
+                    let failures = if e.is_timeout() { failures } else { failures + 1 };
+                    if repairable && !refused && failures < most {
+                        standing.push_back((primary, asked + 1, failures));
                     }
-                    connected => connected.and_then(|connection| Opened::read(connection, step, &limits)),
-                };
-                match opened {
-                    Ok(opened) => {
-                        let _ = peers[primary].etag.set(opened.etag);
-                        peers[primary].learn(opened.same_host);
-                        return Ok(Self {
-                            peers,
-                            primary,
-                            key: step.to_string(),
-                            payload_start: opened.payload_start,
-                            header: opened.header,
-                            header_digest: opened.header_digest,
-                            algorithm: secret::algorithm(options.secret.as_ref()),
-                            prefix: opened.prefix,
-                            connection: Some(opened.connection),
-                            opening: started.elapsed(),
-                            lanes: options.lanes,
-                            pool: options.pool,
-                            progress: options.progress,
-                            limits,
-                        });
-                    }
-                    Err(e) => {
-                        // Not a refusal, which is what the source has to say, and nothing once the time is over.
-                        let refused = matches!(e.kind(), ErrorKind::Status(_));
-                        let repairable = e.is_transient() || e.kind() == ErrorKind::Changed;
-                        last = at_source(e);
-                        let again = repairable && !refused && attempt + 1 < OPEN_ATTEMPTS;
-                        if !again || !limits.pause(Duration::from_millis(20 << attempt), || false) {
-                            break;
-                        }
-                    }
+                    last = e.at(&format!("step {step} from {}", source.authority()));
                 }
             }
         }
@@ -328,6 +343,8 @@ impl Remote {
             let attempt = match reused {
                 Some(connection) => Ok(connection),
                 None if turn == 0 => continue,
+                // It said nothing a moment ago, and there are others.
+                None if turn == 1 && last.is_timeout() && self.peers.len() > 1 => continue,
                 None => Connection::open(&peer.source, &self.limits),
             };
             let answer = attempt.and_then(|mut connection| {

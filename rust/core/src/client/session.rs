@@ -8,7 +8,7 @@ use rustls::pki_types::ServerName;
 use rustls::{ClientConfig, ClientConnection, Stream};
 use socket2::Socket;
 
-use super::limits::Limits;
+use super::limits::{Limits, Pace};
 use crate::error::{Error, ErrorKind};
 use crate::tls;
 
@@ -26,6 +26,8 @@ struct Received {
     buffer: Vec<u8>,
     at: usize,
     end: usize,
+    /// How they come: what TLS hands on comes in whole records, and one of them can drip for ever.
+    pace: Pace,
 }
 
 /// The socket as TLS sees it. One record can take many receives: each of them is kept within the deadline.
@@ -42,7 +44,7 @@ impl Session {
         let failed = |e: &dyn std::error::Error| Error::new(ErrorKind::System, format!("cannot set up TLS: {e}"));
         let name = ServerName::try_from(tls::NAME).map_err(|e| failed(&e))?;
         let tls = ClientConnection::new(Arc::clone(config), name).map_err(|e| failed(&e))?;
-        Ok(Self { tls, received: Received { buffer: Vec::new(), at: 0, end: 0 } })
+        Ok(Self { tls, received: Received { buffer: Vec::new(), at: 0, end: 0, pace: Pace::default() } })
     }
 
     /// Agrees with the server on keys, and checks its certificate.
@@ -81,6 +83,7 @@ impl Session {
         timeout: &mut Option<Duration>,
         bytes: &[u8],
     ) -> io::Result<()> {
+        self.received.pace = Pace::default();
         let mut wire = Wire { socket, limits, timeout, received: &mut self.received };
         let mut stream = Stream::new(&mut self.tls, &mut wire);
         stream.write_all(bytes)?;
@@ -109,6 +112,9 @@ impl Read for Wire<'_> {
             self.received.buffer.resize(AHEAD, 0);
             match (&mut &*self.socket).read(&mut self.received.buffer) {
                 Ok(0) => return Ok(0),
+                Ok(got) if self.received.pace.is_stuck(got, self.limits.stall) => {
+                    return Err(io::ErrorKind::TimedOut.into());
+                }
                 Ok(got) => (self.received.at, self.received.end) = (0, got),
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
                 Err(e) => return Err(e),

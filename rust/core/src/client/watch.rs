@@ -75,8 +75,8 @@ impl Watch {
             let (elapsed, got) = (since.elapsed(), lane.got.load(Ordering::Relaxed));
             if elapsed >= AT_LEAST
                 && rate(got, elapsed).saturating_mul(SLOWER) < average
-                && self.taken.lock().unwrap_or_else(PoisonError::into_inner).insert(*end)
                 && let Some(socket) = socket.upgrade()
+                && self.taken.lock().unwrap_or_else(PoisonError::into_inner).insert(*end)
             {
                 lane.cut.store(true, Ordering::Relaxed);
                 let _ = socket.shutdown(std::net::Shutdown::Both);

@@ -1,7 +1,6 @@
 //! One request, one answer: paths, conditions and ranges as RFC 9110 has them.
 
 use std::convert::Infallible;
-use std::fmt::Write as _;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -13,6 +12,7 @@ use tensorferry_wire::proof::{self, Nonce};
 use tensorferry_wire::request::{self, PathError, RangeSpec, Resource};
 
 use super::Connection;
+use super::metrics::{Metrics, Sending};
 use crate::body::{MemoryBody, ServedBody};
 use crate::publication::{Lease, Segments};
 use crate::store::Lookup;
@@ -22,11 +22,12 @@ const OCTETS: &str = "application/octet-stream";
 type Answer = Response<ServedBody>;
 
 /// Counts a request as open until its answer, body included, is dropped.
-struct Open(Arc<Connection>);
+struct Open(Arc<Connection>, Sending);
 
 impl Drop for Open {
     fn drop(&mut self) {
         self.0.open.fetch_sub(1, Ordering::Relaxed);
+        self.1.end(&self.0);
     }
 }
 
@@ -38,6 +39,7 @@ pub(super) async fn answer<B>(connection: &Arc<Connection>, request: &Request<B>
         _ => {
             let mut refused = text(StatusCode::METHOD_NOT_ALLOWED, "only GET and HEAD are served here");
             refused.headers_mut().insert(header::ALLOW, HeaderValue::from_static("GET, HEAD"));
+            connection.shared.metrics.note_answer(refused.status().as_u16());
             return Ok(refused);
         }
     };
@@ -46,6 +48,7 @@ pub(super) async fn answer<B>(connection: &Arc<Connection>, request: &Request<B>
         Err(PathError::NotFound) => text(StatusCode::NOT_FOUND, "not found"),
         Err(PathError::BadUrl(message)) => text(StatusCode::BAD_REQUEST, &message),
     };
+    connection.shared.metrics.note_answer(answer.status().as_u16());
     if head && answer.status() != StatusCode::NOT_MODIFIED {
         // hyper keeps the length of the body for the head and sends none of it.
         let length = http_body::Body::size_hint(answer.body()).exact().unwrap_or(0);
@@ -133,6 +136,7 @@ async fn resolve<B>(
 /// Waits for the gate and takes a lease on what is served as `step`.
 async fn lease(connection: &Arc<Connection>, step: i64) -> Result<Arc<Lease>, Answer> {
     let shared = &connection.shared;
+    let _waiting = shared.metrics.wait();
     let lookup = tokio::time::timeout(shared.patience, shared.store.lookup(step, &connection.cut)).await;
     match lookup {
         Ok(Lookup::Found(lease)) => Ok(lease),
@@ -214,7 +218,7 @@ fn memory(
         progress: Arc::clone(&connection.progress),
         throttle: connection.shared.throttle.clone(),
         wait: None,
-        _open: Box::new(Open(Arc::clone(connection))),
+        _open: Box::new(Open(Arc::clone(connection), Sending::new(connection, end - start))),
     })));
     *answer.status_mut() = status;
     let headers = answer.headers_mut();
@@ -229,21 +233,18 @@ fn memory(
 }
 
 /// The digest table, or the part of it that `?blocks=first-end` names.
-async fn digests<B>(connection: &Connection, lease: Arc<Lease>, request: &Request<B>, nonce: Option<&Nonce>) -> Answer {
+async fn digests<B>(connection: &Connection, lease: Arc<Lease>, asked: &Request<B>, nonce: Option<&Nonce>) -> Answer {
     let etag = lease.publication().etag().to_owned();
-    if let Some(refused) = conditional(request.headers(), &etag) {
+    if let Some(refused) = conditional(asked.headers(), &etag) {
         return refused;
     }
     let count = lease.block_count();
-    let (first, end) = match request.uri().query().and_then(|q| q.strip_prefix("blocks=")) {
+    let (first, end) = match asked.uri().query().and_then(|q| q.strip_prefix("blocks=")) {
         None => (0, count),
-        Some(range) => {
-            let parsed = range.split_once('-').and_then(|(a, b)| Some((a.parse().ok()?, b.parse().ok()?)));
-            match parsed {
-                Some((first, end)) if first <= end && end <= count => (first, end),
-                _ => return text(StatusCode::BAD_REQUEST, &format!("there are {count} blocks, not {range}")),
-            }
-        }
+        Some(range) => match request::parse_blocks(range, count) {
+            Some(blocks) => blocks,
+            None => return text(StatusCode::BAD_REQUEST, &format!("there are {count} blocks, not {range}")),
+        },
     };
     let table = if lease.digests_known(first, end) {
         lease.digests(first, end)
@@ -263,7 +264,7 @@ async fn digests<B>(connection: &Connection, lease: Arc<Lease>, request: &Reques
     };
     let key = guard.secret().key();
     let body = table.encode_as(key.digests());
-    let path = request.uri().path_and_query().map_or("", |p| p.as_str());
+    let path = asked.uri().path_and_query().map_or("", |p| p.as_str());
     let proof = key.sign_answer(&proof::Answer { nonce, path, etag: &etag, body: &body });
     let mut found = bytes(Bytes::from(body));
     insert(found.headers_mut(), header::ETAG, &etag);
@@ -295,29 +296,7 @@ async fn stock(connection: &Arc<Connection>, lease: Arc<Lease>, step: i64, name:
 
 /// Counters in the Prometheus text format.
 fn metrics(connection: &Connection) -> Answer {
-    let shared = &connection.shared;
-    let rows = [
-        ("tensorferry_requests_total", "counter", "Requests answered.", shared.requests.load(Ordering::Relaxed)),
-        (
-            "tensorferry_sent_bytes_total",
-            "counter",
-            "Bytes of checkpoint bodies sent.",
-            shared.progress.bytes.load(Ordering::Relaxed),
-        ),
-        (
-            "tensorferry_connections",
-            "gauge",
-            "Connections open now.",
-            shared.connections.load(Ordering::Relaxed) as u64,
-        ),
-        ("tensorferry_transfers", "gauge", "Responses being sent now.", shared.store.active() as u64),
-        ("tensorferry_allowed", "gauge", "1 while a checkpoint may be fetched.", shared.store.is_allowed().into()),
-    ];
-    let mut body = String::new();
-    for (name, kind, help, value) in rows {
-        let _ = write!(body, "# HELP {name} {help}\n# TYPE {name} {kind}\n{name} {value}\n");
-    }
-    let mut answer = text(StatusCode::OK, &body);
+    let mut answer = text(StatusCode::OK, &Metrics::render(connection));
     answer.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static("text/plain; version=0.0.4"));
     answer
 }

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Fuzzes what is parsed off the network, on stable Rust without cargo-fuzz:
-#   rust/wire/fuzz/run.sh SECONDS [header|manifest|digests|request|proof ...]
+#   rust/fuzz/run.sh SECONDS [header|manifest|digests|request|proof|answer|address ...]
+# With FUZZ_RUNS=10000000 each target ends after so many inputs instead.
 # Ends with an error if a target finds a crash; the input then lies in artifacts/.
 set -euo pipefail
 cd "$(dirname "$0")"
 seconds=${1:?usage: run.sh SECONDS [target ...]}
 shift
-[ $# -gt 0 ] || set -- header manifest digests request proof
+[ $# -gt 0 ] || set -- header manifest digests request proof answer address
 
 export CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-$PWD/target}
 # the flags cargo-fuzz sets, less the sanitizers, which need nightly
@@ -37,6 +38,13 @@ seed request suffix '\144\0\0\0\0\0\0\0bytes=-5'
 seed request answer '\144\0\0\0\0\0\0\0bytes 0-499/1234'
 seed request tags '\144\0\0\0\0\0\0\0W/"x", "a"'
 
+seed request blocks '\144\0\0\0\0\0\0\0003-17'
+seed answer part 'aHTTP/1.1 206 OK\r\nContent-Length: 5\r\nContent-Range: bytes 0-4/5\r\nETag: "a"\r\n\r\nhelloHTTP/1.1 200 OK\r\nContent-Length: 0\r\nTensorferry-Proof: 00\r\n\r\n'
+seed answer interim 'aHTTP/1.1 100 Continue\r\n\r\nHTTP/1.0 404 not found\r\nConnection: close\r\nContent-Length: 10\r\n\r\nnot found\n'
+seed answer open 'bHTTP/1.1 206 OK\r\nContent-Length: 16\r\nContent-Range: bytes 0-15/16\r\nETag: "a"\r\n\r\n\010\0\0\0\0\0\0\0{}      HTTP/1.1 200 OK\r\nContent-Length: 40\r\nETag: "a"\r\n\r\nTFDIGST1\1\0\0\0\0\0\020\0\0\0\0\0\0\0\0\0\1\2\3\4\5\6\7\10\0\0\0\0\0\0\0\0'
+seed address plain 'http://[::1]:80/0f/checkpoint/'
+seed address pinned 'https://sha256-ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad@node-7:4000/0f/checkpoint/'
+
 cat >corpus/json.dict <<'DICT'
 "{\""
 "\":"
@@ -51,12 +59,19 @@ cat >corpus/json.dict <<'DICT'
 "[\"n\",0,"
 "[\"r\",0]"
 "\"storages\":[["
+"HTTP/1.1 206 OK\x0d\x0a"
+"Content-Range: bytes "
+"Content-Length: "
+"\x0d\x0a\x0d\x0a"
+"https://sha256-"
 DICT
 
 for target in "$@"; do
     mkdir -p "artifacts/$target"
-    echo "== $target for $seconds s"
+    limit="-max_total_time=$seconds"
+    [ -z "${FUZZ_RUNS:-}" ] || limit="-runs=$FUZZ_RUNS"
+    echo "== $target $limit"
     "$CARGO_TARGET_DIR/$host/release/$target" "corpus/$target" -dict=corpus/json.dict \
-        -max_total_time="$seconds" -rss_limit_mb=1024 -timeout=10 -max_len=4096 \
+        "$limit" -rss_limit_mb=1024 -timeout=10 -max_len=4096 \
         -print_final_stats=1 -verbosity=0 -artifact_prefix="artifacts/$target/"
 done

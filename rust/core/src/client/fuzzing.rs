@@ -1,0 +1,66 @@
+//! Ways in for the fuzz targets: what reads bytes that a peer chose.
+
+use std::io::Write;
+use std::os::unix::net::UnixStream;
+use std::sync::{Arc, LazyLock};
+use std::time::{Duration, Instant};
+
+use socket2::Socket;
+
+use super::connection::Connection;
+use super::limits::{Cancel, Limits};
+use super::open::Opened;
+use super::url::Source;
+
+/// More than one input needs, and so long that one that waits is noticed.
+const LONG: Duration = Duration::from_secs(60);
+const LIMIT: u64 = 1 << 16;
+
+/// Nobody is there: a connection that is made anew fails.
+static NOBODY: LazyLock<Arc<Source>> =
+    LazyLock::new(|| Arc::new(Source::parse("http://127.0.0.1:1/").expect("a valid address")));
+
+/// A connection on which `answers` come, and then the end.
+fn answering(answers: &[u8]) -> (Connection, UnixStream, Limits) {
+    let (ours, mut theirs) = UnixStream::pair().expect("a pair of sockets");
+    theirs.write_all(answers).expect("inputs are smaller than the buffer of a socket");
+    theirs.shutdown(std::net::Shutdown::Write).expect("it is open");
+    let started = Instant::now();
+    let limits = Limits { started, deadline: started + LONG, stall: LONG, cancel: Cancel::new() };
+    (Connection::over(Socket::from(std::os::fd::OwnedFd::from(ours)), &NOBODY, &limits, false), theirs, limits)
+}
+
+/// Reads `answers` one after the other, as long as the connection may be used again.
+pub fn fetch(answers: &[u8]) {
+    let (mut connection, _theirs, _) = answering(answers);
+    while let Ok(head) = connection.get("7.safetensors", Some((0, LIMIT)), None, None) {
+        if let Some((start, end, total)) = head.content_range {
+            assert!(start < end && end <= total);
+        }
+        let Ok(body) = connection.body(&head, LIMIT) else { break };
+        assert_eq!(Some(body.len() as u64), head.content_length);
+        assert!(body.len() <= answers.len());
+        if !connection.is_reusable() {
+            break;
+        }
+    }
+}
+
+/// Opens a checkpoint of which `answers` are all that comes.
+pub fn open(answers: &[u8]) {
+    let (connection, _theirs, limits) = answering(answers);
+    if let Ok(opened) = Opened::read(connection, 7, &limits, LONG) {
+        assert!(opened.prefix.len() as u64 <= opened.header.payload_len());
+        assert!(opened.payload_start as usize + opened.prefix.len() <= answers.len());
+    }
+}
+
+/// Reads `url` as the address of a source.
+pub fn address(url: &str) {
+    if let Ok(source) = Source::parse(url) {
+        assert!(!source.host().is_empty() && source.prefix().starts_with('/'));
+        assert!(url.contains(source.authority()) && url.ends_with(source.prefix().trim_start_matches('/')));
+        assert_eq!(source.tls().is_some(), url.starts_with("https://"));
+        assert!(!url.contains(['\r', '\n', ' ']), "it could write into a request");
+    }
+}

@@ -1,0 +1,192 @@
+"""What peers that mean no good can make a process allocate: peaks of resident memory, measured in processes of their
+own."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+from datetime import timedelta
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+import pytest
+import torch
+
+import tensorferry
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from child import Child
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(200), pytest.mark.beyond_torchft]
+
+MIB = 1 << 20
+
+PEAK = """
+def peak():
+    '''MiB this process ever had resident at once, since the last call of reset.'''
+    status = open("/proc/self/status").read()
+    return int(status.split("VmHWM:")[1].split()[0]) >> 10
+
+def reset():
+    gc.collect()
+    open("/proc/self/clear_refs", "w").write("5")
+"""
+
+RECEIVE = (
+    PEAK
+    + """
+target = HTTPTransport(LONG, 4)
+for way in ({}, {"state_dict": lambda: {"w": torch.zeros(3)}}):
+    target = HTTPTransport(LONG, 4, **way)
+    reset()
+    before = peak()
+    try:
+        target.recv_checkpoint(0, METADATA, 1, timedelta(seconds=3))
+        ended = "healed"
+    except tensorferry.TensorferryError as error:
+        ended = f"{type(error).__name__}: {error}"
+    print(peak() - before, ended[:300], flush=True)
+"""
+)
+
+
+def container(header: bytes, length: int | None = None) -> bytes:
+    return struct.pack("<Q", len(header) if length is None else length) + header
+
+
+def entry(nbytes: int) -> bytes:
+    text = b'{"w":{"dtype":"U8","shape":[%d],"data_offsets":[0,%d]}}' % (nbytes, nbytes)
+    return text + b" " * (-len(text) % 8)
+
+
+def part(body: bytes, total: int, length: int | None = None) -> bytes:
+    """The answer to the first request: as much of a container of ``total`` bytes as was asked for."""
+    length = min(total, MIB) if length is None else length
+    head = (
+        f"HTTP/1.1 206 Partial Content\r\nContent-Length: {length}\r\n"
+        f'Content-Range: bytes 0-{length - 1}/{total}\r\nETag: "a"\r\n\r\n'
+    )
+    return head.encode() + body
+
+
+def forever(piece: bytes) -> Iterator[bytes]:
+    while True:
+        yield piece
+
+
+def then(first: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:
+    yield first
+    yield from rest
+
+
+HUGE = 1 << 46
+ANSWERS: dict[str, Callable[[], Iterator[bytes]]] = {
+    "a head without end": lambda: then(b"HTTP/1.1 200 OK\r\n", forever(b"X: " + b"a" * 60_000 + b"\r\n")),
+    "one field without end": lambda: then(b"HTTP/1.1 200 OK\r\nX: ", forever(b"a" * 60_000)),
+    "interim answers without end": lambda: forever(b"HTTP/1.1 100 Continue\r\n\r\n" * 2000),
+    "a header longer than memory": lambda: then(part(container(b"{", 1 << 62), HUGE), forever(bytes(60_000))),
+    "a header of the longest kind": lambda: then(part(container(b"{", 99_000_000), HUGE), forever(bytes(60_000))),
+    "a payload longer than memory": lambda: then(part(container(entry(HUGE)), HUGE), forever(bytes(60_000))),
+    "a body longer than asked for": lambda: then(part(container(entry(10)), 10, HUGE), forever(bytes(60_000))),
+    "a body without a length": lambda: then(b"HTTP/1.1 200 OK\r\n\r\n", forever(bytes(60_000))),
+    "an error that is long": lambda: then(
+        b"HTTP/1.1 400 No\r\nContent-Length: 9999999999999\r\n\r\n", forever(b"no" * 30_000)
+    ),
+}
+
+
+@pytest.fixture
+def answering() -> Iterator[Callable[[Callable[[], Iterator[bytes]]], str]]:
+    """A source that says the same to everybody, whatever they ask, as fast as they read."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    over = threading.Event()
+
+    def serve(connection: socket.socket, answer: Iterator[bytes]) -> None:
+        with connection, contextlib.suppress(OSError):
+            connection.settimeout(5)
+            connection.recv(1 << 16)
+            for piece in answer:
+                connection.sendall(piece)
+                if over.is_set():
+                    return
+
+    def accept(make: Callable[[], Iterator[bytes]]) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                threading.Thread(target=serve, args=(listener.accept()[0], make()), daemon=True).start()
+
+    def start(make: Callable[[], Iterator[bytes]]) -> str:
+        threading.Thread(target=accept, args=(make,), daemon=True).start()
+        return f"http://127.0.0.1:{listener.getsockname()[1]}/{'0' * 32}/checkpoint/"
+
+    yield start
+    over.set()
+    listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_a_receiver_allocates_for_what_came_not_for_what_is_announced(
+    name: str, answering: Callable[[Callable[[], Iterator[bytes]]], str], child: Child
+) -> None:
+    script = RECEIVE.replace("METADATA", repr(answering(ANSWERS[name])))
+    for line in child.run(script, within=60).splitlines():
+        grown, ended = line.split(" ", 1)
+        assert not ended.startswith("healed")
+        # A header may have 100 MB, and is here twice while it is read.
+        assert int(grown) < (400 if "longest kind" in name else 24), line
+
+
+@pytest.mark.parametrize("crowd", ["silent", "slow heads", "answers not read"])
+def test_a_source_holds_little_for_thousands_of_slow_connections(crowd: str, child: Child) -> None:
+    state = {"w": torch.arange(float(4 * MIB))}
+    process = child.start(
+        PEAK
+        + """
+source, target = open_pair()
+state = {"w": torch.arange(float(4 << 20))}
+send_and_receive(source, target, 1, state)
+reset()
+before = peak()
+print(source.metadata(), flush=True)
+sys.stdin.readline()
+print(peak() - before, flush=True)
+source.disallow_checkpoint()
+""",
+        listens=True,
+    )
+    assert process.stdin
+    assert process.stdout
+    metadata = process.stdout.readline().strip()
+    url = urlsplit(metadata)
+    sent = {
+        "silent": b"",
+        "slow heads": f"GET {url.path}1.safetensors HTTP/1.1\r\nX: ".encode() + b"a" * 100_000,
+        "answers not read": f"GET {url.path}1.safetensors HTTP/1.1\r\nHost: a\r\n\r\n".encode(),
+    }[crowd]
+    target = tensorferry.HTTPTransport(timedelta(seconds=60))
+    with contextlib.ExitStack() as crowd_of:
+        for number in range(2000):
+            one = crowd_of.enter_context(socket.socket())
+            one.setblocking(False)
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            with contextlib.suppress(BlockingIOError):
+                one.connect((url.hostname, url.port))
+            if number < 500:  # so many are let in beside the good one
+                one.setblocking(True)
+                one.settimeout(10)
+                with contextlib.suppress(OSError):
+                    one.sendall(sent)
+            if number == 499:
+                received = target.recv_checkpoint(0, metadata, 1, timedelta(seconds=30))
+                assert torch.equal(received["w"], state["w"])
+        process.stdin.write("\n")
+        process.stdin.flush()
+        grown = int(process.stdout.readline())
+    target.shutdown()
+    child.finish(within=60)
+    assert grown < 128, f"{grown} MiB"
