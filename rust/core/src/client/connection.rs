@@ -366,7 +366,8 @@ impl Connection {
                 marks
             } else {
                 self.wait_at_most(self.limits.stall)?;
-                self.receive(&mut [IoSliceMut::new(&mut [0; 16])])?
+                // One byte stands for a whole slot.
+                self.receive_anything(&mut [IoSliceMut::new(&mut [0; 16])])?
             };
             let Some(ring) = &mut self.ring else { break };
             ring.announced = marks as u64;
@@ -444,6 +445,15 @@ impl Connection {
 
     /// Receives into the first of `parts`, or into as many as it takes.
     fn receive(&mut self, parts: &mut [IoSliceMut<'_>]) -> Result<usize, Error> {
+        let got = self.receive_anything(parts)?;
+        if self.pace.is_stuck(got, self.limits.stall) {
+            return Err(self.broken(&io::ErrorKind::TimedOut.into()));
+        }
+        Ok(got)
+    }
+
+    /// The same, however little it is.
+    fn receive_anything(&mut self, parts: &mut [IoSliceMut<'_>]) -> Result<usize, Error> {
         let got = match &mut self.tls {
             None => (&mut &*self.stream).read_vectored(parts),
             Some(tls) => tls.read(&self.stream, &self.limits, &mut self.timeout, &mut parts[0]),
@@ -456,7 +466,6 @@ impl Connection {
                     format!("{} closed the connection in the middle of an answer", self.source.authority()),
                 ))
             }
-            Ok(n) if self.pace.is_stuck(n, self.limits.stall) => Err(self.broken(&io::ErrorKind::TimedOut.into())),
             Ok(n) => Ok(n),
             Err(e) if e.kind() == io::ErrorKind::Interrupted => Ok(0),
             Err(e) => Err(self.broken(&e)),

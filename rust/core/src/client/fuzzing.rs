@@ -27,7 +27,7 @@ fn answering(answers: &[u8]) -> (Connection, UnixStream, Limits) {
     theirs.shutdown(std::net::Shutdown::Write).expect("it is open");
     let started = Instant::now();
     let limits = Limits { started, deadline: started + LONG, stall: LONG, cancel: Cancel::new() };
-    (Connection::over(Socket::from(std::os::fd::OwnedFd::from(ours)), &NOBODY, &limits, false), theirs, limits)
+    (Connection::over(Socket::from(std::os::fd::OwnedFd::from(ours)), &NOBODY, &limits), theirs, limits)
 }
 
 /// Reads `answers` one after the other, as long as the connection may be used again.
