@@ -248,17 +248,22 @@ impl Publication {
         if slot.known.load(Ordering::Acquire) && !(again && self.stability == Stability::Borrowed) {
             return slot.value.load(Ordering::Relaxed);
         }
-        let start = self.payload_start + index as u64 * BLOCK_SIZE;
+        let value = self.digest_payload(index as u64 * BLOCK_SIZE, BLOCK_SIZE);
+        slot.value.store(value, Ordering::Relaxed);
+        slot.known.store(true, Ordering::Release);
+        value
+    }
+
+    /// Checksums up to `len` bytes from `start` of the payload on.
+    fn digest_payload(&self, start: u64, len: u64) -> u64 {
+        let start = self.payload_start + start;
         let mut hasher = self.algorithm.hasher();
-        self.content.visit(start, (start + BLOCK_SIZE).min(self.content.len), |region| {
+        self.content.visit(start, (start + len).min(self.content.len), |region| {
             // SAFETY: a lease on this publication is held by every caller, and the owner outlives leases.
             hasher.update(unsafe { region.as_slice() });
             true
         });
-        let value = hasher.finish();
-        slot.value.store(value, Ordering::Relaxed);
-        slot.known.store(true, Ordering::Release);
-        value
+        hasher.finish()
     }
 }
 
@@ -305,15 +310,20 @@ impl Lease {
         }
     }
 
-    /// The digests of blocks `[first, end)`. `None` when the publication was withdrawn meanwhile.
-    pub(crate) fn digests(&self, first: usize, end: usize) -> Option<DigestTable> {
+    /// The digests of the blocks `[first, end)` of `grain` bytes each, of which there must be so many. `None` when the
+    /// publication was withdrawn meanwhile.
+    pub(crate) fn digests(&self, first: u64, end: u64, grain: u64) -> Option<DigestTable> {
         let publication = &*self.publication;
-        let mut blocks = Vec::with_capacity(end - first);
+        let mut blocks = Vec::new();
         for index in first..end {
-            if publication.stability == Stability::Borrowed && publication.readers().withdrawn {
+            let look = index == first || (index * grain).is_multiple_of(BLOCK_SIZE);
+            if look && publication.stability == Stability::Borrowed && publication.readers().withdrawn {
                 return None;
             }
-            blocks.push(publication.digest_block(index, false));
+            blocks.push(match usize::try_from(index) {
+                Ok(index) if grain == BLOCK_SIZE => publication.digest_block(index, false),
+                _ => publication.digest_payload(index * grain, grain),
+            });
         }
         Some(DigestTable {
             header: publication.header_digest,
@@ -322,12 +332,16 @@ impl Lease {
         })
     }
 
-    pub(crate) fn block_count(&self) -> usize {
-        self.publication.blocks.len()
+    /// How many blocks of `grain` bytes the payload has.
+    pub(crate) fn block_count(&self, grain: u64) -> u64 {
+        (self.publication.content.len - self.publication.payload_start).div_ceil(grain)
     }
 
-    /// Whether the digests of blocks `[first, end)` are known already, so that asking costs nothing.
-    pub(crate) fn digests_known(&self, first: usize, end: usize) -> bool {
+    /// Whether the digests of these blocks are known already, so that asking costs nothing.
+    pub(crate) fn digests_known(&self, first: u64, end: u64, grain: u64) -> bool {
+        let (Ok(first), Ok(end), BLOCK_SIZE) = (usize::try_from(first), usize::try_from(end), grain) else {
+            return false;
+        };
         self.publication.blocks[first..end].iter().all(|b| b.known.load(Ordering::Acquire))
     }
 }

@@ -1,5 +1,7 @@
 //! What a request asks for: its path, its ranges, its conditions. And what an answer says it holds.
 
+use crate::digest::{BLOCK_SIZE, GRAINS};
+
 /// The header in which a source says under which name processes of its own machine reach it.
 pub const SAME_HOST_HEADER: &str = "tensorferry-same-host";
 
@@ -138,6 +140,20 @@ fn position(text: &str) -> Option<u64> {
         return None;
     }
     Some(text.parse().unwrap_or(u64::MAX))
+}
+
+/// Reads the query of a request for digests, `blocks={first}-{end}` with or without `&grain={bytes}`: the blocks
+/// `first..end`, and how many bytes each has. Whether there are such blocks is not checked.
+#[must_use]
+pub fn parse_blocks(query: &str) -> Option<(u64, u64, u64)> {
+    let (blocks, grain) = query.split_once('&').map_or((query, None), |(blocks, grain)| (blocks, Some(grain)));
+    let (first, end) = blocks.strip_prefix("blocks=")?.split_once('-')?;
+    let grain = match grain {
+        Some(grain) => position(grain.strip_prefix("grain=")?).filter(|grain| GRAINS.contains(grain))?,
+        None => BLOCK_SIZE,
+    };
+    let (first, end) = (position(first)?, position(end)?);
+    (first <= end).then_some((first, end, grain))
 }
 
 /// Reads a `Content-Range` field with a known range and length: (start, end, total), end exclusive.

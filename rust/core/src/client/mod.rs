@@ -1,7 +1,9 @@
 //! The receiving side: open a source, learn what it has, fetch it over several lanes into its final place, verify it.
 
+mod blocks;
 mod connect;
 mod connection;
+mod gather;
 mod lane;
 mod limits;
 mod open;
@@ -18,8 +20,10 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use self::connection::Connection;
+pub use self::gather::{Order, gather};
 pub use self::limits::Cancel;
 use self::limits::Limits;
+pub(crate) use self::plan::Piece;
 pub use self::remote::Remote;
 use self::url::Source;
 use crate::arena::{Arena, Pool};
@@ -41,6 +45,8 @@ pub struct FetchOptions {
     pub stall: Duration,
     /// Connections; `None` chooses by the number of cores.
     pub lanes: Option<usize>,
+    /// Bytes that are asked for along with the header: a container that is no longer arrives in one answer.
+    pub ahead: u64,
     /// Fetch around the network when the source runs on this machine under the same user.
     pub same_host: bool,
     /// With a secret, only who proves to know it is fetched from.
@@ -61,6 +67,7 @@ impl FetchOptions {
             timeout,
             stall: (timeout / 4).min(Duration::from_secs(15)),
             lanes: None,
+            ahead: 1 << 20,
             same_host: false,
             secret: None,
             pool: None,
@@ -100,6 +107,8 @@ impl Destination {
 pub struct Report {
     /// Bytes of payload received, those that had to be fetched again included.
     pub bytes: u64,
+    /// Bytes that had a destination, where only slices were asked for.
+    pub wanted: u64,
     /// Connections used for them.
     pub lanes: usize,
     /// Whether a connection did without the network.
