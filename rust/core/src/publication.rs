@@ -7,12 +7,13 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use tensorferry_wire::container::{self, Entry, Header};
 use tensorferry_wire::digest::{self, Algorithm, BLOCK_SIZE, DigestTable};
 use tokio::sync::Notify;
 
 use crate::error::{Error, ErrorKind};
-use crate::memory::{Item, Memory, Region};
+use crate::layout::Layout;
+pub(crate) use crate::layout::Segments;
+use crate::memory::{Item, Memory};
 
 /// Whether the memory of a publication can change while it is served.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,56 +39,6 @@ pub struct Rendered {
     pub parts: Vec<Memory>,
     /// Kept until the publication is gone.
     pub owner: Box<dyn Any + Send + Sync>,
-}
-
-/// Contiguous bytes in memory pieces, addressed by offset.
-pub(crate) struct Segments {
-    starts: Vec<u64>,
-    regions: Vec<Region>,
-    len: u64,
-    // Owned bytes among the parts; borrowed ones belong to the publication's owner.
-    _parts: Vec<Memory>,
-}
-
-impl Segments {
-    fn new(parts: Vec<Memory>) -> Self {
-        let (mut starts, mut regions, mut len) = (Vec::with_capacity(parts.len()), Vec::with_capacity(parts.len()), 0);
-        for part in &parts {
-            let region = part.region();
-            if region.len() > 0 {
-                starts.push(len);
-                regions.push(region);
-                len += region.len() as u64;
-            }
-        }
-        let owned = parts.into_iter().filter(Memory::is_owned).collect();
-        Self { starts, regions, len, _parts: owned }
-    }
-
-    pub(crate) fn len(&self) -> u64 {
-        self.len
-    }
-
-    /// Calls `visit` with the regions that make up `[start, end)`, in order, until it returns false.
-    pub(crate) fn visit(&self, start: u64, end: u64, mut visit: impl FnMut(Region) -> bool) {
-        let mut at = start;
-        let mut index = self.starts.partition_point(|&s| s <= start).saturating_sub(1);
-        while at < end && index < self.regions.len() {
-            let (first, region) = (self.starts[index], self.regions[index]);
-            let last = first + region.len() as u64;
-            let stop = end.min(last);
-            if at < stop {
-                // Differences within one region fit usize, since its length is one.
-                #[allow(clippy::cast_possible_truncation)]
-                let part = region.slice((at - first) as usize, (stop - first) as usize);
-                if !visit(part) {
-                    return;
-                }
-                at = stop;
-            }
-            index += 1;
-        }
-    }
 }
 
 /// One immutable container over memory, ready to be served to many receivers.
@@ -130,7 +81,7 @@ impl std::fmt::Debug for Publication {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Publication")
             .field("etag", &self.etag)
-            .field("len", &self.content.len)
+            .field("len", &self.content.len())
             .field("stability", &self.stability)
             .finish_non_exhaustive()
     }
@@ -138,8 +89,7 @@ impl std::fmt::Debug for Publication {
 
 impl Publication {
     /// Lays `items` out as one container. `owner` keeps the memory of the items alive and is dropped with the
-    /// publication. Items keep their order in the header; in the payload the reserved entries come first and the rest
-    /// by descending alignment, so that a mapped file has every tensor aligned.
+    /// publication.
     ///
     /// # Errors
     /// [`ErrorKind::Invalid`] when the items make no valid container: a name twice, a length that does not fit.
@@ -149,33 +99,10 @@ impl Publication {
         stability: Stability,
         owner: Box<dyn Any + Send + Sync>,
     ) -> Result<Self, Error> {
-        let invalid = |e: container::HeaderError| Error::caused(ErrorKind::Invalid, "cannot publish this state", e);
-        let mut order: Vec<usize> = (0..items.len()).collect();
-        order.sort_by_key(|&i| match items[i].name.as_str() {
-            container::MANIFEST_ENTRY => 0,
-            container::PICKLE_ENTRY => 1,
-            _ => 10 - items[i].dtype.alignment(),
-        });
-        let mut offsets = vec![(0, 0); items.len()];
-        let mut at = 0_u64;
-        for &i in &order {
-            let end = at + items[i].memory.region().len() as u64;
-            offsets[i] = (at, end);
-            at = end;
-        }
-        let mut memories: Vec<Option<Memory>> = Vec::with_capacity(items.len());
-        let mut entries = Vec::with_capacity(items.len());
-        for (item, (start, end)) in items.into_iter().zip(offsets) {
-            entries.push(Entry { name: item.name, dtype: item.dtype, shape: item.shape, start, end });
-            memories.push(Some(item.memory));
-        }
-        let header = Header::new(metadata, entries).map_err(invalid)?;
-        let header = Bytes::from(header.encode(crate::arena::ALIGNMENT).map_err(invalid)?);
+        let Layout { header, content, .. } = Layout::new(metadata, items, crate::arena::ALIGNMENT)?;
         let payload_start = header.len() as u64;
-        let mut parts = vec![Memory::from(header.clone())];
-        parts.extend(order.into_iter().filter_map(|i| memories[i].take()));
-        let content = Arc::new(Segments::new(parts));
-        let count = usize::try_from(digest::block_count(content.len - payload_start))
+        let content = Arc::new(content);
+        let count = usize::try_from(digest::block_count(content.len() - payload_start))
             .map_err(|e| Error::caused(ErrorKind::Invalid, "too many blocks", e))?;
         Ok(Self {
             header_digest: 0,
@@ -223,7 +150,7 @@ impl Publication {
     /// Length of the whole container in bytes, header included.
     #[must_use]
     pub fn total_len(&self) -> u64 {
-        self.content.len
+        self.content.len()
     }
 
     pub(crate) fn header(&self) -> &Bytes {
@@ -258,7 +185,7 @@ impl Publication {
     fn digest_payload(&self, start: u64, len: u64) -> u64 {
         let start = self.payload_start + start;
         let mut hasher = self.algorithm.hasher();
-        self.content.visit(start, (start + len).min(self.content.len), |region| {
+        self.content.visit(start, (start + len).min(self.content.len()), |region| {
             // SAFETY: a lease on this publication is held by every caller, and the owner outlives leases.
             hasher.update(unsafe { region.as_slice() });
             true
@@ -301,7 +228,7 @@ impl Lease {
     pub(crate) fn digest_before_sending(&self, offset: u64, end: u64) {
         let publication = &*self.publication;
         let Some(relative) = offset.checked_sub(publication.payload_start) else { return };
-        let whole = (relative + BLOCK_SIZE).min(publication.content.len - publication.payload_start);
+        let whole = (relative + BLOCK_SIZE).min(publication.content.len() - publication.payload_start);
         if relative.is_multiple_of(BLOCK_SIZE)
             && whole <= end - publication.payload_start
             && let Ok(index) = usize::try_from(relative / BLOCK_SIZE)
@@ -327,14 +254,14 @@ impl Lease {
         }
         Some(DigestTable {
             header: publication.header_digest,
-            payload_len: publication.content.len - publication.payload_start,
+            payload_len: publication.content.len() - publication.payload_start,
             blocks,
         })
     }
 
     /// How many blocks of `grain` bytes the payload has.
     pub(crate) fn block_count(&self, grain: u64) -> u64 {
-        (self.publication.content.len - self.publication.payload_start).div_ceil(grain)
+        (self.publication.content.len() - self.publication.payload_start).div_ceil(grain)
     }
 
     /// Whether the digests of these blocks are known already, so that asking costs nothing.

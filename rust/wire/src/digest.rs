@@ -243,7 +243,7 @@ impl DigestTable {
             rest.map(|word| u64::from_le_bytes(*word)).ok_or_else(|| short.clone())
         };
         let (kind, payload_len, header, count) = (word(8)?, word(16)?, word(24)?, word(32)?);
-        let (algorithm, block_size) = ((kind & 0xFFFF_FFFF) as u32, (kind >> 32) as u32);
+        let (algorithm, block_size) = split(kind);
         if algorithm != wanted.number() {
             return Err(DigestError::Algorithm(algorithm));
         }
@@ -266,6 +266,55 @@ impl DigestTable {
         let blocks = bytes[HEAD..body].as_chunks().0.iter().map(|block| u64::from_le_bytes(*block)).collect();
         Ok(Self { header, payload_len, blocks })
     }
+}
+
+/// What a table says before its checksums, for whoever reads only some of them: they are not covered by the table's own
+/// checksum then, and a damaged one shows as a block that does not match.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TableHead {
+    /// As in [`DigestTable`].
+    pub header: u64,
+    /// As in [`DigestTable`].
+    pub payload_len: u64,
+    /// How many checksums follow, one for each block.
+    pub count: u64,
+}
+
+impl TableHead {
+    /// Bytes of a table before its first checksum.
+    pub const LEN: usize = HEAD;
+
+    /// Reads the head of a table of CRC-64/NVME that covers a whole payload in blocks of `grain` bytes.
+    pub fn decode(bytes: &[u8; HEAD], grain: u64) -> Result<Self, DigestError> {
+        if !bytes.starts_with(MAGIC) {
+            return Err(DigestError::Magic);
+        }
+        let [_, kind, payload_len, header, count] = words(bytes);
+        let (algorithm, block_size) = split(kind);
+        if algorithm != CRC64 {
+            return Err(DigestError::Algorithm(algorithm));
+        }
+        if u64::from(block_size) != grain || !GRAINS.contains(&grain) {
+            return Err(DigestError::BlockSize(block_size));
+        }
+        if count != payload_len.div_ceil(grain) {
+            return Err(DigestError::Count { count, payload_len });
+        }
+        Ok(Self { header, payload_len, count })
+    }
+}
+
+fn words(bytes: &[u8; HEAD]) -> [u64; 5] {
+    let mut words = [0; 5];
+    for (word, bytes) in words.iter_mut().zip(bytes.as_chunks().0) {
+        *word = u64::from_le_bytes(*bytes);
+    }
+    words
+}
+
+/// Algorithm and block size.
+fn split(kind: u64) -> (u32, u32) {
+    ((kind & 0xFFFF_FFFF) as u32, (kind >> 32) as u32)
 }
 
 #[cfg(test)]

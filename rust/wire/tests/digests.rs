@@ -3,7 +3,7 @@
 
 use proptest::prelude::*;
 use tensorferry_wire::digest::{
-    Algorithm, BLOCK_SIZE, DigestError, DigestTable, FILE_GRAIN, GRAINS, block_count, checksum, table_len,
+    Algorithm, BLOCK_SIZE, DigestError, DigestTable, FILE_GRAIN, GRAINS, TableHead, block_count, checksum, table_len,
 };
 
 fn table() -> DigestTable {
@@ -45,6 +45,19 @@ fn a_table_of_another_grain_is_read_as_such_only() {
     for other in [BLOCK_SIZE, 64 << 10, 0, 1, u64::MAX] {
         let refused = DigestTable::decode_grained(&bytes, &Algorithm::Crc64, other);
         assert_eq!(refused, Err(DigestError::BlockSize(4096)), "{other}");
+    }
+    let head: &[u8; 40] = bytes.first_chunk().unwrap();
+    let expected = TableHead { header: 7, payload_len: 3 * FILE_GRAIN + 1, count: 4 };
+    assert_eq!(TableHead::decode(head, FILE_GRAIN), Ok(expected));
+    assert_eq!(TableHead::decode(head, BLOCK_SIZE), Err(DigestError::BlockSize(4096)));
+    for (at, error) in [
+        (0, DigestError::Magic),
+        (8, DigestError::Algorithm(0)),
+        (32, DigestError::Count { count: 5, payload_len: 3 * FILE_GRAIN + 1 }),
+    ] {
+        let mut damaged = *head;
+        damaged[at] ^= 1;
+        assert_eq!(TableHead::decode(&damaged, FILE_GRAIN), Err(error), "{at}");
     }
     let one_too_many = DigestTable { blocks: vec![0; 5], ..fine };
     let refused = one_too_many.encode_grained(&Algorithm::Crc64, FILE_GRAIN);

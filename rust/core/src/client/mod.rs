@@ -19,11 +19,12 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
+pub(crate) use self::blocks::checksum_blocks;
 use self::connection::Connection;
 pub use self::gather::{Order, gather};
 pub use self::limits::Cancel;
 use self::limits::Limits;
-pub(crate) use self::plan::Piece;
+pub(crate) use self::plan::{Piece, Plan, Queue};
 pub use self::remote::Remote;
 use self::url::Source;
 use crate::arena::{Arena, Pool};
