@@ -11,6 +11,7 @@ __all__ = [
     "Secret",
     "Server",
     "_fetch_slices",
+    "_file_entries",
     "_interfaces",
     "_read_file",
     "_shutdown_runtime",
@@ -160,6 +161,7 @@ def _write_file(
     metadata: list[tuple[str, str]],
     threads: int | None = None,
 ) -> int: ...
+def _file_entries(path: str | PathLike[str]) -> list[tuple[str, str, int]]: ...
 def _read_file(path: str | PathLike[str], parts: list[_Part], *, threads: int | None = None) -> dict[str, int]: ...
 def _fetch_slices(
     orders: list[tuple[list[str], int, list[_Part]]],

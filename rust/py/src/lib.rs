@@ -30,5 +30,5 @@ mod _native {
     #[pymodule_export]
     use crate::server::PyServer;
     #[pymodule_export]
-    use crate::slices::{fetch_slices, read_file, write_file};
+    use crate::slices::{fetch_slices, file_entries, read_file, write_file};
 }

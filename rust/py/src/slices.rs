@@ -54,15 +54,25 @@ pub(crate) fn write_file(
     Ok(report.bytes)
 }
 
+/// Name, dtype and length in bytes of each entry of the container at `path`, whose header is verified.
+#[pyfunction]
+#[pyo3(name = "_file_entries")]
+pub(crate) fn file_entries(py: Python<'_>, path: PathBuf) -> PyResult<Vec<(String, &'static str, u64)>> {
+    runtime::run(py, &Cancel::new(), None, move || {
+        let container = Container::open(&path)?;
+        Ok(container.header().entries().iter().map(|e| (e.name.clone(), e.dtype.name(), e.nbytes())).collect())
+    })
+}
+
 /// Reads slices of the container at `path` into their places, verified.
 #[pyfunction]
 #[pyo3(name = "_read_file", signature = (path, parts, *, threads = None))]
-pub(crate) fn read_file<'py>(
-    py: Python<'py>,
+pub(crate) fn read_file(
+    py: Python<'_>,
     path: PathBuf,
     parts: Vec<Part>,
     threads: Option<usize>,
-) -> PyResult<Bound<'py, PyDict>> {
+) -> PyResult<Bound<'_, PyDict>> {
     let slices = slices(py, parts)?;
     let cancel = Cancel::new();
     let options = FileOptions { threads, cancel: cancel.clone() };
