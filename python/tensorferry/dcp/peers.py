@@ -35,14 +35,13 @@ _AHEAD = 64 << 10
 
 
 class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow torch
-    """Publishes what each rank would save, for ``PeerReader`` of another job, with
-    ``torch.distributed.checkpoint.save``.
+    """Publishes what each rank would save, with ``torch.distributed.checkpoint.save``, for readers of other jobs.
 
     Each rank serves its own part from a server of its own. Nothing is copied that is in host memory: until
     ``withdraw``, tensors may not change. Make one writer and keep it: every save replaces what is published.
 
     Args:
-        timeout: how long a request waits for a checkpoint, and how long ``withdraw`` waits for readers of borrowed memory
+        timeout: how long a request waits for a checkpoint, and ``withdraw`` for readers of borrowed memory
         snapshot: ``"borrow"`` serves CPU tensors from where they are, ``"copy"`` takes a private copy in the save: then
             they may change at once. Accelerator tensors are always copied.
         secret, tls, same_host, interface, advertise, max_bandwidth: as for ``HTTPTransport``
