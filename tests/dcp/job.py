@@ -14,6 +14,15 @@ import torch
 import torch.distributed as dist
 
 _PATIENCE_S = 90
+#: Imported once and not in each rank. Only what is installed: the server that forks the ranks knows no other folders.
+_PRELOAD = [
+    "torch._dynamo",
+    "torch.distributed._shard.sharded_tensor",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "tensorferry.dcp",
+]
 
 
 def _rank(pipe, rank, world, store):
@@ -41,16 +50,16 @@ def _rank(pipe, rank, world, store):
 class Job:
     """``world`` processes; ``run`` has all of them call a function with a dict of their own and what it is given."""
 
-    def __init__(self, world):
+    def __init__(self, world, daemon=True):
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["job", "states"])
+        context.set_forkserver_preload(_PRELOAD)
         self.world = world
         self._folder = tempfile.TemporaryDirectory()
         self._pipes, self._processes = [], []
         for rank in range(world):
             ours, theirs = context.Pipe()
             store = os.path.join(self._folder.name, "store")
-            process = context.Process(target=_rank, args=(theirs, rank, world, store), daemon=True)
+            process = context.Process(target=_rank, args=(theirs, rank, world, store), daemon=daemon)
             process.start()
             theirs.close()
             self._pipes.append(ours)

@@ -75,7 +75,7 @@ def _sharded(value):
 
 
 def state(turn, blank):
-    """Every dtype and shape, its placements chosen by ``turn``; with ``blank`` filled with what is to be overwritten."""
+    """Every dtype and shape, its placements chosen by ``turn``; with ``blank`` zeros, to be overwritten."""
     world = dist.get_world_size()
     kinds = list(layouts(world).items())
     found = {}
@@ -117,7 +117,7 @@ def compare(found, expected):
 
 
 def save(kept, turn, ours, theirs):
-    """Saves the state of ``turn`` to files, with torch's writer too, and publishes it; gives the publication's string."""
+    """Saves the state of ``turn`` to files, with torch's writer too, and publishes it; gives its string."""
     held = state(turn, blank=False)
     dcp.save(held, storage_writer=FileWriter(ours))
     if theirs is not None:

@@ -1,8 +1,9 @@
 """Any number of ranks loads what any other number saved: from files, and from the memory of a running job."""
 
 import pytest
-import states
 from job import Job
+
+import states
 
 
 @pytest.mark.parametrize(("source", "target"), [(4, 2), (2, 4), (1, 3), (3, 1), (4, 4)])

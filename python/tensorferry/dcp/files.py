@@ -150,7 +150,8 @@ class FileReader(StorageReader):  # type: ignore[misc]  # mypy does not follow t
         trust_pickle: let pickled objects name anything; then whoever can write to the folder can run code here
 
     Attributes:
-        report: what the last load read: ``bytes`` of files, and ``wanted``, the bytes of them that had a destination
+        report: what the last load read besides the index: ``bytes`` of files, and ``wanted``, those of them that had a
+            destination
     """
 
     def __init__(
@@ -203,7 +204,7 @@ class FileReader(StorageReader):  # type: ignore[misc]  # mypy does not follow t
         if nbytes is None:
             raise ProtocolError(f"{path} is no index: it has no entry {entry!r}")
         memory = scratch(nbytes)
-        self._add(_read_file(path, [(entry, "U8", nbytes, 0, nbytes, address(memory), [])], threads=1))
+        _read_file(path, [(entry, "U8", nbytes, 0, nbytes, address(memory), [])], threads=1)
         return bytes(memory.numpy().tobytes())
 
     def _incomplete(self) -> IncompleteCheckpoint:

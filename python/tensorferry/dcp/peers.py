@@ -227,8 +227,8 @@ class PeerReader(StorageReader):  # type: ignore[misc]  # mypy does not follow t
         trust_pickle: let pickled objects name anything; then whoever can answer as a source can run code here
 
     Attributes:
-        report: what the last load fetched: ``bytes``, and ``wanted``, the bytes of them that had a destination;
-        ``retries``
+        report: what the last load fetched besides the index: ``bytes``, and ``wanted``, the bytes of them that had a
+        destination; ``retries``
     """
 
     def __init__(
@@ -289,6 +289,7 @@ class PeerReader(StorageReader):  # type: ignore[misc]  # mypy does not follow t
             nbytes = sizes[index.ENTRY]
             memory = scratch(nbytes)
             self._fetch({source: [(index.ENTRY, "U8", nbytes, 0, nbytes, address(memory), [])]})
+            self.report = dict.fromkeys(self.report, 0)
             metadata = index.decode(memory.numpy().tobytes(), "the publication", self._allowed)
         except TensorferryError as e:
             self._failed = e
