@@ -37,6 +37,10 @@ build: $(VENV)/.installed ## build the wheel and install it into .venv
 demo: build ## heal a real torchft job, first with torchft's transport, then with ours
 	$(BIN)/python examples/heal/story.py
 
+.PHONY: demo-reshard
+demo-reshard: build ## a job of four ranks feeds a job of two, live, with the optimizer
+	$(BIN)/python examples/reshard/live_reshard.py
+
 .PHONY: test
 test: build ## every test: Rust, the fuzz targets for a short time, Python
 	cargo test --locked -p tensorferry-wire -p tensorferry-core
@@ -67,6 +71,11 @@ format: $(VENV)/.deps ## rewrite the sources the way lint wants them
 BENCH_ARGS ?=
 bench: build ## side by side against torchft's HTTPTransport, interleaved: table, JSON and plot
 	$(BIN)/python benches/side_by_side.py --json build/bench/results.json --plot docs/bench.png $(BENCH_ARGS)
+
+.PHONY: bench-dcp
+BENCH_DCP_ARGS ?=
+bench-dcp: build ## checkpoints beside torch's, Hugging Face's and torch.save, interleaved: table and JSON
+	$(BIN)/python benches/dcp.py --json build/bench/dcp.json $(BENCH_DCP_ARGS)
 
 .PHONY: faults
 FAULTS_ARGS ?=

@@ -1,8 +1,24 @@
 import sys
 from collections.abc import Callable, Sequence
+from os import PathLike
 from typing import Any, final
 
-__all__ = ["Arena", "Pool", "Remote", "Rows", "Secret", "Server", "_interfaces", "_shutdown_runtime"]
+__all__ = [
+    "Arena",
+    "Pool",
+    "Remote",
+    "Rows",
+    "Secret",
+    "Server",
+    "_fetch_slices",
+    "_file_entries",
+    "_interfaces",
+    "_read_file",
+    "_shutdown_runtime",
+    "_write_file",
+]
+
+_Part = tuple[str, str, int, int, int, int, list[tuple[int, int, int]]]
 
 @final
 class Arena:
@@ -138,5 +154,24 @@ class Rows:
     def names_are_regular(self) -> bool: ...
     def rename(self, names: list[str]) -> None: ...
 
+def _write_file(
+    path: str | PathLike[str],
+    *,
+    rows: Rows,
+    control: list[tuple[str, bytes]],
+    metadata: list[tuple[str, str]],
+    threads: int | None = None,
+) -> int: ...
+def _file_entries(path: str | PathLike[str]) -> list[tuple[str, str, int]]: ...
+def _read_file(path: str | PathLike[str], parts: list[_Part], *, threads: int | None = None) -> dict[str, int]: ...
+def _fetch_slices(
+    orders: list[tuple[list[str], int, list[_Part]]],
+    *,
+    timeout: float,
+    lanes: int | None = None,
+    same_host: bool = False,
+    ahead: int | None = None,
+    secret: Secret | None = None,
+) -> dict[str, Any]: ...
 def _interfaces() -> list[tuple[str, str]]: ...
 def _shutdown_runtime() -> None: ...

@@ -97,6 +97,11 @@ class Allowed:
                 raise TypeError(f"safe_globals takes classes and functions, not {value!r}")
             self._extra[module, name] = value
 
+    @property
+    def trusts(self) -> bool:
+        """Whether everything is allowed."""
+        return self._trust
+
     def allows(self, module: str, name: str) -> bool:
         """Whether ``module.name`` may be named."""
         return (
@@ -129,8 +134,8 @@ def refusal(module: str, name: str, leaf: object = None) -> str:
     needed = f" for {leaf[:200]!r}" if isinstance(leaf, str) and leaf else ""
     return (
         f"the checkpoint's pickle names {module}.{name}{needed}, which is not on the allow-list; if you trust it, pass "
-        f"HTTPTransport(..., safe_globals=[{module}.{name}]) on the receiving side, or trust_pickle=True to allow "
-        "everything"
+        f"safe_globals=[{module}.{name}] to HTTPTransport or the reader on the receiving side, or trust_pickle=True to "
+        "allow everything"
     )
 
 

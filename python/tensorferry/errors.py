@@ -15,6 +15,7 @@ __all__ = [
     "CorruptCheckpoint",
     "FetchTimeout",
     "ForkedProcess",
+    "IncompleteCheckpoint",
     "InvalidArgument",
     "ProtocolError",
     "SourceChanged",
@@ -86,6 +87,10 @@ class UnsafePickle(TensorferryError, pickle.UnpicklingError):
 
 class ForkedProcess(TensorferryError, RuntimeError):
     """A transport was used in a process forked from the one that made it."""
+
+
+class IncompleteCheckpoint(TensorferryError, FileNotFoundError):
+    """There is no checkpoint here, or only what an interrupted save has left."""
 
 
 class InvalidArgument(TensorferryError, ValueError):

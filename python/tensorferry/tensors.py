@@ -138,6 +138,64 @@ def parameter(value: Tensor, requires_grad: bool) -> Parameter:
     return Parameter(value, requires_grad=requires_grad)
 
 
+def dense(value: Tensor) -> Tensor | None:
+    """``value`` with its elements one after the other: itself where they are, else a copy on the same device.
+
+    ``None`` where bytes, dtype and shape do not say all there is to say: sparse, nested, quantised and meta tensors,
+    and subclasses that are no plain memory.
+    """
+    value = value.detach()
+    if type(value) is not Tensor or value.layout is not _strided or value.is_nested or value.is_quantized:
+        return None
+    if value.device.type == "meta" or value.numel() * value.element_size() != value.nbytes:
+        return None
+    return value.resolve_conj().resolve_neg().contiguous()
+
+
+def reach(value: Tensor) -> tuple[torch.UntypedStorage, int, int]:
+    """The storage a dense tensor lies in, and its first and last byte (exclusive) there."""
+    start = value.storage_offset() * value.element_size()
+    return value.untyped_storage(), start, start + value.nbytes
+
+
+def address(value: Tensor) -> int:
+    """Where a tensor's memory begins; 0 if it has none."""
+    return int(value.data_ptr()) if value.numel() else 0
+
+
+def byte_strides(value: Tensor) -> list[int]:
+    """Bytes from one element to the next in each dimension."""
+    return [int(stride) * value.element_size() for stride in value.stride()]
+
+
+def takes_bytes(value: Tensor, dtype: torch.dtype) -> bool:
+    """Whether elements of ``dtype`` can be written as bytes to where ``value`` is, each to a place of its own."""
+    if type(value) is not Tensor or value.device.type != "cpu" or value.dtype != dtype or value.layout is not _strided:
+        return False
+    if value.is_conj() or value.is_neg() or value.is_quantized or value.is_nested:
+        return False
+    extent = 1
+    for stride, dim in sorted(
+        (stride, dim) for stride, dim in zip(value.stride(), value.shape, strict=True) if dim > 1
+    ):
+        if stride < extent:
+            return False
+        extent = stride * dim
+    return True
+
+
+def scratch(nbytes: int) -> Tensor:
+    """Memory of ``nbytes`` bytes, 1-D."""
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
+def view_as(flat: Tensor, dtype: torch.dtype, shape: list[int], strides: list[int]) -> Tensor:
+    """Bytes seen as elements of ``dtype``; ``strides`` are in bytes."""
+    size = dtype.itemsize
+    whole = flat[: len(flat) // size * size].view(dtype)
+    return whole.as_strided(shape, [stride // size for stride in strides])
+
+
 def receives_in_place(value: Tensor) -> bool:
     """Whether bytes from the network may go straight to where ``value`` is."""
     return value.device.type == "cpu" and is_plain(value)

@@ -7,12 +7,13 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use tensorferry_wire::container::{self, Entry, Header};
 use tensorferry_wire::digest::{self, Algorithm, BLOCK_SIZE, DigestTable, Hasher};
 use tokio::sync::Notify;
 
 use crate::error::{Error, ErrorKind};
-use crate::memory::{Item, Memory, Region};
+use crate::layout::Layout;
+pub(crate) use crate::layout::Segments;
+use crate::memory::{Item, Memory};
 
 /// Whether the memory of a publication can change while it is served.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,56 +39,6 @@ pub struct Rendered {
     pub parts: Vec<Memory>,
     /// Kept until the publication is gone.
     pub owner: Box<dyn Any + Send + Sync>,
-}
-
-/// Contiguous bytes in memory pieces, addressed by offset.
-pub(crate) struct Segments {
-    starts: Vec<u64>,
-    regions: Vec<Region>,
-    len: u64,
-    // Owned bytes among the parts; borrowed ones belong to the publication's owner.
-    _parts: Vec<Memory>,
-}
-
-impl Segments {
-    fn new(parts: Vec<Memory>) -> Self {
-        let (mut starts, mut regions, mut len) = (Vec::with_capacity(parts.len()), Vec::with_capacity(parts.len()), 0);
-        for part in &parts {
-            let region = part.region();
-            if region.len() > 0 {
-                starts.push(len);
-                regions.push(region);
-                len += region.len() as u64;
-            }
-        }
-        let owned = parts.into_iter().filter(Memory::is_owned).collect();
-        Self { starts, regions, len, _parts: owned }
-    }
-
-    pub(crate) fn len(&self) -> u64 {
-        self.len
-    }
-
-    /// Calls `visit` with the regions that make up `[start, end)`, in order, until it returns false.
-    pub(crate) fn visit(&self, start: u64, end: u64, mut visit: impl FnMut(Region) -> bool) {
-        let mut at = start;
-        let mut index = self.starts.partition_point(|&s| s <= start).saturating_sub(1);
-        while at < end && index < self.regions.len() {
-            let (first, region) = (self.starts[index], self.regions[index]);
-            let last = first + region.len() as u64;
-            let stop = end.min(last);
-            if at < stop {
-                // Differences within one region fit usize, since its length is one.
-                #[allow(clippy::cast_possible_truncation)]
-                let part = region.slice((at - first) as usize, (stop - first) as usize);
-                if !visit(part) {
-                    return;
-                }
-                at = stop;
-            }
-            index += 1;
-        }
-    }
 }
 
 /// One immutable container over memory, ready to be served to many receivers.
@@ -141,7 +92,7 @@ impl std::fmt::Debug for Publication {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Publication")
             .field("etag", &self.etag)
-            .field("len", &self.content.len)
+            .field("len", &self.content.len())
             .field("stability", &self.stability)
             .finish_non_exhaustive()
     }
@@ -149,8 +100,7 @@ impl std::fmt::Debug for Publication {
 
 impl Publication {
     /// Lays `items` out as one container. `owner` keeps the memory of the items alive and is dropped with the
-    /// publication. Items keep their order in the header; in the payload the reserved entries come first and the rest
-    /// by descending alignment, so that a mapped file has every tensor aligned.
+    /// publication.
     ///
     /// # Errors
     /// [`ErrorKind::Invalid`] when the items make no valid container: a name twice, a length that does not fit.
@@ -160,33 +110,10 @@ impl Publication {
         stability: Stability,
         owner: Box<dyn Any + Send + Sync>,
     ) -> Result<Self, Error> {
-        let invalid = |e: container::HeaderError| Error::caused(ErrorKind::Invalid, "cannot publish this state", e);
-        let mut order: Vec<usize> = (0..items.len()).collect();
-        order.sort_by_key(|&i| match items[i].name.as_str() {
-            container::MANIFEST_ENTRY => 0,
-            container::PICKLE_ENTRY => 1,
-            _ => 10 - items[i].dtype.alignment(),
-        });
-        let mut offsets = vec![(0, 0); items.len()];
-        let mut at = 0_u64;
-        for &i in &order {
-            let end = at + items[i].memory.region().len() as u64;
-            offsets[i] = (at, end);
-            at = end;
-        }
-        let mut memories: Vec<Option<Memory>> = Vec::with_capacity(items.len());
-        let mut entries = Vec::with_capacity(items.len());
-        for (item, (start, end)) in items.into_iter().zip(offsets) {
-            entries.push(Entry { name: item.name, dtype: item.dtype, shape: item.shape, start, end });
-            memories.push(Some(item.memory));
-        }
-        let header = Header::new(metadata, entries).map_err(invalid)?;
-        let header = Bytes::from(header.encode(crate::arena::ALIGNMENT).map_err(invalid)?);
+        let Layout { header, content, .. } = Layout::new(metadata, items, crate::arena::ALIGNMENT)?;
         let payload_start = header.len() as u64;
-        let mut parts = vec![Memory::from(header.clone())];
-        parts.extend(order.into_iter().filter_map(|i| memories[i].take()));
-        let content = Arc::new(Segments::new(parts));
-        let count = usize::try_from(digest::block_count(content.len - payload_start))
+        let content = Arc::new(content);
+        let count = usize::try_from(digest::block_count(content.len() - payload_start))
             .map_err(|e| Error::caused(ErrorKind::Invalid, "too many blocks", e))?;
         Ok(Self {
             header_digest: 0,
@@ -234,7 +161,7 @@ impl Publication {
     /// Length of the whole container in bytes, header included.
     #[must_use]
     pub fn total_len(&self) -> u64 {
-        self.content.len
+        self.content.len()
     }
 
     pub(crate) fn header(&self) -> &Bytes {
@@ -255,16 +182,21 @@ impl Publication {
 
     /// Checksums block `index` as it is now.
     fn digest_block(&self, index: usize) -> u64 {
-        let start = self.payload_start + index as u64 * BLOCK_SIZE;
+        let value = self.digest_payload(index as u64 * BLOCK_SIZE, BLOCK_SIZE);
+        self.blocks[index].note(value);
+        value
+    }
+
+    /// Checksums up to `len` bytes from `start` of the payload on.
+    fn digest_payload(&self, start: u64, len: u64) -> u64 {
+        let start = self.payload_start + start;
         let mut hasher = self.algorithm.hasher();
-        self.content.visit(start, (start + BLOCK_SIZE).min(self.content.len), |region| {
+        self.content.visit(start, (start + len).min(self.content.len()), |region| {
             // SAFETY: a lease on this publication is held by every caller, and the owner outlives leases.
             hasher.update(unsafe { region.as_slice() });
             true
         });
-        let value = hasher.finish();
-        self.blocks[index].note(value);
-        value
+        hasher.finish()
     }
 }
 
@@ -302,7 +234,7 @@ impl Lease {
     pub(crate) fn block_to_digest(&self, offset: u64, end: u64) -> Option<usize> {
         let publication = &*self.publication;
         let relative = offset.checked_sub(publication.payload_start)?;
-        let whole = (relative + BLOCK_SIZE).min(publication.content.len - publication.payload_start);
+        let whole = (relative + BLOCK_SIZE).min(publication.content.len() - publication.payload_start);
         let wanted = relative.is_multiple_of(BLOCK_SIZE) && whole <= end - publication.payload_start;
         let index = usize::try_from(relative / BLOCK_SIZE).ok().filter(|_| wanted)?;
         let known = publication.blocks.get(index)?.get();
@@ -312,7 +244,7 @@ impl Lease {
     /// Whether a block ends at byte `offset` of the container.
     pub(crate) fn is_block_end(&self, offset: u64) -> bool {
         let publication = &*self.publication;
-        offset == publication.content.len
+        offset == publication.content.len()
             || offset.checked_sub(publication.payload_start).is_some_and(|o| o.is_multiple_of(BLOCK_SIZE))
     }
 
@@ -334,29 +266,40 @@ impl Lease {
         }
     }
 
-    /// The digests of blocks `[first, end)`. `None` when the publication was withdrawn meanwhile.
-    pub(crate) fn digests(&self, first: usize, end: usize) -> Option<DigestTable> {
+    /// The digests of the blocks `[first, end)` of `grain` bytes each, of which there must be so many. `None` when the
+    /// publication was withdrawn meanwhile.
+    pub(crate) fn digests(&self, first: u64, end: u64, grain: u64) -> Option<DigestTable> {
         let publication = &*self.publication;
-        let mut blocks = Vec::with_capacity(end - first);
+        let mut blocks = Vec::new();
         for index in first..end {
-            if publication.stability == Stability::Borrowed && publication.readers().withdrawn {
+            let look = index == first || (index * grain).is_multiple_of(BLOCK_SIZE);
+            if look && publication.stability == Stability::Borrowed && publication.readers().withdrawn {
                 return None;
             }
-            blocks.push(publication.blocks[index].get().unwrap_or_else(|| publication.digest_block(index)));
+            blocks.push(match usize::try_from(index) {
+                Ok(index) if grain == BLOCK_SIZE => {
+                    publication.blocks[index].get().unwrap_or_else(|| publication.digest_block(index))
+                }
+                _ => publication.digest_payload(index * grain, grain),
+            });
         }
         Some(DigestTable {
             header: publication.header_digest,
-            payload_len: publication.content.len - publication.payload_start,
+            payload_len: publication.content.len() - publication.payload_start,
             blocks,
         })
     }
 
-    pub(crate) fn block_count(&self) -> usize {
-        self.publication.blocks.len()
+    /// How many blocks of `grain` bytes the payload has.
+    pub(crate) fn block_count(&self, grain: u64) -> u64 {
+        (self.publication.content.len() - self.publication.payload_start).div_ceil(grain)
     }
 
-    /// Whether the digests of blocks `[first, end)` are known already, so that asking costs nothing.
-    pub(crate) fn digests_known(&self, first: usize, end: usize) -> bool {
+    /// Whether the digests of these blocks are known already, so that asking costs nothing.
+    pub(crate) fn digests_known(&self, first: u64, end: u64, grain: u64) -> bool {
+        let (Ok(first), Ok(end), BLOCK_SIZE) = (usize::try_from(first), usize::try_from(end), grain) else {
+            return false;
+        };
         self.publication.blocks[first..end].iter().all(|b| b.get().is_some())
     }
 }

@@ -2,13 +2,19 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use tensorferry_wire::digest::{Algorithm, DigestTable, Hasher, block_count, checksum};
+use tensorferry_wire::digest::{Algorithm, DigestTable, GRAINS, Hasher, block_count, checksum};
 
 fuzz_target!(|bytes: &[u8]| {
     let check = |bytes: &[u8]| {
         if let Ok(table) = DigestTable::decode(bytes) {
             assert!(table.blocks.len() as u64 <= block_count(table.payload_len));
             assert_eq!(table.encode(), bytes);
+        }
+        for grain in GRAINS {
+            if let Ok(table) = DigestTable::decode_grained(bytes, &Algorithm::Crc64, grain) {
+                assert!(table.blocks.len() as u64 <= table.payload_len.div_ceil(grain));
+                assert_eq!(table.encode_grained(&Algorithm::Crc64, grain), bytes);
+            }
         }
         let keyed = Algorithm::Keyed([7; 32]);
         if let Ok(table) = DigestTable::decode_as(bytes, &keyed) {

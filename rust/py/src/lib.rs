@@ -8,6 +8,7 @@ mod rows;
 mod runtime;
 mod secret;
 mod server;
+mod slices;
 
 use pyo3::prelude::*;
 
@@ -28,4 +29,6 @@ mod _native {
     use crate::secret::PySecret;
     #[pymodule_export]
     use crate::server::PyServer;
+    #[pymodule_export]
+    use crate::slices::{fetch_slices, file_entries, read_file, write_file};
 }

@@ -7,7 +7,7 @@ use pyo3::ffi;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyList, PyType};
-use tensorferry_core::{Arena, Destination, Memory};
+use tensorferry_core::{Arena, Destination, Memory, Repeat, Slice};
 use tensorferry_wire::container::Shape;
 use tensorferry_wire::dtype::Dtype;
 
@@ -340,6 +340,19 @@ pub(crate) fn given(addresses: Vec<Option<usize>>) -> Destination {
     // SAFETY: Python's part of the contract: `tensorferry.state` passes addresses of contiguous tensors whose byte size
     // equals the entry's, no memory twice, and holds the tensors for the length of the call.
     unsafe { Destination::given(addresses) }
+}
+
+/// A part of an entry and its destination inside a tensor of the receiver.
+pub(crate) fn slice(
+    entry: String,
+    kind: (Dtype, u64),
+    part: (u64, u64),
+    address: usize,
+    repeats: Vec<Repeat>,
+) -> Slice {
+    // SAFETY: Python's part of the contract: `tensorferry.dcp` gives addresses of tensors that all runs lie in, lets no two
+    // slices write to the same memory, and holds the tensors for the length of the call.
+    unsafe { Slice::new(entry, kind, part, address, repeats) }
 }
 
 /// The kernel's id of the calling thread.

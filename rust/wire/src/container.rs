@@ -20,6 +20,8 @@ pub const RESERVED_PREFIX: &str = "__tensorferry__/";
 pub const MANIFEST_ENTRY: &str = "__tensorferry__/manifest";
 /// The entry with what had to be pickled.
 pub const PICKLE_ENTRY: &str = "__tensorferry__/pickle";
+/// The entry with the checksums of what lies before it in a file.
+pub const DIGESTS_ENTRY: &str = "__tensorferry__/digests";
 
 const PREFIX_LEN: usize = 8;
 const METADATA: &str = "__metadata__";

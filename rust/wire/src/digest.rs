@@ -5,7 +5,10 @@
 //! in 2^64 for each block that is tried against a receiver. A keyed table proves nothing by itself: its answer carries a
 //! proof of full length ([`crate::proof`]).
 //!
-//! A table on the wire, all little-endian: magic `TFDIGST1`, u32 algorithm (1 is CRC-64/NVME, 2 keyed BLAKE3), u32 block
+//! Who wants slices asks for checksums of a finer grain, and a file carries such ([`FILE_GRAIN`]): to verify a slice, the
+//! blocks it begins and ends in have to be read whole.
+//!
+//! A table, all little-endian: magic `TFDIGST1`, u32 algorithm (1 is CRC-64/NVME, 2 keyed BLAKE3), u32 block
 //! size, u64 payload length, u64 checksum of the header bytes, u64 count, one u64 per block, then the CRC-64/NVME of
 //! everything before it. A table may hold a run of the blocks only; which one is for whoever asked to remember.
 
@@ -13,6 +16,11 @@ use crc_fast::CrcAlgorithm::Crc64Nvme;
 
 /// Bytes of payload per checksum; the last block may be shorter.
 pub const BLOCK_SIZE: u64 = 1 << 20;
+
+/// Bytes of payload per checksum in a file: what the system reads of a file at least. The table is 0.2 % of the file.
+pub const FILE_GRAIN: u64 = 4096;
+/// Grains of checksums that can be asked for, coarsest first.
+pub const GRAINS: [u64; 3] = [BLOCK_SIZE, 64 << 10, FILE_GRAIN];
 
 const MAGIC: &[u8; 8] = b"TFDIGST1";
 const CRC64: u32 = 1;
@@ -30,7 +38,7 @@ pub enum DigestError {
     #[error("digest algorithm {0} is unknown to this version (upgrade the older side)")]
     Algorithm(u32),
     /// Written by a version with other blocks.
-    #[error("digests of blocks of {0} bytes, not of 1048576 (upgrade the older side)")]
+    #[error("digests of blocks of {0} bytes, which were not asked for (upgrade the older side)")]
     BlockSize(u32),
     /// More checksums than the payload has blocks.
     #[error("{count} digests for a payload of {payload_len} bytes")]
@@ -164,6 +172,12 @@ pub fn block_count(payload_len: u64) -> u64 {
     payload_len.div_ceil(BLOCK_SIZE)
 }
 
+/// Length of a table of `count` checksums.
+#[must_use]
+pub fn table_len(count: u64) -> u64 {
+    HEAD as u64 + 8 * count + 8
+}
+
 /// The checksums of one publication.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DigestTable {
@@ -171,7 +185,7 @@ pub struct DigestTable {
     pub header: u64,
     /// Bytes of payload the blocks cover.
     pub payload_len: u64,
-    /// Checksum of each block, in order: all [`block_count`] of them, or the run of blocks that was asked for.
+    /// Checksum of each block, in order: all of them ([`block_count`]), or the run of blocks that was asked for.
     pub blocks: Vec<u64>,
 }
 
@@ -185,10 +199,17 @@ impl DigestTable {
     /// The table as it goes over the wire, its checksums being of `algorithm`.
     #[must_use]
     pub fn encode_as(&self, algorithm: &Algorithm) -> Vec<u8> {
+        self.encode_grained(algorithm, BLOCK_SIZE)
+    }
+
+    /// The same, its blocks having `grain` bytes, one of [`GRAINS`].
+    #[must_use]
+    pub fn encode_grained(&self, algorithm: &Algorithm, grain: u64) -> Vec<u8> {
         let mut out = Vec::with_capacity(HEAD + 8 * self.blocks.len() + 8);
         out.extend_from_slice(MAGIC);
         out.extend_from_slice(&algorithm.number().to_le_bytes());
-        out.extend_from_slice(&(1u32 << 20).to_le_bytes());
+        let grain = if GRAINS.contains(&grain) { grain } else { 0 };
+        out.extend_from_slice(&((grain & 0xFFFF_FFFF) as u32).to_le_bytes());
         for word in [self.payload_len, self.header, self.blocks.len() as u64] {
             out.extend_from_slice(&word.to_le_bytes());
         }
@@ -207,6 +228,11 @@ impl DigestTable {
 
     /// Reads a table whose checksums must be of `wanted`, and checks it against itself: for damage, not for who wrote it.
     pub fn decode_as(bytes: &[u8], wanted: &Algorithm) -> Result<Self, DigestError> {
+        Self::decode_grained(bytes, wanted, BLOCK_SIZE)
+    }
+
+    /// The same for a table whose blocks must have `grain` bytes.
+    pub fn decode_grained(bytes: &[u8], wanted: &Algorithm, grain: u64) -> Result<Self, DigestError> {
         if !bytes.starts_with(MAGIC) {
             return Err(DigestError::Magic);
         }
@@ -217,18 +243,18 @@ impl DigestTable {
             rest.map(|word| u64::from_le_bytes(*word)).ok_or_else(|| short.clone())
         };
         let (kind, payload_len, header, count) = (word(8)?, word(16)?, word(24)?, word(32)?);
-        let (algorithm, block_size) = ((kind & 0xFFFF_FFFF) as u32, (kind >> 32) as u32);
+        let (algorithm, block_size) = split(kind);
         if algorithm != wanted.number() {
             return Err(DigestError::Algorithm(algorithm));
         }
-        if u64::from(block_size) != BLOCK_SIZE {
+        if u64::from(block_size) != grain || !GRAINS.contains(&grain) {
             return Err(DigestError::BlockSize(block_size));
         }
-        if count > block_count(payload_len) {
+        if count > payload_len.div_ceil(grain) {
             return Err(DigestError::Count { count, payload_len });
         }
-        // count <= 2^44, since a block has 2^20 bytes
-        let need = HEAD as u64 + 8 * count + 8;
+        // count <= 2^52, since a block has at least 2^12 bytes
+        let need = table_len(count);
         if have != need {
             return Err(DigestError::Length { have, need });
         }
@@ -240,6 +266,55 @@ impl DigestTable {
         let blocks = bytes[HEAD..body].as_chunks().0.iter().map(|block| u64::from_le_bytes(*block)).collect();
         Ok(Self { header, payload_len, blocks })
     }
+}
+
+/// What a table says before its checksums, for whoever reads only some of them: they are not covered by the table's own
+/// checksum then, and a damaged one shows as a block that does not match.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TableHead {
+    /// As in [`DigestTable`].
+    pub header: u64,
+    /// As in [`DigestTable`].
+    pub payload_len: u64,
+    /// How many checksums follow, one for each block.
+    pub count: u64,
+}
+
+impl TableHead {
+    /// Bytes of a table before its first checksum.
+    pub const LEN: usize = HEAD;
+
+    /// Reads the head of a table of CRC-64/NVME that covers a whole payload in blocks of `grain` bytes.
+    pub fn decode(bytes: &[u8; HEAD], grain: u64) -> Result<Self, DigestError> {
+        if !bytes.starts_with(MAGIC) {
+            return Err(DigestError::Magic);
+        }
+        let [_, kind, payload_len, header, count] = words(bytes);
+        let (algorithm, block_size) = split(kind);
+        if algorithm != CRC64 {
+            return Err(DigestError::Algorithm(algorithm));
+        }
+        if u64::from(block_size) != grain || !GRAINS.contains(&grain) {
+            return Err(DigestError::BlockSize(block_size));
+        }
+        if count != payload_len.div_ceil(grain) {
+            return Err(DigestError::Count { count, payload_len });
+        }
+        Ok(Self { header, payload_len, count })
+    }
+}
+
+fn words(bytes: &[u8; HEAD]) -> [u64; 5] {
+    let mut words = [0; 5];
+    for (word, bytes) in words.iter_mut().zip(bytes.as_chunks().0) {
+        *word = u64::from_le_bytes(*bytes);
+    }
+    words
+}
+
+/// Algorithm and block size.
+fn split(kind: u64) -> (u32, u32) {
+    ((kind & 0xFFFF_FFFF) as u32, (kind >> 32) as u32)
 }
 
 #[cfg(test)]

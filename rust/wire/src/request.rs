@@ -1,5 +1,7 @@
 //! What a request asks for: its path, its ranges, its conditions. And what an answer says it holds.
 
+use crate::digest::{BLOCK_SIZE, GRAINS};
+
 /// The header in which a source says under which name processes of its own machine reach it.
 pub const SAME_HOST_HEADER: &str = "tensorferry-same-host";
 /// The header of an answer whose body comes through memory that both sides share.
@@ -142,6 +144,20 @@ fn position(text: &str) -> Option<u64> {
     Some(text.parse().unwrap_or(u64::MAX))
 }
 
+/// Reads the query of a request for digests, `blocks={first}-{end}` with or without `&grain={bytes}`: the blocks
+/// `first..end`, and how many bytes each has. Whether there are such blocks is not checked.
+#[must_use]
+pub fn parse_blocks(query: &str) -> Option<(u64, u64, u64)> {
+    let (blocks, grain) = query.split_once('&').map_or((query, None), |(blocks, grain)| (blocks, Some(grain)));
+    let (first, end) = blocks.strip_prefix("blocks=")?.split_once('-')?;
+    let grain = match grain {
+        Some(grain) => position(grain.strip_prefix("grain=")?).filter(|grain| GRAINS.contains(grain))?,
+        None => BLOCK_SIZE,
+    };
+    let (first, end) = (position(first)?, position(end)?);
+    (first <= end).then_some((first, end, grain))
+}
+
 /// Reads a `Content-Range` field with a known range and length: (start, end, total), end exclusive.
 #[must_use]
 pub fn parse_content_range(value: &str) -> Option<(u64, u64, u64)> {
@@ -151,15 +167,6 @@ pub fn parse_content_range(value: &str) -> Option<(u64, u64, u64)> {
     let (first, last, total) = (position(first)?, position(last)?, position(total)?);
     let valid = unit.eq_ignore_ascii_case("bytes") && first <= last && last < total;
     valid.then(|| (first, last + 1, total))
-}
-
-/// Reads `first-end`, a run of blocks of which there are `count`; the end is exclusive.
-#[must_use]
-pub fn parse_blocks(text: &str, count: usize) -> Option<(usize, usize)> {
-    let (first, end) = text.split_once('-')?;
-    let number = |text| usize::try_from(position(text)?).ok();
-    let (first, end) = (number(first)?, number(end)?);
-    (first <= end && end <= count).then_some((first, end))
 }
 
 /// Whether an `If-Match` (or `If-Range`) field holds `etag`, quotes included, by strong comparison: a weak tag on

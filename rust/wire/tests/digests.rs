@@ -2,7 +2,9 @@
 #![allow(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
 use proptest::prelude::*;
-use tensorferry_wire::digest::{BLOCK_SIZE, DigestError, DigestTable, block_count, checksum};
+use tensorferry_wire::digest::{
+    Algorithm, BLOCK_SIZE, DigestError, DigestTable, FILE_GRAIN, GRAINS, TableHead, block_count, checksum, table_len,
+};
 
 fn table() -> DigestTable {
     DigestTable { header: 0x1122_3344_5566_7788, payload_len: 2 * BLOCK_SIZE + 1, blocks: vec![1, u64::MAX, 3] }
@@ -32,6 +34,40 @@ fn layout_is_fixed() {
     assert_eq!(&bytes[32..48], b"\x03\0\0\0\0\0\0\0\x01\0\0\0\0\0\0\0");
     assert_eq!(&bytes[64..], checksum(&bytes[..64]).to_le_bytes());
     assert_eq!(DigestTable::decode(&bytes), Ok(table()));
+}
+
+#[test]
+fn a_table_of_another_grain_is_read_as_such_only() {
+    let fine = DigestTable { header: 7, payload_len: 3 * FILE_GRAIN + 1, blocks: vec![1, 2, 3, 4] };
+    let bytes = fine.encode_grained(&Algorithm::Crc64, FILE_GRAIN);
+    assert_eq!(bytes.len() as u64, table_len(4));
+    assert_eq!(DigestTable::decode_grained(&bytes, &Algorithm::Crc64, FILE_GRAIN), Ok(fine.clone()));
+    for other in [BLOCK_SIZE, 64 << 10, 0, 1, u64::MAX] {
+        let refused = DigestTable::decode_grained(&bytes, &Algorithm::Crc64, other);
+        assert_eq!(refused, Err(DigestError::BlockSize(4096)), "{other}");
+    }
+    let head: &[u8; 40] = bytes.first_chunk().unwrap();
+    let expected = TableHead { header: 7, payload_len: 3 * FILE_GRAIN + 1, count: 4 };
+    assert_eq!(TableHead::decode(head, FILE_GRAIN), Ok(expected));
+    assert_eq!(TableHead::decode(head, BLOCK_SIZE), Err(DigestError::BlockSize(4096)));
+    for (at, error) in [
+        (0, DigestError::Magic),
+        (8, DigestError::Algorithm(0)),
+        (32, DigestError::Count { count: 5, payload_len: 3 * FILE_GRAIN + 1 }),
+    ] {
+        let mut damaged = *head;
+        damaged[at] ^= 1;
+        assert_eq!(TableHead::decode(&damaged, FILE_GRAIN), Err(error), "{at}");
+    }
+    let one_too_many = DigestTable { blocks: vec![0; 5], ..fine };
+    let refused = one_too_many.encode_grained(&Algorithm::Crc64, FILE_GRAIN);
+    assert_eq!(
+        DigestTable::decode_grained(&refused, &Algorithm::Crc64, FILE_GRAIN),
+        Err(DigestError::Count { count: 5, payload_len: 3 * FILE_GRAIN + 1 })
+    );
+    // A grain that nobody can ask for makes no table that anybody reads.
+    let none = table().encode_grained(&Algorithm::Crc64, 4097);
+    assert!(GRAINS.iter().all(|&g| DigestTable::decode_grained(&none, &Algorithm::Crc64, g).is_err()));
 }
 
 #[test]

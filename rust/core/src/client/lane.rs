@@ -10,6 +10,7 @@ use std::time::Duration;
 use tensorferry_wire::digest::{Algorithm, BLOCK_SIZE};
 
 use super::Peer;
+use super::blocks::Checksums;
 use super::connection::Connection;
 use super::limits::Limits;
 use super::open::{check_range, read_digests};
@@ -34,6 +35,8 @@ pub(super) const fn block_len() -> usize {
 /// What the lanes of a transfer have received: the checksum of every block, and counters.
 #[derive(Debug)]
 pub(super) struct Received {
+    /// Runs of blocks that are to come, and how many blocks come before each.
+    runs: Vec<(u64, u64, usize)>,
     digests: Vec<AtomicU64>,
     /// Which peer each block came from.
     origins: Vec<AtomicUsize>,
@@ -49,8 +52,15 @@ pub(super) struct Received {
 }
 
 impl Received {
-    pub(super) fn new(blocks: usize, progress: Arc<AtomicU64>) -> Self {
-        Self {
+    /// For the blocks in `runs`, which are ascending. `None` when there are too many for this machine to count.
+    pub(super) fn new(wanted: &[(u64, u64)], progress: Arc<AtomicU64>) -> Option<Self> {
+        let (mut runs, mut blocks) = (Vec::with_capacity(wanted.len()), 0_usize);
+        for &(first, end) in wanted {
+            runs.push((first, end, blocks));
+            blocks = blocks.checked_add(usize::try_from(end - first).ok()?)?;
+        }
+        Some(Self {
+            runs,
             digests: std::iter::repeat_with(AtomicU64::default).take(blocks).collect(),
             origins: std::iter::repeat_with(AtomicUsize::default).take(blocks).collect(),
             bytes: AtomicU64::new(0),
@@ -59,23 +69,29 @@ impl Received {
             progress,
             routes: Mutex::default(),
             troubles: Mutex::default(),
-        }
+        })
+    }
+
+    fn index(&self, block: u64) -> Option<usize> {
+        let after = self.runs.partition_point(|run| run.0 <= block);
+        let &(first, end, before) = self.runs.get(after.checked_sub(1)?)?;
+        (block < end).then_some(before + usize::try_from(block - first).ok()?)
     }
 
     fn note(&self, block: u64, digest: u64, origin: usize) {
-        let Ok(index) = usize::try_from(block) else { return };
+        let Some(index) = self.index(block) else { return };
         if let (Some(known), Some(from)) = (self.digests.get(index), self.origins.get(index)) {
             known.store(digest, Ordering::Relaxed);
             from.store(origin, Ordering::Relaxed);
         }
     }
 
-    pub(super) fn digest(&self, block: u64) -> u64 {
-        usize::try_from(block).ok().and_then(|i| self.digests.get(i)).map_or(0, |d| d.load(Ordering::Relaxed))
+    pub(super) fn digest(&self, block: u64) -> Option<u64> {
+        self.digests.get(self.index(block)?).map(|d| d.load(Ordering::Relaxed))
     }
 
     pub(super) fn origin(&self, block: u64) -> usize {
-        usize::try_from(block).ok().and_then(|i| self.origins.get(i)).map_or(0, |o| o.load(Ordering::Relaxed))
+        self.index(block).and_then(|i| self.origins.get(i)).map_or(0, |o| o.load(Ordering::Relaxed))
     }
 
     pub(super) fn take_bytes(&self) -> u64 {
@@ -252,16 +268,17 @@ impl Transfer<'_> {
                 populated = (*at + POPULATE_BLOCKS).min(end);
                 self.plan.populate(self.plan.block_bounds(*at).0, self.plan.block_bounds(populated - 1).1);
             }
-            let (start, stop) = self.plan.block_bounds(*at);
+            let next = (*at + self.plan.stride()).min(end);
+            let (start, stop) = (self.plan.block_bounds(*at).0, self.plan.block_bounds(next - 1).1);
             // Right after the receive, while the bytes are in cache.
-            let mut hasher = self.algorithm.hasher();
+            let mut checksums = Checksums::new(self.algorithm, self.plan.grain());
             let received = |parts: &[IoSliceMut<'_>], got: usize| {
                 self.received.count(got as u64);
                 self.watch.count(index, got as u64);
                 let mut left = got;
                 for part in parts {
                     let here = left.min(part.len());
-                    hasher.update(&part[..here]);
+                    checksums.update(&part[..here]);
                     left -= here;
                     if left == 0 {
                         break;
@@ -269,8 +286,10 @@ impl Transfer<'_> {
                 }
             };
             self.plan.with_slices(start, stop, sink, |slices| connection.fill(slices, received))?;
-            self.received.note(*at, hasher.finish(), origin);
-            *at += 1;
+            for (block, digest) in (*at..next).zip(checksums.finish()) {
+                self.received.note(block, digest, origin);
+            }
+            *at = next;
             if self.queue.has_failed() {
                 return Err(Error::new(ErrorKind::Cancelled, "another lane failed"));
             }
@@ -283,7 +302,7 @@ impl Transfer<'_> {
         if let Some(etag) = peer.etag.get() {
             return Ok(etag);
         }
-        let (table, head) = read_digests(connection, &self.digests_path, None, 0)?;
+        let (table, head) = read_digests(connection, &self.digests_path, None, 0, BLOCK_SIZE)?;
         if table.header != self.header_digest || table.payload_len != self.payload_len {
             return Err(changed().at(peer.source.authority()));
         }
@@ -331,7 +350,7 @@ mod tests {
         let peers = [Peer::parse(&url, false, None).unwrap()];
         let plan = Plan::new(Vec::new(), payload_len, false).unwrap();
         let queue = Queue::new(&[(0, block_count(payload_len))], 1);
-        let received = Received::new(12, Arc::default());
+        let received = Received::new(&[(0, 12)], Arc::default()).expect("twelve blocks");
         let transfer = Transfer {
             plan: &plan,
             queue: &queue,

@@ -1,9 +1,11 @@
 //! The receiving side: open a source, learn what it has, fetch it over several lanes into its final place, verify it.
 
+mod blocks;
 mod connect;
 mod connection;
 #[cfg(fuzzing)]
 pub mod fuzzing;
+mod gather;
 mod lane;
 mod limits;
 mod open;
@@ -19,9 +21,12 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
+pub(crate) use self::blocks::checksum_blocks;
 use self::connection::Connection;
+pub use self::gather::{Order, gather};
 pub use self::limits::Cancel;
 use self::limits::Limits;
+pub(crate) use self::plan::{Piece, Plan, Queue};
 pub use self::remote::Remote;
 use self::url::Source;
 use crate::arena::{Arena, Pool};
@@ -45,6 +50,8 @@ pub struct FetchOptions {
     pub stall: Duration,
     /// Connections; `None` chooses by the number of cores.
     pub lanes: Option<usize>,
+    /// Bytes that are asked for along with the header: a container that is no longer arrives in one answer.
+    pub ahead: u64,
     /// Fetch around the network when the source runs on this machine under the same user.
     pub same_host: bool,
     /// With a secret, only who proves to know it is fetched from.
@@ -65,6 +72,7 @@ impl FetchOptions {
             timeout,
             stall: (timeout / 4).min(Duration::from_secs(15)),
             lanes: None,
+            ahead: 1 << 20,
             same_host: true,
             secret: None,
             pool: None,
@@ -104,6 +112,8 @@ impl Destination {
 pub struct Report {
     /// Bytes of payload received, those that had to be fetched again included.
     pub bytes: u64,
+    /// Bytes that had a destination, where only slices were asked for.
+    pub wanted: u64,
     /// Connections used for them.
     pub lanes: usize,
     /// Whether a connection did without the network.

@@ -13,15 +13,13 @@ use crate::arena::check_machine_has;
 use crate::error::{Error, ErrorKind};
 use crate::{same_host, secret};
 
-/// What the first request asks for: the whole of a small container, the header of most others.
-const FIRST_READ: u64 = 1 << 20;
-
-/// The digest table at `path`, which must hold `blocks` blocks, and the head it came with.
+/// The digest table at `path`, which must hold `blocks` blocks of `grain` bytes, and the head it came with.
 pub(super) fn read_digests(
     connection: &mut Connection,
     path: &str,
     etag: Option<&str>,
     blocks: u64,
+    grain: u64,
 ) -> Result<(DigestTable, Head), Error> {
     let head = connection.get(path, None, etag, None)?;
     if head.status != 200 {
@@ -33,7 +31,7 @@ pub(super) fn read_digests(
         connection.check_proof(&head, &body)?;
     }
     // Damage first, which is worth another try; whether it is proven only then.
-    let table = DigestTable::decode_as(&body, &algorithm)
+    let table = DigestTable::decode_grained(&body, &algorithm, grain)
         .map_err(|e| Error::caused(ErrorKind::Protocol, "the digests of the source are not valid", e))?;
     connection.check_proof(&head, &body)?;
     if table.blocks.len() as u64 != blocks {
@@ -54,15 +52,18 @@ pub(super) struct Opened {
 }
 
 impl Opened {
-    /// Asks the source at the other end; its first answer may take `patience` to begin.
+    /// Asks the source at the other end for the first `ahead` bytes: the whole of a small container, the header of most
+    /// others. Its first answer may take `patience` to begin.
     pub(super) fn read(
         mut connection: Connection,
         step: i64,
+        ahead: u64,
         limits: &Limits,
         patience: Duration,
     ) -> Result<Self, Error> {
         let path = format!("{step}.safetensors");
-        let head = connection.get(&path, Some((0, FIRST_READ)), None, Some(limits.left()?.min(patience)))?;
+        let ahead = ahead.max(64);
+        let head = connection.get(&path, Some((0, ahead)), None, Some(limits.left()?.min(patience)))?;
         if head.status != 206 {
             let foreign = head.http_10 && head.status == 500;
             let refused = connection.refuse(&head);
@@ -74,12 +75,12 @@ impl Opened {
         }
         let protocol = |what: &str| Error::new(ErrorKind::Protocol, what.to_owned());
         let total = match head.content_range {
-            Some((0, end, total)) if end == FIRST_READ.min(total) => total,
+            Some((0, end, total)) if end == ahead.min(total) => total,
             _ => return Err(protocol("the source answered with another range than asked for")),
         };
         let same_host = head.same_host.clone();
         let etag = head.etag.clone().ok_or_else(|| protocol("the source's answer has no ETag"))?;
-        let mut bytes = connection.body(&head, FIRST_READ)?;
+        let mut bytes = connection.body(&head, ahead)?;
         let mut extend = |bytes: &mut Vec<u8>, end: u64| -> Result<(), Error> {
             let start = bytes.len() as u64;
             if start >= end {
@@ -119,8 +120,13 @@ impl Opened {
             bytes = header_bytes;
         }
         let blocks = (prefix.len() as u64).div_ceil(BLOCK_SIZE);
-        let (table, _) =
-            read_digests(&mut connection, &format!("{step}/digests?blocks=0-{blocks}"), Some(&etag), blocks)?;
+        let (table, _) = read_digests(
+            &mut connection,
+            &format!("{step}/digests?blocks=0-{blocks}"),
+            Some(&etag),
+            blocks,
+            BLOCK_SIZE,
+        )?;
         let algorithm = secret::algorithm(connection.source().secret());
         let header_digest = algorithm.checksum(&bytes);
         let matching =

@@ -5,7 +5,7 @@ use std::io::IoSliceMut;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use tensorferry_wire::digest::BLOCK_SIZE;
+use tensorferry_wire::digest::{BLOCK_SIZE, GRAINS};
 
 use crate::error::{Error, ErrorKind};
 
@@ -39,6 +39,8 @@ impl Piece {
 pub(crate) struct Plan {
     pieces: Vec<Piece>,
     payload_len: u64,
+    /// Bytes per block, that is, per checksum.
+    grain: u64,
     /// Whether the destination is memory that nobody touched yet.
     pub(crate) fresh: bool,
 }
@@ -62,16 +64,52 @@ impl Plan {
                 _ => merged.push(piece),
             }
         }
-        Ok(Self { pieces: merged, payload_len, fresh })
+        Ok(Self { pieces: merged, payload_len, grain: BLOCK_SIZE, fresh })
     }
 
-    /// The blocks that hold at least one wanted byte, as ascending runs `[first, end)`.
-    pub(crate) fn wanted_blocks(&self) -> Vec<(u64, u64)> {
+    /// The same with blocks of `grain` bytes.
+    pub(crate) fn grained(self, grain: u64) -> Self {
+        Self { grain, ..self }
+    }
+
+    /// The coarsest blocks that hold hardly more than what is wanted, at most a 64th; the finest if there are none.
+    pub(crate) fn fitting_grain(&self) -> u64 {
+        let wanted: u64 = self.pieces.iter().map(|p| p.len).sum();
+        let held = |grain| {
+            let (mut bytes, mut end) = (0, 0);
+            for piece in &self.pieces {
+                let (first, last) = (piece.start / grain, piece.end().div_ceil(grain));
+                bytes += grain * last.saturating_sub(first.max(end));
+                end = last.max(end);
+            }
+            bytes
+        };
+        let fits = |grain: &u64| held(*grain) <= wanted + wanted / 64;
+        GRAINS.into_iter().find(fits).unwrap_or(GRAINS[GRAINS.len() - 1])
+    }
+
+    pub(crate) fn grain(&self) -> u64 {
+        self.grain
+    }
+
+    /// How many blocks are received at once: as many as one of 1 MiB has.
+    pub(crate) fn stride(&self) -> u64 {
+        BLOCK_SIZE / self.grain
+    }
+
+    /// Payload bytes that have a destination.
+    pub(crate) fn wanted(&self) -> u64 {
+        self.pieces.iter().map(|p| p.len).sum()
+    }
+
+    /// The blocks that hold at least one wanted byte, as ascending runs `[first, end)`. Runs with at most `gap` bytes of
+    /// blocks between them are one.
+    pub(crate) fn wanted_blocks(&self, gap: u64) -> Vec<(u64, u64)> {
         let mut runs: Vec<(u64, u64)> = Vec::new();
         for piece in &self.pieces {
-            let (first, end) = (piece.start / BLOCK_SIZE, piece.end().div_ceil(BLOCK_SIZE));
+            let (first, end) = (piece.start / self.grain, piece.end().div_ceil(self.grain));
             match runs.last_mut() {
-                Some(run) if first <= run.1 => run.1 = run.1.max(end),
+                Some(run) if first <= run.1 + gap / self.grain => run.1 = run.1.max(end),
                 _ => runs.push((first, end)),
             }
         }
@@ -79,11 +117,11 @@ impl Plan {
     }
 
     pub(crate) fn block_bounds(&self, block: u64) -> (u64, u64) {
-        (block * BLOCK_SIZE, ((block + 1) * BLOCK_SIZE).min(self.payload_len))
+        (block * self.grain, ((block + 1) * self.grain).min(self.payload_len))
     }
 
     /// Calls `with` with the destination slices of payload `[start, end)`; bytes nobody wants go to `sink`, which must
-    /// be as long as a block.
+    /// be as long.
     pub(crate) fn with_slices<R>(
         &self,
         start: u64,
@@ -95,7 +133,7 @@ impl Plan {
         let mut sink = sink;
         let mut at = start;
         let mut index = self.pieces.partition_point(|p| p.end() <= start);
-        // Every length here is at most one block.
+        // Every length here is at most that of the range, which a sink has memory for.
         #[allow(clippy::cast_possible_truncation)]
         while at < end {
             match self.pieces.get(index).filter(|p| p.start < end) {

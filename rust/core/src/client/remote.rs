@@ -6,8 +6,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use tensorferry_wire::container::{self, Entry, Header};
-use tensorferry_wire::digest::{self, Algorithm, BLOCK_SIZE, DigestTable};
+use tensorferry_wire::digest::{Algorithm, BLOCK_SIZE, DigestTable};
 
+use super::blocks::{Request, requests};
 use super::connection::Connection;
 use super::limits::Limits;
 use super::open::{Opened, read_digests};
@@ -19,9 +20,12 @@ use super::{
 use crate::arena::{ALIGNMENT, Arena, Pool};
 use crate::error::{Error, ErrorKind};
 use crate::secret;
+use crate::slices::{self, Slice};
 
-/// Blocks in one request of a lane, at most.
+/// Blocks of 1 MiB in one request of a lane, at most.
 const MAX_RANGE_BLOCKS: u64 = 16;
+/// Blocks with fewer bytes than this between them are asked for at once, those between included: a request costs as much.
+const JOIN_GAP: u64 = 64 << 10;
 
 /// A checkpoint at its source: the header is here and verified, the payload is not fetched yet.
 pub struct Remote {
@@ -83,7 +87,7 @@ impl Remote {
             let patience = if others == 0 { limits.stall } else { limits.stall.min(OPEN_PATIENCE) };
             let patience = patience.saturating_mul(1 << asked.min(10));
             let (opened, nobody) = match Connection::open(source, &share) {
-                Ok(connection) => (Opened::read(connection, step, &share, patience), false),
+                Ok(connection) => (Opened::read(connection, step, options.ahead, &share, patience), false),
                 Err(e) => {
                     let nobody = e.kind() == ErrorKind::Connect;
                     (Err(e), nobody)
@@ -157,34 +161,69 @@ impl Remote {
         let plan = Plan::new(pieces, self.header.payload_len(), fresh)?;
         self.copy_prefix(&plan);
         self.progress.fetch_add(self.prefix.len() as u64, Ordering::Relaxed);
-        let mut report = Report { opening: self.opening, ..Report::default() };
+        let mut report = self.report();
         let have = (self.prefix.len() as u64).div_ceil(BLOCK_SIZE);
+        self.transfer(&plan, have, &mut report)?;
+        report.bytes += self.prefix.len() as u64;
+        report.fetching = started.elapsed();
+        Ok(Arrived { arena, offsets, report })
+    }
+
+    /// Fetches and verifies parts of entries, and as little besides as whole blocks of digests allow.
+    ///
+    /// # Errors
+    /// As [`Remote::fetch`]; [`ErrorKind::Protocol`] when the container has other entries than the slices speak of.
+    pub fn fetch_slices(mut self, slices: &[Slice]) -> Result<Report, Error> {
+        let started = Instant::now();
+        let mut report = self.report();
+        for layer in slices::place(slices, &self.header)? {
+            let plan = Plan::new(layer, self.header.payload_len(), false)?;
+            report.wanted += plan.wanted();
+            if self.prefix.len() as u64 == self.header.payload_len() {
+                // All of it came along with the header.
+                self.copy_prefix(&plan);
+                continue;
+            }
+            let grain = plan.fitting_grain();
+            self.transfer(&plan.grained(grain), 0, &mut report)?;
+        }
+        report.bytes += self.prefix.len() as u64;
+        report.fetching = started.elapsed();
+        Ok(report)
+    }
+
+    fn report(&self) -> Report {
+        Report { opening: self.opening, ..Report::default() }
+    }
+
+    /// Brings what `plan` wants of block `have` and those behind it: over lanes, and again where a block does not match its
+    /// digest.
+    fn transfer(&mut self, plan: &Plan, have: u64, report: &mut Report) -> Result<(), Error> {
+        let gap = if plan.grain() == BLOCK_SIZE { 0 } else { JOIN_GAP };
         let mut runs: Vec<_> =
-            plan.wanted_blocks().into_iter().map(|(a, b)| (a.max(have), b)).filter(|(a, b)| a < b).collect();
-        if runs.iter().map(|(a, b)| b - a).sum::<u64>() < SAME_HOST_BLOCKS {
+            plan.wanted_blocks(gap).into_iter().map(|(a, b)| (a.max(have), b)).filter(|(a, b)| a < b).collect();
+        if runs.iter().map(|(a, b)| b - a).sum::<u64>() * plan.grain() < SAME_HOST_BYTES {
             self.peers.iter().for_each(Peer::give_up_same_host);
         }
-        let blocks = usize::try_from(digest::block_count(self.header.payload_len()))
-            .map_err(|e| Error::caused(ErrorKind::System, "too many blocks for this machine", e))?;
-        let received = lane::Received::new(blocks, Arc::clone(&self.progress));
+        let received = lane::Received::new(&runs, Arc::clone(&self.progress))
+            .ok_or_else(|| Error::new(ErrorKind::System, "too many blocks for this machine"))?;
         let wanted = runs.clone();
         for round in 0.. {
             if runs.is_empty() {
                 break;
             }
-            self.run_lanes(&plan, &runs, round == 0, &received, &mut report)?;
+            self.run_lanes(plan, &runs, round == 0, &received, report)?;
             // Sources with equal headers may still differ in their bytes: with several, everything is held against the
             // digests of one, so that the result is never made of two snapshots.
-            runs = self.mismatched(if self.peers.len() > 1 { &wanted } else { &runs }, &received)?;
+            let held_against = if self.peers.len() > 1 { &wanted } else { &runs };
+            runs = self.mismatched(held_against, plan.grain(), &received)?;
             report.retries += runs.len() as u64;
             report.troubles.append(&mut received.take_troubles());
             if let (Some(&(first, _)), true) = (runs.first(), round >= CORRUPT_RETRIES) {
-                return Err(self.corrupt(first));
+                return Err(self.corrupt(plan, first));
             }
         }
-        report.bytes += self.prefix.len() as u64;
-        report.fetching = started.elapsed();
-        Ok(Arrived { arena, offsets, report })
+        Ok(())
     }
 
     /// Lays out the arena and lists every destination.
@@ -227,7 +266,7 @@ impl Remote {
     fn copy_prefix(&self, plan: &Plan) {
         let mut sink = vec![0; lane::block_len()];
         let have = (self.prefix.len() as u64).div_ceil(BLOCK_SIZE);
-        for (first, end) in plan.wanted_blocks() {
+        for (first, end) in plan.wanted_blocks(0) {
             for block in first..end.min(have) {
                 let (start, stop) = plan.block_bounds(block);
                 plan.with_slices(start, stop, &mut sink, |slices| {
@@ -254,7 +293,8 @@ impl Remote {
     ) -> Result<(), Error> {
         let blocks: u64 = runs.iter().map(|(a, b)| b - a).sum();
         let wanted = self.lanes.unwrap_or_else(|| self.default_lanes()).clamp(1, 64) as u64;
-        let per_range = (blocks / (wanted * 4)).clamp(1, MAX_RANGE_BLOCKS);
+        let most = MAX_RANGE_BLOCKS * plan.stride();
+        let per_range = (blocks / (wanted * 4)).clamp(plan.stride().div_ceil(4), most);
         let queue = Queue::new(runs, per_range);
         let lanes = usize::try_from(wanted.min(blocks.div_ceil(per_range))).unwrap_or(1).max(1);
         report.lanes = report.lanes.max(lanes);
@@ -265,7 +305,7 @@ impl Remote {
             primary: self.primary,
             spread,
             path: format!("{}.safetensors", self.key),
-            digests_path: self.digests_path(0, 0),
+            digests_path: self.digests_path(0, 0, BLOCK_SIZE),
             payload_start: self.payload_start,
             payload_len: self.header.payload_len(),
             header_digest: self.header_digest,
@@ -299,28 +339,34 @@ impl Remote {
     }
 
     /// Compares the checksums of the blocks in `runs` with the source's; returns the runs that differ.
-    fn mismatched(&mut self, runs: &[(u64, u64)], received: &lane::Received) -> Result<Vec<(u64, u64)>, Error> {
-        let (Some(&(first, _)), Some(&(_, end))) = (runs.first(), runs.last()) else { return Ok(Vec::new()) };
-        let first = if self.peers.len() > 1 { 0 } else { first };
-        let table = self.digests(first, end)?;
+    fn mismatched(
+        &mut self,
+        runs: &[(u64, u64)],
+        grain: u64,
+        received: &lane::Received,
+    ) -> Result<Vec<(u64, u64)>, Error> {
         let mut differ: Vec<(u64, u64)> = Vec::new();
-        for block in runs.iter().flat_map(|&(a, b)| a..b) {
-            let index = usize::try_from(block - first).unwrap_or(usize::MAX);
-            if table.blocks.get(index) == Some(&received.digest(block)) {
-                continue;
-            }
-            let from = &self.peers[received.origin(block)];
-            // Whatever it was: the network is the way that has to work.
-            from.give_up_same_host();
-            received.note_trouble(
-                from.source.authority(),
-                format!(
-                    "block {block} of its bytes did not match the checksum: damaged on the way, or another snapshot"
-                ),
-            );
-            match differ.last_mut() {
-                Some(run) if run.1 == block => run.1 += 1,
-                _ => differ.push((block, block + 1)),
+        for Request { first, end, runs } in requests(runs, grain) {
+            let first = if self.peers.len() > 1 && grain == BLOCK_SIZE { 0 } else { first };
+            let table = self.digests(first, end, grain)?;
+            for block in runs.iter().flat_map(|&(a, b)| a..b) {
+                let index = usize::try_from(block - first).unwrap_or(usize::MAX);
+                if table.blocks.get(index).is_some_and(|&theirs| received.digest(block) == Some(theirs)) {
+                    continue;
+                }
+                let from = &self.peers[received.origin(block)];
+                // Whatever it was: the network is the way that has to work.
+                from.give_up_same_host();
+                received.note_trouble(
+                    from.source.authority(),
+                    format!(
+                        "block {block} of its bytes did not match the checksum: damaged on the way, or another snapshot"
+                    ),
+                );
+                match differ.last_mut() {
+                    Some(run) if run.1 == block => run.1 += 1,
+                    _ => differ.push((block, block + 1)),
+                }
             }
         }
         Ok(differ)
@@ -328,10 +374,12 @@ impl Remote {
 
     /// The source's digests of blocks `[first, end)`, from any peer that serves this snapshot; that one is the primary
     /// from then on.
-    fn digests(&mut self, first: u64, end: u64) -> Result<DigestTable, Error> {
-        let path = self.digests_path(first, end);
+    fn digests(&mut self, first: u64, end: u64, grain: u64) -> Result<DigestTable, Error> {
+        let path = self.digests_path(first, end, grain);
         let prefix: Vec<_> = match first {
-            0 => self.prefix.chunks(lane::block_len()).map(|block| self.algorithm.checksum(block)).collect(),
+            0 if grain == BLOCK_SIZE => {
+                self.prefix.chunks(lane::block_len()).map(|block| self.algorithm.checksum(block)).collect()
+            }
             _ => Vec::new(),
         };
         let mut last = Error::new(ErrorKind::Connect, "no source is left");
@@ -349,7 +397,7 @@ impl Remote {
             };
             let answer = attempt.and_then(|mut connection| {
                 let etag = peer.etag.get().map(String::as_str);
-                let (table, _) = read_digests(&mut connection, &path, etag, end - first)?;
+                let (table, _) = read_digests(&mut connection, &path, etag, end - first, grain)?;
                 Ok((connection, table))
             });
             match answer {
@@ -370,29 +418,25 @@ impl Remote {
         Err(last.at("cannot verify what was received"))
     }
 
-    /// Over the network two lanes a core keep the source's threads evenly busy; more than eight gain nothing on one link.
     /// On one machine each lane has a thread on either side that copies: more of them than cores are in each other's way.
     fn default_lanes(&self) -> usize {
         let cores = std::thread::available_parallelism().map_or(2, std::num::NonZero::get);
         let local = self.peers.len() == 1 && self.peers[0].same_host().is_some();
-        if local { cores.clamp(2, 4) } else { (2 * cores).clamp(2, 8) }
+        if local { cores.clamp(2, 4) } else { default_lanes() }
     }
 
-    fn digests_path(&self, first: u64, end: u64) -> String {
-        format!("{}/digests?blocks={first}-{end}", self.key)
+    fn digests_path(&self, first: u64, end: u64, grain: u64) -> String {
+        let grain = if grain == BLOCK_SIZE { String::new() } else { format!("&grain={grain}") };
+        format!("{}/digests?blocks={first}-{end}{grain}", self.key)
     }
 
-    fn corrupt(&self, block: u64) -> Error {
-        let (start, end) = (block * BLOCK_SIZE, ((block + 1) * BLOCK_SIZE).min(self.header.payload_len()));
-        let mut names: Vec<_> = self.header.covering(start, end).take(4).map(|e| e.name.as_str()).collect();
-        if names.len() == 4 {
-            names[3] = "...";
-        }
+    fn corrupt(&self, plan: &Plan, block: u64) -> Error {
+        let (start, end) = plan.block_bounds(block);
         let message = format!(
             "corrupt: block {block} (payload bytes {start}-{end}: {}) did not match its checksum {} times; either the \
              network or memory flips bytes, or the source changes this memory while it serves it (then send from a \
              private copy: snapshot=\"copy\")",
-            names.join(", "),
+            slices::names(&self.header, start, end),
             CORRUPT_RETRIES + 1,
         );
         Error::new(ErrorKind::Corrupt, message)
@@ -404,7 +448,12 @@ pub(super) fn changed() -> Error {
 }
 
 /// With less to fetch, memory to share takes longer to set up than the network takes (measured).
-const SAME_HOST_BLOCKS: u64 = 16;
+const SAME_HOST_BYTES: u64 = 16 << 20;
+
+/// Two lanes a core keep the source's threads evenly busy (measured); more than eight gain nothing on one link.
+pub(super) fn default_lanes() -> usize {
+    std::thread::available_parallelism().map_or(4, |n| (2 * n.get()).clamp(2, 8))
+}
 
 /// An arena, where each entry lies in it, and every destination.
 type Placed = (Arena, Vec<Option<u64>>, Vec<Piece>);

@@ -8,6 +8,7 @@ use bytes::Bytes;
 use http::header::{self, HeaderMap, HeaderName, HeaderValue};
 use http::{Method, Request, Response, StatusCode};
 use hyper::ext::ReasonPhrase;
+use tensorferry_wire::digest::{Algorithm, BLOCK_SIZE};
 use tensorferry_wire::proof::{self, Nonce};
 use tensorferry_wire::request::{self, PathError, RangeSpec, Resource};
 
@@ -17,6 +18,8 @@ use crate::body::{MemoryBody, ServedBody};
 use crate::publication::{Lease, Segments};
 use crate::store::Lookup;
 
+/// Digests of blocks below 1 MiB that one request may ask for: computing them holds up a thread.
+const MAX_FINE_DIGESTS: u64 = 1 << 20;
 const OCTETS: &str = "application/octet-stream";
 
 type Answer = Response<ServedBody>;
@@ -232,24 +235,29 @@ fn memory(
     answer
 }
 
-/// The digest table, or the part of it that `?blocks=first-end` names.
+/// The digest table, or what `?blocks=first-end` asks for, maybe of blocks of another size: `&grain=4096`.
 async fn digests<B>(connection: &Connection, lease: Arc<Lease>, asked: &Request<B>, nonce: Option<&Nonce>) -> Answer {
     let etag = lease.publication().etag().to_owned();
     if let Some(refused) = conditional(asked.headers(), &etag) {
         return refused;
     }
-    let count = lease.block_count();
-    let (first, end) = match asked.uri().query().and_then(|q| q.strip_prefix("blocks=")) {
-        None => (0, count),
-        Some(range) => match request::parse_blocks(range, count) {
-            Some(blocks) => blocks,
-            None => return text(StatusCode::BAD_REQUEST, &format!("there are {count} blocks, not {range}")),
+    let (first, end, grain) = match asked.uri().query().filter(|q| q.starts_with("blocks=")) {
+        None => (0, lease.block_count(BLOCK_SIZE), BLOCK_SIZE),
+        Some(query) => match request::parse_blocks(query) {
+            Some((first, end, BLOCK_SIZE)) if end <= lease.block_count(BLOCK_SIZE) => (first, end, BLOCK_SIZE),
+            Some((first, end, grain)) if end <= lease.block_count(grain) && end - first <= MAX_FINE_DIGESTS => {
+                (first, end, grain)
+            }
+            _ => {
+                let count = lease.block_count(BLOCK_SIZE);
+                return text(StatusCode::BAD_REQUEST, &format!("there are {count} blocks of 1 MiB, not {query}"));
+            }
         },
     };
-    let table = if lease.digests_known(first, end) {
-        lease.digests(first, end)
+    let table = if lease.digests_known(first, end, grain) {
+        lease.digests(first, end, grain)
     } else {
-        match tokio::task::spawn_blocking(move || lease.digests(first, end)).await {
+        match tokio::task::spawn_blocking(move || lease.digests(first, end, grain)).await {
             Ok(table) => table,
             Err(_) => return text(StatusCode::INTERNAL_SERVER_ERROR, "the digests could not be computed"),
         }
@@ -258,12 +266,12 @@ async fn digests<B>(connection: &Connection, lease: Arc<Lease>, asked: &Request<
         return text(StatusCode::PRECONDITION_FAILED, "the snapshot asked for is no longer served");
     };
     let (Some(guard), Some(nonce)) = (&connection.shared.guard, nonce) else {
-        let mut found = bytes(Bytes::from(table.encode()));
+        let mut found = bytes(Bytes::from(table.encode_grained(&Algorithm::Crc64, grain)));
         insert(found.headers_mut(), header::ETAG, &etag);
         return found;
     };
     let key = guard.secret().key();
-    let body = table.encode_as(key.digests());
+    let body = table.encode_grained(key.digests(), grain);
     let path = asked.uri().path_and_query().map_or("", |p| p.as_str());
     let proof = key.sign_answer(&proof::Answer { nonce, path, etag: &etag, body: &body });
     let mut found = bytes(Bytes::from(body));

@@ -1,0 +1,275 @@
+"""Checkpoints in a folder: one container for each rank, and the index, which comes last."""
+
+from __future__ import annotations
+
+import os
+import re
+import uuid
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from .. import _gc
+from .._native import Rows, _file_entries, _read_file, _write_file
+from ..allowlist import Allowed
+from ..errors import IncompleteCheckpoint, InvalidArgument, ProtocolError
+from ..staging import Stager
+from ..tensors import DTYPE_NAMES, address, scratch
+from . import index
+from .reading import Part, Reading
+from .writing import METADATA, Packed
+
+INDEX = "index.safetensors"
+_RANK_INDEX = "index-rank{:05d}.safetensors"
+_OURS = re.compile(r"(rank\d{5,}-[0-9a-f]{12}|index(-rank\d{5,})?)\.safetensors(\.partial)?")
+
+
+class FileWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow torch
+    """Writes a checkpoint into a folder, for ``torch.distributed.checkpoint.save`` and ``async_save``.
+
+    Each rank writes one safetensors file, with a checksum of every 4 KiB, and the coordinator writes
+    ``index.safetensors`` last. A folder may be saved into again and again: the checkpoint that is there stays whole
+    until the index of the new one takes its place, in one step, and is removed then.
+
+    Args:
+        path: the folder; ``checkpoint_id`` of a save takes its place
+        threads: threads a rank writes with; ``None`` chooses by the number of cores
+        overwrite: with ``False``, a folder that has a checkpoint is refused
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, threads: int | None = None, overwrite: bool = True) -> None:
+        """See the class."""
+        super().__init__()
+        self._path = Path(path)
+        self._threads = threads
+        self._overwrite = overwrite
+        self._rank = 0
+        self._use_collectives = True
+        self._save_id = uuid.uuid4().hex[:12]
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begins a new save, into ``checkpoint_id`` if it is given."""
+        if checkpoint_id:
+            self._path = Path(checkpoint_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Learns which rank this is."""
+        del is_coordinator, args
+        self._rank = kwargs.get("rank") or 0
+        self._use_collectives = kwargs.get("use_collectives", True)
+        self._save_id = uuid.uuid4().hex[:12]
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Makes the folder.
+
+        Raises:
+            InvalidArgument: it has a checkpoint and ``overwrite`` is ``False``, or one of coordinated ranks where this
+            save
+                has none
+        """
+        self._path.mkdir(parents=True, exist_ok=True)
+        if not self._use_collectives and (self._path / INDEX).exists():
+            raise InvalidArgument(
+                f"{self._path} holds a checkpoint whose ranks were coordinated, which would be loaded instead of this "
+                "one: save into another folder"
+            )
+        if not self._overwrite and self._index_path().exists():
+            raise InvalidArgument(f"{self._path} holds a checkpoint, and overwrite=False")
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Nothing to do: each rank chooses a name of its own."""
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Writes this rank's file.
+
+        Raises:
+            UnsupportedLeaf: an item cannot be written; it is named
+            SystemRefused: the system refuses, a full disk for one
+        """
+        name = f"rank{self._rank:05d}-{self._save_id}.safetensors"
+        with _gc.held_off():
+            packed = Packed(plan, planner, Stager(), copy=False)
+        _write_file(self._path / name, rows=packed.rows, control=[], metadata=METADATA, threads=self._threads)
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(packed.results(name))
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Writes the index, which makes the checkpoint one, and removes what it replaces."""
+        places = {result.index: result.storage_data for of_rank in results for result in of_rank}
+        metadata.storage_data = places
+        metadata.storage_meta = self.storage_meta()
+        rows = Rows(torch.Tensor, torch.nn.Parameter, DTYPE_NAMES, native=False)
+        control = [(index.ENTRY, index.encode(metadata, places))]
+        _write_file(self._index_path(), rows=rows, control=control, metadata=METADATA, threads=1)
+        self._remove_others({place.source for place in places.values()})
+
+    def _remove_others(self, kept: set[str]) -> None:
+        own = None if self._use_collectives else f"rank{self._rank:05d}-"
+        for path in self._path.iterdir():
+            if not _OURS.fullmatch(path.name) or path.name in kept or path == self._index_path():
+                continue
+            if own is None or path.name.startswith(own):
+                path.unlink(missing_ok=True)
+
+    def _index_path(self) -> Path:
+        return self._path / (INDEX if self._use_collectives else _RANK_INDEX.format(self._rank))
+
+    def storage_meta(self) -> StorageMeta:
+        """Where the checkpoint goes."""
+        return StorageMeta(checkpoint_id=self._path, save_id=self._save_id)
+
+    @property
+    def checkpoint_id(self) -> Path:
+        """The folder."""
+        return self._path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether this can be a folder here."""
+        return _is_path(checkpoint_id)
+
+
+class FileReader(StorageReader):  # type: ignore[misc]  # mypy does not follow torch
+    """Reads a checkpoint that ``FileWriter`` wrote, for ``torch.distributed.checkpoint.load``.
+
+    Each rank reads the slices its plan needs, straight into its tensors where it can, and verifies every block of them.
+
+    Args:
+        path: the folder; ``checkpoint_id`` of a load takes its place
+        threads: threads a rank reads with; ``None`` chooses by the number of cores
+        safe_globals: classes and functions that pickled objects may name besides the default list
+        trust_pickle: let pickled objects name anything; then whoever can write to the folder can run code here
+
+    Attributes:
+        report: what the last load read besides the index: ``bytes`` of files, and ``wanted``, those of them that had a
+            destination
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        threads: int | None = None,
+        safe_globals: Iterable[Any] = (),
+        trust_pickle: bool = False,
+    ) -> None:
+        """See the class."""
+        super().__init__()
+        self._path = Path(path)
+        self._threads = threads
+        self._allowed = Allowed(safe_globals, trust_pickle)
+        self._metadata: Metadata | None = None
+        self.report: dict[str, int] = {"bytes": 0, "wanted": 0}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begins a new load, from ``checkpoint_id`` if it is given."""
+        if checkpoint_id:
+            self._path = Path(checkpoint_id)
+        self._metadata = None
+        self.report = {"bytes": 0, "wanted": 0}
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Reads the index.
+
+        Raises:
+            IncompleteCheckpoint: there is none, or the save that was to write one was interrupted
+            CorruptCheckpoint: it does not match its checksums
+            ProtocolError: it is no index of this version
+        """
+        del args
+        rank = kwargs.get("rank")
+        path = self._path / INDEX
+        if not path.exists():
+            if rank is None:
+                raise self._incomplete()
+            path = self._path / _RANK_INDEX.format(rank)
+            if not path.exists():
+                raise self._incomplete()
+        text = self._entry(path, index.ENTRY)
+        metadata = index.decode(text, str(path), self._allowed)
+        metadata.storage_meta = StorageMeta(checkpoint_id=self._path)
+        return metadata
+
+    def _entry(self, path: Path, entry: str) -> bytes:
+        nbytes = {name: size for name, _, size in _file_entries(path)}.get(entry)
+        if nbytes is None:
+            raise ProtocolError(f"{path} is no index: it has no entry {entry!r}")
+        memory = scratch(nbytes)
+        _read_file(path, [(entry, "U8", nbytes, 0, nbytes, address(memory), [])], threads=1)
+        return bytes(memory.numpy().tobytes())
+
+    def _incomplete(self) -> IncompleteCheckpoint:
+        if not self._path.is_dir():
+            return IncompleteCheckpoint(f"there is no checkpoint: {self._path} is no folder")
+        names = sorted(path.name for path in self._path.iterdir())
+        left = [name for name in names if _OURS.fullmatch(name)]
+        if left:
+            return IncompleteCheckpoint(
+                f"{self._path} holds an incomplete checkpoint: the save that wrote {left[0]} did not get to {INDEX}. "
+                "Load an earlier checkpoint"
+            )
+        if ".metadata" in names:
+            return IncompleteCheckpoint(
+                f"{self._path} holds a checkpoint of torch's own: load it with FileSystemReader"
+            )
+        return IncompleteCheckpoint(f"there is no checkpoint in {self._path}: it has no {INDEX}")
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Keeps the index."""
+        del is_coordinator, args, kwargs
+        self._metadata = metadata
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Nothing to do."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Nothing to do: ranks read what they need, whoever reads the same."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Reads what ``plan`` asks for.
+
+        Raises:
+            CorruptCheckpoint: a block does not match its checksum; file, tensor and block are named
+            StateMismatch: a target has another shape than the plan says
+            UnsafePickle: an object is not on the allow-list
+        """
+        assert self._metadata is not None
+        Reading(self._metadata, planner, self._fetch, self._allowed).run(plan)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _fetch(self, parts: dict[str, list[Part]]) -> None:
+        for name, of_file in parts.items():
+            if Path(name).name != name:
+                raise ProtocolError(f"{self._path}: its index names a file outside of it, {name!r}")
+            self._add(_read_file(self._path / name, of_file, threads=self._threads))
+
+    def _add(self, report: dict[str, int]) -> None:
+        for key, value in report.items():
+            self.report[key] += value
+
+    @property
+    def checkpoint_id(self) -> Path:
+        """The folder."""
+        return self._path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether this can be a folder here."""
+        return _is_path(checkpoint_id)
+
+
+def _is_path(checkpoint_id: str | os.PathLike[str]) -> bool:
+    return isinstance(checkpoint_id, os.PathLike) or "://" not in str(checkpoint_id)

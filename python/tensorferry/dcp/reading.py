@@ -1,0 +1,304 @@
+"""What a load plan asks for, as slices of containers, and where they go."""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import types
+import zipfile
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+
+from ..allowlist import Allowed
+from ..errors import ProtocolError, StateMismatch, UnsafePickle
+from ..tensors import DTYPE_NAMES, address, byte_strides, scratch, takes_bytes, view_as
+from .index import ELEMENTS, PICKLED_TENSOR, Place
+
+#: ``(entry, dtype, nbytes, start, run, address, repeats)``, as the native module wants it.
+Part: TypeAlias = tuple[str, str, int, int, int, int, list[tuple[int, int, int]]]
+
+#: Runs shorter than this are not scattered one by one: all bytes between the first and the last come along, and torch
+#: picks out the elements.
+_SHORT_RUN = 256
+#: Memory for what cannot go straight to its place, at most, unless one item needs more.
+_SCRATCH = 256 << 20
+
+
+class Reading:
+    """Reads one plan.
+
+    Args:
+        metadata: of the checkpoint, as ``index.decode`` gives it
+        planner: says where things go
+        fetch: reads parts of several containers: source to parts
+        allowed: which globals pickled objects may name
+    """
+
+    def __init__(
+        self,
+        metadata: Metadata,
+        planner: LoadPlanner,
+        fetch: Callable[[dict[str, list[Part]]], None],
+        allowed: Allowed,
+    ) -> None:
+        """See the class."""
+        self._metadata = metadata
+        self._planner = planner
+        self._fetch = fetch
+        self._allowed = allowed
+        self._parts: dict[str, list[Part]] = defaultdict(list)
+        self._then: list[Callable[[], None]] = []
+        self._keep: list[torch.Tensor] = []
+        self._held = 0
+
+    def run(self, plan: LoadPlan) -> None:
+        """Reads everything ``plan`` asks for.
+
+        Raises:
+            StateMismatch: a target has another shape than the plan says
+            CorruptCheckpoint: bytes do not match their checksums
+            UnsafePickle: an object is not on the allow-list
+        """
+        tensors = []
+        for item in plan.items:
+            place = self._place(item)
+            if item.type == LoadItemType.BYTE_IO:
+                self._whole(place, partial(self._load_bytes, item))
+            else:
+                tensors.append((item, place, self._target(item)))
+        direct = _without_aliases([(item, target) for item, _, target in tensors])
+        for (item, place, target), alone in zip(tensors, direct, strict=True):
+            self._tensor(item, place, target, alone)
+            if self._held > _SCRATCH:
+                self._flush()
+        self._flush()
+
+    def _flush(self) -> None:
+        parts, then = dict(self._parts), self._then
+        self._parts, self._then = defaultdict(list), []
+        if parts:
+            self._fetch(parts)
+        for step in then:
+            step()
+        self._keep.clear()
+        self._held = 0
+
+    def _place(self, item: ReadItem) -> Place:
+        place = self._metadata.storage_data.get(item.storage_index)
+        if place is None:
+            raise ProtocolError(f"the plan asks for {item.storage_index}, which the checkpoint does not have")
+        return place  # type: ignore[no-any-return]
+
+    def _target(self, item: ReadItem) -> torch.Tensor:
+        target = self._planner.resolve_tensor(item).detach()
+        if target.size() != item.lengths:
+            raise StateMismatch(
+                f"{item.dest_index.fqn}: the target has shape {list(target.size())}, and {list(item.lengths)} is to be "
+                "read into it"
+            )
+        return target
+
+    def _scratch(self, nbytes: int) -> torch.Tensor:
+        memory = scratch(nbytes)
+        self._keep.append(memory)
+        self._held += nbytes
+        return memory
+
+    def _whole(self, place: Place, then: Callable[[bytes], None]) -> None:
+        """Reads a whole entry and goes on with its bytes."""
+        memory = self._scratch(place.nbytes)
+        if place.nbytes:
+            part: Part = (place.entry, place.dtype, place.nbytes, 0, place.nbytes, address(memory), [])
+            self._parts[place.source].append(part)
+        self._then.append(lambda: then(memory.numpy().tobytes()))
+
+    def _tensor(self, item: ReadItem, place: Place, target: torch.Tensor, alone: bool) -> None:
+        def commit(read: torch.Tensor | None) -> None:
+            if read is not None:
+                target.copy_(read)
+            self._planner.commit_tensor(item, target)
+
+        if place.kind == PICKLED_TENSOR:
+
+            def narrow(data: bytes) -> None:
+                read = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+                for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                    if (start, length) != (0, read.shape[dim]):
+                        read = read.narrow(dim, start, length)
+                commit(read)
+
+            self._whole(place, narrow)
+            return
+        dtype, shape, lengths = *self._chunk(item, place), list(item.lengths)
+        if not math.prod(lengths):
+            self._then.append(lambda: commit(None))
+            return
+        size = dtype.itemsize
+        strides = _contiguous(shape, size)
+        start = sum(offset * stride for offset, stride in zip(item.storage_offsets, strides, strict=True))
+        if alone and takes_bytes(target, dtype):
+            run, repeats = _runs(lengths, strides, byte_strides(target), size)
+            if run >= _SHORT_RUN or not repeats:
+                self._add(place, start, run, address(target), repeats)
+                self._then.append(lambda: commit(None))
+                return
+        packed = _contiguous(lengths, size)
+        run, repeats = _runs(lengths, strides, packed, size)
+        if run >= _SHORT_RUN or not repeats:
+            memory = self._scratch(math.prod(lengths) * size)
+        else:
+            # One run from the first byte to the last.
+            packed, repeats = strides, []
+            run = sum((n - 1) * stride for n, stride in zip(lengths, strides, strict=True)) + size
+            memory = self._scratch(run)
+        self._add(place, start, run, address(memory), repeats)
+        self._then.append(lambda: commit(view_as(memory, dtype, lengths, packed)))
+
+    def _add(self, place: Place, start: int, run: int, to: int, repeats: list[tuple[int, int, int]]) -> None:
+        self._parts[place.source].append((place.entry, place.dtype, place.nbytes, start, run, to, repeats))
+
+    def _chunk(self, item: ReadItem, place: Place) -> tuple[torch.dtype, list[int]]:
+        """Dtype and shape of the chunk an item is a part of, compared with what the entry holds."""
+        fqn, offset = item.storage_index.fqn, item.storage_index.offset
+        stored = self._metadata.state_dict_metadata[fqn]
+        dtype = stored.properties.dtype
+        chunks = stored.chunks
+        hint = item.storage_index.index
+        if hint is not None and hint < len(chunks) and chunks[hint].offsets == offset:
+            shape = list(chunks[hint].sizes)
+        else:
+            shape = next(list(chunk.sizes) for chunk in chunks if chunk.offsets == offset)
+        matches = place.kind == ELEMENTS and place.dtype == DTYPE_NAMES.get(dtype, "U8")
+        if not matches or math.prod(shape) * dtype.itemsize != place.nbytes:
+            raise ProtocolError(
+                f"{fqn}: the index says {dtype} {shape}, and its entry {place.entry!r} has {place.nbytes} bytes of "
+                f"{place.dtype}"
+            )
+        inside = all(o + n <= dim for o, n, dim in zip(item.storage_offsets, item.lengths, shape, strict=True))
+        if not inside:
+            raise ProtocolError(f"{fqn}: the plan goes beyond a chunk of shape {shape}")
+        return dtype, shape
+
+    def _load_bytes(self, item: ReadItem, data: bytes) -> None:
+        check_pickle(data, item.storage_index.fqn, self._allowed)
+        self._planner.load_bytes(item, io.BytesIO(data))
+
+
+def _contiguous(shape: list[int], size: int) -> list[int]:
+    """The strides, in bytes, of elements that lie one after the other."""
+    strides = []
+    for dim in reversed(shape):
+        strides.append(size)
+        size *= dim
+    return strides[::-1]
+
+
+def _runs(lengths: list[int], strides: list[int], to: list[int], size: int) -> tuple[int, list[tuple[int, int, int]]]:
+    """A box of elements as runs of bytes: the length of one, and ``(count, from, to)`` where it repeats."""
+    dims = [(n, a, b) for n, a, b in zip(lengths, strides, to, strict=True) if n > 1]
+    run = size
+    while dims and dims[-1][1] == run and dims[-1][2] == run:
+        run *= dims.pop()[0]
+    repeats: list[tuple[int, int, int]] = []
+    for n, a, b in reversed(dims):
+        if repeats:
+            inner, by, into = repeats[-1]
+            if (a, b) == (inner * by, inner * into):
+                repeats[-1] = (n * inner, by, into)
+                continue
+        repeats.append((n, a, b))
+    return run, repeats[::-1]
+
+
+def _without_aliases(targets: list[tuple[ReadItem, torch.Tensor]]) -> list[bool]:
+    """For each target, whether no other one of another tensor, and no part of the same, shares memory with it.
+
+    Those that may share some are written one after the other, by torch.
+    """
+    spans: dict[Any, tuple[int, int]] = {}
+    boxes: dict[Any, list[tuple[int, ReadItem]]] = defaultdict(list)
+    for number, (item, target) in enumerate(targets):
+        key = item.dest_index
+        boxes[key].append((number, item))
+        if target.device.type == "cpu" and target.layout is torch.strided and target.numel():
+            reach = sum((n - 1) * stride for n, stride in zip(target.shape, byte_strides(target), strict=True))
+            low, high = spans.get(key, (address(target), 0))
+            start = address(target)
+            spans[key] = (min(low, start), max(high, start + reach + target.element_size()))
+    alone = [True] * len(targets)
+    end, before = 0, None
+    for key, (low, high) in sorted(spans.items(), key=lambda entry: entry[1]):
+        if low < end:
+            for shared in (key, before):
+                for number, _ in boxes.get(shared, ()):
+                    alone[number] = False
+        if high > end:
+            end, before = high, key
+    for parts in boxes.values():
+        for number in _overlapping(parts):
+            alone[number] = False
+    return alone
+
+
+def _overlapping(parts: list[tuple[int, ReadItem]]) -> list[int]:
+    """The numbers of those parts of one tensor that another one overlaps."""
+    if len(parts) < 2:
+        return []
+    found = []
+    # Swept along the dimension with the most different places, so that few are open at a time.
+    rank = len(parts[0][1].dest_offsets)
+    sweep = max(range(rank), key=lambda dim: len({item.dest_offsets[dim] for _, item in parts}), default=None)
+    if sweep is None:
+        return [number for number, _ in parts]
+    ordered = sorted(parts, key=lambda part: part[1].dest_offsets[sweep])
+    active: list[tuple[int, ReadItem]] = []
+    for number, item in ordered:
+        at = item.dest_offsets[sweep]
+        active = [(n, other) for n, other in active if other.dest_offsets[sweep] + other.lengths[sweep] > at]
+        for n, other in active:
+            sides = zip(item.dest_offsets, item.lengths, other.dest_offsets, other.lengths, strict=True)
+            if all(a < c + d and c < a + b for a, b, c, d in sides):
+                found += [n, number]
+        active.append((number, item))
+    return found
+
+
+def check_pickle(data: bytes, fqn: str, allowed: Allowed) -> None:
+    """Makes sure that what ``torch.save`` made of an object names only what is allowed.
+
+    torch's planners read objects with an unpickler that knows no limits, so they get none that was not looked at.
+
+    Raises:
+        UnsafePickle: it names something else, or is nothing ``torch.save`` writes
+    """
+    if allowed.trusts:
+        return
+
+    class Unpickler(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            return allowed.find(module, name, super().find_class, fqn)
+
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            names = [name.rpartition("/")[2] for name in archive.namelist()]
+    except zipfile.BadZipFile:
+        names = []
+    if "data.pkl" not in names or "constants.pkl" in names:
+        raise UnsafePickle(
+            f"{fqn} is an object that torch.save did not write: pass trust_pickle=True to the reader if you trust who "
+            "saved it"
+        )
+    module = types.SimpleNamespace(Unpickler=Unpickler, __name__="tensorferry")
+    try:
+        torch.load(io.BytesIO(data), map_location="cpu", pickle_module=module, weights_only=False)
+    except UnsafePickle:
+        raise
+    except Exception as e:
+        raise ProtocolError(f"{fqn} cannot be read ({type(e).__name__}: {e})") from e

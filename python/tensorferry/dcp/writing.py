@@ -1,0 +1,118 @@
+"""What a save plan holds, as the entries of a container."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from .._native import Rows
+from ..errors import UnsupportedLeaf
+from ..staging import Piece, Stager
+from ..tensors import DTYPE_NAMES, address, dense, reach
+from .index import ELEMENTS, OBJECT, PICKLED_TENSOR, Place
+
+METADATA = [("format", "pt"), ("tensorferry.version", "1"), ("tensorferry.dcp", "1")]
+_RESERVED = "__tensorferry__/"
+
+
+class Packed:
+    """The entries for one rank's plan, and the memory behind them.
+
+    Attributes:
+        rows: an entry for each item of the plan
+        owner: keeps their memory alive
+        private: whether all memory is a copy that nobody else writes to
+    """
+
+    def __init__(self, plan: SavePlan, planner: SavePlanner, stager: Stager, copy: bool) -> None:
+        """Resolves all items of ``plan``.
+
+        Args:
+            plan: this rank's part of the save
+            planner: gives the data of its items
+            stager: copies what is not in host memory
+            copy: copy what is there, too
+
+        Raises:
+            UnsupportedLeaf: an item cannot be written; it is named
+        """
+        self.rows = Rows(torch.Tensor, torch.nn.Parameter, DTYPE_NAMES, native=False)
+        self.owner: list[Any] = []
+        self._indices: list[MetadataIndex] = []
+        self._kinds: list[str] = []
+        self._taken: set[str] = set()
+        self._borrowed = False
+        pieces: list[tuple[int, Piece]] = []
+        for number, item in enumerate(plan.items):
+            try:
+                data = planner.resolve_data(item)
+                self._indices.append(item.index)
+                if item.type == WriteItemType.BYTE_IO:
+                    self._append_bytes(f"{_RESERVED}objects/{number}", data.getvalue(), OBJECT)
+                else:
+                    self._append_tensor(item, data, number, copy, pieces)
+            except Exception as e:
+                raise UnsupportedLeaf(f"{item.index.fqn} cannot be saved ({type(e).__name__}: {e})") from e
+        stager.copy([piece for _, piece in pieces])
+        for row, piece in pieces:
+            self.rows.place(row, piece.data_ptr())
+        self.private = not self._borrowed
+
+    def _append_bytes(self, name: str, data: bytes, kind: str) -> None:
+        memory = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        self.owner.append(memory)
+        self._kinds.append(kind)
+        self.rows.append(memory, name, "U8", (len(data),), address(memory), len(data), 0)
+
+    def _append_tensor(
+        self, item: WriteItem, tensor: torch.Tensor, number: int, copy: bool, pieces: list[tuple[int, Piece]]
+    ) -> None:
+        memory = dense(tensor)
+        if memory is None:
+            file = io.BytesIO()
+            torch.save(tensor.detach(), file)
+            self._append_bytes(f"{_RESERVED}tensors/{number}", file.getvalue(), PICKLED_TENSOR)
+            return
+        dtype = DTYPE_NAMES.get(memory.dtype)
+        shape = tuple(memory.shape) if dtype else (memory.nbytes,)
+        owner: torch.Tensor | Piece = memory
+        start = address(memory)
+        if memory.nbytes and (copy or memory.device.type != "cpu"):
+            owner = Piece(*reach(memory))
+            pieces.append((len(self.rows), owner))
+            start = 0
+        elif memory.data_ptr() == tensor.data_ptr():
+            self._borrowed = self._borrowed or memory.nbytes > 0
+        self.owner.append(owner)
+        self._kinds.append(ELEMENTS)
+        self.rows.append(owner, self._name(item), dtype or "U8", shape, start, memory.nbytes, 0)
+
+    def _name(self, item: WriteItem) -> str:
+        """The key; of a part of a tensor with what part it is."""
+        fqn, data = item.index.fqn, item.tensor_data
+        name: str = fqn.replace("\0", "~")
+        if not name or name == "__metadata__" or name.startswith(_RESERVED):
+            name = f"~{name}"
+        if data is not None and data.chunk.sizes != data.size:
+            ends = zip(data.chunk.offsets, data.chunk.sizes, strict=True)
+            name += f"[{','.join(f'{start}:{start + size}' for start, size in ends)}]"
+        unique, count = name, 1
+        while unique in self._taken:
+            count += 1
+            unique = f"{name}~{count}"
+        self._taken.add(unique)
+        return unique
+
+    def results(self, source: str) -> list[WriteResult]:
+        """What the coordinator is told: the place of each item, ``source`` naming this container."""
+        rows = self.rows
+        columns = zip(self._indices, self._kinds, rows.names, rows.dtypes, rows.sizes, strict=True)
+        return [
+            WriteResult(index, nbytes, Place(source, name, dtype, nbytes, kind))
+            for index, kind, name, dtype, nbytes in columns
+        ]

@@ -1,0 +1,96 @@
+//! Slices from many containers at once, each at its own source.
+
+use std::collections::VecDeque;
+use std::sync::{Mutex, PoisonError};
+use std::time::Instant;
+
+use super::remote::default_lanes;
+use super::{FetchOptions, Remote, Report};
+use crate::error::{Error, ErrorKind};
+use crate::slices::Slice;
+
+/// Sources that are fetched from at the same time, at most.
+const MAX_SOURCES: usize = 16;
+
+/// What to fetch from one container.
+#[derive(Clone, Debug)]
+pub struct Order {
+    /// Where it is served; several sources must serve the same snapshot.
+    pub urls: Vec<String>,
+    /// Under which number.
+    pub step: i64,
+    /// Which bytes go where.
+    pub slices: Vec<Slice>,
+}
+
+/// Fetches what `orders` ask for, several sources at a time; the lanes are divided among them. The first failure ends
+/// everything, by `options.cancel`.
+///
+/// # Errors
+/// As [`Remote::open`] and [`Remote::fetch_slices`].
+pub fn gather(orders: Vec<Order>, options: &FetchOptions) -> Result<Report, Error> {
+    let started = Instant::now();
+    let deadline = started.checked_add(options.timeout);
+    let threads = orders.len().clamp(1, MAX_SOURCES);
+    let lanes = (options.lanes.unwrap_or_else(default_lanes) / threads).max(1);
+    let waiting = Mutex::new(VecDeque::from(orders));
+    let outcome: Mutex<Result<Report, Error>> = Mutex::new(Ok(Report::default()));
+    let one = |order: Order| -> Result<Report, Error> {
+        let timeout = deadline.map_or(options.timeout, |deadline| deadline.saturating_duration_since(Instant::now()));
+        let options = FetchOptions { lanes: Some(lanes), timeout, ..options.clone() };
+        let urls: Vec<_> = order.urls.iter().map(String::as_str).collect();
+        let remote = Remote::open(&urls, order.step, options)?;
+        remote.fetch_slices(&order.slices).map_err(|e| e.at(&format!("slices from {}", remote_name(&urls))))
+    };
+    std::thread::scope(|scope| {
+        for index in 0..threads {
+            let spawned =
+                std::thread::Builder::new().name(format!("tensorferry-gather-{index}")).spawn_scoped(scope, || {
+                    loop {
+                        let next = waiting.lock().unwrap_or_else(PoisonError::into_inner).pop_front();
+                        let Some(order) = next else { return };
+                        let result = one(order);
+                        let mut outcome = outcome.lock().unwrap_or_else(PoisonError::into_inner);
+                        match (outcome.as_mut(), result) {
+                            (Err(_), _) => return,
+                            (Ok(all), Ok(report)) => all.add(report),
+                            (Ok(_), Err(e)) => {
+                                *outcome = Err(e);
+                                drop(outcome);
+                                options.cancel.cancel();
+                                return;
+                            }
+                        }
+                    }
+                });
+            if let Err(e) = spawned {
+                let error = Error::caused(ErrorKind::System, "cannot start a thread for a source", e);
+                *outcome.lock().unwrap_or_else(PoisonError::into_inner) = Err(error);
+                options.cancel.cancel();
+            }
+        }
+    });
+    let mut report = outcome.into_inner().unwrap_or_else(PoisonError::into_inner)?;
+    report.fetching = started.elapsed().saturating_sub(report.opening);
+    Ok(report)
+}
+
+/// The sources as messages name them: without the random part of their paths.
+fn remote_name(urls: &[&str]) -> String {
+    let host = |url: &&str| url.split('/').nth(2).unwrap_or_default().to_owned();
+    urls.iter().map(host).collect::<Vec<_>>().join(" ")
+}
+
+impl Report {
+    /// Adds what another transfer at the same time brought.
+    fn add(&mut self, other: Self) {
+        self.bytes += other.bytes;
+        self.wanted += other.wanted;
+        self.lanes += other.lanes;
+        self.same_host |= other.same_host;
+        self.retries += other.retries;
+        self.routes.extend(other.routes);
+        self.troubles.extend(other.troubles);
+        self.opening = self.opening.max(other.opening);
+    }
+}

@@ -1,0 +1,53 @@
+//! Containers at rest: written from memory by several threads and put in their place by a rename; read slice by slice, every
+//! block of 4 KiB held against its checksum.
+
+mod read;
+mod write;
+
+use std::path::Path;
+
+pub use self::read::Container;
+pub use self::write::write_file;
+use crate::client::Cancel;
+use crate::error::{Error, ErrorKind};
+
+/// Bytes that a thread writes or reads at a time.
+const CHUNK: u64 = 4 << 20;
+
+/// How a file is written or read.
+#[derive(Clone, Debug, Default)]
+pub struct FileOptions {
+    /// Threads; `None` chooses by the number of cores.
+    pub threads: Option<usize>,
+    /// Ends it from another thread.
+    pub cancel: Cancel,
+}
+
+impl FileOptions {
+    fn threads(&self, chunks: u64) -> usize {
+        let cores = || std::thread::available_parallelism().map_or(2, |n| n.get().clamp(2, 8));
+        let most = usize::try_from(chunks).unwrap_or(usize::MAX);
+        self.threads.unwrap_or_else(cores).clamp(1, 64).min(most.max(1))
+    }
+
+    fn check(&self) -> Result<(), Error> {
+        if self.cancel.is_cancelled() {
+            return Err(Error::new(ErrorKind::Cancelled, "it was cancelled"));
+        }
+        Ok(())
+    }
+}
+
+/// What was written or read.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct FileReport {
+    /// Bytes of the file that were written or read, header and checksums included.
+    pub bytes: u64,
+    /// Bytes that had a destination.
+    pub wanted: u64,
+}
+
+/// An error of the system about `path`.
+fn refused(path: &Path, what: &str, cause: std::io::Error) -> Error {
+    Error::caused(ErrorKind::System, format!("{}: {what}", path.display()), cause)
+}

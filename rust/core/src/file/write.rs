@@ -1,0 +1,169 @@
+//! Writing: beside its place first, by several threads, each checksumming what it writes.
+
+use std::ffi::OsString;
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+use bytes::Bytes;
+use tensorferry_wire::container::DIGESTS_ENTRY;
+use tensorferry_wire::digest::{self, Algorithm, DigestTable, FILE_GRAIN};
+use tensorferry_wire::dtype::Dtype;
+
+use super::{CHUNK, FileOptions, FileReport, refused};
+use crate::client::checksum_blocks;
+use crate::error::{Error, ErrorKind};
+use crate::layout::{Layout, Segments};
+use crate::memory::Item;
+
+/// Writes `items` as a container to `path`, with checksums of all of it. The file appears under its name only when it is
+/// complete and on the disk; until then it is `{path}.partial`. What was there before is replaced at that moment.
+///
+/// Borrowed memory of the items must stay readable until this returns.
+///
+/// # Errors
+/// [`ErrorKind::Invalid`] when the items make no valid container; [`ErrorKind::System`] when the system refuses, a full
+/// disk for one, before much is written. Nothing is left behind then.
+pub fn write_file(
+    path: &Path,
+    metadata: Vec<(String, String)>,
+    mut items: Vec<Item>,
+    options: &FileOptions,
+) -> Result<FileReport, Error> {
+    let len: u64 = items.iter().map(|item| item.memory.region().len() as u64).sum();
+    let table_len = digest::table_len(len.div_ceil(FILE_GRAIN));
+    let blank = Bytes::from(vec![0; usize::try_from(table_len).map_err(|_| too_large(path))?]);
+    items.push(Item::bytes(DIGESTS_ENTRY, Dtype::U8, &[table_len], blank));
+    let layout = Layout::new(metadata, items, FILE_GRAIN)?;
+    let partial = partial_path(path)?;
+    let written = write_partial(&partial, &layout, len, options).and_then(|()| commit(&partial, path));
+    if written.is_err() {
+        // The error is what there is to tell.
+        let _ = fs::remove_file(&partial);
+    }
+    written.map(|()| FileReport { bytes: layout.content.len(), wanted: len })
+}
+
+fn too_large(path: &Path) -> Error {
+    Error::new(ErrorKind::Invalid, format!("{}: too large for this machine", path.display()))
+}
+
+fn partial_path(path: &Path) -> Result<PathBuf, Error> {
+    let name = path
+        .file_name()
+        .ok_or_else(|| Error::new(ErrorKind::Invalid, format!("{} is no name for a file", path.display())))?;
+    let mut partial = OsString::from(name);
+    partial.push(".partial");
+    Ok(path.with_file_name(partial))
+}
+
+fn write_partial(path: &Path, layout: &Layout, len: u64, options: &FileOptions) -> Result<(), Error> {
+    let file = OpenOptions::new()
+        .write(true)
+        .create(true)
+        .truncate(true)
+        .open(path)
+        .map_err(|e| refused(path, "cannot be written", e))?;
+    let total = layout.content.len();
+    reserve(&file, total).map_err(|e| refused(path, &format!("there is no room for its {total} bytes"), e))?;
+    let failed = |e| refused(path, "cannot be written", e);
+    file.write_all_at(&layout.header, 0).map_err(failed)?;
+    let start = layout.header.len() as u64;
+    let blocks =
+        write_payload(&file, &layout.content, start, start + len, options).map_err(|failure| match failure {
+            Failure::System(e) => failed(e),
+            Failure::Other(e) => e,
+        })?;
+    let table = DigestTable { header: digest::checksum(&layout.header), payload_len: len, blocks };
+    let table = table.encode_grained(&Algorithm::Crc64, FILE_GRAIN);
+    let at = layout.digests.map_or(len, |(at, _)| at);
+    file.write_all_at(&table, start + at).map_err(failed)?;
+    file.sync_all().map_err(failed)
+}
+
+/// Takes the room for the file before the bytes come, so that a full disk is known at once.
+fn reserve(file: &File, len: u64) -> io::Result<()> {
+    let length = i64::try_from(len).map_err(|_| io::Error::from(io::ErrorKind::FileTooLarge))?;
+    // SAFETY: a call on a file that is open; no memory is involved.
+    if unsafe { libc::fallocate(file.as_raw_fd(), 0, 0, length) } == 0 {
+        return Ok(());
+    }
+    match io::Error::last_os_error() {
+        // The file system cannot do it: it will say later if it is full.
+        e if matches!(e.raw_os_error(), Some(libc::EOPNOTSUPP | libc::ENOSYS)) => file.set_len(len),
+        e => Err(e),
+    }
+}
+
+enum Failure {
+    System(io::Error),
+    Other(Error),
+}
+
+/// Writes `[start, end)` of the content and returns the checksums of its blocks.
+fn write_payload(
+    file: &File,
+    content: &Segments,
+    start: u64,
+    end: u64,
+    options: &FileOptions,
+) -> Result<Vec<u64>, Failure> {
+    let chunks = (end - start).div_ceil(CHUNK);
+    let next = AtomicU64::new(0);
+    let parts: Mutex<Vec<(u64, Vec<u64>)>> = Mutex::default();
+    let failure: Mutex<Option<Failure>> = Mutex::new(None);
+    let fail = |e| {
+        next.store(chunks, Ordering::Relaxed);
+        failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(e);
+    };
+    let work = || {
+        let mut buffer = Vec::new();
+        loop {
+            let chunk = next.fetch_add(1, Ordering::Relaxed);
+            if chunk >= chunks {
+                return;
+            }
+            if let Err(e) = options.check() {
+                return fail(Failure::Other(e));
+            }
+            let at = start + chunk * CHUNK;
+            // What is checksummed is what is written, whatever happens to the memory meanwhile.
+            buffer.clear();
+            content.visit(at, (at + CHUNK).min(end), |region| {
+                // SAFETY: `write_file` asks for memory that stays readable until it returns; the bytes are copied.
+                buffer.extend_from_slice(unsafe { region.as_slice() });
+                true
+            });
+            let digests = checksum_blocks(&Algorithm::Crc64, [buffer.as_slice()], FILE_GRAIN);
+            if let Err(e) = file.write_all_at(&buffer, at) {
+                return fail(Failure::System(e));
+            }
+            parts.lock().unwrap_or_else(PoisonError::into_inner).push((chunk, digests));
+        }
+    };
+    std::thread::scope(|scope| {
+        for _ in 1..options.threads(chunks) {
+            // With fewer threads it takes longer, and that is all.
+            let _ = std::thread::Builder::new().name("tensorferry-write".to_owned()).spawn_scoped(scope, work);
+        }
+        work();
+    });
+    if let Some(failure) = failure.into_inner().unwrap_or_else(PoisonError::into_inner) {
+        return Err(failure);
+    }
+    let mut parts = parts.into_inner().unwrap_or_else(PoisonError::into_inner);
+    parts.sort_unstable_by_key(|part| part.0);
+    Ok(parts.into_iter().flat_map(|part| part.1).collect())
+}
+
+/// Gives the file its name, and makes sure that the name is on the disk.
+fn commit(partial: &Path, path: &Path) -> Result<(), Error> {
+    fs::rename(partial, path).map_err(|e| refused(path, "cannot be put in its place", e))?;
+    let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let synced = File::open(folder).and_then(|folder| folder.sync_all());
+    synced.map_err(|e| refused(folder, "cannot be synchronised", e))
+}

@@ -1,0 +1,251 @@
+//! Containers in files: valid safetensors, read by the slice, and no damage goes unnoticed.
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
+
+mod common;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use bytes::Bytes;
+use common::{BLOCK, State};
+use safetensors::SafeTensors;
+use tensorferry_core::{Cancel, Container, ErrorKind, FileOptions, Item, Repeat, Slice, write_file};
+use tensorferry_wire::container::DIGESTS_ENTRY;
+use tensorferry_wire::dtype::Dtype;
+
+/// A folder that is gone at the end.
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new() -> Self {
+        static COUNT: AtomicU32 = AtomicU32::new(0);
+        let name = format!("tensorferry-file-{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
+        let path = std::env::temp_dir().join(name);
+        fs::create_dir(&path).unwrap();
+        Self(path)
+    }
+
+    fn names(&self) -> Vec<String> {
+        let mut names: Vec<_> =
+            fs::read_dir(&self.0).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
+        names.sort();
+        names
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+fn items(state: &State) -> Vec<Item> {
+    let item =
+        |(name, bytes): &(String, Bytes)| Item::bytes(name.clone(), Dtype::U8, &[bytes.len() as u64], bytes.clone());
+    state.0.iter().map(item).collect()
+}
+
+fn write(state: &State, path: &Path) {
+    write_file(path, vec![("format".into(), "pt".into())], items(state), &FileOptions::default()).unwrap();
+}
+
+fn threads(threads: usize) -> FileOptions {
+    FileOptions { threads: Some(threads), ..FileOptions::default() }
+}
+
+/// Reads `[start, start + len)` of an entry.
+fn read(path: &Path, state: &State, part: (&str, usize, usize)) -> Result<(Vec<u8>, u64), tensorferry_core::Error> {
+    let (entry, start, len) = part;
+    let container = Container::open(path)?;
+    let mut buffer = vec![0xEE; len];
+    let kind = (Dtype::U8, state.bytes(entry).len() as u64);
+    // SAFETY: the buffer is `len` bytes long and nobody else's.
+    let slice =
+        unsafe { Slice::new(entry, kind, (start as u64, len as u64), buffer.as_mut_ptr() as usize, Vec::new()) };
+    let report = container.read(&[slice], &FileOptions::default())?;
+    assert_eq!(report.wanted, len as u64);
+    Ok((buffer, report.bytes))
+}
+
+fn state() -> State {
+    State::of(&[0, 1, 4095, 4096, 4097, 100_000, 9 * BLOCK + 77, 5 * BLOCK, 0, 33], 3)
+}
+
+#[test]
+fn what_is_written_is_a_safetensors_file_and_is_read_back() {
+    let (folder, state) = (Folder::new(), state());
+    let path = folder.0.join("rank.safetensors");
+    for count in [1, 2, 5] {
+        write_file(&path, Vec::new(), items(&state), &threads(count)).unwrap();
+        let file = fs::read(&path).unwrap();
+        let read_back = SafeTensors::deserialize(&file).unwrap();
+        for (name, bytes) in &state.0 {
+            assert!(read_back.tensor(name).unwrap().data() == &bytes[..], "{name}");
+        }
+        let container = Container::open(&path).unwrap();
+        let mut buffers: Vec<_> = state.0.iter().map(|(_, bytes)| vec![0xEE_u8; bytes.len()]).collect();
+        let slices: Vec<_> = state
+            .0
+            .iter()
+            .zip(&mut buffers)
+            .map(|((name, bytes), buffer)| {
+                let len = bytes.len() as u64;
+                // SAFETY: each entry has a buffer of its own length.
+                unsafe {
+                    Slice::new(name.clone(), (Dtype::U8, len), (0, len), buffer.as_mut_ptr() as usize, Vec::new())
+                }
+            })
+            .collect();
+        let report = container.read(&slices, &threads(count)).unwrap();
+        assert!(report.bytes <= file.len() as u64);
+        for ((name, bytes), buffer) in state.0.iter().zip(&buffers) {
+            assert!(buffer[..] == bytes[..], "{name}, {count} threads");
+        }
+    }
+    assert_eq!(folder.names(), ["rank.safetensors"]);
+}
+
+#[test]
+fn an_empty_container_is_one() {
+    let folder = Folder::new();
+    let path = folder.0.join("empty");
+    write(&State(Vec::new()), &path);
+    let container = Container::open(&path).unwrap();
+    let names: Vec<_> = container.header().entries().iter().map(|e| e.name.as_str()).collect();
+    assert_eq!(names, [DIGESTS_ENTRY]);
+    assert_eq!(container.read(&[], &FileOptions::default()).unwrap().wanted, 0);
+}
+
+#[test]
+fn a_slice_costs_hardly_more_than_itself() {
+    let (folder, state) = (Folder::new(), state());
+    let path = folder.0.join("f");
+    write(&state, &path);
+    for (start, len) in [(1, 300_000), (BLOCK / 3, 3 * BLOCK), (0, 9 * BLOCK + 77), (9 * BLOCK, 77)] {
+        let (found, bytes) = read(&path, &state, ("w6", start, len)).unwrap();
+        assert!(found[..] == state.bytes("w6")[start..start + len]);
+        if len >= 300_000 {
+            // The header is a page here, however little is read.
+            assert!(bytes - 4096 <= (len + len / 20) as u64, "{bytes} bytes for {len}");
+        }
+    }
+    // Strided with long gaps: the gaps are not read.
+    let container = Container::open(&path).unwrap();
+    let mut buffer = vec![0_u8; 16 * 8192];
+    let kind = (Dtype::U8, state.bytes("w6").len() as u64);
+    let repeats = vec![Repeat { count: 16, from: BLOCK as u64 / 2, to: 8192 }];
+    // SAFETY: sixteen runs of 8192 bytes fill the buffer.
+    let slice = unsafe { Slice::new("w6", kind, (0, 8192), buffer.as_mut_ptr() as usize, repeats) };
+    let report = container.read(&[slice], &FileOptions::default()).unwrap();
+    assert!(report.bytes <= 16 * (8192 + 4096) + 16 * 3 * 8 + 4096 + 64, "{report:?}");
+    for (i, run) in buffer.chunks(8192).enumerate() {
+        assert!(run == &state.bytes("w6")[i * BLOCK / 2..i * BLOCK / 2 + 8192], "{i}");
+    }
+}
+
+#[test]
+fn every_flipped_byte_is_an_error_or_of_no_consequence() {
+    let folder = Folder::new();
+    let state = State::of(&[5000, 9000], 1);
+    let path = folder.0.join("f");
+    write(&state, &path);
+    let good = fs::read(&path).unwrap();
+    let container = Container::open(&path).unwrap();
+    let start = good.len() as u64 - container.header().payload_len();
+    let data = start..start + 14_000;
+    let damaged = folder.0.join("damaged");
+    let mut unnoticed = 0;
+    for at in (0..good.len()).step_by(37).chain([0, 7, 8, good.len() - 1]) {
+        let mut bytes = good.clone();
+        bytes[at] ^= 0x10;
+        fs::write(&damaged, &bytes).unwrap();
+        let results = [("w0", 0, 5000), ("w1", 0, 9000)].map(|part| (part, read(&damaged, &state, part)));
+        for ((entry, from, len), result) in &results {
+            match result {
+                Ok((found, _)) => assert!(found[..] == state.bytes(entry)[*from..from + len], "byte {at} of {entry}"),
+                Err(e) => {
+                    assert!(matches!(e.kind(), ErrorKind::Corrupt | ErrorKind::Protocol), "{e}");
+                    assert!(e.to_string().contains("damaged"), "the file is named: {e}");
+                }
+            }
+        }
+        let failed = results.iter().filter(|(_, r)| r.is_err()).count();
+        if data.contains(&(at as u64)) {
+            let error = results.iter().find_map(|(_, r)| r.as_ref().err()).expect("damage in a tensor is noticed");
+            let block = (at as u64 - start) / 4096;
+            let name = if at as u64 - start < 5000 { "w0" } else { "w1" };
+            let text = error.to_string();
+            assert!(text.contains(&format!("block {block} ")) && text.contains(name), "byte {at}: {text}");
+        } else if failed == 0 {
+            unnoticed += 1;
+        }
+    }
+    // Only the table's own checksum, which nobody needs who holds every block against its own.
+    assert!(unnoticed <= 2, "{unnoticed}");
+}
+
+#[test]
+fn files_that_are_cut_short_or_something_else_are_refused_by_name() {
+    let folder = Folder::new();
+    let state = State::of(&[5000, 9000], 1);
+    let path = folder.0.join("good");
+    write(&state, &path);
+    let good = fs::read(&path).unwrap();
+    let other = folder.0.join("other-file");
+    let refused = |bytes: &[u8]| {
+        fs::write(&other, bytes).unwrap();
+        let error = Container::open(&other).unwrap_err();
+        assert!(error.to_string().contains("other-file"), "{error}");
+        error.kind()
+    };
+    for len in [0, 1, 7, 8, 100, 4096, 5000, good.len() - 1] {
+        assert_eq!(refused(&good[..len]), ErrorKind::Corrupt, "{len}");
+    }
+    assert_eq!(refused(&[&good[..], b"x"].concat()), ErrorKind::Corrupt);
+    assert_eq!(refused(b"something else entirely"), ErrorKind::Protocol);
+    let plain = safetensors::tensor::serialize(
+        [("a", safetensors::tensor::TensorView::new(safetensors::Dtype::U8, vec![3], &[1, 2, 3]).unwrap())],
+        None,
+    );
+    assert_eq!(refused(&plain.unwrap()), ErrorKind::Protocol);
+    let gone = Container::open(&folder.0.join("gone")).unwrap_err();
+    assert_eq!(gone.kind(), ErrorKind::System);
+    assert!(gone.to_string().contains("gone"), "{gone}");
+}
+
+#[test]
+fn the_file_before_stays_until_the_new_one_is_complete() {
+    let folder = Folder::new();
+    let path = folder.0.join("f");
+    let (old, new) = (State::of(&[5000], 1), State::of(&[6 * BLOCK], 2));
+    write(&old, &path);
+    let cancel = Cancel::new();
+    cancel.cancel();
+    let options = FileOptions { cancel, ..FileOptions::default() };
+    let refused = write_file(&path, Vec::new(), items(&new), &options).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Cancelled);
+    let twice = [items(&new), items(&new)].concat();
+    assert_eq!(write_file(&path, Vec::new(), twice, &FileOptions::default()).unwrap_err().kind(), ErrorKind::Invalid);
+    assert!(read(&path, &old, ("w0", 0, 5000)).unwrap().0[..] == old.bytes("w0")[..]);
+    assert_eq!(folder.names(), ["f"], "nothing is left of what failed");
+    // Something that was left by a crash is no obstacle.
+    fs::write(folder.0.join("f.partial"), b"half").unwrap();
+    write(&new, &path);
+    assert!(read(&path, &new, ("w0", 0, 6 * BLOCK)).unwrap().0[..] == new.bytes("w0")[..]);
+    assert_eq!(folder.names(), ["f"]);
+    let nowhere = write_file(&folder.0.join("no/f"), Vec::new(), items(&old), &FileOptions::default()).unwrap_err();
+    assert_eq!(nowhere.kind(), ErrorKind::System);
+    assert!(nowhere.to_string().contains("no/f"), "{nowhere}");
+}
+
+#[test]
+fn slices_of_another_container_are_refused() {
+    let (folder, state) = (Folder::new(), State::of(&[5000], 1));
+    let path = folder.0.join("f");
+    write(&state, &path);
+    let other = State::of(&[5001], 1);
+    let refused = read(&path, &other, ("w0", 0, 10)).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Protocol);
+    assert!(refused.to_string().contains("w0") && refused.to_string().contains("5001"), "{refused}");
+}

@@ -1,0 +1,123 @@
+//! Containers in files, and slices of them and of what other processes serve.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use bytes::Bytes;
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+use tensorferry_core::{Cancel, Container, FetchOptions, FileOptions, Item, Order, Repeat, Slice, gather};
+use tensorferry_wire::dtype::Dtype;
+
+use crate::errors;
+use crate::memory;
+use crate::rows::PyRows;
+use crate::runtime;
+use crate::secret::PySecret;
+
+/// `(entry, dtype, nbytes, start, run, address, [(count, from, to), ...])`.
+type Part = (String, String, u64, u64, u64, usize, Vec<(u64, u64, u64)>);
+
+fn slices(py: Python<'_>, parts: Vec<Part>) -> PyResult<Vec<Slice>> {
+    let slice = |(entry, dtype, nbytes, start, run, address, repeats): Part| {
+        let known = Dtype::from_name(&dtype)
+            .ok_or_else(|| errors::invalid(py, format!("{entry:?} is of an unknown dtype {dtype:?}")))?;
+        let repeats = repeats.into_iter().map(|(count, from, to)| Repeat { count, from, to }).collect();
+        Ok(memory::slice(entry, (known, nbytes), (start, run), address, repeats))
+    };
+    parts.into_iter().map(slice).collect()
+}
+
+/// Writes `rows` and then `control`, name and bytes of each, as a container with checksums; returns its length in bytes.
+/// The memory of the rows is held by the caller.
+#[pyfunction]
+#[pyo3(name = "_write_file", signature = (path, *, rows, control, metadata, threads = None))]
+pub(crate) fn write_file(
+    py: Python<'_>,
+    path: PathBuf,
+    rows: &Bound<'_, PyRows>,
+    control: Vec<(String, Vec<u8>)>,
+    metadata: Vec<(String, String)>,
+    threads: Option<usize>,
+) -> PyResult<u64> {
+    let rows = rows.get();
+    let cancel = Cancel::new();
+    let options = FileOptions { threads, cancel: cancel.clone() };
+    let report = runtime::run(py, &cancel, None, move || {
+        let mut items = rows.items();
+        items.extend(control.into_iter().map(|(name, bytes)| {
+            let shape = [bytes.len() as u64];
+            Item::bytes(name, Dtype::U8, &shape, Bytes::from(bytes))
+        }));
+        tensorferry_core::write_file(&path, metadata, items, &options)
+    })?;
+    Ok(report.bytes)
+}
+
+/// Name, dtype and length in bytes of each entry of the container at `path`, whose header is verified.
+#[pyfunction]
+#[pyo3(name = "_file_entries")]
+pub(crate) fn file_entries(py: Python<'_>, path: PathBuf) -> PyResult<Vec<(String, &'static str, u64)>> {
+    runtime::run(py, &Cancel::new(), None, move || {
+        let container = Container::open(&path)?;
+        Ok(container.header().entries().iter().map(|e| (e.name.clone(), e.dtype.name(), e.nbytes())).collect())
+    })
+}
+
+/// Reads slices of the container at `path` into their places, verified.
+#[pyfunction]
+#[pyo3(name = "_read_file", signature = (path, parts, *, threads = None))]
+pub(crate) fn read_file(
+    py: Python<'_>,
+    path: PathBuf,
+    parts: Vec<Part>,
+    threads: Option<usize>,
+) -> PyResult<Bound<'_, PyDict>> {
+    let slices = slices(py, parts)?;
+    let cancel = Cancel::new();
+    let options = FileOptions { threads, cancel: cancel.clone() };
+    let report = runtime::run(py, &cancel, None, move || Container::open(&path)?.read(&slices, &options))?;
+    let told = PyDict::new(py);
+    told.set_item("bytes", report.bytes)?;
+    told.set_item("wanted", report.wanted)?;
+    Ok(told)
+}
+
+/// Fetches slices from several sources at once: `(urls, step, parts)` for each.
+#[pyfunction]
+#[pyo3(name = "_fetch_slices", signature = (orders, *, timeout, lanes = None, same_host = false, ahead = None,
+                                            secret = None))]
+pub(crate) fn fetch_slices<'py>(
+    py: Python<'py>,
+    orders: Vec<(Vec<String>, i64, Vec<Part>)>,
+    timeout: f64,
+    lanes: Option<usize>,
+    same_host: bool,
+    ahead: Option<u64>,
+    secret: Option<&PySecret>,
+) -> PyResult<Bound<'py, PyDict>> {
+    let timeout = Duration::try_from_secs_f64(timeout.max(0.0))
+        .map_err(|_| errors::invalid(py, format!("{timeout} is no length of time in seconds")))?;
+    let order = |(urls, step, parts)| Ok(Order { urls, step, slices: slices(py, parts)? });
+    let orders = orders.into_iter().map(order).collect::<PyResult<Vec<_>>>()?;
+    let cancel = Cancel::new();
+    let defaults = FetchOptions::within(timeout);
+    let options = FetchOptions {
+        lanes,
+        same_host,
+        ahead: ahead.unwrap_or(defaults.ahead),
+        secret: secret.map(|s| s.0.clone()),
+        cancel: cancel.clone(),
+        ..defaults
+    };
+    let report = runtime::run(py, &cancel, None, move || gather(orders, &options))?;
+    let told = PyDict::new(py);
+    told.set_item("bytes", report.bytes)?;
+    told.set_item("wanted", report.wanted)?;
+    told.set_item("lanes", report.lanes)?;
+    told.set_item("retries", report.retries)?;
+    told.set_item("troubles", report.troubles)?;
+    told.set_item("opening_seconds", report.opening.as_secs_f64())?;
+    told.set_item("fetching_seconds", report.fetching.as_secs_f64())?;
+    Ok(told)
+}

@@ -1,0 +1,386 @@
+"""Checkpoints in folders: what is in them, what crashes and damage leave, and everything torch can do with them."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import random
+import time
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from job import Job
+from safetensors import safe_open
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+import tensorferry
+from tensorferry.dcp import FileReader, FileWriter
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning", "ignore::FutureWarning")
+
+
+def model(seed):
+    torch.manual_seed(seed)
+    found = torch.nn.Sequential(torch.nn.Linear(96, 200), torch.nn.BatchNorm1d(200), torch.nn.Linear(200, 3))
+    optimizer = torch.optim.AdamW(found.parameters(), lr=0.1 * (seed + 1))
+    found(torch.randn(5, 96)).sum().backward()
+    optimizer.step()
+    return found, optimizer
+
+
+class Counter:
+    """Has a state of its own, as torch's ``Stateful`` objects do."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def state_dict(self):
+        return {"value": self.value, "history": torch.arange(self.value)}
+
+    def load_state_dict(self, state):
+        self.value = state["value"]
+
+
+def everything(seed):
+    found, optimizer = model(seed)
+    state = dict(zip(("model", "optimizer"), get_state_dict(found, optimizer), strict=True))
+    state["counter"] = Counter(5)
+    state["counter"].value += seed
+    return found, optimizer, state | {"step": seed, "nested": [{"a": torch.full((3,), seed)}, (1, "x")]}
+
+
+def leaves(tree):
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def test_a_whole_training_state_comes_back_in_place(tmp_path):
+    _, _, saved = everything(1)
+    dcp.save(saved, storage_writer=FileWriter(tmp_path / "ck"))
+    other, optimizer, state = everything(2)
+    state["counter"].value = 6
+    places = [leaf.data_ptr() for leaf in leaves(state)]
+    dcp.load(state, storage_reader=FileReader(tmp_path / "ck"))
+    assert [leaf.data_ptr() for leaf in leaves(state)] == places
+    assert all(map(torch.equal, leaves(saved["model"]), leaves(state["model"])))
+    set_state_dict(other, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.2)
+    assert (state["counter"].value, state["step"], state["nested"][1]) == (6, 1, (1, "x"))
+
+
+def test_the_files_are_safetensors_files(tmp_path):
+    weight, odd = torch.randn(7, 9), torch.randn(3, dtype=torch.complex128)
+    dcp.save({"a": {"weight": weight}, "odd": odd, "text": "x"}, storage_writer=FileWriter(tmp_path))
+    (rank,) = tmp_path.glob("rank00000-*.safetensors")
+    with safe_open(rank, "pt") as file:
+        assert torch.equal(file.get_tensor("a.weight"), weight)
+        assert torch.equal(file.get_tensor("odd").view(torch.complex128), odd)
+        assert sorted(file.keys()) == [
+            "__tensorferry__/digests", "__tensorferry__/objects/2", "a.weight", "odd",
+        ]  # fmt: skip
+    with safe_open(tmp_path / "index.safetensors", "pt") as file:
+        index = json.loads(bytes(file.get_tensor("__tensorferry__/dcp").numpy()))
+    assert index["state"]["a.weight"][1:3] == ["float32", [7, 9]]
+    assert index["sources"] == [rank.name]
+
+
+@pytest.mark.parametrize("save", [dcp.save, dcp.save_state_dict])
+def test_a_save_into_the_same_folder_replaces_the_one_before(tmp_path, save):
+    load = dcp.load if save is dcp.save else dcp.load_state_dict
+    options = {} if save is dcp.save else {"no_dist": True}
+    for value in range(3):
+        save({"x": torch.full((10,), value)}, storage_writer=FileWriter(tmp_path), **options)
+        assert len(list(tmp_path.iterdir())) == 2
+        found = {"x": torch.full((10,), -1)}
+        load(found, storage_reader=FileReader(tmp_path), **options)
+        assert found["x"].tolist() == [value] * 10
+    with pytest.raises(dcp.CheckpointException, match="overwrite=False"):
+        dcp.save({"x": torch.ones(1)}, storage_writer=FileWriter(tmp_path, overwrite=False))
+
+
+def test_values_are_cast_as_torch_casts_them(tmp_path):
+    saved = {"f": torch.tensor([1.5, -2.75, 70000.0]), "i": torch.tensor([1, 300, -1]), "t": torch.randn(40, 30)}
+    dcp.save(saved, storage_writer=FileWriter(tmp_path / "ours"))
+    dcp.save(saved, checkpoint_id=tmp_path / "theirs")
+    targets = {
+        "f": [torch.float16, torch.float64, torch.int32, torch.bool],
+        "i": [torch.int8, torch.float32, torch.bool],
+        "t": [torch.float32, torch.bfloat16],
+    }
+    for name, dtype in [(name, dtype) for name, dtypes in targets.items() for dtype in dtypes]:
+        blank = torch.zeros(saved[name].shape[::-1], dtype=dtype)
+        ours, theirs = {name: blank.clone().t()}, {name: blank.clone().t()}
+        dcp.load(ours, storage_reader=FileReader(tmp_path / "ours"))
+        dcp.load(theirs, checkpoint_id=tmp_path / "theirs")
+        assert torch.equal(ours[name], theirs[name]), (name, dtype)
+
+
+def test_targets_of_any_layout_are_filled_and_nothing_beside_them(tmp_path):
+    base = torch.arange(24 * 1000.0).view(24, 1000)
+    pairs = torch.view_as_complex(torch.randn(5, 2))
+    saved = {"rows": base, "tiny": base[:, :3].clone(), "tied": base[:3], "neg": pairs}
+    saved["neg"] = saved["neg"].conj()
+    dcp.save(saved, storage_writer=FileWriter(tmp_path))
+    around = torch.full((40, 2000), -1.0)
+    shared = torch.zeros(30, 1000)
+    found = {
+        "rows": around[5:29, 300:1300],
+        "tiny": torch.zeros(3, 24).t(),
+        "tied": shared[:3],
+        "neg": torch.zeros(5, dtype=torch.complex64),
+    }
+    dcp.load(found, storage_reader=FileReader(tmp_path))
+    assert all(torch.equal(found[name], saved[name]) for name in saved)
+    around[5:29, 300:1300] = -1
+    assert (around == -1).all()
+    # Two names for one memory: the last one wins, as with torch's reader, and nothing is torn.
+    found = {"rows": shared[:24], "tied": shared[1:4]}
+    dcp.load(found, storage_reader=FileReader(tmp_path))
+    assert torch.equal(shared[4:24], base[4:])
+    expanded = {"tied": torch.zeros(1, 1000).expand(3, 1000)}
+    with pytest.raises(dcp.CheckpointException, match="single memory location"):
+        dcp.load(expanded, storage_reader=FileReader(tmp_path))
+
+
+def test_what_does_not_fit_is_refused(tmp_path):
+    dcp.save({"a": torch.ones(4), "b": "text"}, storage_writer=FileWriter(tmp_path))
+    for wrong, words in (({"a": torch.ones(5)}, "Size mismatch"), ({"c": torch.ones(4)}, "Missing key")):
+        with pytest.raises(dcp.CheckpointException, match=words):
+            dcp.load(wrong, storage_reader=FileReader(tmp_path))
+    partial = {"a": torch.zeros(4), "c": torch.full((2,), 3.0)}
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
+    dcp.load(partial, storage_reader=FileReader(tmp_path), planner=planner)
+    assert partial["a"].tolist() == [1] * 4
+    assert partial["c"].tolist() == [3, 3]
+    found = {"b": ""}
+    dcp.load(found, storage_reader=FileReader(tmp_path))
+    assert found == {"b": "text"}
+
+
+class Thing:
+    """Not on the list."""
+
+    value = 3
+
+
+def test_objects_are_read_by_the_allow_list(tmp_path):
+    dcp.save({"evil": Thing(), "fine": {"a": [1, 2.5]}}, storage_writer=FileWriter(tmp_path))
+    found = {"fine": {"a": [0, 0]}}
+    dcp.load(found, storage_reader=FileReader(tmp_path))
+    assert found == {"fine": {"a": [1, 2.5]}}
+    with pytest.raises(dcp.CheckpointException, match=r"Thing for 'evil', which is not on the allow-list"):
+        dcp.load({"evil": None}, storage_reader=FileReader(tmp_path))
+    for options in ({"safe_globals": [Thing]}, {"trust_pickle": True}):
+        found = {"evil": None}
+        dcp.load(found, storage_reader=FileReader(tmp_path, **options))
+        assert isinstance(found["evil"], Thing)
+
+
+def test_without_a_checkpoint_the_reason_is_named(tmp_path):
+    def refusal(path):
+        with pytest.raises(dcp.CheckpointException) as caught:
+            dcp.load({"a": torch.ones(1)}, storage_reader=FileReader(path))
+        return str(caught.value)
+
+    assert f"{tmp_path / 'gone'} is no folder" in refusal(tmp_path / "gone")
+    assert "it has no index.safetensors" in refusal(tmp_path)
+    dcp.save({"a": torch.ones(1)}, checkpoint_id=tmp_path / "torch")
+    assert "load it with FileSystemReader" in refusal(tmp_path / "torch")
+    dcp.save({"a": torch.ones(1)}, storage_writer=FileWriter(tmp_path / "ours"))
+    (rank,) = (tmp_path / "ours").glob("rank*")
+    (tmp_path / "ours" / "index.safetensors").unlink()
+    text = refusal(tmp_path / "ours")
+    assert "incomplete checkpoint" in text
+    assert rank.name in text
+    dcp.save({"a": torch.ones(1)}, storage_writer=FileWriter(tmp_path / "again"))
+    (rank,) = (tmp_path / "again").glob("rank*")
+    rank.unlink()
+    assert rank.name in refusal(tmp_path / "again")
+
+
+def test_every_damaged_block_is_named_with_file_and_tensor(tmp_path):
+    saved = {f"layer{i}.weight": torch.randn(90, 50) for i in range(4)}
+    dcp.save(saved, storage_writer=FileWriter(tmp_path))
+    (rank,) = tmp_path.glob("rank*")
+    good = rank.read_bytes()
+    rows = json.loads(good[8 : 8 + int.from_bytes(good[:8], "little")])
+    start = 8 + int.from_bytes(good[:8], "little")
+    generator = random.Random(3)
+    for name in saved:
+        first, end = rows[name]["data_offsets"]
+        at = generator.randrange(first, end)
+        damaged = bytearray(good)
+        damaged[start + at] ^= 1 << generator.randrange(8)
+        rank.write_bytes(damaged)
+        found = {key: torch.zeros(90, 50) for key in saved}
+        with pytest.raises(dcp.CheckpointException) as caught:
+            dcp.load(found, storage_reader=FileReader(tmp_path))
+        text = str(caught.value)
+        assert rank.name in text
+        assert name in text
+        assert f"block {at // 4096} " in text
+    rank.write_bytes(good)
+    index = tmp_path / "index.safetensors"
+    good = index.read_bytes()
+    damaged = bytearray(good)
+    damaged[4096 + 200] ^= 4
+    index.write_bytes(damaged)
+    with pytest.raises(dcp.CheckpointException, match=r"index\.safetensors: corrupt: block 0"):
+        dcp.load({"layer0.weight": torch.zeros(90, 50)}, storage_reader=FileReader(tmp_path))
+
+
+def _save_for_ever(folder, pipe):
+    torch.set_num_threads(1)
+    number = 0
+    while True:
+        number += 1
+        state = {f"t{i}": torch.full((60_000 + i,), number) for i in range(6)} | {"number": number}
+        dcp.save(state, storage_writer=FileWriter(folder), no_dist=True)
+        pipe.send(number)
+
+
+def test_a_kill_at_any_moment_loses_nothing_and_leaves_nothing_wrong(tmp_path, pytestconfig):
+    context = multiprocessing.get_context("forkserver")
+    generator = random.Random(5)
+    whole = 0
+    for kill in range(pytestconfig.getoption("--kills")):
+        folder = tmp_path / ("ck" if kill % 2 else f"fresh{kill}")
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_save_for_ever, args=(folder, theirs))
+        process.start()
+        theirs.close()
+        last = 0
+        if kill % 2:
+            assert ours.poll(60)
+            last = ours.recv()
+        else:
+            while not folder.exists():
+                time.sleep(0.001)
+        time.sleep(generator.random() * 0.08)
+        process.kill()
+        process.join()
+        while ours.poll():
+            try:
+                last = ours.recv()
+            except EOFError:
+                break
+        ours.close()
+        state = {f"t{i}": torch.zeros(60_000 + i, dtype=torch.int64) for i in range(6)} | {"number": 0}
+        reader = FileReader(folder)
+        if not (folder / "index.safetensors").exists():
+            assert last == 0, f"save {last} was complete, and is lost"
+            with pytest.raises(dcp.CheckpointException, match=r"incomplete checkpoint|there is no checkpoint"):
+                dcp.load(state, storage_reader=reader)
+            continue
+        dcp.load(state, storage_reader=reader)
+        # The next save may have been complete, and its message on the way.
+        assert state["number"] in (last, last + 1), "an older checkpoint came back"
+        assert all((state[f"t{i}"] == state["number"]).all() for i in range(6))
+        whole += 1
+    assert whole
+
+
+def _async(kept, folder, kind):
+    del kept
+    rank = torch.distributed.get_rank()
+    state = {"w": torch.full((100, 3), 4.0), "rank": torch.arange(5)}
+    writer = FileWriter(folder)
+    kind = dcp.state_dict_saver.AsyncCheckpointerType(kind)
+    saving = dcp.async_save(state, storage_writer=writer, async_checkpointer_type=kind)
+    state["w"].zero_()  # staged already
+    saving.result()
+    found = {"w": torch.zeros(100, 3), "rank": torch.zeros(5, dtype=torch.int64)}
+    dcp.load(found, storage_reader=FileReader(folder))
+    return rank, found["w"].unique().tolist(), found["rank"].tolist()
+
+
+@pytest.mark.parametrize("kind", ["thread", pytest.param("process", marks=pytest.mark.slow)])
+def test_async_save(kind, tmp_path):
+    # Daemons may have no children, and this one needs a process for its checkpoints.
+    with Job(2, daemon=False) as job:
+        results = job.run(_async, tmp_path / "ck", kind)
+    assert results == [(rank, [4.0], [0, 1, 2, 3, 4]) for rank in range(2)]
+
+
+def _alone(kept, folder):
+    del kept
+    rank = torch.distributed.get_rank()
+    dcp.save({"x": torch.full((4,), rank)}, storage_writer=FileWriter(folder), use_collectives=False)
+    found = {"x": torch.zeros(4, dtype=torch.int64)}
+    dcp.load(found, storage_reader=FileReader(folder))
+    return found["x"].tolist()
+
+
+def test_ranks_that_save_without_each_other(tmp_path):
+    import inspect
+
+    if "use_collectives" not in inspect.signature(dcp.save).parameters:
+        pytest.skip("this torch always coordinates")
+    with Job(2) as job:
+        for _ in range(2):
+            assert job.run(_alone, tmp_path / "ck") == [[0] * 4, [1] * 4]
+    assert len(list((tmp_path / "ck").iterdir())) == 4
+
+
+def _fails_on_one(kept, folder):
+    del kept
+    # The other rank has other keys: what both have is written by one of them.
+    state = {"odd": Unpicklable()} if torch.distributed.get_rank() else {"x": torch.ones(3)}
+    with pytest.raises(dcp.CheckpointException, match="odd cannot be saved"):
+        dcp.save(state, storage_writer=FileWriter(folder))
+
+
+class Unpicklable:
+    def __reduce__(self):
+        raise ValueError("not this one")
+
+
+def test_a_rank_that_fails_fails_the_save_everywhere_and_the_one_before_stays(tmp_path):
+    with Job(2) as job:
+        job.run(_alone_coordinated, tmp_path / "ck")
+        job.run(_fails_on_one, tmp_path / "ck")
+    found = {"x": torch.zeros(4)}
+    dcp.load(found, storage_reader=FileReader(tmp_path / "ck"))
+    assert found["x"].tolist() == [2.0] * 4
+
+
+def _alone_coordinated(kept, folder):
+    del kept
+    dcp.save({"x": torch.full((4,), 2.0)}, storage_writer=FileWriter(folder))
+
+
+def test_slices_cost_hardly_more_than_themselves(tmp_path):
+    with Job(4) as saving:
+        saving.run(_save_large, tmp_path / "ck")
+    for world in (1, 3):
+        with Job(world) as loading:
+            for report, held in loading.run(_load_large, tmp_path / "ck"):
+                assert report["wanted"] == held
+                assert report["bytes"] <= 1.05 * held, (world, report)
+
+
+def _large(blank):
+    import states
+
+    mesh, placements = states.layouts(torch.distributed.get_world_size())["rows"]
+    value = torch.zeros(4001, 512) if blank else torch.arange(4001 * 512.0).view(4001, 512)
+    return {"w": states.distribute_tensor(value, mesh, placements, src_data_rank=None)}
+
+
+def _save_large(kept, folder):
+    del kept
+    dcp.save(_large(blank=False), storage_writer=FileWriter(folder))
+
+
+def _load_large(kept, folder):
+    del kept
+    state, reader = _large(blank=True), FileReader(folder)
+    dcp.load(state, storage_reader=reader)
+    local = state["w"].to_local()
+    assert torch.equal(local, _large(blank=False)["w"].to_local())
+    # Its wanted bytes are those of tensors: the index is read before.
+    return reader.report, local.nbytes
+
+
+def test_errors_are_ours():
+    assert issubclass(tensorferry.IncompleteCheckpoint, FileNotFoundError)
