@@ -39,7 +39,7 @@ fn announcing(name: &str, len: u64) -> Liar {
                 if last >= start + 2 * BLOCK {
                     return Err(std::io::ErrorKind::ConnectionReset.into());
                 }
-                let whole = [header.as_slice(), &[0; 2 * BLOCK]].concat();
+                let whole = [header.as_slice(), &vec![0; 2 * BLOCK]].concat();
                 let range = format!("ETag: \"a\"\r\nContent-Range: bytes {first}-{last}/{total}\r\n");
                 write!(stream, "HTTP/1.1 206 P\r\n{range}Content-Length: {}\r\n\r\n", last + 1 - first)?;
                 whole[first..=last].to_vec()
