@@ -5,6 +5,7 @@ import logging
 import threading
 import time
 import weakref
+from collections import OrderedDict
 from datetime import timedelta
 
 import pytest
@@ -197,6 +198,40 @@ def test_a_refused_class_is_named_with_the_leaf_that_needs_it(open_transport, ca
         assert f"safe_globals=[{Unknown.__module__}.Unknown]" in told
     received = open_transport(safe_globals=[Unknown]).recv_checkpoint(0, metadata, 3, TIMEOUT)
     assert isinstance(received["user"][1]["extra"], Unknown)
+
+
+@pytest.mark.parametrize("from_stock", [False, True])
+def test_what_torchfts_demo_and_its_manager_hold_needs_no_flag(open_transport, open_stock, caplog, from_stock):
+    """A model, wrapped optimizers, schedulers and what the manager and DiLoCo add, from either kind of source."""
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 6, 5), torch.nn.BatchNorm2d(6), torch.nn.Linear(4, 2))
+    inner, outer = torch.optim.AdamW(model.parameters()), torch.optim.SGD(model.parameters(), 0.7, 0.9, nesterov=True)
+    scheduler = torch.optim.lr_scheduler.SequentialLR(
+        inner,
+        [torch.optim.lr_scheduler.LinearLR(inner), torch.optim.lr_scheduler.CosineAnnealingLR(inner, 10)],
+        milestones=[3],
+    )
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    for step in (inner, outer, scheduler):
+        step.step()
+    state = {
+        "user": {
+            # Without the attribute that stock sources lose.
+            "default": {
+                "model": OrderedDict(model.state_dict()),
+                "optim": inner.state_dict(),
+                "scheduler": scheduler.state_dict(),
+            },
+            "StreamingDiLoCoFragment_0": {
+                "original_params": {name: p.detach().clone() for name, p in model.named_parameters()},
+                "outer_optimizer": outer.state_dict(),
+            },
+        },
+        "torchft": {"step": 3, "batches_committed": 6},
+    }
+    metadata = send(open_stock() if from_stock else open_transport(), state)
+    assert_same_state(open_transport().recv_checkpoint(0, metadata, 3, TIMEOUT), state)
+    assert not said(caplog, "receivers will refuse")
 
 
 @pytest.mark.parametrize(("speed", "warned"), [("100000", True), ("1", False), ("-1", False), ("", False)])

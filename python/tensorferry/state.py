@@ -333,8 +333,9 @@ class Targets:
             number: (names[i], str(DTYPES[builder.dtypes[i]]), list(builder.shapes[i]))
             for number, i in enumerate(plain)
         }
-        offered |= {-number - 1: (path, dtype, shape) for number, path, dtype, shape in builder.manifest["tensors"]}
-        places = tree.positions(builder.manifest["tree"], builder.manifest["keys"])
+        keys, tensors = tree.described(builder.manifest)
+        offered |= {-number - 1: (path, dtype, shape) for number, path, dtype, shape in tensors}
+        places = tree.positions(builder.manifest["tree"], keys)
         self._match(places, offered)
         used: set[int] = set()
         for number, path in places:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ._native import Rows
+from .errors import ProtocolError
 from .tensors import DTYPE_NAMES, is_plain, storage_key
 
 #: Containers nested deeper than this are carried as one pickled object; it keeps cycles finite, too.
@@ -251,17 +252,48 @@ def unflatten(tree: Node, leaf: Callable[[int], Any], objects: list[Any]) -> Any
         case "d":
             kind = collections.OrderedDict if tree[1] == "o" else dict
             items = [(objects[k[1]] if type(k) is list else k, unflatten(v, leaf, objects)) for k, v in tree[2]]
-            return kind(items)
+            return _made("dict", lambda: kind(items))
         case "n":
-            return objects[tree[1]]._make([unflatten(v, leaf, objects) for v in tree[2:]])
+            fields = [unflatten(v, leaf, objects) for v in tree[2:]]
+            return _made("namedtuple", lambda: objects[tree[1]]._make(fields))
         case "q":
             return collections.deque([unflatten(v, leaf, objects) for v in tree[2:]], tree[1])
         case "f":
-            return collections.defaultdict(objects[tree[1]], unflatten(tree[2], leaf, objects))
+            filled = unflatten(tree[2], leaf, objects)
+            return _made("defaultdict", lambda: collections.defaultdict(objects[tree[1]], filled))
         case _:
             value = unflatten(tree[2], leaf, objects)
-            value.__dict__.update(objects[tree[1]])
+            _made("attributes", lambda: value.__dict__.update(objects[tree[1]]))
             return value
+
+
+def _made(what: str, make: Callable[[], Any]) -> Any:
+    """What ``make`` makes of objects that the source chose."""
+    try:
+        return make()
+    except Exception as e:
+        raise ProtocolError(f"the source's tree has a {what} that cannot be made ({type(e).__name__}: {e})") from e
+
+
+def described(manifest: dict[str, Any]) -> tuple[dict[str, str], list[tuple[int, str, str, list[int]]]]:
+    """The texts of keys that are objects, and the tensors among the objects: number, path, dtype and shape of each.
+
+    ``rust/wire`` does not look at these two fields of a manifest.
+
+    Raises:
+        ProtocolError: they are not there, or hold something else
+    """
+    keys, tensors = manifest.get("keys"), manifest.get("tensors")
+    if not isinstance(keys, dict) or not all(isinstance(text, str) for text in keys.values()):
+        raise ProtocolError("the source's manifest has no texts for its keys")
+    found = []
+    for row in tensors if isinstance(tensors, list) else [None]:
+        match row:
+            case [int(number), str(path), str(dtype), list(shape)]:
+                found.append((number, path, dtype, shape))
+            case _:
+                raise ProtocolError("the source's manifest does not describe its tensors")
+    return keys, found
 
 
 def positions(tree: Node, keys: dict[str, str]) -> list[tuple[int, tuple[str, ...]]]:

@@ -83,6 +83,31 @@ fn one_broken_connection_is_repaired_wherever_it_breaks() {
 }
 
 #[test]
+fn what_has_come_is_not_fetched_again() {
+    let state = State::of(&[66 * BLOCK], 1);
+    let rig = Rig::serving(&state);
+    // Less than a range, and the lane's connections break for ever; or a block of the middle is damaged, once.
+    for (fault, times) in [
+        (Fault::Close(5 * BLOCK + BLOCK / 2), ALWAYS),
+        (Fault::Reset(5 * BLOCK + BLOCK / 2), ALWAYS),
+        (Fault::Flip(5 * BLOCK + BLOCK / 2), 1),
+    ] {
+        for count in [1, 4] {
+            let proxy = Proxy::new(&rig.url(), fault, times);
+            let arrived = state.fetch(&[proxy.url()], quick(PATIENCE, count));
+            let arrived = arrived.unwrap_or_else(|e| panic!("{fault:?}, {count} lanes: {e}"));
+            let report = arrived.report();
+            assert!(report.retries > 0, "{fault:?}: {report:?}");
+            let again = report.bytes - 66 * BLOCK as u64;
+            assert!(
+                again <= report.retries * BLOCK as u64,
+                "{fault:?}, {count} lanes: {again} bytes again, {report:?}"
+            );
+        }
+    }
+}
+
+#[test]
 fn bytes_lost_on_the_way_are_noticed_and_fetched_again() {
     for place in [4 * BLOCK + 123, BLOCK / 2] {
         let (result, spent) = through(Fault::Lose(place, 1000), 1, quick(PATIENCE, 1));

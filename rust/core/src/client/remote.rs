@@ -82,7 +82,10 @@ impl Remote {
             }
             let source = &peers[primary].source;
             let others = u32::try_from(standing.len()).unwrap_or(u32::MAX);
-            let share = limits.share(others + 1);
+            let mut share = limits.share(others + 1);
+            if others > 0 {
+                share = share.at_most(limits.stall.saturating_mul(1 << asked.min(10)));
+            }
             // One that says nothing may have nothing to serve yet, or be stuck: asked again, and given longer each time.
             let patience = if others == 0 { limits.stall } else { limits.stall.min(OPEN_PATIENCE) };
             let patience = patience.saturating_mul(1 << asked.min(10));
