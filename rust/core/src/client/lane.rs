@@ -131,9 +131,9 @@ struct Present<'a>(&'a Transfer<'a>);
 impl Drop for Present<'_> {
     fn drop(&mut self) {
         // Nothing here may panic: the thread is unwinding already.
-        if std::thread::panicking() && self.0.alive.fetch_sub(1, Ordering::AcqRel) == 1 {
+        if std::thread::panicking() {
             let message = "the last lane panicked: a bug of tensorferry; stderr says where";
-            self.0.queue.fail(Error::new(ErrorKind::System, message));
+            self.0.leave(Error::new(ErrorKind::System, message));
         }
     }
 }
@@ -204,15 +204,20 @@ impl Transfer<'_> {
                 self.received.note_trouble(peer.source.authority(), error.to_string());
             }
             if failures >= MAX_FAILURES {
-                if self.alive.fetch_sub(1, Ordering::AcqRel) == 1 {
-                    self.queue.fail(error);
-                }
+                self.leave(error);
                 return None;
             }
             drop(range);
             self.limits.pause(Duration::from_millis(20 << (2 * failures)), || self.queue.has_failed());
         }
         connection.filter(Connection::is_reusable)
+    }
+
+    /// A lane is gone because of `error`, which fails the transfer if it was the last.
+    pub(super) fn leave(&self, error: Error) {
+        if self.alive.fetch_sub(1, Ordering::AcqRel) == 1 {
+            self.queue.fail(error);
+        }
     }
 
     /// `error` with what was being fetched, from where, and how far the transfer has come.

@@ -327,7 +327,8 @@ impl Remote {
                 let lane = std::thread::Builder::new().name(format!("tensorferry-lane-{index}"));
                 match lane.spawn_scoped(scope, move || transfer.run(index, connection)) {
                     Ok(thread) => threads.push(thread),
-                    Err(e) => queue.fail(Error::caused(ErrorKind::System, "cannot start a thread for a lane", e)),
+                    // With fewer lanes it takes longer, and that is all.
+                    Err(e) => transfer.leave(Error::caused(ErrorKind::System, "cannot start a thread for a lane", e)),
                 }
             }
             let left: Vec<_> = threads.into_iter().map(|thread| thread.join().ok().flatten()).collect();
