@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import dcp_ranks
-from dcp_ranks import ALONE, MIB, SHAPES
+from dcp_ranks import ALONE, MAPPED, MIB, SHAPES
 from machine import facts, others_busy
 
 CONTENDERS = ("tensorferry files", "tensorferry peers", "FileSystemWriter", "HuggingFaceStorage", *ALONE)
@@ -117,7 +117,7 @@ def as_text(results: dict[str, Any]) -> str:
             "",
             f"{row['name']}: {count} tensors, {size / MIB:.1f} MiB, ranks {ranks}; medians",
             "",
-            "| | save ms | MiB/s | load ms | MiB/s | read / needed | bytes a tensor over its own | extra memory, save | load |",
+            "| | save ms | MiB/s | load ms | MiB/s | read / needed | overhead a tensor | extra memory, save | load |",
             "|---|---|---|---|---|---|---|---|---|",
         ]
         for contender in CONTENDERS:
@@ -126,12 +126,11 @@ def as_text(results: dict[str, Any]) -> str:
                 continue
             save, load = _median(samples, "save_s"), _median(samples, "load_s")
             disk = _median(samples, "on_disk")
-            over = f"{(disk - size) / count:.0f}" if disk else "-"
-            lines.append(
-                f"| {contender} | {save * 1e3:.1f} | {size / MIB / save:.0f} | {load * 1e3:.1f} | {size / MIB / load:.0f} "
-                f"| {_median(samples, 'read_ratio'):.3f} | {over} | {_median(samples, 'save_extra') / MIB:.1f} MiB "
-                f"| {_median(samples, 'load_extra') / MIB:.1f} MiB |"
-            )
+            over = f"{(disk - size) / count:.0f} B" if disk else "-"
+            read = "mapped" if contender in MAPPED else f"{_median(samples, 'read_ratio'):.3f}"
+            extra = [f"{_median(samples, key) / MIB:.1f} MiB" for key in ("save_extra", "load_extra")]
+            speeds = [f"{seconds * 1e3:.1f} | {size / MIB / seconds:.0f}" for seconds in (save, load)]
+            lines.append(f"| {' | '.join([contender, *speeds, read, over, *extra])} |")
     return "\n".join(lines)
 
 

@@ -28,6 +28,8 @@ TIMEOUT = timedelta(minutes=5)
 SHAPES = {"large": ((2048, 8192), 8), "small": ((8,), 1000), "reshard": ((4096, 4096), 8)}
 #: Contenders that know nothing of ranks.
 ALONE = ("torch.save", "safetensors")
+#: Contenders that map files: what they read cannot be counted.
+MAPPED = ("HuggingFaceStorage", "safetensors")
 
 
 def state(row: str, scale: float, seed: int) -> dict[str, torch.Tensor]:
@@ -81,6 +83,8 @@ class Rank:
                 dcp.save(self.held, storage_writer=dcp.FileSystemWriter(path))
             elif contender == "HuggingFaceStorage":
                 dcp.save(self.held, storage_writer=_hugging_face(path))
+                for file in path.iterdir():
+                    _synchronise(file)
             elif contender == "torch.save":
                 torch.save(self.held, path)
                 _synchronise(path)
