@@ -111,11 +111,11 @@ def test_secret_and_tls(open_writer, monkeypatch):
     assert "https://sha256-" in metadata
     assert torch.equal(read(metadata, state, secret=secret)["x"], state["x"])
     for options in ({}, {"secret": secret[::-1]}):
-        with pytest.raises(dcp.CheckpointException, match=r"404|UnprovenSource"):
+        with pytest.raises(dcp.CheckpointException, match="secret"):
             read(metadata, state, **options)
     open_one = open_writer()
     dcp.save(state, storage_writer=open_one)
-    with pytest.raises(dcp.CheckpointException, match="UnprovenSource"):
+    with pytest.raises(dcp.CheckpointException, match="does not prove that it knows the shared secret"):
         read(open_one.metadata(), state, secret=secret)
     monkeypatch.setenv("TENSORFERRY_SECRET", secret.decode())
     assert torch.equal(read(metadata, state)["x"], state["x"])
@@ -139,7 +139,7 @@ def test_a_source_that_is_gone_is_an_error_in_time(open_writer):
     dcp.save(state, storage_writer=writer)
     metadata = writer.metadata()
     writer.shutdown()
-    with pytest.raises(dcp.CheckpointException, match="ConnectError"):
+    with pytest.raises(dcp.CheckpointException, match="cannot connect"):
         read(metadata, state, timeout=timedelta(seconds=5))
 
 
