@@ -16,7 +16,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 import tensorferry
 from tensorferry.dcp import FileReader, FileWriter
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning", "ignore::FutureWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is:UserWarning", "ignore:TypedStorage is:UserWarning", "ignore::FutureWarning"
+)
 
 
 def model(seed):
