@@ -143,6 +143,20 @@ def test_a_source_that_is_gone_is_an_error_in_time(open_writer):
         read(metadata, state, timeout=timedelta(seconds=5))
 
 
+def test_a_load_has_one_deadline(open_writer):
+    state = {"x": torch.ones(10)}
+    writer = open_writer()
+    dcp.save(state, storage_writer=writer)
+    reader = PeerReader(writer.metadata(), timeout=TIMEOUT)
+    metadata = reader.read_metadata()
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    reader._until -= TIMEOUT.total_seconds()
+    planner = dcp.DefaultLoadPlanner()
+    planner.set_up_planner({"x": torch.zeros(10)}, metadata, is_coordinator=True)
+    with pytest.raises(tensorferry.FetchTimeout):
+        reader.read_data(planner.create_local_plan(), planner)
+
+
 def test_a_checkpoint_of_a_transport_is_told_apart(open_transport, ours):
     if not ours:
         pytest.skip("about our own transport")
