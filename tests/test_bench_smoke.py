@@ -92,3 +92,25 @@ def test_ratios_are_taken_within_a_round(monkeypatch):
     assert ours["seconds"] == {"median": 1.0, "low": 1.0, "high": 4.0}
     assert ours["of_raw_fresh"]["median"] == 0.5
     assert ours["of_raw_touched"]["median"] == 0.25
+
+
+def test_checkpoints_are_measured_beside_torchs(tmp_path):
+    results_path = tmp_path / "dcp.json"
+    command = [
+        sys.executable, str(ROOT / "benches" / "dcp.py"), "--rounds", "1", "--scale", "0.01", "--rows", "large,reshard",
+        "--contenders", "tensorferry files,tensorferry peers,FileSystemWriter,safetensors",
+        "--json", str(results_path), "--folder", str(tmp_path),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr
+    results = json.loads(results_path.read_text())
+    assert [row["name"] for row in results["rows"]] == ["large", "reshard"]
+    for row in results["rows"]:
+        for sample in row["samples"]:
+            assert sample["equal"] is True
+            assert sample["save_s"] > 0
+            assert sample["load_s"] > 0
+    by_name = {sample["contender"]: sample for sample in results["rows"][1]["samples"]}
+    assert by_name["tensorferry peers"]["read_ratio"] <= 1.05
+    assert by_name["FileSystemWriter"]["read_ratio"] > 1.2
+    assert "reshard: 8 tensors" in done.stdout

@@ -13,8 +13,8 @@ ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"^```python(?P<mark>[^\n]*)\n(?P<code>.*?)^```", re.MULTILINE | re.DOTALL)
 
 
-def examples() -> list[str]:
-    found = BLOCK.finditer((ROOT / "README.md").read_text())
+def examples(document: str = "README.md") -> list[str]:
+    found = BLOCK.finditer((ROOT / document).read_text())
     return [m["code"] for m in found if "notest" not in m["mark"]]
 
 
@@ -33,6 +33,11 @@ def test_readme_has_the_swap_and_a_whole_example():
 
 @pytest.mark.parametrize("code", examples())
 def test_readme_example_runs(code: str, tmp_path: Path):
+    run(sys.executable, code, tmp_path)
+
+
+def test_the_example_of_distributed_checkpoints_runs(tmp_path: Path):
+    (code,) = examples("docs/dcp.md")
     run(sys.executable, code, tmp_path)
 
 

@@ -37,6 +37,7 @@ class Job:
             self.processes.append(process)
 
     def __call__(self, method: str, *arguments: Any) -> list[Any]:
+        """What `method` returns on each rank."""
         for pipe in self.pipes:
             pipe.send((method, *arguments))
         results = []

@@ -28,6 +28,18 @@ def listening_address(interface: str | None) -> str | None:
     return None if not chosen else _own_address(chosen)
 
 
+def port_on(listening: str | None) -> str | None:
+    """Any free port of the address ``listening``, as the server takes it; ``None`` is all addresses."""
+    if listening is None:
+        return None
+    return f"[{listening}]:0" if ":" in listening else f"{listening}:0"
+
+
+def wants_same_host(asked: bool | None) -> bool:
+    """Whether shared memory may replace the network: what was asked for, or ``TENSORFERRY_SAME_HOST`` (``0`` is no)."""
+    return os.environ.get("TENSORFERRY_SAME_HOST") != "0" if asked is None else asked
+
+
 def advertised_host(advertise: str | None, listening: str | None) -> str:
     """The name or address that stands in the metadata.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -13,7 +12,7 @@ from urllib.parse import urlsplit
 
 from . import stock
 from ._native import Pool, Remote, Server
-from .addresses import advertised_host, interface_speed, listening_address
+from .addresses import advertised_host, interface_speed, listening_address, port_on, wants_same_host
 from .allowlist import Allowed, refusal
 from .errors import ForkedProcess, InvalidArgument, UnprovenSource
 from .secret import shared_secret
@@ -128,14 +127,13 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         self._stager = Stager()
         self._sending = threading.Lock()
         self._warned: set[tuple[str, str]] = set()
-        self._same_host = os.environ.get("TENSORFERRY_SAME_HOST") != "0" if same_host is None else same_host
+        self._same_host = wants_same_host(same_host)
         self._pool = Pool(reuse_bytes) if reuse_bytes else None
         self._progress = progress
         listening = listening_address(interface)
-        bind = None if listening is None else f"[{listening}]:0" if ":" in listening else f"{listening}:0"
         self._server = Server(
             patience=timeout.total_seconds(),
-            bind=bind,
+            bind=port_on(listening),
             same_host=self._same_host,
             max_bandwidth=max_bandwidth,
             secret=self._secret,

@@ -22,7 +22,15 @@ _PRELOAD = [
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
     "tensorferry.dcp",
+    "torchft.checkpointing",
 ]
+
+
+def context():
+    """How processes start here: forked off one that has torch already. The first one to ask starts it."""
+    found = multiprocessing.get_context("forkserver")
+    found.set_forkserver_preload(_PRELOAD)
+    return found
 
 
 def _rank(pipe, rank, world, store):
@@ -51,15 +59,14 @@ class Job:
     """``world`` processes; ``run`` has all of them call a function with a dict of their own and what it is given."""
 
     def __init__(self, world, daemon=True):
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOAD)
+        forking = context()
         self.world = world
         self._folder = tempfile.TemporaryDirectory()
         self._pipes, self._processes = [], []
         for rank in range(world):
-            ours, theirs = context.Pipe()
+            ours, theirs = forking.Pipe()
             store = os.path.join(self._folder.name, "store")
-            process = context.Process(target=_rank, args=(theirs, rank, world, store), daemon=daemon)
+            process = forking.Process(target=_rank, args=(theirs, rank, world, store), daemon=daemon)
             process.start()
             theirs.close()
             self._pipes.append(ours)

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import random
 import time
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from job import Job
+from job import Job, context
 from safetensors import safe_open
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import tensorferry
 from tensorferry.dcp import FileReader, FileWriter
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning", "ignore::FutureWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is:UserWarning", "ignore:TypedStorage is:UserWarning", "ignore::FutureWarning"
+)
 
 
 def model(seed):
@@ -240,13 +241,13 @@ def _save_for_ever(folder, pipe):
 
 
 def test_a_kill_at_any_moment_loses_nothing_and_leaves_nothing_wrong(tmp_path, pytestconfig):
-    context = multiprocessing.get_context("forkserver")
+    forking = context()
     generator = random.Random(5)
     whole = 0
     for kill in range(pytestconfig.getoption("--kills")):
         folder = tmp_path / ("ck" if kill % 2 else f"fresh{kill}")
-        ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_save_for_ever, args=(folder, theirs))
+        ours, theirs = forking.Pipe(duplex=False)
+        process = forking.Process(target=_save_for_ever, args=(folder, theirs))
         process.start()
         theirs.close()
         last = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import time
 from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
@@ -16,7 +17,7 @@ from torch.futures import Future
 
 from .. import _gc
 from .._native import Remote, Server, _fetch_slices
-from ..addresses import advertised_host, listening_address
+from ..addresses import advertised_host, listening_address, port_on, wants_same_host
 from ..allowlist import Allowed
 from ..errors import ForkedProcess, InvalidArgument, ProtocolError, TensorferryError
 from ..secret import shared_secret
@@ -73,8 +74,8 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         listening = listening_address(interface)
         self._server = Server(
             patience=timeout.total_seconds(),
-            bind=None if listening is None else f"[{listening}]:0" if ":" in listening else f"{listening}:0",
-            same_host=os.environ.get("TENSORFERRY_SAME_HOST") == "1" if same_host is None else same_host,
+            bind=port_on(listening),
+            same_host=wants_same_host(same_host),
             max_bandwidth=max_bandwidth,
             secret=shared_secret(secret),
             tls=tls,
@@ -219,7 +220,7 @@ class PeerReader(StorageReader):  # type: ignore[misc]  # mypy does not follow t
 
     Args:
         metadata: of the writer; ``checkpoint_id`` of a load takes its place
-        timeout: the deadline of all that one load fetches
+        timeout: the deadline of a load, from its beginning on
         lanes: connections of this rank; ``None`` chooses by the number of cores
         secret: as for ``HTTPTransport``
         same_host: as for ``HTTPTransport``
@@ -248,10 +249,11 @@ class PeerReader(StorageReader):  # type: ignore[misc]  # mypy does not follow t
         self._timeout = timeout
         self._lanes = lanes
         self._secret = shared_secret(secret)
-        self._same_host = os.environ.get("TENSORFERRY_SAME_HOST") == "1" if same_host is None else same_host
+        self._same_host = wants_same_host(same_host)
         self._allowed = Allowed(safe_globals, trust_pickle)
         self._metadata: Metadata | None = None
         self._failed: Exception | None = None
+        self._until = 0.0
         self.report: dict[str, int] = {"bytes": 0, "wanted": 0, "retries": 0}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -272,13 +274,14 @@ class PeerReader(StorageReader):  # type: ignore[misc]  # mypy does not follow t
         if kwargs.get("rank") is not None and self._failed is not None:
             # torch asks a second time, for an index of this rank alone. There is none, and waiting again helps nobody.
             raise self._failed
+        self._until = time.monotonic() + self._timeout.total_seconds()
         try:
             step, urls = self._sources()
             source = f"{step} {urls[0]}"
             remote = Remote.open(
                 urls[:1],
                 step,
-                timeout=self._timeout.total_seconds(),
+                timeout=self._left(),
                 lanes=1,
                 same_host=self._same_host,
                 secret=self._secret,
@@ -296,6 +299,9 @@ class PeerReader(StorageReader):  # type: ignore[misc]  # mypy does not follow t
             raise
         metadata.storage_meta = StorageMeta()
         return metadata
+
+    def _left(self) -> float:
+        return max(0.0, self._until - time.monotonic())
 
     def _sources(self) -> tuple[int, list[str]]:
         words = (self._string or "").split()
@@ -338,7 +344,7 @@ class PeerReader(StorageReader):  # type: ignore[misc]  # mypy does not follow t
             orders.append(([url], int(step), of_source))
         report = _fetch_slices(
             orders,
-            timeout=self._timeout.total_seconds(),
+            timeout=self._left(),
             lanes=self._lanes,
             same_host=self._same_host,
             ahead=_AHEAD,

@@ -1,6 +1,7 @@
 //! The engine of tensorferry: it publishes memory as one immutable container, serves it over HTTP/1.1 to many
-//! receivers, and fetches such containers over several lanes straight into given memory. It knows nothing of Python
-//! or tensors; `tensorferry._native` is a thin skin over it.
+//! receivers, and fetches such containers, or slices of many of them, over several lanes straight into given memory. A
+//! container can be a file, too: written in parallel and committed by a rename, read by the verified slice. It knows
+//! nothing of Python or tensors; `tensorferry._native` is a thin skin over it.
 //!
 //! ```
 //! use std::time::Duration;

@@ -56,7 +56,8 @@ impl Memory {
     /// Memory at `address`, `len` bytes long. Zero-length memory may have any address, null included.
     ///
     /// # Safety
-    /// The memory must stay readable until the owner given to the [`crate::Publication`] it becomes part of is dropped.
+    /// The memory must stay readable until the owner given to the [`crate::Publication`] it becomes part of is dropped, or
+    /// until [`crate::write_file`] has returned.
     #[must_use]
     pub unsafe fn borrowed(address: usize, len: usize) -> Self {
         Self { region: Region { ptr: address as *const u8, len }, bytes: None }

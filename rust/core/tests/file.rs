@@ -186,6 +186,23 @@ fn every_flipped_byte_is_an_error_or_of_no_consequence() {
 }
 
 #[test]
+fn names_that_changed_places_are_noticed() {
+    let folder = Folder::new();
+    let path = folder.0.join("f");
+    let state = State::of(&[5000, 5000], 1);
+    write(&state, &path);
+    let mut bytes = fs::read(&path).unwrap();
+    let at = |bytes: &[u8], name: &[u8]| bytes.windows(4).position(|w| w == name).unwrap();
+    let (one, other) = (at(&bytes, b"\"w0\""), at(&bytes, b"\"w1\""));
+    bytes[one..one + 4].copy_from_slice(b"\"w1\"");
+    bytes[other..other + 4].copy_from_slice(b"\"w0\"");
+    SafeTensors::deserialize(&bytes).expect("it is still a valid file");
+    fs::write(&path, &bytes).unwrap();
+    let refused = Container::open(&path).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Corrupt, "{refused}");
+}
+
+#[test]
 fn files_that_are_cut_short_or_something_else_are_refused_by_name() {
     let folder = Folder::new();
     let state = State::of(&[5000, 9000], 1);

@@ -24,7 +24,9 @@ use crate::slices::{self, Slice};
 
 /// Blocks of 1 MiB in one request of a lane, at most.
 const MAX_RANGE_BLOCKS: u64 = 16;
-/// Blocks with fewer bytes than this between them are asked for at once, those between included: a request costs as much.
+/// Where there are more runs of blocks than this, those with few bytes between them are asked for at once, those between
+/// included: a request costs as much.
+const MANY_RUNS: usize = 64;
 const JOIN_GAP: u64 = 64 << 10;
 
 /// A checkpoint at its source: the header is here and verified, the payload is not fetched yet.
@@ -202,9 +204,11 @@ impl Remote {
     /// Brings what `plan` wants of block `have` and those behind it: over lanes, and again where a block does not match its
     /// digest.
     fn transfer(&mut self, plan: &Plan, have: u64, report: &mut Report) -> Result<(), Error> {
-        let gap = if plan.grain() == BLOCK_SIZE { 0 } else { JOIN_GAP };
-        let mut runs: Vec<_> =
-            plan.wanted_blocks(gap).into_iter().map(|(a, b)| (a.max(have), b)).filter(|(a, b)| a < b).collect();
+        let mut runs = plan.wanted_blocks(0);
+        if runs.len() > MANY_RUNS && plan.grain() < BLOCK_SIZE {
+            runs = plan.wanted_blocks(JOIN_GAP);
+        }
+        let mut runs: Vec<_> = runs.into_iter().map(|(a, b)| (a.max(have), b)).filter(|(a, b)| a < b).collect();
         if runs.iter().map(|(a, b)| b - a).sum::<u64>() * plan.grain() < SAME_HOST_BYTES {
             self.peers.iter().for_each(Peer::give_up_same_host);
         }

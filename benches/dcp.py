@@ -1,0 +1,182 @@
+"""Checkpoints: ours beside torch's FileSystemWriter, its Hugging Face storage, torch.save and safetensors.
+
+The same states, the same disk, the same minutes: every measurement is made by fresh processes, contenders take turns
+within a round, forwards in even rounds and backwards in odd ones, and the table gives medians. Saves end when the bytes
+are on the disk, for all contenders; loads go into tensors that exist. Files are read right after they were written, so
+from memory mostly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import shutil
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import dcp_ranks
+from dcp_ranks import ALONE, MAPPED, MIB, SHAPES
+from machine import facts, others_busy
+
+CONTENDERS = ("tensorferry files", "tensorferry peers", "FileSystemWriter", "HuggingFaceStorage", *ALONE)
+#: How many ranks save, and how many load.
+WORLDS = {"large": (1, 1), "small": (1, 1), "reshard": (4, 3)}
+_PATIENCE_S = 300
+_PRELOAD = ["torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.tensor", "tensorferry.dcp"]
+
+
+class Failed(Exception):
+    """A rank could not do what it was told."""
+
+
+class Job:
+    """The ranks of a job; a call goes to all of them and gives what each returns."""
+
+    def __init__(self, world: int, folder: Path) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOAD)
+        self.pipes, self.processes = [], []
+        store = tempfile.mktemp(dir=folder)
+        for rank in range(world):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=dcp_ranks.main, args=(theirs, rank, world, store), daemon=True)
+            process.start()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def __call__(self, method: str, *arguments: Any) -> list[Any]:
+        """What `method` returns on each rank."""
+        for pipe in self.pipes:
+            pipe.send((method, *arguments))
+        answers = []
+        for pipe in self.pipes:
+            if not pipe.poll(_PATIENCE_S):
+                raise Failed(f"no answer to {method!r}")
+            answers.append(pipe.recv())
+        for fine, answer in answers:
+            if not fine:
+                raise Failed(f"{method}: {answer}")
+        return [answer for _, answer in answers]
+
+    def end(self) -> None:
+        """Ends its processes."""
+        for pipe, process in zip(self.pipes, self.processes, strict=True):
+            pipe.send(None)
+            process.join(20)
+            if process.is_alive():
+                process.kill()
+
+
+def measure(row: str, contender: str, scale: float, folder: Path) -> dict[str, Any]:
+    """One save and one load, by fresh processes."""
+    path = folder / "checkpoint"
+    worlds = WORLDS[row]
+    saving, loading = Job(worlds[0], folder), Job(worlds[1], folder)
+    try:
+        nbytes = sum(saving("build", row, scale, 1))
+        held = loading("build", row, scale, 2)
+        saved = saving("save", contender, path)
+        loaded = loading("load", contender, path, saved[0]["metadata"])
+        equal = all(loading("equals", row, scale, 1))
+        on_disk = sum(file.stat().st_size for file in [path, *path.rglob("*")] if file.is_file())
+        saving("end")
+    finally:
+        saving.end()
+        loading.end()
+        shutil.rmtree(path, ignore_errors=True)
+        path.unlink(missing_ok=True)
+    return {
+        "bytes": nbytes,
+        "on_disk": on_disk,
+        "save_s": max(told["s"] for told in saved),
+        "load_s": max(told["s"] for told in loaded),
+        "save_extra": max(told["extra"] for told in saved),
+        "load_extra": max(told["extra"] for told in loaded),
+        "read_ratio": max(told["read"] / n for told, n in zip(loaded, held, strict=True)),
+        "equal": equal,
+    }
+
+
+def _median(samples: list[dict[str, Any]], key: str) -> float:
+    return statistics.median(sample[key] for sample in samples)
+
+
+def as_text(results: dict[str, Any]) -> str:
+    """The tables."""
+    lines = []
+    for row in results["rows"]:
+        count = SHAPES[row["name"]][1]
+        good = [s for s in row["samples"] if "error" not in s]
+        size = good[0]["bytes"] if good else 0
+        ranks = " -> ".join(str(n) for n in WORLDS[row["name"]])
+        lines += [
+            "",
+            f"{row['name']}: {count} tensors, {size / MIB:.1f} MiB, ranks {ranks}; medians",
+            "",
+            "| | save ms | MiB/s | load ms | MiB/s | read / needed | overhead a tensor | extra memory, save | load |",
+            "|---|---|---|---|---|---|---|---|---|",
+        ]
+        for contender in CONTENDERS:
+            samples = [s for s in good if s["contender"] == contender]
+            if not samples:
+                continue
+            save, load = _median(samples, "save_s"), _median(samples, "load_s")
+            disk = _median(samples, "on_disk")
+            over = f"{(disk - size) / count:.0f} B" if disk else "-"
+            read = "mapped" if contender in MAPPED else f"{_median(samples, 'read_ratio'):.3f}"
+            extra = [f"{_median(samples, key) / MIB:.1f} MiB" for key in ("save_extra", "load_extra")]
+            speeds = [f"{seconds * 1e3:.1f} | {size / MIB / seconds:.0f}" for seconds in (save, load)]
+            lines.append(f"| {' | '.join([contender, *speeds, read, over, *extra])} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, default=Path("build/bench/dcp.json"), help="samples")
+    parser.add_argument("--folder", type=Path, default=Path("build/bench"), help="where checkpoints are written")
+    parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds")
+    parser.add_argument("--rows", default=",".join(SHAPES), help=f"comma-separated: {', '.join(SHAPES)}")
+    parser.add_argument("--contenders", default=",".join(CONTENDERS), help="comma-separated")
+    parser.add_argument("--scale", type=float, default=1.0, help="size of the large tensors")
+    options = parser.parse_args()
+    contenders = options.contenders.split(",")
+    for name in {*contenders} - {*CONTENDERS}:
+        parser.error(f"no such contender: {name}")
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.folder.mkdir(parents=True, exist_ok=True)
+    results: dict[str, Any] = {
+        "version": 1,
+        "machine": facts(),
+        "others_busy": others_busy(),
+        "rows": [],
+        "problems": [],
+    }
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        for row in options.rows.split(","):
+            samples = []
+            for number in range(options.rounds):
+                turns = [c for c in contenders if WORLDS[row] == (1, 1) or c not in ALONE]
+                for contender in turns[::-1] if number % 2 else turns:
+                    try:
+                        sample = measure(row, contender, options.scale, Path(folder))
+                        if not sample["equal"]:
+                            results["problems"].append(f"{row}, {contender}: what was loaded differs")
+                    except Failed as e:
+                        sample = {"error": str(e)}
+                        results["problems"].append(f"{row}, {contender}: {e}")
+                    samples.append({"contender": contender, "round": number, **sample})
+                    print(f"{row}, round {number + 1}, {contender}", file=sys.stderr, flush=True)
+            results["rows"].append({"name": row, "samples": samples})
+            options.json.write_text(json.dumps(results, indent=1) + "\n")
+    print(as_text(results))
+    for problem in results["problems"]:
+        print(f"PROBLEM: {problem}", file=sys.stderr)
+    return 1 if results["problems"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,186 @@
+"""What the ranks of benches/dcp.py do: build a state, save it, load it, and say what that took."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import time
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from tensorferry.dcp import FileReader, FileWriter, PeerReader, PeerWriter
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+MIB = 1 << 20
+TIMEOUT = timedelta(minutes=5)
+#: Rows and columns of each tensor of a row, and how many.
+SHAPES = {"large": ((2048, 8192), 8), "small": ((8,), 1000), "reshard": ((4096, 4096), 8)}
+#: Contenders that know nothing of ranks.
+ALONE = ("torch.save", "safetensors")
+#: Contenders that map files: what they read cannot be counted.
+MAPPED = ("HuggingFaceStorage", "safetensors")
+
+
+def state(row: str, scale: float, seed: int) -> dict[str, torch.Tensor]:
+    """The state of a row: float32 tensors, by rows over all ranks if there are several."""
+    shape, count = SHAPES[row]
+    if len(shape) == 2:
+        shape = (max(4, int(shape[0] * scale)), shape[1])
+    generator = torch.Generator().manual_seed(seed)
+    whole = {f"t{i}": torch.randn(shape, generator=generator) for i in range(count)}
+    if dist.get_world_size() == 1:
+        return whole
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return {
+        name: distribute_tensor(value, mesh, [Shard(0)], src_data_rank=None).clone() for name, value in whole.items()
+    }
+
+
+def _local(value: torch.Tensor) -> torch.Tensor:
+    return value.to_local() if hasattr(value, "to_local") else value
+
+
+def _hugging_face(path: Path) -> Any:
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+
+    known = inspect.signature(HuggingFaceStorageWriter.__init__).parameters
+    sharded = next((name for name in ("save_distributed", "save_sharded") if name in known), None)
+    return HuggingFaceStorageWriter(str(path), **({sharded: True} if sharded else {}))
+
+
+class Rank:
+    """One rank of one job, with the state it saves or loads into."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, Any] = {}
+        self.writer: PeerWriter | None = None
+
+    def build(self, row: str, scale: float, seed: int) -> int:
+        """Makes the state; gives its bytes on this rank."""
+        self.held = state(row, scale, seed)
+        return sum(_local(value).nbytes for value in self.held.values())
+
+    def save(self, contender: str, path: Path) -> dict[str, Any]:
+        """Saves the state, and says what that took."""
+        with _watched() as told:
+            if contender == "tensorferry files":
+                dcp.save(self.held, storage_writer=FileWriter(path))
+            elif contender == "tensorferry peers":
+                self.writer = PeerWriter(TIMEOUT, interface="127.0.0.1")
+                dcp.save(self.held, storage_writer=self.writer)
+            elif contender == "FileSystemWriter":
+                dcp.save(self.held, storage_writer=dcp.FileSystemWriter(path))
+            elif contender == "HuggingFaceStorage":
+                dcp.save(self.held, storage_writer=_hugging_face(path))
+                for file in path.iterdir():
+                    _synchronise(file)
+            elif contender == "torch.save":
+                torch.save(self.held, path)
+                _synchronise(path)
+            elif contender == "safetensors":
+                from safetensors.torch import save_file
+
+                save_file(self.held, path)
+                _synchronise(path)
+        told["metadata"] = self.writer.metadata() if self.writer else None
+        return told
+
+    def load(self, contender: str, path: Path, metadata: str | None) -> dict[str, Any]:
+        """Loads into the state, and says what that took."""
+        report = None
+        with _watched() as told:
+            if contender == "tensorferry files":
+                reader = FileReader(path)
+                dcp.load(self.held, storage_reader=reader)
+                report = reader.report
+            elif contender == "tensorferry peers":
+                peers = PeerReader(metadata, timeout=TIMEOUT)
+                dcp.load(self.held, storage_reader=peers)
+                report = peers.report
+            elif contender == "FileSystemWriter":
+                dcp.load(self.held, storage_reader=dcp.FileSystemReader(path))
+            elif contender == "HuggingFaceStorage":
+                from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+                dcp.load(self.held, storage_reader=HuggingFaceStorageReader(str(path)))
+            elif contender == "torch.save":
+                self._copy(torch.load(path, weights_only=True))
+            elif contender == "safetensors":
+                from safetensors.torch import load_file
+
+                self._copy(load_file(path))
+        # Peers' bytes go through sockets, which the kernel does not count as read.
+        if contender == "tensorferry peers" and report is not None:
+            told["read"] = report["bytes"]
+        return told
+
+    def _copy(self, loaded: dict[str, torch.Tensor]) -> None:
+        for name, value in self.held.items():
+            value.copy_(loaded[name])
+
+    def equals(self, row: str, scale: float, seed: int) -> bool:
+        """Whether the state is that of `seed` now."""
+        expected = state(row, scale, seed)
+        return all(torch.equal(_local(self.held[name]), _local(value)) for name, value in expected.items())
+
+    def end(self) -> None:
+        """Ends what was published."""
+        if self.writer is not None:
+            self.writer.withdraw()
+            self.writer.shutdown()
+
+
+def _synchronise(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def _watched() -> Any:
+    """Seconds, bytes read by system calls, and how far peak memory rose above what was held."""
+    Path("/proc/self/clear_refs").write_text("5")
+    before, read = _memory("VmRSS"), _read_bytes()
+    told: dict[str, Any] = {}
+    begin = time.perf_counter()
+    yield told
+    told["s"] = time.perf_counter() - begin
+    told["read"] = _read_bytes() - read
+    told["extra"] = max(0, _memory("VmHWM") - before)
+
+
+def _memory(field: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
+def _read_bytes() -> int:
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def main(orders: Connection, rank: int, world: int, store: str) -> None:
+    """Does what it is told until it is told nothing more."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=world, store=dist.FileStore(store, world), timeout=TIMEOUT)
+    held = Rank()
+    # torch imports much on the first use of its checkpoints, which is nobody's work here.
+    if world > 1:
+        state("small", 1.0, 0)
+    while (order := orders.recv()) is not None:
+        method, *arguments = order
+        try:
+            orders.send((True, getattr(held, method)(*arguments)))
+        except Exception as e:
+            orders.send((False, f"{type(e).__name__}: {e}"))
+    dist.destroy_process_group()

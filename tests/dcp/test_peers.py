@@ -1,0 +1,237 @@
+"""Live checkpoints: what a string opens, what ends them, and what they are proof against."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import urllib.error
+import urllib.request
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from job import Job
+
+import tensorferry
+from tensorferry.dcp import PeerReader, PeerWriter
+from tensorferry.errors import InvalidArgument
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning", "ignore::FutureWarning")
+
+TIMEOUT = timedelta(seconds=20)
+
+
+@pytest.fixture
+def open_writer():
+    opened = []
+
+    def open_one(timeout=TIMEOUT, **options):
+        opened.append(PeerWriter(timeout, interface="127.0.0.1", **options))
+        return opened[-1]
+
+    yield open_one
+    for writer in opened:
+        writer.shutdown()
+
+
+def read(metadata, like, **options):
+    found = {name: torch.zeros_like(v) if isinstance(v, torch.Tensor) else None for name, v in like.items()}
+    options = {"timeout": TIMEOUT} | options
+    dcp.load(found, storage_reader=PeerReader(metadata, **options))
+    return found
+
+
+def test_what_is_published_is_the_memory_itself_or_a_copy(open_writer):
+    for snapshot, seen in (("borrow", 7.0), ("copy", 1.0)):
+        state = {"x": torch.ones(500_000), "text": "a"}
+        writer = open_writer(snapshot=snapshot)
+        dcp.save(state, storage_writer=writer)
+        state["x"].fill_(7)
+        found = read(writer.metadata(), state)
+        assert found["x"].unique().tolist() == [seen]
+        assert found["text"] == "a"
+
+
+def test_every_save_replaces_the_one_before(open_writer):
+    writer = open_writer()
+    strings = []
+    for value in range(3):
+        dcp.save({"x": torch.full((9,), value)}, storage_writer=writer)
+        strings.append(writer.metadata())
+        assert read(strings[-1], {"x": torch.full((9,), value)})["x"].tolist() == [value] * 9
+    assert len(set(strings)) == 3
+    with pytest.raises(dcp.CheckpointException, match="serving 3 but got step=1"):
+        read(strings[0], {"x": torch.zeros(9, dtype=torch.int64)})
+
+
+def test_withdrawn_state_is_not_read_any_more(open_writer):
+    state = {"x": torch.ones(1000)}
+    writer = open_writer(timeout=timedelta(seconds=1))
+    with pytest.raises(InvalidArgument, match="nothing is published"):
+        writer.metadata()
+    dcp.save(state, storage_writer=writer)
+    metadata = writer.metadata()
+    writer.withdraw()
+    writer.withdraw()
+    with pytest.raises(InvalidArgument, match="nothing is published"):
+        writer.metadata()
+    with pytest.raises(dcp.CheckpointException, match="503"):
+        read(metadata, state, timeout=timedelta(seconds=4))
+    # A reader that waits is served when there is something again.
+    release = threading.Timer(0.2, lambda: dcp.save(state, storage_writer=writer, no_dist=True))
+    release.start()
+    step, url = metadata.split()[1:]
+    assert read(f"tensorferry-dcp/1 {int(step) + 1} {url}", state)["x"].sum() == 1000
+    release.join()
+
+
+def test_a_string_opens_and_nothing_else_does(open_writer):
+    state = {"x": torch.ones(10)}
+    writer = open_writer()
+    dcp.save(state, storage_writer=writer)
+    scheme, step, url = writer.metadata().split()
+    assert urllib.request.urlopen(f"{url}{step}.safetensors").status == 200
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        urllib.request.urlopen(f"{url.replace(url.split('/')[3], '0' * 32)}{step}.safetensors")
+    for wrong in ("", "x", f"{scheme} {step}", f"{scheme} x {url}", f"other/1 {step} {url}", url):
+        with pytest.raises(dcp.CheckpointException, match=r"metadata\(\) of a PeerWriter"):
+            read(wrong, state)
+    found = {"x": torch.zeros(10)}
+    dcp.load(found, checkpoint_id=writer.metadata(), storage_reader=PeerReader(timeout=TIMEOUT))
+    assert found["x"].sum() == 10
+
+
+def test_secret_and_tls(open_writer, monkeypatch):
+    state = {"x": torch.randn(300_000)}
+    secret = b"0123456789abcdef0123456789abcdef"
+    writer = open_writer(secret=secret, tls=True)
+    dcp.save(state, storage_writer=writer)
+    metadata = writer.metadata()
+    assert "https://sha256-" in metadata
+    assert torch.equal(read(metadata, state, secret=secret)["x"], state["x"])
+    for options in ({}, {"secret": secret[::-1]}):
+        with pytest.raises(dcp.CheckpointException, match="secret"):
+            read(metadata, state, **options)
+    open_one = open_writer()
+    dcp.save(state, storage_writer=open_one)
+    with pytest.raises(dcp.CheckpointException, match="does not prove that it knows the shared secret"):
+        read(open_one.metadata(), state, secret=secret)
+    monkeypatch.setenv("TENSORFERRY_SECRET", secret.decode())
+    assert torch.equal(read(metadata, state)["x"], state["x"])
+
+
+class Thing:
+    """Not on the list."""
+
+
+def test_objects_of_a_peer_are_read_by_the_allow_list(open_writer):
+    writer = open_writer()
+    dcp.save({"evil": Thing()}, storage_writer=writer)
+    with pytest.raises(dcp.CheckpointException, match=r"Thing for 'evil', which is not on the allow-list"):
+        read(writer.metadata(), {"evil": None})
+    assert isinstance(read(writer.metadata(), {"evil": None}, safe_globals=[Thing])["evil"], Thing)
+
+
+def test_a_source_that_is_gone_is_an_error_in_time(open_writer):
+    state = {"x": torch.ones(10)}
+    writer = open_writer()
+    dcp.save(state, storage_writer=writer)
+    metadata = writer.metadata()
+    writer.shutdown()
+    with pytest.raises(dcp.CheckpointException, match="cannot connect"):
+        read(metadata, state, timeout=timedelta(seconds=5))
+
+
+def test_a_load_has_one_deadline(open_writer):
+    state = {"x": torch.ones(10)}
+    writer = open_writer()
+    dcp.save(state, storage_writer=writer)
+    reader = PeerReader(writer.metadata(), timeout=TIMEOUT)
+    metadata = reader.read_metadata()
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    reader._until -= TIMEOUT.total_seconds()
+    planner = dcp.DefaultLoadPlanner()
+    planner.set_up_planner({"x": torch.zeros(10)}, metadata, is_coordinator=True)
+    with pytest.raises(tensorferry.FetchTimeout):
+        reader.read_data(planner.create_local_plan(), planner)
+
+
+def test_a_checkpoint_of_a_transport_is_told_apart(open_transport, ours):
+    if not ours:
+        pytest.skip("about our own transport")
+    transport = open_transport()
+    transport.send_checkpoint([1], 3, {"x": torch.ones(3)}, TIMEOUT)
+    with pytest.raises(dcp.CheckpointException, match="serves no index"):
+        read(f"tensorferry-dcp/1 3 {transport.metadata()}", {"x": torch.ones(3)})
+
+
+def test_a_writer_stays_in_its_process(open_writer):
+    with pytest.raises(InvalidArgument, match=r"AsyncCheckpointerType\.THREAD"):
+        pickle.dumps(open_writer())
+    with pytest.raises(InvalidArgument, match="snapshot"):
+        open_writer(snapshot="steal")
+
+
+def test_plans_of_another_writer_are_refused(open_writer):
+    def planner():
+        return dcp.DefaultSavePlanner(enable_plan_caching=True)
+
+    state = {"x": torch.ones(10)}
+    first, second = open_writer(), open_writer()
+    for value in (1, 2):
+        state["x"].fill_(value)
+        dcp.save(state, storage_writer=first, planner=planner())
+        assert read(first.metadata(), state)["x"].sum() == 10 * value
+    with pytest.raises(dcp.CheckpointException, match="make one writer and keep it"):
+        dcp.save(state, storage_writer=second, planner=planner())
+    for cache in ("_cached_save_plan", "_cached_final_save_plan", "_cached_all_plans", "_cached_global_plan"):
+        getattr(dcp.planner.SavePlanner, cache).clear()
+    dcp.planner.SavePlanner._cached_metadata.clear()
+
+
+def _publish(kept, replicated):
+    import states
+
+    rank = torch.distributed.get_rank()
+    world = torch.distributed.get_world_size()
+    mesh, rows = states.layouts(world)["rows"]
+    placements = [states.Replicate()] if replicated else rows
+    whole = torch.arange(3001 * 512.0).view(3001, 512)
+    kept["state"] = {"w": states.distribute_tensor(whole, mesh, placements, src_data_rank=None), "rank": rank}
+    kept["writer"] = PeerWriter(TIMEOUT, interface="127.0.0.1")
+    dcp.save(kept["state"], storage_writer=kept["writer"])
+    return kept["writer"].metadata()
+
+
+def _served(kept):
+    return kept["writer"]._server.bytes_served
+
+
+def _pull(kept, metadata):
+    import states
+
+    del kept
+    mesh, rows = states.layouts(torch.distributed.get_world_size())["rows"]
+    state = {"w": states.distribute_tensor(torch.zeros(3001, 512), mesh, rows, src_data_rank=None)}
+    reader = PeerReader(metadata, timeout=TIMEOUT)
+    dcp.load(state, storage_reader=reader)
+    local = state["w"].to_local()
+    whole = states.distribute_tensor(torch.arange(3001 * 512.0).view(3001, 512), mesh, rows, src_data_rank=None)
+    assert torch.equal(local, whole.to_local())
+    assert reader.report["wanted"] == local.nbytes
+    return reader.report["bytes"] / local.nbytes
+
+
+@pytest.mark.timeout(180)
+def test_each_rank_fetches_its_slices_and_hardly_more_from_all_that_hold_them():
+    with Job(4) as source, Job(3) as target:
+        strings = source.run(_publish, False)
+        assert len(set(strings)) == 1
+        assert all(ratio <= 1.05 for ratio in target.run(_pull, strings[0]))
+        served = source.run(_served)
+        assert min(served) > 0.9 * 3001 * 512 * 4 / 4, "every rank served its part"
+
+
+def test_the_names_are_part_of_the_package():
+    assert tensorferry.dcp.PeerReader is PeerReader
