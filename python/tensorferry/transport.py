@@ -14,10 +14,11 @@ from . import stock
 from ._native import Pool, Remote, Server
 from .addresses import advertised_host, interface_speed, listening_address, port_on, wants_same_host
 from .allowlist import Allowed, refusal
-from .errors import ForkedProcess, InvalidArgument, UnprovenSource
+from .errors import InvalidArgument, UnprovenSource
 from .secret import shared_secret
 from .staging import Stager
 from .state import Packed, Snapshot, Targets, receive
+from .withdrawal import withdraw
 
 if TYPE_CHECKING:
     from torchft.checkpointing.transport import CheckpointTransport
@@ -249,15 +250,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         off then. When this returns, the state may be changed: nothing of it is read any more. It does not raise into
         the trainer.
         """
-        try:
-            cut = self._server.withdraw(self._timeout.total_seconds())
-        except ForkedProcess:
-            raise
-        except Exception:
-            logger.exception("could not withdraw the checkpoint")
-            return
-        if cut:
-            logger.warning("%d transfers were cut off: they did not finish within %s", cut, self._timeout)
+        withdraw(self._server, self._timeout)
 
     def shutdown(self, wait: bool = True) -> None:
         """Ends the server and all transfers.

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from .. import _gc
@@ -22,7 +22,8 @@ from ..errors import IncompleteCheckpoint, InvalidArgument, ProtocolError
 from ..staging import Stager
 from ..tensors import DTYPE_NAMES, address, scratch
 from . import index
-from .reading import Part, Reading
+from .reader import SliceReader
+from .reading import Part
 from .writing import METADATA, Packed
 
 INDEX = "index.safetensors"
@@ -30,7 +31,23 @@ _RANK_INDEX = "index-rank{:05d}.safetensors"
 _OURS = re.compile(r"(rank\d{5,}-[0-9a-f]{12}|index(-rank\d{5,})?)\.safetensors(\.partial)?")
 
 
-class FileWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow torch
+class _InFolder:
+    """A checkpoint that is known by its folder."""
+
+    _path: Path
+
+    @property
+    def checkpoint_id(self) -> Path:
+        """The folder."""
+        return self._path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether this can be a folder here."""
+        return isinstance(checkpoint_id, os.PathLike) or "://" not in str(checkpoint_id)
+
+
+class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does not follow torch
     """Writes a checkpoint into a folder, for ``torch.distributed.checkpoint.save`` and ``async_save``.
 
     Each rank writes one safetensors file, with a checksum of every 4 KiB, and the coordinator writes
@@ -127,18 +144,8 @@ class FileWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         """Where the checkpoint goes."""
         return StorageMeta(checkpoint_id=self._path, save_id=self._save_id)
 
-    @property
-    def checkpoint_id(self) -> Path:
-        """The folder."""
-        return self._path
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether this can be a folder here."""
-        return _is_path(checkpoint_id)
-
-
-class FileReader(StorageReader):  # type: ignore[misc]  # mypy does not follow torch
+class FileReader(_InFolder, SliceReader):
     """Reads a checkpoint that ``FileWriter`` wrote, for ``torch.distributed.checkpoint.load``.
 
     Each rank reads the slices its plan needs, straight into its tensors where it can, and verifies every block of them.
@@ -163,11 +170,9 @@ class FileReader(StorageReader):  # type: ignore[misc]  # mypy does not follow t
         trust_pickle: bool = False,
     ) -> None:
         """See the class."""
-        super().__init__()
+        super().__init__(Allowed(safe_globals, trust_pickle))
         self._path = Path(path)
         self._threads = threads
-        self._allowed = Allowed(safe_globals, trust_pickle)
-        self._metadata: Metadata | None = None
         self.report: dict[str, int] = {"bytes": 0, "wanted": 0}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -223,33 +228,6 @@ class FileReader(StorageReader):  # type: ignore[misc]  # mypy does not follow t
             )
         return IncompleteCheckpoint(f"there is no checkpoint in {self._path}: it has no {INDEX}")
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Keeps the index."""
-        del is_coordinator, args, kwargs
-        self._metadata = metadata
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Nothing to do."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Nothing to do: ranks read what they need, whoever reads the same."""
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Reads what ``plan`` asks for.
-
-        Raises:
-            CorruptCheckpoint: a block does not match its checksum; file, tensor and block are named
-            StateMismatch: a target has another shape than the plan says
-            UnsafePickle: an object is not on the allow-list
-        """
-        assert self._metadata is not None
-        Reading(self._metadata, planner, self._fetch, self._allowed).run(plan)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
     def _fetch(self, parts: dict[str, list[Part]]) -> None:
         for name, of_file in parts.items():
             if Path(name).name != name:
@@ -259,17 +237,3 @@ class FileReader(StorageReader):  # type: ignore[misc]  # mypy does not follow t
     def _add(self, report: dict[str, int]) -> None:
         for key, value in report.items():
             self.report[key] += value
-
-    @property
-    def checkpoint_id(self) -> Path:
-        """The folder."""
-        return self._path
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether this can be a folder here."""
-        return _is_path(checkpoint_id)
-
-
-def _is_path(checkpoint_id: str | os.PathLike[str]) -> bool:
-    return isinstance(checkpoint_id, os.PathLike) or "://" not in str(checkpoint_id)

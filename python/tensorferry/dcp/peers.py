@@ -11,21 +11,23 @@ from datetime import timedelta
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from .. import _gc
 from .._native import Remote, Server, _fetch_slices
 from ..addresses import advertised_host, listening_address, port_on, wants_same_host
 from ..allowlist import Allowed
-from ..errors import ForkedProcess, InvalidArgument, ProtocolError, TensorferryError
+from ..errors import InvalidArgument, ProtocolError, TensorferryError
 from ..secret import shared_secret
 from ..staging import Stager
 from ..state import Snapshot
 from ..tensors import address, scratch
+from ..withdrawal import withdraw
 from . import index
-from .reading import Part, Reading
+from .reader import SliceReader
+from .reading import Part
 from .writing import METADATA, Packed
 
 logger = logging.getLogger("tensorferry")
@@ -108,15 +110,7 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         """
         self._packed = None
         self._saved = False
-        try:
-            cut = self._server.withdraw(self._timeout.total_seconds())
-        except ForkedProcess:
-            raise
-        except Exception:
-            logger.exception("could not withdraw the checkpoint")
-            return
-        if cut:
-            logger.warning("%d transfers were cut off: they did not finish within %s", cut, self._timeout)
+        withdraw(self._server, self._timeout)
 
     def shutdown(self) -> None:
         """Ends the server and all transfers."""
@@ -212,7 +206,7 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         return False
 
 
-class PeerReader(StorageReader):  # type: ignore[misc]  # mypy does not follow torch
+class PeerReader(SliceReader):
     """Loads what a ``PeerWriter`` of another job has published, with ``torch.distributed.checkpoint.load``.
 
     Each rank fetches the slices its plan needs from the ranks that hold them, several at a time, straight into its
@@ -244,14 +238,12 @@ class PeerReader(StorageReader):  # type: ignore[misc]  # mypy does not follow t
         trust_pickle: bool = False,
     ) -> None:
         """See the class."""
-        super().__init__()
+        super().__init__(Allowed(safe_globals, trust_pickle))
         self._string = metadata
         self._timeout = timeout
         self._lanes = lanes
         self._secret = shared_secret(secret)
         self._same_host = wants_same_host(same_host)
-        self._allowed = Allowed(safe_globals, trust_pickle)
-        self._metadata: Metadata | None = None
         self._failed: Exception | None = None
         self._until = 0.0
         self.report: dict[str, int] = {"bytes": 0, "wanted": 0, "retries": 0}
@@ -308,31 +300,6 @@ class PeerReader(StorageReader):  # type: ignore[misc]  # mypy does not follow t
         if len(words) < 3 or words[0] != _SCHEME or not words[1].isdecimal():
             raise InvalidArgument("PeerReader takes what metadata() of a PeerWriter gives after a save")
         return int(words[1]), words[2:]
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Keeps the index."""
-        del is_coordinator, args, kwargs
-        self._metadata = metadata
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Nothing to do."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Nothing to do: ranks fetch what they need, whoever fetches the same."""
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fetches what ``plan`` asks for.
-
-        Raises:
-            TensorferryError: as ``HTTPTransport.recv_checkpoint`` does
-        """
-        assert self._metadata is not None
-        Reading(self._metadata, planner, self._fetch, self._allowed).run(plan)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
 
     def _fetch(self, parts: dict[str, list[Part]]) -> None:
         named = set(self._sources()[1])

@@ -4,6 +4,7 @@ use std::collections::{HashMap, HashSet};
 use std::fmt::Write as _;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use bytes::Bytes;
 use pyo3::exceptions::{PyIndexError, PyOverflowError, PyRuntimeError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -104,15 +105,18 @@ impl PyRows {
         self.columns.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The rows as items to publish. Called without the interpreter: a peer's training loop would wait for this long.
-    pub(crate) fn items(&self) -> Vec<Item> {
+    /// The rows as items to publish, and behind them `control`, name and bytes of each. Called without the interpreter: a peer's training loop would wait for this long.
+    pub(crate) fn items(&self, control: Vec<(String, Vec<u8>)>) -> Vec<Item> {
         let columns = self.columns();
-        // Two for control entries, which come behind.
-        let mut items = Vec::with_capacity(columns.ends.len() + 2);
+        let mut items = Vec::with_capacity(columns.ends.len() + control.len());
         for (row, (name, shape)) in columns.names().zip(columns.shapes()).enumerate() {
             let memory = borrowed(columns.addresses[row], columns.sizes[row]);
             items.push(Item::new(name, columns.dtypes[row], shape, memory));
         }
+        items.extend(control.into_iter().map(|(name, bytes)| {
+            let shape = [bytes.len() as u64];
+            Item::bytes(name, Dtype::U8, &shape, Bytes::from(bytes))
+        }));
         items
     }
 

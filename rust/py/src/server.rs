@@ -7,9 +7,8 @@ use bytes::Bytes;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 use tensorferry_core::{
-    Alternate, Error, Item, Memory, Publication, Rendered, Report, Server, ServerConfig, Stability, Withdrawn,
+    Alternate, Error, Memory, Publication, Rendered, Report, Server, ServerConfig, Stability, Withdrawn,
 };
-use tensorferry_wire::dtype::Dtype;
 
 use crate::errors;
 use crate::memory::{Owner, borrowed};
@@ -99,12 +98,7 @@ impl PyServer {
         let alternate = alternate.map(|callable| Box::new(PyAlternate(Owner::new(callable))) as Box<dyn Alternate>);
         let rows = rows.get();
         py.detach(|| {
-            let mut items = rows.items();
-            items.extend(control.into_iter().map(|(name, bytes)| {
-                let shape = [bytes.len() as u64];
-                Item::bytes(name, Dtype::U8, &shape, Bytes::from(bytes))
-            }));
-            let mut publication = Publication::new(metadata, items, stability, owner)?;
+            let mut publication = Publication::new(metadata, rows.items(control), stability, owner)?;
             if let Some(alternate) = alternate {
                 publication = publication.with_alternate(alternate);
             }

@@ -3,10 +3,9 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use bytes::Bytes;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use tensorferry_core::{Cancel, Container, FetchOptions, FileOptions, Item, Order, Repeat, Slice, gather};
+use tensorferry_core::{Cancel, Container, FetchOptions, FileOptions, Order, Repeat, Slice, gather};
 use tensorferry_wire::dtype::Dtype;
 
 use crate::errors;
@@ -44,12 +43,7 @@ pub(crate) fn write_file(
     let cancel = Cancel::new();
     let options = FileOptions { threads, cancel: cancel.clone() };
     let report = runtime::run(py, &cancel, None, move || {
-        let mut items = rows.items();
-        items.extend(control.into_iter().map(|(name, bytes)| {
-            let shape = [bytes.len() as u64];
-            Item::bytes(name, Dtype::U8, &shape, Bytes::from(bytes))
-        }));
-        tensorferry_core::write_file(&path, metadata, items, &options)
+        tensorferry_core::write_file(&path, metadata, rows.items(control), &options)
     })?;
     Ok(report.bytes)
 }
