@@ -4,12 +4,30 @@ from __future__ import annotations
 
 import array
 import itertools
+import os
+import resource
 import threading
 import time
+from collections.abc import Callable
 
 import torch
 
 _STEP_S = 0.2e-3
+
+
+def _account() -> Callable[[], tuple[int, int]]:
+    """Return what tells how long the calling thread has run or waited for a core, in ns, and how often it slept.
+
+    A step that never slept and yet took longer than that was halted together with the whole (virtual) machine:
+    the kernel takes a host's pauses out of what it charges a running thread with.
+    """
+    queue = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)  # ns run, ns waited, number of turns
+
+    def read() -> tuple[int, int]:
+        waited_ns = int(os.pread(queue, 64, 0).split()[1])
+        return time.thread_time_ns() + waited_ns, resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+
+    return read
 
 
 class MainLoop:
@@ -20,6 +38,8 @@ class MainLoop:
         self._running = threading.Event()
         self._stop = False
         self._ends = array.array("q")
+        self._charged = array.array("q")
+        self._sleeps = array.array("q")
 
     @staticmethod
     def _calibrate() -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,11 +61,14 @@ class MainLoop:
         if self._stop:
             return
         work, out = self._calibrate()
-        ends, clock = self._ends, time.perf_counter_ns
+        clock, account = time.perf_counter_ns, _account()
         self._running.set()
         while not self._stop:
             torch.sin(work, out=out)
-            ends.append(clock())
+            charged, sleeps = account()
+            self._charged.append(charged)
+            self._sleeps.append(sleeps)
+            self._ends.append(clock())
 
     def begin(self) -> None:
         """Start stepping; return once it does."""
@@ -58,14 +81,31 @@ class MainLoop:
         self._wanted.set()
 
     def during(self, windows: list[tuple[int, int]]) -> dict[str, float]:
-        """Return the longest gap between two step ends that touches a window, and the steps per second inside them."""
+        """Return what the steps that touch some windows of time were like.
+
+        Returns:
+            worst_s: the longest gap between the ends of two steps.
+            worst_awake_s: the same, less the time in which the whole machine was halted.
+            steps_per_s: steps that ended inside the windows, by the windows' length.
+        """
         while self._ends[-1] < max(end for _, end in windows):
             time.sleep(_STEP_S)  # the step that a window ends in is not over yet, and may be the longest
         ends = self._ends[:]
-        worst, steps = 0, 0
+        worst, worst_awake, steps = 0, 0, 0
         for begin, end in windows:
             steps += sum(begin <= at < end for at in ends)
-            gaps = (b - a for a, b in itertools.pairwise(ends) if b > begin and a < end)
-            worst = max(worst, max(gaps, default=0))
+            for i, (a, b) in enumerate(itertools.pairwise(ends)):
+                if b > begin and a < end:
+                    worst = max(worst, b - a)
+                    worst_awake = max(worst_awake, self._awake(i, b - a))
         length = sum(end - begin for begin, end in windows)
-        return {"worst_s": worst / 1e9, "steps_per_s": steps / length * 1e9 if length else 0.0}
+        return {
+            "worst_s": worst / 1e9,
+            "worst_awake_s": worst_awake / 1e9,
+            "steps_per_s": steps / length * 1e9 if length else 0.0,
+        }
+
+    def _awake(self, step: int, gap: int) -> int:
+        if self._sleeps[step + 1] > self._sleeps[step]:
+            return gap
+        return min(gap, self._charged[step + 1] - self._charged[step])

@@ -163,6 +163,7 @@ def _stalls(unloaded: dict[str, float], serving: dict[str, float]) -> dict[str, 
         "unloaded_worst_s": unloaded["worst_s"],
         "unloaded_steps_per_s": unloaded["steps_per_s"],
         "serving_worst_s": serving["worst_s"],
+        "serving_awake_s": serving["worst_awake_s"],
         "serving_steps_per_s": serving["steps_per_s"],
         "serving_rate": serving["steps_per_s"] / unloaded["steps_per_s"],
     }

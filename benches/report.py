@@ -103,12 +103,12 @@ def _times_state(samples: list[Sample], field: str) -> dict[str, float] | None:
 
 
 def summarise_stalls(samples: list[Sample]) -> list[dict[str, Any]]:
-    """Return one line per row and contender; the worst gap of all rounds is what a trainer would remember."""
+    """Return a line per row and contender: worst gaps, with and without the host's pauses, and the rate."""
     lines = []
     for row, name in dict.fromkeys((sample["row"], sample["contender"]) for sample in samples):
         mine = [s for s in samples if (s["row"], s["contender"]) == (row, name) and "error" not in s]
         if mine:
-            fields = ("unloaded_worst_s", "sending_worst_s", "serving_worst_s", "serving_rate")
+            fields = ("unloaded_worst_s", "sending_worst_s", "serving_worst_s", "serving_awake_s", "serving_rate")
             line = {field: spread(sample.get(field) for sample in mine) for field in fields}
             lines.append({"row": row, "contender": name, **line})
     return lines
@@ -134,7 +134,7 @@ def title(line: dict[str, Any]) -> str:
 
 _TRANSFER_HEAD = ["", "receive ms", "GB/s", "us/tensor", "x torchft's best", "of raw touched", "of raw fresh"]
 _TRANSFER_HEAD += ["send ms", "send us/tensor", "peak: source", "receiver"]
-_STALL_HEAD = ["", "worst gap unloaded ms", "during send ms", "while serving ms", "worst of all rounds ms", "rate"]
+_STALL_HEAD = ["", "worst gap unloaded ms", "during send ms", "while serving ms", "less the host's pauses ms", "rate"]
 
 
 def _transfer_cells(line: dict[str, Any]) -> list[str]:
@@ -163,11 +163,9 @@ def _raw_cells(name: str, seconds: dict[str, float], nbytes: int) -> list[str]:
 
 
 def _stall_cells(line: dict[str, Any]) -> list[str]:
-    serving, sending = line["serving_worst_s"], line["sending_worst_s"]
-    worst = max(found["high"] for found in (serving, sending) if found)
-    fields = [_show(line[field], 1e3) for field in ("unloaded_worst_s", "sending_worst_s", "serving_worst_s")]
+    fields = ("unloaded_worst_s", "sending_worst_s", "serving_worst_s", "serving_awake_s")
     name = title({"contender": line["contender"], "order": "first"})
-    return [name, *fields, _number(worst * 1e3), _show(line["serving_rate"])]
+    return [name, *(_show(line[field], 1e3) for field in fields), _show(line["serving_rate"])]
 
 
 def _tables(results: dict[str, Any]) -> Iterable[tuple[str, list[list[str]]]]:
