@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import Any, Literal, TypeAlias, cast
 
 import torch
 
 from . import _gc, pickling, tree
-from ._native import Remote, Server
+from ._native import Remote, Rows, Server
 from .allowlist import Allowed
 from .errors import ProtocolError, StateMismatch, SystemRefused
 from .staging import Piece, Stager, host_view
@@ -136,13 +137,12 @@ class Packed:
         """The state again, over the published memory: on the host, and if private, as of when it was published."""
         if self._state is not None:
             return self._state
-        rows = self.rows
-        sizes = rows.sizes
-        builder = _Builder(json.loads(self.manifest_bytes), rows.names, rows.dtypes, rows.shapes, sizes)
+        plain = [i for i, name in enumerate(self.rows.names) if not name.startswith(_PREFIX)]
+        builder = _Builder(json.loads(self.manifest_bytes), self.rows, plain)
         for k, whole in builder.scattered.items():
             for entry, lo in builder.manifest["storages"][k][1]:
-                part = storage_over(*host_view(self.memory[entry]), sizes[entry])
-                whole[lo : lo + sizes[entry]].copy_(as_bytes(part))
+                part = storage_over(*host_view(self.memory[entry]), self.rows.size(entry))
+                whole[lo : lo + part.nbytes()].copy_(as_bytes(part))
         return builder.build(self.pickle_bytes, Allowed(trust=True), lambda i: host_view(self.memory[i]))
 
 
@@ -201,25 +201,27 @@ def _zeros(nbytes: int) -> torch.Tensor:
 class _Builder:
     """Builds a state from entries whose memory is known."""
 
-    def __init__(
-        self,
-        manifest: dict[str, Any],
-        names: list[str],
-        dtypes: list[str],
-        shapes: list[tuple[int, ...]],
-        sizes: list[int],
-    ) -> None:
+    def __init__(self, manifest: dict[str, Any], entries: Remote | Rows, plain: Sequence[int]) -> None:
+        """For the ``entries`` of a container, of which those with the numbers ``plain`` are plain tensors."""
         self.manifest = manifest
-        self.dtypes = dtypes
-        self.shapes = shapes
-        self.sizes = sizes
-        self.plain = [i for i, name in enumerate(names) if not name.startswith(_PREFIX)]
+        self.plain = plain
+        self.size = entries.size
+        self._entries = entries
         # Storages of which not every byte was sent, or that lie in several pieces: memory of their own, mostly zero.
         self.scattered = {
             k: _zeros(nbytes)
             for k, (nbytes, pieces) in enumerate(manifest["storages"])
-            if not (len(pieces) == 1 and sizes[pieces[0][0]] == nbytes) and nbytes
+            if not (len(pieces) == 1 and self.size(pieces[0][0]) == nbytes) and nbytes
         }
+
+    # Columns of Python objects are made only where somebody asks: with many small tensors they are what takes memory.
+    @cached_property
+    def dtypes(self) -> list[str]:
+        return self._entries.dtypes
+
+    @cached_property
+    def shapes(self) -> list[tuple[int, ...]]:
+        return self._entries.shapes
 
     def scattered_entries(self) -> dict[int, int]:
         """Entry to address, for the pieces of scattered storages."""
@@ -227,7 +229,7 @@ class _Builder:
             entry: self.scattered[k].data_ptr() + lo
             for k in self.scattered
             for entry, lo in self.manifest["storages"][k][1]
-            if self.sizes[entry]
+            if self.size(entry)
         }
 
     def build(
@@ -283,7 +285,7 @@ class _Builder:
         self, memory: Callable[[int], tuple[Any, int]], targets: Targets | None, made: list[torch.Tensor | None]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The tensors over the received memory, and those that stand in the state: Parameters over the same."""
-        dtypes, shapes, sizes, flags = self.dtypes, self.shapes, self.sizes, self.manifest["flags"]
+        flags = self.manifest["flags"]
         direct = targets.direct if targets is not None else {}
         for number, tensor in enumerate(made):
             if tensor is None:
@@ -291,8 +293,9 @@ class _Builder:
                 if i in direct:
                     made[number] = direct[i]
                 else:
-                    buffer, offset = memory(i) if sizes[i] else (None, 0)
-                    made[number] = over(buffer, offset, DTYPES[dtypes[i]], shapes[i], sizes[i])
+                    size = self.size(i)
+                    buffer, offset = memory(i) if size else (None, 0)
+                    made[number] = over(buffer, offset, DTYPES[self.dtypes[i]], self.shapes[i], size)
         received = cast("list[torch.Tensor]", made)
         if not flags:
             return received, received
@@ -340,7 +343,7 @@ class Targets:
         used: set[int] = set()
         for number, path in places:
             target = self._by_path.get(path)
-            if number < 0 or target is None or not builder.sizes[plain[number]] or not receives_in_place(target):
+            if number < 0 or target is None or not builder.size(plain[number]) or not receives_in_place(target):
                 continue
             key = storage_key(target.untyped_storage())
             if key not in used and plain[number] not in self.direct:
@@ -400,25 +403,25 @@ def receive(remote: Remote, allowed: Allowed, live: Callable[[], Any] | None) ->
     text = remote.manifest
     if text is None:
         raise ProtocolError("the source serves a file tensorferry did not write: load it with safetensors instead")
-    names, dtypes = remote.names, remote.dtypes
     pickled = remote.pickle or b""
+    for dtype, name in remote.kinds.items():
+        if dtype not in DTYPES:
+            raise ProtocolError(f"entry {name!r} has dtype {dtype}, which this version does not build")
     with _gc.held_off():
-        builder = _Builder(json.loads(text), names, dtypes, remote.shapes, remote.sizes)
-        for i in builder.plain if not DTYPES.keys() >= set(dtypes) else ():
-            if dtypes[i] not in DTYPES:
-                raise ProtocolError(f"entry {names[i]!r} has dtype {dtypes[i]}, which this version does not build")
+        builder = _Builder(json.loads(text), remote, remote.plain)
+        del text
         targets = Targets(live()) if live is not None else None
         if targets is not None:
-            targets.assign(builder, names)
+            targets.assign(builder, remote.names)
         addresses = builder.scattered_entries()
         if targets is not None:
             addresses |= {i: t.data_ptr() for i, t in targets.direct.items()}
-    arena, offsets, report = remote.fetch([addresses.get(i) for i in range(len(names))] if addresses else None)
+    arena, report = remote.fetch([addresses.get(i) for i in range(len(remote))] if addresses else None)
 
     def memory(i: int) -> tuple[Any, int]:
-        offset = offsets[i]
+        offset = arena.offset(i)
         if offset is None:
-            raise ProtocolError(f"entry {names[i]!r} stands for two things")
+            raise ProtocolError(f"entry {remote.names[i]!r} stands for two things")
         return arena, offset
 
     with _gc.held_off():

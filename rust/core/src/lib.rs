@@ -37,6 +37,7 @@ mod secret;
 mod server;
 mod slices;
 mod store;
+mod streaming;
 mod throttle;
 mod tls;
 

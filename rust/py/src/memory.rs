@@ -8,26 +8,22 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyList, PyType};
 use tensorferry_core::{Arena, Destination, Memory, Repeat, Slice};
-use tensorferry_wire::container::Shape;
+use tensorferry_wire::container::{Entry, Header};
 use tensorferry_wire::dtype::Dtype;
 
 /// Memory a transfer filled; it lives until the last tensor over it is gone.
 #[pyclass(name = "Arena", module = "tensorferry._native", frozen)]
 pub(crate) struct PyArena {
     arena: Arc<Arena>,
-    entries: Vec<Placed>,
-}
-
-/// Where an entry lies in an arena, `None` if it does not, and what it is.
-pub(crate) struct Placed {
-    pub(crate) offset: Option<u64>,
-    pub(crate) dtype: Dtype,
-    pub(crate) shape: Shape,
+    /// What the entries are.
+    header: Arc<Header>,
+    /// Where each lies, `None` if it is not here.
+    offsets: Vec<Option<u64>>,
 }
 
 impl PyArena {
-    pub(crate) fn new(arena: Arena, entries: Vec<Placed>) -> Self {
-        Self { arena: Arc::new(arena), entries }
+    pub(crate) fn new(arena: Arena, header: Arc<Header>, offsets: Vec<Option<u64>>) -> Self {
+        Self { arena: Arc::new(arena), header, offsets }
     }
 }
 
@@ -43,6 +39,11 @@ impl PyArena {
         self.arena.len()
     }
 
+    /// Where the entry of this number lies, `None` if it is not here.
+    fn offset(&self, number: usize) -> Option<u64> {
+        self.offsets.get(number).copied().flatten()
+    }
+
     /// Tensors over the entries of these numbers, each with a storage of its own; `tensor` is torch's class. `None`
     /// stands for what is not in the arena, is empty, or cannot be made this way.
     fn tensors<'py>(&self, tensor: &Bound<'py, PyType>, numbers: Vec<usize>) -> PyResult<Bound<'py, PyList>> {
@@ -50,8 +51,8 @@ impl PyArena {
         let exchange = Exchange::of(tensor);
         let made = PyList::empty(py);
         for (count, number) in numbers.into_iter().enumerate() {
-            let entry = self.entries.get(number);
-            made.append(exchange.as_ref().zip(entry).and_then(|(e, entry)| e.over(py, &self.arena, entry)))?;
+            let entry = self.header.entries().get(number).zip(self.offset(number));
+            made.append(exchange.as_ref().zip(entry).and_then(|(e, (entry, at))| e.over(py, &self.arena, at, entry)))?;
             if count % TURN == TURN - 1 {
                 py.detach(std::thread::yield_now);
             }
@@ -217,10 +218,10 @@ impl Exchange {
         }
     }
 
-    /// A tensor over `entry` of `arena`, with a storage of its own that holds just its bytes. `None` if it is empty or
-    /// torch refuses.
-    fn over<'py>(&self, py: Python<'py>, arena: &Arc<Arena>, entry: &Placed) -> Option<Bound<'py, PyAny>> {
-        let start = usize::try_from(entry.offset?).ok()?;
+    /// A tensor over `entry`, which lies in `arena` from `at` on, with a storage of its own that holds just its bytes.
+    /// `None` if it is empty or torch refuses.
+    fn over<'py>(&self, py: Python<'py>, arena: &Arc<Arena>, at: u64, entry: &Entry) -> Option<Bound<'py, PyAny>> {
+        let start = usize::try_from(at).ok()?;
         let (code, bits) = dlpack(entry.dtype)?;
         let mut shape = [0_i64; Described::MOST];
         let mut strides = [0_i64; Described::MOST];

@@ -1,17 +1,19 @@
 //! `Remote`: a checkpoint at its source, and fetching it.
 
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict, PyList, PyString, PyTuple};
+use pyo3::types::{PyBytes, PyDict, PyList, PyRange, PyString, PyTuple};
 use tensorferry_core::{Cancel, Destination, FetchOptions, Pool, Remote};
-use tensorferry_wire::container::{self, Header};
+use tensorferry_wire::container::{self, Header, RESERVED_PREFIX};
 use tensorferry_wire::manifest;
 
 use crate::errors;
-use crate::memory::{Placed, PyArena, given};
+use crate::memory::{PyArena, given};
 use crate::runtime::{self, Origin, Watch};
 use crate::secret::PySecret;
 
@@ -23,6 +25,8 @@ pub(crate) struct PyRemote {
     received: Arc<AtomicU64>,
     /// Called with the bytes here and the bytes in all, now and then and at the end.
     progress: Option<Py<PyAny>>,
+    header: Arc<Header>,
+    /// `None` once it was fetched.
     remote: Mutex<Option<Remote>>,
 }
 
@@ -62,9 +66,7 @@ impl PyRemote {
     where
         T: IntoPyObject<'py>,
     {
-        let values: Vec<T> =
-            self.with(py, |remote| remote.header().entries().iter().map(value).collect::<PyResult<Vec<T>>>())?;
-        PyList::new(py, values)
+        PyList::new(py, self.header.entries().iter().map(value).collect::<PyResult<Vec<T>>>()?)
     }
 }
 
@@ -105,7 +107,8 @@ impl PyRemote {
             check_manifest(&remote)?;
             Ok(remote)
         })?;
-        Ok(Self { origin: Origin::here(), cancel, received, progress, remote: Mutex::new(Some(remote)) })
+        let header = Arc::clone(remote.header());
+        Ok(Self { origin: Origin::here(), cancel, received, progress, header, remote: Mutex::new(Some(remote)) })
     }
 
     /// The manifest as JSON text, `None` for a container tensorferry did not write.
@@ -145,20 +148,52 @@ impl PyRemote {
         self.column(py, |e| Ok(e.end - e.start))
     }
 
+    fn __len__(&self) -> usize {
+        self.header.entries().len()
+    }
+
+    /// The numbers of the entries whose names the format does not keep for itself: a `range` if they all come first.
+    #[getter]
+    fn plain<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        let entries = self.header.entries();
+        let plain = |entry: &container::Entry| !entry.name.starts_with(RESERVED_PREFIX);
+        let first = entries.iter().take_while(|e| plain(e)).count();
+        if entries[first..].iter().any(plain) {
+            let numbers = entries.iter().enumerate().filter(|(_, e)| plain(e)).map(|(number, _)| number);
+            return Ok(PyList::new(py, numbers.collect::<Vec<_>>())?.into_any());
+        }
+        Ok(PyRange::new(py, 0, isize::try_from(first)?)?.into_any())
+    }
+
+    /// The dtypes of those entries, each once, with the first entry that has it.
+    #[getter]
+    fn kinds(&self) -> BTreeMap<&'static str, String> {
+        let mut kinds = BTreeMap::new();
+        for entry in self.header.entries().iter().filter(|e| !e.name.starts_with(RESERVED_PREFIX)) {
+            kinds.entry(entry.dtype.name()).or_insert_with(|| entry.name.clone());
+        }
+        kinds
+    }
+
+    /// Bytes of the entry of this number.
+    fn size(&self, number: usize) -> PyResult<u64> {
+        let entry = self.header.entries().get(number).ok_or_else(|| PyIndexError::new_err("there is no such entry"))?;
+        Ok(entry.end - entry.start)
+    }
+
     /// Fetches and verifies the payload. Entries with an address go there, the others into a fresh arena, which is
-    /// returned with each entry's offset in it and a report.
+    /// returned with a report.
     #[pyo3(signature = (addresses = None))]
     fn fetch<'py>(
         &self,
         py: Python<'py>,
         addresses: Option<Vec<Option<usize>>>,
-    ) -> PyResult<(PyArena, Vec<Option<u64>>, Bound<'py, PyDict>)> {
+    ) -> PyResult<(PyArena, Bound<'py, PyDict>)> {
         self.origin.check(py)?;
         let remote = self.remote.lock().unwrap_or_else(PoisonError::into_inner).take();
         let remote = remote.ok_or_else(|| errors::invalid(py, "this checkpoint was fetched already"))?;
-        let kinds: Vec<_> = remote.header().entries().iter().map(|e| (e.dtype, e.shape.clone())).collect();
         let destination = addresses.map_or(Destination::Fresh, given);
-        let total = remote.header().payload_len();
+        let total = self.header.payload_len();
         let tell = |py: Python<'_>| {
             // Bytes that had to be fetched again count once.
             let received = self.received.load(Ordering::Relaxed).min(total);
@@ -178,9 +213,7 @@ impl PyRemote {
         told.set_item("troubles", report.troubles)?;
         told.set_item("opening_seconds", report.opening.as_secs_f64())?;
         told.set_item("fetching_seconds", report.fetching.as_secs_f64())?;
-        let placed = kinds.into_iter().zip(&offsets);
-        let placed = placed.map(|((dtype, shape), &offset)| Placed { offset, dtype, shape }).collect();
-        Ok((PyArena::new(arena, placed), offsets, told))
+        Ok((PyArena::new(arena, Arc::clone(&self.header), offsets), told))
     }
 }
 

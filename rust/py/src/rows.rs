@@ -286,6 +286,11 @@ impl PyRows {
         PyList::new(py, &self.columns().sizes)
     }
 
+    /// Bytes of row `row`.
+    fn size(&self, row: usize) -> PyResult<usize> {
+        self.columns().sizes.get(row).copied().ok_or_else(|| PyIndexError::new_err("there is no such row"))
+    }
+
     /// The members of a JSON object for a dict with these keys and values, `None` if a key is no text.
     fn members(
         &self,

@@ -22,8 +22,6 @@ use crate::secret;
 const MAX_HEAD: usize = 16 << 10;
 /// How long a source on this machine may take to greet us, before we go to it over the network.
 const HELLO: Duration = Duration::from_secs(2);
-/// As much as is copied out of shared memory at once: it is checksummed right after, in the nearest cache.
-const CACHED: usize = 16 << 10;
 /// How a server begins that was spoken to in plain HTTP and expects TLS.
 const TLS_ALERT: &[u8] = &[21, 3];
 /// As many slices as the system takes in one call.
@@ -320,13 +318,8 @@ impl Connection {
         Ok(head)
     }
 
-    /// Fills `parts` (the next bytes of the body) in order. `received` is given what is left to fill and how many bytes
-    /// of that have just arrived.
-    pub(crate) fn fill(
-        &mut self,
-        parts: &mut [IoSliceMut<'_>],
-        mut received: impl FnMut(&[IoSliceMut<'_>], usize),
-    ) -> Result<(), Error> {
+    /// Fills `parts` (the next bytes of the body) in order. `received` is given what has just arrived, in order too.
+    pub(crate) fn fill(&mut self, parts: &mut [IoSliceMut<'_>], mut received: impl FnMut(&[u8])) -> Result<(), Error> {
         let mut parts = parts;
         loop {
             IoSliceMut::advance_slices(&mut parts, 0);
@@ -337,9 +330,13 @@ impl Connection {
             if wanted > self.remaining {
                 return Err(self.protocol("its answer ended before the bytes it announced"));
             }
-            let got = if self.ring.as_ref().is_some_and(|ring| ring.in_use) {
-                self.take_from_ring(&mut parts[0])?
-            } else if self.taken < self.ahead.len() {
+            if self.ring.as_ref().is_some_and(|ring| ring.in_use) {
+                let got = self.take_from_ring(&mut parts[0], &mut received)?;
+                self.remaining -= got as u64;
+                IoSliceMut::advance_slices(&mut parts, got);
+                continue;
+            }
+            let got = if self.taken < self.ahead.len() {
                 let ahead = &self.ahead[self.taken..];
                 let n = ahead.len().min(parts[0].len());
                 parts[0][..n].copy_from_slice(&ahead[..n]);
@@ -351,13 +348,21 @@ impl Connection {
                 self.receive(&mut parts[..count])?
             };
             self.remaining -= got as u64;
-            received(parts, got);
+            let mut left = got;
+            for part in parts.iter() {
+                let here = left.min(part.len());
+                received(&part[..here]);
+                left -= here;
+                if left == 0 {
+                    break;
+                }
+            }
             IoSliceMut::advance_slices(&mut parts, got);
         }
     }
 
     /// Copies what the slot in turn has for `into`; waits for the source to announce it.
-    fn take_from_ring(&mut self, into: &mut [u8]) -> Result<usize, Error> {
+    fn take_from_ring(&mut self, into: &mut [u8], received: impl FnMut(&[u8])) -> Result<usize, Error> {
         let remaining = self.remaining;
         while self.ring.as_ref().is_some_and(|ring| ring.announced == 0) {
             let marks = if self.taken < self.ahead.len() {
@@ -376,8 +381,8 @@ impl Connection {
             }
         }
         let Some(Ring { reader, announced, .. }) = &mut self.ring else { return Ok(0) };
-        let n = into.len().min(reader.left()).min(CACHED);
-        reader.copy(&mut into[..n]);
+        let n = into.len().min(reader.left());
+        reader.copy(&mut into[..n], received);
         if reader.left() == 0 || n as u64 == remaining {
             reader.next();
             *announced -= 1;
@@ -398,7 +403,7 @@ impl Connection {
             let at = body.len();
             let step = usize::try_from(length - at as u64).unwrap_or(usize::MAX).min(1 << 20);
             body.resize(at + step, 0);
-            self.fill(&mut [IoSliceMut::new(&mut body[at..])], |_, _| ())?;
+            self.fill(&mut [IoSliceMut::new(&mut body[at..])], |_| ())?;
         }
         Ok(body)
     }

@@ -1,7 +1,6 @@
 //! A lane: one thread with one connection that works through the queue of ranges.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::io::IoSliceMut;
 use std::net::IpAddr;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -277,18 +276,10 @@ impl Transfer<'_> {
             let (start, stop) = (self.plan.block_bounds(*at).0, self.plan.block_bounds(next - 1).1);
             // Right after the receive, while the bytes are in cache.
             let mut checksums = Checksums::new(self.algorithm, self.plan.grain());
-            let received = |parts: &[IoSliceMut<'_>], got: usize| {
-                self.received.count(got as u64);
-                self.watch.count(index, got as u64);
-                let mut left = got;
-                for part in parts {
-                    let here = left.min(part.len());
-                    checksums.update(&part[..here]);
-                    left -= here;
-                    if left == 0 {
-                        break;
-                    }
-                }
+            let received = |bytes: &[u8]| {
+                self.received.count(bytes.len() as u64);
+                self.watch.count(index, bytes.len() as u64);
+                checksums.update(bytes);
             };
             self.plan.with_slices(start, stop, sink, |slices| connection.fill(slices, received))?;
             for (block, digest) in (*at..next).zip(checksums.finish()) {

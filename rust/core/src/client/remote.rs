@@ -35,7 +35,7 @@ pub struct Remote {
     /// The peer that answered first.
     primary: usize,
     key: String,
-    header: Header,
+    header: Arc<Header>,
     header_digest: u64,
     algorithm: Algorithm,
     payload_start: u64,
@@ -107,7 +107,7 @@ impl Remote {
                         primary,
                         key: step.to_string(),
                         payload_start: opened.payload_start,
-                        header: opened.header,
+                        header: Arc::new(opened.header),
                         header_digest: opened.header_digest,
                         algorithm: secret::algorithm(options.secret.as_ref()),
                         prefix: opened.prefix,
@@ -138,7 +138,7 @@ impl Remote {
 
     /// What the container holds.
     #[must_use]
-    pub fn header(&self) -> &Header {
+    pub fn header(&self) -> &Arc<Header> {
         &self.header
     }
 

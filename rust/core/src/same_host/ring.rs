@@ -15,6 +15,8 @@ use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
 };
 
+use crate::streaming;
+
 /// What the source says when it passes the memory.
 const MAGIC: [u8; 8] = *b"tf-ring1";
 /// The whole of that message: the magic, then slots and length of a slot as 32-bit little-endian numbers.
@@ -22,6 +24,8 @@ const HELLO: usize = MAGIC.len() + 8;
 /// Half a block: what was copied in is still in cache when it is copied out.
 const SLOT_LEN: u32 = 512 << 10;
 const SLOTS: u32 = 4;
+/// Bytes that are copied, and then checksummed and copied on, while the first level of the cache still has them.
+const CACHED: usize = 16 << 10;
 /// What a receiver maps at most.
 const MAX_LEN: u64 = 64 << 20;
 
@@ -156,6 +160,8 @@ pub(crate) struct Reader {
     turn: u64,
     /// Bytes taken out of the slot in turn.
     taken: usize,
+    /// Where they pass through.
+    cached: Vec<u8>,
 }
 
 impl Reader {
@@ -177,7 +183,7 @@ impl Reader {
         if !rustix::fs::fcntl_get_seals(&fd)?.contains(SealFlags::SHRINK) || len < layout.bytes() {
             return Err(invalid("the shared memory of the source could shrink under us"));
         }
-        Ok(Self { shared: Shared::map(&fd, layout, ProtFlags::READ)?, turn: 0, taken: 0 })
+        Ok(Self { shared: Shared::map(&fd, layout, ProtFlags::READ)?, turn: 0, taken: 0, cached: vec![0; CACHED] })
     }
 
     /// Bytes of the slot in turn that nobody has taken.
@@ -191,8 +197,23 @@ impl Reader {
     }
 
     /// Copies the next bytes of the slot in turn, which must have been announced, as many as `into` is long: no more
-    /// than are left.
-    pub(crate) fn copy(&mut self, into: &mut [u8]) {
+    /// than are left. `seen` is given them while they are in cache.
+    ///
+    /// They come through memory of our own: what `seen` is given is what is written, whatever the source does.
+    pub(crate) fn copy(&mut self, mut into: &mut [u8], mut seen: impl FnMut(&[u8])) {
+        while !into.is_empty() {
+            let (part, rest) = into.split_at_mut(into.len().min(CACHED));
+            let mut cached = std::mem::take(&mut self.cached);
+            let bytes = &mut cached[..part.len()];
+            self.take(bytes);
+            seen(bytes);
+            streaming::copy(bytes, part);
+            self.cached = cached;
+            into = rest;
+        }
+    }
+
+    fn take(&mut self, into: &mut [u8]) {
         assert!(into.len() <= self.left(), "{} bytes of a slot that has {}", into.len(), self.left());
         let start = self.shared.layout.start(self.turn) + self.taken;
         // SAFETY: source and length lie in the mapping, which cannot shrink; `into` is ours alone. A source that breaks
