@@ -13,6 +13,7 @@ use super::connection::Connection;
 use super::limits::Limits;
 use super::open::{Opened, read_digests};
 use super::plan::{Piece, Plan, Queue};
+use super::received::Received;
 use super::watch::Watch;
 use super::{
     Addresses, Arrived, CORRUPT_RETRIES, Destination, FetchOptions, OPEN_ATTEMPTS, OPEN_PATIENCE, Peer, Report, lane,
@@ -212,7 +213,7 @@ impl Remote {
         if runs.iter().map(|(a, b)| b - a).sum::<u64>() * plan.grain() < SAME_HOST_BYTES {
             self.peers.iter().for_each(Peer::give_up_same_host);
         }
-        let received = lane::Received::new(&runs, Arc::clone(&self.progress))
+        let received = Received::new(&runs, Arc::clone(&self.progress))
             .ok_or_else(|| Error::new(ErrorKind::System, "too many blocks for this machine"))?;
         let wanted = runs.clone();
         for round in 0.. {
@@ -295,7 +296,7 @@ impl Remote {
         plan: &Plan,
         runs: &[(u64, u64)],
         spread: bool,
-        received: &lane::Received,
+        received: &Received,
         report: &mut Report,
     ) -> Result<(), Error> {
         let blocks: u64 = runs.iter().map(|(a, b)| b - a).sum();
@@ -322,22 +323,8 @@ impl Remote {
             watch: Watch::new(lanes),
             alive: lanes.into(),
         };
-        let first = self.connection.take();
-        let mut connections = std::iter::once(first).chain(std::iter::repeat_with(|| None));
-        self.connection = std::thread::scope(|scope| {
-            let mut threads = Vec::with_capacity(lanes);
-            for (index, connection) in connections.by_ref().take(lanes).enumerate() {
-                let transfer = &transfer;
-                let lane = std::thread::Builder::new().name(format!("tensorferry-lane-{index}"));
-                match lane.spawn_scoped(scope, move || transfer.run(index, connection)) {
-                    Ok(thread) => threads.push(thread),
-                    // With fewer lanes it takes longer, and that is all.
-                    Err(e) => transfer.leave(Error::caused(ErrorKind::System, "cannot start a thread for a lane", e)),
-                }
-            }
-            let left: Vec<_> = threads.into_iter().map(|thread| thread.join().ok().flatten()).collect();
-            left.into_iter().flatten().next()
-        });
+        let builder = |index| std::thread::Builder::new().name(format!("tensorferry-lane-{index}"));
+        self.connection = transfer.run_all(lanes, self.connection.take(), builder);
         report.bytes += received.take_bytes();
         report.retries += received.take_retries();
         report.same_host |= received.came_same_host();
@@ -347,12 +334,7 @@ impl Remote {
     }
 
     /// Compares the checksums of the blocks in `runs` with the source's; returns the runs that differ.
-    fn mismatched(
-        &mut self,
-        runs: &[(u64, u64)],
-        grain: u64,
-        received: &lane::Received,
-    ) -> Result<Vec<(u64, u64)>, Error> {
+    fn mismatched(&mut self, runs: &[(u64, u64)], grain: u64, received: &Received) -> Result<Vec<(u64, u64)>, Error> {
         let mut differ: Vec<(u64, u64)> = Vec::new();
         for Request { first, end, runs } in requests(runs, grain) {
             let first = if self.peers.len() > 1 && grain == BLOCK_SIZE { 0 } else { first };
