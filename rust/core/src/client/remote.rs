@@ -1,6 +1,7 @@
 //! A checkpoint at its source: fetched over lanes, verified against its digests.
 
 use std::collections::VecDeque;
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -25,10 +26,6 @@ use crate::slices::{self, Slice};
 
 /// Blocks of 1 MiB in one request of a lane, at most.
 const MAX_RANGE_BLOCKS: u64 = 16;
-/// Where there are more runs of blocks than this, those with few bytes between them are asked for at once, those between
-/// included: a request costs as much.
-const MANY_RUNS: usize = 64;
-const JOIN_GAP: u64 = 64 << 10;
 
 /// A checkpoint at its source: the header is here and verified, the payload is not fetched yet.
 pub struct Remote {
@@ -47,6 +44,8 @@ pub struct Remote {
     pool: Option<Arc<Pool>>,
     progress: Arc<AtomicU64>,
     connection: Option<Connection>,
+    /// The way the header came.
+    route: Option<(IpAddr, IpAddr)>,
     opening: Duration,
 }
 
@@ -112,6 +111,7 @@ impl Remote {
                         header_digest: opened.header_digest,
                         algorithm: secret::algorithm(options.secret.as_ref()),
                         prefix: opened.prefix,
+                        route: opened.connection.route(),
                         // One that was given a share of the time must not end with that.
                         connection: Some(opened.connection).filter(|_| others == 0),
                         opening: started.elapsed(),
@@ -168,11 +168,10 @@ impl Remote {
         self.copy_prefix(&plan);
         self.progress.fetch_add(self.prefix.len() as u64, Ordering::Relaxed);
         let mut report = self.report();
-        let have = (self.prefix.len() as u64).div_ceil(BLOCK_SIZE);
-        self.transfer(&plan, have, &mut report)?;
-        report.bytes += self.prefix.len() as u64;
-        report.fetching = started.elapsed();
-        Ok(Arrived { arena, offsets, report })
+        let runs = plan.missing_blocks((self.prefix.len() as u64).div_ceil(BLOCK_SIZE));
+        self.choose_way(plan.held(&runs));
+        self.transfer(&plan, runs, &mut report)?;
+        Ok(Arrived { arena, offsets, report: self.complete(report, started) })
     }
 
     /// Fetches and verifies parts of entries, and as little besides as whole blocks of digests allow.
@@ -182,6 +181,7 @@ impl Remote {
     pub fn fetch_slices(mut self, slices: &[Slice]) -> Result<Report, Error> {
         let started = Instant::now();
         let mut report = self.report();
+        let mut layers = Vec::new();
         for layer in slices::place(slices, &self.header)? {
             let plan = Plan::new(layer, self.header.payload_len(), false)?;
             report.wanted += plan.wanted();
@@ -191,28 +191,42 @@ impl Remote {
                 continue;
             }
             let grain = plan.fitting_grain();
-            self.transfer(&plan.grained(grain), 0, &mut report)?;
+            let plan = plan.grained(grain);
+            let runs = plan.missing_blocks(0);
+            layers.push((plan, runs));
         }
-        report.bytes += self.prefix.len() as u64;
-        report.fetching = started.elapsed();
-        Ok(report)
+        self.choose_way(layers.iter().map(|(plan, runs)| plan.held(runs)).sum());
+        for (plan, runs) in layers {
+            self.transfer(&plan, runs, &mut report)?;
+        }
+        Ok(self.complete(report, started))
     }
 
     fn report(&self) -> Report {
         Report { opening: self.opening, ..Report::default() }
     }
 
-    /// Brings what `plan` wants of block `have` and those behind it: over lanes, and again where a block does not match its
-    /// digest.
-    fn transfer(&mut self, plan: &Plan, have: u64, report: &mut Report) -> Result<(), Error> {
-        let mut runs = plan.wanted_blocks(0);
-        if runs.len() > MANY_RUNS && plan.grain() < BLOCK_SIZE {
-            runs = plan.wanted_blocks(JOIN_GAP);
+    /// `report` with what came along with the header.
+    fn complete(&self, report: Report, started: Instant) -> Report {
+        let mut report = Report { fetching: started.elapsed(), ..report };
+        report.bytes += self.prefix.len() as u64;
+        if report.lanes == 0 {
+            // Nothing was left to fetch.
+            report.lanes = 1;
+            report.routes.extend(self.route);
         }
-        let mut runs: Vec<_> = runs.into_iter().map(|(a, b)| (a.max(have), b)).filter(|(a, b)| a < b).collect();
-        if runs.iter().map(|(a, b)| b - a).sum::<u64>() * plan.grain() < SAME_HOST_BYTES {
+        report
+    }
+
+    /// Leaves shared memory alone where all that is still to come has so few bytes.
+    fn choose_way(&self, bytes: u64) {
+        if bytes < SAME_HOST_BYTES {
             self.peers.iter().for_each(Peer::give_up_same_host);
         }
+    }
+
+    /// Brings the blocks in `runs`: over lanes, and again where one does not match its digest.
+    fn transfer(&mut self, plan: &Plan, mut runs: Vec<(u64, u64)>, report: &mut Report) -> Result<(), Error> {
         let received = Received::new(&runs, Arc::clone(&self.progress))
             .ok_or_else(|| Error::new(ErrorKind::System, "too many blocks for this machine"))?;
         let wanted = runs.clone();
