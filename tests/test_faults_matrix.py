@@ -12,8 +12,20 @@ import pytest
 
 import fault_candidates
 import tensorferry
-from tensorferry.testing import SCENARIOS, Candidate, FlipByte, Limits, Outcome, broken_promises, run_matrix
+from tensorferry.testing import (
+    SCENARIOS,
+    Candidate,
+    Delay,
+    FlipByte,
+    Limits,
+    Outcome,
+    Scenario,
+    broken_promises,
+    format_table,
+    run_matrix,
+)
 from tensorferry.testing.__main__ import main
+from tensorferry.testing.scenarios import Beside
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.beyond_torchft]
 
@@ -149,6 +161,29 @@ def test_a_fault_of_the_callers_own() -> None:
 def test_a_fault_that_never_struck_is_told() -> None:
     (outcome,) = run_matrix(["tensorferry"], [FlipByte(at=1 << 40)], limits=QUICK)
     assert "the fault never struck" in broken_promises(outcome, frozenset({"healed"}))
+
+
+def test_a_moment_in_mid_transfer_that_never_came_is_told() -> None:
+    """Though another fault of the row did strike."""
+    row = Scenario("never", "later than the end", (Delay(at=0),), during=lambda _: None, part=9.0)
+    (outcome,) = run_matrix(["tensorferry"], [row], limits=QUICK)
+    assert "the fault never struck" in broken_promises(outcome, frozenset({"healed"}))
+    assert "1 whose fault never struck" in format_table([outcome])
+
+
+@pytest.mark.parametrize("side", ["in front", "behind"])
+def test_a_source_cannot_be_done_before_the_one_beside_it_has_its_fault(side: Beside) -> None:
+    """Alone the healthy one would have brought everything before the faulty one had said anything."""
+    slow = (Delay(of="stream", seconds=0.5),)
+    row = Scenario("late", "long after the first byte", slow, during=lambda _: None, part=0.4, beside=side)
+    (outcome,) = run_matrix(["tensorferry"], [row], limits=QUICK)
+    assert not broken_promises(outcome, row.expected), outcome
+
+
+def test_a_healthy_source_beside_a_faulty_one_that_is_hurt_is_seen() -> None:
+    bad = Candidate("bad", f"{fault_candidates.__name__}:RaisesInDisallow", join="tensorferry:join_metadata")
+    (outcome,) = run_matrix([bad], ["source-sigkill-second"], limits=QUICK)
+    assert (outcome.outcome, outcome.source) == ("healed", "raised"), outcome
 
 
 def test_the_command_prints_the_table_and_writes_json(tmp_path, capsys) -> None:

@@ -4,6 +4,7 @@ import gc
 import logging
 import threading
 import time
+import urllib.request
 import weakref
 from collections import OrderedDict
 from datetime import timedelta
@@ -53,6 +54,16 @@ def test_bytes_go_around_the_network_if_both_sides_want_it(open_transport, caplo
     (line,) = said(caplog, "received step 3")
     assert ("over shared memory" in line.getMessage()) == (source_wants and receiver_wants)
     assert (" <- " in line.getMessage()) != (source_wants and receiver_wants)
+
+
+def test_a_receive_of_one_answer_tells_the_way_of_its_one_connection(open_transport, caplog):
+    source, receiver = open_transport(advertise="127.0.0.1"), open_transport(advertise="127.0.0.1")
+    with caplog.at_level(logging.INFO, "tensorferry"):
+        receiver.recv_checkpoint(0, send(source, {"w": torch.ones(9)}), 3, TIMEOUT)
+    (line,) = said(caplog, "received step 3")
+    assert "1 lanes over 127.0.0.1 <- 127.0.0.1," in line.getMessage()
+    with urllib.request.urlopen(receiver.metadata().replace("/checkpoint/", "/metrics")) as metrics:
+        assert b'\ntensorferry_last_receive_route{here="127.0.0.1",there="127.0.0.1"} 1\n' in metrics.read()
 
 
 def test_the_environment_decides_where_the_argument_does_not(open_transport, caplog, monkeypatch):

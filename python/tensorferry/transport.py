@@ -320,7 +320,7 @@ def _tell(step: int, report: dict[str, Any], seconds: float) -> None:
         report["opening_seconds"],
         report["fetching_seconds"],
         report["lanes"],
-        ", ".join(routes) or "the first connection",
+        ", ".join(routes) or "a connection that is gone",
         report["retries"],
     )
     # A short receive says nothing about a link.

@@ -37,8 +37,8 @@ seed request range '\144\0\0\0\0\0\0\0bytes=10-19'
 seed request suffix '\144\0\0\0\0\0\0\0bytes=-5'
 seed request answer '\144\0\0\0\0\0\0\0bytes 0-499/1234'
 seed request tags '\144\0\0\0\0\0\0\0W/"x", "a"'
-
-seed request blocks '\144\0\0\0\0\0\0\0003-17'
+seed request blocks '\144\0\0\0\0\0\0\0blocks=3-17'
+seed request grain '\144\0\0\0\0\0\0\0blocks=3-17&grain=65536'
 seed answer part 'aHTTP/1.1 206 OK\r\nContent-Length: 5\r\nContent-Range: bytes 0-4/5\r\nETag: "a"\r\n\r\nhelloHTTP/1.1 200 OK\r\nContent-Length: 0\r\nTensorferry-Proof: 00\r\n\r\n'
 seed answer interim 'aHTTP/1.1 100 Continue\r\n\r\nHTTP/1.0 404 not found\r\nConnection: close\r\nContent-Length: 10\r\n\r\nnot found\n'
 seed answer open 'bHTTP/1.1 206 OK\r\nContent-Length: 16\r\nContent-Range: bytes 0-15/16\r\nETag: "a"\r\n\r\n\010\0\0\0\0\0\0\0{}      HTTP/1.1 200 OK\r\nContent-Length: 40\r\nETag: "a"\r\n\r\nTFDIGST1\1\0\0\0\0\0\020\0\0\0\0\0\0\0\0\0\1\2\3\4\5\6\7\10\0\0\0\0\0\0\0\0'
@@ -64,6 +64,8 @@ cat >corpus/json.dict <<'DICT'
 "Content-Length: "
 "\x0d\x0a\x0d\x0a"
 "https://sha256-"
+"blocks="
+"&grain=4096"
 DICT
 
 for target in "$@"; do

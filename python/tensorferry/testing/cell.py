@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from .actors import Candidate, Received, SourceReport
-from .children import ChildGone, ChildHung, Children
+from .children import Child, ChildGone, ChildHung, Children, wait_until
 from .hostile import attacking
 from .proxy import FaultProxy
 from .scenarios import Scenario
@@ -20,6 +20,10 @@ from .scenarios import Scenario
 __all__ = ["Cell", "Limits", "Outcome", "run_cell"]
 
 STEP = 7
+
+AHEAD = 0.25
+"""The part of the state that a source beside the faulty one may serve before the fault has struck. It is more than what
+the header comes with, and without the faulty one the receive is not over, however fast the other is."""
 
 
 @dataclass(frozen=True)
@@ -90,32 +94,58 @@ class Cell:
         self.newer_seed = seed + 1
         self.seeds = [seed]
         self.source, self.metadata = children.source(candidate, STEP, seed)
+        self.others: list[Child] = []
         self.receiver = children.receiver(candidate)
         self.proxy = FaultProxy.before(self.metadata)
+        self.beside: FaultProxy | None = None
+        self.happened = False
 
     def newer_is_right(self) -> None:
         """From here on the receiver may also end with the second state, if it has all of it."""
         self.seeds = [self._seed, self.newer_seed]
 
     def another_source(self, same_state: bool) -> tuple[str, int, str]:
-        """Host, port and metadata of a source that takes the first one's place."""
-        _, metadata = self._children.source(self._candidate, STEP, self._seed if same_state else self.newer_seed)
+        """Host, port and metadata of a source that takes the first one's place, or stands beside it."""
+        source, metadata = self._children.source(self._candidate, STEP, self._seed if same_state else self.newer_seed)
+        self.others.append(source)
         url = urlsplit(metadata)
         return url.hostname or "", url.port or 80, metadata
 
-    def sources(self, scenario: Scenario) -> str:
-        """What the receiver is told: the way through the proxy, and the healthy source if there is one."""
+    @contextlib.contextmanager
+    def sources(self, scenario: Scenario) -> Iterator[str]:
+        """What the receiver is told: the way through the proxy, and the healthy source if there is one.
+
+        That one is behind a proxy of its own, which stops at :data:`AHEAD`.
+        """
         through = self.proxy.through(self.metadata)
         if not scenario.beside:
-            return through
-        healthy = self.another_source(same_state=not scenario.other_state)[2]
-        if scenario.other_state:
-            self.newer_is_right()
-        return self._candidate.joined([healthy, through] if scenario.beside == "in front" else [through, healthy])
+            yield through
+            return
+        metadata = self.another_source(same_state=not scenario.other_state)[2]
+        with FaultProxy.before(metadata) as self.beside:
+            self.beside.hold(int(self.nbytes * AHEAD))
+            if scenario.other_state:
+                self.newer_is_right()
+                self.proxy.hold(int(self.nbytes * AHEAD))
+            healthy = self.beside.through(metadata)
+            yield self._candidate.joined([healthy, through] if scenario.beside == "in front" else [through, healthy])
+
+    def strikes(self, scenario: Scenario) -> int:
+        """How often the fault has struck, attacks left out."""
+        if scenario.during:  # the faults of its connections are no more than its setting
+            return int(self.happened)
+        if scenario.other_state:  # the receiver has come to both states
+            return int(all(proxy and proxy.counters.response_bytes for proxy in (self.proxy, self.beside)))
+        certain = scenario.wrong_step or not (scenario.faults or scenario.attack)
+        return self.proxy.fired.total() + certain
 
     def ask_source(self, request: tuple[Any, ...]) -> Any:
         """Has the source's trainer do something."""
-        return self.source.ask(request, self.timeout + self._limits.stall + self._limits.grace)
+        return self.ask(self.source, request)
+
+    def ask(self, source: Child, request: tuple[Any, ...]) -> Any:
+        """Has the trainer of any of the sources do something."""
+        return source.ask(request, self.timeout + self._limits.stall + self._limits.grace)
 
     def resume_receiver(self) -> None:
         """Lets a stopped receiver go on; it cannot have kept its deadline before."""
@@ -139,8 +169,10 @@ def run_cell(candidate: Candidate, scenario: Scenario, limits: Limits, repeat: i
         script = scenario.faults(cell) if callable(scenario.faults) else scenario.faults
         with FaultProxy.before(cell.metadata, script) as cell.proxy, _attack(cell, scenario, outcome):
             _receive(cell, scenario, limits, outcome)
-            outcome.struck += cell.proxy.fired.total()
+            outcome.struck += cell.strikes(scenario)
         _examine_source(cell, children, candidate, scenario, limits, outcome)
+        for other in cell.others:
+            _examine_other(cell, other, scenario, limits, outcome)
     return outcome
 
 
@@ -159,28 +191,29 @@ def _receive(cell: Cell, scenario: Scenario, limits: Limits, outcome: Outcome) -
     if scenario.during:
         cell.proxy.hold(int(limits.nbytes * scenario.part))
     step = STEP + 5 if scenario.wrong_step else STEP
-    if scenario.wrong_step or not (scenario.faults or scenario.during or scenario.attack):
-        outcome.struck += 1
     receiver = cell.receiver
-    metadata = cell.sources(scenario)
-    # The state may become one of two while the receive runs; which of them are right is known at its end.
-    cell.told = time.monotonic()
-    receiver.tell((metadata, step, [cell._seed, cell.newer_seed]))
-    try:
-        if scenario.during:
-            if cell.proxy.wait_held(limits.timeout, receiver.answered):
-                outcome.struck += 1
+    with cell.sources(scenario) as metadata:
+        # The state may become one of two while the receive runs; which of them are right is known at its end.
+        cell.told = time.monotonic()
+        receiver.tell((metadata, step, [cell._seed, cell.newer_seed]))
+        try:
+            if scenario.during:
+                cell.happened = cell.proxy.wait_held(limits.timeout, receiver.answered)
+            elif cell.beside:
+                wait_until(lambda: cell.strikes(scenario) > 0 or receiver.answered(), limits.timeout)
+            if cell.beside:
+                cell.beside.release()
+            if cell.happened:
                 _during(cell, scenario, outcome)
             cell.proxy.release()
-        received = cell._children.received(receiver, limits.grace)
-    except ChildHung as hung:
-        outcome.outcome, outcome.seconds, outcome.late = "hung", time.monotonic() - cell.told, True
-        outcome.message = str(hung)
-        return
-    except ChildGone as gone:
-        outcome.outcome, outcome.message = "crashed", str(gone)
-        return
-    _judge(received, cell, limits, outcome)
+            received = cell._children.received(receiver, limits.grace)
+        except ChildHung as hung:
+            outcome.outcome, outcome.seconds, outcome.late = "hung", time.monotonic() - cell.told, True
+            outcome.message = str(hung)
+        except ChildGone as gone:
+            outcome.outcome, outcome.message = "crashed", str(gone)
+        else:
+            _judge(received, cell, limits, outcome)
 
 
 def _during(cell: Cell, scenario: Scenario, outcome: Outcome) -> None:
@@ -224,9 +257,7 @@ def _examine_source(
         outcome.notes.append(str(error))
         return
     _judge_report(report, scenario, limits, outcome)
-    if "panicked" in cell.source.printed():
-        outcome.source = "crashed"
-        outcome.notes.append(cell.source.printed())
+    _look_for_panic(cell.source, outcome)
     try:
         fresh = cell.receiver if outcome.outcome in ("healed", "error", "wrong bytes") else children.receiver(candidate)
         after = children.receive(fresh, cell.metadata, STEP + 2, [cell.newer_seed], limits.grace)
@@ -239,13 +270,32 @@ def _examine_source(
         outcome.notes.append(f"the next heal: {failed}")
 
 
+def _examine_other(cell: Cell, other: Child, scenario: Scenario, limits: Limits, outcome: Outcome) -> None:
+    """Whether a source goes on that stands beside the faulty one, or took its place: its trainer's next step."""
+    try:
+        cell.ask(other, ("withdraw",))
+        report = cell.ask(other, ("report",))
+    except (ChildGone, ChildHung) as error:
+        outcome.source = "crashed" if isinstance(error, ChildGone) else "stalled"
+        outcome.notes.append(f"another source: {error}")
+        return
+    _judge_report(report, scenario, limits, outcome)
+    _look_for_panic(other, outcome)
+
+
+def _look_for_panic(source: Child, outcome: Outcome) -> None:
+    if "panicked" in source.printed():
+        outcome.source = "crashed"
+        outcome.notes.append(source.printed())
+
+
 def _judge_report(report: SourceReport, scenario: Scenario, limits: Limits, outcome: Outcome) -> None:
     # A source that was stopped has paused, of course.
     paused = report.longest_pause > limits.stall and scenario.name != "source-pause"
     if paused:
         outcome.source = "stalled"
         outcome.notes.append(f"the source's loop paused for {report.longest_pause:.1f} s")
-    outcome.source_seconds = max(seconds for _, seconds, _ in report.calls)
+    outcome.source_seconds = max(outcome.source_seconds, *(seconds for _, seconds, _ in report.calls))
     for name, seconds, raised in report.calls:
         # disallow_checkpoint may wait for readers for as long as its timeout says.
         allowed = limits.stall + (limits.timeout if name == "disallow_checkpoint" else 0)

@@ -157,7 +157,8 @@ def _summary(transport: str, outcomes: Sequence[Outcome]) -> str:
         f"{transport}: {len(mine)} runs, {sum(o.outcome == HEALED for o in mine)} healed, "
         f"{sum(o.outcome == 'error' for o in mine)} errors, "
         f"{len(wrong)} with wrong bytes ({sum(o.wrong_bytes for o in wrong)} bytes), "
-        f"{sum(o.late for o in mine)} past the deadline + 1 s, {sum(o.hurt for o in mine)} sources hurt"
+        f"{sum(o.late for o in mine)} past the deadline + 1 s, {sum(o.hurt for o in mine)} with a source hurt, "
+        f"{sum(not o.struck for o in mine)} whose fault never struck"
     )
 
 

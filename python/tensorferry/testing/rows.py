@@ -162,8 +162,6 @@ def _beside(rows: list[Scenario]) -> list[Scenario]:
             name=f"{row.name}-{name}",
             about=f"{row.about}, and a healthy source {beside} it",
             beside=beside,
-            # Of what a slow proxy carries beside a healthy source.
-            part=0.05,
             expected=frozenset({HEALED}),
             private=None,
         )

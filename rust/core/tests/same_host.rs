@@ -62,9 +62,16 @@ fn either_side_can_turn_it_off() {
 
 #[test]
 fn little_is_not_worth_the_memory() {
-    let state = State::of(&[8 * BLOCK], 1);
-    let rig = serving(&state);
-    assert!(!state.fetch(&[&rig.url()], lanes(2)).unwrap().report().same_host);
+    let here = std::net::IpAddr::from([127, 0, 0, 1]);
+    // The last one comes with its header, on the first connection.
+    for (size, count) in [(8 * BLOCK, 2), (BLOCK / 2, 1)] {
+        let state = State::of(&[size], 1);
+        let rig = serving(&state);
+        let arrived = state.fetch(&[&rig.url()], lanes(2)).unwrap();
+        let report = arrived.report();
+        assert!(!report.same_host);
+        assert_eq!((report.lanes, &report.routes), (count, &[(here, here)].into()));
+    }
 }
 
 #[test]

@@ -97,6 +97,23 @@ fn a_small_container_comes_with_its_header() {
     let rig = Rig::serving(&state);
     let report = fetch(&rig, &state, &[("w0", 7, 200, vec![]), ("w1", 0, 9, vec![])], lanes(2)).unwrap();
     assert_eq!((report.bytes, report.wanted), (309, 209));
+    let here = std::net::IpAddr::from([127, 0, 0, 1]);
+    assert_eq!((report.lanes, report.routes), (1, [(here, here)].into()), "that connection is the only one");
+}
+
+#[test]
+fn the_way_depends_on_all_that_is_asked_for() {
+    let large = 20 * BLOCK as u64;
+    let state = State::of(&[20 * BLOCK], 3);
+    let rig = Rig::serving(&state);
+    // Bytes that are wanted twice come in two transfers: here a short one first, then two of half the size each.
+    let short_first = [("w0", 0, 10, vec![]), ("w0", 0, large, vec![])];
+    let halves = [("w0", 0, large / 2, vec![]), ("w0", 0, large / 2, vec![])];
+    for parts in [short_first, halves] {
+        assert!(fetch(&rig, &state, &parts, sliced(2)).unwrap().same_host, "{parts:?}");
+    }
+    let little = [("w0", 0, 10, vec![]), ("w0", 0, large / 4, vec![])];
+    assert!(!fetch(&rig, &state, &little, sliced(2)).unwrap().same_host);
 }
 
 #[test]

@@ -1,9 +1,7 @@
 //! A lane: one thread with one connection that works through the queue of ranges.
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::net::IpAddr;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
 use std::time::Duration;
 
 use tensorferry_wire::digest::{Algorithm, BLOCK_SIZE};
@@ -14,6 +12,7 @@ use super::connection::Connection;
 use super::limits::Limits;
 use super::open::{check_range, read_digests};
 use super::plan::{Plan, Queue, Taken};
+use super::received::Received;
 use super::remote::changed;
 use super::watch::{Watch, pace, rate};
 use crate::error::{Error, ErrorKind};
@@ -31,106 +30,13 @@ pub(super) const fn block_len() -> usize {
     len
 }
 
-/// What the lanes of a transfer have received: the checksum of every block, and counters.
-#[derive(Debug)]
-pub(super) struct Received {
-    /// Runs of blocks that are to come, and how many blocks come before each.
-    runs: Vec<(u64, u64, usize)>,
-    digests: Vec<AtomicU64>,
-    /// Which peer each block came from.
-    origins: Vec<AtomicUsize>,
-    bytes: AtomicU64,
-    retries: AtomicU64,
-    same_host: AtomicBool,
-    /// All bytes of the receive so far, for whoever watches it.
-    progress: Arc<AtomicU64>,
-    /// The ways that bytes took over the network.
-    routes: Mutex<BTreeSet<(IpAddr, IpAddr)>>,
-    /// The last trouble with each source that had some.
-    troubles: Mutex<BTreeMap<String, String>>,
-}
-
-impl Received {
-    /// For the blocks in `runs`, which are ascending. `None` when there are too many for this machine to count.
-    pub(super) fn new(wanted: &[(u64, u64)], progress: Arc<AtomicU64>) -> Option<Self> {
-        let (mut runs, mut blocks) = (Vec::with_capacity(wanted.len()), 0_usize);
-        for &(first, end) in wanted {
-            runs.push((first, end, blocks));
-            blocks = blocks.checked_add(usize::try_from(end - first).ok()?)?;
-        }
-        Some(Self {
-            runs,
-            digests: std::iter::repeat_with(AtomicU64::default).take(blocks).collect(),
-            origins: std::iter::repeat_with(AtomicUsize::default).take(blocks).collect(),
-            bytes: AtomicU64::new(0),
-            retries: AtomicU64::new(0),
-            same_host: AtomicBool::new(false),
-            progress,
-            routes: Mutex::default(),
-            troubles: Mutex::default(),
-        })
-    }
-
-    fn index(&self, block: u64) -> Option<usize> {
-        let after = self.runs.partition_point(|run| run.0 <= block);
-        let &(first, end, before) = self.runs.get(after.checked_sub(1)?)?;
-        (block < end).then_some(before + usize::try_from(block - first).ok()?)
-    }
-
-    fn note(&self, block: u64, digest: u64, origin: usize) {
-        let Some(index) = self.index(block) else { return };
-        if let (Some(known), Some(from)) = (self.digests.get(index), self.origins.get(index)) {
-            known.store(digest, Ordering::Relaxed);
-            from.store(origin, Ordering::Relaxed);
-        }
-    }
-
-    pub(super) fn digest(&self, block: u64) -> Option<u64> {
-        self.digests.get(self.index(block)?).map(|d| d.load(Ordering::Relaxed))
-    }
-
-    pub(super) fn origin(&self, block: u64) -> usize {
-        self.index(block).and_then(|i| self.origins.get(i)).map_or(0, |o| o.load(Ordering::Relaxed))
-    }
-
-    pub(super) fn take_bytes(&self) -> u64 {
-        self.bytes.swap(0, Ordering::Relaxed)
-    }
-
-    pub(super) fn take_retries(&self) -> u64 {
-        self.retries.swap(0, Ordering::Relaxed)
-    }
-
-    fn count(&self, bytes: u64) {
-        self.bytes.fetch_add(bytes, Ordering::Relaxed);
-        self.progress.fetch_add(bytes, Ordering::Relaxed);
-    }
-
-    pub(super) fn note_trouble(&self, source: &str, what: String) {
-        self.troubles.lock().unwrap_or_else(PoisonError::into_inner).insert(source.to_owned(), what);
-    }
-
-    pub(super) fn take_routes(&self) -> BTreeSet<(IpAddr, IpAddr)> {
-        std::mem::take(&mut self.routes.lock().unwrap_or_else(PoisonError::into_inner))
-    }
-
-    pub(super) fn take_troubles(&self) -> BTreeMap<String, String> {
-        std::mem::take(&mut self.troubles.lock().unwrap_or_else(PoisonError::into_inner))
-    }
-
-    /// Whether a connection did without the network.
-    pub(super) fn came_same_host(&self) -> bool {
-        self.same_host.load(Ordering::Relaxed)
-    }
-}
-
 /// A lane that runs. One whose thread panics leaves, too: the others go on with its range, and the last one says so.
 struct Present<'a>(&'a Transfer<'a>);
 
 impl Drop for Present<'_> {
     fn drop(&mut self) {
         // Nothing here may panic: the thread is unwinding already.
-        if std::thread::panicking() {
+        if thread::panicking() {
             let message = "the last lane panicked: a bug of tensorferry; stderr says where";
             self.0.leave(Error::new(ErrorKind::System, message));
         }
@@ -158,10 +64,33 @@ pub(super) struct Transfer<'a> {
 }
 
 impl Transfer<'_> {
+    /// Runs `lanes` lanes, the first one on `connection`, each in a thread that is made as `builder` says. Returns a
+    /// connection that is still good.
+    pub(super) fn run_all(
+        &self,
+        lanes: usize,
+        mut connection: Option<Connection>,
+        builder: impl Fn(usize) -> thread::Builder,
+    ) -> Option<Connection> {
+        thread::scope(|scope| {
+            let mut threads = Vec::with_capacity(lanes);
+            for index in 0..lanes {
+                let first = connection.take();
+                match builder(index).spawn_scoped(scope, move || self.run(index, first)) {
+                    Ok(thread) => threads.push(thread),
+                    // With fewer lanes it takes longer, and that is all.
+                    Err(e) => self.leave(Error::caused(ErrorKind::System, "cannot start a thread for a lane", e)),
+                }
+            }
+            let left: Vec<_> = threads.into_iter().map(|thread| thread.join().ok().flatten()).collect();
+            left.into_iter().flatten().next()
+        })
+    }
+
     /// Fetches ranges until there are none. A range that fails goes back into the queue; a lane that keeps failing
     /// leaves the work to the others, and the last one to leave fails the transfer. Returns the connection if it is
     /// still good.
-    pub(super) fn run(&self, index: usize, mut connection: Option<Connection>) -> Option<Connection> {
+    fn run(&self, index: usize, mut connection: Option<Connection>) -> Option<Connection> {
         let _present = Present(self);
         let mut failures = 0;
         let mut turn = if self.spread { index } else { 0 };
@@ -198,7 +127,7 @@ impl Transfer<'_> {
                 self.queue.fail(error);
                 break;
             }
-            self.received.retries.fetch_add(1, Ordering::Relaxed);
+            self.received.note_retry();
             if !around_the_network {
                 self.received.note_trouble(peer.source.authority(), error.to_string());
             }
@@ -213,7 +142,7 @@ impl Transfer<'_> {
     }
 
     /// A lane is gone because of `error`, which fails the transfer if it was the last.
-    pub(super) fn leave(&self, error: Error) {
+    fn leave(&self, error: Error) {
         if self.alive.fetch_sub(1, Ordering::AcqRel) == 1 {
             self.queue.fail(error);
         }
@@ -222,7 +151,7 @@ impl Transfer<'_> {
     /// `error` with what was being fetched, from where, and how far the transfer has come.
     fn placed(&self, error: Error, peer: &Peer, range: &Taken<'_>) -> Error {
         let (start, stop) = (self.plan.block_bounds(range.at).0, self.plan.block_bounds(range.end - 1).1);
-        let bytes = self.received.bytes.load(Ordering::Relaxed);
+        let bytes = self.received.bytes();
         let pace = pace(rate(bytes, self.limits.started.elapsed()));
         let source = peer.source.authority();
         error.at(&format!(
@@ -255,11 +184,8 @@ impl Transfer<'_> {
             }
             connection
         });
-        if let Some(route) = connection.route() {
-            self.received.routes.lock().unwrap_or_else(PoisonError::into_inner).insert(route);
-        }
+        self.received.note_way(connection.route(), connection.is_same_host());
         self.watch.begin(index, end, connection.socket());
-        self.received.same_host.fetch_or(connection.is_same_host(), Ordering::Relaxed);
         let etag = self.etag(peer, connection)?;
         let total = self.payload_start + self.payload_len;
         let (start, stop) = (self.plan.block_bounds(*at).0, self.plan.block_bounds(end - 1).1);
@@ -309,7 +235,7 @@ impl Transfer<'_> {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::AtomicUsize;
+    use std::sync::Arc;
     use std::time::Instant;
 
     use bytes::Bytes;
@@ -322,8 +248,9 @@ mod tests {
 
     const LANES: usize = 3;
 
-    /// Runs three lanes on a source that is well; those that `watch` does not know panic when they get a range.
-    fn run(known: usize) -> Result<u64, Error> {
+    /// Runs three lanes on a source that is well. Those that `watch` does not know panic when they get a range; for the
+    /// last `threadless` there is no thread.
+    fn run(known: usize, threadless: usize) -> Result<u64, Error> {
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
         let server = Server::bind(&ServerConfig::default(), runtime.handle()).unwrap();
         let bytes = Bytes::from(vec![7; 12 * block_len()]);
@@ -364,25 +291,35 @@ mod tests {
             watch: Watch::new(known),
             alive: AtomicUsize::new(LANES),
         };
-        std::thread::scope(|scope| {
-            let transfer = &transfer;
-            let lanes: Vec<_> = (0..LANES).map(|index| scope.spawn(move || transfer.run(index, None))).collect();
-            for lane in lanes {
-                drop(lane.join());
-            }
-        });
+        // A stack of more than all addresses there are.
+        let impossible = || thread::Builder::new().stack_size(1 << 60);
+        let builder = |index| if index < LANES - threadless { thread::Builder::new() } else { impossible() };
+        transfer.run_all(LANES, None, builder);
         queue.finish().map(|()| received.take_bytes())
     }
 
     #[test]
     fn a_lane_that_panics_leaves_its_range_to_the_others() {
-        assert_eq!(run(LANES).unwrap(), 12 << 20);
-        assert_eq!(run(1).unwrap(), 12 << 20);
+        assert_eq!(run(LANES, 0).unwrap(), 12 << 20);
+        assert_eq!(run(1, 0).unwrap(), 12 << 20);
     }
 
     #[test]
     fn when_every_lane_panics_the_transfer_fails() {
-        let failed = run(0).unwrap_err();
+        let failed = run(0, 0).unwrap_err();
         assert_eq!(failed.kind(), ErrorKind::System, "{failed}");
+    }
+
+    #[test]
+    fn a_lane_without_a_thread_leaves_its_ranges_to_the_others() {
+        assert_eq!(run(LANES, 1).unwrap(), 12 << 20);
+        assert_eq!(run(LANES, LANES - 1).unwrap(), 12 << 20);
+    }
+
+    #[test]
+    fn when_no_lane_has_a_thread_the_transfer_fails() {
+        let failed = run(LANES, LANES).unwrap_err();
+        assert_eq!(failed.kind(), ErrorKind::System, "{failed}");
+        assert!(failed.to_string().contains("cannot start a thread"), "{failed}");
     }
 }

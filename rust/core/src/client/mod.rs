@@ -10,6 +10,7 @@ mod lane;
 mod limits;
 mod open;
 mod plan;
+mod received;
 mod remote;
 mod session;
 mod url;
@@ -120,7 +121,7 @@ pub struct Report {
     pub same_host: bool,
     /// Ranges that had to be given to another connection, and runs of blocks that came damaged.
     pub retries: u64,
-    /// The ways that ranges took over the network: the address here, and the source's.
+    /// The ways that bytes took over the network: the address here, and the source's.
     pub routes: BTreeSet<(IpAddr, IpAddr)>,
     /// For each source that a range had to be taken from and given to another connection, the last reason.
     pub troubles: BTreeMap<String, String>,

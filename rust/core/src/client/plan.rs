@@ -11,6 +11,10 @@ use crate::error::{Error, ErrorKind};
 
 /// How often a lane with nothing to do looks at the others.
 const IDLE: Duration = Duration::from_millis(100);
+/// Where there are more runs of blocks than this, those with few bytes between them are asked for at once, those between
+/// included: a request costs as much.
+const MANY_RUNS: usize = 64;
+const JOIN_GAP: u64 = 64 << 10;
 
 /// One run of payload bytes and the address they go to.
 #[derive(Clone, Copy, Debug)]
@@ -114,6 +118,20 @@ impl Plan {
             }
         }
         runs
+    }
+
+    /// The runs of blocks to ask for, of block `have` and those behind it.
+    pub(crate) fn missing_blocks(&self, have: u64) -> Vec<(u64, u64)> {
+        let mut runs = self.wanted_blocks(0);
+        if runs.len() > MANY_RUNS && self.grain < BLOCK_SIZE {
+            runs = self.wanted_blocks(JOIN_GAP);
+        }
+        runs.into_iter().map(|(first, end)| (first.max(have), end)).filter(|(first, end)| first < end).collect()
+    }
+
+    /// The bytes of whole blocks in `runs`.
+    pub(crate) fn held(&self, runs: &[(u64, u64)]) -> u64 {
+        runs.iter().map(|(first, end)| end - first).sum::<u64>() * self.grain
     }
 
     pub(crate) fn block_bounds(&self, block: u64) -> (u64, u64) {

@@ -1,6 +1,7 @@
 //! A checkpoint at its source: fetched over lanes, verified against its digests.
 
 use std::collections::VecDeque;
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -13,6 +14,7 @@ use super::connection::Connection;
 use super::limits::Limits;
 use super::open::{Opened, read_digests};
 use super::plan::{Piece, Plan, Queue};
+use super::received::Received;
 use super::watch::Watch;
 use super::{
     Addresses, Arrived, CORRUPT_RETRIES, Destination, FetchOptions, OPEN_ATTEMPTS, OPEN_PATIENCE, Peer, Report, lane,
@@ -24,10 +26,6 @@ use crate::slices::{self, Slice};
 
 /// Blocks of 1 MiB in one request of a lane, at most.
 const MAX_RANGE_BLOCKS: u64 = 16;
-/// Where there are more runs of blocks than this, those with few bytes between them are asked for at once, those between
-/// included: a request costs as much.
-const MANY_RUNS: usize = 64;
-const JOIN_GAP: u64 = 64 << 10;
 
 /// A checkpoint at its source: the header is here and verified, the payload is not fetched yet.
 pub struct Remote {
@@ -46,6 +44,8 @@ pub struct Remote {
     pool: Option<Arc<Pool>>,
     progress: Arc<AtomicU64>,
     connection: Option<Connection>,
+    /// The way the header came.
+    route: Option<(IpAddr, IpAddr)>,
     opening: Duration,
 }
 
@@ -111,6 +111,7 @@ impl Remote {
                         header_digest: opened.header_digest,
                         algorithm: secret::algorithm(options.secret.as_ref()),
                         prefix: opened.prefix,
+                        route: opened.connection.route(),
                         // One that was given a share of the time must not end with that.
                         connection: Some(opened.connection).filter(|_| others == 0),
                         opening: started.elapsed(),
@@ -167,11 +168,10 @@ impl Remote {
         self.copy_prefix(&plan);
         self.progress.fetch_add(self.prefix.len() as u64, Ordering::Relaxed);
         let mut report = self.report();
-        let have = (self.prefix.len() as u64).div_ceil(BLOCK_SIZE);
-        self.transfer(&plan, have, &mut report)?;
-        report.bytes += self.prefix.len() as u64;
-        report.fetching = started.elapsed();
-        Ok(Arrived { arena, offsets, report })
+        let runs = plan.missing_blocks((self.prefix.len() as u64).div_ceil(BLOCK_SIZE));
+        self.choose_way(plan.held(&runs));
+        self.transfer(&plan, runs, &mut report)?;
+        Ok(Arrived { arena, offsets, report: self.complete(report, started) })
     }
 
     /// Fetches and verifies parts of entries, and as little besides as whole blocks of digests allow.
@@ -181,6 +181,7 @@ impl Remote {
     pub fn fetch_slices(mut self, slices: &[Slice]) -> Result<Report, Error> {
         let started = Instant::now();
         let mut report = self.report();
+        let mut layers = Vec::new();
         for layer in slices::place(slices, &self.header)? {
             let plan = Plan::new(layer, self.header.payload_len(), false)?;
             report.wanted += plan.wanted();
@@ -190,29 +191,43 @@ impl Remote {
                 continue;
             }
             let grain = plan.fitting_grain();
-            self.transfer(&plan.grained(grain), 0, &mut report)?;
+            let plan = plan.grained(grain);
+            let runs = plan.missing_blocks(0);
+            layers.push((plan, runs));
         }
-        report.bytes += self.prefix.len() as u64;
-        report.fetching = started.elapsed();
-        Ok(report)
+        self.choose_way(layers.iter().map(|(plan, runs)| plan.held(runs)).sum());
+        for (plan, runs) in layers {
+            self.transfer(&plan, runs, &mut report)?;
+        }
+        Ok(self.complete(report, started))
     }
 
     fn report(&self) -> Report {
         Report { opening: self.opening, ..Report::default() }
     }
 
-    /// Brings what `plan` wants of block `have` and those behind it: over lanes, and again where a block does not match its
-    /// digest.
-    fn transfer(&mut self, plan: &Plan, have: u64, report: &mut Report) -> Result<(), Error> {
-        let mut runs = plan.wanted_blocks(0);
-        if runs.len() > MANY_RUNS && plan.grain() < BLOCK_SIZE {
-            runs = plan.wanted_blocks(JOIN_GAP);
+    /// `report` with what came along with the header.
+    fn complete(&self, report: Report, started: Instant) -> Report {
+        let mut report = Report { fetching: started.elapsed(), ..report };
+        report.bytes += self.prefix.len() as u64;
+        if report.lanes == 0 {
+            // Nothing was left to fetch.
+            report.lanes = 1;
+            report.routes.extend(self.route);
         }
-        let mut runs: Vec<_> = runs.into_iter().map(|(a, b)| (a.max(have), b)).filter(|(a, b)| a < b).collect();
-        if runs.iter().map(|(a, b)| b - a).sum::<u64>() * plan.grain() < SAME_HOST_BYTES {
+        report
+    }
+
+    /// Leaves shared memory alone where all that is still to come has so few bytes.
+    fn choose_way(&self, bytes: u64) {
+        if bytes < SAME_HOST_BYTES {
             self.peers.iter().for_each(Peer::give_up_same_host);
         }
-        let received = lane::Received::new(&runs, Arc::clone(&self.progress))
+    }
+
+    /// Brings the blocks in `runs`: over lanes, and again where one does not match its digest.
+    fn transfer(&mut self, plan: &Plan, mut runs: Vec<(u64, u64)>, report: &mut Report) -> Result<(), Error> {
+        let received = Received::new(&runs, Arc::clone(&self.progress))
             .ok_or_else(|| Error::new(ErrorKind::System, "too many blocks for this machine"))?;
         let wanted = runs.clone();
         for round in 0.. {
@@ -295,7 +310,7 @@ impl Remote {
         plan: &Plan,
         runs: &[(u64, u64)],
         spread: bool,
-        received: &lane::Received,
+        received: &Received,
         report: &mut Report,
     ) -> Result<(), Error> {
         let blocks: u64 = runs.iter().map(|(a, b)| b - a).sum();
@@ -322,22 +337,8 @@ impl Remote {
             watch: Watch::new(lanes),
             alive: lanes.into(),
         };
-        let first = self.connection.take();
-        let mut connections = std::iter::once(first).chain(std::iter::repeat_with(|| None));
-        self.connection = std::thread::scope(|scope| {
-            let mut threads = Vec::with_capacity(lanes);
-            for (index, connection) in connections.by_ref().take(lanes).enumerate() {
-                let transfer = &transfer;
-                let lane = std::thread::Builder::new().name(format!("tensorferry-lane-{index}"));
-                match lane.spawn_scoped(scope, move || transfer.run(index, connection)) {
-                    Ok(thread) => threads.push(thread),
-                    // With fewer lanes it takes longer, and that is all.
-                    Err(e) => transfer.leave(Error::caused(ErrorKind::System, "cannot start a thread for a lane", e)),
-                }
-            }
-            let left: Vec<_> = threads.into_iter().map(|thread| thread.join().ok().flatten()).collect();
-            left.into_iter().flatten().next()
-        });
+        let builder = |index| std::thread::Builder::new().name(format!("tensorferry-lane-{index}"));
+        self.connection = transfer.run_all(lanes, self.connection.take(), builder);
         report.bytes += received.take_bytes();
         report.retries += received.take_retries();
         report.same_host |= received.came_same_host();
@@ -347,12 +348,7 @@ impl Remote {
     }
 
     /// Compares the checksums of the blocks in `runs` with the source's; returns the runs that differ.
-    fn mismatched(
-        &mut self,
-        runs: &[(u64, u64)],
-        grain: u64,
-        received: &lane::Received,
-    ) -> Result<Vec<(u64, u64)>, Error> {
+    fn mismatched(&mut self, runs: &[(u64, u64)], grain: u64, received: &Received) -> Result<Vec<(u64, u64)>, Error> {
         let mut differ: Vec<(u64, u64)> = Vec::new();
         for Request { first, end, runs } in requests(runs, grain) {
             let first = if self.peers.len() > 1 && grain == BLOCK_SIZE { 0 } else { first };
