@@ -24,10 +24,9 @@ use crate::slices::{self, Slice};
 
 /// Blocks of 1 MiB in one request of a lane, at most.
 const MAX_RANGE_BLOCKS: u64 = 16;
-/// Where there are more runs of blocks than this, those with few bytes between them are asked for at once, those between
-/// included: a request costs as much.
+/// Where there are more runs of blocks than this, those with few bytes between them are asked for at once.
 const MANY_RUNS: usize = 64;
-const JOIN_GAP: u64 = 64 << 10;
+const JOIN_GAP: u64 = 1 << 20;
 
 /// A checkpoint at its source: the header is here and verified, the payload is not fetched yet.
 pub struct Remote {
@@ -204,22 +203,23 @@ impl Remote {
     /// Brings what `plan` wants of block `have` and those behind it: over lanes, and again where a block does not match its
     /// digest.
     fn transfer(&mut self, plan: &Plan, have: u64, report: &mut Report) -> Result<(), Error> {
-        let mut runs = plan.wanted_blocks(0);
-        if runs.len() > MANY_RUNS && plan.grain() < BLOCK_SIZE {
-            runs = plan.wanted_blocks(JOIN_GAP);
-        }
-        let mut runs: Vec<_> = runs.into_iter().map(|(a, b)| (a.max(have), b)).filter(|(a, b)| a < b).collect();
-        if runs.iter().map(|(a, b)| b - a).sum::<u64>() * plan.grain() < SAME_HOST_BYTES {
+        let behind = |runs: Vec<(u64, u64)>| -> Vec<(u64, u64)> {
+            runs.into_iter().map(|(a, b)| (a.max(have), b)).filter(|(a, b)| a < b).collect()
+        };
+        let wanted = behind(plan.wanted_blocks(0));
+        let joined = wanted.len() > MANY_RUNS && plan.grain() < BLOCK_SIZE;
+        let asked = if joined { behind(plan.wanted_blocks(JOIN_GAP)) } else { wanted.clone() };
+        if wanted.iter().map(|(a, b)| b - a).sum::<u64>() * plan.grain() < SAME_HOST_BYTES {
             self.peers.iter().for_each(Peer::give_up_same_host);
         }
-        let received = lane::Received::new(&runs, Arc::clone(&self.progress))
+        let received = lane::Received::new(&wanted, Arc::clone(&self.progress))
             .ok_or_else(|| Error::new(ErrorKind::System, "too many blocks for this machine"))?;
-        let wanted = runs.clone();
+        let mut runs = wanted.clone();
         for round in 0.. {
             if runs.is_empty() {
                 break;
             }
-            self.run_lanes(plan, &runs, round == 0, &received, report)?;
+            self.run_lanes(plan, if round == 0 { &asked } else { &runs }, round == 0, &received, report)?;
             // Sources with equal headers may still differ in their bytes: with several, everything is held against the
             // digests of one, so that the result is never made of two snapshots.
             let held_against = if self.peers.len() > 1 { &wanted } else { &runs };
