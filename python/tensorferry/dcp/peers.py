@@ -26,6 +26,7 @@ from ..state import Snapshot
 from ..tensors import address, scratch
 from ..withdrawal import withdraw
 from . import index
+from .folder import Folder
 from .reader import SliceReader
 from .reading import Part
 from .writing import METADATA, Packed
@@ -33,6 +34,7 @@ from .writing import METADATA, Packed
 logger = logging.getLogger("tensorferry")
 
 _SCHEME = "tensorferry-dcp/1"
+_NOTHING = "nothing is published: call torch.distributed.checkpoint.save with this writer first"
 #: Bytes asked for along with a header. Most of what follows it is of no use to who wants slices.
 _AHEAD = 64 << 10
 
@@ -74,12 +76,14 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         self._copy = snapshot == "copy"
         self._stager = Stager()
         listening = listening_address(interface)
+        known = shared_secret(secret)
+        self._plain = known is None and not tls
         self._server = Server(
             patience=timeout.total_seconds(),
             bind=port_on(listening),
             same_host=wants_same_host(same_host),
             max_bandwidth=max_bandwidth,
-            secret=shared_secret(secret),
+            secret=known,
             tls=tls,
         )
         self._url = self._server.url(advertised_host(advertise, listening))
@@ -98,8 +102,24 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
             InvalidArgument: nothing was saved yet
         """
         if not self._saved:
-            raise InvalidArgument("nothing is published: call torch.distributed.checkpoint.save with this writer first")
+            raise InvalidArgument(_NOTHING)
         return " ".join([_SCHEME, str(self._step), *self._urls])
+
+    def folder(self) -> str:
+        """The ``checkpoint_id`` under which torch's own reader loads the state, without this package.
+
+        It is the address of a folder that is made when it is read, the same on every rank. torch needs fsspec and
+        aiohttp for it, and reads whole chunks, without checksums.
+
+        Raises:
+            InvalidArgument: nothing was saved yet, or the writer has a secret or TLS, which torch's reader cannot deal
+                with
+        """
+        if not self._plain:
+            raise InvalidArgument("torch's reader knows no shared secret and no pinned certificate: use a PeerReader")
+        if not self._saved:
+            raise InvalidArgument(_NOTHING)
+        return f"{self._urls[0]}{self._step}/dcp"
 
     def withdraw(self) -> None:
         """Ends the publication on this rank; from now on requests wait.
@@ -170,7 +190,7 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         with _gc.held_off():
             self._packed = Packed(plan, planner, self._stager, self._copy)
         if not self._coordinates:
-            self._publish([])
+            self._publish(None)
         self._saved = True
         done: Future[list[WriteResult]] = Future()
         done.set_result(self._packed.results(f"{self._step} {self._url}"))
@@ -181,18 +201,20 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         places = {result.index: result.storage_data for of_rank in results for result in of_rank}
         metadata.storage_data = places
         metadata.storage_meta = self.storage_meta()
-        self._publish([(index.ENTRY, index.encode(metadata, places))])
+        self._publish(index.encode(metadata, places), len(places))
 
-    def _publish(self, control: list[tuple[str, bytes]]) -> None:
+    def _publish(self, text: bytes | None, entries: int = 0) -> None:
         packed = self._packed
         assert packed is not None
+        told = None if text is None else (text, entries)
         self._server.publish(
             self._step,
             rows=packed.rows,
-            control=control,
+            control=[] if text is None else [(index.ENTRY, text)],
             metadata=METADATA,
             owner=packed.owner,
             private=packed.private,
+            alternate=Folder(packed, self._step, self._url, self._urls, told) if self._plain else None,
         )
 
     def storage_meta(self) -> StorageMeta:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -18,6 +18,8 @@ from .index import ELEMENTS, OBJECT, PICKLED_TENSOR, Place
 
 METADATA = [("format", "pt"), ("tensorferry.version", "1"), ("tensorferry.dcp", "1")]
 _RESERVED = "__tensorferry__/"
+#: Dtype and shape.
+Elements: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
 
 
 class Packed:
@@ -27,6 +29,7 @@ class Packed:
         rows: an entry for each item of the plan
         owner: keeps their memory alive
         private: whether all memory is a copy that nobody else writes to
+        elements: dtype and shape of each entry that holds a tensor's elements, ``None`` for the others
     """
 
     def __init__(self, plan: SavePlan, planner: SavePlanner, stager: Stager, copy: bool) -> None:
@@ -43,6 +46,7 @@ class Packed:
         """
         self.rows = Rows(torch.Tensor, torch.nn.Parameter, DTYPE_NAMES, native=False)
         self.owner: list[Any] = []
+        self.elements: list[Elements | None] = []
         self._indices: list[MetadataIndex] = []
         self._kinds: list[str] = []
         self._taken: set[str] = set()
@@ -66,6 +70,7 @@ class Packed:
     def _append_bytes(self, name: str, data: bytes, kind: str) -> None:
         memory = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
         self.owner.append(memory)
+        self.elements.append(None)
         self._kinds.append(kind)
         self.rows.append(memory, name, "U8", (len(data),), address(memory), len(data), 0)
 
@@ -89,6 +94,7 @@ class Packed:
         elif memory.data_ptr() == tensor.data_ptr():
             self._borrowed = self._borrowed or memory.nbytes > 0
         self.owner.append(owner)
+        self.elements.append((memory.dtype, tuple(memory.shape)))
         self._kinds.append(ELEMENTS)
         self.rows.append(owner, self._name(item), dtype or "U8", shape, start, memory.nbytes, 0)
 

@@ -36,12 +36,14 @@ pub(crate) enum ServedBody {
     Memory(Box<MemoryBody>),
 }
 
-/// `[at, end)` of `segments`, read under a lease.
+/// `[at, end)` of `segments` and then the rest, read under a lease.
 pub(crate) struct MemoryBody {
     pub(crate) segments: Arc<Segments>,
     pub(crate) lease: Arc<Lease>,
     pub(crate) at: u64,
     pub(crate) end: u64,
+    /// What comes behind that: none of it empty.
+    pub(crate) rest: std::vec::IntoIter<(u64, u64)>,
     /// Whether this is the container itself, whose blocks are checksummed right before they are sent.
     pub(crate) digest: bool,
     /// The block that is being copied, and its checksum so far.
@@ -75,30 +77,35 @@ impl MemoryBody {
         if self.digest {
             self.lease.digest_before_sending(self.at, self.end);
         }
-        let stop = self.frame_end();
         let mut gathered = Vec::new();
-        let mut whole = None;
-        self.segments.visit(self.at, stop, |region| {
-            if gathered.is_empty() && region.len() >= GATHER_BELOW {
-                whole = Some(region);
-                return false;
+        loop {
+            let (stop, before, runs) = (self.frame_end(), gathered.len(), self.rest.len());
+            let mut whole = None;
+            self.segments.visit(self.at, stop, |region| {
+                if gathered.is_empty() && region.len() >= GATHER_BELOW {
+                    whole = Some(region);
+                    return false;
+                }
+                if region.len() >= GATHER_BELOW || gathered.len() + region.len() > GATHER_FRAME {
+                    return false;
+                }
+                if gathered.is_empty() {
+                    gathered.reserve(GATHER_FRAME);
+                }
+                // SAFETY: the lease in `self` keeps the memory readable during the copy.
+                gathered.extend_from_slice(unsafe { region.as_slice() });
+                true
+            });
+            if let Some(region) = whole {
+                self.advance(region.len());
+                return Some(Bytes::from_owner(Leased { region, _lease: Arc::clone(&self.lease) }));
             }
-            if region.len() >= GATHER_BELOW || gathered.len() + region.len() > GATHER_FRAME {
-                return false;
+            self.advance(gathered.len() - before);
+            // Runs are short: the next one goes into the same frame.
+            if self.rest.len() == runs {
+                return Some(Bytes::from(gathered));
             }
-            if gathered.is_empty() {
-                gathered.reserve(GATHER_FRAME);
-            }
-            // SAFETY: the lease in `self` keeps the memory readable during the copy.
-            gathered.extend_from_slice(unsafe { region.as_slice() });
-            true
-        });
-        let frame = match whole {
-            Some(region) => Bytes::from_owner(Leased { region, _lease: Arc::clone(&self.lease) }),
-            None => Bytes::from(gathered),
-        };
-        self.advance(frame.len());
-        Some(frame)
+        }
     }
 
     /// Copies the next bytes into `into`, as many as there is room for, and checksums them there; returns how many.
@@ -132,6 +139,12 @@ impl MemoryBody {
         filled
     }
 
+    /// Bytes that were not read yet.
+    pub(crate) fn left(&self) -> u64 {
+        let rest: u64 = self.rest.as_slice().iter().map(|(at, end)| end - at).sum();
+        self.end - self.at + rest
+    }
+
     /// Whether all of it was read.
     pub(crate) fn is_over(&self) -> bool {
         self.at >= self.end
@@ -139,6 +152,11 @@ impl MemoryBody {
 
     fn advance(&mut self, len: usize) {
         self.at += len as u64;
+        if self.at >= self.end
+            && let Some(run) = self.rest.next()
+        {
+            (self.at, self.end) = run;
+        }
         for progress in self.progress.iter() {
             progress.bytes.fetch_add(len as u64, Ordering::Relaxed);
         }
@@ -201,7 +219,7 @@ impl http_body::Body for ServedBody {
     fn size_hint(&self) -> SizeHint {
         SizeHint::with_exact(match self {
             Self::Message(bytes) => bytes.as_ref().map_or(0, |b| b.len() as u64),
-            Self::Memory(body) => body.end - body.at,
+            Self::Memory(body) => body.left(),
         })
     }
 }

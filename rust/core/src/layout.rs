@@ -2,6 +2,7 @@
 
 use bytes::Bytes;
 use tensorferry_wire::container::{self, Entry, Header};
+use tensorferry_wire::digest::FILE_GRAIN;
 
 use crate::error::{Error, ErrorKind};
 use crate::memory::{Item, Memory, Region};
@@ -67,9 +68,9 @@ pub(crate) struct Layout {
 }
 
 impl Layout {
-    /// Items keep their order in the header; in the payload the reserved entries come first and the rest by descending
-    /// alignment, so that a mapped file has every tensor aligned. Checksums come last. The payload starts at a multiple of
-    /// `align`.
+    /// Items keep their order in the header; in the payload the reserved entries come first, then those of whole pages,
+    /// whose rows so often begin where a block of checksums does, and the rest by descending alignment: a mapped file has
+    /// every tensor aligned. Checksums come last. The payload starts at a multiple of `align`.
     pub(crate) fn new(metadata: Vec<(String, String)>, items: Vec<Item>, align: u64) -> Result<Self, Error> {
         let invalid = |e: container::HeaderError| Error::caused(ErrorKind::Invalid, "cannot publish this state", e);
         let mut order: Vec<usize> = (0..items.len()).collect();
@@ -77,7 +78,8 @@ impl Layout {
             container::MANIFEST_ENTRY => 0,
             container::PICKLE_ENTRY => 1,
             container::DIGESTS_ENTRY => u64::MAX,
-            _ => 10 - items[i].dtype.alignment(),
+            _ if (items[i].memory.region().len() as u64).is_multiple_of(FILE_GRAIN) => 2,
+            _ => 19 - items[i].dtype.alignment(),
         });
         let mut offsets = vec![(0, 0); items.len()];
         let mut at = 0_u64;

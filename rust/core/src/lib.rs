@@ -47,7 +47,7 @@ pub use background::give_way;
 pub use client::fuzzing;
 pub use client::{Arrived, Cancel, Destination, FetchOptions, Order, Remote, Report, gather};
 pub use error::{Error, ErrorKind};
-pub use file::{Container, FileOptions, FileReport, write_file};
+pub use file::{Container, DIRECT_FROM, FileOptions, FileReport, write_file};
 pub use memory::{Item, Memory};
 pub use publication::{Alternate, Publication, Rendered, Stability};
 pub use secret::Secret;

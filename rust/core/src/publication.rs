@@ -33,12 +33,17 @@ pub trait Alternate: Send + Sync {
     fn render(&self, name: &str) -> Result<Option<Rendered>, String>;
 }
 
-/// What [`Alternate::render`] built: parts in order, and the owner that keeps them alive.
-pub struct Rendered {
-    /// The parts of the body, in order.
-    pub parts: Vec<Memory>,
-    /// Kept until the publication is gone.
-    pub owner: Box<dyn Any + Send + Sync>,
+/// What [`Alternate::render`] found.
+pub enum Rendered {
+    /// A body.
+    Body {
+        /// Its parts, in order.
+        parts: Vec<Memory>,
+        /// Keeps their memory alive; dropped with the publication.
+        owner: Box<dyn Any + Send + Sync>,
+    },
+    /// Another server has it, at this URL.
+    Elsewhere(String),
 }
 
 /// One immutable container over memory, ready to be served to many receivers.
@@ -61,6 +66,12 @@ pub struct Publication {
 
 /// A rendered body, and what keeps its memory alive.
 type RenderedBody = (Arc<Segments>, Box<dyn Any + Send + Sync>);
+
+/// Where an alternate body is.
+pub(crate) enum Found {
+    Here(Arc<Segments>),
+    Elsewhere(String),
+}
 
 #[derive(Default)]
 struct BlockDigest {
@@ -317,17 +328,21 @@ impl Drop for Lease {
 
 impl Publication {
     /// The alternate body called `name`; built on the first call, so this may take long.
-    pub(crate) fn render(&self, name: &str) -> Result<Option<Arc<Segments>>, String> {
+    pub(crate) fn render(&self, name: &str) -> Result<Option<Found>, String> {
         let Some(alternate) = &self.alternate else { return Ok(None) };
         // The lock is held while rendering: two peers that ask for the same body wait for one rendering.
         let mut rendered = self.rendered.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((segments, _)) = rendered.get(name) {
-            return Ok(Some(Arc::clone(segments)));
+            return Ok(Some(Found::Here(Arc::clone(segments))));
         }
-        let Some(body) = alternate.render(name)? else { return Ok(None) };
-        let segments = Arc::new(Segments::new(body.parts));
-        rendered.insert(name.to_owned(), (Arc::clone(&segments), body.owner));
-        Ok(Some(segments))
+        let (parts, owner) = match alternate.render(name)? {
+            Some(Rendered::Body { parts, owner }) => (parts, owner),
+            Some(Rendered::Elsewhere(url)) => return Ok(Some(Found::Elsewhere(url))),
+            None => return Ok(None),
+        };
+        let segments = Arc::new(Segments::new(parts));
+        rendered.insert(name.to_owned(), (Arc::clone(&segments), owner));
+        Ok(Some(Found::Here(segments)))
     }
 
     /// No lease is given from here on.

@@ -4,13 +4,14 @@
 mod common;
 
 use std::fs;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use bytes::Bytes;
 use common::{BLOCK, State};
 use safetensors::SafeTensors;
-use tensorferry_core::{Cancel, Container, ErrorKind, FileOptions, Item, Repeat, Slice, write_file};
+use tensorferry_core::{Cancel, Container, DIRECT_FROM, ErrorKind, FileOptions, Item, Repeat, Slice, write_file};
 use tensorferry_wire::container::DIGESTS_ENTRY;
 use tensorferry_wire::dtype::Dtype;
 
@@ -104,6 +105,56 @@ fn what_is_written_is_a_safetensors_file_and_is_read_back() {
         }
     }
     assert_eq!(folder.names(), ["rank.safetensors"]);
+}
+
+#[test]
+fn a_large_file_goes_past_the_page_cache_and_is_the_same() {
+    let folder = Folder::new();
+    let (path, cached) = (folder.0.join("direct"), folder.0.join("cached"));
+    // Its end is no whole page, and none of its memory is aligned to pages.
+    let state = State::of(&[40 * BLOCK + 12_345, 7, 40 * BLOCK + 4096], 3);
+    for count in [1, 3] {
+        let direct = write_file(&path, Vec::new(), items(&state), &threads(count)).unwrap();
+        let options = FileOptions { cached: true, ..threads(count) };
+        let through = write_file(&cached, Vec::new(), items(&state), &options).unwrap();
+        assert_eq!(through.direct, 0);
+        assert_eq!(direct.bytes, through.bytes);
+        assert!(fs::read(&path).unwrap() == fs::read(&cached).unwrap());
+        let pages = direct.wanted / 4096 * 4096;
+        assert_eq!(direct.direct, if can_write_directly(&folder.0) { pages } else { 0 });
+        assert!(direct.wanted > DIRECT_FROM);
+    }
+    let small = write_file(&path, Vec::new(), items(&State::of(&[BLOCK], 3)), &threads(1)).unwrap();
+    assert_eq!(small.direct, 0);
+}
+
+/// Whether the file system here lets a page be written past its cache.
+fn can_write_directly(folder: &Path) -> bool {
+    let path = folder.join("probe");
+    let memory = vec![0_u8; 8192];
+    let page = &memory[memory.as_ptr().align_offset(4096)..][..4096];
+    let open = fs::OpenOptions::new().write(true).create_new(true).custom_flags(libc::O_DIRECT).open(&path);
+    let able = open.and_then(|file| file.write_all_at(page, 0)).is_ok();
+    let _ = fs::remove_file(path);
+    able
+}
+
+#[test]
+fn rows_of_pages_begin_where_blocks_do() {
+    let folder = Folder::new();
+    let path = folder.0.join("f");
+    let state = State::of(&[5000, 512 * 8192, 77], 3);
+    write(&state, &path);
+    let mut buffer = vec![0_u8; 512 * 4096];
+    let repeats = vec![Repeat { count: 512, from: 8192, to: 4096 }];
+    let kind = (Dtype::U8, 512 * 8192);
+    // SAFETY: the runs fill the buffer, which is nobody else's.
+    let slice = unsafe { Slice::new("w1", kind, (4096, 4096), buffer.as_mut_ptr() as usize, repeats) };
+    let report = Container::open(&path).unwrap().read(&[slice], &FileOptions::default()).unwrap();
+    assert!(report.bytes * 100 <= report.wanted * 101, "{report:?}");
+    for (i, run) in buffer.chunks(4096).enumerate() {
+        assert!(run == &state.bytes("w1")[i * 8192 + 4096..(i + 1) * 8192], "{i}");
+    }
 }
 
 #[test]

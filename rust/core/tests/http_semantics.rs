@@ -91,6 +91,41 @@ fn one_range_is_answered_with_exactly_its_bytes() {
 }
 
 #[test]
+fn blocks_that_are_named_come_one_after_the_other() {
+    let (rig, state, whole) = rig();
+    let start = whole.len() - state.0.iter().map(|(_, bytes)| bytes.len()).sum::<usize>();
+    let path = rig.path("7.safetensors");
+    let etag = get(&rig, &path, &[]).header("etag").unwrap().to_owned();
+    let last = (whole.len() - start).div_ceil(4096);
+    let cases = [
+        ("blocks=1-2".to_owned(), vec![BLOCK..2 * BLOCK]),
+        ("blocks=0-1,2-4".to_owned(), vec![0..BLOCK, 2 * BLOCK..whole.len() - start]),
+        ("blocks=0-1,1-2,7-9&grain=4096".to_owned(), vec![0..8192, 7 * 4096..9 * 4096]),
+        (
+            format!("blocks=3-4,{}-{last}&grain=4096", last - 1),
+            vec![3 * 4096..4 * 4096, (last - 1) * 4096..whole.len() - start],
+        ),
+    ];
+    for (query, runs) in cases {
+        let expected: Vec<u8> =
+            runs.into_iter().flat_map(|r| &whole[start + r.start..start + r.end]).copied().collect();
+        let got = get(&rig, &format!("{path}?{query}"), &[("If-Match", &etag)]);
+        assert_eq!(
+            (got.status, got.header("content-length")),
+            (200, Some(expected.len().to_string().as_str())),
+            "{query}"
+        );
+        assert!(got.body == expected, "{query}: wrong bytes");
+        let changed = get(&rig, &format!("{path}?{query}"), &[("If-Match", "\"other\"")]);
+        assert_eq!(changed.status, 412);
+    }
+    for query in ["blocks=", "blocks=3-5", "blocks=1-1", "blocks=1-2,0-1", "blocks=0-1&grain=5", "blocks=0-99999999999"]
+    {
+        assert_eq!(get(&rig, &format!("{path}?{query}"), &[]).status, 400, "{query}");
+    }
+}
+
+#[test]
 fn a_range_outside_is_416_and_says_how_long_the_resource_is() {
     let (rig, _, whole) = rig();
     let beyond = format!("bytes={}-", whole.len());
@@ -281,6 +316,7 @@ fn many_small_and_large_pieces_come_in_order() {
     let rig = Rig::serving(&state);
     let whole = get(&rig, &rig.path("7.safetensors"), &[]).body;
     let start = get(&rig, &rig.path("7/header"), &[]).body.len();
-    let payload: Vec<u8> = state.0.iter().flat_map(|(_, b)| b.to_vec()).collect();
+    let (pages, others): (Vec<_>, Vec<_>) = state.0.iter().partition(|(_, b)| b.len().is_multiple_of(4096));
+    let payload: Vec<u8> = pages.into_iter().chain(others).flat_map(|(_, b)| b.to_vec()).collect();
     assert!(whole[start..] == payload);
 }

@@ -127,10 +127,31 @@ fn a_contiguous_slice_costs_hardly_more_than_itself() {
     // Strided: long gaps are left out.
     let far = [("w0", 0, 65_536, vec![repeat(16, 2 * BLOCK as u64, 65_536)])];
     assert_eq!(fetch(&rig, &state, &far, sliced(2)).unwrap().bytes, 16 * 65_536);
-    // So are short ones where there are few of them; where there are many, a request each would cost more.
-    for (count, bytes) in [(16, 16 * 8192), (100, 100 * 16_384 - 8192)] {
+    // So are short ones, be there few of them or many.
+    for count in [16, 100, 2000] {
         let near = [("w0", 0, 8192, vec![repeat(count, 16_384, 8192)])];
-        assert_eq!(fetch(&rig, &state, &near, sliced(2)).unwrap().bytes, bytes);
+        assert_eq!(fetch(&rig, &state, &near, sliced(2)).unwrap().bytes, count * 8192);
+    }
+}
+
+#[test]
+fn columns_cost_no_more_than_their_blocks_whatever_the_way() {
+    let state = State::of(&[3, 48 * BLOCK, 5], 3);
+    let secret = Secret::new(&[7; 32]).unwrap();
+    for secret in [None, Some(secret)] {
+        let config = ServerConfig { secret: secret.clone(), ..ServerConfig::default() };
+        let rig = Rig::configured(&config);
+        rig.server.store().publish(STEP, state.publication(Stability::Borrowed));
+        for same_host in [false, true] {
+            let options = FetchOptions { same_host, secret: secret.clone(), ..sliced(3) };
+            // 48 MiB as rows of 12 KiB, of which the middle third is wanted; then runs that begin anywhere.
+            let thirds = [("w1", 4096, 4096, vec![repeat(4096, 12_288, 4096)])];
+            let report = fetch(&rig, &state, &thirds, options.clone()).unwrap();
+            assert_eq!((report.bytes, report.same_host), (16 << 20, same_host));
+            let odd = [("w1", 4000, 5000, vec![repeat(3900, 12_345, 5001)])];
+            let report = fetch(&rig, &state, &odd, options).unwrap();
+            assert!(report.bytes <= 3900 * 3 * 4096, "{report:?}");
+        }
     }
 }
 
@@ -146,7 +167,8 @@ fn slices_are_proven_with_a_secret() {
     let rig = Rig::configured(&config);
     rig.server.store().publish(STEP, state.publication(Stability::Private));
     let options = FetchOptions { secret: Some(secret), ..sliced(2) };
-    fetch(&rig, &state, &[("w2", 100, 700_000, vec![]), ("w4", 9, 100, vec![])], options).unwrap();
+    let many = ("w4", 5, 100, vec![repeat(200, 9000, 150)]);
+    fetch(&rig, &state, &[("w2", 100, 700_000, vec![]), many], options).unwrap();
     let refused = fetch(&rig, &state, &[("w2", 100, 7, vec![])], sliced(2)).unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::Status(404));
 }

@@ -4,8 +4,8 @@
 use libfuzzer_sys::fuzz_target;
 use tensorferry_wire::digest::GRAINS;
 use tensorferry_wire::request::{
-    RangeSpec, etag_matches_strong, etag_matches_weak, parse_blocks, parse_content_range, parse_path, parse_range,
-    parse_step,
+    MAX_RUNS, RangeSpec, etag_matches_strong, etag_matches_weak, parse_blocks, parse_content_range, parse_path,
+    parse_range, parse_runs, parse_step,
 };
 
 fuzz_target!(|bytes: &[u8]| {
@@ -33,6 +33,10 @@ fuzz_target!(|bytes: &[u8]| {
     }
     if let Some((first, end, grain)) = parse_blocks(text) {
         assert!(first <= end && GRAINS.contains(&grain));
+    }
+    if let Some((runs, grain)) = parse_runs(text) {
+        assert!(!runs.is_empty() && runs.len() <= MAX_RUNS && grain.is_power_of_two());
+        assert!(runs.iter().all(|run| run.0 < run.1) && runs.windows(2).all(|pair| pair[0].1 <= pair[1].0));
     }
     if etag_matches_strong(text, "\"a\"") {
         assert!(etag_matches_weak(text, "\"a\""));

@@ -27,10 +27,10 @@ fn slices(py: Python<'_>, parts: Vec<Part>) -> PyResult<Vec<Slice>> {
     parts.into_iter().map(slice).collect()
 }
 
-/// Writes `rows` and then `control`, name and bytes of each, as a container with checksums; returns its length in bytes.
-/// The memory of the rows is held by the caller.
+/// Writes `rows` and then `control`, name and bytes of each, as a container with checksums; returns its length in bytes,
+/// and how many of them went past the page cache. The memory of the rows is held by the caller.
 #[pyfunction]
-#[pyo3(name = "_write_file", signature = (path, *, rows, control, metadata, threads = None))]
+#[pyo3(name = "_write_file", signature = (path, *, rows, control, metadata, threads = None, cached = false))]
 pub(crate) fn write_file(
     py: Python<'_>,
     path: PathBuf,
@@ -38,14 +38,15 @@ pub(crate) fn write_file(
     control: Vec<(String, Vec<u8>)>,
     metadata: Vec<(String, String)>,
     threads: Option<usize>,
-) -> PyResult<u64> {
+    cached: bool,
+) -> PyResult<(u64, u64)> {
     let rows = rows.get();
     let cancel = Cancel::new();
-    let options = FileOptions { threads, cancel: cancel.clone() };
+    let options = FileOptions { threads, cancel: cancel.clone(), cached };
     let report = runtime::run(py, &cancel, None, move || {
         tensorferry_core::write_file(&path, metadata, rows.items(control), &options)
     })?;
-    Ok(report.bytes)
+    Ok((report.bytes, report.direct))
 }
 
 /// Name, dtype and length in bytes of each entry of the container at `path`, whose header is verified.
@@ -69,7 +70,7 @@ pub(crate) fn read_file(
 ) -> PyResult<Bound<'_, PyDict>> {
     let slices = slices(py, parts)?;
     let cancel = Cancel::new();
-    let options = FileOptions { threads, cancel: cancel.clone() };
+    let options = FileOptions { threads, cancel: cancel.clone(), ..FileOptions::default() };
     let report = runtime::run(py, &cancel, None, move || Container::open(&path)?.read(&slices, &options))?;
     let told = PyDict::new(py);
     told.set_item("bytes", report.bytes)?;

@@ -4,6 +4,8 @@ use crate::digest::{BLOCK_SIZE, GRAINS};
 
 /// The header in which a source says under which name processes of its own machine reach it.
 pub const SAME_HOST_HEADER: &str = "tensorferry-same-host";
+/// Runs of blocks that one request may ask for.
+pub const MAX_RUNS: usize = 256;
 /// The header of an answer whose body comes through memory that both sides share.
 pub const RING_HEADER: &str = "tensorferry-ring";
 
@@ -14,7 +16,7 @@ pub enum Resource<'a> {
     Healthz,
     /// `/metrics`
     Metrics,
-    /// `/checkpoint/{key}.safetensors`: header and payload.
+    /// `/checkpoint/{key}.safetensors`: header and payload; with the query that [`parse_runs`] reads, parts of the payload.
     Container(&'a str),
     /// `/checkpoint/{key}/header`: the header alone.
     Header(&'a str),
@@ -26,6 +28,8 @@ pub enum Resource<'a> {
     StockMetadata(&'a str),
     /// `/checkpoint/{key}/{i}`: chunk `i` as torchft 0.2.0 writes it.
     StockChunk(&'a str, i64),
+    /// `/checkpoint/{key}/dcp/{file}`: a file of a folder as torch's own distributed checkpoints are.
+    Folder(&'a str, &'a str),
 }
 
 /// A path that names nothing.
@@ -51,6 +55,11 @@ pub fn parse_path<'a>(path: &'a str, token: &str) -> Result<Resource<'a>, PathEr
     match (segments.next(), segments.next(), segments.next(), segments.next()) {
         (Some("healthz"), None, ..) => Ok(Resource::Healthz),
         (Some("metrics"), None, ..) => Ok(Resource::Metrics),
+        (Some("checkpoint"), Some(key), Some("dcp"), Some(file))
+            if !key.is_empty() && !file.is_empty() && segments.next().is_none() =>
+        {
+            Ok(Resource::Folder(key, file))
+        }
         (Some("checkpoint"), Some(file), None, _) => match file.strip_suffix(".safetensors") {
             Some(key) if !key.is_empty() => Ok(Resource::Container(key)),
             _ => Err(bad_url(path)),
@@ -148,14 +157,43 @@ fn position(text: &str) -> Option<u64> {
 /// `first..end`, and how many bytes each has. Whether there are such blocks is not checked.
 #[must_use]
 pub fn parse_blocks(query: &str) -> Option<(u64, u64, u64)> {
+    let (blocks, grain) = split_blocks(query)?;
+    let (first, end) = parse_run(blocks)?;
+    Some((first, end, grain))
+}
+
+/// Reads the query of a request for parts of a container, `blocks={first}-{end},{first}-{end},...` with or without
+/// `&grain={bytes}`: at least one and at most [`MAX_RUNS`] runs of blocks `first..end`, none of them empty, each behind the
+/// one before. And how many bytes a block has. Whether there are such blocks is not checked.
+#[must_use]
+pub fn parse_runs(query: &str) -> Option<(Vec<(u64, u64)>, u64)> {
+    let (blocks, grain) = split_blocks(query)?;
+    let (mut runs, mut behind) = (Vec::new(), 0);
+    for run in blocks.split(',') {
+        let (first, end) = parse_run(run).filter(|run| run.0 < run.1)?;
+        if first < behind || runs.len() == MAX_RUNS {
+            return None;
+        }
+        runs.push((first, end));
+        behind = end;
+    }
+    Some((runs, grain))
+}
+
+/// The blocks a query names, and how many bytes each of them has.
+fn split_blocks(query: &str) -> Option<(&str, u64)> {
     let (blocks, grain) = query.split_once('&').map_or((query, None), |(blocks, grain)| (blocks, Some(grain)));
-    let (first, end) = blocks.strip_prefix("blocks=")?.split_once('-')?;
     let grain = match grain {
         Some(grain) => position(grain.strip_prefix("grain=")?).filter(|grain| GRAINS.contains(grain))?,
         None => BLOCK_SIZE,
     };
+    Some((blocks.strip_prefix("blocks=")?, grain))
+}
+
+fn parse_run(run: &str) -> Option<(u64, u64)> {
+    let (first, end) = run.split_once('-')?;
     let (first, end) = (position(first)?, position(end)?);
-    (first <= end).then_some((first, end, grain))
+    (first <= end).then_some((first, end))
 }
 
 /// Reads a `Content-Range` field with a known range and length: (start, end, total), end exclusive.

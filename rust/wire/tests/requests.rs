@@ -3,8 +3,8 @@
 
 use proptest::prelude::*;
 use tensorferry_wire::request::{
-    PathError, RangeSpec, Resource, etag_matches_strong, etag_matches_weak, parse_blocks, parse_content_range,
-    parse_path, parse_range, parse_step,
+    MAX_RUNS, PathError, RangeSpec, Resource, etag_matches_strong, etag_matches_weak, parse_blocks,
+    parse_content_range, parse_path, parse_range, parse_runs, parse_step,
 };
 
 const TOKEN: &str = "0123456789abcdef0123456789abcdef";
@@ -25,6 +25,8 @@ fn paths_of_ours() {
         ("/checkpoint/12/-3", Resource::StockChunk("12", -3)),
         ("/checkpoint/12/+007", Resource::StockChunk("12", 7)),
         ("/checkpoint/x%20y/header", Resource::Header("x%20y")),
+        ("/checkpoint/12/dcp/.metadata", Resource::Folder("12", ".metadata")),
+        ("/checkpoint/12/dcp/__0_0.distcp", Resource::Folder("12", "__0_0.distcp")),
     ];
     for (path, resource) in table {
         assert_eq!(parse_path(path, ""), Ok(resource), "{path}");
@@ -57,6 +59,11 @@ fn paths_of_no_one() {
         "/checkpoint/12.safetensors/",
         "/checkpoint/12/full/",
         "/checkpoint/12/full/1",
+        "/checkpoint/12/dcp",
+        "/checkpoint/12/dcp/",
+        "/checkpoint//dcp/.metadata",
+        "/checkpoint/12/dcp/.metadata/",
+        "/checkpoint/12/dcp/a/b",
         "/checkpoint/12/FULL",
         "/checkpoint/12/1x",
         "/checkpoint/12/ 1",
@@ -328,6 +335,34 @@ fn blocks() {
     }
 }
 
+#[test]
+fn runs_of_blocks() {
+    let (small, large) = (4096, 1 << 20);
+    let table = [
+        ("blocks=0-1", Some((vec![(0, 1)], large))),
+        ("blocks=0-1,1-2,9-12", Some((vec![(0, 1), (1, 2), (9, 12)], large))),
+        ("blocks=3-5,6-7&grain=4096", Some((vec![(3, 5), (6, 7)], small))),
+        ("blocks=0-18446744073709551615", Some((vec![(0, u64::MAX)], large))),
+        ("blocks=", None),
+        ("blocks=1-1", None),
+        ("blocks=2-1", None),
+        ("blocks=1-3,2-4", None),
+        ("blocks=4-5,1-2", None),
+        ("blocks=1-2,", None),
+        ("blocks=1-2,x", None),
+        ("blocks=1-2&grain=4097", None),
+        ("blocks=1-2&other=1", None),
+        ("block=1-2", None),
+        ("", None),
+    ];
+    for (query, expected) in table {
+        assert_eq!(parse_runs(query), expected, "{query}");
+    }
+    let runs = |count: usize| (0..count).map(|i| format!("{}-{}", 2 * i, 2 * i + 1)).collect::<Vec<_>>().join(",");
+    assert_eq!(parse_runs(&format!("blocks={}", runs(MAX_RUNS))).map(|found| found.0.len()), Some(MAX_RUNS));
+    assert_eq!(parse_runs(&format!("blocks={}", runs(MAX_RUNS + 1))), None);
+}
+
 proptest! {
     #[test]
     fn ranges_lie_within_the_resource(value in "(bytes=)?[0-9]{0,21}-?[0-9]{0,21}|.*", len: u64) {
@@ -347,7 +382,7 @@ proptest! {
     #[test]
     fn whatever_comes_nothing_panics(text: String, other: String, len: u64) {
         let _ = (parse_path(&text, &other), parse_path(&text, ""), parse_step(&text));
-        let _ = (parse_range(&text, len), parse_content_range(&text), parse_blocks(&text));
+        let _ = (parse_range(&text, len), parse_content_range(&text), parse_blocks(&text), parse_runs(&text));
         let _ = (etag_matches_strong(&text, &other), etag_matches_weak(&text, &other));
     }
 }

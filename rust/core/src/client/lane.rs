@@ -5,12 +5,13 @@ use std::thread;
 use std::time::Duration;
 
 use tensorferry_wire::digest::{Algorithm, BLOCK_SIZE};
+use tensorferry_wire::request::MAX_RUNS;
 
 use super::Peer;
 use super::blocks::Checksums;
 use super::connection::Connection;
 use super::limits::Limits;
-use super::open::{check_range, read_digests};
+use super::open::{check_blocks, check_range, read_digests};
 use super::plan::{Plan, Queue, Taken};
 use super::received::Received;
 use super::remote::changed;
@@ -172,6 +173,11 @@ impl Transfer<'_> {
     ) -> Result<(), Error> {
         let Taken { at, end, .. } = range;
         let end = *end;
+        let runs = self.received.within(*at, end);
+        if runs.is_empty() {
+            *at = end;
+            return Ok(());
+        }
         let peer = &self.peers[origin];
         let ours = connection.take().filter(|c| peer.may_reuse(c));
         let connection = connection.insert(if let Some(connection) = ours {
@@ -187,11 +193,41 @@ impl Transfer<'_> {
         self.received.note_way(connection.route(), connection.is_same_host());
         self.watch.begin(index, end, connection.socket());
         let etag = self.etag(peer, connection)?;
-        let total = self.payload_start + self.payload_len;
-        let (start, stop) = (self.plan.block_bounds(*at).0, self.plan.block_bounds(end - 1).1);
-        let (start, stop) = (self.payload_start + start, self.payload_start + stop);
-        let head = connection.get(&self.path, Some((start, stop)), Some(etag), None)?;
-        check_range(connection, &head, start, stop, total)?;
+        self.ask(connection, &runs, etag)?;
+        for &(first, end) in &runs {
+            *at = first;
+            self.fetch_run(index, origin, connection, (at, end), sink)?;
+        }
+        if runs.len() < MAX_RUNS {
+            *at = end;
+        }
+        Ok(())
+    }
+
+    /// Asks for `runs` of blocks, and reads the head of the answer.
+    fn ask(&self, connection: &mut Connection, runs: &[(u64, u64)], etag: &str) -> Result<(), Error> {
+        let bounds = |&(first, end): &(u64, u64)| (self.plan.block_bounds(first).0, self.plan.block_bounds(end - 1).1);
+        if let [run] = runs {
+            let (start, stop) = bounds(run);
+            let (start, stop) = (self.payload_start + start, self.payload_start + stop);
+            let head = connection.get(&self.path, Some((start, stop)), Some(etag), None)?;
+            return check_range(connection, &head, start, stop, self.payload_start + self.payload_len);
+        }
+        let named: Vec<_> = runs.iter().map(|(first, end)| format!("{first}-{end}")).collect();
+        let path = format!("{}?blocks={}&grain={}", self.path, named.join(","), self.plan.grain());
+        let head = connection.get(&path, None, Some(etag), None)?;
+        check_blocks(connection, &head, runs.iter().map(bounds).map(|(start, stop)| stop - start).sum())
+    }
+
+    /// Receives the blocks `[at, end)`, moving `at` past each that is complete.
+    fn fetch_run(
+        &self,
+        index: usize,
+        origin: usize,
+        connection: &mut Connection,
+        (at, end): (&mut u64, u64),
+        sink: &mut [u8],
+    ) -> Result<(), Error> {
         let mut populated = *at;
         while *at < end {
             if self.plan.fresh && *at == populated {

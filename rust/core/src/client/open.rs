@@ -141,6 +141,17 @@ impl Opened {
     }
 }
 
+/// Checks that `head` announces parts of the payload, `len` bytes of them in all.
+pub(super) fn check_blocks(connection: &mut Connection, head: &Head, len: u64) -> Result<(), Error> {
+    if head.status != 200 {
+        return Err(connection.refuse(head));
+    }
+    if head.content_length != Some(len) {
+        return Err(Error::new(ErrorKind::Protocol, "the source answered with other blocks than asked for"));
+    }
+    Ok(())
+}
+
 /// Checks that `head` announces exactly bytes `[start, end)` of `total`.
 pub(super) fn check_range(
     connection: &mut Connection,

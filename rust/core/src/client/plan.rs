@@ -11,10 +11,6 @@ use crate::error::{Error, ErrorKind};
 
 /// How often a lane with nothing to do looks at the others.
 const IDLE: Duration = Duration::from_millis(100);
-/// Where there are more runs of blocks than this, those with few bytes between them are asked for at once, those between
-/// included: a request costs as much.
-const MANY_RUNS: usize = 64;
-const JOIN_GAP: u64 = 64 << 10;
 
 /// One run of payload bytes and the address they go to.
 #[derive(Clone, Copy, Debug)]
@@ -120,13 +116,10 @@ impl Plan {
         runs
     }
 
-    /// The runs of blocks to ask for, of block `have` and those behind it.
-    pub(crate) fn missing_blocks(&self, have: u64) -> Vec<(u64, u64)> {
-        let mut runs = self.wanted_blocks(0);
-        if runs.len() > MANY_RUNS && self.grain < BLOCK_SIZE {
-            runs = self.wanted_blocks(JOIN_GAP);
-        }
-        runs.into_iter().map(|(first, end)| (first.max(have), end)).filter(|(first, end)| first < end).collect()
+    /// As [`wanted_blocks`](Self::wanted_blocks), of block `have` and those behind it.
+    pub(crate) fn missing_blocks(&self, have: u64, gap: u64) -> Vec<(u64, u64)> {
+        let runs = self.wanted_blocks(gap).into_iter();
+        runs.map(|(first, end)| (first.max(have), end)).filter(|(first, end)| first < end).collect()
     }
 
     /// The bytes of whole blocks in `runs`.

@@ -5,6 +5,8 @@ use std::net::IpAddr;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use tensorferry_wire::request::MAX_RUNS;
+
 /// What the lanes of a transfer have received: the checksum of every block, and counters.
 #[derive(Debug)]
 pub(super) struct Received {
@@ -43,6 +45,13 @@ impl Received {
             routes: Mutex::default(),
             troubles: Mutex::default(),
         })
+    }
+
+    /// The runs that lie in `[at, end)`, as many as one request may ask for.
+    pub(super) fn within(&self, at: u64, end: u64) -> Vec<(u64, u64)> {
+        let first = self.runs.partition_point(|run| run.1 <= at);
+        let runs = self.runs[first..].iter().map(|&(start, stop, _)| (start.max(at), stop.min(end)));
+        runs.take_while(|run| run.0 < run.1).take(MAX_RUNS).collect()
     }
 
     fn index(&self, block: u64) -> Option<usize> {

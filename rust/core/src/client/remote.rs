@@ -26,6 +26,9 @@ use crate::slices::{self, Slice};
 
 /// Blocks of 1 MiB in one request of a lane, at most.
 const MAX_RANGE_BLOCKS: u64 = 16;
+/// Where there are more runs of blocks than this, those with few bytes between them are asked for at once.
+const MANY_RUNS: usize = 64;
+const JOIN_GAP: u64 = 1 << 20;
 
 /// A checkpoint at its source: the header is here and verified, the payload is not fetched yet.
 pub struct Remote {
@@ -168,9 +171,9 @@ impl Remote {
         self.copy_prefix(&plan);
         self.progress.fetch_add(self.prefix.len() as u64, Ordering::Relaxed);
         let mut report = self.report();
-        let runs = plan.missing_blocks((self.prefix.len() as u64).div_ceil(BLOCK_SIZE));
-        self.choose_way(plan.held(&runs));
-        self.transfer(&plan, runs, &mut report)?;
+        let have = (self.prefix.len() as u64).div_ceil(BLOCK_SIZE);
+        self.choose_way(plan.held(&plan.missing_blocks(have, 0)));
+        self.transfer(&plan, have, &mut report)?;
         Ok(Arrived { arena, offsets, report: self.complete(report, started) })
     }
 
@@ -191,13 +194,11 @@ impl Remote {
                 continue;
             }
             let grain = plan.fitting_grain();
-            let plan = plan.grained(grain);
-            let runs = plan.missing_blocks(0);
-            layers.push((plan, runs));
+            layers.push(plan.grained(grain));
         }
-        self.choose_way(layers.iter().map(|(plan, runs)| plan.held(runs)).sum());
-        for (plan, runs) in layers {
-            self.transfer(&plan, runs, &mut report)?;
+        self.choose_way(layers.iter().map(|plan| plan.held(&plan.wanted_blocks(0))).sum());
+        for plan in layers {
+            self.transfer(&plan, 0, &mut report)?;
         }
         Ok(self.complete(report, started))
     }
@@ -225,16 +226,20 @@ impl Remote {
         }
     }
 
-    /// Brings the blocks in `runs`: over lanes, and again where one does not match its digest.
-    fn transfer(&mut self, plan: &Plan, mut runs: Vec<(u64, u64)>, report: &mut Report) -> Result<(), Error> {
-        let received = Received::new(&runs, Arc::clone(&self.progress))
+    /// Brings what `plan` wants of block `have` and those behind it: over lanes, and again where a block does not match its
+    /// digest.
+    fn transfer(&mut self, plan: &Plan, have: u64, report: &mut Report) -> Result<(), Error> {
+        let wanted = plan.missing_blocks(have, 0);
+        let joined = wanted.len() > MANY_RUNS && plan.grain() < BLOCK_SIZE;
+        let asked = if joined { plan.missing_blocks(have, JOIN_GAP) } else { wanted.clone() };
+        let received = Received::new(&wanted, Arc::clone(&self.progress))
             .ok_or_else(|| Error::new(ErrorKind::System, "too many blocks for this machine"))?;
-        let wanted = runs.clone();
+        let mut runs = wanted.clone();
         for round in 0.. {
             if runs.is_empty() {
                 break;
             }
-            self.run_lanes(plan, &runs, round == 0, &received, report)?;
+            self.run_lanes(plan, if round == 0 { &asked } else { &runs }, round == 0, &received, report)?;
             // Sources with equal headers may still differ in their bytes: with several, everything is held against the
             // digests of one, so that the result is never made of two snapshots.
             let held_against = if self.peers.len() > 1 { &wanted } else { &runs };

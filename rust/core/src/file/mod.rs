@@ -1,6 +1,7 @@
 //! Containers at rest: written from memory by several threads and put in their place by a rename; read slice by slice, every
 //! block of 4 KiB held against its checksum.
 
+mod output;
 mod read;
 mod write;
 
@@ -14,6 +15,11 @@ use crate::error::{Error, ErrorKind};
 /// Bytes that a thread writes or reads at a time.
 const CHUNK: u64 = 4 << 20;
 
+/// Files with so many bytes of payload are written past the page cache where the file system can: that is faster, less work
+/// for the processor, and takes no memory from others (docs/performance.md). Smaller ones save little, and who reads them
+/// next finds them in the cache.
+pub const DIRECT_FROM: u64 = 64 << 20;
+
 /// How a file is written or read.
 #[derive(Clone, Debug, Default)]
 pub struct FileOptions {
@@ -21,6 +27,8 @@ pub struct FileOptions {
     pub threads: Option<usize>,
     /// Ends it from another thread.
     pub cancel: Cancel,
+    /// Writes everything through the page cache. Otherwise a file of [`DIRECT_FROM`] or more goes past it.
+    pub cached: bool,
 }
 
 impl FileOptions {
@@ -45,6 +53,8 @@ pub struct FileReport {
     pub bytes: u64,
     /// Bytes that had a destination.
     pub wanted: u64,
+    /// Bytes that were written past the page cache.
+    pub direct: u64,
 }
 
 /// An error of the system about `path`.

@@ -95,7 +95,7 @@ impl Container {
     /// [`ErrorKind::Protocol`] when the container has other entries than the slices speak of. The memory may hold anything
     /// then.
     pub fn read(&self, slices: &[Slice], options: &FileOptions) -> Result<FileReport, Error> {
-        let mut report = FileReport { bytes: self.payload_start + TableHead::LEN as u64, wanted: 0 };
+        let mut report = FileReport { bytes: self.payload_start + TableHead::LEN as u64, ..FileReport::default() };
         let placed = slices::place(slices, &self.header).map_err(|e| e.at(&self.path.display().to_string()))?;
         for layer in placed {
             let plan = Plan::new(layer, self.covered, false)?.grained(FILE_GRAIN);

@@ -14,7 +14,8 @@ use tensorferry_wire::container::DIGESTS_ENTRY;
 use tensorferry_wire::digest::{self, Algorithm, DigestTable, FILE_GRAIN};
 use tensorferry_wire::dtype::Dtype;
 
-use super::{CHUNK, FileOptions, FileReport, refused};
+use super::output::{Buffer, Output};
+use super::{CHUNK, DIRECT_FROM, FileOptions, FileReport, refused};
 use crate::client::checksum_blocks;
 use crate::error::{Error, ErrorKind};
 use crate::layout::{Layout, Segments};
@@ -40,12 +41,13 @@ pub fn write_file(
     items.push(Item::bytes(DIGESTS_ENTRY, Dtype::U8, &[table_len], blank));
     let layout = Layout::new(metadata, items, FILE_GRAIN)?;
     let partial = partial_path(path)?;
-    let written = write_partial(&partial, &layout, len, options).and_then(|()| commit(&partial, path));
+    let written = write_partial(&partial, &layout, len, options);
+    let written = written.and_then(|direct| commit(&partial, path).map(|()| direct));
     if written.is_err() {
         // The error is what there is to tell.
         let _ = fs::remove_file(&partial);
     }
-    written.map(|()| FileReport { bytes: layout.content.len(), wanted: len })
+    written.map(|direct| FileReport { bytes: layout.content.len(), wanted: len, direct })
 }
 
 fn too_large(path: &Path) -> Error {
@@ -61,7 +63,8 @@ fn partial_path(path: &Path) -> Result<PathBuf, Error> {
     Ok(path.with_file_name(partial))
 }
 
-fn write_partial(path: &Path, layout: &Layout, len: u64, options: &FileOptions) -> Result<(), Error> {
+/// Says how many bytes went past the page cache.
+fn write_partial(path: &Path, layout: &Layout, len: u64, options: &FileOptions) -> Result<u64, Error> {
     let file = OpenOptions::new()
         .write(true)
         .create(true)
@@ -71,18 +74,20 @@ fn write_partial(path: &Path, layout: &Layout, len: u64, options: &FileOptions) 
     let total = layout.content.len();
     reserve(&file, total).map_err(|e| refused(path, &format!("there is no room for its {total} bytes"), e))?;
     let failed = |e| refused(path, "cannot be written", e);
-    file.write_all_at(&layout.header, 0).map_err(failed)?;
+    let output = Output::new(file, path, !options.cached && len >= DIRECT_FROM);
+    output.cached().write_all_at(&layout.header, 0).map_err(failed)?;
     let start = layout.header.len() as u64;
     let blocks =
-        write_payload(&file, &layout.content, start, start + len, options).map_err(|failure| match failure {
+        write_payload(&output, &layout.content, start, start + len, options).map_err(|failure| match failure {
             Failure::System(e) => failed(e),
             Failure::Other(e) => e,
         })?;
     let table = DigestTable { header: digest::checksum(&layout.header), payload_len: len, blocks };
     let table = table.encode_grained(&Algorithm::Crc64, FILE_GRAIN);
     let at = layout.digests.map_or(len, |(at, _)| at);
-    file.write_all_at(&table, start + at).map_err(failed)?;
-    file.sync_all().map_err(failed)
+    output.cached().write_all_at(&table, start + at).map_err(failed)?;
+    output.cached().sync_all().map_err(failed)?;
+    Ok(output.past_the_cache())
 }
 
 /// Takes the room for the file before the bytes come, so that a full disk is known at once.
@@ -106,7 +111,7 @@ enum Failure {
 
 /// Writes `[start, end)` of the content and returns the checksums of its blocks.
 fn write_payload(
-    file: &File,
+    output: &Output,
     content: &Segments,
     start: u64,
     end: u64,
@@ -121,7 +126,7 @@ fn write_payload(
         failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(e);
     };
     let work = || {
-        let mut buffer = Vec::new();
+        let mut buffer = Buffer::new(usize::try_from(CHUNK.min(end - start)).unwrap_or(usize::MAX));
         loop {
             let chunk = next.fetch_add(1, Ordering::Relaxed);
             if chunk >= chunks {
@@ -135,11 +140,11 @@ fn write_payload(
             buffer.clear();
             content.visit(at, (at + CHUNK).min(end), |region| {
                 // SAFETY: `write_file` asks for memory that stays readable until it returns; the bytes are copied.
-                buffer.extend_from_slice(unsafe { region.as_slice() });
+                buffer.extend(unsafe { region.as_slice() });
                 true
             });
-            let digests = checksum_blocks(&Algorithm::Crc64, [buffer.as_slice()], FILE_GRAIN);
-            if let Err(e) = file.write_all_at(&buffer, at) {
+            let digests = checksum_blocks(&Algorithm::Crc64, [buffer.filled()], FILE_GRAIN);
+            if let Err(e) = output.write(buffer.filled(), at) {
                 return fail(Failure::System(e));
             }
             parts.lock().unwrap_or_else(PoisonError::into_inner).push((chunk, digests));

@@ -15,7 +15,7 @@ use tensorferry_wire::request::{self, PathError, RangeSpec, Resource};
 use super::Connection;
 use super::metrics::{Metrics, Sending};
 use crate::body::{MemoryBody, ServedBody};
-use crate::publication::{Lease, Segments};
+use crate::publication::{Found, Lease, Segments};
 use crate::store::Lookup;
 
 /// Digests of blocks below 1 MiB that one request may ask for: computing them holds up a thread.
@@ -96,7 +96,8 @@ async fn resolve<B>(
         | Resource::Digests(key)
         | Resource::StockFull(key)
         | Resource::StockMetadata(key)
-        | Resource::StockChunk(key, _) => key,
+        | Resource::StockChunk(key, _)
+        | Resource::Folder(key, _) => key,
     };
     let Some(step) = request::parse_step(key) else {
         return text(StatusCode::NOT_FOUND, &format!("no checkpoint is called {key}: steps are integers"));
@@ -112,12 +113,13 @@ async fn resolve<B>(
         },
     };
     let mut found = match resource {
-        Resource::Container(_) => {
-            let segments = Arc::clone(lease.publication().content());
-            // Ranges are defined for GET alone (RFC 9110, section 14.2).
-            let range = joined(request.headers(), header::RANGE).filter(|_| request.method() == Method::GET);
-            memory(connection, lease, segments, true, request.headers(), range.as_deref())
-        }
+        Resource::Container(_) => match request.uri().query().filter(|query| query.starts_with("blocks=")) {
+            Some(query) => blocks(connection, lease, request, query),
+            None => {
+                let segments = Arc::clone(lease.publication().content());
+                memory(connection, lease, segments, true, request)
+            }
+        },
         Resource::Header(_) => {
             let etag = lease.publication().etag().to_owned();
             let mut found = bytes(lease.publication().header().clone());
@@ -125,9 +127,10 @@ async fn resolve<B>(
             conditional(request.headers(), &etag).unwrap_or(found)
         }
         Resource::Digests(_) => digests(connection, lease, request, nonce).await,
-        Resource::StockFull(_) => stock(connection, lease, step, "full".to_owned()).await,
-        Resource::StockMetadata(_) => stock(connection, lease, step, "metadata".to_owned()).await,
-        Resource::StockChunk(_, index) => stock(connection, lease, step, index.to_string()).await,
+        Resource::StockFull(_) => alternate(connection, lease, step, "full".to_owned(), request).await,
+        Resource::StockMetadata(_) => alternate(connection, lease, step, "metadata".to_owned(), request).await,
+        Resource::StockChunk(_, index) => alternate(connection, lease, step, index.to_string(), request).await,
+        Resource::Folder(_, file) => alternate(connection, lease, step, format!("dcp/{file}"), request).await,
         Resource::Healthz | Resource::Metrics => text(StatusCode::NOT_FOUND, "not found"),
     };
     if let Some(name) = connection.shared.same_host.as_ref().filter(|_| !connection.same_host) {
@@ -181,15 +184,17 @@ fn conditional(headers: &HeaderMap, etag: &str) -> Option<Answer> {
     None
 }
 
-/// The whole of `segments` or the one `range` of it that was asked for, on the conditions in `headers`.
-fn memory(
+/// The whole of `segments` or the one range of it that `request` asks for, on the conditions it makes.
+fn memory<B>(
     connection: &Arc<Connection>,
     lease: Arc<Lease>,
     segments: Arc<Segments>,
     digest: bool,
-    headers: &HeaderMap,
-    range: Option<&str>,
+    request: &Request<B>,
 ) -> Answer {
+    let headers = request.headers();
+    // Ranges are defined for GET alone (RFC 9110, section 14.2).
+    let range = joined(headers, header::RANGE).filter(|_| request.method() == Method::GET);
     let etag = lease.publication().etag().to_owned();
     if let Some(refused) = conditional(headers, &etag) {
         return refused;
@@ -197,7 +202,7 @@ fn memory(
     let len = segments.len();
     let fresh = joined(headers, header::IF_RANGE).is_none_or(|v| request::etag_matches_strong(&v, &etag));
     let spec = match range {
-        Some(value) if fresh => request::parse_range(value, len),
+        Some(value) if fresh => request::parse_range(&value, len),
         _ => RangeSpec::Whole,
     };
     let (status, start, end) = match spec {
@@ -210,28 +215,62 @@ fn memory(
             return refused;
         }
     };
+    let mut answer = body(connection, lease, segments, digest, vec![(start, end)]);
+    *answer.status_mut() = status;
+    answer.headers_mut().insert(header::ACCEPT_RANGES, HeaderValue::from_static("bytes"));
+    if status == StatusCode::PARTIAL_CONTENT {
+        insert(answer.headers_mut(), header::CONTENT_RANGE, &format!("bytes {start}-{}/{len}", end - 1));
+    }
+    answer
+}
+
+/// The runs of blocks that `query` names, one after the other.
+fn blocks<B>(connection: &Arc<Connection>, lease: Arc<Lease>, asked: &Request<B>, query: &str) -> Answer {
+    if let Some(refused) = conditional(asked.headers(), lease.publication().etag()) {
+        return refused;
+    }
+    let known = |(runs, grain): &(Vec<(u64, u64)>, u64)| runs.iter().all(|run| run.1 <= lease.block_count(*grain));
+    let Some((runs, grain)) = request::parse_runs(query).filter(known) else {
+        let count = lease.block_count(BLOCK_SIZE);
+        return text(StatusCode::BAD_REQUEST, &format!("there are {count} blocks of 1 MiB, not {query}"));
+    };
+    let segments = Arc::clone(lease.publication().content());
+    let (start, len) = (lease.publication().payload_start(), segments.len());
+    let runs = runs.into_iter().map(|(first, end)| (start + first * grain, (start + end * grain).min(len)));
+    let runs = runs.collect();
+    body(connection, lease, segments, false, runs)
+}
+
+/// An answer of `runs` of bytes of `segments`.
+fn body(
+    connection: &Arc<Connection>,
+    lease: Arc<Lease>,
+    segments: Arc<Segments>,
+    digest: bool,
+    runs: Vec<(u64, u64)>,
+) -> Answer {
+    let etag = lease.publication().etag().to_owned();
+    let total = runs.iter().map(|(start, end)| end - start).sum();
+    let mut rest = runs.into_iter();
+    let (at, end) = rest.next().unwrap_or_default();
     connection.open.fetch_add(1, Ordering::Relaxed);
     let mut answer = Response::new(ServedBody::Memory(Box::new(MemoryBody {
         segments,
         lease,
-        at: start,
+        at,
         end,
+        rest,
         digest,
         digesting: None,
         progress: Arc::clone(&connection.progress),
         throttle: connection.shared.throttle.clone(),
         wait: None,
-        _open: Box::new(Open(Arc::clone(connection), Sending::new(connection, end - start))),
+        _open: Box::new(Open(Arc::clone(connection), Sending::new(connection, total))),
     })));
-    *answer.status_mut() = status;
     let headers = answer.headers_mut();
     headers.insert(header::CONTENT_TYPE, HeaderValue::from_static(OCTETS));
-    headers.insert(header::ACCEPT_RANGES, HeaderValue::from_static("bytes"));
     headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
     insert(headers, header::ETAG, &etag);
-    if status == StatusCode::PARTIAL_CONTENT {
-        insert(headers, header::CONTENT_RANGE, &format!("bytes {start}-{}/{len}", end - 1));
-    }
     answer
 }
 
@@ -280,26 +319,42 @@ async fn digests<B>(connection: &Connection, lease: Arc<Lease>, asked: &Request<
     found
 }
 
-/// A body in torchft's own format. It is built without a lease, since that can take long and reads no tensor memory.
-async fn stock(connection: &Arc<Connection>, lease: Arc<Lease>, step: i64, name: String) -> Answer {
+/// A body in another format: torchft's own, or that of torch's checkpoints. It is built without a lease, since that can
+/// take long and reads no tensor memory.
+async fn alternate<B>(
+    connection: &Arc<Connection>,
+    lease: Arc<Lease>,
+    step: i64,
+    name: String,
+    asked: &Request<B>,
+) -> Answer {
     let publication = lease.publication_arc();
     let etag = publication.etag().to_owned();
     drop(lease);
-    let missing = format!("list index out of range: there is no chunk {name}");
+    let missing = match name.strip_prefix("dcp/") {
+        Some(file) => format!("there is no file {file} here"),
+        None => format!("list index out of range: there is no chunk {name}"),
+    };
     let rendered = tokio::task::spawn_blocking(move || publication.render(&name)).await;
     let segments = match rendered {
-        Ok(Ok(Some(segments))) => segments,
+        Ok(Ok(Some(Found::Here(segments)))) => segments,
+        Ok(Ok(Some(Found::Elsewhere(url)))) => return elsewhere(&url),
         Ok(Ok(None)) => return text(StatusCode::NOT_FOUND, &missing),
         Ok(Err(message)) => return text(StatusCode::INTERNAL_SERVER_ERROR, &message),
         Err(_) => return text(StatusCode::INTERNAL_SERVER_ERROR, "the body could not be built"),
     };
     match self::lease(connection, step).await {
-        Ok(lease) if lease.publication().etag() == etag => {
-            memory(connection, lease, segments, false, &HeaderMap::new(), None)
-        }
+        Ok(lease) if lease.publication().etag() == etag => memory(connection, lease, segments, false, asked),
         Ok(_) => text(StatusCode::SERVICE_UNAVAILABLE, "the snapshot asked for is no longer served"),
         Err(refused) => refused,
     }
+}
+
+/// Sends whoever asks to another server.
+fn elsewhere(url: &str) -> Answer {
+    let mut answer = text(StatusCode::TEMPORARY_REDIRECT, "another rank serves this");
+    insert(answer.headers_mut(), header::LOCATION, url);
+    answer
 }
 
 /// Counters in the Prometheus text format.

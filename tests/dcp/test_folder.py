@@ -1,0 +1,141 @@
+"""What a job has published, read by torch alone: as a folder at an address, or one that was downloaded."""
+
+from __future__ import annotations
+
+import io
+import urllib.error
+import urllib.request
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from job import Job
+
+import states
+from tensorferry.dcp import PeerWriter, folder
+from tensorferry.errors import InvalidArgument
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is:UserWarning", "ignore:TypedStorage is:UserWarning", "ignore::FutureWarning"
+)
+
+
+@pytest.mark.parametrize("dtype", [*states.DTYPES, torch.complex128])
+def test_archives_are_those_of_torch(dtype):
+    for shape in ((), (0, 4), (1,), (7,), (64, 3), (5, 1, 2000)):
+        value = states.whole(f"{dtype}", dtype, shape)
+        file = io.BytesIO()
+        torch.save(value, file)
+        before, behind = folder._around(dtype, shape)
+        made = before + value.contiguous().view(-1).view(torch.uint8).numpy().tobytes() + behind
+        assert len(made) == len(file.getvalue())
+        found = torch.load(io.BytesIO(made), weights_only=True)
+        assert (found.dtype, found.shape) == (dtype, value.shape)
+        assert torch.equal(found.view(torch.uint8) if shape else found, value.view(torch.uint8) if shape else value)
+
+
+def _publish(kept, turn):
+    kept["state"] = states.state(turn, blank=False)
+    kept["state"]["odd"] = torch.sparse_coo_tensor([[1, 3]], [2.0, 4.0], (5,), check_invariants=False)
+    kept["writer"] = PeerWriter(states.TIMEOUT, interface="127.0.0.1")
+    dcp.save(kept["state"], storage_writer=kept["writer"])
+    return kept["writer"].folder()
+
+
+def _end(kept):
+    kept["writer"].shutdown()
+
+
+def _load(kept, turn, **where):
+    """With torch alone; gives what differs."""
+    del kept
+    found = states.state(turn, blank=True)
+    dcp.load(found, **where)
+    return states.compare(found, states.state(turn, blank=False))
+
+
+def _load_by_address(kept, turn, address):
+    return _load(kept, turn, checkpoint_id=address)
+
+
+def _load_downloaded(kept, turn, path):
+    return _load(kept, turn, storage_reader=dcp.FileSystemReader(path))
+
+
+def _download(address, file, **headers):
+    return urllib.request.urlopen(urllib.request.Request(f"{address}/{file}", headers=headers), timeout=20)
+
+
+@pytest.mark.timeout(180)
+def test_torch_loads_from_the_address_of_a_job(tmp_path):
+    with Job(2) as source, Job(3) as target:
+        addresses = source.run(_publish, 0)
+        assert len(set(addresses)) == 1
+        address = addresses[0]
+        assert target.run(_load_by_address, 1, address) == [[]] * 3
+        for file in (".metadata", "__0_0.distcp", "__1_0.distcp"):
+            with _download(address, file) as answer:
+                (tmp_path / file).write_bytes(answer.read())
+        assert target.run(_load_downloaded, 1, tmp_path) == [[]] * 3
+        whole = (tmp_path / "__1_0.distcp").read_bytes()
+        with _download(address, "__1_0.distcp", Range="bytes=1000-70000") as answer:
+            assert answer.status == 206
+            assert answer.url.split("/")[2] != address.split("/")[2], "the other rank serves its own"
+            assert answer.read() == whole[1000:70001]
+        for file in ("__2_0.distcp", "__0.metadata", "x"):
+            with pytest.raises(urllib.error.HTTPError, match=f"there is no file {file} here"):
+                _download(address, file)
+        source.run(_end)
+
+
+def test_nothing_is_there_before_a_save_after_it_is_withdrawn_or_where_torch_cannot_go():
+    with PeerWriterHere(timedelta(seconds=1)) as writer:
+        with pytest.raises(InvalidArgument, match="nothing is published"):
+            writer.folder()
+        dcp.save({"x": torch.arange(5)}, storage_writer=writer)
+        address = writer.folder()
+        found = {"x": torch.zeros(5, dtype=torch.int64)}
+        dcp.load(found, checkpoint_id=address)
+        assert found["x"].tolist() == [0, 1, 2, 3, 4]
+        writer.withdraw()
+        with pytest.raises(InvalidArgument, match="nothing is published"):
+            writer.folder()
+        with pytest.raises(urllib.error.HTTPError, match="503"):
+            _download(address, "__0_0.distcp")
+    for options in ({"secret": b"0123456789abcdef"}, {"tls": True}):
+        with PeerWriterHere(**options) as writer:
+            dcp.save({"x": torch.arange(5)}, storage_writer=writer)
+            with pytest.raises(InvalidArgument, match="use a PeerReader"):
+                writer.folder()
+
+
+class PeerWriterHere:
+    """A writer that is shut down at the end."""
+
+    def __init__(self, *arguments, **options):
+        self._writer = PeerWriter(*arguments, interface="127.0.0.1", **options)
+
+    def __enter__(self):
+        return self._writer
+
+    def __exit__(self, *_):
+        self._writer.shutdown()
+
+
+class Hidden(dcp.DefaultSavePlanner):
+    """Writes more than its metadata tells."""
+
+    def create_global_plan(self, all_plans):
+        plans, metadata = super().create_global_plan(all_plans)
+        del metadata.state_dict_metadata["hidden"]
+        return plans, metadata
+
+
+def test_a_planner_that_hides_things_is_not_read_by_name():
+    with PeerWriterHere() as writer:
+        dcp.save({"hidden": torch.ones(3), "x": torch.ones(3)}, storage_writer=writer, planner=Hidden())
+        with pytest.raises(urllib.error.HTTPError, match="written more than its metadata tells"):
+            _download(writer.folder(), ".metadata")
+    assert not dist.is_initialized()
