@@ -236,6 +236,29 @@ def test_hold_stops_all_bytes_until_it_is_released(source):
         assert got == [HEAD + BODY]
 
 
+def test_pace_keeps_a_connection_from_being_done_before_a_fault_has_struck(source):
+    with FaultProxy.before(source.metadata, [FlipByte(at=3, connections=1)]) as proxy:
+        proxy.pace(100_000, 60)
+        got = []
+        reading = threading.Thread(target=lambda: got.append(exchange(proxy, wait=20)))
+        reading.start()
+        reading.join(0.3)
+        assert not got
+        assert proxy.counters.body_bytes <= 100_000
+        changed = exchange(proxy, wait=20)
+        reading.join(20)
+    assert got == [HEAD + BODY]
+    assert len(changed) == len(HEAD + BODY)
+    assert changed != HEAD + BODY
+
+
+def test_pace_is_given_up_when_no_fault_strikes(source):
+    with FaultProxy.before(source.metadata, [FlipByte(at=3, connections=9)]) as proxy:
+        proxy.pace(1000, 0.1)
+        assert exchange(proxy, wait=20) == HEAD + BODY
+    assert not proxy.fired
+
+
 def test_retarget_leads_new_connections_elsewhere(source):
     other = Source(bytes(len(BODY)))
     with FaultProxy.before(source.metadata) as proxy:

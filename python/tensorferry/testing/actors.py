@@ -145,11 +145,12 @@ def _enter(log: str, seconds: float) -> None:
 
 
 def source_main(pipe: Connection, candidate: Candidate, nbytes: int, timeout: float, log: str, bound: float) -> None:
-    """Trains in a loop; publishes, withdraws and reports when told to."""
+    """Trains in a loop; prepares states, publishes, withdraws and reports when told to."""
     _enter(log, bound)
     transport = candidate.build(timeout)
     report = SourceReport()
     state: Any = None
+    prepared: dict[int, Any] = {}
     weight = torch.ones(64, 64)
     last = time.monotonic()
     while True:
@@ -164,10 +165,13 @@ def source_main(pipe: Connection, candidate: Candidate, nbytes: int, timeout: fl
         except EOFError:
             break
         answer: Any = None
-        if verb == "publish":
+        if verb == "prepare":
+            (seed,) = arguments
+            prepared[seed] = sample_state(seed, nbytes)
+        elif verb == "publish":
             step, seed = arguments
             # Overwritten or not, the old one is held until the new one is out, as a trainer's parameters are.
-            fresh = sample_state(seed, nbytes)
+            fresh = prepared.pop(seed, None) or sample_state(seed, nbytes)
             raised = _timed(
                 report, "send_checkpoint", partial(transport.send_checkpoint, [1], step, fresh, timedelta(seconds=9))
             )
@@ -203,12 +207,12 @@ def receiver_main(pipe: Connection, candidate: Candidate, nbytes: int, timeout: 
     pipe.send("ready")
     while True:
         try:
-            metadata, step, seeds = pipe.recv()
+            metadata, step, seeds, within = pipe.recv()
         except EOFError:
             break
         started = time.monotonic()
         try:
-            state = transport.recv_checkpoint(0, metadata, step, timedelta(seconds=timeout))
+            state = transport.recv_checkpoint(0, metadata, step, timedelta(seconds=within))
         except Exception as error:
             seconds = time.monotonic() - started
             names = tuple(c.__name__ for c in type(error).__mro__)

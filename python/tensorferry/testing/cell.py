@@ -25,6 +25,13 @@ AHEAD = 0.25
 """The part of the state that a source beside the faulty one may serve before the fault has struck. It is more than what
 the header comes with, and without the faulty one the receive is not over, however fast the other is."""
 
+SHARE = 2 << 20
+"""Bytes of bodies that a connection may carry before a fault has struck: more than the place of any fault in it, and
+less than the state divided by the connections."""
+
+PATIENCE = 0.2
+"""The part of the timeout that connections wait for the fault at most."""
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -168,6 +175,8 @@ def run_cell(candidate: Candidate, scenario: Scenario, limits: Limits, repeat: i
         cell.proxy.close()
         script = scenario.faults(cell) if callable(scenario.faults) else scenario.faults
         with FaultProxy.before(cell.metadata, script) as cell.proxy, _attack(cell, scenario, outcome):
+            if script and not (scenario.during or scenario.beside):
+                cell.proxy.pace(SHARE, PATIENCE * limits.timeout)
             _receive(cell, scenario, limits, outcome)
             outcome.struck += cell.strikes(scenario)
         _examine_source(cell, children, candidate, scenario, limits, outcome)
@@ -192,10 +201,12 @@ def _receive(cell: Cell, scenario: Scenario, limits: Limits, outcome: Outcome) -
         cell.proxy.hold(int(limits.nbytes * scenario.part))
     step = STEP + 5 if scenario.wrong_step else STEP
     receiver = cell.receiver
+    if scenario.during:
+        cell.ask_source(("prepare", cell.newer_seed))  # so that it takes no time in mid-transfer
     with cell.sources(scenario) as metadata:
         # The state may become one of two while the receive runs; which of them are right is known at its end.
         cell.told = time.monotonic()
-        receiver.tell((metadata, step, [cell._seed, cell.newer_seed]))
+        receiver.tell((metadata, step, [cell._seed, cell.newer_seed], limits.timeout))
         try:
             if scenario.during:
                 cell.happened = cell.proxy.wait_held(limits.timeout, receiver.answered)
@@ -206,7 +217,7 @@ def _receive(cell: Cell, scenario: Scenario, limits: Limits, outcome: Outcome) -
             if cell.happened:
                 _during(cell, scenario, outcome)
             cell.proxy.release()
-            received = cell._children.received(receiver, limits.grace)
+            received = cell._children.received(receiver, limits.timeout + limits.grace)
         except ChildHung as hung:
             outcome.outcome, outcome.seconds, outcome.late = "hung", time.monotonic() - cell.told, True
             outcome.message = str(hung)
@@ -260,7 +271,9 @@ def _examine_source(
     _look_for_panic(cell.source, outcome)
     try:
         fresh = cell.receiver if outcome.outcome in ("healed", "error", "wrong bytes") else children.receiver(candidate)
-        after = children.receive(fresh, cell.metadata, STEP + 2, [cell.newer_seed], limits.grace)
+        # Whether it works is asked here, not how fast it is on a machine that may be busy.
+        within = limits.timeout + limits.stall
+        after = children.receive(fresh, cell.metadata, STEP + 2, [cell.newer_seed], within, limits.grace)
         failed = f"{after.error} {after.message}, {after.wrong_bytes} wrong bytes"
         failed = failed if after.error or after.wrong_bytes else ""
     except (ChildGone, ChildHung) as error:

@@ -116,7 +116,7 @@ class Children:
 
     Args:
         nbytes: size of the state
-        timeout: of the transports and of each receive, seconds
+        timeout: of the transports, seconds
         bound: seconds after which a process ends itself, whatever becomes of us
     """
 
@@ -149,14 +149,16 @@ class Children:
         child.answer(_START)
         return child
 
-    def receive(self, receiver: Child, metadata: str, step: int, seeds: list[int], grace: float) -> Received:
-        """Has a receiver receive at once; one that hangs is killed."""
-        receiver.tell((metadata, step, seeds))
-        return self.received(receiver, grace)
+    def receive(
+        self, receiver: Child, metadata: str, step: int, seeds: list[int], timeout: float, grace: float
+    ) -> Received:
+        """Has a receiver receive within ``timeout`` seconds; one that hangs is killed ``grace`` seconds after it."""
+        receiver.tell((metadata, step, seeds, timeout))
+        return self.received(receiver, timeout + grace)
 
-    def received(self, receiver: Child, grace: float) -> Received:
+    def received(self, receiver: Child, within: float) -> Received:
         """What came of the receive that was asked for."""
-        answer = receiver.answer(self._timeout + grace)
+        answer = receiver.answer(within)
         assert isinstance(answer, Received)
         if not answer.error:
             answer.wrong_bytes, answer.newer = receiver.answer(_COMPARE)

@@ -31,6 +31,7 @@ from .faults import (
     Reset,
     Truncate,
 )
+from .pace import Pace
 
 __all__ = ["FaultProxy", "ProxyCounters"]
 
@@ -90,6 +91,7 @@ class FaultProxy:
         self._held = threading.Event()
         self._loop = asyncio.new_event_loop()
         self._gate = asyncio.Event()
+        self._pace: Pace | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=256)
         self._listener.setblocking(False)
@@ -147,6 +149,14 @@ class FaultProxy:
         self._hold_at = None
         self._loop.call_soon_threadsafe(self._gate.set)
 
+    def pace(self, share: int, patience: float) -> None:
+        """Has each connection wait after ``share`` bytes of bodies until a fault has struck on one of them.
+
+        So a fast receiver cannot be done over its first connections before it has come to the faulty one. After
+        ``patience`` seconds nobody waits any longer. It is to be called before the first connection.
+        """
+        self._pace = Pace(share, patience)
+
     def retarget(self, host: str, port: int) -> None:
         """Leads new connections elsewhere, as if another process had taken the source's port."""
         self._target = (host, port)
@@ -191,6 +201,8 @@ class FaultProxy:
 
     def _struck(self, fault: Fault) -> None:
         self.fired[type(fault).__name__] += 1
+        if self._pace:
+            self._pace.end()
 
     def _strikes(self, fault: Fault, number: int) -> bool:
         """Whether a fault whose place connection ``number`` has come to strikes there."""
@@ -200,7 +212,9 @@ class FaultProxy:
             self._reached[index] += 1
         return fault.hits(number)
 
-    async def _pass_gate(self, body: int) -> None:
+    async def _pass_gate(self, body: int, carried: int) -> None:
+        if self._pace:
+            await self._pace.wait(carried)
         self.counters.body_bytes += body
         if self._hold_at is not None and self.counters.body_bytes >= self._hold_at:
             self._held.set()
@@ -309,10 +323,13 @@ class _Connection:
         if heads:
             heads = self._of(ReplaceHead)
         splitter = AnswerSplitter()
+        carried = 0
         while data := await self._loop.sock_recv(self._source, _READ):
             self._proxy.counters.response_bytes += len(data)
             for body, part in splitter.split(data):
-                await self._proxy._pass_gate(len(part) if body else 0)
+                length = len(part) if body else 0
+                carried += length
+                await self._proxy._pass_gate(length, carried)
                 await flow.forward(part if body else self._rewritten(part, heads), body)
         await flow.forward(splitter.rest(), body=False)
         raise _Over

@@ -232,7 +232,7 @@ _ROWS = [
     Scenario("source-restart", "the source is killed mid-transfer and another takes its port", during=_restart,
         expected=frozenset({"SourceRefused", "SourceChanged"}) | GONE, survives=False),
     Scenario("reader-stall", "the receiver stops reading while the source withdraws the state and goes on",
-        during=_stall, part=0.15, nbytes=LARGE, lanes=1,
+        during=_stall, part=0.1, nbytes=LARGE // 2, lanes=1,
         expected=frozenset({HEALED, "SourceChanged", "WrongStep"}) | GONE,
         private=frozenset({HEALED})),
     Scenario("reader-slow", "the receiver reads slowly while the source withdraws the state and goes on", _slow,
