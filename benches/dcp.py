@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import shutil
 import statistics
 import sys
@@ -18,64 +17,26 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import dcp_ranks
-from dcp_ranks import ALONE, MAPPED, MIB, SHAPES
+from dcp_ranks import ALONE, MAPPED, MIB, SHAPES, Rank
 from machine import facts, others_busy
+
+sys.path.append(str(Path(__file__).parents[1] / "examples" / "reshard"))
+from ranks import Job, RankFailed
 
 CONTENDERS = ("tensorferry files", "tensorferry peers", "FileSystemWriter", "HuggingFaceStorage", *ALONE)
 #: How many ranks save, and how many load.
 WORLDS = {"large": (1, 1), "small": (1, 1), "reshard": (4, 3)}
 _PATIENCE_S = 300
-_PRELOAD = ["torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.tensor", "tensorferry.dcp"]
-
-
-class Failed(Exception):
-    """A rank could not do what it was told."""
-
-
-class Job:
-    """The ranks of a job; a call goes to all of them and gives what each returns."""
-
-    def __init__(self, world: int, folder: Path) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOAD)
-        self.pipes, self.processes = [], []
-        store = tempfile.mktemp(dir=folder)
-        for rank in range(world):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=dcp_ranks.main, args=(theirs, rank, world, store), daemon=True)
-            process.start()
-            self.pipes.append(ours)
-            self.processes.append(process)
-
-    def __call__(self, method: str, *arguments: Any) -> list[Any]:
-        """What `method` returns on each rank."""
-        for pipe in self.pipes:
-            pipe.send((method, *arguments))
-        answers = []
-        for pipe in self.pipes:
-            if not pipe.poll(_PATIENCE_S):
-                raise Failed(f"no answer to {method!r}")
-            answers.append(pipe.recv())
-        for fine, answer in answers:
-            if not fine:
-                raise Failed(f"{method}: {answer}")
-        return [answer for _, answer in answers]
-
-    def end(self) -> None:
-        """Ends its processes."""
-        for pipe, process in zip(self.pipes, self.processes, strict=True):
-            pipe.send(None)
-            process.join(20)
-            if process.is_alive():
-                process.kill()
 
 
 def measure(row: str, contender: str, scale: float, folder: Path) -> dict[str, Any]:
     """One save and one load, by fresh processes."""
     path = folder / "checkpoint"
     worlds = WORLDS[row]
-    saving, loading = Job(worlds[0], folder), Job(worlds[1], folder)
+    saving, loading = (
+        Job("the saving job", worlds[0], Rank, _PATIENCE_S),
+        Job("the loading job", worlds[1], Rank, _PATIENCE_S),
+    )
     try:
         nbytes = sum(saving("build", row, scale, 1))
         held = loading("build", row, scale, 2)
@@ -83,7 +44,6 @@ def measure(row: str, contender: str, scale: float, folder: Path) -> dict[str, A
         loaded = loading("load", contender, path, saved[0]["metadata"])
         equal = all(loading("equals", row, scale, 1))
         on_disk = sum(file.stat().st_size for file in [path, *path.rglob("*")] if file.is_file())
-        saving("end")
     finally:
         saving.end()
         loading.end()
@@ -165,7 +125,7 @@ def main() -> int:
                         sample = measure(row, contender, options.scale, Path(folder))
                         if not sample["equal"]:
                             results["problems"].append(f"{row}, {contender}: what was loaded differs")
-                    except Failed as e:
+                    except RankFailed as e:
                         sample = {"error": str(e)}
                         results["problems"].append(f"{row}, {contender}: {e}")
                     samples.append({"contender": contender, "round": number, **sample})

@@ -6,10 +6,9 @@ import contextlib
 import inspect
 import os
 import time
-import warnings
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,9 +17,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tensorferry.dcp import FileReader, FileWriter, PeerReader, PeerWriter
-
-if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
 
 MIB = 1 << 20
 TIMEOUT = timedelta(minutes=5)
@@ -62,7 +58,11 @@ def _hugging_face(path: Path) -> Any:
 class Rank:
     """One rank of one job, with the state it saves or loads into."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int, world: int) -> None:
+        del rank
+        # torch imports much on the first use of its checkpoints, which is nobody's work here.
+        if world > 1:
+            state("small", 1.0, 0)
         self.held: dict[str, Any] = {}
         self.writer: PeerWriter | None = None
 
@@ -166,21 +166,3 @@ def _memory(field: str) -> int:
 
 def _read_bytes() -> int:
     return int(Path("/proc/self/io").read_text().split()[1])
-
-
-def main(orders: Connection, rank: int, world: int, store: str) -> None:
-    """Does what it is told until it is told nothing more."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=world, store=dist.FileStore(store, world), timeout=TIMEOUT)
-    held = Rank()
-    # torch imports much on the first use of its checkpoints, which is nobody's work here.
-    if world > 1:
-        state("small", 1.0, 0)
-    while (order := orders.recv()) is not None:
-        method, *arguments = order
-        try:
-            orders.send((True, getattr(held, method)(*arguments)))
-        except Exception as e:
-            orders.send((False, f"{type(e).__name__}: {e}"))
-    dist.destroy_process_group()

@@ -6,57 +6,14 @@
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
 import sys
-import tempfile
-from pathlib import Path
-from typing import Any
+from functools import partial
 
-import sharded_rank
+from ranks import Job, RankFailed
+from sharded_rank import Rank
 
-_PATIENCE_S = 120
-#: Imported once, not in each of the six ranks.
-_PRELOAD = ["torch._dynamo", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "tensorferry.dcp"]
 #: Sums over ranks come in another order when there are other numbers of them.
 _TOLERANCE = 1e-4
-
-
-class Job:
-    """The processes of a job; a call goes to all its ranks and gives what each returns."""
-
-    def __init__(self, name: str, world: int, seed: int, folder: Path) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOAD)
-        self.name, self.pipes, self.processes = name, [], []
-        for number in range(world):
-            ours, theirs = context.Pipe()
-            arguments = (theirs, number, world, seed, str(folder / name))
-            process = context.Process(target=sharded_rank.main, args=arguments, daemon=True)
-            process.start()
-            self.pipes.append(ours)
-            self.processes.append(process)
-
-    def __call__(self, method: str, *arguments: Any) -> list[Any]:
-        """What `method` returns on each rank."""
-        for pipe in self.pipes:
-            pipe.send((method, *arguments))
-        results = []
-        for number, pipe in enumerate(self.pipes):
-            if not pipe.poll(_PATIENCE_S):
-                raise SystemExit(f"rank {number} of {self.name} does not answer to {method!r}")
-            fine, result = pipe.recv()
-            if not fine:
-                raise SystemExit(f"rank {number} of {self.name} failed in {method!r}: {result}")
-            results.append(result)
-        return results
-
-    def end(self) -> None:
-        """Ends its processes."""
-        for pipe, process in zip(self.pipes, self.processes, strict=True):
-            pipe.send(None)
-            process.join(20)
-            if process.is_alive():
-                process.kill()
 
 
 def proof(digests: dict[str, str]) -> str:
@@ -70,13 +27,15 @@ def tell(text: str) -> None:
 
 
 def main() -> int:
-    with tempfile.TemporaryDirectory() as folder:
-        large, small = (Job(name, n, seed, Path(folder)) for name, n, seed in (("large", 4, 1), ("small", 2, 2)))
+    with (
+        Job("the large job", 4, partial(Rank, seed=1)) as large,
+        Job("the small job", 2, partial(Rank, seed=2)) as small,
+    ):
         try:
             return run(large, small)
-        finally:
-            large.end()
-            small.end()
+        except RankFailed as e:
+            tell(f"FAILED: {e}")
+            return 1
 
 
 def run(large: Job, small: Job) -> int:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import warnings
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -18,9 +15,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from tensorferry.dcp import PeerReader, PeerWriter
-
-if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
 
 TIMEOUT = timedelta(seconds=60)
 WIDTH = 257  # no number of ranks divides it evenly
@@ -94,20 +88,7 @@ class Rank:
             found[name] = hashlib.sha256(what.encode() + raw).hexdigest()
         return found
 
-
-def main(orders: Connection, rank: int, world: int, seed: int, store: str) -> None:
-    """Does what it is told until it is told nothing more."""
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    dist.init_process_group("gloo", rank=rank, world_size=world, store=dist.FileStore(store, world), timeout=TIMEOUT)
-    held = Rank(rank, world, seed)
-    while (order := orders.recv()) is not None:
-        method, *arguments = order
-        try:
-            orders.send((True, getattr(held, method)(*arguments)))
-        except Exception as e:
-            orders.send((False, f"{type(e).__name__}: {e}"))
-    if held.writer is not None:
-        held.writer.shutdown()
-    dist.destroy_process_group()
+    def end(self) -> None:
+        """Ends the publication for good."""
+        if self.writer is not None:
+            self.writer.shutdown()

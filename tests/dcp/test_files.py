@@ -233,7 +233,7 @@ def test_every_damaged_block_is_named_with_file_and_tensor(tmp_path):
         text = str(caught.value)
         assert rank.name in text
         assert name in text
-        assert f"block {at // 4096} " in text
+        assert f"block {at // 512} " in text
     rank.write_bytes(good)
     index = tmp_path / "index.safetensors"
     good = index.read_bytes()
@@ -364,7 +364,7 @@ def _alone_coordinated(kept, folder):
     dcp.save({"x": torch.full((4,), 2.0)}, storage_writer=FileWriter(folder))
 
 
-#: How a tensor of 1024 rows of 16 KiB, and one of an odd number of them, is saved and loaded.
+#: How tensors of rows of 16 KiB and of 4 KiB are saved and loaded.
 WAYS = [
     (4, "rows", (1, "rows")),
     (4, "rows", (3, "rows")),
@@ -393,7 +393,7 @@ def _large(placement, blank):
     mesh, placements = states.layouts(torch.distributed.get_world_size())[placement]
     found = {}
     # What is small and odd is in the same container.
-    for name, shape in (("b", (1001,)), ("w", (1024, 4096)), ("v", (1001, 4096))):
+    for name, shape in (("b", (1001,)), ("w", (1024, 4096)), ("v", (1001, 4096)), ("u", (2048, 1024))):
         value = torch.zeros(shape) if blank else torch.arange(float(math.prod(shape))).view(shape)
         if len(shape) == 1:
             found[name] = value

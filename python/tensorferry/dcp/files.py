@@ -50,7 +50,7 @@ class _InFolder:
 class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does not follow torch
     """Writes a checkpoint into a folder, for ``torch.distributed.checkpoint.save`` and ``async_save``.
 
-    Each rank writes one safetensors file, with a checksum of every 4 KiB, and the coordinator writes
+    Each rank writes one safetensors file, with a checksum of every 512 bytes, and the coordinator writes
     ``index.safetensors`` last. A folder may be saved into again and again: the checkpoint that is there stays whole
     until the index of the new one takes its place, in one step, and is removed then.
 

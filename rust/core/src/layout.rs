@@ -2,10 +2,12 @@
 
 use bytes::Bytes;
 use tensorferry_wire::container::{self, Entry, Header};
-use tensorferry_wire::digest::FILE_GRAIN;
 
 use crate::error::{Error, ErrorKind};
 use crate::memory::{Item, Memory, Region};
+
+/// A page of memory, and of a file.
+pub(crate) const PAGE: u64 = 4096;
 
 /// Contiguous bytes in memory pieces, addressed by offset.
 pub(crate) struct Segments {
@@ -78,7 +80,7 @@ impl Layout {
             container::MANIFEST_ENTRY => 0,
             container::PICKLE_ENTRY => 1,
             container::DIGESTS_ENTRY => u64::MAX,
-            _ if (items[i].memory.region().len() as u64).is_multiple_of(FILE_GRAIN) => 2,
+            _ if (items[i].memory.region().len() as u64).is_multiple_of(PAGE) => 2,
             _ => 19 - items[i].dtype.alignment(),
         });
         let mut offsets = vec![(0, 0); items.len()];

@@ -277,12 +277,12 @@ impl Lease {
         }
     }
 
-    /// The digests of the blocks `[first, end)` of `grain` bytes each, of which there must be so many. `None` when the
+    /// The digests of the blocks in `runs`, of `grain` bytes each, of which there must be so many. `None` when the
     /// publication was withdrawn meanwhile.
-    pub(crate) fn digests(&self, first: u64, end: u64, grain: u64) -> Option<DigestTable> {
+    pub(crate) fn digests(&self, runs: &[(u64, u64)], grain: u64) -> Option<DigestTable> {
         let publication = &*self.publication;
         let mut blocks = Vec::new();
-        for index in first..end {
+        for (first, index) in runs.iter().flat_map(|&(first, end)| (first..end).map(move |index| (first, index))) {
             let look = index == first || (index * grain).is_multiple_of(BLOCK_SIZE);
             if look && publication.stability == Stability::Borrowed && publication.readers().withdrawn {
                 return None;
@@ -307,11 +307,12 @@ impl Lease {
     }
 
     /// Whether the digests of these blocks are known already, so that asking costs nothing.
-    pub(crate) fn digests_known(&self, first: u64, end: u64, grain: u64) -> bool {
-        let (Ok(first), Ok(end), BLOCK_SIZE) = (usize::try_from(first), usize::try_from(end), grain) else {
-            return false;
+    pub(crate) fn digests_known(&self, runs: &[(u64, u64)], grain: u64) -> bool {
+        let known = |&(first, end): &(u64, u64)| {
+            let (Ok(first), Ok(end)) = (usize::try_from(first), usize::try_from(end)) else { return false };
+            self.publication.blocks[first..end].iter().all(|b| b.get().is_some())
         };
-        self.publication.blocks[first..end].iter().all(|b| b.get().is_some())
+        grain == BLOCK_SIZE && runs.iter().all(known)
     }
 }
 

@@ -10,7 +10,7 @@ use common::{BLOCK, Rig, STEP, State, noise};
 use safetensors::SafeTensors;
 use tensorferry_core::Stability;
 use tensorferry_wire::container::Header;
-use tensorferry_wire::digest::{DigestTable, checksum};
+use tensorferry_wire::digest::{Algorithm, DigestTable, checksum};
 
 /// A server with 3 MiB and a bit, and the bytes of its container.
 fn rig() -> (Rig, State, Vec<u8>) {
@@ -292,6 +292,11 @@ fn digests_are_those_of_the_payload() {
     for bad in ["0-5", "3-1", "", "1", "a-b", "-1-2", "0-99999999999999999999"] {
         assert_eq!(get(&rig, &rig.path(&format!("7/digests?blocks={bad}")), &[]).status, 400, "{bad}");
     }
+    let asked = |runs: &str| {
+        let body = get(&rig, &rig.path(&format!("7/digests?blocks={runs}&grain=512")), &[]).body;
+        DigestTable::decode_grained(&body, &Algorithm::Crc64, 512).unwrap().blocks
+    };
+    assert_eq!(asked("3-5,9-10"), [asked("3-5"), asked("9-10")].concat());
 }
 
 #[test]

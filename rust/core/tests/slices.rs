@@ -126,11 +126,11 @@ fn a_contiguous_slice_costs_hardly_more_than_itself() {
     }
     // Strided: long gaps are left out.
     let far = [("w0", 0, 65_536, vec![repeat(16, 2 * BLOCK as u64, 65_536)])];
-    assert_eq!(fetch(&rig, &state, &far, sliced(2)).unwrap().bytes, 16 * 65_536);
+    assert_eq!(fetch(&rig, &state, &far, sliced(2)).unwrap().bytes, 16 * (65_536 + 8));
     // So are short ones, be there few of them or many.
     for count in [16, 100, 2000] {
         let near = [("w0", 0, 8192, vec![repeat(count, 16_384, 8192)])];
-        assert_eq!(fetch(&rig, &state, &near, sliced(2)).unwrap().bytes, count * 8192);
+        assert_eq!(fetch(&rig, &state, &near, sliced(2)).unwrap().bytes, count * (8192 + 2 * 8));
     }
 }
 
@@ -147,10 +147,10 @@ fn columns_cost_no_more_than_their_blocks_whatever_the_way() {
             // 48 MiB as rows of 12 KiB, of which the middle third is wanted; then runs that begin anywhere.
             let thirds = [("w1", 4096, 4096, vec![repeat(4096, 12_288, 4096)])];
             let report = fetch(&rig, &state, &thirds, options.clone()).unwrap();
-            assert_eq!((report.bytes, report.same_host), (16 << 20, same_host));
+            assert_eq!((report.bytes, report.same_host), (4096 * (4096 + 8), same_host));
             let odd = [("w1", 4000, 5000, vec![repeat(3900, 12_345, 5001)])];
             let report = fetch(&rig, &state, &odd, options).unwrap();
-            assert!(report.bytes <= 3900 * 3 * 4096, "{report:?}");
+            assert!(report.bytes <= 3900 * 11 * (512 + 8), "{report:?}");
         }
     }
 }

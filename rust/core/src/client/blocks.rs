@@ -1,11 +1,10 @@
 //! Checksums of blocks: those of what came, and which of the source's to ask for.
 
 use tensorferry_wire::digest::{Algorithm, BLOCK_SIZE, Hasher};
+use tensorferry_wire::request::MAX_RUNS;
 
 /// Digests in one request, at most, where blocks are smaller than 1 MiB.
 const MAX_DIGESTS: u64 = 1 << 18;
-/// Blocks nobody wants whose digests are asked for along with those on both sides: a request costs more.
-const MAX_GAP: u64 = 64;
 
 /// Takes the checksums of bytes as they come: one for each `grain` of them and one for the rest.
 pub(crate) struct Checksums<'a> {
@@ -60,36 +59,38 @@ pub(crate) fn checksum_blocks<'a>(
     checksums.finish()
 }
 
-/// One request for the digests of blocks `first..end`, in which `runs` lie.
+/// One request for the digests of the blocks in `asked`, in which `runs` lie.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Request {
-    pub(super) first: u64,
-    pub(super) end: u64,
+    pub(super) asked: Vec<(u64, u64)>,
     pub(super) runs: Vec<(u64, u64)>,
 }
 
-/// Which digests to ask for at a time: all at once for blocks of 1 MiB; smaller ones in parts, and not those of large
-/// gaps.
+/// Which digests to ask for at a time: for blocks of 1 MiB all at once, with those between them; of smaller ones just those
+/// that are wanted, in parts.
 pub(super) fn requests(runs: &[(u64, u64)], grain: u64) -> Vec<Request> {
-    let (most, gap) = if grain == BLOCK_SIZE { (u64::MAX, u64::MAX) } else { (MAX_DIGESTS, MAX_GAP) };
-    let mut requests: Vec<Request> = Vec::new();
+    if grain == BLOCK_SIZE {
+        let (Some(first), Some(last)) = (runs.first(), runs.last()) else { return Vec::new() };
+        return vec![Request { asked: vec![(first.0, last.1)], runs: runs.to_vec() }];
+    }
+    let mut requests = Vec::new();
+    let (mut asked, mut left) = (Vec::new(), MAX_DIGESTS);
     for &(start, end) in runs {
         let mut start = start;
         while start < end {
-            let stop = match requests.last_mut() {
-                Some(last) if start - last.first < most && start - last.end <= gap => {
-                    last.end = end.min(last.first.saturating_add(most));
-                    last.runs.push((start, last.end));
-                    last.end
-                }
-                _ => {
-                    let stop = end.min(start.saturating_add(most));
-                    requests.push(Request { first: start, end: stop, runs: vec![(start, stop)] });
-                    stop
-                }
-            };
+            let stop = end.min(start.saturating_add(left));
+            asked.push((start, stop));
+            left -= stop - start;
             start = stop;
+            if left == 0 || asked.len() == MAX_RUNS {
+                let asked = std::mem::take(&mut asked);
+                requests.push(Request { runs: asked.clone(), asked });
+                left = MAX_DIGESTS;
+            }
         }
+    }
+    if !asked.is_empty() {
+        requests.push(Request { runs: asked.clone(), asked });
     }
     requests
 }
@@ -111,18 +112,21 @@ mod tests {
     }
 
     #[test]
-    fn requests_cover_every_run_once_and_leave_large_gaps_out() {
-        let runs = [(3, 5), (69, 70), (135, 136), (1000, 1000 + 2 * MAX_DIGESTS + 7)];
+    fn requests_cover_every_run_once_and_no_gaps() {
+        let mut runs = vec![(3, 5), (69, 70), (1000, 1000 + 2 * MAX_DIGESTS + 7)];
+        let behind = runs[2].1 + 1;
+        runs.extend((0..2 * MAX_RUNS as u64).map(|i| (behind + 3 * i, behind + 3 * i + 2)));
         let asked = requests(&runs, 4096);
-        let covered: u64 = asked.iter().flat_map(|r| &r.runs).map(|(a, b)| b - a).sum();
-        assert_eq!(covered, runs.iter().map(|(a, b)| b - a).sum::<u64>());
+        let blocks = |runs: &[(u64, u64)]| runs.iter().flat_map(|&(a, b)| a..b).collect::<Vec<_>>();
+        let covered: Vec<_> = asked.iter().flat_map(|r| blocks(&r.runs)).collect();
+        assert!(covered == blocks(&runs));
         for request in &asked {
-            assert!(request.end - request.first <= MAX_DIGESTS);
-            assert!(request.runs.iter().all(|run| request.first <= run.0 && run.1 <= request.end));
+            assert_eq!(request.asked, request.runs);
+            assert!(request.asked.len() <= MAX_RUNS && blocks(&request.asked).len() as u64 <= MAX_DIGESTS);
         }
-        let ends: Vec<_> = asked.iter().map(|r| (r.first, r.end)).collect();
-        assert_eq!(&ends[..2], [(3, 70), (135, 136)], "64 blocks between are bridged, 65 are not");
+        assert_eq!(asked.len(), 5);
         let whole = requests(&runs, BLOCK_SIZE);
-        assert_eq!((whole.len(), whole[0].first, whole[0].end), (1, 3, 1000 + 2 * MAX_DIGESTS + 7));
+        assert_eq!((whole.len(), &whole[0].asked[..]), (1, &[(3, runs.last().unwrap().1)][..]));
+        assert!(requests(&[], BLOCK_SIZE).is_empty() && requests(&[], 4096).is_empty());
     }
 }

@@ -243,6 +243,9 @@ impl Remote {
             // Sources with equal headers may still differ in their bytes: with several, everything is held against the
             // digests of one, so that the result is never made of two snapshots.
             let held_against = if self.peers.len() > 1 { &wanted } else { &runs };
+            if plan.grain() < BLOCK_SIZE {
+                report.bytes += 8 * held_against.iter().map(|(a, b)| b - a).sum::<u64>();
+            }
             runs = self.mismatched(held_against, plan.grain(), &received)?;
             report.retries += runs.len() as u64;
             report.troubles.append(&mut received.take_troubles());
@@ -332,7 +335,7 @@ impl Remote {
             primary: self.primary,
             spread,
             path: format!("{}.safetensors", self.key),
-            digests_path: self.digests_path(0, 0, BLOCK_SIZE),
+            digests_path: self.digests_path(&[(0, 0)], BLOCK_SIZE),
             payload_start: self.payload_start,
             payload_len: self.header.payload_len(),
             header_digest: self.header_digest,
@@ -355,12 +358,15 @@ impl Remote {
     /// Compares the checksums of the blocks in `runs` with the source's; returns the runs that differ.
     fn mismatched(&mut self, runs: &[(u64, u64)], grain: u64, received: &Received) -> Result<Vec<(u64, u64)>, Error> {
         let mut differ: Vec<(u64, u64)> = Vec::new();
-        for Request { first, end, runs } in requests(runs, grain) {
-            let first = if self.peers.len() > 1 && grain == BLOCK_SIZE { 0 } else { first };
-            let table = self.digests(first, end, grain)?;
+        for Request { mut asked, runs } in requests(runs, grain) {
+            if self.peers.len() > 1 && grain == BLOCK_SIZE {
+                asked[0].0 = 0;
+            }
+            let table = self.digests(&asked, grain)?;
+            let mut known = asked.iter().flat_map(|&(a, b)| a..b).zip(&table.blocks);
             for block in runs.iter().flat_map(|&(a, b)| a..b) {
-                let index = usize::try_from(block - first).unwrap_or(usize::MAX);
-                if table.blocks.get(index).is_some_and(|&theirs| received.digest(block) == Some(theirs)) {
+                let theirs = known.find(|(number, _)| *number == block).map(|(_, &digest)| digest);
+                if theirs.is_some() && received.digest(block) == theirs {
                     continue;
                 }
                 let from = &self.peers[received.origin(block)];
@@ -381,11 +387,12 @@ impl Remote {
         Ok(differ)
     }
 
-    /// The source's digests of blocks `[first, end)`, from any peer that serves this snapshot; that one is the primary
-    /// from then on.
-    fn digests(&mut self, first: u64, end: u64, grain: u64) -> Result<DigestTable, Error> {
-        let path = self.digests_path(first, end, grain);
-        let prefix: Vec<_> = match first {
+    /// The source's digests of `runs` of blocks, from any peer that serves this snapshot; that one is the primary from then
+    /// on.
+    fn digests(&mut self, runs: &[(u64, u64)], grain: u64) -> Result<DigestTable, Error> {
+        let path = self.digests_path(runs, grain);
+        let count = runs.iter().map(|(first, end)| end - first).sum();
+        let prefix: Vec<_> = match runs[0].0 {
             0 if grain == BLOCK_SIZE => {
                 self.prefix.chunks(lane::block_len()).map(|block| self.algorithm.checksum(block)).collect()
             }
@@ -406,7 +413,7 @@ impl Remote {
             };
             let answer = attempt.and_then(|mut connection| {
                 let etag = peer.etag.get().map(String::as_str);
-                let (table, _) = read_digests(&mut connection, &path, etag, end - first, grain)?;
+                let (table, _) = read_digests(&mut connection, &path, etag, count, grain)?;
                 Ok((connection, table))
             });
             match answer {
@@ -434,9 +441,10 @@ impl Remote {
         if local { cores.clamp(2, 4) } else { default_lanes() }
     }
 
-    fn digests_path(&self, first: u64, end: u64, grain: u64) -> String {
+    fn digests_path(&self, runs: &[(u64, u64)], grain: u64) -> String {
+        let runs: Vec<_> = runs.iter().map(|(first, end)| format!("{first}-{end}")).collect();
         let grain = if grain == BLOCK_SIZE { String::new() } else { format!("&grain={grain}") };
-        format!("{}/digests?blocks={first}-{end}{grain}", self.key)
+        format!("{}/digests?blocks={}{grain}", self.key, runs.join(","))
     }
 
     fn corrupt(&self, plan: &Plan, block: u64) -> Error {

@@ -1,5 +1,5 @@
 //! Containers at rest: written from memory by several threads and put in their place by a rename; read slice by slice, every
-//! block of 4 KiB held against its checksum.
+//! block of 512 bytes held against its checksum.
 
 mod output;
 mod read;

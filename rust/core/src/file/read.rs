@@ -88,7 +88,7 @@ impl Container {
         &self.header
     }
 
-    /// Reads `slices` into their places, and no more of the file than the blocks of 4 KiB they lie in.
+    /// Reads `slices` into their places, and no more of the file than the blocks of 512 bytes they lie in.
     ///
     /// # Errors
     /// [`ErrorKind::Corrupt`] when a block does not match its checksum: file, entry and block are named;
@@ -133,7 +133,7 @@ impl Container {
     /// Reads and verifies blocks `[first, end)`; says how many bytes of the file that took.
     fn read_blocks(&self, plan: &Plan, first: u64, end: u64, sink: &mut Vec<u8>) -> Result<u64, Error> {
         let failed = |e| refused(&self.path, "cannot be read", e);
-        // A chunk has 1024 blocks at most.
+        // A chunk has 8192 blocks at most.
         #[allow(clippy::cast_possible_truncation)]
         let mut table = vec![0; 8 * (end - first) as usize];
         self.file.read_exact_at(&mut table, self.digests_at + 8 * first).map_err(failed)?;

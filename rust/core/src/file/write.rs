@@ -18,7 +18,7 @@ use super::output::{Buffer, Output};
 use super::{CHUNK, DIRECT_FROM, FileOptions, FileReport, refused};
 use crate::client::checksum_blocks;
 use crate::error::{Error, ErrorKind};
-use crate::layout::{Layout, Segments};
+use crate::layout::{Layout, PAGE, Segments};
 use crate::memory::Item;
 
 /// Writes `items` as a container to `path`, with checksums of all of it. The file appears under its name only when it is
@@ -39,7 +39,7 @@ pub fn write_file(
     let table_len = digest::table_len(len.div_ceil(FILE_GRAIN));
     let blank = Bytes::from(vec![0; usize::try_from(table_len).map_err(|_| too_large(path))?]);
     items.push(Item::bytes(DIGESTS_ENTRY, Dtype::U8, &[table_len], blank));
-    let layout = Layout::new(metadata, items, FILE_GRAIN)?;
+    let layout = Layout::new(metadata, items, PAGE)?;
     let partial = partial_path(path)?;
     let written = write_partial(&partial, &layout, len, options);
     let written = written.and_then(|direct| commit(&partial, path).map(|()| direct));

@@ -280,23 +280,25 @@ async fn digests<B>(connection: &Connection, lease: Arc<Lease>, asked: &Request<
     if let Some(refused) = conditional(asked.headers(), &etag) {
         return refused;
     }
-    let (first, end, grain) = match asked.uri().query().filter(|q| q.starts_with("blocks=")) {
-        None => (0, lease.block_count(BLOCK_SIZE), BLOCK_SIZE),
-        Some(query) => match request::parse_blocks(query) {
-            Some((first, end, BLOCK_SIZE)) if end <= lease.block_count(BLOCK_SIZE) => (first, end, BLOCK_SIZE),
-            Some((first, end, grain)) if end <= lease.block_count(grain) && end - first <= MAX_FINE_DIGESTS => {
-                (first, end, grain)
-            }
-            _ => {
+    let (runs, grain) = match asked.uri().query().filter(|q| q.starts_with("blocks=")) {
+        None => (vec![(0, lease.block_count(BLOCK_SIZE))], BLOCK_SIZE),
+        Some(query) => {
+            let one = request::parse_blocks(query).map(|(first, end, grain)| (vec![(first, end)], grain));
+            let known = |(runs, grain): &(Vec<(u64, u64)>, u64)| {
+                let few = *grain == BLOCK_SIZE || runs.iter().map(|run| run.1 - run.0).sum::<u64>() <= MAX_FINE_DIGESTS;
+                runs.iter().all(|run| run.1 <= lease.block_count(*grain)) && few
+            };
+            let Some(found) = one.or_else(|| request::parse_runs(query)).filter(known) else {
                 let count = lease.block_count(BLOCK_SIZE);
                 return text(StatusCode::BAD_REQUEST, &format!("there are {count} blocks of 1 MiB, not {query}"));
-            }
-        },
+            };
+            found
+        }
     };
-    let table = if lease.digests_known(first, end, grain) {
-        lease.digests(first, end, grain)
+    let table = if lease.digests_known(&runs, grain) {
+        lease.digests(&runs, grain)
     } else {
-        match tokio::task::spawn_blocking(move || lease.digests(first, end, grain)).await {
+        match tokio::task::spawn_blocking(move || lease.digests(&runs, grain)).await {
             Ok(table) => table,
             Err(_) => return text(StatusCode::INTERNAL_SERVER_ERROR, "the digests could not be computed"),
         }
