@@ -186,13 +186,16 @@ impl Transfer<'_> {
                 error = self.placed(error, peer, &range);
             }
             // Whatever it was: the network is the way that has to work.
-            let around_the_network = connection.take().is_some_and(|c| c.is_same_host());
+            let connection = connection.take();
+            // The source answers and is not done copying: nobody is at fault, and the deadline ends it.
+            let filling = error.is_timeout() && connection.as_ref().is_some_and(Connection::is_filling);
+            let around_the_network = !filling && connection.is_some_and(|c| c.is_same_host());
             if around_the_network {
                 peer.give_up_same_host();
             }
             turn += 1;
             // A lane that was merely slow is not at fault twice.
-            failures = if range.at > first || slow.is_some() { 1 } else { failures + 1 };
+            failures = if range.at > first || slow.is_some() || filling { 1 } else { failures + 1 };
             let elsewhere = (self.peers.len() > 1 || around_the_network) && error.kind() != ErrorKind::Cancelled;
             let over = self.limits.left().is_err();
             if over || !(error.is_transient() || elsewhere) {

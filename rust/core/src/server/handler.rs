@@ -15,12 +15,14 @@ use tensorferry_wire::request::{self, PathError, RangeSpec, Resource};
 use super::Connection;
 use super::metrics::{Metrics, Sending};
 use crate::body::{MemoryBody, ServedBody};
+use crate::filling::Abandoned;
 use crate::publication::{Lease, Segments};
 use crate::store::Lookup;
 
 /// Digests of blocks below 1 MiB that one request may ask for: computing them holds up a thread.
 const MAX_FINE_DIGESTS: u64 = 1 << 20;
 const OCTETS: &str = "application/octet-stream";
+const GONE: &str = "the snapshot asked for is no longer served";
 
 type Answer = Response<ServedBody>;
 
@@ -102,10 +104,14 @@ async fn resolve<B>(
         return text(StatusCode::NOT_FOUND, &format!("no checkpoint is called {key}: steps are integers"));
     };
     let store = &connection.shared.store;
-    let begun =
-        joined(request.headers(), header::IF_MATCH).and_then(|etag| store.lookup_lingering(&etag, &connection.cut));
+    let asked = joined(request.headers(), header::IF_MATCH);
+    let begun = asked.as_deref().and_then(|etag| store.lookup_lingering(etag, &connection.cut));
     let lease = match begun {
         Some(lease) => lease,
+        // It will never come back: whoever has begun to receive it need not wait for the next one to learn that.
+        None if asked.is_some_and(|etag| store.is_abandoned(&etag)) => {
+            return text(StatusCode::PRECONDITION_FAILED, GONE);
+        }
         None => match lease(connection, step).await {
             Ok(lease) => lease,
             Err(refused) => return refused,
@@ -168,7 +174,7 @@ fn conditional(headers: &HeaderMap, etag: &str) -> Option<Answer> {
     if let Some(value) = joined(headers, header::IF_MATCH)
         && !request::etag_matches_strong(&value, etag)
     {
-        return Some(text(StatusCode::PRECONDITION_FAILED, "the snapshot asked for is no longer served"));
+        return Some(text(StatusCode::PRECONDITION_FAILED, GONE));
     }
     if let Some(value) = joined(headers, header::IF_NONE_MATCH)
         && request::etag_matches_weak(&value, etag)
@@ -211,6 +217,7 @@ fn memory(
         }
     };
     connection.open.fetch_add(1, Ordering::Relaxed);
+    let filling = digest && !lease.publication().is_ready(end);
     let mut answer = Response::new(ServedBody::Memory(Box::new(MemoryBody {
         segments,
         lease,
@@ -221,6 +228,7 @@ fn memory(
         progress: Arc::clone(&connection.progress),
         throttle: connection.shared.throttle.clone(),
         wait: None,
+        filling: None,
         _open: Box::new(Open(Arc::clone(connection), Sending::new(connection, end - start))),
     })));
     *answer.status_mut() = status;
@@ -228,6 +236,9 @@ fn memory(
     headers.insert(header::CONTENT_TYPE, HeaderValue::from_static(OCTETS));
     headers.insert(header::ACCEPT_RANGES, HeaderValue::from_static("bytes"));
     headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
+    if filling {
+        headers.insert(request::FILLING_HEADER, HeaderValue::from_static("1"));
+    }
     insert(headers, header::ETAG, &etag);
     if status == StatusCode::PARTIAL_CONTENT {
         insert(headers, header::CONTENT_RANGE, &format!("bytes {start}-{}/{len}", end - 1));
@@ -254,6 +265,9 @@ async fn digests<B>(connection: &Connection, lease: Arc<Lease>, asked: &Request<
             }
         },
     };
+    if let Err(refused) = filled(connection, lease.blocks_ready(end, grain), StatusCode::PRECONDITION_FAILED).await {
+        return refused;
+    }
     let table = if lease.digests_known(first, end, grain) {
         lease.digests(first, end, grain)
     } else {
@@ -263,7 +277,7 @@ async fn digests<B>(connection: &Connection, lease: Arc<Lease>, asked: &Request<
         }
     };
     let Some(table) = table else {
-        return text(StatusCode::PRECONDITION_FAILED, "the snapshot asked for is no longer served");
+        return text(StatusCode::PRECONDITION_FAILED, GONE);
     };
     let (Some(guard), Some(nonce)) = (&connection.shared.guard, nonce) else {
         let mut found = bytes(Bytes::from(table.encode_grained(&Algorithm::Crc64, grain)));
@@ -280,11 +294,34 @@ async fn digests<B>(connection: &Connection, lease: Arc<Lease>, asked: &Request<
     found
 }
 
-/// A body in torchft's own format. It is built without a lease, since that can take long and reads no tensor memory.
+/// Waits until bytes are final, no longer than a request waits for the gate. `abandoned` is the status if they never will
+/// be.
+async fn filled(
+    connection: &Connection,
+    ready: impl Future<Output = Result<(), Abandoned>>,
+    abandoned: StatusCode,
+) -> Result<(), Answer> {
+    let patience = connection.shared.patience;
+    match tokio::time::timeout(patience, ready).await {
+        Ok(Ok(())) => Ok(()),
+        Ok(Err(Abandoned)) => Err(text(abandoned, GONE)),
+        Err(_) => {
+            let message =
+                format!("Timed out waiting for the state to be copied after {} seconds", patience.as_secs_f64());
+            Err(text(StatusCode::SERVICE_UNAVAILABLE, &message))
+        }
+    }
+}
+
+/// A body in torchft's own format, of a state that is all there. It is built without a lease, since that can take long and reads no tensor memory.
 async fn stock(connection: &Arc<Connection>, lease: Arc<Lease>, step: i64, name: String) -> Answer {
     let publication = lease.publication_arc();
     let etag = publication.etag().to_owned();
     drop(lease);
+    let all = publication.ready(publication.total_len());
+    if let Err(refused) = filled(connection, all, StatusCode::SERVICE_UNAVAILABLE).await {
+        return refused;
+    }
     let missing = format!("list index out of range: there is no chunk {name}");
     let rendered = tokio::task::spawn_blocking(move || publication.render(&name)).await;
     let segments = match rendered {
@@ -297,7 +334,7 @@ async fn stock(connection: &Arc<Connection>, lease: Arc<Lease>, step: i64, name:
         Ok(lease) if lease.publication().etag() == etag => {
             memory(connection, lease, segments, false, &HeaderMap::new(), None)
         }
-        Ok(_) => text(StatusCode::SERVICE_UNAVAILABLE, "the snapshot asked for is no longer served"),
+        Ok(_) => text(StatusCode::SERVICE_UNAVAILABLE, GONE),
         Err(refused) => refused,
     }
 }
