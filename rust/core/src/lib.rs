@@ -45,7 +45,7 @@ pub use arena::{Arena, Pool};
 pub use background::give_way;
 #[cfg(fuzzing)]
 pub use client::fuzzing;
-pub use client::{Arrived, Cancel, Destination, FetchOptions, Order, Remote, Report, gather};
+pub use client::{Arrived, Cancel, Destination, FetchOptions, Order, Part, Remote, Report, Waves, gather};
 pub use error::{Error, ErrorKind};
 pub use file::{Container, FileOptions, FileReport, write_file};
 pub use filling::Filling;

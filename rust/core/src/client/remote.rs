@@ -45,7 +45,10 @@ pub struct Remote {
     lanes: Option<usize>,
     pool: Option<Arc<Pool>>,
     progress: Arc<AtomicU64>,
-    connection: Option<Connection>,
+    /// Those that can be used again.
+    connections: Vec<Connection>,
+    /// Bytes of the receive, where it has several parts.
+    expected: u64,
     opening: Duration,
 }
 
@@ -112,7 +115,8 @@ impl Remote {
                         algorithm: secret::algorithm(options.secret.as_ref()),
                         prefix: opened.prefix,
                         // One that was given a share of the time must not end with that.
-                        connection: Some(opened.connection).filter(|_| others == 0),
+                        connections: Some(opened.connection).filter(|_| others == 0).into_iter().collect(),
+                        expected: 0,
                         opening: started.elapsed(),
                         lanes: options.lanes,
                         pool: options.pool,
@@ -161,17 +165,42 @@ impl Remote {
             Destination::Fresh => vec![None; self.header.entries().len()],
             Destination::Given(Addresses(addresses)) => addresses,
         };
-        let (arena, offsets, pieces) = self.place(&addresses)?;
+        let (arena, offsets, pieces) = self.place(&addresses, &[])?;
         let fresh = arena.is_fresh() && offsets.iter().any(Option::is_some);
         let plan = Plan::new(pieces, self.header.payload_len(), fresh)?;
-        self.copy_prefix(&plan);
-        self.progress.fetch_add(self.prefix.len() as u64, Ordering::Relaxed);
-        let mut report = self.report();
-        let have = (self.prefix.len() as u64).div_ceil(BLOCK_SIZE);
-        self.transfer(&plan, have, &mut report)?;
-        report.bytes += self.prefix.len() as u64;
+        let mut report = self.begin();
+        self.bring(&plan, &mut report)?;
+        self.complete(&mut report);
         report.fetching = started.elapsed();
         Ok(Arrived { arena, offsets, report })
+    }
+
+    /// The beginning of a receive of entries.
+    pub(super) fn begin(&self) -> Report {
+        self.progress.fetch_add(self.prefix.len() as u64, Ordering::Relaxed);
+        self.report()
+    }
+
+    /// Brings all that `plan` has a place for, verified.
+    pub(super) fn bring(&mut self, plan: &Plan, report: &mut Report) -> Result<(), Error> {
+        self.copy_prefix(plan);
+        let have = (self.prefix.len() as u64).div_ceil(BLOCK_SIZE);
+        self.transfer(plan, have, report)
+    }
+
+    /// The end of it: counts what came along with the header.
+    pub(super) fn complete(&self, report: &mut Report) {
+        report.bytes += self.prefix.len() as u64;
+    }
+
+    /// Tells how much will come in all, where it does in parts.
+    pub(super) fn expect(&mut self, bytes: u64) {
+        self.expected = bytes;
+    }
+
+    /// Whether more than one source was named.
+    pub(super) fn has_several_sources(&self) -> bool {
+        self.peers.len() > 1
     }
 
     /// Fetches and verifies parts of entries, and as little besides as whole blocks of digests allow.
@@ -209,7 +238,8 @@ impl Remote {
             runs = plan.wanted_blocks(JOIN_GAP);
         }
         let mut runs: Vec<_> = runs.into_iter().map(|(a, b)| (a.max(have), b)).filter(|(a, b)| a < b).collect();
-        if runs.iter().map(|(a, b)| b - a).sum::<u64>() * plan.grain() < SAME_HOST_BYTES {
+        let bytes = runs.iter().map(|(a, b)| b - a).sum::<u64>() * plan.grain();
+        if bytes.max(self.expected) < SAME_HOST_BYTES {
             self.peers.iter().for_each(Peer::give_up_same_host);
         }
         let received = lane::Received::new(&runs, Arc::clone(&self.progress))
@@ -233,14 +263,18 @@ impl Remote {
         Ok(())
     }
 
-    /// Lays out the arena and lists every destination.
-    fn place(&self, addresses: &[Option<usize>]) -> Result<Placed, Error> {
+    /// Lays out the arena and lists every destination. The entries numbered in `elsewhere` get none.
+    pub(super) fn place(&self, addresses: &[Option<usize>], elsewhere: &[usize]) -> Result<Placed, Error> {
         let entries = self.header.entries();
         if addresses.len() != entries.len() {
             let message = format!("{} destinations for {} entries", addresses.len(), entries.len());
             return Err(Error::new(ErrorKind::Invalid, message));
         }
         let reserved = |e: &Entry| e.name == container::MANIFEST_ENTRY || e.name == container::PICKLE_ENTRY;
+        let mut here = vec![true; entries.len()];
+        for &index in elsewhere {
+            here[index] = false;
+        }
         let mut offsets = vec![None; entries.len()];
         let mut len = 0_u64;
         // In payload order, so that neighbours on the wire are neighbours in memory and one receive fills many.
@@ -248,7 +282,7 @@ impl Remote {
         order.sort_by_key(|&i| entries[i].start);
         for index in order {
             let entry = &entries[index];
-            if addresses[index].is_none() && !reserved(entry) {
+            if addresses[index].is_none() && here[index] && !reserved(entry) {
                 offsets[index] = Some(len);
                 len = (len + (entry.end - entry.start)).next_multiple_of(ALIGNMENT);
             }
@@ -322,9 +356,9 @@ impl Remote {
             watch: Watch::new(lanes),
             alive: lanes.into(),
         };
-        let first = self.connection.take();
-        let mut connections = std::iter::once(first).chain(std::iter::repeat_with(|| None));
-        self.connection = std::thread::scope(|scope| {
+        let mut known = std::mem::take(&mut self.connections).into_iter();
+        let mut connections = std::iter::repeat_with(|| known.next());
+        self.connections = std::thread::scope(|scope| {
             let mut threads = Vec::with_capacity(lanes);
             for (index, connection) in connections.by_ref().take(lanes).enumerate() {
                 let transfer = &transfer;
@@ -335,8 +369,7 @@ impl Remote {
                     Err(e) => transfer.leave(Error::caused(ErrorKind::System, "cannot start a thread for a lane", e)),
                 }
             }
-            let left: Vec<_> = threads.into_iter().map(|thread| thread.join().ok().flatten()).collect();
-            left.into_iter().flatten().next()
+            threads.into_iter().filter_map(|thread| thread.join().ok().flatten()).collect()
         });
         report.bytes += received.take_bytes();
         report.retries += received.take_retries();
@@ -395,7 +428,7 @@ impl Remote {
             let index = (self.primary + turn.saturating_sub(1)) % self.peers.len();
             let peer = &self.peers[index];
             let ours = |c: &Connection| turn == 0 && c.is_reusable() && Arc::ptr_eq(c.source(), &peer.source);
-            let reused = self.connection.take().filter(ours);
+            let reused = self.connections.iter().position(ours).map(|at| self.connections.swap_remove(at));
             let attempt = match reused {
                 Some(connection) => Ok(connection),
                 None if turn == 0 => continue,
@@ -414,7 +447,7 @@ impl Remote {
                         && table.payload_len == self.header.payload_len()
                         && table.blocks.iter().zip(&prefix).all(|(theirs, ours)| theirs == ours) =>
                 {
-                    self.connection = Some(connection);
+                    self.connections.push(connection);
                     self.primary = index;
                     return Ok(table);
                 }
