@@ -1,19 +1,21 @@
 //! `Remote`: a checkpoint at its source, and fetching it.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList, PyString, PyTuple};
-use tensorferry_core::{Cancel, Destination, FetchOptions, Pool, Remote};
-use tensorferry_wire::container::{self, Header};
+use tensorferry_core::{Arrived, Cancel, Destination, FetchOptions, Pool, Remote};
+use tensorferry_wire::container::{self, Header, Shape};
+use tensorferry_wire::dtype::Dtype;
 use tensorferry_wire::manifest;
 
 use crate::errors;
 use crate::memory::{Placed, PyArena, given};
 use crate::runtime::{self, Origin, Watch};
 use crate::secret::PySecret;
+use crate::waves::{PyWaves, Teller};
 
 /// A checkpoint whose header is here and whose payload is still at its source.
 #[pyclass(name = "Remote", module = "tensorferry._native", frozen)]
@@ -52,6 +54,20 @@ impl PyRemote {
             Some(remote) => read(remote),
             None => Err(errors::invalid(py, "this checkpoint was fetched already")),
         }
+    }
+
+    /// The checkpoint itself, to be fetched once.
+    fn take(&self, py: Python<'_>) -> PyResult<(Remote, Teller, Kinds)> {
+        self.origin.check(py)?;
+        let remote = self.remote.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let remote = remote.ok_or_else(|| errors::invalid(py, "this checkpoint was fetched already"))?;
+        let kinds = remote.header().entries().iter().map(|e| (e.dtype, e.shape.clone())).collect();
+        let teller = Teller {
+            received: Arc::clone(&self.received),
+            total: remote.header().payload_len(),
+            progress: self.progress.as_ref().map(|call| call.clone_ref(py)),
+        };
+        Ok((remote, teller, kinds))
     }
 
     fn column<'py, T>(
@@ -153,35 +169,54 @@ impl PyRemote {
         py: Python<'py>,
         addresses: Option<Vec<Option<usize>>>,
     ) -> PyResult<(PyArena, Vec<Option<u64>>, Bound<'py, PyDict>)> {
-        self.origin.check(py)?;
-        let remote = self.remote.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let remote = remote.ok_or_else(|| errors::invalid(py, "this checkpoint was fetched already"))?;
-        let kinds: Vec<_> = remote.header().entries().iter().map(|e| (e.dtype, e.shape.clone())).collect();
+        let (remote, teller, kinds) = self.take(py)?;
         let destination = addresses.map_or(Destination::Fresh, given);
-        let total = remote.header().payload_len();
-        let tell = |py: Python<'_>| {
-            // Bytes that had to be fetched again count once.
-            let received = self.received.load(Ordering::Relaxed).min(total);
-            self.progress.as_ref().map_or(Ok(()), |call| call.call1(py, (received, total)).map(drop))
-        };
-        let watch = self.progress.is_some().then_some(&tell as &Watch<'_>);
+        let tell = |py: Python<'_>| teller.tell(py);
+        let watch = teller.progress.is_some().then_some(&tell as &Watch<'_>);
         let arrived = runtime::run(py, &self.cancel, watch, move || remote.fetch(destination))?;
         tell(py)?;
-        let (arena, offsets, report) = arrived.into_parts();
-        let told = PyDict::new(py);
-        told.set_item("bytes", report.bytes)?;
-        told.set_item("lanes", report.lanes)?;
-        told.set_item("retries", report.retries)?;
-        told.set_item("same_host", report.same_host)?;
-        let text = |(here, there): (std::net::IpAddr, std::net::IpAddr)| (here.to_string(), there.to_string());
-        told.set_item("routes", report.routes.into_iter().map(text).collect::<Vec<_>>())?;
-        told.set_item("troubles", report.troubles)?;
-        told.set_item("opening_seconds", report.opening.as_secs_f64())?;
-        told.set_item("fetching_seconds", report.fetching.as_secs_f64())?;
-        let placed = kinds.into_iter().zip(&offsets);
-        let placed = placed.map(|((dtype, shape), &offset)| Placed { offset, dtype, shape }).collect();
-        Ok((PyArena::new(arena, placed), offsets, told))
+        handed_over(py, arrived, kinds)
     }
+
+    /// Begins a receive like `fetch`, in which the entries numbered in `passing` go by way of `most` bytes of memory that
+    /// is given for each wave.
+    fn waves(
+        &self,
+        py: Python<'_>,
+        addresses: Option<Vec<Option<usize>>>,
+        passing: Vec<usize>,
+        most: u64,
+    ) -> PyResult<PyWaves> {
+        let (remote, teller, kinds) = self.take(py)?;
+        let destination = addresses.map_or(Destination::Fresh, given);
+        let waves = py.detach(move || remote.waves(destination, &passing, most)).map_err(|e| errors::to_py(py, &e))?;
+        Ok(PyWaves::new(self.cancel.clone(), teller, kinds, waves))
+    }
+}
+
+/// Dtype and shape of each entry.
+pub(crate) type Kinds = Vec<(Dtype, Shape)>;
+
+/// What has arrived, for Python: the arena, each entry's offset in it, and a report.
+pub(crate) fn handed_over(
+    py: Python<'_>,
+    arrived: Arrived,
+    kinds: Kinds,
+) -> PyResult<(PyArena, Vec<Option<u64>>, Bound<'_, PyDict>)> {
+    let (arena, offsets, report) = arrived.into_parts();
+    let told = PyDict::new(py);
+    told.set_item("bytes", report.bytes)?;
+    told.set_item("lanes", report.lanes)?;
+    told.set_item("retries", report.retries)?;
+    told.set_item("same_host", report.same_host)?;
+    let text = |(here, there): (std::net::IpAddr, std::net::IpAddr)| (here.to_string(), there.to_string());
+    told.set_item("routes", report.routes.into_iter().map(text).collect::<Vec<_>>())?;
+    told.set_item("troubles", report.troubles)?;
+    told.set_item("opening_seconds", report.opening.as_secs_f64())?;
+    told.set_item("fetching_seconds", report.fetching.as_secs_f64())?;
+    let placed = kinds.into_iter().zip(&offsets);
+    let placed = placed.map(|((dtype, shape), &offset)| Placed { offset, dtype, shape }).collect();
+    Ok((PyArena::new(arena, placed), offsets, told))
 }
 
 fn check_manifest(remote: &Remote) -> Result<(), tensorferry_core::Error> {
