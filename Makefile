@@ -77,6 +77,10 @@ BENCH_DCP_ARGS ?=
 bench-dcp: build ## checkpoints beside torch's, Hugging Face's and torch.save, interleaved: table and JSON
 	$(BIN)/python benches/dcp.py --json build/bench/dcp.json $(BENCH_DCP_ARGS)
 
+.PHONY: bench-accelerator
+bench-accelerator: build ## copies between an accelerator and the network, beside plain copies; needs an accelerator
+	$(BIN)/python benches/accelerator.py $(BENCH_ARGS)
+
 .PHONY: faults
 FAULTS_ARGS ?=
 faults: build ## the fault matrix, ours beside torchft's HTTPTransport; FAULTS_ARGS='--repeats 20'

@@ -35,6 +35,14 @@ def receive(transport: Any, source: Any, step: int, seconds: float = 30) -> Any:
     return transport.recv_checkpoint(0, source.metadata(), step, timedelta(seconds=seconds))
 
 
+def until(condition: Callable[[], bool], what: str) -> None:
+    """Waits for what will simply happen."""
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, f"still not so: {what}"
+        time.sleep(0.005)
+
+
 @contextlib.contextmanager
 def in_background(function: Callable[..., Any], *arguments: Any) -> Iterator[concurrent.futures.Future]:
     with concurrent.futures.ThreadPoolExecutor(1) as pool:

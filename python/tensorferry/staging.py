@@ -1,18 +1,21 @@
 """Private copies of tensor memory: accelerator memory to pinned host memory, or host memory to host memory.
 
 Copies off an accelerator run on a stream of their own that waits for the stream the trainer is using, so what is
-published is the state as of the call. Buffers are kept and used again: pinning memory costs far more than filling it.
+published is the state as of the call. They can be served while they are made: :meth:`Staging.run` tells how far it is.
+Buffers are kept and used again: pinning memory costs far more than filling it.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from .accelerator import ACCELERATOR, Accelerator, Event, Streams, settled
 from .tensors import as_bytes
 
 logger = logging.getLogger("tensorferry")
@@ -21,20 +24,23 @@ logger = logging.getLogger("tensorferry")
 _ALIGNMENT = 64
 #: A kept buffer may be this many times larger than what is asked for.
 _SLACK = 1.25
+#: As much is copied off an accelerator at a time; then those who wait for it are told.
+PART = 64 << 20
+#: Batches of copies that wait behind the one under way.
+_QUEUED = 4
 
 
 class Pool:
     """Host buffers that go from one snapshot to the next.
 
     Args:
-        pinned: page-locked memory, from which an accelerator copies at full speed; where the system refuses, one
-        warning and
-            pageable memory
+        accelerator: gives page-locked memory, from which it copies at full speed; where the system refuses, one warning
+            and pageable memory. ``None``: pageable memory from the beginning.
     """
 
-    def __init__(self, pinned: bool) -> None:
+    def __init__(self, accelerator: Accelerator | None) -> None:
         """An empty pool."""
-        self._pinned = pinned
+        self._accelerator = accelerator
         self._free: list[torch.Tensor] = []
         self._lock = threading.Lock()
         self._keep = True
@@ -49,13 +55,13 @@ class Pool:
         return Buffer(self, memory if memory is not None else self._allocate(nbytes))
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
-        if self._pinned:
+        if self._accelerator is not None:
             try:
-                return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+                return self._accelerator.pinned(nbytes)
             except RuntimeError as e:
-                self._pinned = False
+                self._accelerator = None
                 logger.warning(
-                    "cannot pin %d bytes of host memory for checkpoints (%s): copies off the accelerator "
+                    "cannot pin %d bytes of host memory for checkpoints (%s): copies to and from the accelerator "
                     "will be slower; raise the limit on locked memory (ulimit -l)",
                     nbytes,
                     e,
@@ -76,19 +82,25 @@ class Pool:
 
 
 class Buffer:
-    """Memory taken from a pool, as a 1-D uint8 CPU tensor; returned when this object is gone."""
+    """Memory taken from a pool, as a 1-D uint8 CPU tensor; returned when this object is gone.
+
+    Attributes:
+        sound: whether it can be used again; not if a device may still write to it
+    """
 
     def __init__(self, pool: Pool, memory: torch.Tensor) -> None:
         """See :meth:`Pool.take`."""
         self._pool = pool
         self.memory = memory
+        self.sound = True
 
     def __del__(self) -> None:
-        self._pool.give_back(self.memory)
+        if self.sound:
+            self._pool.give_back(self.memory)
 
 
 class Piece:
-    """Bytes ``[start, end)`` of a storage, or after copying the same bytes in a buffer."""
+    """Bytes ``[start, end)`` of a storage, and the place in a buffer they are copied to."""
 
     __slots__ = ("buffer", "end", "offset", "start", "storage")
 
@@ -105,21 +117,30 @@ class Piece:
         """Length in bytes."""
         return self.end - self.start
 
-    @property
-    def is_cpu(self) -> bool:
-        """Whether the bytes are in host memory."""
-        return self.storage is None or self.storage.device.type == "cpu"
+    def aim(self, buffer: Buffer, offset: int) -> None:
+        """The bytes are, or will be, at ``offset`` of ``buffer``."""
+        self.buffer, self.offset = buffer, offset
 
-    def move(self, buffer: Buffer, offset: int) -> None:
-        """The bytes are in ``buffer`` now; the storage is let go of."""
-        self.storage, self.buffer, self.offset = None, buffer, offset
+    def release(self) -> None:
+        """Lets go of the storage: its bytes are in the buffer, or nobody wants them."""
+        self.storage = None
+
+    def parts(self, most: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """Where each part of at most ``most`` bytes starts in the piece, its place in the buffer, and its bytes now."""
+        assert self.storage is not None
+        assert self.buffer is not None
+        source = as_bytes(self.storage)
+        for at in range(0, self.nbytes, most):
+            end = min(at + most, self.nbytes)
+            target = self.buffer.memory[self.offset + at : self.offset + end]
+            yield at, target, source[self.start + at : self.start + end]
 
     def data_ptr(self) -> int:
-        """Where the bytes are on the host; 0 if there are none."""
-        if self.storage is not None:
-            return int(self.storage.data_ptr()) + self.start if self.nbytes else 0
-        assert self.buffer is not None
-        return int(self.buffer.memory.data_ptr()) + self.offset
+        """Where the bytes are, or will be, on the host; 0 if there are none."""
+        if self.buffer is not None:
+            return int(self.buffer.memory.data_ptr()) + self.offset
+        assert self.storage is not None
+        return int(self.storage.data_ptr()) + self.start if self.nbytes else 0
 
 
 def host_view(memory: torch.Tensor | Piece) -> tuple[Any, int]:
@@ -136,52 +157,154 @@ class Stager:
     """Copies pieces of storages into host memory of its own.
 
     Args:
-        pinned: whether accelerator memory goes to pinned memory (it does wherever there is an accelerator)
+        accelerator: does what a device has to do
     """
 
-    def __init__(self, pinned: bool | None = None) -> None:
+    def __init__(self, accelerator: Accelerator = ACCELERATOR) -> None:
         """Streams and buffers are made when they are first needed."""
-        self._pools = {
-            True: Pool(pinned=torch.accelerator.is_available() if pinned is None else pinned),
-            False: Pool(pinned=False),
-        }
-        self._streams: dict[torch.device, torch.Stream] = {}
+        self.accelerator = accelerator
+        self._pinned = Pool(accelerator if accelerator.is_available() else None)
+        self._pageable = Pool(None)
+        self._streams = Streams(accelerator)
 
     def copy(self, pieces: Sequence[Piece]) -> None:
         """Copies the bytes of ``pieces``; when it returns, they are private and complete."""
-        by_device: dict[torch.device, list[Piece]] = {}
-        for piece in pieces:
-            if piece.nbytes and piece.storage is not None:
-                by_device.setdefault(piece.storage.device, []).append(piece)
-        for device, group in by_device.items():
-            if device.type == "cpu":
-                self._copy_group(group, non_blocking=False)
-                continue
-            stream = self._streams.get(device)
-            if stream is None:
-                stream = self._streams[device] = torch.Stream(device)
-            # What the trainer has queued so far is part of the state; what it queues next is not.
-            stream.wait_stream(torch.accelerator.current_stream(device))
-            with stream:
-                self._copy_group(group, non_blocking=True)
+        staging = self.begin(pieces)
+        staging.run([(0, piece) for piece in staging.pending])
 
-    def _copy_group(self, group: list[Piece], non_blocking: bool) -> None:
-        offsets, total = [], 0
-        for piece in group:
-            offsets.append(total)
-            total = (total + piece.nbytes + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
-        buffer = self._pools[non_blocking].take(total)
-        for piece, offset in zip(group, offsets, strict=True):
-            assert piece.storage is not None
-            source = as_bytes(piece.storage)[piece.start : piece.end]
-            buffer.memory[offset : offset + piece.nbytes].copy_(source, non_blocking=non_blocking)
-        if non_blocking:
-            # The storages must outlive the copies that are under way.
-            torch.accelerator.current_stream(group[0].storage.device).synchronize()  # type: ignore[union-attr]
-        for piece, offset in zip(group, offsets, strict=True):
-            piece.move(buffer, offset)
+    def begin(self, pieces: Sequence[Piece]) -> Staging:
+        """Gives every piece its place in host memory, and copies those that lie in host memory.
+
+        Those on an accelerator are copied as they are now, with all that the trainer has queued on the stream it uses.
+        """
+        on_host: list[Piece] = []
+        pending: list[Piece] = []
+        devices: list[torch.device] = []
+        for piece in pieces:
+            if not piece.nbytes or piece.storage is None:
+                continue
+            device = self.accelerator.device_of(piece.storage)
+            if device is None:
+                on_host.append(piece)
+            else:
+                pending.append(piece)
+                devices.append(device)
+        streams = self._streams.behind(devices)
+        _place(pending, self._pinned)
+        _place(on_host, self._pageable)
+        for piece in on_host:
+            for _, target, source in piece.parts(piece.nbytes):
+                target.copy_(source)
+            piece.release()
+        return Staging(self.accelerator, streams, pending)
 
     def close(self) -> None:
         """Lets go of every kept buffer."""
-        for pool in self._pools.values():
-            pool.close()
+        self._pinned.close()
+        self._pageable.close()
+
+
+def _place(pieces: list[Piece], pool: Pool) -> None:
+    """Gives all of ``pieces`` places in one buffer."""
+    offsets, total = [], 0
+    for piece in pieces:
+        offsets.append(total)
+        total = (total + piece.nbytes + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
+    if pieces:
+        buffer = pool.take(total)
+        for piece, offset in zip(pieces, offsets, strict=True):
+            piece.aim(buffer, offset)
+
+
+class _Batch:
+    """Copies that are queued together, on one device, and which bytes of a payload they bring."""
+
+    def __init__(self, device: torch.device, start: int) -> None:
+        self.device = device
+        self.start = self.end = start
+        self.nbytes = 0
+        self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+
+class Staging:
+    """Copies off accelerators that are still to be made.
+
+    Attributes:
+        pending: the pieces to be copied; where each of them goes is settled
+    """
+
+    def __init__(self, accelerator: Accelerator, streams: dict[torch.device, Any], pending: list[Piece]) -> None:
+        """See :meth:`Stager.begin`."""
+        self._accelerator = accelerator
+        self._streams = streams
+        self.pending = pending
+
+    def run(self, placed: Sequence[tuple[int, Piece]], ready: Callable[[int], bool] | None = None) -> None:
+        """Copies everything; when it returns, nothing of the storages is read any more.
+
+        Args:
+            placed: each pending piece, and at which byte of a payload it begins; copied in that order
+            ready: called with numbers of payload bytes, ever larger: of these, all that is to be copied is there. If it
+                says that nobody wants the rest, that is left out.
+
+        Raises:
+            Exception: whatever the device says when a copy fails; then, too, nothing is read any more
+        """
+        try:
+            self._run(sorted(placed, key=lambda one: one[0]), ready)
+            for stream in self._streams.values():
+                self._accelerator.synchronize(stream)
+        except BaseException:
+            sound = settled(self._accelerator, self._streams.values())
+            for piece in self.pending:
+                if piece.buffer is not None:
+                    piece.buffer.sound = sound
+            raise
+        finally:
+            for piece in self.pending:
+                piece.release()
+
+    def _run(self, placed: list[tuple[int, Piece]], ready: Callable[[int], bool] | None) -> None:
+        queued: deque[tuple[Event, _Batch]] = deque()
+        known = -1
+
+        def is_wanted(there: int) -> bool:
+            nonlocal known
+            if ready is None or there <= known:
+                return True
+            known = there
+            return ready(there)
+
+        end = 0
+        for batch in self._batches(placed):
+            if not is_wanted(queued[0][1].start if queued else batch.start):
+                return
+            stream = self._streams[batch.device]
+            self._accelerator.copy(stream, batch.pairs)
+            queued.append((self._accelerator.record(stream), batch))
+            end = batch.end
+            while queued and (len(queued) > _QUEUED or queued[0][0].query()):
+                queued.popleft()[0].synchronize()
+        while queued:
+            if not is_wanted(queued[0][1].start):
+                return
+            queued.popleft()[0].synchronize()
+        is_wanted(end)
+
+    def _batches(self, placed: list[tuple[int, Piece]]) -> Iterator[_Batch]:
+        """Everything in order, cut and gathered into batches of at most :data:`PART` bytes."""
+        batch: _Batch | None = None
+        for start, piece in placed:
+            assert piece.storage is not None
+            device = self._accelerator.device_of(piece.storage)
+            assert device is not None
+            for at, target, source in piece.parts(PART):
+                if batch is None or batch.device != device or batch.nbytes + target.nbytes > PART:
+                    if batch is not None:
+                        yield batch
+                    batch = _Batch(device, start + at)
+                batch.pairs.append((target, source))
+                batch.nbytes += target.nbytes
+                batch.end = start + at + target.nbytes
+        if batch is not None:
+            yield batch

@@ -5,24 +5,24 @@ from __future__ import annotations
 import json
 import sys
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, Literal, TypeAlias, cast
 
 import torch
 
 from . import _gc, pickling, tree
-from ._native import Remote, Rows, Server
+from ._native import Filling, Remote, Rows, Server
 from .allowlist import Allowed
-from .errors import ProtocolError, StateMismatch, SystemRefused
+from .errors import ProtocolError, SystemRefused
+from .landing import Landing
 from .staging import Piece, Stager, host_view
+from .targets import Targets, describe
 from .tensors import (
     DTYPES,
     as_bytes,
-    copy_into,
     over,
     parameter,
-    receives_in_place,
     storage_key,
     storage_over,
 )
@@ -44,6 +44,9 @@ Memory: TypeAlias = torch.Tensor | Piece
 class Packed:
     """A state laid out for publishing: a row for each entry, and the memory behind it.
 
+    Accelerator memory is copied only when it is published, so that its first bytes can leave while later ones are on
+    their way to the host.
+
     Attributes:
         private: whether all memory is a copy that nobody else writes to
         pickle_bytes: everything that is no plain tensor
@@ -51,7 +54,7 @@ class Packed:
     """
 
     def __init__(self, state: Any, stager: Stager, snapshot: Snapshot) -> None:
-        """Takes ``state`` apart and copies what has to be copied.
+        """Takes ``state`` apart and copies what has to be copied of host memory.
 
         Raises:
             UnsupportedLeaf: something in it cannot be carried
@@ -87,7 +90,7 @@ class Packed:
             "objects": len(flat.objects),
             "keys": flat.keys,
             "storages": layout,
-            "tensors": _describe(flat),
+            "tensors": describe(flat),
             "shards": _shards(flat, storages),
             "globals": {f"{module}.{name}": path for (module, name), path in self.globals.items()},
         }
@@ -96,27 +99,37 @@ class Packed:
         self.rows.forget()
 
     def _stage(self, stager: Stager, snapshot: Snapshot, accelerated: list[int]) -> list[Piece]:
-        device = accelerated + [i for i in self._pieces if not self.memory[i].is_cpu]
+        accelerator = stager.accelerator
+        on_device = [i for i in self._pieces if accelerator.device_of(self.memory[i].storage) is not None]
+        device = accelerator.among(self.memory, accelerated) + on_device
         copied = device
         on_host = self.rows.nbytes - sum([self.memory[i].nbytes for i in device])
         if snapshot == "copy" or (device and on_host <= _SMALL_HOST_PART):
             known = set(device)
             copied, on_host = device + [i for i in range(len(self.rows)) if i not in known], 0
-        pieces = []
+        pieces = {}
         for i in copied:
             memory = self.memory[i]
             piece = memory if isinstance(memory, Piece) else Piece(memory.untyped_storage(), 0, memory.nbytes)
             self.memory[i] = piece
-            pieces.append(piece)
-        stager.copy(pieces)
+            pieces[i] = piece
+        self._staging = stager.begin(list(pieces.values()))
+        self._on_device = [(i, pieces[i]) for i in device if pieces[i].nbytes]
         for i in {*copied, *self._pieces}:
             self.rows.place(i, self.memory[i].data_ptr())
         self.private = not on_host
-        return pieces
+        return list(pieces.values())
 
     def publish(self, server: Server, step: int, alternate: Callable[[str], list[Any] | None] | None) -> None:
-        """Hands everything to ``server``, to be served as ``step``."""
-        server.publish(
+        """Hands everything to ``server``, to be served as ``step``, and copies what is on an accelerator.
+
+        When this returns, all of that is copied. Receivers get what is there meanwhile. If a copy fails, what was
+        published is withdrawn.
+
+        Raises:
+            Exception: whatever the device says when a copy fails
+        """
+        filling = server.publish(
             step,
             rows=self.rows,
             control=self._control(),
@@ -124,10 +137,22 @@ class Packed:
             owner=self.memory,
             private=self.private,
             alternate=alternate,
+            filled=not self._on_device,
         )
+        if filling is not None:
+            self._fill(server, filling)
         if self._state is not None:
             # The server has its own, and nobody will ask again.
             self.manifest_bytes = self.pickle_bytes = b""
+
+    def _fill(self, server: Server, filling: Filling) -> None:
+        try:
+            starts = filling.starts
+            self._staging.run([(starts[i], piece) for i, piece in self._on_device], filling.ready)
+        except BaseException:
+            server.abandon(filling)
+            raise
+        filling.finish()
 
     def _control(self) -> list[tuple[str, bytes]]:
         control = [(MANIFEST, _padded(self.manifest_bytes, b" "))]
@@ -138,7 +163,7 @@ class Packed:
         if self._state is not None:
             return self._state
         plain = [i for i, name in enumerate(self.rows.names) if not name.startswith(_PREFIX)]
-        builder = _Builder(json.loads(self.manifest_bytes), self.rows, plain)
+        builder = Builder(json.loads(self.manifest_bytes), self.rows, plain)
         for k, whole in builder.scattered.items():
             for entry, lo in builder.manifest["storages"][k][1]:
                 part = storage_over(*host_view(self.memory[entry]), self.rows.size(entry))
@@ -148,21 +173,6 @@ class Packed:
 
 def _padded(data: bytes, fill: bytes) -> bytes:
     return data + fill * (-len(data) % 64)
-
-
-def _describe(flat: tree.Flat) -> list[list[Any]]:
-    """``[object, path, dtype, shape]`` of every leaf that is a tensor but no plain one.
-
-    By these a receiver compares before it fetches.
-    """
-    described = []
-    for number, (value, path) in enumerate(zip(flat.objects, flat.object_paths, strict=True)):
-        if isinstance(value, torch.Tensor):
-            try:
-                described.append([number, path, str(value.dtype), [int(dim) for dim in value.shape]])
-            except Exception:  # Nested tensors and uninitialised parameters have no shape, and say so in many ways.
-                continue
-    return described
 
 
 def _shards(flat: tree.Flat, storages: list[pickling.Storage]) -> dict[str, dict[str, Any]]:
@@ -198,7 +208,7 @@ def _zeros(nbytes: int) -> torch.Tensor:
         raise SystemRefused(f"cannot allocate the {nbytes} bytes one of the source's storages has: {e}") from e
 
 
-class _Builder:
+class Builder:
     """Builds a state from entries whose memory is known."""
 
     def __init__(self, manifest: dict[str, Any], entries: Remote | Rows, plain: Sequence[int]) -> None:
@@ -217,10 +227,12 @@ class _Builder:
     # Columns of Python objects are made only where somebody asks: with many small tensors they are what takes memory.
     @cached_property
     def dtypes(self) -> list[str]:
+        """What the container calls each entry's dtype."""
         return self._entries.dtypes
 
     @cached_property
     def shapes(self) -> list[tuple[int, ...]]:
+        """The shape of each entry."""
         return self._entries.shapes
 
     def scattered_entries(self) -> dict[int, int]:
@@ -307,95 +319,17 @@ class _Builder:
         return received, leaves
 
 
-class Targets:
-    """The receiver's own tensors, to be filled in place.
-
-    Attributes:
-        direct: for entries that the network writes straight into a tensor, that tensor
-    """
-
-    def __init__(self, live: Any) -> None:
-        """Takes ``live`` apart; nothing is assigned yet."""
-        self.direct: dict[int, torch.Tensor] = {}
-        self._by_path: dict[tuple[str, ...], torch.Tensor] = {}
-        self._waiting: Iterator[torch.Tensor | None] = iter(())
-        flat = tree.flatten(live)
-        for number, path in tree.positions(json.loads(flat.tree), flat.keys):
-            value = flat.leaf(number)
-            if isinstance(value, torch.Tensor):
-                self._by_path[path] = value
-
-    def assign(self, builder: _Builder, names: list[str]) -> None:
-        """Finds a tensor of ours for each leaf of a container, after comparing everything.
-
-        Raises:
-            StateMismatch: naming every leaf that both sides have with another dtype or shape
-        """
-        plain = builder.plain
-        offered = {
-            number: (names[i], str(DTYPES[builder.dtypes[i]]), list(builder.shapes[i]))
-            for number, i in enumerate(plain)
-        }
-        keys, tensors = tree.described(builder.manifest)
-        offered |= {-number - 1: (path, dtype, shape) for number, path, dtype, shape in tensors}
-        places = tree.positions(builder.manifest["tree"], keys)
-        self._match(places, offered)
-        used: set[int] = set()
-        for number, path in places:
-            target = self._by_path.get(path)
-            if number < 0 or target is None or not builder.size(plain[number]) or not receives_in_place(target):
-                continue
-            key = storage_key(target.untyped_storage())
-            if key not in used and plain[number] not in self.direct:
-                used.add(key)
-                self.direct[plain[number]] = target
-
-    def fill(self, state: Any) -> Any:
-        """Copies the tensors of ``state``, which is here already, into ours; returns it with ours in their places.
-
-        Raises:
-            StateMismatch: as for ``assign``
-        """
-        flat = tree.flatten(state)
-        names = flat.rows.names
-        offered = {n: (names[n], str(t.dtype), list(t.shape)) for n, t in enumerate(flat.plain)}
-        offered |= {-number - 1: (path, dtype, shape) for number, path, dtype, shape in _describe(flat)}
-        layout = json.loads(flat.tree)
-        self._match(tree.positions(layout, flat.keys), offered)
-        return tree.unflatten(layout, lambda number: self.take(flat.leaf(number)), flat.objects)
-
-    def _match(self, places: list[tuple[int, tuple[str, ...]]], offered: dict[int, tuple[str, str, list[int]]]) -> None:
-        wrong = []
-        for number, path in places:
-            live = self._by_path.get(path)
-            if live is not None and number in offered:
-                name, dtype, shape = offered[number]
-                if (str(live.dtype), list(live.shape)) != (dtype, shape):
-                    wrong.append(f"{name}: {live.dtype} {list(live.shape)} here, {dtype} {shape} at the source")
-        if wrong:
-            raise StateMismatch(
-                "nothing was overwritten: the source's state does not fit into this one; differing leaves:\n  "
-                + "\n  ".join(wrong)
-            )
-        self._waiting = iter([self._by_path.get(path) for _, path in places])
-
-    def take(self, value: Any) -> Any:
-        """Our own tensor for the next place, filled with ``value``; or ``value`` where we have none."""
-        live = next(self._waiting)
-        if live is None or not isinstance(value, torch.Tensor):
-            return value
-        if live is not value:
-            copy_into(live, value)
-        return live
-
-
-def receive(remote: Remote, allowed: Allowed, live: Callable[[], Any] | None) -> tuple[Any, dict[str, Any]]:
+def receive(
+    remote: Remote, allowed: Allowed, live: Callable[[], Any] | None, landing: Landing, lands: bool
+) -> tuple[Any, dict[str, Any]]:
     """Fetches what ``remote`` offers and builds the state.
 
     Args:
         remote: an opened checkpoint
         allowed: which globals its pickle may name
         live: gives the receiver's own state, to be filled in place
+        landing: what goes to an accelerator passes through it
+        lands: whether it may: not where bytes may turn out to be of another snapshot when all are here
 
     Returns:
         The state, and a report of the transfer.
@@ -408,15 +342,21 @@ def receive(remote: Remote, allowed: Allowed, live: Callable[[], Any] | None) ->
         if dtype not in DTYPES:
             raise ProtocolError(f"entry {name!r} has dtype {dtype}, which this version does not build")
     with _gc.held_off():
-        builder = _Builder(json.loads(text), remote, remote.plain)
+        builder = Builder(json.loads(text), remote, remote.plain)
         del text
-        targets = Targets(live()) if live is not None else None
+        targets = Targets(live(), landing.accelerator, lands) if live is not None else None
         if targets is not None:
             targets.assign(builder, remote.names)
         addresses = builder.scattered_entries()
         if targets is not None:
-            addresses |= {i: t.data_ptr() for i, t in targets.direct.items()}
-    arena, report = remote.fetch([addresses.get(i) for i in range(len(remote))] if addresses else None)
+            addresses |= {i: t.data_ptr() for i, t in targets.direct.items() if i not in targets.landing}
+    places = [addresses.get(i) for i in range(len(remote))] if addresses else None
+    if targets is not None and targets.landing:
+        waves = remote.waves(places, list(targets.landing), landing.size(targets.landing))
+        landing.bring(waves, targets.landing)
+        arena, report = waves.finish()
+    else:
+        arena, report = remote.fetch(places)
 
     def memory(i: int) -> tuple[Any, int]:
         offset = arena.offset(i)

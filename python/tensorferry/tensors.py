@@ -196,11 +196,6 @@ def view_as(flat: Tensor, dtype: torch.dtype, shape: list[int], strides: list[in
     return whole.as_strided(shape, [stride // size for stride in strides])
 
 
-def receives_in_place(value: Tensor) -> bool:
-    """Whether bytes from the network may go straight to where ``value`` is."""
-    return value.device.type == "cpu" and is_plain(value)
-
-
 def copy_into(target: Tensor, source: Tensor) -> None:
     """Writes the values of ``source`` into ``target``, which has the same dtype and shape, on its own device."""
     with torch.no_grad():

@@ -12,12 +12,15 @@ from urllib.parse import urlsplit
 
 from . import stock
 from ._native import Pool, Remote, Server
+from .accelerator import ACCELERATOR
 from .addresses import advertised_host, interface_speed, listening_address, port_on, wants_same_host
 from .allowlist import Allowed, refusal
 from .errors import InvalidArgument, UnprovenSource
+from .landing import Landing
 from .secret import shared_secret
 from .staging import Stager
-from .state import Packed, Snapshot, Targets, receive
+from .state import Packed, Snapshot, receive
+from .targets import Targets
 from .withdrawal import withdraw
 
 if TYPE_CHECKING:
@@ -57,8 +60,8 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         from
             here must use the same number.
         state_dict: gives the live state; ``recv_checkpoint`` then writes into its tensors and returns them. Tensors it
-        does
-            not have are received into fresh memory.
+            does not have are received into fresh memory. What is queued on the stream in use there comes before what is
+            written to an accelerator.
         snapshot: ``"borrow"`` serves CPU tensors from where they are, ``"copy"`` takes a private copy in
             ``send_checkpoint``: for states that change while they are served, as BatchNorm's buffers do with torchft's
             sync quorum. Accelerator tensors are always copied.
@@ -125,7 +128,8 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         # Held natively, where neither a repr nor a pickle nor a traceback shows it.
         self._secret = shared_secret(secret)
         self._tls = tls
-        self._stager = Stager()
+        self._stager = Stager(ACCELERATOR)
+        self._landing = Landing(ACCELERATOR)
         self._sending = threading.Lock()
         self._warned: set[tuple[str, str]] = set()
         self._same_host = wants_same_host(same_host)
@@ -157,6 +161,9 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
     def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta) -> None:
         """Publishes ``state_dict`` as ``step`` and returns; receivers fetch it on their own.
 
+        Accelerator tensors are copied to the host first, as they are with all that is queued on the stream in use here;
+        receivers get what is copied while the rest is. When this returns, nothing of them is read any more.
+
         Args:
             dst_ranks: ignored, as in torchft: who has the metadata may fetch
             step: the step it is served as
@@ -165,6 +172,8 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
 
         Raises:
             UnsupportedLeaf: a leaf cannot be carried; its path is named, and what was served before is still served
+            Exception: whatever torch raises when a copy off the accelerator fails; then nothing is served any more, and
+                receivers that have begun get an error
         """
         del dst_ranks, timeout
         started = time.perf_counter()
@@ -185,7 +194,8 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             timeout: the deadline for the whole receive
 
         Returns:
-            The state with its tensors on the CPU, or with ``state_dict=`` in the receiver's own tensors.
+            The state with its tensors on the CPU, or with ``state_dict=`` in the receiver's own tensors. If it fails in
+            the middle, some of these may hold new values already; on an accelerator only bytes that were verified.
 
         Raises:
             FetchTimeout: the deadline passed, or the source sent nothing for too long
@@ -236,7 +246,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             progress=self._progress,
             secret=self._secret,
         )
-        return receive(remote, self._allowed, self._state_dict)
+        return receive(remote, self._allowed, self._state_dict, self._landing, lands=len(sources) == 1)
 
     def allow_checkpoint(self, step: int) -> None:
         """Serves what is published under the number ``step``; waiting requests go on."""
@@ -260,6 +270,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         """
         self._server.shutdown(5.0 if wait else 0.0)
         self._stager.close()
+        self._landing.close()
 
     @property
     def _disallowed(self) -> bool:

@@ -1,6 +1,5 @@
 //! The response body: frames straight out of the publication's memory.
 
-use std::convert::Infallible;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -12,6 +11,7 @@ use http_body::{Frame, SizeHint};
 use tensorferry_wire::digest::{BLOCK_SIZE, Hasher};
 use tokio::time::Sleep;
 
+use crate::filling::Abandoned;
 use crate::memory::Region;
 use crate::publication::{Lease, Segments};
 use crate::throttle::Throttle;
@@ -52,9 +52,14 @@ pub(crate) struct MemoryBody {
     /// The cap on what the server sends, and the wait it asks for before this frame.
     pub(crate) throttle: Option<Arc<Throttle>>,
     pub(crate) wait: Option<Pin<Box<Sleep>>>,
+    /// The wait for bytes that are not final yet.
+    pub(crate) filling: Option<Wait>,
     /// Dropped with the body: the connection counts its open answers by it.
     pub(crate) _open: Box<dyn std::any::Any + Send + Sync>,
 }
+
+/// Ends when bytes are final, or never will be.
+pub(crate) type Wait = Pin<Box<dyn Future<Output = Result<(), Abandoned>> + Send>>;
 
 /// Borrowed memory as the owner of a `Bytes`: the lease ends when hyper drops the last of them.
 struct Leased {
@@ -165,6 +170,36 @@ impl MemoryBody {
         }
     }
 
+    /// Whether the bytes up to `stop` are final. Other formats than the container are built when all of it is.
+    pub(crate) fn is_filled(&self, stop: u64) -> bool {
+        !self.digest || self.lease.publication().is_ready(stop)
+    }
+
+    /// Waits until the bytes up to `stop` are final.
+    pub(crate) fn poll_filled(&mut self, stop: u64, context: &mut Context<'_>) -> Poll<Result<(), Abandoned>> {
+        if let Some(filling) = &mut self.filling {
+            let filled = std::task::ready!(filling.as_mut().poll(context));
+            self.filling = None;
+            filled?;
+        }
+        while !self.is_filled(stop) {
+            let mut filling = Box::pin(self.lease.publication().ready(stop));
+            match filling.as_mut().poll(context) {
+                Poll::Ready(filled) => filled?,
+                Poll::Pending => {
+                    self.filling = Some(filling);
+                    return Poll::Pending;
+                }
+            }
+        }
+        Poll::Ready(Ok(()))
+    }
+
+    /// Where the next `len` bytes end, or all that are left.
+    pub(crate) fn end_of(&self, len: u64) -> u64 {
+        self.end.min(self.at.saturating_add(len))
+    }
+
     /// Waits until the cap on what the server sends allows more.
     pub(crate) fn poll_admitted(&mut self, context: &mut Context<'_>) -> Poll<()> {
         while let Some(throttle) = self.throttle.as_ref().filter(|_| self.at < self.end) {
@@ -193,15 +228,19 @@ impl MemoryBody {
 
 impl http_body::Body for ServedBody {
     type Data = Bytes;
-    type Error = Infallible;
+    type Error = Abandoned;
 
     fn poll_frame(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+    ) -> Poll<Option<Result<Frame<Bytes>, Abandoned>>> {
         let frame = match &mut *self {
             Self::Message(bytes) => bytes.take().filter(|b| !b.is_empty()),
             Self::Memory(body) => {
+                let stop = body.frame_end();
+                if let Err(abandoned) = std::task::ready!(body.poll_filled(stop, context)) {
+                    return Poll::Ready(Some(Err(abandoned)));
+                }
                 std::task::ready!(body.poll_admitted(context));
                 body.next_frame()
             }

@@ -65,6 +65,8 @@ pub(crate) struct Layout {
     pub(crate) header: Bytes,
     /// All of the container, header included.
     pub(crate) content: Segments,
+    /// Where each item starts in the payload.
+    pub(crate) starts: Vec<u64>,
     /// Where in the payload the checksums lie, if it has some.
     pub(crate) digests: Option<(u64, u64)>,
 }
@@ -90,6 +92,7 @@ impl Layout {
             offsets[i] = (at, end);
             at = end;
         }
+        let starts = offsets.iter().map(|&(start, _)| start).collect();
         let mut memories: Vec<Option<Memory>> = Vec::with_capacity(items.len());
         let mut entries = Vec::with_capacity(items.len());
         let mut digests = None;
@@ -104,6 +107,6 @@ impl Layout {
         let header = Bytes::from(header.encode(align).map_err(invalid)?);
         let mut parts = vec![Memory::from(header.clone())];
         parts.extend(order.into_iter().filter_map(|i| memories[i].take()));
-        Ok(Self { header, content: Segments::new(parts), digests })
+        Ok(Self { header, content: Segments::new(parts), starts, digests })
     }
 }

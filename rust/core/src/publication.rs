@@ -11,6 +11,7 @@ use tensorferry_wire::digest::{self, Algorithm, BLOCK_SIZE, DigestTable, Hasher}
 use tokio::sync::Notify;
 
 use crate::error::{Error, ErrorKind};
+use crate::filling::{Abandoned, Filled, Filling};
 use crate::layout::Layout;
 pub(crate) use crate::layout::Segments;
 use crate::memory::{Item, Memory};
@@ -55,6 +56,8 @@ pub struct Publication {
     stability: Stability,
     etag: String,
     content: Arc<Segments>,
+    /// How far the memory is filled; `None` where it always was.
+    filled: Option<Filled>,
     blocks: Vec<BlockDigest>,
     alternate: Option<Box<dyn Alternate>>,
     rendered: Mutex<HashMap<String, RenderedBody>>,
@@ -121,12 +124,39 @@ impl Publication {
         stability: Stability,
         owner: Box<dyn Any + Send + Sync>,
     ) -> Result<Self, Error> {
-        let Layout { header, content, .. } = Layout::new(metadata, items, crate::arena::ALIGNMENT)?;
+        Ok(Self::lay_out(metadata, items, stability, owner)?.0)
+    }
+
+    /// The same over memory that is filled only after it is published. Until the [`Filling`] says that bytes are final,
+    /// nobody reads them; control entries and whatever else comes early in the payload are sent meanwhile.
+    ///
+    /// # Errors
+    /// As [`Publication::new`].
+    pub fn filling(
+        metadata: Vec<(String, String)>,
+        items: Vec<Item>,
+        stability: Stability,
+        owner: Box<dyn Any + Send + Sync>,
+    ) -> Result<(Self, Filling), Error> {
+        let (mut publication, starts) = Self::lay_out(metadata, items, stability, owner)?;
+        let filling = Filling::new(publication.payload_start, starts);
+        publication.filled = Some(filling.readers());
+        Ok((publication, filling))
+    }
+
+    /// A publication, and where each item starts in its payload.
+    fn lay_out(
+        metadata: Vec<(String, String)>,
+        items: Vec<Item>,
+        stability: Stability,
+        owner: Box<dyn Any + Send + Sync>,
+    ) -> Result<(Self, Vec<u64>), Error> {
+        let Layout { header, content, starts, .. } = Layout::new(metadata, items, crate::arena::ALIGNMENT)?;
         let payload_start = header.len() as u64;
         let content = Arc::new(content);
         let count = usize::try_from(digest::block_count(content.len() - payload_start))
             .map_err(|e| Error::caused(ErrorKind::Invalid, "too many blocks", e))?;
-        Ok(Self {
+        let publication = Self {
             header_digest: 0,
             algorithm: Algorithm::Crc64,
             header,
@@ -134,13 +164,15 @@ impl Publication {
             stability,
             etag: String::new(),
             content,
+            filled: None,
             blocks: std::iter::repeat_with(BlockDigest::default).take(count).collect(),
             alternate: None,
             rendered: Mutex::default(),
             readers: Mutex::default(),
             idle: Condvar::new(),
             _owner: owner,
-        })
+        };
+        Ok((publication, starts))
     }
 
     /// Adds bodies in another format, built when they are asked for.
@@ -185,6 +217,27 @@ impl Publication {
 
     pub(crate) fn content(&self) -> &Arc<Segments> {
         &self.content
+    }
+
+    /// Whether the first `end` bytes of the container are final and may be read.
+    pub(crate) fn is_ready(&self, end: u64) -> bool {
+        self.filled.as_ref().is_none_or(|filled| filled.is_ready(end))
+    }
+
+    /// Waits until they are. Whoever waits holds nothing of the publication by it.
+    pub(crate) fn ready(&self, end: u64) -> impl Future<Output = Result<(), Abandoned>> + Send + use<> {
+        let filled = self.filled.clone();
+        async move {
+            match filled {
+                Some(filled) => filled.ready(end).await,
+                None => Ok(()),
+            }
+        }
+    }
+
+    /// Whether it is `filling` that fills its memory.
+    pub(crate) fn is_filled_by(&self, filling: &Filling) -> bool {
+        self.filled.as_ref().is_some_and(|filled| filled.is_by(filling))
     }
 
     fn readers(&self) -> MutexGuard<'_, Readers> {
@@ -299,6 +352,17 @@ impl Lease {
             payload_len: publication.content.len() - publication.payload_start,
             blocks,
         })
+    }
+
+    /// Waits until the first `end` blocks of `grain` bytes are final.
+    pub(crate) fn blocks_ready(
+        &self,
+        end: u64,
+        grain: u64,
+    ) -> impl Future<Output = Result<(), Abandoned>> + Send + use<> {
+        let publication = &*self.publication;
+        let end = publication.payload_start.saturating_add(end.saturating_mul(grain));
+        publication.ready(end.min(publication.content.len()))
     }
 
     /// How many blocks of `grain` bytes the payload has.

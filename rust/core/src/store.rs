@@ -10,6 +10,7 @@ use tensorferry_wire::request;
 use tokio::sync::Notify;
 
 use crate::error::{Error, ErrorKind};
+use crate::filling::Filling;
 use crate::publication::{Lease, Publication, Stability};
 
 /// Withdrawn private snapshots that may still be finishing transfers; the oldest is cut when there are more.
@@ -44,6 +45,8 @@ struct State {
     retired: Vec<Weak<Publication>>,
     /// Private snapshots that were withdrawn in the middle of transfers, oldest first.
     lingering: VecDeque<Arc<Publication>>,
+    /// The entity tag of the last one that was given up before it was filled.
+    abandoned: Option<String>,
 }
 
 /// How a withdrawal ended.
@@ -140,6 +143,34 @@ impl Store {
             }
         }
         ended
+    }
+
+    /// Withdraws the publication that `filling` was to fill: it cannot be. The gate is closed if it was the one served, and
+    /// its readers are cut. One that was withdrawn or replaced before stays so.
+    pub fn abandon(&self, filling: Filling) {
+        let is_it = |publication: &Arc<Publication>| publication.is_filled_by(&filling);
+        let mut state = self.state();
+        let current = state.current.take_if(|current| is_it(current));
+        state.allowed &= current.is_none();
+        let (mut gone, kept): (VecDeque<_>, VecDeque<_>) = state.lingering.drain(..).partition(is_it);
+        state.lingering = kept;
+        gone.extend(current);
+        gone.extend(state.retired().filter(is_it));
+        if let Some(publication) = gone.front() {
+            state.abandoned = Some(publication.etag().to_owned());
+        }
+        drop(state);
+        // Those who wait for bytes of it stop waiting.
+        drop(filling);
+        for publication in gone {
+            publication.close();
+            publication.cut_and_wait();
+        }
+    }
+
+    /// Whether `if_match` asks for a publication that was given up.
+    pub(crate) fn is_abandoned(&self, if_match: &str) -> bool {
+        self.state().abandoned.as_deref().is_some_and(|etag| request::etag_matches_strong(if_match, etag))
     }
 
     /// Refuses every request from now on and ends all transfers.

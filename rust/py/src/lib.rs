@@ -1,6 +1,7 @@
 //! `tensorferry._native`: a thin skin over `tensorferry-core`.
 
 mod errors;
+mod filling;
 mod interfaces;
 mod memory;
 mod remote;
@@ -9,12 +10,15 @@ mod runtime;
 mod secret;
 mod server;
 mod slices;
+mod waves;
 
 use pyo3::prelude::*;
 
 /// The native module.
 #[pymodule]
 mod _native {
+    #[pymodule_export]
+    use crate::filling::PyFilling;
     #[pymodule_export]
     use crate::interfaces::interfaces;
     #[pymodule_export]
@@ -31,4 +35,6 @@ mod _native {
     use crate::server::PyServer;
     #[pymodule_export]
     use crate::slices::{fetch_slices, file_entries, read_file, write_file};
+    #[pymodule_export]
+    use crate::waves::PyWaves;
 }

@@ -7,7 +7,7 @@ use pyo3::ffi;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyList, PyType};
-use tensorferry_core::{Arena, Destination, Memory, Repeat, Slice};
+use tensorferry_core::{Arena, Destination, Error, Memory, Part, Repeat, Slice, Waves};
 use tensorferry_wire::container::{Entry, Header};
 use tensorferry_wire::dtype::Dtype;
 
@@ -341,6 +341,13 @@ pub(crate) fn given(addresses: Vec<Option<usize>>) -> Destination {
     // SAFETY: Python's part of the contract: `tensorferry.state` passes addresses of contiguous tensors whose byte size
     // equals the entry's, no memory twice, and holds the tensors for the length of the call.
     unsafe { Destination::given(addresses) }
+}
+
+/// Brings a wave to `address`, in memory of as many bytes as the receive was begun with.
+pub(crate) fn fetch_wave(waves: &mut Waves, address: usize) -> Result<Option<Vec<Part>>, Error> {
+    // SAFETY: Python's part of the contract: `tensorferry.landing` passes the address of a slot of that size, holds its
+    // memory for the length of the call, and gives no slot from which a copy is still under way.
+    unsafe { waves.fetch(address) }
 }
 
 /// A part of an entry and its destination inside a tensor of the receiver.

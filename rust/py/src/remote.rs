@@ -1,14 +1,14 @@
 //! `Remote`: a checkpoint at its source, and fetching it.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList, PyRange, PyString, PyTuple};
-use tensorferry_core::{Cancel, Destination, FetchOptions, Pool, Remote};
+use tensorferry_core::{Arrived, Cancel, Destination, FetchOptions, Pool, Remote};
 use tensorferry_wire::container::{self, Header, RESERVED_PREFIX};
 use tensorferry_wire::manifest;
 
@@ -16,6 +16,7 @@ use crate::errors;
 use crate::memory::{PyArena, given};
 use crate::runtime::{self, Origin, Watch};
 use crate::secret::PySecret;
+use crate::waves::{PyWaves, Teller};
 
 /// A checkpoint whose header is here and whose payload is still at its source.
 #[pyclass(name = "Remote", module = "tensorferry._native", frozen)]
@@ -56,6 +57,19 @@ impl PyRemote {
             Some(remote) => read(remote),
             None => Err(errors::invalid(py, "this checkpoint was fetched already")),
         }
+    }
+
+    /// The checkpoint itself, to be fetched once.
+    fn take(&self, py: Python<'_>) -> PyResult<(Remote, Teller)> {
+        self.origin.check(py)?;
+        let remote = self.remote.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let remote = remote.ok_or_else(|| errors::invalid(py, "this checkpoint was fetched already"))?;
+        let teller = Teller {
+            received: Arc::clone(&self.received),
+            total: remote.header().payload_len(),
+            progress: self.progress.as_ref().map(|call| call.clone_ref(py)),
+        };
+        Ok((remote, teller))
     }
 
     fn column<'py, T>(
@@ -189,32 +203,49 @@ impl PyRemote {
         py: Python<'py>,
         addresses: Option<Vec<Option<usize>>>,
     ) -> PyResult<(PyArena, Bound<'py, PyDict>)> {
-        self.origin.check(py)?;
-        let remote = self.remote.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let remote = remote.ok_or_else(|| errors::invalid(py, "this checkpoint was fetched already"))?;
+        let (remote, teller) = self.take(py)?;
         let destination = addresses.map_or(Destination::Fresh, given);
-        let total = self.header.payload_len();
-        let tell = |py: Python<'_>| {
-            // Bytes that had to be fetched again count once.
-            let received = self.received.load(Ordering::Relaxed).min(total);
-            self.progress.as_ref().map_or(Ok(()), |call| call.call1(py, (received, total)).map(drop))
-        };
-        let watch = self.progress.is_some().then_some(&tell as &Watch<'_>);
+        let tell = |py: Python<'_>| teller.tell(py);
+        let watch = teller.progress.is_some().then_some(&tell as &Watch<'_>);
         let arrived = runtime::run(py, &self.cancel, watch, move || remote.fetch(destination))?;
         tell(py)?;
-        let (arena, offsets, report) = arrived.into_parts();
-        let told = PyDict::new(py);
-        told.set_item("bytes", report.bytes)?;
-        told.set_item("lanes", report.lanes)?;
-        told.set_item("retries", report.retries)?;
-        told.set_item("same_host", report.same_host)?;
-        let text = |(here, there): (std::net::IpAddr, std::net::IpAddr)| (here.to_string(), there.to_string());
-        told.set_item("routes", report.routes.into_iter().map(text).collect::<Vec<_>>())?;
-        told.set_item("troubles", report.troubles)?;
-        told.set_item("opening_seconds", report.opening.as_secs_f64())?;
-        told.set_item("fetching_seconds", report.fetching.as_secs_f64())?;
-        Ok((PyArena::new(arena, Arc::clone(&self.header), offsets), told))
+        handed_over(py, arrived, &self.header)
     }
+
+    /// Begins a receive like `fetch`, in which the entries numbered in `passing` go by way of `most` bytes of memory that
+    /// is given for each wave.
+    fn waves(
+        &self,
+        py: Python<'_>,
+        addresses: Option<Vec<Option<usize>>>,
+        passing: Vec<usize>,
+        most: u64,
+    ) -> PyResult<PyWaves> {
+        let (remote, teller) = self.take(py)?;
+        let destination = addresses.map_or(Destination::Fresh, given);
+        let waves = py.detach(move || remote.waves(destination, &passing, most)).map_err(|e| errors::to_py(py, &e))?;
+        Ok(PyWaves::new(self.cancel.clone(), teller, Arc::clone(&self.header), waves))
+    }
+}
+
+/// What has arrived, for Python: the arena and a report.
+pub(crate) fn handed_over<'py>(
+    py: Python<'py>,
+    arrived: Arrived,
+    header: &Arc<Header>,
+) -> PyResult<(PyArena, Bound<'py, PyDict>)> {
+    let (arena, offsets, report) = arrived.into_parts();
+    let told = PyDict::new(py);
+    told.set_item("bytes", report.bytes)?;
+    told.set_item("lanes", report.lanes)?;
+    told.set_item("retries", report.retries)?;
+    told.set_item("same_host", report.same_host)?;
+    let text = |(here, there): (std::net::IpAddr, std::net::IpAddr)| (here.to_string(), there.to_string());
+    told.set_item("routes", report.routes.into_iter().map(text).collect::<Vec<_>>())?;
+    told.set_item("troubles", report.troubles)?;
+    told.set_item("opening_seconds", report.opening.as_secs_f64())?;
+    told.set_item("fetching_seconds", report.fetching.as_secs_f64())?;
+    Ok((PyArena::new(arena, Arc::clone(header), offsets), told))
 }
 
 fn check_manifest(remote: &Remote) -> Result<(), tensorferry_core::Error> {

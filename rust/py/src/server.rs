@@ -11,6 +11,7 @@ use tensorferry_core::{
 };
 
 use crate::errors;
+use crate::filling::PyFilling;
 use crate::memory::{Owner, borrowed};
 use crate::rows::PyRows;
 use crate::runtime::{self, Origin};
@@ -78,8 +79,9 @@ impl PyServer {
         Ok(self.server(py)?.url(host))
     }
 
-    /// Publishes `rows` and then `control`, name and bytes of each. `owner` keeps the memory of all rows alive.
-    #[pyo3(signature = (step, *, rows, control, metadata, owner, private, alternate = None))]
+    /// Publishes `rows` and then `control`, name and bytes of each. `owner` keeps the memory of all rows alive. If that is
+    /// not `filled` yet, what is returned says how much of it is.
+    #[pyo3(signature = (step, *, rows, control, metadata, owner, private, alternate = None, filled = true))]
     #[allow(clippy::too_many_arguments)]
     fn publish(
         &self,
@@ -91,21 +93,35 @@ impl PyServer {
         owner: Py<PyAny>,
         private: bool,
         alternate: Option<Py<PyAny>>,
-    ) -> PyResult<()> {
+        filled: bool,
+    ) -> PyResult<Option<PyFilling>> {
         let server = self.server(py)?;
         let stability = if private { Stability::Private } else { Stability::Borrowed };
         let owner = Box::new(Owner::new(owner));
         let alternate = alternate.map(|callable| Box::new(PyAlternate(Owner::new(callable))) as Box<dyn Alternate>);
         let rows = rows.get();
         py.detach(|| {
-            let mut publication = Publication::new(metadata, rows.items(control), stability, owner)?;
+            let items = rows.items(control);
+            let (mut publication, filling) = if filled {
+                (Publication::new(metadata, items, stability, owner)?, None)
+            } else {
+                let (publication, filling) = Publication::filling(metadata, items, stability, owner)?;
+                (publication, Some(PyFilling::new(filling)))
+            };
             if let Some(alternate) = alternate {
                 publication = publication.with_alternate(alternate);
             }
             server.store().publish(step, publication);
-            Ok(())
+            Ok(filling)
         })
         .map_err(|e: Error| errors::to_py(py, &e))
+    }
+
+    /// Withdraws the publication that `filling` was to fill, and cannot.
+    fn abandon(&self, py: Python<'_>, filling: &PyFilling) -> PyResult<()> {
+        let (server, filling) = (self.server(py)?, filling.take(py)?);
+        py.detach(|| server.store().abandon(filling));
+        Ok(())
     }
 
     /// Raises `ForkedProcess` in a forked child.

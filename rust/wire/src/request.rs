@@ -8,6 +8,8 @@ pub const SAME_HOST_HEADER: &str = "tensorferry-same-host";
 pub const MAX_RUNS: usize = 256;
 /// The header of an answer whose body comes through memory that both sides share.
 pub const RING_HEADER: &str = "tensorferry-ring";
+/// The header of an answer whose bytes are not all there yet: the source still copies its state, and they come as it does.
+pub const FILLING_HEADER: &str = "tensorferry-filling";
 
 /// What a path names. Publication keys are as written in the path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

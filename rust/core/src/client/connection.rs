@@ -38,6 +38,7 @@ struct Ring {
 
 /// A response head.
 #[derive(Debug)]
+#[allow(clippy::struct_excessive_bools, reason = "each says whether a header is there")]
 pub(crate) struct Head {
     pub(crate) status: u16,
     pub(crate) reason: String,
@@ -51,6 +52,8 @@ pub(crate) struct Head {
     pub(crate) same_host: Option<same_host::Name>,
     /// Whether the body comes through shared memory.
     in_ring: bool,
+    /// Whether the source still copies some of the body.
+    filling: bool,
     /// Whether the server speaks HTTP/1.0, as Python's `http.server` does.
     pub(crate) http_10: bool,
     keep_alive: bool,
@@ -68,6 +71,8 @@ pub(crate) struct Connection {
     /// Body bytes not yet read.
     remaining: u64,
     reusable: bool,
+    /// Whether the source had not yet copied all of the body when it began to send it.
+    filling: bool,
     timeout: Option<Duration>,
     pace: Pace,
     /// What is shared with a source on this machine.
@@ -118,6 +123,7 @@ impl Connection {
             taken: 0,
             remaining: 0,
             reusable: true,
+            filling: false,
             timeout: None,
             pace: Pace::default(),
             ring: None,
@@ -163,6 +169,12 @@ impl Connection {
     /// Whether this connection does without the network.
     pub(crate) fn is_same_host(&self) -> bool {
         self.ring.is_some()
+    }
+
+    /// Whether the source said of the answer under way that it still copies what it is to send: it may be silent for as
+    /// long as that takes.
+    pub(crate) fn is_filling(&self) -> bool {
+        self.filling
     }
 
     /// The addresses on both ends, if it goes over the network.
@@ -221,7 +233,7 @@ impl Connection {
             self.asked = Some((nonce, path));
         }
         request.push_str("\r\n");
-        self.reusable = false;
+        (self.reusable, self.filling) = (false, false);
         self.pace = Pace::default();
         self.wait_at_most(self.limits.stall)?;
         let sent = match &mut self.tls {
@@ -231,6 +243,7 @@ impl Connection {
         sent.map_err(|e| self.broken(&e))?;
         let head = self.read_head(patience)?;
         self.remaining = head.content_length.unwrap_or(0);
+        self.filling = head.filling;
         self.reusable = head.keep_alive && head.content_length.is_some();
         match &mut self.ring {
             Some(ring) => ring.in_use = head.in_ring,
@@ -288,6 +301,7 @@ impl Connection {
             proof: None,
             same_host: None,
             in_ring: false,
+            filling: false,
             http_10: response.version == Some(0),
             keep_alive: response.version == Some(1),
         };
@@ -309,6 +323,8 @@ impl Connection {
                 head.same_host = same_host::Name::parse(value());
             } else if header.name.eq_ignore_ascii_case(request::RING_HEADER) {
                 head.in_ring = true;
+            } else if header.name.eq_ignore_ascii_case(request::FILLING_HEADER) {
+                head.filling = true;
             } else if header.name.eq_ignore_ascii_case("connection") {
                 head.keep_alive &= !value().eq_ignore_ascii_case("close");
             } else if header.name.eq_ignore_ascii_case("transfer-encoding") {

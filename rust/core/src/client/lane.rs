@@ -65,26 +65,26 @@ pub(super) struct Transfer<'a> {
 }
 
 impl Transfer<'_> {
-    /// Runs `lanes` lanes, the first one on `connection`, each in a thread that is made as `builder` says. Returns a
-    /// connection that is still good.
+    /// Runs `lanes` lanes, the first ones on `connections`, each in a thread that is made as `builder` says. Returns the
+    /// connections that are still good.
     pub(super) fn run_all(
         &self,
         lanes: usize,
-        mut connection: Option<Connection>,
+        connections: Vec<Connection>,
         builder: impl Fn(usize) -> thread::Builder,
-    ) -> Option<Connection> {
+    ) -> Vec<Connection> {
         thread::scope(|scope| {
             let mut threads = Vec::with_capacity(lanes);
+            let mut connections = connections.into_iter();
             for index in 0..lanes {
-                let first = connection.take();
+                let first = connections.next();
                 match builder(index).spawn_scoped(scope, move || self.run(index, first)) {
                     Ok(thread) => threads.push(thread),
                     // With fewer lanes it takes longer, and that is all.
                     Err(e) => self.leave(Error::caused(ErrorKind::System, "cannot start a thread for a lane", e)),
                 }
             }
-            let left: Vec<_> = threads.into_iter().map(|thread| thread.join().ok().flatten()).collect();
-            left.into_iter().flatten().next()
+            threads.into_iter().filter_map(|thread| thread.join().ok().flatten()).collect()
         })
     }
 
@@ -115,13 +115,16 @@ impl Transfer<'_> {
                 error = self.placed(error, peer, &range);
             }
             // Whatever it was: the network is the way that has to work.
-            let around_the_network = connection.take().is_some_and(|c| c.is_same_host());
+            let connection = connection.take();
+            // The source answers and is not done copying: nobody is at fault, and the deadline ends it.
+            let filling = error.is_timeout() && connection.as_ref().is_some_and(Connection::is_filling);
+            let around_the_network = !filling && connection.is_some_and(|c| c.is_same_host());
             if around_the_network {
                 peer.give_up_same_host();
             }
             turn += 1;
             // A lane that was merely slow is not at fault twice.
-            failures = if range.at > first || slow.is_some() { 1 } else { failures + 1 };
+            failures = if range.at > first || slow.is_some() || filling { 1 } else { failures + 1 };
             let elsewhere = (self.peers.len() > 1 || around_the_network) && error.kind() != ErrorKind::Cancelled;
             let over = self.limits.left().is_err();
             if over || !(error.is_transient() || elsewhere) {
@@ -330,7 +333,7 @@ mod tests {
         // A stack of more than all addresses there are.
         let impossible = || thread::Builder::new().stack_size(1 << 60);
         let builder = |index| if index < LANES - threadless { thread::Builder::new() } else { impossible() };
-        transfer.run_all(LANES, None, builder);
+        transfer.run_all(LANES, Vec::new(), builder);
         queue.finish().map(|()| received.take_bytes())
     }
 

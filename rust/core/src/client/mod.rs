@@ -15,6 +15,7 @@ mod remote;
 mod session;
 mod url;
 mod watch;
+mod waves;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
@@ -30,6 +31,7 @@ use self::limits::Limits;
 pub(crate) use self::plan::{Piece, Plan, Queue};
 pub use self::remote::Remote;
 use self::url::Source;
+pub use self::waves::{Part, Waves};
 use crate::arena::{Arena, Pool};
 use crate::error::Error;
 use crate::same_host;

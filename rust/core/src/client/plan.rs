@@ -32,6 +32,15 @@ impl Piece {
     fn end(&self) -> u64 {
         self.start + self.len
     }
+
+    /// What of it lies in `[start, end)` of the payload.
+    pub(crate) fn within(&self, start: u64, end: u64) -> Option<Self> {
+        let (from, to) = (self.start.max(start), self.end().min(end));
+        // An offset into memory that exists.
+        #[allow(clippy::cast_possible_truncation)]
+        let address = self.address + from.checked_sub(self.start)? as usize;
+        (from < to).then_some(Self { start: from, len: to - from, address })
+    }
 }
 
 /// Destinations for a payload, in payload order.

@@ -46,9 +46,10 @@ pub struct Remote {
     lanes: Option<usize>,
     pool: Option<Arc<Pool>>,
     progress: Arc<AtomicU64>,
-    connection: Option<Connection>,
     /// The way the header came.
     route: Option<(IpAddr, IpAddr)>,
+    /// Those that can be used again.
+    connections: Vec<Connection>,
     opening: Duration,
 }
 
@@ -116,7 +117,7 @@ impl Remote {
                         prefix: opened.prefix,
                         route: opened.connection.route(),
                         // One that was given a share of the time must not end with that.
-                        connection: Some(opened.connection).filter(|_| others == 0),
+                        connections: Some(opened.connection).filter(|_| others == 0).into_iter().collect(),
                         opening: started.elapsed(),
                         lanes: options.lanes,
                         pool: options.pool,
@@ -165,16 +166,32 @@ impl Remote {
             Destination::Fresh => vec![None; self.header.entries().len()],
             Destination::Given(Addresses(addresses)) => addresses,
         };
-        let (arena, offsets, pieces) = self.place(&addresses)?;
+        let (arena, offsets, pieces) = self.place(&addresses, &[])?;
         let fresh = arena.is_fresh() && offsets.iter().any(Option::is_some);
         let plan = Plan::new(pieces, self.header.payload_len(), fresh)?;
-        self.copy_prefix(&plan);
-        self.progress.fetch_add(self.prefix.len() as u64, Ordering::Relaxed);
-        let mut report = self.report();
+        let mut report = self.begin();
         let have = (self.prefix.len() as u64).div_ceil(BLOCK_SIZE);
         self.choose_way(plan.held(&plan.missing_blocks(have, 0)));
-        self.transfer(&plan, have, &mut report)?;
+        self.bring(&plan, &mut report)?;
         Ok(Arrived { arena, offsets, report: self.complete(report, started) })
+    }
+
+    /// The beginning of a receive of entries.
+    pub(super) fn begin(&self) -> Report {
+        self.progress.fetch_add(self.prefix.len() as u64, Ordering::Relaxed);
+        self.report()
+    }
+
+    /// Brings all that `plan` has a place for, verified.
+    pub(super) fn bring(&mut self, plan: &Plan, report: &mut Report) -> Result<(), Error> {
+        self.copy_prefix(plan);
+        let have = (self.prefix.len() as u64).div_ceil(BLOCK_SIZE);
+        self.transfer(plan, have, report)
+    }
+
+    /// Whether more than one source was named.
+    pub(super) fn has_several_sources(&self) -> bool {
+        self.peers.len() > 1
     }
 
     /// Fetches and verifies parts of entries, and as little besides as whole blocks of digests allow.
@@ -208,7 +225,7 @@ impl Remote {
     }
 
     /// `report` with what came along with the header.
-    fn complete(&self, report: Report, started: Instant) -> Report {
+    pub(super) fn complete(&self, report: Report, started: Instant) -> Report {
         let mut report = Report { fetching: started.elapsed(), ..report };
         report.bytes += self.prefix.len() as u64;
         if report.lanes == 0 {
@@ -220,7 +237,7 @@ impl Remote {
     }
 
     /// Leaves shared memory alone where all that is still to come has so few bytes.
-    fn choose_way(&self, bytes: u64) {
+    pub(super) fn choose_way(&self, bytes: u64) {
         if bytes < SAME_HOST_BYTES {
             self.peers.iter().for_each(Peer::give_up_same_host);
         }
@@ -256,14 +273,18 @@ impl Remote {
         Ok(())
     }
 
-    /// Lays out the arena and lists every destination.
-    fn place(&self, addresses: &[Option<usize>]) -> Result<Placed, Error> {
+    /// Lays out the arena and lists every destination. The entries numbered in `elsewhere` get none.
+    pub(super) fn place(&self, addresses: &[Option<usize>], elsewhere: &[usize]) -> Result<Placed, Error> {
         let entries = self.header.entries();
         if addresses.len() != entries.len() {
             let message = format!("{} destinations for {} entries", addresses.len(), entries.len());
             return Err(Error::new(ErrorKind::Invalid, message));
         }
         let reserved = |e: &Entry| e.name == container::MANIFEST_ENTRY || e.name == container::PICKLE_ENTRY;
+        let mut here = vec![true; entries.len()];
+        for &index in elsewhere {
+            here[index] = false;
+        }
         let mut offsets = vec![None; entries.len()];
         let mut len = 0_u64;
         // In payload order, so that neighbours on the wire are neighbours in memory and one receive fills many.
@@ -271,7 +292,7 @@ impl Remote {
         order.sort_by_key(|&i| entries[i].start);
         for index in order {
             let entry = &entries[index];
-            if addresses[index].is_none() && !reserved(entry) {
+            if addresses[index].is_none() && here[index] && !reserved(entry) {
                 offsets[index] = Some(len);
                 len = (len + (entry.end - entry.start)).next_multiple_of(ALIGNMENT);
             }
@@ -346,7 +367,7 @@ impl Remote {
             alive: lanes.into(),
         };
         let builder = |index| std::thread::Builder::new().name(format!("tensorferry-lane-{index}"));
-        self.connection = transfer.run_all(lanes, self.connection.take(), builder);
+        self.connections = transfer.run_all(lanes, std::mem::take(&mut self.connections), builder);
         report.bytes += received.take_bytes();
         report.retries += received.take_retries();
         report.same_host |= received.came_same_host();
@@ -403,7 +424,7 @@ impl Remote {
             let index = (self.primary + turn.saturating_sub(1)) % self.peers.len();
             let peer = &self.peers[index];
             let ours = |c: &Connection| turn == 0 && c.is_reusable() && Arc::ptr_eq(c.source(), &peer.source);
-            let reused = self.connection.take().filter(ours);
+            let reused = self.connections.iter().position(ours).map(|at| self.connections.swap_remove(at));
             let attempt = match reused {
                 Some(connection) => Ok(connection),
                 None if turn == 0 => continue,
@@ -422,7 +443,7 @@ impl Remote {
                         && table.payload_len == self.header.payload_len()
                         && table.blocks.iter().zip(&prefix).all(|(theirs, ours)| theirs == ours) =>
                 {
-                    self.connection = Some(connection);
+                    self.connections.push(connection);
                     self.primary = index;
                     return Ok(table);
                 }

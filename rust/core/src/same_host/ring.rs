@@ -121,6 +121,11 @@ impl Writer {
         if sent == hello.len() { Ok(Self { shared, turn: 0, lent: 0 }) } else { Err(io::ErrorKind::WriteZero.into()) }
     }
 
+    /// Bytes of a slot.
+    pub(crate) fn slot_len(&self) -> u64 {
+        self.shared.layout.slot_len.into()
+    }
+
     /// How many slots must come back before the next one can be filled: none, or one.
     pub(crate) fn is_full(&self) -> bool {
         self.lent == self.shared.layout.slots

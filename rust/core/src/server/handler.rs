@@ -15,12 +15,14 @@ use tensorferry_wire::request::{self, PathError, RangeSpec, Resource};
 use super::Connection;
 use super::metrics::{Metrics, Sending};
 use crate::body::{MemoryBody, ServedBody};
+use crate::filling::Abandoned;
 use crate::publication::{Found, Lease, Segments};
 use crate::store::Lookup;
 
 /// Digests of blocks below 1 MiB that one request may ask for: computing them holds up a thread.
 const MAX_FINE_DIGESTS: u64 = 1 << 20;
 const OCTETS: &str = "application/octet-stream";
+const GONE: &str = "the snapshot asked for is no longer served";
 
 type Answer = Response<ServedBody>;
 
@@ -103,23 +105,28 @@ async fn resolve<B>(
         return text(StatusCode::NOT_FOUND, &format!("no checkpoint is called {key}: steps are integers"));
     };
     let store = &connection.shared.store;
-    let begun =
-        joined(request.headers(), header::IF_MATCH).and_then(|etag| store.lookup_lingering(&etag, &connection.cut));
+    let asked = joined(request.headers(), header::IF_MATCH);
+    let begun = asked.as_deref().and_then(|etag| store.lookup_lingering(etag, &connection.cut));
     let lease = match begun {
         Some(lease) => lease,
+        // It will never come back: whoever has begun to receive it need not wait for the next one to learn that.
+        None if asked.is_some_and(|etag| store.is_abandoned(&etag)) => {
+            return text(StatusCode::PRECONDITION_FAILED, GONE);
+        }
         None => match lease(connection, step).await {
             Ok(lease) => lease,
             Err(refused) => return refused,
         },
     };
     let mut found = match resource {
-        Resource::Container(_) => match request.uri().query().filter(|query| query.starts_with("blocks=")) {
-            Some(query) => blocks(connection, lease, request, query),
-            None => {
+        Resource::Container(_) => {
+            if let Some(query) = request.uri().query().filter(|query| query.starts_with("blocks=")) {
+                blocks(connection, lease, request, query).await
+            } else {
                 let segments = Arc::clone(lease.publication().content());
                 memory(connection, lease, segments, true, request)
             }
-        },
+        }
         Resource::Header(_) => {
             let etag = lease.publication().etag().to_owned();
             let mut found = bytes(lease.publication().header().clone());
@@ -171,7 +178,7 @@ fn conditional(headers: &HeaderMap, etag: &str) -> Option<Answer> {
     if let Some(value) = joined(headers, header::IF_MATCH)
         && !request::etag_matches_strong(&value, etag)
     {
-        return Some(text(StatusCode::PRECONDITION_FAILED, "the snapshot asked for is no longer served"));
+        return Some(text(StatusCode::PRECONDITION_FAILED, GONE));
     }
     if let Some(value) = joined(headers, header::IF_NONE_MATCH)
         && request::etag_matches_weak(&value, etag)
@@ -225,7 +232,7 @@ fn memory<B>(
 }
 
 /// The runs of blocks that `query` names, one after the other.
-fn blocks<B>(connection: &Arc<Connection>, lease: Arc<Lease>, asked: &Request<B>, query: &str) -> Answer {
+async fn blocks<B>(connection: &Arc<Connection>, lease: Arc<Lease>, asked: &Request<B>, query: &str) -> Answer {
     if let Some(refused) = conditional(asked.headers(), lease.publication().etag()) {
         return refused;
     }
@@ -234,6 +241,10 @@ fn blocks<B>(connection: &Arc<Connection>, lease: Arc<Lease>, asked: &Request<B>
         let count = lease.block_count(BLOCK_SIZE);
         return text(StatusCode::BAD_REQUEST, &format!("there are {count} blocks of 1 MiB, not {query}"));
     };
+    let last = runs.iter().map(|run| run.1).max().unwrap_or(0);
+    if let Err(refused) = filled(connection, lease.blocks_ready(last, grain), StatusCode::PRECONDITION_FAILED).await {
+        return refused;
+    }
     let segments = Arc::clone(lease.publication().content());
     let (start, len) = (lease.publication().payload_start(), segments.len());
     let runs = runs.into_iter().map(|(first, end)| (start + first * grain, (start + end * grain).min(len)));
@@ -254,6 +265,7 @@ fn body(
     let mut rest = runs.into_iter();
     let (at, end) = rest.next().unwrap_or_default();
     connection.open.fetch_add(1, Ordering::Relaxed);
+    let filling = digest && !lease.publication().is_ready(end);
     let mut answer = Response::new(ServedBody::Memory(Box::new(MemoryBody {
         segments,
         lease,
@@ -265,11 +277,15 @@ fn body(
         progress: Arc::clone(&connection.progress),
         throttle: connection.shared.throttle.clone(),
         wait: None,
+        filling: None,
         _open: Box::new(Open(Arc::clone(connection), Sending::new(connection, total))),
     })));
     let headers = answer.headers_mut();
     headers.insert(header::CONTENT_TYPE, HeaderValue::from_static(OCTETS));
     headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
+    if filling {
+        headers.insert(request::FILLING_HEADER, HeaderValue::from_static("1"));
+    }
     insert(headers, header::ETAG, &etag);
     answer
 }
@@ -295,6 +311,10 @@ async fn digests<B>(connection: &Connection, lease: Arc<Lease>, asked: &Request<
             found
         }
     };
+    let last = runs.iter().map(|run| run.1).max().unwrap_or(0);
+    if let Err(refused) = filled(connection, lease.blocks_ready(last, grain), StatusCode::PRECONDITION_FAILED).await {
+        return refused;
+    }
     let table = if lease.digests_known(&runs, grain) {
         lease.digests(&runs, grain)
     } else {
@@ -304,7 +324,7 @@ async fn digests<B>(connection: &Connection, lease: Arc<Lease>, asked: &Request<
         }
     };
     let Some(table) = table else {
-        return text(StatusCode::PRECONDITION_FAILED, "the snapshot asked for is no longer served");
+        return text(StatusCode::PRECONDITION_FAILED, GONE);
     };
     let (Some(guard), Some(nonce)) = (&connection.shared.guard, nonce) else {
         let mut found = bytes(Bytes::from(table.encode_grained(&Algorithm::Crc64, grain)));
@@ -321,8 +341,27 @@ async fn digests<B>(connection: &Connection, lease: Arc<Lease>, asked: &Request<
     found
 }
 
-/// A body in another format: torchft's own, or that of torch's checkpoints. It is built without a lease, since that can
-/// take long and reads no tensor memory.
+/// Waits until bytes are final, no longer than a request waits for the gate. `abandoned` is the status if they never will
+/// be.
+async fn filled(
+    connection: &Connection,
+    ready: impl Future<Output = Result<(), Abandoned>>,
+    abandoned: StatusCode,
+) -> Result<(), Answer> {
+    let patience = connection.shared.patience;
+    match tokio::time::timeout(patience, ready).await {
+        Ok(Ok(())) => Ok(()),
+        Ok(Err(Abandoned)) => Err(text(abandoned, GONE)),
+        Err(_) => {
+            let message =
+                format!("Timed out waiting for the state to be copied after {} seconds", patience.as_secs_f64());
+            Err(text(StatusCode::SERVICE_UNAVAILABLE, &message))
+        }
+    }
+}
+
+/// A body in another format, of a state that is all there: torchft's own, or that of torch's checkpoints. It is built
+/// without a lease, since that can take long and reads no tensor memory.
 async fn alternate<B>(
     connection: &Arc<Connection>,
     lease: Arc<Lease>,
@@ -333,6 +372,10 @@ async fn alternate<B>(
     let publication = lease.publication_arc();
     let etag = publication.etag().to_owned();
     drop(lease);
+    let all = publication.ready(publication.total_len());
+    if let Err(refused) = filled(connection, all, StatusCode::SERVICE_UNAVAILABLE).await {
+        return refused;
+    }
     let missing = match name.strip_prefix("dcp/") {
         Some(file) => format!("there is no file {file} here"),
         None => format!("list index out of range: there is no chunk {name}"),
@@ -347,7 +390,7 @@ async fn alternate<B>(
     };
     match self::lease(connection, step).await {
         Ok(lease) if lease.publication().etag() == etag => memory(connection, lease, segments, false, asked),
-        Ok(_) => text(StatusCode::SERVICE_UNAVAILABLE, "the snapshot asked for is no longer served"),
+        Ok(_) => text(StatusCode::SERVICE_UNAVAILABLE, GONE),
         Err(refused) => refused,
     }
 }

@@ -94,6 +94,11 @@ impl Local {
             if self.ring.is_full() {
                 self.take_back()?;
             }
+            let stop = body.end_of(self.ring.slot_len());
+            if !body.is_filled(stop) {
+                let filled = poll_fn(|context| body.poll_filled(stop, context));
+                self.runtime.block_on(until_over(&self.over, filled))??;
+            }
             if body.throttle.is_some() {
                 self.runtime.block_on(until_over(&self.over, poll_fn(|context| body.poll_admitted(context))))?;
             }

@@ -1,0 +1,205 @@
+//! A receive in waves: some entries come by way of memory that is given anew for each wave and is not their last place,
+//! because the network cannot write to that. What a wave brought is verified before it is handed on, and can be moved
+//! while the next wave comes.
+
+use std::time::Instant;
+
+use tensorferry_wire::digest::BLOCK_SIZE;
+
+use super::plan::{Piece, Plan};
+use super::remote::Remote;
+use super::{Addresses, Arrived, Destination, Report};
+use crate::arena::Arena;
+use crate::error::{Error, ErrorKind};
+
+/// Bytes of an entry that a wave has brought.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Part {
+    /// The entry's number in the header.
+    pub entry: usize,
+    /// The first of its bytes that are here.
+    pub start: u64,
+    /// How many there are.
+    pub len: u64,
+    /// Where they lie in the memory of the wave.
+    pub at: u64,
+}
+
+/// An entry that comes by way of the waves' memory: its number and its bytes of the payload.
+#[derive(Clone, Copy, Debug)]
+struct Passing {
+    entry: usize,
+    start: u64,
+    end: u64,
+}
+
+/// A receive under way.
+#[derive(Debug)]
+pub struct Waves {
+    remote: Remote,
+    arena: Arena,
+    fresh: bool,
+    offsets: Vec<Option<u64>>,
+    /// What has a place of its own, in payload order.
+    pieces: Vec<Piece>,
+    /// What has none, in payload order.
+    passing: Vec<Passing>,
+    /// The block at which each wave ends.
+    ends: Vec<u64>,
+    next: usize,
+    started: Instant,
+    report: Report,
+}
+
+impl Remote {
+    /// Begins a receive that ends where [`Remote::fetch`] does, except that the entries numbered in `passing` go by way of
+    /// memory of `most` bytes, at least one MiB, that is given for each wave.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Invalid`] when there are several sources: what a wave brought must not be taken back because sources
+    /// turn out to differ. [`ErrorKind::System`] when there is no memory.
+    pub fn waves(self, destination: Destination, passing: &[usize], most: u64) -> Result<Waves, Error> {
+        let started = Instant::now();
+        let entries = self.header().entries();
+        if most < BLOCK_SIZE || passing.iter().any(|&entry| entry >= entries.len()) || self.has_several_sources() {
+            let message = "waves take one source, entries it has and memory of at least 1 MiB";
+            return Err(Error::new(ErrorKind::Invalid, message));
+        }
+        let mut addresses = match destination {
+            Destination::Fresh => vec![None; entries.len()],
+            Destination::Given(Addresses(addresses)) => addresses,
+        };
+        let mut through: Vec<_> = passing
+            .iter()
+            .map(|&entry| Passing { entry, start: entries[entry].start, end: entries[entry].end })
+            .filter(|passing| passing.start < passing.end)
+            .collect();
+        through.sort_unstable_by_key(|passing| passing.start);
+        if through.windows(2).any(|pair| pair[0].end > pair[1].start) {
+            return Err(Error::new(ErrorKind::Invalid, "an entry that passes through the waves twice"));
+        }
+        for &entry in passing {
+            if let Some(address) = addresses.get_mut(entry) {
+                *address = None;
+            }
+        }
+        let (arena, offsets, mut pieces) = self.place(&addresses, passing)?;
+        pieces.retain(|piece| piece.len > 0);
+        pieces.sort_unstable_by_key(|piece| piece.start);
+        let ends = wave_ends(&through, self.header().payload_len(), most);
+        let fresh = arena.is_fresh() && offsets.iter().any(Option::is_some);
+        let report = self.begin();
+        self.choose_way(self.header().payload_len());
+        Ok(Waves { remote: self, arena, fresh, offsets, pieces, passing: through, ends, next: 0, started, report })
+    }
+}
+
+impl Waves {
+    /// Brings the next wave; what of it passes through is at `address` then, verified. `None` when everything has come.
+    ///
+    /// # Errors
+    /// As [`Remote::fetch`].
+    ///
+    /// # Safety
+    /// `address` must be that of writable memory of as many bytes as were named when the receive began, which nobody else
+    /// uses until this returns.
+    pub unsafe fn fetch(&mut self, address: usize) -> Result<Option<Vec<Part>>, Error> {
+        let Some(&last) = self.ends.get(self.next) else { return Ok(None) };
+        let first = self.next.checked_sub(1).map_or(0, |before| self.ends[before]);
+        let payload_len = self.remote.header().payload_len();
+        let (start, end) = (first * BLOCK_SIZE, (last * BLOCK_SIZE).min(payload_len));
+        let index = self.pieces.partition_point(|piece| piece.start + piece.len <= start);
+        let standing = self.pieces[index..].iter().take_while(|piece| piece.start < end);
+        let mut pieces: Vec<_> = standing.filter_map(|piece| piece.within(start, end)).collect();
+        let mut parts = Vec::new();
+        let mut at = 0;
+        let index = self.passing.partition_point(|passing| passing.end <= start);
+        for passing in self.passing[index..].iter().take_while(|passing| passing.start < end) {
+            let (from, to) = (passing.start.max(start), passing.end.min(end));
+            // `wave_ends` lets no wave have more than fits.
+            #[allow(clippy::cast_possible_truncation)]
+            let place = address + at as usize;
+            // SAFETY: the caller promises the memory from `address` on; parts lie in it one behind the other.
+            pieces.push(unsafe { Piece::new(from, to - from, place) });
+            parts.push(Part { entry: passing.entry, start: from - passing.start, len: to - from, at });
+            at += to - from;
+        }
+        let plan = Plan::new(pieces, payload_len, self.fresh)?;
+        self.remote.bring(&plan, &mut self.report)?;
+        self.next += 1;
+        Ok(Some(parts))
+    }
+
+    /// What has a place of its own, after the last wave.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Invalid`] when there are waves that were not fetched.
+    pub fn finish(self) -> Result<Arrived, Error> {
+        if self.next < self.ends.len() {
+            return Err(Error::new(ErrorKind::Invalid, "there are waves that were not fetched"));
+        }
+        let report = self.remote.complete(self.report, self.started);
+        Ok(Arrived { arena: self.arena, offsets: self.offsets, report })
+    }
+}
+
+/// The blocks at which waves end: each has at most `most` bytes that pass through, and all together are the payload.
+fn wave_ends(passing: &[Passing], payload_len: u64, most: u64) -> Vec<u64> {
+    let mut ends = Vec::new();
+    // Bytes of the wave, and of them those of its last block.
+    let (mut held, mut in_block, mut last) = (0, 0, None);
+    for one in passing {
+        let mut at = one.start;
+        while at < one.end {
+            let block = at / BLOCK_SIZE;
+            let stop = one.end.min((block + 1) * BLOCK_SIZE);
+            if last.replace(block) != Some(block) {
+                in_block = 0;
+            }
+            if held + (stop - at) > most {
+                ends.push(block);
+                held = in_block;
+            }
+            held += stop - at;
+            in_block += stop - at;
+            at = stop;
+        }
+    }
+    if payload_len > 0 {
+        ends.push(payload_len.div_ceil(BLOCK_SIZE));
+    }
+    ends
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn waves_hold_what_they_may_and_together_everything() {
+        const MIB: u64 = BLOCK_SIZE;
+        let passing = |spans: &[(u64, u64)]| {
+            let one = |(entry, &(start, end)): (usize, &(u64, u64))| Passing { entry, start, end };
+            spans.iter().enumerate().map(one).collect::<Vec<_>>()
+        };
+        let whole = passing(&[(0, 10 * MIB + 5)]);
+        assert_eq!(wave_ends(&whole, 10 * MIB + 5, 4 * MIB), [4, 8, 11]);
+        assert_eq!(wave_ends(&whole, 10 * MIB + 5, 64 * MIB), [11]);
+        assert_eq!(wave_ends(&[], 3 * MIB, MIB), [3], "nothing passes: one wave");
+        assert!(wave_ends(&[], 0, MIB).is_empty());
+        // Small ones, with others between them, and one that begins in the middle of a block.
+        let mixed = passing(&[(7, 9), (MIB - 1, MIB + 1), (2 * MIB + 100, 5 * MIB), (9 * MIB, 9 * MIB + 1)]);
+        for most in [MIB, MIB + 1, 2 * MIB, 3 * MIB] {
+            let ends = wave_ends(&mixed, 12 * MIB, most);
+            assert_eq!(ends.last(), Some(&12));
+            let mut before = 0;
+            for end in ends {
+                assert!(before < end, "{most}");
+                let bytes: u64 =
+                    mixed.iter().map(|p| p.end.min(end * MIB).saturating_sub(p.start.max(before * MIB))).sum();
+                assert!(bytes <= most, "{bytes} bytes in a wave of {most}");
+                before = end;
+            }
+        }
+    }
+}
