@@ -119,13 +119,13 @@ mod tests {
 
     #[test]
     fn what_is_written_is_there_whichever_way_it_went() {
-        let bytes: Vec<u8> = (0..5 * PAGE + 100).map(|i| (i % 251) as u8).collect();
+        let bytes: Vec<u8> = (0..251).cycle().take(5 * PAGE + 100).collect();
         let mut buffer = Buffer::new(bytes.len());
         for direct in [false, true] {
             let (file, output) = output(direct);
             let able = output.direct.is_some();
             buffer.clear();
-            buffer.extend(&bytes[..PAGE + 1]);
+            buffer.extend(&bytes[..=PAGE]);
             buffer.extend(&bytes[PAGE + 1..]);
             output.write(buffer.filled(), 2 * PAGE as u64).unwrap();
             // Not at a page, and less than one: through the cache.

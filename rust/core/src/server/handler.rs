@@ -113,13 +113,14 @@ async fn resolve<B>(
         },
     };
     let mut found = match resource {
-        Resource::Container(_) => match request.uri().query().filter(|query| query.starts_with("blocks=")) {
-            Some(query) => blocks(connection, lease, request, query),
-            None => {
+        Resource::Container(_) => {
+            if let Some(query) = request.uri().query().filter(|query| query.starts_with("blocks=")) {
+                blocks(connection, lease, request, query)
+            } else {
                 let segments = Arc::clone(lease.publication().content());
                 memory(connection, lease, segments, true, request)
             }
-        },
+        }
         Resource::Header(_) => {
             let etag = lease.publication().etag().to_owned();
             let mut found = bytes(lease.publication().header().clone());
