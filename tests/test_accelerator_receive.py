@@ -147,8 +147,10 @@ def test_the_trainer_is_waited_for(device: StandIn, open_target: Callable[..., A
     device.trainer.queue(functools.partial(live["w1"].fill_, -1))
     source.send_checkpoint([1], 1, sent, TIMEOUT)
     with in_background(receive, open_target(live), source, 1) as received:
-        until(lambda: len(device.copies) > 0, "copies are queued")
-        assert not received.done()
+        until(lambda: sum(nbytes for nbytes, _ in device.copies) == 6 * MIB, "all copies are queued")
+        # Can only be wrong if one is made.
+        with pytest.raises(TimeoutError):
+            received.result(0.3)
         device.trainer.let_go()
         received.result(30)
     assert seen == [0.0]
@@ -210,9 +212,10 @@ def test_a_copy_that_fails_ends_the_receive(
     source.send_checkpoint([1], 1, sent, TIMEOUT)
     with pytest.raises(RuntimeError, match="the device is lost"):
         receive(target, source, 1)
-    assert target._landing._pool._free == [], "the device may still read from it"
     device.fails = lambda _: False
     device.side[0].error = None
+    gc.collect()
+    assert target._landing._pool._free == [], "the device may still read from it"
     receive(target, source, 1)
     assert_same_state(live, sent)
 
@@ -256,6 +259,19 @@ def test_strided_and_tied_targets(device: StandIn, open_target: Callable[..., An
     assert all(received[name] is live[name] for name in live)
     assert torch.equal(live["t"], values)
     assert torch.equal(weight, tied)
+    assert sum(nbytes for nbytes, _ in device.copies) == weight.nbytes
+
+
+def test_tied_here_and_separate_there(device: StandIn, open_target: Callable[..., Any], source: Any) -> None:
+    """Two entries never pass to one place: the second is copied when all is here."""
+    weight = torch.zeros(MIB)
+    live = {"a": weight, "b": weight}
+    device.adopt(weight)
+    source.send_checkpoint([1], 1, {"a": torch.ones(MIB), "b": torch.full((MIB,), 2.0)}, TIMEOUT)
+    received = receive(open_target(live), source, 1)
+    assert received["a"] is weight
+    assert received["b"] is weight
+    assert torch.equal(weight, torch.full((MIB,), 2.0))
     assert sum(nbytes for nbytes, _ in device.copies) == weight.nbytes
 
 

@@ -187,6 +187,10 @@ mod tests {
         assert_eq!(wave_ends(&whole, 10 * MIB + 5, 64 * MIB), [11]);
         assert_eq!(wave_ends(&[], 3 * MIB, MIB), [3], "nothing passes: one wave");
         assert!(wave_ends(&[], 0, MIB).is_empty());
+        // The second half of a block does not fit any more: all of that block comes with the next wave.
+        let half = MIB + (600 << 10);
+        let halves = passing(&[(0, MIB), (MIB, half), (half, 2 * MIB), (2 * MIB, 3 * MIB)]);
+        assert_eq!(wave_ends(&halves, 3 * MIB, MIB + (700 << 10)), [1, 2, 3]);
         // Small ones, with others between them, and one that begins in the middle of a block.
         let mixed = passing(&[(7, 9), (MIB - 1, MIB + 1), (2 * MIB + 100, 5 * MIB), (9 * MIB, 9 * MIB + 1)]);
         for most in [MIB, MIB + 1, 2 * MIB, 3 * MIB] {
