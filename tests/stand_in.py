@@ -177,6 +177,10 @@ class StandIn(Accelerator):
     def synchronize(self, stream: Stream) -> None:
         stream.record().synchronize()
 
+    def let_go(self) -> None:
+        for stream in [self.trainer, *self.side]:
+            stream.let_go()
+
     def close(self) -> None:
         for stream in [self.trainer, *self.side]:
             stream.end()

@@ -46,8 +46,7 @@ def open_target(
             return open_transport(*arguments, state_dict=lambda: live, **options)
 
     yield open_one
-    for stream in [device.trainer, *device.side]:
-        stream.let_go()
+    device.let_go()
 
 
 @pytest.fixture

@@ -44,8 +44,7 @@ def source(device: StandIn, monkeypatch: pytest.MonkeyPatch, open_transport: Cal
         transport = open_transport()
     yield transport
     # Before the transport is shut down: nobody shall wait for a stream that is held.
-    for stream in [device.trainer, *device.side]:
-        stream.let_go()
+    device.let_go()
 
 
 def weights(count: int = 8, mib: int = 3, seed: float = 1.0) -> dict[str, torch.Tensor]:

@@ -105,6 +105,14 @@ fn begin(rig: &Rig) -> (Raw, Answer, usize) {
     (raw, head, length)
 }
 
+/// The same through shared memory.
+fn begin_locally(rig: &Rig) -> LocalReader {
+    let mut local = LocalReader::connect(&name_of(rig));
+    local.request(&rig.path("7.safetensors"));
+    local.head();
+    local
+}
+
 /// Reads on to `length` bytes of the body.
 fn read_to(raw: &mut Raw, length: usize) {
     while raw.buffer.len() < length {
@@ -290,12 +298,9 @@ fn what_nobody_reads_is_not_wanted_once_it_is_withdrawn() {
 fn borrowed_memory_is_withdrawn_from_those_who_wait_for_it() {
     let rig = Rig::new();
     let mut filler = Filler::on(&rig, LARGE, Stability::Borrowed);
-    let name = name_of(&rig);
     filler.fill(BLOCK);
     let (mut reader, ..) = begin(&rig);
-    let mut local = LocalReader::connect(&name);
-    local.request(&rig.path("7.safetensors"));
-    local.head();
+    let _local = begin_locally(&rig);
     let mut digests = Raw::to(&rig);
     digests.send("GET", &rig.path("7/digests"), &[]);
     eventually("all three wait", || rig.server.store().active() == 3);
@@ -313,12 +318,9 @@ fn a_shutdown_does_not_wait_for_the_filling() {
     let asked = Arc::new(AtomicUsize::new(0));
     let alternate: Box<dyn Alternate> = Box::new(Noting(Arc::clone(&asked)));
     let mut filler = Filler::with(&rig, LARGE, Stability::Private, Box::new(()), Some(alternate));
-    let name = name_of(&rig);
     filler.fill(BLOCK);
     let (mut reader, ..) = begin(&rig);
-    let mut local = LocalReader::connect(&name);
-    local.request(&rig.path("7.safetensors"));
-    local.head();
+    let _local = begin_locally(&rig);
     let mut others = ["7/digests", "7/full"].map(|path| {
         let mut raw = Raw::to(&rig);
         raw.send("GET", &rig.path(path), &[]);
@@ -399,9 +401,7 @@ fn a_filling_that_is_dropped_ends_those_who_come_to_what_is_missing() {
     let mut filler = Filler::on(&rig, LARGE, Stability::Private);
     filler.fill(BLOCK);
     let (mut reader, _, length) = begin(&rig);
-    let mut local = LocalReader::connect(&name_of(&rig));
-    local.request(&rig.path("7.safetensors"));
-    local.head();
+    let mut local = begin_locally(&rig);
     filler.filling = None;
     assert!(reader.rest().len() < length);
     let mut left = Vec::new();

@@ -125,9 +125,9 @@ impl Plan {
         runs
     }
 
-    /// As [`wanted_blocks`](Self::wanted_blocks), of block `have` and those behind it.
-    pub(crate) fn missing_blocks(&self, have: u64, gap: u64) -> Vec<(u64, u64)> {
-        let runs = self.wanted_blocks(gap).into_iter();
+    /// The wanted blocks of block `have` and those behind it, as runs.
+    pub(crate) fn missing_blocks(&self, have: u64) -> Vec<(u64, u64)> {
+        let runs = self.wanted_blocks(0).into_iter();
         runs.map(|(first, end)| (first.max(have), end)).filter(|(first, end)| first < end).collect()
     }
 

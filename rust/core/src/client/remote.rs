@@ -170,9 +170,9 @@ impl Remote {
         let fresh = arena.is_fresh() && offsets.iter().any(Option::is_some);
         let plan = Plan::new(pieces, self.header.payload_len(), fresh)?;
         let mut report = self.begin();
-        let have = (self.prefix.len() as u64).div_ceil(BLOCK_SIZE);
-        self.choose_way(plan.held(&plan.missing_blocks(have, 0)));
-        self.bring(&plan, &mut report)?;
+        let missing = self.missing(&plan);
+        self.choose_way(plan.held(&missing));
+        self.bring(&plan, &missing, &mut report)?;
         Ok(Arrived { arena, offsets, report: self.complete(report, started) })
     }
 
@@ -182,11 +182,15 @@ impl Remote {
         self.report()
     }
 
-    /// Brings all that `plan` has a place for, verified.
-    pub(super) fn bring(&mut self, plan: &Plan, report: &mut Report) -> Result<(), Error> {
+    /// The blocks that `plan` wants and that did not come along with the header.
+    pub(super) fn missing(&self, plan: &Plan) -> Vec<(u64, u64)> {
+        plan.missing_blocks((self.prefix.len() as u64).div_ceil(BLOCK_SIZE))
+    }
+
+    /// Brings all that `plan` has a place for, verified; `missing` is what of it is not here yet.
+    pub(super) fn bring(&mut self, plan: &Plan, missing: &[(u64, u64)], report: &mut Report) -> Result<(), Error> {
         self.copy_prefix(plan);
-        let have = (self.prefix.len() as u64).div_ceil(BLOCK_SIZE);
-        self.transfer(plan, have, report)
+        self.transfer(plan, missing, report)
     }
 
     /// Whether more than one source was named.
@@ -211,11 +215,13 @@ impl Remote {
                 continue;
             }
             let grain = plan.fitting_grain();
-            layers.push(plan.grained(grain));
+            let plan = plan.grained(grain);
+            let wanted = plan.wanted_blocks(0);
+            layers.push((plan, wanted));
         }
-        self.choose_way(layers.iter().map(|plan| plan.held(&plan.wanted_blocks(0))).sum());
-        for plan in layers {
-            self.transfer(&plan, 0, &mut report)?;
+        self.choose_way(layers.iter().map(|(plan, wanted)| plan.held(wanted)).sum());
+        for (plan, wanted) in layers {
+            self.transfer(&plan, &wanted, &mut report)?;
         }
         Ok(self.complete(report, started))
     }
@@ -243,15 +249,13 @@ impl Remote {
         }
     }
 
-    /// Brings what `plan` wants of block `have` and those behind it: over lanes, and again where a block does not match its
-    /// digest.
-    fn transfer(&mut self, plan: &Plan, have: u64, report: &mut Report) -> Result<(), Error> {
-        let wanted = plan.missing_blocks(have, 0);
+    /// Brings the blocks in `wanted`: over lanes, and again where one does not match its digest.
+    fn transfer(&mut self, plan: &Plan, wanted: &[(u64, u64)], report: &mut Report) -> Result<(), Error> {
         let joined = wanted.len() > MANY_RUNS && plan.grain() < BLOCK_SIZE;
-        let asked = if joined { plan.missing_blocks(have, JOIN_GAP) } else { wanted.clone() };
-        let received = Received::new(&wanted, Arc::clone(&self.progress))
+        let asked = if joined { plan.wanted_blocks(JOIN_GAP) } else { wanted.to_vec() };
+        let received = Received::new(wanted, Arc::clone(&self.progress))
             .ok_or_else(|| Error::new(ErrorKind::System, "too many blocks for this machine"))?;
-        let mut runs = wanted.clone();
+        let mut runs = wanted.to_vec();
         for round in 0.. {
             if runs.is_empty() {
                 break;
@@ -259,7 +263,7 @@ impl Remote {
             self.run_lanes(plan, if round == 0 { &asked } else { &runs }, round == 0, &received, report)?;
             // Sources with equal headers may still differ in their bytes: with several, everything is held against the
             // digests of one, so that the result is never made of two snapshots.
-            let held_against = if self.peers.len() > 1 { &wanted } else { &runs };
+            let held_against = if self.peers.len() > 1 { wanted } else { &runs };
             if plan.grain() < BLOCK_SIZE {
                 report.bytes += 8 * held_against.iter().map(|(a, b)| b - a).sum::<u64>();
             }

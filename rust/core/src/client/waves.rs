@@ -125,7 +125,8 @@ impl Waves {
             at += to - from;
         }
         let plan = Plan::new(pieces, payload_len, self.fresh)?;
-        self.remote.bring(&plan, &mut self.report)?;
+        let missing = self.remote.missing(&plan);
+        self.remote.bring(&plan, &missing, &mut self.report)?;
         self.next += 1;
         Ok(Some(parts))
     }
