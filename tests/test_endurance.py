@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.beyond_torchft]
 
 USED = """
+import errno
 import resource
 
 def used():
@@ -116,8 +117,23 @@ source.send_checkpoint([1], 1, STATE, LONG)
 print(source.metadata(), *used()[:2], flush=True)
 held = len(os.listdir("/proc/self/fd"))
 resource.setrlimit(resource.RLIMIT_NOFILE, (held + 8, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+
+def wait_until_none_is_left():
+    while True:
+        try:
+            os.close(os.dup(0))
+        except OSError as error:
+            assert error.errno == errno.EMFILE, error
+            return
+        time.sleep(0.01)
+
 step = 1
-while sys.stdin.readline().strip() == "step":
+while (order := sys.stdin.readline().strip()) in ("step", "fill"):
+    if order == "fill":
+        wait_until_none_is_left()
+        print("full", flush=True)
+        continue
     source.disallow_checkpoint()
     step += 1
     source.send_checkpoint([1], step, {**STATE, "step": step}, LONG)
@@ -133,21 +149,23 @@ source.shutdown()
     url = urlsplit(metadata)
     target = tensorferry.HTTPTransport(timedelta(seconds=60))
 
-    def step() -> int:
-        process.stdin.write("step\n")
+    def order(word: str) -> str:
+        process.stdin.write(word + "\n")
         process.stdin.flush()
-        return int(process.stdout.readline())
+        return process.stdout.readline().strip()
 
     with contextlib.ExitStack() as crowd:
         for _ in range(40):
             crowd.enter_context(socket.create_connection((url.hostname, url.port), timeout=30))
-        time.sleep(0.5)
+        # However busy the machine is: not before its accept loop has had its turn.
+        assert order("fill") == "full"
         for number in (2, 3, 4):
-            assert step() == number
+            assert order("step") == str(number)
+        assert order("fill") == "full"
         with pytest.raises((tensorferry.FetchTimeout, tensorferry.ConnectError)):
             target.recv_checkpoint(0, metadata, 4, timedelta(seconds=2))
         started = time.monotonic()
-        assert step() == 5
+        assert order("step") == "5"
     state = target.recv_checkpoint(0, metadata, 5, timedelta(seconds=30))
     assert time.monotonic() - started < 30
     assert state["step"] == 5
