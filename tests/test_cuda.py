@@ -9,6 +9,7 @@ import torch
 
 from equality import assert_same_state
 from exchange import TIMEOUT, in_background, receive, until
+from tensorferry.locked import locked
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -85,3 +86,22 @@ def test_staging_memory_is_locked_and_kept(open_transport: Callable[..., Any]) -
         assert memory.is_pinned()
         places.add(memory.data_ptr())
     assert len(places) == 1
+
+
+def test_locked_memory_is_what_cuda_takes_for_such(open_transport: Callable[..., Any]) -> None:
+    """To the byte, and none of it from torch's own allocator, which rounds up."""
+    before = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
+    memory = locked(5 * MIB + 123)
+    assert memory.is_pinned()
+    assert memory[MIB:].is_pinned()
+    assert torch.cuda.host_memory_stats().get("allocated_bytes.current", 0) == before
+    there = torch.arange(MIB, device="cuda", dtype=torch.uint8)
+    memory[:MIB].copy_(there, non_blocking=True)
+    torch.cuda.synchronize()
+    assert torch.equal(memory[:MIB], there.cpu())
+    del memory
+    source, target = open_transport(), open_transport(reuse_bytes=64 * MIB)
+    source.send_checkpoint([1], 1, {"w": torch.ones(MIB)}, TIMEOUT)
+    received = receive(target, source, 1)
+    assert received["w"].is_pinned()
+    assert torch.equal(received["w"].to("cuda", non_blocking=True).cpu(), torch.ones(MIB))

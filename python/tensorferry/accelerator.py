@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 import torch
 
+from .locked import locked
+
 
 class Event(Protocol):
     """A point in a stream."""
@@ -45,7 +47,7 @@ class Accelerator:
         Raises:
             RuntimeError: the system refuses
         """
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return locked(nbytes)
 
     def stream(self, device: torch.device) -> Any:
         """A new stream of ``device``."""

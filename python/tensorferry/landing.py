@@ -9,6 +9,7 @@ import torch
 
 from ._native import Waves
 from .accelerator import ACCELERATOR, Accelerator, Event, Streams, settled
+from .host_memory import HostMemory
 from .staging import Pool
 from .tensors import as_bytes
 
@@ -31,7 +32,7 @@ class Landing:
     def __init__(self, accelerator: Accelerator = ACCELERATOR) -> None:
         """Streams and memory are made when they are first needed."""
         self.accelerator = accelerator
-        self._pool = Pool(accelerator if accelerator.is_available() else None)
+        self._pool = Pool(HostMemory.beside(accelerator))
         self._streams = Streams(accelerator)
 
     def size(self, targets: Mapping[int, torch.Tensor]) -> int:

@@ -7,7 +7,6 @@ Buffers are kept and used again: pinning memory costs far more than filling it.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -16,9 +15,8 @@ from typing import Any
 import torch
 
 from .accelerator import ACCELERATOR, Accelerator, Event, Streams, settled
+from .host_memory import HostMemory
 from .tensors import as_bytes
-
-logger = logging.getLogger("tensorferry")
 
 #: Where each copied piece starts in its buffer.
 _ALIGNMENT = 64
@@ -34,13 +32,12 @@ class Pool:
     """Host buffers that go from one snapshot to the next.
 
     Args:
-        accelerator: gives page-locked memory, from which it copies at full speed; where the system refuses, one warning
-            and pageable memory. ``None``: pageable memory from the beginning.
+        source: makes what is not there yet
     """
 
-    def __init__(self, accelerator: Accelerator | None) -> None:
+    def __init__(self, source: HostMemory) -> None:
         """An empty pool."""
-        self._accelerator = accelerator
+        self._source = source
         self._free: list[torch.Tensor] = []
         self._lock = threading.Lock()
         self._keep = True
@@ -52,21 +49,7 @@ class Pool:
             memory = min(fitting, key=lambda t: t.nbytes) if fitting else None
             # What does not fit will not fit next time either: a state hardly changes in size.
             self._free = [t for t in self._free if fitting and t is not memory]
-        return Buffer(self, memory if memory is not None else self._allocate(nbytes))
-
-    def _allocate(self, nbytes: int) -> torch.Tensor:
-        if self._accelerator is not None:
-            try:
-                return self._accelerator.pinned(nbytes)
-            except RuntimeError as e:
-                self._accelerator = None
-                logger.warning(
-                    "cannot pin %d bytes of host memory for checkpoints (%s): copies to and from the accelerator "
-                    "will be slower; raise the limit on locked memory (ulimit -l)",
-                    nbytes,
-                    e,
-                )
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return Buffer(self, memory if memory is not None else self._source.make(nbytes))
 
     def give_back(self, memory: torch.Tensor) -> None:
         """Keeps ``memory`` for the next snapshot."""
@@ -163,8 +146,8 @@ class Stager:
     def __init__(self, accelerator: Accelerator = ACCELERATOR) -> None:
         """Streams and buffers are made when they are first needed."""
         self.accelerator = accelerator
-        self._pinned = Pool(accelerator if accelerator.is_available() else None)
-        self._pageable = Pool(None)
+        self._pinned = Pool(HostMemory.beside(accelerator))
+        self._pageable = Pool(HostMemory(None))
         self._streams = Streams(accelerator)
 
     def copy(self, pieces: Sequence[Piece]) -> None:

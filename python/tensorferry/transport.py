@@ -16,6 +16,7 @@ from .accelerator import ACCELERATOR
 from .addresses import advertised_host, interface_speed, listening_address, port_on, wants_same_host
 from .allowlist import Allowed, refusal
 from .errors import InvalidArgument, UnprovenSource
+from .host_memory import HostMemory
 from .landing import Landing
 from .secret import shared_secret
 from .staging import Stager
@@ -85,7 +86,8 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             loopback interface, or the address of the interface that leads out.
         max_bandwidth: bytes per second that all receivers together may take from here; ``None`` is no limit
         reuse_bytes: keep up to this many bytes of received memory, once all its tensors are gone, for the next receive:
-            fresh memory costs page faults, which take longer than the bytes do
+            fresh memory costs page faults, which take longer than the bytes do. It is page-locked where there is an
+            accelerator, so that what is received is copied there at full speed; forked children cannot read it then
         progress: called with the bytes that are here and the bytes there are, some times a second during a receive and
             once at its end; what it raises ends the receive
 
@@ -133,7 +135,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         self._sending = threading.Lock()
         self._warned: set[tuple[str, str]] = set()
         self._same_host = wants_same_host(same_host)
-        self._pool = Pool(reuse_bytes) if reuse_bytes else None
+        self._pool = _pool(reuse_bytes) if reuse_bytes else None
         self._progress = progress
         listening = listening_address(interface)
         self._server = Server(
@@ -298,6 +300,13 @@ class _Gate:
     def w_locked(self) -> bool:
         """Whether requests are kept waiting."""
         return self._transport._disallowed
+
+
+def _pool(limit: int) -> Pool:
+    """Keeps memory of earlier receives, page-locked where there is an accelerator."""
+    if not ACCELERATOR.is_available():
+        return Pool(limit)
+    return Pool(limit, HostMemory.beside(ACCELERATOR).lend)
 
 
 def _encrypted(sources: list[str]) -> list[str]:

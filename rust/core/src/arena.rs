@@ -1,6 +1,8 @@
-//! Memory for what arrives: anonymous mappings, fresh or kept from an earlier receive.
+//! Memory for what arrives: anonymous mappings or what a pool's maker gives, fresh or kept from an earlier receive.
 
+use std::any::Any;
 use std::collections::VecDeque;
+use std::fmt;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
@@ -37,15 +39,44 @@ fn machine() -> Option<u64> {
     Some((field("MemTotal:")? + field("SwapTotal:").unwrap_or(0)) << 10)
 }
 
-/// An anonymous, private memory mapping: zeros, whose pages are taken from the system only when they are touched.
-#[derive(Debug)]
+/// Memory of somebody else, who made it for a pool.
+pub struct Made {
+    /// Address of the first byte.
+    pub address: usize,
+    /// Keeps the memory; it may be dropped on any thread.
+    pub owner: Box<dyn Any + Send + Sync>,
+}
+
+/// Makes memory of so many bytes, or leaves it to the pool.
+type Maker = dyn Fn(usize) -> Option<Made> + Send + Sync;
+
+/// Memory of one or more receives.
 struct Mapping {
-    /// What can be used of it starts here, at a huge page if it is that large.
+    /// What can be used of it starts here, at a huge page if it is our own and that large.
     start: NonNull<u8>,
     usable: usize,
-    /// The whole, a little more than that.
-    base: usize,
-    size: usize,
+    held: Held,
+}
+
+/// What a mapping goes back to.
+enum Held {
+    Nothing,
+    /// An anonymous, private mapping, a little larger than what is used of it: zeros, whose pages are taken from the
+    /// system only when they are touched.
+    Own {
+        base: usize,
+        size: usize,
+    },
+    /// Only to be dropped.
+    Made {
+        _owner: Box<dyn Any + Send + Sync>,
+    },
+}
+
+impl fmt::Debug for Mapping {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Mapping").field("start", &self.start).field("usable", &self.usable).finish_non_exhaustive()
+    }
 }
 
 // SAFETY: a mapping is owned memory; writes go through destinations handed out while it is being filled.
@@ -56,7 +87,7 @@ unsafe impl Sync for Mapping {}
 impl Mapping {
     fn new(len: usize) -> std::io::Result<Self> {
         if len == 0 {
-            return Ok(Self { start: NonNull::dangling(), usable: 0, base: 0, size: 0 });
+            return Ok(Self { start: NonNull::dangling(), usable: 0, held: Held::Nothing });
         }
         let slack = if len >= HUGE { HUGE } else { 0 };
         let size = len.checked_add(slack).ok_or(std::io::ErrorKind::OutOfMemory)?;
@@ -83,33 +114,58 @@ impl Mapping {
             unsafe { libc::madvise(start.cast(), len, libc::MADV_HUGEPAGE) };
         }
         let start = NonNull::new(start).ok_or(std::io::ErrorKind::OutOfMemory)?;
-        Ok(Self { start, usable: len, base: base as usize, size })
+        Ok(Self { start, usable: len, held: Held::Own { base: base as usize, size } })
     }
 }
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        if self.size > 0 {
+        if let Held::Own { base, size } = self.held {
             // SAFETY: exactly the mapping made in `new`; whoever holds it holds no slice of it any more.
-            unsafe { libc::munmap(self.base as *mut libc::c_void, self.size) };
+            unsafe { libc::munmap(base as *mut libc::c_void, size) };
         }
     }
 }
 
 /// Memory that earlier receives have let go of, kept for later ones: it has its pages already, and page faults, not the
 /// network, bound a receive into fresh memory (docs/performance.md).
-#[derive(Debug)]
 pub struct Pool {
     limit: usize,
     /// The one kept longest is in front.
     kept: Mutex<VecDeque<Mapping>>,
+    maker: Option<Box<Maker>>,
+}
+
+impl fmt::Debug for Pool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Pool").field("limit", &self.limit).field("held", &self.held()).finish_non_exhaustive()
+    }
 }
 
 impl Pool {
     /// A pool that keeps at most `limit` bytes.
     #[must_use]
     pub fn new(limit: usize) -> Arc<Self> {
-        Arc::new(Self { limit, kept: Mutex::default() })
+        Arc::new(Self { limit, kept: Mutex::default(), maker: None })
+    }
+
+    /// A pool that keeps at most `limit` bytes and asks `maker` for what it may keep: for memory that a device copies
+    /// from faster, say. What `maker` leaves to it is mapped as without one.
+    ///
+    /// # Safety
+    /// What `maker` gives has as many initialised bytes as it was asked for, which nobody else touches until the owner
+    /// is dropped.
+    #[must_use]
+    pub unsafe fn made_by(limit: usize, maker: impl Fn(usize) -> Option<Made> + Send + Sync + 'static) -> Arc<Self> {
+        Arc::new(Self { limit, kept: Mutex::default(), maker: Some(Box::new(maker)) })
+    }
+
+    /// Memory of `len` bytes from the maker, if it is such as may be kept.
+    fn make(&self, len: usize) -> Option<Mapping> {
+        let maker = self.maker.as_ref().filter(|_| (1..=self.limit).contains(&len))?;
+        let Made { address, owner } = maker(len)?;
+        let start = NonNull::new(address as *mut u8)?;
+        Some(Mapping { start, usable: len, held: Held::Made { _owner: owner } })
     }
 
     fn kept(&self) -> MutexGuard<'_, VecDeque<Mapping>> {
@@ -166,8 +222,8 @@ unsafe impl Send for Arena {}
 unsafe impl Sync for Arena {}
 
 impl Arena {
-    /// Memory for `len` bytes: kept by `pool` if it has some that fits, else fresh zeros; 0 bytes take none. From 2 MiB
-    /// on fresh memory asks for huge pages. It goes to `pool` when it is dropped.
+    /// Memory for `len` bytes: kept by `pool` if it has some that fits, or made for it, else fresh zeros; 0 bytes take
+    /// none. From 2 MiB on fresh memory asks for huge pages. It goes to `pool` when it is dropped.
     ///
     /// # Errors
     /// [`ErrorKind::System`] when the machine has not so much memory, or the system refuses a mapping of that size.
@@ -177,9 +233,9 @@ impl Arena {
             Error::caused(ErrorKind::System, format!("cannot map {len} bytes for the received state"), cause)
         };
         let len = usize::try_from(len).map_err(|_| refused(std::io::ErrorKind::OutOfMemory.into()))?;
-        let kept = pool.as_ref().and_then(|pool| pool.take(len));
-        let fresh = kept.is_none();
-        let mapping = match kept {
+        let touched = pool.as_ref().and_then(|pool| pool.take(len).or_else(|| pool.make(len)));
+        let fresh = touched.is_none();
+        let mapping = match touched {
             Some(mapping) => mapping,
             None => Mapping::new(len).map_err(refused)?,
         };
@@ -212,14 +268,15 @@ impl Arena {
     /// The bytes of the arena.
     #[must_use]
     pub fn as_slice(&self) -> &[u8] {
-        // SAFETY: the mapping is at least `len` bytes long, readable and initialised (zeroed by the kernel) until drop.
+        // SAFETY: the mapping is at least `len` bytes long, readable and initialised (zeroed by the kernel, or as
+        // `Pool::made_by` has it) until drop.
         unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len) }
     }
 }
 
 impl Drop for Arena {
     fn drop(&mut self) {
-        if let (Some(pool), Some(mapping)) = (&self.pool, self.mapping.take_if(|m| m.size > 0)) {
+        if let (Some(pool), Some(mapping)) = (&self.pool, self.mapping.take_if(|m| m.usable > 0)) {
             pool.put(mapping);
         }
     }
@@ -266,5 +323,37 @@ mod tests {
         drop(Arena::new(8 << 20, Some(Arc::clone(&pool))).unwrap());
         assert!(Arena::new(1 << 20, Some(Arc::clone(&pool))).unwrap().is_fresh());
         assert!(Arena::new(0, Some(pool)).unwrap().is_empty());
+    }
+
+    #[test]
+    fn a_maker_is_asked_for_what_may_be_kept_and_its_memory_is_kept_and_let_go_of() {
+        let asked = Arc::new(Mutex::new(Vec::new()));
+        let alive = Arc::new(());
+        let maker = {
+            let (asked, alive) = (Arc::clone(&asked), Arc::clone(&alive));
+            move |len| {
+                asked.lock().unwrap().push(len);
+                let memory = (len < 5 << 20).then(|| vec![7_u8; len].into_boxed_slice())?;
+                Some(Made { address: memory.as_ptr() as usize, owner: Box::new((memory, Arc::clone(&alive))) })
+            }
+        };
+        // SAFETY: initialised memory of that size, which the owner holds.
+        let pool = unsafe { Pool::made_by(6 << 20, maker) };
+        let first = Arena::new(4 << 20, Some(Arc::clone(&pool))).unwrap();
+        let address = first.address();
+        assert!(!first.is_fresh() && first.as_slice().iter().all(|&b| b == 7));
+        drop(first);
+        assert_eq!(pool.held(), 4 << 20);
+        assert_eq!(Arena::new(3 << 20, Some(Arc::clone(&pool))).unwrap().address(), address);
+        assert_eq!(Arc::strong_count(&alive), 3, "one in the maker, one kept");
+        // Left to the pool; then it takes the place of what was kept.
+        let own = Arena::new(5 << 20, Some(Arc::clone(&pool))).unwrap();
+        assert!(own.is_fresh());
+        drop(own);
+        assert_eq!((pool.held(), Arc::strong_count(&alive)), (5 << 20, 2));
+        // Too large to be kept, or nothing at all: not asked for.
+        assert!(Arena::new(7 << 20, Some(Arc::clone(&pool))).unwrap().is_fresh());
+        drop(Arena::new(0, Some(pool)).unwrap());
+        assert_eq!(*asked.lock().unwrap(), [4 << 20, 5 << 20]);
     }
 }

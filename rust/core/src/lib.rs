@@ -42,7 +42,7 @@ mod streaming;
 mod throttle;
 mod tls;
 
-pub use arena::{Arena, Pool};
+pub use arena::{Arena, Made, Pool};
 pub use background::give_way;
 #[cfg(fuzzing)]
 pub use client::fuzzing;

@@ -7,7 +7,7 @@ use pyo3::ffi;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyList, PyType};
-use tensorferry_core::{Arena, Destination, Error, Memory, Part, Repeat, Slice, Waves};
+use tensorferry_core::{Arena, Destination, Error, Made, Memory, Part, Pool, Repeat, Slice, Waves};
 use tensorferry_wire::container::{Entry, Header};
 use tensorferry_wire::dtype::Dtype;
 
@@ -334,6 +334,21 @@ pub(crate) fn borrowed(address: usize, nbytes: usize) -> Memory {
     // SAFETY: Python's part of the contract: `tensorferry.state` publishes an owner that holds every tensor, and
     // withdraws before the trainer may free or reuse the memory.
     unsafe { Memory::borrowed(address, nbytes) }
+}
+
+/// A pool of memory that `make` makes: called with a number of bytes it returns an address and what holds the memory
+/// there, or `None`. Where it fails, the pool maps memory itself.
+pub(crate) fn pool_made_by(limit: usize, make: Py<PyAny>) -> Arc<Pool> {
+    let make = move |nbytes: usize| {
+        Python::try_attach(|py| {
+            let given = make.call1(py, (nbytes,)).and_then(|g| g.extract::<Option<(usize, Py<PyAny>)>>(py));
+            let (address, owner) = given.inspect_err(|e| e.clone_ref(py).write_unraisable(py, None)).ok()??;
+            Some(Made { address, owner: Box::new(Owner::new(owner)) })
+        })?
+    };
+    // SAFETY: Python's part of the contract: `tensorferry.host_memory` gives the address of a tensor of that size, which
+    // nobody else knows, and the tensor as its owner.
+    unsafe { Pool::made_by(limit, make) }
 }
 
 /// Destinations inside tensors of the receiver, by address; sizes were compared with the header in Python.

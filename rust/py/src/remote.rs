@@ -13,7 +13,7 @@ use tensorferry_wire::container::{self, Header, RESERVED_PREFIX};
 use tensorferry_wire::manifest;
 
 use crate::errors;
-use crate::memory::{PyArena, given};
+use crate::memory::{PyArena, given, pool_made_by};
 use crate::runtime::{self, Origin, Watch};
 use crate::secret::PySecret;
 use crate::waves::{PyWaves, Teller};
@@ -37,10 +37,12 @@ pub(crate) struct PyPool(Arc<Pool>);
 
 #[pymethods]
 impl PyPool {
-    /// Keeps at most `limit` bytes.
+    /// Keeps at most `limit` bytes. `make` is asked for new memory: called with a number of bytes it returns an address
+    /// and the object that holds the memory there, or `None` where an ordinary mapping will do.
     #[new]
-    fn new(limit: usize) -> Self {
-        Self(Pool::new(limit))
+    #[pyo3(signature = (limit, make = None))]
+    fn new(limit: usize, make: Option<Py<PyAny>>) -> Self {
+        Self(make.map_or_else(|| Pool::new(limit), |make| pool_made_by(limit, make)))
     }
 
     /// Bytes kept now.
