@@ -1,7 +1,6 @@
 //! The receiving side: open a source, learn what it has, fetch it over several lanes into its final place, verify it.
 
 mod blocks;
-mod connect;
 mod connection;
 #[cfg(fuzzing)]
 pub mod fuzzing;
@@ -12,7 +11,6 @@ mod open;
 mod plan;
 mod received;
 mod remote;
-mod session;
 mod url;
 mod watch;
 mod waves;
