@@ -21,7 +21,7 @@ use self::session::Session;
 use super::limits::{Limits, Pace};
 use super::url::Source;
 use crate::error::{Error, ErrorKind};
-use crate::secret;
+use crate::random;
 
 /// A response head longer than this is refused.
 const MAX_HEAD: usize = 16 << 10;
@@ -130,7 +130,7 @@ impl Connection {
             let _ = write!(request, "If-Match: {etag}\r\n");
         }
         if let Some(secret) = self.source.secret() {
-            let nonce = secret::nonce()?;
+            let nonce: Nonce = random::bytes()?;
             let asked = proof::Request { method: "GET", path: &path, range: range.as_deref(), if_match };
             let _ = write!(request, "Authorization: {}\r\n", secret.key().sign_request(&asked, &nonce));
             self.asked = Some((nonce, path));
