@@ -56,7 +56,7 @@ pub(super) async fn filled(
     }
 }
 
-/// Waits until the blocks of `grain` bytes in `runs` are final; they are never final once the snapshot is given up.
+/// The same for the blocks of `grain` bytes in `runs`.
 pub(super) async fn runs_filled(
     connection: &Connection,
     lease: &Lease,
