@@ -235,7 +235,7 @@ def test_a_new_receive_does_not_hold_up_disallow(
 ) -> None:
     """While disallow waits for one reader, others are not let in."""
     source = open_transport(timeout=timedelta(seconds=3))
-    stuck = halted(reader, source, big_state())
+    halted(reader, source, big_state())
     with in_background(source.disallow_checkpoint) as disallowed:
         time.sleep(0.5)
         late = reader(f"{source.metadata()}1.safetensors")
