@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
 _TIMEOUT = timedelta(seconds=120)
+#: A measurement that takes longer has failed.
+_ANSWER_S = 180.0
 _STEPS = {"warm_up": 1, "state": 2}
 
 
@@ -210,11 +212,11 @@ class Peer:
         """Give an order without waiting for its answer."""
         self._pipe.send((command, arguments))
 
-    def wait(self, timeout_s: float = 180.0) -> Any:
+    def wait(self) -> Any:
         """Return the answer to the oldest order; raise PeerError if there is none in time or it failed."""
         try:
-            if not self._pipe.poll(timeout_s):
-                raise PeerError(f"no answer within {timeout_s:.0f} s")
+            if not self._pipe.poll(_ANSWER_S):
+                raise PeerError(f"no answer within {_ANSWER_S:.0f} s")
             done, answer = self._pipe.recv()
         except (EOFError, OSError) as error:
             raise PeerError("the process ended without an answer") from error

@@ -6,9 +6,27 @@ again.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from leaf import Leaf
 from object_leaves import OBJECTS, REFUSED, TRAINING, TREES
 from tensor_leaves import ALIASES, PARAMETERS, SPECIAL, TENSORS
 
 CARRIED = [*TENSORS, *PARAMETERS, *ALIASES, *SPECIAL, *OBJECTS, *TRAINING, *TREES]
 CATALOGUE = {leaf.name: leaf for leaf in [*CARRIED, *REFUSED]}
+#: Those that need no process group.
+ALONE = [leaf for leaf in CARRIED if not leaf.group]
 assert len(CATALOGUE) == len(CARRIED) + len(REFUSED), "a name is used twice"
+
+
+def warnings_of(leaf: Leaf) -> list[pytest.MarkDecorator]:
+    """Marks that let a test of it pass although it warns."""
+    return [pytest.mark.filterwarnings(entry) for entry in leaf.warns]
+
+
+def cases(leaves: Iterable[Leaf]) -> list[Any]:
+    """The leaves as parameters of a test, named."""
+    return [pytest.param(leaf, id=leaf.name, marks=warnings_of(leaf)) for leaf in leaves]

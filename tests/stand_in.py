@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import pytest
 import torch
 
 from tensorferry.accelerator import Accelerator
@@ -193,3 +194,16 @@ def stand_in() -> Iterator[StandIn]:
         yield device
     finally:
         device.close()
+
+
+def open_on(
+    device: StandIn,
+    monkeypatch: pytest.MonkeyPatch,
+    open_transport: Callable[..., Any],
+    *arguments: Any,
+    **options: Any,
+) -> Any:
+    """A transport whose accelerator is `device`."""
+    with monkeypatch.context() as patch:
+        patch.setattr("tensorferry.transport.ACCELERATOR", device)
+        return open_transport(*arguments, **options)

@@ -12,7 +12,7 @@ import torch
 import tensorferry
 from equality import assert_same_state
 from exchange import TIMEOUT, in_background, receive, until
-from stand_in import StandIn, stand_in
+from stand_in import StandIn, open_on, stand_in
 from tensorferry import landing
 from tensorferry.testing import FlipByte
 from tensorferry.testing.proxy import FaultProxy
@@ -41,9 +41,7 @@ def open_target(
     """Opens transports that receive into a live state on the stand-in."""
 
     def open_one(live: Any, *arguments: Any, **options: Any) -> Any:
-        with monkeypatch.context() as patch:
-            patch.setattr("tensorferry.transport.ACCELERATOR", device)
-            return open_transport(*arguments, state_dict=lambda: live, **options)
+        return open_on(device, monkeypatch, open_transport, *arguments, state_dict=lambda: live, **options)
 
     yield open_one
     device.let_go()

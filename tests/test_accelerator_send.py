@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import tensorferry
 from equality import assert_same_state
 from exchange import TIMEOUT, Reader, in_background, receive, until
-from stand_in import POISON, StandIn, stand_in
+from stand_in import POISON, StandIn, open_on, stand_in
 from tensorferry import staging
 
 if TYPE_CHECKING:
@@ -39,10 +39,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
 @pytest.fixture
 def source(device: StandIn, monkeypatch: pytest.MonkeyPatch, open_transport: Callable[..., Any]) -> Iterator[Any]:
     """A transport whose state is on the stand-in."""
-    with monkeypatch.context() as patch:
-        patch.setattr("tensorferry.transport.ACCELERATOR", device)
-        transport = open_transport()
-    yield transport
+    yield open_on(device, monkeypatch, open_transport)
     # Before the transport is shut down: nobody shall wait for a stream that is held.
     device.let_go()
 
@@ -85,6 +82,14 @@ def test_what_is_queued_is_sent_and_what_comes_later_is_not(
     assert_same_state(target.recv_checkpoint(0, source.metadata(), 1, TIMEOUT), expected)
 
 
+def held_weights(device: StandIn) -> dict[str, torch.Tensor]:
+    """Weights on the device, of which nothing is copied before its new streams are let."""
+    state = weights()
+    device.adopt(*state.values())
+    device.hold_new = True
+    return state
+
+
 def weights_of(state: dict[str, Any]) -> list[torch.Tensor]:
     return [value for name, value in state.items() if name.startswith("w")]
 
@@ -93,9 +98,7 @@ def weights_of(state: dict[str, Any]) -> list[torch.Tensor]:
 def test_the_first_bytes_leave_while_later_ones_are_copied(
     same_host: bool, device: StandIn, source: Any, open_transport: Callable[..., Any]
 ) -> None:
-    state = weights()
-    device.adopt(*state.values())
-    device.hold_new = True
+    state = held_weights(device)
     target = open_transport(2, same_host=same_host)
     with in_background(send, source, 1, state) as sending, in_background(receive, target, source, 1) as received:
         until(lambda: len(device.side) > 0, "a stream is made")
@@ -252,9 +255,7 @@ def test_disallowed_while_it_is_copied_and_somebody_reads(
     device: StandIn, source: Any, open_transport: Callable[..., Any]
 ) -> None:
     """A private copy: what has begun goes on."""
-    state = weights()
-    device.adopt(*state.values())
-    device.hold_new = True
+    state = held_weights(device)
     with (
         in_background(send, source, 1, state) as sending,
         in_background(receive, open_transport(), source, 1) as received,
@@ -272,9 +273,7 @@ def test_disallowed_while_it_is_copied_and_somebody_reads(
 def test_shut_down_while_it_is_copied(
     wait: bool, device: StandIn, source: Any, open_transport: Callable[..., Any]
 ) -> None:
-    state = weights()
-    device.adopt(*state.values())
-    device.hold_new = True
+    state = held_weights(device)
     with (
         in_background(send, source, 1, state) as sending,
         in_background(receive, open_transport(), source, 1, 5) as received,
@@ -361,8 +360,7 @@ def test_the_tensors_are_let_go_when_they_are_copied(fails: bool, device: StandI
 def test_a_private_copy_of_host_memory_is_made_before_anything_is_published(
     device: StandIn, monkeypatch: pytest.MonkeyPatch, open_transport: Callable[..., Any]
 ) -> None:
-    monkeypatch.setattr("tensorferry.transport.ACCELERATOR", device)
-    source = open_transport(snapshot="copy")
+    source = open_on(device, monkeypatch, open_transport, snapshot="copy")
     state = {**weights(3), "host": torch.ones(MIB)}
     device.adopt(*weights_of(state))
     device.hold_new = True

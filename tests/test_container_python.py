@@ -17,7 +17,7 @@ from torch import nn
 
 from equality import raw_bytes
 from leaf import Leaf
-from leaves import CARRIED, CATALOGUE
+from leaves import ALONE, CATALOGUE, cases
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -110,14 +110,7 @@ def test_dtypes_that_safetensors_knows_are_named_as_such(name: str, download: Ca
     assert raw_bytes(found["w"]) == raw_bytes(tensor)
 
 
-@pytest.mark.parametrize(
-    "leaf",
-    [
-        pytest.param(leaf, id=leaf.name, marks=[pytest.mark.filterwarnings(entry) for entry in leaf.warns])
-        for leaf in CARRIED
-        if not leaf.group
-    ],
-)
+@pytest.mark.parametrize("leaf", cases(ALONE))
 def test_every_state_is_a_file_that_opens(leaf: Leaf, download: Callable[..., Path]) -> None:
     file = download(leaf.state(leaf.value()))
     found = tensors_of(file)

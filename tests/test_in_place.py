@@ -14,7 +14,7 @@ from torch.distributed.tensor import DeviceMesh, Replicate, distribute_tensor
 
 from equality import assert_same_state
 from leaf import Leaf
-from leaves import CARRIED
+from leaves import ALONE, cases
 from pickled_classes import Point
 
 if TYPE_CHECKING:
@@ -277,14 +277,7 @@ def test_dtensors(heal: Callable[..., Any]) -> None:
     assert received["w"].to_local().data_ptr() == local.data_ptr()
 
 
-@pytest.mark.parametrize(
-    "leaf",
-    [
-        pytest.param(leaf, id=leaf.name, marks=[pytest.mark.filterwarnings(entry) for entry in leaf.warns])
-        for leaf in CARRIED
-        if not leaf.group
-    ],
-)
+@pytest.mark.parametrize("leaf", cases(ALONE))
 def test_every_leaf_into_an_empty_live_state(leaf: Leaf, heal: Callable[..., Any]) -> None:
     """Nothing to write into: all of it comes fresh."""
     value = leaf.value()

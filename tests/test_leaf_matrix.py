@@ -20,7 +20,7 @@ from torch import nn
 
 from equality import OBJECTS, STORAGES, assert_same_state
 from leaf import Leaf
-from leaves import CARRIED, CATALOGUE
+from leaves import CARRIED, CATALOGUE, cases
 from object_leaves import REFUSED, adam, all_scalars, model
 from pickled_classes import Box, Holder, PlainSubclass, Point, Slotted
 from tensor_leaves import nan_payloads, random_bytes, with_attribute
@@ -32,13 +32,6 @@ TIMEOUT = timedelta(seconds=30)
 
 # A body that does not end in time is a failure of the test, not of the whole run.
 pytestmark = pytest.mark.timeout(60)
-
-
-def cases(catalogue: list[Leaf]) -> list[Any]:
-    return [
-        pytest.param(leaf, id=leaf.name, marks=[pytest.mark.filterwarnings(entry) for entry in leaf.warns])
-        for leaf in catalogue
-    ]
 
 
 def send_and_receive(sender: Any, receiver: Any, state: Any, step: int = 1) -> Any:

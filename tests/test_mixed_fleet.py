@@ -14,7 +14,7 @@ import torch
 
 from equality import OBJECTS, STORAGES, assert_same_state
 from leaf import WHOLE, Leaf
-from leaves import CARRIED, CATALOGUE
+from leaves import CARRIED, CATALOGUE, warnings_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -62,8 +62,7 @@ def cases(num_chunks: int) -> list[Any]:
         if num_chunks and num_chunks not in leaf.torchft:
             lax |= {STORAGES, OBJECTS}
         assert num_chunks or leaf.lax or WHOLE in leaf.torchft
-        marks = [pytest.mark.filterwarnings(entry) for entry in leaf.warns]
-        found.append(pytest.param(leaf, num_chunks, lax, id=f"{leaf.name}-{num_chunks}", marks=marks))
+        found.append(pytest.param(leaf, num_chunks, lax, id=f"{leaf.name}-{num_chunks}", marks=warnings_of(leaf)))
     return found
 
 

@@ -36,6 +36,14 @@ def reader() -> Iterator[Callable[..., Reader]]:
         yield open_one
 
 
+def halted(reader: Callable[..., Reader], source: Any, state: Any, resource: str = ".safetensors") -> Reader:
+    """A reader of `state`, published as step 1, that stops after a MiB of it."""
+    source.send_checkpoint([1], 1, state, TIMEOUT)
+    made = reader(f"{source.metadata()}1{resource}")
+    made.read_to(1 << 20)
+    return made
+
+
 @pytest.mark.parametrize("num_chunks", [0, 3])
 def test_many_rounds(num_chunks: int, open_transport: Callable[..., Any]) -> None:
     source, target = open_transport(num_chunks), open_transport(num_chunks)
@@ -159,9 +167,7 @@ def test_disallow_waits_for_a_transfer_that_gets_on(
 ) -> None:
     source = open_transport(timeout=timedelta(seconds=20))
     state = big_state()
-    source.send_checkpoint([1], 1, state, TIMEOUT)
-    slow = reader(f"{source.metadata()}1.safetensors")
-    slow.read_to(1 << 20)
+    slow = halted(reader, source, state)
 
     def resume() -> bytes:
         time.sleep(0.7)
@@ -214,9 +220,7 @@ def test_a_slow_reader_is_cut_when_the_time_is_over(
     """It makes progress all the time, but the trainer cannot wait for it for ever."""
     source = open_transport(timeout=timedelta(seconds=1))
     state = big_state(256)
-    source.send_checkpoint([1], 1, state, TIMEOUT)
-    slow = reader(f"{source.metadata()}1.safetensors")
-    slow.read_to(1 << 20)
+    slow = halted(reader, source, state)
     with in_background(slow.read_rest, 0.05) as rest:
         started = time.monotonic()
         source.disallow_checkpoint()
@@ -231,9 +235,7 @@ def test_a_new_receive_does_not_hold_up_disallow(
 ) -> None:
     """While disallow waits for one reader, others are not let in."""
     source = open_transport(timeout=timedelta(seconds=3))
-    source.send_checkpoint([1], 1, big_state(), TIMEOUT)
-    stuck = reader(f"{source.metadata()}1.safetensors")
-    stuck.read_to(1 << 20)
+    halted(reader, source, big_state())
     with in_background(source.disallow_checkpoint) as disallowed:
         time.sleep(0.5)
         late = reader(f"{source.metadata()}1.safetensors")
@@ -250,9 +252,7 @@ def test_a_private_copy_goes_on_serving_what_had_begun(
 ) -> None:
     source = open_transport(snapshot="copy", timeout=timedelta(seconds=20))
     state = big_state()
-    source.send_checkpoint([1], 1, state, TIMEOUT)
-    slow = reader(f"{source.metadata()}1{resource}")
-    slow.read_to(1 << 20)
+    slow = halted(reader, source, state, resource)
     started = time.monotonic()
     source.disallow_checkpoint()
     assert time.monotonic() - started < 2
@@ -379,9 +379,7 @@ def test_shutdown_in_the_middle_of_a_transfer(
 ) -> None:
     source = open_transport(timeout=timedelta(seconds=3))
     state = big_state()
-    source.send_checkpoint([1], 1, state, TIMEOUT)
-    stuck = reader(f"{source.metadata()}1.safetensors")
-    stuck.read_to(1 << 20)
+    stuck = halted(reader, source, state)
     started = time.monotonic()
     source.shutdown(wait=wait)
     assert time.monotonic() - started < (8 if wait else 1)

@@ -25,7 +25,8 @@ from .errors import (
     UnsupportedLeaf,
     WrongStep,
 )
-from .transport import HTTPTransport, join_metadata
+from .sources import join_metadata
+from .transport import HTTPTransport
 
 __all__ = [
     "ConnectError",

@@ -9,8 +9,7 @@ import torch
 
 from ._native import Waves
 from .accelerator import ACCELERATOR, Accelerator, Event, Streams, settled
-from .host_memory import HostMemory
-from .staging import Pool
+from .buffers import Pool
 from .tensors import as_bytes
 
 #: Bytes that come before they are copied on.
@@ -32,7 +31,7 @@ class Landing:
     def __init__(self, accelerator: Accelerator = ACCELERATOR) -> None:
         """Streams and memory are made when they are first needed."""
         self.accelerator = accelerator
-        self._pool = Pool(HostMemory.beside(accelerator))
+        self._pool = Pool.beside(accelerator)
         self._streams = Streams(accelerator)
 
     def size(self, targets: Mapping[int, torch.Tensor]) -> int:

@@ -2,12 +2,10 @@
 
 Copies off an accelerator run on a stream of their own that waits for the stream the trainer is using, so what is
 published is the state as of the call. They can be served while they are made: :meth:`Staging.run` tells how far it is.
-Buffers are kept and used again: pinning memory costs far more than filling it.
 """
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -15,71 +13,16 @@ from typing import Any
 import torch
 
 from .accelerator import ACCELERATOR, Accelerator, Event, Streams, settled
+from .buffers import Buffer, Pool
 from .host_memory import HostMemory
 from .tensors import as_bytes
 
 #: Where each copied piece starts in its buffer.
 _ALIGNMENT = 64
-#: A kept buffer may be this many times larger than what is asked for.
-_SLACK = 1.25
 #: As much is copied off an accelerator at a time; then those who wait for it are told.
 PART = 64 << 20
 #: Batches of copies that wait behind the one under way.
 _QUEUED = 4
-
-
-class Pool:
-    """Host buffers that go from one snapshot to the next.
-
-    Args:
-        source: makes what is not there yet
-    """
-
-    def __init__(self, source: HostMemory) -> None:
-        """An empty pool."""
-        self._source = source
-        self._free: list[torch.Tensor] = []
-        self._lock = threading.Lock()
-        self._keep = True
-
-    def take(self, nbytes: int) -> Buffer:
-        """A buffer of at least ``nbytes`` bytes; it comes back when its last reference is gone."""
-        with self._lock:
-            fitting = [t for t in self._free if nbytes <= t.nbytes <= nbytes * _SLACK + (1 << 20)]
-            memory = min(fitting, key=lambda t: t.nbytes) if fitting else None
-            # What does not fit will not fit next time either: a state hardly changes in size.
-            self._free = [t for t in self._free if fitting and t is not memory]
-        return Buffer(self, memory if memory is not None else self._source.make(nbytes))
-
-    def give_back(self, memory: torch.Tensor) -> None:
-        """Keeps ``memory`` for the next snapshot."""
-        with self._lock:
-            if self._keep:
-                self._free.append(memory)
-
-    def close(self) -> None:
-        """Keeps nothing from now on."""
-        with self._lock:
-            self._keep = False
-            self._free.clear()
-
-
-class Buffer:
-    """Memory taken from a pool, as a 1-D uint8 CPU tensor; returned when this object is gone.
-
-    Attributes:
-        sound: whether it can be used again; not if a device may still write to it
-    """
-
-    def __init__(self, pool: Pool, memory: torch.Tensor) -> None:
-        """See :meth:`Pool.take`."""
-        self._pool = pool
-        self.memory = memory
-        self.sound = True
-
-    def __del__(self) -> None:
-        if self.sound:
-            self._pool.give_back(self.memory)
 
 
 class Piece:
@@ -146,7 +89,7 @@ class Stager:
     def __init__(self, accelerator: Accelerator = ACCELERATOR) -> None:
         """Streams and buffers are made when they are first needed."""
         self.accelerator = accelerator
-        self._pinned = Pool(HostMemory.beside(accelerator))
+        self._pinned = Pool.beside(accelerator)
         self._pageable = Pool(HostMemory(None))
         self._streams = Streams(accelerator)
 

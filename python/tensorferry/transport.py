@@ -8,21 +8,22 @@ import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
-from urllib.parse import urlsplit
 
 from . import stock
-from ._native import Pool, Remote, Server
+from ._native import Pool, Remote
 from .accelerator import ACCELERATOR
-from .addresses import advertised_host, interface_speed, listening_address, port_on, wants_same_host
+from .addresses import wants_same_host
 from .allowlist import Allowed, refusal
 from .errors import InvalidArgument, UnprovenSource
 from .host_memory import HostMemory
 from .landing import Landing
+from .reporting import tell
 from .secret import shared_secret
+from .serving import known_snapshot, serve, withdraw
+from .sources import encrypted
 from .staging import Stager
 from .state import Packed, Snapshot, receive
 from .targets import Targets
-from .withdrawal import withdraw
 
 if TYPE_CHECKING:
     from torchft.checkpointing.transport import CheckpointTransport
@@ -37,13 +38,9 @@ else:
             """Stands in for torchft's base class where torchft is not installed."""
 
 
-__all__ = ["HTTPTransport", "join_metadata"]
+__all__ = ["HTTPTransport"]
 
 logger = logging.getLogger("tensorferry")
-
-#: A receive this long shows how fast its way is, and this share of the interface's speed is worth a warning.
-_LONG_S = 2.0
-_SLOW = 0.1
 
 T = TypeVar("T")
 
@@ -58,8 +55,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         timeout: how long a request waits for a checkpoint to be allowed, and how long ``disallow_checkpoint`` lets
             readers of borrowed memory finish before it cuts them off
         num_chunks: connections a receive uses; 0 chooses by the number of cores. A stock torchft receiver that heals
-        from
-            here must use the same number.
+            from here must use the same number.
         state_dict: gives the live state; ``recv_checkpoint`` then writes into its tensors and returns them. Tensors it
             does not have are received into fresh memory. What is queued on the stream in use there comes before what is
             written to an accelerator.
@@ -114,18 +110,14 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         reuse_bytes: int = 0,
         progress: Callable[[int, int], object] | None = None,
     ) -> None:
-        if snapshot not in ("borrow", "copy"):
-            raise InvalidArgument(f'snapshot is "borrow" or "copy", not {snapshot!r}')
         if num_chunks < 0:
             raise InvalidArgument(f"num_chunks is 0 or more, not {num_chunks}")
-        if max_bandwidth is not None and max_bandwidth < 1:
-            raise InvalidArgument(f"max_bandwidth is a number of bytes per second, not {max_bandwidth}")
         if reuse_bytes < 0:
             raise InvalidArgument(f"reuse_bytes is 0 or more, not {reuse_bytes}")
         self._timeout = timeout
         self._num_chunks = num_chunks
         self._state_dict = state_dict
-        self._snapshot: Snapshot = snapshot
+        self._snapshot = known_snapshot(snapshot)
         self._allowed = Allowed(safe_globals, trust_pickle)
         # Held natively, where neither a repr nor a pickle nor a traceback shows it.
         self._secret = shared_secret(secret)
@@ -135,18 +127,17 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         self._sending = threading.Lock()
         self._warned: set[tuple[str, str]] = set()
         self._same_host = wants_same_host(same_host)
-        self._pool = _pool(reuse_bytes) if reuse_bytes else None
+        self._pool = Pool(reuse_bytes, HostMemory.beside(ACCELERATOR).lend) if reuse_bytes else None
         self._progress = progress
-        listening = listening_address(interface)
-        self._server = Server(
-            patience=timeout.total_seconds(),
-            bind=port_on(listening),
-            same_host=self._same_host,
-            max_bandwidth=max_bandwidth,
+        self._server, self._address = serve(
+            timeout,
             secret=self._secret,
             tls=tls,
+            same_host=self._same_host,
+            interface=interface,
+            advertise=advertise,
+            max_bandwidth=max_bandwidth,
         )
-        self._address = self._server.url(advertised_host(advertise, listening))
         self._checkpoint_lock = _Gate(self)
 
     def address(self) -> str:
@@ -213,7 +204,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         del src_rank
         self._server.check_process()
         started = time.perf_counter()
-        sources = _encrypted(metadata.split()) if self._tls else metadata.split()
+        sources = encrypted(metadata.split()) if self._tls else metadata.split()
         if stock.is_stock(metadata):
             if self._secret is not None:
                 raise UnprovenSource(
@@ -233,7 +224,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             raise
         seconds = time.perf_counter() - started
         self._server.note_receive(report, seconds)
-        _tell(step, report, seconds)
+        tell(step, report, seconds)
         return cast(T, state)
 
     def _fetch(self, sources: list[str], step: int, timeout: timedelta) -> tuple[Any, dict[str, Any]]:
@@ -300,82 +291,3 @@ class _Gate:
     def w_locked(self) -> bool:
         """Whether requests are kept waiting."""
         return self._transport._disallowed
-
-
-def _pool(limit: int) -> Pool:
-    """Keeps memory of earlier receives, page-locked where there is an accelerator."""
-    if not ACCELERATOR.is_available():
-        return Pool(limit)
-    return Pool(limit, HostMemory.beside(ACCELERATOR).lend)
-
-
-def _encrypted(sources: list[str]) -> list[str]:
-    """The sources that encrypt; the others are left out with a warning, or with an error if none is left."""
-    plain = [source for source in sources if not source.startswith("https://")]
-    if plain and len(plain) == len(sources):
-        raise UnprovenSource(
-            f"{urlsplit(plain[0]).netloc} does not encrypt, and a transport with tls=True fetches from no source that "
-            "does not: start the source with tls=True as well, or receive without it. Stock torchft sources never "
-            "encrypt: while a fleet is upgraded replica by replica, run it without tls"
-        )
-    for source in plain:
-        logger.warning("%s does not encrypt and is left out: this transport has tls=True", urlsplit(source).netloc)
-    return [source for source in sources if source not in plain]
-
-
-def _tell(step: int, report: dict[str, Any], seconds: float) -> None:
-    """What there is to say of a receive: trouble with sources, the way and the speed, and whether that is too slow."""
-    for source, trouble in report["troubles"].items():
-        logger.warning("step %d: ranges of %s went to other connections: %s", step, source, trouble)
-    rate = report["bytes"] / max(report["fetching_seconds"], 1e-9)
-    routes = [f"{here} <- {there}" for here, there in report["routes"]]
-    if report["same_host"]:
-        routes.append("shared memory")
-    logger.info(
-        "received step %d: %d bytes in %.3f s (%.2f GB/s; open %.3f s, fetch %.3f s), %d lanes over %s, %d retries",
-        step,
-        report["bytes"],
-        seconds,
-        rate / 1e9,
-        report["opening_seconds"],
-        report["fetching_seconds"],
-        report["lanes"],
-        ", ".join(routes) or "a connection that is gone",
-        report["retries"],
-    )
-    # A short receive says nothing about a link.
-    if report["same_host"] or report["fetching_seconds"] < _LONG_S:
-        return
-    for here, there in report["routes"]:
-        interface = interface_speed(here)
-        if interface is not None and rate < interface[1] * _SLOW:
-            logger.warning(
-                "step %d came at %.3f GB/s from %s, though %s here is rated at %.3f GB/s: look at the way between, "
-                "or choose another one with interface= or advertise= at the source",
-                step,
-                rate / 1e9,
-                there,
-                interface[0],
-                interface[1] / 1e9,
-            )
-
-
-def join_metadata(metadata: Iterable[str]) -> str:
-    """One metadata string for several sources that hold the same state.
-
-    A receiver takes ranges from all of them, more from those that answer faster, and goes on with the others when one
-    dies or turns out to serve another state. The order does not matter.
-
-    Args:
-        metadata: what ``metadata()`` of each source's transport returned; all of this class, none of torchft's own
-
-    Raises:
-        InvalidArgument: there is none, or one that is no metadata of a tensorferry transport
-    """
-    urls = [url for joined in metadata for url in joined.split()]
-    for url in urls:
-        if not url.startswith(("http://", "https://sha256-")) or stock.is_stock(url):
-            raise InvalidArgument(f"{url!r} is not the metadata of a tensorferry transport")
-    if not urls:
-        raise InvalidArgument("there is no metadata to join")
-    return " ".join(dict.fromkeys(urls))

@@ -171,6 +171,8 @@ def test_a_writer_stays_in_its_process(open_writer):
         pickle.dumps(open_writer())
     with pytest.raises(InvalidArgument, match="snapshot"):
         open_writer(snapshot="steal")
+    with pytest.raises(InvalidArgument, match="max_bandwidth"):
+        open_writer(max_bandwidth=0)
 
 
 def test_plans_of_another_writer_are_refused(open_writer):

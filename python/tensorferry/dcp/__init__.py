@@ -6,6 +6,7 @@ docs/dcp.md tells more.
 """
 
 from .files import FileReader, FileWriter
-from .peers import PeerReader, PeerWriter
+from .peer_reader import PeerReader
+from .peer_writer import PeerWriter
 
 __all__ = ["FileReader", "FileWriter", "PeerReader", "PeerWriter"]

@@ -9,7 +9,6 @@ from torch.utils._pytree import tree_flatten
 
 __all__ = ["overwrite", "sample_state", "wrong_bytes"]
 
-_MIB = 1 << 20
 _LARGE = 8
 _SMALL = 64
 

@@ -33,6 +33,7 @@ mod filling;
 mod layout;
 mod memory;
 mod publication;
+mod random;
 mod same_host;
 mod secret;
 mod server;

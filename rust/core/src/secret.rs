@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use tensorferry_wire::digest::Algorithm;
-use tensorferry_wire::proof::{Key, Nonce};
+use tensorferry_wire::proof::Key;
 
 use crate::error::{Error, ErrorKind};
 
@@ -37,11 +37,4 @@ impl fmt::Debug for Secret {
 /// How blocks are checksummed with or without a secret.
 pub(crate) fn algorithm(secret: Option<&Secret>) -> Algorithm {
     secret.map_or(Algorithm::Crc64, |secret| secret.key().digests().clone())
-}
-
-pub(crate) fn nonce() -> Result<Nonce, Error> {
-    let mut nonce = Nonce::default();
-    getrandom::fill(&mut nonce)
-        .map_err(|e| Error::new(ErrorKind::System, format!("no random numbers from the system: {e}")))?;
-    Ok(nonce)
 }

@@ -9,9 +9,10 @@ use tensorferry_wire::digest::Algorithm;
 use tensorferry_wire::request;
 use tokio::sync::Notify;
 
-use crate::error::{Error, ErrorKind};
+use crate::error::Error;
 use crate::filling::Filling;
 use crate::publication::{Lease, Publication, Stability};
+use crate::random;
 
 /// Withdrawn private snapshots that may still be finishing transfers; the oldest is cut when there are more.
 const MAX_RETIRED: usize = 2;
@@ -70,10 +71,8 @@ pub(crate) enum Lookup {
 
 impl Store {
     pub(crate) fn new(algorithm: Algorithm) -> Result<Self, Error> {
-        let generation = getrandom::u64()
-            .map_err(|e| Error::new(ErrorKind::System, format!("no random numbers from the system: {e}")))?;
         Ok(Self {
-            generation: format!("{generation:016x}"),
+            generation: format!("{:016x}", u64::from_be_bytes(random::bytes()?)),
             algorithm,
             sequence: AtomicU64::new(1),
             state: Mutex::default(),

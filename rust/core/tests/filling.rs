@@ -271,13 +271,19 @@ fn other_formats_are_built_when_all_is_there() {
     assert_eq!(raw.answer().body, b"other");
 }
 
+/// A private copy whose first block is there, and a reader that has that and waits for the rest of `length` bytes.
+fn half_read(rig: &Rig) -> (Filler, Raw, usize) {
+    let mut filler = Filler::on(rig, LARGE, Stability::Private);
+    filler.fill(BLOCK);
+    let (mut reader, _, length) = begin(rig);
+    read_to(&mut reader, length - LARGE + BLOCK);
+    (filler, reader, length)
+}
+
 #[test]
 fn a_private_copy_that_is_withdrawn_is_filled_for_those_who_have_begun() {
     let rig = Rig::new();
-    let mut filler = Filler::on(&rig, LARGE, Stability::Private);
-    filler.fill(BLOCK);
-    let (mut reader, _, length) = begin(&rig);
-    read_to(&mut reader, length - LARGE + BLOCK);
+    let (mut filler, mut reader, length) = half_read(&rig);
     assert_eq!(rig.server.store().withdraw(PATIENCE), Withdrawn::Clean);
     assert!(filler.filling().is_wanted());
     filler.finish();
@@ -383,10 +389,7 @@ fn one_that_is_given_up_ends_its_readers_with_an_error_and_leaves_no_trace() {
 #[test]
 fn giving_up_one_that_was_replaced_leaves_the_new_one_alone() {
     let rig = Rig::new();
-    let mut filler = Filler::on(&rig, LARGE, Stability::Private);
-    filler.fill(BLOCK);
-    let (mut reader, _, length) = begin(&rig);
-    read_to(&mut reader, length - LARGE + BLOCK);
+    let (mut filler, mut reader, length) = half_read(&rig);
     let next = State::of(&[BLOCK], 5);
     rig.server.store().publish(STEP, next.publication(Stability::Private));
     rig.server.store().abandon(filler.filling.take().unwrap());

@@ -35,14 +35,12 @@ impl PyServer {
 #[pymethods]
 impl PyServer {
     #[new]
-    #[pyo3(signature = (*, patience, bind = None, capability = true, same_host = true, max_bandwidth = None,
-                        secret = None, tls = false))]
+    #[pyo3(signature = (*, patience, bind = None, same_host = true, max_bandwidth = None, secret = None, tls = false))]
     #[allow(clippy::too_many_arguments, reason = "keywords in Python")]
     fn new(
         py: Python<'_>,
         patience: f64,
         bind: Option<&str>,
-        capability: bool,
         same_host: bool,
         max_bandwidth: Option<u64>,
         secret: Option<&PySecret>,
@@ -54,25 +52,11 @@ impl PyServer {
             .map_err(|_| errors::invalid(py, format!("bind={bind:?} is not an address and port")))?;
         let patience = seconds(py, patience)?;
         let secret = secret.map(|s| s.0.clone());
-        let config = ServerConfig {
-            bind,
-            patience,
-            capability,
-            same_host,
-            max_bandwidth,
-            secret,
-            tls,
-            ..ServerConfig::default()
-        };
+        let config = ServerConfig { bind, patience, same_host, max_bandwidth, secret, tls, ..ServerConfig::default() };
         let inner = py
             .detach(|| Server::bind(&config, &runtime::handle().map_err(tensorferry_core::Error::from)?))
             .map_err(|e| errors::to_py(py, &e))?;
         Ok(Self { origin: Origin::here(), inner: Some(inner) })
-    }
-
-    #[getter]
-    fn port(&self, py: Python<'_>) -> PyResult<u16> {
-        Ok(self.server(py)?.address().port())
     }
 
     fn url(&self, py: Python<'_>, host: &str) -> PyResult<String> {
@@ -159,11 +143,6 @@ impl PyServer {
     #[getter]
     fn allowed(&self, py: Python<'_>) -> PyResult<bool> {
         Ok(self.server(py)?.store().is_allowed())
-    }
-
-    #[getter]
-    fn active(&self, py: Python<'_>) -> PyResult<usize> {
-        Ok(self.server(py)?.store().active())
     }
 
     #[getter]

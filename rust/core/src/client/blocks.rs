@@ -1,10 +1,18 @@
-//! Checksums of blocks: those of what came, and which of the source's to ask for.
+//! Blocks: their length, the checksums of those that came, and which of the source's to ask for.
 
 use tensorferry_wire::digest::{Algorithm, BLOCK_SIZE, Hasher};
 use tensorferry_wire::request::MAX_RUNS;
 
 /// Digests in one request, at most, where blocks are smaller than 1 MiB.
 const MAX_DIGESTS: u64 = 1 << 18;
+
+/// A block's length as a memory size.
+pub(super) const fn block_len() -> usize {
+    // One MiB fits every usize there is.
+    #[allow(clippy::cast_possible_truncation)]
+    let len = BLOCK_SIZE as usize;
+    len
+}
 
 /// Takes the checksums of bytes as they come: one for each `grain` of them and one for the rest.
 pub(crate) struct Checksums<'a> {

@@ -9,7 +9,7 @@ use socket2::Socket;
 
 use super::connection::Connection;
 use super::limits::{Cancel, Limits};
-use super::open::Opened;
+use super::remote::Opened;
 use super::url::Source;
 
 /// More than one input needs, and so long that one that waits is noticed.

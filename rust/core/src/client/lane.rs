@@ -8,13 +8,12 @@ use tensorferry_wire::digest::{Algorithm, BLOCK_SIZE};
 use tensorferry_wire::request::MAX_RUNS;
 
 use super::Peer;
-use super::blocks::Checksums;
+use super::answers::{changed, check_blocks, check_range, read_digests};
+use super::blocks::{Checksums, block_len};
 use super::connection::Connection;
 use super::limits::Limits;
-use super::open::{check_blocks, check_range, read_digests};
 use super::plan::{Plan, Queue, Taken};
 use super::received::Received;
-use super::remote::changed;
 use super::watch::{Watch, pace, rate};
 use crate::error::{Error, ErrorKind};
 
@@ -22,14 +21,6 @@ use crate::error::{Error, ErrorKind};
 const MAX_FAILURES: u32 = 4;
 /// Pages are asked for this many blocks ahead of the bytes.
 const POPULATE_BLOCKS: u64 = 4;
-
-/// A block's length as a memory size.
-pub(super) const fn block_len() -> usize {
-    // One MiB fits every usize there is.
-    #[allow(clippy::cast_possible_truncation)]
-    let len = BLOCK_SIZE as usize;
-    len
-}
 
 /// A lane that runs. One whose thread panics leaves, too: the others go on with its range, and the last one says so.
 struct Present<'a>(&'a Transfer<'a>);

@@ -1,48 +1,36 @@
 //! The receiving side: open a source, learn what it has, fetch it over several lanes into its final place, verify it.
 
+mod answers;
 mod blocks;
-mod connect;
 mod connection;
 #[cfg(fuzzing)]
 pub mod fuzzing;
 mod gather;
 mod lane;
 mod limits;
-mod open;
+mod peer;
 mod plan;
 mod received;
 mod remote;
-mod session;
 mod url;
 mod watch;
 mod waves;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 pub(crate) use self::blocks::checksum_blocks;
-use self::connection::Connection;
 pub use self::gather::{Order, gather};
 pub use self::limits::Cancel;
-use self::limits::Limits;
+use self::peer::Peer;
 pub(crate) use self::plan::{Piece, Plan, Queue};
 pub use self::remote::Remote;
-use self::url::Source;
 pub use self::waves::{Part, Waves};
 use crate::arena::{Arena, Pool};
-use crate::error::Error;
-use crate::same_host;
 use crate::secret::Secret;
-
-/// How often a source is asked for its header before it is given up.
-const OPEN_ATTEMPTS: u32 = 5;
-/// How long one of several sources may be silent before the next one is asked; twice as long each time it is its turn.
-const OPEN_PATIENCE: Duration = Duration::from_secs(1);
-/// How often a block that does not match its checksum is fetched again before the transfer fails.
-const CORRUPT_RETRIES: usize = 3;
 
 /// How a receive is limited.
 #[derive(Clone, Debug)]
@@ -108,6 +96,14 @@ impl Destination {
     pub unsafe fn given(addresses: Vec<Option<usize>>) -> Self {
         Self::Given(Addresses(addresses))
     }
+
+    /// Where each of `entries` entries goes; `None` is the fresh arena.
+    fn addresses(self, entries: usize) -> Vec<Option<usize>> {
+        match self {
+            Self::Fresh => vec![None; entries],
+            Self::Given(Addresses(addresses)) => addresses,
+        }
+    }
 }
 
 /// How a transfer went.
@@ -164,63 +160,5 @@ impl Arrived {
     #[must_use]
     pub fn into_parts(self) -> (Arena, Vec<Option<u64>>, Report) {
         (self.arena, self.offsets, self.report)
-    }
-}
-
-/// A source, and what is learned of it.
-#[derive(Debug)]
-struct Peer {
-    source: Arc<Source>,
-    /// The entity tag its answers carry, once it is known to serve what we fetch.
-    etag: OnceLock<String>,
-    /// Where it can be reached without the network.
-    same_host: OnceLock<same_host::Name>,
-    /// Whether that is not wanted, or was tried and did not work.
-    same_host_off: AtomicBool,
-}
-
-impl Peer {
-    fn parse(url: &str, same_host: bool, secret: Option<&Secret>) -> Result<Self, Error> {
-        Ok(Self {
-            source: Arc::new(Source::parse(url)?.sharing(secret.cloned())),
-            etag: OnceLock::new(),
-            same_host: OnceLock::new(),
-            same_host_off: AtomicBool::new(!same_host),
-        })
-    }
-
-    /// Notes what the head of an answer says.
-    fn learn(&self, same_host: Option<same_host::Name>) {
-        if let Some(name) = same_host {
-            let _ = self.same_host.set(name);
-        }
-    }
-
-    fn same_host(&self) -> Option<&same_host::Name> {
-        self.same_host.get().filter(|_| !self.same_host_off.load(Ordering::Relaxed))
-    }
-
-    /// From here on the source is only reached over the network.
-    fn give_up_same_host(&self) {
-        self.same_host_off.store(true, Ordering::Relaxed);
-    }
-
-    /// A new connection by the shortest way that works.
-    fn connect(&self, limits: &Limits) -> Result<Connection, Error> {
-        if let Some(name) = self.same_host() {
-            match Connection::open_same_host(&self.source, name, limits) {
-                Ok(connection) => return Ok(connection),
-                // The source runs elsewhere, in another network namespace or as another user.
-                Err(_) => self.give_up_same_host(),
-            }
-        }
-        Connection::open(&self.source, limits)
-    }
-
-    /// Whether `connection` leads here, can be used again, and is the shortest way.
-    fn may_reuse(&self, connection: &Connection) -> bool {
-        connection.is_reusable()
-            && Arc::ptr_eq(connection.source(), &self.source)
-            && (connection.is_same_host() || self.same_host().is_none())
     }
 }

@@ -7,8 +7,8 @@ use std::time::Instant;
 use tensorferry_wire::digest::BLOCK_SIZE;
 
 use super::plan::{Piece, Plan};
-use super::remote::Remote;
-use super::{Addresses, Arrived, Destination, Report};
+use super::remote::{Placed, Remote};
+use super::{Arrived, Destination, Report};
 use crate::arena::Arena;
 use crate::error::{Error, ErrorKind};
 
@@ -65,10 +65,7 @@ impl Remote {
             let message = "waves take one source, entries it has and memory of at least 1 MiB";
             return Err(Error::new(ErrorKind::Invalid, message));
         }
-        let mut addresses = match destination {
-            Destination::Fresh => vec![None; entries.len()],
-            Destination::Given(Addresses(addresses)) => addresses,
-        };
+        let mut addresses = destination.addresses(entries.len());
         let mut through: Vec<_> = passing
             .iter()
             .map(|&entry| Passing { entry, start: entries[entry].start, end: entries[entry].end })
@@ -83,11 +80,12 @@ impl Remote {
                 *address = None;
             }
         }
-        let (arena, offsets, mut pieces) = self.place(&addresses, passing)?;
+        let placed = self.place(&addresses, passing)?;
+        let fresh = placed.is_fresh();
+        let Placed { arena, offsets, mut pieces } = placed;
         pieces.retain(|piece| piece.len > 0);
         pieces.sort_unstable_by_key(|piece| piece.start);
         let ends = wave_ends(&through, self.header().payload_len(), most);
-        let fresh = arena.is_fresh() && offsets.iter().any(Option::is_some);
         let report = self.begin();
         self.choose_way(self.header().payload_len());
         Ok(Waves { remote: self, arena, fresh, offsets, pieces, passing: through, ends, next: 0, started, report })

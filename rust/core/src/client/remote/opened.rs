@@ -3,58 +3,32 @@
 use std::time::Duration;
 
 use tensorferry_wire::container::{self, Header};
-use tensorferry_wire::digest::{BLOCK_SIZE, DigestTable};
+use tensorferry_wire::digest::BLOCK_SIZE;
 
-use super::OPEN_ATTEMPTS;
-use super::connection::{Connection, Head};
-use super::lane::block_len;
-use super::limits::Limits;
+use super::{OPEN_ATTEMPTS, is_reserved};
 use crate::arena::check_machine_has;
+use crate::client::answers::{check_range, read_digests};
+use crate::client::blocks::block_len;
+use crate::client::connection::Connection;
+use crate::client::limits::Limits;
 use crate::error::{Error, ErrorKind};
 use crate::{same_host, secret};
 
-/// The digest table at `path`, which must hold `blocks` blocks of `grain` bytes, and the head it came with.
-pub(super) fn read_digests(
-    connection: &mut Connection,
-    path: &str,
-    etag: Option<&str>,
-    blocks: u64,
-    grain: u64,
-) -> Result<(DigestTable, Head), Error> {
-    let head = connection.get(path, None, etag, None)?;
-    if head.status != 200 {
-        return Err(connection.refuse(&head));
-    }
-    let body = connection.body(&head, (blocks + 64) * 8)?;
-    let algorithm = secret::algorithm(connection.source().secret());
-    if head.proof.is_none() {
-        connection.check_proof(&head, &body)?;
-    }
-    // Damage first, which is worth another try; whether it is proven only then.
-    let table = DigestTable::decode_grained(&body, &algorithm, grain)
-        .map_err(|e| Error::caused(ErrorKind::Protocol, "the digests of the source are not valid", e))?;
-    connection.check_proof(&head, &body)?;
-    if table.blocks.len() as u64 != blocks {
-        return Err(Error::new(ErrorKind::Protocol, "the source sent digests of other blocks than asked for"));
-    }
-    Ok((table, head))
-}
-
 /// What the first requests to a source bring.
-pub(super) struct Opened {
-    pub(super) connection: Connection,
-    pub(super) header: Header,
-    pub(super) header_digest: u64,
-    pub(super) payload_start: u64,
-    pub(super) etag: String,
-    pub(super) prefix: Vec<u8>,
-    pub(super) same_host: Option<same_host::Name>,
+pub(crate) struct Opened {
+    pub(crate) connection: Connection,
+    pub(crate) header: Header,
+    pub(crate) header_digest: u64,
+    pub(crate) payload_start: u64,
+    pub(crate) etag: String,
+    pub(crate) prefix: Vec<u8>,
+    pub(crate) same_host: Option<same_host::Name>,
 }
 
 impl Opened {
     /// Asks the source at the other end for the first `ahead` bytes: the whole of a small container, the header of most
     /// others. Its first answer may take `patience` to begin.
-    pub(super) fn read(
+    pub(crate) fn read(
         mut connection: Connection,
         step: i64,
         ahead: u64,
@@ -108,8 +82,7 @@ impl Opened {
             return Err(protocol("the container has another length than its header says"));
         }
         if (prefix.len() as u64) < payload_len {
-            let reserved = [container::MANIFEST_ENTRY, container::PICKLE_ENTRY];
-            let control = header.entries().iter().filter(|e| reserved.contains(&e.name.as_str())).map(|e| e.end).max();
+            let control = header.entries().iter().filter(|e| is_reserved(e)).map(|e| e.end).max();
             let wanted = control.unwrap_or(0).next_multiple_of(BLOCK_SIZE).min(payload_len);
             check_machine_has(wanted, "what the header of the source needs")?;
             prefix.truncate(usize::try_from(wanted).unwrap_or(usize::MAX));
@@ -139,36 +112,4 @@ impl Opened {
         }
         Ok(Self { connection, header, header_digest, payload_start, etag, prefix, same_host })
     }
-}
-
-/// Checks that `head` announces parts of the payload, `len` bytes of them in all.
-pub(super) fn check_blocks(connection: &mut Connection, head: &Head, len: u64) -> Result<(), Error> {
-    if head.status != 200 {
-        return Err(connection.refuse(head));
-    }
-    if head.content_length != Some(len) {
-        return Err(Error::new(ErrorKind::Protocol, "the source answered with other blocks than asked for"));
-    }
-    Ok(())
-}
-
-/// Checks that `head` announces exactly bytes `[start, end)` of `total`.
-pub(super) fn check_range(
-    connection: &mut Connection,
-    head: &Head,
-    start: u64,
-    end: u64,
-    total: u64,
-) -> Result<(), Error> {
-    if (200..300).contains(&head.status) && head.status != 206 {
-        let message = format!("the source answered {} where a part of the container was asked for", head.status);
-        return Err(Error::new(ErrorKind::Protocol, message));
-    }
-    if head.status != 206 {
-        return Err(connection.refuse(head));
-    }
-    if head.content_range != Some((start, end, total)) || head.content_length != Some(end - start) {
-        return Err(Error::new(ErrorKind::Protocol, "the source answered with another range than asked for"));
-    }
-    Ok(())
 }

@@ -1,12 +1,9 @@
-"""Checkpoints that are no files: what the ranks of a job hold, served from where it is."""
+"""The writer of checkpoints that are no files: what the ranks of a job hold, served from where it is."""
 
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
-import time
-from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -16,27 +13,19 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from .. import _gc
-from .._native import Remote, Server, _fetch_slices
-from ..addresses import advertised_host, listening_address, port_on, wants_same_host
-from ..allowlist import Allowed
-from ..errors import InvalidArgument, ProtocolError, TensorferryError
+from ..addresses import wants_same_host
+from ..errors import InvalidArgument
 from ..secret import shared_secret
+from ..serving import known_snapshot, serve, withdraw
 from ..staging import Stager
 from ..state import Snapshot
-from ..tensors import address, scratch
-from ..withdrawal import withdraw
 from . import index
 from .folder import Folder
-from .reader import SliceReader
-from .reading import Part
 from .writing import METADATA, Packed
 
-logger = logging.getLogger("tensorferry")
-
-_SCHEME = "tensorferry-dcp/1"
+#: How the metadata of a publication begins; then come its step and the addresses of the ranks.
+SCHEME = "tensorferry-dcp/1"
 _NOTHING = "nothing is published: call torch.distributed.checkpoint.save with this writer first"
-#: Bytes asked for along with a header. Most of what follows it is of no use to who wants slices.
-_AHEAD = 64 << 10
 
 
 class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow torch
@@ -70,23 +59,20 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
     ) -> None:
         """See the class."""
         super().__init__()
-        if snapshot not in ("borrow", "copy"):
-            raise InvalidArgument(f'snapshot is "borrow" or "copy", not {snapshot!r}')
         self._timeout = timeout
-        self._copy = snapshot == "copy"
+        self._copy = known_snapshot(snapshot) == "copy"
         self._stager = Stager()
-        listening = listening_address(interface)
         known = shared_secret(secret)
         self._plain = known is None and not tls
-        self._server = Server(
-            patience=timeout.total_seconds(),
-            bind=port_on(listening),
-            same_host=wants_same_host(same_host),
-            max_bandwidth=max_bandwidth,
+        self._server, self._url = serve(
+            timeout,
             secret=known,
             tls=tls,
+            same_host=wants_same_host(same_host),
+            interface=interface,
+            advertise=advertise,
+            max_bandwidth=max_bandwidth,
         )
-        self._url = self._server.url(advertised_host(advertise, listening))
         self._urls: list[str] = []
         self._step = 0
         self._packed: Packed | None = None
@@ -103,7 +89,7 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         """
         if not self._saved:
             raise InvalidArgument(_NOTHING)
-        return " ".join([_SCHEME, str(self._step), *self._urls])
+        return " ".join([SCHEME, str(self._step), *self._urls])
 
     def folder(self) -> str:
         """The ``checkpoint_id`` under which torch's own reader loads the state, without this package.
@@ -226,125 +212,3 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         """Nothing is chosen by name."""
         del checkpoint_id
         return False
-
-
-class PeerReader(SliceReader):
-    """Loads what a ``PeerWriter`` of another job has published, with ``torch.distributed.checkpoint.load``.
-
-    Each rank fetches the slices its plan needs from the ranks that hold them, several at a time, straight into its
-    tensors where it can. World size and placements of the two jobs do not matter to each other.
-
-    Args:
-        metadata: of the writer; ``checkpoint_id`` of a load takes its place
-        timeout: the deadline of a load, from its beginning on
-        lanes: connections of this rank; ``None`` chooses by the number of cores
-        secret: as for ``HTTPTransport``
-        same_host: as for ``HTTPTransport``
-        safe_globals: classes and functions that pickled objects may name besides the default list
-        trust_pickle: let pickled objects name anything; then whoever can answer as a source can run code here
-
-    Attributes:
-        report: what the last load fetched besides the index: ``bytes``, and ``wanted``, the bytes of them that had a
-        destination; ``retries``
-    """
-
-    def __init__(
-        self,
-        metadata: str | None = None,
-        *,
-        timeout: timedelta = timedelta(minutes=5),
-        lanes: int | None = None,
-        secret: str | bytes | None = None,
-        same_host: bool | None = None,
-        safe_globals: Iterable[Any] = (),
-        trust_pickle: bool = False,
-    ) -> None:
-        """See the class."""
-        super().__init__(Allowed(safe_globals, trust_pickle))
-        self._string = metadata
-        self._timeout = timeout
-        self._lanes = lanes
-        self._secret = shared_secret(secret)
-        self._same_host = wants_same_host(same_host)
-        self._failed: Exception | None = None
-        self._until = 0.0
-        self.report: dict[str, int] = {"bytes": 0, "wanted": 0, "retries": 0}
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begins a new load, of ``checkpoint_id`` if it is given."""
-        if checkpoint_id:
-            self._string = str(checkpoint_id)
-        self._metadata = self._failed = None
-        self.report = {"bytes": 0, "wanted": 0, "retries": 0}
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Fetches the index.
-
-        Raises:
-            InvalidArgument: there is no metadata string, or it is none of a ``PeerWriter``
-            TensorferryError: as ``HTTPTransport.recv_checkpoint`` does
-        """
-        del args
-        if kwargs.get("rank") is not None and self._failed is not None:
-            # torch asks a second time, for an index of this rank alone. There is none, and waiting again helps nobody.
-            raise self._failed
-        self._until = time.monotonic() + self._timeout.total_seconds()
-        try:
-            step, urls = self._sources()
-            source = f"{step} {urls[0]}"
-            remote = Remote.open(
-                urls[:1],
-                step,
-                timeout=self._left(),
-                lanes=1,
-                same_host=self._same_host,
-                secret=self._secret,
-            )
-            sizes = dict(zip(remote.names, remote.sizes, strict=True))
-            if index.ENTRY not in sizes:
-                raise ProtocolError(f"{urls[0]} serves no index of a distributed checkpoint")
-            nbytes = sizes[index.ENTRY]
-            memory = scratch(nbytes)
-            self._fetch({source: [(index.ENTRY, "U8", nbytes, 0, nbytes, address(memory), [])]})
-            self.report = dict.fromkeys(self.report, 0)
-            metadata = index.decode(memory.numpy().tobytes(), "the publication", self._allowed)
-        except TensorferryError as e:
-            self._failed = e
-            raise
-        metadata.storage_meta = StorageMeta()
-        return metadata
-
-    def _left(self) -> float:
-        return max(0.0, self._until - time.monotonic())
-
-    def _sources(self) -> tuple[int, list[str]]:
-        words = (self._string or "").split()
-        if len(words) < 3 or words[0] != _SCHEME or not words[1].isdecimal():
-            raise InvalidArgument("PeerReader takes what metadata() of a PeerWriter gives after a save")
-        return int(words[1]), words[2:]
-
-    def _fetch(self, parts: dict[str, list[Part]]) -> None:
-        named = set(self._sources()[1])
-        orders = []
-        for source, of_source in parts.items():
-            step, _, url = source.partition(" ")
-            if url not in named or not step.isdecimal():
-                raise ProtocolError("the index names a source that the metadata does not")
-            orders.append(([url], int(step), of_source))
-        report = _fetch_slices(
-            orders,
-            timeout=self._left(),
-            lanes=self._lanes,
-            same_host=self._same_host,
-            ahead=_AHEAD,
-            secret=self._secret,
-        )
-        for key in self.report:
-            self.report[key] += report[key]
-        for source, trouble in report["troubles"].items():
-            logger.warning("parts from %s went to other connections: %s", source, trouble)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether this is the metadata of a ``PeerWriter``."""
-        return str(checkpoint_id).startswith(_SCHEME + " ")

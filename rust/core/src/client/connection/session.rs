@@ -8,7 +8,7 @@ use rustls::pki_types::ServerName;
 use rustls::{ClientConfig, ClientConnection, Stream};
 use socket2::Socket;
 
-use super::limits::{Limits, Pace};
+use crate::client::limits::{Limits, Pace};
 use crate::error::{Error, ErrorKind};
 use crate::tls;
 

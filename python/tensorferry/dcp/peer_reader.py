@@ -1,0 +1,150 @@
+"""The reader of checkpoints that are no files: fetched from the ranks of another job that hold them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+
+from .._native import Remote, _fetch_slices
+from ..addresses import wants_same_host
+from ..allowlist import Allowed
+from ..errors import InvalidArgument, ProtocolError, TensorferryError
+from ..secret import shared_secret
+from ..tensors import address, scratch
+from . import index
+from .peer_writer import SCHEME
+from .reader import SliceReader
+from .reading import Part
+
+logger = logging.getLogger("tensorferry")
+
+#: Bytes asked for along with a header. Most of what follows it is of no use to who wants slices.
+_AHEAD = 64 << 10
+
+
+class PeerReader(SliceReader):
+    """Loads what a ``PeerWriter`` of another job has published, with ``torch.distributed.checkpoint.load``.
+
+    Each rank fetches the slices its plan needs from the ranks that hold them, several at a time, straight into its
+    tensors where it can. World size and placements of the two jobs do not matter to each other.
+
+    Args:
+        metadata: of the writer; ``checkpoint_id`` of a load takes its place
+        timeout: the deadline of a load, from its beginning on
+        lanes: connections of this rank; ``None`` chooses by the number of cores
+        secret: as for ``HTTPTransport``
+        same_host: as for ``HTTPTransport``
+        safe_globals: classes and functions that pickled objects may name besides the default list
+        trust_pickle: let pickled objects name anything; then whoever can answer as a source can run code here
+
+    Attributes:
+        report: what the last load fetched besides the index: ``bytes``, and ``wanted``, the bytes of them that had a
+        destination; ``retries``
+    """
+
+    def __init__(
+        self,
+        metadata: str | None = None,
+        *,
+        timeout: timedelta = timedelta(minutes=5),
+        lanes: int | None = None,
+        secret: str | bytes | None = None,
+        same_host: bool | None = None,
+        safe_globals: Iterable[Any] = (),
+        trust_pickle: bool = False,
+    ) -> None:
+        """See the class."""
+        super().__init__(Allowed(safe_globals, trust_pickle))
+        self._string = metadata
+        self._timeout = timeout
+        self._lanes = lanes
+        self._secret = shared_secret(secret)
+        self._same_host = wants_same_host(same_host)
+        self._failed: Exception | None = None
+        self._until = 0.0
+        self.report: dict[str, int] = {"bytes": 0, "wanted": 0, "retries": 0}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begins a new load, of ``checkpoint_id`` if it is given."""
+        if checkpoint_id:
+            self._string = str(checkpoint_id)
+        self._metadata = self._failed = None
+        self.report = {"bytes": 0, "wanted": 0, "retries": 0}
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Fetches the index.
+
+        Raises:
+            InvalidArgument: there is no metadata string, or it is none of a ``PeerWriter``
+            TensorferryError: as ``HTTPTransport.recv_checkpoint`` does
+        """
+        del args
+        if kwargs.get("rank") is not None and self._failed is not None:
+            # torch asks a second time, for an index of this rank alone. There is none, and waiting again helps nobody.
+            raise self._failed
+        self._until = time.monotonic() + self._timeout.total_seconds()
+        try:
+            step, urls = self._sources()
+            source = f"{step} {urls[0]}"
+            remote = Remote.open(
+                urls[:1],
+                step,
+                timeout=self._left(),
+                lanes=1,
+                same_host=self._same_host,
+                secret=self._secret,
+            )
+            sizes = dict(zip(remote.names, remote.sizes, strict=True))
+            if index.ENTRY not in sizes:
+                raise ProtocolError(f"{urls[0]} serves no index of a distributed checkpoint")
+            nbytes = sizes[index.ENTRY]
+            memory = scratch(nbytes)
+            self._fetch({source: [(index.ENTRY, "U8", nbytes, 0, nbytes, address(memory), [])]})
+            self.report = dict.fromkeys(self.report, 0)
+            metadata = index.decode(memory.numpy().tobytes(), "the publication", self._allowed)
+        except TensorferryError as e:
+            self._failed = e
+            raise
+        metadata.storage_meta = StorageMeta()
+        return metadata
+
+    def _left(self) -> float:
+        return max(0.0, self._until - time.monotonic())
+
+    def _sources(self) -> tuple[int, list[str]]:
+        words = (self._string or "").split()
+        if len(words) < 3 or words[0] != SCHEME or not words[1].isdecimal():
+            raise InvalidArgument("PeerReader takes what metadata() of a PeerWriter gives after a save")
+        return int(words[1]), words[2:]
+
+    def _fetch(self, parts: dict[str, list[Part]]) -> None:
+        named = set(self._sources()[1])
+        orders = []
+        for source, of_source in parts.items():
+            step, _, url = source.partition(" ")
+            if url not in named or not step.isdecimal():
+                raise ProtocolError("the index names a source that the metadata does not")
+            orders.append(([url], int(step), of_source))
+        report = _fetch_slices(
+            orders,
+            timeout=self._left(),
+            lanes=self._lanes,
+            same_host=self._same_host,
+            ahead=_AHEAD,
+            secret=self._secret,
+        )
+        for key in self.report:
+            self.report[key] += report[key]
+        for source, trouble in report["troubles"].items():
+            logger.warning("parts from %s went to other connections: %s", source, trouble)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether this is the metadata of a ``PeerWriter``."""
+        return str(checkpoint_id).startswith(SCHEME + " ")

@@ -1,0 +1,51 @@
+"""What the log says of a receive."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from .addresses import interface_speed
+
+logger = logging.getLogger("tensorferry")
+
+#: A receive this long shows how fast its way is, and this share of the interface's speed is worth a warning.
+_LONG_S = 2.0
+_SLOW = 0.1
+
+
+def tell(step: int, report: dict[str, Any], seconds: float) -> None:
+    """What there is to say of a receive: trouble with sources, the way and the speed, and whether that is too slow."""
+    for source, trouble in report["troubles"].items():
+        logger.warning("step %d: ranges of %s went to other connections: %s", step, source, trouble)
+    rate = report["bytes"] / max(report["fetching_seconds"], 1e-9)
+    routes = [f"{here} <- {there}" for here, there in report["routes"]]
+    if report["same_host"]:
+        routes.append("shared memory")
+    logger.info(
+        "received step %d: %d bytes in %.3f s (%.2f GB/s; open %.3f s, fetch %.3f s), %d lanes over %s, %d retries",
+        step,
+        report["bytes"],
+        seconds,
+        rate / 1e9,
+        report["opening_seconds"],
+        report["fetching_seconds"],
+        report["lanes"],
+        ", ".join(routes) or "a connection that is gone",
+        report["retries"],
+    )
+    # A short receive says nothing about a link.
+    if report["same_host"] or report["fetching_seconds"] < _LONG_S:
+        return
+    for here, there in report["routes"]:
+        interface = interface_speed(here)
+        if interface is not None and rate < interface[1] * _SLOW:
+            logger.warning(
+                "step %d came at %.3f GB/s from %s, though %s here is rated at %.3f GB/s: look at the way between, "
+                "or choose another one with interface= or advertise= at the source",
+                step,
+                rate / 1e9,
+                there,
+                interface[0],
+                interface[1] / 1e9,
+            )

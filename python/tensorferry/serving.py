@@ -1,0 +1,82 @@
+"""The server behind a door: opened from what its user says, and withdrawn without harm to the trainer."""
+
+from __future__ import annotations
+
+import logging
+from datetime import timedelta
+
+from ._native import Secret, Server
+from .addresses import advertised_host, listening_address, port_on
+from .errors import ForkedProcess, InvalidArgument
+from .state import Snapshot
+
+logger = logging.getLogger("tensorferry")
+
+
+def serve(
+    timeout: timedelta,
+    *,
+    secret: Secret | None,
+    tls: bool,
+    same_host: bool,
+    interface: str | None,
+    advertise: str | None,
+    max_bandwidth: int | None,
+) -> tuple[Server, str]:
+    """A server that serves nothing yet, and its URL as peers see it.
+
+    Args:
+        timeout: how long a request waits for something to be served
+        secret: what who asks has to know; ``None`` if nothing
+        tls: as for ``HTTPTransport``
+        same_host: whether processes of this machine may fetch through shared memory
+        interface: as for ``HTTPTransport``
+        advertise: as for ``HTTPTransport``
+        max_bandwidth: as for ``HTTPTransport``
+
+    Raises:
+        SystemRefused: no port can be opened
+        InvalidArgument: an argument cannot be used; it is named
+    """
+    if max_bandwidth is not None and max_bandwidth < 1:
+        raise InvalidArgument(f"max_bandwidth is a number of bytes per second, not {max_bandwidth}")
+    listening = listening_address(interface)
+    server = Server(
+        patience=timeout.total_seconds(),
+        bind=port_on(listening),
+        same_host=same_host,
+        max_bandwidth=max_bandwidth,
+        secret=secret,
+        tls=tls,
+    )
+    return server, server.url(advertised_host(advertise, listening))
+
+
+def known_snapshot(snapshot: Snapshot) -> Snapshot:
+    """``snapshot`` itself.
+
+    Raises:
+        InvalidArgument: it is no way to take one
+    """
+    if snapshot not in ("borrow", "copy"):
+        raise InvalidArgument(f'snapshot is "borrow" or "copy", not {snapshot!r}')
+    return snapshot
+
+
+def withdraw(server: Server, timeout: timedelta) -> None:
+    """Withdraws what ``server`` publishes; readers of borrowed memory may finish for at most ``timeout``.
+
+    Whatever goes wrong is logged and not raised.
+
+    Raises:
+        ForkedProcess: this process was forked from the one that made the server
+    """
+    try:
+        cut = server.withdraw(timeout.total_seconds())
+    except ForkedProcess:
+        raise
+    except Exception:
+        logger.exception("could not withdraw the checkpoint")
+        return
+    if cut:
+        logger.warning("%d transfers were cut off: they did not finish within %s", cut, timeout)

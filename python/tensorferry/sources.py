@@ -1,0 +1,47 @@
+"""The metadata strings of sources: several in one, and which of them a receiver may use."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from urllib.parse import urlsplit
+
+from . import stock
+from .errors import InvalidArgument, UnprovenSource
+
+logger = logging.getLogger("tensorferry")
+
+
+def join_metadata(metadata: Iterable[str]) -> str:
+    """One metadata string for several sources that hold the same state.
+
+    A receiver takes ranges from all of them, more from those that answer faster, and goes on with the others when one
+    dies or turns out to serve another state. The order does not matter.
+
+    Args:
+        metadata: what ``metadata()`` of each source's transport returned; all of this class, none of torchft's own
+
+    Raises:
+        InvalidArgument: there is none, or one that is no metadata of a tensorferry transport
+    """
+    urls = [url for joined in metadata for url in joined.split()]
+    for url in urls:
+        if not url.startswith(("http://", "https://sha256-")) or stock.is_stock(url):
+            raise InvalidArgument(f"{url!r} is not the metadata of a tensorferry transport")
+    if not urls:
+        raise InvalidArgument("there is no metadata to join")
+    return " ".join(dict.fromkeys(urls))
+
+
+def encrypted(sources: list[str]) -> list[str]:
+    """The sources that encrypt; the others are left out with a warning, or with an error if none is left."""
+    plain = [source for source in sources if not source.startswith("https://")]
+    if plain and len(plain) == len(sources):
+        raise UnprovenSource(
+            f"{urlsplit(plain[0]).netloc} does not encrypt, and a transport with tls=True fetches from no source that "
+            "does not: start the source with tls=True as well, or receive without it. Stock torchft sources never "
+            "encrypt: while a fleet is upgraded replica by replica, run it without tls"
+        )
+    for source in plain:
+        logger.warning("%s does not encrypt and is left out: this transport has tls=True", urlsplit(source).netloc)
+    return [source for source in sources if source not in plain]

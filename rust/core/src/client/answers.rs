@@ -1,0 +1,70 @@
+//! What the answers to lanes and to questions for digests have to be.
+
+use tensorferry_wire::digest::DigestTable;
+
+use super::connection::{Connection, Head};
+use crate::error::{Error, ErrorKind};
+use crate::secret;
+
+/// The digest table at `path`, which must hold `blocks` blocks of `grain` bytes, and the head it came with.
+pub(super) fn read_digests(
+    connection: &mut Connection,
+    path: &str,
+    etag: Option<&str>,
+    blocks: u64,
+    grain: u64,
+) -> Result<(DigestTable, Head), Error> {
+    let head = connection.get(path, None, etag, None)?;
+    if head.status != 200 {
+        return Err(connection.refuse(&head));
+    }
+    let body = connection.body(&head, (blocks + 64) * 8)?;
+    let algorithm = secret::algorithm(connection.source().secret());
+    if head.proof.is_none() {
+        connection.check_proof(&head, &body)?;
+    }
+    // Damage first, which is worth another try; whether it is proven only then.
+    let table = DigestTable::decode_grained(&body, &algorithm, grain)
+        .map_err(|e| Error::caused(ErrorKind::Protocol, "the digests of the source are not valid", e))?;
+    connection.check_proof(&head, &body)?;
+    if table.blocks.len() as u64 != blocks {
+        return Err(Error::new(ErrorKind::Protocol, "the source sent digests of other blocks than asked for"));
+    }
+    Ok((table, head))
+}
+
+/// Checks that `head` announces parts of the payload, `len` bytes of them in all.
+pub(super) fn check_blocks(connection: &mut Connection, head: &Head, len: u64) -> Result<(), Error> {
+    if head.status != 200 {
+        return Err(connection.refuse(head));
+    }
+    if head.content_length != Some(len) {
+        return Err(Error::new(ErrorKind::Protocol, "the source answered with other blocks than asked for"));
+    }
+    Ok(())
+}
+
+/// Checks that `head` announces exactly bytes `[start, end)` of `total`.
+pub(super) fn check_range(
+    connection: &mut Connection,
+    head: &Head,
+    start: u64,
+    end: u64,
+    total: u64,
+) -> Result<(), Error> {
+    if (200..300).contains(&head.status) && head.status != 206 {
+        let message = format!("the source answered {} where a part of the container was asked for", head.status);
+        return Err(Error::new(ErrorKind::Protocol, message));
+    }
+    if head.status != 206 {
+        return Err(connection.refuse(head));
+    }
+    if head.content_range != Some((start, end, total)) || head.content_length != Some(end - start) {
+        return Err(Error::new(ErrorKind::Protocol, "the source answered with another range than asked for"));
+    }
+    Ok(())
+}
+
+pub(super) fn changed() -> Error {
+    Error::new(ErrorKind::Changed, "the source went on to another snapshot while this one was being fetched")
+}

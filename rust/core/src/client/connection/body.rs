@@ -1,0 +1,111 @@
+//! The body of an answer: received straight into its place, from the socket or through memory shared with the source.
+
+use std::io::{IoSliceMut, Write};
+
+use super::{Connection, Head};
+use crate::error::Error;
+use crate::same_host::ring::Reader;
+
+/// As many slices as the system takes in one call.
+const MAX_SLICES: usize = 1024;
+
+/// What a source on this machine shares with us, and how much of it may be read.
+pub(super) struct Ring {
+    pub(super) reader: Reader,
+    /// Slots that are filled.
+    pub(super) announced: u64,
+    /// Whether the body of the last answer comes through it.
+    pub(super) in_use: bool,
+}
+
+impl Connection {
+    /// Fills `parts` (the next bytes of the body) in order. `received` is given what has just arrived, in order too.
+    pub(crate) fn fill(&mut self, parts: &mut [IoSliceMut<'_>], mut received: impl FnMut(&[u8])) -> Result<(), Error> {
+        let mut parts = parts;
+        loop {
+            IoSliceMut::advance_slices(&mut parts, 0);
+            let wanted: u64 = parts.iter().map(|p| p.len() as u64).sum();
+            if wanted == 0 {
+                return Ok(());
+            }
+            if wanted > self.remaining {
+                return Err(self.protocol("its answer ended before the bytes it announced"));
+            }
+            if self.ring.as_ref().is_some_and(|ring| ring.in_use) {
+                let got = self.take_from_ring(&mut parts[0], &mut received)?;
+                self.remaining -= got as u64;
+                IoSliceMut::advance_slices(&mut parts, got);
+                continue;
+            }
+            let got = if self.taken < self.ahead.len() {
+                let ahead = &self.ahead[self.taken..];
+                let n = ahead.len().min(parts[0].len());
+                parts[0][..n].copy_from_slice(&ahead[..n]);
+                self.taken += n;
+                n
+            } else {
+                self.wait_at_most(self.limits.stall)?;
+                let count = parts.len().min(MAX_SLICES);
+                self.receive(&mut parts[..count])?
+            };
+            self.remaining -= got as u64;
+            let mut left = got;
+            for part in parts.iter() {
+                let here = left.min(part.len());
+                received(&part[..here]);
+                left -= here;
+                if left == 0 {
+                    break;
+                }
+            }
+            IoSliceMut::advance_slices(&mut parts, got);
+        }
+    }
+
+    /// Copies what the slot in turn has for `into`; waits for the source to announce it.
+    fn take_from_ring(&mut self, into: &mut [u8], received: impl FnMut(&[u8])) -> Result<usize, Error> {
+        let remaining = self.remaining;
+        while self.ring.as_ref().is_some_and(|ring| ring.announced == 0) {
+            let marks = if self.taken < self.ahead.len() {
+                let marks = self.ahead.len() - self.taken;
+                self.taken = self.ahead.len();
+                marks
+            } else {
+                self.wait_at_most(self.limits.stall)?;
+                // One byte stands for a whole slot.
+                self.receive_anything(&mut [IoSliceMut::new(&mut [0; 16])])?
+            };
+            let Some(ring) = &mut self.ring else { break };
+            ring.announced = marks as u64;
+            if ring.announced > ring.reader.parts(remaining) {
+                return Err(self.protocol("it announced more than it has"));
+            }
+        }
+        let Some(Ring { reader, announced, .. }) = &mut self.ring else { return Ok(0) };
+        let n = into.len().min(reader.left());
+        reader.copy(&mut into[..n], received);
+        if reader.left() == 0 || n as u64 == remaining {
+            reader.next();
+            *announced -= 1;
+            (&*self.stream).write_all(&[1]).map_err(|e| self.broken(&e))?;
+        }
+        Ok(n)
+    }
+
+    /// The whole body, which must not be longer than `limit` bytes.
+    pub(crate) fn body(&mut self, head: &Head, limit: u64) -> Result<Vec<u8>, Error> {
+        let length = head.content_length.ok_or_else(|| self.protocol("its answer has no Content-Length"))?;
+        if length > limit {
+            return Err(self.protocol(format!("its answer has {length} bytes where at most {limit} make sense")));
+        }
+        let mut body = Vec::new();
+        while (body.len() as u64) < length {
+            // Grown as bytes arrive: an announced length alone takes no memory.
+            let at = body.len();
+            let step = usize::try_from(length - at as u64).unwrap_or(usize::MAX).min(1 << 20);
+            body.resize(at + step, 0);
+            self.fill(&mut [IoSliceMut::new(&mut body[at..])], |_| ())?;
+        }
+        Ok(body)
+    }
+}

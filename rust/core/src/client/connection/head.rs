@@ -1,0 +1,105 @@
+//! The head of an answer: what its status line and its headers say.
+
+use tensorferry_wire::{proof, request};
+
+use crate::same_host;
+
+/// How a server begins that was spoken to in plain HTTP and expects TLS.
+const TLS_ALERT: &[u8] = &[21, 3];
+
+/// A response head.
+#[derive(Debug)]
+#[allow(clippy::struct_excessive_bools, reason = "each says whether a header is there")]
+pub(crate) struct Head {
+    pub(crate) status: u16,
+    pub(crate) reason: String,
+    pub(crate) content_length: Option<u64>,
+    /// `(start, end, total)` of a 206 answer.
+    pub(crate) content_range: Option<(u64, u64, u64)>,
+    pub(crate) etag: Option<String>,
+    /// What shows that the source knows the shared secret.
+    pub(crate) proof: Option<String>,
+    /// Where the source can be reached without the network, if it says so.
+    pub(crate) same_host: Option<same_host::Name>,
+    /// Whether the body comes through shared memory.
+    pub(super) in_ring: bool,
+    /// Whether the source still copies some of the body.
+    pub(super) filling: bool,
+    /// Whether the server speaks HTTP/1.0, as Python's `http.server` does.
+    pub(crate) http_10: bool,
+    pub(super) keep_alive: bool,
+}
+
+/// What the bytes that have come of an answer are, with the length of the head in them.
+pub(super) enum Parsed {
+    /// The beginning of a head.
+    Partial,
+    /// An interim answer: another one follows.
+    Interim(usize),
+    /// All of the head.
+    Complete(Head, usize),
+}
+
+impl Parsed {
+    /// What `bytes` begin with; the error says how the source breaks the protocol.
+    pub(super) fn read(bytes: &[u8]) -> Result<Self, String> {
+        let mut headers = [httparse::EMPTY_HEADER; 64];
+        let mut response = httparse::Response::new(&mut headers);
+        match response.parse(bytes) {
+            Ok(httparse::Status::Complete(length)) => {
+                if response.code.is_some_and(|code| (100..200).contains(&code)) {
+                    return Ok(Self::Interim(length));
+                }
+                Ok(Self::Complete(Head::of(&response)?, length))
+            }
+            Ok(httparse::Status::Partial) => Ok(Self::Partial),
+            Err(_) if bytes.starts_with(TLS_ALERT) => Err("it speaks TLS, and its metadata does not say so".into()),
+            Err(e) => Err(format!("its answer is not HTTP/1.1: {e}")),
+        }
+    }
+}
+
+impl Head {
+    fn of(response: &httparse::Response<'_, '_>) -> Result<Self, &'static str> {
+        let mut head = Self {
+            status: response.code.unwrap_or(0),
+            reason: response.reason.unwrap_or("").to_owned(),
+            content_length: None,
+            content_range: None,
+            etag: None,
+            proof: None,
+            same_host: None,
+            in_ring: false,
+            filling: false,
+            http_10: response.version == Some(0),
+            keep_alive: response.version == Some(1),
+        };
+        for header in response.headers.iter() {
+            let value = || std::str::from_utf8(header.value).map_or("", str::trim);
+            if header.name.eq_ignore_ascii_case("content-length") {
+                let length = value().parse().map_err(|_| "its Content-Length is no number")?;
+                if head.content_length.is_some_and(|l| l != length) {
+                    return Err("it sent two Content-Length headers that differ");
+                }
+                head.content_length = Some(length);
+            } else if header.name.eq_ignore_ascii_case("content-range") {
+                head.content_range = request::parse_content_range(value());
+            } else if header.name.eq_ignore_ascii_case("etag") {
+                head.etag = Some(value().to_owned());
+            } else if header.name.eq_ignore_ascii_case(proof::PROOF_HEADER) {
+                head.proof = Some(value().to_owned());
+            } else if header.name.eq_ignore_ascii_case(request::SAME_HOST_HEADER) {
+                head.same_host = same_host::Name::parse(value());
+            } else if header.name.eq_ignore_ascii_case(request::RING_HEADER) {
+                head.in_ring = true;
+            } else if header.name.eq_ignore_ascii_case(request::FILLING_HEADER) {
+                head.filling = true;
+            } else if header.name.eq_ignore_ascii_case("connection") {
+                head.keep_alive &= !value().eq_ignore_ascii_case("close");
+            } else if header.name.eq_ignore_ascii_case("transfer-encoding") {
+                return Err("it sent a Transfer-Encoding, which this protocol does not use");
+            }
+        }
+        Ok(head)
+    }
+}

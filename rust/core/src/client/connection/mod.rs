@@ -1,0 +1,293 @@
+//! One blocking HTTP/1.1 connection to a source. The head is parsed here and the payload is received straight into its
+//! place: measured faster than reading bodies through an asynchronous client.
+
+mod body;
+mod connect;
+mod head;
+mod session;
+
+use std::io::{self, IoSliceMut, Read, Write};
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use socket2::Socket;
+use tensorferry_wire::proof::{self, Nonce};
+
+use self::body::Ring;
+pub(crate) use self::head::Head;
+use self::head::Parsed;
+use self::session::Session;
+use super::limits::{Limits, Pace};
+use super::url::Source;
+use crate::error::{Error, ErrorKind};
+use crate::random;
+
+/// A response head longer than this is refused.
+const MAX_HEAD: usize = 16 << 10;
+
+/// A connection that is between two answers, or in the body of one.
+pub(crate) struct Connection {
+    stream: Arc<Socket>,
+    tls: Option<Box<Session>>,
+    source: Arc<Source>,
+    limits: Limits,
+    /// Bytes received behind the last head that belong to the body.
+    ahead: Vec<u8>,
+    taken: usize,
+    /// Body bytes not yet read.
+    remaining: u64,
+    reusable: bool,
+    /// Whether the source had not yet copied all of the body when it began to send it.
+    filling: bool,
+    timeout: Option<Duration>,
+    pace: Pace,
+    /// What is shared with a source on this machine.
+    ring: Option<Ring>,
+    /// The nonce and the path of the last request, where there is a secret to prove.
+    asked: Option<(Nonce, String)>,
+}
+
+impl Connection {
+    pub(super) fn over(stream: Socket, source: &Arc<Source>, limits: &Limits) -> Self {
+        let stream = Arc::new(stream);
+        limits.cancel.watch(&stream);
+        Self {
+            stream,
+            tls: None,
+            source: Arc::clone(source),
+            limits: limits.clone(),
+            ahead: Vec::new(),
+            taken: 0,
+            remaining: 0,
+            reusable: true,
+            filling: false,
+            timeout: None,
+            pace: Pace::default(),
+            ring: None,
+            asked: None,
+        }
+    }
+
+    /// Whether this connection does without the network.
+    pub(crate) fn is_same_host(&self) -> bool {
+        self.ring.is_some()
+    }
+
+    /// Whether the source said of the answer under way that it still copies what it is to send: it may be silent for as
+    /// long as that takes.
+    pub(crate) fn is_filling(&self) -> bool {
+        self.filling
+    }
+
+    /// The addresses on both ends, if it goes over the network.
+    pub(crate) fn route(&self) -> Option<(IpAddr, IpAddr)> {
+        let here = self.stream.local_addr().ok()?.as_socket()?.ip();
+        let there = self.stream.peer_addr().ok()?.as_socket()?.ip();
+        Some((here.to_canonical(), there.to_canonical()))
+    }
+
+    /// What another thread ends this connection with.
+    pub(crate) fn socket(&self) -> &Arc<Socket> {
+        &self.stream
+    }
+
+    pub(crate) fn source(&self) -> &Arc<Source> {
+        &self.source
+    }
+
+    /// Whether another request may be sent on this connection.
+    pub(crate) fn is_reusable(&self) -> bool {
+        self.reusable && self.remaining == 0
+    }
+
+    /// Sends one GET for `path` (below the source's prefix), on a new connection where the source ends each after one
+    /// answer, and reads the head of the answer. `patience` is how long
+    /// the answer may take to begin: a source that has nothing to serve yet keeps the request waiting.
+    pub(crate) fn get(
+        &mut self,
+        path: &str,
+        range: Option<(u64, u64)>,
+        if_match: Option<&str>,
+        patience: Option<Duration>,
+    ) -> Result<Head, Error> {
+        use std::fmt::Write as _;
+        if !self.is_reusable() {
+            // The last answer announced that it ends the connection.
+            *self = Self::open(&self.source, &self.limits)?;
+        }
+        let path = format!("{}{path}", self.source.prefix());
+        let range = range.map(|(start, end)| format!("bytes={start}-{}", end - 1));
+        let mut request = format!(
+            "GET {path} HTTP/1.1\r\nHost: {}\r\nUser-Agent: tensorferry/{}\r\n",
+            self.source.authority(),
+            env!("CARGO_PKG_VERSION"),
+        );
+        if let Some(range) = &range {
+            let _ = write!(request, "Range: {range}\r\n");
+        }
+        if let Some(etag) = if_match {
+            let _ = write!(request, "If-Match: {etag}\r\n");
+        }
+        if let Some(secret) = self.source.secret() {
+            let nonce: Nonce = random::bytes()?;
+            let asked = proof::Request { method: "GET", path: &path, range: range.as_deref(), if_match };
+            let _ = write!(request, "Authorization: {}\r\n", secret.key().sign_request(&asked, &nonce));
+            self.asked = Some((nonce, path));
+        }
+        request.push_str("\r\n");
+        (self.reusable, self.filling) = (false, false);
+        self.pace = Pace::default();
+        self.wait_at_most(self.limits.stall)?;
+        let sent = match &mut self.tls {
+            None => (&*self.stream).write_all(request.as_bytes()),
+            Some(tls) => tls.write_all(&self.stream, &self.limits, &mut self.timeout, request.as_bytes()),
+        };
+        sent.map_err(|e| self.broken(&e))?;
+        let head = self.read_head(patience)?;
+        self.remaining = head.content_length.unwrap_or(0);
+        self.filling = head.filling;
+        self.reusable = head.keep_alive && head.content_length.is_some();
+        match &mut self.ring {
+            Some(ring) => ring.in_use = head.in_ring,
+            None if head.in_ring => return Err(self.protocol("it answers through memory that it does not share")),
+            None => {}
+        }
+        Ok(head)
+    }
+
+    fn read_head(&mut self, patience: Option<Duration>) -> Result<Head, Error> {
+        let mut buffer = vec![0_u8; MAX_HEAD];
+        let mut filled = 0;
+        loop {
+            match Parsed::read(&buffer[..filled]).map_err(|what| self.protocol(what))? {
+                Parsed::Complete(head, length) => {
+                    buffer.truncate(filled);
+                    self.ahead = buffer;
+                    self.taken = length;
+                    return Ok(head);
+                }
+                Parsed::Interim(length) => {
+                    // Maybe with the next one right behind it; a peer that sends them for ever meets the deadline.
+                    buffer.copy_within(length..filled, 0);
+                    filled -= length;
+                    self.limits.left()?;
+                }
+                Parsed::Partial if filled < MAX_HEAD => {
+                    // A source may take long to begin its answer, not to go on with it.
+                    self.wait_at_most(patience.filter(|_| filled == 0).unwrap_or(self.limits.stall))?;
+                    filled += self.receive(&mut [IoSliceMut::new(&mut buffer[filled..])])?;
+                }
+                Parsed::Partial => {
+                    return Err(self.protocol(format!("its answer's head is longer than {MAX_HEAD} bytes")));
+                }
+            }
+        }
+    }
+
+    /// Checks that whoever sent `body` in answer to the last request knows the secret, where there is one.
+    pub(crate) fn check_proof(&self, head: &Head, body: &[u8]) -> Result<(), Error> {
+        let (Some(secret), Some((nonce, path))) = (self.source.secret(), &self.asked) else { return Ok(()) };
+        let etag = head.etag.as_deref().unwrap_or("");
+        let answer = proof::Answer { nonce, path, etag, body };
+        match &head.proof {
+            Some(proof) if secret.key().verify_answer(&answer, proof) => Ok(()),
+            Some(_) => Err(Error::new(
+                ErrorKind::Unproven,
+                "the source's proof of the shared secret is wrong: it has another secret, or somebody in between changed \
+                 what it said",
+            )),
+            None => Err(Error::new(
+                ErrorKind::Unproven,
+                "the source does not prove that it knows the shared secret: it was started without one (secret=, \
+                 TENSORFERRY_SECRET), or somebody else answers at its address",
+            )),
+        }
+    }
+
+    /// Turns an answer that is not what was asked for into an error.
+    pub(crate) fn refuse(&mut self, head: &Head) -> Error {
+        let detail = self.body(head, 64 << 10).unwrap_or_default();
+        let detail = String::from_utf8_lossy(&detail);
+        let detail = if detail.trim().is_empty() { head.reason.as_str() } else { detail.trim() };
+        let kind = match head.status {
+            412 => ErrorKind::Changed,
+            status => ErrorKind::Status(status),
+        };
+        if head.status == 404 && detail == "not found" {
+            let secret = match self.source.secret() {
+                None => "asks for a shared secret (secret=, TENSORFERRY_SECRET), and this receiver has none",
+                Some(_) => "has another shared secret than this receiver",
+            };
+            let message = format!("not found: the metadata is of a transport that is gone, or the source {secret}");
+            return Error::new(kind, message);
+        }
+        Error::new(kind, detail.to_owned())
+    }
+
+    /// Receives into the first of `parts`, or into as many as it takes.
+    fn receive(&mut self, parts: &mut [IoSliceMut<'_>]) -> Result<usize, Error> {
+        let got = self.receive_anything(parts)?;
+        if self.pace.is_stuck(got, self.limits.stall) {
+            return Err(self.broken(&io::ErrorKind::TimedOut.into()));
+        }
+        Ok(got)
+    }
+
+    /// The same, however little it is.
+    fn receive_anything(&mut self, parts: &mut [IoSliceMut<'_>]) -> Result<usize, Error> {
+        let got = match &mut self.tls {
+            None => (&mut &*self.stream).read_vectored(parts),
+            Some(tls) => tls.read(&self.stream, &self.limits, &mut self.timeout, &mut parts[0]),
+        };
+        match got {
+            Ok(0) => {
+                self.limits.left()?;
+                Err(Error::new(
+                    ErrorKind::Connect,
+                    format!("{} closed the connection in the middle of an answer", self.source.authority()),
+                ))
+            }
+            Ok(n) => Ok(n),
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => Ok(0),
+            Err(e) => Err(self.broken(&e)),
+        }
+    }
+
+    /// Sets the socket's timeout so that the next call ends at the deadline at the latest.
+    fn wait_at_most(&mut self, patience: Duration) -> Result<(), Error> {
+        let wanted = self.limits.left()?.min(patience).max(Duration::from_millis(1));
+        // A system call per receive would cost; the old value will do unless it is later than it may be, or much sooner.
+        if self.timeout.is_some_and(|set| set <= wanted && wanted < set * 2) {
+            return Ok(());
+        }
+        let set = self.stream.set_read_timeout(Some(wanted)).and_then(|()| self.stream.set_write_timeout(Some(wanted)));
+        set.map_err(|e| Error::caused(ErrorKind::System, "cannot set a socket timeout", e))?;
+        self.timeout = Some(wanted);
+        Ok(())
+    }
+
+    fn broken(&self, e: &io::Error) -> Error {
+        if let Err(over) = self.limits.left() {
+            return over;
+        }
+        let peer = self.source.authority();
+        if is_timeout(e) {
+            let waited = self.timeout.unwrap_or(self.limits.stall).as_secs_f64();
+            return Error::new(
+                ErrorKind::Timeout,
+                format!("timed out: {peer} sent nothing, or next to nothing, for {waited:.3} s"),
+            );
+        }
+        Error::new(ErrorKind::Connect, format!("the connection to {peer} broke: {e}"))
+    }
+
+    fn protocol(&self, what: impl AsRef<str>) -> Error {
+        Error::new(ErrorKind::Protocol, format!("{} broke the protocol: {}", self.source.authority(), what.as_ref()))
+    }
+}
+
+/// Whether a call on a socket ended because its time was over.
+fn is_timeout(e: &io::Error) -> bool {
+    matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut)
+}

@@ -1,0 +1,69 @@
+//! A source as one receive knows it: what its answers told, and the way that leads there.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
+
+use super::connection::Connection;
+use super::limits::Limits;
+use super::url::Source;
+use crate::error::Error;
+use crate::same_host;
+use crate::secret::Secret;
+
+/// A source, and what is learned of it.
+#[derive(Debug)]
+pub(super) struct Peer {
+    pub(super) source: Arc<Source>,
+    /// The entity tag its answers carry, once it is known to serve what we fetch.
+    pub(super) etag: OnceLock<String>,
+    /// Where it can be reached without the network.
+    same_host: OnceLock<same_host::Name>,
+    /// Whether that is not wanted, or was tried and did not work.
+    same_host_off: AtomicBool,
+}
+
+impl Peer {
+    pub(super) fn parse(url: &str, same_host: bool, secret: Option<&Secret>) -> Result<Self, Error> {
+        Ok(Self {
+            source: Arc::new(Source::parse(url)?.sharing(secret.cloned())),
+            etag: OnceLock::new(),
+            same_host: OnceLock::new(),
+            same_host_off: AtomicBool::new(!same_host),
+        })
+    }
+
+    /// Notes what the head of an answer says.
+    pub(super) fn learn(&self, same_host: Option<same_host::Name>) {
+        if let Some(name) = same_host {
+            let _ = self.same_host.set(name);
+        }
+    }
+
+    pub(super) fn same_host(&self) -> Option<&same_host::Name> {
+        self.same_host.get().filter(|_| !self.same_host_off.load(Ordering::Relaxed))
+    }
+
+    /// From here on the source is only reached over the network.
+    pub(super) fn give_up_same_host(&self) {
+        self.same_host_off.store(true, Ordering::Relaxed);
+    }
+
+    /// A new connection by the shortest way that works.
+    pub(super) fn connect(&self, limits: &Limits) -> Result<Connection, Error> {
+        if let Some(name) = self.same_host() {
+            match Connection::open_same_host(&self.source, name, limits) {
+                Ok(connection) => return Ok(connection),
+                // The source runs elsewhere, in another network namespace or as another user.
+                Err(_) => self.give_up_same_host(),
+            }
+        }
+        Connection::open(&self.source, limits)
+    }
+
+    /// Whether `connection` leads here, can be used again, and is the shortest way.
+    pub(super) fn may_reuse(&self, connection: &Connection) -> bool {
+        connection.is_reusable()
+            && Arc::ptr_eq(connection.source(), &self.source)
+            && (connection.is_same_host() || self.same_host().is_none())
+    }
+}

@@ -1,0 +1,247 @@
+//! A checkpoint at its source: fetched over lanes, verified against its digests.
+
+mod open;
+mod opened;
+mod transfer;
+mod verify;
+
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use tensorferry_wire::container::{self, Entry, Header};
+use tensorferry_wire::digest::{Algorithm, BLOCK_SIZE};
+
+#[cfg(fuzzing)]
+pub(super) use self::opened::Opened;
+pub(super) use self::transfer::default_lanes;
+use super::blocks::block_len;
+use super::connection::Connection;
+use super::limits::Limits;
+use super::plan::{Piece, Plan};
+use super::{Arrived, Destination, Peer, Report};
+use crate::arena::{ALIGNMENT, Arena, Pool};
+use crate::error::{Error, ErrorKind};
+use crate::slices::{self, Slice};
+
+/// How often a source is asked for its header before it is given up.
+const OPEN_ATTEMPTS: u32 = 5;
+/// With less to fetch, memory to share takes longer to set up than the network takes (measured).
+const SAME_HOST_BYTES: u64 = 16 << 20;
+
+/// A checkpoint at its source: the header is here and verified, the payload is not fetched yet.
+pub struct Remote {
+    peers: Vec<Peer>,
+    /// The peer that answered first.
+    primary: usize,
+    key: String,
+    header: Arc<Header>,
+    header_digest: u64,
+    algorithm: Algorithm,
+    payload_start: u64,
+    /// The first blocks of the payload, verified: what the header's reserved entries need, or all of a small one.
+    prefix: Vec<u8>,
+    limits: Limits,
+    lanes: Option<usize>,
+    pool: Option<Arc<Pool>>,
+    progress: Arc<AtomicU64>,
+    /// The way the header came.
+    route: Option<(IpAddr, IpAddr)>,
+    /// Those that can be used again.
+    connections: Vec<Connection>,
+    opening: Duration,
+}
+
+impl std::fmt::Debug for Remote {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Remote").field("peers", &self.peers).field("key", &self.key).finish_non_exhaustive()
+    }
+}
+
+impl Remote {
+    /// What the container holds.
+    #[must_use]
+    pub fn header(&self) -> &Arc<Header> {
+        &self.header
+    }
+
+    /// The bytes of a reserved entry (`__tensorferry__/manifest` or `/pickle`), verified.
+    #[must_use]
+    pub fn reserved(&self, name: &str) -> Option<&[u8]> {
+        let entry = self.header.entries().iter().find(|e| e.name == name)?;
+        self.prefix.get(usize::try_from(entry.start).ok()?..usize::try_from(entry.end).ok()?)
+    }
+
+    /// Fetches and verifies everything but the reserved entries.
+    ///
+    /// # Errors
+    /// As [`Remote::open`]; also [`ErrorKind::Corrupt`] when bytes do not match their checksum time and again,
+    /// [`ErrorKind::Changed`] when the source moved on, [`ErrorKind::System`] when there is no memory. Memory given as
+    /// destination may then hold some of the new bytes.
+    pub fn fetch(mut self, destination: Destination) -> Result<Arrived, Error> {
+        let started = Instant::now();
+        let addresses = destination.addresses(self.header.entries().len());
+        let placed = self.place(&addresses, &[])?;
+        let fresh = placed.is_fresh();
+        let Placed { arena, offsets, pieces } = placed;
+        let plan = Plan::new(pieces, self.header.payload_len(), fresh)?;
+        let mut report = self.begin();
+        let missing = self.missing(&plan);
+        self.choose_way(plan.held(&missing));
+        self.bring(&plan, &missing, &mut report)?;
+        Ok(Arrived { arena, offsets, report: self.complete(report, started) })
+    }
+
+    /// The beginning of a receive of entries.
+    pub(super) fn begin(&self) -> Report {
+        self.progress.fetch_add(self.prefix.len() as u64, Ordering::Relaxed);
+        self.report()
+    }
+
+    /// The blocks that `plan` wants and that did not come along with the header.
+    pub(super) fn missing(&self, plan: &Plan) -> Vec<(u64, u64)> {
+        plan.missing_blocks((self.prefix.len() as u64).div_ceil(BLOCK_SIZE))
+    }
+
+    /// Brings all that `plan` has a place for, verified; `missing` is what of it is not here yet.
+    pub(super) fn bring(&mut self, plan: &Plan, missing: &[(u64, u64)], report: &mut Report) -> Result<(), Error> {
+        self.copy_prefix(plan);
+        self.transfer(plan, missing, report)
+    }
+
+    /// Whether more than one source was named.
+    pub(super) fn has_several_sources(&self) -> bool {
+        self.peers.len() > 1
+    }
+
+    /// Fetches and verifies parts of entries, and as little besides as whole blocks of digests allow.
+    ///
+    /// # Errors
+    /// As [`Remote::fetch`]; [`ErrorKind::Protocol`] when the container has other entries than the slices speak of.
+    pub fn fetch_slices(mut self, slices: &[Slice]) -> Result<Report, Error> {
+        let started = Instant::now();
+        let mut report = self.report();
+        let mut layers = Vec::new();
+        for layer in slices::place(slices, &self.header)? {
+            let plan = Plan::new(layer, self.header.payload_len(), false)?;
+            report.wanted += plan.wanted();
+            if self.prefix.len() as u64 == self.header.payload_len() {
+                // All of it came along with the header.
+                self.copy_prefix(&plan);
+                continue;
+            }
+            let grain = plan.fitting_grain();
+            let plan = plan.grained(grain);
+            let wanted = plan.wanted_blocks(0);
+            layers.push((plan, wanted));
+        }
+        self.choose_way(layers.iter().map(|(plan, wanted)| plan.held(wanted)).sum());
+        for (plan, wanted) in layers {
+            self.transfer(&plan, &wanted, &mut report)?;
+        }
+        Ok(self.complete(report, started))
+    }
+
+    fn report(&self) -> Report {
+        Report { opening: self.opening, ..Report::default() }
+    }
+
+    /// `report` with what came along with the header.
+    pub(super) fn complete(&self, report: Report, started: Instant) -> Report {
+        let mut report = Report { fetching: started.elapsed(), ..report };
+        report.bytes += self.prefix.len() as u64;
+        if report.lanes == 0 {
+            // Nothing was left to fetch.
+            report.lanes = 1;
+            report.routes.extend(self.route);
+        }
+        report
+    }
+
+    /// Leaves shared memory alone where all that is still to come has so few bytes.
+    pub(super) fn choose_way(&self, bytes: u64) {
+        if bytes < SAME_HOST_BYTES {
+            self.peers.iter().for_each(Peer::give_up_same_host);
+        }
+    }
+
+    /// Lays out the arena and lists every destination. The entries numbered in `elsewhere` get none.
+    pub(super) fn place(&self, addresses: &[Option<usize>], elsewhere: &[usize]) -> Result<Placed, Error> {
+        let entries = self.header.entries();
+        if addresses.len() != entries.len() {
+            let message = format!("{} destinations for {} entries", addresses.len(), entries.len());
+            return Err(Error::new(ErrorKind::Invalid, message));
+        }
+        let mut here = vec![true; entries.len()];
+        for &index in elsewhere {
+            here[index] = false;
+        }
+        let mut offsets = vec![None; entries.len()];
+        let mut len = 0_u64;
+        // In payload order, so that neighbours on the wire are neighbours in memory and one receive fills many.
+        let mut order: Vec<usize> = (0..entries.len()).collect();
+        order.sort_by_key(|&i| entries[i].start);
+        for index in order {
+            let entry = &entries[index];
+            if addresses[index].is_none() && here[index] && !is_reserved(entry) {
+                offsets[index] = Some(len);
+                len = (len + (entry.end - entry.start)).next_multiple_of(ALIGNMENT);
+            }
+        }
+        let arena = Arena::new(len, self.pool.clone())?;
+        let mut pieces = Vec::with_capacity(entries.len());
+        for (index, entry) in entries.iter().enumerate() {
+            let address = match (addresses[index], offsets[index]) {
+                (Some(address), _) => address,
+                // An offset is below the length of a mapping that exists.
+                #[allow(clippy::cast_possible_truncation)]
+                (None, Some(offset)) => arena.address() + offset as usize,
+                (None, None) => continue,
+            };
+            // SAFETY: the arena is ours, its entries do not overlap, and it is handed out only after the transfer;
+            // for given addresses `Destination::given` took the promise.
+            pieces.push(unsafe { Piece::new(entry.start, entry.end - entry.start, address) });
+        }
+        Ok(Placed { arena, offsets, pieces })
+    }
+
+    fn copy_prefix(&self, plan: &Plan) {
+        let mut sink = vec![0; block_len()];
+        let have = (self.prefix.len() as u64).div_ceil(BLOCK_SIZE);
+        for (first, end) in plan.wanted_blocks(0) {
+            for block in first..end.min(have) {
+                let (start, stop) = plan.block_bounds(block);
+                plan.with_slices(start, stop, &mut sink, |slices| {
+                    // The prefix holds whole blocks and lies in memory, so offsets into it fit.
+                    #[allow(clippy::cast_possible_truncation)]
+                    let mut at = start as usize;
+                    for slice in slices {
+                        let end = at + slice.len();
+                        slice.copy_from_slice(&self.prefix[at..end]);
+                        at = end;
+                    }
+                });
+            }
+        }
+    }
+}
+
+/// An arena, where each entry lies in it, and every destination.
+pub(super) struct Placed {
+    pub(super) arena: Arena,
+    pub(super) offsets: Vec<Option<u64>>,
+    pub(super) pieces: Vec<Piece>,
+}
+
+impl Placed {
+    /// Whether something goes to memory that nobody has touched.
+    pub(super) fn is_fresh(&self) -> bool {
+        self.arena.is_fresh() && self.offsets.iter().any(Option::is_some)
+    }
+}
+
+/// Whether an entry comes along with the header and has no destination.
+fn is_reserved(entry: &Entry) -> bool {
+    [container::MANIFEST_ENTRY, container::PICKLE_ENTRY].contains(&entry.name.as_str())
+}

@@ -1,0 +1,103 @@
+//! A transfer: the lanes bring blocks, and those that do not match their checksums are brought again.
+
+use std::sync::Arc;
+
+use tensorferry_wire::digest::BLOCK_SIZE;
+
+use super::Remote;
+use super::verify::CORRUPT_RETRIES;
+use crate::client::plan::{Plan, Queue};
+use crate::client::received::Received;
+use crate::client::watch::Watch;
+use crate::client::{Report, lane};
+use crate::error::{Error, ErrorKind};
+
+/// Blocks of 1 MiB in one request of a lane, at most.
+const MAX_RANGE_BLOCKS: u64 = 16;
+/// Where there are more runs of blocks than this, those with few bytes between them are asked for at once.
+const MANY_RUNS: usize = 64;
+const JOIN_GAP: u64 = 1 << 20;
+
+impl Remote {
+    /// Brings the blocks in `wanted`: over lanes, and again where one does not match its digest.
+    pub(super) fn transfer(&mut self, plan: &Plan, wanted: &[(u64, u64)], report: &mut Report) -> Result<(), Error> {
+        let joined = wanted.len() > MANY_RUNS && plan.grain() < BLOCK_SIZE;
+        let asked = if joined { plan.wanted_blocks(JOIN_GAP) } else { wanted.to_vec() };
+        let received = Received::new(wanted, Arc::clone(&self.progress))
+            .ok_or_else(|| Error::new(ErrorKind::System, "too many blocks for this machine"))?;
+        let mut runs = wanted.to_vec();
+        for round in 0.. {
+            if runs.is_empty() {
+                break;
+            }
+            self.run_lanes(plan, if round == 0 { &asked } else { &runs }, round == 0, &received, report)?;
+            // Sources with equal headers may still differ in their bytes: with several, everything is held against the
+            // digests of one, so that the result is never made of two snapshots.
+            let held_against = if self.peers.len() > 1 { wanted } else { &runs };
+            if plan.grain() < BLOCK_SIZE {
+                report.bytes += 8 * held_against.iter().map(|(a, b)| b - a).sum::<u64>();
+            }
+            runs = self.mismatched(held_against, plan.grain(), &received)?;
+            report.retries += runs.len() as u64;
+            report.troubles.append(&mut received.take_troubles());
+            if let (Some(&(first, _)), true) = (runs.first(), round >= CORRUPT_RETRIES) {
+                return Err(self.corrupt(plan, first));
+            }
+        }
+        Ok(())
+    }
+
+    fn run_lanes(
+        &mut self,
+        plan: &Plan,
+        runs: &[(u64, u64)],
+        spread: bool,
+        received: &Received,
+        report: &mut Report,
+    ) -> Result<(), Error> {
+        let blocks: u64 = runs.iter().map(|(a, b)| b - a).sum();
+        let wanted = self.lanes.unwrap_or_else(|| self.default_lanes()).clamp(1, 64) as u64;
+        let most = MAX_RANGE_BLOCKS * plan.stride();
+        let per_range = (blocks / (wanted * 4)).clamp(plan.stride().div_ceil(4), most);
+        let queue = Queue::new(runs, per_range);
+        let lanes = usize::try_from(wanted.min(blocks.div_ceil(per_range))).unwrap_or(1).max(1);
+        report.lanes = report.lanes.max(lanes);
+        let transfer = lane::Transfer {
+            plan,
+            queue: &queue,
+            peers: &self.peers,
+            primary: self.primary,
+            spread,
+            path: format!("{}.safetensors", self.key),
+            digests_path: self.digests_path(&[(0, 0)], BLOCK_SIZE),
+            payload_start: self.payload_start,
+            payload_len: self.header.payload_len(),
+            header_digest: self.header_digest,
+            algorithm: &self.algorithm,
+            limits: &self.limits,
+            received,
+            watch: Watch::new(lanes),
+            alive: lanes.into(),
+        };
+        let builder = |index| std::thread::Builder::new().name(format!("tensorferry-lane-{index}"));
+        self.connections = transfer.run_all(lanes, std::mem::take(&mut self.connections), builder);
+        report.bytes += received.take_bytes();
+        report.retries += received.take_retries();
+        report.same_host |= received.came_same_host();
+        report.troubles.append(&mut received.take_troubles());
+        report.routes.append(&mut received.take_routes());
+        queue.finish()
+    }
+
+    /// On one machine each lane has a thread on either side that copies: more of them than cores are in each other's way.
+    fn default_lanes(&self) -> usize {
+        let cores = std::thread::available_parallelism().map_or(2, std::num::NonZero::get);
+        let local = self.peers.len() == 1 && self.peers[0].same_host().is_some();
+        if local { cores.clamp(2, 4) } else { default_lanes() }
+    }
+}
+
+/// Two lanes a core keep the source's threads evenly busy (measured); more than eight gain nothing on one link.
+pub(crate) fn default_lanes() -> usize {
+    std::thread::available_parallelism().map_or(4, |n| (2 * n.get()).clamp(2, 8))
+}

@@ -1,0 +1,144 @@
+//! One connection: served over the network, with or without TLS, or to a process of this machine, until it has to end.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use hyper::server::conn::http1;
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::sync::{Notify, OwnedSemaphorePermit, watch};
+use tokio_rustls::TlsAcceptor;
+
+use super::local::{self, Local};
+use super::{Shared, handler};
+use crate::body::Progress;
+
+/// How long a TLS handshake may take.
+const HANDSHAKE: Duration = Duration::from_secs(10);
+
+/// One connection: how it is cut off, and how far it got.
+pub(super) struct Connection {
+    pub(super) shared: Arc<Shared>,
+    pub(super) cut: Arc<Notify>,
+    pub(super) same_host: bool,
+    pub(super) progress: Arc<[Arc<Progress>; 2]>,
+    /// Requests of this connection whose response is not yet written out.
+    pub(super) open: AtomicUsize,
+}
+
+/// Serves a connection from the network, after the handshake where there is one: a peer that does not get it done in
+/// time, or does not speak TLS, is let go.
+pub(super) async fn serve_network(
+    stream: tokio::net::TcpStream,
+    shared: Arc<Shared>,
+    permit: OwnedSemaphorePermit,
+    mut stopped: watch::Receiver<bool>,
+) {
+    let Some(identity) = &shared.identity else { return serve(stream, shared, permit, stopped).await };
+    let accepting = TlsAcceptor::from(Arc::clone(&identity.config)).accept(stream);
+    let accepted = tokio::select! {
+        accepted = tokio::time::timeout(HANDSHAKE, accepting) => accepted,
+        _ = stopped.wait_for(|s| *s) => return,
+    };
+    if let Ok(Ok(stream)) = accepted {
+        serve(stream, shared, permit, stopped).await;
+    }
+}
+
+async fn serve(
+    stream: impl AsyncRead + AsyncWrite + Unpin,
+    shared: Arc<Shared>,
+    permit: OwnedSemaphorePermit,
+    stopped: watch::Receiver<bool>,
+) {
+    let connection = Arc::new(Connection::new(shared, false));
+    let serving =
+        http1::Builder::new().timer(TokioTimer::new()).header_read_timeout(connection.patience()).serve_connection(
+            TokioIo::new(stream),
+            service_fn(|request| {
+                let connection = Arc::clone(&connection);
+                async move { handler::answer(&connection, &request).await }
+            }),
+        );
+    tokio::select! {
+        // How a connection ends is the peer's business; nothing of it concerns the trainer.
+        _ = serving => {}
+        () = connection.to_be_ended(stopped) => {}
+    }
+    drop(permit);
+}
+
+pub(super) async fn serve_local(
+    stream: tokio::net::UnixStream,
+    shared: Arc<Shared>,
+    permits: (OwnedSemaphorePermit, OwnedSemaphorePermit),
+    stopped: watch::Receiver<bool>,
+) {
+    let connection = Arc::new(Connection::new(shared, true));
+    let Ok(stream) = stream.into_std() else { return };
+    let Ok(socket) = stream.try_clone() else { return };
+    let (end, over) = watch::channel(false);
+    let mut serving = tokio::task::spawn_blocking({
+        let connection = Arc::clone(&connection);
+        // As above: the peer's business.
+        move || drop(Local::serve(stream, connection, over))
+    });
+    tokio::select! {
+        _ = &mut serving => {}
+        () = connection.to_be_ended(stopped) => {
+            end.send_replace(true);
+            local::shut_down(&socket);
+            let _ = serving.await;
+        }
+    }
+    drop(permits);
+}
+
+impl Connection {
+    fn new(shared: Arc<Shared>, same_host: bool) -> Self {
+        shared.connections.fetch_add(1, Ordering::Relaxed);
+        let own = Arc::new(Progress::default());
+        Self {
+            cut: Arc::default(),
+            same_host,
+            progress: Arc::new([own, Arc::clone(&shared.progress)]),
+            open: AtomicUsize::new(0),
+            shared,
+        }
+    }
+
+    /// How long the next request may take to come.
+    pub(super) fn patience(&self) -> Duration {
+        self.shared.patience.max(Duration::from_secs(5))
+    }
+
+    /// Ends when the connection has to: the publication it reads is withdrawn, its transfer has stalled, or the server
+    /// stops.
+    async fn to_be_ended(&self, mut stopped: watch::Receiver<bool>) {
+        tokio::select! {
+            () = self.cut.notified() => {}
+            () = self.stalled() => {}
+            _ = stopped.wait_for(|s| *s) => {}
+        }
+    }
+
+    async fn stalled(&self) {
+        let mut before = (0, usize::MAX);
+        loop {
+            tokio::time::sleep(self.shared.patience).await;
+            let now = (self.progress[0].bytes.load(Ordering::Relaxed), self.open.load(Ordering::Relaxed));
+            if now == before && now.1 > 0 {
+                return;
+            }
+            before = now;
+        }
+    }
+}
+
+impl Drop for Connection {
+    fn drop(&mut self) {
+        self.shared.connections.fetch_sub(1, Ordering::Relaxed);
+    }
+}

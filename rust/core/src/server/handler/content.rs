@@ -1,0 +1,152 @@
+//! Bytes of memory: the whole, one range of it or runs of blocks, with the conditions and ranges of RFC 9110.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use http::header::{self, HeaderMap, HeaderValue};
+use http::{Method, Request, Response, StatusCode};
+use tensorferry_wire::digest::BLOCK_SIZE;
+use tensorferry_wire::request::{self, RangeSpec};
+
+use super::messages::{GONE, OCTETS, insert, joined, text};
+use super::waiting::runs_filled;
+use super::{Answer, Connection};
+use crate::body::{MemoryBody, ServedBody};
+use crate::publication::{Lease, Segments};
+use crate::server::metrics::Sending;
+
+/// Counts a request as open until its answer, body included, is dropped.
+struct Open(Arc<Connection>, Sending);
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        self.0.open.fetch_sub(1, Ordering::Relaxed);
+        self.1.end(&self.0);
+    }
+}
+
+/// 412 and 304 as the conditions in `headers` ask for, or `None` when the request goes on.
+pub(super) fn conditional(headers: &HeaderMap, etag: &str) -> Option<Answer> {
+    if let Some(value) = joined(headers, header::IF_MATCH)
+        && !request::etag_matches_strong(&value, etag)
+    {
+        return Some(text(StatusCode::PRECONDITION_FAILED, GONE));
+    }
+    if let Some(value) = joined(headers, header::IF_NONE_MATCH)
+        && request::etag_matches_weak(&value, etag)
+    {
+        let mut unchanged = Response::new(ServedBody::Message(None));
+        *unchanged.status_mut() = StatusCode::NOT_MODIFIED;
+        insert(unchanged.headers_mut(), header::ETAG, etag);
+        return Some(unchanged);
+    }
+    None
+}
+
+/// The whole of `segments` or the one range of it that `request` asks for, on the conditions it makes.
+pub(super) fn memory<B>(
+    connection: &Arc<Connection>,
+    lease: Arc<Lease>,
+    segments: Arc<Segments>,
+    digest: bool,
+    request: &Request<B>,
+) -> Answer {
+    let headers = request.headers();
+    // Ranges are defined for GET alone (RFC 9110, section 14.2).
+    let range = joined(headers, header::RANGE).filter(|_| request.method() == Method::GET);
+    let etag = lease.publication().etag().to_owned();
+    if let Some(refused) = conditional(headers, &etag) {
+        return refused;
+    }
+    let len = segments.len();
+    let fresh = joined(headers, header::IF_RANGE).is_none_or(|v| request::etag_matches_strong(&v, &etag));
+    let spec = match range {
+        Some(value) if fresh => request::parse_range(&value, len),
+        _ => RangeSpec::Whole,
+    };
+    let (status, start, end) = match spec {
+        RangeSpec::Whole => (StatusCode::OK, 0, len),
+        RangeSpec::Bytes { start, end } => (StatusCode::PARTIAL_CONTENT, start, end),
+        RangeSpec::Unsatisfiable => {
+            let message = format!("the range lies outside the {len} bytes there are");
+            let mut refused = text(StatusCode::RANGE_NOT_SATISFIABLE, &message);
+            insert(refused.headers_mut(), header::CONTENT_RANGE, &format!("bytes */{len}"));
+            return refused;
+        }
+    };
+    let mut answer = body(connection, lease, segments, digest, vec![(start, end)]);
+    *answer.status_mut() = status;
+    answer.headers_mut().insert(header::ACCEPT_RANGES, HeaderValue::from_static("bytes"));
+    if status == StatusCode::PARTIAL_CONTENT {
+        insert(answer.headers_mut(), header::CONTENT_RANGE, &format!("bytes {start}-{}/{len}", end - 1));
+    }
+    answer
+}
+
+/// The runs of blocks that `query` names, one after the other.
+pub(super) async fn blocks<B>(
+    connection: &Arc<Connection>,
+    lease: Arc<Lease>,
+    asked: &Request<B>,
+    query: &str,
+) -> Answer {
+    if let Some(refused) = conditional(asked.headers(), lease.publication().etag()) {
+        return refused;
+    }
+    let known = |(runs, grain): &(Vec<(u64, u64)>, u64)| runs.iter().all(|run| run.1 <= lease.block_count(*grain));
+    let Some((runs, grain)) = request::parse_runs(query).filter(known) else {
+        return no_such_blocks(&lease, query);
+    };
+    if let Err(refused) = runs_filled(connection, &lease, &runs, grain).await {
+        return refused;
+    }
+    let segments = Arc::clone(lease.publication().content());
+    let (start, len) = (lease.publication().payload_start(), segments.len());
+    let runs = runs.into_iter().map(|(first, end)| (start + first * grain, (start + end * grain).min(len)));
+    let runs = runs.collect();
+    body(connection, lease, segments, false, runs)
+}
+
+/// The refusal of a `query` for blocks that are not there.
+pub(super) fn no_such_blocks(lease: &Lease, query: &str) -> Answer {
+    let count = lease.block_count(BLOCK_SIZE);
+    text(StatusCode::BAD_REQUEST, &format!("there are {count} blocks of 1 MiB, not {query}"))
+}
+
+/// An answer of `runs` of bytes of `segments`.
+fn body(
+    connection: &Arc<Connection>,
+    lease: Arc<Lease>,
+    segments: Arc<Segments>,
+    digest: bool,
+    runs: Vec<(u64, u64)>,
+) -> Answer {
+    let etag = lease.publication().etag().to_owned();
+    let total = runs.iter().map(|(start, end)| end - start).sum();
+    let mut rest = runs.into_iter();
+    let (at, end) = rest.next().unwrap_or_default();
+    connection.open.fetch_add(1, Ordering::Relaxed);
+    let filling = digest && !lease.publication().is_ready(end);
+    let mut answer = Response::new(ServedBody::Memory(Box::new(MemoryBody {
+        segments,
+        lease,
+        at,
+        end,
+        rest,
+        digest,
+        digesting: None,
+        progress: Arc::clone(&connection.progress),
+        throttle: connection.shared.throttle.clone(),
+        wait: None,
+        filling: None,
+        _open: Box::new(Open(Arc::clone(connection), Sending::new(connection, total))),
+    })));
+    let headers = answer.headers_mut();
+    headers.insert(header::CONTENT_TYPE, HeaderValue::from_static(OCTETS));
+    headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
+    if filling {
+        headers.insert(request::FILLING_HEADER, HeaderValue::from_static("1"));
+    }
+    insert(headers, header::ETAG, &etag);
+    answer
+}

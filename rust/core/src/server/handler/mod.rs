@@ -1,0 +1,178 @@
+//! One request, one answer.
+
+mod content;
+mod digests;
+mod messages;
+mod waiting;
+
+use std::convert::Infallible;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use http::header::{self, HeaderName, HeaderValue};
+use http::{Method, Request, Response, StatusCode};
+use tensorferry_wire::proof::Nonce;
+use tensorferry_wire::request::{self, PathError, Resource};
+
+use self::content::{blocks, conditional, memory};
+use self::digests::digests;
+use self::messages::{GONE, bytes, elsewhere, insert, joined, text};
+use self::waiting::{filled, lease};
+use super::Connection;
+use super::metrics::Metrics;
+use crate::body::ServedBody;
+use crate::publication::{Found, Lease};
+
+type Answer = Response<ServedBody>;
+
+pub(super) async fn answer<B>(connection: &Arc<Connection>, request: &Request<B>) -> Result<Answer, Infallible> {
+    connection.shared.requests.fetch_add(1, Ordering::Relaxed);
+    let head = match *request.method() {
+        Method::GET => false,
+        Method::HEAD => true,
+        _ => {
+            let mut refused = text(StatusCode::METHOD_NOT_ALLOWED, "only GET and HEAD are served here");
+            refused.headers_mut().insert(header::ALLOW, HeaderValue::from_static("GET, HEAD"));
+            connection.shared.metrics.note_answer(refused.status().as_u16());
+            return Ok(refused);
+        }
+    };
+    let mut answer = match permitted(connection, request) {
+        Ok((resource, nonce)) => resolve(connection, resource, request, nonce.as_ref()).await,
+        Err(PathError::NotFound) => text(StatusCode::NOT_FOUND, "not found"),
+        Err(PathError::BadUrl(message)) => text(StatusCode::BAD_REQUEST, &message),
+    };
+    connection.shared.metrics.note_answer(answer.status().as_u16());
+    if head && answer.status() != StatusCode::NOT_MODIFIED {
+        // hyper keeps the length of the body for the head and sends none of it.
+        let length = http_body::Body::size_hint(answer.body()).exact().unwrap_or(0);
+        answer.headers_mut().entry(header::CONTENT_LENGTH).or_insert(length.into());
+        *answer.body_mut() = ServedBody::Message(None);
+    }
+    Ok(answer)
+}
+
+/// The resource that may be asked for, and the nonce of the proof where one is needed. Who lacks the secret learns no
+/// more than who lacks the token. Liveness is for everybody; counters are for whoever has the random part of the path,
+/// since no scraper can sign.
+fn permitted<'r, B>(
+    connection: &Connection,
+    request: &'r Request<B>,
+) -> Result<(Resource<'r>, Option<Nonce>), PathError> {
+    let path = request.uri().path();
+    let found = request::parse_path(path, &connection.shared.token);
+    let Some(guard) = &connection.shared.guard else { return Ok((found?, None)) };
+    match found {
+        Ok(Resource::Metrics) => Ok((Resource::Metrics, None)),
+        Ok(Resource::Healthz) if path == "/healthz" => Ok((Resource::Healthz, None)),
+        Err(PathError::NotFound) => Err(PathError::NotFound),
+        found => {
+            let nonce = guard.admit(request).ok_or(PathError::NotFound)?;
+            Ok((found?, Some(nonce)))
+        }
+    }
+}
+
+async fn resolve<B>(
+    connection: &Arc<Connection>,
+    resource: Resource<'_>,
+    request: &Request<B>,
+    nonce: Option<&Nonce>,
+) -> Answer {
+    let key = match resource {
+        Resource::Healthz => return text(StatusCode::OK, "ok"),
+        Resource::Metrics => return metrics(connection),
+        Resource::Container(key)
+        | Resource::Header(key)
+        | Resource::Digests(key)
+        | Resource::StockFull(key)
+        | Resource::StockMetadata(key)
+        | Resource::StockChunk(key, _)
+        | Resource::Folder(key, _) => key,
+    };
+    let Some(step) = request::parse_step(key) else {
+        return text(StatusCode::NOT_FOUND, &format!("no checkpoint is called {key}: steps are integers"));
+    };
+    let store = &connection.shared.store;
+    let asked = joined(request.headers(), header::IF_MATCH);
+    let begun = asked.as_deref().and_then(|etag| store.lookup_lingering(etag, &connection.cut));
+    let lease = match begun {
+        Some(lease) => lease,
+        // It will never come back: whoever has begun to receive it need not wait for the next one to learn that.
+        None if asked.is_some_and(|etag| store.is_abandoned(&etag)) => {
+            return text(StatusCode::PRECONDITION_FAILED, GONE);
+        }
+        None => match lease(connection, step).await {
+            Ok(lease) => lease,
+            Err(refused) => return refused,
+        },
+    };
+    let mut found = match resource {
+        Resource::Container(_) => {
+            if let Some(query) = request.uri().query().filter(|query| query.starts_with("blocks=")) {
+                blocks(connection, lease, request, query).await
+            } else {
+                let segments = Arc::clone(lease.publication().content());
+                memory(connection, lease, segments, true, request)
+            }
+        }
+        Resource::Header(_) => {
+            let etag = lease.publication().etag().to_owned();
+            let mut found = bytes(lease.publication().header().clone());
+            insert(found.headers_mut(), header::ETAG, &etag);
+            conditional(request.headers(), &etag).unwrap_or(found)
+        }
+        Resource::Digests(_) => digests(connection, lease, request, nonce).await,
+        Resource::StockFull(_) => alternate(connection, lease, step, "full".to_owned(), request).await,
+        Resource::StockMetadata(_) => alternate(connection, lease, step, "metadata".to_owned(), request).await,
+        Resource::StockChunk(_, index) => alternate(connection, lease, step, index.to_string(), request).await,
+        Resource::Folder(_, file) => alternate(connection, lease, step, format!("dcp/{file}"), request).await,
+        Resource::Healthz | Resource::Metrics => text(StatusCode::NOT_FOUND, "not found"),
+    };
+    if let Some(name) = connection.shared.same_host.as_ref().filter(|_| !connection.same_host) {
+        insert(found.headers_mut(), HeaderName::from_static(request::SAME_HOST_HEADER), &name.to_string());
+    }
+    found
+}
+
+/// A body in another format, of a state that is all there: torchft's own, or that of torch's checkpoints. It is built
+/// without a lease, since that can take long and reads no tensor memory.
+async fn alternate<B>(
+    connection: &Arc<Connection>,
+    lease: Arc<Lease>,
+    step: i64,
+    name: String,
+    asked: &Request<B>,
+) -> Answer {
+    let publication = lease.publication_arc();
+    let etag = publication.etag().to_owned();
+    drop(lease);
+    let all = publication.ready(publication.total_len());
+    if let Err(refused) = filled(connection, all, StatusCode::SERVICE_UNAVAILABLE).await {
+        return refused;
+    }
+    let missing = match name.strip_prefix("dcp/") {
+        Some(file) => format!("there is no file {file} here"),
+        None => format!("list index out of range: there is no chunk {name}"),
+    };
+    let rendered = tokio::task::spawn_blocking(move || publication.render(&name)).await;
+    let segments = match rendered {
+        Ok(Ok(Some(Found::Here(segments)))) => segments,
+        Ok(Ok(Some(Found::Elsewhere(url)))) => return elsewhere(&url),
+        Ok(Ok(None)) => return text(StatusCode::NOT_FOUND, &missing),
+        Ok(Err(message)) => return text(StatusCode::INTERNAL_SERVER_ERROR, &message),
+        Err(_) => return text(StatusCode::INTERNAL_SERVER_ERROR, "the body could not be built"),
+    };
+    match waiting::lease(connection, step).await {
+        Ok(lease) if lease.publication().etag() == etag => memory(connection, lease, segments, false, asked),
+        Ok(_) => text(StatusCode::SERVICE_UNAVAILABLE, GONE),
+        Err(refused) => refused,
+    }
+}
+
+/// Counters in the Prometheus text format.
+fn metrics(connection: &Connection) -> Answer {
+    let mut answer = text(StatusCode::OK, &Metrics::render(connection));
+    answer.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static("text/plain; version=0.0.4"));
+    answer
+}

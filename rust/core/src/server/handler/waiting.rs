@@ -1,0 +1,68 @@
+//! What an answer may have to wait for: the gate, and bytes that are still copied. No longer than the server's patience.
+
+use std::sync::Arc;
+
+use http::StatusCode;
+
+use super::messages::{GONE, text};
+use super::{Answer, Connection};
+use crate::filling::Abandoned;
+use crate::publication::Lease;
+use crate::store::Lookup;
+
+/// Waits for the gate and takes a lease on what is served as `step`.
+pub(super) async fn lease(connection: &Arc<Connection>, step: i64) -> Result<Arc<Lease>, Answer> {
+    let shared = &connection.shared;
+    let _waiting = shared.metrics.wait();
+    let lookup = tokio::time::timeout(shared.patience, shared.store.lookup(step, &connection.cut)).await;
+    match lookup {
+        Ok(Lookup::Found(lease)) => Ok(lease),
+        Ok(Lookup::WrongStep(serving)) => {
+            let serving = serving.map_or_else(|| "nothing".to_owned(), |s| s.to_string());
+            let message = format!("invalid checkpoint requested, serving {serving} but got step={step}");
+            Err(text(StatusCode::BAD_REQUEST, &message))
+        }
+        Ok(Lookup::Nothing) => {
+            let message = format!("step {step} is allowed but no state was sent: call send_checkpoint first");
+            Err(text(StatusCode::NOT_FOUND, &message))
+        }
+        Ok(Lookup::Closed) => Err(text(StatusCode::SERVICE_UNAVAILABLE, "this transport is shut down")),
+        Err(_) => {
+            let message = format!(
+                "Timed out waiting for a checkpoint to be allowed after {} seconds",
+                shared.patience.as_secs_f64()
+            );
+            Err(text(StatusCode::SERVICE_UNAVAILABLE, &message))
+        }
+    }
+}
+
+/// Waits until bytes are final, no longer than a request waits for the gate. `abandoned` is the status if they never will
+/// be.
+pub(super) async fn filled(
+    connection: &Connection,
+    ready: impl Future<Output = Result<(), Abandoned>>,
+    abandoned: StatusCode,
+) -> Result<(), Answer> {
+    let patience = connection.shared.patience;
+    match tokio::time::timeout(patience, ready).await {
+        Ok(Ok(())) => Ok(()),
+        Ok(Err(Abandoned)) => Err(text(abandoned, GONE)),
+        Err(_) => {
+            let message =
+                format!("Timed out waiting for the state to be copied after {} seconds", patience.as_secs_f64());
+            Err(text(StatusCode::SERVICE_UNAVAILABLE, &message))
+        }
+    }
+}
+
+/// The same for the blocks of `grain` bytes in `runs`.
+pub(super) async fn runs_filled(
+    connection: &Connection,
+    lease: &Lease,
+    runs: &[(u64, u64)],
+    grain: u64,
+) -> Result<(), Answer> {
+    let last = runs.iter().map(|run| run.1).max().unwrap_or(0);
+    filled(connection, lease.blocks_ready(last, grain), StatusCode::PRECONDITION_FAILED).await
+}

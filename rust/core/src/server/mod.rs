@@ -1,0 +1,196 @@
+//! The server: it listens, guards what it has, and answers over HTTP/1.1.
+
+mod connection;
+mod guard;
+mod handler;
+mod listeners;
+mod local;
+mod metrics;
+
+use std::io;
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use tokio::runtime::Handle;
+use tokio::sync::{Semaphore, watch};
+
+use self::connection::Connection;
+use self::guard::Guard;
+use self::listeners::{Listeners, accept, listen, listen_same_host};
+use self::metrics::Metrics;
+use crate::body::Progress;
+use crate::client::Report;
+use crate::error::{Error, ErrorKind};
+use crate::secret::{self, Secret};
+use crate::store::Store;
+use crate::throttle::Throttle;
+use crate::tls::Identity;
+use crate::{random, same_host};
+
+/// How a server is set up.
+#[derive(Clone, Debug)]
+pub struct ServerConfig {
+    /// Where to listen; `None` is every interface, IPv6 and IPv4, on a port the system picks.
+    pub bind: Option<SocketAddr>,
+    /// How long a request waits for the gate to open, and how long a transfer may make no progress at all.
+    pub patience: Duration,
+    /// Whether paths carry a random part without which everything but `/healthz` is 404.
+    pub capability: bool,
+    /// With a secret, everything but `/healthz` and `/metrics` needs a proof of it, and answers with digests carry one.
+    pub secret: Option<Secret>,
+    /// Encrypt what goes over the network, with a certificate of its own whose fingerprint is in the URL.
+    pub tls: bool,
+    /// Connections held at once; further ones wait in the listen queue.
+    pub max_connections: usize,
+    /// Whether processes of this machine and user may fetch around the network.
+    pub same_host: bool,
+    /// Bytes per second that all connections together may send of checkpoints.
+    pub max_bandwidth: Option<u64>,
+}
+
+impl Default for ServerConfig {
+    fn default() -> Self {
+        Self {
+            bind: None,
+            patience: Duration::from_mins(1),
+            capability: true,
+            secret: None,
+            tls: false,
+            max_connections: 512,
+            same_host: true,
+            max_bandwidth: None,
+        }
+    }
+}
+
+/// A running server. Dropping it ends it without waiting.
+#[derive(Debug)]
+pub struct Server {
+    address: SocketAddr,
+    shared: Arc<Shared>,
+    stop: watch::Sender<bool>,
+    ended: Mutex<Option<std::sync::mpsc::Receiver<()>>>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    store: Store,
+    token: String,
+    guard: Option<Guard>,
+    identity: Option<Identity>,
+    /// Where processes of this machine and user may fetch around the network.
+    same_host: Option<same_host::Name>,
+    patience: Duration,
+    throttle: Option<Arc<Throttle>>,
+    progress: Arc<Progress>,
+    requests: AtomicU64,
+    metrics: Metrics,
+    connections: AtomicUsize,
+}
+
+impl Server {
+    /// Binds and starts to serve on the runtime of `handle`. The gate is closed until something is published.
+    ///
+    /// # Errors
+    /// [`ErrorKind::System`] when the address cannot be bound.
+    pub fn bind(config: &ServerConfig, handle: &Handle) -> Result<Self, Error> {
+        let failed = |e: io::Error| Error::caused(ErrorKind::System, "cannot listen for checkpoint requests", e);
+        let listener = listen(config.bind).map_err(failed)?;
+        let address = listener.local_addr().map_err(failed)?;
+        let token = if config.capability { random::token()? } else { String::new() };
+        let local = if config.same_host { listen_same_host()? } else { None };
+        let shared = Arc::new(Shared {
+            store: Store::new(secret::algorithm(config.secret.as_ref()))?,
+            token,
+            guard: config.secret.clone().map(Guard::new),
+            identity: if config.tls { Some(Identity::new()?) } else { None },
+            same_host: local.as_ref().map(|(name, _)| name.clone()),
+            patience: config.patience,
+            throttle: config.max_bandwidth.map(|limit| Arc::new(Throttle::new(limit))),
+            progress: Arc::default(),
+            requests: AtomicU64::new(0),
+            metrics: Metrics::default(),
+            connections: AtomicUsize::new(0),
+        });
+        let (stop, stopped) = watch::channel(false);
+        let (done, ended) = std::sync::mpsc::channel();
+        let listeners = {
+            let _guard = handle.enter();
+            let local = local.map(|(_, listener)| tokio::net::UnixListener::from_std(listener));
+            Listeners {
+                tcp: tokio::net::TcpListener::from_std(listener).map_err(failed)?,
+                local: local.transpose().map_err(failed)?,
+            }
+        };
+        let (sweeping, mut over) = (Arc::clone(&shared), stopped.clone());
+        handle.spawn(async move {
+            tokio::select! {
+                () = sweeping.store.sweep() => {}
+                _ = over.wait_for(|s| *s) => {}
+            }
+        });
+        let permits = Arc::new(Semaphore::new(config.max_connections));
+        let accepting = Arc::clone(&shared);
+        handle.spawn(async move {
+            accept(listeners, accepting, permits, stopped).await;
+            drop(done);
+        });
+        Ok(Self { address, shared, stop, ended: Mutex::new(Some(ended)) })
+    }
+
+    /// The address it listens on.
+    #[must_use]
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// What it serves.
+    #[must_use]
+    pub fn store(&self) -> &Store {
+        &self.shared.store
+    }
+
+    /// The URL prefix to which `{step}.safetensors` and its like are appended, as seen by peers that reach `host`.
+    #[must_use]
+    pub fn url(&self, host: &str) -> String {
+        let host = if host.contains(':') && !host.starts_with('[') { format!("[{host}]") } else { host.to_owned() };
+        let token = &self.shared.token;
+        let slash = if token.is_empty() { "" } else { "/" };
+        let scheme = match &self.shared.identity {
+            Some(identity) => format!("https://{}@", identity.fingerprint),
+            None => "http://".to_owned(),
+        };
+        format!("{scheme}{host}:{}{slash}{token}/checkpoint/", self.address.port())
+    }
+
+    /// Bytes of bodies served so far.
+    #[must_use]
+    pub fn bytes_served(&self) -> u64 {
+        self.shared.progress.bytes.load(Ordering::Relaxed)
+    }
+
+    /// Tells of a receive of this process, for `/metrics`: how it went, or that it failed, and what it took in all.
+    pub fn note_receive(&self, report: Option<&Report>, took: Duration) {
+        self.shared.metrics.note_receive(report, took);
+    }
+
+    /// Stops accepting, ends all transfers and, for at most `patience`, waits until the listening socket is closed.
+    pub fn shutdown(&self, patience: Duration) {
+        self.stop.send_replace(true);
+        self.shared.store.close();
+        let ended = self.ended.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(ended) = ended {
+            // Nothing is ever sent: the channel closes when the accept loop ends.
+            let _ = ended.recv_timeout(patience);
+        }
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.stop.send_replace(true);
+        self.shared.store.close();
+    }
+}
