@@ -38,6 +38,11 @@ impl<'a> Cursor<'a> {
         self.at
     }
 
+    /// A cursor at a place where this one was.
+    pub(crate) fn back_at(&self, at: usize) -> Self {
+        Self { text: self.text, at }
+    }
+
     pub(crate) fn fail<T>(&self, expected: &'static str) -> Result<T> {
         Err(JsonError { at: self.at, expected })
     }

@@ -27,6 +27,7 @@ use std::borrow::Cow;
 use std::collections::HashSet;
 use std::fmt::Write as _;
 
+use crate::distinct::Distinct;
 use crate::container::{Header, MANIFEST_ENTRY, PICKLE_ENTRY};
 use crate::json::{Cursor, JsonError};
 
@@ -218,15 +219,18 @@ impl<'a> Walk<'a> {
     fn dict(&mut self, depth: usize) -> Result<(), ManifestError> {
         let depth = self.deeper(depth)?;
         self.cursor.expect(b'{', "an object")?;
-        let (mut first, mut seen) = (true, HashSet::new());
+        let (mut first, mut keys) = (true, Distinct::default());
         while self.cursor.more(&mut first, b'}')? {
-            let key = self.cursor.member()?;
-            if !seen.insert(key) {
-                return Err(ManifestError::DuplicateKey { at: self.cursor.at() });
-            }
+            self.cursor.peek();
+            let at = self.cursor.at();
+            keys.add(&self.cursor.member()?, at);
             self.node(depth)?;
         }
-        Ok(())
+        // What was read once can be read again.
+        match keys.repeated(|at| self.cursor.back_at(at).string().unwrap_or_default()) {
+            Some(at) => Err(ManifestError::DuplicateKey { at }),
+            None => Ok(()),
+        }
     }
 
     fn tagged(&mut self, depth: usize) -> Result<(), ManifestError> {
