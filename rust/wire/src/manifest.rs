@@ -27,8 +27,8 @@ use std::borrow::Cow;
 use std::collections::HashSet;
 use std::fmt::Write as _;
 
-use crate::distinct::Distinct;
 use crate::container::{Header, MANIFEST_ENTRY, PICKLE_ENTRY};
+use crate::distinct::Distinct;
 use crate::json::{Cursor, JsonError};
 
 /// Most arrays and objects inside each other, the manifest's own object included.
