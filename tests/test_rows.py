@@ -114,7 +114,7 @@ def test_keys_are_written_as_json_writes_them(key: str) -> None:
     for kind in (dict, OrderedDict):
         state = kind({key: torch.ones(1), "b": {"c": torch.ones(2)}})
         flat = tree.flatten(state)
-        assert list(tree.unflatten(json.loads(flat.tree), flat.leaf, flat.objects)) == [key, "b"]
+        assert list(tree.unflatten(flat.tree, flat.plain, flat.objects)) == [key, "b"]
         assert seen(state, native=True) == seen(state, native=False)
         assert len(set(flat.rows.names)) == 2
         assert all(n and "\0" not in n and n != "__metadata__" for n in flat.rows.names)

@@ -26,6 +26,7 @@
 use std::borrow::Cow;
 use std::collections::HashSet;
 use std::fmt::Write as _;
+use std::ops::Range;
 
 use crate::container::{Header, MANIFEST_ENTRY, PICKLE_ENTRY};
 use crate::distinct::Distinct;
@@ -117,6 +118,8 @@ pub struct Manifest {
     pub storages: Vec<Storage>,
     /// How many plain leaves the header has.
     pub leaves: u64,
+    /// Where the tree lies in the text.
+    pub tree: Range<usize>,
 }
 
 /// Checks the manifest of a container with this header. `json` may end with padding: spaces or zero bytes.
@@ -131,7 +134,7 @@ pub fn validate(json: &[u8], header: &Header) -> Result<Manifest, ManifestError>
 #[derive(Default)]
 struct Fields<'a> {
     version: Option<u32>,
-    tree: Option<()>,
+    tree: Option<Range<usize>>,
     flags: Option<Cow<'a, str>>,
     objects: Option<u64>,
     storages: Option<Vec<Storage>>,
@@ -155,7 +158,12 @@ impl<'a> Walk<'a> {
             let field = self.cursor.member()?;
             match &*field {
                 "version" => fields.version = Some(self.version()?),
-                "tree" => fields.tree = Some(self.node(MAX_DEPTH - 1)?),
+                "tree" => {
+                    self.cursor.peek();
+                    let start = self.cursor.at();
+                    self.node(MAX_DEPTH - 1)?;
+                    fields.tree = Some(start..self.cursor.at());
+                }
                 "flags" => fields.flags = Some(self.cursor.string()?),
                 "objects" => fields.objects = Some(self.cursor.unsigned()?),
                 "storages" => fields.storages = Some(self.storages()?),
@@ -375,7 +383,7 @@ impl<'a> Walk<'a> {
     fn check(&self, fields: Fields<'_>) -> Result<Manifest, ManifestError> {
         let missing = |field| ManifestError::MissingField { field };
         let version = fields.version.ok_or_else(|| missing("version"))?;
-        fields.tree.ok_or_else(|| missing("tree"))?;
+        let tree = fields.tree.ok_or_else(|| missing("tree"))?;
         let flags = fields.flags.ok_or_else(|| missing("flags"))?;
         let objects = fields.objects.ok_or_else(|| missing("objects"))?;
         let storages = fields.storages.ok_or_else(|| missing("storages"))?;
@@ -394,7 +402,7 @@ impl<'a> Walk<'a> {
             return Err(ManifestError::Flag { leaf });
         }
         self.check_storages(&storages)?;
-        Ok(Manifest { version, objects, storages, leaves })
+        Ok(Manifest { version, objects, storages, leaves, tree })
     }
 
     fn check_storages(&self, storages: &[Storage]) -> Result<(), ManifestError> {
