@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections import OrderedDict
 from typing import Any
@@ -76,12 +77,44 @@ def test_both_ways_read_odd_tensors_alike() -> None:
     }
 
 
+DTYPES = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES, key=str), ids=str)
+def test_both_ways_read_every_dtype_alike(dtype: torch.dtype) -> None:
+    try:
+        value = torch.empty(64, dtype=torch.uint8).view(dtype)
+    except RuntimeError:
+        pytest.skip("torch cannot make a tensor of it from bytes")
+    assert seen({"a": value, "again": value}, native=True) == seen({"a": value, "again": value}, native=False)
+
+
+def test_tensors_are_read_without_giving_them_a_dict() -> None:
+    tensor, marked = torch.ones(3), torch.ones(3)
+    marked.note = "kept"  # type: ignore[attr-defined]
+    tree.flatten({"a": tensor, "b": marked})
+    assert any(isinstance(held, dict) for held in gc.get_referents(marked))
+    assert not any(isinstance(held, dict) for held in gc.get_referents(tensor))
+
+
+def test_leaves_are_found_again_by_what_they_are() -> None:
+    whole = torch.arange(8.0)
+    state = {"whole": whole, "alias": whole.view(2, 4), "odd": torch.arange(6.0)[:3], "none": None}
+    for native in (True, False):
+        flat = tree.flatten(state, native)
+        assert [flat.number_of(value) for value in state.values()] == [0, None, None, None]  # type: ignore[arg-type]
+        assert [flat.rows.number_of(value) for value in state.values()] == [0, -1, -2, -3]
+        assert flat.rows.number_of(torch.arange(8.0)) is None
+        flat.rows.forget()
+        assert flat.rows.number_of(whole) is None
+
+
 @pytest.mark.parametrize("key", ['"', "\\", "\n", "\x7f", "é", "\U0001f980", "\ud800", "a\0b", "", "__metadata__"])
 def test_keys_are_written_as_json_writes_them(key: str) -> None:
     for kind in (dict, OrderedDict):
         state = kind({key: torch.ones(1), "b": {"c": torch.ones(2)}})
         flat = tree.flatten(state)
-        assert list(tree.unflatten(json.loads(flat.tree), flat.leaf, flat.objects)) == [key, "b"]
+        assert list(tree.unflatten(flat.tree, flat.plain, flat.objects)) == [key, "b"]
         assert seen(state, native=True) == seen(state, native=False)
         assert len(set(flat.rows.names)) == 2
         assert all(n and "\0" not in n and n != "__metadata__" for n in flat.rows.names)

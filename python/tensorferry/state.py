@@ -94,6 +94,7 @@ class Packed:
             "shards": _shards(flat, storages),
             "globals": {f"{module}.{name}": path for (module, name), path in self.globals.items()},
         }
+        self._tree = flat.tree
         # The tree is JSON already.
         self.manifest_bytes = f'{json.dumps(manifest, separators=(",", ":"))[:-1]},"tree":{flat.tree}}}'.encode()
         self.rows.forget()
@@ -144,6 +145,7 @@ class Packed:
         if self._state is not None:
             # The server has its own, and nobody will ask again.
             self.manifest_bytes = self.pickle_bytes = b""
+            self._tree = ""
 
     def _fill(self, server: Server, filling: Filling) -> None:
         try:
@@ -163,7 +165,7 @@ class Packed:
         if self._state is not None:
             return self._state
         plain = [i for i, name in enumerate(self.rows.names) if not name.startswith(_PREFIX)]
-        builder = Builder(json.loads(self.manifest_bytes), self.rows, plain)
+        builder = Builder(json.loads(self.manifest_bytes), self._tree, self.rows, plain)
         for k, whole in builder.scattered.items():
             for entry, lo in builder.manifest["storages"][k][1]:
                 part = storage_over(*host_view(self.memory[entry]), self.rows.size(entry))
@@ -211,9 +213,13 @@ def _zeros(nbytes: int) -> torch.Tensor:
 class Builder:
     """Builds a state from entries whose memory is known."""
 
-    def __init__(self, manifest: dict[str, Any], entries: Remote | Rows, plain: Sequence[int]) -> None:
-        """For the ``entries`` of a container, of which those with the numbers ``plain`` are plain tensors."""
+    def __init__(self, manifest: dict[str, Any], tree: str, entries: Remote | Rows, plain: Sequence[int]) -> None:
+        """For the ``entries`` of a container, of which those with the numbers ``plain`` are plain tensors.
+
+        ``tree`` is the manifest's, as JSON text; nothing is read of what ``manifest`` says of it.
+        """
         self.manifest = manifest
+        self.tree = tree
         self.plain = plain
         self.size = entries.size
         self._entries = entries
@@ -287,11 +293,7 @@ class Builder:
         if len(objects) != self.manifest["objects"]:
             raise ProtocolError(f"the source announced {self.manifest['objects']} objects and sent {len(objects)}")
 
-        def leaf(number: int) -> Any:
-            value = leaves[number] if number >= 0 else objects[-number - 1]
-            return value if targets is None else targets.take(value)
-
-        return tree.unflatten(self.manifest["tree"], leaf, objects)
+        return tree.unflatten(self.tree, leaves, objects, targets.take if targets is not None else None)
 
     def _leaves(
         self, memory: Callable[[int], tuple[Any, int]], targets: Targets | None, made: list[torch.Tensor | None]
@@ -334,16 +336,15 @@ def receive(
     Returns:
         The state, and a report of the transfer.
     """
-    text = remote.manifest
-    if text is None:
+    manifest, layout = remote.manifest, remote.tree
+    if manifest is None or layout is None:
         raise ProtocolError("the source serves a file tensorferry did not write: load it with safetensors instead")
     pickled = remote.pickle or b""
     for dtype, name in remote.kinds.items():
         if dtype not in DTYPES:
             raise ProtocolError(f"entry {name!r} has dtype {dtype}, which this version does not build")
     with _gc.held_off():
-        builder = Builder(json.loads(text), remote, remote.plain)
-        del text
+        builder = Builder(json.loads(manifest), layout, remote, remote.plain)
         targets = Targets(live(), landing.accelerator, lands) if live is not None else None
         if targets is not None:
             targets.assign(builder, remote.names)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +53,7 @@ class Targets:
         self._by_path: dict[tuple[str, ...], torch.Tensor] = {}
         self._waiting: Iterator[torch.Tensor | None] = iter(())
         flat = tree.flatten(live)
-        for number, path in tree.positions(json.loads(flat.tree), flat.keys):
+        for number, path in tree.positions(flat.tree, flat.keys):
             value = flat.leaf(number)
             if isinstance(value, torch.Tensor):
                 self._by_path[path] = value
@@ -72,7 +71,7 @@ class Targets:
         }
         keys, tensors = tree.described(builder.manifest)
         offered |= {-number - 1: (path, dtype, shape) for number, path, dtype, shape in tensors}
-        places = tree.positions(builder.manifest["tree"], keys)
+        places = tree.positions(builder.tree, keys)
         self._match(places, offered)
         used: set[int] = set()
         for number, path in places:
@@ -98,9 +97,8 @@ class Targets:
         names = flat.rows.names
         offered = {n: (names[n], str(t.dtype), list(t.shape)) for n, t in enumerate(flat.plain)}
         offered |= {-number - 1: (path, dtype, shape) for number, path, dtype, shape in describe(flat)}
-        layout = json.loads(flat.tree)
-        self._match(tree.positions(layout, flat.keys), offered)
-        return tree.unflatten(layout, lambda number: self.take(flat.leaf(number)), flat.objects)
+        self._match(tree.positions(flat.tree, flat.keys), offered)
+        return tree.unflatten(flat.tree, flat.plain, flat.objects, self.take)
 
     def _match(self, places: list[tuple[int, tuple[str, ...]]], offered: dict[int, tuple[str, str, list[int]]]) -> None:
         wrong = []

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
-from ._native import Rows
+from ._native import Rows, _unflatten
 from .errors import ProtocolError
 from .tensors import DTYPE_NAMES, is_plain, storage_key
 
@@ -228,51 +228,21 @@ def _as_text(value: str) -> str:
     return value.encode("utf-8", "backslashreplace").decode()
 
 
-def unflatten(tree: Node, leaf: Callable[[int], Any], objects: list[Any]) -> Any:
-    """The state whose tree is ``tree``, read from JSON.
+def unflatten(tree: str, leaves: list[Any], objects: list[Any], take: Callable[[Any], Any] | None = None) -> Any:
+    """The state whose tree is this JSON text.
 
     ``rust/wire`` has checked it: numbers are in range and nesting is bounded.
 
     Args:
-        tree: the tree
-        leaf: gives the leaf of a number; called once for each position, in the order of :func:`positions`
-        objects: the classes, keys and attributes the tree refers to
+        tree: the tree, as :class:`Flat` has it
+        leaves: what its numbers from 0 on stand for
+        objects: what the others stand for, and the classes, keys and attributes the tree refers to
+        take: called with each leaf, in the order of :func:`positions`; gives what stands in its place
+
+    Raises:
+        ProtocolError: the objects are none of which the tree's containers can be made
     """
-    if type(tree) is int:
-        return leaf(tree)
-    if type(tree) is dict:
-        return {k: leaf(v) if type(v) is int else unflatten(v, leaf, objects) for k, v in tree.items()}
-    match tree[0]:
-        case "l":
-            return [unflatten(v, leaf, objects) for v in tree[1:]]
-        case "t":
-            return tuple([unflatten(v, leaf, objects) for v in tree[1:]])
-        case "o":
-            return collections.OrderedDict([(k, unflatten(v, leaf, objects)) for k, v in tree[1].items()])
-        case "d":
-            kind = collections.OrderedDict if tree[1] == "o" else dict
-            items = [(objects[k[1]] if type(k) is list else k, unflatten(v, leaf, objects)) for k, v in tree[2]]
-            return _made("dict", lambda: kind(items))
-        case "n":
-            fields = [unflatten(v, leaf, objects) for v in tree[2:]]
-            return _made("namedtuple", lambda: objects[tree[1]]._make(fields))
-        case "q":
-            return collections.deque([unflatten(v, leaf, objects) for v in tree[2:]], tree[1])
-        case "f":
-            filled = unflatten(tree[2], leaf, objects)
-            return _made("defaultdict", lambda: collections.defaultdict(objects[tree[1]], filled))
-        case _:
-            value = unflatten(tree[2], leaf, objects)
-            _made("attributes", lambda: value.__dict__.update(objects[tree[1]]))
-            return value
-
-
-def _made(what: str, make: Callable[[], Any]) -> Any:
-    """What ``make`` makes of objects that the source chose."""
-    try:
-        return make()
-    except Exception as e:
-        raise ProtocolError(f"the source's tree has a {what} that cannot be made ({type(e).__name__}: {e})") from e
+    return _unflatten(tree, leaves, objects, take)
 
 
 def described(manifest: dict[str, Any]) -> tuple[dict[str, str], list[tuple[int, str, str, list[int]]]]:
@@ -296,15 +266,15 @@ def described(manifest: dict[str, Any]) -> tuple[dict[str, str], list[tuple[int,
     return keys, found
 
 
-def positions(tree: Node, keys: dict[str, str]) -> list[tuple[int, tuple[str, ...]]]:
+def positions(tree: str, keys: dict[str, str]) -> list[tuple[int, tuple[str, ...]]]:
     """Every place in the tree where a leaf stands: its number, and a key path that no other place has.
 
     Args:
-        tree: the tree, read from JSON
+        tree: the tree as JSON text
         keys: texts for keys that are objects, see :class:`Flat`
     """
     found: list[tuple[int, tuple[str, ...]]] = []
-    _visit(tree, (), keys, found)
+    _visit(json.loads(tree), (), keys, found)
     return found
 
 

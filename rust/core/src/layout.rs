@@ -78,7 +78,7 @@ impl Layout {
     pub(crate) fn new(metadata: Vec<(String, String)>, items: Vec<Item>, align: u64) -> Result<Self, Error> {
         let invalid = |e: container::HeaderError| Error::caused(ErrorKind::Invalid, "cannot publish this state", e);
         let mut order: Vec<usize> = (0..items.len()).collect();
-        order.sort_by_key(|&i| match items[i].name.as_str() {
+        order.sort_by_cached_key(|&i| match items[i].name.as_str() {
             container::MANIFEST_ENTRY => 0,
             container::PICKLE_ENTRY => 1,
             container::DIGESTS_ENTRY => u64::MAX,

@@ -58,3 +58,8 @@ pub(crate) fn forked(py: Python<'_>) -> PyErr {
 pub(crate) fn invalid(py: Python<'_>, message: impl Into<String>) -> PyErr {
     raise(py, "InvalidArgument", message.into())
 }
+
+/// The exception for something that a source should not have sent.
+pub(crate) fn protocol(py: Python<'_>, message: String) -> PyErr {
+    raise(py, "ProtocolError", message)
+}

@@ -10,6 +10,7 @@ mod runtime;
 mod secret;
 mod server;
 mod slices;
+mod tree;
 mod waves;
 
 use pyo3::prelude::*;
@@ -35,6 +36,8 @@ mod _native {
     use crate::server::PyServer;
     #[pymodule_export]
     use crate::slices::{fetch_slices, file_entries, read_file, write_file};
+    #[pymodule_export]
+    use crate::tree::unflatten;
     #[pymodule_export]
     use crate::waves::PyWaves;
 }

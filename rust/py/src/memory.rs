@@ -189,6 +189,8 @@ pub(crate) struct Exchange {
 pub(crate) struct Described {
     pub(crate) address: usize,
     pub(crate) nbytes: usize,
+    /// `None` where elements are one byte each: what `DLPack` says of those does not tell apart dtypes that torch does.
+    pub(crate) dtype: Option<Dtype>,
     dims: [u64; Self::MOST],
     rank: usize,
 }
@@ -222,7 +224,7 @@ impl Exchange {
     /// `None` if it is empty or torch refuses.
     fn over<'py>(&self, py: Python<'py>, arena: &Arc<Arena>, at: u64, entry: &Entry) -> Option<Bound<'py, PyAny>> {
         let start = usize::try_from(at).ok()?;
-        let (code, bits) = dlpack(entry.dtype)?;
+        let (_, code, bits) = DLPACK.into_iter().find(|known| known.0 == entry.dtype)?;
         let mut shape = [0_i64; Described::MOST];
         let mut strides = [0_i64; Described::MOST];
         let rank = entry.shape.len();
@@ -263,10 +265,9 @@ impl Exchange {
         }
     }
 
-    /// Describes `value`, a tensor of `dtype` that is of the class whose table this is or of a subclass of it. `None`
-    /// for what a [`Described`] cannot say, and for more than eight dimensions. What `DLPack` says of the dtype does not
-    /// tell apart dtypes that torch does.
-    pub(crate) fn describe(&self, value: &Bound<'_, PyAny>, dtype: Dtype) -> Option<Described> {
+    /// Describes `value`, a tensor of the class whose table this is or of a subclass of it. `None` for what a
+    /// [`Described`] cannot say, and for more than eight dimensions.
+    pub(crate) fn describe(&self, value: &Bound<'_, PyAny>) -> Option<Described> {
         let mut told = DlTensor {
             data: std::ptr::null_mut(),
             device: 0,
@@ -300,33 +301,34 @@ impl Exchange {
             dims[i] = u64::try_from(dim).ok()?;
             step = step.checked_mul(dim.max(1))?;
         }
+        let dtype = match told.bits {
+            8 => None,
+            _ => Some(DLPACK.into_iter().find(|known| (known.1, known.2) == (told.code, told.bits))?.0),
+        };
         let elements = dims[..rank].iter().product::<u64>();
-        let nbytes = usize::try_from(elements.checked_mul(dtype.bits() / 8)?).ok()?;
-        Some(Described { address: told.data as usize, nbytes, dims, rank })
+        let nbytes = usize::try_from(elements.checked_mul(u64::from(told.bits) / 8)?).ok()?;
+        Some(Described { address: told.data as usize, nbytes, dtype, dims, rank })
     }
 }
 
-/// What `DLPack` calls a dtype: a code and a number of bits.
-fn dlpack(dtype: Dtype) -> Option<(u8, u8)> {
-    Some(match dtype {
-        Dtype::I8 => (0, 8),
-        Dtype::I16 => (0, 16),
-        Dtype::I32 => (0, 32),
-        Dtype::I64 => (0, 64),
-        Dtype::U8 => (1, 8),
-        Dtype::U16 => (1, 16),
-        Dtype::U32 => (1, 32),
-        Dtype::U64 => (1, 64),
-        Dtype::F16 => (2, 16),
-        Dtype::F32 => (2, 32),
-        Dtype::F64 => (2, 64),
-        Dtype::BF16 => (4, 16),
-        Dtype::C64 => (5, 64),
-        Dtype::Bool => (6, 8),
-        // The float8 kinds are missing: not every version of torch knows them, and memory it refuses is lost.
-        _ => return None,
-    })
-}
+/// What `DLPack` calls a dtype: a code and a number of bits. The float8 kinds are missing: not every version of torch knows
+/// them, and memory it refuses is lost.
+const DLPACK: [(Dtype, u8, u8); 14] = [
+    (Dtype::F32, 2, 32),
+    (Dtype::BF16, 4, 16),
+    (Dtype::F16, 2, 16),
+    (Dtype::F64, 2, 64),
+    (Dtype::I64, 0, 64),
+    (Dtype::I32, 0, 32),
+    (Dtype::I16, 0, 16),
+    (Dtype::I8, 0, 8),
+    (Dtype::U64, 1, 64),
+    (Dtype::U32, 1, 32),
+    (Dtype::U16, 1, 16),
+    (Dtype::U8, 1, 8),
+    (Dtype::Bool, 6, 8),
+    (Dtype::C64, 5, 64),
+];
 
 /// Memory of a tensor, by address and size in bytes, as `tensorferry.tensors` reads them off it. The tensor belongs to
 /// the owner that is published with the memory.

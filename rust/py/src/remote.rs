@@ -1,6 +1,7 @@
 //! `Remote`: a checkpoint at its source, and fetching it.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -27,6 +28,8 @@ pub(crate) struct PyRemote {
     /// Called with the bytes here and the bytes in all, now and then and at the end.
     progress: Option<Py<PyAny>>,
     header: Arc<Header>,
+    /// Where the tree lies in the manifest, if there is one.
+    tree: Option<Range<usize>>,
     /// `None` once it was fetched.
     remote: Mutex<Option<Remote>>,
 }
@@ -59,6 +62,14 @@ impl PyRemote {
             Some(remote) => read(remote),
             None => Err(errors::invalid(py, "this checkpoint was fetched already")),
         }
+    }
+
+    /// Reads the manifest, if there is one; the range is where its tree lies.
+    fn with_manifest<T>(&self, py: Python<'_>, read: impl FnOnce(&[u8], Range<usize>) -> T) -> PyResult<Option<T>> {
+        self.with(py, |remote| {
+            let found = remote.reserved(container::MANIFEST_ENTRY).zip(self.tree.clone());
+            Ok(found.map(|(json, tree)| read(json, tree)))
+        })
     }
 
     /// The checkpoint itself, to be fetched once.
@@ -117,25 +128,30 @@ impl PyRemote {
             cancel: cancel.clone(),
             ..FetchOptions::within(timeout)
         };
-        let remote = runtime::run(py, &cancel, None, move || {
+        let (remote, tree) = runtime::run(py, &cancel, None, move || {
             let urls: Vec<_> = urls.iter().map(String::as_str).collect();
             let remote = Remote::open(&urls, step, options)?;
-            check_manifest(&remote)?;
-            Ok(remote)
+            let tree = check_manifest(&remote)?;
+            Ok((remote, tree))
         })?;
         let header = Arc::clone(remote.header());
-        Ok(Self { origin: Origin::here(), cancel, received, progress, header, remote: Mutex::new(Some(remote)) })
+        Ok(Self { origin: Origin::here(), cancel, received, progress, header, tree, remote: Mutex::new(Some(remote)) })
     }
 
-    /// The manifest as JSON text, `None` for a container tensorferry did not write.
+    /// The manifest as JSON text, with `null` for its tree; `None` for a container tensorferry did not write.
     #[getter]
     fn manifest<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyBytes>>> {
-        self.with(py, |remote| {
-            Ok(remote.reserved(container::MANIFEST_ENTRY).map(|json| {
-                let end = json.iter().rposition(|b| !matches!(b, 0 | b' ')).map_or(0, |i| i + 1);
-                PyBytes::new(py, &json[..end])
-            }))
+        self.with_manifest(py, |json, tree| {
+            let end = json.iter().rposition(|b| !matches!(b, 0 | b' ')).map_or(0, |i| i + 1);
+            PyBytes::new(py, &[&json[..tree.start], b"null", &json[tree.end..end]].concat())
         })
+    }
+
+    /// The tree as JSON text, `None` for a container tensorferry did not write.
+    #[getter]
+    fn tree<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyString>>> {
+        let tree = self.with_manifest(py, |json, tree| PyString::from_bytes(py, &json[tree]))?;
+        tree.transpose()
     }
 
     /// The pickle of everything that is no plain tensor.
@@ -250,10 +266,9 @@ pub(crate) fn handed_over<'py>(
     Ok((PyArena::new(arena, Arc::clone(header), offsets), told))
 }
 
-fn check_manifest(remote: &Remote) -> Result<(), tensorferry_core::Error> {
+/// Checks the manifest and says where its tree lies.
+fn check_manifest(remote: &Remote) -> Result<Option<Range<usize>>, tensorferry_core::Error> {
     let header: &Header = remote.header();
-    match remote.reserved(container::MANIFEST_ENTRY) {
-        Some(json) => manifest::validate(json, header).map(drop).map_err(tensorferry_core::Error::protocol),
-        None => Ok(()),
-    }
+    let manifest = remote.reserved(container::MANIFEST_ENTRY).map(|json| manifest::validate(json, header));
+    Ok(manifest.transpose().map_err(tensorferry_core::Error::protocol)?.map(|manifest| manifest.tree))
 }

@@ -1,7 +1,10 @@
 //! `Rows`: the tensors of a state as the rows of a container, read off them while Python walks the state.
 
-use std::collections::{HashMap, HashSet};
+use std::borrow::Cow;
+use std::collections::HashMap;
 use std::fmt::Write as _;
+use std::hash::{BuildHasherDefault, Hasher};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use bytes::Bytes;
@@ -11,9 +14,10 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyString, PyTuple, PyType};
 use tensorferry_core::Item;
 use tensorferry_wire::container::RESERVED_PREFIX;
+use tensorferry_wire::distinct::Distinct;
 use tensorferry_wire::dtype::Dtype;
 
-use crate::memory::{Exchange, TURN, borrowed};
+use crate::memory::{Described, Exchange, TURN, borrowed};
 
 /// One row for each tensor, column by column, and which leaf of the state is which row.
 #[pyclass(name = "Rows", module = "tensorferry._native", frozen)]
@@ -24,8 +28,12 @@ pub(crate) struct PyRows {
     dtypes: Vec<(Py<PyAny>, Dtype)>,
     /// `None`: this torch does not offer it, and every tensor is read in Python.
     exchange: Option<Exchange>,
+    /// `object.__getstate__`: tells of attributes without making a dict for them, which an object would keep.
+    attributes: Py<PyAny>,
     memory: Py<PyList>,
     columns: Mutex<Columns>,
+    /// Leaves since the last turn of other threads.
+    leaves: AtomicUsize,
 }
 
 #[derive(Default)]
@@ -40,12 +48,33 @@ struct Columns {
     addresses: Vec<usize>,
     sizes: Vec<usize>,
     flags: String,
-    /// Address of a leaf's object to its number. The state keeps all of them alive.
-    seen: HashMap<usize, i64>,
-    /// Where the memory of rows starts.
-    starts: HashSet<usize>,
-    /// Leaves since the last turn of other threads.
-    leaves: usize,
+    /// Address of an object that Python numbered to its number. The state keeps all of them alive.
+    seen: ByAddress<i64>,
+    /// Where the memory of each row starts.
+    starts: ByAddress<usize>,
+}
+
+/// What is found by an address of this process. No peer chooses those: they need no keyed hash.
+type ByAddress<T> = HashMap<usize, T, BuildHasherDefault<AddressHasher>>;
+
+#[derive(Default)]
+struct AddressHasher(u64);
+
+impl Hasher for AddressHasher {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        for &byte in bytes {
+            self.write_usize(usize::from(byte));
+        }
+    }
+
+    fn write_usize(&mut self, address: usize) {
+        // A product's upper bits depend on all of the address, and a table looks at the lower ones first.
+        self.0 = (self.0 ^ address as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(32);
+    }
 }
 
 /// What a row says beside its name.
@@ -70,14 +99,18 @@ impl Columns {
         self.sizes.push(row.nbytes);
         self.flags.push(char::from(b'0' + (row.flag & 3)));
         if row.nbytes > 0 {
-            self.starts.insert(row.address);
+            self.starts.entry(row.address).or_insert(number);
         }
         Ok(i64::try_from(number)?)
     }
 
+    fn name(&self, row: usize) -> &str {
+        let start = row.checked_sub(1).map_or(0, |before| self.ends[before]);
+        &self.names[start..self.ends[row]]
+    }
+
     fn names(&self) -> impl Iterator<Item = &str> {
-        let starts = std::iter::once(0).chain(self.ends.iter().copied());
-        starts.zip(&self.ends).map(|(start, &end)| &self.names[start..end])
+        (0..self.ends.len()).map(|row| self.name(row))
     }
 
     fn shapes(&self) -> impl Iterator<Item = &[u64]> {
@@ -91,12 +124,12 @@ impl Columns {
 
     /// Whether every name can stand in a container as it is: none twice, without NUL, none that the format keeps.
     fn names_are_regular(&self) -> bool {
-        let mut taken = HashSet::with_capacity(self.ends.len());
-        !self.names.contains('\0')
-            && self.names().all(|name| {
-                let reserved = name.is_empty() || name == "__metadata__" || name.starts_with(RESERVED_PREFIX);
-                !reserved && taken.insert(name)
-            })
+        let mut names = Distinct::with_capacity(self.ends.len());
+        let regular = self.names().enumerate().all(|(row, name)| {
+            names.add(name, row);
+            !(name.is_empty() || name == "__metadata__" || name.starts_with(RESERVED_PREFIX))
+        });
+        regular && !self.names.contains('\0') && names.repeated(|row| Cow::Borrowed(self.name(row))).is_none()
     }
 }
 
@@ -127,40 +160,53 @@ impl PyRows {
 
     /// The number of a leaf, whose path is `path` in two parts: of an earlier one if it is the same object.
     fn number(&self, value: &Bound<'_, PyAny>, path: [&str; 2], other: &Bound<'_, PyAny>) -> PyResult<i64> {
+        if let Some(number) = self.read(value, path)? {
+            return Ok(number);
+        }
         let id = value.as_ptr() as usize;
-        let known = {
-            let mut columns = self.columns();
-            columns.leaves += 1;
-            columns.seen.get(&id).copied()
-        };
-        let number = match known {
-            Some(number) => return Ok(number),
-            None => match self.read(value, path)? {
-                Some(number) => number,
-                None => other.call1((value, path.concat()))?.extract()?,
-            },
-        };
+        let known = self.columns().seen.get(&id).copied();
+        if let Some(number) = known {
+            return Ok(number);
+        }
+        let number = other.call1((value, path.concat()))?.extract()?;
         self.columns().seen.insert(id, number);
         Ok(number)
     }
 
+    /// What there is to say of a tensor in host memory that was read here, or could be.
+    fn describe(&self, value: &Bound<'_, PyAny>) -> Option<Described> {
+        self.exchange.as_ref().filter(|_| self.is_tensor(value))?.describe(value)
+    }
+
+    /// The row whose memory starts at `address`, and whether it is that of `value`.
+    fn row_at(&self, address: usize, value: &Bound<'_, PyAny>) -> PyResult<Option<(usize, bool)>> {
+        let Some(row) = self.columns().starts.get(&address).copied() else { return Ok(None) };
+        Ok(Some((row, self.memory.bind(value.py()).get_item(row)?.is(value))))
+    }
+
     /// Reads a tensor that fills a storage of its own from first to last byte and needs no pickle, and adds it as a
-    /// row. `None` for everything else, and where it takes Python to tell: `tensorferry.tensors.is_plain` decides.
+    /// row unless it is one. `None` for everything else, and where it takes Python to tell:
+    /// `tensorferry.tensors.is_plain` decides.
     fn read(&self, value: &Bound<'_, PyAny>, path: [&str; 2]) -> PyResult<Option<i64>> {
         let py = value.py();
-        let Some(exchange) = self.exchange.as_ref().filter(|_| self.is_tensor(value)) else { return Ok(None) };
-        let kind = value.getattr(intern!(py, "dtype"))?;
-        let dtype = self.dtypes.iter().find(|(known, _)| kind.is(known)).map(|&(_, dtype)| dtype);
-        let Some(dtype) = dtype else { return Ok(None) };
-        let Some(tensor) = exchange.describe(value, dtype) else { return Ok(None) };
+        let Some(tensor) = self.describe(value).filter(|tensor| tensor.nbytes > 0) else { return Ok(None) };
+        if let Some((row, same)) = self.row_at(tensor.address, value)? {
+            return Ok(if same { Some(i64::try_from(row)?) } else { None });
+        }
+        let dtype = match tensor.dtype {
+            Some(dtype) => dtype,
+            None => match self.byte_dtype(value)? {
+                Some(dtype) => dtype,
+                None => return Ok(None),
+            },
+        };
         let truth = |name: &Bound<'_, PyString>| value.call_method0(name)?.is_truthy();
-        let plain = tensor.nbytes > 0
-            && !truth(intern!(py, "is_neg"))?
-            && !(dtype == Dtype::C64 && truth(intern!(py, "is_conj"))?)
-            && value.call_method0(intern!(py, "untyped_storage"))?.len()? == tensor.nbytes
-            && value.getattr(intern!(py, "__dict__"))?.cast::<PyDict>()?.is_empty()
-            && !value.getattr(intern!(py, "_backward_hooks"))?.is_truthy()?;
-        if !plain {
+        let needs_more = truth(intern!(py, "is_neg"))?
+            || dtype == Dtype::C64 && truth(intern!(py, "is_conj"))?
+            || value.call_method0(intern!(py, "untyped_storage"))?.len()? != tensor.nbytes
+            || self.attributes.bind(py).call1((value,))?.is_truthy()?
+            || value.getattr(intern!(py, "_backward_hooks"))?.is_truthy()?;
+        if needs_more {
             return Ok(None);
         }
         let parameter = u8::from(value.get_type_ptr() == self.parameter.as_ptr().cast());
@@ -172,26 +218,24 @@ impl PyRows {
             nbytes: tensor.nbytes,
             flag: parameter + 2 * requires_grad,
         };
-        let mut columns = self.columns();
-        if columns.starts.contains(&row.address) {
-            return Ok(None);
-        }
-        let number = columns.push(path, &row)?;
-        drop(columns);
+        let number = self.columns().push(path, &row)?;
         self.memory.bind(py).append(value)?;
         Ok(Some(number))
     }
 
+    /// What a container calls the dtype of a tensor whose elements are one byte each: torch has several kinds of those that
+    /// `DLPack` does not tell apart.
+    fn byte_dtype(&self, value: &Bound<'_, PyAny>) -> PyResult<Option<Dtype>> {
+        let kind = value.getattr(intern!(value.py(), "dtype"))?;
+        let known = self.dtypes.iter().find(|(known, _)| kind.is(known)).map(|&(_, dtype)| dtype);
+        Ok(known.filter(|dtype| dtype.bits() == 8))
+    }
+
     fn turn(&self, py: Python<'_>) {
-        let due = {
-            let mut columns = self.columns();
-            let due = columns.leaves >= TURN;
-            if due {
-                columns.leaves = 0;
-            }
-            due
-        };
-        if due {
+        // The interpreter is held: nobody counts at the same time.
+        let leaves = self.leaves.load(Ordering::Relaxed) + 1;
+        self.leaves.store(leaves % TURN, Ordering::Relaxed);
+        if leaves >= TURN {
             py.detach(std::thread::yield_now);
         }
     }
@@ -236,10 +280,12 @@ impl PyRows {
         Ok(Self {
             dtypes,
             exchange: if native { Exchange::of(tensor) } else { None },
+            attributes: tensor.py().get_type::<PyAny>().getattr("__getstate__")?.unbind(),
             tensor: tensor.clone().unbind(),
             parameter: parameter.clone().unbind(),
             memory: PyList::empty(tensor.py()).unbind(),
             columns: Mutex::default(),
+            leaves: AtomicUsize::new(0),
         })
     }
 
@@ -351,8 +397,13 @@ impl PyRows {
     }
 
     /// The number `value` was given as a leaf, `None` if it is none.
-    fn number_of(&self, value: &Bound<'_, PyAny>) -> Option<i64> {
-        self.columns().seen.get(&(value.as_ptr() as usize)).copied()
+    fn number_of(&self, value: &Bound<'_, PyAny>) -> PyResult<Option<i64>> {
+        if let Some(number) = self.columns().seen.get(&(value.as_ptr() as usize)).copied() {
+            return Ok(Some(number));
+        }
+        let Some(tensor) = self.describe(value) else { return Ok(None) };
+        let row = self.row_at(tensor.address, value)?.filter(|&(_, same)| same);
+        Ok(row.map(|(row, _)| i64::try_from(row)).transpose()?)
     }
 
     /// Forgets which objects are leaves: called before the state may change.

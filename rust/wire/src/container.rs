@@ -5,10 +5,11 @@
 //! type ask for, and the entries cover the payload from 0 to its end without gap or overlap. Entries of no bytes may
 //! lie where another entry begins or ends, as in safetensors. The order of entries is the order in the document.
 
-use std::collections::HashSet;
+use std::borrow::Cow;
 
 use smallvec::SmallVec;
 
+use crate::distinct::Distinct;
 use crate::dtype::Dtype;
 use crate::json::{Cursor, JsonError};
 
@@ -305,22 +306,24 @@ impl Header {
 }
 
 fn check_unique(metadata: &[(String, String)], entries: &[Entry]) -> Result<(), HeaderError> {
-    let mut seen = HashSet::with_capacity(entries.len());
-    for Entry { name, .. } in entries {
+    let mut names = Distinct::with_capacity(entries.len());
+    for (number, Entry { name, .. }) in entries.iter().enumerate() {
         if name == METADATA {
             return Err(HeaderError::ReservedName);
         }
-        if !seen.insert(name.as_str()) {
-            return Err(HeaderError::DuplicateName { name: clip(name) });
-        }
+        names.add(name, number);
     }
-    seen.clear();
-    for (key, _) in metadata {
-        if !seen.insert(key.as_str()) {
-            return Err(HeaderError::DuplicateMetadata { key: clip(key) });
-        }
+    if let Some(number) = names.repeated(|number| Cow::Borrowed(&entries[number].name)) {
+        return Err(HeaderError::DuplicateName { name: clip(&entries[number].name) });
     }
-    Ok(())
+    let mut keys = Distinct::with_capacity(metadata.len());
+    for (number, (key, _)) in metadata.iter().enumerate() {
+        keys.add(key, number);
+    }
+    match keys.repeated(|number| Cow::Borrowed(&metadata[number].0)) {
+        Some(number) => Err(HeaderError::DuplicateMetadata { key: clip(&metadata[number].0) }),
+        None => Ok(()),
+    }
 }
 
 type Parsed = (Vec<(String, String)>, Vec<Entry>);

@@ -20,25 +20,36 @@ pub struct JsonError {
 /// Longest integer Python's `int()` takes from text by default.
 const MAX_DIGITS: usize = 4300;
 
-pub(crate) type Result<T> = std::result::Result<T, JsonError>;
+/// What was read, or the place where it is not.
+pub type Result<T> = std::result::Result<T, JsonError>;
 
 /// Position in a JSON text. Every method but `finish` leaves whitespace behind it alone and skips what is before it.
 #[derive(Debug, Clone)]
-pub(crate) struct Cursor<'a> {
+pub struct Cursor<'a> {
     text: &'a str,
     at: usize,
 }
 
 impl<'a> Cursor<'a> {
-    pub(crate) fn new(text: &'a str) -> Self {
+    /// At the beginning of `text`.
+    #[must_use]
+    pub fn new(text: &'a str) -> Self {
         Self { text, at: 0 }
     }
 
-    pub(crate) fn at(&self) -> usize {
+    /// Where it is, in bytes.
+    #[must_use]
+    pub fn at(&self) -> usize {
         self.at
     }
 
-    pub(crate) fn fail<T>(&self, expected: &'static str) -> Result<T> {
+    /// A cursor at a place where this one was.
+    pub(crate) fn back_at(&self, at: usize) -> Self {
+        Self { text: self.text, at }
+    }
+
+    /// The error that says what should be here.
+    pub fn fail<T>(&self, expected: &'static str) -> Result<T> {
         Err(JsonError { at: self.at, expected })
     }
 
@@ -47,7 +58,7 @@ impl<'a> Cursor<'a> {
     }
 
     /// The next byte that is not whitespace, not consumed.
-    pub(crate) fn peek(&mut self) -> Option<u8> {
+    pub fn peek(&mut self) -> Option<u8> {
         loop {
             match self.byte() {
                 Some(b' ' | b'\n' | b'\r' | b'\t') => self.at += 1,
@@ -57,7 +68,7 @@ impl<'a> Cursor<'a> {
     }
 
     /// Consumes `byte` if it comes next.
-    pub(crate) fn eat(&mut self, byte: u8) -> bool {
+    pub fn eat(&mut self, byte: u8) -> bool {
         let found = self.peek() == Some(byte);
         if found {
             self.at += 1;
@@ -65,12 +76,13 @@ impl<'a> Cursor<'a> {
         found
     }
 
-    pub(crate) fn expect(&mut self, byte: u8, expected: &'static str) -> Result<()> {
+    /// Consumes `byte`, which must come next.
+    pub fn expect(&mut self, byte: u8, expected: &'static str) -> Result<()> {
         if self.eat(byte) { Ok(()) } else { self.fail(expected) }
     }
 
     /// True if one more member follows: call it with `first` right after the opening bracket, then after each member.
-    pub(crate) fn more(&mut self, first: &mut bool, close: u8) -> Result<bool> {
+    pub fn more(&mut self, first: &mut bool, close: u8) -> Result<bool> {
         if self.eat(close) {
             return Ok(false);
         }
@@ -82,13 +94,14 @@ impl<'a> Cursor<'a> {
     }
 
     /// The key of an object's member and its colon.
-    pub(crate) fn member(&mut self) -> Result<Cow<'a, str>> {
+    pub fn member(&mut self) -> Result<Cow<'a, str>> {
         let key = self.string()?;
         self.expect(b':', "a colon")?;
         Ok(key)
     }
 
-    pub(crate) fn string(&mut self) -> Result<Cow<'a, str>> {
+    /// A string, borrowed unless it has escapes.
+    pub fn string(&mut self) -> Result<Cow<'a, str>> {
         self.expect(b'"', "a string")?;
         let start = self.at;
         self.plain_run();
@@ -174,7 +187,7 @@ impl<'a> Cursor<'a> {
     }
 
     /// A number as it is written.
-    pub(crate) fn number(&mut self) -> Result<&'a str> {
+    pub fn number(&mut self) -> Result<&'a str> {
         self.peek();
         let start = self.at;
         self.at += usize::from(self.byte() == Some(b'-'));
@@ -208,13 +221,13 @@ impl<'a> Cursor<'a> {
     }
 
     /// An integer from 0 to 2^64 - 1.
-    pub(crate) fn unsigned(&mut self) -> Result<u64> {
+    pub fn unsigned(&mut self) -> Result<u64> {
         self.peek();
         self.adjacent_unsigned()
     }
 
     /// The same without whitespace before it, as after a sign.
-    pub(crate) fn adjacent_unsigned(&mut self) -> Result<u64> {
+    pub fn adjacent_unsigned(&mut self) -> Result<u64> {
         const EXPECTED: &str = "an integer from 0 to 2^64 - 1";
         let start = self.at;
         let mut value = 0u64;
@@ -236,7 +249,7 @@ impl<'a> Cursor<'a> {
     }
 
     /// Consumes `word` (true, false or null) if it comes next.
-    pub(crate) fn eat_word(&mut self, word: &str) -> bool {
+    pub fn eat_word(&mut self, word: &str) -> bool {
         self.peek();
         let found = self.text[self.at..].starts_with(word);
         if found {

@@ -6,6 +6,8 @@
 //!
 //! - [`container`]: the safetensors header that starts every checkpoint.
 //! - [`manifest`]: the tree of the state, carried as the container's first entry.
+//! - [`json`]: a cursor over the two JSON documents.
+//! - [`distinct`]: texts that must differ.
 //! - [`digest`]: checksums of the payload, block by block.
 //! - [`proof`]: who knows the shared secret.
 //! - [`request`]: paths, ranges and entity tags of the HTTP resource.
@@ -26,8 +28,9 @@
 
 pub mod container;
 pub mod digest;
+pub mod distinct;
 pub mod dtype;
-mod json;
+pub mod json;
 pub mod manifest;
 pub mod proof;
 pub mod request;

@@ -26,8 +26,10 @@
 use std::borrow::Cow;
 use std::collections::HashSet;
 use std::fmt::Write as _;
+use std::ops::Range;
 
 use crate::container::{Header, MANIFEST_ENTRY, PICKLE_ENTRY};
+use crate::distinct::Distinct;
 use crate::json::{Cursor, JsonError};
 
 /// Most arrays and objects inside each other, the manifest's own object included.
@@ -116,6 +118,8 @@ pub struct Manifest {
     pub storages: Vec<Storage>,
     /// How many plain leaves the header has.
     pub leaves: u64,
+    /// Where the tree lies in the text.
+    pub tree: Range<usize>,
 }
 
 /// Checks the manifest of a container with this header. `json` may end with padding: spaces or zero bytes.
@@ -130,7 +134,7 @@ pub fn validate(json: &[u8], header: &Header) -> Result<Manifest, ManifestError>
 #[derive(Default)]
 struct Fields<'a> {
     version: Option<u32>,
-    tree: Option<()>,
+    tree: Option<Range<usize>>,
     flags: Option<Cow<'a, str>>,
     objects: Option<u64>,
     storages: Option<Vec<Storage>>,
@@ -154,7 +158,12 @@ impl<'a> Walk<'a> {
             let field = self.cursor.member()?;
             match &*field {
                 "version" => fields.version = Some(self.version()?),
-                "tree" => fields.tree = Some(self.node(MAX_DEPTH - 1)?),
+                "tree" => {
+                    self.cursor.peek();
+                    let start = self.cursor.at();
+                    self.node(MAX_DEPTH - 1)?;
+                    fields.tree = Some(start..self.cursor.at());
+                }
                 "flags" => fields.flags = Some(self.cursor.string()?),
                 "objects" => fields.objects = Some(self.cursor.unsigned()?),
                 "storages" => fields.storages = Some(self.storages()?),
@@ -218,15 +227,18 @@ impl<'a> Walk<'a> {
     fn dict(&mut self, depth: usize) -> Result<(), ManifestError> {
         let depth = self.deeper(depth)?;
         self.cursor.expect(b'{', "an object")?;
-        let (mut first, mut seen) = (true, HashSet::new());
+        let (mut first, mut keys) = (true, Distinct::default());
         while self.cursor.more(&mut first, b'}')? {
-            let key = self.cursor.member()?;
-            if !seen.insert(key) {
-                return Err(ManifestError::DuplicateKey { at: self.cursor.at() });
-            }
+            self.cursor.peek();
+            let at = self.cursor.at();
+            keys.add(&self.cursor.member()?, at);
             self.node(depth)?;
         }
-        Ok(())
+        // What was read once can be read again.
+        match keys.repeated(|at| self.cursor.back_at(at).string().unwrap_or_default()) {
+            Some(at) => Err(ManifestError::DuplicateKey { at }),
+            None => Ok(()),
+        }
     }
 
     fn tagged(&mut self, depth: usize) -> Result<(), ManifestError> {
@@ -371,7 +383,7 @@ impl<'a> Walk<'a> {
     fn check(&self, fields: Fields<'_>) -> Result<Manifest, ManifestError> {
         let missing = |field| ManifestError::MissingField { field };
         let version = fields.version.ok_or_else(|| missing("version"))?;
-        fields.tree.ok_or_else(|| missing("tree"))?;
+        let tree = fields.tree.ok_or_else(|| missing("tree"))?;
         let flags = fields.flags.ok_or_else(|| missing("flags"))?;
         let objects = fields.objects.ok_or_else(|| missing("objects"))?;
         let storages = fields.storages.ok_or_else(|| missing("storages"))?;
@@ -390,7 +402,7 @@ impl<'a> Walk<'a> {
             return Err(ManifestError::Flag { leaf });
         }
         self.check_storages(&storages)?;
-        Ok(Manifest { version, objects, storages, leaves })
+        Ok(Manifest { version, objects, storages, leaves, tree })
     }
 
     fn check_storages(&self, storages: &[Storage]) -> Result<(), ManifestError> {

@@ -1,0 +1,275 @@
+//! A state out of its tree: the text becomes containers and leaves in one pass, with nothing of it in between.
+
+use std::borrow::Cow;
+use std::collections::HashMap;
+
+use pyo3::exceptions::PyException;
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyBool, PyDict, PyFloat, PyInt, PyList, PyString, PyTuple};
+use tensorferry_wire::JsonError;
+use tensorferry_wire::json::Cursor;
+use tensorferry_wire::manifest::MAX_DEPTH;
+
+use crate::errors;
+use crate::memory::TURN;
+
+/// Keys that stand in a tree again and again, as an optimizer's do, are short and few: those are made once.
+const SHARED_KEY: usize = 16;
+const SHARED_KEYS: usize = 256;
+
+/// The state whose tree is the JSON text `tree`, read as `rust/wire` has checked it. A leaf `n >= 0` is `leaves[n]`,
+/// another one `objects[-n - 1]`; `take`, if there is one, is called with each leaf in the order of the text and gives
+/// what stands in its place.
+#[pyfunction]
+#[pyo3(name = "_unflatten", signature = (tree, leaves, objects, take = None))]
+pub(crate) fn unflatten<'py>(
+    py: Python<'py>,
+    tree: &str,
+    leaves: &Bound<'py, PyList>,
+    objects: &Bound<'py, PyList>,
+    take: Option<&Bound<'py, PyAny>>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let collections = py.import("collections")?;
+    let keys = HashMap::with_capacity(SHARED_KEYS);
+    let mut reader = Reader { py, cursor: Cursor::new(tree), leaves, objects, take, collections, keys, read: 0 };
+    let state = reader.node(MAX_DEPTH).and_then(|state| match reader.cursor.peek() {
+        None => Ok(state),
+        Some(_) => Ok(reader.cursor.fail("the end of the tree")?),
+    });
+    state.map_err(|broken| match broken {
+        Broken::Json(e) => errors::protocol(py, format!("the source's tree is malformed {e}")),
+        Broken::Python(e) => e,
+    })
+}
+
+enum Broken {
+    Json(JsonError),
+    Python(PyErr),
+}
+
+impl From<JsonError> for Broken {
+    fn from(error: JsonError) -> Self {
+        Self::Json(error)
+    }
+}
+
+impl From<PyErr> for Broken {
+    fn from(error: PyErr) -> Self {
+        Self::Python(error)
+    }
+}
+
+type Result<T> = std::result::Result<T, Broken>;
+
+struct Reader<'a, 'py> {
+    py: Python<'py>,
+    cursor: Cursor<'a>,
+    leaves: &'a Bound<'py, PyList>,
+    objects: &'a Bound<'py, PyList>,
+    take: Option<&'a Bound<'py, PyAny>>,
+    collections: Bound<'py, PyModule>,
+    keys: HashMap<String, Bound<'py, PyString>>,
+    /// Leaves since the last turn of other threads.
+    read: usize,
+}
+
+impl<'py> Reader<'_, 'py> {
+    /// One node of at most `depth` nested arrays and objects. The recursion ends with `depth`.
+    fn node(&mut self, depth: usize) -> Result<Bound<'py, PyAny>> {
+        let deeper = depth.checked_sub(1);
+        match (self.cursor.peek(), deeper) {
+            (Some(b'{'), Some(depth)) => self.members(PyDict::new(self.py).into_any(), depth),
+            (Some(b'['), Some(depth)) => self.tagged(depth),
+            (Some(b'{' | b'['), None) => Ok(self.cursor.fail("a node that is not nested as deeply")?),
+            _ => self.leaf(),
+        }
+    }
+
+    fn leaf(&mut self) -> Result<Bound<'py, PyAny>> {
+        let value = if self.cursor.eat(b'-') {
+            let number = self.cursor.adjacent_unsigned()?;
+            let Some(object) = number.checked_sub(1) else { return Ok(self.cursor.fail("a node (there is no -0)")?) };
+            self.objects.get_item(place(object))?
+        } else {
+            self.leaves.get_item(place(self.cursor.unsigned()?))?
+        };
+        self.read += 1;
+        if self.read.is_multiple_of(TURN) {
+            self.py.detach(std::thread::yield_now);
+        }
+        Ok(match self.take {
+            Some(take) => take.call1((value,))?,
+            None => value,
+        })
+    }
+
+    /// Fills a dict with the members of an object.
+    fn members(&mut self, dict: Bound<'py, PyAny>, depth: usize) -> Result<Bound<'py, PyAny>> {
+        self.cursor.expect(b'{', "an object")?;
+        let mut first = true;
+        while self.cursor.more(&mut first, b'}')? {
+            let key = self.cursor.member()?;
+            let key = self.text(key);
+            dict.set_item(key, self.node(depth)?)?;
+        }
+        Ok(dict)
+    }
+
+    fn text(&mut self, key: Cow<'_, str>) -> Bound<'py, PyString> {
+        if key.len() > SHARED_KEY {
+            return PyString::new(self.py, &key);
+        }
+        if let Some(made) = self.keys.get(&*key) {
+            return made.clone();
+        }
+        let made = PyString::new(self.py, &key);
+        if self.keys.len() < SHARED_KEYS {
+            self.keys.insert(key.into_owned(), made.clone());
+        }
+        made
+    }
+
+    fn tagged(&mut self, depth: usize) -> Result<Bound<'py, PyAny>> {
+        let py = self.py;
+        self.cursor.expect(b'[', "an array")?;
+        let kind = self.cursor.string()?;
+        match &*kind {
+            "l" => Ok(PyList::new(py, self.elements(depth)?)?.into_any()),
+            "t" => Ok(PyTuple::new(py, self.elements(depth)?)?.into_any()),
+            "o" => {
+                self.comma()?;
+                let ordered = self.collections.getattr(intern!(py, "OrderedDict"))?.call0()?;
+                let dict = self.members(ordered, depth)?;
+                self.end(dict)
+            }
+            "d" => {
+                self.comma()?;
+                let ordered = self.cursor.string()? == "o";
+                let dict = if ordered {
+                    self.collections.getattr(intern!(py, "OrderedDict"))?.call0()?
+                } else {
+                    PyDict::new(py).into_any()
+                };
+                self.comma()?;
+                self.pairs(&dict, depth)?;
+                self.end(dict)
+            }
+            "n" => {
+                let class = self.object()?;
+                let fields = PyList::new(py, self.elements(depth)?)?;
+                self.made("namedtuple", class.call_method1(intern!(py, "_make"), (fields,)))
+            }
+            "q" => {
+                self.comma()?;
+                let longest = if self.cursor.eat_word("null") { None } else { Some(self.cursor.unsigned()?) };
+                let values = PyList::new(py, self.elements(depth)?)?;
+                let class = self.collections.getattr(intern!(py, "deque"))?;
+                self.made("deque", class.call1((values, longest)))
+            }
+            "f" => {
+                let factory = self.object()?;
+                self.comma()?;
+                let filled = self.node(depth)?;
+                let class = self.collections.getattr(intern!(py, "defaultdict"))?;
+                let dict = self.made("defaultdict", class.call1((factory, filled)))?;
+                self.end(dict)
+            }
+            "a" => {
+                let attributes = self.object()?;
+                self.comma()?;
+                let value = self.node(depth)?;
+                let own = value.getattr(intern!(py, "__dict__"));
+                self.made("attributes", own.and_then(|own| own.call_method1(intern!(py, "update"), (attributes,))))?;
+                self.end(value)
+            }
+            _ => Ok(self.cursor.fail("a kind of node")?),
+        }
+    }
+
+    /// The nodes up to the end of an array, each behind a comma.
+    fn elements(&mut self, depth: usize) -> Result<Vec<Bound<'py, PyAny>>> {
+        let mut nodes = Vec::new();
+        while self.cursor.more(&mut false, b']')? {
+            nodes.push(self.node(depth)?);
+        }
+        Ok(nodes)
+    }
+
+    /// Fills a dict with pairs of keys and nodes.
+    fn pairs(&mut self, dict: &Bound<'py, PyAny>, depth: usize) -> Result<()> {
+        let depth = depth.saturating_sub(1);
+        self.cursor.expect(b'[', "an array of pairs")?;
+        let mut first = true;
+        while self.cursor.more(&mut first, b']')? {
+            self.cursor.expect(b'[', "a pair")?;
+            let key = self.key()?;
+            self.comma()?;
+            let node = self.node(depth)?;
+            self.cursor.expect(b']', "the end of a pair")?;
+            self.made("dict", dict.set_item(key, node))?;
+        }
+        Ok(())
+    }
+
+    fn key(&mut self) -> Result<Bound<'py, PyAny>> {
+        let py = self.py;
+        Ok(match self.cursor.peek() {
+            Some(b'"') => {
+                let text = self.cursor.string()?;
+                self.text(text).into_any()
+            }
+            Some(b'[') => {
+                self.cursor.expect(b'[', "an array")?;
+                if self.cursor.string()? != "r" {
+                    return Ok(self.cursor.fail("a key of a kind that this version makes")?);
+                }
+                let object = self.object()?;
+                return self.end(object);
+            }
+            Some(b't') if self.cursor.eat_word("true") => PyBool::new(py, true).to_owned().into_any(),
+            Some(b'f') if self.cursor.eat_word("false") => PyBool::new(py, false).to_owned().into_any(),
+            Some(b'n') if self.cursor.eat_word("null") => py.None().into_bound(py),
+            _ => {
+                let written = self.cursor.number()?;
+                let whole = written.bytes().all(|b| b == b'-' || b.is_ascii_digit());
+                let kind = if whole { py.get_type::<PyInt>() } else { py.get_type::<PyFloat>() };
+                kind.call1((written,))?
+            }
+        })
+    }
+
+    fn object(&mut self) -> Result<Bound<'py, PyAny>> {
+        self.comma()?;
+        Ok(self.objects.get_item(place(self.cursor.unsigned()?))?)
+    }
+
+    fn comma(&mut self) -> Result<()> {
+        Ok(self.cursor.expect(b',', "a comma")?)
+    }
+
+    /// `value`, which stands in an array that ends here.
+    fn end(&mut self, value: Bound<'py, PyAny>) -> Result<Bound<'py, PyAny>> {
+        self.cursor.expect(b']', "the end of an array")?;
+        Ok(value)
+    }
+
+    /// What was made of objects that the source chose: they may say in any way that they are none for it.
+    fn made<T>(&self, what: &str, made: PyResult<T>) -> Result<T> {
+        made.map_err(|e| {
+            if !e.is_instance_of::<PyException>(self.py) {
+                return Broken::Python(e);
+            }
+            let kind = e.get_type(self.py).name().map_or_else(|_| "Exception".to_owned(), |name| name.to_string());
+            let message = format!("the source's tree has a {what} that cannot be made ({kind}: {})", e.value(self.py));
+            let error = errors::protocol(self.py, message);
+            error.set_cause(self.py, Some(e));
+            Broken::Python(error)
+        })
+    }
+}
+
+/// A number as a place in a list, which has no place as far out as one that does not fit.
+fn place(number: u64) -> usize {
+    usize::try_from(number).unwrap_or(usize::MAX)
+}

@@ -1,0 +1,75 @@
+//! Texts that must differ: the names of entries, the keys of an object.
+
+use std::borrow::Cow;
+use std::hash::{BuildHasher, RandomState};
+
+/// Hashes of texts, which are sorted when all are here: with a million of them, a set misses the cache at each one.
+#[derive(Debug, Default)]
+pub struct Distinct {
+    /// Keyed at random: no peer can choose texts of one hash.
+    hasher: RandomState,
+    seen: Vec<(u64, usize)>,
+}
+
+impl Distinct {
+    /// No texts, and memory for `count` of them.
+    #[must_use]
+    pub fn with_capacity(count: usize) -> Self {
+        Self { hasher: RandomState::new(), seen: Vec::with_capacity(count) }
+    }
+
+    /// Adds a text; `place` is where it can be read again.
+    pub fn add(&mut self, text: &str, place: usize) {
+        self.seen.push((self.hasher.hash_one(text), place));
+    }
+
+    /// The lowest place with a text that a lower one has. `read` gives the text of a place: only texts of one hash are
+    /// read again.
+    #[must_use]
+    pub fn repeated<'a>(mut self, read: impl Fn(usize) -> Cow<'a, str>) -> Option<usize> {
+        self.seen.sort_unstable();
+        let mut lowest = None;
+        for alike in self.seen.chunk_by(|one, two| one.0 == two.0).filter(|alike| alike.len() > 1) {
+            let mut texts: Vec<_> = alike.iter().map(|&(_, place)| (read(place), place)).collect();
+            texts.sort_unstable();
+            let again = texts.windows(2).filter(|two| two[0].0 == two[1].0).map(|two| two[1].1).min();
+            lowest = again.into_iter().chain(lowest).min();
+        }
+        lowest
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn repeated(texts: &[String]) -> Option<usize> {
+        let mut distinct = Distinct::default();
+        for (place, text) in texts.iter().enumerate() {
+            distinct.add(text, place);
+        }
+        distinct.repeated(|place| Cow::Borrowed(&texts[place]))
+    }
+
+    #[test]
+    fn texts_of_one_hash_are_compared() {
+        let texts = ["a", "b", "c", "b"];
+        let one_hash = |places: &[usize]| {
+            let seen = places.iter().map(|&place| (7, place)).collect();
+            let distinct = Distinct { seen, ..Distinct::default() };
+            distinct.repeated(|place| Cow::Borrowed(texts[place]))
+        };
+        assert_eq!(one_hash(&[0, 1, 2]), None);
+        assert_eq!(one_hash(&[3, 0, 1, 2]), Some(3));
+    }
+
+    proptest! {
+        #[test]
+        fn the_first_that_is_there_already_is_found(texts in prop::collection::vec("[a-c]{0,3}", 0..40)) {
+            let first = (0..texts.len()).find(|&place| texts[..place].contains(&texts[place]));
+            prop_assert_eq!(repeated(&texts), first);
+        }
+    }
+}
