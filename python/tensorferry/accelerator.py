@@ -45,7 +45,7 @@ class Accelerator:
         Raises:
             RuntimeError: the system refuses
         """
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def stream(self, device: torch.device) -> Any:
         """A new stream of ``device``."""

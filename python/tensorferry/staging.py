@@ -66,7 +66,7 @@ class Pool:
                     nbytes,
                     e,
                 )
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def give_back(self, memory: torch.Tensor) -> None:
         """Keeps ``memory`` for the next snapshot."""

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
-from urllib.parse import urlsplit
 
-from . import stock
+from . import arguments, stock
 from ._native import Pool, Remote, Server
 from .accelerator import ACCELERATOR
-from .addresses import advertised_host, interface_speed, listening_address, port_on, wants_same_host
+from .addresses import advertised_host, bandwidth, interface_speed, listening_address, port_on, wants_same_host
 from .allowlist import Allowed, refusal
 from .errors import InvalidArgument, UnprovenSource
 from .landing import Landing
@@ -43,6 +43,9 @@ logger = logging.getLogger("tensorferry")
 #: A receive this long shows how fast its way is, and this share of the interface's speed is worth a warning.
 _LONG_S = 2.0
 _SLOW = 0.1
+
+#: What ``metadata()`` looks like.
+_METADATA = re.compile(r"(http://|https://sha256-[0-9a-f]+@)[^/@]+/(\S+/)?")
 
 T = TypeVar("T")
 
@@ -80,7 +83,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             ``TENSORFERRY_SAME_HOST`` says (``0`` is no), by default yes.
         interface: listen only here: an interface's name, an address of this host, or a network (``10.0.0.0/8``) one of
             its addresses is in. By default what ``TENSORFERRY_INTERFACE`` says, or everywhere.
-        advertise: the name or address peers use, or a network one of this host's addresses is in. By default what
+        advertise: the name or address peers use, or one of this host's interfaces or networks. By default what
             ``TENSORFERRY_ADVERTISE`` says; else the address listened on, the host's name if it leads to more than the
             loopback interface, or the address of the interface that leads out.
         max_bandwidth: bytes per second that all receivers together may take from here; ``None`` is no limit
@@ -114,33 +117,29 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
     ) -> None:
         if snapshot not in ("borrow", "copy"):
             raise InvalidArgument(f'snapshot is "borrow" or "copy", not {snapshot!r}')
-        if num_chunks < 0:
-            raise InvalidArgument(f"num_chunks is 0 or more, not {num_chunks}")
-        if max_bandwidth is not None and max_bandwidth < 1:
-            raise InvalidArgument(f"max_bandwidth is a number of bytes per second, not {max_bandwidth}")
-        if reuse_bytes < 0:
-            raise InvalidArgument(f"reuse_bytes is 0 or more, not {reuse_bytes}")
+        patience = arguments.patience("timeout", timeout)
+        reuse_bytes = arguments.whole("reuse_bytes", reuse_bytes, 0)
         self._timeout = timeout
-        self._num_chunks = num_chunks
-        self._state_dict = state_dict
+        self._num_chunks = arguments.whole("num_chunks", num_chunks, 0)
+        self._state_dict = arguments.function("state_dict", state_dict)
         self._snapshot: Snapshot = snapshot
         self._allowed = Allowed(safe_globals, trust_pickle)
         # Held natively, where neither a repr nor a pickle nor a traceback shows it.
         self._secret = shared_secret(secret)
-        self._tls = tls
+        self._tls = arguments.boolean("tls", tls)
         self._stager = Stager(ACCELERATOR)
         self._landing = Landing(ACCELERATOR)
         self._sending = threading.Lock()
         self._warned: set[tuple[str, str]] = set()
         self._same_host = wants_same_host(same_host)
         self._pool = Pool(reuse_bytes) if reuse_bytes else None
-        self._progress = progress
+        self._progress = arguments.function("progress", progress)
         listening = listening_address(interface)
         self._server = Server(
-            patience=timeout.total_seconds(),
+            patience=patience,
             bind=port_on(listening),
             same_host=self._same_host,
-            max_bandwidth=max_bandwidth,
+            max_bandwidth=bandwidth(max_bandwidth),
             secret=self._secret,
             tls=tls,
         )
@@ -172,10 +171,12 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
 
         Raises:
             UnsupportedLeaf: a leaf cannot be carried; its path is named, and what was served before is still served
+            InvalidArgument: the step is no whole number of 64 bits
             Exception: whatever torch raises when a copy off the accelerator fails; then nothing is served any more, and
                 receivers that have begun get an error
         """
         del dst_ranks, timeout
+        step = arguments.step_number(step)
         started = time.perf_counter()
         with self._sending:
             packed = Packed(state_dict, self._stager, self._snapshot)
@@ -207,12 +208,17 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
                 names, or, where this transport has ``tls=True``, does not encrypt
             StateMismatch: the live state's tensors differ in dtype or shape; nothing was overwritten
             UnsafePickle: the state holds objects that are not on the allow-list
+            InvalidArgument: the metadata names no source, or an argument is of the wrong kind
         """
         del src_rank
         self._server.check_process()
+        step, seconds_given = arguments.step_number(step), arguments.seconds("timeout", timeout)
         started = time.perf_counter()
-        sources = _encrypted(metadata.split()) if self._tls else metadata.split()
-        if stock.is_stock(metadata):
+        sources = arguments.text("metadata", metadata).split()
+        if self._tls:
+            sources = _encrypted(sources)
+        if len(sources) == 1 and stock.is_stock(sources[0]):
+            metadata = sources[0]
             if self._secret is not None:
                 raise UnprovenSource(
                     f"{metadata} is a stock torchft source, which cannot prove that it knows the shared secret: a "
@@ -225,7 +231,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             logger.info("received step %d from a stock torchft source in %.3f s", step, time.perf_counter() - started)
             return cast(T, state)
         try:
-            state, report = self._fetch(sources, step, timeout)
+            state, report = self._fetch(sources, step, seconds_given)
         except BaseException:
             self._server.note_receive(None, time.perf_counter() - started)
             raise
@@ -234,12 +240,12 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         _tell(step, report, seconds)
         return cast(T, state)
 
-    def _fetch(self, sources: list[str], step: int, timeout: timedelta) -> tuple[Any, dict[str, Any]]:
+    def _fetch(self, sources: list[str], step: int, timeout: float) -> tuple[Any, dict[str, Any]]:
         """The state, and how its transfer went."""
         remote = Remote.open(
             sources,
             step,
-            timeout=timeout.total_seconds(),
+            timeout=timeout,
             lanes=self._num_chunks or None,
             same_host=self._same_host,
             pool=self._pool,
@@ -249,8 +255,12 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         return receive(remote, self._allowed, self._state_dict, self._landing, lands=len(sources) == 1)
 
     def allow_checkpoint(self, step: int) -> None:
-        """Serves what is published under the number ``step``; waiting requests go on."""
-        self._server.allow(step)
+        """Serves what is published under the number ``step``; waiting requests go on.
+
+        Raises:
+            InvalidArgument: the step is no whole number of 64 bits
+        """
+        self._server.allow(arguments.step_number(step))
 
     def disallow_checkpoint(self) -> None:
         """Withdraws what is published; from now on requests wait.
@@ -261,6 +271,17 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         the trainer.
         """
         withdraw(self._server, self._timeout)
+
+    def __getstate__(self) -> Any:
+        """Refused: a transport is threads, memory and an open port of its own process.
+
+        Raises:
+            TypeError: always, as Python has it for what cannot be pickled or copied
+        """
+        raise TypeError(
+            "an HTTPTransport serves the memory of its own process and can neither be copied nor sent to another one: "
+            "make one there, and pass it what metadata() gives here"
+        )
 
     def shutdown(self, wait: bool = True) -> None:
         """Ends the server and all transfers.
@@ -305,13 +326,18 @@ def _encrypted(sources: list[str]) -> list[str]:
     plain = [source for source in sources if not source.startswith("https://")]
     if plain and len(plain) == len(sources):
         raise UnprovenSource(
-            f"{urlsplit(plain[0]).netloc} does not encrypt, and a transport with tls=True fetches from no source that "
+            f"{_host(plain[0])} does not encrypt, and a transport with tls=True fetches from no source that "
             "does not: start the source with tls=True as well, or receive without it. Stock torchft sources never "
             "encrypt: while a fleet is upgraded replica by replica, run it without tls"
         )
     for source in plain:
-        logger.warning("%s does not encrypt and is left out: this transport has tls=True", urlsplit(source).netloc)
+        logger.warning("%s does not encrypt and is left out: this transport has tls=True", _host(source))
     return [source for source in sources if source not in plain]
+
+
+def _host(source: str) -> str:
+    """Where a source is, without the part of its metadata that lets in."""
+    return source.partition("//")[2].partition("/")[0] or source[:40]
 
 
 def _tell(step: int, report: dict[str, Any], seconds: float) -> None:
@@ -363,10 +389,11 @@ def join_metadata(metadata: Iterable[str]) -> str:
     Raises:
         InvalidArgument: there is none, or one that is no metadata of a tensorferry transport
     """
-    urls = [url for joined in metadata for url in joined.split()]
+    given = arguments.several("metadata", metadata)
+    urls = [url for joined in given for url in arguments.text("each metadata", joined).split()]
     for url in urls:
-        if not url.startswith(("http://", "https://sha256-")) or stock.is_stock(url):
-            raise InvalidArgument(f"{url!r} is not the metadata of a tensorferry transport")
+        if not _METADATA.fullmatch(url) or stock.is_stock(url):
+            raise InvalidArgument(f"{arguments.shown(url)} is not the metadata of a tensorferry transport")
     if not urls:
         raise InvalidArgument("there is no metadata to join")
     return " ".join(dict.fromkeys(urls))

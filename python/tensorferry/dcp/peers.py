@@ -15,9 +15,9 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from .. import _gc
+from .. import _gc, arguments
 from .._native import Remote, Server, _fetch_slices
-from ..addresses import advertised_host, listening_address, port_on, wants_same_host
+from ..addresses import advertised_host, bandwidth, listening_address, port_on, wants_same_host
 from ..allowlist import Allowed
 from ..errors import InvalidArgument, ProtocolError, TensorferryError
 from ..secret import shared_secret
@@ -72,17 +72,18 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         super().__init__()
         if snapshot not in ("borrow", "copy"):
             raise InvalidArgument(f'snapshot is "borrow" or "copy", not {snapshot!r}')
+        patience = arguments.patience("timeout", timeout)
         self._timeout = timeout
         self._copy = snapshot == "copy"
         self._stager = Stager()
         listening = listening_address(interface)
         known = shared_secret(secret)
-        self._plain = known is None and not tls
+        self._plain = known is None and not arguments.boolean("tls", tls)
         self._server = Server(
-            patience=timeout.total_seconds(),
+            patience=patience,
             bind=port_on(listening),
             same_host=wants_same_host(same_host),
-            max_bandwidth=max_bandwidth,
+            max_bandwidth=bandwidth(max_bandwidth),
             secret=known,
             tls=tls,
         )
@@ -261,9 +262,9 @@ class PeerReader(SliceReader):
     ) -> None:
         """See the class."""
         super().__init__(Allowed(safe_globals, trust_pickle))
-        self._string = metadata
-        self._timeout = timeout
-        self._lanes = lanes
+        self._string = None if metadata is None else arguments.text("metadata", metadata)
+        self._seconds = arguments.seconds("timeout", timeout)
+        self._lanes = None if lanes is None else arguments.whole("lanes", lanes, 1)
         self._secret = shared_secret(secret)
         self._same_host = wants_same_host(same_host)
         self._failed: Exception | None = None
@@ -288,7 +289,7 @@ class PeerReader(SliceReader):
         if kwargs.get("rank") is not None and self._failed is not None:
             # torch asks a second time, for an index of this rank alone. There is none, and waiting again helps nobody.
             raise self._failed
-        self._until = time.monotonic() + self._timeout.total_seconds()
+        self._until = time.monotonic() + self._seconds
         try:
             step, urls = self._sources()
             source = f"{step} {urls[0]}"

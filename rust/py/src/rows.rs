@@ -154,7 +154,9 @@ impl PyRows {
         let Some(dtype) = dtype else { return Ok(None) };
         let Some(tensor) = exchange.describe(value, dtype) else { return Ok(None) };
         let truth = |name: &Bound<'_, PyString>| value.call_method0(name)?.is_truthy();
+        // Tensors of zeros that autograd makes have bytes, and no memory.
         let plain = tensor.nbytes > 0
+            && tensor.address != 0
             && !truth(intern!(py, "is_neg"))?
             && !(dtype == Dtype::C64 && truth(intern!(py, "is_conj"))?)
             && value.call_method0(intern!(py, "untyped_storage"))?.len()? == tensor.nbytes
