@@ -217,6 +217,7 @@ OBJECTS = [
     Leaf("numpy array of 1 MiB", lambda: np.arange(1 << 17, dtype=np.float64)),
     Leaf("numpy scalar", lambda: np.float32(1.25)),
     Leaf("numpy scalars", lambda: [np.float64(0.1), np.int64(3), np.bool_(True), np.complex64(1j)]),
+    Leaf("numpy SeedSequence", lambda: np.random.default_rng(3)),
     Leaf("numpy random state", lambda: np.random.RandomState(3).get_state()),
     Leaf("python random state", lambda: __import__("random").Random(3).getstate()),
     Leaf("datetime, timedelta", lambda: [datetime.datetime(2026, 1, 2, 3, 4, 5), datetime.timedelta(days=1)]),
@@ -324,6 +325,7 @@ REFUSED = [
     Leaf("FakeTensor", fake_tensor, refused=True, torchft=NEITHER),
     Leaf("mkldnn", lambda: torch.rand(3, 3).to_mkldnn(), refused=True, torchft=NEITHER),
     Leaf("generator", lambda: (i for i in range(3)), refused=True, torchft=NEITHER),
+    Leaf("zeros of autograd's", lambda: torch._efficientzerotensor(3), refused=True, torchft=NEITHER),
     Leaf("module", lambda: math, refused=True, torchft=NEITHER),
     Leaf("memoryview", lambda: memoryview(b"abc"), refused=True, torchft=NEITHER),
     Leaf(

@@ -81,6 +81,7 @@ def test_what_is_advertised_can_be_said(host):
     assert addresses.advertised_host(None, "10.1.2.3") == "10.1.2.3"
     assert addresses.advertised_host("gateway.example", "10.1.2.3") == "gateway.example"
     assert addresses.advertised_host("192.168.0.0/16", None) == "192.168.7.3"
+    assert addresses.advertised_host("ib0", None) == "10.1.2.3"
     host.setenv("TENSORFERRY_ADVERTISE", "elsewhere")
     assert addresses.advertised_host(None, None) == "elsewhere"
 

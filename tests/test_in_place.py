@@ -38,6 +38,12 @@ def heal(request: pytest.FixtureRequest, open_transport: Callable[..., Any]) -> 
     return heal
 
 
+def freed(tensor: torch.Tensor) -> torch.Tensor:
+    """As FSDP leaves parameters between steps."""
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 def net(seed: int) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 3, dtype=torch.bfloat16))
@@ -325,6 +331,28 @@ def test_mismatch_names_every_leaf_and_changes_nothing(
     for path in {"user.first", "user.w", "user.inner.0", "user.inner.1", "user.scalar", "user.last"} - set(paths):
         assert path not in str(caught.value)
     assert_same_state(live, before)
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: torch.empty(4, device="meta"), "meta device"),
+        (lambda: torch.zeros(1).expand(4), "share one place"),
+        (lambda: freed(torch.zeros(4)), "was freed"),
+        (lambda: nn.Parameter(freed(torch.zeros(4))), "was freed"),
+        (lambda: freed(torch.zeros(8)[::2]), "was freed"),
+    ],
+)
+def test_targets_that_cannot_be_written_to_are_named_and_nothing_changes(
+    make: Callable[[], torch.Tensor], why: str, heal: Callable[..., Any]
+) -> None:
+    import tensorferry
+
+    live = {"first": torch.zeros(4), "w": make(), "x": {"last": torch.zeros(2)}}
+    with pytest.raises(tensorferry.StateMismatch, match=rf"w: .*{why}"):
+        heal({"first": torch.ones(4), "w": torch.ones(4), "x": {"last": torch.ones(2)}}, live)
+    assert not live["first"].any()
+    assert not live["x"]["last"].any()
 
 
 def test_after_a_mismatch_all_goes_on(open_transport: Callable[..., Any]) -> None:

@@ -90,7 +90,7 @@ def test_a_runtime_that_does_not_lock_is_asked_to_make_it(runtime: Runtime, monk
     monkeypatch.setattr(torch, "zeros", lambda *shape, device: asked.append((shape, device)))
     runtime.answer = REFUSED
     locked(MIB)
-    assert made == [((MIB,), {"dtype": torch.uint8, "pin_memory": True})]
+    assert made == [((MIB,), {"dtype": torch.uint8, "device": "cpu", "pin_memory": True})]
     assert asked == [((1,), "cuda")]
     gc.collect()
     assert runtime.unlocked == []

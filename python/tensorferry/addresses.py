@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 import socket
 from pathlib import Path
 from typing import TypeAlias
 
+from . import arguments
 from ._native import _interfaces
 from .errors import InvalidArgument
+
+#: Names as resolvers take them: others are written in punycode.
+_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_.])?")
+_NETWORK = re.compile(r"[0-9A-Fa-f.:]+/[0-9]+")
 
 _Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -24,7 +30,7 @@ def listening_address(interface: str | None) -> str | None:
     Raises:
         InvalidArgument: this host has no such address
     """
-    chosen = interface or os.environ.get("TENSORFERRY_INTERFACE")
+    chosen = arguments.text("interface", interface or os.environ.get("TENSORFERRY_INTERFACE") or "")
     return None if not chosen else _own_address(chosen)
 
 
@@ -36,25 +42,54 @@ def port_on(listening: str | None) -> str | None:
 
 
 def wants_same_host(asked: bool | None) -> bool:
-    """Whether shared memory may replace the network: what was asked for, or ``TENSORFERRY_SAME_HOST`` (``0`` is no)."""
-    return os.environ.get("TENSORFERRY_SAME_HOST") != "0" if asked is None else asked
+    """Whether shared memory may replace the network: what was asked for, or ``TENSORFERRY_SAME_HOST`` (``0`` is no).
+
+    Raises:
+        InvalidArgument: it is neither, or the variable neither ``0`` nor ``1``
+    """
+    if asked is not None:
+        return arguments.boolean("same_host", asked)
+    said = os.environ.get("TENSORFERRY_SAME_HOST", "")
+    if said not in ("", "0", "1"):
+        raise InvalidArgument(f"TENSORFERRY_SAME_HOST is 0 or 1, not {arguments.shown(said)}")
+    return said != "0"
+
+
+def bandwidth(asked: int | None) -> int | None:
+    """Bytes per second; ``None`` is no limit.
+
+    Raises:
+        InvalidArgument: it is no whole number of 1 or more
+    """
+    return None if asked is None else arguments.whole("max_bandwidth (bytes per second)", asked, 1)
 
 
 def advertised_host(advertise: str | None, listening: str | None) -> str:
     """The name or address that stands in the metadata.
 
     Args:
-        advertise: a name or an address, taken as it is, or a network one of this host's addresses is in; by default
-            what ``TENSORFERRY_ADVERTISE`` says
+        advertise: a name or an address, taken as it is, or an interface of this host or a network one of its addresses
+            is in; by default what ``TENSORFERRY_ADVERTISE`` says
         listening: the only address that is listened on
+
+    Raises:
+        InvalidArgument: this can be no host's name or address, or this host has none in that network
 
     Returns:
         What was asked for; else the address that is listened on; else the host's name, as torchft has it, if it
         resolves to more than this machine itself; else the address of the interface that leads out.
     """
-    chosen = advertise or os.environ.get("TENSORFERRY_ADVERTISE")
+    chosen = arguments.text("advertise", advertise or os.environ.get("TENSORFERRY_ADVERTISE") or "")
     if chosen:
-        return _own_address(chosen) if "/" in chosen else chosen
+        if _NETWORK.fullmatch(chosen) or any(name == chosen for name, _ in _interfaces()):
+            return _own_address(chosen)
+        address = _parse(chosen)
+        if address.is_unspecified if address is not None else not _NAME.fullmatch(chosen):
+            raise InvalidArgument(
+                f"{arguments.shown(chosen)} cannot be advertised: a name or an address is wanted, without scheme and "
+                "port, or an interface or a network of this host"
+            )
+        return chosen
     if listening is not None:
         return listening
     name = socket.gethostname()
@@ -85,7 +120,7 @@ def _own_address(wanted: str) -> str:
         named = [a for _, a in found if network is not None and a.version == network.version and a in network]
     if not named:
         have = ", ".join(f"{name} {address}" for name, address in found)
-        raise InvalidArgument(f"this host has no interface or address {wanted!r}; it has {have}")
+        raise InvalidArgument(f"this host has no interface or address {arguments.shown(wanted)}; it has {have}")
     # IPv4 first: what a peer can reach is decided by its own addresses, and every cluster has these.
     return str(min(named, key=lambda address: (address.is_link_local, address.version)))
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from .errors import UnsafePickle
+from .arguments import boolean, several, shown
+from .errors import InvalidArgument, UnsafePickle
 
 _BUILTINS = (
     "bool bytearray bytes complex dict enumerate float frozenset int list object range reversed set slice str tuple "
@@ -40,6 +41,7 @@ _EXTRA: dict[str, str] = {
     "numpy.core.numeric": "_frombuffer",
     "numpy._core.numeric": "_frombuffer",
     "numpy.random._pickle": "__randomstate_ctor __generator_ctor __bit_generator_ctor",
+    "numpy.random.bit_generator": "SeedSequence __pyx_unpickle_SeedSequence",
     "numpy.random._mt19937": "MT19937",
     "numpy.random._pcg64": "PCG64 PCG64DXSM",
     "numpy.random._philox": "Philox",
@@ -88,13 +90,17 @@ class Allowed:
     """
 
     def __init__(self, extra: Iterable[Any] = (), trust: bool = False) -> None:
-        """See the class."""
-        self._trust = trust
+        """See the class.
+
+        Raises:
+            InvalidArgument: ``extra`` holds something else
+        """
+        self._trust = boolean("trust_pickle", trust)
         self._extra: dict[tuple[str, str], Any] = {}
-        for value in extra:
+        for value in several("safe_globals", extra):
             module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
             if not isinstance(module, str) or not isinstance(name, str):
-                raise TypeError(f"safe_globals takes classes and functions, not {value!r}")
+                raise InvalidArgument(f"safe_globals takes classes and functions, not {shown(value)}")
             self._extra[module, name] = value
 
     @property

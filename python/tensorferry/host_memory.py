@@ -31,7 +31,7 @@ class HostMemory:
     def make(self, nbytes: int) -> torch.Tensor:
         """Memory of ``nbytes`` bytes, 1-D uint8; what it holds is arbitrary."""
         locked = self._locked(nbytes)
-        return torch.empty(nbytes, dtype=torch.uint8) if locked is None else locked
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu") if locked is None else locked
 
     def lend(self, nbytes: int) -> tuple[int, torch.Tensor] | None:
         """Address and owner of page-locked memory of ``nbytes`` bytes; ``None`` where there is none."""

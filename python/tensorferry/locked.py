@@ -27,7 +27,7 @@ def locked(nbytes: int) -> torch.Tensor:
     if nbytes and torch.cuda.is_available():
         with contextlib.suppress(_Refused):
             return torch.frombuffer(_Locked.of(nbytes), dtype=torch.uint8)
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
 class _Refused(Exception):

@@ -103,6 +103,8 @@ class _Pickler(pickle.Pickler):
         key = storage_key(storage)
         number = self._numbers.get(key)
         if number is None:
+            if storage.nbytes() and not storage.data_ptr():
+                raise ValueError(f"its storage has {storage.nbytes()} bytes, but no memory")
             number = self._numbers[key] = len(self.storages)
             self.storages.append(Storage(storage, self._flat.filler(key)))
         whole = (0, storage.nbytes())

@@ -20,14 +20,22 @@ def shared_secret(secret: str | bytes | None) -> Secret | None:
             holds but for a line end behind it
 
     Raises:
-        InvalidArgument: it has fewer than 16 bytes, both variables are set, or the file cannot be read. An empty
-            variable is an error, too: a secret that got lost on the way must not open the door.
+        InvalidArgument: it is neither text nor bytes or has fewer than 16 bytes, both variables are set, or the file
+            cannot be read. An empty variable is an error, too: a secret that got lost must not open the door.
     """
     if secret is None:
         secret = _from_environment()
     if secret is None:
         return None
-    return Secret(secret.encode() if isinstance(secret, str) else bytes(secret))
+    # What was given stands in no message: it might be the secret.
+    if isinstance(secret, str):
+        try:
+            secret = secret.encode()
+        except UnicodeEncodeError:
+            raise InvalidArgument("secret is text that UTF-8 cannot say (a lone surrogate): pass bytes") from None
+    if not isinstance(secret, (bytes, bytearray, memoryview)):
+        raise InvalidArgument(f"secret is a string or bytes, not {type(secret).__name__}")
+    return Secret(bytes(secret))
 
 
 def _from_environment() -> bytes | None:

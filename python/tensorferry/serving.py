@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from datetime import timedelta
 
+from . import arguments
 from ._native import Secret, Server
-from .addresses import advertised_host, listening_address, port_on
+from .addresses import advertised_host, bandwidth, listening_address, port_on
 from .errors import ForkedProcess, InvalidArgument
 from .state import Snapshot
 
@@ -38,16 +39,15 @@ def serve(
         SystemRefused: no port can be opened
         InvalidArgument: an argument cannot be used; it is named
     """
-    if max_bandwidth is not None and max_bandwidth < 1:
-        raise InvalidArgument(f"max_bandwidth is a number of bytes per second, not {max_bandwidth}")
+    patience = arguments.patience("timeout", timeout)
     listening = listening_address(interface)
     server = Server(
-        patience=timeout.total_seconds(),
+        patience=patience,
         bind=port_on(listening),
         same_host=same_host,
-        max_bandwidth=max_bandwidth,
+        max_bandwidth=bandwidth(max_bandwidth),
         secret=secret,
-        tls=tls,
+        tls=arguments.boolean("tls", tls),
     )
     return server, server.url(advertised_host(advertise, listening))
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterable
-from urllib.parse import urlsplit
 
-from . import stock
+from . import arguments, stock
 from .errors import InvalidArgument, UnprovenSource
 
 logger = logging.getLogger("tensorferry")
+
+#: What ``metadata()`` looks like.
+_METADATA = re.compile(r"(http://|https://sha256-[0-9a-f]+@)[^/@]+/(\S+/)?")
 
 
 def join_metadata(metadata: Iterable[str]) -> str:
@@ -24,10 +27,11 @@ def join_metadata(metadata: Iterable[str]) -> str:
     Raises:
         InvalidArgument: there is none, or one that is no metadata of a tensorferry transport
     """
-    urls = [url for joined in metadata for url in joined.split()]
+    given = arguments.several("metadata", metadata)
+    urls = [url for joined in given for url in arguments.text("each metadata", joined).split()]
     for url in urls:
-        if not url.startswith(("http://", "https://sha256-")) or stock.is_stock(url):
-            raise InvalidArgument(f"{url!r} is not the metadata of a tensorferry transport")
+        if not _METADATA.fullmatch(url) or stock.is_stock(url):
+            raise InvalidArgument(f"{arguments.shown(url)} is not the metadata of a tensorferry transport")
     if not urls:
         raise InvalidArgument("there is no metadata to join")
     return " ".join(dict.fromkeys(urls))
@@ -38,10 +42,15 @@ def encrypted(sources: list[str]) -> list[str]:
     plain = [source for source in sources if not source.startswith("https://")]
     if plain and len(plain) == len(sources):
         raise UnprovenSource(
-            f"{urlsplit(plain[0]).netloc} does not encrypt, and a transport with tls=True fetches from no source that "
+            f"{_host(plain[0])} does not encrypt, and a transport with tls=True fetches from no source that "
             "does not: start the source with tls=True as well, or receive without it. Stock torchft sources never "
             "encrypt: while a fleet is upgraded replica by replica, run it without tls"
         )
     for source in plain:
-        logger.warning("%s does not encrypt and is left out: this transport has tls=True", urlsplit(source).netloc)
+        logger.warning("%s does not encrypt and is left out: this transport has tls=True", _host(source))
     return [source for source in sources if source not in plain]
+
+
+def _host(source: str) -> str:
+    """Where a source is, without the part of its metadata that lets in."""
+    return source.partition("//")[2].partition("/")[0] or source[:40]

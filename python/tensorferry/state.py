@@ -205,7 +205,7 @@ def _shards(flat: tree.Flat, storages: list[pickling.Storage]) -> dict[str, dict
 def _zeros(nbytes: int) -> torch.Tensor:
     """Memory of its own, whose pages cost nothing until bytes come."""
     try:
-        return torch.zeros(nbytes, dtype=torch.uint8)
+        return torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
     except RuntimeError as e:
         raise SystemRefused(f"cannot allocate the {nbytes} bytes one of the source's storages has: {e}") from e
 

@@ -138,7 +138,11 @@ def is_stock(metadata: str) -> bool:
 
     Asking the source would do, too, but torchft logs a traceback for every path it does not know.
     """
-    return urlsplit(metadata).path == "/checkpoint/"
+    try:
+        url = urlsplit(metadata)
+        return url.path == "/checkpoint/" and url.scheme == "http" and bool(url.hostname) and url.port != 0
+    except ValueError:  # No URL at all: the engine says what is wrong with it.
+        return False
 
 
 def _load(stream: _Exact, allowed: Allowed) -> Any:

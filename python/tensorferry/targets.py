@@ -10,7 +10,7 @@ import torch
 from . import tree
 from .accelerator import ACCELERATOR, Accelerator
 from .errors import StateMismatch
-from .tensors import DTYPES, copy_into, is_plain, storage_key
+from .tensors import DTYPES, copy_into, is_plain, obstacle, storage_key
 
 if TYPE_CHECKING:
     from .state import Builder
@@ -62,7 +62,8 @@ class Targets:
         """Finds a tensor of ours for each leaf of a container, after comparing everything.
 
         Raises:
-            StateMismatch: naming every leaf that both sides have with another dtype or shape
+            StateMismatch: naming every leaf that both sides have with another dtype or shape, or that cannot be written
+                to here
         """
         plain = builder.plain
         offered = {
@@ -108,6 +109,8 @@ class Targets:
                 name, dtype, shape = offered[number]
                 if (str(live.dtype), list(live.shape)) != (dtype, shape):
                     wrong.append(f"{name}: {live.dtype} {list(live.shape)} here, {dtype} {shape} at the source")
+                elif (why := obstacle(live)) is not None:
+                    wrong.append(f"{name}: cannot be written to here: {why}")
         if wrong:
             raise StateMismatch(
                 "nothing was overwritten: the source's state does not fit into this one; differing leaves:\n  "

@@ -55,6 +55,7 @@ def is_plain(value: Tensor) -> bool:
         and not value.__dict__
         and not value._backward_hooks
         and value.nbytes == value.untyped_storage().nbytes()
+        and (value.data_ptr() != 0 or value.nbytes == 0)
         and _has_default_strides(value.shape, value)
     )
 
@@ -90,6 +91,26 @@ def byte_span(value: Tensor) -> tuple[int, int] | None:
         return None
 
 
+def obstacle(value: Tensor) -> str | None:
+    """Why nothing can be written to ``value``, ``None`` if something can."""
+    if value.device.type == "meta":
+        return "it is on the meta device, which has no memory"
+    local = getattr(value, "_local_tensor", value)
+    span = byte_span(local) if isinstance(local, Tensor) else None
+    if span is None or span[0] == span[1]:
+        return None
+    try:
+        storage = local.untyped_storage()
+        is_there = span[1] <= storage.nbytes() or local.is_quantized
+        if not (is_there and storage.data_ptr()):
+            return "its memory was freed" if not storage.nbytes() else "it has no memory of its own"
+    except Exception:  # As in byte_span.
+        return None
+    if any(step == 0 and dim > 1 for step, dim in zip(local.stride(), local.shape, strict=True)):
+        return "several of its elements share one place in memory: clone it first"
+    return None
+
+
 def with_grad(value: Tensor) -> Tensor:
     """``value``, requiring a gradient."""
     return value.requires_grad_()
@@ -121,7 +142,7 @@ def as_bytes(storage: torch.UntypedStorage) -> Tensor:
 def over(buffer: Any, offset: int, dtype: torch.dtype, shape: tuple[int, ...], nbytes: int) -> Tensor:
     """A tensor over ``nbytes`` bytes of ``buffer``, with a storage of its own that holds just these bytes."""
     if nbytes == 0:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     flat = torch.frombuffer(buffer, dtype=dtype, count=nbytes // dtype.itemsize, offset=offset)
     return flat if len(shape) == 1 else flat.view(shape)
 
@@ -186,7 +207,8 @@ def takes_bytes(value: Tensor, dtype: torch.dtype) -> bool:
 
 def scratch(nbytes: int) -> Tensor:
     """Memory of ``nbytes`` bytes, 1-D."""
-    return torch.empty(nbytes, dtype=torch.uint8)
+    # Not where torch.set_default_device says: bytes go there by address.
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
 def view_as(flat: Tensor, dtype: torch.dtype, shape: list[int], strides: list[int]) -> Tensor:

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
-from . import stock
+from . import arguments, stock
 from ._native import Pool, Remote
 from .accelerator import ACCELERATOR
 from .addresses import wants_same_host
 from .allowlist import Allowed, refusal
-from .errors import InvalidArgument, UnprovenSource
+from .errors import UnprovenSource
 from .host_memory import HostMemory
 from .landing import Landing
 from .reporting import tell
@@ -77,7 +77,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             ``TENSORFERRY_SAME_HOST`` says (``0`` is no), by default yes.
         interface: listen only here: an interface's name, an address of this host, or a network (``10.0.0.0/8``) one of
             its addresses is in. By default what ``TENSORFERRY_INTERFACE`` says, or everywhere.
-        advertise: the name or address peers use, or a network one of this host's addresses is in. By default what
+        advertise: the name or address peers use, or one of this host's interfaces or networks. By default what
             ``TENSORFERRY_ADVERTISE`` says; else the address listened on, the host's name if it leads to more than the
             loopback interface, or the address of the interface that leads out.
         max_bandwidth: bytes per second that all receivers together may take from here; ``None`` is no limit
@@ -110,25 +110,22 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         reuse_bytes: int = 0,
         progress: Callable[[int, int], object] | None = None,
     ) -> None:
-        if num_chunks < 0:
-            raise InvalidArgument(f"num_chunks is 0 or more, not {num_chunks}")
-        if reuse_bytes < 0:
-            raise InvalidArgument(f"reuse_bytes is 0 or more, not {reuse_bytes}")
+        reuse_bytes = arguments.whole("reuse_bytes", reuse_bytes, 0)
         self._timeout = timeout
-        self._num_chunks = num_chunks
-        self._state_dict = state_dict
+        self._num_chunks = arguments.whole("num_chunks", num_chunks, 0)
+        self._state_dict = arguments.function("state_dict", state_dict)
         self._snapshot = known_snapshot(snapshot)
         self._allowed = Allowed(safe_globals, trust_pickle)
         # Held natively, where neither a repr nor a pickle nor a traceback shows it.
         self._secret = shared_secret(secret)
-        self._tls = tls
+        self._tls = arguments.boolean("tls", tls)
         self._stager = Stager(ACCELERATOR)
         self._landing = Landing(ACCELERATOR)
         self._sending = threading.Lock()
         self._warned: set[tuple[str, str]] = set()
         self._same_host = wants_same_host(same_host)
         self._pool = Pool(reuse_bytes, HostMemory.beside(ACCELERATOR).lend) if reuse_bytes else None
-        self._progress = progress
+        self._progress = arguments.function("progress", progress)
         self._server, self._address = serve(
             timeout,
             secret=self._secret,
@@ -165,10 +162,12 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
 
         Raises:
             UnsupportedLeaf: a leaf cannot be carried; its path is named, and what was served before is still served
+            InvalidArgument: the step is no whole number of 64 bits
             Exception: whatever torch raises when a copy off the accelerator fails; then nothing is served any more, and
                 receivers that have begun get an error
         """
         del dst_ranks, timeout
+        step = arguments.step_number(step)
         started = time.perf_counter()
         with self._sending:
             packed = Packed(state_dict, self._stager, self._snapshot)
@@ -200,12 +199,17 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
                 names, or, where this transport has ``tls=True``, does not encrypt
             StateMismatch: the live state's tensors differ in dtype or shape; nothing was overwritten
             UnsafePickle: the state holds objects that are not on the allow-list
+            InvalidArgument: the metadata names no source, or an argument is of the wrong kind
         """
         del src_rank
         self._server.check_process()
+        step, seconds_given = arguments.step_number(step), arguments.seconds("timeout", timeout)
         started = time.perf_counter()
-        sources = encrypted(metadata.split()) if self._tls else metadata.split()
-        if stock.is_stock(metadata):
+        sources = arguments.text("metadata", metadata).split()
+        if self._tls:
+            sources = encrypted(sources)
+        if len(sources) == 1 and stock.is_stock(sources[0]):
+            metadata = sources[0]
             if self._secret is not None:
                 raise UnprovenSource(
                     f"{metadata} is a stock torchft source, which cannot prove that it knows the shared secret: a "
@@ -218,7 +222,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             logger.info("received step %d from a stock torchft source in %.3f s", step, time.perf_counter() - started)
             return cast(T, state)
         try:
-            state, report = self._fetch(sources, step, timeout)
+            state, report = self._fetch(sources, step, seconds_given)
         except BaseException:
             self._server.note_receive(None, time.perf_counter() - started)
             raise
@@ -227,12 +231,12 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         tell(step, report, seconds)
         return cast(T, state)
 
-    def _fetch(self, sources: list[str], step: int, timeout: timedelta) -> tuple[Any, dict[str, Any]]:
+    def _fetch(self, sources: list[str], step: int, timeout: float) -> tuple[Any, dict[str, Any]]:
         """The state, and how its transfer went."""
         remote = Remote.open(
             sources,
             step,
-            timeout=timeout.total_seconds(),
+            timeout=timeout,
             lanes=self._num_chunks or None,
             same_host=self._same_host,
             pool=self._pool,
@@ -242,8 +246,12 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         return receive(remote, self._allowed, self._state_dict, self._landing, lands=len(sources) == 1)
 
     def allow_checkpoint(self, step: int) -> None:
-        """Serves what is published under the number ``step``; waiting requests go on."""
-        self._server.allow(step)
+        """Serves what is published under the number ``step``; waiting requests go on.
+
+        Raises:
+            InvalidArgument: the step is no whole number of 64 bits
+        """
+        self._server.allow(arguments.step_number(step))
 
     def disallow_checkpoint(self) -> None:
         """Withdraws what is published; from now on requests wait.
@@ -254,6 +262,17 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         the trainer.
         """
         withdraw(self._server, self._timeout)
+
+    def __getstate__(self) -> Any:
+        """Refused: a transport is threads, memory and an open port of its own process.
+
+        Raises:
+            TypeError: always, as Python has it for what cannot be pickled or copied
+        """
+        raise TypeError(
+            "an HTTPTransport serves the memory of its own process and can neither be copied nor sent to another one: "
+            "make one there, and pass it what metadata() gives here"
+        )
 
     def shutdown(self, wait: bool = True) -> None:
         """Ends the server and all transfers.

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from .. import _gc
+from .. import _gc, arguments
 from .._native import Rows, _file_entries, _read_file, _write_file
 from ..allowlist import Allowed
 from ..errors import IncompleteCheckpoint, InvalidArgument, ProtocolError
@@ -29,6 +29,20 @@ from .writing import METADATA, Packed
 INDEX = "index.safetensors"
 _RANK_INDEX = "index-rank{:05d}.safetensors"
 _OURS = re.compile(r"(rank\d{5,}-[0-9a-f]{12}|index(-rank\d{5,})?)\.safetensors(\.partial)?")
+
+
+def _folder(path: Any) -> Path:
+    if not isinstance(path, (str, os.PathLike)) or not str(path):
+        raise InvalidArgument(f"path is a folder's path, not {arguments.shown(path)}")
+    if "://" in str(path):
+        raise InvalidArgument(
+            f"{arguments.shown(path)} is no folder of this machine: checkpoints go to file systems only"
+        )
+    return Path(path)
+
+
+def _threads(threads: int | None) -> int | None:
+    return None if threads is None else arguments.whole("threads", threads, 1)
 
 
 class _InFolder:
@@ -76,10 +90,10 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
     ) -> None:
         """See the class."""
         super().__init__()
-        self._path = Path(path)
-        self._threads = threads
-        self._overwrite = overwrite
-        self._cached = cached
+        self._path = _folder(path)
+        self._threads = _threads(threads)
+        self._overwrite = arguments.boolean("overwrite", overwrite)
+        self._cached = arguments.boolean("cached", cached)
         self.report: dict[str, int] = {"bytes": 0, "direct": 0}
         self._rank = 0
         self._use_collectives = True
@@ -88,7 +102,7 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begins a new save, into ``checkpoint_id`` if it is given."""
         if checkpoint_id:
-            self._path = Path(checkpoint_id)
+            self._path = _folder(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Learns which rank this is."""
@@ -194,14 +208,14 @@ class FileReader(_InFolder, SliceReader):
     ) -> None:
         """See the class."""
         super().__init__(Allowed(safe_globals, trust_pickle))
-        self._path = Path(path)
-        self._threads = threads
+        self._path = _folder(path)
+        self._threads = _threads(threads)
         self.report: dict[str, int] = {"bytes": 0, "wanted": 0}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begins a new load, from ``checkpoint_id`` if it is given."""
         if checkpoint_id:
-            self._path = Path(checkpoint_id)
+            self._path = _folder(checkpoint_id)
         self._metadata = None
         self.report = {"bytes": 0, "wanted": 0}
 

@@ -127,6 +127,6 @@ def _around(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
 
     recorder = _Recorder()
     with FakeTensorMode(), torch.serialization.skip_data(materialize_fake_tensors=True):
-        torch.save(torch.empty(shape, dtype=dtype), recorder)
+        torch.save(torch.empty(shape, dtype=dtype, device="cpu"), recorder)
     before, *behind = (part.getvalue() for part in recorder.parts)
     return before, behind[0] if behind else b""

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
+from .. import arguments
 from .._native import Remote, _fetch_slices
 from ..addresses import wants_same_host
 from ..allowlist import Allowed
@@ -61,9 +62,9 @@ class PeerReader(SliceReader):
     ) -> None:
         """See the class."""
         super().__init__(Allowed(safe_globals, trust_pickle))
-        self._string = metadata
-        self._timeout = timeout
-        self._lanes = lanes
+        self._string = None if metadata is None else arguments.text("metadata", metadata)
+        self._seconds = arguments.seconds("timeout", timeout)
+        self._lanes = None if lanes is None else arguments.whole("lanes", lanes, 1)
         self._secret = shared_secret(secret)
         self._same_host = wants_same_host(same_host)
         self._failed: Exception | None = None
@@ -88,7 +89,7 @@ class PeerReader(SliceReader):
         if kwargs.get("rank") is not None and self._failed is not None:
             # torch asks a second time, for an index of this rank alone. There is none, and waiting again helps nobody.
             raise self._failed
-        self._until = time.monotonic() + self._timeout.total_seconds()
+        self._until = time.monotonic() + self._seconds
         try:
             step, urls = self._sources()
             source = f"{step} {urls[0]}"

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from .._native import Rows
 from ..errors import UnsupportedLeaf
 from ..staging import Piece, Stager
-from ..tensors import DTYPE_NAMES, address, dense, reach
+from ..tensors import DTYPE_NAMES, address, dense, reach, scratch
 from .index import ELEMENTS, OBJECT, PICKLED_TENSOR, Place
 
 METADATA = [("format", "pt"), ("tensorferry.version", "1"), ("tensorferry.dcp", "1")]
@@ -68,7 +68,7 @@ class Packed:
         self.private = not self._borrowed
 
     def _append_bytes(self, name: str, data: bytes, kind: str) -> None:
-        memory = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        memory = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else scratch(0)
         self.owner.append(memory)
         self.elements.append(None)
         self._kinds.append(kind)

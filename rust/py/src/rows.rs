@@ -189,7 +189,9 @@ impl PyRows {
     /// `tensorferry.tensors.is_plain` decides.
     fn read(&self, value: &Bound<'_, PyAny>, path: [&str; 2]) -> PyResult<Option<i64>> {
         let py = value.py();
-        let Some(tensor) = self.describe(value).filter(|tensor| tensor.nbytes > 0) else { return Ok(None) };
+        // Tensors of zeros that autograd makes have bytes, and no memory.
+        let has_memory = |tensor: &Described| tensor.nbytes > 0 && tensor.address != 0;
+        let Some(tensor) = self.describe(value).filter(has_memory) else { return Ok(None) };
         if let Some((row, same)) = self.row_at(tensor.address, value)? {
             return Ok(if same { Some(i64::try_from(row)?) } else { None });
         }

@@ -8,6 +8,9 @@ use crate::error::{Error, ErrorKind};
 use crate::secret::Secret;
 use crate::tls::{self, Fingerprint};
 
+/// How many characters of what is no address a message repeats.
+const SHOWN: usize = 200;
+
 /// A parsed `http://host:port/prefix/` or `https://sha256-…@host:port/prefix/`, and what is shared with who is there.
 #[derive(Clone, Debug)]
 pub(crate) struct Source {
@@ -21,7 +24,11 @@ pub(crate) struct Source {
 
 impl Source {
     pub(crate) fn parse(url: &str) -> Result<Self, Error> {
-        let invalid = |why: &str| Error::new(ErrorKind::Invalid, format!("{url:?} is no checkpoint address: {why}"));
+        let invalid = |why: &str| {
+            let start: String = url.chars().take(SHOWN).collect();
+            let more = if start.len() < url.len() { "..." } else { "" };
+            Error::new(ErrorKind::Invalid, format!("{start:?}{more} is no checkpoint address: {why}"))
+        };
         let plain = url.strip_prefix("http://");
         let rest = plain.or_else(|| url.strip_prefix("https://"));
         let rest = rest.ok_or_else(|| invalid("it does not start with http:// or https://"))?;
@@ -49,6 +56,9 @@ impl Source {
             .map_err(|_| invalid("the port is no number up to 65535"))?;
         if host.is_empty() {
             return Err(invalid("the host is missing"));
+        }
+        if !path.ends_with('/') {
+            return Err(invalid("it does not end with a slash, so a part of it was lost"));
         }
         Ok(Self {
             host: host.to_owned(),
@@ -126,8 +136,10 @@ mod tests {
             "https://sha256-ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad@/",
             "https://sha256-ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad@a@h/",
             "http://h/\r\n",
+            "http://h/0f/checkpoint",
         ] {
             assert_eq!(Source::parse(bad).unwrap_err().kind(), ErrorKind::Invalid, "{bad}");
         }
+        assert!(Source::parse(&"\u{e9}".repeat(100_000)).unwrap_err().to_string().len() < 1000);
     }
 }
