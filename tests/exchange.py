@@ -31,6 +31,11 @@ def big_state(mib: int = 64) -> dict[str, Any]:
     return {"w": torch.full((mib << 20,), CLEAN, dtype=torch.uint8)}
 
 
+def send_and_receive(sender: Any, receiver: Any, state: Any, step: int = 1) -> Any:
+    sender.send_checkpoint([1], step, state, TIMEOUT)
+    return receive(receiver, sender, step)
+
+
 def receive(transport: Any, source: Any, step: int, seconds: float = 30) -> Any:
     return transport.recv_checkpoint(0, source.metadata(), step, timedelta(seconds=seconds))
 

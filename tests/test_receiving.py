@@ -3,7 +3,6 @@
 import gc
 import logging
 import threading
-import time
 import urllib.request
 import weakref
 from collections import OrderedDict
@@ -14,6 +13,7 @@ import torch
 
 import tensorferry
 from equality import assert_same_state
+from exchange import until
 from tensorferry import InvalidArgument, join_metadata
 
 TIMEOUT = timedelta(seconds=30)
@@ -31,13 +31,6 @@ def state_of(seed, mib=6):
 def send(source, state, step=3):
     source.send_checkpoint([1], step, state, TIMEOUT)
     return source.metadata()
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def said(caplog, text):
@@ -114,7 +107,7 @@ def test_nothing_of_a_state_waits_for_the_garbage_collector(open_transport):
         assert receiver._pool.held > 0
         source.disallow_checkpoint()
         del state
-        wait_until(lambda: there() is None)
+        until(lambda: there() is None, "the storage is gone")
     finally:
         gc.enable()
 
