@@ -17,6 +17,7 @@ __all__ = [
     "_interfaces",
     "_read_file",
     "_shutdown_runtime",
+    "_unflatten",
     "_write_file",
 ]
 
