@@ -256,7 +256,7 @@ class Builder:
         allowed: Allowed,
         memory: Callable[[int], tuple[Any, int]],
         targets: Targets | None = None,
-        made: list[torch.Tensor | None] | None = None,
+        made: tuple[list[torch.Tensor | None], Sequence[int]] | None = None,
     ) -> Any:
         """The state.
 
@@ -265,9 +265,9 @@ class Builder:
             allowed: which globals it may name
             memory: gives the buffer and offset of an entry
             targets: filled in place
-            made: the plain tensors that exist already
+            made: the plain tensors that exist already, and the places of those that do not
         """
-        received, leaves = self._leaves(memory, targets, made or [None] * len(self.plain))
+        received, leaves = self._leaves(memory, targets, *(made or ([None] * len(self.plain), range(len(self.plain)))))
         rows = self.manifest["storages"]
         storages = {k: t.untyped_storage() for k, t in self.scattered.items()}
 
@@ -296,20 +296,23 @@ class Builder:
         return tree.unflatten(self.tree, leaves, objects, targets.take if targets is not None else None)
 
     def _leaves(
-        self, memory: Callable[[int], tuple[Any, int]], targets: Targets | None, made: list[torch.Tensor | None]
+        self,
+        memory: Callable[[int], tuple[Any, int]],
+        targets: Targets | None,
+        made: list[torch.Tensor | None],
+        missing: Sequence[int],
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The tensors over the received memory, and those that stand in the state: Parameters over the same."""
         flags = self.manifest["flags"]
         direct = targets.direct if targets is not None else {}
-        for number, tensor in enumerate(made):
-            if tensor is None:
-                i = self.plain[number]
-                if i in direct:
-                    made[number] = direct[i]
-                else:
-                    size = self.size(i)
-                    buffer, offset = memory(i) if size else (None, 0)
-                    made[number] = over(buffer, offset, DTYPES[self.dtypes[i]], self.shapes[i], size)
+        for number in missing:
+            i = self.plain[number]
+            if i in direct:
+                made[number] = direct[i]
+            else:
+                size = self.size(i)
+                buffer, offset = memory(i) if size else (None, 0)
+                made[number] = over(buffer, offset, DTYPES[self.dtypes[i]], self.shapes[i], size)
         received = cast("list[torch.Tensor]", made)
         if not flags:
             return received, received
@@ -366,5 +369,5 @@ def receive(
         return arena, offset
 
     with _gc.held_off():
-        made = arena.tensors(torch.Tensor, builder.plain)
+        made = arena.tensors(torch.Tensor)
         return builder.build(pickled, allowed, memory, targets, made), report

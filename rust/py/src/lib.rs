@@ -1,5 +1,6 @@
 //! `tensorferry._native`: a thin skin over `tensorferry-core`.
 
+mod columns;
 mod errors;
 mod filling;
 mod interfaces;

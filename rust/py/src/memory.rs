@@ -44,20 +44,24 @@ impl PyArena {
         self.offsets.get(number).copied().flatten()
     }
 
-    /// Tensors over the entries of these numbers, each with a storage of its own; `tensor` is torch's class. `None`
-    /// stands for what is not in the arena, is empty, or cannot be made this way.
-    fn tensors<'py>(&self, tensor: &Bound<'py, PyType>, numbers: Vec<usize>) -> PyResult<Bound<'py, PyList>> {
+    /// Tensors over the plain entries, each with a storage of its own; `tensor` is torch's class. `None` stands for what
+    /// is not in the arena, is empty, or cannot be made this way: where that is, is told as well.
+    fn tensors<'py>(&self, tensor: &Bound<'py, PyType>) -> PyResult<(Bound<'py, PyList>, Vec<usize>)> {
         let py = tensor.py();
         let exchange = Exchange::of(tensor);
-        let made = PyList::empty(py);
-        for (count, number) in numbers.into_iter().enumerate() {
-            let entry = self.header.entries().get(number).zip(self.offset(number));
-            made.append(exchange.as_ref().zip(entry).and_then(|(e, (entry, at))| e.over(py, &self.arena, at, entry)))?;
+        let (made, mut missing) = (PyList::empty(py), Vec::new());
+        let plain = self.header.entries().iter().zip(&self.offsets).filter(|(entry, _)| entry.is_plain());
+        for (count, (entry, &at)) in plain.enumerate() {
+            let value = exchange.as_ref().zip(at).and_then(|(exchange, at)| exchange.over(py, &self.arena, at, entry));
+            if value.is_none() {
+                missing.push(count);
+            }
+            made.append(value)?;
             if count % TURN == TURN - 1 {
                 py.detach(std::thread::yield_now);
             }
         }
-        Ok(made)
+        Ok((made, missing))
     }
 
     /// The arena as a writable buffer: `torch.frombuffer` lays tensors over it without copying.

@@ -1,22 +1,18 @@
 //! `Rows`: the tensors of a state as the rows of a container, read off them while Python walks the state.
 
-use std::borrow::Cow;
-use std::collections::HashMap;
 use std::fmt::Write as _;
-use std::hash::{BuildHasherDefault, Hasher};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use bytes::Bytes;
-use pyo3::exceptions::{PyIndexError, PyOverflowError, PyRuntimeError, PyValueError};
+use pyo3::exceptions::{PyIndexError, PyRuntimeError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyString, PyTuple, PyType};
 use tensorferry_core::Item;
-use tensorferry_wire::container::RESERVED_PREFIX;
-use tensorferry_wire::distinct::Distinct;
 use tensorferry_wire::dtype::Dtype;
 
+use crate::columns::{Columns, Row};
 use crate::memory::{Described, Exchange, TURN, borrowed};
 
 /// One row for each tensor, column by column, and which leaf of the state is which row.
@@ -34,103 +30,6 @@ pub(crate) struct PyRows {
     columns: Mutex<Columns>,
     /// Leaves since the last turn of other threads.
     leaves: AtomicUsize,
-}
-
-#[derive(Default)]
-struct Columns {
-    /// All names, one after the other, and where each ends.
-    names: String,
-    ends: Vec<usize>,
-    dtypes: Vec<Dtype>,
-    ranks: Vec<u8>,
-    /// The dimensions of all rows, one after the other.
-    dims: Vec<u64>,
-    addresses: Vec<usize>,
-    sizes: Vec<usize>,
-    flags: String,
-    /// Address of an object that Python numbered to its number. The state keeps all of them alive.
-    seen: ByAddress<i64>,
-    /// Where the memory of each row starts.
-    starts: ByAddress<usize>,
-}
-
-/// What is found by an address of this process. No peer chooses those: they need no keyed hash.
-type ByAddress<T> = HashMap<usize, T, BuildHasherDefault<AddressHasher>>;
-
-#[derive(Default)]
-struct AddressHasher(u64);
-
-impl Hasher for AddressHasher {
-    fn finish(&self) -> u64 {
-        self.0
-    }
-
-    fn write(&mut self, bytes: &[u8]) {
-        for &byte in bytes {
-            self.write_usize(usize::from(byte));
-        }
-    }
-
-    fn write_usize(&mut self, address: usize) {
-        // A product's upper bits depend on all of the address, and a table looks at the lower ones first.
-        self.0 = (self.0 ^ address as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(32);
-    }
-}
-
-/// What a row says beside its name.
-struct Row<'a> {
-    dtype: Dtype,
-    shape: &'a [u64],
-    address: usize,
-    nbytes: usize,
-    flag: u8,
-}
-
-impl Columns {
-    fn push(&mut self, name: [&str; 2], row: &Row<'_>) -> PyResult<i64> {
-        let rank = u8::try_from(row.shape.len()).map_err(|_| PyOverflowError::new_err("more than 255 dimensions"))?;
-        let number = self.ends.len();
-        self.names.extend(name);
-        self.ends.push(self.names.len());
-        self.dtypes.push(row.dtype);
-        self.ranks.push(rank);
-        self.dims.extend_from_slice(row.shape);
-        self.addresses.push(row.address);
-        self.sizes.push(row.nbytes);
-        self.flags.push(char::from(b'0' + (row.flag & 3)));
-        if row.nbytes > 0 {
-            self.starts.entry(row.address).or_insert(number);
-        }
-        Ok(i64::try_from(number)?)
-    }
-
-    fn name(&self, row: usize) -> &str {
-        let start = row.checked_sub(1).map_or(0, |before| self.ends[before]);
-        &self.names[start..self.ends[row]]
-    }
-
-    fn names(&self) -> impl Iterator<Item = &str> {
-        (0..self.ends.len()).map(|row| self.name(row))
-    }
-
-    fn shapes(&self) -> impl Iterator<Item = &[u64]> {
-        let mut rest = self.dims.as_slice();
-        self.ranks.iter().map(move |&rank| {
-            let shape;
-            (shape, rest) = rest.split_at(usize::from(rank));
-            shape
-        })
-    }
-
-    /// Whether every name can stand in a container as it is: none twice, without NUL, none that the format keeps.
-    fn names_are_regular(&self) -> bool {
-        let mut names = Distinct::with_capacity(self.ends.len());
-        let regular = self.names().enumerate().all(|(row, name)| {
-            names.add(name, row);
-            !(name.is_empty() || name == "__metadata__" || name.starts_with(RESERVED_PREFIX))
-        });
-        regular && !self.names.contains('\0') && names.repeated(|row| Cow::Borrowed(self.name(row))).is_none()
-    }
 }
 
 impl PyRows {

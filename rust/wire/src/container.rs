@@ -202,6 +202,11 @@ impl Header {
         &self.entries
     }
 
+    /// Number and entry of each, by its place in the payload.
+    pub fn in_payload_order(&self) -> impl Iterator<Item = (usize, &Entry)> {
+        self.by_offset.iter().map(|&i| (i as usize, &self.entries[i as usize]))
+    }
+
     /// The pairs of `__metadata__`, in document order.
     #[must_use]
     pub fn metadata(&self) -> &[(String, String)] {

@@ -125,6 +125,14 @@ proptest! {
     }
 
     #[test]
+    fn payload_order_is_that_of_the_offsets(header in headers()) {
+        let order: Vec<_> = header.in_payload_order().collect();
+        prop_assert!(order.is_sorted_by_key(|(_, entry)| (entry.start, entry.end)));
+        prop_assert!(order.iter().all(|&(number, entry)| std::ptr::eq(entry, &header.entries()[number])));
+        prop_assert_eq!(order.len(), header.entries().len());
+    }
+
+    #[test]
     fn covering_is_what_a_search_finds(header in headers(), start in 0u64..200, len in 0u64..60) {
         let end = start + len;
         let mut expected: Vec<&Entry> = header

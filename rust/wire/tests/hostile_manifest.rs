@@ -27,6 +27,12 @@ fn refusal(json: impl AsRef<[u8]>) -> ManifestError {
     read(json).unwrap_err()
 }
 
+/// Where a part lies in a text.
+fn place_of(part: &str, text: &str) -> std::ops::Range<usize> {
+    let start = text.find(part).unwrap();
+    start..start + part.len()
+}
+
 /// A manifest of two objects with this tree.
 fn tree(tree: &str) -> String {
     format!(r#"{{"version":1,"tree":{tree},"flags":"","objects":2,"storages":[],"shards":{{}}}}"#)
@@ -48,7 +54,8 @@ const VALID: &str = concat!(
 #[test]
 fn the_valid_one_is_read() {
     let storages = vec![Storage { nbytes: 20, pieces: vec![(5, 0), (6, 12)] }, Storage { nbytes: 0, pieces: vec![] }];
-    assert_eq!(read(VALID), Ok(Manifest { version: 1, objects: 1, storages, leaves: 3 }));
+    let tree = place_of(r#"{"model":["o",{"w":0,"b":1}],"steps":["d","d",[[0,2],["x",-1]]]}"#, VALID);
+    assert_eq!(read(VALID), Ok(Manifest { version: 1, objects: 1, storages, leaves: 3, tree }));
 }
 
 #[test]
@@ -93,7 +100,10 @@ fn padding_is_read_over() {
 #[test]
 fn fields_may_come_in_any_order_and_be_more() {
     let reversed = r#"{"new":[{"x":null}],"storages":[],"objects":1,"flags":"000","tree":["l",0,-1],"version":1}"#;
-    assert_eq!(read(reversed), Ok(Manifest { version: 1, objects: 1, storages: vec![], leaves: 3 }));
+    let tree = place_of(r#"["l",0,-1]"#, reversed);
+    assert_eq!(read(reversed), Ok(Manifest { version: 1, objects: 1, storages: vec![], leaves: 3, tree }));
+    let spaced = r#"{"version":1,"tree" :  2  ,"flags":"","objects":0,"storages":[]}"#;
+    assert_eq!(read(spaced).unwrap().tree, place_of("2", spaced));
 }
 
 #[test]

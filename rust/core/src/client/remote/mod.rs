@@ -180,10 +180,7 @@ impl Remote {
         let mut offsets = vec![None; entries.len()];
         let mut len = 0_u64;
         // In payload order, so that neighbours on the wire are neighbours in memory and one receive fills many.
-        let mut order: Vec<usize> = (0..entries.len()).collect();
-        order.sort_by_key(|&i| entries[i].start);
-        for index in order {
-            let entry = &entries[index];
+        for (index, entry) in self.header.in_payload_order() {
             if addresses[index].is_none() && here[index] && !is_reserved(entry) {
                 offsets[index] = Some(len);
                 len = (len + (entry.end - entry.start)).next_multiple_of(ALIGNMENT);
@@ -191,7 +188,7 @@ impl Remote {
         }
         let arena = Arena::new(len, self.pool.clone())?;
         let mut pieces = Vec::with_capacity(entries.len());
-        for (index, entry) in entries.iter().enumerate() {
+        for (index, entry) in self.header.in_payload_order() {
             let address = match (addresses[index], offsets[index]) {
                 (Some(address), _) => address,
                 // An offset is below the length of a mapping that exists.

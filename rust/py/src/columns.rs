@@ -1,0 +1,109 @@
+//! What there is to say of the tensors of a state, column by column.
+
+use std::borrow::Cow;
+use std::collections::HashMap;
+use std::hash::{BuildHasherDefault, Hasher};
+
+use pyo3::exceptions::PyOverflowError;
+use pyo3::prelude::*;
+use tensorferry_wire::container::RESERVED_PREFIX;
+use tensorferry_wire::distinct::Distinct;
+use tensorferry_wire::dtype::Dtype;
+
+/// The rows of a state, numbered from 0 on, and where its leaves are found again.
+#[derive(Default)]
+pub(crate) struct Columns {
+    /// All names, one after the other, and where each ends.
+    pub(crate) names: String,
+    pub(crate) ends: Vec<usize>,
+    pub(crate) dtypes: Vec<Dtype>,
+    pub(crate) ranks: Vec<u8>,
+    /// The dimensions of all rows, one after the other.
+    pub(crate) dims: Vec<u64>,
+    pub(crate) addresses: Vec<usize>,
+    pub(crate) sizes: Vec<usize>,
+    pub(crate) flags: String,
+    /// Address of an object that Python numbered to its number. The state keeps all of them alive.
+    pub(crate) seen: ByAddress<i64>,
+    /// Where the memory of each row starts.
+    pub(crate) starts: ByAddress<usize>,
+}
+
+/// What is found by an address of this process. No peer chooses those: they need no keyed hash.
+pub(crate) type ByAddress<T> = HashMap<usize, T, BuildHasherDefault<AddressHasher>>;
+
+#[derive(Default)]
+pub(crate) struct AddressHasher(u64);
+
+impl Hasher for AddressHasher {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        for &byte in bytes {
+            self.write_usize(usize::from(byte));
+        }
+    }
+
+    fn write_usize(&mut self, address: usize) {
+        // A product's upper bits depend on all of the address, and a table looks at the lower ones first.
+        self.0 = (self.0 ^ address as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(32);
+    }
+}
+
+/// What a row says beside its name.
+pub(crate) struct Row<'a> {
+    pub(crate) dtype: Dtype,
+    pub(crate) shape: &'a [u64],
+    pub(crate) address: usize,
+    pub(crate) nbytes: usize,
+    pub(crate) flag: u8,
+}
+
+impl Columns {
+    pub(crate) fn push(&mut self, name: [&str; 2], row: &Row<'_>) -> PyResult<i64> {
+        let rank = u8::try_from(row.shape.len()).map_err(|_| PyOverflowError::new_err("more than 255 dimensions"))?;
+        let number = self.ends.len();
+        self.names.extend(name);
+        self.ends.push(self.names.len());
+        self.dtypes.push(row.dtype);
+        self.ranks.push(rank);
+        self.dims.extend_from_slice(row.shape);
+        self.addresses.push(row.address);
+        self.sizes.push(row.nbytes);
+        self.flags.push(char::from(b'0' + (row.flag & 3)));
+        if row.nbytes > 0 {
+            self.starts.entry(row.address).or_insert(number);
+        }
+        Ok(i64::try_from(number)?)
+    }
+
+    fn name(&self, row: usize) -> &str {
+        let start = row.checked_sub(1).map_or(0, |before| self.ends[before]);
+        &self.names[start..self.ends[row]]
+    }
+
+    pub(crate) fn names(&self) -> impl Iterator<Item = &str> {
+        (0..self.ends.len()).map(|row| self.name(row))
+    }
+
+    pub(crate) fn shapes(&self) -> impl Iterator<Item = &[u64]> {
+        let mut rest = self.dims.as_slice();
+        self.ranks.iter().map(move |&rank| {
+            let shape;
+            (shape, rest) = rest.split_at(usize::from(rank));
+            shape
+        })
+    }
+
+    /// Whether every name can stand in a container as it is: none twice, without NUL, none that the format keeps.
+    pub(crate) fn names_are_regular(&self) -> bool {
+        let mut names = Distinct::with_capacity(self.ends.len());
+        let regular = self.names().enumerate().all(|(row, name)| {
+            names.add(name, row);
+            !(name.is_empty() || name == "__metadata__" || name.starts_with(RESERVED_PREFIX))
+        });
+        regular && !self.names.contains('\0') && names.repeated(|row| Cow::Borrowed(self.name(row))).is_none()
+    }
+}
