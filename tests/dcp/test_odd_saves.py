@@ -34,7 +34,7 @@ def fails(call):
 
 
 class Slow(dcp.DefaultSavePlanner):
-    """Stops a save before its data is written, or when it is."""
+    """Stops a save that has begun, before its data is written, or when it is."""
 
     def __init__(self, when):
         super().__init__()
@@ -45,6 +45,10 @@ class Slow(dcp.DefaultSavePlanner):
         if when == self._when:
             self.reached.set()
             assert self.go.wait(60)
+
+    def create_local_plan(self):
+        self._stop("begun")
+        return super().create_local_plan()
 
     def resolve_data(self, item):
         self._stop("planned")
@@ -98,15 +102,17 @@ def test_saves_into_one_folder_that_overlap_lose_nothing(when, older_first, tmp_
 
 
 def test_one_writer_in_two_saves_at_once_writes_two_files(tmp_path):
-    first, second = Slow("planned"), Slow("none")
+    first, second = Slow("begun"), Slow("none")
     writer = FileWriter(tmp_path)
     running = dcp.async_save({"a": torch.full((1000,), 1.0)}, storage_writer=writer, planner=first, no_dist=True)
     assert first.reached.wait(60)
     dcp.save({"a": torch.full((1000,), 2.0)}, storage_writer=writer, planner=second, no_dist=True)
     assert loaded(tmp_path) == 2
+    (written,) = tmp_path.glob("rank*")
     first.go.set()
     running.result()
     assert loaded(tmp_path) == 1
+    assert list(tmp_path.glob("rank*")) != [written]
 
 
 @pytest.mark.parametrize("make", [FileWriter, lambda _: PeerWriter()], ids=["files", "peers"])

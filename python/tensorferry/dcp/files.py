@@ -186,8 +186,8 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
         with _finishing:
             if gone := [name for name in sorted(kept) if not (self._path / name).exists()]:
                 raise IncompleteCheckpoint(
-                    f"{self._path}: a save that began later was done before this one and has removed {gone[0]}; what it "
-                    "saved is there. Wait for one save before the next one into the same folder"
+                    f"{self._path}: a save that began later was done before this one and has removed {gone[0]}; what "
+                    "it saved is there. Wait for one save before the next one into the same folder"
                 )
             _write_file(self._index_path(), rows=rows, control=control, metadata=METADATA, threads=1)
             self._remove_others(kept)
@@ -300,8 +300,8 @@ class FileReader(_InFolder, SliceReader):
             path = self._path / name
             if not path.is_file():
                 raise IncompleteCheckpoint(
-                    f"{self._path} holds an incomplete checkpoint: its index names {name}, and there is no such file. Load "
-                    "another checkpoint, or bring the file back"
+                    f"{self._path} holds an incomplete checkpoint: its index names {name}, and there is no such file. "
+                    "Load another checkpoint, or bring the file back"
                 )
             self._add(_read_file(path, of_file, threads=self._threads))
 
