@@ -166,3 +166,13 @@ def test_the_default_device_is_not_where_bytes_go(tmp_path):
         dcp.load(found, storage_reader=FileReader(tmp_path), no_dist=True)
     assert torch.equal(found["a"], saved["a"].double())
     assert found["object"] == {"empty": b""}
+
+
+def test_a_writer_that_was_shut_down_publishes_nothing():
+    writer = PeerWriter()
+    dcp.save({"a": torch.ones(3)}, storage_writer=writer, no_dist=True)
+    writer.shutdown()
+    error = fails(lambda: dcp.save({"a": torch.ones(3)}, storage_writer=writer, no_dist=True))
+    assert isinstance(error, tensorferry.InvalidArgument)
+    with pytest.raises(tensorferry.InvalidArgument, match="nothing is published"):
+        writer.metadata()
