@@ -190,3 +190,9 @@ def test_the_default_device_is_not_where_bytes_go(
     assert torch.equal(got["copied"], base[:64])
     assert torch.equal(got["plain"], torch.ones(3))
     assert got["empty"].shape == (0, 2)
+
+
+@pytest.mark.parametrize("step", ["99999999999999999999", "9" * 5000, "\u0663", "-1", "x"])
+def test_the_metadata_of_peers(step: str) -> None:
+    with pytest.raises(InvalidArgument):
+        PeerReader(f"tensorferry-dcp/1 {step} http://127.0.0.1:1/0f/checkpoint/").read_metadata()

@@ -216,7 +216,13 @@ def test_a_signal_that_is_handled_does_not_end_a_receive(child: Child) -> None:
         heard = []
         signal.signal(signal.SIGUSR1, lambda *_: heard.append(1))
         source, target = open_pair()
-        threading.Timer(2.5, lambda: source.send_checkpoint([1], 1, STATE, LONG)).start()
+        def send():
+            until = time.monotonic() + 20
+            while not heard and time.monotonic() < until:
+                time.sleep(0.05)
+            time.sleep(1)
+            source.send_checkpoint([1], 1, STATE, LONG)
+        threading.Thread(target=send).start()
         print("ready", flush=True)
         received = target.recv_checkpoint(0, source.metadata(), 1, LONG)
         assert torch.equal(received["w"], STATE["w"])

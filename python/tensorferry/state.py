@@ -341,7 +341,10 @@ def receive(
     """
     manifest, layout = remote.manifest, remote.tree
     if manifest is None or layout is None:
-        raise ProtocolError("the source serves a file tensorferry did not write: load it with safetensors instead")
+        raise ProtocolError(
+            "the source serves no state of an HTTPTransport: load what a PeerWriter publishes with a PeerReader, and a "
+            "file that tensorferry did not write with safetensors"
+        )
     pickled = remote.pickle or b""
     for dtype, name in remote.kinds.items():
         if dtype not in DTYPES:

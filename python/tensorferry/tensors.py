@@ -91,20 +91,27 @@ def byte_span(value: Tensor) -> tuple[int, int] | None:
         return None
 
 
-def obstacle(value: Tensor) -> str | None:
-    """Why nothing can be written to ``value``, ``None`` if something can."""
+def without_memory(value: Tensor) -> str | None:
+    """Why there is no memory behind ``value``, ``None`` if there is, or nobody can tell."""
     if value.device.type == "meta":
         return "it is on the meta device, which has no memory"
     local = getattr(value, "_local_tensor", value)
-    span = byte_span(local) if isinstance(local, Tensor) else None
+    # Subclasses may have their memory anywhere.
+    span = byte_span(local) if type(local) in (Tensor, Parameter) else None
     if span is None or span[0] == span[1]:
         return None
-    try:
-        storage = local.untyped_storage()
-        is_there = span[1] <= storage.nbytes() or local.is_quantized
-        if not (is_there and storage.data_ptr()):
-            return "its memory was freed" if not storage.nbytes() else "it has no memory of its own"
-    except Exception:  # As in byte_span.
+    nbytes = local.untyped_storage().nbytes()
+    if span[1] > nbytes and not local.is_quantized:
+        return "its memory was freed"
+    return None if local.data_ptr() else "it has bytes, but no memory"
+
+
+def obstacle(value: Tensor) -> str | None:
+    """Why nothing can be written to ``value``, ``None`` if something can."""
+    if (why := without_memory(value)) is not None:
+        return why
+    local = getattr(value, "_local_tensor", value)
+    if byte_span(local) is None:
         return None
     if any(step == 0 and dim > 1 for step, dim in zip(local.stride(), local.shape, strict=True)):
         return "several of its elements share one place in memory: clone it first"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
+import threading
 import uuid
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,7 +20,7 @@ from torch.futures import Future
 from .. import _gc, arguments
 from .._native import Rows, _file_entries, _read_file, _write_file
 from ..allowlist import Allowed
-from ..errors import IncompleteCheckpoint, InvalidArgument, ProtocolError
+from ..errors import IncompleteCheckpoint, InvalidArgument, ProtocolError, SystemRefused
 from ..staging import Stager
 from ..tensors import DTYPE_NAMES, address, scratch
 from . import index
@@ -26,13 +28,18 @@ from .reader import SliceReader
 from .reading import Part
 from .writing import METADATA, Packed
 
+logger = logging.getLogger("tensorferry")
+
+#: Held while an index is written: saves of one process may overlap.
+_finishing = threading.Lock()
+
 INDEX = "index.safetensors"
 _RANK_INDEX = "index-rank{:05d}.safetensors"
 _OURS = re.compile(r"(rank\d{5,}-[0-9a-f]{12}|index(-rank\d{5,})?)\.safetensors(\.partial)?")
 
 
 def _folder(path: Any) -> Path:
-    if not isinstance(path, (str, os.PathLike)) or not str(path):
+    if not isinstance(path, (str, os.PathLike)) or not str(path) or "\0" in str(path):
         raise InvalidArgument(f"path is a folder's path, not {arguments.shown(path)}")
     if "://" in str(path):
         raise InvalidArgument(
@@ -98,6 +105,7 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
         self._rank = 0
         self._use_collectives = True
         self._save_id = uuid.uuid4().hex[:12]
+        self._before: frozenset[str] = frozenset()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begins a new save, into ``checkpoint_id`` if it is given."""
@@ -115,11 +123,15 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
         """Makes the folder.
 
         Raises:
+            SystemRefused: the system refuses
             InvalidArgument: it has a checkpoint and ``overwrite`` is ``False``, or one of coordinated ranks where this
             save
                 has none
         """
-        self._path.mkdir(parents=True, exist_ok=True)
+        try:
+            self._path.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise SystemRefused(f"{self._path} cannot be made a folder: {e}") from e
         if not self._use_collectives and (self._path / INDEX).exists():
             raise InvalidArgument(
                 f"{self._path} holds a checkpoint whose ranks were coordinated, which would be loaded instead of this "
@@ -127,6 +139,8 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
             )
         if not self._overwrite and self._index_path().exists():
             raise InvalidArgument(f"{self._path} holds a checkpoint, and overwrite=False")
+        # What comes later may be of a save that overlaps with this one.
+        self._before = frozenset(path.name for path in self._path.iterdir() if _OURS.fullmatch(path.name))
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -140,7 +154,8 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
             UnsupportedLeaf: an item cannot be written; it is named
             SystemRefused: the system refuses, a full disk for one
         """
-        name = f"rank{self._rank:05d}-{self._save_id}.safetensors"
+        # Not the save's own number: one writer may be in two saves at once.
+        name = f"rank{self._rank:05d}-{uuid.uuid4().hex[:12]}.safetensors"
         with _gc.held_off():
             packed = Packed(plan, planner, Stager(), copy=False)
         written, direct = _write_file(
@@ -157,22 +172,35 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Writes the index, which makes the checkpoint one, and removes what it replaces."""
+        """Writes the index, which makes the checkpoint one, and removes what it replaces.
+
+        Raises:
+            IncompleteCheckpoint: a save that began later and is done already has removed files of this one
+        """
         places = {result.index: result.storage_data for of_rank in results for result in of_rank}
         metadata.storage_data = places
         metadata.storage_meta = self.storage_meta()
         rows = Rows(torch.Tensor, torch.nn.Parameter, DTYPE_NAMES, native=False)
         control = [(index.ENTRY, index.encode(metadata, places))]
-        _write_file(self._index_path(), rows=rows, control=control, metadata=METADATA, threads=1)
-        self._remove_others({place.source for place in places.values()})
+        kept = {place.source for place in places.values()}
+        with _finishing:
+            if gone := [name for name in sorted(kept) if not (self._path / name).exists()]:
+                raise IncompleteCheckpoint(
+                    f"{self._path}: a save that began later was done before this one and has removed {gone[0]}; what "
+                    "it saved is there. Wait for one save before the next one into the same folder"
+                )
+            _write_file(self._index_path(), rows=rows, control=control, metadata=METADATA, threads=1)
+            self._remove_others(kept)
 
     def _remove_others(self, kept: set[str]) -> None:
         own = None if self._use_collectives else f"rank{self._rank:05d}-"
-        for path in self._path.iterdir():
-            if not _OURS.fullmatch(path.name) or path.name in kept or path == self._index_path():
-                continue
-            if own is None or path.name.startswith(own):
-                path.unlink(missing_ok=True)
+        for name in self._before - kept - {self._index_path().name}:
+            if own is None or name.startswith(own):
+                try:
+                    (self._path / name).unlink(missing_ok=True)
+                except OSError as e:
+                    # The checkpoint is there all the same.
+                    logger.warning("cannot remove %s, which is of no use any more: %s", self._path / name, e)
 
     def _index_path(self) -> Path:
         return self._path / (INDEX if self._use_collectives else _RANK_INDEX.format(self._rank))
@@ -230,11 +258,11 @@ class FileReader(_InFolder, SliceReader):
         del args
         rank = kwargs.get("rank")
         path = self._path / INDEX
-        if not path.exists():
+        if not path.is_file():
             if rank is None:
                 raise self._incomplete()
             path = self._path / _RANK_INDEX.format(rank)
-            if not path.exists():
+            if not path.is_file():
                 raise self._incomplete()
         text = self._entry(path, index.ENTRY)
         metadata = index.decode(text, str(path), self._allowed)
@@ -269,7 +297,13 @@ class FileReader(_InFolder, SliceReader):
         for name, of_file in parts.items():
             if Path(name).name != name:
                 raise ProtocolError(f"{self._path}: its index names a file outside of it, {name!r}")
-            self._add(_read_file(self._path / name, of_file, threads=self._threads))
+            path = self._path / name
+            if not path.is_file():
+                raise IncompleteCheckpoint(
+                    f"{self._path} holds an incomplete checkpoint: its index names {name}, and there is no such file. "
+                    "Load another checkpoint, or bring the file back"
+                )
+            self._add(_read_file(path, of_file, threads=self._threads))
 
     def _add(self, report: dict[str, int]) -> None:
         for key, value in report.items():

@@ -120,9 +120,12 @@ class PeerReader(SliceReader):
 
     def _sources(self) -> tuple[int, list[str]]:
         words = (self._string or "").split()
-        if len(words) < 3 or words[0] != SCHEME or not words[1].isdecimal():
-            raise InvalidArgument("PeerReader takes what metadata() of a PeerWriter gives after a save")
-        return int(words[1]), words[2:]
+        if len(words) < 3 or words[0] != SCHEME or not (words[1].isascii() and words[1].isdecimal()):
+            raise InvalidArgument(
+                "PeerReader takes what metadata() of a PeerWriter gives after a save, not "
+                + arguments.shown(self._string)
+            )
+        return arguments.step_number(int(words[1][:20])), words[2:]
 
     def _fetch(self, parts: dict[str, list[Part]]) -> None:
         named = set(self._sources()[1])

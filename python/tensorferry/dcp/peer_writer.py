@@ -78,6 +78,7 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         self._packed: Packed | None = None
         self._coordinates = False
         self._saved = False
+        self._is_closed = False
 
     def metadata(self) -> str:
         """What a ``PeerReader`` needs: one string, the same on every rank once a save is over.
@@ -120,6 +121,7 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
 
     def shutdown(self) -> None:
         """Ends the server and all transfers."""
+        self._is_closed = True
         self._packed = None
         self._saved = False
         self._server.shutdown(5.0)
@@ -148,7 +150,13 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         self._step += 1
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Tells the coordinator this rank's address."""
+        """Tells the coordinator this rank's address.
+
+        Raises:
+            InvalidArgument: the writer was shut down
+        """
+        if self._is_closed:
+            raise InvalidArgument("this PeerWriter was shut down and serves nothing any more: make a new one")
         return dataclasses.replace(plan, storage_data=self._url)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 
 from ..allowlist import Allowed
 from ..errors import ProtocolError, StateMismatch, UnsafePickle
-from ..tensors import DTYPE_NAMES, address, byte_strides, scratch, takes_bytes, view_as
+from ..tensors import DTYPE_NAMES, address, byte_strides, obstacle, scratch, takes_bytes, view_as
 from .index import ELEMENTS, PICKLED_TENSOR, Place
 
 #: ``(entry, dtype, nbytes, start, run, address, repeats)``, as the native module wants it.
@@ -103,6 +103,8 @@ class Reading:
                 f"{item.dest_index.fqn}: the target has shape {list(target.size())}, and {list(item.lengths)} is to be "
                 "read into it"
             )
+        if (why := obstacle(target)) is not None:
+            raise StateMismatch(f"{item.dest_index.fqn}: nothing can be read into the target: {why}")
         return target
 
     def _scratch(self, nbytes: int) -> torch.Tensor:

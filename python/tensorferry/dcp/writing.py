@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from .._native import Rows
 from ..errors import UnsupportedLeaf
 from ..staging import Piece, Stager
-from ..tensors import DTYPE_NAMES, address, dense, reach, scratch
+from ..tensors import DTYPE_NAMES, address, dense, reach, scratch, without_memory
 from .index import ELEMENTS, OBJECT, PICKLED_TENSOR, Place
 
 METADATA = [("format", "pt"), ("tensorferry.version", "1"), ("tensorferry.dcp", "1")]
@@ -77,6 +77,8 @@ class Packed:
     def _append_tensor(
         self, item: WriteItem, tensor: torch.Tensor, number: int, copy: bool, pieces: list[tuple[int, Piece]]
     ) -> None:
+        if tensor.device.type != "meta" and (why := without_memory(tensor)) is not None:
+            raise ValueError(why)
         memory = dense(tensor)
         if memory is None:
             file = io.BytesIO()
