@@ -4,12 +4,12 @@
 use std::sync::LazyLock;
 
 use libfuzzer_sys::fuzz_target;
-use tensorferry_wire::container::{Entry, Header, MANIFEST_ENTRY, PICKLE_ENTRY, storage_entry};
+use tensorferry_wire::container::{Entry, Header, MANIFEST_ENTRY, PICKLE_ENTRY};
 use tensorferry_wire::dtype::Dtype;
 use tensorferry_wire::manifest::validate;
 
 static HEADER: LazyLock<Header> = LazyLock::new(|| {
-    let names = ["a", "b", "c", MANIFEST_ENTRY, PICKLE_ENTRY, &storage_entry(0, 0), &storage_entry(0, 1)];
+    let names = ["a", "b", "c", MANIFEST_ENTRY, PICKLE_ENTRY, "__tensorferry__/storage/0/0", "__tensorferry__/storage/0/1"];
     let entries = names.iter().zip(0..).map(|(name, i)| Entry {
         name: (*name).into(),
         dtype: Dtype::U8,

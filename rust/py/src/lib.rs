@@ -6,6 +6,7 @@ mod filling;
 mod interfaces;
 mod memory;
 mod remote;
+mod report;
 mod rows;
 mod runtime;
 mod secret;

@@ -4,7 +4,6 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
 
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
@@ -15,6 +14,7 @@ use tensorferry_wire::manifest;
 
 use crate::errors;
 use crate::memory::{PyArena, given, pool_made_by};
+use crate::report::{self, seconds};
 use crate::runtime::{self, Origin, Watch};
 use crate::secret::PySecret;
 use crate::waves::{PyWaves, Teller};
@@ -115,8 +115,7 @@ impl PyRemote {
         progress: Option<Py<PyAny>>,
         secret: Option<&PySecret>,
     ) -> PyResult<Self> {
-        let timeout = Duration::try_from_secs_f64(timeout.max(0.0))
-            .map_err(|_| errors::invalid(py, format!("{timeout} is no length of time in seconds")))?;
+        let timeout = seconds(py, timeout.max(0.0))?;
         let cancel = Cancel::new();
         let received = Arc::<AtomicU64>::default();
         let options = FetchOptions {
@@ -253,17 +252,7 @@ pub(crate) fn handed_over<'py>(
     header: &Arc<Header>,
 ) -> PyResult<(PyArena, Bound<'py, PyDict>)> {
     let (arena, offsets, report) = arrived.into_parts();
-    let told = PyDict::new(py);
-    told.set_item("bytes", report.bytes)?;
-    told.set_item("lanes", report.lanes)?;
-    told.set_item("retries", report.retries)?;
-    told.set_item("same_host", report.same_host)?;
-    let text = |(here, there): (std::net::IpAddr, std::net::IpAddr)| (here.to_string(), there.to_string());
-    told.set_item("routes", report.routes.into_iter().map(text).collect::<Vec<_>>())?;
-    told.set_item("troubles", report.troubles)?;
-    told.set_item("opening_seconds", report.opening.as_secs_f64())?;
-    told.set_item("fetching_seconds", report.fetching.as_secs_f64())?;
-    Ok((PyArena::new(arena, Arc::clone(header), offsets), told))
+    Ok((PyArena::new(arena, Arc::clone(header), offsets), report::tell(py, report)?))
 }
 
 /// Checks the manifest and says where its tree lies.

@@ -1,18 +1,16 @@
 //! `Server`: publishes tensors' memory and serves it.
 
 use std::any::Any;
-use std::time::Duration;
 
 use bytes::Bytes;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
-use tensorferry_core::{
-    Alternate, Error, Memory, Publication, Rendered, Report, Server, ServerConfig, Stability, Withdrawn,
-};
+use tensorferry_core::{Alternate, Error, Memory, Publication, Rendered, Server, ServerConfig, Stability, Withdrawn};
 
 use crate::errors;
 use crate::filling::PyFilling;
 use crate::memory::{Owner, borrowed};
+use crate::report::{self, seconds};
 use crate::rows::PyRows;
 use crate::runtime::{self, Origin};
 use crate::secret::PySecret;
@@ -116,7 +114,7 @@ impl PyServer {
     /// Counts a receive: `report` as `Remote.fetch` gives it, or `None` where it failed, and the seconds it took in all.
     fn note_receive(&self, py: Python<'_>, report: Option<&Bound<'_, PyDict>>, took: f64) -> PyResult<()> {
         let (server, took) = (self.server(py)?, seconds(py, took)?);
-        let report = report.map(|told| read_report(py, told)).transpose()?;
+        let report = report.map(|told| report::read(py, told)).transpose()?;
         server.note_receive(report.as_ref(), took);
         Ok(())
     }
@@ -168,27 +166,6 @@ impl Drop for PyServer {
             std::mem::forget(inner);
         }
     }
-}
-
-fn seconds(py: Python<'_>, seconds: f64) -> PyResult<Duration> {
-    Duration::try_from_secs_f64(seconds)
-        .map_err(|_| errors::invalid(py, format!("{seconds} is no length of time in seconds")))
-}
-
-fn read_report(py: Python<'_>, told: &Bound<'_, PyDict>) -> PyResult<Report> {
-    let missing = |name: &str| errors::invalid(py, format!("the report has no {name}"));
-    let get = |name: &str| told.get_item(name)?.ok_or_else(|| missing(name));
-    let routes: Vec<(String, String)> = get("routes")?.extract()?;
-    Ok(Report {
-        bytes: get("bytes")?.extract()?,
-        lanes: get("lanes")?.extract()?,
-        retries: get("retries")?.extract()?,
-        same_host: get("same_host")?.extract()?,
-        opening: seconds(py, get("opening_seconds")?.extract()?)?,
-        fetching: seconds(py, get("fetching_seconds")?.extract()?)?,
-        routes: routes.iter().filter_map(|(here, there)| Some((here.parse().ok()?, there.parse().ok()?))).collect(),
-        ..Report::default()
-    })
 }
 
 /// `bytes`, copied, or `(address, nbytes)`, borrowed.

@@ -1,7 +1,6 @@
 //! Containers in files, and slices of them and of what other processes serve.
 
 use std::path::PathBuf;
-use std::time::Duration;
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -10,6 +9,7 @@ use tensorferry_wire::dtype::Dtype;
 
 use crate::errors;
 use crate::memory;
+use crate::report::{self, seconds};
 use crate::rows::PyRows;
 use crate::runtime;
 use crate::secret::PySecret;
@@ -91,8 +91,7 @@ pub(crate) fn fetch_slices<'py>(
     ahead: Option<u64>,
     secret: Option<&PySecret>,
 ) -> PyResult<Bound<'py, PyDict>> {
-    let timeout = Duration::try_from_secs_f64(timeout.max(0.0))
-        .map_err(|_| errors::invalid(py, format!("{timeout} is no length of time in seconds")))?;
+    let timeout = seconds(py, timeout.max(0.0))?;
     let order = |(urls, step, parts)| Ok(Order { urls, step, slices: slices(py, parts)? });
     let orders = orders.into_iter().map(order).collect::<PyResult<Vec<_>>>()?;
     let cancel = Cancel::new();
@@ -106,13 +105,5 @@ pub(crate) fn fetch_slices<'py>(
         ..defaults
     };
     let report = runtime::run(py, &cancel, None, move || gather(orders, &options))?;
-    let told = PyDict::new(py);
-    told.set_item("bytes", report.bytes)?;
-    told.set_item("wanted", report.wanted)?;
-    told.set_item("lanes", report.lanes)?;
-    told.set_item("retries", report.retries)?;
-    told.set_item("troubles", report.troubles)?;
-    told.set_item("opening_seconds", report.opening.as_secs_f64())?;
-    told.set_item("fetching_seconds", report.fetching.as_secs_f64())?;
-    Ok(told)
+    report::tell(py, report)
 }

@@ -27,12 +27,6 @@ pub const DIGESTS_ENTRY: &str = "__tensorferry__/digests";
 const PREFIX_LEN: usize = 8;
 const METADATA: &str = "__metadata__";
 
-/// The entry with piece `i` of storage `k`.
-#[must_use]
-pub fn storage_entry(k: usize, i: usize) -> String {
-    format!("{RESERVED_PREFIX}storage/{k}/{i}")
-}
-
 /// The sizes of a tensor's dimensions, in elements.
 pub type Shape = SmallVec<[u64; 4]>;
 

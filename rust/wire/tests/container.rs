@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use proptest::prelude::*;
 use safetensors::SafeTensors;
 use safetensors::tensor::{Metadata, TensorView};
-use tensorferry_wire::container::{Entry, Header, HeaderError, MANIFEST_ENTRY, RESERVED_PREFIX, Shape, storage_entry};
+use tensorferry_wire::container::{Entry, Header, HeaderError, MANIFEST_ENTRY, Shape};
 use tensorferry_wire::dtype::Dtype;
 
 fn u8s(name: &str, start: u64, end: u64) -> Entry {
@@ -206,10 +206,4 @@ fn alignments_that_cannot_be() {
 fn a_header_beyond_the_limit_is_not_written() {
     let entry = u8s(&"x".repeat(100_000_000), 0, 1);
     assert!(matches!(Header::new(vec![], vec![entry]).unwrap().encode(64), Err(HeaderError::TooLong(_))));
-}
-
-#[test]
-fn names_of_storages() {
-    assert_eq!(storage_entry(3, 0), "__tensorferry__/storage/3/0");
-    assert!(storage_entry(0, 0).starts_with(RESERVED_PREFIX));
 }

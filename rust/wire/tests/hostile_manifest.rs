@@ -2,13 +2,14 @@
 #![allow(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
 use proptest::prelude::*;
-use tensorferry_wire::container::{Entry, Header, MANIFEST_ENTRY, PICKLE_ENTRY, storage_entry};
+use tensorferry_wire::container::{Entry, Header, MANIFEST_ENTRY, PICKLE_ENTRY};
 use tensorferry_wire::dtype::Dtype;
 use tensorferry_wire::manifest::{MAX_DEPTH, Manifest, ManifestError, Storage, validate};
 
 /// Three plain leaves of 8 bytes (entries 0 to 2), manifest and pickle (3, 4), pieces of storages of 8 bytes (5, 6).
 fn header() -> Header {
-    let names = ["a", "b", "c", MANIFEST_ENTRY, PICKLE_ENTRY, &storage_entry(0, 0), &storage_entry(0, 1)];
+    let names =
+        ["a", "b", "c", MANIFEST_ENTRY, PICKLE_ENTRY, "__tensorferry__/storage/0/0", "__tensorferry__/storage/0/1"];
     let entries = names.iter().zip(0..).map(|(name, i)| Entry {
         name: (*name).into(),
         dtype: Dtype::U8,

@@ -75,10 +75,10 @@ pub fn gather(orders: Vec<Order>, options: &FetchOptions) -> Result<Report, Erro
     Ok(report)
 }
 
-/// The sources as messages name them: without the random part of their paths.
-fn remote_name(urls: &[&str]) -> String {
-    let host = |url: &&str| url.split('/').nth(2).unwrap_or_default().to_owned();
-    urls.iter().map(host).collect::<Vec<_>>().join(" ")
+/// The sources as messages name them: without fingerprint and path.
+fn remote_name<'a>(urls: &[&'a str]) -> String {
+    let host = |url: &&'a str| url.split('/').nth(2).and_then(|authority| authority.rsplit('@').next());
+    urls.iter().filter_map(host).collect::<Vec<_>>().join(" ")
 }
 
 impl Report {
@@ -92,5 +92,16 @@ impl Report {
         self.routes.extend(other.routes);
         self.troubles.extend(other.troubles);
         self.opening = self.opening.max(other.opening);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sources_are_named_without_what_lets_in() {
+        let urls = ["https://sha256-ab12@10.0.0.1:5/secret/checkpoint/", "http://[::1]:7/secret/checkpoint/"];
+        assert_eq!(remote_name(&urls), "10.0.0.1:5 [::1]:7");
     }
 }
