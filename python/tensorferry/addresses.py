@@ -55,15 +55,6 @@ def wants_same_host(asked: bool | None) -> bool:
     return said != "0"
 
 
-def bandwidth(asked: int | None) -> int | None:
-    """Bytes per second; ``None`` is no limit.
-
-    Raises:
-        InvalidArgument: it is no whole number of 1 or more
-    """
-    return None if asked is None else arguments.whole("max_bandwidth (bytes per second)", asked, 1)
-
-
 def advertised_host(advertise: str | None, listening: str | None) -> str:
     """The name or address that stands in the metadata.
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from .errors import InvalidArgument
 
-#: Steps travel as 64-bit numbers with a sign.
-_STEPS = range(-(1 << 63), 1 << 63)
+T = TypeVar("T")
+
+#: The largest 64-bit number with a sign.
 _MOST = (1 << 63) - 1
 #: How much of a wrong string a message repeats.
 _SHOWN = 120
@@ -22,9 +23,7 @@ def seconds(name: str, value: timedelta) -> float:
     Raises:
         InvalidArgument: it is no ``timedelta``
     """
-    if not isinstance(value, timedelta):
-        raise InvalidArgument(f"{name} is a datetime.timedelta, such as timedelta(seconds=60), not {shown(value)}")
-    return value.total_seconds()
+    return _one(name, value, timedelta, "a datetime.timedelta, such as timedelta(seconds=60)").total_seconds()
 
 
 def patience(name: str, value: timedelta) -> float:
@@ -60,7 +59,7 @@ def step_number(value: Any) -> int:
     Raises:
         InvalidArgument: it is no whole number of 64 bits
     """
-    return whole("step", value, _STEPS[0], _STEPS[-1])
+    return whole("step", value, -_MOST - 1)
 
 
 def boolean(name: str, value: Any) -> bool:
@@ -69,9 +68,7 @@ def boolean(name: str, value: Any) -> bool:
     Raises:
         InvalidArgument: it is neither
     """
-    if not isinstance(value, bool):
-        raise InvalidArgument(f"{name} is True or False, not {shown(value)}")
-    return value
+    return _one(name, value, bool, "True or False")
 
 
 def text(name: str, value: Any) -> str:
@@ -80,9 +77,7 @@ def text(name: str, value: Any) -> str:
     Raises:
         InvalidArgument: it is none
     """
-    if not isinstance(value, str):
-        raise InvalidArgument(f"{name} is a string, not {shown(value)}")
-    return value
+    return _one(name, value, str, "a string")
 
 
 def function(name: str, value: Callable[..., Any] | None) -> Callable[..., Any] | None:
@@ -105,6 +100,13 @@ def several(name: str, value: Iterable[Any]) -> list[Any]:
     if isinstance(value, (str, bytes)) or not isinstance(value, Iterable) or isinstance(value, type):
         raise InvalidArgument(f"{name} is a list or another iterable, not {shown(value)}")
     return list(value)
+
+
+def _one(name: str, value: Any, kind: type[T], what: str) -> T:
+    """``value``, which is of this kind; a message calls it ``what``."""
+    if not isinstance(value, kind):
+        raise InvalidArgument(f"{name} is {what}, not {shown(value)}")
+    return value
 
 
 def shown(value: Any) -> str:

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 from . import arguments
 from ._native import Secret, Server
-from .addresses import advertised_host, bandwidth, listening_address, port_on
+from .addresses import advertised_host, listening_address, port_on
 from .errors import ForkedProcess, InvalidArgument
 from .state import Snapshot
 
@@ -40,12 +40,14 @@ def serve(
         InvalidArgument: an argument cannot be used; it is named
     """
     patience = arguments.patience("timeout", timeout)
+    if max_bandwidth is not None:
+        max_bandwidth = arguments.whole("max_bandwidth (bytes per second)", max_bandwidth, 1)
     listening = listening_address(interface)
     server = Server(
         patience=patience,
         bind=port_on(listening),
         same_host=same_host,
-        max_bandwidth=bandwidth(max_bandwidth),
+        max_bandwidth=max_bandwidth,
         secret=secret,
         tls=arguments.boolean("tls", tls),
     )

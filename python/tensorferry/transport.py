@@ -118,7 +118,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         self._allowed = Allowed(safe_globals, trust_pickle)
         # Held natively, where neither a repr nor a pickle nor a traceback shows it.
         self._secret = shared_secret(secret)
-        self._tls = arguments.boolean("tls", tls)
+        self._tls = tls
         self._stager = Stager(ACCELERATOR)
         self._landing = Landing(ACCELERATOR)
         self._sending = threading.Lock()

@@ -48,6 +48,11 @@ def _folder(path: Any) -> Path:
     return Path(path)
 
 
+def _new_id() -> str:
+    """As :data:`_OURS` has it in names."""
+    return uuid.uuid4().hex[:12]
+
+
 def _threads(threads: int | None) -> int | None:
     return None if threads is None else arguments.whole("threads", threads, 1)
 
@@ -104,7 +109,7 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
         self.report: dict[str, int] = {"bytes": 0, "direct": 0}
         self._rank = 0
         self._use_collectives = True
-        self._save_id = uuid.uuid4().hex[:12]
+        self._save_id = _new_id()
         self._before: frozenset[str] = frozenset()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -117,7 +122,7 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
         del is_coordinator, args
         self._rank = kwargs.get("rank") or 0
         self._use_collectives = kwargs.get("use_collectives", True)
-        self._save_id = uuid.uuid4().hex[:12]
+        self._save_id = _new_id()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Makes the folder.
@@ -155,7 +160,7 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
             SystemRefused: the system refuses, a full disk for one
         """
         # Not the save's own number: one writer may be in two saves at once.
-        name = f"rank{self._rank:05d}-{uuid.uuid4().hex[:12]}.safetensors"
+        name = f"rank{self._rank:05d}-{_new_id()}.safetensors"
         with _gc.held_off():
             packed = Packed(plan, planner, Stager(), copy=False)
         written, direct = _write_file(

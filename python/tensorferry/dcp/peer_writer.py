@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from .. import _gc, arguments
+from .. import _gc
 from ..addresses import wants_same_host
 from ..errors import InvalidArgument
 from ..secret import shared_secret
@@ -63,7 +63,6 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         self._copy = known_snapshot(snapshot) == "copy"
         self._stager = Stager()
         known = shared_secret(secret)
-        self._plain = known is None and not arguments.boolean("tls", tls)
         self._server, self._url = serve(
             timeout,
             secret=known,
@@ -73,6 +72,7 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
             advertise=advertise,
             max_bandwidth=max_bandwidth,
         )
+        self._plain = known is None and not tls
         self._urls: list[str] = []
         self._step = 0
         self._packed: Packed | None = None

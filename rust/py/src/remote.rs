@@ -9,7 +9,7 @@ use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList, PyRange, PyString, PyTuple};
 use tensorferry_core::{Arrived, Cancel, Destination, FetchOptions, Pool, Remote};
-use tensorferry_wire::container::{self, Header, RESERVED_PREFIX};
+use tensorferry_wire::container::{self, Entry, Header};
 use tensorferry_wire::manifest;
 
 use crate::errors;
@@ -85,11 +85,7 @@ impl PyRemote {
         Ok((remote, teller))
     }
 
-    fn column<'py, T>(
-        &self,
-        py: Python<'py>,
-        value: impl FnMut(&container::Entry) -> PyResult<T>,
-    ) -> PyResult<Bound<'py, PyList>>
+    fn column<'py, T>(&self, py: Python<'py>, value: impl FnMut(&Entry) -> PyResult<T>) -> PyResult<Bound<'py, PyList>>
     where
         T: IntoPyObject<'py>,
     {
@@ -187,10 +183,9 @@ impl PyRemote {
     #[getter]
     fn plain<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         let entries = self.header.entries();
-        let plain = |entry: &container::Entry| !entry.name.starts_with(RESERVED_PREFIX);
-        let first = entries.iter().take_while(|e| plain(e)).count();
-        if entries[first..].iter().any(plain) {
-            let numbers = entries.iter().enumerate().filter(|(_, e)| plain(e)).map(|(number, _)| number);
+        let first = entries.iter().take_while(|e| e.is_plain()).count();
+        if entries[first..].iter().any(Entry::is_plain) {
+            let numbers = entries.iter().enumerate().filter(|(_, e)| e.is_plain()).map(|(number, _)| number);
             return Ok(PyList::new(py, numbers.collect::<Vec<_>>())?.into_any());
         }
         Ok(PyRange::new(py, 0, isize::try_from(first)?)?.into_any())
@@ -200,7 +195,7 @@ impl PyRemote {
     #[getter]
     fn kinds(&self) -> BTreeMap<&'static str, String> {
         let mut kinds = BTreeMap::new();
-        for entry in self.header.entries().iter().filter(|e| !e.name.starts_with(RESERVED_PREFIX)) {
+        for entry in self.header.entries().iter().filter(|e| e.is_plain()) {
             kinds.entry(entry.dtype.name()).or_insert_with(|| entry.name.clone());
         }
         kinds
