@@ -14,10 +14,9 @@ import torch
 
 import tensorferry
 from equality import assert_same_state
+from secured import SECRET, TIMEOUT, send, state
 from tensorferry import InvalidArgument, ProtocolError, SourceRefused, UnprovenSource, join_metadata
 
-TIMEOUT = timedelta(seconds=30)
-SECRET = "a secret of this job and of no other"
 OTHER = "a secret of that job and of no other"
 
 pytestmark = pytest.mark.beyond_torchft
@@ -42,16 +41,6 @@ class Trap:
 
 def _trapped():
     raise Unpickled
-
-
-def state(seed=1):
-    torch.manual_seed(seed)
-    return {"w": torch.randn(700_000), "half": torch.randn(5).half(), "object": [torch.Size([1]), {"lr": 0.1}]}
-
-
-def send(source, value=None, step=3):
-    source.send_checkpoint([1], step, state() if value is None else value, TIMEOUT)
-    return source.metadata()
 
 
 @pytest.mark.parametrize("same_host", [True, False])

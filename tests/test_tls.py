@@ -6,29 +6,16 @@ import socket
 import ssl
 import urllib.error
 import urllib.request
-from datetime import timedelta
 from urllib.parse import urlsplit
 
 import pytest
 import torch
 
 from equality import assert_same_state
+from secured import SECRET, TIMEOUT, send, state
 from tensorferry import InvalidArgument, ProtocolError, SourceRefused, UnprovenSource, join_metadata
 
-TIMEOUT = timedelta(seconds=30)
-SECRET = "a secret of this job and of no other"
-
 pytestmark = pytest.mark.beyond_torchft
-
-
-def state(seed=1):
-    torch.manual_seed(seed)
-    return {"w": torch.randn(700_000), "object": [torch.Size([1]), {"lr": 0.1}]}
-
-
-def send(source, value=None, step=3):
-    source.send_checkpoint([1], step, state() if value is None else value, TIMEOUT)
-    return source.metadata()
 
 
 def counters(source):
