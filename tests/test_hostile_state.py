@@ -49,7 +49,7 @@ def test_a_manifest_that_makes_no_sense_is_a_protocol_error(
     published = {"a": torch.ones(3)}
 
     def control(packed: Any) -> list[tuple[str, bytes]]:
-        made = json.loads(packed.manifest_bytes)
+        made = json.loads(packed.manifest())
         changes = {key: value for key, value in MANIFESTS[name].items() if value is not None}
         made = {key: value for key, value in made.items() if MANIFESTS[name].get(key, 0) is not None}
         made |= {**changes, "objects": len(OBJECTS)}

@@ -94,9 +94,9 @@ class Packed:
             "shards": _shards(flat, storages),
             "globals": {f"{module}.{name}": path for (module, name), path in self.globals.items()},
         }
+        # The manifest but for the tree, which is JSON already and long.
+        self._fields = json.dumps(manifest, separators=(",", ":"))
         self._tree = flat.tree
-        # The tree is JSON already.
-        self.manifest_bytes = f'{json.dumps(manifest, separators=(",", ":"))[:-1]},"tree":{flat.tree}}}'.encode()
         self.rows.forget()
 
     def _stage(self, stager: Stager, snapshot: Snapshot, accelerated: list[int]) -> list[Piece]:
@@ -144,8 +144,12 @@ class Packed:
             self._fill(server, filling)
         if self._state is not None:
             # The server has its own, and nobody will ask again.
-            self.manifest_bytes = self.pickle_bytes = b""
-            self._tree = ""
+            self.pickle_bytes = b""
+            self._fields = self._tree = ""
+
+    def manifest(self) -> bytes:
+        """The manifest as it travels, JSON, for as long as somebody can ask for it."""
+        return f'{self._fields[:-1]},"tree":{self._tree}}}'.encode()
 
     def _fill(self, server: Server, filling: Filling) -> None:
         try:
@@ -157,7 +161,7 @@ class Packed:
         filling.finish()
 
     def _control(self) -> list[tuple[str, bytes]]:
-        control = [(MANIFEST, _padded(self.manifest_bytes, b" "))]
+        control = [(MANIFEST, _padded(self.manifest(), b" "))]
         return [*control, (PICKLE, _padded(self.pickle_bytes, b"\0"))] if self.pickle_bytes else control
 
     def rebuild(self) -> Any:
@@ -165,7 +169,7 @@ class Packed:
         if self._state is not None:
             return self._state
         plain = [i for i, name in enumerate(self.rows.names) if not name.startswith(_PREFIX)]
-        builder = Builder(json.loads(self.manifest_bytes), self._tree, self.rows, plain)
+        builder = Builder(json.loads(self._fields), self._tree, self.rows, plain)
         for k, whole in builder.scattered.items():
             for entry, lo in builder.manifest["storages"][k][1]:
                 part = storage_over(*host_view(self.memory[entry]), self.rows.size(entry))
