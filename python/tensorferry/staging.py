@@ -89,7 +89,7 @@ class Stager:
     def __init__(self, accelerator: Accelerator = ACCELERATOR) -> None:
         """Streams and buffers are made when they are first needed."""
         self.accelerator = accelerator
-        self._pinned = Pool.beside(accelerator)
+        self._pinned = Pool(HostMemory(accelerator))
         self._pageable = Pool(HostMemory(None))
         self._streams = Streams(accelerator)
 
@@ -177,7 +177,8 @@ class Staging:
             Exception: whatever the device says when a copy fails; then, too, nothing is read any more
         """
         try:
-            self._run(sorted(placed, key=lambda one: one[0]), ready)
+            with self._accelerator.on(self._streams):
+                self._run(sorted(placed, key=lambda one: one[0]), ready)
             for stream in self._streams.values():
                 self._accelerator.synchronize(stream)
         except BaseException:
