@@ -124,7 +124,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         self._sending = threading.Lock()
         self._warned: set[tuple[str, str]] = set()
         self._same_host = wants_same_host(same_host)
-        self._pool = Pool(reuse_bytes, HostMemory.beside(ACCELERATOR).lend) if reuse_bytes else None
+        self._pool = Pool(reuse_bytes, HostMemory(ACCELERATOR).lend) if reuse_bytes else None
         self._progress = arguments.function("progress", progress)
         self._server, self._address = serve(
             timeout,
