@@ -42,7 +42,8 @@ class Landing:
     def bring(self, waves: Waves, targets: Mapping[int, torch.Tensor]) -> None:
         """Brings everything; when it returns, all copies are made.
 
-        Only bytes that match their checksums are copied. What the trainer has queued on the stream it uses comes first.
+        Only bytes that match their checksums are copied. What is queued on the stream in use here and on the default
+        stream comes first.
 
         Args:
             waves: a receive begun with the entries in ``targets`` and with the size from :meth:`size`

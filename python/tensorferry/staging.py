@@ -1,6 +1,6 @@
 """Private copies of tensor memory: accelerator memory to pinned host memory, or host memory to host memory.
 
-Copies off an accelerator run on a stream of their own that waits for the stream the trainer is using, so what is
+Copies off an accelerator run on a stream of their own that waits for what is queued there already, so what is
 published is the state as of the call. They can be served while they are made: :meth:`Staging.run` tells how far it is.
 """
 
@@ -101,7 +101,8 @@ class Stager:
     def begin(self, pieces: Sequence[Piece]) -> Staging:
         """Gives every piece its place in host memory, and copies those that lie in host memory.
 
-        Those on an accelerator are copied as they are now, with all that the trainer has queued on the stream it uses.
+        Those on an accelerator are copied as they are now, with all that is queued on the stream in use here and on the
+        default stream.
         """
         on_host: list[Piece] = []
         pending: list[Piece] = []
