@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tensorferry import InvalidArgument
-from tensorferry.accelerator import ACCELERATOR, Streams
+from tensorferry.accelerator import ACCELERATOR, Accelerator, Streams, settled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -153,3 +153,21 @@ def test_two_threads_copy_on_one_stream_at_once(fake: Torch) -> None:
         thread.join(30)
     assert [target.copied for target in targets] == [[("side", 1, True)]] * 2
     assert after == ["default 1"] * 2
+
+
+@pytest.mark.parametrize(
+    ("trouble", "certain"), [(None, True), (RuntimeError("the device is lost"), False), (SystemExit(), True)]
+)
+def test_after_a_failure_every_stream_is_waited_for(trouble: BaseException | None, certain: bool) -> None:
+    """Also for whoever interrupts a second time: else memory would be used again that is still written to."""
+    over: list[str] = []
+    troubles = [trouble] if trouble else []
+
+    class Interrupted(Accelerator):
+        def synchronize(self, stream: Any) -> None:
+            if troubles:
+                raise troubles.pop()
+            over.append(stream)
+
+    assert settled(Interrupted(), ["a", "b"]) is certain
+    assert sorted(over) == (["a", "b"] if certain else ["a"])

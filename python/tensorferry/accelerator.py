@@ -128,12 +128,16 @@ class Streams:
 
 def settled(accelerator: Accelerator, streams: Iterable[Any]) -> bool:
     """Waits for all that is queued on ``streams`` after something went wrong; whether it is certain that it is over."""
-    certain = True
-    for stream in streams:
+    certain, waiting = True, list(streams)
+    while waiting:
         try:
-            accelerator.synchronize(stream)
+            accelerator.synchronize(waiting[-1])
+            waiting.pop()
         except Exception:  # Whatever the device says: it was told already, or will be.
             certain = False
+            waiting.pop()
+        except BaseException:  # Who interrupts again waits, too: something else is raised already.
+            continue
     return certain
 
 
