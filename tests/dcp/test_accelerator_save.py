@@ -47,7 +47,7 @@ def writer(device: StandIn) -> Iterator[ours.PeerWriter]:
 
 
 def weights(seed: float = 1.0) -> dict[str, Any]:
-    """Two devices' worth: whole ones, a strided one, and one on the host."""
+    """Four for devices, and one on the host."""
     state = {f"w{i}": torch.full((3 * MIB // 4,), seed + i) for i in range(4)}
     return {**state, "host": torch.full((1000,), seed)}
 
