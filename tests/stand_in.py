@@ -25,11 +25,15 @@ WAIT_S = 20
 
 
 class Event:
-    """A point in a stream, reached when `reach` is called."""
+    """A point in a stream, reached when `reach` is called. `gone` is called when nobody has it any more."""
 
-    def __init__(self) -> None:
+    def __init__(self, gone: Callable[[], object] = lambda: None) -> None:
         self._reached = threading.Event()
+        self._gone = gone
         self.error: BaseException | None = None
+
+    def __del__(self) -> None:
+        self._gone()
 
     def reach(self, error: BaseException | None) -> None:
         self.error = error
@@ -76,10 +80,13 @@ class Stream:
 
         self._work.put(turn)
 
-    def record(self) -> Event:
-        event = Event()
-        self._work.put(lambda: event.reach(self.error))
+    def record(self, gone: Callable[[], object] = lambda: None) -> Event:
+        event = Event(gone)
+        self._work.put(functools.partial(self._reach, event))
         return event
+
+    def _reach(self, event: Event) -> None:
+        event.reach(self.error)
 
     def wait(self, event: Event) -> None:
         self._work.put(functools.partial(event._reached.wait, WAIT_S))
@@ -109,9 +116,12 @@ class StandIn(Accelerator):
         side: the streams that were made, in order
         copies: the copies that were queued: numbers of bytes and the storages they were from
         pinned_bytes: how much page-locked memory was asked for, each time
+        strays: the events that a thread let go of while it had no device
     """
 
     def __init__(self) -> None:
+        self.strays = 0
+        self._own = threading.local()
         self.trainer = Stream()
         self.side: list[Stream] = []
         self.copies: list[tuple[int, int]] = []
@@ -147,7 +157,26 @@ class StandIn(Accelerator):
         self.pinned_bytes.append(nbytes)
         return torch.full((nbytes,), POISON, dtype=torch.uint8)
 
+    @contextlib.contextmanager
+    def on(self, devices: Iterable[torch.device]) -> Iterator[None]:
+        before = self._has_device()
+        self._own.has = before or bool(list(devices))
+        try:
+            yield
+        finally:
+            self._own.has = before
+
+    def _has_device(self) -> bool:
+        return getattr(self._own, "has", False)
+
+    def _gone(self) -> None:
+        self.strays += threading.current_thread() not in self._threads() and not self._has_device()
+
+    def _threads(self) -> list[threading.Thread]:
+        return [stream._thread for stream in [self.trainer, *self.side]]
+
     def stream(self, device: torch.device) -> Stream:
+        assert self._has_device()
         assert device in self._devices.values()
         self.side.append(Stream())
         if self.hold_new:
@@ -155,6 +184,7 @@ class StandIn(Accelerator):
         return self.side[-1]
 
     def follow(self, stream: Stream, device: torch.device) -> None:
+        assert self._has_device()
         del device
         stream.wait(self.trainer.record())
 
@@ -173,7 +203,8 @@ class StandIn(Accelerator):
             stream.queue(work)
 
     def record(self, stream: Stream) -> Event:
-        return stream.record()
+        assert self._has_device()
+        return stream.record(self._gone)
 
     def synchronize(self, stream: Stream) -> None:
         stream.record().synchronize()

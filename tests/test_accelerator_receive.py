@@ -281,3 +281,4 @@ def test_two_devices(device: StandIn, open_target: Callable[..., Any], source: A
     receive(open_target(live), source, 1)
     assert_same_state(live, sent)
     assert len(device.side) == 2
+    assert device.strays == 0, "events were destroyed where another device would get a context"

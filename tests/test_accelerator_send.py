@@ -180,6 +180,7 @@ def test_two_devices(device: StandIn, source: Any, open_transport: Callable[...,
         sending.result(30)
         assert len(device.side) == 2
         assert_same_state(received.result(30), state)
+        assert device.strays == 0, "events were destroyed where another device would get a context"
 
 
 @pytest.mark.parametrize("same_host", [False, True])

@@ -1,15 +1,20 @@
-"""The paths of a real GPU. What does not need one is tried with a stand-in in test_accelerator_send and _receive."""
+"""The paths of a real GPU. What does not need one is tried with stand-ins in test_accelerator*.py and elsewhere."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from equality import assert_same_state
 from exchange import TIMEOUT, in_background, receive, until
-from tensorferry.locked import locked
+from tensorferry import InvalidArgument
+from tensorferry.dcp import PeerReader, PeerWriter
+from tensorferry.locked import _forget_failure, locked
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,6 +24,7 @@ pytestmark = [
     pytest.mark.beyond_torchft,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU, and torch sees none here"),
 ]
+two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs, and torch sees fewer here")
 
 MIB = 1 << 20
 #: Some hundred milliseconds of nothing.
@@ -36,38 +42,69 @@ def on_host(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.cpu() for name, tensor in state.items()}
 
 
+def queue(state: dict[str, torch.Tensor], change: Callable[[torch.Tensor], object]) -> None:
+    """Queues a change of every tensor behind a long wait, and makes sure that it is still to come."""
+    torch.cuda._sleep(LONG_CYCLES)
+    for tensor in state.values():
+        change(tensor)
+    assert not torch.cuda.current_stream().query(), "it is done already: the test shows nothing"
+
+
+def warm_up(state: dict[str, torch.Tensor]) -> None:
+    """What is done for the first time may wait for the whole device, and then nothing can come too early."""
+    for tensor in state.values():
+        tensor.add_(0).fill_(float(tensor[0]))
+    torch.cuda._sleep(1)
+    torch.cuda.synchronize()
+
+
+def send_and_let_go(source: Any, target: Any, state: dict[str, torch.Tensor]) -> None:
+    """One exchange, after which page-locked memory and streams are there."""
+    source.send_checkpoint([1], 100, state, TIMEOUT)
+    receive(target, source, 100)
+    source.disallow_checkpoint()
+    until(lambda: len(source._stager._pinned._free) == 1, "the memory has come back")
+
+
 @pytest.mark.parametrize("same_host", [False, True])
-@pytest.mark.parametrize("own_stream", [False, True])
+@pytest.mark.parametrize("how", ["default stream", "own stream", "sent from another stream"])
 def test_what_is_queued_is_sent_and_what_comes_later_is_not(
-    own_stream: bool, same_host: bool, open_transport: Callable[..., Any]
+    how: str, same_host: bool, open_transport: Callable[..., Any]
 ) -> None:
+    """The trainer's stream is still writing when the state is sent; torchft sends from a stream of its own."""
     source, target = open_transport(same_host=same_host), open_transport(same_host=same_host)
     state = weights("cuda")
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream() if own_stream else torch.cuda.current_stream()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(LONG_CYCLES)
-        for tensor in state.values():
-            tensor.add_(1)
-        with in_background(receive, target, source, 1) as received:
+    warm_up(state)
+    send_and_let_go(source, target, state)
+    trainers = torch.cuda.Stream() if how == "own stream" else torch.cuda.current_stream()
+    sent_from = torch.cuda.Stream() if how == "sent from another stream" else trainers
+    with torch.cuda.stream(trainers), in_background(receive, target, source, 1) as received:
+        queue(state, lambda tensor: tensor.add_(1))
+        with torch.cuda.stream(sent_from):
             source.send_checkpoint([1], 1, state, TIMEOUT)
-            for tensor in state.values():
-                tensor.fill_(-1)
-            assert_same_state(received.result(30), weights("cpu", 2.0))
+        for tensor in state.values():
+            tensor.fill_(-1)
+        assert_same_state(received.result(30), weights("cpu", 2.0))
 
 
 @pytest.mark.parametrize("same_host", [False, True])
-def test_received_where_the_live_tensors_lie(same_host: bool, open_transport: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("other_stream", [False, True])
+def test_received_where_the_live_tensors_lie(
+    other_stream: bool, same_host: bool, open_transport: Callable[..., Any]
+) -> None:
     live = weights("cuda", 0.0)
     where = {name: tensor.data_ptr() for name, tensor in live.items()}
     source = open_transport(same_host=same_host)
     target = open_transport(state_dict=lambda: live, same_host=same_host)
-    source.send_checkpoint([1], 1, weights("cuda", 5.0), TIMEOUT)
+    sent = weights("cuda", 5.0)
+    warm_up(live)
+    send_and_let_go(source, target, sent)
+    source.send_checkpoint([1], 1, sent, TIMEOUT)
     # The trainer's stream still writes the old values.
-    torch.cuda._sleep(LONG_CYCLES)
-    for tensor in live.values():
-        tensor.fill_(-1)
-    received = receive(target, source, 1)
+    queue(live, lambda tensor: tensor.fill_(-1))
+    with torch.cuda.stream(torch.cuda.Stream() if other_stream else torch.cuda.current_stream()):
+        received = receive(target, source, 1)
+    torch.cuda.synchronize()
     for name, tensor in live.items():
         assert received[name] is tensor
         assert tensor.data_ptr() == where[name]
@@ -88,20 +125,133 @@ def test_staging_memory_is_locked_and_kept(open_transport: Callable[..., Any]) -
     assert len(places) == 1
 
 
-def test_locked_memory_is_what_cuda_takes_for_such(open_transport: Callable[..., Any]) -> None:
-    """To the byte, and none of it from torch's own allocator, which rounds up."""
-    before = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
-    memory = locked(5 * MIB + 123)
-    assert memory.is_pinned()
-    assert memory[MIB:].is_pinned()
-    assert torch.cuda.host_memory_stats().get("allocated_bytes.current", 0) == before
-    there = torch.arange(MIB, device="cuda", dtype=torch.uint8)
-    memory[:MIB].copy_(there, non_blocking=True)
-    torch.cuda.synchronize()
-    assert torch.equal(memory[:MIB], there.cpu())
-    del memory
+def by_torch() -> int:
+    """Bytes of page-locked memory that torch's own allocator holds."""
+    return int(torch.cuda.host_memory_stats()["allocated_bytes.current"])
+
+
+def test_locked_memory_is_what_cuda_takes_for_such() -> None:
+    """To the byte, none of it from torch's own allocator, which rounds up, and unlocked when it goes."""
+    torch.cuda.init()
+    kept = torch.empty(MIB, dtype=torch.uint8, pin_memory=True)
+    before = by_torch()
+    assert before >= kept.nbytes
+    there = torch.arange(MIB, device="cuda").to(torch.uint8)
+    # Were it not unlocked, the next one at its address would be refused, and torch's allocator asked.
+    for _ in range(3):
+        memory = locked(5 * MIB + 123)
+        assert memory.is_pinned()
+        assert memory[MIB:].is_pinned()
+        assert by_torch() <= before
+        memory[:MIB].copy_(there, non_blocking=True)
+        torch.cuda.synchronize()
+        assert torch.equal(memory[:MIB], there.cpu())
+        del memory
+
+
+def test_a_refusal_is_not_left_for_the_trainers_next_kernel() -> None:
+    memory = locked(MIB)
+    assert int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), MIB, 1)), "it was locked twice"
+    _forget_failure()
+    assert int(torch.ones(10, device="cuda").add_(1).sum()) == 20
+
+
+def test_received_memory_that_is_kept_is_locked(open_transport: Callable[..., Any]) -> None:
     source, target = open_transport(), open_transport(reuse_bytes=64 * MIB)
     source.send_checkpoint([1], 1, {"w": torch.ones(MIB)}, TIMEOUT)
     received = receive(target, source, 1)
     assert received["w"].is_pinned()
     assert torch.equal(received["w"].to("cuda", non_blocking=True).cpu(), torch.ones(MIB))
+
+
+def test_a_graph_that_is_captured_is_left_alone(open_transport: Callable[..., Any]) -> None:
+    source, target = open_transport(), open_transport()
+    state = {"w": torch.zeros(MIB, device="cuda")}
+    warm_up(state)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        state["w"].add_(1)
+        with pytest.raises(InvalidArgument, match="graph is being captured"):
+            source.send_checkpoint([1], 1, state, TIMEOUT)
+    graph.replay()
+    source.send_checkpoint([1], 1, state, TIMEOUT)
+    assert_same_state(receive(target, source, 1), {"w": torch.ones(MIB)})
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning", "ignore::FutureWarning")
+def test_a_distributed_checkpoint_of_a_running_job() -> None:
+    writer = PeerWriter(TIMEOUT, interface="127.0.0.1")
+    try:
+        state = weights("cuda")
+        warm_up(state)
+        dcp.save(state, storage_writer=writer)
+        writer.withdraw()
+        until(lambda: len(writer._stager._pinned._free) == 1, "the memory has come back")
+        queue(state, lambda tensor: tensor.add_(1))
+        dcp.save(state, storage_writer=writer)
+        for tensor in state.values():
+            tensor.fill_(-1)
+        found = weights("cuda", 0.0)
+        dcp.load(found, storage_reader=PeerReader(writer.metadata()))
+        assert_same_state(on_host(found), weights("cpu", 2.0))
+    finally:
+        writer.shutdown()
+
+
+@two_devices
+def test_a_state_on_two_devices(open_transport: Callable[..., Any]) -> None:
+    def on_both(value: float) -> dict[str, torch.Tensor]:
+        state = weights("cpu", value)
+        return {name: tensor.to(f"cuda:{i % 2}") for i, (name, tensor) in enumerate(state.items())}
+
+    live, state = on_both(0.0), on_both(1.0)
+    source, target = open_transport(), open_transport(state_dict=lambda: live)
+    warm_up(state)
+    send_and_let_go(source, target, state)
+    for device in (0, 1):
+        with torch.cuda.device(device):
+            queue({name: t for name, t in state.items() if t.get_device() == device}, lambda tensor: tensor.add_(1))
+    with in_background(receive, target, source, 1) as received:
+        source.send_checkpoint([1], 1, state, TIMEOUT)
+        received.result(30)
+    assert {str(tensor.device) for tensor in live.values()} == {"cuda:0", "cuda:1"}
+    assert_same_state(on_host(live), weights("cpu", 2.0))
+
+
+#: A process whose state is on device 1. Its threads have device 0 until somebody says otherwise.
+ON_THE_SECOND = """
+import gc, threading
+from datetime import timedelta
+import torch
+from tensorferry import HTTPTransport
+
+timeout, second = timedelta(seconds=30), torch.device("cuda", 1)
+state = {"w": torch.ones(50_000_000, device=second)}
+live = {"w": torch.zeros(50_000_000, device=second)}
+assert not torch._C._cuda_hasPrimaryContext(0), "torch itself has made a context: nothing can be shown"
+
+def heal():
+    source = HTTPTransport(timeout)
+    targets = [HTTPTransport(timeout, state_dict=lambda: live), HTTPTransport(timeout, reuse_bytes=1 << 30)]
+    for step in (1, 2):
+        source.send_checkpoint([1], step, state, timeout)
+        for target in targets:
+            target.recv_checkpoint(0, source.metadata(), step, timeout)
+    for transport in (source, *targets):
+        transport.shutdown()
+
+thread = threading.Thread(target=heal)
+thread.start()
+thread.join()
+gc.collect()
+assert torch.equal(live["w"], state["w"])
+assert not torch._C._cuda_hasPrimaryContext(0), "there is a context on device 0"
+"""
+
+
+@two_devices
+def test_no_context_is_made_on_a_device_that_is_not_used() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ON_THE_SECOND], capture_output=True, text=True, timeout=90, check=False
+    )
+    assert done.returncode == 0, done.stderr

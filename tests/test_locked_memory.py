@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import errno
 import gc
+import os
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +17,10 @@ import torch
 from equality import assert_same_state
 from exchange import TIMEOUT, receive, until
 from stand_in import StandIn, stand_in
+from tensorferry.accelerator import Accelerator
+from tensorferry.host_memory import HostMemory
 from tensorferry.locked import locked
+from tensorferry.staging import Piece, Stager
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -25,20 +32,36 @@ REFUSED = 801
 
 
 class Runtime:
-    """What the CUDA runtime knows of locked memory."""
+    """What the CUDA runtime knows of locked memory, and of devices: each thread has device 0 until it takes another."""
 
     def __init__(self) -> None:
         self.answer = 0
         self.locked: dict[int, int] = {}
         self.unlocked: list[tuple[int, bytes]] = []
+        self.contexts = {0}
+        self._own = threading.local()
+
+    def device(self) -> int:
+        return getattr(self._own, "device", 0)
+
+    @contextlib.contextmanager
+    def on(self, device: int) -> Iterator[None]:
+        before = self.device()
+        self._own.device = device
+        try:
+            yield
+        finally:
+            self._own.device = before
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802  # CUDA's name
         assert flags == 1
+        self.contexts.add(self.device())
         if not self.answer:
             self.locked[address] = nbytes
         return self.answer
 
     def cudaHostUnregister(self, address: int) -> int:  # noqa: N802  # CUDA's name
+        self.contexts.add(self.device())
         # It must still be there.
         self.unlocked.append((address, ctypes.string_at(address, 4)))
         del self.locked[address]
@@ -50,6 +73,10 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     runtime = Runtime()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "current_device", runtime.device)
+    monkeypatch.setattr(torch.cuda, "device", runtime.on)
+    monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", runtime.contexts.__contains__, raising=False)
     return runtime
 
 
@@ -87,13 +114,130 @@ def test_a_runtime_that_does_not_lock_is_asked_to_make_it(runtime: Runtime, monk
     """And what it remembers of its refusal is taken off it, which would else meet the trainer's next kernel."""
     made, asked = [], []
     monkeypatch.setattr(torch, "empty", lambda *shape, **options: made.append((shape, options)))
-    monkeypatch.setattr(torch, "zeros", lambda *shape, device: asked.append((shape, device)))
+    # A kernel: zeros are none in newer torch.
+    monkeypatch.setattr(torch, "ones", lambda *shape, device: asked.append((shape, device)))
     runtime.answer = REFUSED
     locked(MIB)
     assert made == [((MIB,), {"dtype": torch.uint8, "device": "cpu", "pin_memory": True})]
     assert asked == [((1,), "cuda")]
     gc.collect()
     assert runtime.unlocked == []
+
+
+def test_no_context_is_made_where_the_process_has_none(runtime: Runtime) -> None:
+    """A thread that nobody has told of a device has device 0, and a context there is some hundred megabytes."""
+    runtime.contexts.clear()
+    runtime.contexts.add(3)
+    memory = [locked(MIB)]
+    with runtime.on(2):
+        memory.append(locked(MIB))
+    assert len(runtime.locked) == 2
+    forget = threading.Thread(target=memory.clear)
+    forget.start()
+    forget.join()
+    assert len(runtime.unlocked) == 2
+    assert runtime.contexts == {3}
+
+
+def test_the_device_in_use_is_taken_if_it_has_a_context(runtime: Runtime) -> None:
+    runtime.contexts.add(2)
+    used = []
+    runtime.cudaHostRegister = lambda *_: used.append(runtime.device()) or 0  # type: ignore[method-assign]
+    runtime.cudaHostUnregister = lambda *_: used.append(runtime.device()) or 0  # type: ignore[method-assign]
+    with runtime.on(2):
+        memory = locked(MIB)
+    del memory
+    assert used == [2, 2]
+
+
+def test_memory_that_cannot_be_mapped(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where the system does not lock it: one warning, and pageable memory."""
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr("tensorferry.locked._Locked.madvise", refuse)
+    with stand_in() as device:
+        device.pinned = locked  # type: ignore[method-assign]
+        memory = HostMemory(device)
+        assert [memory.make(10).nbytes, memory.make(20).nbytes] == [10, 20]
+    assert [record.message for record in caplog.records if "cannot pin 10 bytes" in record.message]
+    assert len(caplog.records) == 1
+    assert not runtime.locked
+
+
+#: Maps a page of its own where the parent's locked memory is, and lets go of that.
+CHILD = """
+import ctypes, gc
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_int] * 3 + [ctypes.c_long]
+READ_AND_WRITE, PRIVATE_ANONYMOUS_HERE = 3, 0x100022
+assert libc.mmap(address, nbytes, READ_AND_WRITE, PRIVATE_ANONYMOUS_HERE, -1, 0) == address
+ctypes.memset(address, 5, nbytes)
+kept.clear()
+gc.collect()
+assert ctypes.string_at(address, nbytes) == bytes([5]) * nbytes
+"""
+
+
+def test_a_forked_child_lets_go_of_it(runtime: Runtime) -> None:
+    """What it has mapped at that address since stays, and the device, which is not its own, is not asked."""
+    kept = [locked(MIB)]
+    address = kept[0].data_ptr()
+    kept[0].fill_(7)
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            exec(CHILD, {"address": address, "nbytes": MIB, "kept": kept})
+            code = 0 if not runtime.unlocked else 2
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    assert runtime.locked == {address: MIB}
+    kept.clear()
+    assert runtime.unlocked == [(address, b"\7\7\7\7")]
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_memory_first_needed_in_inference_mode(on_device: bool) -> None:
+    """It is written to again later, which torch refuses for tensors made in that mode."""
+    with stand_in() as device:
+        stager, value = Stager(device), torch.arange(1000.0)
+        if on_device:
+            device.adopt(value)
+
+        def copy() -> None:
+            piece = Piece(value.untyped_storage(), 0, value.nbytes)
+            stager.copy([piece])
+            assert piece.buffer is not None
+            assert torch.equal(piece.buffer.memory[: value.nbytes].view(torch.float32), value)
+
+        with torch.inference_mode():
+            copy()
+        value.fill_(3)
+        copy()
+
+
+def test_nothing_is_asked_of_an_accelerator_before_it_is_needed(
+    monkeypatch: pytest.MonkeyPatch, open_transport: Callable[..., Any]
+) -> None:
+    """CUDA counts its devices in a way that leaves forked children without any."""
+
+    class Untouchable(Accelerator):
+        def is_available(self) -> bool:
+            raise AssertionError("asked")
+
+    monkeypatch.setattr("tensorferry.transport.ACCELERATOR", Untouchable())
+    source, target = open_transport(), open_transport(reuse_bytes=MIB)
+    source.send_checkpoint([1], 1, {"w": torch.ones(10)}, TIMEOUT)
+    live = {"w": torch.zeros(10)}
+    open_transport(state_dict=lambda: live).recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
+    assert torch.equal(live["w"], torch.ones(10))
+    assert target._pool.held == 0
 
 
 @pytest.fixture

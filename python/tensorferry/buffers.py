@@ -6,7 +6,6 @@ import threading
 
 import torch
 
-from .accelerator import Accelerator
 from .host_memory import HostMemory
 
 #: A kept buffer may be this many times larger than what is asked for.
@@ -26,11 +25,6 @@ class Pool:
         self._free: list[torch.Tensor] = []
         self._lock = threading.Lock()
         self._keep = True
-
-    @classmethod
-    def beside(cls, accelerator: Accelerator) -> Pool:
-        """A pool for copies to and from an accelerator; of pageable memory where there is none."""
-        return cls(HostMemory.beside(accelerator))
 
     def take(self, nbytes: int) -> Buffer:
         """A buffer of at least ``nbytes`` bytes; it comes back when its last reference is gone."""

@@ -15,23 +15,23 @@ class HostMemory:
     """Makes host memory.
 
     Args:
-        accelerator: gives page-locked memory, from which it copies at full speed; where the system refuses, one warning
-            and pageable memory. ``None``: pageable memory from the beginning.
+        accelerator: gives page-locked memory, from which it copies at full speed; where there is none, pageable memory,
+            and where the system refuses, that and one warning. Nothing is asked of it before memory is. ``None``:
+            pageable memory from the beginning.
     """
 
     def __init__(self, accelerator: Accelerator | None) -> None:
         """Nothing is made yet."""
         self._accelerator = accelerator
-
-    @classmethod
-    def beside(cls, accelerator: Accelerator) -> HostMemory:
-        """Page-locked if there is an accelerator at all."""
-        return cls(accelerator if accelerator.is_available() else None)
+        self._is_known = False
 
     def make(self, nbytes: int) -> torch.Tensor:
         """Memory of ``nbytes`` bytes, 1-D uint8; what it holds is arbitrary."""
         locked = self._locked(nbytes)
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu") if locked is None else locked
+        if locked is not None:
+            return locked
+        with torch.inference_mode(False):
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def lend(self, nbytes: int) -> tuple[int, torch.Tensor] | None:
         """Address and owner of page-locked memory of ``nbytes`` bytes; ``None`` where there is none."""
@@ -42,7 +42,13 @@ class HostMemory:
         if self._accelerator is None:
             return None
         try:
-            return self._accelerator.pinned(nbytes)
+            if not self._is_known and not self._accelerator.is_available():
+                self._accelerator = None
+                return None
+            self._is_known = True
+            # Kept memory outlives the mode of who first needs it: torch refuses to write to an inference tensor later.
+            with torch.inference_mode(False):
+                return self._accelerator.pinned(nbytes)
         except RuntimeError as e:
             self._accelerator = None
             logger.warning(

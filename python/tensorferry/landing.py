@@ -10,6 +10,7 @@ import torch
 from ._native import Waves
 from .accelerator import ACCELERATOR, Accelerator, Event, Streams, settled
 from .buffers import Pool
+from .host_memory import HostMemory
 from .tensors import as_bytes
 
 #: Bytes that come before they are copied on.
@@ -31,7 +32,7 @@ class Landing:
     def __init__(self, accelerator: Accelerator = ACCELERATOR) -> None:
         """Streams and memory are made when they are first needed."""
         self.accelerator = accelerator
-        self._pool = Pool.beside(accelerator)
+        self._pool = Pool(HostMemory(accelerator))
         self._streams = Streams(accelerator)
 
     def size(self, targets: Mapping[int, torch.Tensor]) -> int:
@@ -41,7 +42,8 @@ class Landing:
     def bring(self, waves: Waves, targets: Mapping[int, torch.Tensor]) -> None:
         """Brings everything; when it returns, all copies are made.
 
-        Only bytes that match their checksums are copied. What the trainer has queued on the stream it uses comes first.
+        Only bytes that match their checksums are copied. What is queued on the stream in use here and on the default
+        stream comes first.
 
         Args:
             waves: a receive begun with the entries in ``targets`` and with the size from :meth:`size`
@@ -61,29 +63,41 @@ class Landing:
         count = 1 if _nbytes(targets) <= size else 2
         buffer = self._pool.take(count * size)
         slots = [buffer.memory[number * size : (number + 1) * size] for number in range(count)]
-        busy: list[list[Event]] = [[] for _ in slots]
         try:
-            turn = 0
-            while True:
-                for event in busy[turn]:
-                    event.synchronize()
-                parts = waves.fetch(slots[turn].data_ptr())
-                if parts is None:
-                    break
-                pairs: dict[Any, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-                for entry, start, nbytes, at in parts:
-                    place = as_bytes(targets[entry].untyped_storage())[start : start + nbytes]
-                    pairs.setdefault(devices[entry], []).append((place, slots[turn][at : at + nbytes]))
-                for device, of_device in pairs.items():
-                    accelerator.copy(streams[device], of_device)
-                busy[turn] = [accelerator.record(streams[device]) for device in pairs]
-                turn = (turn + 1) % count
+            with accelerator.on(streams):
+                self._waves(waves, targets, devices, streams, slots)
             for stream in streams.values():
                 accelerator.synchronize(stream)
         except BaseException:
             # The copies that are under way read from the slots.
             buffer.sound = settled(accelerator, streams.values())
             raise
+
+    def _waves(
+        self,
+        waves: Waves,
+        targets: Mapping[int, torch.Tensor],
+        devices: Mapping[int, torch.device],
+        streams: Mapping[torch.device, Any],
+        slots: list[torch.Tensor],
+    ) -> None:
+        """Queues every copy, each wave's when its bytes are in one of ``slots``."""
+        busy: list[list[Event]] = [[] for _ in slots]
+        turn = 0
+        while True:
+            for event in busy[turn]:
+                event.synchronize()
+            parts = waves.fetch(slots[turn].data_ptr())
+            if parts is None:
+                return
+            pairs: dict[Any, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+            for entry, start, nbytes, at in parts:
+                place = as_bytes(targets[entry].untyped_storage())[start : start + nbytes]
+                pairs.setdefault(devices[entry], []).append((place, slots[turn][at : at + nbytes]))
+            for device, of_device in pairs.items():
+                self.accelerator.copy(streams[device], of_device)
+            busy[turn] = [self.accelerator.record(streams[device]) for device in pairs]
+            turn = (turn + 1) % len(slots)
 
     def close(self) -> None:
         """Lets go of the memory."""

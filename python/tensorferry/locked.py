@@ -8,8 +8,11 @@ locked here.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
+import os
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -38,25 +41,39 @@ class _Locked(mmap.mmap):
     """Zeros of this process alone, locked, and unlocked before they are unmapped."""
 
     _address = 0
+    _device = 0
+    _process = 0
 
     @classmethod
     def of(cls, nbytes: int) -> _Locked:
-        memory = cls(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # As with the memory CUDA makes: after a fork one side's pages would no longer be those a device was told of.
-        memory.madvise(mmap.MADV_DONTFORK)
+        try:
+            memory = cls(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            # As with the memory CUDA makes: after a fork one side's pages would not be those a device was told of.
+            memory.madvise(mmap.MADV_DONTFORK)
+        except OSError as e:
+            raise RuntimeError(f"cannot map {nbytes} bytes: {e}") from e
         # Advice, which a kernel without huge pages refuses: fewer pages are locked faster.
         with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
         address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-        if int(_cudart().cudaHostRegister(address, nbytes, _PORTABLE)):
-            _forget_failure()
-            raise _Refused
-        memory._address = address
+        device = _device()
+        with _on(device):
+            if int(_cudart().cudaHostRegister(address, nbytes, _PORTABLE)):
+                _forget_failure()
+                raise _Refused
+        memory._address, memory._device, memory._process = address, device, os.getpid()
         return memory
 
     def __del__(self) -> None:
         # While the interpreter exits, the memory goes with the process.
-        if self._address and not sys.is_finalizing():
+        if not self._address or sys.is_finalizing():
+            return
+        if self._process != os.getpid():
+            # A forked child has neither the mapping nor the device. Never unmapped there: what it has mapped since may
+            # be at the same address.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
+            return
+        with _on(self._device):
             _cudart().cudaHostUnregister(self._address)
 
 
@@ -64,7 +81,25 @@ def _cudart() -> Any:
     return torch.cuda.cudart()
 
 
+def _device() -> int:
+    """A device on which this process has a context: this thread's own if it has one there.
+
+    The runtime makes a context, of some hundred megabytes, on whichever device the calling thread has. That is device 0
+    for a thread that nobody has told, as those are in which receives take memory and publications let go of it.
+    """
+    own: int = torch.cuda.current_device()
+    devices = (own, *range(torch.cuda.device_count()))
+    return next((device for device in devices if torch._C._cuda_hasPrimaryContext(device)), own)
+
+
+@contextlib.contextmanager
+def _on(device: int) -> Iterator[None]:
+    with torch.cuda.device(device):
+        yield
+
+
 def _forget_failure() -> None:
     """The runtime keeps its last error for whoever asks next: better a kernel that nobody needs than the trainer's."""
     with contextlib.suppress(RuntimeError):
-        torch.zeros(1, device="cuda")
+        # Zeros would be no kernel: newer torch has the driver clear them, which asks for no error but its own.
+        torch.ones(1, device="cuda")

@@ -1,6 +1,6 @@
 """Private copies of tensor memory: accelerator memory to pinned host memory, or host memory to host memory.
 
-Copies off an accelerator run on a stream of their own that waits for the stream the trainer is using, so what is
+Copies off an accelerator run on a stream of their own that waits for what is queued there already, so what is
 published is the state as of the call. They can be served while they are made: :meth:`Staging.run` tells how far it is.
 """
 
@@ -89,7 +89,7 @@ class Stager:
     def __init__(self, accelerator: Accelerator = ACCELERATOR) -> None:
         """Streams and buffers are made when they are first needed."""
         self.accelerator = accelerator
-        self._pinned = Pool.beside(accelerator)
+        self._pinned = Pool(HostMemory(accelerator))
         self._pageable = Pool(HostMemory(None))
         self._streams = Streams(accelerator)
 
@@ -101,7 +101,8 @@ class Stager:
     def begin(self, pieces: Sequence[Piece]) -> Staging:
         """Gives every piece its place in host memory, and copies those that lie in host memory.
 
-        Those on an accelerator are copied as they are now, with all that the trainer has queued on the stream it uses.
+        Those on an accelerator are copied as they are now, with all that is queued on the stream in use here and on the
+        default stream.
         """
         on_host: list[Piece] = []
         pending: list[Piece] = []
@@ -177,7 +178,8 @@ class Staging:
             Exception: whatever the device says when a copy fails; then, too, nothing is read any more
         """
         try:
-            self._run(sorted(placed, key=lambda one: one[0]), ready)
+            with self._accelerator.on(self._streams):
+                self._run(sorted(placed, key=lambda one: one[0]), ready)
             for stream in self._streams.values():
                 self._accelerator.synchronize(stream)
         except BaseException:

@@ -57,8 +57,8 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         num_chunks: connections a receive uses; 0 chooses by the number of cores. A stock torchft receiver that heals
             from here must use the same number.
         state_dict: gives the live state; ``recv_checkpoint`` then writes into its tensors and returns them. Tensors it
-            does not have are received into fresh memory. What is queued on the stream in use there comes before what is
-            written to an accelerator.
+            does not have are received into fresh memory. What is queued on the stream in use there and on the device's
+            default stream comes before what is written to an accelerator.
         snapshot: ``"borrow"`` serves CPU tensors from where they are, ``"copy"`` takes a private copy in
             ``send_checkpoint``: for states that change while they are served, as BatchNorm's buffers do with torchft's
             sync quorum. Accelerator tensors are always copied.
@@ -83,7 +83,8 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         max_bandwidth: bytes per second that all receivers together may take from here; ``None`` is no limit
         reuse_bytes: keep up to this many bytes of received memory, once all its tensors are gone, for the next receive:
             fresh memory costs page faults, which take longer than the bytes do. It is page-locked where there is an
-            accelerator, so that what is received is copied there at full speed; forked children cannot read it then
+            accelerator, so that what is received is copied there at full speed; forked children cannot read it then,
+            and copies out of it with ``non_blocking=True`` have to be over before its tensors are let go of
         progress: called with the bytes that are here and the bytes there are, some times a second during a receive and
             once at its end; what it raises ends the receive
 
@@ -124,7 +125,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         self._sending = threading.Lock()
         self._warned: set[tuple[str, str]] = set()
         self._same_host = wants_same_host(same_host)
-        self._pool = Pool(reuse_bytes, HostMemory.beside(ACCELERATOR).lend) if reuse_bytes else None
+        self._pool = Pool(reuse_bytes, HostMemory(ACCELERATOR).lend) if reuse_bytes else None
         self._progress = arguments.function("progress", progress)
         self._server, self._address = serve(
             timeout,
@@ -151,8 +152,9 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
     def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta) -> None:
         """Publishes ``state_dict`` as ``step`` and returns; receivers fetch it on their own.
 
-        Accelerator tensors are copied to the host first, as they are with all that is queued on the stream in use here;
-        receivers get what is copied while the rest is. When this returns, nothing of them is read any more.
+        Accelerator tensors are copied to the host first, as they are with all that is queued on the stream in use here
+        and on the device's default stream; receivers get what is copied while the rest is. When this returns, nothing
+        of them is read any more.
 
         Args:
             dst_ranks: ignored, as in torchft: who has the metadata may fetch
@@ -162,7 +164,8 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
 
         Raises:
             UnsupportedLeaf: a leaf cannot be carried; its path is named, and what was served before is still served
-            InvalidArgument: the step is no whole number of 64 bits
+            InvalidArgument: the step is no whole number of 64 bits, or a CUDA graph is being captured on the stream in
+                use
             Exception: whatever torch raises when a copy off the accelerator fails; then nothing is served any more, and
                 receivers that have begun get an error
         """
@@ -199,7 +202,8 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
                 names, or, where this transport has ``tls=True``, does not encrypt
             StateMismatch: the live state's tensors differ in dtype or shape; nothing was overwritten
             UnsafePickle: the state holds objects that are not on the allow-list
-            InvalidArgument: the metadata names no source, or an argument is of the wrong kind
+            InvalidArgument: the metadata names no source, an argument is of the wrong kind, or a CUDA graph is being
+                captured on the stream in use and the live state is on an accelerator
         """
         del src_rank
         self._server.check_process()

@@ -19,6 +19,7 @@ from torch.futures import Future
 
 from .. import _gc, arguments
 from .._native import Rows, _file_entries, _read_file, _write_file
+from ..accelerator import ACCELERATOR
 from ..allowlist import Allowed
 from ..errors import IncompleteCheckpoint, InvalidArgument, ProtocolError, SystemRefused
 from ..staging import Stager
@@ -162,7 +163,7 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
         # Not the save's own number: one writer may be in two saves at once.
         name = f"rank{self._rank:05d}-{_new_id()}.safetensors"
         with _gc.held_off():
-            packed = Packed(plan, planner, Stager(), copy=False)
+            packed = Packed(plan, planner, Stager(ACCELERATOR), copy=False)
         written, direct = _write_file(
             self._path / name,
             rows=packed.rows,

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from .. import _gc
+from ..accelerator import ACCELERATOR
 from ..addresses import wants_same_host
 from ..errors import InvalidArgument
 from ..secret import shared_secret
@@ -61,7 +62,7 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         super().__init__()
         self._timeout = timeout
         self._copy = known_snapshot(snapshot) == "copy"
-        self._stager = Stager()
+        self._stager = Stager(ACCELERATOR)
         known = shared_secret(secret)
         self._server, self._url = serve(
             timeout,

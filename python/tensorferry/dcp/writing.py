@@ -51,6 +51,7 @@ class Packed:
         self._kinds: list[str] = []
         self._taken: set[str] = set()
         self._borrowed = False
+        self._accelerator = stager.accelerator
         pieces: list[tuple[int, Piece]] = []
         for number, item in enumerate(plan.items):
             try:
@@ -89,7 +90,7 @@ class Packed:
         shape = tuple(memory.shape) if dtype else (memory.nbytes,)
         owner: torch.Tensor | Piece = memory
         start = address(memory)
-        if memory.nbytes and (copy or memory.device.type != "cpu"):
+        if memory.nbytes and (copy or self._accelerator.device_of(memory.untyped_storage()) is not None):
             owner = Piece(*reach(memory))
             pieces.append((len(self.rows), owner))
             start = 0

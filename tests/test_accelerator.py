@@ -1,0 +1,173 @@
+"""What is asked of torch for an accelerator, tried with a stand-in for the parts of torch that need one."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from tensorferry import InvalidArgument
+from tensorferry.accelerator import ACCELERATOR, Accelerator, Streams, settled
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+pytestmark = pytest.mark.beyond_torchft
+
+CUDA = [torch.device("cuda", 0), torch.device("cuda", 1)]
+
+
+class Stream:
+    """As torch's: entered, it remembers in itself what to go back to, and so can be entered once at a time."""
+
+    def __init__(self, torch_: Torch, name: str, device: torch.device) -> None:
+        self._torch = torch_
+        self._back: Stream | None = None
+        self.name = name
+        self.device = device
+        self.waited: list[str] = []
+
+    def __enter__(self) -> None:
+        before = self._torch.current_stream(self.device)
+        self._torch.set_stream(self)
+        if self._back is not None:
+            raise RuntimeError("Stream's context should not be initialized.")
+        self._back = before
+
+    def __exit__(self, *_: object) -> None:
+        assert self._back is not None
+        self._torch.set_stream(self._back)
+        self._back = None
+
+    def wait_stream(self, other: Stream) -> None:
+        self.waited.append(other.name)
+
+
+class Torch:
+    """The device and the streams each thread has: device 0 and default streams until it takes others."""
+
+    def __init__(self) -> None:
+        self.default = {device.index: Stream(self, f"default {device.index}", device) for device in CUDA}
+        self.captures = False
+        self._own = threading.local()
+
+    def device(self) -> int:
+        return getattr(self._own, "device", 0)
+
+    @contextlib.contextmanager
+    def device_index(self, index: int | None) -> Iterator[None]:
+        before = self.device()
+        self._own.device = before if index is None else index
+        try:
+            yield
+        finally:
+            self._own.device = before
+
+    def current_stream(self, device: torch.device) -> Stream:
+        return getattr(self._own, "streams", {}).get(device.index) or self.default[device.index]
+
+    def set_stream(self, stream: Stream) -> None:
+        self._own.streams = {**getattr(self._own, "streams", {}), stream.device.index: stream}
+        self._own.device = stream.device.index
+
+    def default_stream(self, device: torch.device) -> Stream:
+        return self.default[device.index]
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Torch:
+    fake = Torch()
+    for name in ("device_index", "current_stream", "set_stream"):
+        monkeypatch.setattr(torch.accelerator, name, getattr(fake, name))
+    monkeypatch.setattr(torch.cuda, "default_stream", fake.default_stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: fake.captures)
+    monkeypatch.setattr(torch, "Stream", lambda device: Stream(fake, f"side {device.index}", device))
+    return fake
+
+
+class Target:
+    """Says on which stream it was copied to."""
+
+    def __init__(self, fake: Torch, device: torch.device, during: Callable[[], Any] = lambda: None) -> None:
+        self._fake = fake
+        self._device = device
+        self._during = during
+        self.copied: list[tuple[str, int, bool]] = []
+
+    def copy_(self, source: Any, non_blocking: bool) -> None:
+        del source
+        self._during()
+        self.copied.append((self._fake.current_stream(self._device).name, self._fake.device(), non_blocking))
+
+
+def test_copies_wait_for_the_callers_stream_and_for_the_default_one_of_each_device(fake: Torch) -> None:
+    """torchft calls on a stream of its own, which does not wait for the trainer's."""
+    fake.set_stream(Stream(fake, "recovery", CUDA[0]))
+    streams = Streams(ACCELERATOR).behind([CUDA[1], CUDA[0], CUDA[1]])
+    assert sorted(streams[CUDA[0]].waited) == ["default 0", "recovery"]
+    assert set(streams[CUDA[1]].waited) == {"default 1"}
+    assert fake.device() == 0
+
+
+def test_nothing_is_copied_while_a_graph_is_captured(fake: Torch) -> None:
+    fake.captures = True
+    streams = Streams(ACCELERATOR)
+    with pytest.raises(InvalidArgument, match=r"graph is being captured on cuda:1.*before the capture, or after it"):
+        streams.behind([CUDA[1]])
+    # Had it waited for the captured stream, it would have become a part of the graph.
+    assert all(stream.waited == [] for stream in streams._made.values())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_copy_leaves_stream_and_device_as_they_were(fails: bool, fake: Torch) -> None:
+    def lose() -> None:
+        raise RuntimeError("the device is lost")
+
+    own, side = Stream(fake, "own", CUDA[1]), Stream(fake, "side", CUDA[1])
+    with fake.device_index(1):
+        fake.set_stream(own)
+    target = Target(fake, CUDA[1], lose if fails else lambda: None)
+    with pytest.raises(RuntimeError, match="lost") if fails else contextlib.nullcontext():
+        ACCELERATOR.copy(side, [(target, None)])  # type: ignore[list-item]
+    assert target.copied == ([] if fails else [("side", 1, True)])
+    assert fake.current_stream(CUDA[1]) is own
+    assert fake.device() == 0
+
+
+def test_two_threads_copy_on_one_stream_at_once(fake: Torch) -> None:
+    side, both = Stream(fake, "side", CUDA[1]), threading.Barrier(2, timeout=20)
+    targets = [Target(fake, CUDA[1], both.wait) for _ in range(2)]
+    after: list[str] = []
+
+    def copy(target: Target) -> None:
+        ACCELERATOR.copy(side, [(target, None)])  # type: ignore[list-item]
+        after.append(fake.current_stream(CUDA[1]).name)
+
+    threads = [threading.Thread(target=copy, args=(target,)) for target in targets]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert [target.copied for target in targets] == [[("side", 1, True)]] * 2
+    assert after == ["default 1"] * 2
+
+
+@pytest.mark.parametrize(
+    ("trouble", "certain"), [(None, True), (RuntimeError("the device is lost"), False), (SystemExit(), True)]
+)
+def test_after_a_failure_every_stream_is_waited_for(trouble: BaseException | None, certain: bool) -> None:
+    """Also for whoever interrupts a second time: else memory would be used again that is still written to."""
+    over: list[str] = []
+    troubles = [trouble] if trouble else []
+
+    class Interrupted(Accelerator):
+        def synchronize(self, stream: Any) -> None:
+            if troubles:
+                raise troubles.pop()
+            over.append(stream)
+
+    assert settled(Interrupted(), ["a", "b"]) is certain
+    assert sorted(over) == (["a", "b"] if certain else ["a"])
