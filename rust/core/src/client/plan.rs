@@ -33,6 +33,15 @@ impl Piece {
         self.start + self.len
     }
 
+    /// Takes `next` in if that goes on where this ends, in the payload and in memory.
+    pub(crate) fn join(&mut self, next: &Self) -> bool {
+        let goes_on = self.end() == next.start && self.address as u64 + self.len == next.address as u64;
+        if goes_on {
+            self.len += next.len;
+        }
+        goes_on
+    }
+
     /// What of it lies in `[start, end)` of the payload.
     pub(crate) fn within(&self, start: u64, end: u64) -> Option<Self> {
         let (from, to) = (self.start.max(start), self.end().min(end));
@@ -66,11 +75,8 @@ impl Plan {
             if end.is_none() || before.as_ref().is_some_and(|b| b.end() > piece.start) {
                 return Err(Error::new(ErrorKind::Invalid, "two destinations for one byte, or one past the payload"));
             }
-            match before {
-                Some(b) if b.end() == piece.start && b.address as u64 + b.len == piece.address as u64 => {
-                    b.len += piece.len;
-                }
-                _ => merged.push(piece),
+            if !before.is_some_and(|before| before.join(&piece)) {
+                merged.push(piece);
             }
         }
         Ok(Self { pieces: merged, payload_len, grain: BLOCK_SIZE, fresh })
