@@ -307,6 +307,24 @@ mod tests {
     use super::*;
 
     #[test]
+    fn neighbours_in_payload_and_memory_are_one_piece_and_no_others_are() {
+        // SAFETY: nobody writes to these addresses.
+        let piece = |start, len, address| unsafe { Piece::new(start, len, address) };
+        for (next, joined) in [
+            (piece(164, 8, 1064), true),
+            (piece(164, 0, 1064), true),
+            (piece(165, 8, 1064), false),
+            (piece(164, 8, 1065), false),
+            (piece(163, 8, 1063), false),
+            (piece(165, 8, 1065), false),
+        ] {
+            let mut first = piece(100, 64, 1000);
+            assert_eq!(first.join(&next), joined, "{next:?}");
+            assert_eq!(first.len, if joined { 64 + next.len } else { 64 }, "{next:?}");
+        }
+    }
+
+    #[test]
     fn what_is_left_of_a_range_comes_back_and_what_is_done_does_not() {
         let queue = Queue::new(&[(0, 5), (9, 10)], 3);
         let bounds = |taken: &Taken<'_>| (taken.at, taken.end);
