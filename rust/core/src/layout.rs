@@ -14,23 +14,26 @@ pub(crate) struct Segments {
     starts: Vec<u64>,
     regions: Vec<Region>,
     len: u64,
-    // Owned bytes among the parts; borrowed ones belong to the publication's owner.
-    _parts: Vec<Memory>,
+    /// What owns some of the regions; others belong to the publication's owner.
+    _owned: Vec<Bytes>,
 }
 
 impl Segments {
-    pub(crate) fn new(parts: Vec<Memory>) -> Self {
-        let (mut starts, mut regions, mut len) = (Vec::with_capacity(parts.len()), Vec::with_capacity(parts.len()), 0);
-        for part in &parts {
-            let region = part.region();
-            if region.len() > 0 {
-                starts.push(len);
-                regions.push(region);
-                len += region.len() as u64;
-            }
+    /// The `parts` in order.
+    pub(crate) fn new(mut parts: Vec<Memory>) -> Self {
+        let owned = parts.iter_mut().filter_map(Memory::take_owned).collect();
+        Self::over(parts.iter().map(Memory::region), owned)
+    }
+
+    /// The `regions` in order; `owned` is the memory of those that nobody else keeps.
+    fn over(regions: impl Iterator<Item = Region>, owned: Vec<Bytes>) -> Self {
+        let (mut starts, mut taken, mut len) = (Vec::new(), Vec::new(), 0);
+        for region in regions.filter(|region| region.len() > 0) {
+            starts.push(len);
+            taken.push(region);
+            len += region.len() as u64;
         }
-        let owned = parts.into_iter().filter(Memory::is_owned).collect();
-        Self { starts, regions, len, _parts: owned }
+        Self { starts, regions: taken, len, _owned: owned }
     }
 
     pub(crate) fn len(&self) -> u64 {
@@ -77,36 +80,38 @@ impl Layout {
     /// every tensor aligned. Checksums come last. The payload starts at a multiple of `align`.
     pub(crate) fn new(metadata: Vec<(String, String)>, items: Vec<Item>, align: u64) -> Result<Self, Error> {
         let invalid = |e: container::HeaderError| Error::caused(ErrorKind::Invalid, "cannot publish this state", e);
-        let mut order: Vec<usize> = (0..items.len()).collect();
-        order.sort_by_cached_key(|&i| match items[i].name.as_str() {
+        let rank = |item: &Item| match item.name.as_str() {
             container::MANIFEST_ENTRY => 0,
             container::PICKLE_ENTRY => 1,
-            container::DIGESTS_ENTRY => u64::MAX,
-            _ if (items[i].memory.region().len() as u64).is_multiple_of(PAGE) => 2,
-            _ => 19 - items[i].dtype.alignment(),
-        });
-        let mut offsets = vec![(0, 0); items.len()];
+            container::DIGESTS_ENTRY => u32::MAX,
+            _ if (item.memory.len() as u64).is_multiple_of(PAGE) => 2,
+            _ => 6 - item.dtype.alignment().trailing_zeros(),
+        };
+        // There may be a million items: what is noted of each is small, and what was noted is used again.
+        let ranks: Vec<u32> = items.iter().map(rank).collect();
+        let mut order: Vec<usize> = (0..items.len()).collect();
+        order.sort_by_key(|&i| ranks[i]);
+        let mut starts = vec![0; items.len()];
         let mut at = 0_u64;
         for &i in &order {
-            let end = at + items[i].memory.region().len() as u64;
-            offsets[i] = (at, end);
-            at = end;
+            starts[i] = at;
+            at += items[i].memory.len() as u64;
         }
-        let starts = offsets.iter().map(|&(start, _)| start).collect();
-        let mut memories: Vec<Option<Memory>> = Vec::with_capacity(items.len());
-        let mut entries = Vec::with_capacity(items.len());
-        let mut digests = None;
-        for (item, (start, end)) in items.into_iter().zip(offsets) {
-            if item.name == container::DIGESTS_ENTRY {
-                digests = Some((start, end));
-            }
-            entries.push(Entry { name: item.name, dtype: item.dtype, shape: item.shape, start, end });
-            memories.push(Some(item.memory));
-        }
+        let digests = items.iter().position(|item| item.name == container::DIGESTS_ENTRY);
+        let digests = digests.map(|i| (starts[i], starts[i] + items[i].memory.len() as u64));
+        let regions: Vec<Region> = order.into_iter().map(|i| items[i].memory.region()).collect();
+        let mut owned = Vec::new();
+        let entry = |(mut item, &start): (Item, &u64)| {
+            owned.extend(item.memory.take_owned());
+            let end = start + item.memory.len() as u64;
+            Entry { name: item.name, dtype: item.dtype, shape: item.shape, start, end }
+        };
+        // Collected in the memory of the items.
+        let entries: Vec<Entry> = items.into_iter().zip(&starts).map(entry).collect();
         let header = Header::new(metadata, entries).map_err(invalid)?;
         let header = Bytes::from(header.encode(align).map_err(invalid)?);
-        let mut parts = vec![Memory::from(header.clone())];
-        parts.extend(order.into_iter().filter_map(|i| memories[i].take()));
-        Ok(Self { header, content: Segments::new(parts), starts, digests })
+        let first = Memory::from(header.clone()).region();
+        owned.push(header.clone());
+        Ok(Self { header, content: Segments::over(std::iter::once(first).chain(regions), owned), starts, digests })
     }
 }

@@ -63,8 +63,13 @@ impl Memory {
         Self { region: Region { ptr: address as *const u8, len }, bytes: None }
     }
 
-    pub(crate) fn is_owned(&self) -> bool {
-        self.bytes.is_some()
+    /// What keeps it, if it is not borrowed. It must outlive the region.
+    pub(crate) fn take_owned(&mut self) -> Option<Bytes> {
+        self.bytes.take()
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.region.len()
     }
 
     pub(crate) fn region(&self) -> Region {

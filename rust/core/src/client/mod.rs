@@ -97,11 +97,11 @@ impl Destination {
         Self::Given(Addresses(addresses))
     }
 
-    /// Where each of `entries` entries goes; `None` is the fresh arena.
-    fn addresses(self, entries: usize) -> Vec<Option<usize>> {
+    /// Where each entry goes, `None` being the fresh arena; nothing where all of them go there.
+    fn addresses(self) -> Option<Vec<Option<usize>>> {
         match self {
-            Self::Fresh => vec![None; entries],
-            Self::Given(Addresses(addresses)) => addresses,
+            Self::Fresh => None,
+            Self::Given(Addresses(addresses)) => Some(addresses),
         }
     }
 }

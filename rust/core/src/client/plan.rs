@@ -33,6 +33,15 @@ impl Piece {
         self.start + self.len
     }
 
+    /// Takes `next` in if that goes on where this ends, in the payload and in memory.
+    pub(crate) fn join(&mut self, next: &Self) -> bool {
+        let goes_on = self.end() == next.start && self.address as u64 + self.len == next.address as u64;
+        if goes_on {
+            self.len += next.len;
+        }
+        goes_on
+    }
+
     /// What of it lies in `[start, end)` of the payload.
     pub(crate) fn within(&self, start: u64, end: u64) -> Option<Self> {
         let (from, to) = (self.start.max(start), self.end().min(end));
@@ -66,11 +75,8 @@ impl Plan {
             if end.is_none() || before.as_ref().is_some_and(|b| b.end() > piece.start) {
                 return Err(Error::new(ErrorKind::Invalid, "two destinations for one byte, or one past the payload"));
             }
-            match before {
-                Some(b) if b.end() == piece.start && b.address as u64 + b.len == piece.address as u64 => {
-                    b.len += piece.len;
-                }
-                _ => merged.push(piece),
+            if !before.is_some_and(|before| before.join(&piece)) {
+                merged.push(piece);
             }
         }
         Ok(Self { pieces: merged, payload_len, grain: BLOCK_SIZE, fresh })
@@ -299,6 +305,24 @@ mod tests {
     use std::sync::mpsc;
 
     use super::*;
+
+    #[test]
+    fn neighbours_in_payload_and_memory_are_one_piece_and_no_others_are() {
+        // SAFETY: nobody writes to these addresses.
+        let piece = |start, len, address| unsafe { Piece::new(start, len, address) };
+        for (next, joined) in [
+            (piece(164, 8, 1064), true),
+            (piece(164, 0, 1064), true),
+            (piece(165, 8, 1064), false),
+            (piece(164, 8, 1065), false),
+            (piece(163, 8, 1063), false),
+            (piece(165, 8, 1065), false),
+        ] {
+            let mut first = piece(100, 64, 1000);
+            assert_eq!(first.join(&next), joined, "{next:?}");
+            assert_eq!(first.len, if joined { 64 + next.len } else { 64 }, "{next:?}");
+        }
+    }
 
     #[test]
     fn what_is_left_of_a_range_comes_back_and_what_is_done_does_not() {

@@ -65,7 +65,7 @@ impl Remote {
             let message = "waves take one source, entries it has and memory of at least 1 MiB";
             return Err(Error::new(ErrorKind::Invalid, message));
         }
-        let mut addresses = destination.addresses(entries.len());
+        let mut addresses = destination.addresses();
         let mut through: Vec<_> = passing
             .iter()
             .map(|&entry| Passing { entry, start: entries[entry].start, end: entries[entry].end })
@@ -76,11 +76,11 @@ impl Remote {
             return Err(Error::new(ErrorKind::Invalid, "an entry that passes through the waves twice"));
         }
         for &entry in passing {
-            if let Some(address) = addresses.get_mut(entry) {
+            if let Some(address) = addresses.as_mut().and_then(|addresses| addresses.get_mut(entry)) {
                 *address = None;
             }
         }
-        let placed = self.place(&addresses, passing)?;
+        let placed = self.place(addresses.as_deref(), passing)?;
         let fresh = placed.is_fresh();
         let Placed { arena, offsets, mut pieces } = placed;
         pieces.retain(|piece| piece.len > 0);

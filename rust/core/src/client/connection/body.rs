@@ -94,18 +94,26 @@ impl Connection {
 
     /// The whole body, which must not be longer than `limit` bytes.
     pub(crate) fn body(&mut self, head: &Head, limit: u64) -> Result<Vec<u8>, Error> {
+        let mut body = Vec::new();
+        self.append_body(head, limit, &mut body)?;
+        Ok(body)
+    }
+
+    /// The same, behind what `bytes` holds. After an error they may end with a part of it.
+    pub(crate) fn append_body(&mut self, head: &Head, limit: u64, bytes: &mut Vec<u8>) -> Result<(), Error> {
         let length = head.content_length.ok_or_else(|| self.protocol("its answer has no Content-Length"))?;
         if length > limit {
             return Err(self.protocol(format!("its answer has {length} bytes where at most {limit} make sense")));
         }
-        let mut body = Vec::new();
-        while (body.len() as u64) < length {
+        let mut left = length;
+        while left > 0 {
             // Grown as bytes arrive: an announced length alone takes no memory.
-            let at = body.len();
-            let step = usize::try_from(length - at as u64).unwrap_or(usize::MAX).min(1 << 20);
-            body.resize(at + step, 0);
-            self.fill(&mut [IoSliceMut::new(&mut body[at..])], |_| ())?;
+            let at = bytes.len();
+            let step = usize::try_from(left).unwrap_or(usize::MAX).min(1 << 20);
+            bytes.resize(at + step, 0);
+            self.fill(&mut [IoSliceMut::new(&mut bytes[at..])], |_| ())?;
+            left -= step as u64;
         }
-        Ok(body)
+        Ok(())
     }
 }

@@ -81,8 +81,7 @@ impl Remote {
     /// destination may then hold some of the new bytes.
     pub fn fetch(mut self, destination: Destination) -> Result<Arrived, Error> {
         let started = Instant::now();
-        let addresses = destination.addresses(self.header.entries().len());
-        let placed = self.place(&addresses, &[])?;
+        let placed = self.place(destination.addresses().as_deref(), &[])?;
         let fresh = placed.is_fresh();
         let Placed { arena, offsets, pieces } = placed;
         let plan = Plan::new(pieces, self.header.payload_len(), fresh)?;
@@ -166,13 +165,14 @@ impl Remote {
         }
     }
 
-    /// Lays out the arena and lists every destination. The entries numbered in `elsewhere` get none.
-    pub(super) fn place(&self, addresses: &[Option<usize>], elsewhere: &[usize]) -> Result<Placed, Error> {
+    /// Lays out the arena and lists every destination, neighbours as one. The entries numbered in `elsewhere` get none.
+    pub(super) fn place(&self, addresses: Option<&[Option<usize>]>, elsewhere: &[usize]) -> Result<Placed, Error> {
         let entries = self.header.entries();
-        if addresses.len() != entries.len() {
-            let message = format!("{} destinations for {} entries", addresses.len(), entries.len());
+        if let Some(given) = addresses.map(<[_]>::len).filter(|&given| given != entries.len()) {
+            let message = format!("{given} destinations for {} entries", entries.len());
             return Err(Error::new(ErrorKind::Invalid, message));
         }
+        let address_of = |index: usize| addresses.and_then(|addresses| addresses[index]);
         let mut here = vec![true; entries.len()];
         for &index in elsewhere {
             here[index] = false;
@@ -181,15 +181,15 @@ impl Remote {
         let mut len = 0_u64;
         // In payload order, so that neighbours on the wire are neighbours in memory and one receive fills many.
         for (index, entry) in self.header.in_payload_order() {
-            if addresses[index].is_none() && here[index] && !is_reserved(entry) {
+            if address_of(index).is_none() && here[index] && !is_reserved(entry) {
                 offsets[index] = Some(len);
                 len = (len + (entry.end - entry.start)).next_multiple_of(ALIGNMENT);
             }
         }
         let arena = Arena::new(len, self.pool.clone())?;
-        let mut pieces = Vec::with_capacity(entries.len());
+        let mut pieces: Vec<Piece> = Vec::new();
         for (index, entry) in self.header.in_payload_order() {
-            let address = match (addresses[index], offsets[index]) {
+            let address = match (address_of(index), offsets[index]) {
                 (Some(address), _) => address,
                 // An offset is below the length of a mapping that exists.
                 #[allow(clippy::cast_possible_truncation)]
@@ -198,7 +198,10 @@ impl Remote {
             };
             // SAFETY: the arena is ours, its entries do not overlap, and it is handed out only after the transfer;
             // for given addresses `Destination::given` took the promise.
-            pieces.push(unsafe { Piece::new(entry.start, entry.end - entry.start, address) });
+            let piece = unsafe { Piece::new(entry.start, entry.end - entry.start, address) };
+            if !pieces.last_mut().is_some_and(|last| last.join(&piece)) {
+                pieces.push(piece);
+            }
         }
         Ok(Placed { arena, offsets, pieces })
     }

@@ -55,15 +55,16 @@ impl Opened {
         let same_host = head.same_host.clone();
         let etag = head.etag.clone().ok_or_else(|| protocol("the source's answer has no ETag"))?;
         let mut bytes = connection.body(&head, ahead)?;
-        let mut extend = |bytes: &mut Vec<u8>, end: u64| -> Result<(), Error> {
-            let start = bytes.len() as u64;
+        let algorithm = secret::algorithm(connection.source().secret());
+        // `bytes` are those of the container from `first` on, and shall be until `end`.
+        let mut extend = |bytes: &mut Vec<u8>, first: u64, end: u64| -> Result<(), Error> {
+            let start = first + bytes.len() as u64;
             if start >= end {
                 return Ok(());
             }
             let head = connection.get(&path, Some((start, end)), Some(&etag), None)?;
             check_range(&mut connection, &head, start, end, total)?;
-            bytes.append(&mut connection.body(&head, end - start)?);
-            Ok(())
+            connection.append_body(&head, end - start, bytes)
         };
         let length = *bytes.first_chunk().ok_or_else(|| protocol("the container is shorter than eight bytes"))?;
         let invalid =
@@ -72,11 +73,16 @@ impl Opened {
         if payload_start > total {
             return Err(protocol("the header is longer than the container"));
         }
-        extend(&mut bytes, payload_start)?;
+        extend(&mut bytes, 0, payload_start)?;
         // Both are lengths of memory that exists.
         #[allow(clippy::cast_possible_truncation)]
-        let mut prefix = bytes.split_off(payload_start as usize);
+        let behind = bytes.split_off(payload_start as usize);
         let header = Header::decode(&bytes).map_err(invalid)?;
+        let header_digest = algorithm.checksum(&bytes);
+        // The pages of a long text are here already: they take what comes next.
+        let mut prefix = bytes;
+        prefix.clear();
+        prefix.extend_from_slice(&behind);
         let payload_len = header.payload_len();
         if payload_start + payload_len != total {
             return Err(protocol("the container has another length than its header says"));
@@ -86,12 +92,9 @@ impl Opened {
             let wanted = control.unwrap_or(0).next_multiple_of(BLOCK_SIZE).min(payload_len);
             check_machine_has(wanted, "what the header of the source needs")?;
             prefix.truncate(usize::try_from(wanted).unwrap_or(usize::MAX));
-            let header_bytes = std::mem::take(&mut bytes);
-            let mut whole = [header_bytes.as_slice(), &prefix].concat();
-            extend(&mut whole, payload_start + wanted)?;
-            prefix = whole.split_off(header_bytes.len());
-            bytes = header_bytes;
+            extend(&mut prefix, payload_start, payload_start + wanted)?;
         }
+        prefix.shrink_to_fit();
         let blocks = (prefix.len() as u64).div_ceil(BLOCK_SIZE);
         let (table, _) = read_digests(
             &mut connection,
@@ -100,8 +103,6 @@ impl Opened {
             blocks,
             BLOCK_SIZE,
         )?;
-        let algorithm = secret::algorithm(connection.source().secret());
-        let header_digest = algorithm.checksum(&bytes);
         let matching =
             prefix.chunks(block_len()).map(|block| algorithm.checksum(block)).eq(table.blocks.iter().copied());
         if table.header != header_digest || table.payload_len != payload_len || !matching {
