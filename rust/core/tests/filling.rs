@@ -199,8 +199,9 @@ fn slots_of_shared_memory_are_lent_up_to_the_mark() {
     let rig = Rig::new();
     let mut filler = Filler::on(&rig, LARGE, Stability::Private);
     let mut local = LocalReader::connect(&name_of(&rig));
-    // Slots are half a block, and the header takes a part of the first.
-    filler.fill(BLOCK / 2);
+    // The header takes a part of the first.
+    let slot = local.slot_len;
+    filler.fill(slot);
     let header = get(&rig, &rig.path("7/header"), &[]).body.len();
     local.request(&rig.path("7.safetensors"));
     assert!(local.head().contains(FILLING));
@@ -211,9 +212,9 @@ fn slots_of_shared_memory_are_lent_up_to_the_mark() {
         local.stream.set_read_timeout(Some(PATIENCE)).unwrap();
         local.content()
     };
-    assert!(lent(1)[header..BLOCK / 2] == filler.expected[..BLOCK / 2 - header]);
-    filler.fill(3 * BLOCK / 2);
-    assert!(lent(2)[header..3 * BLOCK / 2] == filler.expected[..3 * BLOCK / 2 - header]);
+    assert!(lent(1)[header..slot] == filler.expected[..slot - header]);
+    filler.fill(3 * slot);
+    assert!(lent(2)[header..3 * slot] == filler.expected[..3 * slot - header]);
     filler.finish();
     lent(1);
 }

@@ -21,8 +21,8 @@ use crate::streaming;
 const MAGIC: [u8; 8] = *b"tf-ring1";
 /// The whole of that message: the magic, then slots and length of a slot as 32-bit little-endian numbers.
 const HELLO: usize = MAGIC.len() + 8;
-/// Half a block: what was copied in is still in cache when it is copied out.
-const SLOT_LEN: u32 = 512 << 10;
+/// A quarter of a block: what was copied in is still in cache when it is copied out.
+const SLOT_LEN: u32 = 256 << 10;
 const SLOTS: u32 = 4;
 /// Bytes that are copied, and then checksummed and copied on, while the first level of the cache still has them.
 const CACHED: usize = 16 << 10;

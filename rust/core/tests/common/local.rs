@@ -31,8 +31,8 @@ pub(crate) fn name_of(rig: &Rig) -> String {
 pub(crate) struct LocalReader {
     pub(crate) stream: UnixStream,
     memory: std::fs::File,
-    slots: u32,
-    slot_len: u32,
+    slots: usize,
+    pub(crate) slot_len: usize,
 }
 
 impl LocalReader {
@@ -49,7 +49,7 @@ impl LocalReader {
             RecvAncillaryMessage::ScmRights(mut fds) => fds.next(),
             _ => None,
         });
-        let number = |at: usize| u32::from_le_bytes(*hello[at..].first_chunk().unwrap());
+        let number = |at: usize| u32::from_le_bytes(*hello[at..].first_chunk().unwrap()) as usize;
         Self { stream, memory: fd.unwrap().into(), slots: number(8), slot_len: number(12) }
     }
 
@@ -74,13 +74,13 @@ impl LocalReader {
 
     /// Waits until every slot is announced.
     pub(crate) fn await_all_slots(&mut self) {
-        let mut marks = vec![0; self.slots as usize];
+        let mut marks = vec![0; self.slots];
         self.stream.read_exact(&mut marks).unwrap();
     }
 
     /// What the shared memory holds now.
     pub(crate) fn content(&self) -> Vec<u8> {
-        let mut content = vec![0; (self.slots * self.slot_len) as usize];
+        let mut content = vec![0; self.slots * self.slot_len];
         self.memory.read_exact_at(&mut content, 0).unwrap();
         content
     }
