@@ -115,9 +115,10 @@ def test_a_source_without_descriptors_trains_on_and_serves_when_there_are_some(c
 source = HTTPTransport(LONG)
 source.send_checkpoint([1], 1, STATE, LONG)
 first = used()[:2]
-print(source.metadata(), *first, flush=True)
 held = len(os.listdir("/proc/self/fd"))
 resource.setrlimit(resource.RLIMIT_NOFILE, (held + 8, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+# The crowd comes once it has read this.
+print(source.metadata(), *first, flush=True)
 
 
 def wait_until_none_is_left():

@@ -1,20 +1,24 @@
 //! What the answers to lanes and to questions for digests have to be.
 
-use tensorferry_wire::digest::DigestTable;
+use tensorferry_wire::digest::{BLOCK_SIZE, DigestTable};
 
+use super::blocks::named;
 use super::connection::{Connection, Head};
 use crate::error::{Error, ErrorKind};
 use crate::secret;
 
-/// The digest table at `path`, which must hold `blocks` blocks of `grain` bytes, and the head it came with.
+/// The digests of `runs` of blocks of `grain` bytes of the checkpoint `key`, and the head they came with.
 pub(super) fn read_digests(
     connection: &mut Connection,
-    path: &str,
+    key: &str,
     etag: Option<&str>,
-    blocks: u64,
+    runs: &[(u64, u64)],
     grain: u64,
 ) -> Result<(DigestTable, Head), Error> {
-    let head = connection.get(path, None, etag, None)?;
+    let blocks = runs.iter().map(|(first, end)| end - first).sum();
+    let grained = if grain == BLOCK_SIZE { String::new() } else { format!("&grain={grain}") };
+    let path = format!("{key}/digests?blocks={}{grained}", named(runs));
+    let head = connection.get(&path, None, etag, None)?;
     if head.status != 200 {
         return Err(connection.refuse(&head));
     }

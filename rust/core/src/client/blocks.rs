@@ -14,6 +14,12 @@ pub(super) const fn block_len() -> usize {
     len
 }
 
+/// `runs` as a request names them.
+pub(super) fn named(runs: &[(u64, u64)]) -> String {
+    let runs: Vec<_> = runs.iter().map(|(first, end)| format!("{first}-{end}")).collect();
+    runs.join(",")
+}
+
 /// Takes the checksums of bytes as they come: one for each `grain` of them and one for the rest.
 pub(crate) struct Checksums<'a> {
     algorithm: &'a Algorithm,

@@ -9,7 +9,7 @@ use tensorferry_wire::request::MAX_RUNS;
 
 use super::Peer;
 use super::answers::{changed, check_blocks, check_range, read_digests};
-use super::blocks::{Checksums, block_len};
+use super::blocks::{Checksums, block_len, named};
 use super::connection::Connection;
 use super::limits::Limits;
 use super::plan::{Plan, Queue, Taken};
@@ -43,8 +43,8 @@ pub(super) struct Transfer<'a> {
     pub(super) primary: usize,
     /// Whether the lanes begin at different sources, or all at the primary one.
     pub(super) spread: bool,
+    pub(super) key: &'a str,
     pub(super) path: String,
-    pub(super) digests_path: String,
     pub(super) payload_start: u64,
     pub(super) payload_len: u64,
     pub(super) header_digest: u64,
@@ -207,8 +207,7 @@ impl Transfer<'_> {
             let head = connection.get(&self.path, Some((start, stop)), Some(etag), None)?;
             return check_range(connection, &head, start, stop, self.payload_start + self.payload_len);
         }
-        let named: Vec<_> = runs.iter().map(|(first, end)| format!("{first}-{end}")).collect();
-        let path = format!("{}?blocks={}&grain={}", self.path, named.join(","), self.plan.grain());
+        let path = format!("{}?blocks={}&grain={}", self.path, named(runs), self.plan.grain());
         let head = connection.get(&path, None, Some(etag), None)?;
         check_blocks(connection, &head, runs.iter().map(bounds).map(|(start, stop)| stop - start).sum())
     }
@@ -254,7 +253,7 @@ impl Transfer<'_> {
         if let Some(etag) = peer.etag.get() {
             return Ok(etag);
         }
-        let (table, head) = read_digests(connection, &self.digests_path, None, 0, BLOCK_SIZE)?;
+        let (table, head) = read_digests(connection, self.key, None, &[(0, 0)], BLOCK_SIZE)?;
         if table.header != self.header_digest || table.payload_len != self.payload_len {
             return Err(changed().at(peer.source.authority()));
         }
@@ -310,8 +309,8 @@ mod tests {
             peers: &peers,
             primary: 0,
             spread: true,
+            key: "1",
             path: "1.safetensors".into(),
-            digests_path: "1/digests?blocks=0-0".into(),
             payload_start: header.len() as u64,
             payload_len,
             header_digest: algorithm.checksum(&header),

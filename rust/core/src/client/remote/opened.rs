@@ -96,13 +96,7 @@ impl Opened {
         }
         prefix.shrink_to_fit();
         let blocks = (prefix.len() as u64).div_ceil(BLOCK_SIZE);
-        let (table, _) = read_digests(
-            &mut connection,
-            &format!("{step}/digests?blocks=0-{blocks}"),
-            Some(&etag),
-            blocks,
-            BLOCK_SIZE,
-        )?;
+        let (table, _) = read_digests(&mut connection, &step.to_string(), Some(&etag), &[(0, blocks)], BLOCK_SIZE)?;
         let matching =
             prefix.chunks(block_len()).map(|block| algorithm.checksum(block)).eq(table.blocks.iter().copied());
         if table.header != header_digest || table.payload_len != payload_len || !matching {

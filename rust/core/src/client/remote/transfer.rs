@@ -69,7 +69,7 @@ impl Remote {
             primary: self.primary,
             spread,
             path: format!("{}.safetensors", self.key),
-            digests_path: self.digests_path(&[(0, 0)], BLOCK_SIZE),
+            key: &self.key,
             payload_start: self.payload_start,
             payload_len: self.header.payload_len(),
             header_digest: self.header_digest,

@@ -57,8 +57,6 @@ impl Remote {
     /// The source's digests of `runs` of blocks, from any peer that serves this snapshot; that one is the primary from then
     /// on.
     fn digests(&mut self, runs: &[(u64, u64)], grain: u64) -> Result<DigestTable, Error> {
-        let path = self.digests_path(runs, grain);
-        let count = runs.iter().map(|(first, end)| end - first).sum();
         let prefix: Vec<_> = match runs[0].0 {
             0 if grain == BLOCK_SIZE => {
                 self.prefix.chunks(block_len()).map(|block| self.algorithm.checksum(block)).collect()
@@ -80,7 +78,7 @@ impl Remote {
             };
             let answer = attempt.and_then(|mut connection| {
                 let etag = peer.etag.get().map(String::as_str);
-                let (table, _) = read_digests(&mut connection, &path, etag, count, grain)?;
+                let (table, _) = read_digests(&mut connection, &self.key, etag, runs, grain)?;
                 Ok((connection, table))
             });
             match answer {
@@ -99,12 +97,6 @@ impl Remote {
             }
         }
         Err(last.at("cannot verify what was received"))
-    }
-
-    pub(super) fn digests_path(&self, runs: &[(u64, u64)], grain: u64) -> String {
-        let runs: Vec<_> = runs.iter().map(|(first, end)| format!("{first}-{end}")).collect();
-        let grain = if grain == BLOCK_SIZE { String::new() } else { format!("&grain={grain}") };
-        format!("{}/digests?blocks={}{grain}", self.key, runs.join(","))
     }
 
     pub(super) fn corrupt(&self, plan: &Plan, block: u64) -> Error {
