@@ -23,7 +23,6 @@ class HostMemory:
     def __init__(self, accelerator: Accelerator | None) -> None:
         """Nothing is made yet."""
         self._accelerator = accelerator
-        self._is_known = False
 
     def make(self, nbytes: int) -> torch.Tensor:
         """Memory of ``nbytes`` bytes, 1-D uint8; what it holds is arbitrary."""
@@ -42,10 +41,9 @@ class HostMemory:
         if self._accelerator is None:
             return None
         try:
-            if not self._is_known and not self._accelerator.is_available():
+            if not self._accelerator.is_available():
                 self._accelerator = None
                 return None
-            self._is_known = True
             # Kept memory outlives the mode of who first needs it: torch refuses to write to an inference tensor later.
             with torch.inference_mode(False):
                 return self._accelerator.pinned(nbytes)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ._native import Waves
-from .accelerator import ACCELERATOR, Accelerator, Event, Streams, settled
+from .accelerator import Accelerator, Event, Streams, settled
 from .buffers import Pool
 from .host_memory import HostMemory
 from .tensors import as_bytes
@@ -29,7 +29,7 @@ class Landing:
         accelerator: does what a device has to do
     """
 
-    def __init__(self, accelerator: Accelerator = ACCELERATOR) -> None:
+    def __init__(self, accelerator: Accelerator) -> None:
         """Streams and memory are made when they are first needed."""
         self.accelerator = accelerator
         self._pool = Pool(HostMemory(accelerator))

@@ -12,7 +12,6 @@ import ctypes
 import mmap
 import os
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -57,7 +56,7 @@ class _Locked(mmap.mmap):
             memory.madvise(mmap.MADV_HUGEPAGE)
         address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
         device = _device()
-        with _on(device):
+        with torch.cuda.device(device):
             if int(_cudart().cudaHostRegister(address, nbytes, _PORTABLE)):
                 _forget_failure()
                 raise _Refused
@@ -73,7 +72,7 @@ class _Locked(mmap.mmap):
             # be at the same address.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
             return
-        with _on(self._device):
+        with torch.cuda.device(self._device):
             _cudart().cudaHostUnregister(self._address)
 
 
@@ -90,12 +89,6 @@ def _device() -> int:
     own: int = torch.cuda.current_device()
     devices = (own, *range(torch.cuda.device_count()))
     return next((device for device in devices if torch._C._cuda_hasPrimaryContext(device)), own)
-
-
-@contextlib.contextmanager
-def _on(device: int) -> Iterator[None]:
-    with torch.cuda.device(device):
-        yield
 
 
 def _forget_failure() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .accelerator import ACCELERATOR, Accelerator, Event, Streams, settled
+from .accelerator import Accelerator, Event, Streams, settled
 from .buffers import Buffer, Pool
 from .host_memory import HostMemory
 from .tensors import as_bytes
@@ -86,7 +86,7 @@ class Stager:
         accelerator: does what a device has to do
     """
 
-    def __init__(self, accelerator: Accelerator = ACCELERATOR) -> None:
+    def __init__(self, accelerator: Accelerator) -> None:
         """Streams and buffers are made when they are first needed."""
         self.accelerator = accelerator
         self._pinned = Pool(HostMemory(accelerator))

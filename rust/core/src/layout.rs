@@ -74,6 +74,9 @@ pub(crate) struct Layout {
     pub(crate) digests: Option<(u64, u64)>,
 }
 
+/// The rank of the checksums among the entries.
+const LAST: u32 = u32::MAX;
+
 impl Layout {
     /// Items keep their order in the header; in the payload the reserved entries come first, then those of whole pages,
     /// whose rows so often begin where a block of checksums does, and the rest by descending alignment: a mapped file has
@@ -83,7 +86,7 @@ impl Layout {
         let rank = |item: &Item| match item.name.as_str() {
             container::MANIFEST_ENTRY => 0,
             container::PICKLE_ENTRY => 1,
-            container::DIGESTS_ENTRY => u32::MAX,
+            container::DIGESTS_ENTRY => LAST,
             _ if (item.memory.len() as u64).is_multiple_of(PAGE) => 2,
             _ => 6 - item.dtype.alignment().trailing_zeros(),
         };
@@ -97,7 +100,7 @@ impl Layout {
             starts[i] = at;
             at += items[i].memory.len() as u64;
         }
-        let digests = items.iter().position(|item| item.name == container::DIGESTS_ENTRY);
+        let digests = ranks.iter().position(|&rank| rank == LAST);
         let digests = digests.map(|i| (starts[i], starts[i] + items[i].memory.len() as u64));
         let regions: Vec<Region> = order.into_iter().map(|i| items[i].memory.region()).collect();
         let mut owned = Vec::new();

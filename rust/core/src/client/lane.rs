@@ -43,8 +43,8 @@ pub(super) struct Transfer<'a> {
     pub(super) primary: usize,
     /// Whether the lanes begin at different sources, or all at the primary one.
     pub(super) spread: bool,
+    /// What the checkpoint is called in paths.
     pub(super) key: &'a str,
-    pub(super) path: String,
     pub(super) payload_start: u64,
     pub(super) payload_len: u64,
     pub(super) header_digest: u64,
@@ -151,7 +151,8 @@ impl Transfer<'_> {
         let source = peer.source.authority();
         error.at(&format!(
             "{} from {source}, payload bytes {start}-{stop}, after {bytes} of {} bytes at {pace}",
-            self.path, self.payload_len
+            self.path(),
+            self.payload_len
         ))
     }
 
@@ -198,16 +199,20 @@ impl Transfer<'_> {
         Ok(())
     }
 
+    fn path(&self) -> String {
+        format!("{}.safetensors", self.key)
+    }
+
     /// Asks for `runs` of blocks, and reads the head of the answer.
     fn ask(&self, connection: &mut Connection, runs: &[(u64, u64)], etag: &str) -> Result<(), Error> {
         let bounds = |&(first, end): &(u64, u64)| (self.plan.block_bounds(first).0, self.plan.block_bounds(end - 1).1);
         if let [run] = runs {
             let (start, stop) = bounds(run);
             let (start, stop) = (self.payload_start + start, self.payload_start + stop);
-            let head = connection.get(&self.path, Some((start, stop)), Some(etag), None)?;
+            let head = connection.get(&self.path(), Some((start, stop)), Some(etag), None)?;
             return check_range(connection, &head, start, stop, self.payload_start + self.payload_len);
         }
-        let path = format!("{}?blocks={}&grain={}", self.path, named(runs), self.plan.grain());
+        let path = format!("{}?blocks={}&grain={}", self.path(), named(runs), self.plan.grain());
         let head = connection.get(&path, None, Some(etag), None)?;
         check_blocks(connection, &head, runs.iter().map(bounds).map(|(start, stop)| stop - start).sum())
     }
@@ -310,7 +315,6 @@ mod tests {
             primary: 0,
             spread: true,
             key: "1",
-            path: "1.safetensors".into(),
             payload_start: header.len() as u64,
             payload_len,
             header_digest: algorithm.checksum(&header),

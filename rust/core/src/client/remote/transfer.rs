@@ -68,7 +68,6 @@ impl Remote {
             peers: &self.peers,
             primary: self.primary,
             spread,
-            path: format!("{}.safetensors", self.key),
             key: &self.key,
             payload_start: self.payload_start,
             payload_len: self.header.payload_len(),
