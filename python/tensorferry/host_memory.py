@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 
 import torch
 
@@ -10,14 +11,17 @@ from .accelerator import Accelerator
 
 logger = logging.getLogger("tensorferry")
 
+#: Held while it is decided who warns.
+_warning = threading.Lock()
+
 
 class HostMemory:
     """Makes host memory.
 
     Args:
         accelerator: gives page-locked memory, from which it copies at full speed; where there is none, pageable memory,
-            and where the system refuses, that and one warning. Nothing is asked of it before memory is. ``None``:
-            pageable memory from the beginning.
+            and where the system refuses, that. One warning tells so, however much memory is refused to whomever.
+            Nothing is asked of it before memory is. ``None``: pageable memory from the beginning.
     """
 
     def __init__(self, accelerator: Accelerator | None) -> None:
@@ -38,21 +42,26 @@ class HostMemory:
         return None if locked is None else (locked.data_ptr(), locked)
 
     def _locked(self, nbytes: int) -> torch.Tensor | None:
-        if self._accelerator is None:
+        # Another thread may be refused meanwhile, and forget it.
+        accelerator = self._accelerator
+        if accelerator is None:
             return None
         try:
-            if not self._accelerator.is_available():
+            if not accelerator.is_available():
                 self._accelerator = None
                 return None
             # Kept memory outlives the mode of who first needs it: torch refuses to write to an inference tensor later.
             with torch.inference_mode(False):
-                return self._accelerator.pinned(nbytes)
+                return accelerator.pinned(nbytes)
         except RuntimeError as e:
             self._accelerator = None
-            logger.warning(
-                "cannot pin %d bytes of host memory for checkpoints (%s): copies to and from the accelerator "
-                "will be slower; raise the limit on locked memory (ulimit -l)",
-                nbytes,
-                e,
-            )
+            with _warning:
+                told, accelerator.refused = accelerator.refused, True
+            if not told:
+                logger.warning(
+                    "cannot pin %d bytes of host memory for checkpoints (%s): copies to and from the accelerator "
+                    "will be slower; raise the limit on locked memory (ulimit -l)",
+                    nbytes,
+                    e,
+                )
             return None

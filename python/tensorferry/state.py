@@ -61,7 +61,13 @@ class Packed:
         """
         with _gc.held_off():
             flat = tree.flatten(state)
-            self.pickle_bytes, storages, self.globals = pickling.dump(flat) if flat.objects else (b"", [], {})
+            self.pickle_bytes, storages, self.globals = b"", [], {}
+            if flat.objects:
+                accelerator = stager.accelerator
+                tensors = [value for value in flat.objects if isinstance(value, torch.Tensor)]
+                # Objects may read a device while they are pickled.
+                with accelerator.reading({*accelerator.in_use(), *accelerator.holding(tensors)}):
+                    self.pickle_bytes, storages, self.globals = pickling.dump(flat)
             self._lay_out(flat, storages)
             copied = self._stage(stager, snapshot, flat.accelerated)
         # If nothing had to be copied, the state itself stands in the memory that is served.
@@ -377,4 +383,7 @@ def receive(
 
     with _gc.held_off():
         made = arena.tensors(torch.Tensor)
-        return builder.build(pickled, allowed, memory, targets, made), report
+        state = builder.build(pickled, allowed, memory, targets, made)
+        if targets is not None:
+            targets.write()
+    return state, report

@@ -52,6 +52,7 @@ class Targets:
         self._lands = lands
         self._by_path: dict[tuple[str, ...], torch.Tensor] = {}
         self._waiting: Iterator[torch.Tensor | None] = iter(())
+        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         flat = tree.flatten(live)
         for number, path in tree.positions(flat.tree, flat.keys):
             value = flat.leaf(number)
@@ -64,6 +65,7 @@ class Targets:
         Raises:
             StateMismatch: naming every leaf that both sides have with another dtype or shape, or that cannot be written
                 to here
+            InvalidArgument: a graph is being captured on a device that is to be written to
         """
         plain = builder.plain
         offered = {
@@ -75,18 +77,24 @@ class Targets:
         places = tree.positions(builder.tree, keys)
         self._match(places, offered)
         used: set[int] = set()
+        late = []
         for number, path in places:
             target = self._by_path.get(path)
-            if number < 0 or target is None or not builder.size(plain[number]) or not is_plain(target):
+            if target is None:
+                continue
+            if number < 0 or not builder.size(plain[number]) or not is_plain(target):
+                late.append(target)
                 continue
             on_device = self._accelerator.device_of(target.untyped_storage()) is not None
             key = storage_key(target.untyped_storage())
             if key in used or plain[number] in self.direct or (on_device and not self._lands):
+                late.append(target)
                 continue
             used.add(key)
             self.direct[plain[number]] = target
             if on_device:
                 self.landing[plain[number]] = target
+        self._accelerator.check(self._accelerator.holding(late))
 
     def fill(self, state: Any) -> Any:
         """Copies the tensors of ``state``, which is here already, into ours; returns it with ours in their places.
@@ -99,7 +107,9 @@ class Targets:
         offered = {n: (names[n], str(t.dtype), list(t.shape)) for n, t in enumerate(flat.plain)}
         offered |= {-number - 1: (path, dtype, shape) for number, path, dtype, shape in describe(flat)}
         self._match(tree.positions(flat.tree, flat.keys), offered)
-        return tree.unflatten(flat.tree, flat.plain, flat.objects, self.take)
+        filled = tree.unflatten(flat.tree, flat.plain, flat.objects, self.take)
+        self.write()
+        return filled
 
     def _match(self, places: list[tuple[int, tuple[str, ...]]], offered: dict[int, tuple[str, str, list[int]]]) -> None:
         wrong = []
@@ -119,10 +129,20 @@ class Targets:
         self._waiting = iter([self._by_path.get(path) for _, path in places])
 
     def take(self, value: Any) -> Any:
-        """Our own tensor for the next place, filled with ``value``; or ``value`` where we have none."""
+        """Our own tensor for the next place, which :meth:`write` fills with ``value``; or that where we have none."""
         live = next(self._waiting)
         if live is None or not isinstance(value, torch.Tensor):
             return value
         if live is not value:
-            copy_into(live, value)
+            self._pairs.append((live, value))
         return live
+
+    def write(self) -> None:
+        """Copies what is not in its place yet.
+
+        On accelerators that comes after what is queued there, and is done when this returns.
+        """
+        pairs, self._pairs = self._pairs, []
+        with self._accelerator.writing(self._accelerator.holding([live for live, _ in pairs])):
+            for live, value in pairs:
+                copy_into(live, value)

@@ -222,7 +222,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
                 )
             state = stock.receive(metadata, step, timeout, self._allowed)
             if self._state_dict is not None:
-                state = Targets(self._state_dict()).fill(state)
+                state = Targets(self._state_dict(), self._landing.accelerator).fill(state)
             logger.info("received step %d from a stock torchft source in %.3f s", step, time.perf_counter() - started)
             return cast(T, state)
         try:

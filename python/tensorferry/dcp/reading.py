@@ -16,6 +16,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
+from ..accelerator import ACCELERATOR
 from ..allowlist import Allowed
 from ..errors import ProtocolError, StateMismatch, UnsafePickle
 from ..tensors import DTYPE_NAMES, address, byte_strides, obstacle, scratch, takes_bytes, view_as
@@ -57,6 +58,8 @@ class Reading:
         self._then: list[Callable[[], None]] = []
         self._keep: list[torch.Tensor] = []
         self._held = 0
+        self._accelerator = ACCELERATOR
+        self._devices: set[torch.device] = set()
 
     def run(self, plan: LoadPlan) -> None:
         """Reads everything ``plan`` asks for.
@@ -65,6 +68,7 @@ class Reading:
             StateMismatch: a target has another shape than the plan says
             CorruptCheckpoint: bytes do not match their checksums
             UnsafePickle: an object is not on the allow-list
+            InvalidArgument: a graph is being captured on a device that is to be written to
         """
         tensors = []
         for item in plan.items:
@@ -73,6 +77,7 @@ class Reading:
                 self._whole(place, partial(self._load_bytes, item))
             else:
                 tensors.append((item, place, self._target(item)))
+        self._accelerator.check(self._devices)
         direct = _without_aliases([(item, target) for item, _, target in tensors])
         for (item, place, target), alone in zip(tensors, direct, strict=True):
             self._tensor(item, place, target, alone)
@@ -85,8 +90,10 @@ class Reading:
         self._parts, self._then = defaultdict(list), []
         if parts:
             self._fetch(parts)
-        for step in then:
-            step()
+        # Planners may copy to a device, too, when they are told that a tensor is read.
+        with self._accelerator.writing({*self._accelerator.in_use(), *self._devices}):
+            for step in then:
+                step()
         self._keep.clear()
         self._held = 0
 
@@ -105,6 +112,7 @@ class Reading:
             )
         if (why := obstacle(target)) is not None:
             raise StateMismatch(f"{item.dest_index.fqn}: nothing can be read into the target: {why}")
+        self._devices.update(self._accelerator.holding([target]))
         return target
 
     def _scratch(self, nbytes: int) -> torch.Tensor:
@@ -145,7 +153,7 @@ class Reading:
         size = dtype.itemsize
         strides = _contiguous(shape, size)
         start = sum(offset * stride for offset, stride in zip(item.storage_offsets, strides, strict=True))
-        if alone and takes_bytes(target, dtype):
+        if alone and takes_bytes(target, dtype) and not self._accelerator.holding([target]):
             run, repeats = _runs(lengths, strides, byte_strides(target), size)
             if run >= _SHORT_RUN or not repeats:
                 self._add(place, start, run, address(target), repeats)

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 
 from .._native import Rows
-from ..errors import UnsupportedLeaf
+from ..errors import InvalidArgument, UnsupportedLeaf
 from ..staging import Piece, Stager
 from ..tensors import DTYPE_NAMES, address, dense, reach, scratch, without_memory
 from .index import ELEMENTS, OBJECT, PICKLED_TENSOR, Place
@@ -43,6 +43,7 @@ class Packed:
 
         Raises:
             UnsupportedLeaf: an item cannot be written; it is named
+            InvalidArgument: a graph is being captured on a device that holds one
         """
         self.rows = Rows(torch.Tensor, torch.nn.Parameter, DTYPE_NAMES, native=False)
         self.owner: list[Any] = []
@@ -53,17 +54,22 @@ class Packed:
         self._borrowed = False
         self._accelerator = stager.accelerator
         pieces: list[tuple[int, Piece]] = []
-        for number, item in enumerate(plan.items):
-            try:
-                data = planner.resolve_data(item)
-                self._indices.append(item.index)
-                if item.type == WriteItemType.BYTE_IO:
-                    self._append_bytes(f"{_RESERVED}objects/{number}", data.getvalue(), OBJECT)
-                else:
-                    self._append_tensor(item, data, number, copy, pieces)
-            except Exception as e:
-                raise UnsupportedLeaf(f"{item.index.fqn} cannot be saved ({type(e).__name__}: {e})") from e
-        stager.copy([piece for _, piece in pieces])
+        # The planner pickles objects, and may convert tensors; some tensors are made dense or pickled here.
+        with self._accelerator.reading(self._accelerator.in_use()) as also:
+            for number, item in enumerate(plan.items):
+                try:
+                    data = planner.resolve_data(item)
+                    self._indices.append(item.index)
+                    if item.type == WriteItemType.BYTE_IO:
+                        self._append_bytes(f"{_RESERVED}objects/{number}", data.getvalue(), OBJECT)
+                    else:
+                        also(self._accelerator.holding([data]))
+                        self._append_tensor(item, data, number, copy, pieces)
+                except InvalidArgument:
+                    raise
+                except Exception as e:
+                    raise UnsupportedLeaf(f"{item.index.fqn} cannot be saved ({type(e).__name__}: {e})") from e
+            stager.copy([piece for _, piece in pieces])
         for row, piece in pieces:
             self.rows.place(row, piece.data_ptr())
         self.private = not self._borrowed
