@@ -8,7 +8,7 @@ use std::io::Read;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use common::local::{LocalReader, name_of};
 use common::raw::{Answer, Raw, get};
@@ -383,6 +383,42 @@ fn one_that_is_given_up_ends_its_readers_with_an_error_and_leaves_no_trace() {
         let next = State::of(&[BLOCK], 5);
         store.publish(STEP, next.publication(Stability::Private));
         assert!(waiting.answer().body.ends_with(next.bytes("w0")));
+        drop(rig);
+    }
+}
+
+#[test]
+fn a_receive_without_one_byte_learns_at_once_that_the_source_gave_up() {
+    // Everything that a receive asks for first, or a part of it; and whether the source sends another one then.
+    for (same_host, filled, next) in [
+        (false, 0, false),
+        (true, 0, false),
+        (false, BLOCK / 2, false),
+        (true, BLOCK / 2, false),
+        (false, 0, true),
+        (true, 0, true),
+    ] {
+        let rig = Rig::new();
+        let mut filler = Filler::on(&rig, LARGE, Stability::Private);
+        filler.fill(filled);
+        let replacement = State::of(&[BLOCK], 5);
+        let (url, expected) = (rig.url(), replacement.clone());
+        let receive = in_background(move || {
+            let options = FetchOptions { same_host, ..lanes(2) };
+            expected.fetch(&[&url], options).map(drop)
+        });
+        eventually("it waits", || rig.server.store().active() >= 1);
+        let given_up = Instant::now();
+        rig.server.store().abandon(filler.filling.take().unwrap());
+        if next {
+            rig.server.store().publish(STEP, replacement.publication(Stability::Private));
+            receive.join().unwrap().unwrap();
+        } else {
+            let failed = receive.join().unwrap().unwrap_err();
+            assert_eq!(failed.kind(), ErrorKind::Changed, "{failed}");
+            assert!(failed.to_string().contains("no longer served"), "{failed}");
+            assert!(given_up.elapsed() < PATIENCE / 2, "it waited for {:?}", given_up.elapsed());
+        }
         drop(rig);
     }
 }

@@ -14,12 +14,15 @@ use crate::secret;
 
 /// How long one of several sources may be silent before the next one is asked; twice as long each time it is its turn.
 const OPEN_PATIENCE: Duration = Duration::from_secs(1);
+/// How long a source may take to serve another snapshot in the place of one that it had begun to send and that is gone.
+const NEXT_PATIENCE: Duration = Duration::from_secs(1);
 
 impl Remote {
     /// Asks the sources in `urls` for `step`; they must serve the same snapshot. Waits while nothing is allowed yet.
     ///
     /// # Errors
     /// [`ErrorKind::Timeout`] at the deadline; [`ErrorKind::Connect`] when no source can be reached;
+    /// [`ErrorKind::Changed`] when what the source had begun to send is gone and nothing takes its place;
     /// [`ErrorKind::Status`] when it refuses, 400 for a step it does not serve; [`ErrorKind::Foreign`] when it is a
     /// stock torchft server; [`ErrorKind::Unproven`] when it does not know the secret; [`ErrorKind::Protocol`] when what
     /// it says is not valid.
@@ -33,6 +36,8 @@ impl Remote {
         let peers = peers.collect::<Result<Vec<_>, Error>>()?;
         let mut last = Error::new(ErrorKind::Invalid, "no source was named");
         // Each in turn, so that one that is stuck costs a share of the time and not all of it.
+        // Of each source: the snapshot it has begun to send, and what it said when that was gone.
+        let mut begun: Vec<(Option<String>, Option<Error>)> = peers.iter().map(|_| (None, None)).collect();
         let mut standing: VecDeque<_> = (0..peers.len()).map(|index| (index, 0_u32, 0_u32)).collect();
         while let Some((primary, asked, failures)) = standing.pop_front() {
             if asked > 0 && !limits.pause(Duration::from_millis(20 << asked.min(5)), || false) {
@@ -50,9 +55,13 @@ impl Remote {
             }
             // One that says nothing may have nothing to serve yet, or be stuck: asked again, and given longer each time.
             let patience = if others == 0 { limits.stall } else { limits.stall.min(OPEN_PATIENCE) };
-            let patience = patience.saturating_mul(1 << asked.min(10));
+            let mut patience = patience.saturating_mul(1 << asked.min(10));
+            let (etag, gone) = &mut begun[primary];
+            if gone.is_some() {
+                patience = patience.min(NEXT_PATIENCE);
+            }
             let (opened, nobody) = match Connection::open(source, &share) {
-                Ok(connection) => (Opened::read(connection, step, options.ahead, &share, patience), false),
+                Ok(connection) => (Opened::read(connection, step, options.ahead, &share, patience, etag), false),
                 Err(e) => {
                     let nobody = e.kind() == ErrorKind::Connect;
                     (Err(e), nobody)
@@ -81,6 +90,10 @@ impl Remote {
                         limits,
                     });
                 }
+                Err(e) if e.is_timeout() && gone.is_some() => {
+                    // Who waits here waits for something else than what was asked for, and may do so for ever.
+                    last = gone.take().unwrap_or(e);
+                }
                 Err(e) => {
                     // Not a refusal, which is what the source has to say. Nobody there is worth one more try and no more.
                     let refused = matches!(e.kind(), ErrorKind::Status(_));
@@ -90,7 +103,12 @@ impl Remote {
                     if repairable && !refused && failures < most {
                         standing.push_back((primary, asked + 1, failures));
                     }
+                    let changed = e.kind() == ErrorKind::Changed;
                     last = e.at(&format!("step {step} from {}", source.authority()));
+                    if changed {
+                        *etag = None;
+                        *gone = Some(Error::new(ErrorKind::Changed, last.to_string()));
+                    }
                 }
             }
         }

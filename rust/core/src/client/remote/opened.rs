@@ -27,17 +27,19 @@ pub(crate) struct Opened {
 
 impl Opened {
     /// Asks the source at the other end for the first `ahead` bytes: the whole of a small container, the header of most
-    /// others. Its first answer may take `patience` to begin.
+    /// others. Its first answer may take `patience` to begin. `begun` is the entity tag of the snapshot that it began to
+    /// send before, and of none other is anything taken then; it is set as soon as the source has named one.
     pub(crate) fn read(
         mut connection: Connection,
         step: i64,
         ahead: u64,
         limits: &Limits,
         patience: Duration,
+        begun: &mut Option<String>,
     ) -> Result<Self, Error> {
         let path = format!("{step}.safetensors");
         let ahead = ahead.max(64);
-        let head = connection.get(&path, Some((0, ahead)), None, Some(limits.left()?.min(patience)))?;
+        let head = connection.get(&path, Some((0, ahead)), begun.as_deref(), Some(limits.left()?.min(patience)))?;
         if head.status != 206 {
             let foreign = head.http_10 && head.status == 500;
             let refused = connection.refuse(&head);
@@ -54,6 +56,7 @@ impl Opened {
         };
         let same_host = head.same_host.clone();
         let etag = head.etag.clone().ok_or_else(|| protocol("the source's answer has no ETag"))?;
+        *begun = Some(etag.clone());
         let mut bytes = connection.body(&head, ahead)?;
         let algorithm = secret::algorithm(connection.source().secret());
         // `bytes` are those of the container from `first` on, and shall be until `end`.
