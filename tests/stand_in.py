@@ -2,6 +2,11 @@
 
 A stream is a thread that does one thing after the other, and what it copies is what is there when it copies. It can be
 held: then it does nothing until it is let.
+
+What torch is asked to do with memory of the device runs on the stream that the calling thread has, too, wherever
+`StandIn.simulation` is entered: as on a device, `copy_`, `clone` and whatever else only queue their work, and those that
+bring bytes to the host wait for it. So a copy that does not wait for what is queued elsewhere finds old bytes, and one
+that nobody waits for is not there yet. What goes past the object under test is noted, and fails the test.
 """
 
 from __future__ import annotations
@@ -15,8 +20,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
-from tensorferry.accelerator import Accelerator
+from tensorferry.accelerator import Accelerator, Also
 from tensorferry.tensors import storage_key
 
 #: What page-locked memory holds before it is written to.
@@ -91,8 +99,12 @@ class Stream:
     def wait(self, event: Event) -> None:
         self._work.put(functools.partial(event._reached.wait, WAIT_S))
 
+    def wait_stream(self, other: Stream) -> None:
+        self.wait(other.record())
+
     def hold(self) -> None:
         """From here on every thing that is done has to be let."""
+        self._let = threading.Semaphore(0)
         self._held = True
 
     def let(self, count: int = 1) -> None:
@@ -112,7 +124,12 @@ class StandIn(Accelerator):
     """Tensors that were adopted are on a device.
 
     Attributes:
-        trainer: the stream the trainer uses
+        trainer: the default stream, which the trainer uses
+        has_default: whether torch tells which one that is
+        callers: the streams threads took with `on_stream`
+        captures: whether a graph is being captured on the stream in use
+        known: whether it is known which devices are in use
+        outside: what torch was asked to do with memory of the device past the object under test
         side: the streams that were made, in order
         copies: the copies that were queued: numbers of bytes and the storages they were from
         pinned_bytes: how much page-locked memory was asked for, each time
@@ -123,6 +140,11 @@ class StandIn(Accelerator):
         self.strays = 0
         self._own = threading.local()
         self.trainer = Stream()
+        self.has_default = True
+        self.callers: list[Stream] = []
+        self.captures = False
+        self.known = True
+        self.outside: list[str] = []
         self.side: list[Stream] = []
         self.copies: list[tuple[int, int]] = []
         self.pinned_bytes: list[int] = []
@@ -143,8 +165,15 @@ class StandIn(Accelerator):
     def is_available(self) -> bool:
         return True
 
+    def in_use(self) -> list[torch.device]:
+        return sorted(set(self._devices.values()), key=str) if self.known and not self.captures else []
+
     def device_of(self, storage: torch.UntypedStorage) -> torch.device | None:
         return self._devices.get(storage_key(storage))
+
+    def holding(self, tensors: Iterable[torch.Tensor]) -> list[torch.device]:
+        storages = [part.untyped_storage() for tensor in tensors for part in parts(tensor)]
+        return [device for device in dict.fromkeys(map(self.device_of, storages)) if device is not None]
 
     def among(self, memory: Sequence[Any], found: list[int]) -> list[int]:
         assert not found, "nothing is on a real one"
@@ -172,8 +201,39 @@ class StandIn(Accelerator):
     def _gone(self) -> None:
         self.strays += threading.current_thread() not in self._threads() and not self._has_device()
 
+    def _streams(self) -> list[Stream]:
+        return [self.trainer, *self.callers, *self.side]
+
     def _threads(self) -> list[threading.Thread]:
-        return [stream._thread for stream in [self.trainer, *self.side]]
+        return [stream._thread for stream in self._streams()]
+
+    @contextlib.contextmanager
+    def on_stream(self) -> Iterator[Stream]:
+        """The calling thread has a stream of its own, as torchft's has that heals."""
+        before = self.current_stream(CUDA)
+        self.callers.append(Stream())
+        self._own.stream = self.callers[-1]
+        try:
+            yield self.callers[-1]
+        finally:
+            self._own.stream = before
+
+    def current_stream(self, device: torch.device) -> Stream:
+        del device
+        return getattr(self._own, "stream", self.trainer)
+
+    def default_stream(self, device: torch.device) -> Stream | None:
+        del device
+        return self.trainer if self.has_default else None
+
+    def synchronize_device(self, device: torch.device) -> None:
+        del device
+        for stream in self._streams():
+            self.synchronize(stream)
+
+    def is_capturing(self, device: torch.device) -> bool:
+        del device
+        return self.captures
 
     def stream(self, device: torch.device) -> Stream:
         assert self._has_device()
@@ -185,8 +245,25 @@ class StandIn(Accelerator):
 
     def follow(self, stream: Stream, device: torch.device) -> None:
         assert self._has_device()
-        del device
-        stream.wait(self.trainer.record())
+        super().follow(stream, device)
+
+    @contextlib.contextmanager
+    def reading(self, devices: Iterable[torch.device]) -> Iterator[Also]:
+        with super().reading(devices) as also, self._inside():
+            yield also
+
+    @contextlib.contextmanager
+    def writing(self, devices: Iterable[torch.device]) -> Iterator[Also]:
+        with super().writing(devices) as also, self._inside():
+            yield also
+
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[None]:
+        before, self._own.inside = getattr(self._own, "inside", False), True
+        try:
+            yield
+        finally:
+            self._own.inside = before
 
     def copy(self, stream: Stream, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         for target, source in pairs:
@@ -210,19 +287,143 @@ class StandIn(Accelerator):
         stream.record().synchronize()
 
     def let_go(self) -> None:
-        for stream in [self.trainer, *self.side]:
+        for stream in self._streams():
             stream.let_go()
 
     def close(self) -> None:
-        for stream in [self.trainer, *self.side]:
+        for stream in self._streams():
             stream.end()
+
+    @contextlib.contextmanager
+    def simulation(self) -> Iterator[None]:
+        """What torch is asked to do with memory of the device in this thread is done on the stream it has."""
+        save = torch.save
+
+        def save_from_host(value: Any, *arguments: Any, **options: Any) -> None:
+            # It reads memory past torch's operators. On a device it copies storages on the stream in use and waits.
+            self.touch("torch.save")
+            save(value, *arguments, **options)
+
+        # Only one thread at a time saves, in these tests.
+        with pytest.MonkeyPatch.context() as patch, _Readings(self), _Operators(self):
+            patch.setattr(torch, "save", save_from_host)
+            yield
+
+    def simulated(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, in a simulation."""
+
+        @functools.wraps(function)
+        def run(*arguments: Any, **options: Any) -> Any:
+            with self.simulation():
+                return function(*arguments, **options)
+
+        return run
+
+    def touch(self, name: str, waits: bool = True) -> Stream:
+        """Something is done with memory of the device. Returns on which stream; it is waited for if the host reads."""
+        if not getattr(self._own, "inside", False):
+            self.outside.append(name)
+        stream = self.current_stream(CUDA)
+        if waits:
+            self.synchronize(stream)
+        return stream
+
+
+CUDA = torch.device("cuda", 0)
+#: They change what a tensor is, not what is in memory.
+_NAMES_ONLY = {"aten::set_", "aten::detach_", "aten::resize_", "aten::as_strided_", "aten::requires_grad_"}
+
+
+def parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that have the memory of `tensor`."""
+    tensor = getattr(tensor, "_local_tensor", tensor)
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._values(), tensor._indices()]
+    return [tensor]
+
+
+class _Operators(TorchDispatchMode):
+    """Runs what touches memory of the device on the calling thread's stream."""
+
+    def __init__(self, device: StandIn) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(one not in (torch.Tensor, torch.nn.Parameter) for one in types):
+            # Its parts come here again.
+            return NotImplemented
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        schema = func._schema
+        writes = any(argument.alias_info and argument.alias_info.is_write for argument in schema.arguments)
+        views = not writes and any(value.alias_info for value in schema.returns)
+        if views or schema.name in _NAMES_ONLY or not self._device.holding(tensors):
+            return func(*args, **kwargs)
+        if schema.name == "aten::copy_":
+            return self._copy(*args, **kwargs)
+        if writes:
+            self._queue(schema.name, lambda: func(*args, **kwargs))
+            return args[0]
+        result = func(*args, **kwargs)
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        if not made:
+            self._device.touch(schema.name)
+            return func(*args, **kwargs)
+        for one in (part for tensor in made for part in parts(tensor)):
+            self._device.adopt(one)
+            if one.nbytes:
+                # What is there before the work is done.
+                one.untyped_storage().fill_(POISON)
+
+        def work() -> None:
+            for target, value in zip(made, tree_leaves(func(*args, **kwargs)), strict=True):
+                for to, part in zip(parts(target), parts(value), strict=True):
+                    to.copy_(part)
+
+        self._queue(schema.name, work)
+        return result
+
+    def _queue(self, name: str, work: Callable[[], object]) -> Stream:
+        stream = self._device.touch(name, waits=False)
+        stream.queue(torch.no_grad()(work))
+        return stream
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        stream = self._queue("aten::copy_", lambda: target.copy_(source))
+        to_host, from_host = not self._device.holding([target]), not self._device.holding([source])
+        # The last step to elements that are not side by side is one on the device.
+        if not non_blocking and (to_host or (from_host and target.is_contiguous())):
+            self._device.synchronize(stream)
+        return target
+
+
+class _Readings(TorchFunctionMode):
+    """Sees the ways from a device to the host that are no operators where the device is in truth the host."""
+
+    def __init__(self, device: StandIn) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        kwargs = kwargs or {}
+        leaves = torch.Tensor.cpu, torch.Tensor.to, torch.Tensor.numpy, torch.Tensor.tolist
+        if func in leaves and self._device.holding(args[:1]):
+            self._device.touch(func.__name__)
+            if func is torch.Tensor.cpu:
+                with _disable_current_modes():
+                    return args[0].clone()
+        return func(*args, **kwargs)
 
 
 @contextlib.contextmanager
 def stand_in() -> Iterator[StandIn]:
+    """A device; at the end nothing has touched its memory but what it was asked for."""
     device = StandIn()
     try:
         yield device
+        assert device.outside == []
     finally:
         device.close()
 
@@ -234,7 +435,10 @@ def open_on(
     *arguments: Any,
     **options: Any,
 ) -> Any:
-    """A transport whose accelerator is `device`."""
+    """A transport whose accelerator is `device`, with all that torch does for it."""
     with monkeypatch.context() as patch:
         patch.setattr("tensorferry.transport.ACCELERATOR", device)
-        return open_transport(*arguments, **options)
+        transport = open_transport(*arguments, **options)
+    for name in ("send_checkpoint", "recv_checkpoint"):
+        setattr(transport, name, device.simulated(getattr(transport, name)))
+    return transport

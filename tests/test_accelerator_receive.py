@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,7 +14,7 @@ import torch
 import tensorferry
 from equality import assert_same_state
 from exchange import TIMEOUT, in_background, receive, until
-from stand_in import StandIn, open_on, stand_in
+from stand_in import CUDA, StandIn, open_on, parts, stand_in
 from tensorferry import landing
 from tensorferry.testing import FlipByte
 from tensorferry.testing.proxy import FaultProxy
@@ -152,6 +154,151 @@ def test_the_trainer_is_waited_for(device: StandIn, open_target: Callable[..., A
         received.result(30)
     assert seen == [0.0]
     assert_same_state(live, sent)
+
+
+#: Ways past the slots: how the live tensor lies, and who sends.
+LATE = ["strided", "view", "offset", "tied to another", "dtensor", "sparse", "several sources", "stock"]
+
+
+def late(how: str, device: StandIn) -> tuple[torch.Tensor, torch.Tensor]:
+    """A live tensor on the device that no bytes go straight to, and one to send for it."""
+    sent = torch.arange(24.0).view(6, 4)
+    live = torch.zeros(6, 4)
+    if how == "strided":
+        live = torch.zeros(4, 6).t()
+    elif how == "view":
+        live = torch.zeros(12, 4)[3:9]
+    elif how == "offset":
+        sent, live = torch.arange(30.0)[6:].view(6, 4), torch.zeros(30)[6:].view(6, 4)
+    elif how == "sparse":
+        sent, live = sent.to_sparse(), torch.full((6, 4), 9.0).to_sparse()
+    device.adopt(*parts(live))
+    return live, sent
+
+
+def on_mesh(local: torch.Tensor) -> torch.Tensor:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    return DTensor.from_local(local, init_device_mesh("cpu", (1,)), [Shard(0)])
+
+
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning", "ignore::ResourceWarning")
+@pytest.mark.parametrize("has_default", [True, False])
+@pytest.mark.parametrize("own_stream", [False, True])
+@pytest.mark.parametrize("how", LATE)
+@pytest.mark.usefixtures("process_group")
+def test_the_trainer_is_waited_for_past_the_slots(
+    how: str,
+    own_stream: bool,
+    has_default: bool,
+    device: StandIn,
+    open_target: Callable[..., Any],
+    open_transport: Callable[..., Any],
+    open_stock: Callable[..., Any],
+) -> None:
+    """Else an optimizer step that is queued on the default stream lands on top of what was received."""
+    live, sent = late(how, device)
+    tensors = (on_mesh(live), on_mesh(sent)) if how == "dtensor" else (live, sent)
+    state, other = {"w": tensors[0]}, {"w": tensors[1]}
+    device.has_default = has_default
+    sources = [open_stock() if how == "stock" else open_transport() for _ in range(2 if how.startswith("sev") else 1)]
+    for source in sources:
+        source.send_checkpoint([1], 1, other, TIMEOUT)
+    metadata = tensorferry.join_metadata(s.metadata() for s in sources) if len(sources) > 1 else sources[0].metadata()
+    target = open_target(state)
+    device.trainer.hold()
+    seen: list[float] = []
+    (values, *_) = parts(live)
+    device.trainer.queue(lambda: seen.append(float(values.sum())))
+    device.trainer.queue(functools.partial(values.fill_, -1))
+    before = float(values.sum())
+    asked = threading.Event()
+
+    def heal() -> Any:
+        with device.on_stream() if own_stream else contextlib.nullcontext():
+            asked.set()
+            return target.recv_checkpoint(0, metadata, 1, TIMEOUT)
+
+    with in_background(heal) as received:
+        asked.wait(20)
+        # Can only be wrong if it does not wait.
+        with pytest.raises(TimeoutError):
+            received.result(0.5)
+        device.trainer.let_go()
+        result = received.result(30)
+    assert result["w"] is state["w"]
+    assert seen == [before]
+    assert torch.equal(live.to_dense(), sent.to_dense())
+    if how != "sparse":
+        # What is adopted stays where it is; a sparse tensor takes new parts.
+        assert device.holding([live])
+
+
+@pytest.mark.parametrize("how", ["strided", "view"])
+def test_a_receive_is_over_on_the_device_when_it_returns(
+    how: str, device: StandIn, open_target: Callable[..., Any], source: Any
+) -> None:
+    """What the trainer queues next, on whichever stream, finds the new values."""
+    live, sent = late(how, device)
+    source.send_checkpoint([1], 1, {"w": sent}, TIMEOUT)
+    target = open_target({"w": live})
+    begun = threading.Event()
+
+    def heal() -> float:
+        with device.on_stream() as own:
+            own.hold()
+            begun.set()
+            target.recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
+        found: list[float] = []
+        device.trainer.queue(lambda: found.append(float(live.sum())))
+        device.synchronize(device.trainer)
+        return found[0]
+
+    with in_background(heal) as healed:
+        begun.wait(20)
+        with pytest.raises(TimeoutError):
+            healed.result(0.5)
+        device.callers[0].let_go()
+        assert healed.result(30) == float(sent.sum())
+
+
+def test_a_graph_that_is_captured_is_left_alone(
+    device: StandIn, open_target: Callable[..., Any], source: Any
+) -> None:
+    """Also past the slots, and before anything is written."""
+    live, sent = late("strided", device)
+    host = torch.zeros(MIB)
+    source.send_checkpoint([1], 1, {"w": sent, "host": torch.ones(MIB)}, TIMEOUT)
+    target = open_target({"w": live, "host": host})
+    device.captures = True
+    with pytest.raises(tensorferry.InvalidArgument, match="graph is being captured on cuda:0"):
+        receive(target, source, 1)
+    assert not host.any()
+    assert not live.any()
+    device.captures = False
+    receive(target, source, 1)
+    assert torch.equal(live, sent)
+
+
+def test_what_goes_past_the_object_under_test_is_seen(device: StandIn) -> None:
+    """Of the stand-in itself: were a copy made elsewhere, the tests here would say so."""
+    base = torch.zeros(12)
+    device.adopt(base)
+    with device.simulation():
+        base.view(3, 4).t().contiguous()
+        base.cpu()
+        base[1:].copy_(torch.ones(11))
+        torch.empty(12).copy_(base)
+        float(base.sum())
+        assert device.holding([base.clone()])
+    assert device.outside == [
+        "aten::clone", "cpu", "aten::copy_", "aten::copy_", "aten::sum", "aten::_local_scalar_dense", "aten::clone"
+    ]  # fmt: skip
+    device.outside.clear()
+    with device.simulation(), device.writing([CUDA]):
+        base.fill_(3)
+    assert torch.equal(base, torch.full((12,), 3.0))
 
 
 def test_damaged_bytes_are_fetched_again_before_they_are_copied(
