@@ -129,7 +129,9 @@ class StandIn(Accelerator):
         callers: the streams threads took with `on_stream`
         captures: whether a graph is being captured on the stream in use
         known: whether it is known which devices are in use
-        outside: what torch was asked to do with memory of the device past the object under test
+        touched: what torch was asked to do with memory of the device
+        outside: what of that went past the object under test
+        followed: how often a stream was to wait for what is queued
         side: the streams that were made, in order
         copies: the copies that were queued: numbers of bytes and the storages they were from
         pinned_bytes: how much page-locked memory was asked for, each time
@@ -144,7 +146,9 @@ class StandIn(Accelerator):
         self.callers: list[Stream] = []
         self.captures = False
         self.known = True
+        self.touched: list[str] = []
         self.outside: list[str] = []
+        self.followed = 0
         self.side: list[Stream] = []
         self.copies: list[tuple[int, int]] = []
         self.pinned_bytes: list[int] = []
@@ -245,6 +249,7 @@ class StandIn(Accelerator):
 
     def follow(self, stream: Stream, device: torch.device) -> None:
         assert self._has_device()
+        self.followed += 1
         super().follow(stream, device)
 
     @contextlib.contextmanager
@@ -324,6 +329,7 @@ class StandIn(Accelerator):
         if not getattr(self._own, "inside", False):
             self.outside.append(name)
         stream = self.current_stream(CUDA)
+        self.touched.append(name)
         if waits:
             self.synchronize(stream)
         return stream
@@ -385,9 +391,9 @@ class _Operators(TorchDispatchMode):
         return result
 
     def _queue(self, name: str, work: Callable[[], object]) -> Stream:
-        stream = self._device.touch(name, waits=False)
+        stream = self._device.current_stream(CUDA)
         stream.queue(torch.no_grad()(work))
-        return stream
+        return self._device.touch(name, waits=False)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
         stream = self._queue("aten::copy_", lambda: target.copy_(source))

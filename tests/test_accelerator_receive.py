@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -213,18 +212,16 @@ def test_the_trainer_is_waited_for_past_the_slots(
     device.trainer.queue(lambda: seen.append(float(values.sum())))
     device.trainer.queue(functools.partial(values.fill_, -1))
     before = float(values.sum())
-    asked = threading.Event()
 
     def heal() -> Any:
         with device.on_stream() if own_stream else contextlib.nullcontext():
-            asked.set()
             return target.recv_checkpoint(0, metadata, 1, TIMEOUT)
 
     with in_background(heal) as received:
-        asked.wait(20)
+        until(lambda: device.followed > 0 or received.done(), "it is about to write")
         # Can only be wrong if it does not wait.
         with pytest.raises(TimeoutError):
-            received.result(0.5)
+            received.result(0.3)
         device.trainer.let_go()
         result = received.result(30)
     assert result["w"] is state["w"]
@@ -243,12 +240,10 @@ def test_a_receive_is_over_on_the_device_when_it_returns(
     live, sent = late(how, device)
     source.send_checkpoint([1], 1, {"w": sent}, TIMEOUT)
     target = open_target({"w": live})
-    begun = threading.Event()
 
     def heal() -> float:
         with device.on_stream() as own:
             own.hold()
-            begun.set()
             target.recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
         found: list[float] = []
         device.trainer.queue(lambda: found.append(float(live.sum())))
@@ -256,9 +251,9 @@ def test_a_receive_is_over_on_the_device_when_it_returns(
         return found[0]
 
     with in_background(heal) as healed:
-        begun.wait(20)
+        until(lambda: "aten::copy_" in device.touched or healed.done(), "it writes")
         with pytest.raises(TimeoutError):
-            healed.result(0.5)
+            healed.result(0.3)
         device.callers[0].let_go()
         assert healed.result(30) == float(sent.sum())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 from datetime import timedelta
@@ -12,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from exchange import in_background, until
-from stand_in import StandIn, stand_in
+from stand_in import StandIn, parts, stand_in
 from tensorferry import dcp as ours
 from tensorferry import staging
 
@@ -33,9 +34,16 @@ TIMEOUT = timedelta(seconds=20)
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     monkeypatch.setattr(staging, "PART", 2 * MIB)
     with stand_in() as device:
-        for module in ("peer_writer", "files"):
+        for module in ("peer_writer", "files", "reading"):
             monkeypatch.setattr(f"tensorferry.dcp.{module}.ACCELERATOR", device)
         yield device
+
+
+@pytest.fixture(autouse=True)
+def _simulated(device: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saves and loads happen where all that torch does with memory of the device is seen."""
+    for name in ("save", "load"):
+        monkeypatch.setattr(dcp, name, device.simulated(getattr(dcp, name)))
 
 
 @pytest.fixture
@@ -90,6 +98,171 @@ def test_what_is_queued_is_saved_and_what_comes_later_is_not(
         expected[f"w{i}"] += 101 if i == 3 else 100
     found = load(ours.PeerReader(writer.metadata()) if how == "peers" else ours.FileReader(tmp_path))
     assert_equal(found, expected)
+
+
+class Measured:
+    """Reads the device while it is pickled."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __reduce__(self) -> Any:
+        return list, (self.tensor.cpu().tolist(),)
+
+
+def odd(how: str) -> tuple[Any, torch.Tensor, Any]:
+    """A value that is no dense tensor, what of it is in memory, and what is saved once 7 is written there."""
+    base = torch.zeros(6, 4)
+    if how == "transposed":
+        return base.t(), base, torch.full((4, 6), 7.0)
+    if how == "every other column":
+        return base[:, ::2], base, torch.full((6, 2), 7.0)
+    if how == "conj":
+        base = torch.zeros(6, dtype=torch.complex64)
+        return base.conj(), base, torch.full((6,), 7 - 0j)
+    if how == "neg":
+        return base._neg_view(), base, torch.full((6, 4), -7.0)
+    if how == "sparse":
+        value = torch.eye(4).to_sparse()
+        return value, value._values(), 7 * torch.eye(4)
+    if how == "in an object":
+        return {"nested": [base, "text"]}, base, torch.full((6, 4), 7.0)
+    return Measured(base[0]), base, [7.0] * 4
+
+
+@pytest.mark.parametrize("has_default", [True, False])
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("own_stream", [False, True])
+@pytest.mark.parametrize("how", ["transposed", "every other column", "conj", "neg", "sparse", "in an object", "read"])
+def test_what_is_queued_is_saved_of_what_is_no_dense_tensor(
+    how: str, own_stream: bool, known: bool, has_default: bool, device: StandIn, tmp_path: Path
+) -> None:
+    """Torch makes it dense, or pickles it, on the caller's stream, which does not wait for the trainer's."""
+    value, memory, expected = odd(how)
+    if how in ("in an object", "read") and not known:
+        pytest.skip("nobody knows of the device before the object is pickled")
+    device.adopt(*parts(value) if isinstance(value, torch.Tensor) else [memory])
+    device.has_default, device.known = has_default, known
+    device.trainer.hold()
+    device.trainer.queue(functools.partial(memory.fill_, 7))
+    # An object that is not flattened: planners hand it over as bytes.
+    state = {"w": Opaque(value) if how == "in an object" else value}
+
+    def write() -> None:
+        with device.on_stream() if own_stream else contextlib.nullcontext():
+            save(state, ours.FileWriter(tmp_path))
+
+    with in_background(write) as saving:
+        until(lambda: device.followed > 0 or saving.done(), "it is about to read")
+        # Can only be wrong if it does not wait.
+        with pytest.raises(TimeoutError):
+            saving.result(0.3)
+        device.trainer.let_go()
+        saving.result(30)
+    if isinstance(expected, list) or how == "in an object":
+        found: dict[str, Any] = {"w": None}
+        dcp.load(found, storage_reader=ours.FileReader(tmp_path, trust_pickle=True))
+        got = found["w"].value["nested"][0] if how == "in an object" else found["w"]
+    else:
+        found = {"w": torch.zeros(expected.shape, dtype=expected.dtype)}
+        if how == "sparse":
+            found["w"] = torch.zeros(4, 4).to_sparse()
+        dcp.load(found, storage_reader=ours.FileReader(tmp_path))
+        got = found["w"].to_dense()
+    assert got == expected if isinstance(expected, list) else torch.equal(got, expected)
+
+
+class Opaque:
+    """An object that planners hand over as bytes."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+@pytest.mark.parametrize("has_default", [True, False])
+@pytest.mark.parametrize("own_stream", [False, True])
+@pytest.mark.parametrize("how", ["dense", "transposed", "every other column"])
+@pytest.mark.parametrize("source", ["peers", "files"])
+def test_a_load_comes_after_what_is_queued_and_is_over_when_it_returns(
+    source: str, how: str, own_stream: bool, has_default: bool, device: StandIn, writer: ours.PeerWriter, tmp_path: Path
+) -> None:
+    base = torch.zeros(6, 4)
+    live = {"dense": base, "transposed": base.t(), "every other column": base[:, ::2]}[how]
+    sent = torch.arange(float(live.numel())).view(live.shape)
+    save({"w": sent}, writer if source == "peers" else ours.FileWriter(tmp_path))
+    reader = ours.PeerReader(writer.metadata()) if source == "peers" else ours.FileReader(tmp_path)
+    device.adopt(base)
+    device.has_default = has_default
+    device.trainer.hold()
+    device.trainer.queue(functools.partial(base.fill_, -1))
+
+    def read() -> list[float]:
+        with device.on_stream() if own_stream else contextlib.nullcontext():
+            dcp.load({"w": live}, storage_reader=reader)
+        found: list[float] = []
+        device.trainer.queue(lambda: found.extend(live.flatten().tolist()))
+        device.synchronize(device.trainer)
+        return found
+
+    with in_background(read) as reading:
+        until(lambda: device.followed > 0 or reading.done(), "it is about to write")
+        with pytest.raises(TimeoutError):
+            reading.result(0.3)
+        if own_stream and has_default:
+            # The copies are queued on it, and it takes its time.
+            device.callers[0].hold()
+        device.trainer.let_go()
+        if own_stream and has_default:
+            until(lambda: "aten::copy_" in device.touched or reading.done(), "it writes")
+            with pytest.raises(TimeoutError):
+                reading.result(0.3)
+            device.callers[0].let_go()
+        assert reading.result(30) == sent.flatten().tolist()
+
+
+def test_a_planner_that_copies_to_the_device_itself(device: StandIn, tmp_path: Path) -> None:
+    """It reads into host memory and copies from there when it is told that a tensor is read."""
+    live = torch.zeros(6, 4)
+    device.adopt(live)
+    save({"w": torch.full((6, 4), 3.0)}, ours.FileWriter(tmp_path))
+
+    class Planner(dcp.DefaultLoadPlanner):  # type: ignore[misc]  # mypy does not follow torch
+        def resolve_tensor(self, read_item: Any) -> torch.Tensor:
+            del read_item
+            self.landed = torch.zeros(6, 4)
+            return self.landed
+
+        def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
+            del read_item
+            live.copy_(tensor)
+
+    device.trainer.hold()
+    device.trainer.queue(functools.partial(live.fill_, -1))
+
+    def read() -> None:
+        with device.on_stream():
+            dcp.load({"w": live}, storage_reader=ours.FileReader(tmp_path), planner=Planner())
+
+    with in_background(read) as reading:
+        until(lambda: device.followed > 0 or reading.done(), "it is about to write")
+        with pytest.raises(TimeoutError):
+            reading.result(0.3)
+        device.trainer.let_go()
+        reading.result(30)
+    assert torch.equal(live, torch.full((6, 4), 3.0))
+
+
+def test_a_graph_that_is_captured_is_left_alone(device: StandIn, tmp_path: Path) -> None:
+    state = {"w": torch.ones(4, 6).t()}
+    device.adopt(state["w"])
+    device.captures = True
+    with pytest.raises(dcp.api.CheckpointException, match="graph is being captured on cuda:0"):
+        save(state, ours.FileWriter(tmp_path))
+    device.captures = False
+    save(state, ours.FileWriter(tmp_path))
+    device.captures = True
+    with pytest.raises(dcp.api.CheckpointException, match="graph is being captured on cuda:0"):
+        dcp.load(state, storage_reader=ours.FileReader(tmp_path))
 
 
 def test_nothing_is_published_before_it_is_copied(device: StandIn, writer: ours.PeerWriter) -> None:
