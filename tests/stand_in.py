@@ -4,9 +4,9 @@ A stream is a thread that does one thing after the other, and what it copies is 
 held: then it does nothing until it is let.
 
 What torch is asked to do with memory of the device runs on the stream that the calling thread has, too, wherever
-`StandIn.simulation` is entered: as on a device, `copy_`, `clone` and whatever else only queue their work, and those that
-bring bytes to the host wait for it. So a copy that does not wait for what is queued elsewhere finds old bytes, and one
-that nobody waits for is not there yet. What goes past the object under test is noted, and fails the test.
+`StandIn.simulation` is entered: as on a device, `copy_`, `clone` and whatever else only queue their work, and those
+that bring bytes to the host wait for it. So a copy that does not wait for what is queued elsewhere finds old bytes, and
+one that nobody waits for is not there yet. What goes past the object under test is noted, and fails the test.
 """
 
 from __future__ import annotations

@@ -258,9 +258,7 @@ def test_a_receive_is_over_on_the_device_when_it_returns(
         assert healed.result(30) == float(sent.sum())
 
 
-def test_a_graph_that_is_captured_is_left_alone(
-    device: StandIn, open_target: Callable[..., Any], source: Any
-) -> None:
+def test_a_graph_that_is_captured_is_left_alone(device: StandIn, open_target: Callable[..., Any], source: Any) -> None:
     """Also past the slots, and before anything is written."""
     live, sent = late("strided", device)
     host = torch.zeros(MIB)

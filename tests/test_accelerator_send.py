@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import json
@@ -181,6 +182,61 @@ def test_two_devices(device: StandIn, source: Any, open_transport: Callable[...,
         assert len(device.side) == 2
         assert_same_state(received.result(30), state)
         assert device.strays == 0, "events were destroyed where another device would get a context"
+
+
+class Measured:
+    """Reads the device while it is pickled, as torch's tensors on some kinds of device do."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __reduce__(self) -> Any:
+        return list, (self.tensor.cpu().tolist(),)
+
+
+@pytest.mark.parametrize("has_default", [True, False])
+@pytest.mark.parametrize("own_stream", [False, True])
+@pytest.mark.parametrize("how", ["dense", "view", "object"])
+def test_the_default_stream_is_waited_for_whichever_stream_sends(
+    how: str, own_stream: bool, has_default: bool, device: StandIn, source: Any, open_transport: Callable[..., Any]
+) -> None:
+    base = torch.zeros(MIB)
+    value = {"dense": base, "view": base[10:20], "object": Measured(base[10:20])}[how]
+    device.adopt(base)
+    device.has_default = has_default
+    device.trainer.hold()
+    device.trainer.queue(functools.partial(base.fill_, 7))
+
+    def send_one() -> None:
+        with device.on_stream() if own_stream else contextlib.nullcontext():
+            send(source, 1, {"w": value})
+
+    with in_background(send_one) as sending:
+        until(lambda: device.followed > 0 or sending.done(), "it is about to read")
+        with pytest.raises(TimeoutError):
+            sending.result(0.3)
+        device.trainer.let_go()
+        sending.result(30)
+    base.fill_(-1)
+    received = receive(open_transport(), source, 1)["w"]
+    assert set(received if how == "object" else received.tolist()) == {7.0}
+
+
+@pytest.mark.parametrize("same_host", [False, True])
+def test_a_copy_that_fails_before_one_byte_is_sent_is_told_to_both_sides(
+    same_host: bool, device: StandIn, source: Any, open_transport: Callable[..., Any]
+) -> None:
+    state = held_weights(device)
+    device.fails = lambda _: True
+    target = open_transport(same_host=same_host)
+    with in_background(send, source, 1, state) as sending, in_background(receive, target, source, 1) as received:
+        until(lambda: source._server.bytes_served > 0, "the receiver has the header and no more")
+        device.let_go()
+        with pytest.raises(RuntimeError, match="the device is lost"):
+            sending.result(30)
+        # Far from its deadline.
+        with pytest.raises(tensorferry.SourceChanged, match="no longer served"):
+            received.result(10)
 
 
 @pytest.mark.parametrize("same_host", [False, True])

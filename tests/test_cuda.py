@@ -12,12 +12,13 @@ import torch.distributed.checkpoint as dcp
 
 from equality import assert_same_state
 from exchange import TIMEOUT, in_background, receive, until
-from tensorferry import InvalidArgument
-from tensorferry.dcp import PeerReader, PeerWriter
+from tensorferry import InvalidArgument, join_metadata
+from tensorferry.dcp import FileReader, FileWriter, PeerReader, PeerWriter
 from tensorferry.locked import _forget_failure, locked
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 pytestmark = [
     pytest.mark.cuda,
@@ -85,6 +86,79 @@ def test_what_is_queued_is_sent_and_what_comes_later_is_not(
         for tensor in state.values():
             tensor.fill_(-1)
         assert_same_state(received.result(30), weights("cpu", 2.0))
+
+
+def live_past_the_slots(how: str, value: float) -> torch.Tensor:
+    """A tensor on the device that no received bytes go straight to."""
+    whole = torch.full((2048, 2 * 2048), value, device="cuda")
+    if how == "strided":
+        return whole[:, :2048].t()
+    if how == "view":
+        return whole.view(-1)[4096 : 4096 + 2048 * 2048].view(2048, 2048)
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    return DTensor.from_local(whole[:, :2048], init_device_mesh("cuda", (1,)), [Shard(0)])
+
+
+@pytest.mark.parametrize("how", ["strided", "view", "dtensor", "several sources"])
+@pytest.mark.parametrize("own_stream", [False, True])
+@pytest.mark.usefixtures("process_group")
+def test_a_receive_past_the_slots_comes_after_what_is_queued_and_before_what_is_next(
+    own_stream: bool, how: str, open_transport: Callable[..., Any]
+) -> None:
+    several = how == "several sources"
+    live = {"w": torch.zeros((2048, 2048), device="cuda") if several else live_past_the_slots(how, 0.0)}
+    local = getattr(live["w"], "_local_tensor", live["w"])
+    sent = {"w": torch.full((2048, 2048), 5.0) if several else live_past_the_slots(how, 5.0)}
+    sources = [open_transport() for _ in range(2 if several else 1)]
+    for source in sources:
+        source.send_checkpoint([1], 1, sent, TIMEOUT)
+    metadata = join_metadata(s.metadata() for s in sources) if several else sources[0].metadata()
+    target = open_transport(state_dict=lambda: live)
+    warm_up({"w": local})
+    target.recv_checkpoint(0, metadata, 1, TIMEOUT)
+    # The trainer's stream still writes the old values.
+    queue({"w": local}, lambda tensor: tensor.fill_(-1))
+    with torch.cuda.stream(torch.cuda.Stream() if own_stream else torch.cuda.current_stream()):
+        received = target.recv_checkpoint(0, metadata, 1, TIMEOUT)
+    # On the trainer's stream, which waits for no other.
+    found = local.clone()
+    assert received["w"] is live["w"]
+    assert bool((found == 5).all())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("how", ["strided", "every other column", "neg", "object"])
+@pytest.mark.parametrize("own_stream", [False, True])
+def test_odd_tensors_in_a_distributed_checkpoint(own_stream: bool, how: str, tmp_path: Path) -> None:
+    whole = torch.zeros((2048, 2048), device="cuda")
+    views = {"strided": whole.t(), "every other column": whole[:, ::2], "neg": whole._neg_view()}
+    value = views[how] if how != "object" else Opaque(whole)
+    warm_up({"w": whole})
+    dcp.save({"w": value}, storage_writer=FileWriter(tmp_path / "warm"))
+    queue({"w": whole}, lambda tensor: tensor.fill_(5))
+    with torch.cuda.stream(torch.cuda.Stream() if own_stream else torch.cuda.current_stream()):
+        dcp.save({"w": value}, storage_writer=FileWriter(tmp_path / "state"))
+    whole.fill_(-1)
+    torch.cuda.synchronize()
+    if how == "object":
+        found: dict[str, Any] = {"w": None}
+        dcp.load(found, storage_reader=FileReader(tmp_path / "state", trust_pickle=True))
+        assert bool((found["w"].value == 5).all())
+        return
+    queue({"w": whole}, lambda tensor: tensor.fill_(-2))
+    with torch.cuda.stream(torch.cuda.Stream() if own_stream else torch.cuda.current_stream()):
+        dcp.load({"w": views[how]}, storage_reader=FileReader(tmp_path / "state"))
+    found_there = views[how].clone()
+    assert bool((found_there == (-5 if how == "neg" else 5)).all())
+
+
+class Opaque:
+    """An object that planners of distributed checkpoints hand over as bytes."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
 
 
 @pytest.mark.parametrize("same_host", [False, True])

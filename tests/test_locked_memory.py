@@ -268,6 +268,40 @@ def test_kept_memory_is_locked(device: StandIn, open_transport: Callable[..., An
     assert target._pool.held == device.pinned_bytes[0]
 
 
+def test_a_refusal_is_told_once_whoever_meets_it(
+    device: StandIn, open_transport: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Sends, receives in place, memory that is kept, saves and other transports: each has memory of its own."""
+    device.refuses_to_pin = True
+    live, sent = {"w": torch.zeros(MIB)}, {"w": torch.ones(MIB)}
+    device.adopt(live["w"], sent["w"])
+    for _ in range(2):
+        source, kept = open_transport(), open_transport(reuse_bytes=64 * MIB)
+        source.send_checkpoint([1], 1, sent, TIMEOUT)
+        assert_same_state(receive(kept, source, 1), sent)
+        receive(open_transport(state_dict=lambda: live), source, 1)
+        assert_same_state(live, sent)
+    assert len([record for record in caplog.records if "cannot pin" in record.message]) == 1
+
+
+def test_threads_that_are_refused_at_once_tell_it_once(caplog: pytest.LogCaptureFixture) -> None:
+    both = threading.Barrier(8, timeout=20)
+
+    def refuse(_: int) -> None:
+        both.wait()
+        raise RuntimeError("cudaErrorMemoryAllocation")
+
+    with stand_in() as device:
+        device.pinned = refuse  # type: ignore[method-assign, assignment]
+        memory = HostMemory(device)
+        threads = [threading.Thread(target=memory.make, args=(10,)) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+    assert len([record for record in caplog.records if "cannot pin" in record.message]) == 1
+
+
 def test_what_is_not_kept_is_not_locked(device: StandIn, open_transport: Callable[..., Any]) -> None:
     source, target = open_transport(), open_transport(reuse_bytes=MIB)
     source.send_checkpoint([1], 1, state_of(1), TIMEOUT)

@@ -1,9 +1,10 @@
 """What is asked of an accelerator: which memory is its own, streams, events and copies.
 
-Everything that touches a device goes through one object of this class: copies of bytes through :meth:`Accelerator.copy`,
-and what torch or code of others does with device memory for us through :meth:`Accelerator.reading` and
-:meth:`Accelerator.writing`. So the order of copies, their overlap with the network and what happens when one fails can
-be tested with a stand-in, on machines that have no accelerator, and the stand-in sees what goes past it.
+Everything that touches a device goes through one object of this class: copies of bytes through
+:meth:`Accelerator.copy`, and what torch or code of others does with device memory for us through
+:meth:`Accelerator.reading` and :meth:`Accelerator.writing`. So the order of copies, their overlap with the network and
+what happens when one fails can be tested with a stand-in, on machines that have no accelerator, and the stand-in sees
+what goes past it.
 """
 
 from __future__ import annotations
@@ -218,7 +219,7 @@ class Accelerator:
 
 
 def _module(device: torch.device) -> Any:
-    """torch's module for devices of this type, ``None`` if it has none."""
+    """The module torch has for devices of this type, ``None`` if it has none."""
     return getattr(torch, device.type, None)
 
 

@@ -13,6 +13,7 @@ import torch
 
 from . import _gc, pickling, tree
 from ._native import Filling, Remote, Rows, Server
+from .accelerator import Accelerator
 from .allowlist import Allowed
 from .errors import ProtocolError, SystemRefused
 from .landing import Landing
@@ -61,13 +62,7 @@ class Packed:
         """
         with _gc.held_off():
             flat = tree.flatten(state)
-            self.pickle_bytes, storages, self.globals = b"", [], {}
-            if flat.objects:
-                accelerator = stager.accelerator
-                tensors = [value for value in flat.objects if isinstance(value, torch.Tensor)]
-                # Objects may read a device while they are pickled.
-                with accelerator.reading({*accelerator.in_use(), *accelerator.holding(tensors)}):
-                    self.pickle_bytes, storages, self.globals = pickling.dump(flat)
+            self.pickle_bytes, storages, self.globals = _pickled(flat, stager.accelerator)
             self._lay_out(flat, storages)
             copied = self._stage(stager, snapshot, flat.accelerated)
         # If nothing had to be copied, the state itself stands in the memory that is served.
@@ -181,6 +176,17 @@ class Packed:
                 part = storage_over(*host_view(self.memory[entry]), self.rows.size(entry))
                 whole[lo : lo + part.nbytes()].copy_(as_bytes(part))
         return builder.build(self.pickle_bytes, Allowed(trust=True), lambda i: host_view(self.memory[i]))
+
+
+def _pickled(
+    flat: tree.Flat, accelerator: Accelerator
+) -> tuple[bytes, list[pickling.Storage], dict[tuple[str, str], str]]:
+    if not flat.objects:
+        return b"", [], {}
+    tensors = [value for value in flat.objects if isinstance(value, torch.Tensor)]
+    # Objects may read a device while they are pickled.
+    with accelerator.reading({*accelerator.in_use(), *accelerator.holding(tensors)}):
+        return pickling.dump(flat)
 
 
 def _padded(data: bytes, fill: bytes) -> bytes:

@@ -58,7 +58,8 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             from here must use the same number.
         state_dict: gives the live state; ``recv_checkpoint`` then writes into its tensors and returns them. Tensors it
             does not have are received into fresh memory. What is queued on the stream in use there and on the device's
-            default stream comes before what is written to an accelerator.
+            default stream comes before what is written to an accelerator, and when ``recv_checkpoint`` returns, all of
+            that is done: whatever is queued next, on any stream, finds it.
         snapshot: ``"borrow"`` serves CPU tensors from where they are, ``"copy"`` takes a private copy in
             ``send_checkpoint``: for states that change while they are served, as BatchNorm's buffers do with torchft's
             sync quorum. Accelerator tensors are always copied.
@@ -164,10 +165,10 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
 
         Raises:
             UnsupportedLeaf: a leaf cannot be carried; its path is named, and what was served before is still served
-            InvalidArgument: the step is no whole number of 64 bits, or a CUDA graph is being captured on the stream in
-                use
+            InvalidArgument: the step is no whole number of 64 bits, or a graph is being captured on the stream in use
+                and the state is on an accelerator
             Exception: whatever torch raises when a copy off the accelerator fails; then nothing is served any more, and
-                receivers that have begun get an error
+                receivers that have begun get an error at once, those to which no byte came included
         """
         del dst_ranks, timeout
         step = arguments.step_number(step)
@@ -202,7 +203,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
                 names, or, where this transport has ``tls=True``, does not encrypt
             StateMismatch: the live state's tensors differ in dtype or shape; nothing was overwritten
             UnsafePickle: the state holds objects that are not on the allow-list
-            InvalidArgument: the metadata names no source, an argument is of the wrong kind, or a CUDA graph is being
+            InvalidArgument: the metadata names no source, an argument is of the wrong kind, or a graph is being
                 captured on the stream in use and the live state is on an accelerator
         """
         del src_rank

@@ -47,6 +47,7 @@ class SliceReader(StorageReader):  # type: ignore[misc]  # mypy does not follow 
             CorruptCheckpoint: a block of a file does not match its checksum; file, tensor and block are named
             StateMismatch: a target has another shape than the plan says
             UnsafePickle: an object is not on the allow-list
+            InvalidArgument: a graph is being captured on a device that is to be written to
             TensorferryError: from peers, as ``HTTPTransport.recv_checkpoint`` does
         """
         assert self._metadata is not None
