@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_flatten
 
 from .allowlist import Allowed
 from .errors import ConnectError, FetchTimeout, ProtocolError, SourceRefused, UnsafePickle
+from .unpickling import pickle_module
 
 _PROTOCOL = 2
 _READ = 1 << 20
@@ -120,19 +121,6 @@ class _Exact(io.BufferedReader):
         return data
 
 
-class _PickleModule:
-    """What ``torch.serialization`` takes for the pickle module: our allow-list instead of everything."""
-
-    def __init__(self, allowed: Allowed) -> None:
-        class Unpickler(pickle.Unpickler):
-            def find_class(self, module: str, name: str) -> Any:
-                return allowed.find(module, name, super().find_class)
-
-        self.Unpickler = Unpickler
-
-    __name__ = "tensorferry.stock"
-
-
 def is_stock(metadata: str) -> bool:
     """Whether ``metadata`` comes from torchft's own transport: its path has no random part.
 
@@ -156,7 +144,7 @@ def _load(stream: _Exact, allowed: Allowed) -> Any:
             if entry.is_storage:
                 data = torch.frombuffer(data, dtype=torch.uint8).untyped_storage() if data else torch.UntypedStorage(0)
             file.records[entry.key] = (data, entry.length)
-        return torch.serialization._load(file, None, _PickleModule(allowed), encoding="utf-8")
+        return torch.serialization._load(file, None, pickle_module(allowed), encoding="utf-8")
 
 
 def receive(metadata: str, step: int, timeout: timedelta, allowed: Allowed) -> Any:
