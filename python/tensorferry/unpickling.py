@@ -188,13 +188,13 @@ class Unpickler:
         leaf = self.needs(name)
         needed = f" for {leaf[:200]!r}" if isinstance(leaf, str) and leaf else ""
         return UnsafePickle(
-            f"the checkpoint's pickle asks for {asked} {name}{needed}, which no honest sender writes; if it is your own "
-            "class or function, list it in safe_globals, and if you trust the source, pass trust_pickle=True"
+            f"the checkpoint's pickle asks for {asked} {name}{needed}, which no honest sender writes; if it is your "
+            "own class or function, list it in safe_globals, and if you trust the source, pass trust_pickle=True"
         )
 
     # The machine. ----------------------------------------------------------------------------------------------------
 
-    def _run(self) -> Any:  # noqa: C901
+    def _run(self) -> Any:
         data, at = self._data, 0
         size = len(data)
         stack: list[Any] = []
@@ -298,15 +298,16 @@ class Unpickler:
                 stack[-1] = self.persistent_load(stack[-1])
             elif op == 0x52:  # REDUCE
                 last = stack.pop()
-                stack[-1] = self._call(stack[-1], last)
-                if type(stack[-1]) is Pending:
-                    stack[-1].place = self._place(at, memo)
+                made: Any
+                stack[-1] = made = self._call(stack[-1], last)
+                if type(made) is Pending:
+                    made.place = self._place(at, memo)
             elif op == 0x81:  # NEWOBJ
                 last = stack.pop()
                 need(type(last) is tuple, "arguments that are no tuple")
-                stack[-1] = self.instance(stack[-1], last, {})
-                if type(stack[-1]) is Pending:
-                    stack[-1].place = self._place(at, memo)
+                stack[-1] = made = self.instance(stack[-1], last, {})
+                if type(made) is Pending:
+                    made.place = self._place(at, memo)
             elif op == 0x92:  # NEWOBJ_EX
                 last = stack.pop()
                 middle = stack.pop()
@@ -314,10 +315,10 @@ class Unpickler:
                 stack[-1] = self.instance(stack[-1], middle, last)
             elif op == 0x62:  # BUILD
                 last = stack.pop()
-                value = stack[-1]
-                stack[-1] = self._build(value, last)
-                if type(value) is Pending and memo.get(value.place) is value:
-                    memo[value.place] = stack[-1]
+                made = stack[-1]
+                stack[-1] = self._build(made, last)
+                if type(made) is Pending and memo.get(made.place) is made:
+                    memo[made.place] = stack[-1]
             elif op == 0x93:  # STACK_GLOBAL
                 last = stack.pop()
                 stack[-1] = self._global(stack[-1], last)
