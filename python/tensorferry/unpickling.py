@@ -195,6 +195,7 @@ class Unpickler:
     # The machine. ----------------------------------------------------------------------------------------------------
 
     def _run(self) -> Any:
+        made: Any
         data, at = self._data, 0
         size = len(data)
         stack: list[Any] = []
@@ -298,7 +299,6 @@ class Unpickler:
                 stack[-1] = self.persistent_load(stack[-1])
             elif op == 0x52:  # REDUCE
                 last = stack.pop()
-                made: Any
                 stack[-1] = made = self._call(stack[-1], last)
                 if type(made) is Pending:
                     made.place = self._place(at, memo)
@@ -317,7 +317,7 @@ class Unpickler:
                 last = stack.pop()
                 made = stack[-1]
                 stack[-1] = self._build(made, last)
-                if type(made) is Pending and memo.get(made.place) is made:
+                if isinstance(made, Pending) and memo.get(made.place) is made:
                     memo[made.place] = stack[-1]
             elif op == 0x93:  # STACK_GLOBAL
                 last = stack.pop()
