@@ -1,84 +1,23 @@
-"""Which globals a pickle from the network may name.
+"""Which globals a pickle from somewhere else may name.
 
-torch keeps a list of what its own weights-only loader accepts; ours starts from it and adds what training states are
-made of besides weights. Classes of the user's own are added with ``safe_globals=[...]``; ``trust_pickle=True`` lifts
-the list.
+Those of the reviewed table (``reviewed.py``), classes of the user's own (``safe_globals=[...]``, or
+``torch.serialization.add_safe_globals``), or everything (``trust_pickle=True``).
 """
 
 from __future__ import annotations
 
 import _compat_pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
-import torch
+from torch import _weights_only_unpickler
 
+from . import reviewed
 from .arguments import boolean, several, shown
 from .errors import InvalidArgument, UnsafePickle
 
-_BUILTINS = (
-    "bool bytearray bytes complex dict enumerate float frozenset int list object range reversed set slice str tuple "
-    "zip Ellipsis NotImplemented"
-)
-
-#: ``module: names`` beyond torch's list. Constructors of values only: nothing here opens, runs or imports anything.
-_EXTRA: dict[str, str] = {
-    "builtins": _BUILTINS,
-    "_codecs": "encode",
-    "collections": "Counter ChainMap OrderedDict defaultdict deque",
-    "copyreg": "_reconstructor __newobj__ __newobj_ex__",
-    "datetime": "date datetime time timedelta timezone tzinfo",
-    "decimal": "Decimal",
-    "enum": "Enum Flag IntEnum IntFlag StrEnum",
-    "fractions": "Fraction",
-    "pathlib": "Path PosixPath PurePath PurePosixPath",
-    "types": "SimpleNamespace",
-    "uuid": "UUID SafeUUID",
-    "_io": "BytesIO StringIO",
-    "numpy": "dtype ndarray",
-    "numpy.core.multiarray": "_reconstruct scalar",
-    "numpy._core.multiarray": "_reconstruct scalar",
-    "numpy.core.numeric": "_frombuffer",
-    "numpy._core.numeric": "_frombuffer",
-    "numpy.random._pickle": "__randomstate_ctor __generator_ctor __bit_generator_ctor",
-    "numpy.random.bit_generator": "SeedSequence __pyx_unpickle_SeedSequence",
-    "numpy.random._mt19937": "MT19937",
-    "numpy.random._pcg64": "PCG64 PCG64DXSM",
-    "numpy.random._philox": "Philox",
-    "numpy.random._sfc64": "SFC64",
-    "torch": "Size device dtype Generator Tensor layout memory_format BoolStorage",
-    "torch._C": "Generator",
-    "torch._utils": (
-        "_rebuild_tensor _rebuild_tensor_v2 _rebuild_tensor_v3 _rebuild_parameter _rebuild_parameter_with_state "
-        "_rebuild_sparse_tensor _rebuild_sparse_csr_tensor _rebuild_nested_tensor _rebuild_meta_tensor_no_storage "
-        "_rebuild_device_tensor_from_numpy _rebuild_device_tensor_from_cpu_tensor _rebuild_xla_tensor _rebuild_qtensor "
-        "_rebuild_wrapper_subclass _set_obj_state"
-    ),
-    "torch._tensor": "_rebuild_from_type_v2 _rebuild_from_type",
-    "torch.serialization": "_get_layout",
-    "torch.storage": "TypedStorage UntypedStorage",
-    "torch.nn.parameter": "Buffer Parameter UninitializedBuffer UninitializedParameter",
-    "torch._prims_common": "make_contiguous_strides_for",
-    "torch.distributed.tensor": "DTensor Partial Replicate Shard",
-    "torch.distributed.tensor._api": "DTensor",
-    "torch.distributed.tensor._dtensor_spec": "DTensorSpec TensorMeta ShardOrderEntry",
-    "torch.distributed.tensor.placement_types": "Partial Placement Replicate Shard _MaskPartial _StridedShard",
-    "torch.distributed.device_mesh": "DeviceMesh _MeshLayout _MeshEnv",
-    "torch.distributed._mesh_layout": "_MeshLayout",
-    "torch.distributed._pycute.layout": "Layout",
-    "torch.distributed.distributed_c10d": "ReduceOp RedOpType",
-    "torch._C._distributed_c10d": "ReduceOp RedOpType",
-    "torch.distributed._shard.sharded_tensor.api": "ShardedTensor ShardedTensor.ProcessGroupState",
-    "torch.distributed._shard.sharded_tensor.metadata": "MEM_FORMAT_ENCODING ShardedTensorMetadata TensorProperties",
-    "torch.distributed._shard.sharded_tensor.shard": "Shard",
-    "torch.distributed._shard.metadata": "ShardMetadata",
-    "torch.distributed._shard.sharding_spec.chunk_sharding_spec": "ChunkShardingSpec",
-    "torch.distributed._shard.sharding_spec.api": "EnumerableShardingSpec PlacementSpec ShardingSpec",
-    "torch.distributed.remote_device": "_remote_device",
-    "torch.nested._internal.nested_tensor": "NestedTensor _rebuild_njt",
-    "torch.masked.maskedtensor.core": "MaskedTensor",
-    "tensorferry.tensors": "rebuild_dtensor with_grad",
-}
+#: Modules that torch does not let a user's list name either.
+_NEVER = ("sys", "os", "posix", "nt")
 
 
 class Allowed:
@@ -101,7 +40,10 @@ class Allowed:
             module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
             if not isinstance(module, str) or not isinstance(name, str):
                 raise InvalidArgument(f"safe_globals takes classes and functions, not {shown(value)}")
-            self._extra[module, name] = value
+            # What was reviewed keeps its checks: they let through what an honest sender writes.
+            if not reviewed.known(module, name):
+                self._extra[module, name] = value
+        self._users = {id(value) for value in self._extra.values()}
 
     @property
     def trusts(self) -> bool:
@@ -113,13 +55,21 @@ class Allowed:
         return (
             self._trust
             or (module, name) in self._extra
-            or name in _EXTRA.get(module, "").split()
-            or (module == "torch.return_types" and not name.startswith("_"))
-            or f"{module}.{name}" in _torch_allows()
+            or reviewed.known(module, name)
+            or f"{module}.{name}" in _torch_users()
         )
 
-    def find(self, module: str, name: str, import_: Callable[[str, str], Any], leaf: object = None) -> Any:
-        """The global, by the interpreter's own ``import_``; ``leaf`` is the path of what needs it, if that is known.
+    def is_users(self, value: Any) -> bool:
+        """Whether the user has allowed this very class or function, here or in torch's list."""
+        if id(value) in self._users:
+            return True
+        users = _torch_users()
+        return bool(users) and any([value is one for one in users.values()])
+
+    def find(self, module: str, name: str, leaf: object = None) -> Any:
+        """The object of this name, as reviewed or as the user gave it; ``leaf`` is the path of what needs it, if known.
+
+        Nothing is imported or looked up because of what a peer writes: the name selects an object, or none.
 
         Raises:
             UnsafePickle: it is not allowed
@@ -129,14 +79,20 @@ class Allowed:
         module = _compat_pickle.IMPORT_MAPPING.get(module, module)
         if (module, name) in self._extra:
             return self._extra[module, name]
-        if not self.allows(module, name):
-            raise UnsafePickle(refusal(module, name, leaf))
-        # torch.float32 and its like are written as globals by torch and are plain values.
-        return import_(module, name)
+        try:
+            if reviewed.known(module, name):
+                return reviewed.find(module, name)
+        except LookupError as e:
+            raise UnsafePickle(f"{refusal(module, name, leaf)} (this process has none)") from e
+        users = _torch_users()
+        if f"{module}.{name}" in users:
+            return users[f"{module}.{name}"]
+        raise UnsafePickle(refusal(module, name, leaf))
 
 
 def refusal(module: str, name: str, leaf: object = None) -> str:
     """What to tell who meets a global that is not allowed, which the leaf at path ``leaf`` needs."""
+    module, name = module[:200], name[:200]
     needed = f" for {leaf[:200]!r}" if isinstance(leaf, str) and leaf else ""
     return (
         f"the checkpoint's pickle names {module}.{name}{needed}, which is not on the allow-list; if you trust it, pass "
@@ -145,16 +101,28 @@ def refusal(module: str, name: str, leaf: object = None) -> str:
     )
 
 
-_torch_globals: dict[str, Any] | None = None
+_read: tuple[Any, dict[str, Any]] = (None, {})
 
 
-def _torch_allows() -> dict[str, Any]:
-    """Torch's own list, user additions by ``torch.serialization.add_safe_globals`` included."""
-    global _torch_globals
-    from torch._weights_only_unpickler import _get_allowed_globals, _get_user_allowed_globals
+def _torch_users() -> dict[str, Any]:
+    """What the user told torch: ``torch.serialization.add_safe_globals``.
 
-    if _torch_globals is None:
-        _torch_globals = dict(_get_allowed_globals())
-        _torch_globals |= {f"torch.{name}": v for name, v in vars(torch).items() if isinstance(v, torch.dtype)}
-    user = _get_user_allowed_globals()
-    return _torch_globals | user if user else _torch_globals
+    torch puts classes of its own there as well, so what is torch's and was not reviewed does not count.
+    """
+    global _read
+    # torch makes a new set for each change.
+    marked = _weights_only_unpickler._marked_safe_globals_set
+    if _read[0] is not marked:
+        _read = (marked, _users_of(_weights_only_unpickler._get_user_allowed_globals()))
+    return _read[1]
+
+
+def _users_of(listed: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in listed.items()
+        if not name.startswith("torch.")
+        and name.partition(".")[0] not in _NEVER
+        and getattr(value, "__module__", "").partition(".")[0] not in ("torch", *_NEVER)
+        and not reviewed.known(*name.rpartition(".")[::2])
+    }

@@ -16,7 +16,8 @@ import torch
 from torch.storage import TypedStorage
 
 from .allowlist import Allowed
-from .errors import ProtocolError, UnsafePickle, UnsupportedLeaf
+from .errors import ProtocolError, TensorferryError, UnsafePickle, UnsupportedLeaf
+from .reviewed import Refused
 from .tensors import (
     byte_span,
     is_dtensor_over_view,
@@ -26,6 +27,7 @@ from .tensors import (
     with_grad,
 )
 from .tree import Flat
+from .unpickling import Unpickler, unpickler
 
 #: 4 rather than 5: numpy arrays pickled by 5 need a private function of numpy's, whose module moved between versions.
 PROTOCOL = 4
@@ -159,35 +161,6 @@ def _blame(flat: Flat, error: Exception) -> UnsupportedLeaf:
     return UnsupportedLeaf(f"the state cannot be sent: {type(error).__name__}: {error}")
 
 
-class _Unpickler(pickle.Unpickler):
-    def __init__(
-        self,
-        data: bytes,
-        allowed: Allowed,
-        leaves: list[torch.Tensor],
-        storage: Callable[[int], torch.UntypedStorage],
-        needs: dict[str, str],
-    ) -> None:
-        super().__init__(io.BytesIO(data))
-        self._needs = needs
-        self._allowed = allowed
-        self._leaves = leaves
-        self._storage = storage
-
-    def find_class(self, module: str, name: str) -> Any:
-        return self._allowed.find(module, name, super().find_class, self._needs.get(f"{module}.{name}"))
-
-    def persistent_load(self, pid: Any) -> Any:
-        match pid:
-            case ("leaf", int(n)) if 0 <= n < len(self._leaves):
-                return self._leaves[n]
-            case ("typed", int(n), str(name)) if isinstance(dtype := getattr(torch, name, None), torch.dtype):
-                return TypedStorage(wrap_storage=self._storage(n), dtype=dtype, _internal=True)
-            case ("untyped", int(n)):
-                return self._storage(n)
-        raise ProtocolError(f"the source's pickle refers to {pid!r}, which is no part of this checkpoint")
-
-
 def load(
     data: bytes,
     allowed: Allowed,
@@ -205,18 +178,35 @@ def load(
         needs: for messages: which leaf needs a global
 
     Raises:
-        UnsafePickle: it names a global that is not allowed
+        UnsafePickle: it asks for something that is not allowed
         ProtocolError: it is damaged or refers to what is not there
     """
+    reader = unpickler(allowed, needs.get)(io.BytesIO(data))
+
+    def refer(pid: Any) -> Any:
+        match pid:
+            case ("leaf", int(n)) if 0 <= n < len(leaves):
+                return leaves[n]
+            case ("typed", int(n), str(name)) if isinstance(dtype := getattr(torch, name, None), torch.dtype):
+                return TypedStorage(wrap_storage=storage(n), dtype=dtype, _internal=True)
+            case ("untyped", int(n)):
+                return storage(n)
+        raise ProtocolError("the source's pickle refers to something that is no part of this checkpoint")
+
+    reader.persistent_load = refer
     try:
-        objects = _Unpickler(data, allowed, leaves, storage, needs).load()
-    except (UnsafePickle, ProtocolError):
+        objects = reader.load()
+        if isinstance(objects, list) and isinstance(reader, Unpickler):
+            # Some are keys of the tree's dicts, and will be hashed.
+            for value in objects:
+                if isinstance(value, tuple | frozenset):
+                    reader.hashable(value)
+    except TensorferryError:
         raise
+    except Refused as e:
+        raise UnsafePickle(f"the source's objects have {e}") from e
     except Exception as e:
         raise ProtocolError(f"the source's objects cannot be read here ({type(e).__name__}: {e})") from e
-    finally:
-        # torch remembers sparse tensors that it rebuilt until somebody has them checked, as torch.load does.
-        torch._utils._validate_loaded_sparse_tensors()
     if not isinstance(objects, list):
         raise ProtocolError("the source's pickle holds no list of objects")
     return objects

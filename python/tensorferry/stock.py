@@ -11,6 +11,7 @@ import contextlib
 import http.client
 import io
 import pickle
+import pickletools
 import time
 import warnings
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from torch.utils._pytree import tree_flatten
 
 from .allowlist import Allowed
 from .errors import ConnectError, FetchTimeout, ProtocolError, SourceRefused, UnsafePickle
+from .unpickling import pickle_module, unpickler
 
 _PROTOCOL = 2
 _READ = 1 << 20
@@ -120,19 +122,6 @@ class _Exact(io.BufferedReader):
         return data
 
 
-class _PickleModule:
-    """What ``torch.serialization`` takes for the pickle module: our allow-list instead of everything."""
-
-    def __init__(self, allowed: Allowed) -> None:
-        class Unpickler(pickle.Unpickler):
-            def find_class(self, module: str, name: str) -> Any:
-                return allowed.find(module, name, super().find_class)
-
-        self.Unpickler = Unpickler
-
-    __name__ = "tensorferry.stock"
-
-
 def is_stock(metadata: str) -> bool:
     """Whether ``metadata`` comes from torchft's own transport: its path has no random part.
 
@@ -145,18 +134,56 @@ def is_stock(metadata: str) -> bool:
         return False
 
 
+def _records(stream: _Exact) -> list[Any]:
+    """The list that a body begins with: what records follow, and how long they are."""
+    return unpickler(Allowed([_serialization._Entry]))(io.BytesIO(_pickled(stream))).load()  # type: ignore[no-any-return]
+
+
+#: Instruction to the bytes that follow it, or to how many bytes say how many.
+_ARGUMENTS: dict[int, int] = {
+    op.code.encode("latin-1")[0]: 0 if op.arg is None else op.arg.n for op in pickletools.opcodes
+}
+#: Where pickletools says "as many as this many bytes say".
+_COUNTED = {pickletools.TAKEN_FROM_ARGUMENT1: 1, pickletools.TAKEN_FROM_ARGUMENT4: 4,
+            pickletools.TAKEN_FROM_ARGUMENT4U: 4, pickletools.TAKEN_FROM_ARGUMENT8U: 8}  # fmt: skip
+_MOST_RECORDS = 1 << 28
+
+
+def _pickled(stream: _Exact) -> bytes:
+    """The pickle at the head of a body, which has no length: all up to where it stops, and no byte more."""
+    found = bytearray()
+    while True:
+        op = stream.read(1)
+        found += op
+        count = _ARGUMENTS.get(op[0], 0)
+        if op == b"c":
+            found += stream.readline(1000) + stream.readline(1000)
+        elif count < 0:
+            if count not in _COUNTED:
+                raise ProtocolError(f"the list of records has the instruction {op!r}")
+            size = stream.read(_COUNTED[count])
+            found += size
+            count = int.from_bytes(size, "little")
+        if len(found) + count > _MOST_RECORDS:
+            raise ProtocolError(f"the list of records is longer than {_MOST_RECORDS} bytes")
+        if count > 0:
+            found += stream.read(count)
+        if op == b".":
+            return bytes(found)
+
+
 def _load(stream: _Exact, allowed: Allowed) -> Any:
     file = _serialization._PseudoZipFile()
     with warnings.catch_warnings():
         # torch lays tensors over bytes it has just read, and warns that nobody should write to bytes.
         warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
         # Its read_from would do, were it not that torch 2.8's fails on storages without bytes (pytorch#180481).
-        for entry in torch._weights_only_unpickler.load(stream):
+        for entry in _records(stream):
             data: Any = stream.read(entry.length)
             if entry.is_storage:
                 data = torch.frombuffer(data, dtype=torch.uint8).untyped_storage() if data else torch.UntypedStorage(0)
             file.records[entry.key] = (data, entry.length)
-        return torch.serialization._load(file, None, _PickleModule(allowed), encoding="utf-8")
+        return torch.serialization._load(file, None, pickle_module(allowed), encoding="utf-8")
 
 
 def receive(metadata: str, step: int, timeout: timedelta, allowed: Allowed) -> Any:

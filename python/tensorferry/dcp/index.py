@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from ..allowlist import Allowed
 from ..errors import InvalidArgument, ProtocolError
+from ..unpickling import unpickler
 
 VERSION = 1
 #: The entry the index stands in.
@@ -156,10 +157,9 @@ def _read_planner_data(stored: Any, where: str, allowed: Allowed) -> Any:
         case {"paths": dict(paths)}:
             return {fqn: tuple(path) for fqn, path in paths.items()}
         case {"pickle": str(text)}:
-
-            class Unpickler(pickle.Unpickler):
-                def find_class(self, module: str, name: str) -> Any:
-                    return allowed.find(module, name, super().find_class, "the planner's data")
-
-            return Unpickler(io.BytesIO(base64.b64decode(text))).load()
+            try:
+                data = base64.b64decode(text)
+            except ValueError as e:
+                raise ProtocolError(f"{where}: the planner's data in its index cannot be read ({e})") from e
+            return unpickler(allowed, lambda _: "the planner's data")(io.BytesIO(data)).load()
     raise ProtocolError(f"{where}: the planner's data in its index cannot be read")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-import pickle
-import types
 import zipfile
 from collections import defaultdict
 from collections.abc import Callable
@@ -20,6 +18,7 @@ from ..accelerator import ACCELERATOR
 from ..allowlist import Allowed
 from ..errors import ProtocolError, StateMismatch, UnsafePickle
 from ..tensors import DTYPE_NAMES, address, byte_strides, obstacle, scratch, takes_bytes, view_as
+from ..unpickling import pickle_module
 from .index import ELEMENTS, PICKLED_TENSOR, Place
 
 #: ``(entry, dtype, nbytes, start, run, address, repeats)``, as the native module wants it.
@@ -138,7 +137,9 @@ class Reading:
         if place.kind == PICKLED_TENSOR:
 
             def narrow(data: bytes) -> None:
-                read = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+                read = unpickled(data, item.storage_index.fqn, self._allowed)
+                if not isinstance(read, torch.Tensor):
+                    raise ProtocolError(f"{item.storage_index.fqn} is no tensor, and the index says that it is one")
                 for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                     if (start, length) != (0, read.shape[dim]):
                         read = read.narrow(dim, start, length)
@@ -197,8 +198,7 @@ class Reading:
         return dtype, shape
 
     def _load_bytes(self, item: ReadItem, data: bytes) -> None:
-        check_pickle(data, item.storage_index.fqn, self._allowed)
-        self._planner.load_bytes(item, io.BytesIO(data))
+        self._planner.load_bytes(item, io.BytesIO(rewritten(data, item.storage_index.fqn, self._allowed)))
 
 
 def _contiguous(shape: list[int], size: int) -> list[int]:
@@ -280,35 +280,46 @@ def _overlapping(parts: list[tuple[int, ReadItem]]) -> list[int]:
     return found
 
 
-def check_pickle(data: bytes, fqn: str, allowed: Allowed) -> None:
-    """Makes sure that what ``torch.save`` made of an object names only what is allowed.
-
-    torch's planners read objects with an unpickler that knows no limits, so they get none that was not looked at.
+def unpickled(data: bytes, fqn: str, allowed: Allowed) -> Any:
+    """What ``torch.save`` made these bytes of, if its pickle asks for nothing that is not allowed.
 
     Raises:
-        UnsafePickle: it names something else, or is nothing ``torch.save`` writes
+        UnsafePickle: it does, or it is nothing ``torch.save`` writes
+        ProtocolError: it is damaged
     """
-    if allowed.trusts:
-        return
-
-    class Unpickler(pickle.Unpickler):
-        def find_class(self, module: str, name: str) -> Any:
-            return allowed.find(module, name, super().find_class, fqn)
-
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             names = [name.rpartition("/")[2] for name in archive.namelist()]
-    except zipfile.BadZipFile:
+    except Exception:  # Whatever a wrong shape of an archive leads to.
         names = []
     if "data.pkl" not in names or "constants.pkl" in names:
         raise UnsafePickle(
             f"{fqn} is an object that torch.save did not write: pass trust_pickle=True to the reader if you trust who "
             "saved it"
         )
-    module = types.SimpleNamespace(Unpickler=Unpickler, __name__="tensorferry")
+    module = pickle_module(allowed, lambda _: fqn)
     try:
-        torch.load(io.BytesIO(data), map_location="cpu", pickle_module=module, weights_only=False)
+        return torch.load(io.BytesIO(data), map_location="cpu", pickle_module=module, weights_only=False)
     except UnsafePickle:
         raise
     except Exception as e:
         raise ProtocolError(f"{fqn} cannot be read ({type(e).__name__}: {e})") from e
+
+
+def rewritten(data: bytes, fqn: str, allowed: Allowed) -> bytes:
+    """The same object, as ``torch.save`` writes it here.
+
+    torch's planners read objects with an unpickler that knows no limits. What they get is no byte of what came.
+
+    Raises:
+        UnsafePickle, ProtocolError: as for :func:`unpickled`
+    """
+    if allowed.trusts:
+        return data
+    value = unpickled(data, fqn, allowed)
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+    except Exception as e:
+        raise ProtocolError(f"{fqn} cannot be handed to the planner ({type(e).__name__}: {e})") from e
+    return file.getvalue()
