@@ -212,7 +212,7 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
         """Writes the index, which makes the checkpoint one, and removes what it replaces.
 
         Raises:
-            IncompleteCheckpoint: a save that began later was done before this one, or somebody removed files of this one
+            IncompleteCheckpoint: a save that began later was done before this one, or somebody removed a file of it
             SystemRefused: the system refuses
         """
         save = self._running.save
@@ -404,8 +404,8 @@ class FileReader(_InFolder, SliceReader):
             return
         if newer:
             raise InvalidArgument(
-                f"{self._path} holds two checkpoints, and {_TORCH_INDEX} of torch's own is newer than {path.name}: load "
-                f"it with FileSystemReader, or remove {_TORCH_INDEX} if it is not the one to load"
+                f"{self._path} holds two checkpoints, and {_TORCH_INDEX} of torch's own is newer than {path.name}: "
+                f"load it with FileSystemReader, or remove {_TORCH_INDEX} if it is not the one to load"
             )
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:

@@ -40,8 +40,8 @@ _NOTHING = (
 class _Done(StorageMeta):  # type: ignore[misc]  # mypy does not follow torch
     """Tells every rank that a save has succeeded.
 
-    torch tells the writers of other ranks than the coordinator nothing after ``write_data``. But it sends all of them the
-    metadata that ``finish`` was given, if no rank has failed: what is in it is unpickled there.
+    torch tells the writers of other ranks than the coordinator nothing after ``write_data``. But if no rank has failed,
+    it sends all of them the metadata that ``finish`` was given: what is in it is unpickled there.
     """
 
     def __init__(self, step: int, urls: list[str]) -> None:

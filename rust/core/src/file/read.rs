@@ -80,7 +80,15 @@ impl Container {
             return Err(corrupt("its header does not match its checksum".to_owned()));
         }
         let digests_at = start + covered + TableHead::LEN as u64;
-        Ok(Self { path: path.to_owned(), file, header, payload_start: start, digests_at, covered, checksum: head.header })
+        Ok(Self {
+            path: path.to_owned(),
+            file,
+            header,
+            payload_start: start,
+            digests_at,
+            covered,
+            checksum: head.header,
+        })
     }
 
     /// What the container holds.
