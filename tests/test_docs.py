@@ -1,5 +1,5 @@
-"""What README and docs show runs: Python in an environment of the wheel and torch alone, without numpy; verbs and options
-exist; addresses answer.
+"""What README and docs show runs: Python in an environment of the wheel and torch alone, without numpy. Verbs and
+options exist, and addresses answer.
 
 A block of Python runs as it stands. ``needs=NAME`` behind the language says that it takes a package which that
 environment does not have: then it runs in this one. What a block takes for granted stands in :data:`SURROUNDINGS`.
@@ -138,11 +138,10 @@ def test_the_wheel_passes_its_tests_without_numpy(tmp_path: Path):
     listed = subprocess.run([python, "-c", "import numpy"], capture_output=True, text=True, timeout=60, check=False)
     assert "No module named 'numpy'" in listed.stderr
     files = [f"tests/{name}.py" for name in WITHOUT_NUMPY]
-    done = subprocess.run(
-        [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", "-W", "ignore:Failed to initialize NumPy",
-         *files],
-        cwd=ROOT, capture_output=True, text=True, timeout=400, check=False,
-    )  # fmt: skip
+    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow"]
+    # torch says that there is no numpy.
+    command += ["-W", "ignore:Failed to initialize NumPy", *files]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stdout[-4000:]
 
 

@@ -244,7 +244,7 @@ class Unpicklable:
         raise ValueError("not this one")
 
 
-def _publish(kept, value):
+def _publish_number(kept, value):
     writer = kept.setdefault("writer", PeerWriter(timedelta(seconds=2), interface="127.0.0.1"))
     rank = torch.distributed.get_rank()
     kept["state"] = {f"x{rank}": torch.full((9,), value + rank)}
@@ -272,7 +272,7 @@ def _shut_down(kept):
 def test_a_save_that_fails_on_one_rank_publishes_nothing_on_the_others(odd):
     with Job(2) as job:
         assert job.run(_fail, odd) == [(None, False)] * 2
-        told = job.run(_publish, 3.0)
+        told = job.run(_publish_number, 3.0)
         assert told[0] == told[1]
         metadata, step, allowed = told[0]
         assert (step, allowed) == (2, True)
@@ -280,7 +280,7 @@ def test_a_save_that_fails_on_one_rank_publishes_nothing_on_the_others(odd):
         assert job.run(_fail, odd) == [(2, True)] * 2
         found = read(metadata, {"x0": torch.zeros(9), "x1": torch.zeros(9)})
         assert [found[f"x{rank}"].unique().tolist() for rank in range(2)] == [[3.0], [4.0]]
-        metadata, *_ = job.run(_publish, 7.0)[0]
+        metadata, *_ = job.run(_publish_number, 7.0)[0]
         assert read(metadata, {"x1": torch.zeros(9)})["x1"].unique().tolist() == [8.0]
         job.run(_shut_down)
 
