@@ -265,6 +265,31 @@ def test_an_index_that_does_not_say_which_files_it_is_about_is_none(entry, tmp_p
     assert loaded(tmp_path) == [2]
 
 
+@pytest.mark.parametrize("name", ["../precious", "precious", "index.safetensors"])
+@pytest.mark.parametrize("older", [False, True])
+def test_nothing_but_files_of_ranks_is_removed_whatever_an_index_names(name, older, tmp_path):
+    folder = tmp_path / "ck"
+    save(folder, 1)
+    path = folder / "index.safetensors"
+    text, _ = commits.read(path)
+    told = json.loads(text) | {"sources": [name]}
+    control = [(index.ENTRY, json.dumps(told).encode())]
+    control += [] if older else [(commits.FILES, commits.Commit({name: 1}).encode())]
+    _write_file(
+        path,
+        partial=folder / "p",
+        rows=Rows(torch.Tensor, torch.nn.Parameter, DTYPE_NAMES, native=False),
+        control=control,
+        metadata=METADATA,
+    )
+    (tmp_path / "precious").write_text("mine")
+    (folder / "precious").write_text("mine")
+    save(folder, 2)
+    assert loaded(folder) == [2]
+    assert (tmp_path / "precious").exists()
+    assert (folder / "precious").exists()
+
+
 class Between(FileReader):
     """Another save is done between two steps of a load."""
 

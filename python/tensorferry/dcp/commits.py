@@ -80,31 +80,38 @@ def read(path: Path) -> tuple[bytes, Commit]:
     text, files = _file_entries(path, [index.ENTRY, FILES])
     if text is None:
         raise ProtocolError(f"{path} is no index: it has no entry {index.ENTRY!r}")
+    return text, _decode(path, text, files)
+
+
+def _decode(path: Path, text: bytes, files: bytes | None) -> Commit:
     try:
-        return text, _decode(text, files)
+        if files is None:
+            return Commit(dict.fromkeys(map(str, json.loads(text)["sources"])))
+        told: Any = json.loads(files)
+        named = {str(name): int(header, 16) for name, header in told["files"].items()}
+        if not all(0 <= header < 1 << 64 for header in named.values()):
+            raise ValueError("a checksum has 64 bits")
+        return Commit(dict(named), int(told["began"]))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise ProtocolError(f"{path}: its index cannot be read ({type(e).__name__}: {e})") from e
 
 
-def _decode(text: bytes, files: bytes | None) -> Commit:
-    if files is None:
-        return Commit(dict.fromkeys(map(str, json.loads(text)["sources"])))
-    told: Any = json.loads(files)
-    named = {str(name): int(header, 16) for name, header in told["files"].items()}
-    if not all(0 <= header < 1 << 64 for header in named.values()):
-        raise ValueError("a checksum has 64 bits")
-    return Commit(dict(named), int(told["began"]))
-
-
 def committed(path: Path) -> Commit | None:
-    """What the index ``path`` says of its files, ``None`` if there is none. One that is broken names no files."""
+    """What the index ``path`` says of its files, ``None`` if there is none. One that is broken names no files.
+
+    Only files of ranks are in it, whatever an index says: what it names may be removed.
+    """
     if not path.is_file():
         return None
     try:
-        return read(path)[1]
+        # Of an index of many tensors, this is the small part.
+        (files,) = _file_entries(path, [FILES])
+        found = read(path)[1] if files is None else _decode(path, b"", files)
     except TensorferryError as e:
         logger.warning("the checkpoint that is replaced cannot be read, and its files are left where they are: %s", e)
         return Commit({})
+    ranks = (name for name in found.files if (match := _OURS.fullmatch(name)) and match["rank"])
+    return Commit({name: found.files[name] for name in ranks}, found.began)
 
 
 @functools.cache
@@ -158,26 +165,28 @@ def remove(folder: Path, names: Iterable[str]) -> None:
             logger.warning("cannot remove %s, which is of no use any more: %s", folder / name, e)
 
 
-def remove_leftovers(folder: Path, now: float, rank: int | None, needed: Callable[[], set[str]]) -> None:
+def remove_leftovers(
+    folder: Path, now: float, rank: int | None, kept: set[str], needed: Callable[[], set[str]]
+) -> None:
     """Removes what saves have left whose writers are dead.
 
     Args:
         folder: where
         now: the time by the clock of the file system
         rank: only what this rank has written, where ranks save without each other
-        needed: gives the files that are of use, though nobody writes to them
+        kept: files that are of use
+        needed: gives the files that are of use by now, though nobody writes to them
     """
     try:
         entries = sorted(os.listdir(folder))
     except OSError as e:
         logger.warning("cannot look for leftovers in %s: %s", folder, e)
         return
-    spared = needed()
-    left = [name for name in entries if name not in spared and _may_be_left(name, rank)]
+    left = [name for name in entries if name not in kept and _may_be_left(name, rank)]
     for first in range(0, len(left), _BATCH):
         with contextlib.ExitStack() as stack:
             dead = [name for name in left[first : first + _BATCH] if _is_dead(folder / name, now, stack)]
-            # Read once more, with the locks: who let go of them may have written its index just before.
+            # Only with the locks: who has let go of them may have written its index just before.
             spared = needed() if dead else set()
             remove(folder, [name for name in dead if name not in spared])
 

@@ -313,13 +313,13 @@ class _Save:
 
         def needed() -> set[str]:
             there = commits.committed(self.index)
-            return files | set(there.files if there else ())
+            return set(there.files if there else ())
 
         try:
             now = self.index.stat().st_mtime
         except OSError:
             return
-        commits.remove_leftovers(self.path, now, None if self.coordinated else self.rank, needed)
+        commits.remove_leftovers(self.path, now, None if self.coordinated else self.rank, files, needed)
 
 
 def _digest(text: bytes) -> str:
