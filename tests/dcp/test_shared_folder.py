@@ -131,6 +131,22 @@ def test_leftovers_go_when_their_writer_is_dead(tmp_path):
     assert len(names(tmp_path)) == 2 + len(foreign) + 1
 
 
+def test_nothing_is_removed_while_the_index_cannot_be_read(tmp_path, monkeypatch):
+    left = f"rank00001-{commits.new_id()}.safetensors"
+    (tmp_path / left).write_text("x")
+    age(tmp_path / left, 120)
+
+    def refuse(path):
+        raise tensorferry.SystemRefused(f"{path}: stale")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(commits, "files_of", refuse)
+        save(tmp_path, 1)
+    assert left in names(tmp_path)
+    save(tmp_path, 2)
+    assert left not in names(tmp_path)
+
+
 def test_where_there_are_no_locks_only_age_counts(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOLCK, "no locks here")

@@ -96,22 +96,30 @@ def _decode(path: Path, text: bytes, files: bytes | None) -> Commit:
         raise ProtocolError(f"{path}: its index cannot be read ({type(e).__name__}: {e})") from e
 
 
-def committed(path: Path) -> Commit | None:
-    """What the index ``path`` says of its files, ``None`` if there is none. One that is broken names no files.
+def files_of(path: Path) -> Commit:
+    """What the index ``path`` says of its files.
 
-    Only files of ranks are in it, whatever an index says: what it names may be removed.
+    Only files of ranks are in it, whatever the index says: what it names may be removed.
+
+    Raises:
+        TensorferryError: it cannot be read
     """
+    # Of an index of many tensors, this is the small part.
+    (files,) = _file_entries(path, [FILES])
+    found = read(path)[1] if files is None else _decode(path, b"", files)
+    ranks = (name for name in found.files if (match := _OURS.fullmatch(name)) and match["rank"])
+    return Commit({name: found.files[name] for name in ranks}, found.began)
+
+
+def committed(path: Path) -> Commit | None:
+    """As :func:`files_of`, ``None`` if there is no index. One that is broken names no files."""
     if not path.is_file():
         return None
     try:
-        # Of an index of many tensors, this is the small part.
-        (files,) = _file_entries(path, [FILES])
-        found = read(path)[1] if files is None else _decode(path, b"", files)
+        return files_of(path)
     except TensorferryError as e:
         logger.warning("the checkpoint that is replaced cannot be read, and its files are left where they are: %s", e)
         return Commit({})
-    ranks = (name for name in found.files if (match := _OURS.fullmatch(name)) and match["rank"])
-    return Commit({name: found.files[name] for name in ranks}, found.began)
 
 
 @functools.cache
@@ -186,8 +194,14 @@ def remove_leftovers(
     for first in range(0, len(left), _BATCH):
         with contextlib.ExitStack() as stack:
             dead = [name for name in left[first : first + _BATCH] if _is_dead(folder / name, now, stack)]
-            # Only with the locks: who has let go of them may have written its index just before.
-            spared = needed() if dead else set()
+            if not dead:
+                continue
+            try:
+                # Only with the locks: who has let go of them may have written its index just before.
+                spared = needed()
+            except TensorferryError as e:
+                logger.warning("what killed saves have left in %s stays there: %s", folder, e)
+                return
             remove(folder, [name for name in dead if name not in spared])
 
 

@@ -311,15 +311,12 @@ class _Save:
                 commits.remove(self.path, [rank_index.name, *(of_rank.files if of_rank else ())])
         commits.remove(self.path, [] if before is None else [name for name in before.files if name not in files])
 
-        def needed() -> set[str]:
-            there = commits.committed(self.index)
-            return set(there.files if there else ())
-
         try:
             now = self.index.stat().st_mtime
         except OSError:
             return
-        commits.remove_leftovers(self.path, now, None if self.coordinated else self.rank, files, needed)
+        rank = None if self.coordinated else self.rank
+        commits.remove_leftovers(self.path, now, rank, files, lambda: set(commits.files_of(self.index).files))
 
 
 def _digest(text: bytes) -> str:
