@@ -349,7 +349,7 @@ fn another_file_of_the_same_layout_is_told_from_the_one_that_was_written() {
     let refused = container.expect(b).unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::Corrupt);
     assert!(refused.to_string().contains("not the file that was written"), "{refused}");
-    assert_eq!(container.entry("w0", &FileOptions::default()).unwrap().unwrap(), state.bytes("w0"));
+    assert_eq!(container.entry("w0", &FileOptions::default()).unwrap().unwrap()[..], state.bytes("w0")[..]);
     assert!(container.entry("w1", &FileOptions::default()).unwrap().is_none());
 }
 
