@@ -177,10 +177,12 @@ def test_the_files_of_a_save_that_goes_on_elsewhere_are_not_leftovers(tmp_path):
     assert held.wait(60)
     for path in tmp_path.iterdir():
         age(path, 48 * 3600)
-    save(tmp_path, 3)
-    assert loaded(tmp_path) == [3]
-    assert len(names(tmp_path)) == 3, "the file of the save that is paused"
-    go.set()
+    try:
+        save(tmp_path, 3)
+        assert loaded(tmp_path) == [3]
+        assert len(names(tmp_path)) == 3, "the file of the save that is paused"
+    finally:
+        go.set()
     error = fails(saving.result)
     assert isinstance(error, tensorferry.IncompleteCheckpoint)
     assert "began later" in str(error)
@@ -217,8 +219,10 @@ def test_one_writer_in_two_saves_at_once_keeps_their_folders_apart(tmp_path):
         state, storage_writer=writer, checkpoint_id=tmp_path / "one", planner=Paused(), no_dist=True
     )
     assert held.wait(60)
-    save(None, 2, writer, checkpoint_id=tmp_path / "two")
-    go.set()
+    try:
+        save(None, 2, writer, checkpoint_id=tmp_path / "two")
+    finally:
+        go.set()
     saving.result()
     assert loaded(tmp_path / "one") == [1]
     assert loaded(tmp_path / "two") == [2]
