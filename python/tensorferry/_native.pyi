@@ -6,12 +6,14 @@ from typing import Any, final
 __all__ = [
     "Arena",
     "Filling",
+    "HostView",
     "Pool",
     "Remote",
     "Rows",
     "Secret",
     "Server",
     "Waves",
+    "Written",
     "_fetch_slices",
     "_file_entries",
     "_interfaces",
@@ -39,6 +41,12 @@ class Filling:
     def starts(self) -> list[int]: ...
     def ready(self, nbytes: int) -> bool: ...
     def finish(self) -> None: ...
+
+@final
+class HostView:
+    def __new__(cls, owner: object, address: int, nbytes: int) -> HostView: ...
+    if sys.version_info >= (3, 12):
+        def __buffer__(self, flags: int, /) -> memoryview: ...
 
 @final
 class Pool:
@@ -177,17 +185,29 @@ class Rows:
     def names_are_regular(self) -> bool: ...
     def rename(self, names: list[str]) -> None: ...
 
+@final
+class Written:
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def direct(self) -> int: ...
+    @property
+    def header(self) -> int: ...
+
 def _write_file(
     path: str | PathLike[str],
     *,
+    partial: str | PathLike[str],
     rows: Rows,
     control: list[tuple[str, bytes]],
     metadata: list[tuple[str, str]],
     threads: int | None = None,
     cached: bool = False,
-) -> tuple[int, int]: ...
-def _file_entries(path: str | PathLike[str]) -> list[tuple[str, str, int]]: ...
-def _read_file(path: str | PathLike[str], parts: list[_Part], *, threads: int | None = None) -> dict[str, int]: ...
+) -> Written: ...
+def _file_entries(path: str | PathLike[str], names: list[str]) -> list[bytes | None]: ...
+def _read_file(
+    path: str | PathLike[str], parts: list[_Part], *, threads: int | None = None, header: int | None = None
+) -> dict[str, int]: ...
 def _fetch_slices(
     orders: list[tuple[list[str], int, list[_Part]]],
     *,

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ._native import HostView
 from .accelerator import Accelerator, Event, Streams, settled
 from .buffers import Buffer, Pool
 from .host_memory import HostMemory
@@ -69,14 +70,17 @@ class Piece:
         return int(self.storage.data_ptr()) + self.start if self.nbytes else 0
 
 
-def host_view(memory: torch.Tensor | Piece) -> tuple[Any, int]:
+def host_view(memory: torch.Tensor | Piece) -> tuple[HostView, int]:
     """A buffer object and an offset in it, from which tensors over the same host memory can be built."""
-    if isinstance(memory, Piece):
-        if memory.buffer is not None:
-            return memory.buffer.memory.numpy(), memory.offset
+    start = 0
+    if not isinstance(memory, Piece):
+        whole = as_bytes(memory.untyped_storage())
+    elif memory.buffer is not None:
+        whole, start = memory.buffer.memory, memory.offset
+    else:
         assert memory.storage is not None
-        return as_bytes(memory.storage).numpy(), memory.start
-    return as_bytes(memory.untyped_storage()).numpy(), 0
+        whole, start = as_bytes(memory.storage), memory.start
+    return HostView(whole, whole.data_ptr(), whole.nbytes), start
 
 
 class Stager:

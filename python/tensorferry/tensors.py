@@ -218,6 +218,12 @@ def scratch(nbytes: int) -> Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
+def room(nbytes: int) -> tuple[bytearray, int]:
+    """``nbytes`` bytes for what is read and is no tensor, and where they begin; 0 if there are none."""
+    memory = bytearray(nbytes)
+    return memory, address(torch.frombuffer(memory, dtype=torch.uint8)) if nbytes else 0
+
+
 def view_as(flat: Tensor, dtype: torch.dtype, shape: list[int], strides: list[int]) -> Tensor:
     """Bytes seen as elements of ``dtype``; ``strides`` are in bytes."""
     size = dtype.itemsize

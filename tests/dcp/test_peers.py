@@ -237,3 +237,74 @@ def test_each_rank_fetches_its_slices_and_hardly_more_from_all_that_hold_them():
 
 def test_the_names_are_part_of_the_package():
     assert tensorferry.dcp.PeerReader is PeerReader
+
+
+class Unpicklable:
+    def __reduce__(self):
+        raise ValueError("not this one")
+
+
+def _publish_number(kept, value):
+    writer = kept.setdefault("writer", PeerWriter(timedelta(seconds=2), interface="127.0.0.1"))
+    rank = torch.distributed.get_rank()
+    kept["state"] = {f"x{rank}": torch.full((9,), value + rank)}
+    dcp.save(kept["state"], storage_writer=writer)
+    return writer.metadata(), writer._server.step, writer._server.allowed
+
+
+def _fail(kept, odd):
+    """A save in which the rank ``odd`` fails; gives what this rank serves afterwards."""
+    writer = kept.setdefault("writer", PeerWriter(timedelta(seconds=2), interface="127.0.0.1"))
+    rank = torch.distributed.get_rank()
+    state = {"odd": Unpicklable()} if rank == odd else {f"x{rank}": torch.zeros(9)}
+    with pytest.raises(dcp.CheckpointException, match="odd cannot be saved"):
+        dcp.save(state, storage_writer=writer)
+    with pytest.raises(InvalidArgument, match="the last save has failed"):
+        writer.metadata()
+    return writer._server.step, writer._server.allowed
+
+
+def _shut_down(kept):
+    kept["writer"].shutdown()
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_a_save_that_fails_on_one_rank_publishes_nothing_on_the_others(odd):
+    with Job(2) as job:
+        assert job.run(_fail, odd) == [(None, False)] * 2
+        told = job.run(_publish_number, 3.0)
+        assert told[0] == told[1]
+        metadata, step, allowed = told[0]
+        assert (step, allowed) == (2, True)
+        # What was published before stays, on every rank.
+        assert job.run(_fail, odd) == [(2, True)] * 2
+        found = read(metadata, {"x0": torch.zeros(9), "x1": torch.zeros(9)})
+        assert [found[f"x{rank}"].unique().tolist() for rank in range(2)] == [[3.0], [4.0]]
+        metadata, *_ = job.run(_publish_number, 7.0)[0]
+        assert read(metadata, {"x1": torch.zeros(9)})["x1"].unique().tolist() == [8.0]
+        job.run(_shut_down)
+
+
+def _publish_in_background(kept):
+    kept["writer"] = PeerWriter(timedelta(seconds=20), interface="127.0.0.1")
+    kept["state"] = {f"x{torch.distributed.get_rank()}": torch.ones(9)}
+    dcp.async_save(kept["state"], storage_writer=kept["writer"]).result()
+    return kept["writer"].metadata()
+
+
+def test_async_saves_publish_on_every_rank():
+    with Job(2) as job:
+        metadata = job.run(_publish_in_background)
+        assert metadata[0] == metadata[1]
+        assert read(metadata[0], {"x0": torch.zeros(9), "x1": torch.zeros(9)})["x1"].sum() == 9
+        job.run(_shut_down)
+
+
+def test_the_metadata_of_a_save_says_nothing_where_its_writers_are_not(open_writer):
+    writer = open_writer()
+    told = dcp.save({"x": torch.ones(3)}, storage_writer=writer)
+    step = writer._server.step
+    writer.withdraw()
+    again = pickle.loads(pickle.dumps(told))
+    assert again.storage_meta == dcp.metadata.StorageMeta()
+    assert (writer._server.step, writer._server.allowed) == (step, False)

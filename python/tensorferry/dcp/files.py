@@ -2,41 +2,44 @@
 
 from __future__ import annotations
 
-import logging
+import dataclasses
+import hashlib
 import os
 import re
+import secrets
 import threading
-import uuid
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from .. import _gc, arguments
-from .._native import Rows, _file_entries, _read_file, _write_file
+from .._native import Rows, Written, _read_file, _write_file
 from ..accelerator import ACCELERATOR
 from ..allowlist import Allowed
-from ..errors import IncompleteCheckpoint, InvalidArgument, ProtocolError, SystemRefused
+from ..errors import IncompleteCheckpoint, InvalidArgument, ProtocolError, SourceChanged, SystemRefused
 from ..staging import Stager
-from ..tensors import DTYPE_NAMES, address, scratch
-from . import index
+from ..tensors import DTYPE_NAMES
+from . import commits, index
+from .commits import Commit, new_id
 from .reader import SliceReader
 from .reading import Part
 from .writing import METADATA, Packed
-
-logger = logging.getLogger("tensorferry")
 
 #: Held while an index is written: saves of one process may overlap.
 _finishing = threading.Lock()
 
 INDEX = "index.safetensors"
 _RANK_INDEX = "index-rank{:05d}.safetensors"
-_OURS = re.compile(r"(rank\d{5,}-[0-9a-f]{12}|index(-rank\d{5,})?)\.safetensors(\.partial)?")
+#: What torch's own writer calls its index, of all ranks or of one, and its data.
+_TORCH_INDEX = ".metadata"
+_TORCH_FILES = re.compile(r"\.metadata|__(?P<rank>\d+)(\.metadata|_\d+\.distcp)")
 
 
 def _folder(path: Any) -> Path:
@@ -49,9 +52,20 @@ def _folder(path: Any) -> Path:
     return Path(path)
 
 
-def _new_id() -> str:
-    """As :data:`_OURS` has it in names."""
-    return uuid.uuid4().hex[:12]
+def _make(folder: Path) -> None:
+    """Makes the folder and those above it, and makes sure that all their names are on the disk."""
+    missing = []
+    for level in (folder, *folder.parents):
+        if level.is_dir():
+            break
+        missing.append(level)
+    folder.mkdir(parents=True, exist_ok=True)
+    for level in reversed(missing):
+        above = os.open(level.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(above)
+        finally:
+            os.close(above)
 
 
 def _threads(threads: int | None) -> int | None:
@@ -108,22 +122,31 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
         self._overwrite = arguments.boolean("overwrite", overwrite)
         self._cached = arguments.boolean("cached", cached)
         self.report: dict[str, int] = {"bytes": 0, "direct": 0}
-        self._rank = 0
-        self._use_collectives = True
-        self._save_id = _new_id()
-        self._before: frozenset[str] = frozenset()
+        self._running = _Running()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What another process needs to save for this one: no save that is running here."""
+        return {name: value for name, value in self.__dict__.items() if name != "_running"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """See :meth:`__getstate__`."""
+        self.__dict__.update(state)
+        self._running = _Running()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begins a new save, into ``checkpoint_id`` if it is given."""
         if checkpoint_id:
             self._path = _folder(checkpoint_id)
+        self._running.path = self._path
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Learns which rank this is."""
-        del is_coordinator, args
-        self._rank = kwargs.get("rank") or 0
-        self._use_collectives = kwargs.get("use_collectives", True)
-        self._save_id = _new_id()
+        del args
+        coordinated = kwargs.get("use_collectives", True)
+        self._running.save = _Save(
+            self._running.path or self._path, kwargs.get("rank") or 0, coordinated, is_coordinator or not coordinated
+        )
+        self._running.path = None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Makes the folder.
@@ -131,22 +154,23 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
         Raises:
             SystemRefused: the system refuses
             InvalidArgument: it has a checkpoint and ``overwrite`` is ``False``, or one of coordinated ranks where this
-            save
-                has none
+                save has none
         """
+        save = self._running.save
         try:
-            self._path.mkdir(parents=True, exist_ok=True)
+            _make(save.path)
+            names = set(os.listdir(save.path))
         except OSError as e:
-            raise SystemRefused(f"{self._path} cannot be made a folder: {e}") from e
-        if not self._use_collectives and (self._path / INDEX).exists():
+            raise SystemRefused(f"{save.path} cannot be made a folder: {e}") from e
+        if not save.coordinated and names & {INDEX, _TORCH_INDEX}:
             raise InvalidArgument(
-                f"{self._path} holds a checkpoint whose ranks were coordinated, which would be loaded instead of this "
+                f"{save.path} holds a checkpoint whose ranks were coordinated, which would be loaded instead of this "
                 "one: save into another folder"
             )
-        if not self._overwrite and self._index_path().exists():
-            raise InvalidArgument(f"{self._path} holds a checkpoint, and overwrite=False")
-        # What comes later may be of a save that overlaps with this one.
-        self._before = frozenset(path.name for path in self._path.iterdir() if _OURS.fullmatch(path.name))
+        if not self._overwrite and (there := sorted(filter(save.is_index, names))):
+            raise InvalidArgument(f"{save.path} holds a checkpoint ({there[0]}), and overwrite=False")
+        if save.writes_index:
+            save.begin(names)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -160,60 +184,144 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
             UnsupportedLeaf: an item cannot be written; it is named
             SystemRefused: the system refuses, a full disk for one
         """
-        # Not the save's own number: one writer may be in two saves at once.
-        name = f"rank{self._rank:05d}-{_new_id()}.safetensors"
+        save = self._running.save
+        done: Future[list[WriteResult]] = Future()
+        self.report = {"bytes": 0, "direct": 0}
+        if not plan.items:
+            done.set_result([])
+            return done
+        name = f"rank{save.rank:05d}-{save.id}.safetensors"
         with _gc.held_off():
             packed = Packed(plan, planner, Stager(ACCELERATOR), copy=False)
-        written, direct = _write_file(
-            self._path / name,
+        written = _write_file(
+            save.path / name,
+            partial=save.path / f"{name}.partial",
             rows=packed.rows,
             control=[],
-            metadata=METADATA,
+            # Two files of one layout differ in this, and so in the checksum of the header, which the index notes.
+            metadata=[*METADATA, ("tensorferry.file", secrets.token_hex(16))],
             threads=self._threads,
             cached=self._cached,
         )
-        self.report = {"bytes": written, "direct": direct}
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(packed.results(name))
+        save.written = written
+        self.report = {"bytes": written.bytes, "direct": written.direct}
+        done.set_result(packed.results(name, written.header))
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Writes the index, which makes the checkpoint one, and removes what it replaces.
 
         Raises:
-            IncompleteCheckpoint: a save that began later and is done already has removed files of this one
+            IncompleteCheckpoint: a save that began later was done before this one, or somebody removed a file of it
+            SystemRefused: the system refuses
         """
+        save = self._running.save
         places = {result.index: result.storage_data for of_rank in results for result in of_rank}
         metadata.storage_data = places
-        metadata.storage_meta = self.storage_meta()
-        rows = Rows(torch.Tensor, torch.nn.Parameter, DTYPE_NAMES, native=False)
-        control = [(index.ENTRY, index.encode(metadata, places))]
-        kept = {place.source for place in places.values()}
-        with _finishing:
-            if gone := [name for name in sorted(kept) if not (self._path / name).exists()]:
+        metadata.storage_meta = StorageMeta(checkpoint_id=save.path, save_id=save.id)
+        files = {place.source: place.header for place in places.values()}
+        control = [
+            (index.ENTRY, index.encode(metadata, places)),
+            (commits.FILES, Commit(files, save.began).encode()),
+        ]
+        with _finishing, commits.holding(save.path, files):
+            before = commits.committed(save.index)
+            if before is not None and before != save.before and before.began > save.began:
+                commits.remove(save.path, files)
                 raise IncompleteCheckpoint(
-                    f"{self._path}: a save that began later was done before this one and has removed {gone[0]}; what "
-                    "it saved is there. Wait for one save before the next one into the same folder"
+                    f"{save.path}: a save that began later was done before this one; what it saved is there, and this "
+                    "one is of no use any more. Let one job save into a folder, and wait for one save before the next"
                 )
-            _write_file(self._index_path(), rows=rows, control=control, metadata=METADATA, threads=1)
-            self._remove_others(kept)
-
-    def _remove_others(self, kept: set[str]) -> None:
-        own = None if self._use_collectives else f"rank{self._rank:05d}-"
-        for name in self._before - kept - {self._index_path().name}:
-            if own is None or name.startswith(own):
-                try:
-                    (self._path / name).unlink(missing_ok=True)
-                except OSError as e:
-                    # The checkpoint is there all the same.
-                    logger.warning("cannot remove %s, which is of no use any more: %s", self._path / name, e)
-
-    def _index_path(self) -> Path:
-        return self._path / (INDEX if self._use_collectives else _RANK_INDEX.format(self._rank))
+            _write_file(
+                save.index,
+                partial=save.path / f"{save.index.name}.{save.id}.partial",
+                rows=Rows(torch.Tensor, torch.nn.Parameter, DTYPE_NAMES, native=False),
+                control=control,
+                metadata=METADATA,
+                threads=1,
+            )
+            save.clean(before, set(files))
 
     def storage_meta(self) -> StorageMeta:
         """Where the checkpoint goes."""
-        return StorageMeta(checkpoint_id=self._path, save_id=self._save_id)
+        return StorageMeta(checkpoint_id=self._running.path or self._path)
+
+
+class _Running(threading.local):
+    """The save of this thread: one writer may be in several at once, each on a thread of its own.
+
+    Attributes:
+        path: where the next one goes, if it was told
+        save: the one that has begun
+    """
+
+    def __init__(self) -> None:
+        self.path: Path | None = None
+        self.save = _Save(Path(), 0, True, False)
+
+
+class _Save:
+    """One save: what this rank has to know of it from its beginning to its end.
+
+    Args:
+        path: the folder
+        rank: of this process
+        coordinated: whether one index is about the files of all ranks
+        writes_index: whether this rank writes one
+
+    Attributes:
+        id: sets the names of its files apart
+        began: when it began, in nanoseconds since the epoch
+        before: what the folder held then
+        written: this rank's file, which is locked for as long as the save may still get to its index
+    """
+
+    def __init__(self, path: Path, rank: int, coordinated: bool, writes_index: bool) -> None:
+        self.path, self.rank, self.coordinated, self.writes_index = path, rank, coordinated, writes_index
+        self.index = path / (INDEX if coordinated else _RANK_INDEX.format(rank))
+        self.id = new_id()
+        self.began = 0
+        self.before: Commit | None = None
+        self.written: Written | None = None
+        self._of_torch: list[str] = []
+
+    def begin(self, names: set[str]) -> None:
+        """Notes what there is, of which some goes when the index is there."""
+        self.began = time.time_ns()
+        self.before = commits.committed(self.index)
+        self._of_torch = sorted(filter(self._is_replaced, names))
+
+    def is_index(self, name: str) -> bool:
+        """Whether a file of this name is the index of a checkpoint that this one would take the place of."""
+        if name == self.index.name or (self._is_replaced(name) and name.endswith(".metadata")):
+            return True
+        return self.coordinated and name.startswith("index-rank") and name.endswith(".safetensors")
+
+    def _is_replaced(self, name: str) -> bool:
+        found = _TORCH_FILES.fullmatch(name)
+        return found is not None and (self.coordinated or found["rank"] == str(self.rank))
+
+    def clean(self, before: Commit | None, files: set[str]) -> None:
+        """Removes what the index has replaced, and what saves have left that were killed."""
+        # The indexes go first: with them a checkpoint is gone, and nobody loads an old state.
+        commits.remove(self.path, sorted(self._of_torch))
+        if self.coordinated:
+            for rank_index in sorted(self.path.glob("index-rank*.safetensors")):
+                of_rank = commits.committed(rank_index)
+                commits.remove(self.path, [rank_index.name, *(of_rank.files if of_rank else ())])
+        commits.remove(self.path, [] if before is None else [name for name in before.files if name not in files])
+
+        try:
+            now = self.index.stat().st_mtime
+        except OSError:
+            return
+        rank = None if self.coordinated else self.rank
+        commits.remove_leftovers(self.path, now, rank, files, lambda: set(commits.files_of(self.index).files))
+
+
+def _digest(text: bytes) -> str:
+    """Which index it is."""
+    return hashlib.blake2b(text, digest_size=16).hexdigest()
 
 
 class FileReader(_InFolder, SliceReader):
@@ -244,6 +352,10 @@ class FileReader(_InFolder, SliceReader):
         super().__init__(Allowed(safe_globals, trust_pickle))
         self._path = _folder(path)
         self._threads = _threads(threads)
+        self._index = self._path / INDEX
+        self._headers: dict[str, int | None] = {}
+        self._digest = ""
+        self._shared = False
         self.report: dict[str, int] = {"bytes": 0, "wanted": 0}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -260,40 +372,64 @@ class FileReader(_InFolder, SliceReader):
             IncompleteCheckpoint: there is none, or the save that was to write one was interrupted
             CorruptCheckpoint: it does not match its checksums
             ProtocolError: it is no index of this version
+            InvalidArgument: torch's own writer has saved into the same folder since
         """
         del args
         rank = kwargs.get("rank")
         path = self._path / INDEX
-        if not path.is_file():
+        shared = path.is_file()
+        if not shared:
             if rank is None:
                 raise self._incomplete()
             path = self._path / _RANK_INDEX.format(rank)
             if not path.is_file():
                 raise self._incomplete()
-        text = self._entry(path, index.ENTRY)
+        self._refuse_two(path)
+        text, commit = commits.read(path)
+        self._index, self._headers = path, commit.files
+        self._digest = _digest(text)
+        self._shared = shared
         metadata = index.decode(text, str(path), self._allowed)
         metadata.storage_meta = StorageMeta(checkpoint_id=self._path)
         return metadata
 
-    def _entry(self, path: Path, entry: str) -> bytes:
-        nbytes = {name: size for name, _, size in _file_entries(path)}.get(entry)
-        if nbytes is None:
-            raise ProtocolError(f"{path} is no index: it has no entry {entry!r}")
-        memory = scratch(nbytes)
-        _read_file(path, [(entry, "U8", nbytes, 0, nbytes, address(memory), [])], threads=1)
-        return bytes(memory.numpy().tobytes())
+    def _refuse_two(self, path: Path) -> None:
+        theirs = self._path / _TORCH_INDEX
+        try:
+            newer = theirs.stat().st_mtime_ns >= path.stat().st_mtime_ns
+        except OSError:
+            return
+        if newer:
+            raise InvalidArgument(
+                f"{self._path} holds two checkpoints, and {_TORCH_INDEX} of torch's own is newer than {path.name}: "
+                f"load it with FileSystemReader, or remove {_TORCH_INDEX} if it is not the one to load"
+            )
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Tells the coordinator which index this rank has read."""
+        return dataclasses.replace(plan, storage_data=self._digest) if self._shared else plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Makes sure that all ranks load one checkpoint.
+
+        Raises:
+            SourceChanged: a save was done between the first and the last rank that read the index
+        """
+        if len({plan.storage_data for plan in plans if isinstance(plan.storage_data, str)}) > 1:
+            raise self._replaced()
+        return plans
 
     def _incomplete(self) -> IncompleteCheckpoint:
         if not self._path.is_dir():
             return IncompleteCheckpoint(f"there is no checkpoint: {self._path} is no folder")
         names = sorted(path.name for path in self._path.iterdir())
-        left = [name for name in names if _OURS.fullmatch(name)]
+        left = [name for name in names if commits.is_ours(name)]
         if left:
             return IncompleteCheckpoint(
                 f"{self._path} holds an incomplete checkpoint: the save that wrote {left[0]} did not get to {INDEX}. "
                 "Load an earlier checkpoint"
             )
-        if ".metadata" in names:
+        if _TORCH_INDEX in names:
             return IncompleteCheckpoint(
                 f"{self._path} holds a checkpoint of torch's own: load it with FileSystemReader"
             )
@@ -303,13 +439,32 @@ class FileReader(_InFolder, SliceReader):
         for name, of_file in parts.items():
             if Path(name).name != name:
                 raise ProtocolError(f"{self._path}: its index names a file outside of it, {name!r}")
+            if name not in self._headers:
+                raise ProtocolError(f"{self._path}: {self._index.name} does not say which file {name!r} is")
             path = self._path / name
             if not path.is_file():
-                raise IncompleteCheckpoint(
-                    f"{self._path} holds an incomplete checkpoint: its index names {name}, and there is no such file. "
-                    "Load another checkpoint, or bring the file back"
-                )
-            self._add(_read_file(path, of_file, threads=self._threads))
+                raise self._gone(name)
+            try:
+                self._add(_read_file(path, of_file, threads=self._threads, header=self._headers[name]))
+            except SystemRefused as e:
+                if path.is_file():
+                    raise
+                raise self._gone(name) from e
+
+    def _gone(self, name: str) -> Exception:
+        try:
+            is_replaced = _digest(commits.read(self._index)[0]) != self._digest
+        except (ProtocolError, SystemRefused):
+            is_replaced = False
+        if is_replaced:
+            return self._replaced()
+        return IncompleteCheckpoint(
+            f"{self._path} holds an incomplete checkpoint: its index names {name}, and there is no such file. "
+            "Load another checkpoint, or bring the file back"
+        )
+
+    def _replaced(self) -> SourceChanged:
+        return SourceChanged(f"{self._path}: a save has replaced the checkpoint while it was being loaded: load again")
 
     def _add(self, report: dict[str, int]) -> None:
         for key, value in report.items():

@@ -45,6 +45,7 @@ class Place:
         dtype: the entry's element type, by its name in a container
         nbytes: the entry's length
         kind: one of ``ELEMENTS``, ``OBJECT``, ``PICKLED_TENSOR``
+        header: the checksum of the header of the file, while it is being saved
     """
 
     source: str
@@ -52,6 +53,7 @@ class Place:
     dtype: str
     nbytes: int
     kind: str
+    header: int | None = None
 
 
 def encode(metadata: Metadata, places: dict[MetadataIndex, Place]) -> bytes:

@@ -17,7 +17,7 @@ from ..addresses import wants_same_host
 from ..allowlist import Allowed
 from ..errors import InvalidArgument, ProtocolError, TensorferryError
 from ..secret import shared_secret
-from ..tensors import address, scratch
+from ..tensors import room
 from . import index
 from .peer_writer import SCHEME
 from .reader import SliceReader
@@ -105,10 +105,10 @@ class PeerReader(SliceReader):
             if index.ENTRY not in sizes:
                 raise ProtocolError(f"{urls[0]} serves no index of a distributed checkpoint")
             nbytes = sizes[index.ENTRY]
-            memory = scratch(nbytes)
-            self._fetch({source: [(index.ENTRY, "U8", nbytes, 0, nbytes, address(memory), [])]})
+            memory, start = room(nbytes)
+            self._fetch({source: [(index.ENTRY, "U8", nbytes, 0, nbytes, start, [])]})
             self.report = dict.fromkeys(self.report, 0)
-            metadata = index.decode(memory.numpy().tobytes(), "the publication", self._allowed)
+            metadata = index.decode(bytes(memory), "the publication", self._allowed)
         except TensorferryError as e:
             self._failed = e
             raise

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
+import weakref
 from datetime import timedelta
 from typing import Any
 
@@ -24,15 +26,45 @@ from . import index
 from .folder import Folder
 from .writing import METADATA, Packed
 
+logger = logging.getLogger("tensorferry")
+
+#: The writers of this process by their addresses.
+_writers: weakref.WeakValueDictionary[str, PeerWriter] = weakref.WeakValueDictionary()
 #: How the metadata of a publication begins; then come its step and the addresses of the ranks.
 SCHEME = "tensorferry-dcp/1"
-_NOTHING = "nothing is published: call torch.distributed.checkpoint.save with this writer first"
+_NOTHING = (
+    "nothing is published, or the last save has failed: call torch.distributed.checkpoint.save with this writer first"
+)
+
+
+class _Done(StorageMeta):  # type: ignore[misc]  # mypy does not follow torch
+    """Tells every rank that a save has succeeded.
+
+    torch tells the writers of other ranks than the coordinator nothing after ``write_data``. But if no rank has failed,
+    it sends all of them the metadata that ``finish`` was given: what is in it is unpickled there.
+    """
+
+    def __init__(self, step: int, urls: list[str]) -> None:
+        super().__init__()
+        self._step, self._urls = step, urls
+
+    def __reduce__(self) -> Any:
+        return _heard, (self._step, self._urls)
+
+
+def _heard(step: int, urls: list[str]) -> StorageMeta:
+    for url in urls:
+        writer = _writers.get(url)
+        if writer is not None:
+            writer._succeeded(step)
+    return StorageMeta()
 
 
 class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow torch
     """Publishes what each rank would save, with ``torch.distributed.checkpoint.save``, for readers of other jobs.
 
-    Each rank serves its own part from a server of its own. Nothing is copied that is in host memory: until
+    Each rank serves its own part from a server of its own, once all ranks have succeeded: a save that fails publishes
+    nothing on any rank, and what was published before stays. Nothing is copied that is in host memory: until
     ``withdraw``, tensors may not change. Make one writer and keep it: every save replaces what is published.
 
     Args:
@@ -80,6 +112,7 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         self._coordinates = False
         self._saved = False
         self._is_closed = False
+        _writers[self._url] = self
 
     def metadata(self) -> str:
         """What a ``PeerReader`` needs: one string, the same on every rank once a save is over.
@@ -147,6 +180,7 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         del args, kwargs
         self._coordinates = is_coordinator
         self._saved = False
+        self._packed = None
         # Every rank counts every save.
         self._step += 1
 
@@ -184,9 +218,6 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         self._urls = urls
         with _gc.held_off():
             self._packed = Packed(plan, planner, self._stager, self._copy)
-        if not self._coordinates:
-            self._publish(None)
-        self._saved = True
         done: Future[list[WriteResult]] = Future()
         done.set_result(self._packed.results(f"{self._step} {self._url}"))
         return done
@@ -195,8 +226,17 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         """Publishes the index along with this rank's part."""
         places = {result.index: result.storage_data for of_rank in results for result in of_rank}
         metadata.storage_data = places
-        metadata.storage_meta = self.storage_meta()
         self._publish(index.encode(metadata, places), len(places))
+        metadata.storage_meta = _Done(self._step, self._urls)
+
+    def _succeeded(self, step: int) -> None:
+        """The save ``step`` is over on all ranks."""
+        try:
+            if step == self._step and not self._saved and self._packed is not None:
+                self._publish(None)
+        except Exception:
+            # Where this is called, torch is about to tell its caller that all went well.
+            logger.exception("cannot publish what was saved: readers will find that this rank's part is missing")
 
     def _publish(self, text: bytes | None, entries: int = 0) -> None:
         packed = self._packed
@@ -211,6 +251,8 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
             private=packed.private,
             alternate=Folder(packed, self._step, self._url, self._urls, told) if self._plain else None,
         )
+        self._packed = None
+        self._saved = True
 
     def storage_meta(self) -> StorageMeta:
         """Nothing that could be of use elsewhere."""

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from ..accelerator import ACCELERATOR
 from ..allowlist import Allowed
 from ..errors import ProtocolError, StateMismatch, UnsafePickle
-from ..tensors import DTYPE_NAMES, address, byte_strides, obstacle, scratch, takes_bytes, view_as
+from ..tensors import DTYPE_NAMES, address, byte_strides, obstacle, room, scratch, takes_bytes, view_as
 from ..unpickling import pickle_module
 from .index import ELEMENTS, PICKLED_TENSOR, Place
 
@@ -122,11 +122,12 @@ class Reading:
 
     def _whole(self, place: Place, then: Callable[[bytes], None]) -> None:
         """Reads a whole entry and goes on with its bytes."""
-        memory = self._scratch(place.nbytes)
+        memory, start = room(place.nbytes)
+        self._held += place.nbytes
         if place.nbytes:
-            part: Part = (place.entry, place.dtype, place.nbytes, 0, place.nbytes, address(memory), [])
+            part: Part = (place.entry, place.dtype, place.nbytes, 0, place.nbytes, start, [])
             self._parts[place.source].append(part)
-        self._then.append(lambda: then(memory.numpy().tobytes()))
+        self._then.append(lambda: then(bytes(memory)))
 
     def _tensor(self, item: ReadItem, place: Place, target: torch.Tensor, alone: bool) -> None:
         def commit(read: torch.Tensor | None) -> None:

@@ -123,11 +123,14 @@ class Packed:
         self._taken.add(unique)
         return unique
 
-    def results(self, source: str) -> list[WriteResult]:
-        """What the coordinator is told: the place of each item, ``source`` naming this container."""
+    def results(self, source: str, header: int | None = None) -> list[WriteResult]:
+        """What the coordinator is told: the place of each item, ``source`` naming this container.
+
+        ``header`` is the checksum of its header, if it is a file.
+        """
         rows = self.rows
         columns = zip(self._indices, self._kinds, rows.names, rows.dtypes, rows.sizes, strict=True)
         return [
-            WriteResult(index, nbytes, Place(source, name, dtype, nbytes, kind))
+            WriteResult(index, nbytes, Place(source, name, dtype, nbytes, kind, header))
             for index, kind, name, dtype, nbytes in columns
         ]

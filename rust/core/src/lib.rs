@@ -49,7 +49,7 @@ pub use background::give_way;
 pub use client::fuzzing;
 pub use client::{Arrived, Cancel, Destination, FetchOptions, Order, Part, Remote, Report, Waves, gather};
 pub use error::{Error, ErrorKind};
-pub use file::{Container, DIRECT_FROM, FileOptions, FileReport, write_file};
+pub use file::{Container, DIRECT_FROM, FileOptions, FileReport, Written, write_file};
 pub use filling::Filling;
 pub use memory::{Item, Memory};
 pub use publication::{Alternate, Publication, Rendered, Stability};

@@ -11,7 +11,9 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use bytes::Bytes;
 use common::{BLOCK, State};
 use safetensors::SafeTensors;
-use tensorferry_core::{Cancel, Container, DIRECT_FROM, ErrorKind, FileOptions, Item, Repeat, Slice, write_file};
+use tensorferry_core::{
+    Cancel, Container, DIRECT_FROM, ErrorKind, FileOptions, FileReport, Item, Repeat, Slice, write_file,
+};
 use tensorferry_wire::container::DIGESTS_ENTRY;
 use tensorferry_wire::dtype::Dtype;
 
@@ -48,7 +50,12 @@ fn items(state: &State) -> Vec<Item> {
 }
 
 fn write(state: &State, path: &Path) {
-    write_file(path, vec![("format".into(), "pt".into())], items(state), &FileOptions::default()).unwrap();
+    put(path, items(state), &FileOptions::default()).unwrap();
+}
+
+fn put(path: &Path, items: Vec<Item>, options: &FileOptions) -> Result<FileReport, tensorferry_core::Error> {
+    let metadata = vec![("format".into(), "pt".into())];
+    write_file(path, &path.with_extension("partial"), metadata, items, options).map(|written| written.report)
 }
 
 fn threads(threads: usize) -> FileOptions {
@@ -78,7 +85,7 @@ fn what_is_written_is_a_safetensors_file_and_is_read_back() {
     let (folder, state) = (Folder::new(), state());
     let path = folder.0.join("rank.safetensors");
     for count in [1, 2, 5] {
-        write_file(&path, Vec::new(), items(&state), &threads(count)).unwrap();
+        put(&path, items(&state), &threads(count)).unwrap();
         let file = fs::read(&path).unwrap();
         let read_back = SafeTensors::deserialize(&file).unwrap();
         for (name, bytes) in &state.0 {
@@ -114,9 +121,9 @@ fn a_large_file_goes_past_the_page_cache_and_is_the_same() {
     // Its end is no whole page, and none of its memory is aligned to pages.
     let state = State::of(&[40 * BLOCK + 12_345, 7, 40 * BLOCK + 4096], 3);
     for count in [1, 3] {
-        let direct = write_file(&path, Vec::new(), items(&state), &threads(count)).unwrap();
+        let direct = put(&path, items(&state), &threads(count)).unwrap();
         let options = FileOptions { cached: true, ..threads(count) };
-        let through = write_file(&cached, Vec::new(), items(&state), &options).unwrap();
+        let through = put(&cached, items(&state), &options).unwrap();
         assert_eq!(through.direct, 0);
         assert_eq!(direct.bytes, through.bytes);
         assert!(fs::read(&path).unwrap() == fs::read(&cached).unwrap());
@@ -124,7 +131,7 @@ fn a_large_file_goes_past_the_page_cache_and_is_the_same() {
         assert_eq!(direct.direct, if can_write_directly(&folder.0) { pages } else { 0 });
         assert!(direct.wanted > DIRECT_FROM);
     }
-    let small = write_file(&path, Vec::new(), items(&State::of(&[BLOCK], 3)), &threads(1)).unwrap();
+    let small = put(&path, items(&State::of(&[BLOCK], 3)), &threads(1)).unwrap();
     assert_eq!(small.direct, 0);
 }
 
@@ -291,20 +298,59 @@ fn the_file_before_stays_until_the_new_one_is_complete() {
     let cancel = Cancel::new();
     cancel.cancel();
     let options = FileOptions { cancel, ..FileOptions::default() };
-    let refused = write_file(&path, Vec::new(), items(&new), &options).unwrap_err();
+    let refused = put(&path, items(&new), &options).unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::Cancelled);
     let twice = [items(&new), items(&new)].concat();
-    assert_eq!(write_file(&path, Vec::new(), twice, &FileOptions::default()).unwrap_err().kind(), ErrorKind::Invalid);
+    assert_eq!(put(&path, twice, &FileOptions::default()).unwrap_err().kind(), ErrorKind::Invalid);
     assert!(read(&path, &old, ("w0", 0, 5000)).unwrap().0[..] == old.bytes("w0")[..]);
     assert_eq!(folder.names(), ["f"], "nothing is left of what failed");
-    // Something that was left by a crash is no obstacle.
-    fs::write(folder.0.join("f.partial"), b"half").unwrap();
     write(&new, &path);
     assert!(read(&path, &new, ("w0", 0, 6 * BLOCK)).unwrap().0[..] == new.bytes("w0")[..]);
     assert_eq!(folder.names(), ["f"]);
-    let nowhere = write_file(&folder.0.join("no/f"), Vec::new(), items(&old), &FileOptions::default()).unwrap_err();
+    let nowhere = put(&folder.0.join("no/f"), items(&old), &FileOptions::default()).unwrap_err();
     assert_eq!(nowhere.kind(), ErrorKind::System);
     assert!(nowhere.to_string().contains("no/f"), "{nowhere}");
+}
+
+#[test]
+fn a_file_that_somebody_else_writes_is_left_alone() {
+    let (folder, state) = (Folder::new(), State::of(&[5000], 1));
+    let (path, partial) = (folder.0.join("f"), folder.0.join("f.partial"));
+    fs::write(&partial, b"of somebody else").unwrap();
+    let refused = put(&path, items(&state), &FileOptions::default()).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::System);
+    assert!(refused.to_string().contains("f.partial"), "{refused}");
+    assert_eq!(fs::read(&partial).unwrap(), b"of somebody else");
+    assert_eq!(folder.names(), ["f.partial"]);
+}
+
+#[test]
+fn a_file_is_locked_until_its_writer_is_done_with_it() {
+    let (folder, state) = (Folder::new(), State::of(&[5000], 1));
+    let path = folder.0.join("f");
+    let written = write_file(&path, &folder.0.join("p"), Vec::new(), items(&state), &FileOptions::default()).unwrap();
+    let other = fs::File::open(&path).unwrap();
+    assert!(other.try_lock().is_err());
+    drop(written);
+    other.try_lock().unwrap();
+}
+
+#[test]
+fn another_file_of_the_same_layout_is_told_from_the_one_that_was_written() {
+    let (folder, state) = (Folder::new(), State::of(&[5000], 1));
+    let one = |name: &str| {
+        let metadata = vec![("tensorferry.file".into(), name.into())];
+        let path = folder.0.join(name);
+        write_file(&path, &folder.0.join("p"), metadata, items(&state), &FileOptions::default()).unwrap().header
+    };
+    let (a, b) = (one("a"), one("b"));
+    let container = Container::open(&folder.0.join("a")).unwrap();
+    container.expect(a).unwrap();
+    let refused = container.expect(b).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Corrupt);
+    assert!(refused.to_string().contains("not the file that was written"), "{refused}");
+    assert_eq!(container.entry("w0", &FileOptions::default()).unwrap().unwrap()[..], state.bytes("w0")[..]);
+    assert!(container.entry("w1", &FileOptions::default()).unwrap().is_none());
 }
 
 #[test]

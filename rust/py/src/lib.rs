@@ -25,7 +25,7 @@ mod _native {
     #[pymodule_export]
     use crate::interfaces::interfaces;
     #[pymodule_export]
-    use crate::memory::PyArena;
+    use crate::memory::{PyArena, PyHostView};
     #[pymodule_export]
     use crate::remote::{PyPool, PyRemote};
     #[pymodule_export]
@@ -37,7 +37,7 @@ mod _native {
     #[pymodule_export]
     use crate::server::PyServer;
     #[pymodule_export]
-    use crate::slices::{fetch_slices, file_entries, read_file, write_file};
+    use crate::slices::{PyWritten, fetch_slices, file_entries, read_file, write_file};
     #[pymodule_export]
     use crate::tree::unflatten;
     #[pymodule_export]

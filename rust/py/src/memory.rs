@@ -81,6 +81,36 @@ impl PyArena {
     }
 }
 
+/// Host memory of a tensor as a writable buffer, without numpy, which torch does not need and may not be there.
+#[pyclass(name = "HostView", module = "tensorferry._native", frozen)]
+pub(crate) struct PyHostView {
+    address: usize,
+    nbytes: usize,
+    /// Keeps the memory.
+    _owner: Py<PyAny>,
+}
+
+#[pymethods]
+impl PyHostView {
+    #[new]
+    fn new(owner: Py<PyAny>, address: usize, nbytes: usize) -> Self {
+        Self { address, nbytes, _owner: owner }
+    }
+
+    /// # Safety
+    /// Called by the interpreter, which passes a valid `view`.
+    #[allow(clippy::needless_pass_by_value)]
+    unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
+        let memory = slf.get();
+        let len = ffi::Py_ssize_t::try_from(memory.nbytes)?;
+        // SAFETY: Python's part of the contract: `tensorferry.staging` gives the address and length of the memory of
+        // `owner`, which lives as long as `slf`, of which the filled view takes a reference.
+        let status =
+            unsafe { ffi::PyBuffer_FillInfo(view, slf.as_ptr(), memory.address as *mut c_void, len, 0, flags) };
+        if status == 0 { Ok(()) } else { Err(PyErr::fetch(slf.py())) }
+    }
+}
+
 /// How many tensors are made or read before other threads of the interpreter have a turn: the training loop of a
 /// healthy peer is among them.
 pub(crate) const TURN: usize = 1024;

@@ -3,8 +3,8 @@
 use std::path::PathBuf;
 
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
-use tensorferry_core::{Cancel, Container, FetchOptions, FileOptions, Order, Repeat, Slice, gather};
+use pyo3::types::{PyBytes, PyDict};
+use tensorferry_core::{Cancel, Container, FetchOptions, FileOptions, Order, Repeat, Slice, Written, gather};
 use tensorferry_wire::dtype::Dtype;
 
 use crate::errors;
@@ -27,51 +27,91 @@ fn slices(py: Python<'_>, parts: Vec<Part>) -> PyResult<Vec<Slice>> {
     parts.into_iter().map(slice).collect()
 }
 
-/// Writes `rows` and then `control`, name and bytes of each, as a container with checksums; returns its length in bytes,
-/// and how many of them went past the page cache. The memory of the rows is held by the caller.
+/// A file that was written, locked for as long as this lives.
+#[pyclass(name = "Written", module = "tensorferry._native", frozen)]
+pub(crate) struct PyWritten(Written);
+
+#[pymethods]
+impl PyWritten {
+    /// Its length in bytes.
+    #[getter]
+    fn bytes(&self) -> u64 {
+        self.0.report.bytes
+    }
+
+    /// How many of them went past the page cache.
+    #[getter]
+    fn direct(&self) -> u64 {
+        self.0.report.direct
+    }
+
+    /// The checksum of its header.
+    #[getter]
+    fn header(&self) -> u64 {
+        self.0.header
+    }
+}
+
+/// Writes `rows` and then `control`, name and bytes of each, as a container with checksums; until it is complete it is
+/// `partial`. The memory of the rows is held by the caller.
 #[pyfunction]
-#[pyo3(name = "_write_file", signature = (path, *, rows, control, metadata, threads = None, cached = false))]
+#[pyo3(name = "_write_file", signature = (path, *, partial, rows, control, metadata, threads = None, cached = false))]
+#[allow(clippy::too_many_arguments, reason = "Python's keywords")]
 pub(crate) fn write_file(
     py: Python<'_>,
     path: PathBuf,
+    partial: PathBuf,
     rows: &Bound<'_, PyRows>,
     control: Vec<(String, Vec<u8>)>,
     metadata: Vec<(String, String)>,
     threads: Option<usize>,
     cached: bool,
-) -> PyResult<(u64, u64)> {
+) -> PyResult<PyWritten> {
     let rows = rows.get();
     let cancel = Cancel::new();
     let options = FileOptions { threads, cancel: cancel.clone(), cached };
-    let report = runtime::run(py, &cancel, None, move || {
-        tensorferry_core::write_file(&path, metadata, rows.items(control), &options)
+    let written = runtime::run(py, &cancel, None, move || {
+        tensorferry_core::write_file(&path, &partial, metadata, rows.items(control), &options)
     })?;
-    Ok((report.bytes, report.direct))
+    Ok(PyWritten(written))
 }
 
-/// Name, dtype and length in bytes of each entry of the container at `path`, whose header is verified.
+/// The bytes of entries of the container at `path`, verified; `None` for those it does not have. It is opened once.
 #[pyfunction]
 #[pyo3(name = "_file_entries")]
-pub(crate) fn file_entries(py: Python<'_>, path: PathBuf) -> PyResult<Vec<(String, &'static str, u64)>> {
-    runtime::run(py, &Cancel::new(), None, move || {
+pub(crate) fn file_entries(
+    py: Python<'_>,
+    path: PathBuf,
+    names: Vec<String>,
+) -> PyResult<Vec<Option<Bound<'_, PyBytes>>>> {
+    let cancel = Cancel::new();
+    let options = FileOptions { threads: Some(1), cancel: cancel.clone(), ..FileOptions::default() };
+    let found = runtime::run(py, &cancel, None, move || {
         let container = Container::open(&path)?;
-        Ok(container.header().entries().iter().map(|e| (e.name.clone(), e.dtype.name(), e.nbytes())).collect())
-    })
+        names.iter().map(|name| container.entry(name, &options)).collect::<Result<Vec<_>, _>>()
+    })?;
+    Ok(found.into_iter().map(|bytes| bytes.map(|bytes| PyBytes::new(py, &bytes))).collect())
 }
 
-/// Reads slices of the container at `path` into their places, verified.
+/// Reads slices of the container at `path` into their places, verified. With `header`, only if that is the checksum of
+/// its header.
 #[pyfunction]
-#[pyo3(name = "_read_file", signature = (path, parts, *, threads = None))]
+#[pyo3(name = "_read_file", signature = (path, parts, *, threads = None, header = None))]
 pub(crate) fn read_file(
     py: Python<'_>,
     path: PathBuf,
     parts: Vec<Part>,
     threads: Option<usize>,
+    header: Option<u64>,
 ) -> PyResult<Bound<'_, PyDict>> {
     let slices = slices(py, parts)?;
     let cancel = Cancel::new();
     let options = FileOptions { threads, cancel: cancel.clone(), ..FileOptions::default() };
-    let report = runtime::run(py, &cancel, None, move || Container::open(&path)?.read(&slices, &options))?;
+    let report = runtime::run(py, &cancel, None, move || {
+        let container = Container::open(&path)?;
+        header.map_or(Ok(()), |header| container.expect(header))?;
+        container.read(&slices, &options)
+    })?;
     let told = PyDict::new(py);
     told.set_item("bytes", report.bytes)?;
     told.set_item("wanted", report.wanted)?;

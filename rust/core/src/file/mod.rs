@@ -8,7 +8,7 @@ mod write;
 use std::path::Path;
 
 pub use self::read::Container;
-pub use self::write::write_file;
+pub use self::write::{Written, write_file};
 use crate::client::Cancel;
 use crate::error::{Error, ErrorKind};
 

@@ -30,6 +30,11 @@ impl Output {
         &self.cached
     }
 
+    /// The file alone.
+    pub(super) fn into_cached(self) -> File {
+        self.cached
+    }
+
     /// Bytes that went past the page cache.
     pub(super) fn past_the_cache(&self) -> u64 {
         self.written.load(Ordering::Relaxed)

@@ -29,6 +29,7 @@ pub struct Container {
     digests_at: u64,
     /// Bytes of payload that have checksums: all but those of the checksums themselves.
     covered: u64,
+    checksum: u64,
 }
 
 impl Container {
@@ -79,13 +80,60 @@ impl Container {
             return Err(corrupt("its header does not match its checksum".to_owned()));
         }
         let digests_at = start + covered + TableHead::LEN as u64;
-        Ok(Self { path: path.to_owned(), file, header, payload_start: start, digests_at, covered })
+        Ok(Self {
+            path: path.to_owned(),
+            file,
+            header,
+            payload_start: start,
+            digests_at,
+            covered,
+            checksum: head.header,
+        })
     }
 
     /// What the container holds.
     #[must_use]
     pub fn header(&self) -> &Header {
         &self.header
+    }
+
+    /// Makes sure that this is the file whose header had this checksum when it was written.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Corrupt`] when it is another one.
+    pub fn expect(&self, checksum: u64) -> Result<(), Error> {
+        if checksum == self.checksum {
+            return Ok(());
+        }
+        let message = format!(
+            "{}: corrupt: it is not the file that was written under this name, but another one: its header has the \
+             checksum {:016x}, and the index says {checksum:016x}",
+            self.path.display(),
+            self.checksum,
+        );
+        Err(Error::new(ErrorKind::Corrupt, message))
+    }
+
+    /// The bytes of the entry called `name`, `None` if there is none.
+    ///
+    /// # Errors
+    /// As [`Container::read`].
+    pub fn entry(&self, name: &str, options: &FileOptions) -> Result<Option<Vec<u8>>, Error> {
+        let Some(entry) = self.header.entries().iter().find(|e| e.name == name) else { return Ok(None) };
+        // No longer than the file is.
+        let nbytes = entry.nbytes();
+        let mut bytes = vec![0; usize::try_from(nbytes).map_err(|_| self.too_large(name))?];
+        if nbytes > 0 {
+            let address = bytes.as_mut_ptr().expose_provenance();
+            // SAFETY: as many bytes as the entry has, which nobody else knows of until they have been read.
+            let whole = unsafe { Slice::new(name, (entry.dtype, nbytes), (0, nbytes), address, Vec::new()) };
+            self.read(&[whole], options)?;
+        }
+        Ok(Some(bytes))
+    }
+
+    fn too_large(&self, name: &str) -> Error {
+        Error::new(ErrorKind::Invalid, format!("{}: {name:?} is too large for this machine", self.path.display()))
     }
 
     /// Reads `slices` into their places, and no more of the file than the blocks of 512 bytes they lie in.

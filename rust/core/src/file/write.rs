@@ -1,11 +1,10 @@
 //! Writing: beside its place first, by several threads, each checksumming what it writes.
 
-use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
@@ -22,55 +21,70 @@ use crate::layout::{Layout, PAGE, Segments};
 use crate::memory::Item;
 
 /// Writes `items` as a container to `path`, with checksums of all of it. The file appears under its name only when it is
-/// complete and on the disk; until then it is `{path}.partial`. What was there before is replaced at that moment.
+/// complete and on the disk; until then it is `partial`, in the same folder, a name that must be free. What was at `path`
+/// before is replaced at that moment.
+///
+/// From its creation on the file is locked (`flock`, shared) for as long as the [`Written`] that is returned lives, where
+/// the file system has locks: so others can tell a file whose writer is at work from one whose writer was killed.
 ///
 /// Borrowed memory of the items must stay readable until this returns.
 ///
 /// # Errors
 /// [`ErrorKind::Invalid`] when the items make no valid container; [`ErrorKind::System`] when the system refuses, a full
-/// disk for one, before much is written. Nothing is left behind then.
+/// disk for one, before much is written, or when `partial` exists. Nothing is left behind then.
 pub fn write_file(
     path: &Path,
+    partial: &Path,
     metadata: Vec<(String, String)>,
     mut items: Vec<Item>,
     options: &FileOptions,
-) -> Result<FileReport, Error> {
+) -> Result<Written, Error> {
     let len: u64 = items.iter().map(|item| item.memory.region().len() as u64).sum();
     let table_len = digest::table_len(len.div_ceil(FILE_GRAIN));
     let blank = Bytes::from(vec![0; usize::try_from(table_len).map_err(|_| too_large(path))?]);
     items.push(Item::bytes(DIGESTS_ENTRY, Dtype::U8, &[table_len], blank));
     let layout = Layout::new(metadata, items, PAGE)?;
-    let partial = partial_path(path)?;
-    let written = write_partial(&partial, &layout, len, options);
-    let written = written.and_then(|direct| commit(&partial, path).map(|()| direct));
-    if written.is_err() {
+    let file = OpenOptions::new()
+        .write(true)
+        .create_new(true)
+        .open(partial)
+        .map_err(|e| refused(partial, "cannot be written", e))?;
+    // Where there are no locks, others go by the age of what they find.
+    let _ = file.try_lock_shared();
+    let header = digest::checksum(&layout.header);
+    let written = write_partial(file, partial, &layout, (len, header), options);
+    let written = written.and_then(|output| commit(partial, path).map(|()| output));
+    let output = written.inspect_err(|_| {
         // The error is what there is to tell.
-        let _ = fs::remove_file(&partial);
-    }
-    written.map(|direct| FileReport { bytes: layout.content.len(), wanted: len, direct })
+        let _ = fs::remove_file(partial);
+    })?;
+    let report = FileReport { bytes: layout.content.len(), wanted: len, direct: output.past_the_cache() };
+    Ok(Written { report, header, _locked: output.into_cached() })
+}
+
+/// A file that was written, locked for as long as this lives.
+#[derive(Debug)]
+pub struct Written {
+    /// What was written.
+    pub report: FileReport,
+    /// The checksum of its header.
+    pub header: u64,
+    _locked: File,
 }
 
 fn too_large(path: &Path) -> Error {
     Error::new(ErrorKind::Invalid, format!("{}: too large for this machine", path.display()))
 }
 
-fn partial_path(path: &Path) -> Result<PathBuf, Error> {
-    let name = path
-        .file_name()
-        .ok_or_else(|| Error::new(ErrorKind::Invalid, format!("{} is no name for a file", path.display())))?;
-    let mut partial = OsString::from(name);
-    partial.push(".partial");
-    Ok(path.with_file_name(partial))
-}
-
-/// Says how many bytes went past the page cache.
-fn write_partial(path: &Path, layout: &Layout, len: u64, options: &FileOptions) -> Result<u64, Error> {
-    let file = OpenOptions::new()
-        .write(true)
-        .create(true)
-        .truncate(true)
-        .open(path)
-        .map_err(|e| refused(path, "cannot be written", e))?;
+/// Writes everything to `file`, which is at `path`: `len` bytes of payload besides the checksums, and a header with the
+/// checksum `header`.
+fn write_partial(
+    file: File,
+    path: &Path,
+    layout: &Layout,
+    (len, header): (u64, u64),
+    options: &FileOptions,
+) -> Result<Output, Error> {
     let total = layout.content.len();
     reserve(&file, total).map_err(|e| refused(path, &format!("there is no room for its {total} bytes"), e))?;
     let failed = |e| refused(path, "cannot be written", e);
@@ -82,12 +96,12 @@ fn write_partial(path: &Path, layout: &Layout, len: u64, options: &FileOptions) 
             Failure::System(e) => failed(e),
             Failure::Other(e) => e,
         })?;
-    let table = DigestTable { header: digest::checksum(&layout.header), payload_len: len, blocks };
+    let table = DigestTable { header, payload_len: len, blocks };
     let table = table.encode_grained(&Algorithm::Crc64, FILE_GRAIN);
     let at = layout.digests.map_or(len, |(at, _)| at);
     output.cached().write_all_at(&table, start + at).map_err(failed)?;
     output.cached().sync_all().map_err(failed)?;
-    Ok(output.past_the_cache())
+    Ok(output)
 }
 
 /// Takes the room for the file before the bytes come, so that a full disk is known at once.

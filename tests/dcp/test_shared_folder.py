@@ -1,0 +1,475 @@
+"""Folders with more than one writer, or more than one checkpoint, or what somebody else has left in them."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from job import Job
+
+import tensorferry
+from tensorferry._native import Rows, _write_file
+from tensorferry.dcp import FileReader, FileWriter, commits, files, index
+from tensorferry.dcp.writing import METADATA
+from tensorferry.tensors import DTYPE_NAMES
+
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore:TypedStorage is", "ignore::FutureWarning"),
+]
+
+
+def loaded(folder, reader=None):
+    state = {"a": torch.zeros(1000)}
+    dcp.load(state, storage_reader=reader or FileReader(folder), no_dist=True)
+    return state["a"].unique().tolist()
+
+
+def save(folder, value, writer=None, **options):
+    writer = writer or FileWriter(folder)
+    dcp.save({"a": torch.full((1000,), float(value))}, storage_writer=writer, no_dist=True, **options)
+
+
+def fails(call):
+    """What the only rank raised."""
+    with pytest.raises(dcp.CheckpointException) as caught:
+        call()
+    return caught.value.failures[0][0]
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def age(path, seconds):
+    now = time.time() - seconds
+    os.utime(path, (now, now))
+
+
+@pytest.fixture
+def delays(tmp_path):
+    """The library that makes calls take a random time."""
+    compiler = shutil.which("cc") or shutil.which("c++")
+    if compiler is None:
+        pytest.skip("there is no C compiler to build tests/dcp/delays.c with")
+    library = tmp_path / "delays.so"
+    source = Path(__file__).parent / "delays.c"
+    subprocess.run([compiler, "-shared", "-fPIC", "-x", "c", source, "-o", library, "-ldl"], check=True, timeout=60)
+    return library
+
+
+@pytest.mark.timeout(150)
+def test_two_jobs_that_save_into_one_folder_leave_one_of_their_states_whole(tmp_path, delays, pytestconfig):
+    folder, log = tmp_path / "ck", tmp_path / "log"
+    seconds = 2 * pytestconfig.getoption("--kills")
+    command = [sys.executable, Path(__file__).parent / "two_jobs.py", folder, log, str(seconds)]
+    done = subprocess.run(
+        command, env=os.environ | {"LD_PRELOAD": str(delays)}, capture_output=True, text=True, timeout=140, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["wrong"] == {}
+    assert set(told["found"]) == {"1", "2"}, "both jobs got to save"
+    refused = log.read_text().splitlines() if log.exists() else []
+    assert all(line.startswith("IncompleteCheckpoint: ") and "began later" in line for line in refused), refused
+    # Everything that the killed ones have left goes.
+    left = names(folder)
+    assert len(left) > 2
+    for path in folder.iterdir():
+        age(path, 120)
+    save(folder, 6)
+    assert loaded(folder) == [6]
+    assert len(names(folder)) == 2
+
+
+def test_leftovers_go_when_their_writer_is_dead(tmp_path):
+    save(tmp_path, 1)
+    here, elsewhere = commits.new_id(), f"{'0' * 8}{'1' * 12}"
+    old = [
+        f"rank00003-{elsewhere}.safetensors",
+        "rank00003-0123456789ab.safetensors.partial",
+        "index.safetensors.partial",
+    ]
+    dead = [
+        f"rank00001-{here}.safetensors",
+        f"rank00002-{here}.safetensors.partial",
+        f"index.safetensors.{here}.partial",
+    ]
+    foreign = ["model.safetensors", "rank.txt", "rank00001-notes.safetensors", f"index.safetensors.{here}"]
+    locked = f"rank00004-{commits.new_id()}.safetensors.partial"
+    young = f"rank00005-{commits.new_id()}.safetensors.partial"
+    for name in (*old, *dead, *foreign, locked, young):
+        (tmp_path / name).write_text(name)
+        age(tmp_path / name, 0 if name == young else 120)
+    (tmp_path / f"rank00006-{here}.safetensors").symlink_to(tmp_path / "model.safetensors")
+    with (tmp_path / locked).open() as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        save(tmp_path, 2)
+        assert set(dead).isdisjoint(names(tmp_path))
+        assert {*old, *foreign, locked, young} <= set(names(tmp_path))
+        for name in (*old, locked, young):
+            age(tmp_path / name, 25 * 3600)
+        save(tmp_path, 3)
+        assert {*foreign, locked} <= set(names(tmp_path))
+        assert {*old, young}.isdisjoint(names(tmp_path))
+    save(tmp_path, 4)
+    assert locked not in names(tmp_path)
+    assert loaded(tmp_path) == [4]
+    assert len(names(tmp_path)) == 2 + len(foreign) + 1
+
+
+def test_nothing_is_removed_while_the_index_cannot_be_read(tmp_path, monkeypatch):
+    left = f"rank00001-{commits.new_id()}.safetensors"
+    (tmp_path / left).write_text("x")
+    age(tmp_path / left, 120)
+
+    def refuse(path):
+        raise tensorferry.SystemRefused(f"{path}: stale")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(commits, "files_of", refuse)
+        save(tmp_path, 1)
+    assert left in names(tmp_path)
+    save(tmp_path, 2)
+    assert left not in names(tmp_path)
+
+
+def test_where_there_are_no_locks_only_age_counts(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "no locks here")
+
+    monkeypatch.setattr(commits.fcntl, "flock", refuse)
+    left = [f"rank0000{n}-{commits.new_id()}.safetensors.partial" for n in range(2)]
+    for name, seconds in zip(left, (3600, 25 * 3600), strict=True):
+        (tmp_path / name).write_text("x")
+        age(tmp_path / name, seconds)
+    save(tmp_path, 1)
+    assert left[0] in names(tmp_path)
+    assert left[1] not in names(tmp_path)
+
+
+def test_the_files_of_a_save_that_goes_on_elsewhere_are_not_leftovers(tmp_path):
+    """A coordinator that was thought dead: its ranks have written, and it has not got to its index."""
+    held, go = threading.Event(), threading.Event()
+
+    class Paused(FileWriter):
+        def finish(self, metadata, results):
+            held.set()
+            assert go.wait(60)
+            super().finish(metadata, results)
+
+    save(tmp_path, 1)
+    state = {"a": torch.full((1000,), 2.0)}
+    saving = dcp.async_save(state, storage_writer=Paused(tmp_path), no_dist=True)
+    assert held.wait(60)
+    for path in tmp_path.iterdir():
+        age(path, 48 * 3600)
+    try:
+        save(tmp_path, 3)
+        assert loaded(tmp_path) == [3]
+        assert len(names(tmp_path)) == 3, "the file of the save that is paused"
+    finally:
+        go.set()
+    error = fails(saving.result)
+    assert isinstance(error, tensorferry.IncompleteCheckpoint)
+    assert "began later" in str(error)
+    assert loaded(tmp_path) == [3]
+    assert len(names(tmp_path)) == 2, "what it has written is of no use"
+
+
+def test_a_file_that_was_removed_is_noticed_before_the_index_names_it(tmp_path):
+    class Robbed(FileWriter):
+        def finish(self, metadata, results):
+            for path in tmp_path.glob(f"{results[0][0].storage_data.source}"):
+                path.unlink()
+            super().finish(metadata, results)
+
+    save(tmp_path, 1)
+    error = fails(lambda: save(tmp_path, 2, Robbed(tmp_path)))
+    assert isinstance(error, tensorferry.IncompleteCheckpoint)
+    assert "was removed by somebody" in str(error)
+    assert loaded(tmp_path) == [1]
+
+
+def test_one_writer_in_two_saves_at_once_keeps_their_folders_apart(tmp_path):
+    held, go = threading.Event(), threading.Event()
+
+    class Paused(dcp.DefaultSavePlanner):
+        def resolve_data(self, item):
+            held.set()
+            assert go.wait(60)
+            return super().resolve_data(item)
+
+    writer = FileWriter(tmp_path / "default")
+    state = {"a": torch.full((1000,), 1.0)}
+    saving = dcp.async_save(
+        state, storage_writer=writer, checkpoint_id=tmp_path / "one", planner=Paused(), no_dist=True
+    )
+    assert held.wait(60)
+    try:
+        save(None, 2, writer, checkpoint_id=tmp_path / "two")
+    finally:
+        go.set()
+    saving.result()
+    assert loaded(tmp_path / "one") == [1]
+    assert loaded(tmp_path / "two") == [2]
+    assert not (tmp_path / "default").exists()
+    save(None, 3, writer)
+    assert loaded(tmp_path / "two") == [3], "as with torch's writer, the last name stays"
+
+
+def test_a_rank_file_of_another_save_is_refused_though_its_layout_is_the_same(tmp_path):
+    for n in (1, 2):
+        save(tmp_path / str(n), n)
+    one, two = (next((tmp_path / str(n)).glob("rank*")) for n in (1, 2))
+    os.replace(two, one)
+    error = fails(lambda: loaded(tmp_path / "1"))
+    assert isinstance(error, tensorferry.CorruptCheckpoint)
+    assert one.name in str(error)
+    assert "not the file that was written under this name" in str(error)
+
+
+def without_files_entry(folder):
+    """The index as versions wrote it that did not note which file is which."""
+    path = folder / "index.safetensors"
+    text, _ = commits.read(path)
+    _write_file(
+        path,
+        partial=folder / "p",
+        rows=Rows(torch.Tensor, torch.nn.Parameter, DTYPE_NAMES, native=False),
+        control=[(index.ENTRY, text)],
+        metadata=METADATA,
+    )
+
+
+def test_checkpoints_of_older_versions_load_and_are_replaced(tmp_path):
+    save(tmp_path, 1)
+    without_files_entry(tmp_path)
+    assert loaded(tmp_path) == [1]
+    save(tmp_path, 2)
+    assert loaded(tmp_path) == [2]
+    assert len(names(tmp_path)) == 2
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [b"", b"[]", b"{}", b'{"began":0,"files":{}}', b'{"began":0,"files":[1]}', b'{"began":"x","files":{"a":"0"}}',
+     b'{"began":0,"files":{"a":"' + b"f" * 17 + b'"}}', b"[" * 100_000],
+)  # fmt: skip
+def test_an_index_that_does_not_say_which_files_it_is_about_is_none(entry, tmp_path):
+    save(tmp_path, 1)
+    text, _ = commits.read(tmp_path / "index.safetensors")
+    _write_file(
+        tmp_path / "index.safetensors",
+        partial=tmp_path / "p",
+        rows=Rows(torch.Tensor, torch.nn.Parameter, DTYPE_NAMES, native=False),
+        control=[(index.ENTRY, text), (commits.FILES, entry)],
+        metadata=METADATA,
+    )
+    with pytest.raises(dcp.CheckpointException, match=r"index\.safetensors"):
+        loaded(tmp_path)
+    save(tmp_path, 2)
+    assert loaded(tmp_path) == [2]
+
+
+@pytest.mark.parametrize("name", ["../precious", "precious", "index.safetensors"])
+@pytest.mark.parametrize("older", [False, True])
+def test_nothing_but_files_of_ranks_is_removed_whatever_an_index_names(name, older, tmp_path):
+    folder = tmp_path / "ck"
+    save(folder, 1)
+    path = folder / "index.safetensors"
+    text, _ = commits.read(path)
+    told = json.loads(text) | {"sources": [name]}
+    control = [(index.ENTRY, json.dumps(told).encode())]
+    control += [] if older else [(commits.FILES, commits.Commit({name: 1}).encode())]
+    _write_file(
+        path,
+        partial=folder / "p",
+        rows=Rows(torch.Tensor, torch.nn.Parameter, DTYPE_NAMES, native=False),
+        control=control,
+        metadata=METADATA,
+    )
+    (tmp_path / "precious").write_text("mine")
+    (folder / "precious").write_text("mine")
+    save(folder, 2)
+    assert loaded(folder) == [2]
+    assert (tmp_path / "precious").exists()
+    assert (folder / "precious").exists()
+
+
+class Between(FileReader):
+    """Another save is done between two steps of a load."""
+
+    def __init__(self, folder, step):
+        super().__init__(folder)
+        self._step, self._folder = step, folder
+
+    def read_metadata(self, *args, **kwargs):
+        if self._step == "before":
+            save(self._folder, 2)
+        found = super().read_metadata(*args, **kwargs)
+        if self._step == "after":
+            save(self._folder, 2)
+        return found
+
+
+def test_a_save_while_a_checkpoint_is_loaded_is_told_as_what_it_is(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+    assert loaded(tmp_path, Between(tmp_path, "before")) == [2]
+    error = fails(lambda: loaded(tmp_path, Between(tmp_path, "after")))
+    assert isinstance(error, tensorferry.SourceChanged)
+    assert "load again" in str(error)
+    opened = []
+    real = commits._file_entries
+
+    def entries(path, wanted):
+        # What is read of the index is read at once: a save between two openings would be a mix.
+        opened.append(path)
+        return real(path, wanted)
+
+    monkeypatch.setattr(commits, "_file_entries", entries)
+    loaded(tmp_path)
+    assert len(opened) == 1
+
+
+def _load_replaced(kept, folder):
+    del kept
+    rank = torch.distributed.get_rank()
+
+    class Late(FileReader):
+        def read_metadata(self, *args, **kwargs):
+            torch.distributed.barrier()
+            if rank == 1:
+                found = super().read_metadata(*args, **kwargs)
+                torch.distributed.barrier()
+                return found
+            torch.distributed.barrier()
+            save(folder, 2)
+            return super().read_metadata(*args, **kwargs)
+
+    with pytest.raises(dcp.CheckpointException, match="a save has replaced the checkpoint while it was being loaded"):
+        dcp.load({"a": torch.zeros(1000)}, storage_reader=Late(folder))
+
+
+def test_ranks_that_read_different_checkpoints_load_none(tmp_path):
+    save(tmp_path, 1)
+    with Job(2) as job:
+        job.run(_load_replaced, tmp_path)
+
+
+def test_a_checkpoint_of_torch_is_replaced_or_kept_as_overwrite_says(tmp_path):
+    def torch_saves(value):
+        save(None, value, dcp.FileSystemWriter(tmp_path, thread_count=1))
+
+    torch_saves(1)
+    (tmp_path / "notes.txt").write_text("mine")
+    there = names(tmp_path)
+    error = fails(lambda: save(None, 2, FileWriter(tmp_path, overwrite=False)))
+    assert isinstance(error, tensorferry.InvalidArgument)
+    assert ".metadata" in str(error)
+    assert names(tmp_path) == there
+    save(tmp_path, 2)
+    assert loaded(tmp_path) == [2]
+    left = names(tmp_path)
+    assert left[:2] == ["index.safetensors", "notes.txt"]
+    assert len(left) == 3
+    # The other way round torch's writer knows nothing of ours. What is older is not loaded in silence.
+    torch_saves(3)
+    with pytest.raises(dcp.CheckpointException, match=r"holds two checkpoints, and \.metadata of torch's own is newer"):
+        loaded(tmp_path)
+    assert loaded(None, dcp.FileSystemReader(tmp_path)) == [3]
+    age(tmp_path / ".metadata", 3600)
+    assert loaded(tmp_path) == [2], "a save that was killed before it removed torch's"
+    save(tmp_path, 4)
+    assert loaded(tmp_path) == [4]
+    assert len(names(tmp_path)) == 3
+
+
+def test_a_checkpoint_of_ranks_that_were_not_coordinated_goes_when_it_is_replaced(tmp_path):
+    import inspect
+
+    if "use_collectives" not in inspect.signature(dcp.save).parameters:
+        pytest.skip("this torch always coordinates")
+    save(tmp_path, 1, use_collectives=False)
+    assert "index-rank00000.safetensors" in names(tmp_path)
+    error = fails(lambda: save(None, 2, FileWriter(tmp_path, overwrite=False)))
+    assert "index-rank00000.safetensors" in str(error)
+    save(tmp_path, 2)
+    assert loaded(tmp_path) == [2]
+    assert len(names(tmp_path)) == 2
+
+
+def test_every_new_folder_is_synchronised_with_the_one_above(tmp_path, monkeypatch):
+    synced = []
+    real = os.fsync
+
+    def fsync(file):
+        synced.append(os.readlink(f"/proc/self/fd/{file}"))
+        real(file)
+
+    monkeypatch.setattr(files.os, "fsync", fsync)
+    save(tmp_path / "a/b/c", 1)
+    assert synced == [str(tmp_path), str(tmp_path / "a"), str(tmp_path / "a/b")]
+    monkeypatch.chdir(tmp_path)
+    synced.clear()
+    save(Path("d/e"), 1)
+    assert synced == [str(tmp_path), str(tmp_path / "d")]
+    save(tmp_path / "a/b/c", 2)
+    assert len(synced) == 2
+
+
+def test_a_full_disk_in_the_middle_of_a_save_leaves_what_was_there(tmp_path):
+    save(tmp_path, 1)
+    there = names(tmp_path)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    big = {"a": torch.full((1 << 20,), 2.0)}
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+        error = fails(lambda: dcp.save(big, storage_writer=FileWriter(tmp_path), no_dist=True))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert isinstance(error, tensorferry.SystemRefused)
+    assert names(tmp_path) == there
+    assert loaded(tmp_path) == [1]
+
+
+def test_what_is_in_the_way_is_named(tmp_path):
+    (tmp_path / "index.safetensors").mkdir()
+    error = fails(lambda: save(tmp_path, 1))
+    assert isinstance(error, tensorferry.SystemRefused)
+    assert "index.safetensors" in str(error)
+    assert not list(tmp_path.glob("*.partial"))
+    (tmp_path / "index.safetensors").rmdir()
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / "index.safetensors").symlink_to("precious")
+    save(tmp_path, 2)
+    assert loaded(tmp_path) == [2]
+    assert (tmp_path / "precious").read_text() == "mine"
+    assert not (tmp_path / "index.safetensors").is_symlink()
+    error = fails(lambda: save(Path("/sys/kernel"), 1))
+    assert isinstance(error, tensorferry.SystemRefused)
+    assert "/sys/kernel" in str(error)
+
+
+def test_a_folder_whose_name_is_no_text(tmp_path):
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/ck-\xff\xfe"))
+    for value in (1, 2):
+        save(folder, value)
+        assert loaded(folder) == [value]
+    next(folder.glob("rank*")).unlink()
+    assert isinstance(fails(lambda: loaded(folder)), tensorferry.IncompleteCheckpoint)
