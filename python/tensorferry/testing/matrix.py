@@ -15,9 +15,12 @@ from .cell import Limits, Outcome, run_cell
 from .children import ChildGone, ChildHung
 from .faults import Fault
 from .rows import SCENARIOS
-from .scenarios import HEALED, Scenario
+from .scenarios import HEALED, LeftOut, Scenario
 
 __all__ = ["broken_promises", "candidate", "format_table", "run_matrix", "scenario", "to_json"]
+
+
+LEFT_OUT = "left out"
 
 
 def candidate(transport: str | Candidate) -> Candidate:
@@ -62,7 +65,8 @@ def run_matrix(
         progress: called with each outcome as it comes, from other threads
 
     Returns:
-        The outcomes, in the order of faults, transports, repeats; none for a fault that a transport cannot have.
+        The outcomes, in the order of faults, transports, repeats; none for a fault that a transport cannot have, and
+        ``"left out"``, with the reason, for one that this machine cannot have.
 
     Raises:
         ValueError: no such transport or fault
@@ -77,6 +81,8 @@ def run_matrix(
             outcome = run_cell(column, row, limits, repeat)
         except (ChildGone, ChildHung) as error:  # before anything went wrong on purpose
             outcome = Outcome(row.name, column.name, repeat, outcome="did not start", message=str(error))
+        except LeftOut as reason:
+            outcome = Outcome(row.name, column.name, repeat, outcome=LEFT_OUT, message=str(reason))
         if progress:
             progress(outcome)
         return outcome
@@ -90,7 +96,13 @@ def run_matrix(
 
 def broken_promises(outcome: Outcome, expected: frozenset[str]) -> list[str]:
     """What tensorferry promises for every fault and ``outcome`` does not keep; ``expected``: how it may end."""
+    if outcome.outcome == LEFT_OUT:
+        return []
     broken = []
+    if outcome.outcome == "code ran":
+        broken.append("code of a hostile source ran")
+    if outcome.slow and not outcome.late:
+        broken.append(f"the receive took {outcome.seconds:.1f} s, which is too much of its deadline for this fault")
     if outcome.wrong_bytes:
         broken.append(f"{outcome.wrong_bytes} wrong bytes")
     if outcome.hurt:
@@ -135,12 +147,11 @@ def format_table(outcomes: Sequence[Outcome]) -> str:
 
 
 def _ending(outcome: Outcome) -> str:
+    if outcome.outcome == LEFT_OUT:
+        return f"{LEFT_OUT} ({outcome.message})"
     text = outcome.ending if outcome.outcome in (HEALED, "error") else outcome.outcome.upper()
-    return (
-        text
-        + (" LATE" if outcome.late and outcome.outcome != "hung" else "")
-        + ("" if outcome.struck else " (never struck)")
-    )
+    late = " LATE" if outcome.late else " SLOW" if outcome.slow else ""
+    return text + ("" if outcome.outcome == "hung" else late) + ("" if outcome.struck else " (never struck)")
 
 
 def _counted(texts: list[str]) -> str:
