@@ -156,8 +156,6 @@ class Received:
     """Whether what arrived is the second of the states that were right."""
     replaced: bool = False
     """Whether its live tensors got other memory meanwhile."""
-    names_asked: int = 0
-    """How many questions the silent name server got, if there is one."""
 
 
 def _enter(log: str, seconds: float) -> None:
@@ -224,6 +222,10 @@ class _Trainer:
         """The metadata, or ``None`` if the transport raised."""
         return self._send(step, self._prepared.pop(seed, None) or sample_state(seed, self._nbytes))
 
+    def publish_unsendable(self, step: int) -> Any:
+        """As :meth:`publish`, a state with something in it that cannot be pickled."""
+        return self._send(step, {"weight": torch.ones(64), "lock": threading.Lock()})
+
     def publish_trap(self, step: int, trap: Any, marker: Path) -> Any:
         """As :meth:`publish`, a state that is a trap for who unpickles it."""
         return self._send(step, {"weight": torch.ones(64), "trap": set_trap(trap, marker)})
@@ -288,10 +290,10 @@ def receiver_main(
 ) -> None:
     """Receives when told to, and compares with the states that are right."""
     _enter(log, bound)
-    names = None
     if setting.silent_names:
         try:
-            names = SilentNameServer()  # before the transport: its threads are to be there, too
+            # Before the transport has threads; and what only the resolver ends is late.
+            SilentNameServer(Path(log).with_name(NAMES_ASKED), timeout + 3)
         except LeftOut as error:
             pipe.send(error)
             return
@@ -316,7 +318,6 @@ def receiver_main(
             received = Received(seconds, error=classes[0], classes=classes, message=str(error)[:500])
         else:
             received = Received(time.monotonic() - started)
-        received.names_asked = names.asked() if names else 0
         pipe.send(received)
         if received.error:
             continue
@@ -352,6 +353,9 @@ def _replaced_when_told(pipe: Connection, live: Any) -> Iterator[None]:
         over.set()
         other.join()
 
+
+NAMES_ASKED = "names-asked"
+"""The file, beside a receiver's log, that says that its silent name server was asked."""
 
 REPLACED = "replaced"
 """What a receiver says whose live tensors have other memory."""

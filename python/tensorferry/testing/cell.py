@@ -102,9 +102,7 @@ class Outcome:
 class Cell:
     """What a scenario acts on."""
 
-    def __init__(
-        self, children: Children, candidate: Candidate, scenario: Scenario, limits: Limits, seed: int
-    ) -> None:
+    def __init__(self, children: Children, candidate: Candidate, scenario: Scenario, limits: Limits, seed: int) -> None:
         self._children = children
         self._candidate = candidate
         self._limits = limits
@@ -163,8 +161,8 @@ class Cell:
         """How often the fault has struck, attacks left out."""
         if scenario.during:  # the faults of its connections are no more than its setting
             return int(self.happened)
-        if scenario.silent_names:  # the name server has counted
-            return 0
+        if scenario.silent_names:
+            return int(self._children.names_asked.exists())
         if scenario.trap:  # the receiver has come to it
             return int(self.proxy.counters.body_bytes > 0)
         if scenario.other_state:  # the receiver has come to both states
@@ -190,6 +188,12 @@ class Cell:
         wait_until(self.receiver.answered, part * LOCAL_SECONDS)
         return not self.receiver.answered() and carried.body_bytes < self.nbytes * part / 2 + (1 << 20)
 
+    def wait_asked(self) -> bool:
+        """Waits until the receiver has asked for something and waits itself; ``False`` if it did not come to that."""
+        asked = wait_until(lambda: self.proxy.counters.request_bytes > 0, self.timeout / 2)
+        wait_until(self.receiver.answered, 0.3)
+        return asked and not self.receiver.answered()
+
     def adopt(self, pid: int) -> None:
         """Has a process that the source has forked ended with the cell."""
         self.orphan = self._children.adopt(pid)
@@ -208,7 +212,7 @@ def run_cell(candidate: Candidate, scenario: Scenario, limits: Limits, repeat: i
     """Runs one cell in processes of its own; it ends in time, whatever they do."""
     outcome = Outcome(scenario.name, candidate.name, repeat)
     limits = dataclasses.replace(
-        limits, nbytes=max(limits.nbytes, scenario.nbytes), timeout=max(limits.timeout, scenario.timeout)
+        limits, nbytes=max(limits.nbytes, scenario.nbytes), timeout=scenario.timeout or limits.timeout
     )
     candidate = dataclasses.replace(candidate, lanes=candidate.lanes and (scenario.lanes or candidate.lanes))
     bound = 8 * limits.timeout + 10 * limits.stall + 300
@@ -224,7 +228,7 @@ def run_cell(candidate: Candidate, scenario: Scenario, limits: Limits, repeat: i
             outcome.struck += cell.strikes(scenario)
         if children.marker.exists():
             outcome.notes.append(f"the receive ended with {outcome.ending}: {outcome.message}")
-            outcome.outcome, outcome.error = "code ran", None
+            outcome.outcome, outcome.error, outcome.wrong_bytes = "code ran", None, 0
         _examine_source(cell, children, candidate, scenario, limits, outcome)
         for other in cell.others:
             _examine_other(cell, other, scenario, limits, outcome)
@@ -260,12 +264,14 @@ def _attack(cell: Cell, scenario: Scenario, outcome: Outcome) -> Iterator[None]:
 
 def _receive(cell: Cell, scenario: Scenario, limits: Limits, outcome: Outcome) -> None:
     """One receive through the proxy, with what happens during it."""
-    if scenario.during and not scenario.local:
+    if scenario.during and not (scenario.local or scenario.waiting):
         cell.proxy.hold(int(limits.nbytes * scenario.part))
-    step = STEP + 5 if scenario.wrong_step else STEP
+    step = STEP + (5 if scenario.wrong_step else 1 if scenario.waiting else 0)
     receiver = cell.receiver
     if scenario.during:
         cell.ask_source(("prepare", cell.newer_seed))  # so that it takes no time in mid-transfer
+    if scenario.waiting:
+        cell.withdraw()
     with cell.sources(scenario) as metadata:
         # The state may become one of two while the receive runs; which of them are right is known at its end.
         cell.told = time.monotonic()
@@ -273,6 +279,8 @@ def _receive(cell: Cell, scenario: Scenario, limits: Limits, outcome: Outcome) -
         try:
             if scenario.during and scenario.local:
                 cell.happened = cell.wait_halfway(scenario.part)
+            elif scenario.waiting:
+                cell.happened = cell.wait_asked()
             elif scenario.during:
                 cell.happened = cell.proxy.wait_held(limits.timeout, receiver.answered)
             elif cell.beside:
@@ -284,7 +292,6 @@ def _receive(cell: Cell, scenario: Scenario, limits: Limits, outcome: Outcome) -
             cell.proxy.release()
             received = cell._children.received(receiver, limits.timeout + limits.grace)
             cell.happened = cell.happened and (received.replaced or not scenario.in_place)
-            outcome.struck += received.names_asked
         except ChildHung as hung:
             outcome.outcome, outcome.seconds, outcome.late = "hung", time.monotonic() - cell.told, True
             outcome.message = str(hung)

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeAlias
 
-from .actors import REPLACED, Candidate, Received, Setting, log_tail, receiver_main, source_main
+from .actors import NAMES_ASKED, REPLACED, Candidate, Received, Setting, log_tail, receiver_main, source_main
 from .scenarios import LeftOut
 from .traps import Trap
 
@@ -159,6 +159,8 @@ class Children:
         self._files = tempfile.TemporaryDirectory(prefix="tensorferry-faults-")
         self.marker = Path(self._files.name) / "code-ran"
         """A file that is there if code of a hostile source ran."""
+        self.names_asked = self.marker.with_name(NAMES_ASKED)
+        """And one that is there if a silent name server was asked."""
 
     def __enter__(self) -> Children:
         return self

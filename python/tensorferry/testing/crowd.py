@@ -23,7 +23,7 @@ __all__ = ["IdleCrowd", "crowding", "local_sockets"]
 
 _COMPLETE = 10.0
 """Seconds the crowd may take to be complete."""
-_AGAIN = 0.1
+_AGAIN = 0.5
 """Seconds after which a connection that the source has closed is opened again."""
 _SPARE = 64
 
@@ -34,7 +34,8 @@ class IdleCrowd:
 
     Args:
         connections: how many are held open
-        local: to the sockets the source has in the abstract Unix namespace, not to its port
+        local: half of them to the sockets the source has in the abstract Unix namespace; the others, or all of them
+            without it, to its port
     """
 
     connections: int
@@ -51,17 +52,21 @@ def crowding(metadata: str, pid: int, crowd: IdleCrowd) -> Iterator[Callable[[],
         crowd: how many connections, and where to
     """
     url = urlsplit(metadata)
-    targets = local_sockets(pid) if crowd.local else [f"{url.hostname}:{url.port}"]
-    if not targets:
-        yield lambda: 0
-        return
+    targets = [f"{url.hostname}:{url.port}"]
+    if crowd.local:
+        sockets = local_sockets(pid)
+        if not sockets:
+            yield lambda: 0
+            return
+        targets = targets * len(sockets) + sockets
     process = subprocess.Popen(
         [sys.executable, "-I", str(Path(__file__).resolve()), str(crowd.connections), *targets],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert process.stdin and process.stdout
+    assert process.stdin
+    assert process.stdout
     try:
         # It says so within its time; should it die instead, the line is empty.
         opened = int(process.stdout.readline() or 0)
@@ -120,7 +125,7 @@ class _Crowd:
             if not said and (not self._connecting or now > end):
                 print(len(self._open), flush=True)
                 said = True
-            for key, _ in self._selector.select(_AGAIN / 2):
+            for key, _ in self._selector.select(_AGAIN / 5):
                 if key.fileobj is sys.stdin:
                     return
                 assert isinstance(key.fileobj, socket.socket)

@@ -17,7 +17,16 @@ from .faults import Fault
 from .rows import SCENARIOS
 from .scenarios import HEALED, LeftOut, Scenario
 
-__all__ = ["broken_promises", "candidate", "format_table", "run_matrix", "scenario", "to_json"]
+__all__ = [
+    "broken_promises",
+    "candidate",
+    "format_markdown",
+    "format_table",
+    "from_json",
+    "run_matrix",
+    "scenario",
+    "to_json",
+]
 
 
 LEFT_OUT = "left out"
@@ -146,6 +155,28 @@ def format_table(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(rows)
 
 
+def format_markdown(outcomes: Sequence[Outcome]) -> str:
+    """A line per fault and a column per transport: endings, sources that were hurt, median and longest seconds."""
+    transports = list(dict.fromkeys(outcome.transport for outcome in outcomes))
+    lines = [["fault", *transports], ["---"] * (1 + len(transports))]
+    for fault in dict.fromkeys(outcome.fault for outcome in outcomes):
+        line = [f"`{fault}`"]
+        for transport in transports:
+            runs = [o for o in outcomes if (o.fault, o.transport) == (fault, transport)]
+            line.append(_markdown_cell(runs) if runs else "")
+        lines.append(line)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _markdown_cell(runs: list[Outcome]) -> str:
+    text = _counted([_ending(run) for run in runs])
+    if hurt := [run.source for run in runs if run.hurt]:
+        text += f"; source {_counted(hurt)}"
+    if timed := [run.seconds for run in runs if run.outcome not in (LEFT_OUT, "crashed")]:
+        text += f"; {statistics.median(timed):.1f} s" + (f", at most {max(timed):.1f} s" if len(timed) > 1 else "")
+    return text.replace("|", r"\|")
+
+
 def _ending(outcome: Outcome) -> str:
     if outcome.outcome == LEFT_OUT:
         return f"{LEFT_OUT} ({outcome.message})"
@@ -162,7 +193,8 @@ def _counted(texts: list[str]) -> str:
 
 
 def _summary(transport: str, outcomes: Sequence[Outcome]) -> str:
-    mine = [o for o in outcomes if o.transport == transport]
+    left_out = [o for o in outcomes if o.transport == transport and o.outcome == LEFT_OUT]
+    mine = [o for o in outcomes if o.transport == transport and o.outcome != LEFT_OUT]
     wrong = [o for o in mine if o.wrong_bytes]
     return (
         f"{transport}: {len(mine)} runs, {sum(o.outcome == HEALED for o in mine)} healed, "
@@ -170,7 +202,13 @@ def _summary(transport: str, outcomes: Sequence[Outcome]) -> str:
         f"{len(wrong)} with wrong bytes ({sum(o.wrong_bytes for o in wrong)} bytes), "
         f"{sum(o.late for o in mine)} past the deadline + 1 s, {sum(o.hurt for o in mine)} with a source hurt, "
         f"{sum(not o.struck for o in mine)} whose fault never struck"
+        + (f", {len(left_out)} left out" if left_out else "")
     )
+
+
+def from_json(text: str) -> list[Outcome]:
+    """The outcomes that :func:`to_json` wrote."""
+    return [Outcome(**{**row, "error_classes": tuple(row["error_classes"])}) for row in json.loads(text)["outcomes"]]
 
 
 def to_json(outcomes: Sequence[Outcome], **about: Any) -> str:

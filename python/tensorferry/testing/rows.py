@@ -126,6 +126,12 @@ def _change(cell: Cell) -> None:
     cell.ask_source(("change", cell.newer_seed))
 
 
+def _fail_to_send(cell: Cell) -> None:
+    """The source's trainer tries to publish what cannot be sent; whether its transport raises is its own affair."""
+    cell.ask_source(("publish_unsendable", cell.step + 1))
+    cell.ask_source(("report",))
+
+
 def _orphan(cell: Cell) -> None:
     """The source has forked a child, as a DataLoader does, and is killed; the child lives on."""
     cell.adopt(cell.ask_source(("fork",)))
@@ -306,14 +312,32 @@ _ROWS = [
         attack=attack) for name, attack in ATTACKS.items()),
 ]  # fmt: skip
 
-_DRAIN = Scenario("drain", "the source withdraws mid-transfer, and writes over the state when it may", during=_drain,
-    private=frozenset({HEALED}))
-_REPLACED = Scenario("replace-data", "the source's trainer assigns to tensor.data mid-transfer, and frees the memory",
-    during=_replace("data"), private=frozenset({HEALED}))
-_CHANGED = Scenario("change", "the source's trainer writes to its tensors in place mid-transfer", during=_change,
-    in_step=True, expected=frozenset({HEALED, "SourceChanged", "CorruptCheckpoint"}), private=frozenset({HEALED}))
-_CROWD = Scenario("idle-crowd", "700 silent connections to the source's port, opened again when it closes them",
-    attack=IdleCrowd(700), prompt=0.5)
+_DRAIN = Scenario(
+    "drain",
+    "the source withdraws mid-transfer, and writes over the state when it may",
+    during=_drain,
+    private=frozenset({HEALED}),
+)
+_REPLACED = Scenario(
+    "replace-data",
+    "the source's trainer assigns to tensor.data mid-transfer, and frees the memory",
+    during=_replace("data"),
+    private=frozenset({HEALED}),
+)
+_CHANGED = Scenario(
+    "change",
+    "the source's trainer writes to its tensors in place mid-transfer",
+    during=_change,
+    in_step=True,
+    expected=frozenset({HEALED, "SourceChanged", "CorruptCheckpoint"}),
+    private=frozenset({HEALED}),
+)
+_CROWD = Scenario(
+    "idle-crowd",
+    "700 silent connections to the source's port, opened again when it closes them",
+    attack=IdleCrowd(700),
+    prompt=0.5,
+)
 
 _ROWS += [
     *_beside(_ROWS),
@@ -333,10 +357,12 @@ _ROWS += [
     _CHANGED,
     _nearby(_CHANGED),
     _CROWD,
-    dataclasses.replace(_CROWD, name="idle-crowd-local", attack=IdleCrowd(700, local=True), local=True,
-        about="the same to its socket for processes of the same machine, through shared memory"),
+    dataclasses.replace(_CROWD, name="idle-crowd-local", attack=IdleCrowd(1200, local=True), local=True,
+        about="half of 1200 of them to its socket for processes of the same machine, through shared memory"),
     Scenario("silent-names", "the source is told by name, and the receiver's name server never answers",
-        silent_names=True, expected=frozenset({"FetchTimeout"})),
+        silent_names=True, expected=frozenset({"FetchTimeout"}), timeout=3.0),
+    Scenario("send-fails", "the receive waits for a step that the source cannot send: it cannot be pickled",
+        during=_fail_to_send, waiting=True, expected=frozenset({"FetchTimeout"}), timeout=3.0),
     Scenario("source-forked", "the source has forked a child and is killed mid-transfer; the child lives on",
         during=_orphan, expected=GONE, survives=False, timeout=10.0, prompt=0.5),
     *_trap("system", "names os.system"),

@@ -52,7 +52,7 @@ class Scenario:
         lanes: so many connections instead of the candidate's, if it has any
         beside: the receive has a second, healthy source with the same state, in front of the faulty one or behind it
         other_state: that source holds another state as the same step
-        timeout: the deadline of the receive is at least so long, seconds
+        timeout: the deadline of the receive, if it is not the run's, seconds
         prompt: the part of the deadline that the receive may take; 0: all of it
         local: source and receiver do without the network. The proxy sees little of them then, and nothing is held when
             ``during`` is called: the source sends slowly instead.
@@ -60,6 +60,7 @@ class Scenario:
         silent_names: the source is told by a name that only a name server knows, and the receiver's never answers
         trap: the source is hostile, and its state a trap
         stock: the source is torchft's own transport
+        waiting: the source serves nothing at first, and ``during`` is called when the receive waits for its next step
         in_step: the newer of the two states has the objects of the first one, since only its tensors are written to
     """
 
@@ -84,6 +85,7 @@ class Scenario:
     silent_names: bool = False
     trap: Trap | None = None
     stock: bool = False
+    waiting: bool = False
     in_step: bool = False
 
     def concerns(self, candidate: Candidate) -> bool:
