@@ -329,7 +329,7 @@ _CHANGED = Scenario(
     "the source's trainer writes to its tensors in place mid-transfer",
     during=_change,
     in_step=True,
-    expected=frozenset({HEALED, "SourceChanged", "CorruptCheckpoint"}),
+    expected=frozenset({HEALED, "TornCheckpoint", "CorruptCheckpoint", "SourceChanged"}),
     private=frozenset({HEALED}),
 )
 _CROWD = Scenario(
