@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 import resource
+import select
 import selectors
 import socket
 import subprocess
@@ -23,6 +24,8 @@ __all__ = ["IdleCrowd", "crowding", "local_sockets"]
 
 _COMPLETE = 10.0
 """Seconds the crowd may take to be complete."""
+_START = 30.0
+"""Seconds its process may take to start on a busy machine."""
 _AGAIN = 0.5
 """Seconds after which a connection that the source has closed is opened again."""
 _SPARE = 64
@@ -68,8 +71,9 @@ def crowding(metadata: str, pid: int, crowd: IdleCrowd) -> Iterator[Callable[[],
     assert process.stdin
     assert process.stdout
     try:
-        # It says so within its time; should it die instead, the line is empty.
-        opened = int(process.stdout.readline() or 0)
+        # Should it die instead of saying so, the line is empty.
+        said = select.select([process.stdout], [], [], _COMPLETE + _START)[0]
+        opened = int(process.stdout.readline() or 0) if said else 0
         yield lambda: opened if process.poll() is None else 0
     finally:
         process.stdin.close()  # tells it to end
