@@ -336,6 +336,7 @@ _CROWD = Scenario(
     "idle-crowd",
     "700 silent connections to the source's port, opened again when it closes them",
     attack=IdleCrowd(700),
+    timeout=8.0,
     prompt=0.5,
 )
 
