@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
+from functools import partial
+from http.server import HTTPServer
 
 import torch
+from torch.utils._pytree import tree_map
 
 from tensorferry import HTTPTransport
 
@@ -52,6 +56,45 @@ class ServesNothingAfterwards(HTTPTransport):
     def disallow_checkpoint(self):
         self.send_checkpoint = lambda *_: None
         super().disallow_checkpoint()
+
+
+class ServesAddresses(HTTPTransport):
+    """Serves the memory that tensors had, whoever owns it now."""
+
+    def send_checkpoint(self, dst_ranks, step, state_dict, timeout):
+        super().send_checkpoint(dst_ranks, step, tree_map(_at_its_address, state_dict), timeout)
+
+
+class ReceivesAtAddresses(HTTPTransport):
+    """Writes to the memory that live tensors had, whoever owns it now."""
+
+    def __init__(self, timeout, lanes, state_dict=None, **more):
+        live = None if state_dict is None else (lambda: tree_map(_at_its_address, state_dict()))
+        super().__init__(timeout, lanes, state_dict=live, **more)
+
+
+def _at_its_address(leaf):
+    if not isinstance(leaf, torch.Tensor) or not leaf.nbytes:
+        return leaf
+    memory = (ctypes.c_char * leaf.nbytes).from_address(leaf.data_ptr())
+    return torch.frombuffer(memory, dtype=torch.uint8).view(leaf.dtype).view(leaf.shape)
+
+
+class StaysOnTheNetwork(HTTPTransport):
+    def __init__(self, timeout, lanes, same_host=True, **more):
+        del same_host
+        super().__init__(timeout, lanes, same_host=False, **more)
+
+
+def torchft_with_one_thread(timeout, lanes, **more):
+    """Serves one connection after the other, and so nobody while the first one says nothing."""
+    del more
+    from torchft.checkpointing import HTTPTransport
+
+    transport = HTTPTransport(timeout, lanes)
+    server = transport._server
+    server.process_request = partial(HTTPServer.process_request, server)
+    return transport
 
 
 def torchft_that_does_not_wait(timeout, lanes):

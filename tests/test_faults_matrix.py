@@ -21,8 +21,11 @@ from tensorferry.testing import (
     Outcome,
     Scenario,
     broken_promises,
+    format_markdown,
     format_table,
+    from_json,
     run_matrix,
+    to_json,
 )
 from tensorferry.testing.__main__ import main
 from tensorferry.testing.scenarios import Beside
@@ -64,7 +67,9 @@ def test_promises_are_kept(cell: tuple[str, str], outcomes: dict[tuple[str, str]
     """No wrong byte, no hurt source, no receive past its deadline + 1 s, and the end that is documented."""
     transport, row = cell
     outcome = outcomes[cell]
-    if outcome.late and outcome.outcome != "hung":
+    if outcome.outcome == "left out":
+        pytest.skip(outcome.message)
+    if (outcome.late or outcome.slow) and outcome.outcome != "hung":
         # Others may have kept the machine busy: once more, alone. What is late again is late.
         (outcome,) = run_matrix([transport], [row], limits=LIMITS, jobs=1)
     assert not broken_promises(outcome, SCENARIOS[row].promised(transport)), outcome
@@ -147,10 +152,93 @@ def test_wrong_bytes_of_torchfts_transport_are_seen() -> None:
     assert (overwritten.outcome, overwritten.source) == ("wrong bytes", "fine"), overwritten
 
 
+# What torchft's transport does to its users, and so what these rows can see.
+STOCK = {
+    "drain": ("healed", "fine"),
+    "change": ("wrong bytes", "fine"),
+    "pickle-system": ("code ran", "fine"),
+    "pickle-dotted": ("code ran", "fine"),
+    "pickle-pointer": ("crashed", "fine"),
+    "source-forked": ("error", "port open"),
+    "silent-names": ("error", "fine"),
+    "idle-crowd": ("healed", "fine"),
+}
+
+
+@pytest.fixture(scope="module")
+def stock() -> dict[str, Outcome]:
+    pytest.importorskip("torchft")
+    pytest.importorskip("numpy")
+    return {outcome.fault: outcome for outcome in run_matrix(["torchft"], STOCK, limits=LIMITS, jobs=4)}
+
+
+@pytest.mark.parametrize("row", STOCK)
+def test_what_torchfts_transport_does_is_seen(row: str, stock: dict[str, Outcome]) -> None:
+    outcome = stock[row]
+    if outcome.outcome == "left out":
+        pytest.skip(outcome.message)
+    assert outcome.struck, outcome
+    assert (outcome.outcome, outcome.source) == STOCK[row], outcome
+    assert bool(broken_promises(outcome, SCENARIOS[row].expected)) == (outcome.outcome != "healed")
+    if row in ("source-forked", "silent-names"):
+        assert outcome.late or outcome.slow, outcome
+
+
+# Transports that are broken on purpose, for rows that torchft's passes.
+BROKEN = {
+    ("torchft_that_does_not_wait", "drain"): ("wrong bytes", "fine"),
+    ("ServesAddresses", "replace-data"): ("error", "crashed"),
+    ("ServesAddresses", "replace-set"): ("wrong bytes", "fine"),
+    ("ServesAddresses", "replace-half"): ("wrong bytes", "fine"),
+    ("ServesAddresses", "replace-data-local"): ("error", "crashed"),
+    ("ReceivesAtAddresses", "replace-target"): ("crashed", "fine"),
+    ("torchft_with_one_thread", "idle-crowd"): ("error", "fine"),
+}
+
+
+@pytest.fixture(scope="module")
+def broken() -> dict[tuple[str, str], Outcome]:
+    pytest.importorskip("torchft")
+    came = {}
+    for name, rows in itertools.groupby(BROKEN, key=lambda cell: cell[0]):
+        bad = Candidate(name, f"{fault_candidates.__name__}:{name}", local=True, in_place=True)
+        came |= {(name, o.fault): o for o in run_matrix([bad], [row for _, row in rows], limits=LIMITS, jobs=4)}
+    return came
+
+
+@pytest.mark.parametrize("cell", BROKEN, ids="-".join)
+def test_rows_see_what_they_are_there_to_see(cell: tuple[str, str], broken: dict[tuple[str, str], Outcome]) -> None:
+    outcome = broken[cell]
+    assert outcome.struck, outcome
+    assert (outcome.outcome, outcome.source) == BROKEN[cell], outcome
+    assert broken_promises(outcome, SCENARIOS[cell[1]].expected)
+
+
+def test_a_shortcut_that_is_not_taken_is_told() -> None:
+    """The row is about bytes that do not go through the network; these do."""
+    far = Candidate("far", f"{fault_candidates.__name__}:StaysOnTheNetwork", local=True)
+    (outcome,) = run_matrix([far], ["replace-data-local"], limits=LIMITS)
+    assert "the fault never struck" in broken_promises(outcome, frozenset())
+
+
 def test_faults_that_a_transport_cannot_have_are_left_out() -> None:
-    """Nobody reads the heads of encrypted answers, and torchft's receiver has one source."""
+    """Nobody reads the heads of encrypted answers, and torchft's receiver has one source and nothing in place."""
     assert not run_matrix(["tensorferry-tls"], ["lying-length"], limits=QUICK)
-    assert not run_matrix([Candidate("alone", "no:matter")], ["flip-all-first"], limits=QUICK)
+    rows = ["flip-all-first", "drain-local", "replace-target", "pickle-dotted-stock"]
+    assert not run_matrix([Candidate("alone", "no:matter")], rows, limits=QUICK)
+
+
+def test_faults_that_the_machine_cannot_have_are_left_out_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    outcomes = run_matrix(["tensorferry"], ["pickle-dotted-stock", "pickle-pointer"], limits=QUICK)
+    assert [(o.outcome, o.message) for o in outcomes] == [
+        ("left out", "torchft is not installed"),
+        ("left out", "numpy is not installed"),
+    ]
+    assert not any(broken_promises(o, frozenset({"UnsafePickle"})) for o in outcomes)
+    table = format_table(outcomes)
+    assert "left out (numpy is not installed)" in table
+    assert "0 whose fault never struck, 2 left out" in table
 
 
 def test_a_fault_of_the_callers_own() -> None:
@@ -202,6 +290,30 @@ def test_the_command_prints_the_table_and_writes_json(tmp_path, capsys) -> None:
     outcomes = json.loads(written.read_text())["outcomes"]
     assert [o["fault"] for o in outcomes] == ["none", "none", "wrong-step", "wrong-step"]
     assert {o["wrong_bytes"] for o in outcomes} == {0}
+
+
+def test_the_table_of_a_document_is_made_from_json(tmp_path, capsys) -> None:
+    outcomes = [
+        Outcome("none", "tensorferry", seconds=0.1, struck=1),
+        Outcome("none", "tensorferry", 1, seconds=0.3, struck=1),
+        Outcome("none", "torchft", seconds=2.0, struck=1, outcome="wrong bytes", wrong_bytes=9, source="stalled"),
+        Outcome("flip-all", "tensorferry", outcome="error", error="FetchTimeout", seconds=5.0, late=True),
+    ]
+    assert from_json(to_json(outcomes)) == outcomes
+    lines = [
+        "| fault | tensorferry | torchft |",
+        "| --- | --- | --- |",
+        "| `none` | 2 healed; 0.2 s, at most 0.3 s | WRONG BYTES; source stalled; 2.0 s |",
+        "| `flip-all` | FetchTimeout LATE (never struck); 5.0 s |  |",
+    ]
+    assert format_markdown(outcomes).splitlines() == lines
+    files = [tmp_path / "first.json", tmp_path / "second.json"]
+    files[0].write_text(to_json(outcomes[:3]))
+    files[1].write_text(to_json(outcomes[3:]))
+    assert main(["--markdown", "--read", *map(str, files)]) == 1
+    captured = capsys.readouterr()
+    assert captured.out.splitlines() == lines
+    assert "flip-all, tensorferry: the fault never struck" in captured.err
 
 
 def test_the_command_refuses_names_it_does_not_know(capsys) -> None:

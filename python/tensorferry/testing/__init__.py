@@ -9,6 +9,7 @@ It works on any ``CheckpointTransport`` whose metadata is a URL, torchft's ``HTT
 
 from .actors import BUILTIN, Candidate
 from .cell import Limits, Outcome
+from .crowd import IdleCrowd
 from .faults import (
     Answer,
     Delay,
@@ -23,7 +24,7 @@ from .faults import (
     Reset,
     Truncate,
 )
-from .matrix import broken_promises, format_table, run_matrix, to_json
+from .matrix import broken_promises, format_markdown, format_table, from_json, run_matrix, to_json
 from .proxy import FaultProxy, ProxyCounters
 from .rows import SCENARIOS
 from .scenarios import Scenario
@@ -41,6 +42,7 @@ __all__ = [
     "FaultProxy",
     "FlipByte",
     "HalfOpen",
+    "IdleCrowd",
     "Limits",
     "OffsetFault",
     "Outcome",
@@ -50,7 +52,9 @@ __all__ = [
     "Scenario",
     "Truncate",
     "broken_promises",
+    "format_markdown",
     "format_table",
+    "from_json",
     "run_matrix",
     "to_json",
 ]

@@ -7,7 +7,16 @@ import sys
 from pathlib import Path
 
 from .cell import Limits, Outcome
-from .matrix import broken_promises, candidate, format_table, run_matrix, scenario, to_json
+from .matrix import (
+    broken_promises,
+    candidate,
+    format_markdown,
+    format_table,
+    from_json,
+    run_matrix,
+    scenario,
+    to_json,
+)
 from .rows import SCENARIOS
 
 
@@ -22,6 +31,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--stall", type=float, default=5.0, help="how long a source may stall, seconds")
     parser.add_argument("--jobs", type=int, default=2, help="cells that run at a time")
     parser.add_argument("--json", type=Path, help="write all outcomes there")
+    parser.add_argument(
+        "--read", type=Path, nargs="+", metavar="FILE", help="run nothing: take the outcomes from there"
+    )
+    parser.add_argument("--markdown", action="store_true", help="print the table as Markdown, a column per transport")
     parser.add_argument("--list", action="store_true", help="list the faults and what they do")
     parser.add_argument("--verbose", action="store_true", help="say what came of each cell, with messages")
     chosen = parser.parse_args(arguments)
@@ -42,26 +55,29 @@ def main(arguments: list[str] | None = None) -> int:
             told = [outcome.fault, outcome.transport, outcome.ending, outcome.source, f"{outcome.seconds:.1f} s"]
             print("  ".join([*told, outcome.message, *outcome.notes][: None if chosen.verbose else 5]), file=sys.stderr)
 
-    outcomes = run_matrix(
-        transports,
-        faults,
-        repeats=chosen.repeats,
-        limits=Limits(chosen.size_mib << 20, chosen.timeout, chosen.stall),
-        jobs=chosen.jobs,
-        progress=progress,
-    )
-    print(format_table(outcomes))
+    if chosen.read:
+        outcomes = [outcome for file in chosen.read for outcome in from_json(file.read_text())]
+    else:
+        outcomes = run_matrix(
+            transports,
+            faults,
+            repeats=chosen.repeats,
+            limits=Limits(chosen.size_mib << 20, chosen.timeout, chosen.stall),
+            jobs=chosen.jobs,
+            progress=progress,
+        )
+    print(format_markdown(outcomes) if chosen.markdown else format_table(outcomes))
     if chosen.json:
         chosen.json.parent.mkdir(parents=True, exist_ok=True)
-        settings = {name: value for name, value in vars(chosen).items() if name != "json"}
+        settings = {name: value for name, value in vars(chosen).items() if name not in ("json", "read")}
         chosen.json.write_text(to_json(outcomes, settings=settings))
     broken = [
         f"{outcome.fault}, {outcome.transport}: {promise}"
         for outcome in outcomes
-        if outcome.transport.startswith("tensorferry")
+        if outcome.transport.startswith("tensorferry") and outcome.fault in SCENARIOS
         for promise in broken_promises(outcome, SCENARIOS[outcome.fault].promised(outcome.transport))
     ]
-    print(*broken, sep="\n")
+    print(*broken, sep="\n", file=sys.stderr if chosen.markdown else sys.stdout)
     return 1 if broken else 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import signal
 import time
 from collections.abc import Iterator
@@ -11,11 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from .actors import Candidate, Received, SourceReport
-from .children import Child, ChildGone, ChildHung, Children, wait_until
+from .actors import BUILTIN, Candidate, Received, Setting, SourceReport
+from .children import Child, ChildGone, ChildHung, Children, Orphan, Right, wait_until
+from .crowd import IdleCrowd, crowding
 from .hostile import attacking
+from .names import NAME
 from .proxy import FaultProxy
-from .scenarios import Scenario
+from .scenarios import LeftOut, Scenario
+from .traps import missing
 
 __all__ = ["Cell", "Limits", "Outcome", "run_cell"]
 
@@ -28,6 +32,12 @@ the header comes with, and without the faulty one the receive is not over, howev
 SHARE = 2 << 20
 """Bytes of bodies that a connection may carry before a fault has struck: more than the place of any fault in it, and
 less than the state divided by the connections."""
+
+LOCAL_SECONDS = 2.0
+"""How long a source takes, at the least, to send its state to a process of the same machine."""
+
+OPENED = 64 << 10
+"""A receive has begun, and is not asking for small things only, when so many bytes of bodies have come."""
 
 PATIENCE = 0.2
 """The part of the timeout that connections wait for the fault at most."""
@@ -58,13 +68,16 @@ class Outcome:
     transport: str
     repeat: int = 0
     outcome: str = "healed"
-    """``"healed"``, ``"error"``, ``"wrong bytes"``, ``"hung"`` (killed), or ``"crashed"`` (the receiver)."""
+    """``"healed"``, ``"error"``, ``"wrong bytes"``, ``"hung"`` (killed), ``"crashed"`` (the receiver), ``"code ran"``
+    (a hostile source's), or ``"left out"``, and ``message`` says why this machine cannot have the fault."""
     source: str = "fine"
     """``"fine"``, ``"gone"`` (as the fault has it), or how it was hurt: ``"crashed"``, ``"raised"``, ``"stalled"``,
-    ``"next heal failed"``."""
+    ``"port open"`` (after its end), ``"next heal failed"``."""
     seconds: float = 0.0
     late: bool = False
     """Whether the receive took longer than its deadline and one second."""
+    slow: bool = False
+    """Whether it took longer than the part of the deadline that the row allows."""
     wrong_bytes: int = 0
     error: str | None = None
     error_classes: tuple[str, ...] = ()
@@ -89,7 +102,7 @@ class Outcome:
 class Cell:
     """What a scenario acts on."""
 
-    def __init__(self, children: Children, candidate: Candidate, limits: Limits, seed: int) -> None:
+    def __init__(self, children: Children, candidate: Candidate, scenario: Scenario, limits: Limits, seed: int) -> None:
         self._children = children
         self._candidate = candidate
         self._limits = limits
@@ -100,9 +113,13 @@ class Cell:
         self.step = STEP
         self.newer_seed = seed + 1
         self.seeds = [seed]
-        self.source, self.metadata = children.source(candidate, STEP, seed)
+        self.right: list[Right] = [(seed, seed), (self.newer_seed, seed if scenario.in_step else self.newer_seed)]
         self.others: list[Child] = []
+        self.orphan: Orphan | None = None
+        self.port_open = False
         self.receiver = children.receiver(candidate)
+        source = BUILTIN["torchft"] if scenario.stock else candidate
+        self.source, self.metadata = children.source(source, STEP, seed, scenario.trap)
         self.proxy = FaultProxy.before(self.metadata)
         self.beside: FaultProxy | None = None
         self.happened = False
@@ -125,6 +142,9 @@ class Cell:
         That one is behind a proxy of its own, which stops at :data:`AHEAD`.
         """
         through = self.proxy.through(self.metadata)
+        if scenario.silent_names:
+            host, port = self.proxy.address
+            through = through.replace(f"{host}:{port}", f"{NAME}:{port}")
         if not scenario.beside:
             yield through
             return
@@ -141,6 +161,10 @@ class Cell:
         """How often the fault has struck, attacks left out."""
         if scenario.during:  # the faults of its connections are no more than its setting
             return int(self.happened)
+        if scenario.silent_names:
+            return int(self._children.names_asked.exists())
+        if scenario.trap:  # the receiver has come to it
+            return int(self.proxy.counters.body_bytes > 0)
         if scenario.other_state:  # the receiver has come to both states
             return int(all(proxy and proxy.counters.response_bytes for proxy in (self.proxy, self.beside)))
         certain = scenario.wrong_step or not (scenario.faults or scenario.attack)
@@ -153,6 +177,26 @@ class Cell:
     def ask(self, source: Child, request: tuple[Any, ...]) -> Any:
         """Has the trainer of any of the sources do something."""
         return source.ask(request, self.timeout + self._limits.stall + self._limits.grace)
+
+    def wait_halfway(self, part: float) -> bool:
+        """Waits for the moment at which a source that sends slowly has sent so much; ``False`` if that did not come.
+
+        Nor has it come if the bytes went through the proxy instead of past it.
+        """
+        carried = self.proxy.counters
+        wait_until(lambda: carried.body_bytes > OPENED or self.receiver.answered(), self.timeout)
+        wait_until(self.receiver.answered, part * LOCAL_SECONDS)
+        return not self.receiver.answered() and carried.body_bytes < self.nbytes * part / 2 + (1 << 20)
+
+    def wait_asked(self) -> bool:
+        """Waits until the receiver has asked for something and waits itself; ``False`` if it did not come to that."""
+        asked = wait_until(lambda: self.proxy.counters.request_bytes > 0, self.timeout / 2)
+        wait_until(self.receiver.answered, 0.3)
+        return asked and not self.receiver.answered()
+
+    def adopt(self, pid: int) -> None:
+        """Has a process that the source has forked ended with the cell."""
+        self.orphan = self._children.adopt(pid)
 
     def resume_receiver(self) -> None:
         """Lets a stopped receiver go on; it cannot have kept its deadline before."""
@@ -167,11 +211,14 @@ class Cell:
 def run_cell(candidate: Candidate, scenario: Scenario, limits: Limits, repeat: int = 0) -> Outcome:
     """Runs one cell in processes of its own; it ends in time, whatever they do."""
     outcome = Outcome(scenario.name, candidate.name, repeat)
-    limits = dataclasses.replace(limits, nbytes=max(limits.nbytes, scenario.nbytes))
+    limits = dataclasses.replace(
+        limits, nbytes=max(limits.nbytes, scenario.nbytes), timeout=scenario.timeout or limits.timeout
+    )
     candidate = dataclasses.replace(candidate, lanes=candidate.lanes and (scenario.lanes or candidate.lanes))
     bound = 8 * limits.timeout + 10 * limits.stall + 300
-    with Children(limits.nbytes, limits.timeout, bound) as children:
-        cell = Cell(children, candidate, limits, seed=1000 + 2 * repeat)
+    _look_for_needs(scenario)
+    with Children(limits.nbytes, limits.timeout, bound, _setting(scenario, limits)) as children:
+        cell = Cell(children, candidate, scenario, limits, seed=1000 + 2 * repeat)
         cell.proxy.close()
         script = scenario.faults(cell) if callable(scenario.faults) else scenario.faults
         with FaultProxy.before(cell.metadata, script) as cell.proxy, _attack(cell, scenario, outcome):
@@ -179,10 +226,26 @@ def run_cell(candidate: Candidate, scenario: Scenario, limits: Limits, repeat: i
                 cell.proxy.pace(SHARE, PATIENCE * limits.timeout)
             _receive(cell, scenario, limits, outcome)
             outcome.struck += cell.strikes(scenario)
+        if children.marker.exists():
+            outcome.notes.append(f"the receive ended with {outcome.ending}: {outcome.message}")
+            outcome.outcome, outcome.error, outcome.wrong_bytes = "code ran", None, 0
         _examine_source(cell, children, candidate, scenario, limits, outcome)
         for other in cell.others:
             _examine_other(cell, other, scenario, limits, outcome)
     return outcome
+
+
+def _look_for_needs(scenario: Scenario) -> None:
+    if scenario.stock and importlib.util.find_spec("torchft") is None:
+        raise LeftOut("torchft is not installed")
+    if scenario.trap and (reason := missing(scenario.trap)):
+        raise LeftOut(reason)
+
+
+def _setting(scenario: Scenario, limits: Limits) -> Setting:
+    slow = scenario.local and scenario.during
+    rate = int(limits.nbytes / min(LOCAL_SECONDS, limits.timeout / 2)) if slow else 0
+    return Setting(scenario.local, rate, scenario.in_place, scenario.silent_names)
 
 
 @contextlib.contextmanager
@@ -190,25 +253,35 @@ def _attack(cell: Cell, scenario: Scenario, outcome: Outcome) -> Iterator[None]:
     if scenario.attack is None:
         yield
         return
-    with attacking(cell.metadata, scenario.attack) as opened:
+    if isinstance(scenario.attack, IdleCrowd):
+        attack = crowding(cell.metadata, cell.source.pid, scenario.attack)
+    else:
+        attack = attacking(cell.metadata, scenario.attack)
+    with attack as opened:
         yield
         outcome.struck += opened()
 
 
 def _receive(cell: Cell, scenario: Scenario, limits: Limits, outcome: Outcome) -> None:
     """One receive through the proxy, with what happens during it."""
-    if scenario.during:
+    if scenario.during and not (scenario.local or scenario.waiting):
         cell.proxy.hold(int(limits.nbytes * scenario.part))
-    step = STEP + 5 if scenario.wrong_step else STEP
+    step = STEP + (5 if scenario.wrong_step else 1 if scenario.waiting else 0)
     receiver = cell.receiver
     if scenario.during:
         cell.ask_source(("prepare", cell.newer_seed))  # so that it takes no time in mid-transfer
+    if scenario.waiting:
+        cell.withdraw()
     with cell.sources(scenario) as metadata:
         # The state may become one of two while the receive runs; which of them are right is known at its end.
         cell.told = time.monotonic()
-        receiver.tell((metadata, step, [cell._seed, cell.newer_seed], limits.timeout))
+        receiver.tell((metadata, step, cell.right, limits.timeout))
         try:
-            if scenario.during:
+            if scenario.during and scenario.local:
+                cell.happened = cell.wait_halfway(scenario.part)
+            elif scenario.waiting:
+                cell.happened = cell.wait_asked()
+            elif scenario.during:
                 cell.happened = cell.proxy.wait_held(limits.timeout, receiver.answered)
             elif cell.beside:
                 wait_until(lambda: cell.strikes(scenario) > 0 or receiver.answered(), limits.timeout)
@@ -218,13 +291,14 @@ def _receive(cell: Cell, scenario: Scenario, limits: Limits, outcome: Outcome) -
                 _during(cell, scenario, outcome)
             cell.proxy.release()
             received = cell._children.received(receiver, limits.timeout + limits.grace)
+            cell.happened = cell.happened and (received.replaced or not scenario.in_place)
         except ChildHung as hung:
             outcome.outcome, outcome.seconds, outcome.late = "hung", time.monotonic() - cell.told, True
             outcome.message = str(hung)
         except ChildGone as gone:
             outcome.outcome, outcome.message = "crashed", str(gone)
         else:
-            _judge(received, cell, limits, outcome)
+            _judge(received, cell, scenario, limits, outcome)
 
 
 def _during(cell: Cell, scenario: Scenario, outcome: Outcome) -> None:
@@ -236,8 +310,9 @@ def _during(cell: Cell, scenario: Scenario, outcome: Outcome) -> None:
         outcome.notes.append(str(error))
 
 
-def _judge(received: Received, cell: Cell, limits: Limits, outcome: Outcome) -> None:
+def _judge(received: Received, cell: Cell, scenario: Scenario, limits: Limits, outcome: Outcome) -> None:
     outcome.seconds = received.seconds
+    outcome.slow = bool(scenario.prompt) and received.seconds > scenario.prompt * limits.timeout
     outcome.late = received.seconds > max(limits.timeout, cell.resumed - cell.told) + 1
     outcome.error, outcome.error_classes = received.error, received.classes
     outcome.message = received.message
@@ -255,7 +330,7 @@ def _examine_source(
 ) -> None:
     """Whether the source goes on: its trainer's next step, and a good receiver's heal from that."""
     if not scenario.survives:
-        outcome.source = "gone"
+        outcome.source = "port open" if cell.port_open else "gone"
         return
     if outcome.hurt:
         return
@@ -270,10 +345,12 @@ def _examine_source(
     _judge_report(report, scenario, limits, outcome)
     _look_for_panic(cell.source, outcome)
     try:
-        fresh = cell.receiver if outcome.outcome in ("healed", "error", "wrong bytes") else children.receiver(candidate)
+        alike = outcome.outcome in ("healed", "error", "wrong bytes") and not (scenario.silent_names or scenario.stock)
+        fresh = cell.receiver if alike else children.receiver(candidate, plain=True)
         # Whether it works is asked here, not how fast it is on a machine that may be busy.
         within = limits.timeout + limits.stall
-        after = children.receive(fresh, cell.metadata, STEP + 2, [cell.newer_seed], within, limits.grace)
+        newer = (cell.newer_seed, cell.newer_seed)
+        after = children.receive(fresh, cell.metadata, STEP + 2, [newer], within, limits.grace)
         failed = f"{after.error} {after.message}, {after.wrong_bytes} wrong bytes"
         failed = failed if after.error or after.wrong_bytes else ""
     except (ChildGone, ChildHung) as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import select
 import signal
 import tempfile
 import threading
@@ -14,11 +15,16 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
-from .actors import Candidate, Received, log_tail, receiver_main, source_main
+from .actors import NAMES_ASKED, REPLACED, Candidate, Received, Setting, log_tail, receiver_main, source_main
+from .scenarios import LeftOut
+from .traps import Trap
 
-__all__ = ["Child", "ChildGone", "ChildHung", "Children"]
+__all__ = ["Child", "ChildGone", "ChildHung", "Children", "Orphan", "Right"]
+
+Right: TypeAlias = tuple[int, int]
+"""A state a receive may end with: the seed of its tensors, and that of its other objects."""
 
 _START = 90.0
 """Seconds a process may take to start on a busy machine."""
@@ -111,6 +117,28 @@ class Child:
         return f"process {self.pid} ended ({self.process.exitcode}): {self.printed()}"
 
 
+class Orphan:
+    """A process that a child has forked; it outlives that, and is ended by a descriptor that means no other.
+
+    Args:
+        pid: of the process, which lives and whose parent waits for nobody
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._descriptor = os.pidfd_open(pid)
+
+    def alive(self) -> bool:
+        """Whether it runs."""
+        return not select.select([self._descriptor], [], [], 0)[0]
+
+    def end(self) -> None:
+        """Kills it if it still runs, and waits."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+        select.select([self._descriptor], [], [], 10)
+        os.close(self._descriptor)
+
+
 class Children:
     """The processes of one cell; all are ended when the block is left.
 
@@ -118,14 +146,21 @@ class Children:
         nbytes: size of the state
         timeout: of the transports, seconds
         bound: seconds after which a process ends itself, whatever becomes of us
+        setting: what the row asks of them
     """
 
-    def __init__(self, nbytes: int, timeout: float, bound: float) -> None:
+    def __init__(self, nbytes: int, timeout: float, bound: float, setting: Setting) -> None:
         self._nbytes = nbytes
         self._timeout = timeout
         self._bound = bound
+        self._setting = setting
         self._children: list[Child] = []
-        self._logs = tempfile.TemporaryDirectory(prefix="tensorferry-faults-")
+        self._orphans: list[Orphan] = []
+        self._files = tempfile.TemporaryDirectory(prefix="tensorferry-faults-")
+        self.marker = Path(self._files.name) / "code-ran"
+        """A file that is there if code of a hostile source ran."""
+        self.names_asked = self.marker.with_name(NAMES_ASKED)
+        """And one that is there if a silent name server was asked."""
 
     def __enter__(self) -> Children:
         return self
@@ -133,41 +168,64 @@ class Children:
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
         for child in self._children:
             child.end()
-        self._logs.cleanup()
+        for orphan in self._orphans:
+            orphan.end()
+        self._files.cleanup()
 
-    def source(self, candidate: Candidate, step: int, seed: int) -> tuple[Child, str]:
-        """A source that has published a state, and its metadata."""
+    def adopt(self, pid: int) -> Orphan:
+        """A process that one of the children has forked; it is ended with them."""
+        orphan = Orphan(pid)
+        self._orphans.append(orphan)
+        return orphan
+
+    def source(self, candidate: Candidate, step: int, seed: int, trap: Trap | None = None) -> tuple[Child, str]:
+        """A source that has published a state, or a trap, and its metadata."""
         child = self._start(source_main, candidate)
-        metadata = child.ask(("publish", step, seed), _START)
+        metadata = child.ask(("publish_trap", step, trap, self.marker) if trap else ("publish", step, seed), _START)
         if metadata is None:
             raise ChildGone(f"the source could not publish: {child.ask(('report',), _START)}")
         return child, str(metadata)
 
-    def receiver(self, candidate: Candidate) -> Child:
-        """A receiver that is ready."""
-        child = self._start(receiver_main, candidate)
-        child.answer(_START)
+    def receiver(self, candidate: Candidate, plain: bool = False) -> Child:
+        """A receiver that is ready.
+
+        Args:
+            candidate: the transport it has
+            plain: it gets nothing of what the row asks for
+
+        Raises:
+            LeftOut: the system does not allow what the row asks for
+        """
+        child = self._start(receiver_main, candidate, Setting() if plain else self._setting)
+        answer = child.answer(_START)
+        if isinstance(answer, LeftOut):
+            raise answer
         return child
 
     def receive(
-        self, receiver: Child, metadata: str, step: int, seeds: list[int], timeout: float, grace: float
+        self, receiver: Child, metadata: str, step: int, right: list[Right], timeout: float, grace: float
     ) -> Received:
         """Has a receiver receive within ``timeout`` seconds; one that hangs is killed ``grace`` seconds after it."""
-        receiver.tell((metadata, step, seeds, timeout))
+        receiver.tell((metadata, step, right, timeout))
         return self.received(receiver, timeout + grace)
 
     def received(self, receiver: Child, within: float) -> Received:
         """What came of the receive that was asked for."""
         answer = receiver.answer(within)
+        replaced = answer == REPLACED
+        if replaced:
+            answer = receiver.answer(within)
         assert isinstance(answer, Received)
+        answer.replaced = replaced
         if not answer.error:
             answer.wrong_bytes, answer.newer = receiver.answer(_COMPARE)
         return answer
 
-    def _start(self, main: Callable[..., None], candidate: Candidate) -> Child:
+    def _start(self, main: Callable[..., None], candidate: Candidate, setting: Setting | None = None) -> Child:
         ours, theirs = multiprocessing.Pipe()
-        log = Path(self._logs.name) / f"{len(self._children)}.log"
-        arguments = (theirs, candidate, self._nbytes, self._timeout, str(log), self._bound)
+        log = Path(self._files.name) / f"{len(self._children)}.log"
+        setting = setting or self._setting
+        arguments = (theirs, candidate, self._nbytes, self._timeout, setting, str(log), self._bound)
         with _starting:
             process = _context().Process(target=main, args=arguments, daemon=True)
             process.start()

@@ -15,9 +15,21 @@ from .cell import Limits, Outcome, run_cell
 from .children import ChildGone, ChildHung
 from .faults import Fault
 from .rows import SCENARIOS
-from .scenarios import HEALED, Scenario
+from .scenarios import HEALED, LeftOut, Scenario
 
-__all__ = ["broken_promises", "candidate", "format_table", "run_matrix", "scenario", "to_json"]
+__all__ = [
+    "broken_promises",
+    "candidate",
+    "format_markdown",
+    "format_table",
+    "from_json",
+    "run_matrix",
+    "scenario",
+    "to_json",
+]
+
+
+LEFT_OUT = "left out"
 
 
 def candidate(transport: str | Candidate) -> Candidate:
@@ -62,7 +74,8 @@ def run_matrix(
         progress: called with each outcome as it comes, from other threads
 
     Returns:
-        The outcomes, in the order of faults, transports, repeats; none for a fault that a transport cannot have.
+        The outcomes, in the order of faults, transports, repeats; none for a fault that a transport cannot have, and
+        ``"left out"``, with the reason, for one that this machine cannot have.
 
     Raises:
         ValueError: no such transport or fault
@@ -77,6 +90,8 @@ def run_matrix(
             outcome = run_cell(column, row, limits, repeat)
         except (ChildGone, ChildHung) as error:  # before anything went wrong on purpose
             outcome = Outcome(row.name, column.name, repeat, outcome="did not start", message=str(error))
+        except LeftOut as reason:
+            outcome = Outcome(row.name, column.name, repeat, outcome=LEFT_OUT, message=str(reason))
         if progress:
             progress(outcome)
         return outcome
@@ -90,7 +105,13 @@ def run_matrix(
 
 def broken_promises(outcome: Outcome, expected: frozenset[str]) -> list[str]:
     """What tensorferry promises for every fault and ``outcome`` does not keep; ``expected``: how it may end."""
+    if outcome.outcome == LEFT_OUT:
+        return []
     broken = []
+    if outcome.outcome == "code ran":
+        broken.append("code of a hostile source ran")
+    if outcome.slow and not outcome.late:
+        broken.append(f"the receive took {outcome.seconds:.1f} s, which is too much of its deadline for this fault")
     if outcome.wrong_bytes:
         broken.append(f"{outcome.wrong_bytes} wrong bytes")
     if outcome.hurt:
@@ -134,13 +155,34 @@ def format_table(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(rows)
 
 
+def format_markdown(outcomes: Sequence[Outcome]) -> str:
+    """A line per fault and a column per transport: endings, sources that were hurt, median and longest seconds."""
+    transports = list(dict.fromkeys(outcome.transport for outcome in outcomes))
+    lines = [["fault", *transports], ["---"] * (1 + len(transports))]
+    for fault in dict.fromkeys(outcome.fault for outcome in outcomes):
+        line = [f"`{fault}`"]
+        for transport in transports:
+            runs = [o for o in outcomes if (o.fault, o.transport) == (fault, transport)]
+            line.append(_markdown_cell(runs) if runs else "")
+        lines.append(line)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _markdown_cell(runs: list[Outcome]) -> str:
+    text = _counted([_ending(run) for run in runs])
+    if hurt := [run.source for run in runs if run.hurt]:
+        text += f"; source {_counted(hurt)}"
+    if timed := [run.seconds for run in runs if run.outcome not in (LEFT_OUT, "crashed")]:
+        text += f"; {statistics.median(timed):.1f} s" + (f", at most {max(timed):.1f} s" if len(timed) > 1 else "")
+    return text.replace("|", r"\|")
+
+
 def _ending(outcome: Outcome) -> str:
+    if outcome.outcome == LEFT_OUT:
+        return f"{LEFT_OUT} ({outcome.message})"
     text = outcome.ending if outcome.outcome in (HEALED, "error") else outcome.outcome.upper()
-    return (
-        text
-        + (" LATE" if outcome.late and outcome.outcome != "hung" else "")
-        + ("" if outcome.struck else " (never struck)")
-    )
+    late = " LATE" if outcome.late else " SLOW" if outcome.slow else ""
+    return text + ("" if outcome.outcome == "hung" else late) + ("" if outcome.struck else " (never struck)")
 
 
 def _counted(texts: list[str]) -> str:
@@ -151,7 +193,8 @@ def _counted(texts: list[str]) -> str:
 
 
 def _summary(transport: str, outcomes: Sequence[Outcome]) -> str:
-    mine = [o for o in outcomes if o.transport == transport]
+    left_out = [o for o in outcomes if o.transport == transport and o.outcome == LEFT_OUT]
+    mine = [o for o in outcomes if o.transport == transport and o.outcome != LEFT_OUT]
     wrong = [o for o in mine if o.wrong_bytes]
     return (
         f"{transport}: {len(mine)} runs, {sum(o.outcome == HEALED for o in mine)} healed, "
@@ -159,7 +202,13 @@ def _summary(transport: str, outcomes: Sequence[Outcome]) -> str:
         f"{len(wrong)} with wrong bytes ({sum(o.wrong_bytes for o in wrong)} bytes), "
         f"{sum(o.late for o in mine)} past the deadline + 1 s, {sum(o.hurt for o in mine)} with a source hurt, "
         f"{sum(not o.struck for o in mine)} whose fault never struck"
+        + (f", {len(left_out)} left out" if left_out else "")
     )
+
+
+def from_json(text: str) -> list[Outcome]:
+    """The outcomes that :func:`to_json` wrote."""
+    return [Outcome(**{**row, "error_classes": tuple(row["error_classes"])}) for row in json.loads(text)["outcomes"]]
 
 
 def to_json(outcomes: Sequence[Outcome], **about: Any) -> str:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import signal
+import socket
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from .children import wait_until
+from .crowd import IdleCrowd
 from .faults import (
     Answer,
     Delay,
@@ -24,7 +26,9 @@ from .faults import (
     Truncate,
 )
 from .hostile import ATTACKS
+from .memory import Replacing
 from .scenarios import HEALED, Beside, Scenario
+from .traps import Trap
 
 if TYPE_CHECKING:
     from .cell import Cell
@@ -35,6 +39,9 @@ GONE = frozenset({"ConnectError", "FetchTimeout"})
 """How tensorferry says that a source cannot be reached or does not go on."""
 ODD = GONE | {"ProtocolError"}
 """And that what it sends is not HTTP."""
+
+REFUSED_PICKLE = frozenset({"UnsafePickle", "ProtocolError"})
+"""How it refuses a pickle that names what it should not, or that nobody would write."""
 
 DEEP = 300_000
 """In the first body of most connections; requests for metadata carry less."""
@@ -91,6 +98,56 @@ def _move_on(cell: Cell) -> None:
     cell.ask_source(("publish", cell.step + 1, cell.newer_seed))
 
 
+def _drain(cell: Cell) -> None:
+    """The source withdraws; what is left of the receive goes on meanwhile, and asks for more than it has asked for."""
+    cell.ask_source(("drain",))
+    # Who waits for readers is waiting now, and who does not is done.
+    wait_until(cell.source.answered, 0.2)
+    cell.proxy.release()
+    cell.source.answer(2 * cell.timeout)
+
+
+def _replace(how: Replacing) -> Callable[[Cell], None]:
+    def during(cell: Cell) -> None:
+        cell.ask_source(("replace", how))
+
+    return during
+
+
+def _replace_target(cell: Cell) -> None:
+    """The receiver's trainer gives its live tensors other memory; whether it did is seen when the receive is over."""
+    cell.receiver.tell(("data",))
+    wait_until(cell.receiver.answered, cell.timeout / 2)
+
+
+def _change(cell: Cell) -> None:
+    """The source's trainer writes to what is served: all of the receive is of before, or all of after."""
+    cell.newer_is_right()
+    cell.ask_source(("change", cell.newer_seed))
+
+
+def _fail_to_send(cell: Cell) -> None:
+    """The source's trainer tries to publish what cannot be sent; whether its transport raises is its own affair."""
+    cell.ask_source(("publish_unsendable", cell.step + 1))
+    cell.ask_source(("report",))
+
+
+def _orphan(cell: Cell) -> None:
+    """The source has forked a child, as a DataLoader does, and is killed; the child lives on."""
+    cell.adopt(cell.ask_source(("fork",)))
+    _sigkill(cell)
+    url = urlsplit(cell.metadata)
+    cell.port_open = not wait_until(lambda: not _accepts(url.hostname or "", url.port or 80), 1.0)
+
+
+def _accepts(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
 def _slow(cell: Cell) -> tuple[Fault, ...]:
     """Each lane of four would need 1.5 times the timeout, each eighth of the state less than it."""
     interval = 0.02
@@ -135,6 +192,20 @@ def _places(
             Scenario(f"{name}-once", f"{about}: each of the first four connections, once under way", (each,)),
         ]
     return rows
+
+
+def _nearby(row: Scenario, what: str = "through shared memory") -> Scenario:
+    """The same fault between processes of one machine that do without the network."""
+    return dataclasses.replace(row, name=f"{row.name}-local", about=f"{row.about}, {what}", local=True)
+
+
+def _trap(trap: Trap, about: str) -> list[Scenario]:
+    """A hostile source with the transport's own format, and one with torchft's."""
+    row = Scenario(f"pickle-{trap}", f"a hostile source's pickle {about}", trap=trap, expected=REFUSED_PICKLE)
+    return [
+        row,
+        dataclasses.replace(row, name=f"{row.name}-stock", about=f"{row.about}, in torchft's format", stock=True),
+    ]
 
 
 def _answers(name: str, about: str, expected: frozenset[str], **answer: object) -> list[Scenario]:
@@ -241,11 +312,63 @@ _ROWS = [
         attack=attack) for name, attack in ATTACKS.items()),
 ]  # fmt: skip
 
+_DRAIN = Scenario(
+    "drain",
+    "the source withdraws mid-transfer, and writes over the state when it may",
+    during=_drain,
+    private=frozenset({HEALED}),
+)
+_REPLACED = Scenario(
+    "replace-data",
+    "the source's trainer assigns to tensor.data mid-transfer, and frees the memory",
+    during=_replace("data"),
+    private=frozenset({HEALED}),
+)
+_CHANGED = Scenario(
+    "change",
+    "the source's trainer writes to its tensors in place mid-transfer",
+    during=_change,
+    in_step=True,
+    expected=frozenset({HEALED, "TornCheckpoint", "CorruptCheckpoint", "SourceChanged"}),
+    private=frozenset({HEALED}),
+)
+_CROWD = Scenario(
+    "idle-crowd",
+    "700 silent connections to the source's port, opened again when it closes them",
+    attack=IdleCrowd(700),
+    timeout=8.0,
+    prompt=0.5,
+)
+
 _ROWS += [
     *_beside(_ROWS),
     Scenario("other-state-first", "a second source holds another state as the same step", beside="behind",
         other_state=True),
     Scenario("other-state-second", "the same, and it comes first", beside="in front", other_state=True),
+    _DRAIN,
+    _nearby(_DRAIN),
+    _REPLACED,
+    _nearby(_REPLACED),
+    dataclasses.replace(_REPLACED, name="replace-set", during=_replace("set"),
+        about="the source's trainer calls tensor.set_ mid-transfer, and others write where the memory was"),
+    dataclasses.replace(_REPLACED, name="replace-half", during=_replace("half"),
+        about="the same with another dtype, as module.half() does it"),
+    Scenario("replace-target", "the receiver's trainer assigns to tensor.data of what is being filled", in_place=True,
+        during=_replace_target, expected=frozenset({HEALED, "StateMismatch"})),
+    _CHANGED,
+    _nearby(_CHANGED),
+    _CROWD,
+    dataclasses.replace(_CROWD, name="idle-crowd-local", attack=IdleCrowd(1200, local=True), local=True,
+        about="half of 1200 of them to its socket for processes of the same machine, through shared memory"),
+    Scenario("silent-names", "the source is told by name, and the receiver's name server never answers",
+        silent_names=True, expected=frozenset({"FetchTimeout"}), timeout=3.0),
+    Scenario("send-fails", "the receive waits for a step that the source cannot send: it cannot be pickled",
+        during=_fail_to_send, waiting=True, expected=frozenset({"FetchTimeout"}), timeout=3.0),
+    Scenario("source-forked", "the source has forked a child and is killed mid-transfer; the child lives on",
+        during=_orphan, expected=GONE, survives=False, timeout=10.0, prompt=0.5),
+    *_trap("system", "names os.system"),
+    *_trap("dotted", "names it by way of a module that is trusted"),
+    *_trap("pointer", "forges a pointer to an object"),
 ]  # fmt: skip
 
 SCENARIOS: Mapping[str, Scenario] = {row.name: row for row in _ROWS}

@@ -7,19 +7,21 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten
 
-__all__ = ["overwrite", "sample_state", "wrong_bytes"]
+__all__ = ["sample_state", "wrong_bytes"]
 
 _LARGE = 8
 _SMALL = 64
 
 
-def sample_state(seed: int, nbytes: int) -> dict[str, Any]:
+def sample_state(seed: int, nbytes: int, objects: int | None = None) -> dict[str, Any]:
     """Weights, optimizer state and plain objects that fill ``nbytes``; another seed gives other bytes everywhere.
 
     Args:
         seed: what the bytes are made from
         nbytes: size of all tensors together
+        objects: the seed that what is no tensor is made from, if that is another one
     """
+    said = seed if objects is None else objects
     random = torch.Generator().manual_seed(seed)
 
     def some(size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -31,10 +33,10 @@ def sample_state(seed: int, nbytes: int) -> dict[str, Any]:
         "model": {f"layer{i}.weight": some(large, dtypes[i % len(dtypes)]) for i in range(_LARGE)},
         "optim": {
             "state": {i: {"step": some(8, torch.int64), "exp_avg": some(1024, torch.float32)} for i in range(_SMALL)},
-            "param_groups": [{"lr": seed / 1000, "betas": (0.9, 0.999), "params": list(range(_SMALL))}],
+            "param_groups": [{"lr": said / 1000, "betas": (0.9, 0.999), "params": list(range(_SMALL))}],
         },
-        "seed": seed,
-        "name": f"state {seed}",
+        "seed": said,
+        "name": f"state {said}",
     }
 
 
@@ -49,13 +51,6 @@ def wrong_bytes(received: Any, expected: Any) -> int:
     if got_tree != want_tree:
         return sum(_size(leaf) for leaf in want)
     return sum(_differing(a, b) for a, b in zip(got, want, strict=True))
-
-
-def overwrite(state: Any) -> None:
-    """Writes over every tensor in place, as a trainer does that goes on: who still reads gets wrong bytes."""
-    for leaf in tree_flatten(state)[0]:
-        if isinstance(leaf, torch.Tensor):
-            leaf.view(torch.uint8).fill_(0xA5)
 
 
 def _size(leaf: Any) -> int:

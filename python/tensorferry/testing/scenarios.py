@@ -6,14 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from .crowd import IdleCrowd
 from .faults import Fault, ReplaceHead
 from .hostile import Attack
+from .traps import Trap
 
 if TYPE_CHECKING:
     from .actors import Candidate
     from .cell import Cell
 
-__all__ = ["HEALED", "Beside", "Scenario"]
+__all__ = ["HEALED", "Beside", "LeftOut", "Scenario"]
 
 HEALED = "healed"
 
@@ -24,6 +26,10 @@ BROKEN = {
     "tensorferry-tls": frozenset({"UnprovenSource", "ConnectError", "FetchTimeout", "ProtocolError"}),
 }
 """What else a receive may end with that would not be healed anyway, for transports that check more."""
+
+
+class LeftOut(Exception):
+    """A row cannot be had on this machine; the text says why."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,16 @@ class Scenario:
         lanes: so many connections instead of the candidate's, if it has any
         beside: the receive has a second, healthy source with the same state, in front of the faulty one or behind it
         other_state: that source holds another state as the same step
+        timeout: the deadline of the receive, if it is not the run's, seconds
+        prompt: the part of the deadline that the receive may take; 0: all of it
+        local: source and receiver do without the network. The proxy sees little of them then, and nothing is held when
+            ``during`` is called: the source sends slowly instead.
+        in_place: the receiver has a live state to receive into
+        silent_names: the source is told by a name that only a name server knows, and the receiver's never answers
+        trap: the source is hostile, and its state a trap
+        stock: the source is torchft's own transport
+        waiting: the source serves nothing at first, and ``during`` is called when the receive waits for its next step
+        in_step: the newer of the two states has the objects of the first one, since only its tensors are written to
     """
 
     name: str
@@ -53,7 +69,7 @@ class Scenario:
     faults: tuple[Fault, ...] | Callable[[Cell], tuple[Fault, ...]] = ()
     during: Callable[[Cell], None] | None = None
     part: float = 0.25
-    attack: Attack | None = None
+    attack: Attack | IdleCrowd | None = None
     wrong_step: bool = False
     expected: frozenset[str] = field(default_factory=lambda: frozenset({HEALED}))
     private: frozenset[str] | None = None
@@ -62,11 +78,26 @@ class Scenario:
     lanes: int = 0
     beside: Beside = ""
     other_state: bool = False
+    timeout: float = 0.0
+    prompt: float = 0.0
+    local: bool = False
+    in_place: bool = False
+    silent_names: bool = False
+    trap: Trap | None = None
+    stock: bool = False
+    waiting: bool = False
+    in_step: bool = False
 
     def concerns(self, candidate: Candidate) -> bool:
         """Whether it can happen to this transport."""
         reads = not callable(self.faults) and any(isinstance(fault, ReplaceHead) for fault in self.faults)
-        return not (reads and candidate.encrypts) and not (self.beside and not candidate.join)
+        lacks = (
+            (self.beside and not candidate.join)
+            or (self.local and not candidate.local)
+            or (self.in_place and not candidate.in_place)
+            or (self.stock and not candidate.stock)
+        )
+        return not lacks and not (reads and candidate.encrypts)
 
     def promised(self, transport: str) -> frozenset[str]:
         """How the transport of this name may end."""
