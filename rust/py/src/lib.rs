@@ -25,7 +25,7 @@ mod _native {
     #[pymodule_export]
     use crate::interfaces::interfaces;
     #[pymodule_export]
-    use crate::memory::PyArena;
+    use crate::memory::{PyArena, PyPart};
     #[pymodule_export]
     use crate::remote::{PyPool, PyRemote};
     #[pymodule_export]
