@@ -17,7 +17,10 @@ const HUGE: usize = 2 << 20;
 
 /// Refuses `len` bytes for `what` where the machine, swap included, has fewer: a source can announce any number, and what
 /// is kept for each MiB of it would cost memory already.
-pub(crate) fn check_machine_has(len: u64, what: &str) -> Result<(), Error> {
+///
+/// # Errors
+/// [`ErrorKind::System`], naming `what`.
+pub fn check_machine_has(len: u64, what: &str) -> Result<(), Error> {
     static MACHINE: OnceLock<u64> = OnceLock::new();
     let has = match MACHINE.get() {
         Some(&has) => has,
@@ -442,16 +445,10 @@ impl Arena {
         Some((address, Hold(Arc::clone(region))))
     }
 
-    /// The bytes of an entry.
-    ///
-    /// # Panics
-    /// Where no entry of so many bytes can be.
+    /// The bytes of an entry of `len` bytes at `at`; none where no entry of so many bytes can be.
     #[must_use]
     pub fn bytes(&self, at: u64, len: usize) -> &[u8] {
-        if len == 0 {
-            return &[];
-        }
-        let (_, address) = self.find(at, len as u64).expect("an entry lies in one region");
+        let Some((_, address)) = self.find(at, len as u64) else { return &[] };
         // SAFETY: the region is inside a mapping that is readable and initialised (zeroed by the kernel, or as
         // `Pool::made_by` has it), which lives as long as the region.
         unsafe { std::slice::from_raw_parts(address as *const u8, len) }

@@ -43,7 +43,7 @@ mod streaming;
 mod throttle;
 mod tls;
 
-pub use arena::{Arena, Hold, Made, Pool};
+pub use arena::{Arena, Hold, Made, Pool, check_machine_has};
 pub use background::give_way;
 #[cfg(fuzzing)]
 pub use client::fuzzing;

@@ -27,7 +27,7 @@ mod _native {
     #[pymodule_export]
     use crate::memory::{PyArena, PyPart};
     #[pymodule_export]
-    use crate::remote::{PyPool, PyRemote};
+    use crate::remote::{PyPool, PyRemote, check_machine_has};
     #[pymodule_export]
     use crate::rows::PyRows;
     #[pymodule_export]

@@ -251,8 +251,8 @@ impl Exchange {
 
     /// A tensor over `entry`, whose memory is at an address that is held, with a storage of its own that holds just its
     /// bytes. `None` if it is empty or torch refuses.
-    fn over<'py>(&self, py: Python<'py>, held: (usize, Hold), entry: &Entry) -> Option<Bound<'py, PyAny>> {
-        let (address, hold) = held;
+    fn over<'py>(&self, py: Python<'py>, memory: (usize, Hold), entry: &Entry) -> Option<Bound<'py, PyAny>> {
+        let (address, hold) = memory;
         let (_, code, bits) = DLPACK.into_iter().find(|known| known.0 == entry.dtype)?;
         let mut shape = [0_i64; Described::MOST];
         let mut strides = [0_i64; Described::MOST];
