@@ -314,7 +314,10 @@ class Builder:
             else:
                 size = self.size(i)
                 buffer, offset = memory(i) if size else (None, 0)
-                made[number] = over(buffer, offset, DTYPES[self.dtypes[i]], self.shapes[i], size)
+                try:
+                    made[number] = over(buffer, offset, DTYPES[self.dtypes[i]], self.shapes[i], size)
+                except (RuntimeError, OverflowError, TypeError, ValueError) as e:
+                    raise ProtocolError(f"no tensor can be made of entry {i} of the source's state: {e}") from e
         received = cast("list[torch.Tensor]", made)
         if not flags:
             return received, received

@@ -39,6 +39,10 @@ _RANK_INDEX = "index-rank{:05d}.safetensors"
 _OURS = re.compile(r"(rank\d{5,}-[0-9a-f]{12}|index(-rank\d{5,})?)\.safetensors(\.partial)?")
 
 
+#: The longest name of a file, in bytes.
+_NAME = 255
+
+
 def _folder(path: Any) -> Path:
     if not isinstance(path, (str, os.PathLike)) or not str(path) or "\0" in str(path):
         raise InvalidArgument(f"path is a folder's path, not {arguments.shown(path)}")
@@ -301,7 +305,7 @@ class FileReader(_InFolder, SliceReader):
 
     def _fetch(self, parts: dict[str, list[Part]]) -> None:
         for name, of_file in parts.items():
-            if Path(name).name != name:
+            if Path(name).name != name or name in ("", "..") or "\0" in name or len(name.encode()) > _NAME:
                 raise ProtocolError(f"{self._path}: its index names a file outside of it, {name!r}")
             path = self._path / name
             if not path.is_file():

@@ -130,10 +130,16 @@ class Reading:
         if place.kind == PICKLED_TENSOR:
 
             def narrow(data: bytes) -> None:
-                read = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-                for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                    if (start, length) != (0, read.shape[dim]):
-                        read = read.narrow(dim, start, length)
+                fqn = item.storage_index.fqn
+                try:
+                    read = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+                    for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                        if (start, length) != (0, read.shape[dim]):
+                            read = read.narrow(dim, start, length)
+                except Exception as e:
+                    raise ProtocolError(f"{fqn} cannot be read ({type(e).__name__}: {e})") from e
+                if not isinstance(read, torch.Tensor) or read.shape != target.shape:
+                    raise ProtocolError(f"{fqn}: its entry {place.entry!r} holds no tensor of {list(target.shape)}")
                 commit(read)
 
             self._whole(place, narrow)
