@@ -7,6 +7,7 @@ a bound. What breaks that is printed, with the input, and the process ends with 
 from __future__ import annotations
 
 import copy
+import ctypes
 import faulthandler
 import gc
 import json
@@ -276,6 +277,12 @@ class Stock:
         recorder = stock._Recorder()
         torch.serialization._save(sample(), recorder, pickle, 2, False)
         self._records = recorder.records
+        self._raw = b""
+        for _, data, size in recorder.records:
+            if isinstance(data, torch.UntypedStorage):
+                self._raw += ctypes.string_at(data.data_ptr(), size) if size else b""
+            else:
+                self._raw += data.encode() if isinstance(data, str) else bytes(data)
         threading.Thread(target=self._serve, daemon=True).start()
 
     def _serve(self) -> None:
@@ -300,8 +307,7 @@ class Stock:
             setattr(one, field, chance.choice([value for value in HOSTILE if type(value) is not dict]))
         if chance.random() < 0.2:
             entries = chance.choice([entries[1:], entries[::-1], entries * 2, 7, None, {}, [1, 2]])
-        raw = [bytes(data) if isinstance(data, storage) else data for _, data, _ in self._records]
-        body = pickle.dumps(entries, 2) + b"".join(r.encode() if isinstance(r, str) else bytes(r) for r in raw)
+        body = pickle.dumps(entries, 2) + self._raw
         if chance.random() < 0.1:
             body = body[: chance.randrange(len(body))]
         self._body = body
