@@ -12,10 +12,10 @@ from typing import Any, Literal, TypeAlias, cast
 import torch
 
 from . import _gc, pickling, tree
-from ._native import Filling, Remote, Rows, Server
+from ._native import Arena, Filling, Remote, Rows, Server
 from .accelerator import Accelerator
 from .allowlist import Allowed
-from .errors import ProtocolError, SystemRefused
+from .errors import ProtocolError
 from .landing import Landing
 from .staging import Piece, Stager, host_view
 from .targets import Targets, describe
@@ -171,7 +171,8 @@ class Packed:
             return self._state
         plain = [i for i, name in enumerate(self.rows.names) if not name.startswith(_PREFIX)]
         builder = Builder(json.loads(self._fields), self._tree, self.rows, plain)
-        for k, whole in builder.scattered.items():
+        for k, storage in builder.scattered.items():
+            whole = as_bytes(storage)
             for entry, lo in builder.manifest["storages"][k][1]:
                 part = storage_over(*host_view(self.memory[entry]), self.rows.size(entry))
                 whole[lo : lo + part.nbytes()].copy_(as_bytes(part))
@@ -218,14 +219,6 @@ def _shards(flat: tree.Flat, storages: list[pickling.Storage]) -> dict[str, dict
     return shards
 
 
-def _zeros(nbytes: int) -> torch.Tensor:
-    """Memory of its own, whose pages cost nothing until bytes come."""
-    try:
-        return torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
-    except RuntimeError as e:
-        raise SystemRefused(f"cannot allocate the {nbytes} bytes one of the source's storages has: {e}") from e
-
-
 class Builder:
     """Builds a state from entries whose memory is known."""
 
@@ -239,11 +232,16 @@ class Builder:
         self.plain = plain
         self.size = entries.size
         self._entries = entries
-        # Storages of which not every byte was sent, or that lie in several pieces: memory of their own, mostly zero.
-        self.scattered = {
-            k: _zeros(nbytes)
+        # Storages of which not every byte was sent, or that lie in several pieces: memory of their own, zero, of which
+        # only the pages that bytes come to are ever there. A view of a few bytes may look into many gigabytes.
+        scattered = {
+            k: nbytes
             for k, (nbytes, pieces) in enumerate(manifest["storages"])
             if not (len(pieces) == 1 and self.size(pieces[0][0]) == nbytes) and nbytes
+        }
+        memory = Arena(list(scattered.values())) if scattered else None
+        self.scattered = {
+            k: storage_over(memory.part(i), 0, nbytes) for i, (k, nbytes) in enumerate(scattered.items()) if memory
         }
 
     # Columns of Python objects are made only where somebody asks: with many small tensors they are what takes memory.
@@ -285,7 +283,7 @@ class Builder:
         """
         received, leaves = self._leaves(memory, targets, *(made or ([None] * len(self.plain), range(len(self.plain)))))
         rows = self.manifest["storages"]
-        storages = {k: t.untyped_storage() for k, t in self.scattered.items()}
+        storages = self.scattered.copy()
 
         def storage(k: int) -> torch.UntypedStorage:
             if k not in storages:
@@ -328,7 +326,10 @@ class Builder:
             else:
                 size = self.size(i)
                 buffer, offset = memory(i) if size else (None, 0)
-                made[number] = over(buffer, offset, DTYPES[self.dtypes[i]], self.shapes[i], size)
+                try:
+                    made[number] = over(buffer, offset, DTYPES[self.dtypes[i]], self.shapes[i], size)
+                except (RuntimeError, OverflowError, TypeError, ValueError) as e:
+                    raise ProtocolError(f"no tensor can be made of entry {i} of the source's state: {e}") from e
         received = cast("list[torch.Tensor]", made)
         if not flags:
             return received, received
@@ -382,10 +383,10 @@ def receive(
         arena, report = remote.fetch(places)
 
     def memory(i: int) -> tuple[Any, int]:
-        offset = arena.offset(i)
-        if offset is None:
+        part = arena.part(i)
+        if part is None:
             raise ProtocolError(f"entry {remote.names[i]!r} stands for two things")
-        return arena, offset
+        return part, 0
 
     with _gc.held_off():
         made = arena.tensors(torch.Tensor)

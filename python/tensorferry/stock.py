@@ -23,12 +23,16 @@ import torch
 from torch.distributed import _serialization
 from torch.utils._pytree import tree_flatten
 
+from ._native import _check_machine_has
 from .allowlist import Allowed
-from .errors import ConnectError, FetchTimeout, ProtocolError, SourceRefused, UnsafePickle
+from .errors import ConnectError, FetchTimeout, ProtocolError, SourceRefused, SystemRefused, UnsafePickle
 from .unpickling import pickle_module, unpickler
 
 _PROTOCOL = 2
 _READ = 1 << 20
+#: The longest name of a class or function in a pickle.
+_LINE = 1 << 16
+_MOST = 2**63 - 1
 
 
 class _Parts(list[Any]):
@@ -113,11 +117,27 @@ class _Reader(io.RawIOBase):
 
 
 class _Exact(io.BufferedReader):
-    """Reads exactly what is asked for: the format has no other way to say that it was cut short."""
+    """Reads exactly what is asked for: the format has no other way to say that it was cut short.
+
+    How much that is, the source says: never more than the machine has, and no line longer than a name can be.
+    """
+
+    _announced = 0
+
+    def readline(self, size: int | None = -1, /) -> bytes:
+        line = super().readline(_LINE)
+        if not line.endswith(b"\n"):
+            raise ProtocolError(f"the source sent a name of more than {_LINE} bytes, or a part of one")
+        return line
 
     def read(self, size: int | None = -1, /) -> bytes:
+        if size is None or size < 0:
+            raise ProtocolError(f"the source announced a record of {size} bytes")
+        # The next one may be as long again: all of them together are the state.
+        self._announced += size
+        _check_machine_has(min(self._announced, _MOST), "what the source announced")
         data = super().read(size)
-        if size is not None and size > len(data):
+        if size > len(data):
             raise ConnectError(f"the source closed the connection with {size - len(data)} bytes of a record missing")
         return data
 
@@ -179,6 +199,8 @@ def _load(stream: _Exact, allowed: Allowed) -> Any:
         warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
         # Its read_from would do, were it not that torch 2.8's fails on storages without bytes (pytorch#180481).
         for entry in _records(stream):
+            if type(entry.length) is not int or not isinstance(entry.key, str):
+                raise ProtocolError(f"the source announced a record {entry.key!r} of {entry.length!r} bytes")
             data: Any = stream.read(entry.length)
             if entry.is_storage:
                 data = torch.frombuffer(data, dtype=torch.uint8).untyped_storage() if data else torch.UntypedStorage(0)
@@ -191,6 +213,7 @@ def receive(metadata: str, step: int, timeout: timedelta, allowed: Allowed) -> A
 
     Raises:
         FetchTimeout, ConnectError, SourceRefused, UnsafePickle, ProtocolError: as for our own format
+        SystemRefused: the source announced more than this machine has memory for
     """
     end = time.monotonic() + timeout.total_seconds()
     url = urlsplit(f"{metadata}{step}/full")
@@ -204,7 +227,7 @@ def receive(metadata: str, step: int, timeout: timedelta, allowed: Allowed) -> A
                 raise SourceRefused.of(response.status, response.reason)
             stream = _Exact(_Reader(response, connection, end), _READ)
             return _load(stream, allowed)
-    except (SourceRefused, UnsafePickle, ConnectError):
+    except (SourceRefused, UnsafePickle, ConnectError, ProtocolError, SystemRefused):
         raise
     except TimeoutError as e:
         raise FetchTimeout(f"timed out: receiving step {step} from {url.netloc} took longer than {timeout}") from e

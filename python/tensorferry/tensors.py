@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ._native import _check_machine_has
+
 #: What a container can say of a dtype. What is missing here (complex128, the rarer float8 kinds, sub-byte and quantised
 #: dtypes) travels as bytes, its dtype in the pickle: older safetensors readers refuse a file for one dtype they do not
 #: know.
@@ -213,7 +215,12 @@ def takes_bytes(value: Tensor, dtype: torch.dtype) -> bool:
 
 
 def scratch(nbytes: int) -> Tensor:
-    """Memory of ``nbytes`` bytes, 1-D."""
+    """Memory of ``nbytes`` bytes, 1-D.
+
+    Raises:
+        SystemRefused: this machine has not so much
+    """
+    _check_machine_has(nbytes, "what is to be read")
     # Not where torch.set_default_device says: bytes go there by address.
     return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 

@@ -42,6 +42,10 @@ _TORCH_INDEX = ".metadata"
 _TORCH_FILES = re.compile(r"\.metadata|__(?P<rank>\d+)(\.metadata|_\d+\.distcp)")
 
 
+#: The longest name of a file, in bytes.
+_NAME = 255
+
+
 def _folder(path: Any) -> Path:
     if not isinstance(path, (str, os.PathLike)) or not str(path) or "\0" in str(path):
         raise InvalidArgument(f"path is a folder's path, not {arguments.shown(path)}")
@@ -437,7 +441,7 @@ class FileReader(_InFolder, SliceReader):
 
     def _fetch(self, parts: dict[str, list[Part]]) -> None:
         for name, of_file in parts.items():
-            if Path(name).name != name:
+            if Path(name).name != name or name in ("", "..") or "\0" in name or len(name.encode()) > _NAME:
                 raise ProtocolError(f"{self._path}: its index names a file outside of it, {name!r}")
             if name not in self._headers:
                 raise ProtocolError(f"{self._path}: {self._index.name} does not say which file {name!r} is")

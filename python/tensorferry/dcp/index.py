@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import math
 import pickle
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ..allowlist import Allowed
-from ..errors import InvalidArgument, ProtocolError
+from ..errors import InvalidArgument, ProtocolError, TensorferryError
 from ..unpickling import unpickler
 
 VERSION = 1
@@ -33,6 +34,10 @@ ENTRY = "__tensorferry__/dcp"
 
 #: How an entry holds what the planner gave: elements of a tensor, or what ``torch.save`` made of an object or a tensor.
 ELEMENTS, OBJECT, PICKLED_TENSOR = "t", "b", "p"
+
+#: Sizes and places in memory are below this, and tensors have no more dimensions.
+_MOST, _DIMENSIONS = 2**63, 64
+_DTYPES = {name: dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
 
 
 @dataclass(frozen=True)
@@ -90,12 +95,22 @@ def _planner_data(data: Any) -> Any:
     """The paths of a flattened state as they are; what other planners keep, pickled."""
     if data is None:
         return None
-    if isinstance(data, dict) and all(
-        isinstance(fqn, str) and isinstance(path, tuple) and all(type(key) in (str, int) for key in path)
-        for fqn, path in data.items()
-    ):
+    if isinstance(data, dict) and _are_paths(data):
         return {"paths": {fqn: list(path) for fqn, path in data.items()}}
     return {"pickle": base64.b64encode(pickle.dumps(data, 4)).decode()}
+
+
+def _are_paths(data: dict[Any, Any]) -> bool:
+    """Whether these are the paths of a flattened state.
+
+    A place in a list is no further out than there are paths: torch makes lists as long as the last place says.
+    """
+    return all(
+        isinstance(fqn, str)
+        and isinstance(path, tuple)
+        and all(type(key) is str or (type(key) is int and 0 <= key < len(data)) for key in path)
+        for fqn, path in data.items()
+    )
 
 
 def decode(text: bytes, where: str, allowed: Allowed) -> Metadata:
@@ -107,57 +122,101 @@ def decode(text: bytes, where: str, allowed: Allowed) -> Metadata:
         allowed: which globals a planner's own data may name
 
     Raises:
-        ProtocolError: it is no index, or of another version
+        ProtocolError: it is no index, of another version, or makes no sense
         UnsafePickle: a planner's data names something that is not allowed
     """
     try:
         index = json.loads(text)
         version = index["version"]
         if version != VERSION:
-            raise ProtocolError(f"{where}: its index is of version {version}, not {VERSION}: upgrade the older side")
-        places: dict[MetadataIndex, Place] = {}
+            raise ProtocolError(
+                f"{where}: its index is of version {str(version)[:20]}, not {VERSION}: upgrade the older side"
+            )
+        places = _Places([_text(source) for source in index["sources"]])
         state: dict[str, Any] = {}
         for fqn, stored in index["state"].items():
             if stored[0] == "b":
-                state[fqn] = BytesStorageMetadata()
-                places[MetadataIndex(fqn)] = _place(index["sources"], stored[1])
+                state[_text(fqn)] = BytesStorageMetadata()
+                places.add(MetadataIndex(fqn), stored[1])
                 continue
-            _, dtype, size, requires_grad, chunks = stored
+            kind, dtype, size, requires_grad, chunks = stored
+            if kind != "t":
+                raise ValueError(f"{fqn} is of an unknown kind")
+            size = _sizes(size)
             listed = []
             for offsets, sizes, place in chunks:
-                chunk = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
+                chunk = ChunkStorageMetadata(offsets=_sizes(offsets), sizes=_sizes(sizes))
+                inside = all(o + n <= dim for o, n, dim in zip(chunk.offsets, chunk.sizes, size, strict=True))
+                if not inside:
+                    raise ValueError(f"{fqn} of {list(size)} has a chunk of {list(sizes)} at {list(offsets)}")
                 listed.append(chunk)
-                places[MetadataIndex(fqn, chunk.offsets)] = _place(index["sources"], place)
+                places.add(MetadataIndex(fqn, chunk.offsets), place)
             properties = TensorProperties(dtype=_dtype(dtype), requires_grad=bool(requires_grad))
-            state[fqn] = TensorStorageMetadata(properties=properties, size=torch.Size(size), chunks=listed)
-        planner = index["planner"]
-    except ProtocolError:
+            state[_text(fqn)] = TensorStorageMetadata(properties=properties, size=size, chunks=listed)
+        planner = _read_planner_data(index["planner"], where, allowed)
+    except TensorferryError:
         raise
     except Exception as e:  # Whatever a wrong shape of JSON leads to.
-        raise ProtocolError(f"{where}: its index cannot be read ({type(e).__name__}: {e})") from e
-    return Metadata(state, planner_data=_read_planner_data(planner, where, allowed), storage_data=places)
+        raise ProtocolError(f"{where}: its index cannot be read ({type(e).__name__}: {str(e)[:300]})") from e
+    return Metadata(state, planner_data=planner, storage_data=places.known)
 
 
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ProtocolError(f"this torch has no dtype {name!r}")
+def _whole(number: Any) -> int:
+    if type(number) is not int or not 0 <= number < _MOST:
+        raise ValueError("a number that is no size or place in memory")
+    return number
+
+
+def _sizes(numbers: Any) -> torch.Size:
+    """A shape, or a place in one, of which torch can make a tensor."""
+    whole = [_whole(number) for number in numbers]
+    # Eight bytes an element; a dimension of no length counts, too, as strides go.
+    if math.prod([max(number, 1) for number in whole]) >= _MOST // 8 or len(whole) > _DIMENSIONS:
+        raise ValueError("a shape that no tensor has")
+    return torch.Size(whole)
+
+
+def _text(text: Any) -> str:
+    if not isinstance(text, str):
+        raise ValueError(f"{type(text).__name__} where a text was expected")
+    text.encode()
+    return text
+
+
+def _dtype(name: Any) -> torch.dtype:
+    dtype = _DTYPES.get(_text(name))
+    if dtype is None:
+        raise ProtocolError(f"this torch has no dtype {name[:100]!r}")
     return dtype
 
 
-def _place(sources: list[str], stored: list[Any]) -> Place:
-    source, entry, dtype, nbytes, kind = stored
-    if not (isinstance(entry, str) and isinstance(dtype, str) and isinstance(nbytes, int) and nbytes >= 0):
-        raise ValueError(f"no place: {stored!r}")
-    return Place(str(sources[source]), entry, dtype, nbytes, kind)
+class _Places:
+    """Where chunks and objects are, each in an entry of its own."""
+
+    def __init__(self, sources: list[str]) -> None:
+        self.known: dict[MetadataIndex, Place] = {}
+        self._sources = sources
+        self._taken: set[tuple[int, str]] = set()
+
+    def add(self, index: MetadataIndex, stored: list[Any]) -> None:
+        source, entry, dtype, nbytes, kind = stored
+        if kind not in (ELEMENTS, OBJECT, PICKLED_TENSOR):
+            raise ValueError("an entry of an unknown kind")
+        if index in self.known or (source, entry) in self._taken:
+            raise ValueError(f"{index.fqn} is there twice, or an entry of it")
+        self._taken.add((_whole(source), _text(entry)))
+        self.known[index] = Place(self._sources[source], entry, _text(dtype), _whole(nbytes), kind)
 
 
 def _read_planner_data(stored: Any, where: str, allowed: Allowed) -> Any:
     match stored:
         case None:
             return None
-        case {"paths": dict(paths)}:
-            return {fqn: tuple(path) for fqn, path in paths.items()}
+        case {"paths": dict(paths)} if all(isinstance(path, list) for path in paths.values()):
+            read = {_text(fqn): tuple(path) for fqn, path in paths.items()}
+            if not _are_paths(read):
+                raise ProtocolError(f"{where}: a path in its index leads nowhere")
+            return read
         case {"pickle": str(text)}:
             try:
                 data = base64.b64decode(text)

@@ -132,7 +132,7 @@ class PeerReader(SliceReader):
         orders = []
         for source, of_source in parts.items():
             step, _, url = source.partition(" ")
-            if url not in named or not step.isdecimal():
+            if url not in named or not (step.isascii() and step.isdecimal() and len(step) < 19):
                 raise ProtocolError("the index names a source that the metadata does not")
             orders.append(([url], int(step), of_source))
         report = _fetch_slices(

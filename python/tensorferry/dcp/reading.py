@@ -138,12 +138,18 @@ class Reading:
         if place.kind == PICKLED_TENSOR:
 
             def narrow(data: bytes) -> None:
-                read = unpickled(data, item.storage_index.fqn, self._allowed)
+                fqn = item.storage_index.fqn
+                read = unpickled(data, fqn, self._allowed)
                 if not isinstance(read, torch.Tensor):
-                    raise ProtocolError(f"{item.storage_index.fqn} is no tensor, and the index says that it is one")
-                for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                    if (start, length) != (0, read.shape[dim]):
-                        read = read.narrow(dim, start, length)
+                    raise ProtocolError(f"{fqn} is no tensor, and the index says that it is one")
+                try:
+                    for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                        if (start, length) != (0, read.shape[dim]):
+                            read = read.narrow(dim, start, length)
+                except Exception as e:
+                    raise ProtocolError(f"{fqn} cannot be read ({type(e).__name__}: {e})") from e
+                if read.shape != target.shape:
+                    raise ProtocolError(f"{fqn}: its entry {place.entry!r} holds no tensor of {list(target.shape)}")
                 commit(read)
 
             self._whole(place, narrow)

@@ -68,8 +68,7 @@ fn fetch(url: &str, step: i64) -> Result<(), Box<dyn Error>> {
     let mut digest = Hasher::new();
     for (entry, offset) in header.entries().iter().zip(arrived.offsets()) {
         if let Some(offset) = offset {
-            let start = usize::try_from(*offset)?;
-            digest.update(&arrived.arena().as_slice()[start..start + usize::try_from(entry.nbytes())?]);
+            digest.update(arrived.arena().bytes(*offset, usize::try_from(entry.nbytes())?));
         }
     }
     let report = arrived.report();

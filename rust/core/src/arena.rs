@@ -7,6 +7,7 @@ use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use crate::error::{Error, ErrorKind};
+use crate::layout::PAGE;
 
 /// Where each tensor starts in an arena: torch's own CPU allocator aligns to the same.
 pub(crate) const ALIGNMENT: u64 = 64;
@@ -16,7 +17,10 @@ const HUGE: usize = 2 << 20;
 
 /// Refuses `len` bytes for `what` where the machine, swap included, has fewer: a source can announce any number, and what
 /// is kept for each MiB of it would cost memory already.
-pub(crate) fn check_machine_has(len: u64, what: &str) -> Result<(), Error> {
+///
+/// # Errors
+/// [`ErrorKind::System`], naming `what`.
+pub fn check_machine_has(len: u64, what: &str) -> Result<(), Error> {
     static MACHINE: OnceLock<u64> = OnceLock::new();
     let has = match MACHINE.get() {
         Some(&has) => has,
@@ -85,11 +89,13 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    fn new(len: usize) -> std::io::Result<Self> {
+    /// Zeros; of huge pages, if it is that long and `dense`: all of it will be touched.
+    fn new(len: u64, dense: bool) -> std::io::Result<Self> {
+        let len = usize::try_from(len).map_err(|_| std::io::ErrorKind::OutOfMemory)?;
         if len == 0 {
             return Ok(Self { start: NonNull::dangling(), usable: 0, held: Held::Nothing });
         }
-        let slack = if len >= HUGE { HUGE } else { 0 };
+        let slack = if dense && len >= HUGE { HUGE } else { 0 };
         let size = len.checked_add(slack).ok_or(std::io::ErrorKind::OutOfMemory)?;
         // SAFETY: a fresh anonymous mapping with no address hint touches no existing memory.
         let base = unsafe {
@@ -205,41 +211,196 @@ impl Pool {
     }
 }
 
-/// The memory of one receive.
-#[derive(Debug)]
-pub struct Arena {
-    // Taken only by Drop.
-    mapping: Option<Mapping>,
-    start: NonNull<u8>,
-    len: usize,
-    fresh: bool,
-    pool: Option<Arc<Pool>>,
+/// Entries up to this size lie apart from all others: an optimizer's counters outlive the parameters beside them.
+const SCALAR: u64 = ALIGNMENT;
+
+/// Small entries share a region until they have so many bytes. One that is held holds no more than that, and entries of
+/// that size and more have regions of their own.
+const REGION: u64 = 1 << 20;
+
+/// Where entries go in an arena, in bytes from its beginning, and which of its pages go back to the system together.
+#[derive(Debug, Default)]
+pub(crate) struct Places {
+    large: Regions,
+    scalars: Regions,
 }
 
-// SAFETY: as for `Mapping`, into which `start` points.
-unsafe impl Send for Arena {}
-// SAFETY: as for `Mapping`.
-unsafe impl Sync for Arena {}
+/// Regions one behind the other, each of whole pages.
+#[derive(Debug, Default)]
+struct Regions {
+    len: u64,
+    ends: Vec<u64>,
+}
+
+impl Regions {
+    fn add(&mut self, nbytes: u64) -> u64 {
+        if nbytes >= REGION {
+            self.close();
+        }
+        let at = self.len;
+        self.len = (at + nbytes).next_multiple_of(ALIGNMENT);
+        if self.len - self.ends.last().copied().unwrap_or(0) >= REGION {
+            self.close();
+        }
+        at
+    }
+
+    /// What comes from here on is in another region.
+    fn close(&mut self) {
+        self.len = self.len.next_multiple_of(PAGE);
+        if self.len > self.ends.last().copied().unwrap_or(0) {
+            self.ends.push(self.len);
+        }
+    }
+}
+
+impl Places {
+    /// A place for an entry of `nbytes` bytes, to be passed to [`Places::offset`] when all have one. Entries that follow
+    /// one another here are neighbours, but for scalars, which come behind all others.
+    pub(crate) fn add(&mut self, nbytes: u64) -> u64 {
+        if nbytes > SCALAR { self.large.add(nbytes) } else { self.scalars.add(nbytes) }
+    }
+
+    /// There are no more entries.
+    pub(crate) fn close(&mut self) {
+        self.large.close();
+        self.scalars.close();
+    }
+
+    /// Where an entry of `nbytes` bytes begins that was given this place.
+    pub(crate) fn offset(&self, place: u64, nbytes: u64) -> u64 {
+        if nbytes > SCALAR { place } else { self.large.len + place }
+    }
+}
+
+/// The memory behind an arena, or behind a part of it.
+struct Backing {
+    // Taken only by Drop.
+    mapping: Option<Mapping>,
+    pool: Option<Arc<Pool>>,
+    /// Whether pages go back to the system before all of it does: not where it is kept with its pages.
+    in_parts: bool,
+}
+
+impl Drop for Backing {
+    fn drop(&mut self) {
+        if let (Some(pool), Some(mapping)) = (&self.pool, self.mapping.take_if(|m| m.usable > 0)) {
+            pool.put(mapping);
+        }
+    }
+}
+
+/// Whole pages of an arena, which go back to the system when nobody holds them any more.
+struct Region {
+    backing: Arc<Backing>,
+    address: usize,
+    len: usize,
+}
+
+impl Drop for Region {
+    fn drop(&mut self) {
+        // The last region goes with the mapping.
+        if self.backing.in_parts && self.len > 0 && Arc::strong_count(&self.backing) > 1 {
+            // SAFETY: whole pages inside an anonymous mapping of our own that `backing` keeps; nobody holds what lies in
+            // them any more, and later receives never see them.
+            unsafe { libc::madvise(self.address as *mut libc::c_void, self.len, libc::MADV_DONTNEED) };
+        }
+    }
+}
+
+/// Keeps a part of an arena, and with it no more than the region that part lies in.
+#[derive(Clone)]
+pub struct Hold(#[allow(dead_code, reason = "only to be dropped")] Arc<Region>);
+
+impl fmt::Debug for Hold {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Hold").field("address", &self.0.address).field("len", &self.0.len).finish()
+    }
+}
+
+/// The memory of one receive: regions, each of which lives as long as this or as somebody holds it ([`Arena::hold`]).
+pub struct Arena {
+    regions: Vec<Arc<Region>>,
+    /// Where each region ends in the arena.
+    ends: Vec<u64>,
+    fresh: bool,
+}
+
+impl fmt::Debug for Arena {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Arena").field("len", &self.len()).field("fresh", &self.fresh).finish_non_exhaustive()
+    }
+}
 
 impl Arena {
-    /// Memory for `len` bytes: kept by `pool` if it has some that fits, or made for it, else fresh zeros; 0 bytes take
-    /// none. From 2 MiB on fresh memory asks for huge pages. It goes to `pool` when it is dropped.
+    /// Memory for `len` bytes, one region: kept by `pool` if it has some that fits, or made for it, else fresh zeros; 0
+    /// bytes take none. From 2 MiB on fresh memory asks for huge pages. It goes to `pool` when it is dropped.
     ///
     /// # Errors
     /// [`ErrorKind::System`] when the machine has not so much memory, or the system refuses a mapping of that size.
     pub fn new(len: u64, pool: Option<Arc<Pool>>) -> Result<Self, Error> {
+        let large = Regions { len, ends: Vec::from_iter((len > 0).then_some(len)) };
+        Self::of(&Places { large, scalars: Regions::default() }, pool)
+    }
+
+    /// Memory for storages of `sizes` bytes, and where each begins in it: fresh zeros, of which the system gives no page
+    /// before it is touched.
+    ///
+    /// # Errors
+    /// [`ErrorKind::System`] when the machine has less memory than all of them together.
+    pub fn sparse(sizes: &[u64]) -> Result<(Self, Vec<u64>), Error> {
+        let total = sizes.iter().try_fold(0_u64, |sum, &n| sum.checked_add(n)).filter(|&n| n < 1 << 62);
+        check_machine_has(total.unwrap_or(u64::MAX), "the memory that the source's views look into")?;
+        let mut places = Places::default();
+        let mut offsets: Vec<_> = sizes.iter().map(|&nbytes| places.add(nbytes)).collect();
+        places.close();
+        for (offset, &nbytes) in offsets.iter_mut().zip(sizes) {
+            *offset = places.offset(*offset, nbytes);
+        }
+        let mut arena = Self { regions: Vec::new(), ends: Vec::new(), fresh: true };
+        let len = places.large.len + places.scalars.len;
+        arena.append(&places.large, Mapping::new(len, false).map_err(|e| refused(len, e))?, None, &places.scalars);
+        Ok((arena, offsets))
+    }
+
+    /// Memory for `places`. What pools keep has no scalars in it: somebody who holds one must not hold all the rest.
+    pub(crate) fn of(places: &Places, pool: Option<Arc<Pool>>) -> Result<Self, Error> {
+        let Places { large, scalars } = places;
+        let len = large.len + scalars.len;
         check_machine_has(len, "the received state")?;
-        let refused = |cause: std::io::Error| {
-            Error::caused(ErrorKind::System, format!("cannot map {len} bytes for the received state"), cause)
-        };
-        let len = usize::try_from(len).map_err(|_| refused(std::io::ErrorKind::OutOfMemory.into()))?;
-        let touched = pool.as_ref().and_then(|pool| pool.take(len).or_else(|| pool.make(len)));
-        let fresh = touched.is_none();
+        let (mut arena, none) = (Self { regions: Vec::new(), ends: Vec::new(), fresh: true }, Regions::default());
+        let apart = pool.is_some() && large.len > 0;
+        let first = if apart { large.len } else { len };
+        let bytes = usize::try_from(first).map_err(|_| refused(first, std::io::ErrorKind::OutOfMemory.into()))?;
+        let touched = pool.as_ref().and_then(|pool| pool.take(bytes).or_else(|| pool.make(bytes)));
+        arena.fresh = touched.is_none();
         let mapping = match touched {
             Some(mapping) => mapping,
-            None => Mapping::new(len).map_err(refused)?,
+            None => Mapping::new(first, true).map_err(|e| refused(first, e))?,
         };
-        Ok(Self { start: mapping.start, mapping: Some(mapping), len, fresh, pool })
+        arena.append(large, mapping, pool, if apart { &none } else { scalars });
+        if apart {
+            let mapping = Mapping::new(scalars.len, true).map_err(|e| refused(scalars.len, e))?;
+            arena.append(&none, mapping, None, scalars);
+        }
+        Ok(arena)
+    }
+
+    /// Adds the regions of `first` and those of `then` behind them, which lie in `mapping`.
+    fn append(&mut self, first: &Regions, mapping: Mapping, pool: Option<Arc<Pool>>, then: &Regions) {
+        let start = mapping.start.as_ptr() as usize;
+        let kept = pool.as_ref().is_some_and(|pool| mapping.usable <= pool.limit);
+        let in_parts = !kept && matches!(mapping.held, Held::Own { .. });
+        let backing = Arc::new(Backing { mapping: Some(mapping), pool, in_parts });
+        let (base, mut at) = (self.len(), 0);
+        for end in first.ends.iter().copied().chain(then.ends.iter().map(|end| first.len + end)) {
+            // Offsets into a mapping that exists.
+            #[allow(clippy::cast_possible_truncation)]
+            let (address, len) = (start + at as usize, (end - at) as usize);
+            self.regions.push(Arc::new(Region { backing: Arc::clone(&backing), address, len }));
+            self.ends.push(base + end);
+            at = end;
+        }
     }
 
     /// Whether nobody has touched this memory yet.
@@ -249,45 +410,58 @@ impl Arena {
 
     /// Length in bytes.
     #[must_use]
-    pub fn len(&self) -> usize {
-        self.len
+    pub fn len(&self) -> u64 {
+        self.ends.last().copied().unwrap_or(0)
     }
 
     /// Whether the arena holds nothing.
     #[must_use]
     pub fn is_empty(&self) -> bool {
-        self.len == 0
+        self.len() == 0
     }
 
-    /// Address of the first byte.
-    #[must_use]
-    pub fn address(&self) -> usize {
-        self.start.as_ptr() as usize
-    }
-
-    /// The bytes of the arena.
-    #[must_use]
-    pub fn as_slice(&self) -> &[u8] {
-        // SAFETY: the mapping is at least `len` bytes long, readable and initialised (zeroed by the kernel, or as
-        // `Pool::made_by` has it) until drop.
-        unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len) }
-    }
-}
-
-impl Drop for Arena {
-    fn drop(&mut self) {
-        if let (Some(pool), Some(mapping)) = (&self.pool, self.mapping.take_if(|m| m.usable > 0)) {
-            pool.put(mapping);
+    /// The region that `[at, at + len)` lies in, and the address of its first byte. Nothing for no bytes, nor for such as
+    /// lie in several regions, as no entry does.
+    fn find(&self, at: u64, len: u64) -> Option<(&Arc<Region>, usize)> {
+        let index = self.ends.partition_point(|&end| end <= at);
+        let region = self.regions.get(index)?;
+        let before = index.checked_sub(1).map_or(0, |before| self.ends[before]);
+        if len == 0 || at.checked_add(len)? > self.ends[index] {
+            return None;
         }
+        Some((region, region.address + usize::try_from(at - before).ok()?))
+    }
+
+    /// The address of an entry of `len` bytes at `at`; any number for one of none.
+    pub(crate) fn address_of(&self, at: u64, len: u64) -> usize {
+        self.find(at, len).map_or(1, |(_, address)| address)
+    }
+
+    /// The address of an entry of `len` bytes at `at`, and what keeps it when the arena is gone. Nothing where no entry
+    /// of so many bytes can be.
+    #[must_use]
+    pub fn hold(&self, at: u64, len: u64) -> Option<(usize, Hold)> {
+        let (region, address) = self.find(at, len)?;
+        Some((address, Hold(Arc::clone(region))))
+    }
+
+    /// The bytes of an entry of `len` bytes at `at`; none where no entry of so many bytes can be.
+    #[must_use]
+    pub fn bytes(&self, at: u64, len: usize) -> &[u8] {
+        let Some((_, address)) = self.find(at, len as u64) else { return &[] };
+        // SAFETY: the region is inside a mapping that is readable and initialised (zeroed by the kernel, or as
+        // `Pool::made_by` has it), which lives as long as the region.
+        unsafe { std::slice::from_raw_parts(address as *const u8, len) }
     }
 }
 
-/// Asks the kernel for the pages of `[address, address + len)` at once instead of fault by fault. Only a hint: an old
-/// kernel that does not know it leaves the pages to be faulted in one by one.
-pub(crate) fn populate(address: usize, len: usize) {
-    const PAGE: usize = 4096;
-    let start = address & !(PAGE - 1);
-    let end = (address + len).next_multiple_of(PAGE);
+fn refused(len: u64, cause: std::io::Error) -> Error {
+    Error::caused(ErrorKind::System, format!("cannot map {len} bytes for the received state"), cause)
+}
+
+/// Asks the kernel for the pages of `[start, end)` at once instead of fault by fault. Only a hint: an old kernel that does
+/// not know it leaves the pages to be faulted in one by one.
+pub(crate) fn populate(start: usize, end: usize) {
     // SAFETY: MADV_POPULATE_WRITE only makes pages present and writable; contents stay as they are, and an address
     // outside a mapping is answered with an error.
     unsafe { libc::madvise(start as *mut libc::c_void, end - start, libc::MADV_POPULATE_WRITE) };
@@ -301,13 +475,13 @@ mod tests {
     fn memory_is_kept_and_given_again() {
         let pool = Pool::new(64 << 20);
         let first = Arena::new(9 << 20, Some(Arc::clone(&pool))).unwrap();
-        let address = first.address();
+        let address = first.hold(0, 1).unwrap().0;
         assert!(first.is_fresh());
         assert_eq!(pool.held(), 0);
         drop(first);
         assert_eq!(pool.held(), 9 << 20);
         let again = Arena::new(8 << 20, Some(Arc::clone(&pool))).unwrap();
-        assert_eq!((again.address(), again.len(), again.is_fresh()), (address, 8 << 20, false));
+        assert_eq!((again.address_of(0, 1), again.len(), again.is_fresh()), (address, 8 << 20, false));
         assert!(Arena::new(8 << 20, Some(pool)).unwrap().is_fresh());
     }
 
@@ -340,11 +514,11 @@ mod tests {
         // SAFETY: initialised memory of that size, which the owner holds.
         let pool = unsafe { Pool::made_by(6 << 20, maker) };
         let first = Arena::new(4 << 20, Some(Arc::clone(&pool))).unwrap();
-        let address = first.address();
-        assert!(!first.is_fresh() && first.as_slice().iter().all(|&b| b == 7));
+        let address = first.hold(0, 1).unwrap().0;
+        assert!(!first.is_fresh() && first.bytes(0, 4 << 20).iter().all(|&b| b == 7));
         drop(first);
         assert_eq!(pool.held(), 4 << 20);
-        assert_eq!(Arena::new(3 << 20, Some(Arc::clone(&pool))).unwrap().address(), address);
+        assert_eq!(Arena::new(3 << 20, Some(Arc::clone(&pool))).unwrap().address_of(0, 1), address);
         assert_eq!(Arc::strong_count(&alive), 3, "one in the maker, one kept");
         // Left to the pool; then it takes the place of what was kept.
         let own = Arena::new(5 << 20, Some(Arc::clone(&pool))).unwrap();

@@ -18,7 +18,7 @@
 //! let url = server.url("127.0.0.1");
 //! let remote = Remote::open(&[url.as_str()], 7, FetchOptions::within(Duration::from_secs(10)))?;
 //! let arrived = remote.fetch(Destination::Fresh)?;
-//! assert_eq!(&arrived.arena().as_slice()[..4], b"abcd");
+//! assert_eq!(arrived.arena().bytes(0, 4), b"abcd");
 //! # Ok(())
 //! # }
 //! ```
@@ -43,7 +43,7 @@ mod streaming;
 mod throttle;
 mod tls;
 
-pub use arena::{Arena, Made, Pool};
+pub use arena::{Arena, Hold, Made, Pool, check_machine_has};
 pub use background::give_way;
 #[cfg(fuzzing)]
 pub use client::fuzzing;

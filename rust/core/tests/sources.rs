@@ -71,7 +71,7 @@ fn a_source_with_other_bytes_is_never_mixed_in() {
                 let urls = [dying.url(), &second_url];
                 let Ok(remote) = Remote::open(&urls, STEP, quick(PATIENCE, count)) else { continue };
                 let Ok(arrived) = remote.fetch(Destination::Fresh) else { continue };
-                let found = &arrived.arena().as_slice()[..24 * BLOCK];
+                let found = arrived.arena().bytes(0, 24 * BLOCK);
                 let whole = found == &ours.bytes("w0")[..] || found == &other.bytes("w0")[..];
                 assert!(whole, "{what}: bytes of both, dead after {place}, {count} lanes");
             }
@@ -126,7 +126,7 @@ fn what_one_source_vouched_for_is_not_completed_from_another() {
         let (dying_url, second_url) = (dying.url(), second.url());
         let remote = Remote::open(&[&dying_url, &second_url], STEP, quick(PATIENCE, 2)).unwrap();
         let arrived = remote.fetch(Destination::Fresh).unwrap();
-        let found = &arrived.arena().as_slice()[..24 * BLOCK];
+        let found = arrived.arena().bytes(0, 24 * BLOCK);
         assert!(found == &theirs.bytes("w0")[..] || found == &ours.bytes("w0")[..], "bytes of both");
     }
 }

@@ -25,9 +25,9 @@ mod _native {
     #[pymodule_export]
     use crate::interfaces::interfaces;
     #[pymodule_export]
-    use crate::memory::{PyArena, PyHostView};
+    use crate::memory::{PyArena, PyHostView, PyPart};
     #[pymodule_export]
-    use crate::remote::{PyPool, PyRemote};
+    use crate::remote::{PyPool, PyRemote, check_machine_has};
     #[pymodule_export]
     use crate::rows::PyRows;
     #[pymodule_export]

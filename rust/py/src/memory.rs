@@ -7,41 +7,46 @@ use pyo3::ffi;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyList, PyType};
-use tensorferry_core::{Arena, Destination, Error, Made, Memory, Part, Pool, Repeat, Slice, Waves};
+use tensorferry_core::{Arena, Destination, Error, Hold, Made, Memory, Part, Pool, Repeat, Slice, Waves};
 use tensorferry_wire::container::{Entry, Header};
 use tensorferry_wire::dtype::Dtype;
 
-/// Memory a transfer filled; it lives until the last tensor over it is gone.
+use crate::errors;
+
+/// Memory a transfer filled, or is going to fill. A tensor over an entry keeps the region of it that the entry lies in,
+/// and this object all of them.
 #[pyclass(name = "Arena", module = "tensorferry._native", frozen)]
 pub(crate) struct PyArena {
-    arena: Arc<Arena>,
-    /// What the entries are.
-    header: Arc<Header>,
-    /// Where each lies, `None` if it is not here.
-    offsets: Vec<Option<u64>>,
+    arena: Arena,
+    /// What the entries are; those of storages that were only announced have no header.
+    header: Option<Arc<Header>>,
+    /// Where each lies and its length in bytes, `None` if it is not here.
+    places: Vec<Option<(u64, u64)>>,
 }
 
 impl PyArena {
     pub(crate) fn new(arena: Arena, header: Arc<Header>, offsets: Vec<Option<u64>>) -> Self {
-        Self { arena: Arc::new(arena), header, offsets }
+        let sizes = header.entries().iter().map(Entry::nbytes);
+        let places = offsets.into_iter().zip(sizes).map(|(at, nbytes)| Some((at?, nbytes))).collect();
+        Self { arena, header: Some(header), places }
     }
 }
 
 #[pymethods]
 impl PyArena {
-    /// Address of the first byte.
-    #[getter]
-    fn address(&self) -> usize {
-        self.arena.address()
+    /// Memory for storages of `sizes` bytes, all zero, of which no page is there before it is touched.
+    #[new]
+    fn sparse(py: Python<'_>, sizes: Vec<u64>) -> PyResult<Self> {
+        let (arena, offsets) = Arena::sparse(&sizes).map_err(|e| errors::to_py(py, &e))?;
+        let places = offsets.into_iter().zip(sizes).map(Some).collect();
+        Ok(Self { arena, header: None, places })
     }
 
-    fn __len__(&self) -> usize {
-        self.arena.len()
-    }
-
-    /// Where the entry of this number lies, `None` if it is not here.
-    fn offset(&self, number: usize) -> Option<u64> {
-        self.offsets.get(number).copied().flatten()
+    /// The memory of the entry of this number, `None` if it is not here or has no bytes.
+    fn part(&self, number: usize) -> Option<PyPart> {
+        let (at, nbytes) = self.places.get(number).copied().flatten()?;
+        let (address, hold) = self.arena.hold(at, nbytes)?;
+        Some(PyPart { address, nbytes: usize::try_from(nbytes).ok()?, _hold: hold })
     }
 
     /// Tensors over the plain entries, each with a storage of its own; `tensor` is torch's class. `None` stands for what
@@ -50,9 +55,11 @@ impl PyArena {
         let py = tensor.py();
         let exchange = Exchange::of(tensor);
         let (made, mut missing) = (PyList::empty(py), Vec::new());
-        let plain = self.header.entries().iter().zip(&self.offsets).filter(|(entry, _)| entry.is_plain());
-        for (count, (entry, &at)) in plain.enumerate() {
-            let value = exchange.as_ref().zip(at).and_then(|(exchange, at)| exchange.over(py, &self.arena, at, entry));
+        let entries = self.header.as_ref().map_or(&[][..], |header| header.entries());
+        let plain = entries.iter().zip(&self.places).filter(|(entry, _)| entry.is_plain());
+        for (count, (entry, &place)) in plain.enumerate() {
+            let held = place.and_then(|(at, nbytes)| self.arena.hold(at, nbytes));
+            let value = exchange.as_ref().zip(held).and_then(|(exchange, held)| exchange.over(py, held, entry));
             if value.is_none() {
                 missing.push(count);
             }
@@ -63,20 +70,38 @@ impl PyArena {
         }
         Ok((made, missing))
     }
+}
 
-    /// The arena as a writable buffer: `torch.frombuffer` lays tensors over it without copying.
-    ///
+/// The memory of one entry, as a writable buffer: `torch.frombuffer` lays tensors over it without copying.
+#[pyclass(name = "Part", module = "tensorferry._native", frozen)]
+pub(crate) struct PyPart {
+    address: usize,
+    nbytes: usize,
+    _hold: Hold,
+}
+
+#[pymethods]
+impl PyPart {
+    /// Address of the first byte.
+    #[getter]
+    fn address(&self) -> usize {
+        self.address
+    }
+
+    fn __len__(&self) -> usize {
+        self.nbytes
+    }
+
     /// # Safety
     /// Called by the interpreter, which passes a valid `view`.
     #[allow(clippy::needless_pass_by_value)]
     unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
-        let arena = &slf.get().arena;
-        let len = ffi::Py_ssize_t::try_from(arena.len())?;
-        // SAFETY: the mapping lives as long as `slf`, of which the filled view takes a reference. Rust does not touch
-        // it any more: it is wrapped only after the transfer, so Python may write to it.
-        let status = unsafe {
-            ffi::PyBuffer_FillInfo(view, slf.as_ptr(), arena.address() as *mut std::ffi::c_void, len, 0, flags)
-        };
+        let Self { address, nbytes, .. } = *slf.get();
+        let len = ffi::Py_ssize_t::try_from(nbytes)?;
+        // SAFETY: the memory lives as long as `slf`, of which the filled view takes a reference. Rust writes to it only
+        // during a transfer that Python waits for, so Python may write to it.
+        let status =
+            unsafe { ffi::PyBuffer_FillInfo(view, slf.as_ptr(), address as *mut std::ffi::c_void, len, 0, flags) };
         if status == 0 { Ok(()) } else { Err(PyErr::fetch(slf.py())) }
     }
 }
@@ -203,7 +228,7 @@ struct DlManaged {
     flags: u64,
     tensor: DlTensor,
     /// Behind what `DLPack` knows of: keeps the memory.
-    arena: Arc<Arena>,
+    _hold: Hold,
 }
 
 /// Torch calls this when the last tensor over the memory is gone, on any thread, with or without the interpreter.
@@ -254,10 +279,10 @@ impl Exchange {
         }
     }
 
-    /// A tensor over `entry`, which lies in `arena` from `at` on, with a storage of its own that holds just its bytes.
-    /// `None` if it is empty or torch refuses.
-    fn over<'py>(&self, py: Python<'py>, arena: &Arc<Arena>, at: u64, entry: &Entry) -> Option<Bound<'py, PyAny>> {
-        let start = usize::try_from(at).ok()?;
+    /// A tensor over `entry`, whose memory is at an address that is held, with a storage of its own that holds just its
+    /// bytes. `None` if it is empty or torch refuses.
+    fn over<'py>(&self, py: Python<'py>, memory: (usize, Hold), entry: &Entry) -> Option<Bound<'py, PyAny>> {
+        let (address, hold) = memory;
         let (_, code, bits) = DLPACK.into_iter().find(|known| known.0 == entry.dtype)?;
         let mut shape = [0_i64; Described::MOST];
         let mut strides = [0_i64; Described::MOST];
@@ -268,11 +293,11 @@ impl Exchange {
             elements = elements.checked_mul(shape[i])?;
         }
         let nbytes = usize::try_from(elements).ok()?.checked_mul(usize::from(bits / 8))?;
-        if nbytes == 0 || start.checked_add(nbytes)? > arena.len() {
+        if nbytes == 0 || nbytes as u64 != entry.nbytes() {
             return None;
         }
         let tensor = DlTensor {
-            data: (arena.address() + start) as *mut c_void,
+            data: address as *mut c_void,
             device: DL_CPU,
             device_number: 0,
             rank: i32::try_from(rank).ok()?,
@@ -285,9 +310,9 @@ impl Exchange {
         };
         let (major, minor) = self.version;
         let context = std::ptr::null_mut();
-        let managed = DlManaged { major, minor, context, deleter: let_go, flags: 0, tensor, arena: arena.clone() };
+        let managed = DlManaged { major, minor, context, deleter: let_go, flags: 0, tensor, _hold: hold };
         let mut object = std::ptr::null_mut();
-        // SAFETY: the interpreter is held. The tensor lies inside the arena, which `managed` keeps and to which Rust
+        // SAFETY: the interpreter is held. The tensor lies inside memory that `managed` keeps and to which Rust
         // does not write any more. Torch copies shape and strides. It takes `managed` over; should it refuse, nobody
         // says whose that is then, and it is left alone.
         unsafe {

@@ -55,6 +55,13 @@ impl PyPool {
     }
 }
 
+/// Raises `SystemRefused` where the machine, swap included, has less memory than `nbytes`; `what` is to have it.
+#[pyfunction]
+#[pyo3(name = "_check_machine_has")]
+pub(crate) fn check_machine_has(py: Python<'_>, nbytes: u64, what: &str) -> PyResult<()> {
+    tensorferry_core::check_machine_has(nbytes, what).map_err(|e| errors::to_py(py, &e))
+}
+
 impl PyRemote {
     fn with<T>(&self, py: Python<'_>, read: impl FnOnce(&Remote) -> PyResult<T>) -> PyResult<T> {
         self.origin.check(py)?;

@@ -91,6 +91,9 @@ pub enum HeaderError {
     /// The shape has more bits than a u64 can count.
     #[error("entry {name:?} has a shape that overflows")]
     ShapeOverflow { name: String },
+    /// The payload is longer than offsets into files and memory can say.
+    #[error("entry {name:?} ends at {end}, beyond what can be addressed")]
+    TooLarge { name: String, end: u64 },
     /// A packed type ends within a byte.
     #[error("entry {name:?} does not end on a whole byte")]
     PartialByte { name: String },
@@ -172,6 +175,9 @@ impl Header {
             let entry = &entries[i as usize];
             let (start, end) = offsets(i);
             let name = || clip(&entry.name);
+            if i64::try_from(end).is_err() {
+                return Err(HeaderError::TooLarge { name: name(), end });
+            }
             if end < start {
                 return Err(HeaderError::Reversed { name: name(), start, end });
             }

@@ -134,6 +134,15 @@ impl Dtype {
         }
     }
 
+    /// Whether a gradient can be asked for: elements are real or complex numbers.
+    #[must_use]
+    pub fn has_gradient(self) -> bool {
+        !matches!(
+            self,
+            Self::Bool | Self::U8 | Self::I8 | Self::I16 | Self::U16 | Self::I32 | Self::U32 | Self::I64 | Self::U64
+        )
+    }
+
     /// Bytes an element's address is a multiple of. A complex number is as wide as two floats and aligned like one,
     /// but counts as 8 here, so that it may be read as one word.
     #[must_use]

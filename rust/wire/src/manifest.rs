@@ -80,6 +80,12 @@ pub enum ManifestError {
     /// A flag other than '0' to '3'.
     #[error("flag of leaf {leaf} is not one of 0 to 3")]
     Flag { leaf: usize },
+    /// A gradient is asked for where none can be.
+    #[error("leaf {leaf} requires a gradient, and its elements are {dtype}")]
+    Gradient { leaf: usize, dtype: &'static str },
+    /// A dimension is so long that no tensor has it, though others of no length leave it no bytes.
+    #[error("leaf {leaf} has a shape that no tensor has")]
+    Shape { leaf: usize },
     /// The storages have more bytes than memory can.
     #[error("storages have more bytes than can be addressed, from storage {storage} on")]
     StorageOverflow { storage: usize },
@@ -401,8 +407,24 @@ impl<'a> Walk<'a> {
         if let Some(leaf) = flags.bytes().position(|flag| !(b'0'..=b'3').contains(&flag)) {
             return Err(ManifestError::Flag { leaf });
         }
+        self.check_leaves(flags.as_bytes())?;
         self.check_storages(&storages)?;
         Ok(Manifest { version, objects, storages, leaves, tree })
+    }
+
+    /// Whether a tensor can be made of each leaf.
+    fn check_leaves(&self, flags: &[u8]) -> Result<(), ManifestError> {
+        for (leaf, entry) in self.header.entries().iter().filter(|entry| entry.is_plain()).enumerate() {
+            // Strides are counted as if every dimension had a length.
+            let most = entry.shape.iter().try_fold(entry.dtype.bits(), |n, &dim| n.checked_mul(dim.max(1)));
+            if most.is_none_or(|bits| i64::try_from(bits).is_err()) {
+                return Err(ManifestError::Shape { leaf });
+            }
+            if flags.get(leaf).is_some_and(|flag| (flag - b'0') & 2 != 0) && !entry.dtype.has_gradient() {
+                return Err(ManifestError::Gradient { leaf, dtype: entry.dtype.name() });
+            }
+        }
+        Ok(())
     }
 
     fn check_storages(&self, storages: &[Storage]) -> Result<(), ManifestError> {

@@ -7,7 +7,12 @@ use std::time::Duration;
 
 use tensorferry_wire::digest::{BLOCK_SIZE, GRAINS};
 
+use crate::arena::ALIGNMENT;
 use crate::error::{Error, ErrorKind};
+
+/// A page of memory.
+#[allow(clippy::cast_possible_truncation)]
+const PAGE: usize = crate::layout::PAGE as usize;
 
 /// How often a lane with nothing to do looks at the others.
 const IDLE: Duration = Duration::from_millis(100);
@@ -189,11 +194,22 @@ impl Plan {
     /// Asks for the pages behind payload `[start, end)` ahead of the bytes.
     pub(crate) fn populate(&self, start: u64, end: u64) {
         let index = self.pieces.partition_point(|p| p.end() <= start);
+        // Many pieces may share a page: one call for as many as follow one another.
+        let mut pages = 0..0;
         for piece in self.pieces[index..].iter().take_while(|p| p.start < end) {
             let (first, last) = (piece.start.max(start), piece.end().min(end));
             #[allow(clippy::cast_possible_truncation)]
-            crate::arena::populate(piece.address + (first - piece.start) as usize, (last - first) as usize);
+            let (address, len) = (piece.address + (first - piece.start) as usize, (last - first) as usize);
+            let (low, high) = (address & !(PAGE - 1), (address + len).next_multiple_of(PAGE));
+            if (pages.start..=pages.end).contains(&low) {
+                pages.end = high.max(pages.end);
+            } else if last - first > ALIGNMENT {
+                crate::arena::populate(pages.start, pages.end);
+                pages = low..high;
+            }
+            // A scalar lies apart from what is around it in the payload, and a call would cost what a fault does.
         }
+        crate::arena::populate(pages.start, pages.end);
     }
 }
 

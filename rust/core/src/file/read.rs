@@ -1,9 +1,9 @@
 //! Reading: slices straight into memory, and no block of it unverified.
 
-use std::fs::File;
+use std::fs::{File, OpenOptions};
 use std::io::{self, IoSliceMut};
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -40,9 +40,14 @@ impl Container {
     /// match its checksum; [`ErrorKind::Protocol`] when it is no container with checksums. The path is named.
     pub fn open(path: &Path) -> Result<Self, Error> {
         let failed = |e| refused(path, "cannot be read", e);
-        let file = File::open(path).map_err(failed)?;
-        let len = file.metadata().map_err(failed)?.len();
         let foreign = |why: String| Error::new(ErrorKind::Protocol, format!("{}: {why}", path.display()));
+        // A pipe would have us wait for somebody to write to it.
+        let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path).map_err(failed)?;
+        let metadata = file.metadata().map_err(failed)?;
+        if !metadata.is_file() {
+            return Err(foreign("it is no regular file".to_owned()));
+        }
+        let len = metadata.len();
         let corrupt = |why: String| Error::new(ErrorKind::Corrupt, format!("{}: corrupt: {why}", path.display()));
         if len < 8 {
             return Err(corrupt(format!("it has {len} bytes, and its header is longer")));

@@ -98,9 +98,8 @@ impl State {
         assert_eq!(header.entries().len(), self.0.len());
         for (entry, offset) in header.entries().iter().zip(arrived.offsets()) {
             let Some(offset) = offset else { continue };
-            let start = usize::try_from(*offset).unwrap();
             let expected = self.bytes(&entry.name);
-            let found = &arrived.arena().as_slice()[start..start + expected.len()];
+            let found = arrived.arena().bytes(*offset, expected.len());
             // No assert_eq: a message of 64 MiB helps nobody.
             assert!(found == &expected[..], "{} arrived with wrong bytes", entry.name);
         }

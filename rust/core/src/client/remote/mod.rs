@@ -21,7 +21,7 @@ use super::connection::Connection;
 use super::limits::Limits;
 use super::plan::{Piece, Plan};
 use super::{Arrived, Destination, Peer, Report};
-use crate::arena::{ALIGNMENT, Arena, Pool};
+use crate::arena::{Arena, Places, Pool};
 use crate::error::{Error, ErrorKind};
 use crate::slices::{self, Slice};
 
@@ -178,22 +178,23 @@ impl Remote {
             here[index] = false;
         }
         let mut offsets = vec![None; entries.len()];
-        let mut len = 0_u64;
+        let mut places = Places::default();
         // In payload order, so that neighbours on the wire are neighbours in memory and one receive fills many.
         for (index, entry) in self.header.in_payload_order() {
             if address_of(index).is_none() && here[index] && !is_reserved(entry) {
-                offsets[index] = Some(len);
-                len = (len + (entry.end - entry.start)).next_multiple_of(ALIGNMENT);
+                offsets[index] = Some(places.add(entry.nbytes()));
             }
         }
-        let arena = Arena::new(len, self.pool.clone())?;
+        places.close();
+        let arena = Arena::of(&places, self.pool.clone())?;
         let mut pieces: Vec<Piece> = Vec::new();
         for (index, entry) in self.header.in_payload_order() {
-            let address = match (address_of(index), offsets[index]) {
+            let address = match (address_of(index), &mut offsets[index]) {
                 (Some(address), _) => address,
-                // An offset is below the length of a mapping that exists.
-                #[allow(clippy::cast_possible_truncation)]
-                (None, Some(offset)) => arena.address() + offset as usize,
+                (None, Some(offset)) => {
+                    *offset = places.offset(*offset, entry.nbytes());
+                    arena.address_of(*offset, entry.nbytes())
+                }
                 (None, None) => continue,
             };
             // SAFETY: the arena is ours, its entries do not overlap, and it is handed out only after the transfer;

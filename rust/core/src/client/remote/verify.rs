@@ -25,10 +25,10 @@ impl Remote {
         received: &Received,
     ) -> Result<Vec<(u64, u64)>, Error> {
         let mut differ: Vec<(u64, u64)> = Vec::new();
-        for Request { mut asked, runs } in requests(runs, grain) {
-            if self.peers.len() > 1 && grain == BLOCK_SIZE {
-                asked[0].0 = 0;
-            }
+        // Of several sources, whichever answers has to serve what came along with the header, too.
+        let several = self.peers.len() > 1 && grain == BLOCK_SIZE;
+        let lead = if several { (self.prefix.len() as u64).div_ceil(BLOCK_SIZE) } else { 0 };
+        for Request { asked, runs } in requests(lead, runs, grain) {
             let table = self.digests(&asked, grain)?;
             let mut known = asked.iter().flat_map(|&(a, b)| a..b).zip(&table.blocks);
             for block in runs.iter().flat_map(|&(a, b)| a..b) {
@@ -57,9 +57,10 @@ impl Remote {
     /// The source's digests of `runs` of blocks, from any peer that serves this snapshot; that one is the primary from then
     /// on.
     fn digests(&mut self, runs: &[(u64, u64)], grain: u64) -> Result<DigestTable, Error> {
-        let prefix: Vec<_> = match runs[0].0 {
-            0 if grain == BLOCK_SIZE => {
-                self.prefix.chunks(block_len()).map(|block| self.algorithm.checksum(block)).collect()
+        let prefix: Vec<_> = match runs[0] {
+            (0, end) if grain == BLOCK_SIZE => {
+                let known = self.prefix.chunks(block_len()).take(usize::try_from(end).unwrap_or(usize::MAX));
+                known.map(|block| self.algorithm.checksum(block)).collect()
             }
             _ => Vec::new(),
         };
