@@ -86,6 +86,12 @@ impl Error {
         }
     }
 
+    /// The same error with `more` put behind its message.
+    pub(crate) fn and(mut self, more: &str) -> Self {
+        self.message = format!("{}: {more}", self.message);
+        self
+    }
+
     /// The same error with `context` put before its message.
     pub(crate) fn at(mut self, context: &str) -> Self {
         self.message = format!("{context}: {}", self.message);

@@ -8,12 +8,15 @@ use super::opened::Opened;
 use super::{OPEN_ATTEMPTS, Remote};
 use crate::client::connection::Connection;
 use crate::client::limits::Limits;
+use crate::client::url::Source;
 use crate::client::{FetchOptions, Peer};
 use crate::error::{Error, ErrorKind};
 use crate::secret;
 
 /// How long one of several sources may be silent before the next one is asked; twice as long each time it is its turn.
 const OPEN_PATIENCE: Duration = Duration::from_secs(1);
+/// How long a source that keeps a request waiting may take to say why.
+const WHY_PATIENCE: Duration = Duration::from_secs(1);
 
 impl Remote {
     /// Asks the sources in `urls` for `step`; they must serve the same snapshot. Waits while nothing is allowed yet.
@@ -32,15 +35,14 @@ impl Remote {
         let peers = urls.iter().map(|url| Peer::parse(url, options.same_host, options.secret.as_ref()));
         let peers = peers.collect::<Result<Vec<_>, Error>>()?;
         let mut last = Error::new(ErrorKind::Invalid, "no source was named");
+        // What was waited for at each source that did not answer in time.
+        let mut waited: Vec<Option<String>> = vec![None; peers.len()];
         // Each in turn, so that one that is stuck costs a share of the time and not all of it.
         let mut standing: VecDeque<_> = (0..peers.len()).map(|index| (index, 0_u32, 0_u32)).collect();
         while let Some((primary, asked, failures)) = standing.pop_front() {
             if asked > 0 && !limits.pause(Duration::from_millis(20 << asked.min(5)), || false) {
-                return Err(limits
-                    .left()
-                    .err()
-                    .filter(|_| last.is_timeout() || limits.cancel.is_cancelled())
-                    .unwrap_or(last));
+                let over = limits.left().err().filter(|over| last.is_timeout() || !over.is_timeout());
+                return Err(over.map_or(last, |over| late(over, step, &waited)));
             }
             let source = &peers[primary].source;
             let others = u32::try_from(standing.len()).unwrap_or(u32::MAX);
@@ -52,8 +54,20 @@ impl Remote {
             let patience = if others == 0 { limits.stall } else { limits.stall.min(OPEN_PATIENCE) };
             let patience = patience.saturating_mul(1 << asked.min(10));
             let (opened, nobody) = match Connection::open(source, &share) {
-                Ok(connection) => (Opened::read(connection, step, options.ahead, &share, patience), false),
+                Ok(connection) => {
+                    let opened = Opened::read(connection, step, options.ahead, &share, patience);
+                    if opened.as_ref().is_err_and(Error::is_timeout) {
+                        waited[primary] = Some(match why(source, &share, patience) {
+                            Some(why) => format!("{} answers, and {why}", source.authority()),
+                            None => format!("{} accepts connections and answers nothing", source.authority()),
+                        });
+                    }
+                    (opened, false)
+                }
                 Err(e) => {
+                    if e.is_timeout() {
+                        waited[primary] = Some(e.to_string());
+                    }
                     let nobody = e.kind() == ErrorKind::Connect;
                     (Err(e), nobody)
                 }
@@ -94,6 +108,35 @@ impl Remote {
                 }
             }
         }
-        Err(last)
+        match limits.left() {
+            Err(over) if last.is_timeout() && over.is_timeout() => Err(late(over, step, &waited)),
+            _ => Err(last),
+        }
     }
+}
+
+/// The error for a deadline that has passed, with what was waited for at each source.
+fn late(over: Error, step: i64, waited: &[Option<String>]) -> Error {
+    if !over.is_timeout() {
+        return over;
+    }
+    let waited: Vec<_> = waited.iter().flatten().map(String::as_str).collect();
+    let over = over.at(&format!("step {step}"));
+    if waited.is_empty() { over } else { over.and(&waited.join("; ")) }
+}
+
+/// Why `source` keeps a request waiting, as its own counters tell: they need no proof and no checkpoint.
+fn why(source: &Arc<Source>, limits: &Limits, patience: Duration) -> Option<String> {
+    let limits = limits.at_most((patience / 4).clamp(Duration::from_millis(50), WHY_PATIENCE));
+    let path = format!("{}metrics", source.prefix().strip_suffix("checkpoint/")?);
+    let mut connection = Connection::open(source, &limits).ok()?;
+    let head = connection.get(&path, None, None, None).ok()?;
+    let body = connection.body(&head, 1 << 20).ok().filter(|_| head.status == 200)?;
+    let page = String::from_utf8_lossy(&body);
+    let value = |name: &str| page.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
+    Some(match (value("tensorferry_allowed")?, value("tensorferry_step")) {
+        ("0", None) => "has never published anything".to_owned(),
+        ("0", Some(step)) => format!("has withdrawn what it published last, step {}", step.parse::<i64>().ok()?),
+        (_, step) => format!("serves step {}", step?.parse::<i64>().ok()?),
+    })
 }
