@@ -26,10 +26,8 @@ struct Table {
 // SAFETY: `descriptors` are only reached by whoever holds `lock`.
 unsafe impl Sync for Table {}
 
-static TABLE: Table = Table {
-    lock: UnsafeCell::new(libc::PTHREAD_MUTEX_INITIALIZER),
-    descriptors: UnsafeCell::new(Vec::new()),
-};
+static TABLE: Table =
+    Table { lock: UnsafeCell::new(libc::PTHREAD_MUTEX_INITIALIZER), descriptors: UnsafeCell::new(Vec::new()) };
 
 /// What a child finds instead of a socket; opened beforehand, since a child may have no descriptor left.
 static NOTHING: OnceLock<RawFd> = OnceLock::new();

@@ -41,8 +41,7 @@ pub fn resolve(name: &str, timeout: Duration, cancel: &Cancel) -> Result<Vec<IpA
         .checked_add(timeout)
         .ok_or_else(|| Error::new(ErrorKind::Invalid, "the timeout is too long to be counted"))?;
     let found = addresses(name, 0, &Limits { started, deadline, stall: timeout, cancel: cancel.clone() })?;
-    let found =
-        found.map_err(|e| Error::caused(ErrorKind::Connect, format!("{name} cannot be looked up"), e))?;
+    let found = found.map_err(|e| Error::caused(ErrorKind::Connect, format!("{name} cannot be looked up"), e))?;
     Ok(found.iter().map(SocketAddr::ip).collect())
 }
 
@@ -61,7 +60,8 @@ pub(super) fn addresses(host: &str, port: u16, limits: &Limits) -> Result<io::Re
         match begin(host) {
             Ok(Some(lookup)) => break lookup,
             Ok(None) => {
-                let pause = left(limits, || format!("{MOST} other names are being looked up, and no name server answers"))?;
+                let pause =
+                    left(limits, || format!("{MOST} other names are being looked up, and no name server answers"))?;
                 thread::sleep(pause.min(CANCEL_POLL));
             }
             Err(e) => return Err(Error::caused(ErrorKind::System, "cannot start a thread that looks up a name", e)),
@@ -85,7 +85,7 @@ pub(super) fn addresses(host: &str, port: u16, limits: &Limits) -> Result<io::Re
 
 /// The time that is left, or an error that says what it went to.
 fn left(limits: &Limits, waited: impl FnOnce() -> String) -> Result<Duration, Error> {
-    limits.left().map_err(|over| if over.is_timeout() { over.and(&waited()) } else { over })
+    limits.left().map_err(|over| over.waiting_for(waited))
 }
 
 /// The lookup of `name`, begun if it is not under way; `None` while there are too many.
@@ -138,7 +138,10 @@ mod tests {
     #[test]
     fn addresses_are_found_without_a_thread() {
         for address in ["192.0.2.7", "2001:db8::7", "::ffff:192.0.2.7"] {
-            assert_eq!(resolve(address, Duration::from_secs(1), &Cancel::new()).unwrap(), [address.parse::<IpAddr>().unwrap()]);
+            assert_eq!(
+                resolve(address, Duration::from_secs(1), &Cancel::new()).unwrap(),
+                [address.parse::<IpAddr>().unwrap()]
+            );
         }
         let found = addresses("fe80::1%lo", 5, &limits(Duration::from_secs(1))).unwrap().unwrap();
         assert!(matches!(found[..], [SocketAddr::V6(found)] if found.scope_id() != 0), "{found:?}");

@@ -50,9 +50,8 @@ pub(super) async fn accept_network(
     mut stopped: watch::Receiver<bool>,
 ) {
     loop {
-        let accepting = poll_fn(|context| {
-            Unshared::poll_make(|| listener.poll_accept(context).map_ok(|(stream, _)| stream))
-        });
+        let accepting =
+            poll_fn(|context| Unshared::poll_make(|| listener.poll_accept(context).map_ok(|(stream, _)| stream)));
         match next(&places, accepting, &mut stopped).await {
             Some(Ok(stream)) => {
                 let _ = stream.set_nodelay(true);

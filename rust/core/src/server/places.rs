@@ -95,8 +95,7 @@ impl Places {
         let (number, since) = (held.next, Instant::now());
         held.next += 1;
         let (open, cut) = (Arc::<AtomicUsize>::default(), Arc::<Notify>::default());
-        let holder =
-            Holder { from, since, proven: false, asking: 0, open: Arc::clone(&open), cut: Arc::clone(&cut) };
+        let holder = Holder { from, since, proven: false, asking: 0, open: Arc::clone(&open), cut: Arc::clone(&cut) };
         held.connections.insert(number, holder);
         drop(held);
         Some(Place { places: Arc::clone(self), number, since, open, cut })

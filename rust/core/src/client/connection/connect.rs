@@ -125,8 +125,9 @@ fn connect(address: SocketAddr, limits: &Limits) -> Result<io::Result<Unshared<S
     let started = Instant::now();
     while !connected {
         let waited = started.elapsed();
-        let unanswered = || format!("{address} has not answered a connection attempt for {:.3} s", waited.as_secs_f64());
-        let left = limits.left().map_err(|over| if over.is_timeout() { over.and(&unanswered()) } else { over })?;
+        let unanswered =
+            || format!("{address} has not answered a connection attempt for {:.3} s", waited.as_secs_f64());
+        let left = limits.left().map_err(|over| over.waiting_for(unanswered))?;
         if waited >= limits.stall {
             return Ok(Err(io::Error::new(io::ErrorKind::TimedOut, format!("timed out: {}", unanswered()))));
         }

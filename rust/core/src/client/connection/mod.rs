@@ -49,6 +49,8 @@ pub(crate) struct Connection {
     reusable: bool,
     /// Whether the source had not yet copied all of the body when it began to send it.
     filling: bool,
+    /// Whether it was so for any answer.
+    copying: bool,
     timeout: Option<Duration>,
     /// What the source has done last, for the message when nothing more comes.
     stage: Stage,
@@ -74,6 +76,7 @@ impl Connection {
             reusable: true,
             filling: false,
             timeout: None,
+            copying: false,
             stage: Stage::Connected,
             pace: Pace::default(),
             ring: None,
@@ -161,6 +164,7 @@ impl Connection {
         self.stage = Stage::Answering;
         self.remaining = head.content_length.unwrap_or(0);
         self.filling = head.filling;
+        self.copying |= head.filling;
         self.reusable = head.keep_alive && head.content_length.is_some();
         match &mut self.ring {
             Some(ring) => ring.in_use = head.in_ring,
@@ -287,13 +291,12 @@ impl Connection {
     fn broken(&self, e: &io::Error) -> Error {
         let peer = self.source.authority();
         if let Err(over) = self.limits.left() {
-            return if over.is_timeout() { over.and(&format!("{peer} {}", self.state())) } else { over };
+            return over.waiting_for(|| format!("{peer} {}", self.state()));
         }
         if is_timeout(e) {
             let waited = self.timeout.unwrap_or(self.limits.stall).as_secs_f64();
-            let state = self.state();
-            let message = format!("timed out: {peer} sent nothing, or next to nothing, for {waited:.3} s: it {state}");
-            return Error::new(ErrorKind::Timeout, message);
+            let message = format!("timed out: {peer} sent nothing, or next to nothing, for {waited:.3} s");
+            return Error::new(ErrorKind::Timeout, message).waiting_for(|| format!("{peer} {}", self.state()));
         }
         Error::new(ErrorKind::Connect, format!("the connection to {peer} broke: {e}"))
     }
@@ -301,7 +304,7 @@ impl Connection {
     /// What the source is doing, as far as this side knows.
     fn state(&self) -> &'static str {
         match self.stage {
-            Stage::Answering if self.filling => "still copies its state and has not sent all of it",
+            Stage::Asked | Stage::Answering if self.copying => "was still copying its state when it last answered",
             Stage::Answering => "has not sent all of its answer",
             Stage::Asked => "was asked and has not begun to answer",
             Stage::Connected => "is connected and says nothing",

@@ -41,8 +41,10 @@ impl Remote {
         let mut standing: VecDeque<_> = (0..peers.len()).map(|index| (index, 0_u32, 0_u32)).collect();
         while let Some((primary, asked, failures)) = standing.pop_front() {
             if asked > 0 && !limits.pause(Duration::from_millis(20 << asked.min(5)), || false) {
-                let over = limits.left().err().filter(|over| last.is_timeout() || !over.is_timeout());
-                return Err(over.map_or(last, |over| late(over, step, &waited)));
+                return Err(match limits.left() {
+                    Err(over) if last.is_timeout() || !over.is_timeout() => late(over, step, &waited),
+                    _ => last,
+                });
             }
             let source = &peers[primary].source;
             let others = u32::try_from(standing.len()).unwrap_or(u32::MAX);
@@ -56,17 +58,17 @@ impl Remote {
             let (opened, nobody) = match Connection::open(source, &share) {
                 Ok(connection) => {
                     let opened = Opened::read(connection, step, options.ahead, &share, patience);
-                    if opened.as_ref().is_err_and(Error::is_timeout) {
-                        waited[primary] = Some(match why(source, &share, patience) {
-                            Some(why) => format!("{} answers, and {why}", source.authority()),
-                            None => format!("{} accepts connections and answers nothing", source.authority()),
-                        });
+                    if let Err(e) = &opened
+                        && e.is_timeout()
+                        && (limits.left().is_ok() || waited[primary].is_none())
+                    {
+                        waited[primary] = Some(format!("{}: {}", reason(e), why(source, &limits, patience)));
                     }
                     (opened, false)
                 }
                 Err(e) => {
                     if e.is_timeout() {
-                        waited[primary] = Some(e.to_string());
+                        waited[primary] = Some(reason(&e));
                     }
                     let nobody = e.kind() == ErrorKind::Connect;
                     (Err(e), nobody)
@@ -117,26 +119,31 @@ impl Remote {
 
 /// The error for a deadline that has passed, with what was waited for at each source.
 fn late(over: Error, step: i64, waited: &[Option<String>]) -> Error {
-    if !over.is_timeout() {
-        return over;
-    }
     let waited: Vec<_> = waited.iter().flatten().map(String::as_str).collect();
-    let over = over.at(&format!("step {step}"));
-    if waited.is_empty() { over } else { over.and(&waited.join("; ")) }
+    over.at(&format!("step {step}")).waiting_for(|| waited.join("; "))
+}
+
+/// What was waited for when a source took too long.
+fn reason(e: &Error) -> String {
+    e.waited_for().map_or_else(|| e.to_string().trim_start_matches("timed out: ").to_owned(), str::to_owned)
 }
 
 /// Why `source` keeps a request waiting, as its own counters tell: they need no proof and no checkpoint.
-fn why(source: &Arc<Source>, limits: &Limits, patience: Duration) -> Option<String> {
+fn why(source: &Arc<Source>, limits: &Limits, patience: Duration) -> String {
     let limits = limits.at_most((patience / 4).clamp(Duration::from_millis(50), WHY_PATIENCE));
+    counters(source, &limits).unwrap_or_else(|| "it accepts connections and answers nothing".to_owned())
+}
+
+fn counters(source: &Arc<Source>, limits: &Limits) -> Option<String> {
     let path = format!("{}metrics", source.prefix().strip_suffix("checkpoint/")?);
-    let mut connection = Connection::open(source, &limits).ok()?;
+    let mut connection = Connection::open(source, limits).ok()?;
     let head = connection.get(&path, None, None, None).ok()?;
     let body = connection.body(&head, 1 << 20).ok().filter(|_| head.status == 200)?;
     let page = String::from_utf8_lossy(&body);
     let value = |name: &str| page.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
     Some(match (value("tensorferry_allowed")?, value("tensorferry_step")) {
-        ("0", None) => "has never published anything".to_owned(),
-        ("0", Some(step)) => format!("has withdrawn what it published last, step {}", step.parse::<i64>().ok()?),
-        (_, step) => format!("serves step {}", step?.parse::<i64>().ok()?),
+        ("0", None) => "it has never published anything".to_owned(),
+        ("0", Some(step)) => format!("it has withdrawn what it published last, step {}", step.parse::<i64>().ok()?),
+        (_, step) => format!("it serves step {}", step?.parse::<i64>().ok()?),
     })
 }
