@@ -14,7 +14,6 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-
 from tensorferry import HTTPTransport
 from tensorferry.dcp import PeerReader
 from tensorferry.dcp.peer_writer import SCHEME
@@ -78,7 +77,9 @@ def main(door: str, seconds: float, interrupt: float | None) -> None:
     asked = False
     with contextlib.suppress(OSError):
         asked = bool(silent.recv(4096))
-    print(json.dumps({"took": took, "ended": end[0], "message": end[1], "asked": asked, "warnings": warnings}), flush=True)
+    print(
+        json.dumps({"took": took, "ended": end[0], "message": end[1], "asked": asked, "warnings": warnings}), flush=True
+    )
     # Threads that are still looking up a name must not delay the end either; but that is the caller's to see.
     sys.exit(0)
 

@@ -93,4 +93,6 @@ def test_an_interrupt_ends_construction(attempt: Callable[..., dict[str, Any]]) 
 def test_the_process_does_not_wait_for_the_resolver_at_its_end(attempt: Callable[..., dict[str, Any]]) -> None:
     begin = time.monotonic()
     said = attempt("ours", seconds=0.2)
-    assert time.monotonic() - begin - said["took"] < UNBOUNDED_S, "less than the resolver takes, torch's import included"
+    assert time.monotonic() - begin - said["took"] < UNBOUNDED_S, (
+        "less than the resolver takes, torch's import included"
+    )
