@@ -219,9 +219,14 @@ fn who_does_not_ask_in_time_is_let_go_whatever_else_it_does() {
         let rig = crowded(&state(), 64, tls);
         let (mut idle, mut busy) = (Raw::to(&rig), Raw::to(&rig));
         let started = Instant::now();
-        let dripping = || started.elapsed() < PATIENCE;
-        let bytes: &[u8] = if tls { b"\x16\x03\x01\x02\x00\x01" } else { b"GET /healthz HTTP/1.1\r\nHost: t\r\n\r\n" };
-        while dripping() && busy.stream.write_all(bytes.get(..1).filter(|_| tls).unwrap_or(bytes)).is_ok() {
+        // The beginning of a handshake, byte by byte, or requests that prove nothing.
+        let mut hello = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03".iter().chain(std::iter::repeat(&0));
+        let healthz = b"GET /healthz HTTP/1.1\r\nHost: t\r\n\r\n";
+        while started.elapsed() < PATIENCE {
+            let byte = [*hello.next().unwrap()];
+            if busy.stream.write_all(if tls { &byte } else { healthz }).is_err() {
+                break;
+            }
             std::thread::sleep(Duration::from_millis(300));
         }
         let took = started.elapsed();
