@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import pytest
 
-from tensorferry import InvalidArgument, addresses
+from tensorferry import ConnectError, FetchTimeout, InvalidArgument, addresses
 
 TIMEOUT = timedelta(seconds=30)
 HOST = [
@@ -24,7 +24,7 @@ def host(monkeypatch):
     """A host with several interfaces, whose name resolves to nothing else than itself and that has no way out."""
     monkeypatch.setattr(addresses, "_interfaces", lambda: HOST)
     monkeypatch.setattr(socket, "gethostname", lambda: "node")
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [(2, 1, 6, "", ("127.0.1.1", 0))])
+    monkeypatch.setattr(addresses, "_resolve", lambda *_, **__: ["127.0.1.1"])
 
     def no_route(*_):
         raise OSError(101, "Network is unreachable")
@@ -65,14 +65,16 @@ def test_the_default_is_reachable_from_elsewhere(host):
     assert (
         addresses.advertised_host(None, None) == "192.168.7.3"
     )  # neither the name, which leads to itself, nor loopback
-    host.setattr(socket, "getaddrinfo", lambda *_: [(2, 1, 6, "", ("10.1.2.3", 0))])
+    host.setattr(addresses, "_resolve", lambda *_, **__: ["10.1.2.3"])
     assert addresses.advertised_host(None, None) == "node"
 
-    def unknown(*_):
-        raise socket.gaierror(-2, "Name or service not known")
+    for failure in (ConnectError("unknown"), FetchTimeout("timed out")):
 
-    host.setattr(socket, "getaddrinfo", unknown)
-    assert addresses.advertised_host(None, None) == "192.168.7.3"
+        def unknown(*_, failure=failure, **__):
+            raise failure
+
+        host.setattr(addresses, "_resolve", unknown)
+        assert addresses.advertised_host(None, None) == "192.168.7.3"
     host.setattr(addresses, "_interfaces", lambda: HOST[:2])
     assert addresses.advertised_host(None, None) == "127.0.0.1"
 

@@ -211,6 +211,32 @@ def test_ctrl_c_ends_a_blocked_receive(wait_for: str, child: Child) -> None:
     assert "goes on" in child.finish(within=30)
 
 
+def test_ctrl_c_ends_the_drain_of_a_withdrawal(child: Child) -> None:
+    """Readers are cut off then, so that the state may be changed, as after every withdrawal."""
+    process = child.start("""
+        import urllib.request
+        source, target = open_pair()
+        source.send_checkpoint([1], 1, {"w": torch.ones(64 << 20, dtype=torch.uint8)}, LONG)
+        reader = stuck_reader(source)
+        print("ready", flush=True)
+        try:
+            source.disallow_checkpoint()
+        except KeyboardInterrupt:
+            print("interrupted", flush=True)
+        with urllib.request.urlopen(source.metadata().replace("checkpoint/", "metrics"), timeout=30) as metrics:
+            assert b"tensorferry_transfers 0" in metrics.read()
+        send_and_receive(source, target, 2)
+        print("goes on", flush=True)
+    """)
+    child.wait_for("ready")
+    time.sleep(1)
+    sent = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    child.wait_for("interrupted")
+    assert time.monotonic() - sent < 2
+    assert "goes on" in child.finish(within=30)
+
+
 def test_a_signal_that_is_handled_does_not_end_a_receive(child: Child) -> None:
     process = child.start("""
         heard = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 import time
 import urllib.error
 from datetime import timedelta
@@ -16,7 +17,7 @@ from equality import assert_same_state
 from exchange import TIMED_OUT, TIMEOUT, SlowRelay, big_state, connect, in_background, path, receive, small_state
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -193,3 +194,133 @@ def test_host_without_an_address(open_transport: Callable[..., Any]) -> None:
 def test_metadata_that_is_none(metadata: str, open_transport: Callable[..., Any]) -> None:
     with pytest.raises((ValueError, OSError)):
         open_transport().recv_checkpoint(0, metadata, 1, timedelta(seconds=5))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a timeout says
+
+
+@contextlib.contextmanager
+def answering(answer: bytes) -> Iterator[str]:
+    """A source that sends `answer` to each request, and no more."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    connections = []
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connections.append(listener.accept()[0])
+                connections[-1].recv(4096)
+                connections[-1].sendall(answer)
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/{'0' * 32}/checkpoint/"
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join(10)
+        for connection in connections:
+            connection.close()
+
+
+def timeout_of(target: Any, metadata: str, step: int, seconds: float = 1) -> str:
+    import tensorferry
+
+    started = time.monotonic()
+    with pytest.raises(tensorferry.FetchTimeout, match=TIMED_OUT) as caught:
+        target.recv_checkpoint(0, metadata, step, timedelta(seconds=seconds))
+    assert time.monotonic() - started < seconds + 1
+    return str(caught.value)
+
+
+def host(metadata: str) -> str:
+    return metadata.split("/")[2].rpartition("@")[2]
+
+
+@pytest.mark.beyond_torchft
+@pytest.mark.parametrize("options", [{}, {"secret": "0123456789abcdef"}, {"tls": True}], ids=["plain", "secret", "tls"])
+def test_a_timeout_says_that_nothing_was_published_or_what_was_withdrawn(
+    options: dict[str, Any], open_transport: Callable[..., Any]
+) -> None:
+    source, target = open_transport(**options), open_transport(**options)
+    message = timeout_of(target, source.metadata(), 7)
+    assert "step 7" in message
+    assert f"{host(source.metadata())} was asked and has not begun to answer: it has never published" in message
+    source.send_checkpoint([1], 5, small_state(), TIMEOUT)
+    source.disallow_checkpoint()
+    message = timeout_of(target, source.metadata(), 6)
+    assert "step 6" in message
+    assert f"{host(source.metadata())} was asked" in message
+    assert "it has withdrawn what it published last, step 5" in message
+
+
+@pytest.mark.beyond_torchft
+def test_a_timeout_says_that_a_source_is_silent(open_transport: Callable[..., Any]) -> None:
+    with answering(b"") as metadata:
+        message = timeout_of(open_transport(), metadata, 7)
+    assert "step 7" in message
+    assert (
+        f"{host(metadata)} was asked and has not begun to answer: it accepts connections and answers nothing" in message
+    )
+    with answering(b"") as metadata:
+        stock = metadata.replace("0" * 32 + "/", "")
+        message = timeout_of(open_transport(), stock, 7)
+    assert f"step 7 from {host(metadata)}" in message
+    assert "has not begun to answer" in message
+
+
+@pytest.mark.beyond_torchft
+def test_a_timeout_says_that_a_source_is_still_copying(open_transport: Callable[..., Any]) -> None:
+    head = b"HTTP/1.1 206 Partial Content\r\nContent-Range: bytes 0-1048575/9999999\r\nContent-Length: 1048576\r\n"
+    with answering(head + b'ETag: "a"\r\nTensorferry-Filling: 1\r\n\r\n') as metadata:
+        message = timeout_of(open_transport(), metadata, 7)
+    assert f"{host(metadata)} was still copying its state" in message
+
+
+@pytest.mark.beyond_torchft
+def test_a_timeout_says_that_nobody_answers_a_connection_attempt(open_transport: Callable[..., Any]) -> None:
+    import tensorferry
+
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(0)
+    # A queue that is full drops what comes, as a host that is down does.
+    filling = [socket.socket() for _ in range(4)]
+    for one in filling:
+        one.setblocking(False)
+        one.connect_ex(listener.getsockname())
+    time.sleep(0.2)
+    try:
+        for path, step in ((f"{'0' * 32}/checkpoint/", 7), ("checkpoint/", 8)):
+            metadata = f"http://127.0.0.1:{listener.getsockname()[1]}/{path}"
+            with pytest.raises((tensorferry.FetchTimeout, tensorferry.ConnectError), match=TIMED_OUT) as caught:
+                open_transport().recv_checkpoint(0, metadata, step, timedelta(seconds=1))
+            assert "has not answered a connection attempt" in str(caught.value)
+            assert f"step {step} from {host(metadata)}" in str(caught.value)
+    finally:
+        for one in (*filling, listener):
+            one.close()
+
+
+@pytest.mark.beyond_torchft
+def test_a_stock_source_that_drips_its_head(open_transport: Callable[..., Any]) -> None:
+    done = threading.Event()
+
+    def drip(listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            connection = listener.accept()[0]
+            connection.recv(4096)
+            for byte in b"HTTP/1.0 200 OK\r\nX: " + b"a" * 1000:
+                if done.wait(0.1):
+                    return
+                connection.sendall(bytes([byte]))
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=drip, args=(listener,), daemon=True)
+        thread.start()
+        message = timeout_of(open_transport(), f"http://127.0.0.1:{listener.getsockname()[1]}/checkpoint/", 7)
+        done.set()
+        thread.join(10)
+    assert "step 7" in message

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
 import os
 import re
 import socket
@@ -10,12 +11,17 @@ from pathlib import Path
 from typing import TypeAlias
 
 from . import arguments
-from ._native import _interfaces
-from .errors import InvalidArgument
+from ._native import _interfaces, _resolve
+from .errors import ConnectError, FetchTimeout, InvalidArgument
+
+logger = logging.getLogger("tensorferry")
 
 #: Names as resolvers take them: others are written in punycode.
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_.])?")
 _NETWORK = re.compile(r"[0-9A-Fa-f.:]+/[0-9]+")
+
+#: Seconds in which a name server has to say where this host's own name leads.
+_NAME_PATIENCE_S = 1.0
 
 _Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -68,7 +74,7 @@ def advertised_host(advertise: str | None, listening: str | None) -> str:
 
     Returns:
         What was asked for; else the address that is listened on; else the host's name, as torchft has it, if it
-        resolves to more than this machine itself; else the address of the interface that leads out.
+        resolves to more than this machine itself within a second; else the address of the interface that leads out.
     """
     chosen = arguments.text("advertise", advertise or os.environ.get("TENSORFERRY_ADVERTISE") or "")
     if chosen:
@@ -126,10 +132,17 @@ def _parse(text: str) -> _Address | None:
 def _leads_here(name: str) -> bool:
     """Whether ``name`` resolves to an address that other hosts can use, too."""
     try:
-        found = socket.getaddrinfo(name, None)
-    except OSError:
+        found = _resolve(name, timeout=_NAME_PATIENCE_S)
+    except FetchTimeout as e:
+        logger.warning(
+            "peers are given an address of this host and not its name: %s. advertise= or TENSORFERRY_ADVERTISE says "
+            "what they are given, and asks nobody",
+            e.reason,
+        )
         return False
-    addresses = [_parse(str(entry[4][0]).partition("%")[0]) for entry in found]
+    except ConnectError:
+        return False
+    addresses = [_parse(address) for address in found]
     return any(a is not None and not a.is_loopback and not a.is_link_local for a in addresses)
 
 

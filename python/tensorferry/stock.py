@@ -10,10 +10,13 @@ from __future__ import annotations
 import contextlib
 import http.client
 import io
+import os
 import pickle
 import pickletools
+import socket
 import time
 import warnings
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -23,7 +26,7 @@ import torch
 from torch.distributed import _serialization
 from torch.utils._pytree import tree_flatten
 
-from ._native import _check_machine_has
+from ._native import _check_machine_has, _resolve
 from .allowlist import Allowed
 from .errors import ConnectError, FetchTimeout, ProtocolError, SourceRefused, SystemRefused, UnsafePickle
 from .unpickling import pickle_module, unpickler
@@ -93,24 +96,96 @@ def bodies(state: Callable[[], Any], num_chunks: int) -> Callable[[str], list[An
     return render
 
 
-class _Reader(io.RawIOBase):
-    """The body of an answer, with one deadline for all of it."""
+class _Deadline:
+    """When a receive has to be over, and what it waits for meanwhile."""
 
-    def __init__(self, response: http.client.HTTPResponse, connection: http.client.HTTPConnection, end: float) -> None:
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+        self.waits_for = ""
+
+    def left(self) -> float:
+        """The seconds that are left.
+
+        Raises:
+            TimeoutError: there are none
+        """
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("timed out")
+        return left
+
+
+class _Socket(socket.socket):
+    """Keeps every call within one deadline: a source that drips bytes does not get more time with each of them."""
+
+    deadline: _Deadline
+
+    def recv_into(self, *args: Any) -> int:
+        self.settimeout(self.deadline.left())
+        return super().recv_into(*args)
+
+    def sendall(self, *args: Any) -> None:
+        self.settimeout(self.deadline.left())
+        super().sendall(*args)
+
+
+#: Those of receives under way. A forked child that kept one would keep it open when its receiver is gone.
+_sockets: weakref.WeakSet[_Socket] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for inherited in list(_sockets):
+        # Closing alone would wait for those who read from it, whose threads are not here.
+        if (descriptor := inherited.detach()) >= 0:
+            os.close(descriptor)
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+class _Connection(http.client.HTTPConnection):
+    """A connection whose every step has one deadline, the lookup of the host's name included."""
+
+    def __init__(self, host: str, port: int, deadline: _Deadline) -> None:
+        super().__init__(host, port)
+        self._deadline = deadline
+
+    def connect(self) -> None:
+        self._deadline.waits_for = f"no name server has answered where {self.host} is"
+        failure: OSError = ConnectError(f"{self.host} has no address")
+        addresses = _resolve(self.host, timeout=self._deadline.left())
+        for number, address in enumerate(addresses):
+            made = _Socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+            made.deadline = self._deadline
+            _sockets.add(made)
+            try:
+                self._deadline.waits_for = f"{address} has not answered a connection attempt"
+                made.settimeout(self._deadline.left() / (len(addresses) - number))
+                made.connect((address, self.port))
+                made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            except OSError as e:
+                made.close()
+                failure = e
+            except BaseException:
+                made.close()
+                raise
+            else:
+                self.sock = made
+                return
+        raise failure
+
+
+class _Reader(io.RawIOBase):
+    """The body of an answer."""
+
+    def __init__(self, response: http.client.HTTPResponse) -> None:
         self._response = response
-        self._connection = connection
-        self._end = end
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        left = self._end - time.monotonic()
-        if left <= 0:
-            raise TimeoutError("timed out")
-        if self._connection.sock is not None:
-            self._connection.sock.settimeout(left)
-        # One receive at a time: a source that drips bytes must not keep us past the deadline.
+        # One receive at a time.
         data = self._response.read1(min(len(buffer), _READ))
         buffer[: len(data)] = data
         return len(data)
@@ -215,22 +290,26 @@ def receive(metadata: str, step: int, timeout: timedelta, allowed: Allowed) -> A
         FetchTimeout, ConnectError, SourceRefused, UnsafePickle, ProtocolError: as for our own format
         SystemRefused: the source announced more than this machine has memory for
     """
-    end = time.monotonic() + timeout.total_seconds()
+    deadline = _Deadline(timeout.total_seconds())
     url = urlsplit(f"{metadata}{step}/full")
-    connection = http.client.HTTPConnection(
-        url.hostname or "", url.port or 80, timeout=max(timeout.total_seconds(), 1e-3)
-    )
+    connection = _Connection(url.hostname or "", url.port or 80, deadline)
     try:
+        connection.connect()
+        deadline.waits_for = "it is connected and has not begun to answer: nothing is allowed there yet, or it is stuck"
         connection.request("GET", url.path)
         with contextlib.closing(connection.getresponse()) as response:
             if response.status != 200:
                 raise SourceRefused.of(response.status, response.reason)
-            stream = _Exact(_Reader(response, connection, end), _READ)
+            deadline.waits_for = "it has not sent all of its answer"
+            stream = _Exact(_Reader(response), _READ)
             return _load(stream, allowed)
     except (SourceRefused, UnsafePickle, ConnectError, ProtocolError, SystemRefused):
         raise
     except TimeoutError as e:
-        raise FetchTimeout(f"timed out: receiving step {step} from {url.netloc} took longer than {timeout}") from e
+        raise FetchTimeout(
+            f"step {step} from {url.netloc}: timed out: the whole receive was given {timeout.total_seconds():.3f} s: "
+            f"{deadline.waits_for}"
+        ) from e
     except OSError as e:
         raise ConnectError(f"the connection to {url.netloc} broke: {e}") from e
     except Exception as e:

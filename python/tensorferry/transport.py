@@ -173,6 +173,8 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         del dst_ranks, timeout
         step = arguments.step_number(step)
         started = time.perf_counter()
+        # Before the lock, which a thread of the parent may have held when this process was forked.
+        self._server.check_process()
         with self._sending:
             packed = Packed(state_dict, self._stager, self._snapshot)
             packed.publish(self._server, step, stock.bodies(packed.rebuild, self._num_chunks))

@@ -36,12 +36,14 @@ pub enum ErrorKind {
 pub struct Error {
     kind: ErrorKind,
     message: String,
+    /// What was waited for when the time was over.
+    waited_for: Option<String>,
     cause: Option<Box<dyn std::error::Error + Send + Sync>>,
 }
 
 impl Error {
     pub(crate) fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
-        Self { kind, message: message.into(), cause: None }
+        Self { kind, message: message.into(), waited_for: None, cause: None }
     }
 
     pub(crate) fn caused(
@@ -49,7 +51,7 @@ impl Error {
         message: impl Into<String>,
         cause: impl Into<Box<dyn std::error::Error + Send + Sync>>,
     ) -> Self {
-        Self { kind, message: message.into(), cause: Some(cause.into()) }
+        Self { kind, message: message.into(), waited_for: None, cause: Some(cause.into()) }
     }
 
     /// An error for something a source sent that is not valid.
@@ -86,6 +88,19 @@ impl Error {
         }
     }
 
+    /// The same error; if it is that the time is over, with what was waited for.
+    pub(crate) fn waiting_for(mut self, what: impl FnOnce() -> String) -> Self {
+        if self.is_timeout() {
+            self.waited_for = Some(what());
+        }
+        self
+    }
+
+    /// What was waited for, if it says so.
+    pub(crate) fn waited_for(&self) -> Option<&str> {
+        self.waited_for.as_deref()
+    }
+
     /// The same error with `context` put before its message.
     pub(crate) fn at(mut self, context: &str) -> Self {
         self.message = format!("{context}: {}", self.message);
@@ -96,6 +111,9 @@ impl Error {
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.message)?;
+        if let Some(what) = &self.waited_for {
+            write!(f, ": {what}")?;
+        }
         match &self.cause {
             Some(cause) => write!(f, ": {cause}"),
             None => Ok(()),

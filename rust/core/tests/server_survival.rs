@@ -5,8 +5,11 @@ mod common;
 
 use std::io::Write;
 use std::net::{Shutdown, TcpStream};
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixStream};
 use std::time::{Duration, Instant};
 
+use common::local::{LocalReader, name_of};
 use common::raw::{Raw, get};
 use common::{BLOCK, PATIENCE, Rig, STEP, State, eventually, lanes, noise};
 use tensorferry_core::{FetchOptions, ServerConfig, Stability};
@@ -114,22 +117,149 @@ fn a_head_that_does_not_come_and_a_body_that_is_not_read_end_the_connection() {
     eventually("the one who does not ask is cut", || slow.is_ended());
 }
 
-#[test]
-fn connections_beyond_the_limit_wait_for_their_turn() {
-    let state = state();
-    let config = ServerConfig { max_connections: 2, bind: Some(([127, 0, 0, 1], 0).into()), ..ServerConfig::default() };
-    let rig = Rig::configured(&config);
+/// Serves `state` to at most `max_connections`.
+fn crowded(state: &State, max_connections: usize, tls: bool) -> Rig {
+    let bind = Some(([127, 0, 0, 1], 0).into());
+    let rig =
+        Rig::configured(&ServerConfig { max_connections, bind, tls, patience: PATIENCE, ..ServerConfig::default() });
     rig.server.store().publish(STEP, state.publication(Stability::Private));
-    let (first, second) = (Raw::to(&rig), Raw::to(&rig));
-    let mut third = Raw::to(&rig);
-    third.send("GET", "/healthz", &[]);
-    third.stream.set_read_timeout(Some(Duration::from_millis(200))).unwrap();
-    assert!(third.try_more(100).is_err(), "served beyond the limit");
+    rig
+}
+
+/// Far less than it takes until an idle connection ends by itself.
+const AT_ONCE: Duration = Duration::from_secs(2);
+
+#[test]
+fn a_crowd_that_asks_for_nothing_delays_nobody() {
+    let state = state();
+    for tls in [false, true] {
+        let rig = crowded(&state, 64, tls);
+        let crowd: Vec<_> = (0..200)
+            .map(|i| {
+                let mut raw = Raw::to(&rig);
+                // What any server may be sent, and what proves nothing.
+                match i % 4 {
+                    0 => raw.stream.write_all(b"GET /checkp").unwrap(),
+                    1 => raw.send("GET", "/healthz", &[]),
+                    2 => raw.send("GET", "/no/such/path", &[]),
+                    _ => {}
+                }
+                raw
+            })
+            .collect();
+        let started = Instant::now();
+        state.fetch(&[&rig.url()], FetchOptions { same_host: false, ..lanes(4) }).unwrap();
+        assert!(started.elapsed() < AT_ONCE, "{:?}", started.elapsed());
+        drop(crowd);
+    }
+}
+
+#[test]
+fn a_crowd_with_the_token_that_has_nothing_to_ask_delays_nobody() {
+    let state = state();
+    let rig = crowded(&state, 8, false);
+    let crowd: Vec<_> = (0..20)
+        .map(|_| {
+            let mut raw = Raw::to(&rig);
+            raw.send("GET", &rig.path("7/header"), &[]);
+            assert_eq!(raw.answer().status, 200);
+            raw
+        })
+        .collect();
+    let started = Instant::now();
+    state.fetch(&[&rig.url()], FetchOptions { same_host: false, ..lanes(2) }).unwrap();
+    assert!(started.elapsed() < AT_ONCE, "{:?}", started.elapsed());
+    drop(crowd);
+}
+
+#[test]
+fn a_crowd_takes_nothing_from_who_is_being_answered() {
+    let state = State::of(&[32 * BLOCK], 1);
+    let rig = crowded(&state, 8, false);
+    let mut reading = Raw::to(&rig);
+    reading.send("GET", &rig.path("7.safetensors"), &[]);
+    let length: usize = reading.head().header("content-length").unwrap().parse().unwrap();
+    let crowd: Vec<_> = (0..100).map(|_| Raw::to(&rig)).collect();
+    let asking: Vec<_> = (0..20)
+        .map(|_| {
+            let mut raw = Raw::to(&rig);
+            raw.send("GET", &rig.path("7/header"), &[]);
+            raw
+        })
+        .collect();
+    std::thread::sleep(Duration::from_millis(500));
+    while reading.buffer.len() < length {
+        assert!(reading.more(1 << 20) > 0, "cut after {} bytes", reading.buffer.len());
+    }
+    drop((crowd, asking));
+}
+
+#[test]
+fn who_asks_waits_for_a_place_when_nobody_there_is_idle() {
+    let rig = crowded(&state(), 2, false);
+    rig.server.store().withdraw(Duration::ZERO);
+    // One place for those who may ask, held by one that waits at the gate.
+    let mut first = Raw::to(&rig);
+    first.send("GET", &rig.path("7.safetensors"), &[]);
+    let metrics = rig.path("").replace("checkpoint/", "metrics");
+    eventually("the first one waits at the gate", || {
+        get(&rig, &metrics, &[]).text().contains("\ntensorferry_waiting_requests 1\n")
+    });
+    let mut second = Raw::to(&rig);
+    second.send("GET", &rig.path("7/header"), &[]);
+    second.stream.set_read_timeout(Some(Duration::from_millis(300))).unwrap();
+    assert!(second.try_more(100).is_err(), "answered beyond the limit");
+    rig.server.store().publish(STEP, state().publication(Stability::Private));
+    first.rest();
     drop(first);
-    third.stream.set_read_timeout(Some(PATIENCE)).unwrap();
-    assert_eq!(third.answer().text(), "ok\n");
-    drop((second, third));
+    second.stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    assert_eq!(second.answer().status, 200);
+}
+
+#[test]
+fn who_does_not_ask_in_time_is_let_go_whatever_else_it_does() {
+    for tls in [false, true] {
+        let rig = crowded(&state(), 64, tls);
+        let (mut idle, mut busy) = (Raw::to(&rig), Raw::to(&rig));
+        let started = Instant::now();
+        // The beginning of a handshake, byte by byte, or requests that prove nothing.
+        let mut hello = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03".iter().chain(std::iter::repeat(&0));
+        let healthz = b"GET /healthz HTTP/1.1\r\nHost: t\r\n\r\n";
+        while started.elapsed() < PATIENCE {
+            let byte = [*hello.next().unwrap()];
+            if busy.stream.write_all(if tls { &byte } else { healthz }).is_err() {
+                break;
+            }
+            std::thread::sleep(Duration::from_millis(300));
+        }
+        let took = started.elapsed();
+        assert!((Duration::from_secs(4)..Duration::from_secs(10)).contains(&took), "{took:?}");
+        assert!(idle.is_ended());
+    }
+}
+
+#[test]
+fn a_crowd_on_the_local_socket_keeps_nobody_from_it() {
+    let state = state();
+    let rig = crowded(&state, 64, false);
+    let name = name_of(&rig);
+    let address = SocketAddr::from_abstract_name(&name).unwrap();
+    let crowd: Vec<_> = (0..100).map(|_| UnixStream::connect_addr(&address).unwrap()).collect();
+    let asking: Vec<_> = (0..50)
+        .filter_map(|_| {
+            let stream = UnixStream::connect_addr(&address).ok()?;
+            (&stream).write_all(format!("GET {} HTTP/1.1\r\n\r\n", rig.path("7/header")).as_bytes()).ok()?;
+            Some(stream)
+        })
+        .collect();
+    let started = Instant::now();
+    let mut reader = LocalReader::connect(&name);
+    reader.request(&rig.path("7.safetensors"));
+    assert!(reader.head().starts_with("HTTP/1.1 200 "));
+    assert!(started.elapsed() < AT_ONCE, "{:?}", started.elapsed());
+    // Nor from the network.
     state.fetch(&[&rig.url()], lanes(2)).unwrap();
+    drop((crowd, asking));
 }
 
 #[test]

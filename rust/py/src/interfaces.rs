@@ -1,6 +1,19 @@
-//! The addresses of this host.
+//! The addresses of this host, and of others.
 
 use pyo3::prelude::*;
+use tensorferry_core::Cancel;
+
+use crate::report::seconds;
+use crate::runtime;
+
+/// The addresses of a host by its name, looked up within `timeout` seconds.
+#[pyfunction]
+#[pyo3(name = "_resolve", signature = (name, *, timeout))]
+pub(crate) fn resolve(py: Python<'_>, name: &str, timeout: f64) -> PyResult<Vec<String>> {
+    let (timeout, cancel) = (seconds(py, timeout.max(0.0))?, Cancel::new());
+    let found = runtime::run(py, &cancel, None, || tensorferry_core::resolve(name, timeout, &cancel))?;
+    Ok(found.iter().map(ToString::to_string).collect())
+}
 
 /// Name and address of each network interface that is up, loopback included.
 #[pyfunction]

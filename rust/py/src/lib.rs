@@ -23,7 +23,7 @@ mod _native {
     #[pymodule_export]
     use crate::filling::PyFilling;
     #[pymodule_export]
-    use crate::interfaces::interfaces;
+    use crate::interfaces::{interfaces, resolve};
     #[pymodule_export]
     use crate::memory::{PyArena, PyHostView, PyPart};
     #[pymodule_export]

@@ -10,7 +10,7 @@ use tokio::runtime::{Builder, Handle, Runtime};
 use crate::errors;
 
 /// How often a waiting main thread looks for a signal.
-const SIGNAL_POLL: Duration = Duration::from_millis(50);
+pub(crate) const SIGNAL_POLL: Duration = Duration::from_millis(50);
 
 struct Owned {
     pid: u32,
@@ -40,6 +40,11 @@ impl Origin {
 
 /// The handle of the runtime, which is started on first use. A forked child gets one of its own.
 pub(crate) fn handle() -> std::io::Result<Handle> {
+    // A child would find the lock as it is now.
+    tensorferry_core::without_fork(start)
+}
+
+fn start() -> std::io::Result<Handle> {
     let mut owned = RUNTIME.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(owned) = owned.as_ref().filter(|o| o.pid == std::process::id()) {
         return Ok(owned.runtime.handle().clone());
@@ -62,7 +67,7 @@ pub(crate) fn handle() -> std::io::Result<Handle> {
 #[pyfunction]
 #[pyo3(name = "_shutdown_runtime")]
 pub(crate) fn shutdown_runtime(py: Python<'_>) {
-    let owned = RUNTIME.lock().unwrap_or_else(PoisonError::into_inner).take();
+    let owned = tensorferry_core::without_fork(|| RUNTIME.lock().unwrap_or_else(PoisonError::into_inner).take());
     match owned {
         Some(owned) if owned.pid == std::process::id() => {
             py.detach(|| owned.runtime.shutdown_timeout(Duration::from_secs(1)));
@@ -80,6 +85,16 @@ pub(crate) type Watch<'a> = dyn Fn(Python<'_>) -> PyResult<()> + 'a;
 pub(crate) fn run<T: Send>(
     py: Python<'_>,
     cancel: &Cancel,
+    watch: Option<&Watch<'_>>,
+    work: impl FnOnce() -> Result<T, Error> + Send,
+) -> PyResult<T> {
+    run_until(py, || cancel.cancel(), watch, work)
+}
+
+/// The same for work that `cancel` ends.
+pub(crate) fn run_until<T: Send>(
+    py: Python<'_>,
+    cancel: impl Fn() + Send + Sync,
     watch: Option<&Watch<'_>>,
     work: impl FnOnce() -> Result<T, Error> + Send,
 ) -> PyResult<T> {
@@ -104,9 +119,11 @@ pub(crate) fn run<T: Send>(
                     Err(std::sync::mpsc::RecvTimeoutError::Timeout) => {
                         let watched = py.check_signals().and_then(|()| watch.map_or(Ok(()), |watch| watch(py)));
                         if let Err(interrupt) = watched {
-                            cancel.cancel();
-                            // Wait detached: the work may need the interpreter to let go of something.
-                            let _ = py.detach(|| waiting.lock().unwrap_or_else(PoisonError::into_inner).recv());
+                            // Detached: the work may need the interpreter to let go of something.
+                            let _ = py.detach(|| {
+                                cancel();
+                                waiting.lock().unwrap_or_else(PoisonError::into_inner).recv()
+                            });
                             return Err(interrupt);
                         }
                     }

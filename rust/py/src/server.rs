@@ -1,6 +1,7 @@
 //! `Server`: publishes tensors' memory and serves it.
 
 use std::any::Any;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use pyo3::prelude::*;
@@ -12,7 +13,7 @@ use crate::filling::PyFilling;
 use crate::memory::{Owner, borrowed};
 use crate::report::{self, seconds};
 use crate::rows::PyRows;
-use crate::runtime::{self, Origin};
+use crate::runtime::{self, Origin, SIGNAL_POLL};
 use crate::secret::PySecret;
 
 /// A server for one checkpoint at a time.
@@ -124,10 +125,13 @@ impl PyServer {
         Ok(())
     }
 
-    /// Closes the gate; says how many readers had to be cut off.
+    /// Closes the gate; says how many readers had to be cut off. A signal whose handler raises cuts them off at once.
     fn withdraw(&self, py: Python<'_>, patience: f64) -> PyResult<usize> {
         let (server, patience) = (self.server(py)?, seconds(py, patience)?);
-        Ok(match py.detach(|| server.store().withdraw(patience)) {
+        let cut = || {
+            server.store().withdraw(Duration::ZERO);
+        };
+        Ok(match runtime::run_until(py, cut, None, || Ok(server.store().withdraw(patience)))? {
             Withdrawn::Clean | Withdrawn::Drained => 0,
             Withdrawn::Cut(readers) => readers,
         })
@@ -150,7 +154,15 @@ impl PyServer {
 
     fn shutdown(&self, py: Python<'_>, patience: f64) -> PyResult<()> {
         let (server, patience) = (self.server(py)?, seconds(py, patience)?);
-        py.detach(|| server.shutdown(patience));
+        // Everything is ended at once; a signal ends only the wait for the port.
+        py.detach(|| server.shutdown(Duration::ZERO));
+        let until = Instant::now() + patience;
+        while !py.detach(|| server.is_down_within(until.saturating_duration_since(Instant::now()).min(SIGNAL_POLL))) {
+            py.check_signals()?;
+            if Instant::now() >= until {
+                break;
+            }
+        }
         Ok(())
     }
 }

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use socket2::Socket;
 
 use crate::error::{Error, ErrorKind};
+use crate::fork::Unshared;
 
 /// Ends a transfer from another thread: every socket that takes part in it is shut down.
 #[derive(Clone, Debug, Default)]
@@ -17,7 +18,7 @@ pub struct Cancel {
 #[derive(Debug, Default)]
 struct CancelState {
     cancelled: AtomicBool,
-    sockets: Mutex<Vec<Weak<Socket>>>,
+    sockets: Mutex<Vec<Weak<Unshared<Socket>>>>,
 }
 
 impl Cancel {
@@ -46,7 +47,7 @@ impl Cancel {
         }
     }
 
-    pub(super) fn watch(&self, socket: &Arc<Socket>) {
+    pub(super) fn watch(&self, socket: &Arc<Unshared<Socket>>) {
         let mut sockets = self.inner.sockets.lock().unwrap_or_else(PoisonError::into_inner);
         sockets.retain(|s| s.strong_count() > 0);
         sockets.push(Arc::downgrade(socket));

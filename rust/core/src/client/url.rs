@@ -1,6 +1,7 @@
 //! Where a source is: the parts of the URL its metadata gives.
 
-use std::sync::Arc;
+use std::net::SocketAddr;
+use std::sync::{Arc, OnceLock};
 
 use rustls::ClientConfig;
 
@@ -20,6 +21,8 @@ pub(crate) struct Source {
     prefix: String,
     secret: Option<Secret>,
     tls: Option<Arc<ClientConfig>>,
+    /// Its addresses, once one of them was good: a receive asks for them once.
+    addresses: OnceLock<Vec<SocketAddr>>,
 }
 
 impl Source {
@@ -67,6 +70,7 @@ impl Source {
             prefix: path.to_owned(),
             secret: None,
             tls,
+            addresses: OnceLock::new(),
         })
     }
 
@@ -82,6 +86,16 @@ impl Source {
 
     pub(super) fn secret(&self) -> Option<&Secret> {
         self.secret.as_ref()
+    }
+
+    /// Where it is, if a connection was made before.
+    pub(super) fn addresses(&self) -> Option<&[SocketAddr]> {
+        self.addresses.get().map(Vec::as_slice)
+    }
+
+    /// Notes `addresses`, one of which leads there.
+    pub(super) fn learn(&self, addresses: &[SocketAddr]) {
+        let _ = self.addresses.set(addresses.to_vec());
     }
 
     pub(crate) fn host(&self) -> &str {

@@ -8,6 +8,8 @@ use std::time::{Duration, Instant};
 
 use socket2::Socket;
 
+use crate::fork::Unshared;
+
 /// A lane is not judged before it has had a range for this long.
 const AT_LEAST: Duration = Duration::from_secs(1);
 /// How many times slower than the average a lane is that loses its range.
@@ -27,7 +29,7 @@ pub(super) struct Watch {
 #[derive(Debug, Default)]
 struct Lane {
     /// Its range: when it got it, the range's end, and its connection. `None` while it has none.
-    range: Mutex<Option<(Instant, u64, Weak<Socket>)>>,
+    range: Mutex<Option<(Instant, u64, Weak<Unshared<Socket>>)>>,
     /// Bytes of that range.
     got: AtomicU64,
     /// Whether it lost the range for being slow.
@@ -45,7 +47,7 @@ impl Watch {
     }
 
     /// Lane `index` fetches the range up to `end` over `socket`.
-    pub(super) fn begin(&self, index: usize, end: u64, socket: &Arc<Socket>) {
+    pub(super) fn begin(&self, index: usize, end: u64, socket: &Arc<Unshared<Socket>>) {
         let lane = &self.lanes[index];
         lane.got.store(0, Ordering::Relaxed);
         lane.cut.store(false, Ordering::Relaxed);

@@ -74,8 +74,8 @@ pub(crate) fn own_user() -> u32 {
     unsafe { libc::geteuid() }
 }
 
-/// The effective user of the process that listened, as the kernel noted it.
-fn peer_user(socket: &Socket) -> io::Result<u32> {
+/// The effective user of the process at the other end, as the kernel noted it.
+pub(crate) fn peer_user(socket: &impl AsRawFd) -> io::Result<u32> {
     let mut found = libc::ucred { pid: 0, uid: u32::MAX, gid: u32::MAX };
     let mut len = libc::socklen_t::try_from(size_of_val(&found)).unwrap_or(0);
     // SAFETY: the option fills a `ucred` and the length says how long that is.

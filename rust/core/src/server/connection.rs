@@ -1,5 +1,6 @@
 //! One connection: served over the network, with or without TLS, or to a process of this machine, until it has to end.
 
+use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
@@ -8,15 +9,14 @@ use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::io::{AsyncRead, AsyncWrite};
-use tokio::sync::{Notify, OwnedSemaphorePermit, watch};
+use tokio::sync::{Notify, watch};
 use tokio_rustls::TlsAcceptor;
 
 use super::local::{self, Local};
+use super::places::Place;
 use super::{Shared, handler};
 use crate::body::Progress;
-
-/// How long a TLS handshake may take.
-const HANDSHAKE: Duration = Duration::from_secs(10);
+use crate::fork::Unshared;
 
 /// One connection: how it is cut off, and how far it got.
 pub(super) struct Connection {
@@ -25,35 +25,38 @@ pub(super) struct Connection {
     pub(super) same_host: bool,
     pub(super) progress: Arc<[Arc<Progress>; 2]>,
     /// Requests of this connection whose response is not yet written out.
-    pub(super) open: AtomicUsize,
+    pub(super) open: Arc<AtomicUsize>,
+    pub(super) place: Place,
 }
 
 /// Serves a connection from the network, after the handshake where there is one: a peer that does not get it done in
 /// time, or does not speak TLS, is let go.
 pub(super) async fn serve_network(
-    stream: tokio::net::TcpStream,
+    stream: Unshared<tokio::net::TcpStream>,
     shared: Arc<Shared>,
-    permit: OwnedSemaphorePermit,
+    place: Place,
     mut stopped: watch::Receiver<bool>,
 ) {
-    let Some(identity) = &shared.identity else { return serve(stream, shared, permit, stopped).await };
+    let Some(identity) = &shared.identity else { return serve(stream, shared, place, stopped).await };
     let accepting = TlsAcceptor::from(Arc::clone(&identity.config)).accept(stream);
     let accepted = tokio::select! {
-        accepted = tokio::time::timeout(HANDSHAKE, accepting) => accepted,
+        accepted = accepting => accepted,
+        () = place.wasted() => return,
+        () = place.cut.notified() => return,
         _ = stopped.wait_for(|s| *s) => return,
     };
-    if let Ok(Ok(stream)) = accepted {
-        serve(stream, shared, permit, stopped).await;
+    if let Ok(stream) = accepted {
+        serve(stream, shared, place, stopped).await;
     }
 }
 
 async fn serve(
     stream: impl AsyncRead + AsyncWrite + Unpin,
     shared: Arc<Shared>,
-    permit: OwnedSemaphorePermit,
+    place: Place,
     stopped: watch::Receiver<bool>,
 ) {
-    let connection = Arc::new(Connection::new(shared, false));
+    let connection = Arc::new(Connection::new(shared, place, false));
     let serving =
         http1::Builder::new().timer(TokioTimer::new()).header_read_timeout(connection.patience()).serve_connection(
             TokioIo::new(stream),
@@ -67,18 +70,16 @@ async fn serve(
         _ = serving => {}
         () = connection.to_be_ended(stopped) => {}
     }
-    drop(permit);
 }
 
 pub(super) async fn serve_local(
-    stream: tokio::net::UnixStream,
+    stream: Unshared<UnixStream>,
     shared: Arc<Shared>,
-    permits: (OwnedSemaphorePermit, OwnedSemaphorePermit),
+    place: Place,
     stopped: watch::Receiver<bool>,
 ) {
-    let connection = Arc::new(Connection::new(shared, true));
-    let Ok(stream) = stream.into_std() else { return };
-    let Ok(socket) = stream.try_clone() else { return };
+    let connection = Arc::new(Connection::new(shared, place, true));
+    let Ok(socket) = Unshared::make(|| stream.try_clone()) else { return };
     let (end, over) = watch::channel(false);
     let mut serving = tokio::task::spawn_blocking({
         let connection = Arc::clone(&connection);
@@ -93,18 +94,18 @@ pub(super) async fn serve_local(
             let _ = serving.await;
         }
     }
-    drop(permits);
 }
 
 impl Connection {
-    fn new(shared: Arc<Shared>, same_host: bool) -> Self {
+    fn new(shared: Arc<Shared>, place: Place, same_host: bool) -> Self {
         shared.connections.fetch_add(1, Ordering::Relaxed);
         let own = Arc::new(Progress::default());
         Self {
-            cut: Arc::default(),
+            cut: Arc::clone(&place.cut),
             same_host,
             progress: Arc::new([own, Arc::clone(&shared.progress)]),
-            open: AtomicUsize::new(0),
+            open: Arc::clone(&place.open),
+            place,
             shared,
         }
     }
@@ -114,12 +115,13 @@ impl Connection {
         self.shared.patience.max(Duration::from_secs(5))
     }
 
-    /// Ends when the connection has to: the publication it reads is withdrawn, its transfer has stalled, or the server
-    /// stops.
+    /// Ends when the connection has to: it has not asked for anything in time, another one needs its place, the publication
+    /// it reads is withdrawn, its transfer has stalled, or the server stops.
     async fn to_be_ended(&self, mut stopped: watch::Receiver<bool>) {
         tokio::select! {
             () = self.cut.notified() => {}
             () = self.stalled() => {}
+            () = self.place.wasted() => {}
             _ = stopped.wait_for(|s| *s) => {}
         }
     }

@@ -18,6 +18,7 @@ use tokio::sync::watch;
 
 use super::{Connection, handler};
 use crate::body::{MemoryBody, ServedBody};
+use crate::fork::Unshared;
 use crate::same_host::ring::Writer;
 
 /// A request's head that is longer is not one of ours.
@@ -26,7 +27,7 @@ const MAX_HEADERS: usize = 32;
 
 /// A connection from this machine.
 pub(super) struct Local {
-    stream: UnixStream,
+    stream: Unshared<UnixStream>,
     connection: Arc<Connection>,
     ring: Writer,
     /// Becomes true when the connection is to end; its socket is shut down right after.
@@ -37,7 +38,7 @@ pub(super) struct Local {
 impl Local {
     /// Serves `stream` until the receiver leaves, stops asking or breaks the rules, or `over` is told.
     pub(super) fn serve(
-        stream: UnixStream,
+        stream: Unshared<UnixStream>,
         connection: Arc<Connection>,
         over: watch::Receiver<bool>,
     ) -> io::Result<()> {

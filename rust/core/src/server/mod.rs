@@ -6,20 +6,23 @@ mod handler;
 mod listeners;
 mod local;
 mod metrics;
+mod places;
 
 use std::io;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use tokio::runtime::Handle;
-use tokio::sync::{Semaphore, watch};
+use tokio::sync::watch;
 
 use self::connection::Connection;
 use self::guard::Guard;
-use self::listeners::{Listeners, accept, listen, listen_same_host};
+use self::listeners::{accept_local, accept_network, listen, listen_same_host};
 use self::metrics::Metrics;
+use self::places::Places;
 use crate::body::Progress;
 use crate::client::Report;
 use crate::error::{Error, ErrorKind};
@@ -28,6 +31,12 @@ use crate::store::Store;
 use crate::throttle::Throttle;
 use crate::tls::Identity;
 use crate::{random, same_host};
+
+/// Connections of this machine that have shown their right to ask: each has a thread and shared memory of its own. Above
+/// this limit receivers of this machine take the network.
+const MAX_LOCAL: usize = 32;
+/// Those that have not.
+const MAX_LOCAL_NEWCOMERS: usize = 8;
 
 /// How a server is set up.
 #[derive(Clone, Debug)]
@@ -42,7 +51,9 @@ pub struct ServerConfig {
     pub secret: Option<Secret>,
     /// Encrypt what goes over the network, with a certificate of its own whose fingerprint is in the URL.
     pub tls: bool,
-    /// Connections held at once; further ones wait in the listen queue.
+    /// Connections from the network that are held at once. A quarter of them is for those that have not asked for anything
+    /// yet that they may have: the oldest of these makes room for the newest. The rest is for the others: one that is
+    /// idle makes room for one that asks, and if none is, whoever asks waits.
     pub max_connections: usize,
     /// Whether processes of this machine and user may fetch around the network.
     pub same_host: bool,
@@ -71,7 +82,7 @@ pub struct Server {
     address: SocketAddr,
     shared: Arc<Shared>,
     stop: watch::Sender<bool>,
-    ended: Mutex<Option<std::sync::mpsc::Receiver<()>>>,
+    ended: Mutex<Receiver<()>>,
 }
 
 #[derive(Debug)]
@@ -97,16 +108,20 @@ impl Server {
     /// [`ErrorKind::System`] when the address cannot be bound.
     pub fn bind(config: &ServerConfig, handle: &Handle) -> Result<Self, Error> {
         let failed = |e: io::Error| Error::caused(ErrorKind::System, "cannot listen for checkpoint requests", e);
+        let runtime = handle.enter();
         let listener = listen(config.bind).map_err(failed)?;
         let address = listener.local_addr().map_err(failed)?;
         let token = if config.capability { random::token()? } else { String::new() };
-        let local = if config.same_host { listen_same_host()? } else { None };
+        // If the system lets us have one: everything works without.
+        let name = same_host::Name::new(&random::token()?);
+        let local = if config.same_host { listen_same_host(&name).ok() } else { None };
+        drop(runtime);
         let shared = Arc::new(Shared {
             store: Store::new(secret::algorithm(config.secret.as_ref()))?,
             token,
             guard: config.secret.clone().map(Guard::new),
             identity: if config.tls { Some(Identity::new()?) } else { None },
-            same_host: local.as_ref().map(|(name, _)| name.clone()),
+            same_host: local.is_some().then_some(name),
             patience: config.patience,
             throttle: config.max_bandwidth.map(|limit| Arc::new(Throttle::new(limit))),
             progress: Arc::default(),
@@ -116,14 +131,6 @@ impl Server {
         });
         let (stop, stopped) = watch::channel(false);
         let (done, ended) = std::sync::mpsc::channel();
-        let listeners = {
-            let _guard = handle.enter();
-            let local = local.map(|(_, listener)| tokio::net::UnixListener::from_std(listener));
-            Listeners {
-                tcp: tokio::net::TcpListener::from_std(listener).map_err(failed)?,
-                local: local.transpose().map_err(failed)?,
-            }
-        };
         let (sweeping, mut over) = (Arc::clone(&shared), stopped.clone());
         handle.spawn(async move {
             tokio::select! {
@@ -131,13 +138,22 @@ impl Server {
                 _ = over.wait_for(|s| *s) => {}
             }
         });
-        let permits = Arc::new(Semaphore::new(config.max_connections));
-        let accepting = Arc::clone(&shared);
+        if let Some(local) = local {
+            let places = Places::new(MAX_LOCAL_NEWCOMERS, MAX_LOCAL, false);
+            let (accepting, done) = (accept_local(local, Arc::clone(&shared), places, stopped.clone()), done.clone());
+            handle.spawn(async move {
+                accepting.await;
+                drop(done);
+            });
+        }
+        let newcomers = (config.max_connections / 4).max(1);
+        let places = Places::new(newcomers, config.max_connections.saturating_sub(newcomers).max(1), true);
+        let accepting = accept_network(listener, Arc::clone(&shared), places, stopped);
         handle.spawn(async move {
-            accept(listeners, accepting, permits, stopped).await;
+            accepting.await;
             drop(done);
         });
-        Ok(Self { address, shared, stop, ended: Mutex::new(Some(ended)) })
+        Ok(Self { address, shared, stop, ended: Mutex::new(ended) })
     }
 
     /// The address it listens on.
@@ -180,11 +196,15 @@ impl Server {
     pub fn shutdown(&self, patience: Duration) {
         self.stop.send_replace(true);
         self.shared.store.close();
-        let ended = self.ended.lock().unwrap_or_else(PoisonError::into_inner).take();
-        if let Some(ended) = ended {
-            // Nothing is ever sent: the channel closes when the accept loop ends.
-            let _ = ended.recv_timeout(patience);
-        }
+        self.is_down_within(patience);
+    }
+
+    /// Waits for at most `patience` until the listening sockets are closed; says whether they are. They are not before
+    /// [`Server::shutdown`].
+    pub fn is_down_within(&self, patience: Duration) -> bool {
+        let ended = self.ended.lock().unwrap_or_else(PoisonError::into_inner);
+        // Nothing is ever sent: the channel closes when the accept loops have ended.
+        ended.recv_timeout(patience) == Err(RecvTimeoutError::Disconnected)
     }
 }
 

@@ -1,7 +1,7 @@
 //! The ways to connect, within the limits of a transfer: TCP, TLS over it, and a socket of this machine.
 
 use std::io;
-use std::net::{SocketAddr, ToSocketAddrs};
+use std::net::SocketAddr;
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -12,8 +12,10 @@ use super::body::Ring;
 use super::session::Session;
 use super::{Connection, is_timeout};
 use crate::client::limits::Limits;
+use crate::client::names;
 use crate::client::url::Source;
 use crate::error::{Error, ErrorKind};
+use crate::fork::Unshared;
 use crate::same_host::{self, ring::Reader};
 
 /// How often a thread that waits for a connection looks whether it was cancelled.
@@ -24,13 +26,18 @@ const HELLO: Duration = Duration::from_secs(2);
 impl Connection {
     /// Connects to `source`, trying each of its addresses.
     pub(crate) fn open(source: &Arc<Source>, limits: &Limits) -> Result<Self, Error> {
-        limits.left()?;
         let failed = |e| refused(source.authority(), e);
-        let addresses: Vec<_> = (source.host(), source.port()).to_socket_addrs().map_err(failed)?.collect();
+        let addresses = match source.addresses() {
+            Some(known) => known.to_vec(),
+            None => names::addresses(source.host(), source.port(), limits)?.map_err(failed)?,
+        };
         let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
-        for address in addresses {
+        for &address in &addresses {
             match connect(address, limits)? {
-                Ok(stream) => return Self::over(stream, source, limits).secured(),
+                Ok(stream) => {
+                    source.learn(&addresses);
+                    return Self::over(stream, source, limits).secured();
+                }
                 Err(e) => last = e,
             }
         }
@@ -43,10 +50,12 @@ impl Connection {
         name: &same_host::Name,
         limits: &Limits,
     ) -> Result<Self, io::Error> {
-        let stream = name.connect()?;
-        stream.set_read_timeout(Some(HELLO.min(limits.stall)))?;
-        let reader = Reader::receive(&stream)?;
+        let left = limits.left().map_err(|_| io::ErrorKind::TimedOut)?;
+        let stream = Unshared::make(|| name.connect())?;
+        stream.set_read_timeout(Some(HELLO.min(limits.stall).min(left)))?;
+        // From here on who cancels ends the wait, too.
         let mut connection = Self::over(stream, source, limits);
+        let reader = Reader::receive(&*connection.stream)?;
         connection.ring = Some(Ring { reader, announced: 0, in_use: false });
         Ok(connection)
     }
@@ -98,26 +107,31 @@ fn refused(peer: &str, e: io::Error) -> Error {
 
 /// Connects without blocking longer than it takes to notice a cancellation. A host that does not answer at all counts as
 /// stuck after the stall limit. The outer error ends the whole transfer, the inner one only this address.
-fn connect(address: SocketAddr, limits: &Limits) -> Result<io::Result<Socket>, Error> {
+fn connect(address: SocketAddr, limits: &Limits) -> Result<io::Result<Unshared<Socket>>, Error> {
+    let mut connected = true;
     let start = || {
         let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
         socket.set_nonblocking(true)?;
         match socket.connect(&address.into()) {
-            Ok(()) => Ok((socket, true)),
-            Err(e) if e.raw_os_error() == Some(libc::EINPROGRESS) => Ok((socket, false)),
-            Err(e) => Err(e),
+            Err(e) if e.raw_os_error() == Some(libc::EINPROGRESS) => connected = false,
+            result => result?,
         }
+        Ok(socket)
     };
-    let (socket, mut connected) = match start() {
+    let socket = match Unshared::make(start) {
         Ok(started) => started,
         Err(e) => return Ok(Err(e)),
     };
     let started = Instant::now();
     while !connected {
-        let left = limits.left()?.min(CANCEL_POLL);
-        if started.elapsed() >= limits.stall {
-            return Ok(Err(io::ErrorKind::TimedOut.into()));
+        let waited = started.elapsed();
+        let unanswered =
+            || format!("{address} has not answered a connection attempt for {:.3} s", waited.as_secs_f64());
+        let left = limits.left().map_err(|over| over.waiting_for(unanswered))?;
+        if waited >= limits.stall {
+            return Ok(Err(io::Error::new(io::ErrorKind::TimedOut, format!("timed out: {}", unanswered()))));
         }
+        let left = left.min(CANCEL_POLL);
         let mut poll = libc::pollfd { fd: socket.as_raw_fd(), events: libc::POLLOUT, revents: 0 };
         let millis = i32::try_from(left.as_millis()).unwrap_or(i32::MAX).max(1);
         // SAFETY: one valid pollfd, and the count says so.

@@ -21,14 +21,23 @@ use self::session::Session;
 use super::limits::{Limits, Pace};
 use super::url::Source;
 use crate::error::{Error, ErrorKind};
+use crate::fork::Unshared;
 use crate::random;
 
 /// A response head longer than this is refused.
 const MAX_HEAD: usize = 16 << 10;
 
+/// How far a source has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stage {
+    Connected,
+    Asked,
+    Answering,
+}
+
 /// A connection that is between two answers, or in the body of one.
 pub(crate) struct Connection {
-    stream: Arc<Socket>,
+    stream: Arc<Unshared<Socket>>,
     tls: Option<Box<Session>>,
     source: Arc<Source>,
     limits: Limits,
@@ -40,7 +49,11 @@ pub(crate) struct Connection {
     reusable: bool,
     /// Whether the source had not yet copied all of the body when it began to send it.
     filling: bool,
+    /// Whether it was so for any answer.
+    copying: bool,
     timeout: Option<Duration>,
+    /// What the source has done last, for the message when nothing more comes.
+    stage: Stage,
     pace: Pace,
     /// What is shared with a source on this machine.
     ring: Option<Ring>,
@@ -49,7 +62,7 @@ pub(crate) struct Connection {
 }
 
 impl Connection {
-    pub(super) fn over(stream: Socket, source: &Arc<Source>, limits: &Limits) -> Self {
+    pub(super) fn over(stream: Unshared<Socket>, source: &Arc<Source>, limits: &Limits) -> Self {
         let stream = Arc::new(stream);
         limits.cancel.watch(&stream);
         Self {
@@ -63,6 +76,8 @@ impl Connection {
             reusable: true,
             filling: false,
             timeout: None,
+            copying: false,
+            stage: Stage::Connected,
             pace: Pace::default(),
             ring: None,
             asked: None,
@@ -88,7 +103,7 @@ impl Connection {
     }
 
     /// What another thread ends this connection with.
-    pub(crate) fn socket(&self) -> &Arc<Socket> {
+    pub(crate) fn socket(&self) -> &Arc<Unshared<Socket>> {
         &self.stream
     }
 
@@ -101,7 +116,7 @@ impl Connection {
         self.reusable && self.remaining == 0
     }
 
-    /// Sends one GET for `path` (below the source's prefix), on a new connection where the source ends each after one
+    /// Sends one GET for `path` (below the source's prefix unless it begins with a slash), on a new connection where the source ends each after one
     /// answer, and reads the head of the answer. `patience` is how long
     /// the answer may take to begin: a source that has nothing to serve yet keeps the request waiting.
     pub(crate) fn get(
@@ -116,7 +131,7 @@ impl Connection {
             // The last answer announced that it ends the connection.
             *self = Self::open(&self.source, &self.limits)?;
         }
-        let path = format!("{}{path}", self.source.prefix());
+        let path = if path.starts_with('/') { path.to_owned() } else { format!("{}{path}", self.source.prefix()) };
         let range = range.map(|(start, end)| format!("bytes={start}-{}", end - 1));
         let mut request = format!(
             "GET {path} HTTP/1.1\r\nHost: {}\r\nUser-Agent: tensorferry/{}\r\n",
@@ -136,7 +151,7 @@ impl Connection {
             self.asked = Some((nonce, path));
         }
         request.push_str("\r\n");
-        (self.reusable, self.filling) = (false, false);
+        (self.reusable, self.filling, self.stage) = (false, false, Stage::Connected);
         self.pace = Pace::default();
         self.wait_at_most(self.limits.stall)?;
         let sent = match &mut self.tls {
@@ -144,9 +159,12 @@ impl Connection {
             Some(tls) => tls.write_all(&self.stream, &self.limits, &mut self.timeout, request.as_bytes()),
         };
         sent.map_err(|e| self.broken(&e))?;
+        self.stage = Stage::Asked;
         let head = self.read_head(patience)?;
+        self.stage = Stage::Answering;
         self.remaining = head.content_length.unwrap_or(0);
         self.filling = head.filling;
+        self.copying |= head.filling;
         self.reusable = head.keep_alive && head.content_length.is_some();
         match &mut self.ring {
             Some(ring) => ring.in_use = head.in_ring,
@@ -174,6 +192,9 @@ impl Connection {
                     self.limits.left()?;
                 }
                 Parsed::Partial if filled < MAX_HEAD => {
+                    if filled > 0 {
+                        self.stage = Stage::Answering;
+                    }
                     // A source may take long to begin its answer, not to go on with it.
                     self.wait_at_most(patience.filter(|_| filled == 0).unwrap_or(self.limits.stall))?;
                     filled += self.receive(&mut [IoSliceMut::new(&mut buffer[filled..])])?;
@@ -268,18 +289,26 @@ impl Connection {
     }
 
     fn broken(&self, e: &io::Error) -> Error {
-        if let Err(over) = self.limits.left() {
-            return over;
-        }
         let peer = self.source.authority();
+        if let Err(over) = self.limits.left() {
+            return over.waiting_for(|| format!("{peer} {}", self.state()));
+        }
         if is_timeout(e) {
             let waited = self.timeout.unwrap_or(self.limits.stall).as_secs_f64();
-            return Error::new(
-                ErrorKind::Timeout,
-                format!("timed out: {peer} sent nothing, or next to nothing, for {waited:.3} s"),
-            );
+            let message = format!("timed out: {peer} sent nothing, or next to nothing, for {waited:.3} s");
+            return Error::new(ErrorKind::Timeout, message).waiting_for(|| format!("{peer} {}", self.state()));
         }
         Error::new(ErrorKind::Connect, format!("the connection to {peer} broke: {e}"))
+    }
+
+    /// What the source is doing, as far as this side knows.
+    fn state(&self) -> &'static str {
+        match self.stage {
+            Stage::Asked | Stage::Answering if self.copying => "was still copying its state when it last answered",
+            Stage::Answering => "has not sent all of its answer",
+            Stage::Asked => "was asked and has not begun to answer",
+            Stage::Connected => "is connected and says nothing",
+        }
     }
 
     fn protocol(&self, what: impl AsRef<str>) -> Error {

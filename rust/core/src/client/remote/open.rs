@@ -8,6 +8,7 @@ use super::opened::Opened;
 use super::{OPEN_ATTEMPTS, Remote};
 use crate::client::connection::Connection;
 use crate::client::limits::Limits;
+use crate::client::url::Source;
 use crate::client::{FetchOptions, Peer};
 use crate::error::{Error, ErrorKind};
 use crate::secret;
@@ -16,6 +17,8 @@ use crate::secret;
 const OPEN_PATIENCE: Duration = Duration::from_secs(1);
 /// How long a source may take to serve another snapshot in the place of one that it had begun to send and that is gone.
 const NEXT_PATIENCE: Duration = Duration::from_secs(1);
+/// How long a source that keeps a request waiting may take to say why.
+const WHY_PATIENCE: Duration = Duration::from_secs(1);
 
 impl Remote {
     /// Asks the sources in `urls` for `step`; they must serve the same snapshot. Waits while nothing is allowed yet.
@@ -35,17 +38,18 @@ impl Remote {
         let peers = urls.iter().map(|url| Peer::parse(url, options.same_host, options.secret.as_ref()));
         let peers = peers.collect::<Result<Vec<_>, Error>>()?;
         let mut last = Error::new(ErrorKind::Invalid, "no source was named");
-        // Each in turn, so that one that is stuck costs a share of the time and not all of it.
+        // What was waited for at each source that did not answer in time.
+        let mut waited: Vec<Option<String>> = vec![None; peers.len()];
         // Of each source: the snapshot it has begun to send, and what it said when that was gone.
         let mut begun: Vec<(Option<String>, Option<Error>)> = peers.iter().map(|_| (None, None)).collect();
+        // Each in turn, so that one that is stuck costs a share of the time and not all of it.
         let mut standing: VecDeque<_> = (0..peers.len()).map(|index| (index, 0_u32, 0_u32)).collect();
         while let Some((primary, asked, failures)) = standing.pop_front() {
             if asked > 0 && !limits.pause(Duration::from_millis(20 << asked.min(5)), || false) {
-                return Err(limits
-                    .left()
-                    .err()
-                    .filter(|_| last.is_timeout() || limits.cancel.is_cancelled())
-                    .unwrap_or(last));
+                return Err(match limits.left() {
+                    Err(over) if last.is_timeout() || !over.is_timeout() => late(over, step, &waited),
+                    _ => last,
+                });
             }
             let source = &peers[primary].source;
             let others = u32::try_from(standing.len()).unwrap_or(u32::MAX);
@@ -61,8 +65,20 @@ impl Remote {
                 patience = patience.min(NEXT_PATIENCE);
             }
             let (opened, nobody) = match Connection::open(source, &share) {
-                Ok(connection) => (Opened::read(connection, step, options.ahead, &share, patience, etag), false),
+                Ok(connection) => {
+                    let opened = Opened::read(connection, step, options.ahead, &share, patience, etag);
+                    if let Err(e) = &opened
+                        && e.is_timeout()
+                        && (limits.left().is_ok() || waited[primary].is_none())
+                    {
+                        waited[primary] = Some(format!("{}: {}", reason(e), why(source, &limits, patience)));
+                    }
+                    (opened, false)
+                }
                 Err(e) => {
+                    if e.is_timeout() {
+                        waited[primary] = Some(reason(&e));
+                    }
                     let nobody = e.kind() == ErrorKind::Connect;
                     (Err(e), nobody)
                 }
@@ -112,6 +128,40 @@ impl Remote {
                 }
             }
         }
-        Err(last)
+        match limits.left() {
+            Err(over) if last.is_timeout() && over.is_timeout() => Err(late(over, step, &waited)),
+            _ => Err(last),
+        }
     }
+}
+
+/// The error for a deadline that has passed, with what was waited for at each source.
+fn late(over: Error, step: i64, waited: &[Option<String>]) -> Error {
+    let waited: Vec<_> = waited.iter().flatten().map(String::as_str).collect();
+    over.at(&format!("step {step}")).waiting_for(|| waited.join("; "))
+}
+
+/// What was waited for when a source took too long.
+fn reason(e: &Error) -> String {
+    e.waited_for().map_or_else(|| e.to_string().trim_start_matches("timed out: ").to_owned(), str::to_owned)
+}
+
+/// Why `source` keeps a request waiting, as its own counters tell: they need no proof and no checkpoint.
+fn why(source: &Arc<Source>, limits: &Limits, patience: Duration) -> String {
+    let limits = limits.at_most((patience / 4).clamp(Duration::from_millis(50), WHY_PATIENCE));
+    counters(source, &limits).unwrap_or_else(|| "it accepts connections and answers nothing".to_owned())
+}
+
+fn counters(source: &Arc<Source>, limits: &Limits) -> Option<String> {
+    let path = format!("{}metrics", source.prefix().strip_suffix("checkpoint/")?);
+    let mut connection = Connection::open(source, limits).ok()?;
+    let head = connection.get(&path, None, None, None).ok()?;
+    let body = connection.body(&head, 1 << 20).ok().filter(|_| head.status == 200)?;
+    let page = String::from_utf8_lossy(&body);
+    let value = |name: &str| page.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
+    Some(match (value("tensorferry_allowed")?, value("tensorferry_step")) {
+        ("0", None) => "it has never published anything".to_owned(),
+        ("0", Some(step)) => format!("it has withdrawn what it published last, step {}", step.parse::<i64>().ok()?),
+        (_, step) => format!("it serves step {}", step?.parse::<i64>().ok()?),
+    })
 }

@@ -10,6 +10,7 @@ use crate::body::ServedBody;
 
 pub(super) const OCTETS: &str = "application/octet-stream";
 pub(super) const GONE: &str = "the snapshot asked for is no longer served";
+pub(super) const FULL: &str = "no place is left for another connection";
 
 /// All values of a header, as one.
 pub(super) fn joined(headers: &HeaderMap, name: HeaderName) -> Option<String> {

@@ -1,0 +1,221 @@
+//! What a forked child must not keep: the sockets of its parent. A child that holds them keeps a port accepting for which
+//! nobody answers any more once the parent is gone, and keeps connections open whose other ends wait.
+//!
+//! A child finds `/dev/null` at the descriptors instead. They stay taken, so that whatever of the parent's memory is
+//! dropped in the child closes a descriptor that is its own, and never one that the child has opened since.
+
+use std::cell::UnsafeCell;
+use std::fs::File;
+use std::io::{self, IoSlice, IoSliceMut, Read, Write};
+use std::mem::ManuallyDrop;
+use std::ops::{Deref, DerefMut};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, IntoRawFd, RawFd};
+use std::pin::Pin;
+use std::sync::OnceLock;
+use std::task::{Context, Poll};
+
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+
+/// The descriptors that are this process's alone. A mutex of the system's threads and not one of Rust's: the thread that
+/// forks locks it before, and unlocks it on both sides after.
+struct Table {
+    lock: UnsafeCell<libc::pthread_mutex_t>,
+    descriptors: UnsafeCell<Vec<RawFd>>,
+}
+
+// SAFETY: `descriptors` are only reached by whoever holds `lock`.
+unsafe impl Sync for Table {}
+
+static TABLE: Table =
+    Table { lock: UnsafeCell::new(libc::PTHREAD_MUTEX_INITIALIZER), descriptors: UnsafeCell::new(Vec::new()) };
+
+/// What a child finds instead of a socket; opened beforehand, since a child may have no descriptor left.
+static NOTHING: OnceLock<RawFd> = OnceLock::new();
+
+struct Locked;
+
+impl Locked {
+    fn new() -> Self {
+        // SAFETY: a mutex that is initialized and never destroyed.
+        unsafe { libc::pthread_mutex_lock(TABLE.lock.get()) };
+        Self
+    }
+
+    fn descriptors(&mut self) -> &mut Vec<RawFd> {
+        // SAFETY: whoever has a `Locked` holds the lock, and the reference lives no longer.
+        unsafe { &mut *TABLE.descriptors.get() }
+    }
+}
+
+impl Drop for Locked {
+    fn drop(&mut self) {
+        // SAFETY: this thread holds it.
+        unsafe { libc::pthread_mutex_unlock(TABLE.lock.get()) };
+    }
+}
+
+extern "C" fn before() {
+    std::mem::forget(Locked::new());
+}
+
+extern "C" fn after_in_parent() {
+    drop(Locked);
+}
+
+/// Makes only system calls that a child of many threads may make, and allocates nothing.
+extern "C" fn after_in_child() {
+    // Locked by `before`, in the thread that is this one.
+    let mut locked = Locked;
+    if let Some(&nothing) = NOTHING.get() {
+        for &descriptor in locked.descriptors().iter() {
+            // SAFETY: two open descriptors; nobody in this process uses the second one.
+            unsafe { libc::dup3(nothing, descriptor, libc::O_CLOEXEC) };
+        }
+    }
+    locked.descriptors().clear();
+}
+
+/// Sees to it that children are looked after from now on.
+fn install() -> io::Result<()> {
+    if NOTHING.get().is_some() {
+        return Ok(());
+    }
+    let nothing = File::options().read(true).write(true).open("/dev/null")?.into_raw_fd();
+    if NOTHING.set(nothing).is_ok() {
+        // SAFETY: the three functions are there for as long as the process is.
+        let failed = unsafe { libc::pthread_atfork(Some(before), Some(after_in_parent), Some(after_in_child)) };
+        if failed != 0 {
+            return Err(io::Error::from_raw_os_error(failed));
+        }
+    } else {
+        // SAFETY: another thread was first, and nobody knows of this one.
+        unsafe { libc::close(nothing) };
+    }
+    Ok(())
+}
+
+/// Does `work` while no thread forks: what it locks and unlocks is unlocked in every child.
+pub fn without_fork<R>(work: impl FnOnce() -> R) -> R {
+    let _locked = Locked::new();
+    work()
+}
+
+/// A socket that no forked child keeps.
+#[derive(Debug)]
+pub(crate) struct Unshared<S: AsRawFd>(ManuallyDrop<S>);
+
+impl<S: AsRawFd> Unshared<S> {
+    /// The socket that `make` makes. No fork comes between its making and its being known, so `make` must not block.
+    pub(crate) fn make(make: impl FnOnce() -> io::Result<S>) -> io::Result<Self> {
+        match Self::poll_make(|| Poll::Ready(make())) {
+            Poll::Ready(made) => made,
+            Poll::Pending => Err(io::ErrorKind::WouldBlock.into()),
+        }
+    }
+
+    /// The same, if there is one to be made now.
+    pub(crate) fn poll_make(make: impl FnOnce() -> Poll<io::Result<S>>) -> Poll<io::Result<Self>> {
+        install()?;
+        let mut locked = Locked::new();
+        make().map_ok(|socket| {
+            locked.descriptors().push(socket.as_raw_fd());
+            Self(ManuallyDrop::new(socket))
+        })
+    }
+}
+
+impl<S: AsRawFd> Drop for Unshared<S> {
+    fn drop(&mut self) {
+        let mut locked = Locked::new();
+        let descriptor = self.0.as_raw_fd();
+        let descriptors = locked.descriptors();
+        // The newest are the shortest-lived.
+        if let Some(at) = descriptors.iter().rposition(|&known| known == descriptor) {
+            descriptors.swap_remove(at);
+        }
+        // SAFETY: it is not used after this.
+        unsafe { ManuallyDrop::drop(&mut self.0) };
+    }
+}
+
+impl<S: AsRawFd> Deref for Unshared<S> {
+    type Target = S;
+
+    fn deref(&self) -> &S {
+        &self.0
+    }
+}
+
+impl<S: AsRawFd> DerefMut for Unshared<S> {
+    fn deref_mut(&mut self) -> &mut S {
+        &mut self.0
+    }
+}
+
+impl<S: AsRawFd + AsFd> AsFd for Unshared<S> {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+impl<'a, S: AsRawFd> Read for &'a Unshared<S>
+where
+    &'a S: Read,
+{
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        (&mut &*self.0).read(into)
+    }
+
+    fn read_vectored(&mut self, into: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
+        (&mut &*self.0).read_vectored(into)
+    }
+}
+
+impl<'a, S: AsRawFd> Write for &'a Unshared<S>
+where
+    &'a S: Write,
+{
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        (&mut &*self.0).write(bytes)
+    }
+
+    fn write_vectored(&mut self, bytes: &[IoSlice<'_>]) -> io::Result<usize> {
+        (&mut &*self.0).write_vectored(bytes)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        (&mut &*self.0).flush()
+    }
+}
+
+impl<S: AsRawFd + AsyncRead + Unpin> AsyncRead for Unshared<S> {
+    fn poll_read(mut self: Pin<&mut Self>, context: &mut Context<'_>, into: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut **self).poll_read(context, into)
+    }
+}
+
+impl<S: AsRawFd + AsyncWrite + Unpin> AsyncWrite for Unshared<S> {
+    fn poll_write(mut self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        Pin::new(&mut **self).poll_write(context, bytes)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        bytes: &[IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut **self).poll_write_vectored(context, bytes)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.0.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut **self).poll_flush(context)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut **self).poll_shutdown(context)
+    }
+}

@@ -1,0 +1,201 @@
+//! Places for connections. Who has shown that it may ask has a share of its own, which nobody else can take; of the
+//! others, the oldest makes room for the newest.
+
+use std::collections::HashMap;
+use std::net::IpAddr;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use tokio::sync::Notify;
+
+/// How long a connection may take to its first request that is answered with more than a refusal.
+pub(super) const FIRST_REQUEST: Duration = Duration::from_secs(5);
+/// How long it may take at least, whoever else wants its place: a crowd of good receivers comes at once, too.
+const GRACE: Duration = Duration::from_millis(50);
+/// How often those who wait for a place look again.
+const LOOK: Duration = Duration::from_millis(10);
+
+/// The places of one listening socket.
+#[derive(Debug)]
+pub(super) struct Places {
+    /// For connections that have shown nothing yet.
+    newcomers: usize,
+    /// For the others.
+    proven: usize,
+    /// Whether a good request may wait for a place among those.
+    waits: bool,
+    held: Mutex<Held>,
+    freed: Notify,
+}
+
+#[derive(Debug, Default)]
+struct Held {
+    next: u64,
+    connections: HashMap<u64, Holder>,
+}
+
+#[derive(Debug)]
+struct Holder {
+    from: Option<IpAddr>,
+    /// When it came; once it has asked, when its last answer was made.
+    since: Instant,
+    proven: bool,
+    /// Good requests that wait for their answer, or for a place.
+    asking: usize,
+    /// Answers that are being sent.
+    open: Arc<AtomicUsize>,
+    cut: Arc<Notify>,
+}
+
+/// What one connection holds.
+#[derive(Debug)]
+pub(super) struct Place {
+    places: Arc<Places>,
+    number: u64,
+    pub(super) since: Instant,
+    pub(super) open: Arc<AtomicUsize>,
+    /// Told when the connection has to end.
+    pub(super) cut: Arc<Notify>,
+}
+
+/// A good request that is being answered: its connection keeps its place for as long.
+pub(super) struct Asking<'a>(&'a Place);
+
+impl Places {
+    /// Places for `newcomers` and for `proven` connections.
+    pub(super) fn new(newcomers: usize, proven: usize, waits: bool) -> Arc<Self> {
+        Arc::new(Self { newcomers, proven, waits, held: Mutex::default(), freed: Notify::new() })
+    }
+
+    fn held(&self) -> MutexGuard<'_, Held> {
+        self.held.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits until a newcomer can have a place.
+    pub(super) async fn room(&self) {
+        loop {
+            {
+                let held = self.held();
+                if held.count(false) < self.newcomers || held.oldest_newcomer().is_some() {
+                    return;
+                }
+            }
+            let _ = tokio::time::timeout(LOOK, self.freed.notified()).await;
+        }
+    }
+
+    /// A place for a newcomer, maybe that of another one. `None` if all of them are held by who has to wait.
+    pub(super) fn enter(self: &Arc<Self>, from: Option<IpAddr>) -> Option<Place> {
+        let mut held = self.held();
+        if held.count(false) >= self.newcomers {
+            let oldest = held.oldest_newcomer()?;
+            held.evict(oldest);
+        }
+        let (number, since) = (held.next, Instant::now());
+        held.next += 1;
+        let (open, cut) = (Arc::<AtomicUsize>::default(), Arc::<Notify>::default());
+        let holder = Holder { from, since, proven: false, asking: 0, open: Arc::clone(&open), cut: Arc::clone(&cut) };
+        held.connections.insert(number, holder);
+        drop(held);
+        Some(Place { places: Arc::clone(self), number, since, open, cut })
+    }
+
+    /// Ends the connection of a newcomer, if there is one: descriptors have run out.
+    pub(super) fn make_room(&self) {
+        let mut held = self.held();
+        if let Some(oldest) = held.oldest_newcomer() {
+            held.evict(oldest);
+        }
+    }
+}
+
+impl Held {
+    fn count(&self, proven: bool) -> usize {
+        self.connections.values().filter(|holder| holder.proven == proven).count()
+    }
+
+    /// The newcomer that goes first: of those from the address that has most of them, the oldest.
+    fn oldest_newcomer(&self) -> Option<u64> {
+        let newcomers = || self.connections.iter().filter(|(_, holder)| !holder.proven && holder.asking == 0);
+        let mut from = HashMap::new();
+        for (_, holder) in newcomers() {
+            *from.entry(holder.from).or_insert(0_usize) += 1;
+        }
+        let ripe = newcomers().filter(|(_, holder)| holder.since.elapsed() >= GRACE);
+        ripe.max_by_key(|(_, holder)| (from.get(&holder.from).copied(), holder.since.elapsed())).map(|(n, _)| *n)
+    }
+
+    /// Of those that have nothing to do, the one that has had nothing for longest.
+    fn longest_idle(&self) -> Option<u64> {
+        let idle = |holder: &Holder| holder.proven && holder.asking == 0 && holder.open.load(Ordering::Relaxed) == 0;
+        let idle = self.connections.iter().filter(|(_, holder)| idle(holder));
+        idle.min_by_key(|(_, holder)| holder.since).map(|(number, _)| *number)
+    }
+
+    fn evict(&mut self, number: u64) {
+        if let Some(holder) = self.connections.remove(&number) {
+            holder.cut.notify_one();
+        }
+    }
+}
+
+impl Place {
+    /// A good request begins: its connection is a newcomer no more. If all those places are taken and nobody there is
+    /// idle, it waits for one, or gets none.
+    pub(super) async fn begin(&self) -> Option<Asking<'_>> {
+        let asking = {
+            let mut held = self.places.held();
+            let holder = held.connections.get_mut(&self.number)?;
+            holder.asking += 1;
+            Asking(self)
+        };
+        loop {
+            {
+                let mut held = self.places.held();
+                if held.connections.get(&self.number)?.proven {
+                    return Some(asking);
+                }
+                if held.count(true) >= self.places.proven
+                    && let Some(idle) = held.longest_idle()
+                {
+                    held.evict(idle);
+                }
+                if held.count(true) < self.places.proven {
+                    held.connections.get_mut(&self.number)?.proven = true;
+                    return Some(asking);
+                }
+            }
+            if !self.places.waits {
+                return None;
+            }
+            let _ = tokio::time::timeout(LOOK, self.places.freed.notified()).await;
+        }
+    }
+
+    /// Ends when the connection has not asked for anything in time; never if it has.
+    pub(super) async fn wasted(&self) {
+        tokio::time::sleep_until((self.since + FIRST_REQUEST).into()).await;
+        let newcomer = |holder: &Holder| !holder.proven && holder.asking == 0;
+        if !self.places.held().connections.get(&self.number).is_some_and(newcomer) {
+            std::future::pending::<()>().await;
+        }
+    }
+}
+
+impl Drop for Asking<'_> {
+    fn drop(&mut self) {
+        if let Some(holder) = self.0.places.held().connections.get_mut(&self.0.number) {
+            holder.asking -= 1;
+            holder.since = Instant::now();
+        }
+        self.0.places.freed.notify_waiters();
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.places.held().connections.remove(&self.number);
+        self.places.freed.notify_waiters();
+    }
+}
