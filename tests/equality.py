@@ -10,6 +10,7 @@ Only bytes that some tensor covers are compared: of a storage that is only partl
 
 from __future__ import annotations
 
+import ctypes
 import enum
 import io
 import struct
@@ -17,13 +18,20 @@ import types
 from collections import OrderedDict, defaultdict, deque
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 from torch.masked import MaskedTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+try:
+    import numpy as np
+except ImportError:  # torch and the wheel do without, and then there is nothing of numpy's to compare
+    _SCALARS: tuple[type, ...] = ()
+    _ARRAYS: tuple[type, ...] = ()
+else:
+    _SCALARS, _ARRAYS = (np.generic,), (np.ndarray,)
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -62,12 +70,13 @@ def raw_bytes(tensor: torch.Tensor) -> bytes | None:
             return None
         whole = torch.empty(0, dtype=torch.uint8).set_(storage)
         if tensor.dtype is torch.quint4x2:  # two elements in a byte: no byte address per element
-            return whole.numpy().tobytes()
+            return ctypes.string_at(whole.data_ptr(), whole.nbytes)
         size = tensor.element_size()
         elements = whole.as_strided(
             (*tensor.shape, size), (*(s * size for s in tensor.stride()), 1), tensor.storage_offset() * size
         )
-        return elements.contiguous().numpy().tobytes()
+        dense = elements.contiguous()
+        return ctypes.string_at(dense.data_ptr(), dense.nbytes)
 
 
 def assert_same_state(actual: Any, expected: Any, *, lax: Collection[str] = ()) -> None:
@@ -111,7 +120,7 @@ class _Walk:
         if isinstance(b, _SINGLETONS):
             _require(a is b, path, f"{a!r} is not {b!r}")
             return
-        if isinstance(b, (float, complex, np.generic)):
+        if isinstance(b, (float, complex, *_SCALARS)):
             _require(_bits(a) == _bits(b), path, f"{a!r}, expected {b!r}")
             self._attributes(a, b, path)
             return
@@ -134,7 +143,7 @@ class _Walk:
             for i, (x, y) in enumerate(zip(a, b, strict=True)):
                 self.compare(x, y, f"{path}[{i}]", leaf=leaf and _is_node(b))
             self._attributes(a, b, path)
-        elif isinstance(b, np.ndarray):
+        elif isinstance(b, _ARRAYS):
             self._ndarray(a, b, path)
         elif isinstance(b, torch.UntypedStorage):
             _require(a.nbytes() == b.nbytes(), path, f"{a.nbytes()} bytes, expected {b.nbytes()}")
@@ -339,7 +348,7 @@ def _has_identity(value: Any) -> bool:
 
 
 def _bits(value: Any) -> Any:
-    if isinstance(value, np.generic):
+    if isinstance(value, _SCALARS):
         return value.dtype, value.tobytes()
     if isinstance(value, complex):
         return struct.pack("<dd", value.real, value.imag)

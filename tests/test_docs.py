@@ -170,9 +170,9 @@ WITHOUT_NUMPY = [
     "dcp/test_odd_saves",
     "dcp/test_peers",
     "dcp/test_slices",
-    "test_in_place",
     "test_publishing",
     "test_receiving",
+    "test_waiting",
 ]
 
 
