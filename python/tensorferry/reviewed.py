@@ -1038,8 +1038,8 @@ def _make_seed_sequence(unpickler: Unpickler, state: Any) -> Any:
 #: ``module -> name -> what makes its Kind out of the class``, and of functions what they do.
 _CLASSES: dict[str, dict[str, Callable[[Any], Kind]]] = {
     "builtins": {
-        **dict.fromkeys(("bool", "bytes", "float", "int", "str"), _value),
-        **dict.fromkeys(("dict", "list", "object", "tuple"), _empty),
+        **dict.fromkeys(("bool", "float", "int", "str"), _value),
+        **dict.fromkeys(("bytes", "dict", "list", "object", "tuple"), _empty),
         **dict.fromkeys(("frozenset", "set"), _of_items),
         "bytearray": _bytearray,
         "complex": _complex,
