@@ -14,6 +14,7 @@ import struct
 import sys
 import time
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -182,7 +183,8 @@ class Maker:
         shape = lambda: tuple(number() for _ in range(chance.randrange(4)))  # noqa: E731
         storage = self.reference()
         tensor = call(
-            global_("torch._utils", "_rebuild_tensor_v2"), persistent("typed", 0, chance.choice(["float32", "int64"])), 0,
+            global_("torch._utils", "_rebuild_tensor_v2"), persistent("typed", 0, chance.choice(["float32", "int64"])),
+            0,
             chance.choice([(2,), (2, 2), (1, 2), (0,)]), (1,), False, call(global_("collections", "OrderedDict")),
         )  # fmt: skip
         hooks = call(global_("collections", "OrderedDict"))
@@ -195,7 +197,8 @@ class Maker:
             "_rebuild_tensor_v2": [storage, number(), shape(), shape(), chance.random() < 0.3, hooks],
             "_rebuild_tensor_v3": [storage, number(), shape(), shape(), False, hooks, dtype],
             "_rebuild_qtensor": [
-                storage, number(), shape(), shape(), (global_("torch", "per_tensor_affine"), 0.5, number()), False, hooks,
+                storage, number(), shape(), shape(), (global_("torch", "per_tensor_affine"), 0.5, number()), False,
+                hooks,
             ],
             "_rebuild_parameter": [tensor, False, hooks],
             "_rebuild_parameter_with_state": [tensor, False, hooks, {chance.choice(["size", "note"]): self.value(1)}],
@@ -246,7 +249,7 @@ def fuzz(seconds: float, seed: int) -> tuple[int, int, set[tuple[str, str]]]:
     for data in (whole(maker.value()) for _ in range(1000)):
         _quietly(data)
     sys.addaudithook(_audit)
-    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + _BYTES_OVER, used + _BYTES_OVER))
     count = made = 0
     # Once each global alone with nothing, then at random.
@@ -276,7 +279,8 @@ def _quietly(data: bytes) -> bool:
     try:
         read(data)
     except TensorferryError as error:
-        assert len(str(error)) < 5000
+        if len(str(error)) > 5000:
+            raise AssertionError(f"a message of {len(str(error))} characters of {data.hex()}") from error
         cause = error.__cause__
         if isinstance(cause, MemoryError | RecursionError | SystemError):
             raise AssertionError(f"{cause!r:.300} of {data.hex()}") from error

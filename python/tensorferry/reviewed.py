@@ -847,14 +847,16 @@ def _make_dtype(text: str, state: Any) -> Any:
         made = of({**known, "itemsize": itemsize}, align=aligned)
     elif text[0] in "mM" and len(state) == 9:
         match state[8]:
-            case ({}, (bytes(unit), int(step), 1, *_)) if unit.isalpha() and len(unit) < 8 and 0 < step < 1 << 31:
+            case (None | {}, (bytes(unit), int(step), 1, *_)) if (
+                unit.isalpha() and len(unit) < 8 and 0 < step < 1 << 31
+            ):
                 made = np.dtype(text if unit == b"generic" else f"{text}[{step}{unit.decode()}]")
             case _:
                 raise Refused("a time of no unit")
     else:
         # Of texts the pickle writes the length in characters here, and in bytes behind.
         made = np.dtype(text)
-    need(made.hasobject is (text == "O") or names is not None or sub is not None, "a dtype of objects")
+    need(made.hasobject is text.startswith("O") or names is not None or sub is not None, "a dtype of objects")
     if order in "<>" and made.names is None and made.subdtype is None:
         made = made.newbyteorder(order)
     return made
@@ -960,6 +962,7 @@ def _new_bit_generator(_: Unpickler, name: Any = "MT19937") -> Any:
     made = {one: getattr(np.random, one) for one in _GENERATORS}
     found: Any = made.get(name) if type(name) is str else name
     need(any([found is one for one in made.values()]), "a generator of another kind")
+    find("numpy.random", found.__name__)
     return found(0)
 
 
@@ -975,6 +978,7 @@ def _ready_bit_generator(unpickler: Unpickler, given: Any) -> Any:
 def _new_generator(unpickler: Unpickler, given: Any = "MT19937", *_: Any) -> Any:
     import numpy as np
 
+    find("numpy.random", "Generator")
     return np.random.Generator(_ready_bit_generator(unpickler, given))
 
 
@@ -983,6 +987,7 @@ def _new_random_state(unpickler: Unpickler, given: Any = "MT19937", *_: Any) -> 
 
     ready = _ready_bit_generator(unpickler, given)
     need(type(ready).__name__ == "MT19937", "a RandomState of another generator")
+    find("numpy.random", "RandomState")
     return np.random.RandomState(ready)
 
 
@@ -1242,3 +1247,8 @@ def _structseqs() -> dict[str, Any]:
             and (cls.__module__, cls.__qualname__) == ("torch.return_types", name)
         }  # fmt: skip
     return {}
+
+
+# A leaf is one of these without its pickle having named them.
+find("torch", "Tensor")
+find("torch.nn.parameter", "Parameter")

@@ -199,6 +199,7 @@ class Unpickler:
 
     def _run(self) -> Any:
         made: Any
+        before: Any
         data, at = self._data, 0
         size = len(data)
         stack: list[Any] = []
@@ -320,7 +321,7 @@ class Unpickler:
                 last = stack.pop()
                 before = stack[-1]
                 stack[-1] = self._build(before, last)
-                if isinstance(before, Pending) and memo.get(before.place) is before:
+                if type(before) is Pending and memo.get(before.place) is before:
                     memo[before.place] = stack[-1]
             elif op == 0x93:  # STACK_GLOBAL
                 last = stack.pop()
