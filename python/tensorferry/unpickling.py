@@ -321,8 +321,8 @@ class Unpickler:
                 last = stack.pop()
                 before = stack[-1]
                 stack[-1] = self._build(before, last)
-                if type(before) is Pending and memo.get(before.place) is before:
-                    memo[before.place] = stack[-1]
+                if type(before) is Pending:
+                    self._replace(memo, before, stack[-1])
             elif op == 0x93:  # STACK_GLOBAL
                 last = stack.pop()
                 stack[-1] = self._global(stack[-1], last)
@@ -354,6 +354,10 @@ class Unpickler:
                 stack.append(stack[-1])
             else:
                 raise Refused(f"the instruction {op:#04x}, which Python no longer writes")
+
+    def _replace(self, memo: dict[int, Any], pending: Pending, made: Any) -> None:
+        if memo.get(pending.place) is pending:
+            memo[pending.place] = made
 
     def _place(self, at: int, memo: dict[int, Any]) -> int:
         """The number under which the next instruction memoizes what was just made; -1 if it does not."""
