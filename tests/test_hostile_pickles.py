@@ -306,7 +306,7 @@ def same(a: Any, b: Any) -> bool:
         return a.dtype == b.dtype and a.shape == b.shape and a.strides == b.strides and bool((a == b).all())
     if isinstance(a, io.StringIO):
         return a.getvalue() == b.getvalue()
-    return type(a) is type(b) and (a == b or a != a)  # noqa: PLR0124
+    return type(a) is type(b) and (a == b or a != a)
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4])

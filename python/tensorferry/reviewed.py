@@ -525,7 +525,7 @@ def _rebuild_qtensor(
             need(scales.is_floating_point() and not zeros.is_complex(), "scales that are no numbers")
         case _:
             raise Refused("a quantised tensor of no known scheme")
-    unpickler.looks(math.prod(size))
+    unpickler.looks(math.prod(size) >> 6)
     return torch._utils._rebuild_qtensor(storage, offset, size, stride, how, grad, hooks)
 
 
@@ -567,7 +567,7 @@ def _rebuild_sparse_tensor(unpickler: Unpickler, layout: Any, data: Any) -> Tens
         need(_indices(indices) and _dense(values), "a sparse tensor of no tensors")
         need(values.device.type == "cpu" and not values.is_quantized, "a sparse tensor of no numbers")
         need(all([c is None or type(c) is bool for c in coalesced]), "a sparse tensor of no known order")
-        unpickler.looks(indices.numel())
+        unpickler.looks(indices.numel() >> 6)
         return torch.sparse_coo_tensor(
             indices,
             values,
@@ -579,7 +579,7 @@ def _rebuild_sparse_tensor(unpickler: Unpickler, layout: Any, data: Any) -> Tens
     compressed, plain, values, size = data
     need(_indices(compressed) and _indices(plain) and _dense(values), "a sparse tensor of no tensors")
     need(values.device.type == "cpu" and not values.is_quantized, "a sparse tensor of no numbers")
-    unpickler.looks(compressed.numel() + plain.numel())
+    unpickler.looks((compressed.numel() + plain.numel()) >> 6)
     return torch.sparse_compressed_tensor(
         compressed, plain, values, _sizes(size, "a shape"), layout=layout, check_invariants=True
     )
@@ -613,7 +613,7 @@ def _rebuild_njt(unpickler: Unpickler, parts: Any) -> Tensor:
     need(type(parts.get("requires_grad", False)) is bool, "a gradient that is neither required nor not")
     need(type(cached) is dict and _are(str, *cached), "a jagged tensor with a cache of no names")
     need(all([type(one) is int or _plain(one) for one in cached.values()]), "a jagged tensor with a cache of no sizes")
-    unpickler.looks(len(offsets))
+    unpickler.looks(len(offsets) >> 6)
     rows, end = offsets.diff(), values.shape[ragged - 1]
     need(bool((rows >= 0).all()) and offsets[0] >= 0 and offsets[-1] <= end, "rows beyond the values")
     if lengths is not None:

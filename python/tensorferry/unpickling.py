@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 _DEEPEST = 900
 #: How many keys of one hash, all different, a pickle may have. Texts do not count: their hashes cannot be foreseen.
 _SAME_HASH = 64
-#: Parts of keys, and elements of index tensors, that are looked at for one pickle.
-_LOOKS = 20_000_000
+#: Parts of keys, and 64 elements of index tensors at a time, that are looked at for one pickle.
+_LOOKS = 1_000_000
 
 _DICTS = (dict, OrderedDict, defaultdict, Counter)
 _PLAIN_KEYS = frozenset({str, bytes, bool, float, types.NoneType})
