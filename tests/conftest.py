@@ -29,6 +29,7 @@ TIMEOUT = timedelta(seconds=30)
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--transport", choices=("tensorferry", "torchft"), default="tensorferry")
     parser.addoption("--kills", type=int, default=10, help="how often a save is killed in tests/dcp/test_files.py")
+    parser.addoption("--pickle-seconds", type=float, default=5, help="how long tests/test_hostile_pickles.py fuzzes")
 
 
 def pytest_configure(config: pytest.Config) -> None:

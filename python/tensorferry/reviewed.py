@@ -525,7 +525,7 @@ def _rebuild_qtensor(
             need(scales.is_floating_point() and not zeros.is_complex(), "scales that are no numbers")
         case _:
             raise Refused("a quantised tensor of no known scheme")
-    unpickler.looks(math.prod(size))
+    unpickler.looks(math.prod(size) >> 6)
     return torch._utils._rebuild_qtensor(storage, offset, size, stride, how, grad, hooks)
 
 
@@ -567,7 +567,7 @@ def _rebuild_sparse_tensor(unpickler: Unpickler, layout: Any, data: Any) -> Tens
         need(_indices(indices) and _dense(values), "a sparse tensor of no tensors")
         need(values.device.type == "cpu" and not values.is_quantized, "a sparse tensor of no numbers")
         need(all([c is None or type(c) is bool for c in coalesced]), "a sparse tensor of no known order")
-        unpickler.looks(indices.numel())
+        unpickler.looks(indices.numel() >> 6)
         return torch.sparse_coo_tensor(
             indices,
             values,
@@ -579,7 +579,7 @@ def _rebuild_sparse_tensor(unpickler: Unpickler, layout: Any, data: Any) -> Tens
     compressed, plain, values, size = data
     need(_indices(compressed) and _indices(plain) and _dense(values), "a sparse tensor of no tensors")
     need(values.device.type == "cpu" and not values.is_quantized, "a sparse tensor of no numbers")
-    unpickler.looks(compressed.numel() + plain.numel())
+    unpickler.looks((compressed.numel() + plain.numel()) >> 6)
     return torch.sparse_compressed_tensor(
         compressed, plain, values, _sizes(size, "a shape"), layout=layout, check_invariants=True
     )
@@ -613,7 +613,7 @@ def _rebuild_njt(unpickler: Unpickler, parts: Any) -> Tensor:
     need(type(parts.get("requires_grad", False)) is bool, "a gradient that is neither required nor not")
     need(type(cached) is dict and _are(str, *cached), "a jagged tensor with a cache of no names")
     need(all([type(one) is int or _plain(one) for one in cached.values()]), "a jagged tensor with a cache of no sizes")
-    unpickler.looks(len(offsets))
+    unpickler.looks(len(offsets) >> 6)
     rows, end = offsets.diff(), values.shape[ragged - 1]
     need(bool((rows >= 0).all()) and offsets[0] >= 0 and offsets[-1] <= end, "rows beyond the values")
     if lengths is not None:
@@ -847,14 +847,16 @@ def _make_dtype(text: str, state: Any) -> Any:
         made = of({**known, "itemsize": itemsize}, align=aligned)
     elif text[0] in "mM" and len(state) == 9:
         match state[8]:
-            case ({}, (bytes(unit), int(step), 1, *_)) if unit.isalpha() and len(unit) < 8 and 0 < step < 1 << 31:
+            case (None | {}, (bytes(unit), int(step), 1, *_)) if (
+                unit.isalpha() and len(unit) < 8 and 0 < step < 1 << 31
+            ):
                 made = np.dtype(text if unit == b"generic" else f"{text}[{step}{unit.decode()}]")
             case _:
                 raise Refused("a time of no unit")
     else:
         # Of texts the pickle writes the length in characters here, and in bytes behind.
         made = np.dtype(text)
-    need(made.hasobject is (text == "O") or names is not None or sub is not None, "a dtype of objects")
+    need(made.hasobject is text.startswith("O") or names is not None or sub is not None, "a dtype of objects")
     if order in "<>" and made.names is None and made.subdtype is None:
         made = made.newbyteorder(order)
     return made
@@ -960,6 +962,7 @@ def _new_bit_generator(_: Unpickler, name: Any = "MT19937") -> Any:
     made = {one: getattr(np.random, one) for one in _GENERATORS}
     found: Any = made.get(name) if type(name) is str else name
     need(any([found is one for one in made.values()]), "a generator of another kind")
+    find("numpy.random", found.__name__)
     return found(0)
 
 
@@ -975,6 +978,7 @@ def _ready_bit_generator(unpickler: Unpickler, given: Any) -> Any:
 def _new_generator(unpickler: Unpickler, given: Any = "MT19937", *_: Any) -> Any:
     import numpy as np
 
+    find("numpy.random", "Generator")
     return np.random.Generator(_ready_bit_generator(unpickler, given))
 
 
@@ -983,6 +987,7 @@ def _new_random_state(unpickler: Unpickler, given: Any = "MT19937", *_: Any) -> 
 
     ready = _ready_bit_generator(unpickler, given)
     need(type(ready).__name__ == "MT19937", "a RandomState of another generator")
+    find("numpy.random", "RandomState")
     return np.random.RandomState(ready)
 
 
@@ -1038,8 +1043,8 @@ def _make_seed_sequence(unpickler: Unpickler, state: Any) -> Any:
 #: ``module -> name -> what makes its Kind out of the class``, and of functions what they do.
 _CLASSES: dict[str, dict[str, Callable[[Any], Kind]]] = {
     "builtins": {
-        **dict.fromkeys(("bool", "bytes", "float", "int", "str"), _value),
-        **dict.fromkeys(("dict", "list", "object", "tuple"), _empty),
+        **dict.fromkeys(("bool", "float", "int", "str"), _value),
+        **dict.fromkeys(("bytes", "dict", "list", "object", "tuple"), _empty),
         **dict.fromkeys(("frozenset", "set"), _of_items),
         "bytearray": _bytearray,
         "complex": _complex,
@@ -1242,3 +1247,8 @@ def _structseqs() -> dict[str, Any]:
             and (cls.__module__, cls.__qualname__) == ("torch.return_types", name)
         }  # fmt: skip
     return {}
+
+
+# A leaf is one of these without its pickle having named them.
+find("torch", "Tensor")
+find("torch.nn.parameter", "Parameter")

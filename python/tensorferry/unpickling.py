@@ -26,11 +26,14 @@ if TYPE_CHECKING:
 _DEEPEST = 900
 #: How many keys of one hash, all different, a pickle may have. Texts do not count: their hashes cannot be foreseen.
 _SAME_HASH = 64
-#: Parts of keys, and elements of index tensors, that are looked at for one pickle.
-_LOOKS = 20_000_000
+#: Parts of keys, and 64 elements of index tensors at a time, that are looked at for one pickle.
+_LOOKS = 1_000_000
 
 _DICTS = (dict, OrderedDict, defaultdict, Counter)
 _PLAIN_KEYS = frozenset({str, bytes, bool, float, types.NoneType})
+#: How often as long as a pickle everything may be that is copied out of it. Protocol 2 has bytes as text, so that those
+#: of an array are copied twice.
+_COPIES = 4
 #: Up to here an integer is its own hash.
 _OWN_HASH = (1 << 61) - 1
 
@@ -51,7 +54,7 @@ class Unpickler:
     def __init__(self, file: BinaryIO, **_: Any) -> None:
         """Reads ``file`` to its end. Other arguments, which torch gives, are about pickles of Python 2."""
         self._data = data = file.read()
-        self._copies = len(data)
+        self._copies = _COPIES * len(data)
         self._looks = _LOOKS
         self._hashes: dict[int, list[Any]] = {}
         self._pending = 0
@@ -92,7 +95,7 @@ class Unpickler:
         return self.allowed.is_users(value)
 
     def copies(self, length: int) -> None:
-        """To be told before something is copied: all copies together are no longer than the pickle.
+        """To be told before something is copied: all copies together are a few times the pickle's length at most.
 
         Honest pickles keep this, since they describe each object once.
         """
@@ -196,6 +199,7 @@ class Unpickler:
 
     def _run(self) -> Any:
         made: Any
+        before: Any
         data, at = self._data, 0
         size = len(data)
         stack: list[Any] = []
@@ -315,10 +319,10 @@ class Unpickler:
                 stack[-1] = self.instance(stack[-1], middle, last)
             elif op == 0x62:  # BUILD
                 last = stack.pop()
-                made = stack[-1]
-                stack[-1] = self._build(made, last)
-                if isinstance(made, Pending) and memo.get(made.place) is made:
-                    memo[made.place] = stack[-1]
+                before = stack[-1]
+                stack[-1] = self._build(before, last)
+                if type(before) is Pending:
+                    self._replace(memo, before, stack[-1])
             elif op == 0x93:  # STACK_GLOBAL
                 last = stack.pop()
                 stack[-1] = self._global(stack[-1], last)
@@ -350,6 +354,10 @@ class Unpickler:
                 stack.append(stack[-1])
             else:
                 raise Refused(f"the instruction {op:#04x}, which Python no longer writes")
+
+    def _replace(self, memo: dict[int, Any], pending: Pending, made: Any) -> None:
+        if memo.get(pending.place) is pending:
+            memo[pending.place] = made
 
     def _place(self, at: int, memo: dict[int, Any]) -> int:
         """The number under which the next instruction memoizes what was just made; -1 if it does not."""
