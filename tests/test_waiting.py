@@ -309,8 +309,7 @@ def test_a_stock_source_that_drips_its_head(open_transport: Callable[..., Any]) 
     done = threading.Event()
 
     def drip(listener: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            connection = listener.accept()[0]
+        with contextlib.suppress(OSError), listener.accept()[0] as connection:
             connection.recv(4096)
             for byte in b"HTTP/1.0 200 OK\r\nX: " + b"a" * 1000:
                 if done.wait(0.1):
