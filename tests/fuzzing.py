@@ -46,10 +46,56 @@ MEMORY, SECONDS = 64 * MIB, 30
 ALL = 3 << 30
 
 HOSTILE: list[Any] = [
-    *(None, True, False, -1, 0, 1, 2, 7, 64, 255, 2**31, 2**32, 2**53, 2**62, 2**63 - 1, 2**63, 2**64, 10**30, -(2**63)),
-    *(10**12, 20 * 10**9, 1.5, -0.0, 1e300, "", "\0", "x" * 300, "../../etc/passwd", "/etc/passwd", "..", "a b", "\ud800"),
+    *(
+        None,
+        True,
+        False,
+        -1,
+        0,
+        1,
+        2,
+        7,
+        64,
+        255,
+        2**31,
+        2**32,
+        2**53,
+        2**62,
+        2**63 - 1,
+        2**63,
+        2**64,
+        10**30,
+        -(2**63),
+    ),
+    *(
+        10**12,
+        20 * 10**9,
+        1.5,
+        -0.0,
+        1e300,
+        "",
+        "\0",
+        "x" * 300,
+        "../../etc/passwd",
+        "/etc/passwd",
+        "..",
+        "a b",
+        "\ud800",
+    ),
     *("http://127.0.0.1:1/\r\nX: y/", "1 http://127.0.0.1:1/", "-1", "²", "9" * 5000, "torch.os", "float32", "quint8"),
-    *([], {}, [[]], {"a": 1}, [0, 0], [-1], [2**63], [[0, 0]], [[0, 2**62]], {"paths": {"a": [10**12]}}, {"pickle": "%"}),
+    *(
+        [],
+        {},
+        [[]],
+        {"a": 1},
+        [0, 0],
+        [-1],
+        [2**63],
+        [[0, 0]],
+        [[0, 2**62]],
+        {"paths": {"a": [10**12]}},
+        {"pickle": "%"},
+    ),
 ]
 
 
@@ -155,7 +201,9 @@ class Manifests:
             self._packed = packed
             manifest = json.loads(packed.manifest())
             if chance.random() < 0.2:
-                shape = tuple(chance.choice([0, 1, 2**31, 2**62, 2**63 - 1]) for _ in range(chance.choice([1, 2, 3, 70])))
+                shape = tuple(
+                    chance.choice([0, 1, 2**31, 2**62, 2**63 - 1]) for _ in range(chance.choice([1, 2, 3, 70]))
+                )
                 shape = (0, *shape)
                 packed.rows.append(torch.zeros(0), "odd", chance.choice(["F32", "U8", "I64"]), shape, 0, 0, 0)
                 manifest["flags"] = ""
@@ -253,11 +301,13 @@ class Files:
             path.write_bytes(data)
         path = chance.choice(list(self._good))
         self._what = path.name
-        match chance.randrange(4):
+        match chance.randrange(6):
             case 0:
+                pass
+            case 1:
                 path.unlink()
                 os.mkfifo(path)
-            case 1:
+            case 2:
                 path.write_bytes(self._good[path][: chance.randrange(len(self._good[path]))])
             case _:
                 path.write_bytes(flipped(self._good[path], chance))

@@ -4,15 +4,19 @@ own."""
 from __future__ import annotations
 
 import contextlib
+import json
+import mmap
+import pickle
 import socket
 import struct
 import threading
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import pytest
 import torch
+from torch.distributed._serialization import _Entry as Entry
 
 import tensorferry
 
@@ -139,6 +143,111 @@ def test_a_receiver_allocates_for_what_came_not_for_what_is_announced(
         assert not ended.startswith("healed")
         # A header may have 100 MB, and is here twice while it is read.
         assert int(grown) < (400 if "longest kind" in name else 24), line
+
+
+@pytest.mark.parametrize(
+    ("storages", "ending"),
+    [
+        ([], "healed"),
+        ([[2_500_000_000, []]], "healed"),
+        ([[20_000_000_000, []]] * 50, "SystemRefused: the memory that the source's views look into"),
+        ([[1_000_000, []]] * 2000, "healed"),
+        ([[2**62, []], [2**62 - 1, []]], "SystemRefused"),
+    ],
+)
+def test_storages_that_are_only_announced_take_no_memory(
+    storages: list[Any], ending: str, child: Child, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tensorferry import state
+
+    def control(packed: Any) -> list[tuple[str, bytes]]:
+        manifest = json.loads(packed.manifest())
+        return [(state.MANIFEST, state._padded(json.dumps(manifest | {"storages": storages}).encode(), b" "))]
+
+    monkeypatch.setattr(state.Packed, "_control", control)
+    source = tensorferry.HTTPTransport(timedelta(seconds=60))
+    source.send_checkpoint([1], 1, {"w": torch.ones(3)}, timedelta(seconds=60))
+    try:
+        for line in child.run(RECEIVE.replace("METADATA", repr(source.metadata())), within=60).splitlines():
+            grown, ended = line.split(" ", 1)
+            assert ended.startswith(ending)
+            assert int(grown) < 24, line
+    finally:
+        source.shutdown()
+
+
+def test_a_small_view_into_a_large_buffer_takes_little_memory(child: Child) -> None:
+    source = tensorferry.HTTPTransport(timedelta(seconds=60))
+    # Zeros that nobody has touched, here neither.
+    buffer = torch.frombuffer(mmap.mmap(-1, 2 << 30), dtype=torch.float32)
+    source.send_checkpoint([1], 1, {"v": buffer[1000:1004], "t": [buffer[-4:]]}, timedelta(seconds=60))
+    try:
+        script = (
+            PEAK
+            + f"""
+target = HTTPTransport(LONG, 4)
+reset()
+before = peak()
+state = target.recv_checkpoint(0, {source.metadata()!r}, 1, LONG)
+assert state["v"].untyped_storage().nbytes() == 2 << 30
+assert state["v"].untyped_storage().data_ptr() == state["t"][0].untyped_storage().data_ptr()
+print(peak() - before)
+"""
+        )
+        assert int(child.run(script)) < 24
+    finally:
+        source.shutdown()
+
+
+class Announced:
+    """An entry of torchft's format."""
+
+    def __init__(self, length: Any, key: str = "data.pkl") -> None:
+        self.key, self.is_storage, self.length = key, False, length
+
+    def __reduce__(self) -> Any:
+        return Entry, (self.key, self.is_storage, self.length)
+
+
+STOCK = {
+    "a record of negative length": [Announced(-1)],
+    "a record without end": [Announced(1 << 50)],
+    "records that are too long together": [Announced(1 << 62), Announced(1 << 62)],
+    "a record whose length is none": [Announced("7")],
+}
+
+
+@pytest.mark.parametrize("name", [*STOCK, "a name without end"])
+def test_a_stock_source_is_not_read_beyond_what_can_be(name: str, child: Child) -> None:
+    body = pickle.dumps(STOCK[name], 2) if name in STOCK else b"\x80\x02c" + b"a" * 100_000
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        connection, _ = listener.accept()
+        with connection, contextlib.suppress(OSError):
+            connection.recv(1 << 16)
+            connection.sendall(b"HTTP/1.0 200 OK\r\n\r\n" + body)
+            for piece in forever(bytes(1 << 20) if name in STOCK else b"a" * (1 << 20)):
+                connection.sendall(piece)
+
+    threading.Thread(target=serve, daemon=True).start()
+    script = (
+        PEAK
+        + f"""
+from tensorferry import stock
+from tensorferry.allowlist import Allowed
+reset()
+before = peak()
+try:
+    stock.receive("http://127.0.0.1:{listener.getsockname()[1]}/checkpoint/", 1, timedelta(seconds=20), Allowed())
+except (tensorferry.ProtocolError, tensorferry.SystemRefused) as error:
+    print(peak() - before)
+"""
+    )
+    try:
+        assert int(child.run(script)) < 24
+    finally:
+        listener.close()
 
 
 @pytest.mark.parametrize("crowd", ["silent", "slow heads", "answers not read"])

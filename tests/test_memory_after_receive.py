@@ -1,4 +1,4 @@
-"""What of a receive's memory is still there when most of its tensors are gone: resident bytes of a process of its own."""
+"""What of a receive's memory is still there when most of its tensors are gone: resident bytes of a child process."""
 
 from __future__ import annotations
 
@@ -40,7 +40,11 @@ def optimizer_state() -> dict[str, Any]:
     for i in range(16):
         state["model"][f"w{i}"] = torch.full((MIB // 2 + i,), float(i))
         state["model"][f"b{i}"] = torch.full((100,), float(i))
-        state["optimizer"][i] = {"step": torch.tensor(float(i)), "avg": torch.ones(MIB // 2), "sq": torch.ones(1000, 500)}
+        state["optimizer"][i] = {
+            "step": torch.tensor(float(i)),
+            "avg": torch.ones(MIB // 2),
+            "sq": torch.ones(1000, 500),
+        }
     return state
 
 
@@ -105,6 +109,8 @@ second = target.recv_checkpoint(0, METADATA, 1, LONG)
 
 def test_what_is_left_keeps_its_values(measure: Callable[..., tuple[float, float]]) -> None:
     state = {"a": torch.arange(3.0), "gone": torch.ones(4 * MIB), "odd": torch.arange(70_001.0), "b": torch.arange(9)}
-    check = "torch.cat([state['a'], state['odd'], state['b']]), torch.cat([torch.arange(n) for n in (3.0, 70001.0, 9.0)])"
+    check = (
+        "torch.cat([state['a'], state['odd'], state['b']]), torch.cat([torch.arange(n) for n in (3.0, 70001.0, 9.0)])"
+    )
     _, left = measure(state, "del state['gone']", check)
     assert left < 8

@@ -200,6 +200,7 @@ class _Exact(io.BufferedReader):
     _announced = 0
 
     def readline(self, size: int | None = -1, /) -> bytes:
+        del size
         line = super().readline(_LINE)
         if not line.endswith(b"\n"):
             raise ProtocolError(f"the source sent a name of more than {_LINE} bytes, or a part of one")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
+import re
 import time
 
 import pytest
@@ -15,7 +17,8 @@ from safetensors import safe_open
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import tensorferry
-from tensorferry.dcp import FileReader, FileWriter, PeerReader, PeerWriter
+from tensorferry._native import _file_entries
+from tensorferry.dcp import FileReader, FileWriter, PeerReader, PeerWriter, index
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is:UserWarning", "ignore:TypedStorage is:UserWarning", "ignore::FutureWarning"
@@ -433,3 +436,57 @@ def _local(value):
 
 def test_errors_are_ours():
     assert issubclass(tensorferry.IncompleteCheckpoint, FileNotFoundError)
+
+
+def test_an_index_that_makes_no_sense_is_a_protocol_error(tmp_path, monkeypatch):
+    """Beyond what tests/fuzzing.py happens upon: each of these would lead torch or us astray."""
+    encode = index.encode
+    chunk = [[0, 0], [4, 3], [0, "x", "F32", 48, "t"]]
+    tensors = {
+        "a chunk outside": [[[1, 0], *chunk[1:]]],
+        "a chunk before": [[[-1, 0], *chunk[1:]]],
+        "a chunk of other rank": [[[0], [4], chunk[2]]],
+        "a chunk twice": [chunk, chunk],
+        "an entry twice": [[[0, 0], [2, 3], chunk[2]], [[2, 0], [2, 3], chunk[2]]],
+        "a source that is not there": [[*chunk[:2], [1, *chunk[2][1:]]]],
+        "a source from the end": [[*chunk[:2], [-1, *chunk[2][1:]]]],
+        "a negative length": [[*chunk[:2], [0, "x", "F32", -48, "t"]]],
+        "a length beyond all": [[*chunk[:2], [0, "x", "F32", 2**64, "t"]]],
+        "another kind": [[*chunk[:2], [0, "x", "F32", 48, "z"]]],
+        "a name that is no text": [[*chunk[:2], [0, "\ud800", "F32", 48, "t"]]],
+    }
+    changes = {name: {"state": {"x": ["t", "float32", [4, 3], False, chunks]}} for name, chunks in tensors.items()}
+    changes |= {
+        "terabytes of no length": {"state": {"x": ["t", "float32", [0, 2**62], False, []]}},
+        "a dtype that is none": {"state": {"x": ["t", "os", [4, 3], False, [chunk]]}},
+        "a path that leads far out": {"planner": {"paths": {"x": ["x", 10**12]}}},
+        "a path that is none": {"planner": {"paths": {"x": 7}}},
+        "base64 that is none": {"planner": {"pickle": "%"}},
+        "a pickle that is none": {"planner": {"pickle": "AAAA"}},
+    }
+    for source in ("../../etc/passwd", "/etc/passwd", "..", "", "a\0b", "x" * 300, "a/b"):
+        changes[f"a file called {source[:20]!r}"] = {"sources": [source]}
+    for name, change in changes.items():
+        changed = json.dumps(change)
+        monkeypatch.setattr(
+            index,
+            "encode",
+            lambda *given, change=changed: json.dumps(json.loads(encode(*given)) | json.loads(change)).encode(),
+        )
+        dcp.save({"x": torch.ones(4, 3)}, storage_writer=FileWriter(tmp_path))
+        with pytest.raises(dcp.CheckpointException) as failed:
+            dcp.load({"x": torch.zeros(4, 3)}, storage_reader=FileReader(tmp_path))
+        # torch makes an error of its own of what reading the index raised, with our words.
+        said = str(failed.value)
+        assert re.search(
+            "its index (cannot be read|names a file outside)|has no dtype|leads nowhere|planner's data", said
+        ), name
+
+
+def test_a_pipe_in_the_place_of_a_file_holds_nobody_up(tmp_path):
+    dcp.save({"x": torch.ones(4, 3)}, storage_writer=FileWriter(tmp_path))
+    path = next(tmp_path.glob("rank*"))
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(tensorferry.ProtocolError, match="no regular file"):
+        _file_entries(path)

@@ -103,7 +103,10 @@ class Reading:
         return place  # type: ignore[no-any-return]
 
     def _target(self, item: ReadItem) -> torch.Tensor:
-        target = self._planner.resolve_tensor(item).detach()
+        try:
+            target = self._planner.resolve_tensor(item).detach()
+        except RuntimeError as e:
+            raise StateMismatch(f"{item.dest_index.fqn}: no part of it can be a target: {e}") from e
         if target.size() != item.lengths:
             raise StateMismatch(
                 f"{item.dest_index.fqn}: the target has shape {list(target.size())}, and {list(item.lengths)} is to be "

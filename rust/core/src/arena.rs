@@ -530,4 +530,69 @@ mod tests {
         drop(Arena::new(0, Some(pool)).unwrap());
         assert_eq!(*asked.lock().unwrap(), [4 << 20, 5 << 20]);
     }
+
+    fn resident(address: usize, len: usize) -> usize {
+        let mut pages = vec![0_u8; len.div_ceil(4096)];
+        // SAFETY: a mapped range of whole pages, and a byte for each of them.
+        assert_eq!(unsafe { libc::mincore(address as *mut _, len, pages.as_mut_ptr()) }, 0);
+        pages.iter().filter(|&&page| page & 1 == 1).count()
+    }
+
+    #[test]
+    fn entries_lie_in_regions_whose_pages_go_with_the_last_hold() {
+        const MIB: u64 = 1 << 20;
+        let sizes = [3 * MIB, 4, MIB + 5, 700 << 10, 700 << 10, 0, 64, 100];
+        let mut places = Places::default();
+        let at: Vec<_> = sizes.iter().map(|&n| places.add(n)).collect();
+        places.close();
+        let at: Vec<_> = at.into_iter().zip(sizes).map(|(at, n)| places.offset(at, n)).collect();
+        let mut spans: Vec<_> = at.iter().zip(sizes).map(|(&at, n)| (at, at + n)).collect();
+        spans.sort_unstable();
+        assert!(spans.windows(2).all(|two| two[0].1 <= two[1].0) && at.iter().all(|at| at % ALIGNMENT == 0));
+        assert!(at[1] > at[7] && at[6] > at[7], "scalars lie behind the others");
+        let arena = Arena::of(&places, None).unwrap();
+        assert!(arena.hold(at[5], 0).is_none() && arena.hold(at[0], 6 * MIB).is_none());
+        let holds: Vec<_> = at.iter().zip(sizes).map(|(&at, n)| arena.hold(at, n)).collect();
+        for (address, _) in holds.iter().flatten() {
+            populate(address & !4095, (address & !4095) + 4096);
+        }
+        drop(arena);
+        let [first, scalar, odd, one, two, _, other, last] = holds.try_into().unwrap();
+        let (first, one) = (first.unwrap(), one.unwrap());
+        assert!(resident(first.0, 3 << 20) > 0 && resident(one.0 & !4095, 4096) > 0);
+        let (address, shared) = (first.0, one.0 & !4095);
+        drop((first, one));
+        assert_eq!(resident(address, 3 << 20), 0, "its own pages");
+        assert!(resident(shared, 4096) > 0, "the region of another that is held");
+        drop((two, odd, last));
+        let scalar = scalar.unwrap();
+        assert!(resident(scalar.0 & !4095, 4096) > 0);
+        drop(other);
+        assert!(resident(scalar.0 & !4095, 4096) > 0);
+    }
+
+    #[test]
+    fn scalars_do_not_hold_what_a_pool_keeps() {
+        let pool = Pool::new(64 << 20);
+        let mut places = Places::default();
+        let (large, small) = (places.add(9 << 20), places.add(4));
+        places.close();
+        let arena = Arena::of(&places, Some(Arc::clone(&pool))).unwrap();
+        let held = arena.hold(places.offset(small, 4), 4).unwrap();
+        assert!(arena.hold(large, 9 << 20).is_some());
+        drop(arena);
+        assert_eq!(pool.held(), 9 << 20);
+        drop(held);
+        assert_eq!(pool.held(), 9 << 20);
+    }
+
+    #[test]
+    fn announced_storages_are_refused_together_and_take_no_pages() {
+        let has = machine().unwrap();
+        assert!(Arena::sparse(&[has / 2, has / 2, has / 2]).is_err());
+        assert!(Arena::sparse(&[u64::MAX, 2]).is_err());
+        let (arena, at) = Arena::sparse(&[has / 4, 0, 100]).unwrap();
+        let (address, _hold) = arena.hold(at[0], has / 4).unwrap();
+        assert_eq!(resident(address, 64 << 20), 0);
+    }
 }
