@@ -69,14 +69,14 @@ class Piece:
         return int(self.storage.data_ptr()) + self.start if self.nbytes else 0
 
 
-def host_view(memory: torch.Tensor | Piece) -> tuple[Any, int]:
+def host_view(memory: torch.UntypedStorage | Piece) -> tuple[Any, int]:
     """A buffer object and an offset in it, from which tensors over the same host memory can be built."""
     if isinstance(memory, Piece):
         if memory.buffer is not None:
             return memory.buffer.memory.numpy(), memory.offset
         assert memory.storage is not None
         return as_bytes(memory.storage).numpy(), memory.start
-    return as_bytes(memory.untyped_storage()).numpy(), 0
+    return as_bytes(memory).numpy(), 0
 
 
 class Stager:

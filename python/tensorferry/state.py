@@ -37,8 +37,8 @@ _SMALL_HOST_PART = 64 << 20
 
 Snapshot = Literal["borrow", "copy"]
 
-#: Memory of an entry: a plain tensor where it is, or a part of a storage, possibly copied.
-Memory: TypeAlias = torch.Tensor | Piece
+#: Memory of an entry: a whole storage where it is, or a part of one, possibly copied.
+Memory: TypeAlias = torch.UntypedStorage | Piece
 
 
 class Packed:
@@ -68,14 +68,16 @@ class Packed:
                 # Objects may read a device while they are pickled.
                 with accelerator.reading({*accelerator.in_use(), *accelerator.holding(tensors)}):
                     self.pickle_bytes, storages, self.globals = pickling.dump(flat)
+            device = stager.accelerator.among(flat.plain, flat.accelerated)
             self._lay_out(flat, storages)
-            copied = self._stage(stager, snapshot, flat.accelerated)
+            copied = self._stage(stager, snapshot, device)
         # If nothing had to be copied, the state itself stands in the memory that is served.
         self._state = state if all([m.buffer is None for m in copied]) else None
 
     def _lay_out(self, flat: tree.Flat, storages: list[pickling.Storage]) -> None:
         self.rows = flat.rows
-        self.memory: list[Memory] = self.rows.memory
+        # Storages and no tensors: a trainer may give a tensor other memory (`p.data = ...`) while this is served.
+        self.memory: list[Memory] = self.rows.owners
         flags = self.rows.flags
         self._pieces: list[int] = []
         layout = []
@@ -105,19 +107,18 @@ class Packed:
         self._tree = flat.tree
         self.rows.forget()
 
-    def _stage(self, stager: Stager, snapshot: Snapshot, accelerated: list[int]) -> list[Piece]:
+    def _stage(self, stager: Stager, snapshot: Snapshot, device: list[int]) -> list[Piece]:
         accelerator = stager.accelerator
-        on_device = [i for i in self._pieces if accelerator.device_of(self.memory[i].storage) is not None]
-        device = accelerator.among(self.memory, accelerated) + on_device
+        device = device + [i for i in self._pieces if accelerator.device_of(self.memory[i].storage) is not None]
         copied = device
-        on_host = self.rows.nbytes - sum([self.memory[i].nbytes for i in device])
+        on_host = self.rows.nbytes - sum([self.rows.size(i) for i in device])
         if snapshot == "copy" or (device and on_host <= _SMALL_HOST_PART):
             known = set(device)
             copied, on_host = device + [i for i in range(len(self.rows)) if i not in known], 0
         pieces = {}
         for i in copied:
             memory = self.memory[i]
-            piece = memory if isinstance(memory, Piece) else Piece(memory.untyped_storage(), 0, memory.nbytes)
+            piece = memory if isinstance(memory, Piece) else Piece(memory, 0, memory.nbytes())
             self.memory[i] = piece
             pieces[i] = piece
         self._staging = stager.begin(list(pieces.values()))
