@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias, cast
 
 import torch
 
-from . import _gc, pickling, tree
+from . import _gc, aliases, pickling, tree
 from ._native import Filling, Remote, Rows, Server
 from .allowlist import Allowed
 from .errors import ProtocolError, SystemRefused
@@ -76,6 +76,7 @@ class Packed:
 
     def _lay_out(self, flat: tree.Flat, storages: list[pickling.Storage]) -> None:
         self.rows = flat.rows
+        shared = aliases.Memory(flat).groups
         # Storages and no tensors: a trainer may give a tensor other memory (`p.data = ...`) while this is served.
         self.memory: list[Memory] = self.rows.owners
         flags = self.rows.flags
@@ -99,6 +100,7 @@ class Packed:
             "keys": flat.keys,
             "storages": layout,
             "tensors": describe(flat),
+            "shared": shared,
             "shards": _shards(flat, storages),
             "globals": {f"{module}.{name}": path for (module, name), path in self.globals.items()},
         }
@@ -336,16 +338,15 @@ class Builder:
 
 
 def receive(
-    remote: Remote, allowed: Allowed, live: Callable[[], Any] | None, landing: Landing, lands: bool
+    remote: Remote, allowed: Allowed, live: Callable[[], Targets] | None, landing: Landing
 ) -> tuple[Any, dict[str, Any]]:
     """Fetches what ``remote`` offers and builds the state.
 
     Args:
         remote: an opened checkpoint
         allowed: which globals its pickle may name
-        live: gives the receiver's own state, to be filled in place
+        live: takes the receiver's own state apart, which is filled in place
         landing: what goes to an accelerator passes through it
-        lands: whether it may: not where bytes may turn out to be of another snapshot when all are here
 
     Returns:
         The state, and a report of the transfer.
@@ -362,12 +363,12 @@ def receive(
             raise ProtocolError(f"entry {name!r} has dtype {dtype}, which this version does not build")
     with _gc.held_off():
         builder = Builder(json.loads(manifest), layout, remote, remote.plain)
-        targets = Targets(live(), landing.accelerator, lands) if live is not None else None
+        targets = live() if live is not None else None
         if targets is not None:
             targets.assign(builder, remote.names)
         addresses = builder.scattered_entries()
         if targets is not None:
-            addresses |= {i: t.data_ptr() for i, t in targets.direct.items() if i not in targets.landing}
+            addresses |= targets.places
     places = [addresses.get(i) for i in range(len(remote))] if addresses else None
     if targets is not None and targets.landing:
         waves = remote.waves(places, list(targets.landing), landing.size(targets.landing))
@@ -387,4 +388,5 @@ def receive(
         state = builder.build(pickled, allowed, memory, targets, made)
         if targets is not None:
             targets.write()
+            report["in_place"] = targets.fit
     return state, report

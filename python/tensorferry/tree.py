@@ -280,6 +280,12 @@ def positions(tree: str, keys: dict[str, str]) -> list[tuple[int, tuple[str, ...
     return found
 
 
+def shown(path: tuple[str, ...]) -> str:
+    """One of the key paths of :func:`positions`, for messages."""
+    keys = (key[1:] if key[0] in "s#" else key.rpartition(" ")[2] for key in path)
+    return ".".join(keys) or "the state itself"
+
+
 def _visit(node: Node, path: tuple[str, ...], keys: dict[str, str], found: list[tuple[int, tuple[str, ...]]]) -> None:
     if type(node) is int:
         found.append((node, path))

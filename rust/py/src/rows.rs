@@ -12,7 +12,7 @@ use pyo3::types::{PyDict, PyList, PyString, PyTuple, PyType};
 use tensorferry_core::Item;
 use tensorferry_wire::dtype::Dtype;
 
-use crate::columns::{Columns, Row};
+use crate::columns::{Columns, Row, Span};
 use crate::memory::{Described, Exchange, TURN, borrowed};
 
 /// One row for each tensor, column by column, and which leaf of the state is which row.
@@ -249,6 +249,18 @@ impl PyRows {
     /// Bytes of row `row`.
     fn size(&self, row: usize) -> PyResult<usize> {
         self.columns().sizes.get(row).copied().ok_or_else(|| PyIndexError::new_err("there is no such row"))
+    }
+
+    /// Where the memory of row `row` starts.
+    fn address(&self, row: usize) -> PyResult<usize> {
+        self.columns().addresses.get(row).copied().ok_or_else(|| PyIndexError::new_err("there is no such row"))
+    }
+
+    /// The leaves whose memory overlaps, in groups: rows by their number, and `others`, each with its number, its address
+    /// space (0 is host memory) and its first and last byte (exclusive). The rows in `without` are not looked at.
+    #[allow(clippy::needless_pass_by_value)]
+    fn overlapping(&self, py: Python<'_>, others: Vec<Span>, without: Vec<usize>) -> Vec<Vec<i64>> {
+        py.detach(|| self.columns().overlapping(others, &without))
     }
 
     /// The members of a JSON object for a dict with these keys and values, `None` if a key is no text.
