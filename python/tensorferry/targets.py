@@ -206,10 +206,13 @@ class Targets:
 
     def _clash(self, places: list[tuple[int, tuple[str, ...]]], *landed: aliases.Landed) -> str:
         """What to say of two leaves, or of one, whose memory is shared."""
-        paths = [
-            next(tree.shown(path) for number, path in places if (self._by_path.get(path), number) == one)
-            for one in dict.fromkeys(landed)
-        ]
+        # The first place of each, in the order of the source's tree.
+        found: dict[aliases.Landed, str] = {}
+        for number, path in places:
+            one = (self._by_path.get(path, 0), number)
+            if path in self._by_path and one in landed:
+                found.setdefault(one, tree.shown(path))
+        paths = list(found.values())
         if len(paths) == 1:
             return f"{paths[0]}: several of its elements share memory here, in another way than at the source"
         return (
