@@ -399,3 +399,127 @@ def test_timeout_leaves_the_live_state_alone(open_transport: Callable[..., Any])
     with pytest.raises(TimeoutError):
         target.recv_checkpoint(0, source.metadata(), 1, timedelta(seconds=0.3))
     assert not live["w"].any()
+
+
+def test_a_live_state_of_another_shape_is_told_once(
+    open_transport: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """torchft's Manager sends the user's state below "user" and the name it was registered with."""
+    caplog.set_level("INFO", logger="tensorferry")
+    model = net(1).state_dict()
+    sent = {"user": {"default": {"model": net(2).state_dict()}}, "torchft": {"step": 3, "batches_committed": 6}}
+    source, target = open_transport(), open_transport(state_dict=lambda: {"model": model})
+    for step in (1, 2):
+        source.send_checkpoint([1], step, sent, TIMEOUT)
+        assert_same_state(target.recv_checkpoint(0, source.metadata(), step, TIMEOUT), sent)
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1
+    for said in ("none of the source's 9 tensors", "user.default.model.0.weight", "at model.0.weight here"):
+        assert said in warnings[0]
+    assert sum("0 of 9 tensors in place" in record.getMessage() for record in caplog.records) == 2
+
+
+def test_how_many_came_in_place_is_logged(open_transport: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="tensorferry")
+    live = {"a": torch.zeros(4), "b": torch.zeros(4)[::2], "gone": torch.zeros(1)}
+    source, target = open_transport(), open_transport(state_dict=lambda: live)
+    source.send_checkpoint([1], 1, {"a": torch.ones(4), "b": torch.ones(2), "new": torch.ones(3), "n": 1}, TIMEOUT)
+    target.recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
+    assert any("2 of 3 tensors in place" in record.getMessage() for record in caplog.records)
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+@pytest.mark.parametrize("stock", [False, True])
+def test_strict_refuses_what_only_one_side_has(
+    stock: bool, open_transport: Callable[..., Any], open_stock: Callable[..., Any]
+) -> None:
+    import tensorferry
+
+    live = {"a": torch.zeros(4), "gone": {"b": torch.zeros(2)}, "lr": 0.1}
+    source = open_stock() if stock else open_transport()
+    target = open_transport(state_dict=lambda: live, strict=True)
+    source.send_checkpoint([1], 1, {"a": torch.ones(4), "new": [torch.ones(3)], "lr": 0.2}, TIMEOUT)
+    with pytest.raises(tensorferry.StateMismatch) as caught:
+        target.recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
+    assert "new.0: only at the source" in str(caught.value)
+    assert "gone.b: only here" in str(caught.value)
+    assert not live["a"].any()
+    source.disallow_checkpoint()
+    fitting = {"a": torch.ones(4), "gone": {"b": torch.ones(2)}, "other": "text"}
+    source.send_checkpoint([1], 2, fitting, TIMEOUT)
+    received = target.recv_checkpoint(0, source.metadata(), 2, TIMEOUT)
+    source.disallow_checkpoint()
+    assert received["a"] is live["a"]
+    assert live["a"].all()
+
+
+def test_strict_needs_a_live_state(open_transport: Callable[..., Any]) -> None:
+    import tensorferry
+
+    with pytest.raises(tensorferry.InvalidArgument, match="state_dict="):
+        open_transport(strict=True)
+    with pytest.raises(tensorferry.InvalidArgument, match="strict"):
+        open_transport(strict="yes", state_dict=dict)
+
+
+@pytest.mark.parametrize("stock", [False, True])
+@pytest.mark.parametrize("given", [None, 3, nn.Linear(2, 2), "text"])
+def test_a_callable_that_gives_no_state_is_refused_before_anything_is_fetched(
+    given: Any, stock: bool, open_transport: Callable[..., Any], open_stock: Callable[..., Any]
+) -> None:
+    import tensorferry
+
+    fetched: list[int] = []
+    source = open_stock() if stock else open_transport()
+    target = open_transport(state_dict=lambda: given, progress=lambda here, _: fetched.append(here))
+    source.send_checkpoint([1], 1, {"w": torch.ones(4)}, TIMEOUT)
+    with pytest.raises(tensorferry.InvalidArgument, match="state_dict= gave"):
+        target.recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
+    source.disallow_checkpoint()
+    assert not any(fetched)
+
+
+def test_the_state_of_a_manager_in_place(open_transport: Callable[..., Any]) -> None:
+    """What torchft's own Manager sends, and `state_dict=` as the README has it."""
+    manager_of = pytest.importorskip("torchft.manager").Manager
+    healthy, broken = trained(1), trained(2, steps=1)
+
+    def state(pair: Any) -> dict[str, Any]:
+        return {"model": pair[0].state_dict(), "optim": pair[1].state_dict()}
+
+    manager = manager_of.__new__(manager_of)
+    manager._user_state_dicts, manager._load_state_dict_fns = {}, {}
+    manager._step, manager._batches_committed = 7, 14
+    manager._state_dict_lock = pytest.importorskip("torchft.checkpointing._rwlock").RWLock(timeout=5)
+    manager.register_state_dict_fn("default", lambda _: None, lambda: state(healthy))
+    sent = manager._manager_state_dict()
+    target = open_transport(state_dict=lambda: {"user": {"default": state(broken)}}, strict=True)
+    source = open_transport()
+    source.send_checkpoint([1], 7, sent, TIMEOUT)
+    received = target.recv_checkpoint(0, source.metadata(), 7, TIMEOUT)
+    assert received["torchft"] == {"step": 7, "batches_committed": 14}
+    assert_same_state(broken[0].state_dict(), healthy[0].state_dict())
+    broken[1].load_state_dict(received["user"]["default"]["optim"])
+    assert_same_state(broken[1].state_dict(), healthy[1].state_dict())
+
+
+def test_after_the_shutdown_nothing_is_sent_or_received(open_transport: Callable[..., Any]) -> None:
+    import tensorferry
+
+    transport, other = open_transport(), open_transport()
+    other.send_checkpoint([1], 1, {"w": torch.ones(1)}, TIMEOUT)
+    metadata = transport.metadata()
+    transport.shutdown()
+    for call in (
+        lambda: transport.send_checkpoint([1], 1, {"w": torch.ones(1)}, TIMEOUT),
+        lambda: transport.allow_checkpoint(1),
+        lambda: transport.recv_checkpoint(0, other.metadata(), 1, TIMEOUT),
+    ):
+        with pytest.raises(tensorferry.TransportClosed, match="shut down") as caught:
+            call()
+        assert isinstance(caught.value, RuntimeError)
+    for _ in range(2):
+        transport.disallow_checkpoint()
+        transport.shutdown()
+        transport.shutdown(wait=False)
+    assert transport.metadata() == transport.address() == metadata

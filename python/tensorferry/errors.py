@@ -24,6 +24,7 @@ __all__ = [
     "SystemRefused",
     "TensorferryError",
     "TransferCancelled",
+    "TransportClosed",
     "UnprovenSource",
     "UnsafePickle",
     "UnsupportedLeaf",
@@ -70,7 +71,11 @@ class CorruptCheckpoint(TensorferryError, ValueError):
 
 
 class StateMismatch(TensorferryError, ValueError):
-    """The receiver's own tensors differ in shape or dtype from what the source has."""
+    """The receiver's own tensors cannot take what the source has.
+
+    They differ in shape or dtype, cannot be written to, share memory that the source's do not share, or were given
+    other memory while bytes came; or, with ``strict=True``, one side has tensors that the other one lacks.
+    """
 
 
 class UnprovenSource(TensorferryError, URLError, PermissionError):
@@ -87,6 +92,10 @@ class UnsafePickle(TensorferryError, pickle.UnpicklingError):
 
 class ForkedProcess(TensorferryError, RuntimeError):
     """A transport was used in a process forked from the one that made it."""
+
+
+class TransportClosed(TensorferryError, RuntimeError):
+    """A transport or writer was used after its ``shutdown``."""
 
 
 class IncompleteCheckpoint(TensorferryError, FileNotFoundError):

@@ -6,12 +6,18 @@ import logging
 from typing import Any
 
 from .addresses import interface_speed
+from .targets import InPlace
 
 logger = logging.getLogger("tensorferry")
 
 #: A receive this long shows how fast its way is, and this share of the interface's speed is worth a warning.
 _LONG_S = 2.0
 _SLOW = 0.1
+
+
+def in_place(fit: InPlace | None) -> str:
+    """How many tensors came in place, as the end of a line; nothing where there was no live state."""
+    return "" if fit is None else f", {fit.landed} of {fit.offered} tensors in place"
 
 
 def tell(step: int, report: dict[str, Any], seconds: float) -> None:
@@ -23,7 +29,7 @@ def tell(step: int, report: dict[str, Any], seconds: float) -> None:
     if report["same_host"]:
         routes.append("shared memory")
     logger.info(
-        "received step %d: %d bytes in %.3f s (%.2f GB/s; open %.3f s, fetch %.3f s), %d lanes over %s, %d retries",
+        "received step %d: %d bytes in %.3f s (%.2f GB/s; open %.3f s, fetch %.3f s), %d lanes over %s, %d retries%s",
         step,
         report["bytes"],
         seconds,
@@ -33,6 +39,7 @@ def tell(step: int, report: dict[str, Any], seconds: float) -> None:
         report["lanes"],
         ", ".join(routes) or "a connection that is gone",
         report["retries"],
+        in_place(report.get("in_place")),
     )
     # A short receive says nothing about a link.
     if report["same_host"] or report["fetching_seconds"] < _LONG_S:

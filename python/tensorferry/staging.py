@@ -70,11 +70,11 @@ class Piece:
         return int(self.storage.data_ptr()) + self.start if self.nbytes else 0
 
 
-def host_view(memory: torch.Tensor | Piece) -> tuple[HostView, int]:
+def host_view(memory: torch.UntypedStorage | Piece) -> tuple[HostView, int]:
     """A buffer object and an offset in it, from which tensors over the same host memory can be built."""
     start = 0
     if not isinstance(memory, Piece):
-        whole = as_bytes(memory.untyped_storage())
+        whole = as_bytes(memory)
     elif memory.buffer is not None:
         whole, start = memory.buffer.memory, memory.offset
     else:

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias, cast
 
 import torch
 
-from . import _gc, pickling, tree
+from . import _gc, aliases, pickling, tree
 from ._native import Arena, Filling, Remote, Rows, Server
 from .accelerator import Accelerator
 from .allowlist import Allowed
@@ -38,8 +38,8 @@ _SMALL_HOST_PART = 64 << 20
 
 Snapshot = Literal["borrow", "copy"]
 
-#: Memory of an entry: a plain tensor where it is, or a part of a storage, possibly copied.
-Memory: TypeAlias = torch.Tensor | Piece
+#: Memory of an entry: a whole storage where it is, or a part of one, possibly copied.
+Memory: TypeAlias = torch.UntypedStorage | Piece
 
 
 class Packed:
@@ -63,14 +63,17 @@ class Packed:
         with _gc.held_off():
             flat = tree.flatten(state)
             self.pickle_bytes, storages, self.globals = _pickled(flat, stager.accelerator)
+            device = stager.accelerator.among(flat.plain, flat.accelerated)
             self._lay_out(flat, storages)
-            copied = self._stage(stager, snapshot, flat.accelerated)
+            copied = self._stage(stager, snapshot, device)
         # If nothing had to be copied, the state itself stands in the memory that is served.
         self._state = state if all([m.buffer is None for m in copied]) else None
 
     def _lay_out(self, flat: tree.Flat, storages: list[pickling.Storage]) -> None:
         self.rows = flat.rows
-        self.memory: list[Memory] = self.rows.memory
+        shared = aliases.Memory(flat).groups
+        # Storages and no tensors: a trainer may give a tensor other memory (`p.data = ...`) while this is served.
+        self.memory: list[Memory] = self.rows.owners
         flags = self.rows.flags
         self._pieces: list[int] = []
         layout = []
@@ -92,6 +95,7 @@ class Packed:
             "keys": flat.keys,
             "storages": layout,
             "tensors": describe(flat),
+            "shared": shared,
             "shards": _shards(flat, storages),
             "globals": {f"{module}.{name}": path for (module, name), path in self.globals.items()},
         }
@@ -100,19 +104,18 @@ class Packed:
         self._tree = flat.tree
         self.rows.forget()
 
-    def _stage(self, stager: Stager, snapshot: Snapshot, accelerated: list[int]) -> list[Piece]:
+    def _stage(self, stager: Stager, snapshot: Snapshot, device: list[int]) -> list[Piece]:
         accelerator = stager.accelerator
-        on_device = [i for i in self._pieces if accelerator.device_of(self.memory[i].storage) is not None]
-        device = accelerator.among(self.memory, accelerated) + on_device
+        device = device + [i for i in self._pieces if accelerator.device_of(self.memory[i].storage) is not None]
         copied = device
-        on_host = self.rows.nbytes - sum([self.memory[i].nbytes for i in device])
+        on_host = self.rows.nbytes - sum([self.rows.size(i) for i in device])
         if snapshot == "copy" or (device and on_host <= _SMALL_HOST_PART):
             known = set(device)
             copied, on_host = device + [i for i in range(len(self.rows)) if i not in known], 0
         pieces = {}
         for i in copied:
             memory = self.memory[i]
-            piece = memory if isinstance(memory, Piece) else Piece(memory.untyped_storage(), 0, memory.nbytes)
+            piece = memory if isinstance(memory, Piece) else Piece(memory, 0, memory.nbytes())
             self.memory[i] = piece
             pieces[i] = piece
         self._staging = stager.begin(list(pieces.values()))
@@ -342,16 +345,15 @@ class Builder:
 
 
 def receive(
-    remote: Remote, allowed: Allowed, live: Callable[[], Any] | None, landing: Landing, lands: bool
+    remote: Remote, allowed: Allowed, live: Callable[[], Targets] | None, landing: Landing
 ) -> tuple[Any, dict[str, Any]]:
     """Fetches what ``remote`` offers and builds the state.
 
     Args:
         remote: an opened checkpoint
         allowed: which globals its pickle may name
-        live: gives the receiver's own state, to be filled in place
+        live: takes the receiver's own state apart, which is filled in place
         landing: what goes to an accelerator passes through it
-        lands: whether it may: not where bytes may turn out to be of another snapshot when all are here
 
     Returns:
         The state, and a report of the transfer.
@@ -368,12 +370,12 @@ def receive(
             raise ProtocolError(f"entry {name!r} has dtype {dtype}, which this version does not build")
     with _gc.held_off():
         builder = Builder(json.loads(manifest), layout, remote, remote.plain)
-        targets = Targets(live(), landing.accelerator, lands) if live is not None else None
+        targets = live() if live is not None else None
         if targets is not None:
             targets.assign(builder, remote.names)
         addresses = builder.scattered_entries()
         if targets is not None:
-            addresses |= {i: t.data_ptr() for i, t in targets.direct.items() if i not in targets.landing}
+            addresses |= targets.places
     places = [addresses.get(i) for i in range(len(remote))] if addresses else None
     if targets is not None and targets.landing:
         waves = remote.waves(places, list(targets.landing), landing.size(targets.landing))
@@ -393,4 +395,5 @@ def receive(
         state = builder.build(pickled, allowed, memory, targets, made)
         if targets is not None:
             targets.write()
+            report["in_place"] = targets.fit
     return state, report

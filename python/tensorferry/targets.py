@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from . import tree
+from . import aliases, tree
 from .accelerator import ACCELERATOR, Accelerator
-from .errors import StateMismatch
-from .tensors import DTYPES, copy_into, is_plain, obstacle, storage_key
+from .aliases import Memory
+from .arguments import shown
+from .errors import InvalidArgument, StateMismatch
+from .tensors import DTYPES, as_bytes, copy_into, obstacle
 
 if TYPE_CHECKING:
     from .state import Builder
+
+#: How many leaves a message names of those that only one side has, or that share memory.
+_LISTED = 20
 
 
 def describe(flat: tree.Flat) -> list[list[Any]]:
@@ -31,40 +37,76 @@ def describe(flat: tree.Flat) -> list[list[Any]]:
     return described
 
 
+class InPlace(NamedTuple):
+    """How a receive and the live state fitted together.
+
+    Attributes:
+        landed: how many of the source's tensors have their counterpart in the live state
+        offered: how many tensors the source has
+        there: the path of one of the source's tensors, for messages
+        here: the path of one of the live state's, for messages
+    """
+
+    landed: int
+    offered: int
+    there: str
+    here: str
+
+
 class Targets:
     """The receiver's own tensors, to be filled in place.
+
+    Their storages are held, so that what is written to them goes nowhere else even if a tensor is given other memory
+    meanwhile.
 
     Args:
         live: the state they are in
         accelerator: tells which of them are on a device
         lands: whether bytes can go on to a device while others come; else they are copied when all are here
+        strict: whether each tensor of either state must have its counterpart in the other one
 
     Attributes:
         direct: for entries whose bytes have their last place in a tensor, that tensor
-        landing: those of them that are on an accelerator
+        places: for those of them that are in host memory, its address
+        landing: for those that are on an accelerator, a tensor over its memory
+        fit: how the source's state fits, once it was compared
+
+    Raises:
+        InvalidArgument: ``live`` holds no tree in which there could be tensors
     """
 
-    def __init__(self, live: Any, accelerator: Accelerator = ACCELERATOR, lands: bool = False) -> None:
+    def __init__(
+        self, live: Any, accelerator: Accelerator = ACCELERATOR, lands: bool = False, strict: bool = False
+    ) -> None:
         """Takes ``live`` apart; nothing is assigned yet."""
         self.direct: dict[int, torch.Tensor] = {}
+        self.places: dict[int, int] = {}
         self.landing: dict[int, torch.Tensor] = {}
+        self.fit = InPlace(0, 0, "", "")
         self._accelerator = accelerator
         self._lands = lands
-        self._by_path: dict[tuple[str, ...], torch.Tensor] = {}
-        self._waiting: Iterator[torch.Tensor | None] = iter(())
+        self._strict = strict
+        self._live = flat = tree.flatten(live)
+        if flat.tree == "-1" and not isinstance(live, torch.Tensor):
+            raise InvalidArgument(
+                f"state_dict= gave {shown(live)}, into which nothing can be received: it has to return the live state, "
+                "a dict or another container with tensors in it"
+            )
+        self._memory = Memory(flat)
+        self._by_path = {
+            path: number
+            for number, path in tree.positions(flat.tree, flat.keys)
+            if number >= 0 or isinstance(flat.leaf(number), torch.Tensor)
+        }
+        self._waiting: Iterator[int | None] = iter(())
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        flat = tree.flatten(live)
-        for number, path in tree.positions(flat.tree, flat.keys):
-            value = flat.leaf(number)
-            if isinstance(value, torch.Tensor):
-                self._by_path[path] = value
 
     def assign(self, builder: Builder, names: list[str]) -> None:
         """Finds a tensor of ours for each leaf of a container, after comparing everything.
 
         Raises:
-            StateMismatch: naming every leaf that both sides have with another dtype or shape, or that cannot be written
-                to here
+            StateMismatch: naming every leaf that both sides have with another dtype or shape, that cannot be written to
+                here, or that shares memory here in another way than at the source
             InvalidArgument: a graph is being captured on a device that is to be written to
         """
         plain = builder.plain
@@ -75,25 +117,37 @@ class Targets:
         keys, tensors = tree.described(builder.manifest)
         offered |= {-number - 1: (path, dtype, shape) for number, path, dtype, shape in tensors}
         places = tree.positions(builder.tree, keys)
-        self._match(places, offered)
+        self._match(places, offered, aliases.read(builder.manifest))
+        flat, owners = self._live, self._live.rows.owners
+        # Of tensors that share memory, one is filled directly.
+        group = {layout.leaf: number for number, group in enumerate(self._memory.groups) for layout in group}
         used: set[int] = set()
+        filled: set[int] = set()
         late = []
         for number, path in places:
-            target = self._by_path.get(path)
-            if target is None:
+            here = self._by_path.get(path)
+            if here is None:
                 continue
-            if number < 0 or not builder.size(plain[number]) or not is_plain(target):
+            target = flat.leaf(here)
+            if number < 0 or here < 0 or not builder.size(plain[number]):
                 late.append(target)
                 continue
-            on_device = self._accelerator.device_of(target.untyped_storage()) is not None
-            key = storage_key(target.untyped_storage())
-            if key in used or plain[number] in self.direct or (on_device and not self._lands):
+            entry = plain[number]
+            storage = owners[here]
+            on_device = self._accelerator.device_of(storage) is not None
+            filled_already = here in used or group.get(here) in filled or entry in self.direct
+            # A tensor that was given other memory since it was looked at may have another size.
+            if filled_already or flat.rows.size(here) != builder.size(entry) or (on_device and not self._lands):
                 late.append(target)
                 continue
-            used.add(key)
-            self.direct[plain[number]] = target
+            used.add(here)
+            if here in group:
+                filled.add(group[here])
+            self.direct[entry] = target
             if on_device:
-                self.landing[plain[number]] = target
+                self.landing[entry] = as_bytes(storage)
+            else:
+                self.places[entry] = flat.rows.address(here)
         self._accelerator.check(self._accelerator.holding(late))
 
     def fill(self, state: Any) -> Any:
@@ -106,33 +160,97 @@ class Targets:
         names = flat.rows.names
         offered = {n: (names[n], str(t.dtype), list(t.shape)) for n, t in enumerate(flat.plain)}
         offered |= {-number - 1: (path, dtype, shape) for number, path, dtype, shape in describe(flat)}
-        self._match(tree.positions(flat.tree, flat.keys), offered)
+        self._match(tree.positions(flat.tree, flat.keys), offered, Memory(flat).groups)
         filled = tree.unflatten(flat.tree, flat.plain, flat.objects, self.take)
         self.write()
         return filled
 
-    def _match(self, places: list[tuple[int, tuple[str, ...]]], offered: dict[int, tuple[str, str, list[int]]]) -> None:
+    def _match(
+        self,
+        places: list[tuple[int, tuple[str, ...]]],
+        offered: dict[int, tuple[str, str, list[int]]],
+        theirs: aliases.Groups,
+    ) -> None:
+        """Compares what the source has, and where, with what we have; ``theirs`` shares memory there."""
         wrong = []
+        landed: dict[int, int] = {}
+        twice = []
+        found = set()
         for number, path in places:
-            live = self._by_path.get(path)
-            if live is not None and number in offered:
-                name, dtype, shape = offered[number]
-                if (str(live.dtype), list(live.shape)) != (dtype, shape):
-                    wrong.append(f"{name}: {live.dtype} {list(live.shape)} here, {dtype} {shape} at the source")
-                elif (why := obstacle(live)) is not None:
-                    wrong.append(f"{name}: cannot be written to here: {why}")
+            here = self._by_path.get(path)
+            if here is None or number not in offered:
+                continue
+            found.add(number)
+            live = self._live.leaf(here)
+            name, dtype, shape = offered[number]
+            if (str(live.dtype), list(live.shape)) != (dtype, shape):
+                wrong.append(f"{name}: {live.dtype} {list(live.shape)} here, {dtype} {shape} at the source")
+            elif (why := obstacle(live)) is not None:
+                wrong.append(f"{name}: cannot be written to here: {why}")
+            elif landed.setdefault(here, number) != number:
+                twice.append(((here, landed[here]), (here, number)))
+        if not wrong:
+            clashing = aliases.clashes(self._live, self._memory, theirs, landed, twice)
+            wrong = [self._clash(places, one, two) for one, two in itertools.islice(clashing, _LISTED)]
+        if self._strict:
+            wrong += self._unmatched(places, offered, found)
         if wrong:
             raise StateMismatch(
                 "nothing was overwritten: the source's state does not fit into this one; differing leaves:\n  "
                 + "\n  ".join(wrong)
             )
+        there = next((tree.shown(path) for number, path in places if number in offered), "nowhere")
+        first = next(map(tree.shown, self._by_path), "nowhere")
+        self.fit = InPlace(len(found), len(offered), there, first)
         self._waiting = iter([self._by_path.get(path) for _, path in places])
 
+    def _clash(self, places: list[tuple[int, tuple[str, ...]]], *landed: aliases.Landed) -> str:
+        """What to say of two leaves, or of one, whose memory is shared."""
+        # The first place of each, in the order of the source's tree.
+        found: dict[aliases.Landed, str] = {}
+        for number, path in places:
+            one = (self._by_path.get(path, 0), number)
+            if path in self._by_path and one in landed:
+                found.setdefault(one, tree.shown(path))
+        paths = list(found.values())
+        if len(paths) == 1:
+            return f"{paths[0]}: several of its elements share memory here, in another way than at the source"
+        return (
+            f"{paths[0]} and {paths[1]}: they share memory here, and at the source they do not, or in another way; "
+            "only one of them would keep its values"
+        )
+
+    def _unmatched(
+        self,
+        places: list[tuple[int, tuple[str, ...]]],
+        offered: dict[int, tuple[str, str, list[int]]],
+        found: set[int],
+    ) -> list[str]:
+        """The tensors that only one side has."""
+        theirs = {path for number, path in places if number in offered}
+        only = [f"{name}: only at the source" for number, (name, *_) in offered.items() if number not in found]
+        only += [f"{tree.shown(path)}: only here" for path in self._by_path if path not in theirs]
+        return only[:_LISTED] + ([f"and {len(only) - _LISTED} more"] if len(only) > _LISTED else [])
+
     def take(self, value: Any) -> Any:
-        """Our own tensor for the next place, which :meth:`write` fills with ``value``; or that where we have none."""
-        live = next(self._waiting)
-        if live is None or not isinstance(value, torch.Tensor):
+        """Our own tensor for the next place, which :meth:`write` fills with ``value``; or that where we have none.
+
+        Raises:
+            StateMismatch: our tensor was given other memory since it was looked at
+        """
+        here = next(self._waiting)
+        if here is None or not isinstance(value, torch.Tensor):
             return value
+        live = self._live.leaf(here)
+        if self._memory.has_moved(here) or (
+            live is not value and self._memory.start(here) and live.shape != value.shape
+        ):
+            path = next(tree.shown(path) for path, number in self._by_path.items() if number == here)
+            raise StateMismatch(
+                f"{path} was given other memory, or another shape, while its values were being received: it does not "
+                "have them, and other tensors of the live state may have new values already; change nothing of it "
+                "until recv_checkpoint has returned, and receive again"
+            )
         if live is not value:
             self._pairs.append((live, value))
         return live

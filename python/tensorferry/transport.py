@@ -14,16 +14,16 @@ from ._native import Pool, Remote
 from .accelerator import ACCELERATOR
 from .addresses import wants_same_host
 from .allowlist import Allowed, refusal
-from .errors import UnprovenSource
+from .errors import InvalidArgument, TransportClosed, UnprovenSource
 from .host_memory import HostMemory
 from .landing import Landing
-from .reporting import tell
+from .reporting import in_place, tell
 from .secret import shared_secret
 from .serving import known_snapshot, serve, withdraw
 from .sources import encrypted
 from .staging import Stager
 from .state import Packed, Snapshot, receive
-from .targets import Targets
+from .targets import InPlace, Targets
 
 if TYPE_CHECKING:
     from torchft.checkpointing.transport import CheckpointTransport
@@ -56,10 +56,14 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             readers of borrowed memory finish before it cuts them off
         num_chunks: connections a receive uses; 0 chooses by the number of cores. A stock torchft receiver that heals
             from here must use the same number.
-        state_dict: gives the live state; ``recv_checkpoint`` then writes into its tensors and returns them. Tensors it
-            does not have are received into fresh memory. What is queued on the stream in use there and on the device's
-            default stream comes before what is written to an accelerator, and when ``recv_checkpoint`` returns, all of
-            that is done: whatever is queued next, on any stream, finds it.
+        state_dict: gives the live state; ``recv_checkpoint`` then writes into its tensors and returns them. A tensor is
+            found by its path, so it has to be the state that the source sends: for torchft's Manager
+            ``{"user": {"default": ...}}``. Tensors it does not have are received into fresh memory; the log says how
+            many came in place. What is queued on the stream in use there and on the device's default stream comes
+            before what is written to an accelerator, and when ``recv_checkpoint`` returns, all of that is done:
+            whatever is queued next, on any stream, finds it.
+        strict: with ``state_dict``, refuse a state of which not every tensor has its counterpart in the live one, or
+            the other way round; nothing is overwritten then
         snapshot: ``"borrow"`` serves CPU tensors from where they are, ``"copy"`` takes a private copy in
             ``send_checkpoint``: for states that change while they are served, as BatchNorm's buffers do with torchft's
             sync quorum. Accelerator tensors are always copied.
@@ -100,6 +104,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         num_chunks: int = 0,
         *,
         state_dict: Callable[[], T] | None = None,
+        strict: bool = False,
         snapshot: Snapshot = "borrow",
         safe_globals: Iterable[Any] = (),
         trust_pickle: bool = False,
@@ -116,6 +121,9 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         self._timeout = timeout
         self._num_chunks = arguments.whole("num_chunks", num_chunks, 0)
         self._state_dict = arguments.function("state_dict", state_dict)
+        self._strict = arguments.boolean("strict", strict)
+        if strict and state_dict is None:
+            raise InvalidArgument("strict=True compares with the live state: pass state_dict=, which gives it")
         self._snapshot = known_snapshot(snapshot)
         self._allowed = Allowed(safe_globals, trust_pickle)
         # Held natively, where neither a repr nor a pickle nor a traceback shows it.
@@ -125,6 +133,8 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         self._landing = Landing(ACCELERATOR)
         self._sending = threading.Lock()
         self._warned: set[tuple[str, str]] = set()
+        self._warned_of_misses = False
+        self._is_closed = False
         self._same_host = wants_same_host(same_host)
         self._pool = Pool(reuse_bytes, HostMemory(ACCELERATOR).lend) if reuse_bytes else None
         self._progress = arguments.function("progress", progress)
@@ -163,18 +173,25 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             state_dict: any tree of tensors and picklable objects
             timeout: ignored: nothing here waits for a receiver
 
+        The memory that the tensors have now is what is served: one that is given other memory later (``p.data = x``,
+        ``module.half()``) does not change that. Only what frees or moves a storage itself must wait until
+        ``disallow_checkpoint`` has returned, or be kept off with ``snapshot="copy"``: ``storage.resize_()``, as FSDP1
+        does it, ``tensor.resize_()`` to more, and ``share_memory_()``.
+
         Raises:
             UnsupportedLeaf: a leaf cannot be carried; its path is named, and what was served before is still served
             InvalidArgument: the step is no whole number of 64 bits, or a graph is being captured on the stream in use
                 and the state is on an accelerator
+            TransportClosed: after :meth:`shutdown`
             Exception: whatever torch raises when a copy off the accelerator fails; then nothing is served any more, and
                 receivers that have begun get an error at once, those to which no byte came included
         """
         del dst_ranks, timeout
         step = arguments.step_number(step)
-        started = time.perf_counter()
         # Before the lock, which a thread of the parent may have held when this process was forked.
         self._server.check_process()
+        self._check_open()
+        started = time.perf_counter()
         with self._sending:
             packed = Packed(state_dict, self._stager, self._snapshot)
             packed.publish(self._server, step, stock.bodies(packed.rebuild, self._num_chunks))
@@ -203,13 +220,18 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             ForkedProcess: this process was forked from the one that made the transport
             UnprovenSource: the source does not know the shared secret, shows another certificate than its metadata
                 names, or, where this transport has ``tls=True``, does not encrypt
-            StateMismatch: the live state's tensors differ in dtype or shape; nothing was overwritten
+            StateMismatch: the live state's tensors differ in dtype or shape, cannot be written to, or share memory that
+                the source's do not share; or ``strict`` is set and one side has tensors that the other one lacks. Then
+                nothing was overwritten. Or a tensor was given other memory while its values came: then some were.
             UnsafePickle: the state holds objects that are not on the allow-list
-            InvalidArgument: the metadata names no source, an argument is of the wrong kind, or a graph is being
-                captured on the stream in use and the live state is on an accelerator
+            InvalidArgument: the metadata names no source, an argument is of the wrong kind, ``state_dict`` gives nothing
+                that tensors could be in, or a graph is being captured on the stream in use and the live state is on an
+                accelerator
+            TransportClosed: after :meth:`shutdown`
         """
         del src_rank
         self._server.check_process()
+        self._check_open()
         step, seconds_given = arguments.step_number(step), arguments.seconds("timeout", timeout)
         started = time.perf_counter()
         sources = arguments.text("metadata", metadata).split()
@@ -223,10 +245,14 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
                     "transport that has one receives from none of them. While a fleet is upgraded replica by replica, "
                     "run it without a secret"
                 )
+            targets = self._targets() if self._state_dict is not None else None
             state = stock.receive(metadata, step, timeout, self._allowed)
-            if self._state_dict is not None:
-                state = Targets(self._state_dict(), self._landing.accelerator).fill(state)
-            logger.info("received step %d from a stock torchft source in %.3f s", step, time.perf_counter() - started)
+            fit = None
+            if targets is not None:
+                state, fit = targets.fill(state), targets.fit
+            seconds = time.perf_counter() - started
+            logger.info("received step %d from a stock torchft source in %.3f s%s", step, seconds, in_place(fit))
+            self._warn_of_misses(fit)
             return cast(T, state)
         try:
             state, report = self._fetch(sources, step, seconds_given)
@@ -236,7 +262,13 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         seconds = time.perf_counter() - started
         self._server.note_receive(report, seconds)
         tell(step, report, seconds)
+        self._warn_of_misses(report.get("in_place"))
         return cast(T, state)
+
+    def _targets(self, lands: bool = False) -> Targets:
+        """The live state as it is now. ``lands``: see :class:`Targets`."""
+        assert self._state_dict is not None
+        return Targets(self._state_dict(), self._landing.accelerator, lands, self._strict)
 
     def _fetch(self, sources: list[str], step: int, timeout: float) -> tuple[Any, dict[str, Any]]:
         """The state, and how its transfer went."""
@@ -250,15 +282,20 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             progress=self._progress,
             secret=self._secret,
         )
-        return receive(remote, self._allowed, self._state_dict, self._landing, lands=len(sources) == 1)
+        # Bytes of several sources may turn out to be of another snapshot when all are here.
+        live = None if self._state_dict is None else lambda: self._targets(lands=len(sources) == 1)
+        return receive(remote, self._allowed, live, self._landing)
 
     def allow_checkpoint(self, step: int) -> None:
         """Serves what is published under the number ``step``; waiting requests go on.
 
         Raises:
             InvalidArgument: the step is no whole number of 64 bits
+            TransportClosed: after :meth:`shutdown`
         """
-        self._server.allow(arguments.step_number(step))
+        step = arguments.step_number(step)
+        self._check_open()
+        self._server.allow(step)
 
     def disallow_checkpoint(self) -> None:
         """Withdraws what is published; from now on requests wait.
@@ -282,11 +319,15 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         )
 
     def shutdown(self, wait: bool = True) -> None:
-        """Ends the server and all transfers.
+        """Ends the server and all transfers from it; a receive that has begun goes on.
+
+        From then on the transport neither sends nor receives. ``disallow_checkpoint``, ``shutdown`` and ``metadata`` can
+        still be called.
 
         Args:
             wait: return only when the port is closed
         """
+        self._is_closed = True
         self._server.shutdown(5.0 if wait else 0.0)
         self._stager.close()
         self._landing.close()
@@ -299,6 +340,27 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
     def _step(self) -> int:
         step = self._server.step
         return -1 if step is None else step
+
+    def _check_open(self) -> None:
+        """Raises :class:`TransportClosed` after the shutdown."""
+        if self._is_closed:
+            raise TransportClosed(
+                "this HTTPTransport was shut down and neither sends nor receives any more: make a new one"
+            )
+
+    def _warn_of_misses(self, fit: InPlace | None) -> None:
+        """Says once that nothing at all came in place: then the live state has another shape than the source's."""
+        if fit is None or fit.landed or not fit.offered or self._warned_of_misses:
+            return
+        self._warned_of_misses = True
+        logger.warning(
+            "none of the source's %d tensors has its counterpart in what state_dict= gives, and all of them came into "
+            "fresh memory: the first one is at %s there, and at %s here; torchft's Manager sends "
+            '{"user": {"default": ...}, "torchft": ...}',
+            fit.offered,
+            fit.there,
+            fit.here,
+        )
 
     def _warn_of_refusals(self, globals_: dict[tuple[str, str], str]) -> None:
         """Says on the healthy side already what a receiver with the same list will refuse."""

@@ -61,8 +61,9 @@ class Flat:
     def filler(self, storage: int) -> int | None:
         """The number of the plain tensor that fills the storage with this identity, if there is one."""
         # Most states never ask: what it costs to look at every storage is spent when somebody does.
+        owners = self.rows.owners
         for number in range(self._looked_at, len(self.rows)):
-            self._storages.setdefault(storage_key(self.plain[number].untyped_storage()), number)
+            self._storages.setdefault(storage_key(owners[number]), number)
         self._looked_at = len(self.rows)
         return self._storages.get(storage)
 
@@ -129,7 +130,8 @@ class _Walk:
             self._flat.accelerated.append(len(self._rows))
         flag = (kind is Parameter) + 2 * value.requires_grad
         name = DTYPE_NAMES[value.dtype]
-        return self._rows.append(value, path, name, value.shape, value.data_ptr(), value.nbytes, flag)
+        storage = value.untyped_storage()
+        return self._rows.append(value, path, name, value.shape, storage.data_ptr(), value.nbytes, flag, storage)
 
     def _container(self, value: Any, kind: Any, path: str, depth: int) -> str:
         below = path + "." if path else ""
@@ -276,6 +278,12 @@ def positions(tree: str, keys: dict[str, str]) -> list[tuple[int, tuple[str, ...
     found: list[tuple[int, tuple[str, ...]]] = []
     _visit(json.loads(tree), (), keys, found)
     return found
+
+
+def shown(path: tuple[str, ...]) -> str:
+    """One of the key paths of :func:`positions`, for messages."""
+    keys = (key[1:] if key[0] in "s#" else key.rpartition(" ")[2] for key in path)
+    return ".".join(keys) or "the state itself"
 
 
 def _visit(node: Node, path: tuple[str, ...], keys: dict[str, str], found: list[tuple[int, tuple[str, ...]]]) -> None:

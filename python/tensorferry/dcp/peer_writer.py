@@ -17,7 +17,7 @@ from torch.futures import Future
 from .. import _gc
 from ..accelerator import ACCELERATOR
 from ..addresses import wants_same_host
-from ..errors import InvalidArgument
+from ..errors import InvalidArgument, TransportClosed
 from ..secret import shared_secret
 from ..serving import known_snapshot, serve, withdraw
 from ..staging import Stager
@@ -188,10 +188,10 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         """Tells the coordinator this rank's address.
 
         Raises:
-            InvalidArgument: the writer was shut down
+            TransportClosed: the writer was shut down
         """
         if self._is_closed:
-            raise InvalidArgument("this PeerWriter was shut down and serves nothing any more: make a new one")
+            raise TransportClosed("this PeerWriter was shut down and serves nothing any more: make a new one")
         return dataclasses.replace(plan, storage_data=self._url)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:

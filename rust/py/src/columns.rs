@@ -1,7 +1,7 @@
 //! What there is to say of the tensors of a state, column by column.
 
 use std::borrow::Cow;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::hash::{BuildHasherDefault, Hasher};
 
 use pyo3::exceptions::PyOverflowError;
@@ -52,6 +52,12 @@ impl Hasher for AddressHasher {
     }
 }
 
+/// Memory of a leaf: its number, the address space it is in, and its first and last byte (exclusive).
+pub(crate) type Span = (i64, u32, usize, usize);
+
+/// The address space of host memory.
+const HOST: u32 = 0;
+
 /// What a row says beside its name.
 pub(crate) struct Row<'a> {
     pub(crate) dtype: Dtype,
@@ -77,6 +83,36 @@ impl Columns {
             self.starts.entry(row.address).or_insert(number);
         }
         Ok(i64::try_from(number)?)
+    }
+
+    /// The leaves whose memory overlaps, in groups: rows by their number, and `others` by theirs. The rows in `without` are
+    /// not looked at.
+    pub(crate) fn overlapping(&self, others: Vec<Span>, without: &[usize]) -> Vec<Vec<i64>> {
+        let without: HashSet<_> = without.iter().collect();
+        let rows = self.addresses.iter().zip(&self.sizes).zip(0_i64..).enumerate();
+        let rows = rows.filter(|(row, ((_, size), _))| **size > 0 && !without.contains(row));
+        let rows = rows.map(|(_, ((&start, &size), number))| (number, HOST, start, start.saturating_add(size)));
+        let mut spans: Vec<_> = rows.chain(others).collect();
+        spans.sort_unstable_by_key(|&(number, space, start, _)| (space, start, number));
+        let mut groups = Vec::new();
+        let mut group: Vec<i64> = Vec::new();
+        let mut reached = (HOST, 0);
+        for (number, space, start, end) in spans {
+            if reached.0 == space && start < reached.1 {
+                reached.1 = reached.1.max(end);
+            } else {
+                if group.len() > 1 {
+                    groups.push(std::mem::take(&mut group));
+                }
+                group.clear();
+                reached = (space, end);
+            }
+            group.push(number);
+        }
+        if group.len() > 1 {
+            groups.push(group);
+        }
+        groups
     }
 
     fn name(&self, row: usize) -> &str {

@@ -12,7 +12,7 @@ use pyo3::types::{PyDict, PyList, PyString, PyTuple, PyType};
 use tensorferry_core::Item;
 use tensorferry_wire::dtype::Dtype;
 
-use crate::columns::{Columns, Row};
+use crate::columns::{Columns, Row, Span};
 use crate::memory::{Described, Exchange, TURN, borrowed};
 
 /// One row for each tensor, column by column, and which leaf of the state is which row.
@@ -27,6 +27,8 @@ pub(crate) struct PyRows {
     /// `object.__getstate__`: tells of attributes without making a dict for them, which an object would keep.
     attributes: Py<PyAny>,
     memory: Py<PyList>,
+    /// What keeps the memory of each row: of a tensor its storage, since a tensor can be given another one at any time.
+    owners: Py<PyList>,
     columns: Mutex<Columns>,
     /// Leaves since the last turn of other threads.
     leaves: AtomicUsize,
@@ -101,10 +103,13 @@ impl PyRows {
                 None => return Ok(None),
             },
         };
+        let storage = value.call_method0(intern!(py, "untyped_storage"))?;
+        if storage.len()? != tensor.nbytes {
+            return Ok(None);
+        }
         let truth = |name: &Bound<'_, PyString>| value.call_method0(name)?.is_truthy();
         let needs_more = truth(intern!(py, "is_neg"))?
             || dtype == Dtype::C64 && truth(intern!(py, "is_conj"))?
-            || value.call_method0(intern!(py, "untyped_storage"))?.len()? != tensor.nbytes
             || self.attributes.bind(py).call1((value,))?.is_truthy()?
             || value.getattr(intern!(py, "_backward_hooks"))?.is_truthy()?;
         if needs_more {
@@ -121,6 +126,7 @@ impl PyRows {
         };
         let number = self.columns().push(path, &row)?;
         self.memory.bind(py).append(value)?;
+        self.owners.bind(py).append(storage)?;
         Ok(Some(number))
     }
 
@@ -185,6 +191,7 @@ impl PyRows {
             tensor: tensor.clone().unbind(),
             parameter: parameter.clone().unbind(),
             memory: PyList::empty(tensor.py()).unbind(),
+            owners: PyList::empty(tensor.py()).unbind(),
             columns: Mutex::default(),
             leaves: AtomicUsize::new(0),
         })
@@ -198,6 +205,12 @@ impl PyRows {
     #[getter]
     fn memory(&self, py: Python<'_>) -> Py<PyList> {
         self.memory.clone_ref(py)
+    }
+
+    /// What keeps the memory of each row alive, whatever becomes of the tensor it was read from.
+    #[getter]
+    fn owners(&self, py: Python<'_>) -> Py<PyList> {
+        self.owners.clone_ref(py)
     }
 
     /// One digit per row: 1 for a Parameter, plus 2 if it requires grad.
@@ -236,6 +249,18 @@ impl PyRows {
     /// Bytes of row `row`.
     fn size(&self, row: usize) -> PyResult<usize> {
         self.columns().sizes.get(row).copied().ok_or_else(|| PyIndexError::new_err("there is no such row"))
+    }
+
+    /// Where the memory of row `row` starts.
+    fn address(&self, row: usize) -> PyResult<usize> {
+        self.columns().addresses.get(row).copied().ok_or_else(|| PyIndexError::new_err("there is no such row"))
+    }
+
+    /// The leaves whose memory overlaps, in groups: rows by their number, and `others`, each with its number, its address
+    /// space (0 is host memory) and its first and last byte (exclusive). The rows in `without` are not looked at.
+    #[allow(clippy::needless_pass_by_value)]
+    fn overlapping(&self, py: Python<'_>, others: Vec<Span>, without: Vec<usize>) -> Vec<Vec<i64>> {
+        py.detach(|| self.columns().overlapping(others, &without))
     }
 
     /// The members of a JSON object for a dict with these keys and values, `None` if a key is no text.
@@ -307,14 +332,18 @@ impl PyRows {
         Ok(row.map(|(row, _)| i64::try_from(row)).transpose()?)
     }
 
-    /// Forgets which objects are leaves: called before the state may change.
-    fn forget(&self) {
+    /// Forgets which objects are leaves, and lets go of them: called before the state may change.
+    fn forget(&self, py: Python<'_>) -> PyResult<()> {
+        let memory = self.memory.bind(py);
+        memory.del_slice(0, memory.len())?;
         let mut columns = self.columns();
         (columns.seen, columns.starts) = Default::default();
+        Ok(())
     }
 
-    /// Adds a row as given.
+    /// Adds a row as given. `owner` keeps its memory; by default `memory` does.
     #[allow(clippy::too_many_arguments, clippy::needless_pass_by_value)]
+    #[pyo3(signature = (memory, name, dtype, shape, address, nbytes, flag, owner = None))]
     fn append(
         &self,
         memory: &Bound<'_, PyAny>,
@@ -324,10 +353,12 @@ impl PyRows {
         address: usize,
         nbytes: usize,
         flag: u8,
+        owner: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<i64> {
         let row = Row { dtype: named(dtype)?, shape: &shape, address, nbytes, flag };
         let number = self.columns().push([name, ""], &row)?;
         self.memory.bind(memory.py()).append(memory)?;
+        self.owners.bind(memory.py()).append(owner.unwrap_or(memory))?;
         Ok(number)
     }
 
