@@ -197,6 +197,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             ConnectError: the source cannot be reached or went away
             WrongStep: the source serves another step
             CorruptCheckpoint: bytes did not match their checksums
+            TornCheckpoint: the source kept changing its state while it served it
             ForkedProcess: this process was forked from the one that made the transport
             UnprovenSource: the source does not know the shared secret, shows another certificate than its metadata
                 names, or, where this transport has ``tls=True``, does not encrypt

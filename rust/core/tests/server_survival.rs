@@ -7,7 +7,7 @@ use std::io::Write;
 use std::net::{Shutdown, TcpStream};
 use std::time::{Duration, Instant};
 
-use common::raw::{Raw, get};
+use common::raw::{Raw, connections, get};
 use common::{BLOCK, PATIENCE, Rig, STEP, State, eventually, lanes, noise};
 use tensorferry_core::{FetchOptions, ServerConfig, Stability};
 
@@ -197,4 +197,18 @@ fn what_is_sent_can_be_capped() {
     state.fetch(&[&url], lanes(2)).unwrap();
     let took = started.elapsed();
     assert!((Duration::from_millis(700)..PATIENCE).contains(&took), "{took:?}");
+}
+
+#[test]
+fn a_peer_that_reads_no_message_is_let_go() {
+    // Their header, and its digests, are longer than the buffers of both ends.
+    let state = State::of(&[1; 120_000], 1);
+    let rig = Rig::with_patience(Duration::from_millis(300));
+    rig.server.store().publish(STEP, state.publication(Stability::Private));
+    let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
+    socket.set_recv_buffer_size(4096).unwrap();
+    socket.connect(&rig.server.address().into()).unwrap();
+    let mut raw = Raw { stream: socket.into(), buffer: Vec::new() };
+    raw.send("GET", &rig.path("7/header"), &[]);
+    eventually("it is let go", || connections(&rig) == 1);
 }

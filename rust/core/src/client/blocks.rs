@@ -5,6 +5,8 @@ use tensorferry_wire::request::MAX_RUNS;
 
 /// Digests in one request, at most, where blocks are smaller than 1 MiB.
 const MAX_DIGESTS: u64 = 1 << 18;
+/// Blocks of 1 MiB in one request for digests, at most: a source that reads its memory for them answers in good time.
+const MAX_BLOCKS: u64 = 1 << 12;
 
 /// A block's length as a memory size.
 pub(super) const fn block_len() -> usize {
@@ -73,22 +75,11 @@ pub(crate) fn checksum_blocks<'a>(
     checksums.finish()
 }
 
-/// One request for the digests of the blocks in `asked`, in which `runs` lie.
-#[derive(Debug, PartialEq, Eq)]
-pub(super) struct Request {
-    pub(super) asked: Vec<(u64, u64)>,
-    pub(super) runs: Vec<(u64, u64)>,
-}
-
-/// Which digests to ask for at a time: for blocks of 1 MiB all at once, with those between them; of smaller ones just those
-/// that are wanted, in parts.
-pub(super) fn requests(runs: &[(u64, u64)], grain: u64) -> Vec<Request> {
-    if grain == BLOCK_SIZE {
-        let (Some(first), Some(last)) = (runs.first(), runs.last()) else { return Vec::new() };
-        return vec![Request { asked: vec![(first.0, last.1)], runs: runs.to_vec() }];
-    }
+/// Which digests to ask for at a time: just those that are wanted, in parts.
+pub(super) fn requests(runs: &[(u64, u64)], grain: u64) -> Vec<Vec<(u64, u64)>> {
+    let most = if grain == BLOCK_SIZE { MAX_BLOCKS } else { MAX_DIGESTS };
     let mut requests = Vec::new();
-    let (mut asked, mut left) = (Vec::new(), MAX_DIGESTS);
+    let (mut asked, mut left) = (Vec::new(), most);
     for &(start, end) in runs {
         let mut start = start;
         while start < end {
@@ -97,14 +88,13 @@ pub(super) fn requests(runs: &[(u64, u64)], grain: u64) -> Vec<Request> {
             left -= stop - start;
             start = stop;
             if left == 0 || asked.len() == MAX_RUNS {
-                let asked = std::mem::take(&mut asked);
-                requests.push(Request { runs: asked.clone(), asked });
-                left = MAX_DIGESTS;
+                requests.push(std::mem::take(&mut asked));
+                left = most;
             }
         }
     }
     if !asked.is_empty() {
-        requests.push(Request { runs: asked.clone(), asked });
+        requests.push(asked);
     }
     requests
 }
@@ -132,15 +122,13 @@ mod tests {
         runs.extend((0..2 * MAX_RUNS as u64).map(|i| (behind + 3 * i, behind + 3 * i + 2)));
         let asked = requests(&runs, 4096);
         let blocks = |runs: &[(u64, u64)]| runs.iter().flat_map(|&(a, b)| a..b).collect::<Vec<_>>();
-        let covered: Vec<_> = asked.iter().flat_map(|r| blocks(&r.runs)).collect();
+        let covered: Vec<_> = asked.iter().flat_map(|runs| blocks(runs)).collect();
         assert!(covered == blocks(&runs));
         for request in &asked {
-            assert_eq!(request.asked, request.runs);
-            assert!(request.asked.len() <= MAX_RUNS && blocks(&request.asked).len() as u64 <= MAX_DIGESTS);
+            assert!(request.len() <= MAX_RUNS && blocks(request).len() as u64 <= MAX_DIGESTS);
         }
         assert_eq!(asked.len(), 5);
-        let whole = requests(&runs, BLOCK_SIZE);
-        assert_eq!((whole.len(), &whole[0].asked[..]), (1, &[(3, runs.last().unwrap().1)][..]));
+        assert_eq!(requests(&[(0, MAX_BLOCKS + 1)], BLOCK_SIZE), [[(0, MAX_BLOCKS)], [(MAX_BLOCKS, MAX_BLOCKS + 1)]]);
         assert!(requests(&[], BLOCK_SIZE).is_empty() && requests(&[], 4096).is_empty());
     }
 }

@@ -12,6 +12,7 @@ use tokio::sync::{Notify, OwnedSemaphorePermit, watch};
 use tokio_rustls::TlsAcceptor;
 
 use super::local::{self, Local};
+use super::patient::Patient;
 use super::{Shared, handler};
 use crate::body::Progress;
 
@@ -56,7 +57,7 @@ async fn serve(
     let connection = Arc::new(Connection::new(shared, false));
     let serving =
         http1::Builder::new().timer(TokioTimer::new()).header_read_timeout(connection.patience()).serve_connection(
-            TokioIo::new(stream),
+            TokioIo::new(Patient::new(stream, connection.patience())),
             service_fn(|request| {
                 let connection = Arc::clone(&connection);
                 async move { handler::answer(&connection, &request).await }

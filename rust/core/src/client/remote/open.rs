@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::opened::Opened;
-use super::{OPEN_ATTEMPTS, Remote};
+use super::{OPEN_ATTEMPTS, Passes, Remote};
 use crate::client::connection::Connection;
 use crate::client::limits::Limits;
 use crate::client::{FetchOptions, Peer};
@@ -32,6 +32,7 @@ impl Remote {
         let peers = urls.iter().map(|url| Peer::parse(url, options.same_host, options.secret.as_ref()));
         let peers = peers.collect::<Result<Vec<_>, Error>>()?;
         let mut last = Error::new(ErrorKind::Invalid, "no source was named");
+        let mut passes: Vec<Passes> = peers.iter().map(|_| Passes::default()).collect();
         // Each in turn, so that one that is stuck costs a share of the time and not all of it.
         let mut standing: VecDeque<_> = (0..peers.len()).map(|index| (index, 0_u32, 0_u32)).collect();
         while let Some((primary, asked, failures)) = standing.pop_front() {
@@ -52,7 +53,10 @@ impl Remote {
             let patience = if others == 0 { limits.stall } else { limits.stall.min(OPEN_PATIENCE) };
             let patience = patience.saturating_mul(1 << asked.min(10));
             let (opened, nobody) = match Connection::open(source, &share) {
-                Ok(connection) => (Opened::read(connection, step, options.ahead, &share, patience), false),
+                Ok(connection) => {
+                    let passes = &mut passes[primary];
+                    (Opened::read(connection, step, options.ahead, &share, patience, passes), false)
+                }
                 Err(e) => {
                     let nobody = e.kind() == ErrorKind::Connect;
                     (Err(e), nobody)
@@ -65,6 +69,7 @@ impl Remote {
                     return Ok(Self {
                         peers,
                         primary,
+                        opener: primary,
                         key: step.to_string(),
                         payload_start: opened.payload_start,
                         header: Arc::new(opened.header),
