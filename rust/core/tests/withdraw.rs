@@ -364,7 +364,7 @@ fn a_withdrawal_waits_only_for_whom_may_come_back() {
         let ended = store.withdraw(PATIENCE);
         (ended, started.elapsed())
     };
-    let at_once = Duration::from_millis(50);
+    let at_once = Duration::from_secs(1);
     // Nobody came; or somebody looked, and is still there; or all receives are over.
     store.publish(STEP, state.publication(Stability::Borrowed));
     assert!(withdraw().1 < at_once);
@@ -378,7 +378,6 @@ fn a_withdrawal_waits_only_for_whom_may_come_back() {
     for same_host in [false, true] {
         store.publish(STEP, state.publication(Stability::Borrowed));
         state.fetch(&[&rig.url()], FetchOptions { same_host, ..lanes(3) }).unwrap();
-        std::thread::sleep(Duration::from_millis(200));
         assert!(withdraw().1 < at_once, "same_host={same_host}");
     }
     // One that hangs up between two requests, and one that falls silent.

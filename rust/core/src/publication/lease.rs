@@ -37,6 +37,8 @@ struct Reader {
     left: Instant,
     /// Whether that was in the middle of an answer.
     broken: bool,
+    /// Whether the answer was one with which a receive ends: digests up to the last block.
+    through: bool,
     /// When a drain found the connection gone.
     gone: Option<Instant>,
 }
@@ -50,11 +52,13 @@ impl Reader {
         self.cut.strong_count() == 0
     }
 
-    /// Whether its receiver may be expected to ask for more.
-    fn is_awaited(&self, now: Instant) -> bool {
+    /// Whether its receiver may be expected to ask for more. `over` is when a receiver that is gone was through: others gone
+    /// that have asked for nothing since were connections of the same.
+    fn is_awaited(&self, now: Instant, over: Option<Instant>) -> bool {
         let (since, patience) = match self.gone {
             None => (self.left, LINGER),
             Some(gone) if self.broken => (gone, LINGER),
+            Some(_) if over.is_some_and(|over| self.left <= over) => return false,
             Some(gone) => (gone, RECONNECT),
         };
         self.receives && now.saturating_duration_since(since) < patience
@@ -73,7 +77,9 @@ impl Readers {
     /// Whether a receive that was begun is not over, as far as can be told from its connections.
     fn is_amid_receive(&self) -> bool {
         let now = Instant::now();
-        self.active > 0 || self.connections.iter().any(|reader| reader.is_awaited(now))
+        let over =
+            self.connections.iter().filter(|reader| reader.through && reader.gone.is_some()).map(|r| r.left).max();
+        self.active > 0 || self.connections.iter().any(|reader| reader.is_awaited(now, over))
     }
 }
 
@@ -82,6 +88,7 @@ pub(crate) struct Lease {
     publication: Arc<Publication>,
     connection: Weak<Notify>,
     broken: AtomicBool,
+    through: AtomicBool,
 }
 
 impl Lease {
@@ -106,10 +113,17 @@ impl Lease {
                 readers.connections.swap_remove(gone);
             }
             let cut = connection.clone();
-            readers.connections.push(Reader { cut, active: 1, receives, left: now, broken: false, gone: None });
+            let (broken, through, gone) = (false, false, None);
+            readers.connections.push(Reader { cut, active: 1, receives, left: now, broken, through, gone });
         }
         drop(readers);
-        Some(Arc::new(Self { publication: Arc::clone(publication), connection, broken: AtomicBool::new(false) }))
+        let (broken, through) = Default::default();
+        Some(Arc::new(Self { publication: Arc::clone(publication), connection, broken, through }))
+    }
+
+    /// The answer is one with which a receive ends if all is well.
+    pub(crate) fn note_last(&self) {
+        self.through.store(true, Ordering::Relaxed);
     }
 
     /// The answer that was read under this lease ended before its end.
@@ -135,6 +149,7 @@ impl Drop for Lease {
             reader.active -= 1;
             reader.left = now;
             reader.broken = self.broken.load(Ordering::Relaxed);
+            reader.through = self.through.load(Ordering::Relaxed);
         }
         if readers.active == 0 {
             self.publication.idle.notify_all();

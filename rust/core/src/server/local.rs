@@ -7,6 +7,7 @@ use std::io::{self, Read, Write};
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
+use std::time::Instant;
 
 use http::header::{self, HeaderValue};
 use http::{Request, Response};
@@ -60,8 +61,13 @@ impl Local {
         }
         head.clear();
         let mut buffer = [0; 2 << 10];
+        let mut begun = None;
         loop {
             let got = (&self.stream).read(&mut buffer)?;
+            // One that drips would keep this thread for ever.
+            if begun.get_or_insert_with(Instant::now).elapsed() > self.connection.patience() {
+                return Err(io::ErrorKind::TimedOut.into());
+            }
             head.extend_from_slice(&buffer[..got]);
             let mut headers = [httparse::EMPTY_HEADER; MAX_HEADERS];
             let mut parsed = httparse::Request::new(&mut headers);

@@ -77,8 +77,8 @@ impl Remote {
                         algorithm: secret::algorithm(options.secret.as_ref()),
                         prefix: opened.prefix,
                         route: opened.connection.route(),
-                        // One that was given a share of the time must not end with that.
-                        connections: Some(opened.connection).filter(|_| others == 0).into_iter().collect(),
+                        // It was given a share of the time, and must not end with that.
+                        connections: vec![opened.connection.within(&limits)],
                         opening: started.elapsed(),
                         lanes: options.lanes,
                         pool: options.pool,
