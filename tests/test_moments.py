@@ -72,7 +72,8 @@ def test_a_state_changed_in_the_middle_arrives_as_it_is_afterwards(
 ) -> None:
     """As with torchft's sync quorum: the forward pass changes some small buffers, and then they are at rest."""
     middle = Middle()
-    weights = {f"w{i}": torch.ones(MIB) for i in range(4)}
+    # Of no whole pages: those would come first.
+    weights = {f"w{i}": torch.ones(MIB + 1) for i in range(4)}
     buffers = {f"b{i}": torch.zeros(100) for i in range(50)}
     state = {**buffers, **weights}
 
@@ -115,9 +116,9 @@ def test_a_state_that_never_rests_is_an_error_that_says_what_to_do(
         for word in ("disallow_checkpoint()", 'snapshot="copy"', "w"):
             assert word in str(torn)
     else:
-        # A small one may come between two changes.
+        # A small one may come between two changes, or in the middle of one.
         assert nbytes < 64 * MIB
-        assert float(received["w"].min()) == float(received["w"].max())
+        assert len(received["w"].unique_consecutive()) <= 2
     finally:
         over.set()
         training.join()

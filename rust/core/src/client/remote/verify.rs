@@ -19,6 +19,8 @@ use crate::slices;
 const CORRUPT_RETRIES: u32 = 3;
 /// The same where the source's own checksums change from one pass to the next: such a source may come to rest.
 const CHANGE_RETRIES: u32 = 8;
+/// As many bytes, or twice those of the receive, are fetched again from such a source at most.
+const CHANGE_BYTES: u64 = 1 << 30;
 
 /// What passes over all the digests of a receive have shown, of which the last one found blocks that differ.
 #[derive(Debug, Default)]
@@ -26,6 +28,8 @@ pub(in crate::client) struct Passes {
     count: u32,
     /// How often the source's own digests were others than the time before.
     changes: u32,
+    /// Bytes that differed, added up.
+    again: u64,
     /// The snapshot of the last pass, and all its digests in one.
     before: Option<(String, u64)>,
 }
@@ -88,7 +92,10 @@ impl Remote {
         let etag = self.peers[self.primary].etag.get().map_or("", String::as_str);
         passes.note(etag, &all);
         let most = if passes.changes > 0 { CHANGE_RETRIES } else { CORRUPT_RETRIES };
-        if passes.count > most {
+        let bytes = |load: &Load<'_>, runs| load.plan.held(runs);
+        passes.again += loads.iter().zip(&differing).map(|(load, runs)| bytes(load, runs)).sum::<u64>();
+        let enough = CHANGE_BYTES.max(2 * loads.iter().map(|load| bytes(load, load.held)).sum::<u64>());
+        if passes.count > most || (passes.changes > 0 && passes.again > enough) {
             return Err(passes.error(&self.header, first));
         }
         if passes.changes > 0 {
