@@ -96,7 +96,9 @@ fn during<T>(
 /// The moments that `bytes` are of.
 fn moments(bytes: &[u8]) -> Vec<u8> {
     let mut seen = [false; 256];
-    bytes.iter().for_each(|&byte| seen[usize::from(byte)] = true);
+    for &byte in bytes {
+        seen[usize::from(byte)] = true;
+    }
     (0..=255).filter(|&byte| seen[usize::from(byte)]).collect()
 }
 

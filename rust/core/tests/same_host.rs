@@ -254,7 +254,7 @@ fn nobody_but_the_source_can_write_to_the_memory() {
 #[test]
 fn a_receiver_that_reads_no_message_is_let_go() {
     // Their header is longer than a socket's buffer.
-    let state = State::of(&[1; 20_000], 1);
+    let state = State::of(&vec![1; 20_000], 1);
     let rig = Rig::with_patience(Duration::from_millis(300));
     rig.server.store().publish(STEP, state.publication(Stability::Private));
     let mut reader = LocalReader::connect(&name_of(&rig));

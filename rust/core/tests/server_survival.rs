@@ -202,7 +202,7 @@ fn what_is_sent_can_be_capped() {
 #[test]
 fn a_peer_that_reads_no_message_is_let_go() {
     // Their header, and its digests, are longer than the buffers of both ends.
-    let state = State::of(&[1; 120_000], 1);
+    let state = State::of(&vec![1; 120_000], 1);
     let rig = Rig::with_patience(Duration::from_millis(300));
     rig.server.store().publish(STEP, state.publication(Stability::Private));
     let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();

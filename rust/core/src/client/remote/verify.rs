@@ -64,7 +64,9 @@ impl Passes {
 
 /// Adds digests to what stands for all of them.
 pub(super) fn add(all: &mut Hasher, digests: &[u64]) {
-    digests.iter().for_each(|digest| all.update(&digest.to_le_bytes()));
+    for digest in digests {
+        all.update(&digest.to_le_bytes());
+    }
 }
 
 impl Remote {
