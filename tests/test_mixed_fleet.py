@@ -165,7 +165,6 @@ class TestStockReceiver:
         received = target.recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
         assert_same_state(received, {"w": torch.arange(100.0), "tail": torch.arange(50.0)[10::3]})
 
-
     @pytest.mark.parametrize("num_chunks", [0, 2])
     def test_from_a_private_copy_without_bytes(
         self, num_chunks: int, open_transport: Callable[..., Any], open_stock: Callable[..., Any]

@@ -264,9 +264,9 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         """Withdraws what is published; from now on requests wait.
 
         A private copy (accelerator state, ``snapshot="copy"``) is let go of at once and running transfers finish from
-        it. Borrowed CPU memory is drained: receives that have begun may finish for at most the transport's timeout and are
-        cut off then; one that asks for nothing for two seconds is not waited for. When this returns, the state may be changed: nothing of it is read any more. It does not raise into
-        the trainer.
+        it. Borrowed CPU memory is drained: receives that have begun may finish for at most the transport's timeout and
+        are cut off then; one that asks for nothing for two seconds is not waited for. When this returns, the state may
+        be changed: nothing of it is read any more. It does not raise into the trainer.
         """
         withdraw(self._server, self._timeout)
 
