@@ -90,6 +90,27 @@ def test_written_where_the_live_tensors_lie(
     assert device.pinned_bytes == [2 * SLOT], "and no more of it in host memory"
 
 
+def test_what_changed_after_its_wave_was_copied_is_copied_again(
+    device: StandIn, open_target: Callable[..., Any], open_transport: Callable[..., Any]
+) -> None:
+    sent = weights()
+    live = zeros(sent)
+    device.adopt(*live.values())
+
+    def change(here: int, total: int) -> None:
+        if here > total // 2:
+            sent["w0"].fill_(-1)
+
+    source = open_transport(max_bandwidth=32 * MIB)
+    source.send_checkpoint([1], 1, sent, TIMEOUT)
+    receive(open_target(live, progress=change), source, 1)
+    assert float(live["w0"].max()) == -1
+    assert_same_state(live, sent)
+    copied = sum(nbytes for nbytes, _ in device.copies)
+    assert copied > sum(t.nbytes for t in sent.values())
+    assert device.pinned_bytes == [2 * SLOT]
+
+
 def test_memory_is_kept_from_receive_to_receive(device: StandIn, open_target: Callable[..., Any], source: Any) -> None:
     live = zeros(weights())
     device.adopt(*live.values())

@@ -165,6 +165,19 @@ class TestStockReceiver:
         received = target.recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
         assert_same_state(received, {"w": torch.arange(100.0), "tail": torch.arange(50.0)[10::3]})
 
+    @pytest.mark.parametrize("num_chunks", [0, 2])
+    def test_from_a_private_copy_without_bytes(
+        self, num_chunks: int, open_transport: Callable[..., Any], open_stock: Callable[..., Any]
+    ) -> None:
+        source, target = open_transport(num_chunks, snapshot="copy"), open_stock(num_chunks)
+        for tensors in ({}, {"empty": torch.empty(0), "none": torch.empty(3, 0)}):
+            state = {"step": 5, "nested": {"lr": [0.1]}, **tensors}
+            source.send_checkpoint([1], 1, state, TIMEOUT)
+            state["step"] = 6
+            state["nested"]["lr"].append(0.2)
+            received = target.recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
+            assert_same_state(received, {"step": 5, "nested": {"lr": [0.1]}, **tensors})
+
 
 class TestStockSource:
     def test_wrong_step(self, open_transport: Callable[..., Any], open_stock: Callable[..., Any]) -> None:

@@ -148,6 +148,40 @@ def test_exit_is_prompt(way: str, busy: str, child: Child) -> None:
     assert time.monotonic() - started < 15
 
 
+@pytest.mark.parametrize("waits", ["for its turn to send", "for a checkpoint"])
+def test_exit_says_nothing_while_a_receiver_of_this_machine_waits(waits: str, child: Child) -> None:
+    """The threads that serve shared memory outlive the runtime and its timers by a moment."""
+    child.start(f"""
+        options = {{"max_bandwidth": 1 << 20}} if "send" in {waits!r} else {{}}
+        source, target = HTTPTransport(LONG, **options), HTTPTransport(LONG, 4)
+        step, state = 1, {{"w": torch.ones(64 << 20, dtype=torch.uint8)}}
+        source.send_checkpoint([1], step, state, LONG)
+        if not options:
+            # Connected before there is something to wait for: by a receiver that was made for it.
+            import socket, urllib.request
+            name = urllib.request.urlopen(source.metadata() + "1/header").headers["tensorferry-same-host"]
+            source.disallow_checkpoint()
+            for _ in range(8):
+                local = socket.socket(socket.AF_UNIX)
+                local.connect("\\0" + name)
+                local.recv(64)
+                path = source.metadata().split("/", 3)[3]
+                local.sendall(f"GET /{{path}}2/header HTTP/1.1\\r\\nHost: a\\r\\n\\r\\n".encode())
+                globals().setdefault("kept", []).append(local)
+        else:
+            def receive():
+                try:
+                    target.recv_checkpoint(0, source.metadata(), step, LONG)
+                except tensorferry.TensorferryError:
+                    pass
+            threading.Thread(target=receive, daemon=True).start()
+        time.sleep(2)
+        print("ready", flush=True)
+    """)
+    child.wait_for("ready")
+    child.finish(within=15)
+
+
 def test_exit_by_an_exception(child: Child) -> None:
     child.start("""
         source, target = open_pair()

@@ -23,6 +23,7 @@ __all__ = [
     "StateMismatch",
     "SystemRefused",
     "TensorferryError",
+    "TornCheckpoint",
     "TransferCancelled",
     "TransportClosed",
     "UnprovenSource",
@@ -68,6 +69,14 @@ class ProtocolError(TensorferryError, ValueError):
 
 class CorruptCheckpoint(TensorferryError, ValueError):
     """Bytes did not match their checksum, also when they were fetched again."""
+
+
+class TornCheckpoint(CorruptCheckpoint):
+    """The source changed its state while it was served, and no moment could be found at which all that came was true.
+
+    The source has to call ``disallow_checkpoint()`` before it changes the state, or to serve a private copy:
+    ``snapshot="copy"``.
+    """
 
 
 class StateMismatch(TensorferryError, ValueError):

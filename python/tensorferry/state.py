@@ -66,8 +66,9 @@ class Packed:
             device = stager.accelerator.among(flat.plain, flat.accelerated)
             self._lay_out(flat, storages)
             copied = self._stage(stager, snapshot, device)
-        # If nothing had to be copied, the state itself stands in the memory that is served.
-        self._state = state if all([m.buffer is None for m in copied]) else None
+        # If nothing had to be copied, the state itself stands in the memory that is served. But a private snapshot is
+        # of one moment, also where it has no bytes to copy: its objects are those of the pickle.
+        self._state = state if not self.private and all([m.buffer is None for m in copied]) else None
 
     def _lay_out(self, flat: tree.Flat, storages: list[pickling.Storage]) -> None:
         self.rows = flat.rows

@@ -217,6 +217,9 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             ConnectError: the source cannot be reached or went away
             WrongStep: the source serves another step
             CorruptCheckpoint: bytes did not match their checksums
+            TornCheckpoint: the source kept changing its state while it served it; what is returned was all there at one
+                moment
+            SourceChanged: the source withdrew the state before all of it was here
             ForkedProcess: this process was forked from the one that made the transport
             UnprovenSource: the source does not know the shared secret, shows another certificate than its metadata
                 names, or, where this transport has ``tls=True``, does not encrypt
@@ -301,9 +304,9 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         """Withdraws what is published; from now on requests wait.
 
         A private copy (accelerator state, ``snapshot="copy"``) is let go of at once and running transfers finish from
-        it. Borrowed CPU memory is drained: running transfers may finish for at most the transport's timeout and are cut
-        off then. When this returns, the state may be changed: nothing of it is read any more. It does not raise into
-        the trainer.
+        it. Borrowed CPU memory is drained: receives that have begun may finish for at most the transport's timeout and
+        are cut off then; one that asks for nothing for two seconds is not waited for. When this returns, the state may
+        be changed: nothing of it is read any more. It does not raise into the trainer.
         """
         withdraw(self._server, self._timeout)
 

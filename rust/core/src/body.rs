@@ -4,7 +4,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::{Context, Poll};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use http_body::{Frame, SizeHint};
@@ -21,7 +21,7 @@ const GATHER_BELOW: usize = 16 << 10;
 /// How much is gathered into one frame.
 const GATHER_FRAME: usize = 256 << 10;
 
-/// As much as is copied before it is checksummed, while it is in the nearest cache.
+/// As much as is checksummed before it is copied, while it is in the nearest cache.
 const CACHED: usize = 16 << 10;
 
 /// Bytes served, for the metrics and for noticing a transfer that no longer moves.
@@ -44,7 +44,7 @@ pub(crate) struct MemoryBody {
     pub(crate) end: u64,
     /// What comes behind that: none of it empty.
     pub(crate) rest: std::vec::IntoIter<(u64, u64)>,
-    /// Whether this is the container itself, whose blocks are checksummed right before they are sent.
+    /// Whether this is the container itself, whose blocks may be checksummed right before they are sent.
     pub(crate) digest: bool,
     /// The block that is being copied, and its checksum so far.
     pub(crate) digesting: Option<(usize, Hasher)>,
@@ -113,7 +113,8 @@ impl MemoryBody {
         }
     }
 
-    /// Copies the next bytes into `into`, as many as there is room for, and checksums them there; returns how many.
+    /// Copies the next bytes into `into`, as many as there is room for, and checksums them on the way where that has to be
+    /// done; returns how many.
     pub(crate) fn copy_next(&mut self, into: &mut [u8]) -> usize {
         let mut filled = 0;
         while filled < into.len() && !self.is_over() {
@@ -127,11 +128,11 @@ impl MemoryBody {
             self.segments.visit(self.at, stop, |region| {
                 // SAFETY: the lease in `self` keeps the memory readable during the copy.
                 for piece in unsafe { region.as_slice() }.chunks(CACHED) {
-                    let copy = &mut into[filled..filled + piece.len()];
-                    copy.copy_from_slice(piece);
+                    // Of the source's own bytes: what others can map is no witness.
                     if let Some((_, hasher)) = &mut self.digesting {
-                        hasher.update(copy);
+                        hasher.update(piece);
                     }
+                    into[filled..filled + piece.len()].copy_from_slice(piece);
                     filled += piece.len();
                 }
                 true
@@ -200,16 +201,19 @@ impl MemoryBody {
         self.end.min(self.at.saturating_add(len))
     }
 
+    /// How long the cap on what the server sends asks to wait; `None` if more may be sent now.
+    pub(crate) fn delay(&self) -> Option<Duration> {
+        let throttle = self.throttle.as_ref().filter(|_| self.at < self.end)?;
+        Some(throttle.delay(Instant::now())).filter(|delay| !delay.is_zero())
+    }
+
     /// Waits until the cap on what the server sends allows more.
-    pub(crate) fn poll_admitted(&mut self, context: &mut Context<'_>) -> Poll<()> {
-        while let Some(throttle) = self.throttle.as_ref().filter(|_| self.at < self.end) {
+    fn poll_admitted(&mut self, context: &mut Context<'_>) -> Poll<()> {
+        loop {
             if let Some(wait) = &mut self.wait {
                 std::task::ready!(wait.as_mut().poll(context));
             }
-            let delay = throttle.delay(Instant::now());
-            if delay.is_zero() {
-                break;
-            }
+            let Some(delay) = self.delay() else { break };
             self.wait = Some(Box::pin(tokio::time::sleep(delay)));
         }
         self.wait = None;
@@ -222,6 +226,14 @@ impl MemoryBody {
         match self.at.checked_sub(origin) {
             Some(relative) => (origin + (relative / BLOCK_SIZE + 1) * BLOCK_SIZE).min(self.end),
             None => origin.min(self.end),
+        }
+    }
+}
+
+impl Drop for MemoryBody {
+    fn drop(&mut self) {
+        if !self.is_over() {
+            self.lease.break_off();
         }
     }
 }

@@ -21,6 +21,8 @@ pub enum ErrorKind {
     Protocol,
     /// Bytes did not match their checksum after repeated fetching.
     Corrupt,
+    /// The source keeps changing its state while it serves it.
+    Torn,
     /// The source moved on to another snapshot while this one was being fetched.
     Changed,
     /// The caller cancelled the transfer.
@@ -80,9 +82,12 @@ impl Error {
     /// or has granted to another lane.
     pub(crate) fn is_transient(&self) -> bool {
         match self.kind {
-            ErrorKind::Timeout | ErrorKind::Connect | ErrorKind::Protocol | ErrorKind::Corrupt | ErrorKind::System => {
-                true
-            }
+            ErrorKind::Timeout
+            | ErrorKind::Connect
+            | ErrorKind::Protocol
+            | ErrorKind::Corrupt
+            | ErrorKind::Torn
+            | ErrorKind::System => true,
             ErrorKind::Status(code) => code >= 500,
             _ => false,
         }

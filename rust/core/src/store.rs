@@ -11,14 +11,11 @@ use tokio::sync::Notify;
 
 use crate::error::Error;
 use crate::filling::Filling;
-use crate::publication::{Lease, Publication, Stability};
+use crate::publication::{LINGER, Lease, Publication, Stability};
 use crate::random;
 
 /// Withdrawn private snapshots that may still be finishing transfers; the oldest is cut when there are more.
 const MAX_RETIRED: usize = 2;
-/// How long such a snapshot waits for the next request of a transfer that takes several.
-const LINGER: Duration = Duration::from_secs(2);
-
 /// How long a request for a step ahead of the one served waits before it is refused.
 const AHEAD_GRACE: Duration = Duration::from_secs(1);
 
@@ -45,9 +42,17 @@ struct State {
     // Weak: a reader's lease keeps its publication alive, and nothing else should.
     retired: Vec<Weak<Publication>>,
     /// Private snapshots that were withdrawn in the middle of transfers, oldest first.
-    lingering: VecDeque<Arc<Publication>>,
-    /// The entity tag of the last one that was given up before it was filled.
-    abandoned: Option<String>,
+    lingering: VecDeque<Former>,
+    /// Borrowed memory whose withdrawal waits for receives to end.
+    draining: Vec<Former>,
+}
+
+/// A snapshot that is withdrawn and still answers receives it has begun.
+#[derive(Debug)]
+struct Former {
+    /// The step it was served as.
+    step: Option<i64>,
+    publication: Arc<Publication>,
 }
 
 /// How a withdrawal ended.
@@ -66,7 +71,19 @@ pub(crate) enum Lookup {
     Found(Arc<Lease>),
     WrongStep(Option<i64>),
     Nothing,
+    /// The request names a snapshot that is not served and never will be again.
+    Gone,
     Closed,
+}
+
+/// A request as the store sees it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Asked<'a> {
+    pub(crate) step: i64,
+    /// The entity tags it names, one of which the answer must have; `None` where any will do.
+    pub(crate) named: Option<&'a str>,
+    /// Whether it is one of a receive, which may take more of them.
+    pub(crate) receives: bool,
 }
 
 impl Store {
@@ -92,9 +109,9 @@ impl Store {
         publication.seal(format!("\"{}-{sequence}\"", self.generation), &self.algorithm);
         let mut state = self.state();
         let old = state.current.replace(Arc::new(publication));
+        let gone = old.map(|old| state.retire(old));
         state.step = Some(step);
         state.allowed = true;
-        let gone = old.map(|old| state.retire(old));
         drop(state);
         drop(gone);
         self.changed.notify_waiters();
@@ -111,12 +128,21 @@ impl Store {
     }
 
     /// Closes the gate and withdraws what is served. A private copy is let go of at once, its running transfers, next
-    /// requests included, finish from it. Borrowed memory is drained: running transfers may finish for at most
-    /// `patience`, then their connections are cut; when this returns, not one more byte of that memory is read.
+    /// requests included, finish from it. Borrowed memory is drained: running transfers, next requests included, may
+    /// finish for at most `patience`, then their connections are cut; when this returns, not one more byte of that memory
+    /// is read.
     pub fn withdraw(&self, patience: Duration) -> Withdrawn {
         let mut state = self.state();
         state.allowed = false;
-        let gone = state.current.take().map(|current| state.retire(current));
+        let gone = match state.current.take() {
+            Some(current) if current.stability() == Stability::Borrowed => {
+                let step = state.step;
+                state.remember(&current);
+                state.draining.push(Former { step, publication: current });
+                None
+            }
+            current => current.map(|current| state.retire(current)),
+        };
         let borrowed: Vec<_> = state.retired().filter(|p| p.stability() == Stability::Borrowed).collect();
         drop(state);
         drop(gone);
@@ -126,8 +152,8 @@ impl Store {
         }
         let deadline = Instant::now().checked_add(patience);
         let mut ended = Withdrawn::Clean;
-        for publication in borrowed {
-            let active = publication.active();
+        for publication in &borrowed {
+            let waited_for = publication.is_amid_receive();
             let finished = match deadline {
                 Some(deadline) => publication.drain(deadline),
                 None => publication.drain(Instant::now() + Duration::from_hours(24 * 365)),
@@ -137,10 +163,17 @@ impl Store {
                 publication.cut_and_wait();
                 let before = if let Withdrawn::Cut(n) = ended { n } else { 0 };
                 ended = Withdrawn::Cut(before + left);
-            } else if active > 0 && ended == Withdrawn::Clean {
+            } else if waited_for && ended == Withdrawn::Clean {
                 ended = Withdrawn::Drained;
             }
         }
+        let drained = |former: &Former| borrowed.iter().any(|p| Arc::ptr_eq(p, &former.publication));
+        let mut state = self.state();
+        let (gone, left): (Vec<_>, Vec<_>) = state.draining.drain(..).partition(drained);
+        state.draining = left;
+        drop(state);
+        // Outside the lock, too.
+        drop((gone, borrowed));
         ended
     }
 
@@ -151,13 +184,8 @@ impl Store {
         let mut state = self.state();
         let current = state.current.take_if(|current| is_it(current));
         state.allowed &= current.is_none();
-        let (mut gone, kept): (VecDeque<_>, VecDeque<_>) = state.lingering.drain(..).partition(is_it);
-        state.lingering = kept;
-        gone.extend(current);
-        gone.extend(state.retired().filter(is_it));
-        if let Some(publication) = gone.front() {
-            state.abandoned = Some(publication.etag().to_owned());
-        }
+        let gone: Vec<_> = state.retired().filter(is_it).chain(current).collect();
+        state.lingering.retain(|former| !is_it(&former.publication));
         drop(state);
         // Those who wait for bytes of it stop waiting.
         drop(filling);
@@ -167,11 +195,6 @@ impl Store {
         }
     }
 
-    /// Whether `if_match` asks for a publication that was given up.
-    pub(crate) fn is_abandoned(&self, if_match: &str) -> bool {
-        self.state().abandoned.as_deref().is_some_and(|etag| request::etag_matches_strong(if_match, etag))
-    }
-
     /// Refuses every request from now on and ends all transfers.
     pub fn close(&self) {
         let mut state = self.state();
@@ -179,6 +202,7 @@ impl Store {
         state.allowed = false;
         let current = state.current.take();
         let lingering = std::mem::take(&mut state.lingering);
+        let lingering = lingering.into_iter().map(|former| former.publication);
         let all: Vec<_> = current.into_iter().chain(lingering).chain(state.retired()).collect();
         drop(state);
         self.changed.notify_waiters();
@@ -210,14 +234,6 @@ impl Store {
         readers
     }
 
-    /// A snapshot that was withdrawn in the middle of a transfer, for the next request of that transfer: `if_match` is
-    /// the condition it sends.
-    pub(crate) fn lookup_lingering(&self, if_match: &str, cut: &Arc<Notify>) -> Option<Arc<Lease>> {
-        let state = self.state();
-        let found = state.lingering.iter().find(|p| request::etag_matches_strong(if_match, p.etag()));
-        found.and_then(|publication| Lease::take(publication, cut))
-    }
-
     /// Lets go of withdrawn snapshots whose transfers are over. Runs for as long as the server does.
     pub(crate) async fn sweep(&self) {
         loop {
@@ -230,24 +246,27 @@ impl Store {
 
     /// Whether there is something left to look after.
     fn sweep_once(&self) -> bool {
-        let over = |p: &Arc<Publication>| p.idle_for().is_some_and(|idle| idle >= LINGER);
+        let over = |former: &Former| former.publication.idle_for().is_some_and(|idle| idle >= LINGER);
         let mut state = self.state();
         let (gone, kept): (VecDeque<_>, VecDeque<_>) = state.lingering.drain(..).partition(over);
         let left = !kept.is_empty();
         state.lingering = kept;
         drop(state);
-        for publication in &gone {
-            publication.close();
+        for former in &gone {
+            former.publication.close();
         }
         // Outside the lock: dropping may run foreign code.
         drop(gone);
         left
     }
 
-    /// Waits until the gate is open, then looks for `step`. A step ahead of the one served is given a moment: a peer that
-    /// is faster than the source may ask before the source has withdrawn the step before.
-    pub(crate) async fn lookup(&self, step: i64, cut: &Arc<Notify>) -> Lookup {
+    /// What `asked` asks for. A request that names a snapshot gets it while it is served, drained or lingers, and else
+    /// learns at once that it is gone: entity tags are never used again. Any other waits until the gate is open. A step
+    /// ahead of the one served is given a moment: a peer that is faster than the source may ask before the source has
+    /// withdrawn the step before.
+    pub(crate) async fn lookup(&self, asked: Asked<'_>, cut: &Arc<Notify>) -> Lookup {
         let grace = tokio::time::Instant::now() + AHEAD_GRACE;
+        let step = asked.step;
         loop {
             let mut ahead = false;
             let changed = self.changed.notified();
@@ -258,6 +277,9 @@ impl Store {
                 if state.closed {
                     return Lookup::Closed;
                 }
+                if let Some(named) = asked.named {
+                    return state.named(named, asked, cut);
+                }
                 if state.allowed {
                     ahead = state.step < Some(step) && tokio::time::Instant::now() < grace;
                     if state.step != Some(step) && !ahead {
@@ -265,7 +287,7 @@ impl Store {
                     }
                     if !ahead {
                         let Some(current) = &state.current else { return Lookup::Nothing };
-                        if let Some(lease) = Lease::take(current, cut) {
+                        if let Some(lease) = Lease::take(current, cut, asked.receives) {
                             return Lookup::Found(lease);
                         }
                     }
@@ -286,19 +308,38 @@ impl State {
         self.retired.iter().filter_map(Weak::upgrade)
     }
 
+    /// What a request that names `tags` finds.
+    fn named(&self, tags: &str, asked: Asked<'_>, cut: &Arc<Notify>) -> Lookup {
+        let matches = |publication: &Publication| request::etag_matches_strong(tags, publication.etag());
+        let former = || self.draining.iter().chain(&self.lingering);
+        let found = match &self.current {
+            Some(current) if matches(current) && self.step != Some(asked.step) => {
+                return Lookup::WrongStep(self.step);
+            }
+            Some(current) if matches(current) => Some(current),
+            _ => former().find(|f| f.step == Some(asked.step) && matches(&f.publication)).map(|f| &f.publication),
+        };
+        found.and_then(|publication| Lease::take(publication, cut, asked.receives)).map_or(Lookup::Gone, Lookup::Found)
+    }
+
+    /// Remembers a publication that is not served any more for as long as it has readers.
+    fn remember(&mut self, publication: &Arc<Publication>) {
+        self.retired.retain(|p| p.strong_count() > 0);
+        self.retired.push(Arc::downgrade(publication));
+    }
+
     /// Takes no new transfer for `publication`, but remembers it for as long as it has some. Returns what the caller must
     /// drop outside the lock, since dropping may run foreign code.
     fn retire(&mut self, publication: Arc<Publication>) -> Vec<Arc<Publication>> {
-        self.retired.retain(|p| p.strong_count() > 0);
-        self.retired.push(Arc::downgrade(&publication));
+        self.remember(&publication);
         let in_use = publication.idle_for().is_none_or(|idle| idle < LINGER);
         if publication.stability() == Stability::Borrowed || !publication.was_read() || !in_use {
             publication.close();
             return vec![publication];
         }
-        self.lingering.push_back(publication);
+        self.lingering.push_back(Former { step: self.step, publication });
         let excess = self.lingering.len().saturating_sub(MAX_RETIRED);
-        let gone: Vec<_> = self.lingering.drain(..excess).collect();
+        let gone: Vec<_> = self.lingering.drain(..excess).map(|former| former.publication).collect();
         for publication in &gone {
             publication.close();
             publication.cut();

@@ -10,7 +10,7 @@ use common::faults::{ALWAYS, Fault, Proxy};
 use common::local::{
     FakeSource, LocalReader, NAME_HEADER, answer_from_ring, greet, name_of, read_request, shared_memory,
 };
-use common::raw::get;
+use common::raw::{connections, get};
 use common::{BLOCK, PATIENCE, Rig, STEP, State, eventually, lanes, noise};
 use tensorferry_core::{
     Destination, ErrorKind, FetchOptions, Item, Memory, Publication, Remote, ServerConfig, Stability, Withdrawn,
@@ -230,6 +230,37 @@ fn the_memory_can_neither_shrink_nor_grow() {
     let len = reader.content().len() as u64;
     assert!(reader.memory().set_len(len / 2).is_err());
     assert!(reader.memory().set_len(len * 2).is_err());
+}
+
+#[test]
+fn nobody_but_the_source_can_write_to_the_memory() {
+    use rustix::mm::{MapFlags, ProtFlags};
+    use std::os::unix::fs::FileExt;
+
+    let rig = serving(&state());
+    let reader = LocalReader::connect(&name_of(&rig));
+    let again = std::fs::File::options().read(true).write(true).open(reader.path()).unwrap();
+    for memory in [reader.memory(), &again] {
+        let map = |protection| {
+            // SAFETY: a new mapping, at no address in particular.
+            unsafe { rustix::mm::mmap(std::ptr::null_mut(), 4096, protection, MapFlags::SHARED, memory, 0) }
+        };
+        assert!(map(ProtFlags::READ).is_ok());
+        assert!(map(ProtFlags::READ | ProtFlags::WRITE).is_err(), "mapped for writing");
+        assert!(memory.write_at(&[1], 0).is_err(), "written");
+    }
+}
+
+#[test]
+fn a_receiver_that_reads_no_message_is_let_go() {
+    // Their header is longer than a socket's buffer.
+    let state = State::of(&vec![1; 20_000], 1);
+    let rig = Rig::with_patience(Duration::from_millis(300));
+    rig.server.store().publish(STEP, state.publication(Stability::Private));
+    let mut reader = LocalReader::connect(&name_of(&rig));
+    reader.request(&rig.path(&format!("{STEP}/header")));
+    assert!(reader.head().starts_with("HTTP/1.1 200"));
+    eventually("its thread has ended", || connections(&rig) == 1);
 }
 
 #[test]

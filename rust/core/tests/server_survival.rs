@@ -10,7 +10,7 @@ use std::os::unix::net::{SocketAddr, UnixStream};
 use std::time::{Duration, Instant};
 
 use common::local::{LocalReader, name_of};
-use common::raw::{Raw, get};
+use common::raw::{Raw, connections, get};
 use common::{BLOCK, PATIENCE, Rig, STEP, State, eventually, lanes, noise};
 use tensorferry_core::{FetchOptions, ServerConfig, Stability};
 
@@ -327,4 +327,18 @@ fn what_is_sent_can_be_capped() {
     state.fetch(&[&url], lanes(2)).unwrap();
     let took = started.elapsed();
     assert!((Duration::from_millis(700)..PATIENCE).contains(&took), "{took:?}");
+}
+
+#[test]
+fn a_peer_that_reads_no_message_is_let_go() {
+    // Their header, and its digests, are longer than the buffers of both ends.
+    let state = State::of(&vec![1; 120_000], 1);
+    let rig = Rig::with_patience(Duration::from_millis(300));
+    rig.server.store().publish(STEP, state.publication(Stability::Private));
+    let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
+    socket.set_recv_buffer_size(4096).unwrap();
+    socket.connect(&rig.server.address().into()).unwrap();
+    let mut raw = Raw { stream: socket.into(), buffer: Vec::new() };
+    raw.send("GET", &rig.path("7/header"), &[]);
+    eventually("it is let go", || connections(&rig) == 1);
 }

@@ -159,5 +159,5 @@ fn a_source_that_moves_on_is_noticed() {
     let remote = Remote::open(&[&rig.url()], STEP, lanes(2)).unwrap();
     rig.server.store().publish(8, new.publication(Stability::Private));
     let failed = remote.fetch(Destination::Fresh).unwrap_err();
-    assert_eq!(failed.kind(), ErrorKind::Status(400), "{failed}");
+    assert_eq!(failed.kind(), ErrorKind::Changed, "{failed}");
 }

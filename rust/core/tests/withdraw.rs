@@ -7,9 +7,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
+use common::local::{LocalReader, name_of};
 use common::raw::{Raw, get};
 use common::{BLOCK, PATIENCE, Rig, STEP, State, eventually, lanes, noise};
-use tensorferry_core::{Destination, Item, Memory, Publication, Remote, Stability, Withdrawn};
+use tensorferry_core::{
+    Destination, ErrorKind, FetchOptions, Item, Memory, Publication, Remote, ServerConfig, Stability, Withdrawn,
+};
 use tensorferry_wire::dtype::Dtype;
 
 /// More than the socket buffers of both ends hold, so that a reader who does not read keeps the transfer running.
@@ -302,4 +305,213 @@ fn no_more_than_two_withdrawn_copies_are_kept() {
     // The latest first: they do not wait for ever.
     let ended: Vec<_> = begun.into_iter().rev().map(|remote| remote.fetch(Destination::Fresh).is_ok()).collect();
     assert_eq!(ended, [true, true, false, false]);
+}
+
+/// A server that takes a while for [`LARGE`] bytes.
+fn slow() -> Rig {
+    let patience = PATIENCE;
+    Rig::configured(&ServerConfig { patience, max_bandwidth: Some(32 << 20), ..ServerConfig::default() })
+}
+
+/// The entity tag of what `rig` serves, learned without beginning a receive.
+fn etag_of(rig: &Rig) -> String {
+    common::raw::request(rig, "HEAD", &rig.path("7.safetensors"), &[]).header("etag").unwrap().to_owned()
+}
+
+#[test]
+fn a_receive_of_many_requests_goes_on_while_it_is_drained() {
+    for same_host in [false, true] {
+        for count in [1, 4] {
+            let what = format!("same_host={same_host}, {count} lanes");
+            let mut trained = Trained::new(5);
+            let rig = slow();
+            rig.server.store().publish(STEP, trained.publication());
+            let progress = Arc::<std::sync::atomic::AtomicU64>::default();
+            let options = FetchOptions { same_host, progress: Arc::clone(&progress), ..lanes(count) };
+            let remote = Remote::open(&[&rig.url()], STEP, options).unwrap();
+            std::thread::scope(|scope| {
+                let receiver = scope.spawn(|| {
+                    let arrived = remote.fetch(Destination::Fresh).unwrap_or_else(|e| panic!("{what}: {e}"));
+                    (arrived, Instant::now())
+                });
+                eventually("a quarter is there", || progress.load(Ordering::Relaxed) > LARGE as u64 / 4);
+                // Who begins now has to wait.
+                let mut late = Raw::to(&rig);
+                let withdrawing = scope.spawn(|| (rig.server.store().withdraw(PATIENCE), Instant::now()));
+                eventually("the gate is closed", || !rig.server.store().is_allowed());
+                late.send("GET", &rig.path("7.safetensors"), &[]);
+                let (ended, withdrawn) = withdrawing.join().unwrap();
+                assert_eq!(ended, Withdrawn::Drained, "{what}");
+                trained.train();
+                let (arrived, healed) = receiver.join().unwrap();
+                assert!(arrived.arena().bytes(0, LARGE) == trained.expected, "{what}: wrong bytes");
+                assert!(withdrawn < healed + Duration::from_secs(1), "{what}: the trainer waited for nobody");
+                late.stream.set_read_timeout(Some(Duration::from_millis(50))).unwrap();
+                assert!(late.try_more(1).is_err(), "{what}: a receive began after the withdrawal");
+            });
+            drop(rig);
+        }
+    }
+}
+
+#[test]
+fn a_withdrawal_waits_only_for_whom_may_come_back() {
+    let state = State::of(&[LARGE], 1);
+    let rig = Rig::new();
+    let store = rig.server.store();
+    let withdraw = || {
+        let started = Instant::now();
+        let ended = store.withdraw(PATIENCE);
+        (ended, started.elapsed())
+    };
+    let at_once = Duration::from_secs(1);
+    // Nobody came; or somebody looked, and is still there; or all receives are over.
+    store.publish(STEP, state.publication(Stability::Borrowed));
+    assert!(withdraw().1 < at_once);
+    store.publish(STEP, state.publication(Stability::Borrowed));
+    let mut looks = Raw::to(&rig);
+    for (method, path) in [("HEAD", "7.safetensors"), ("GET", "7/header"), ("GET", "7/digests")] {
+        looks.send(method, &rig.path(path), &[]);
+        let _ = if method == "HEAD" { looks.head() } else { looks.answer() };
+    }
+    assert!(withdraw().1 < at_once);
+    for same_host in [false, true] {
+        store.publish(STEP, state.publication(Stability::Borrowed));
+        state.fetch(&[&rig.url()], FetchOptions { same_host, ..lanes(3) }).unwrap();
+        assert!(withdraw().1 < at_once, "same_host={same_host}");
+    }
+    // One that hangs up between two requests, and one that falls silent.
+    for (leaves, most) in [(true, Duration::from_secs(1)), (false, Duration::from_secs(4))] {
+        store.publish(STEP, state.publication(Stability::Borrowed));
+        let remote = Remote::open(&[&rig.url()], STEP, lanes(3)).unwrap();
+        eventually("no answer is under way", || store.active() == 0);
+        let silent = (!leaves).then_some(remote);
+        let (ended, took) = withdraw();
+        assert!(took < most, "{took:?}");
+        assert!(leaves || ended == Withdrawn::Drained);
+        let Some(remote) = silent else { continue };
+        let (started, failed) = (Instant::now(), remote.fetch(Destination::Fresh).unwrap_err());
+        assert_eq!(failed.kind(), ErrorKind::Changed, "{failed}");
+        assert!(started.elapsed() < Duration::from_secs(2));
+    }
+    // One whose connection breaks in an answer is given time to come by another one.
+    store.publish(STEP, state.publication(Stability::Borrowed));
+    let etag = etag_of(&rig);
+    let mut breaks = Raw::to(&rig);
+    breaks.send("GET", &rig.path("7.safetensors"), &[("If-Match", &etag)]);
+    breaks.head();
+    drop(breaks);
+    eventually("nobody reads", || store.active() == 0);
+    std::thread::scope(|scope| {
+        let withdrawing = scope.spawn(withdraw);
+        eventually("the gate is closed", || !store.is_allowed());
+        std::thread::sleep(Duration::from_millis(300));
+        let range = [("If-Match", etag.as_str()), ("Range", "bytes=0-99")];
+        assert_eq!(get(&rig, &rig.path("7.safetensors"), &range).status, 206);
+        assert!(withdrawing.join().unwrap().1 < Duration::from_secs(2), "it has come back and is through");
+    });
+}
+
+#[test]
+fn what_is_gone_is_said_to_be_gone_at_once() {
+    let (old, new) = (State::of(&[LARGE], 1), State::of(&[LARGE], 2));
+    for stability in [Stability::Private, Stability::Borrowed] {
+        let rig = Rig::new();
+        let store = rig.server.store();
+        store.publish(STEP, old.publication(stability));
+        let (etag, name) = (etag_of(&rig), name_of(&rig));
+        let mut local = LocalReader::connect(&name);
+        let mut gone = |what: &str| {
+            let started = Instant::now();
+            for tail in ["7.safetensors", "7.safetensors?blocks=0-1,3-4", "7/header", "7/digests", "7/full"] {
+                let answer = get(&rig, &rig.path(tail), &[("If-Match", &etag)]);
+                assert_eq!(answer.status, 412, "{stability:?} {what}: {tail}");
+                local.ask(&rig.path(tail), &[("If-Match", &etag)]);
+                let head = local.head();
+                assert!(head.starts_with("HTTP/1.1 412"), "{stability:?} {what}: {tail}: {head}");
+                local.message(&head);
+            }
+            assert!(started.elapsed() < PATIENCE / 2, "{stability:?} {what}");
+        };
+        // Read, and then left alone for longer than a withdrawn copy waits.
+        assert_eq!(get(&rig, &rig.path("7/header"), &[("If-Match", &etag)]).status, 200);
+        store.withdraw(PATIENCE);
+        std::thread::sleep(Duration::from_secs(3));
+        gone("withdrawn");
+        store.publish(8, new.publication(stability));
+        gone("replaced");
+        store.withdraw(PATIENCE);
+        gone("and that withdrawn");
+        // Others than ours never were.
+        let foreign = get(&rig, &rig.path("7.safetensors"), &[("If-Match", "\"0123456789abcdef-1\"")]);
+        assert_eq!(foreign.status, 412);
+    }
+}
+
+#[test]
+fn a_lingering_snapshot_is_there_for_its_own_step_and_tag_alone() {
+    let (old, new) = (State::of(&[LARGE], 1), State::of(&[LARGE], 2));
+    let rig = Rig::new();
+    let store = rig.server.store();
+    store.publish(STEP, old.publication(Stability::Private));
+    let etag = etag_of(&rig);
+    let stuck = begin(&rig);
+    store.publish(8, new.publication(Stability::Private));
+    let range = ("Range", "bytes=0-9");
+    let ask = |tail: &str, tags: &str| get(&rig, &rig.path(tail), &[("If-Match", tags), range]);
+    let served = ask("8.safetensors", "*");
+    assert_eq!((served.status, served.header("etag") == Some(&etag)), (206, false), "the old bytes as the new step");
+    assert_eq!(ask("7.safetensors", "*").status, 400);
+    assert_eq!(ask("8.safetensors", &etag).status, 412);
+    assert_eq!(ask("7.safetensors", &format!("W/{etag}")).status, 412);
+    assert_eq!(ask("7.safetensors", &format!("\"x\", {etag}")).status, 206);
+    drop(stuck);
+}
+
+#[test]
+fn requests_that_are_let_in_during_a_drain_read_nothing_after_it() {
+    let (mut bodies, mut tables) = (0, 0);
+    for round in 0..6 {
+        let mut trained = Trained::new(round);
+        let rig = Rig::new();
+        rig.server.store().publish(STEP, trained.publication());
+        let (etag, over) = (etag_of(&rig), std::sync::atomic::AtomicBool::new(false));
+        let len = trained.expected.len();
+        let read = || {
+            let mut bytes = Vec::new();
+            let from = format!("bytes=-{len}");
+            while !over.load(Ordering::SeqCst) {
+                for (tail, range) in [("7.safetensors", &from[..]), ("7/digests", "bytes=0-")] {
+                    let mut raw = Raw::to(&rig);
+                    let headers = [("If-Match", &etag[..]), ("Range", range), ("Connection", "close")];
+                    raw.send("GET", &rig.path(tail), &headers);
+                    bytes.push(raw.rest().to_vec());
+                }
+            }
+            bytes
+        };
+        let answers: Vec<_> = std::thread::scope(|scope| {
+            let readers: Vec<_> = (0..3).map(|_| scope.spawn(read)).collect();
+            std::thread::sleep(Duration::from_millis(100));
+            rig.server.store().withdraw(Duration::from_millis(10 * round));
+            trained.train();
+            over.store(true, Ordering::SeqCst);
+            readers.into_iter().flat_map(|reader| reader.join().unwrap()).collect()
+        });
+        let expected: Vec<u64> = trained.expected.chunks(BLOCK).map(tensorferry_wire::digest::checksum).collect();
+        for answer in answers {
+            let Some(at) = answer.windows(4).position(|w| w == b"\r\n\r\n").map(|at| at + 4) else { continue };
+            let body = &answer[at..];
+            if answer.starts_with(b"HTTP/1.1 206") {
+                bodies += 1;
+                assert!(*body == trained.expected[..body.len()], "bytes of after the withdrawal");
+            } else if answer.starts_with(b"HTTP/1.1 200") {
+                tables += 1;
+                let table = tensorferry_wire::digest::DigestTable::decode(body).unwrap();
+                assert!(table.blocks == expected, "a digest of poison");
+            }
+        }
+        drop(rig);
+    }
+    assert!(bodies > 0 && tables > 0);
 }

@@ -24,6 +24,7 @@ pub(crate) fn to_py(py: Python<'_>, error: &Error) -> PyErr {
         ErrorKind::Status(status) => return refused(py, status, message),
         ErrorKind::Unproven => "UnprovenSource",
         ErrorKind::Corrupt => "CorruptCheckpoint",
+        ErrorKind::Torn => "TornCheckpoint",
         ErrorKind::Changed => "SourceChanged",
         ErrorKind::Cancelled => "TransferCancelled",
         ErrorKind::Invalid => "InvalidArgument",

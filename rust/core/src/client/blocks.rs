@@ -3,11 +3,10 @@
 use tensorferry_wire::digest::{Algorithm, BLOCK_SIZE, Hasher};
 use tensorferry_wire::request::MAX_RUNS;
 
-/// Digests in one request, at most.
+/// Digests in one request, at most, where blocks are smaller than 1 MiB.
 const MAX_DIGESTS: u64 = 1 << 18;
-
-/// So many blocks of 1 MiB between two runs are asked for with them: their digests are shorter than another request.
-const JOINED_BLOCKS: u64 = 64;
+/// Blocks of 1 MiB in one request for digests, at most: a source that reads its memory for them answers in good time.
+const MAX_BLOCKS: u64 = 1 << 12;
 
 /// A block's length as a memory size.
 pub(super) const fn block_len() -> usize {
@@ -76,48 +75,26 @@ pub(crate) fn checksum_blocks<'a>(
     checksums.finish()
 }
 
-/// One request for the digests of the blocks in `asked`, in which `runs` lie.
-#[derive(Debug, PartialEq, Eq)]
-pub(super) struct Request {
-    pub(super) asked: Vec<(u64, u64)>,
-    pub(super) runs: Vec<(u64, u64)>,
-}
-
-/// Which digests to ask for at a time: those of the first `lead` blocks, and those of `runs`. Of blocks of 1 MiB those
-/// between two runs come along where they are few. What a source answers is never longer than what is wanted here asks
-/// for, whatever its header says of what lies between.
-pub(super) fn requests(lead: u64, runs: &[(u64, u64)], grain: u64) -> Vec<Request> {
-    let gap = if grain == BLOCK_SIZE { JOINED_BLOCKS } else { 0 };
-    let mut joined: Vec<(u64, u64)> = Vec::new();
-    for run in std::iter::once((0, lead)).chain(runs.iter().copied()).filter(|run| run.0 < run.1) {
-        match joined.last_mut() {
-            Some(last) if run.0 <= last.1.saturating_add(gap) => last.1 = run.1.max(last.1),
-            _ => joined.push(run),
-        }
-    }
-    let (mut requests, mut asked, mut left) = (Vec::new(), Vec::new(), MAX_DIGESTS);
-    for (mut start, end) in joined {
+/// Which digests to ask for at a time: just those that are wanted, in parts.
+pub(super) fn requests(runs: &[(u64, u64)], grain: u64) -> Vec<Vec<(u64, u64)>> {
+    let most = if grain == BLOCK_SIZE { MAX_BLOCKS } else { MAX_DIGESTS };
+    let mut requests = Vec::new();
+    let (mut asked, mut left) = (Vec::new(), most);
+    for &(start, end) in runs {
+        let mut start = start;
         while start < end {
             let stop = end.min(start.saturating_add(left));
             asked.push((start, stop));
             left -= stop - start;
             start = stop;
             if left == 0 || asked.len() == MAX_RUNS {
-                requests.push(Request { asked: std::mem::take(&mut asked), runs: Vec::new() });
-                left = MAX_DIGESTS;
+                requests.push(std::mem::take(&mut asked));
+                left = most;
             }
         }
     }
     if !asked.is_empty() {
-        requests.push(Request { asked, runs: Vec::new() });
-    }
-    let mut first = 0;
-    for Request { asked, runs: within } in &mut requests {
-        for &(start, stop) in &*asked {
-            first += runs[first..].iter().take_while(|run| run.1 <= start).count();
-            let overlapping = runs[first..].iter().take_while(|run| run.0 < stop);
-            within.extend(overlapping.map(|run| (run.0.max(start), run.1.min(stop))).filter(|run| run.0 < run.1));
-        }
+        requests.push(asked);
     }
     requests
 }
@@ -143,39 +120,15 @@ mod tests {
         let mut runs = vec![(3, 5), (69, 70), (1000, 1000 + 2 * MAX_DIGESTS + 7)];
         let behind = runs[2].1 + 1;
         runs.extend((0..2 * MAX_RUNS as u64).map(|i| (behind + 3 * i, behind + 3 * i + 2)));
-        let asked = requests(0, &runs, 4096);
+        let asked = requests(&runs, 4096);
         let blocks = |runs: &[(u64, u64)]| runs.iter().flat_map(|&(a, b)| a..b).collect::<Vec<_>>();
-        let covered: Vec<_> = asked.iter().flat_map(|r| blocks(&r.runs)).collect();
+        let covered: Vec<_> = asked.iter().flat_map(|runs| blocks(runs)).collect();
         assert!(covered == blocks(&runs));
         for request in &asked {
-            assert_eq!(request.asked, request.runs);
-            assert!(request.asked.len() <= MAX_RUNS && blocks(&request.asked).len() as u64 <= MAX_DIGESTS);
+            assert!(request.len() <= MAX_RUNS && blocks(request).len() as u64 <= MAX_DIGESTS);
         }
         assert_eq!(asked.len(), 5);
-        assert!(requests(0, &[], BLOCK_SIZE).is_empty() && requests(0, &[], 4096).is_empty());
-    }
-
-    #[test]
-    fn digests_between_runs_are_asked_for_only_where_they_are_few() {
-        let one = |runs: &[(u64, u64)]| requests(0, runs, BLOCK_SIZE);
-        assert_eq!(one(&[(3, 5), (69, 70)]), [Request { asked: vec![(3, 70)], runs: vec![(3, 5), (69, 70)] }]);
-        // Terabytes of filler between two blocks, as a header may have them.
-        let far = [(3, 5), (1 << 42, (1 << 42) + 1)];
-        assert_eq!(one(&far), [Request { asked: far.to_vec(), runs: far.to_vec() }]);
-        // With those in front, which are held against what came along with the header.
-        let led = requests(2, &far, BLOCK_SIZE);
-        assert_eq!(led, [Request { asked: vec![(0, 5), far[1]], runs: far.to_vec() }]);
-        let led = requests(2, &far[1..], BLOCK_SIZE);
-        assert_eq!(led, [Request { asked: vec![(0, 2), far[1]], runs: far[1..].to_vec() }]);
-        // More than a request may have is cut, and so are the runs.
-        let long = requests(1, &[(1, MAX_DIGESTS + 9), (MAX_DIGESTS + 11, MAX_DIGESTS + 12)], BLOCK_SIZE);
-        let cut = [
-            Request { asked: vec![(0, MAX_DIGESTS)], runs: vec![(1, MAX_DIGESTS)] },
-            Request {
-                asked: vec![(MAX_DIGESTS, MAX_DIGESTS + 12)],
-                runs: vec![(MAX_DIGESTS, MAX_DIGESTS + 9), (MAX_DIGESTS + 11, MAX_DIGESTS + 12)],
-            },
-        ];
-        assert_eq!(long, cut);
+        assert_eq!(requests(&[(0, MAX_BLOCKS + 1)], BLOCK_SIZE), [[(0, MAX_BLOCKS)], [(MAX_BLOCKS, MAX_BLOCKS + 1)]]);
+        assert!(requests(&[], BLOCK_SIZE).is_empty() && requests(&[], 4096).is_empty());
     }
 }

@@ -9,7 +9,7 @@ use socket2::Socket;
 
 use super::connection::Connection;
 use super::limits::{Cancel, Limits};
-use super::remote::Opened;
+use super::remote::{Opened, Passes};
 use super::url::Source;
 
 /// More than one input needs, and so long that one that waits is noticed.
@@ -49,7 +49,7 @@ pub fn fetch(answers: &[u8]) {
 /// Opens a checkpoint of which `answers` are all that comes.
 pub fn open(answers: &[u8]) {
     let (connection, _theirs, limits) = answering(answers);
-    if let Ok(opened) = Opened::read(connection, 7, 1 << 20, &limits, LONG) {
+    if let Ok(opened) = Opened::read(connection, 7, 1 << 20, &limits, LONG, &mut Passes::default()) {
         assert!(opened.prefix.len() as u64 <= opened.header.payload_len());
         assert!(opened.payload_start as usize + opened.prefix.len() <= answers.len());
     }

@@ -174,16 +174,19 @@ impl Transfer<'_> {
             return Ok(());
         }
         let peer = &self.peers[origin];
-        let ours = connection.take().filter(|c| peer.may_reuse(c));
-        let connection = connection.insert(if let Some(connection) = ours {
-            connection
-        } else {
-            let connection = peer.connect(self.limits)?;
-            if connection.is_same_host() {
-                // The trainer over there needs these cores.
-                crate::background::give_way();
+        // One that is of no use is kept until another one stands: a source that drains its snapshot takes a receiver
+        // without a connection for one that is through.
+        let old = connection.take();
+        let connection = connection.insert(match old {
+            Some(ours) if peer.may_reuse(&ours) => ours,
+            _old => {
+                let connection = peer.connect(self.limits)?;
+                if connection.is_same_host() {
+                    // The trainer over there needs these cores.
+                    crate::background::give_way();
+                }
+                connection
             }
-            connection
         });
         self.received.note_way(connection.route(), connection.is_same_host());
         self.watch.begin(index, end, connection.socket());

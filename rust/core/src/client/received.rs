@@ -7,6 +7,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use tensorferry_wire::request::MAX_RUNS;
 
+use crate::error::{Error, ErrorKind};
+
 /// What the lanes of a transfer have received: the checksum of every block, and counters.
 #[derive(Debug)]
 pub(super) struct Received {
@@ -27,14 +29,17 @@ pub(super) struct Received {
 }
 
 impl Received {
-    /// For the blocks in `runs`, which are ascending. `None` when there are too many for this machine to count.
-    pub(super) fn new(wanted: &[(u64, u64)], progress: Arc<AtomicU64>) -> Option<Self> {
+    /// For the blocks in `runs`, which are ascending. Fails when there are too many for this machine to count.
+    pub(super) fn new(wanted: &[(u64, u64)], progress: Arc<AtomicU64>) -> Result<Self, Error> {
         let (mut runs, mut blocks) = (Vec::with_capacity(wanted.len()), 0_usize);
         for &(first, end) in wanted {
             runs.push((first, end, blocks));
-            blocks = blocks.checked_add(usize::try_from(end - first).ok()?)?;
+            let more = usize::try_from(end - first).ok();
+            blocks = more
+                .and_then(|more| blocks.checked_add(more))
+                .ok_or_else(|| Error::new(ErrorKind::System, "too many blocks for this machine"))?;
         }
-        Some(Self {
+        Ok(Self {
             runs,
             digests: std::iter::repeat_with(AtomicU64::default).take(blocks).collect(),
             origins: std::iter::repeat_with(AtomicUsize::default).take(blocks).collect(),

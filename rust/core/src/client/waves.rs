@@ -2,12 +2,14 @@
 //! because the network cannot write to that. What a wave brought is verified before it is handed on, and can be moved
 //! while the next wave comes.
 
+use std::collections::VecDeque;
 use std::time::Instant;
 
 use tensorferry_wire::digest::BLOCK_SIZE;
 
 use super::plan::{Piece, Plan};
-use super::remote::{Placed, Remote};
+use super::received::Received;
+use super::remote::{Load, Passes, Placed, Remote};
 use super::{Arrived, Destination, Report};
 use crate::arena::Arena;
 use crate::error::{Error, ErrorKind};
@@ -46,7 +48,14 @@ pub struct Waves {
     passing: Vec<Passing>,
     /// The block at which each wave ends.
     ends: Vec<u64>,
-    next: usize,
+    /// The blocks of the waves that are still to come.
+    waiting: VecDeque<(u64, u64)>,
+    /// Whether these were brought before, and differ from what the source has now.
+    again: bool,
+    /// Whether all is here as it was at the source at one moment.
+    settled: bool,
+    received: Received,
+    passes: Passes,
     started: Instant,
     report: Report,
 }
@@ -88,12 +97,29 @@ impl Remote {
         let ends = wave_ends(&through, self.header().payload_len(), most);
         let report = self.begin();
         self.choose_way(self.header().payload_len());
-        Ok(Waves { remote: self, arena, fresh, offsets, pieces, passing: through, ends, next: 0, started, report })
+        let waiting = std::iter::once(0).chain(ends.iter().copied()).zip(ends.iter().copied()).collect();
+        Ok(Waves {
+            received: self.received()?,
+            settled: self.is_here(),
+            remote: self,
+            arena,
+            fresh,
+            offsets,
+            pieces,
+            passing: through,
+            ends,
+            waiting,
+            again: false,
+            passes: Passes::default(),
+            started,
+            report,
+        })
     }
 }
 
 impl Waves {
-    /// Brings the next wave; what of it passes through is at `address` then, verified. `None` when everything has come.
+    /// Brings the next wave; what of it passes through is at `address` then, verified. `None` when everything has come as it
+    /// was at one moment: what the source has changed since it came comes once more.
     ///
     /// # Errors
     /// As [`Remote::fetch`].
@@ -102,8 +128,10 @@ impl Waves {
     /// `address` must be that of writable memory of as many bytes as were named when the receive began, which nobody else
     /// uses until this returns.
     pub unsafe fn fetch(&mut self, address: usize) -> Result<Option<Vec<Part>>, Error> {
-        let Some(&last) = self.ends.get(self.next) else { return Ok(None) };
-        let first = self.next.checked_sub(1).map_or(0, |before| self.ends[before]);
+        if self.waiting.is_empty() && !self.settled {
+            self.settle()?;
+        }
+        let Some((first, last)) = self.waiting.pop_front() else { return Ok(None) };
         let payload_len = self.remote.header().payload_len();
         let (start, end) = (first * BLOCK_SIZE, (last * BLOCK_SIZE).min(payload_len));
         let index = self.pieces.partition_point(|piece| piece.start + piece.len <= start);
@@ -123,10 +151,35 @@ impl Waves {
             at += to - from;
         }
         let plan = Plan::new(pieces, payload_len, self.fresh)?;
-        let missing = self.remote.missing(&plan);
-        self.remote.bring(&plan, &missing, &mut self.report)?;
-        self.next += 1;
+        let missing = if self.again {
+            plan.wanted_blocks(0)
+        } else {
+            self.remote.copy_prefix(&plan);
+            self.remote.missing(&plan)
+        };
+        let load = Load { plan: &plan, missing: &missing, held: &missing, received: &self.received };
+        self.remote.transfer(&[load], &mut self.report)?;
         Ok(Some(parts))
+    }
+
+    /// Compares all that has come with what the source has now; what differs is to come again.
+    fn settle(&mut self) -> Result<(), Error> {
+        let plan = Plan::new(Vec::new(), self.remote.header().payload_len(), false)?;
+        let load = Load { plan: &plan, missing: &[], held: &self.remote.blocks(), received: &self.received };
+        let differing = self.remote.differing(&[load], &mut self.passes, &mut self.report)?.concat();
+        self.settled = differing.is_empty();
+        self.again = true;
+        for (mut first, end) in differing {
+            // No more of them in one wave than in those that brought them.
+            for &stop in &self.ends {
+                let stop = stop.min(end);
+                if first < stop {
+                    self.waiting.push_back((first, stop));
+                    first = stop;
+                }
+            }
+        }
+        Ok(())
     }
 
     /// What has a place of its own, after the last wave.
@@ -134,7 +187,7 @@ impl Waves {
     /// # Errors
     /// [`ErrorKind::Invalid`] when there are waves that were not fetched.
     pub fn finish(self) -> Result<Arrived, Error> {
-        if self.next < self.ends.len() {
+        if !self.waiting.is_empty() || !self.settled {
             return Err(Error::new(ErrorKind::Invalid, "there are waves that were not fetched"));
         }
         let report = self.remote.complete(self.report, self.started);

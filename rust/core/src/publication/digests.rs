@@ -1,11 +1,22 @@
-//! The checksums of a publication's blocks: taken when they are first needed, or as they are sent.
+//! The checksums of a publication's blocks. Those of a private copy are taken once: when they are first needed, or as the
+//! blocks are sent. Borrowed memory may change: its checksums are taken anew whenever they are asked for.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 use tensorferry_wire::digest::{BLOCK_SIZE, DigestTable, Hasher};
 
 use super::{Lease, Publication, Stability};
 use crate::filling::Abandoned;
+
+/// Bytes for which another thread is worth its while, and what each of them takes at a time.
+const THREAD_BYTES: u64 = 64 << 20;
+const PART_BYTES: u64 = 16 << 20;
+
+/// Threads that compute the checksums of one answer: memory gives no more to more of them.
+fn most_threads() -> u64 {
+    std::thread::available_parallelism().map_or(1, |cores| cores.get().min(4)) as u64
+}
 
 /// A block's checksum, once it is known.
 #[derive(Default)]
@@ -26,11 +37,31 @@ impl BlockDigest {
 }
 
 impl Publication {
-    /// Checksums block `index` as it is now.
+    /// Checksums block `index` as it is now, unless it cannot have changed since that was done before.
     fn digest_block(&self, index: usize) -> u64 {
-        let value = self.digest_payload(index as u64 * BLOCK_SIZE, BLOCK_SIZE);
-        self.blocks[index].note(value);
-        value
+        let known = self.blocks[index].get().filter(|_| self.stability == Stability::Private);
+        known.unwrap_or_else(|| {
+            let value = self.digest_payload(index as u64 * BLOCK_SIZE, BLOCK_SIZE);
+            self.blocks[index].note(value);
+            value
+        })
+    }
+
+    /// Puts the checksums of the blocks of `grain` bytes called `numbers` into `digests`; says whether that was not cut short
+    /// by a withdrawal.
+    fn digest_blocks(&self, numbers: &[u64], grain: u64, digests: &mut [u64]) -> bool {
+        // A look for each MiB, so that a withdrawal waits for no more than that.
+        let look = usize::try_from(BLOCK_SIZE / grain).unwrap_or(1);
+        for (index, (&number, digest)) in numbers.iter().zip(digests).enumerate() {
+            if index.is_multiple_of(look) && self.is_withdrawn() {
+                return false;
+            }
+            *digest = match usize::try_from(number) {
+                Ok(number) if grain == BLOCK_SIZE => self.digest_block(number),
+                _ => self.digest_payload(number * grain, grain),
+            };
+        }
+        true
     }
 
     /// Checksums up to `len` bytes from `start` of the payload on.
@@ -47,8 +78,8 @@ impl Publication {
 }
 
 impl Lease {
-    /// The block that starts at byte `offset` of the container, if it ends before `end` and its checksum has to be taken
-    /// when it is sent: not yet known, or of borrowed memory, which may have changed.
+    /// The block that starts at byte `offset` of the container, if it ends before `end` and its checksum is taken when it is
+    /// sent: of a private copy, and not yet known.
     pub(crate) fn block_to_digest(&self, offset: u64, end: u64) -> Option<usize> {
         let publication = self.publication();
         let relative = offset.checked_sub(publication.payload_start)?;
@@ -56,7 +87,7 @@ impl Lease {
         let wanted = relative.is_multiple_of(BLOCK_SIZE) && whole <= end - publication.payload_start;
         let index = usize::try_from(relative / BLOCK_SIZE).ok().filter(|_| wanted)?;
         let known = publication.blocks.get(index)?.get();
-        (known.is_none() || publication.stability == Stability::Borrowed).then_some(index)
+        (known.is_none() && publication.stability == Stability::Private).then_some(index)
     }
 
     /// Whether a block ends at byte `offset` of the container.
@@ -84,24 +115,38 @@ impl Lease {
         }
     }
 
-    /// The digests of the blocks in `runs`, of `grain` bytes each, of which there must be so many. `None` when the
-    /// publication was withdrawn meanwhile.
+    /// The digests of the blocks in `runs`, of `grain` bytes each, of which there must be so many: of borrowed memory as it is
+    /// now. `None` when the publication was withdrawn meanwhile. Takes several threads where there is much to read.
     pub(crate) fn digests(&self, runs: &[(u64, u64)], grain: u64) -> Option<DigestTable> {
         let publication = self.publication();
-        let mut blocks = Vec::new();
-        for (first, index) in runs.iter().flat_map(|&(first, end)| (first..end).map(move |index| (first, index))) {
-            let look = index == first || (index * grain).is_multiple_of(BLOCK_SIZE);
-            if look && publication.stability == Stability::Borrowed && publication.is_withdrawn() {
-                return None;
+        let numbers: Vec<u64> = runs.iter().flat_map(|&(first, end)| first..end).collect();
+        let mut blocks = vec![0; numbers.len()];
+        let threads = if self.digests_known(runs, grain) {
+            1
+        } else {
+            (numbers.len() as u64 * grain / THREAD_BYTES).clamp(1, most_threads())
+        };
+        let part = usize::try_from(PART_BYTES / grain).unwrap_or(1);
+        let parts: Mutex<Vec<_>> = Mutex::new(numbers.chunks(part).zip(blocks.chunks_mut(part)).collect());
+        let whole = AtomicBool::new(true);
+        let compute = || loop {
+            let next = parts.lock().unwrap_or_else(PoisonError::into_inner).pop();
+            let Some((numbers, digests)) = next else { return };
+            whole.fetch_and(publication.digest_blocks(numbers, grain, digests), Ordering::Relaxed);
+        };
+        std::thread::scope(|scope| {
+            for _ in 1..threads {
+                // Without a thread more this one does it all.
+                let _ = std::thread::Builder::new().name("tensorferry-digest".to_owned()).spawn_scoped(scope, compute);
             }
-            blocks.push(match usize::try_from(index) {
-                Ok(index) if grain == BLOCK_SIZE => {
-                    publication.blocks[index].get().unwrap_or_else(|| publication.digest_block(index))
-                }
-                _ => publication.digest_payload(index * grain, grain),
-            });
-        }
-        Some(DigestTable { header: publication.header_digest, payload_len: publication.payload_len(), blocks })
+            compute();
+        });
+        drop(parts);
+        whole.into_inner().then(|| DigestTable {
+            header: publication.header_digest,
+            payload_len: publication.payload_len(),
+            blocks,
+        })
     }
 
     /// Waits until the first `end` blocks of `grain` bytes are final.
@@ -120,12 +165,12 @@ impl Lease {
         self.publication().payload_len().div_ceil(grain)
     }
 
-    /// Whether the digests of these blocks are known already, so that asking costs nothing.
+    /// Whether the digests of these blocks are known already and cannot have changed, so that asking costs nothing.
     pub(crate) fn digests_known(&self, runs: &[(u64, u64)], grain: u64) -> bool {
         let known = |&(first, end): &(u64, u64)| {
             let (Ok(first), Ok(end)) = (usize::try_from(first), usize::try_from(end)) else { return false };
             self.publication().blocks[first..end].iter().all(|b| b.get().is_some())
         };
-        grain == BLOCK_SIZE && runs.iter().all(known)
+        grain == BLOCK_SIZE && self.publication().stability == Stability::Private && runs.iter().all(known)
     }
 }

@@ -1,12 +1,20 @@
 //! The readers of a publication: while one holds a lease, its memory may be read; who withdraws it waits for them, or
 //! ends their connections.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use tokio::sync::Notify;
 
 use super::Publication;
+
+/// How long a withdrawn snapshot waits for the next request of a receive that takes several.
+pub(crate) const LINGER: Duration = Duration::from_secs(2);
+/// How long one waits for a receiver that closed a connection between two answers to come by another one.
+const RECONNECT: Duration = Duration::from_millis(100);
+/// How often a drain looks for connections that have ended.
+const LOOK: Duration = Duration::from_millis(5);
 
 /// Who reads.
 #[derive(Default)]
@@ -15,28 +23,112 @@ pub(super) struct Readers {
     /// When the last one left; `None` if there never was one.
     left: Option<Instant>,
     withdrawn: bool,
-    connections: Vec<Weak<Notify>>,
+    connections: Vec<Reader>,
+}
+
+/// A connection that holds leases, or held some.
+struct Reader {
+    /// What ends the connection; nobody has it any more when the connection is gone.
+    cut: Weak<Notify>,
+    active: usize,
+    /// Whether it serves a receive, whose next request may be still to come.
+    receives: bool,
+    /// When its last lease ended.
+    left: Instant,
+    /// Whether that was in the middle of an answer.
+    broken: bool,
+    /// Whether the answer was one with which a receive ends: digests up to the last block.
+    through: bool,
+    /// When a drain found the connection gone.
+    gone: Option<Instant>,
+}
+
+impl Reader {
+    fn is(&self, cut: &Weak<Notify>) -> bool {
+        self.cut.ptr_eq(cut)
+    }
+
+    fn is_gone(&self) -> bool {
+        self.cut.strong_count() == 0
+    }
+
+    /// Whether its receiver may be expected to ask for more. `over` is when a receiver that is gone was through: others gone
+    /// that have asked for nothing since were connections of the same.
+    fn is_awaited(&self, now: Instant, over: Option<Instant>) -> bool {
+        let (since, patience) = match self.gone {
+            None => (self.left, LINGER),
+            Some(gone) if self.broken => (gone, LINGER),
+            Some(_) if over.is_some_and(|over| self.left <= over) => return false,
+            Some(gone) => (gone, RECONNECT),
+        };
+        self.receives && now.saturating_duration_since(since) < patience
+    }
+}
+
+impl Readers {
+    /// Notes which connections are gone; those that were before the drain began count as gone since their last lease.
+    fn look(&mut self, begin: bool) {
+        let now = Instant::now();
+        for reader in self.connections.iter_mut().filter(|reader| reader.gone.is_none() && reader.is_gone()) {
+            reader.gone = Some(if begin { reader.left } else { now });
+        }
+    }
+
+    /// Whether a receive that was begun is not over, as far as can be told from its connections.
+    fn is_amid_receive(&self) -> bool {
+        let now = Instant::now();
+        let over =
+            self.connections.iter().filter(|reader| reader.through && reader.gone.is_some()).map(|r| r.left).max();
+        self.active > 0 || self.connections.iter().any(|reader| reader.is_awaited(now, over))
+    }
 }
 
 /// A reader's hold on a publication: while one exists, its memory may be read.
 pub(crate) struct Lease {
     publication: Arc<Publication>,
+    connection: Weak<Notify>,
+    broken: AtomicBool,
+    through: AtomicBool,
 }
 
 impl Lease {
-    /// A lease for the connection that `cut` ends, or `None` when the publication was withdrawn.
-    pub(crate) fn take(publication: &Arc<Publication>, cut: &Arc<Notify>) -> Option<Arc<Self>> {
+    /// A lease for the connection that `cut` ends, or `None` when the publication was withdrawn. `receives` says that the
+    /// request is one of a receive, which may take more of them.
+    pub(crate) fn take(publication: &Arc<Publication>, cut: &Arc<Notify>, receives: bool) -> Option<Arc<Self>> {
+        let connection = Arc::downgrade(cut);
         let mut readers = publication.readers();
         if readers.withdrawn {
             return None;
         }
         readers.active += 1;
-        readers.connections.retain(|c| c.strong_count() > 0);
-        if !readers.connections.iter().any(|c| std::ptr::eq(c.as_ptr(), Arc::as_ptr(cut))) {
-            readers.connections.push(Arc::downgrade(cut));
+        let now = Instant::now();
+        if let Some(reader) = readers.connections.iter_mut().find(|reader| reader.is(&connection)) {
+            reader.active += 1;
+            reader.receives |= receives;
+        } else {
+            let over = |reader: &Reader| reader.is_gone() && now.saturating_duration_since(reader.left) >= LINGER;
+            readers.connections.retain(|reader| reader.active > 0 || !over(reader));
+            // A receiver whose connection is gone has come back by this one.
+            if let Some(gone) = readers.connections.iter().position(|r| r.active == 0 && receives && r.is_gone()) {
+                readers.connections.swap_remove(gone);
+            }
+            let cut = connection.clone();
+            let (broken, through, gone) = (false, false, None);
+            readers.connections.push(Reader { cut, active: 1, receives, left: now, broken, through, gone });
         }
         drop(readers);
-        Some(Arc::new(Self { publication: Arc::clone(publication) }))
+        let (broken, through) = Default::default();
+        Some(Arc::new(Self { publication: Arc::clone(publication), connection, broken, through }))
+    }
+
+    /// The answer is one with which a receive ends if all is well.
+    pub(crate) fn note_last(&self) {
+        self.through.store(true, Ordering::Relaxed);
+    }
+
+    /// The answer that was read under this lease ended before its end.
+    pub(crate) fn break_off(&self) {
+        self.broken.store(true, Ordering::Relaxed);
     }
 
     pub(crate) fn publication(&self) -> &Publication {
@@ -50,9 +142,15 @@ impl Lease {
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        let mut readers = self.publication.readers();
+        let (mut readers, now) = (self.publication.readers(), Instant::now());
         readers.active -= 1;
-        readers.left = Some(Instant::now());
+        readers.left = Some(now);
+        if let Some(reader) = readers.connections.iter_mut().find(|reader| reader.is(&self.connection)) {
+            reader.active -= 1;
+            reader.left = now;
+            reader.broken = self.broken.load(Ordering::Relaxed);
+            reader.through = self.through.load(Ordering::Relaxed);
+        }
         if readers.active == 0 {
             self.publication.idle.notify_all();
         }
@@ -92,19 +190,37 @@ impl Publication {
         self.readers().active
     }
 
-    /// Waits until no reader is left, at most until `deadline`; says whether that is so.
+    /// Whether somebody reads, or is in the middle of a receive.
+    pub(crate) fn is_amid_receive(&self) -> bool {
+        let mut readers = self.readers();
+        readers.look(true);
+        readers.is_amid_receive()
+    }
+
+    /// Waits until the receives that were begun are over, at most until `deadline`, and gives no lease from then on. Says
+    /// whether no reader is left.
+    ///
+    /// A receive is a sequence of requests. It counts as over when nothing is being read and its connections are closed
+    /// (with a moment to come back by another one, longer if an answer broke), or nobody has asked for [`LINGER`].
     pub(crate) fn drain(&self, deadline: Instant) -> bool {
         let mut readers = self.readers();
-        while readers.active > 0 {
-            let Some(left) = deadline.checked_duration_since(Instant::now()) else { return false };
-            readers = self.idle.wait_timeout(readers, left).unwrap_or_else(PoisonError::into_inner).0;
+        readers.look(true);
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let goes_on = if readers.withdrawn { readers.active > 0 } else { readers.is_amid_receive() };
+            if left.is_zero() || !goes_on {
+                readers.withdrawn = true;
+                return readers.active == 0;
+            }
+            let look = if readers.withdrawn { left } else { left.min(LOOK) };
+            readers = self.idle.wait_timeout(readers, look).unwrap_or_else(PoisonError::into_inner).0;
+            readers.look(false);
         }
-        true
     }
 
     /// Ends the connections of all readers.
     pub(crate) fn cut(&self) {
-        for connection in self.readers().connections.drain(..).filter_map(|c| c.upgrade()) {
+        for connection in self.readers().connections.drain(..).filter_map(|reader| reader.cut.upgrade()) {
             connection.notify_one();
         }
     }

@@ -2,7 +2,8 @@
 //! the payload into a slot and sends one byte over their socket; the receiver copies it to its place and sends one byte
 //! back. No receiver ever sees the memory of the tensors itself.
 //!
-//! The source makes the memory, sealed so that it cannot shrink under the receiver, which maps it for reading alone.
+//! The source makes the memory, sealed so that it cannot shrink under the receiver, and so that nobody else can write to
+//! it: the receiver maps it for reading alone.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -110,8 +111,14 @@ impl Writer {
         let layout = Layout { slots: SLOTS, slot_len: SLOT_LEN };
         let fd = rustix::fs::memfd_create("tensorferry", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
         rustix::fs::ftruncate(&fd, layout.bytes())?;
-        rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
+        // Ours is the last mapping that can write.
         let shared = Shared::map(&fd, layout, ProtFlags::READ | ProtFlags::WRITE)?;
+        let fixed = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
+        match rustix::fs::fcntl_add_seals(&fd, fixed | SealFlags::FUTURE_WRITE) {
+            // A kernel before 5.1: a receiver there can spoil what comes to itself, and nothing else.
+            Err(rustix::io::Errno::INVAL) => rustix::fs::fcntl_add_seals(&fd, fixed)?,
+            sealed => sealed?,
+        }
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let mut control = SendAncillaryBuffer::new(&mut space);
         let passed = [fd.as_fd()];

@@ -13,6 +13,7 @@ use tokio::sync::{Notify, watch};
 use tokio_rustls::TlsAcceptor;
 
 use super::local::{self, Local};
+use super::patient::Patient;
 use super::places::Place;
 use super::{Shared, handler};
 use crate::body::Progress;
@@ -59,7 +60,7 @@ async fn serve(
     let connection = Arc::new(Connection::new(shared, place, false));
     let serving =
         http1::Builder::new().timer(TokioTimer::new()).header_read_timeout(connection.patience()).serve_connection(
-            TokioIo::new(stream),
+            TokioIo::new(Patient::new(stream, connection.patience())),
             service_fn(|request| {
                 let connection = Arc::clone(&connection);
                 async move { handler::answer(&connection, &request).await }

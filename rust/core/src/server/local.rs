@@ -7,6 +7,7 @@ use std::io::{self, Read, Write};
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
+use std::time::Instant;
 
 use http::header::{self, HeaderValue};
 use http::{Request, Response};
@@ -44,11 +45,12 @@ impl Local {
     ) -> io::Result<()> {
         stream.set_nonblocking(false)?;
         stream.set_read_timeout(Some(connection.patience()))?;
+        stream.set_write_timeout(Some(connection.patience()))?;
         let ring = Writer::pass(&stream)?;
         let mut local = Self { stream, connection, ring, over, runtime: Handle::current() };
         let mut head = Vec::with_capacity(1 << 10);
         while let Some(request) = local.read_request(&mut head)? {
-            local.answer(&request)?;
+            local.answer(request)?;
         }
         Ok(())
     }
@@ -60,8 +62,13 @@ impl Local {
         }
         head.clear();
         let mut buffer = [0; 2 << 10];
+        let mut begun = None;
         loop {
             let got = (&self.stream).read(&mut buffer)?;
+            // One that drips would keep this thread for ever.
+            if begun.get_or_insert_with(Instant::now).elapsed() > self.connection.patience() {
+                return Err(io::ErrorKind::TimedOut.into());
+            }
             head.extend_from_slice(&buffer[..got]);
             let mut headers = [httparse::EMPTY_HEADER; MAX_HEADERS];
             let mut parsed = httparse::Request::new(&mut headers);
@@ -74,9 +81,10 @@ impl Local {
         }
     }
 
-    fn answer(&mut self, request: &Request<()>) -> io::Result<()> {
-        let answering = handler::answer(&self.connection, request);
-        let Ok(mut answer) = self.runtime.block_on(until_over(&self.over, answering))?;
+    fn answer(&mut self, request: Request<()>) -> io::Result<()> {
+        let connection = Arc::clone(&self.connection);
+        let answering = async move { handler::answer(&connection, &request).await };
+        let Ok(mut answer) = self.on_runtime(answering)?;
         let in_ring = matches!(answer.body(), ServedBody::Memory(_));
         if in_ring {
             answer.headers_mut().insert(RING_HEADER, HeaderValue::from_static("1"));
@@ -87,6 +95,15 @@ impl Local {
             ServedBody::Message(None) => Ok(()),
             ServedBody::Memory(body) => self.lend(body),
         }
+    }
+
+    /// What `work` comes to in a task of the runtime, unless the connection ends before. This thread outlives the runtime's
+    /// timers when the process exits, and so must not wait for one itself.
+    fn on_runtime<T: Send + 'static>(&self, work: impl Future<Output = T> + Send + 'static) -> io::Result<T> {
+        let mut task = self.runtime.spawn(work);
+        let done = self.runtime.block_on(until_over(&self.over, &mut task));
+        task.abort();
+        done?.map_err(|_| io::ErrorKind::ConnectionAborted.into())
     }
 
     /// Sends `body` slot by slot.
@@ -100,8 +117,8 @@ impl Local {
                 let filled = poll_fn(|context| body.poll_filled(stop, context));
                 self.runtime.block_on(until_over(&self.over, filled))??;
             }
-            if body.throttle.is_some() {
-                self.runtime.block_on(until_over(&self.over, poll_fn(|context| body.poll_admitted(context))))?;
+            while let Some(delay) = body.delay() {
+                self.on_runtime(async move { tokio::time::sleep(delay).await })?;
             }
             self.ring.lend(|slot| body.copy_next(slot));
             (&self.stream).write_all(&[1])?;

@@ -6,6 +6,7 @@ mod handler;
 mod listeners;
 mod local;
 mod metrics;
+mod patient;
 mod places;
 
 use std::io;

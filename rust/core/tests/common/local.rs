@@ -3,7 +3,7 @@
 
 use std::io::{IoSlice, IoSliceMut, Read, Write};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
@@ -57,8 +57,26 @@ impl LocalReader {
         &self.memory
     }
 
+    /// Under which name this process can open it again.
+    pub(crate) fn path(&self) -> String {
+        format!("/proc/self/fd/{}", self.memory.as_raw_fd())
+    }
+
     pub(crate) fn request(&mut self, path: &str) {
-        self.stream.write_all(format!("GET {path} HTTP/1.1\r\nHost: test\r\n\r\n").as_bytes()).unwrap();
+        self.ask(path, &[]);
+    }
+
+    pub(crate) fn ask(&mut self, path: &str, headers: &[(&str, &str)]) {
+        let headers: String = headers.iter().flat_map(|(name, value)| [name, ": ", value, "\r\n"]).collect();
+        self.stream.write_all(format!("GET {path} HTTP/1.1\r\nHost: test\r\n{headers}\r\n").as_bytes()).unwrap();
+    }
+
+    /// The body that `head` announces, of an answer that does not come through shared memory.
+    pub(crate) fn message(&mut self, head: &str) -> Vec<u8> {
+        let length = head.lines().find_map(|line| line.strip_prefix("content-length: ")).unwrap();
+        let mut body = vec![0; length.trim().parse().unwrap()];
+        self.stream.read_exact(&mut body).unwrap();
+        body
     }
 
     /// The head of an answer, not one byte more.

@@ -128,3 +128,10 @@ pub(crate) fn request(rig: &Rig, method: &str, path: &str, headers: &[(&str, &st
 pub(crate) fn get(rig: &Rig, path: &str, headers: &[(&str, &str)]) -> Answer {
     request(rig, "GET", path, headers)
 }
+
+/// Connections that `rig` has now, with the one that asks.
+pub(crate) fn connections(rig: &Rig) -> usize {
+    let page = get(rig, &rig.path("").replace("/checkpoint/", "/metrics"), &[]);
+    let gauge = page.text().lines().find_map(|line| line.strip_prefix("tensorferry_connections "));
+    gauge.unwrap().parse().unwrap()
+}

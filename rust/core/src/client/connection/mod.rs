@@ -84,6 +84,11 @@ impl Connection {
         }
     }
 
+    /// The same connection with other limits.
+    pub(crate) fn within(self, limits: &Limits) -> Self {
+        Self { limits: limits.clone(), ..self }
+    }
+
     /// Whether this connection does without the network.
     pub(crate) fn is_same_host(&self) -> bool {
         self.ring.is_some()

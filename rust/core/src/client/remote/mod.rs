@@ -15,11 +15,13 @@ use tensorferry_wire::digest::{Algorithm, BLOCK_SIZE};
 
 #[cfg(fuzzing)]
 pub(super) use self::opened::Opened;
-pub(super) use self::transfer::default_lanes;
+pub(super) use self::transfer::{Load, default_lanes};
+pub(super) use self::verify::Passes;
 use super::blocks::block_len;
 use super::connection::Connection;
 use super::limits::Limits;
 use super::plan::{Piece, Plan};
+use super::received::Received;
 use super::{Arrived, Destination, Peer, Report};
 use crate::arena::{Arena, Places, Pool};
 use crate::error::{Error, ErrorKind};
@@ -33,8 +35,10 @@ const SAME_HOST_BYTES: u64 = 16 << 20;
 /// A checkpoint at its source: the header is here and verified, the payload is not fetched yet.
 pub struct Remote {
     peers: Vec<Peer>,
-    /// The peer that answered first.
+    /// The peer that the others are held against.
     primary: usize,
+    /// The peer that header and prefix came from.
+    opener: usize,
     key: String,
     header: Arc<Header>,
     header_digest: u64,
@@ -77,7 +81,7 @@ impl Remote {
     ///
     /// # Errors
     /// As [`Remote::open`]; also [`ErrorKind::Corrupt`] when bytes do not match their checksum time and again,
-    /// [`ErrorKind::Changed`] when the source moved on, [`ErrorKind::System`] when there is no memory. Memory given as
+    /// [`ErrorKind::Torn`] when the source keeps changing what it serves, [`ErrorKind::Changed`] when the source moved on, [`ErrorKind::System`] when there is no memory. Memory given as
     /// destination may then hold some of the new bytes.
     pub fn fetch(mut self, destination: Destination) -> Result<Arrived, Error> {
         let started = Instant::now();
@@ -88,7 +92,10 @@ impl Remote {
         let mut report = self.begin();
         let missing = self.missing(&plan);
         self.choose_way(plan.held(&missing));
-        self.bring(&plan, &missing, &mut report)?;
+        let received = self.received()?;
+        self.copy_prefix(&plan);
+        let load = Load { plan: &plan, missing: &missing, held: &self.blocks(), received: &received };
+        self.transfer(&[load], &mut report)?;
         Ok(Arrived { arena, offsets, report: self.complete(report, started) })
     }
 
@@ -103,10 +110,23 @@ impl Remote {
         plan.missing_blocks((self.prefix.len() as u64).div_ceil(BLOCK_SIZE))
     }
 
-    /// Brings all that `plan` has a place for, verified; `missing` is what of it is not here yet.
-    pub(super) fn bring(&mut self, plan: &Plan, missing: &[(u64, u64)], report: &mut Report) -> Result<(), Error> {
-        self.copy_prefix(plan);
-        self.transfer(plan, missing, report)
+    /// Whether all of the payload came along with the header.
+    pub(super) fn is_here(&self) -> bool {
+        self.prefix.len() as u64 == self.header.payload_len()
+    }
+
+    /// All blocks, as runs.
+    pub(super) fn blocks(&self) -> [(u64, u64); 1] {
+        [(0, self.header.payload_len().div_ceil(BLOCK_SIZE))]
+    }
+
+    /// What has come of all blocks: those that came along with the header.
+    pub(super) fn received(&self) -> Result<Received, Error> {
+        let received = Received::new(&self.blocks(), Arc::clone(&self.progress))?;
+        for (block, digest) in (0..).zip(self.prefix_digests()) {
+            received.note(block, digest, self.opener);
+        }
+        Ok(received)
     }
 
     /// Whether more than one source was named.
@@ -125,7 +145,7 @@ impl Remote {
         for layer in slices::place(slices, &self.header)? {
             let plan = Plan::new(layer, self.header.payload_len(), false)?;
             report.wanted += plan.wanted();
-            if self.prefix.len() as u64 == self.header.payload_len() {
+            if self.is_here() {
                 // All of it came along with the header.
                 self.copy_prefix(&plan);
                 continue;
@@ -133,12 +153,13 @@ impl Remote {
             let grain = plan.fitting_grain();
             let plan = plan.grained(grain);
             let wanted = plan.wanted_blocks(0);
-            layers.push((plan, wanted));
+            let received = Received::new(&wanted, Arc::clone(&self.progress))?;
+            layers.push((plan, wanted, received));
         }
-        self.choose_way(layers.iter().map(|(plan, wanted)| plan.held(wanted)).sum());
-        for (plan, wanted) in layers {
-            self.transfer(&plan, &wanted, &mut report)?;
-        }
+        self.choose_way(layers.iter().map(|(plan, wanted, _)| plan.held(wanted)).sum());
+        let load = |(plan, wanted, received)| Load { plan, missing: wanted, held: wanted, received };
+        let loads: Vec<_> = layers.iter().map(|(plan, wanted, received)| load((plan, &wanted[..], received))).collect();
+        self.transfer(&loads, &mut report)?;
         Ok(self.complete(report, started))
     }
 
@@ -207,7 +228,7 @@ impl Remote {
         Ok(Placed { arena, offsets, pieces })
     }
 
-    fn copy_prefix(&self, plan: &Plan) {
+    pub(super) fn copy_prefix(&self, plan: &Plan) {
         let mut sink = vec![0; block_len()];
         let have = (self.prefix.len() as u64).div_ceil(BLOCK_SIZE);
         for (first, end) in plan.wanted_blocks(0) {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::opened::Opened;
-use super::{OPEN_ATTEMPTS, Remote};
+use super::{OPEN_ATTEMPTS, Passes, Remote};
 use crate::client::connection::Connection;
 use crate::client::limits::Limits;
 use crate::client::url::Source;
@@ -42,6 +42,7 @@ impl Remote {
         let mut waited: Vec<Option<String>> = vec![None; peers.len()];
         // Of each source: the snapshot it has begun to send, and what it said when that was gone.
         let mut begun: Vec<(Option<String>, Option<Error>)> = peers.iter().map(|_| (None, None)).collect();
+        let mut passes: Vec<Passes> = peers.iter().map(|_| Passes::default()).collect();
         // Each in turn, so that one that is stuck costs a share of the time and not all of it.
         let mut standing: VecDeque<_> = (0..peers.len()).map(|index| (index, 0_u32, 0_u32)).collect();
         while let Some((primary, asked, failures)) = standing.pop_front() {
@@ -66,7 +67,8 @@ impl Remote {
             }
             let (opened, nobody) = match Connection::open(source, &share) {
                 Ok(connection) => {
-                    let opened = Opened::read(connection, step, options.ahead, &share, patience, etag);
+                    let passes = &mut passes[primary];
+                    let opened = Opened::read(connection, step, options.ahead, &share, patience, etag, passes);
                     if let Err(e) = &opened
                         && e.is_timeout()
                         && (limits.left().is_ok() || waited[primary].is_none())
@@ -90,6 +92,7 @@ impl Remote {
                     return Ok(Self {
                         peers,
                         primary,
+                        opener: primary,
                         key: step.to_string(),
                         payload_start: opened.payload_start,
                         header: Arc::new(opened.header),
@@ -97,8 +100,8 @@ impl Remote {
                         algorithm: secret::algorithm(options.secret.as_ref()),
                         prefix: opened.prefix,
                         route: opened.connection.route(),
-                        // One that was given a share of the time must not end with that.
-                        connections: Some(opened.connection).filter(|_| others == 0).into_iter().collect(),
+                        // It was given a share of the time, and must not end with that.
+                        connections: vec![opened.connection.within(&limits)],
                         opening: started.elapsed(),
                         lanes: options.lanes,
                         pool: options.pool,

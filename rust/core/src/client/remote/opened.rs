@@ -3,8 +3,9 @@
 use std::time::Duration;
 
 use tensorferry_wire::container::{self, Header};
-use tensorferry_wire::digest::BLOCK_SIZE;
+use tensorferry_wire::digest::{BLOCK_SIZE, Hasher};
 
+use super::verify::{Passes, add};
 use super::{OPEN_ATTEMPTS, is_reserved};
 use crate::arena::check_machine_has;
 use crate::client::answers::{check_range, read_digests};
@@ -28,7 +29,8 @@ pub(crate) struct Opened {
 impl Opened {
     /// Asks the source at the other end for the first `ahead` bytes: the whole of a small container, the header of most
     /// others. Its first answer may take `patience` to begin. `begun` is the entity tag of the snapshot that it began to
-    /// send before, and of none other is anything taken then; it is set as soon as the source has named one.
+    /// send before, and of none other is anything taken then; it is set as soon as the source has named one. `passes` is
+    /// what earlier attempts have shown.
     pub(crate) fn read(
         mut connection: Connection,
         step: i64,
@@ -36,6 +38,7 @@ impl Opened {
         limits: &Limits,
         patience: Duration,
         begun: &mut Option<String>,
+        passes: &mut Passes,
     ) -> Result<Self, Error> {
         let path = format!("{step}.safetensors");
         let ahead = ahead.max(64);
@@ -100,13 +103,20 @@ impl Opened {
         prefix.shrink_to_fit();
         let blocks = (prefix.len() as u64).div_ceil(BLOCK_SIZE);
         let (table, _) = read_digests(&mut connection, &step.to_string(), Some(&etag), &[(0, blocks)], BLOCK_SIZE)?;
-        let matching =
-            prefix.chunks(block_len()).map(|block| algorithm.checksum(block)).eq(table.blocks.iter().copied());
-        if table.header != header_digest || table.payload_len != payload_len || !matching {
+        if table.header != header_digest || table.payload_len != payload_len {
             return Err(Error::new(
                 ErrorKind::Corrupt,
-                format!("corrupt: the header or the first blocks did not match their checksums {OPEN_ATTEMPTS} times"),
+                format!("corrupt: the header did not match its checksum {OPEN_ATTEMPTS} times"),
             ));
+        }
+        let blocks = prefix.chunks(block_len()).zip(&table.blocks);
+        if let Some(first) =
+            (0..).zip(blocks).find_map(|(i, (b, theirs))| (algorithm.checksum(b) != *theirs).then_some(i))
+        {
+            let mut all = Hasher::new();
+            add(&mut all, &table.blocks);
+            passes.note(&etag, &all);
+            return Err(passes.error(&header, (first * BLOCK_SIZE, ((first + 1) * BLOCK_SIZE).min(payload_len))));
         }
         Ok(Self { connection, header, header_digest, payload_start, etag, prefix, same_host })
     }

@@ -1,16 +1,14 @@
 //! A transfer: the lanes bring blocks, and those that do not match their checksums are brought again.
 
-use std::sync::Arc;
-
 use tensorferry_wire::digest::BLOCK_SIZE;
 
 use super::Remote;
-use super::verify::CORRUPT_RETRIES;
+use super::verify::Passes;
 use crate::client::plan::{Plan, Queue};
 use crate::client::received::Received;
 use crate::client::watch::Watch;
 use crate::client::{Report, lane};
-use crate::error::{Error, ErrorKind};
+use crate::error::Error;
 
 /// Blocks of 1 MiB in one request of a lane, at most.
 const MAX_RANGE_BLOCKS: u64 = 16;
@@ -18,33 +16,39 @@ const MAX_RANGE_BLOCKS: u64 = 16;
 const MANY_RUNS: usize = 64;
 const JOIN_GAP: u64 = 1 << 20;
 
+/// Blocks that a plan has places for.
+#[derive(Clone, Copy)]
+pub(in crate::client) struct Load<'a> {
+    pub(in crate::client) plan: &'a Plan,
+    /// Those that are still to come.
+    pub(in crate::client) missing: &'a [(u64, u64)],
+    /// Those that have to be as they are at the source when the last of them has come.
+    pub(in crate::client) held: &'a [(u64, u64)],
+    pub(in crate::client) received: &'a Received,
+}
+
 impl Remote {
-    /// Brings the blocks in `wanted`: over lanes, and again where one does not match its digest.
-    pub(super) fn transfer(&mut self, plan: &Plan, wanted: &[(u64, u64)], report: &mut Report) -> Result<(), Error> {
-        let joined = wanted.len() > MANY_RUNS && plan.grain() < BLOCK_SIZE;
-        let asked = if joined { plan.wanted_blocks(JOIN_GAP) } else { wanted.to_vec() };
-        let received = Received::new(wanted, Arc::clone(&self.progress))
-            .ok_or_else(|| Error::new(ErrorKind::System, "too many blocks for this machine"))?;
-        let mut runs = wanted.to_vec();
-        for round in 0.. {
-            if runs.is_empty() {
-                break;
+    /// Brings what is missing of `loads`, and again what does not match its digest, until everything held does at one moment:
+    /// the digests of all of it are asked for after the last byte has come.
+    pub(in crate::client) fn transfer(&mut self, loads: &[Load<'_>], report: &mut Report) -> Result<(), Error> {
+        if loads.iter().all(|load| load.missing.is_empty()) {
+            return Ok(());
+        }
+        for load in loads {
+            let joined = load.missing.len() > MANY_RUNS && load.plan.grain() < BLOCK_SIZE;
+            let asked = if joined { &load.plan.wanted_blocks(JOIN_GAP)[..] } else { load.missing };
+            self.run_lanes(load.plan, asked, true, load.received, report)?;
+        }
+        let mut passes = Passes::default();
+        loop {
+            let differing = self.differing(loads, &mut passes, report)?;
+            if differing.iter().all(Vec::is_empty) {
+                return Ok(());
             }
-            self.run_lanes(plan, if round == 0 { &asked } else { &runs }, round == 0, &received, report)?;
-            // Sources with equal headers may still differ in their bytes: with several, everything is held against the
-            // digests of one, so that the result is never made of two snapshots.
-            let held_against = if self.peers.len() > 1 { wanted } else { &runs };
-            if plan.grain() < BLOCK_SIZE {
-                report.bytes += 8 * held_against.iter().map(|(a, b)| b - a).sum::<u64>();
-            }
-            runs = self.mismatched(held_against, plan.grain(), &received)?;
-            report.retries += runs.len() as u64;
-            report.troubles.append(&mut received.take_troubles());
-            if let (Some(&(first, _)), true) = (runs.first(), round >= CORRUPT_RETRIES) {
-                return Err(self.corrupt(plan, first));
+            for (load, runs) in loads.iter().zip(&differing).filter(|(_, runs)| !runs.is_empty()) {
+                self.run_lanes(load.plan, runs, false, load.received, report)?;
             }
         }
-        Ok(())
     }
 
     fn run_lanes(

@@ -1,39 +1,120 @@
 //! Holding what came against the digests of the source.
 
 use std::sync::Arc;
+use std::time::Duration;
 
-use tensorferry_wire::digest::{BLOCK_SIZE, DigestTable};
+use tensorferry_wire::container::Header;
+use tensorferry_wire::digest::{BLOCK_SIZE, DigestTable, Hasher};
 
 use super::Remote;
+use super::transfer::Load;
+use crate::client::Report;
 use crate::client::answers::{changed, read_digests};
-use crate::client::blocks::{Request, block_len, requests};
+use crate::client::blocks::{block_len, requests};
 use crate::client::connection::Connection;
-use crate::client::plan::Plan;
-use crate::client::received::Received;
 use crate::error::{Error, ErrorKind};
 use crate::slices;
 
 /// How often a block that does not match its checksum is fetched again before the transfer fails.
-pub(super) const CORRUPT_RETRIES: usize = 3;
+const CORRUPT_RETRIES: u32 = 3;
+/// The same where the source's own checksums change from one pass to the next: such a source may come to rest.
+const CHANGE_RETRIES: u32 = 8;
+/// As many bytes, or twice those of the receive, are fetched again from such a source at most.
+const CHANGE_BYTES: u64 = 1 << 30;
+
+/// What passes over all the digests of a receive have shown, of which the last one found blocks that differ.
+#[derive(Debug, Default)]
+pub(in crate::client) struct Passes {
+    count: u32,
+    /// How often the source's own digests were others than the time before.
+    changes: u32,
+    /// Bytes that differed, added up.
+    again: u64,
+    /// The snapshot of the last pass, and all its digests in one.
+    before: Option<(String, u64)>,
+}
+
+impl Passes {
+    /// Notes a pass over the snapshot `etag` that found blocks that differ; `digests` are all those of the source.
+    pub(super) fn note(&mut self, etag: &str, digests: &Hasher) {
+        let now = (etag.to_owned(), digests.finish());
+        self.count += 1;
+        self.changes += u32::from(self.before.as_ref().is_some_and(|before| before.0 == now.0 && before.1 != now.1));
+        self.before = Some(now);
+    }
+
+    /// Why blocks still differ, the first being `[start, end)` of the payload.
+    pub(super) fn error(&self, header: &Header, (start, end): (u64, u64)) -> Error {
+        let (times, block) = (self.count, start / BLOCK_SIZE);
+        let of = format!("payload bytes {start}-{end}: {}", slices::names(header, start, end));
+        if self.changes == 0 {
+            let message = format!(
+                "corrupt: block {block} ({of}) did not match its checksum {times} times: the network or memory flips bytes"
+            );
+            return Error::new(ErrorKind::Corrupt, message);
+        }
+        let message = format!(
+            "torn: the source changes its state while it serves it, and what came was of no one moment {times} times (the \
+             first block that differs: {of}). Change the state only after disallow_checkpoint() has returned, or send from a \
+             private copy: snapshot=\"copy\""
+        );
+        Error::new(ErrorKind::Torn, message)
+    }
+}
+
+/// Adds digests to what stands for all of them.
+pub(super) fn add(all: &mut Hasher, digests: &[u64]) {
+    for digest in digests {
+        all.update(&digest.to_le_bytes());
+    }
+}
 
 impl Remote {
-    /// Compares the checksums of the blocks in `runs` with the source's; returns the runs that differ.
-    pub(super) fn mismatched(
+    /// One pass over all of `loads`: the runs of blocks of each that differ from what the source has now. Fails when that
+    /// has gone on for too long.
+    pub(in crate::client) fn differing(
         &mut self,
-        runs: &[(u64, u64)],
-        grain: u64,
-        received: &Received,
-    ) -> Result<Vec<(u64, u64)>, Error> {
+        loads: &[Load<'_>],
+        passes: &mut Passes,
+        report: &mut Report,
+    ) -> Result<Vec<Vec<(u64, u64)>>, Error> {
+        let mut all = Hasher::new();
+        let mut differing = Vec::with_capacity(loads.len());
+        for load in loads {
+            if load.plan.grain() < BLOCK_SIZE {
+                report.bytes += 8 * load.held.iter().map(|(a, b)| b - a).sum::<u64>();
+            }
+            let runs = self.mismatched(load, &mut all)?;
+            report.retries += runs.len() as u64;
+            report.troubles.append(&mut load.received.take_troubles());
+            differing.push(runs);
+        }
+        let first = |(load, runs): (&Load<'_>, &Vec<(u64, u64)>)| Some(load.plan.block_bounds(runs.first()?.0));
+        let Some(first) = loads.iter().zip(&differing).find_map(first) else { return Ok(differing) };
+        let etag = self.peers[self.primary].etag.get().map_or("", String::as_str);
+        passes.note(etag, &all);
+        let most = if passes.changes > 0 { CHANGE_RETRIES } else { CORRUPT_RETRIES };
+        let bytes = |load: &Load<'_>, runs| load.plan.held(runs);
+        passes.again += loads.iter().zip(&differing).map(|(load, runs)| bytes(load, runs)).sum::<u64>();
+        let enough = CHANGE_BYTES.max(2 * loads.iter().map(|load| bytes(load, load.held)).sum::<u64>());
+        if passes.count > most || (passes.changes > 0 && passes.again > enough) {
+            return Err(passes.error(&self.header, first));
+        }
+        if passes.changes > 0 {
+            self.limits.pause(Duration::from_millis(10 << passes.count.min(6)), || false);
+        }
+        Ok(differing)
+    }
+
+    /// Compares the checksums of the blocks held with the source's, which are added to `all`; returns the runs that differ.
+    fn mismatched(&mut self, load: &Load<'_>, all: &mut Hasher) -> Result<Vec<(u64, u64)>, Error> {
+        let (grain, received) = (load.plan.grain(), load.received);
         let mut differ: Vec<(u64, u64)> = Vec::new();
-        // Of several sources, whichever answers has to serve what came along with the header, too.
-        let several = self.peers.len() > 1 && grain == BLOCK_SIZE;
-        let lead = if several { (self.prefix.len() as u64).div_ceil(BLOCK_SIZE) } else { 0 };
-        for Request { asked, runs } in requests(lead, runs, grain) {
+        for asked in requests(load.held, grain) {
             let table = self.digests(&asked, grain)?;
-            let mut known = asked.iter().flat_map(|&(a, b)| a..b).zip(&table.blocks);
-            for block in runs.iter().flat_map(|&(a, b)| a..b) {
-                let theirs = known.find(|(number, _)| *number == block).map(|(_, &digest)| digest);
-                if theirs.is_some() && received.digest(block) == theirs {
+            add(all, &table.blocks);
+            for (block, &theirs) in asked.iter().flat_map(|&(a, b)| a..b).zip(&table.blocks) {
+                if received.digest(block) == Some(theirs) {
                     continue;
                 }
                 let from = &self.peers[received.origin(block)];
@@ -42,7 +123,8 @@ impl Remote {
                 received.note_trouble(
                     from.source.authority(),
                     format!(
-                        "block {block} of its bytes did not match the checksum: damaged on the way, or another snapshot"
+                        "block {block} of its bytes did not match the checksum: damaged on the way, of another snapshot, \
+                         or changed while it was served (see snapshot=\"copy\")"
                     ),
                 );
                 match differ.last_mut() {
@@ -54,16 +136,21 @@ impl Remote {
         Ok(differ)
     }
 
+    /// The checksums of the blocks that came along with the header.
+    pub(super) fn prefix_digests(&self) -> impl Iterator<Item = u64> + '_ {
+        self.prefix.chunks(block_len()).map(|block| self.algorithm.checksum(block))
+    }
+
+    /// Whether the source at the other end of `connection` has what came along with the header from another one.
+    fn has_prefix(&self, connection: &mut Connection, etag: Option<&str>) -> Result<bool, Error> {
+        let blocks = (self.prefix.len() as u64).div_ceil(BLOCK_SIZE);
+        let (table, _) = read_digests(connection, &self.key, etag, &[(0, blocks)], BLOCK_SIZE)?;
+        Ok(self.prefix_digests().eq(table.blocks))
+    }
+
     /// The source's digests of `runs` of blocks, from any peer that serves this snapshot; that one is the primary from then
     /// on.
     fn digests(&mut self, runs: &[(u64, u64)], grain: u64) -> Result<DigestTable, Error> {
-        let prefix: Vec<_> = match runs[0] {
-            (0, end) if grain == BLOCK_SIZE => {
-                let known = self.prefix.chunks(block_len()).take(usize::try_from(end).unwrap_or(usize::MAX));
-                known.map(|block| self.algorithm.checksum(block)).collect()
-            }
-            _ => Vec::new(),
-        };
         let mut last = Error::new(ErrorKind::Connect, "no source is left");
         for turn in 0..=self.peers.len() {
             let index = (self.primary + turn.saturating_sub(1)) % self.peers.len();
@@ -79,14 +166,15 @@ impl Remote {
             };
             let answer = attempt.and_then(|mut connection| {
                 let etag = peer.etag.get().map(String::as_str);
+                if index != self.opener && !self.has_prefix(&mut connection, etag)? {
+                    return Err(changed());
+                }
                 let (table, _) = read_digests(&mut connection, &self.key, etag, runs, grain)?;
                 Ok((connection, table))
             });
             match answer {
                 Ok((connection, table))
-                    if table.header == self.header_digest
-                        && table.payload_len == self.header.payload_len()
-                        && table.blocks.iter().zip(&prefix).all(|(theirs, ours)| theirs == ours) =>
+                    if table.header == self.header_digest && table.payload_len == self.header.payload_len() =>
                 {
                     self.connections.push(connection);
                     self.primary = index;
@@ -98,17 +186,5 @@ impl Remote {
             }
         }
         Err(last.at("cannot verify what was received"))
-    }
-
-    pub(super) fn corrupt(&self, plan: &Plan, block: u64) -> Error {
-        let (start, end) = plan.block_bounds(block);
-        let message = format!(
-            "corrupt: block {block} (payload bytes {start}-{end}: {}) did not match its checksum {} times; either the \
-             network or memory flips bytes, or the source changes this memory while it serves it (then send from a \
-             private copy: snapshot=\"copy\")",
-            slices::names(&self.header, start, end),
-            CORRUPT_RETRIES + 1,
-        );
-        Error::new(ErrorKind::Corrupt, message)
     }
 }

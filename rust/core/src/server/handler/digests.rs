@@ -46,6 +46,9 @@ pub(super) async fn digests<B>(
     if let Err(refused) = runs_filled(connection, &lease, &runs, grain).await {
         return refused;
     }
+    if runs.iter().any(|run| run.1 == lease.block_count(grain)) {
+        lease.note_last();
+    }
     let table = if lease.digests_known(&runs, grain) {
         lease.digests(&runs, grain)
     } else {

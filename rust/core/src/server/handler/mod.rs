@@ -16,7 +16,7 @@ use tensorferry_wire::request::{self, PathError, Resource};
 
 use self::content::{blocks, conditional, memory};
 use self::digests::digests;
-use self::messages::{FULL, GONE, bytes, elsewhere, insert, joined, text};
+use self::messages::{FULL, GONE, bytes, elsewhere, insert, text};
 use self::waiting::{filled, lease};
 use super::Connection;
 use super::metrics::Metrics;
@@ -100,19 +100,9 @@ async fn resolve<B>(
     let Some(step) = request::parse_step(key) else {
         return text(StatusCode::NOT_FOUND, &format!("no checkpoint is called {key}: steps are integers"));
     };
-    let store = &connection.shared.store;
-    let asked = joined(request.headers(), header::IF_MATCH);
-    let begun = asked.as_deref().and_then(|etag| store.lookup_lingering(etag, &connection.cut));
-    let lease = match begun {
-        Some(lease) => lease,
-        // It will never come back: whoever has begun to receive it need not wait for the next one to learn that.
-        None if asked.is_some_and(|etag| store.is_abandoned(&etag)) => {
-            return text(StatusCode::PRECONDITION_FAILED, GONE);
-        }
-        None => match lease(connection, step).await {
-            Ok(lease) => lease,
-            Err(refused) => return refused,
-        },
+    let lease = match lease(connection, step, request, matches!(resource, Resource::Container(_))).await {
+        Ok(lease) => lease,
+        Err(refused) => return refused,
     };
     let mut found = match resource {
         Resource::Container(_) => {
@@ -170,7 +160,7 @@ async fn alternate<B>(
         Ok(Err(message)) => return text(StatusCode::INTERNAL_SERVER_ERROR, &message),
         Err(_) => return text(StatusCode::INTERNAL_SERVER_ERROR, "the body could not be built"),
     };
-    match waiting::lease(connection, step).await {
+    match waiting::lease(connection, step, asked, false).await {
         Ok(lease) if lease.publication().etag() == etag => memory(connection, lease, segments, false, asked),
         Ok(_) => text(StatusCode::SERVICE_UNAVAILABLE, GONE),
         Err(refused) => refused,

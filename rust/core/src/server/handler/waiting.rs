@@ -2,21 +2,33 @@
 
 use std::sync::Arc;
 
-use http::StatusCode;
+use http::header;
+use http::{Method, Request, StatusCode};
 
-use super::messages::{GONE, text};
+use super::messages::{GONE, joined, text};
 use super::{Answer, Connection};
 use crate::filling::Abandoned;
 use crate::publication::Lease;
-use crate::store::Lookup;
+use crate::store::{Asked, Lookup};
 
-/// Waits for the gate and takes a lease on what is served as `step`.
-pub(super) async fn lease(connection: &Arc<Connection>, step: i64) -> Result<Arc<Lease>, Answer> {
+/// Takes a lease on what `request`, for a part of the container if `contents` says so, asks for as `step`; waits for the gate
+/// if it has to.
+pub(super) async fn lease<B>(
+    connection: &Arc<Connection>,
+    step: i64,
+    request: &Request<B>,
+    contents: bool,
+) -> Result<Arc<Lease>, Answer> {
     let shared = &connection.shared;
+    // `*` is content with whatever there is (RFC 9110, section 13.1.1), and so names nothing.
+    let named = joined(request.headers(), header::IF_MATCH).filter(|tags| tags.trim() != "*");
+    let receives = request.method() == Method::GET && (contents || named.is_some());
+    let asked = Asked { step, named: named.as_deref(), receives };
     let _waiting = shared.metrics.wait();
-    let lookup = tokio::time::timeout(shared.patience, shared.store.lookup(step, &connection.cut)).await;
+    let lookup = tokio::time::timeout(shared.patience, shared.store.lookup(asked, &connection.cut)).await;
     match lookup {
         Ok(Lookup::Found(lease)) => Ok(lease),
+        Ok(Lookup::Gone) => Err(text(StatusCode::PRECONDITION_FAILED, GONE)),
         Ok(Lookup::WrongStep(serving)) => {
             let serving = serving.map_or_else(|| "nothing".to_owned(), |s| s.to_string());
             let message = format!("invalid checkpoint requested, serving {serving} but got step={step}");

@@ -1,0 +1,272 @@
+//! State that is changed while it is served: what arrives is of one moment, or the receive fails and says why.
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
+
+mod common;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use common::{BLOCK, PATIENCE, Rig, STEP, lanes};
+use tensorferry_core::{
+    Arrived, Destination, Error, ErrorKind, FetchOptions, Item, Memory, Publication, Remote, Repeat, Secret,
+    ServerConfig, Slice, Stability, Withdrawn,
+};
+use tensorferry_wire::dtype::Dtype;
+
+const SECRET: &[u8] = b"of all that is shared here, this alone stays unsaid";
+
+/// Memory of a trainer, all of whose bytes are the number of the moment. It outlives the server it is lent to.
+struct Lent {
+    memory: Vec<AtomicU8>,
+}
+
+impl Lent {
+    fn new(len: usize) -> Self {
+        Self { memory: std::iter::repeat_with(|| AtomicU8::new(0)).take(len).collect() }
+    }
+
+    fn publication(&self) -> Publication {
+        // SAFETY: the tests keep `self` until their server is gone.
+        let memory = unsafe { Memory::borrowed(self.memory.as_ptr() as usize, self.memory.len()) };
+        let item = Item::new("w", Dtype::U8, &[self.memory.len() as u64], memory);
+        Publication::new(Vec::new(), vec![item], Stability::Borrowed, Box::new(())).unwrap()
+    }
+
+    fn change(&self, moment: u8) {
+        self.memory.iter().for_each(|byte| byte.store(moment, Ordering::Relaxed));
+    }
+}
+
+/// When the memory is changed.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Change {
+    /// Once, in the middle of the receive.
+    Once,
+    /// A few times, a while from each other, and then no more.
+    Some,
+    /// All the time.
+    Always,
+}
+
+/// Runs `receive`, which counts its bytes in the options it is given, while the memory of `len` bytes is changed: as soon
+/// as `from` bytes are there. Returns what it came to, and how many moments there were.
+fn during<T>(
+    (len, from): (usize, usize),
+    change: Change,
+    config: &ServerConfig,
+    receive: impl FnOnce(&Rig, FetchOptions) -> Result<T, Error>,
+) -> (Result<T, Error>, u8) {
+    let lent = Lent::new(len);
+    let rig = Rig::configured(config);
+    rig.server.store().publish(STEP, lent.publication());
+    let (progress, over) = (Arc::new(AtomicU64::new(0)), AtomicBool::new(false));
+    let options = FetchOptions {
+        progress: Arc::clone(&progress),
+        secret: config.secret.clone(),
+        stall: Duration::from_secs(5),
+        ..lanes(2)
+    };
+    let result = std::thread::scope(|scope| {
+        let changing = scope.spawn(|| {
+            let mut moment = 0;
+            while !over.load(Ordering::SeqCst) {
+                if progress.load(Ordering::Relaxed) >= from as u64 {
+                    moment = 1 + moment % 250;
+                    lent.change(moment);
+                    match change {
+                        Change::Once => break,
+                        Change::Some if moment == 4 => break,
+                        Change::Some => std::thread::sleep(Duration::from_millis(5)),
+                        Change::Always => {}
+                    }
+                }
+                std::thread::sleep(Duration::from_micros(200));
+            }
+            moment
+        });
+        let result = receive(&rig, options);
+        over.store(true, Ordering::SeqCst);
+        (result, changing.join().unwrap())
+    });
+    drop(rig);
+    result
+}
+
+/// The moments that `bytes` are of.
+fn moments(bytes: &[u8]) -> Vec<u8> {
+    let mut seen = [false; 256];
+    for &byte in bytes {
+        seen[usize::from(byte)] = true;
+    }
+    (0..=255).filter(|&byte| seen[usize::from(byte)]).collect()
+}
+
+/// Whether `bytes` were in memory at one moment, which may be one in the middle of a change: that begins with the first.
+fn are_of_one_moment(bytes: &[u8]) -> bool {
+    bytes.windows(2).filter(|pair| pair[0] != pair[1]).count() <= 1
+}
+
+fn fetch(rig: &Rig, options: FetchOptions) -> Result<Arrived, Error> {
+    Remote::open(&[&rig.url()], STEP, options)?.fetch(Destination::Fresh)
+}
+
+fn is_torn(what: &str, failed: &Error) {
+    assert_eq!(failed.kind(), ErrorKind::Torn, "{what}: {failed}");
+    let message = failed.to_string();
+    for word in ["snapshot=\"copy\"", "disallow_checkpoint", ": w"] {
+        assert!(message.contains(word), "{what}: {message}");
+    }
+}
+
+/// Slow enough that a change falls into the middle of a receive of 24 MiB.
+fn slow() -> ServerConfig {
+    ServerConfig { max_bandwidth: Some(100 << 20), patience: PATIENCE, ..ServerConfig::default() }
+}
+
+const LARGE: usize = 24 * BLOCK + 77;
+
+#[test]
+fn what_arrives_is_of_one_moment() {
+    for same_host in [false, true] {
+        for secret in [None, Some(Secret::new(SECRET).unwrap())] {
+            for change in [Change::Once, Change::Some] {
+                let config = ServerConfig { secret: secret.clone(), ..slow() };
+                let what = format!("same_host={same_host} {change:?}");
+                let (arrived, last) = during((LARGE, LARGE / 3), change, &config, |rig, options| {
+                    fetch(rig, FetchOptions { same_host, ..options })
+                });
+                let arrived = arrived.unwrap_or_else(|e| panic!("{what}: {e}"));
+                assert_eq!(moments(arrived.arena().bytes(0, LARGE)), [last], "{what}");
+                assert!(arrived.report().retries > 0 && !arrived.report().troubles.is_empty(), "{what}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_state_that_is_never_at_rest_fails_and_the_error_says_what_to_do() {
+    // The first two come whole with their header.
+    for len in [BLOCK / 4, BLOCK - 4096, 3 * BLOCK, LARGE] {
+        for same_host in [false, true] {
+            let started = Instant::now();
+            let (result, _) = during((len, 0), Change::Always, &slow(), |rig, options| {
+                fetch(rig, FetchOptions { same_host, ..options })
+            });
+            let what = format!("{len} bytes, same_host={same_host}");
+            match result {
+                Err(failed) => is_torn(&what, &failed),
+                // Small ones may come between two changes, or in the middle of one.
+                Ok(arrived) => assert!(are_of_one_moment(arrived.arena().bytes(0, len)), "{what}"),
+            }
+            assert!(started.elapsed() < PATIENCE, "{what}");
+        }
+    }
+}
+
+#[test]
+fn slices_are_of_one_moment() {
+    // Whole blocks, and little of many; some of it is wanted twice.
+    for (run, count, rate) in [(6 * BLOCK as u64, 2, 40 << 20), (2000, 1000, 8 << 20)] {
+        for change in [Change::Once, Change::Always] {
+            let (fetched, last) =
+                during((LARGE, BLOCK), change, &ServerConfig { max_bandwidth: Some(rate), ..slow() }, {
+                    |rig, options| {
+                        let mut buffers = [vec![0xEE; LARGE], vec![0xEE; LARGE]];
+                        let step = (LARGE as u64 - run) / (count - 1);
+                        let places = buffers.each_mut().map(|buffer| {
+                            let repeat = Repeat { count, from: step, to: run };
+                            // SAFETY: it has room for all runs, and nobody touches it meanwhile.
+                            unsafe {
+                                Slice::new(
+                                    "w",
+                                    (Dtype::U8, LARGE as u64),
+                                    (0, run),
+                                    buffer.as_mut_ptr() as usize,
+                                    vec![repeat],
+                                )
+                            }
+                        });
+                        let options = FetchOptions { ahead: 4096, ..options };
+                        Remote::open(&[&rig.url()], STEP, options)?.fetch_slices(&places)?;
+                        let used = usize::try_from(run * count).unwrap();
+                        Ok(buffers.map(|buffer| buffer[..used].to_vec()))
+                    }
+                });
+            match (change, fetched) {
+                (Change::Always, Err(failed)) => is_torn("slices", &failed),
+                (_, Ok([one, other])) => {
+                    assert!(one == other && are_of_one_moment(&one));
+                    assert!(change == Change::Always || moments(&one) == [last] || last == 0, "{last}");
+                }
+                (_, Err(failed)) => panic!("{failed}"),
+            }
+        }
+    }
+}
+
+#[test]
+fn what_waves_brought_is_of_one_moment() {
+    for change in [Change::Once, Change::Always] {
+        let (result, last) = during((LARGE, LARGE / 3), change, &slow(), |rig, options| {
+            let most = 5 * BLOCK;
+            let remote = Remote::open(&[&rig.url()], STEP, options)?;
+            let mut waves = remote.waves(Destination::Fresh, &[0], most as u64)?;
+            let (mut device, mut memory) = (vec![0xEE; LARGE], vec![0xEE; most]);
+            let mut brought = 0;
+            // SAFETY: as many bytes as the receive was begun with, and nobody else's.
+            while let Some(parts) = unsafe { waves.fetch(memory.as_mut_ptr() as usize) }? {
+                for part in parts {
+                    let (start, len, at) = [part.start, part.len, part.at].map(|n| usize::try_from(n).unwrap()).into();
+                    device[start..start + len].copy_from_slice(&memory[at..at + len]);
+                    brought += len;
+                }
+            }
+            waves.finish()?;
+            Ok((device, brought))
+        });
+        match (change, result) {
+            (Change::Always, Err(failed)) => is_torn("waves", &failed),
+            (_, Ok((device, brought))) => {
+                assert!(are_of_one_moment(&device) && (moments(&device) == [last] || change == Change::Always));
+                assert!(brought > LARGE || last == 0, "what changed came again");
+            }
+            (_, Err(failed)) => panic!("{failed}"),
+        }
+    }
+}
+
+#[test]
+fn two_sources_that_change_are_not_mixed() {
+    let other = Lent::new(LARGE);
+    let second = Rig::configured(&slow());
+    second.server.store().publish(STEP, other.publication());
+    let (arrived, last) = during((LARGE, LARGE / 3), Change::Once, &slow(), |rig, options| {
+        Remote::open(&[&rig.url(), &second.url()], STEP, options)?.fetch(Destination::Fresh)
+    });
+    let seen = moments(arrived.unwrap().arena().bytes(0, LARGE));
+    assert!(seen == [0] || seen == [last], "{seen:?}");
+    drop(second);
+}
+
+#[test]
+fn a_withdrawal_lets_a_receive_find_the_moment() {
+    // The trainer stands still in `withdraw` until the receiver has what it can prove.
+    let lent = Lent::new(LARGE);
+    let rig = Rig::configured(&slow());
+    rig.server.store().publish(STEP, lent.publication());
+    let progress = Arc::new(AtomicU64::new(0));
+    let options = FetchOptions { progress: Arc::clone(&progress), ..lanes(2) };
+    std::thread::scope(|scope| {
+        let receiver = scope.spawn(|| fetch(&rig, options));
+        while progress.load(Ordering::Relaxed) < LARGE as u64 / 3 {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        lent.change(1);
+        assert_eq!(rig.server.store().withdraw(PATIENCE), Withdrawn::Drained);
+        lent.change(2);
+        let arrived = receiver.join().unwrap().unwrap();
+        assert_eq!(moments(arrived.arena().bytes(0, LARGE)), [1]);
+    });
+    drop(rig);
+}
