@@ -32,25 +32,26 @@ static TABLE: Table =
 /// What a child finds instead of a socket; opened beforehand, since a child may have no descriptor left.
 static NOTHING: OnceLock<RawFd> = OnceLock::new();
 
-struct Locked;
+/// The lock on [`TABLE`], which the calling thread holds.
+struct Locked(&'static Table);
 
 impl Locked {
     fn new() -> Self {
         // SAFETY: a mutex that is initialized and never destroyed.
         unsafe { libc::pthread_mutex_lock(TABLE.lock.get()) };
-        Self
+        Self(&TABLE)
     }
 
     fn descriptors(&mut self) -> &mut Vec<RawFd> {
         // SAFETY: whoever has a `Locked` holds the lock, and the reference lives no longer.
-        unsafe { &mut *TABLE.descriptors.get() }
+        unsafe { &mut *self.0.descriptors.get() }
     }
 }
 
 impl Drop for Locked {
     fn drop(&mut self) {
         // SAFETY: this thread holds it.
-        unsafe { libc::pthread_mutex_unlock(TABLE.lock.get()) };
+        unsafe { libc::pthread_mutex_unlock(self.0.lock.get()) };
     }
 }
 
@@ -59,13 +60,13 @@ extern "C" fn before() {
 }
 
 extern "C" fn after_in_parent() {
-    drop(Locked);
+    drop(Locked(&TABLE));
 }
 
 /// Makes only system calls that a child of many threads may make, and allocates nothing.
 extern "C" fn after_in_child() {
     // Locked by `before`, in the thread that is this one.
-    let mut locked = Locked;
+    let mut locked = Locked(&TABLE);
     if let Some(&nothing) = NOTHING.get() {
         for &descriptor in locked.descriptors().iter() {
             // SAFETY: two open descriptors; nobody in this process uses the second one.
@@ -108,7 +109,7 @@ impl<S: AsRawFd> Unshared<S> {
     /// The socket that `make` makes. No fork comes between its making and its being known, so `make` must not block.
     pub(crate) fn make(make: impl FnOnce() -> io::Result<S>) -> io::Result<Self> {
         match Self::poll_make(|| Poll::Ready(make())) {
-            Poll::Ready(made) => made,
+            Poll::Ready(socket) => socket,
             Poll::Pending => Err(io::ErrorKind::WouldBlock.into()),
         }
     }

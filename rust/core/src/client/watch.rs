@@ -26,10 +26,13 @@ pub(super) struct Watch {
     taken: Mutex<HashSet<u64>>,
 }
 
+/// A range that a lane is fetching: since when, its end, and the lane's connection.
+type Range = (Instant, u64, Weak<Unshared<Socket>>);
+
 #[derive(Debug, Default)]
 struct Lane {
-    /// Its range: when it got it, the range's end, and its connection. `None` while it has none.
-    range: Mutex<Option<(Instant, u64, Weak<Unshared<Socket>>)>>,
+    /// `None` while it has none.
+    range: Mutex<Option<Range>>,
     /// Bytes of that range.
     got: AtomicU64,
     /// Whether it lost the range for being slow.
