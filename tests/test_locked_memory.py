@@ -264,7 +264,8 @@ def test_kept_memory_is_locked(device: StandIn, open_transport: Callable[..., An
         until(lambda: target._pool.held > 0, "the memory has come back")
     assert len(places) == 1
     assert len(device.pinned_bytes) == 1
-    assert 4 * MIB < device.pinned_bytes[0] < 4 * MIB + 4096
+    # Without the scalars, which lie apart.
+    assert 4 * MIB <= device.pinned_bytes[0] < 4 * MIB + 4096
     assert target._pool.held == device.pinned_bytes[0]
 
 

@@ -227,9 +227,9 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
                 the source's do not share; or ``strict`` is set and one side has tensors that the other one lacks. Then
                 nothing was overwritten. Or a tensor was given other memory while its values came: then some were.
             UnsafePickle: the state holds objects that are not on the allow-list
-            InvalidArgument: the metadata names no source, an argument is of the wrong kind, ``state_dict`` gives nothing
-                that tensors could be in, or a graph is being captured on the stream in use and the live state is on an
-                accelerator
+            InvalidArgument: the metadata names no source, an argument is of the wrong kind, ``state_dict`` gives
+                nothing that tensors could be in, or a graph is being captured on the stream in use and the live state
+                is on an accelerator
             TransportClosed: after :meth:`shutdown`
         """
         del src_rank
@@ -324,8 +324,8 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
     def shutdown(self, wait: bool = True) -> None:
         """Ends the server and all transfers from it; a receive that has begun goes on.
 
-        From then on the transport neither sends nor receives. ``disallow_checkpoint``, ``shutdown`` and ``metadata`` can
-        still be called.
+        From then on the transport neither sends nor receives. ``disallow_checkpoint``, ``shutdown`` and ``metadata``
+        can still be called.
 
         Args:
             wait: return only when the port is closed

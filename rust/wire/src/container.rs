@@ -175,9 +175,6 @@ impl Header {
             let entry = &entries[i as usize];
             let (start, end) = offsets(i);
             let name = || clip(&entry.name);
-            if i64::try_from(end).is_err() {
-                return Err(HeaderError::TooLarge { name: name(), end });
-            }
             if end < start {
                 return Err(HeaderError::Reversed { name: name(), start, end });
             }
@@ -190,6 +187,9 @@ impl Header {
             let expected = entry.expected_nbytes()?;
             if end - start != expected {
                 return Err(HeaderError::Size { name: name(), expected, actual: end - start });
+            }
+            if i64::try_from(end).is_err() {
+                return Err(HeaderError::TooLarge { name: name(), end });
             }
             payload_len = end;
         }

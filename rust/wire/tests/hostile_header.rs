@@ -269,6 +269,11 @@ fn overflow_in_offsets() {
     assert_eq!(found, HeaderError::Size { name: "a".into(), expected: 1, actual: u64::MAX });
     let beyond = with_entry(r#"{"dtype":"U8","shape":[1],"data_offsets":[0,18446744073709551616]}"#);
     assert!(matches!(beyond, HeaderError::Json(_)));
+    // entries that are all in order and end beyond every file
+    let step = u64::MAX / 8;
+    let entries: Vec<_> = (0..5).map(|i| u8s(&i.to_string(), i * step, (i + 1) * step)).collect();
+    let long = refusal(format!("{{{}}}", entries.join(",")));
+    assert_eq!(long, HeaderError::TooLarge { name: "4".into(), end: 5 * step });
     // two entries whose lengths add up to more than a u64 counts
     let half = u64::MAX / 8;
     let wrapping = refusal(format!("{{{},{}}}", u8s("a", 0, half), u8s("b", half, 0)));

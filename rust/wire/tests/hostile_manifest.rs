@@ -12,8 +12,8 @@ fn header() -> Header {
         ["a", "b", "c", MANIFEST_ENTRY, PICKLE_ENTRY, "__tensorferry__/storage/0/0", "__tensorferry__/storage/0/1"];
     let entries = names.iter().zip(0..).map(|(name, i)| Entry {
         name: (*name).into(),
-        dtype: Dtype::U8,
-        shape: [8].into_iter().collect(),
+        dtype: Dtype::F32,
+        shape: [2].into_iter().collect(),
         start: 8 * i,
         end: 8 * i + 8,
     });
@@ -386,6 +386,26 @@ fn flags_of_the_wrong_number_or_kind() {
         assert!(matches!(refusal(flags(bad)), ManifestError::Flag { .. }), "{bad}");
     }
     assert_eq!(refusal(flags("0x0")), ManifestError::Flag { leaf: 1 });
+}
+
+#[test]
+fn leaves_that_no_tensor_can_be() {
+    let leaf = |dtype, shape: &[u64], flags: &str| {
+        let end = if shape.contains(&0) { 0 } else { 8 };
+        let entry = Entry { name: "x".into(), dtype, shape: shape.iter().copied().collect(), start: 0, end };
+        let header = Header::new(vec![], vec![entry]).unwrap();
+        validate(self::flags(flags).as_bytes(), &header).map(drop)
+    };
+    for flag in ["2", "3"] {
+        assert_eq!(leaf(Dtype::F32, &[2], flag), Ok(()));
+        assert_eq!(leaf(Dtype::I64, &[1], flag), Err(ManifestError::Gradient { leaf: 0, dtype: "I64" }));
+        assert_eq!(leaf(Dtype::Bool, &[8], flag), Err(ManifestError::Gradient { leaf: 0, dtype: "BOOL" }));
+    }
+    assert_eq!(leaf(Dtype::I64, &[1], "1"), Ok(()));
+    for shape in [&[0, 1 << 62][..], &[0, u64::MAX], &[0, 1 << 31, 1 << 31]] {
+        assert_eq!(leaf(Dtype::U8, shape, ""), Err(ManifestError::Shape { leaf: 0 }), "{shape:?}");
+    }
+    assert_eq!(leaf(Dtype::U8, &[0, 1 << 40], ""), Ok(()));
 }
 
 #[test]
