@@ -337,7 +337,13 @@ class StandIn(Accelerator):
 
 CUDA = torch.device("cuda", 0)
 #: They change what a tensor is, not what is in memory.
-_NAMES_ONLY = {"aten::set_", "aten::detach_", "aten::resize_", "aten::as_strided_", "aten::requires_grad_"}
+_NAMES_ONLY = {
+    "aten::set_",
+    "aten::detach_",
+    "aten::resize_",
+    "aten::as_strided_",
+    "aten::requires_grad_",
+}
 
 
 def parts(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -414,6 +420,8 @@ class _Readings(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         kwargs = kwargs or {}
+        if func is torch.Tensor.is_pinned and self._device.holding(args[:1]):
+            return False
         leaves = torch.Tensor.cpu, torch.Tensor.to, torch.Tensor.numpy, torch.Tensor.tolist
         if func in leaves and self._device.holding(args[:1]):
             self._device.touch(func.__name__)
@@ -429,7 +437,7 @@ def stand_in() -> Iterator[StandIn]:
     device = StandIn()
     try:
         yield device
-        assert device.outside == []
+        assert device.outside == [], device.outside
     finally:
         device.close()
 

@@ -281,7 +281,7 @@ def _load(stream: _Exact, allowed: Allowed) -> Any:
             if entry.is_storage:
                 data = torch.frombuffer(data, dtype=torch.uint8).untyped_storage() if data else torch.UntypedStorage(0)
             file.records[entry.key] = (data, entry.length)
-        return torch.serialization._load(file, None, pickle_module(allowed), encoding="utf-8")
+        return torch.serialization._load(file, "cpu", pickle_module(allowed), encoding="utf-8")
 
 
 def receive(metadata: str, step: int, timeout: timedelta, allowed: Allowed) -> Any:

@@ -104,9 +104,12 @@ class Reading:
 
     def _target(self, item: ReadItem) -> torch.Tensor:
         try:
-            target = self._planner.resolve_tensor(item).detach()
+            target = self._planner.resolve_tensor(item)
         except RuntimeError as e:
             raise StateMismatch(f"{item.dest_index.fqn}: no part of it can be a target: {e}") from e
+        if target.layout is torch.strided:
+            # A copy into a detached sparse tensor would give new indices and values to the detached one alone.
+            target = target.detach()
         if target.size() != item.lengths:
             raise StateMismatch(
                 f"{item.dest_index.fqn}: the target has shape {list(target.size())}, and {list(item.lengths)} is to be "
@@ -135,7 +138,8 @@ class Reading:
     def _tensor(self, item: ReadItem, place: Place, target: torch.Tensor, alone: bool) -> None:
         def commit(read: torch.Tensor | None) -> None:
             if read is not None:
-                target.copy_(read)
+                with torch.no_grad():
+                    target.copy_(read)
             self._planner.commit_tensor(item, target)
 
         if place.kind == PICKLED_TENSOR:

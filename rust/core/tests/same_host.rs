@@ -300,7 +300,17 @@ fn receivers_above_the_limit_take_the_network() {
     let state = state();
     let rig = serving(&state);
     let name = name_of(&rig);
-    let held: Vec<_> = (0..32).map(|_| LocalReader::connect(&name)).collect();
+    // Idle ones would make room: these are in the middle of an answer.
+    let path = rig.path(&format!("{STEP}.safetensors"));
+    let held: Vec<_> = std::iter::repeat_with(|| {
+        let mut reader = LocalReader::connect(&name);
+        reader.request(&path);
+        reader.head();
+        reader.await_all_slots();
+        reader
+    })
+    .take(32)
+    .collect();
     let arrived = state.fetch(&[&rig.url()], lanes(2)).unwrap();
     assert_eq!((arrived.report().same_host, arrived.report().retries), (false, 0));
     drop(held);

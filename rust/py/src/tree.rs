@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use pyo3::exceptions::PyException;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyDict, PyFloat, PyInt, PyList, PyString, PyTuple};
+use pyo3::types::{PyBool, PyDict, PyFloat, PyInt, PyList, PyString, PyTuple, PyType};
 use tensorferry_wire::JsonError;
 use tensorferry_wire::json::Cursor;
 use tensorferry_wire::manifest::MAX_DEPTH;
@@ -158,6 +158,10 @@ impl<'py> Reader<'_, 'py> {
             "n" => {
                 let class = self.object()?;
                 let fields = PyList::new(py, self.elements(depth)?)?;
+                let tuple = class.cast::<PyType>().is_ok_and(|class| class.is_subclass_of::<PyTuple>().unwrap_or(false));
+                if !tuple {
+                    return Err(self.refused("namedtuple of a class that is none"));
+                }
                 self.made("namedtuple", class.call_method1(intern!(py, "_make"), (fields,)))
             }
             "q" => {
@@ -179,12 +183,38 @@ impl<'py> Reader<'_, 'py> {
                 let attributes = self.object()?;
                 self.comma()?;
                 let value = self.node(depth)?;
-                let own = value.getattr(intern!(py, "__dict__"));
-                self.made("attributes", own.and_then(|own| own.call_method1(intern!(py, "update"), (attributes,))))?;
+                self.set_attributes(&value, &attributes)?;
                 self.end(value)
             }
             _ => Ok(self.cursor.fail("a kind of node")?),
         }
+    }
+
+    /// Gives an `OrderedDict`, which is all that has some in a tree, attributes that hide none of its own. An object that
+    /// the pickle made may be a class or a function, whose attributes are everybody's.
+    fn set_attributes(&self, value: &Bound<'py, PyAny>, attributes: &Bound<'py, PyAny>) -> Result<()> {
+        let class = self.collections.getattr(intern!(self.py, "OrderedDict"))?;
+        let Ok(attributes) = attributes.cast_exact::<PyDict>() else {
+            return Err(self.refused("dict whose attributes are no dict"));
+        };
+        if !value.get_type().is(&class) {
+            return Err(self.refused("value with attributes that is no OrderedDict"));
+        }
+        for (name, attribute) in attributes {
+            let Ok(name) = name.cast_exact::<PyString>() else {
+                return Err(self.refused("dict with an attribute that has no name"));
+            };
+            if name.to_cow()?.starts_with("__") || class.hasattr(name)? {
+                return Err(self.refused("dict with an attribute that Python gives a meaning"));
+            }
+            value.setattr(name, attribute)?;
+        }
+        Ok(())
+    }
+
+    /// The error for a tree that has something which no honest source writes.
+    fn refused(&self, what: &str) -> Broken {
+        Broken::Python(errors::protocol(self.py, format!("the source's tree has a {what}")))
     }
 
     /// The nodes up to the end of an array, each behind a comma.
