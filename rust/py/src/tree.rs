@@ -158,7 +158,8 @@ impl<'py> Reader<'_, 'py> {
             "n" => {
                 let class = self.object()?;
                 let fields = PyList::new(py, self.elements(depth)?)?;
-                let tuple = class.cast::<PyType>().is_ok_and(|class| class.is_subclass_of::<PyTuple>().unwrap_or(false));
+                let tuple =
+                    class.cast::<PyType>().is_ok_and(|class| class.is_subclass_of::<PyTuple>().unwrap_or(false));
                 if !tuple {
                     return Err(self.refused("namedtuple of a class that is none"));
                 }

@@ -131,7 +131,9 @@ impl Transfer<'_> {
                 return None;
             }
             drop(range);
-            self.limits.pause(Duration::from_millis(20 << (2 * failures)), || self.queue.has_failed());
+            if !around_the_network {
+                self.limits.pause(Duration::from_millis(20 << (2 * failures)), || self.queue.has_failed());
+            }
         }
         connection.filter(Connection::is_reusable)
     }
