@@ -170,9 +170,9 @@ WITHOUT_NUMPY = [
     "dcp/test_odd_saves",
     "dcp/test_peers",
     "dcp/test_slices",
-    "test_publishing",
+    "test_refusals",
     "test_receiving",
-    "test_waiting",
+    "test_tree",
 ]
 
 

@@ -167,8 +167,8 @@ source.shutdown()
         for number in (2, 3, 4):
             assert order("step") == str(number)
         assert order("fill") == "full"
-        with pytest.raises((tensorferry.FetchTimeout, tensorferry.ConnectError)):
-            target.recv_checkpoint(0, metadata, 4, timedelta(seconds=2))
+        # Nobody in the crowd has asked for anything: its oldest connections make room for one that does.
+        assert target.recv_checkpoint(0, metadata, 4, timedelta(seconds=20))["step"] == 4
         started = time.monotonic()
         assert order("step") == "5"
     state = target.recv_checkpoint(0, metadata, 5, timedelta(seconds=30))

@@ -169,6 +169,6 @@ def test_a_writer_that_was_shut_down_publishes_nothing():
     dcp.save({"a": torch.ones(3)}, storage_writer=writer, no_dist=True)
     writer.shutdown()
     error = fails(lambda: dcp.save({"a": torch.ones(3)}, storage_writer=writer, no_dist=True))
-    assert isinstance(error, tensorferry.InvalidArgument)
+    assert isinstance(error, tensorferry.TransportClosed)
     with pytest.raises(tensorferry.InvalidArgument, match="nothing is published"):
         writer.metadata()
