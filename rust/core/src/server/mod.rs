@@ -37,7 +37,11 @@ use crate::{random, same_host};
 /// this limit receivers of this machine take the network.
 const MAX_LOCAL: usize = 32;
 /// Those that have not.
-const MAX_LOCAL_NEWCOMERS: usize = 8;
+const MAX_LOCAL_NEWCOMERS: usize = 32;
+/// How long those keep their place at least. A receiver asks as soon as it is greeted.
+const LOCAL_GRACE: Duration = Duration::from_millis(10);
+/// How long connections of the network that have asked for nothing keep their place at least.
+const GRACE: Duration = Duration::from_millis(50);
 
 /// How a server is set up.
 #[derive(Clone, Debug)]
@@ -140,7 +144,7 @@ impl Server {
             }
         });
         if let Some(local) = local {
-            let places = Places::new(MAX_LOCAL_NEWCOMERS, MAX_LOCAL, false);
+            let places = Places::new(MAX_LOCAL_NEWCOMERS, LOCAL_GRACE, MAX_LOCAL, false);
             let (accepting, done) = (accept_local(local, Arc::clone(&shared), places, stopped.clone()), done.clone());
             handle.spawn(async move {
                 accepting.await;
@@ -148,7 +152,7 @@ impl Server {
             });
         }
         let newcomers = (config.max_connections / 4).max(1);
-        let places = Places::new(newcomers, config.max_connections.saturating_sub(newcomers).max(1), true);
+        let places = Places::new(newcomers, GRACE, config.max_connections.saturating_sub(newcomers).max(1), true);
         let accepting = accept_network(listener, Arc::clone(&shared), places, stopped);
         handle.spawn(async move {
             accepting.await;

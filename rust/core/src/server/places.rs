@@ -11,8 +11,6 @@ use tokio::sync::Notify;
 
 /// How long a connection may take to its first request that is answered with more than a refusal.
 pub(super) const FIRST_REQUEST: Duration = Duration::from_secs(5);
-/// How long it may take at least, whoever else wants its place: a crowd of good receivers comes at once, too.
-const GRACE: Duration = Duration::from_millis(50);
 /// How often those who wait for a place look again.
 const LOOK: Duration = Duration::from_millis(10);
 
@@ -25,6 +23,8 @@ pub(super) struct Places {
     proven: usize,
     /// Whether a good request may wait for a place among those.
     waits: bool,
+    /// How long a newcomer keeps its place at least, whoever else wants it: a crowd of good receivers comes at once, too.
+    grace: Duration,
     held: Mutex<Held>,
     freed: Notify,
 }
@@ -63,9 +63,9 @@ pub(super) struct Place {
 pub(super) struct Asking<'a>(&'a Place);
 
 impl Places {
-    /// Places for `newcomers` and for `proven` connections.
-    pub(super) fn new(newcomers: usize, proven: usize, waits: bool) -> Arc<Self> {
-        Arc::new(Self { newcomers, proven, waits, held: Mutex::default(), freed: Notify::new() })
+    /// Places for `newcomers`, which keep theirs for `grace` at least, and for `proven` connections.
+    pub(super) fn new(newcomers: usize, grace: Duration, proven: usize, waits: bool) -> Arc<Self> {
+        Arc::new(Self { newcomers, proven, waits, grace, held: Mutex::default(), freed: Notify::new() })
     }
 
     fn held(&self) -> MutexGuard<'_, Held> {
@@ -77,7 +77,7 @@ impl Places {
         loop {
             {
                 let held = self.held();
-                if held.count(false) < self.newcomers || held.oldest_newcomer().is_some() {
+                if held.count(false) < self.newcomers || held.oldest_newcomer(self.grace).is_some() {
                     return;
                 }
             }
@@ -89,7 +89,7 @@ impl Places {
     pub(super) fn enter(self: &Arc<Self>, from: Option<IpAddr>) -> Option<Place> {
         let mut held = self.held();
         if held.count(false) >= self.newcomers {
-            let oldest = held.oldest_newcomer()?;
+            let oldest = held.oldest_newcomer(self.grace)?;
             held.evict(oldest);
         }
         let (number, since) = (held.next, Instant::now());
@@ -104,7 +104,7 @@ impl Places {
     /// Ends the connection of a newcomer, if there is one: descriptors have run out.
     pub(super) fn make_room(&self) {
         let mut held = self.held();
-        if let Some(oldest) = held.oldest_newcomer() {
+        if let Some(oldest) = held.oldest_newcomer(self.grace) {
             held.evict(oldest);
         }
     }
@@ -116,13 +116,13 @@ impl Held {
     }
 
     /// The newcomer that goes first: of those from the address that has most of them, the oldest.
-    fn oldest_newcomer(&self) -> Option<u64> {
+    fn oldest_newcomer(&self, grace: Duration) -> Option<u64> {
         let newcomers = || self.connections.iter().filter(|(_, holder)| !holder.proven && holder.asking == 0);
         let mut from = HashMap::new();
         for (_, holder) in newcomers() {
             *from.entry(holder.from).or_insert(0_usize) += 1;
         }
-        let ripe = newcomers().filter(|(_, holder)| holder.since.elapsed() >= GRACE);
+        let ripe = newcomers().filter(|(_, holder)| holder.since.elapsed() >= grace);
         ripe.max_by_key(|(_, holder)| (from.get(&holder.from).copied(), holder.since.elapsed())).map(|(n, _)| *n)
     }
 

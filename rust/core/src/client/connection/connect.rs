@@ -21,7 +21,7 @@ use crate::same_host::{self, ring::Reader};
 /// How often a thread that waits for a connection looks whether it was cancelled.
 const CANCEL_POLL: Duration = Duration::from_millis(50);
 /// How long a source on this machine may take to greet us, before we go to it over the network.
-const HELLO: Duration = Duration::from_secs(2);
+const HELLO: Duration = Duration::from_millis(500);
 
 impl Connection {
     /// Connects to `source`, trying each of its addresses.
