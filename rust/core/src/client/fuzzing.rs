@@ -11,6 +11,7 @@ use super::connection::Connection;
 use super::limits::{Cancel, Limits};
 use super::remote::{Opened, Passes};
 use super::url::Source;
+use crate::fork::Unshared;
 
 /// More than one input needs, and so long that one that waits is noticed.
 const LONG: Duration = Duration::from_secs(60);
@@ -27,7 +28,8 @@ fn answering(answers: &[u8]) -> (Connection, UnixStream, Limits) {
     theirs.shutdown(std::net::Shutdown::Write).expect("it is open");
     let started = Instant::now();
     let limits = Limits { started, deadline: started + LONG, stall: LONG, cancel: Cancel::new() };
-    (Connection::over(Socket::from(std::os::fd::OwnedFd::from(ours)), &NOBODY, &limits), theirs, limits)
+    let ours = Unshared::make(|| Ok(Socket::from(std::os::fd::OwnedFd::from(ours)))).expect("/dev/null can be opened");
+    (Connection::over(ours, &NOBODY, &limits), theirs, limits)
 }
 
 /// Reads `answers` one after the other, as long as the connection may be used again.
@@ -49,7 +51,7 @@ pub fn fetch(answers: &[u8]) {
 /// Opens a checkpoint of which `answers` are all that comes.
 pub fn open(answers: &[u8]) {
     let (connection, _theirs, limits) = answering(answers);
-    if let Ok(opened) = Opened::read(connection, 7, 1 << 20, &limits, LONG, &mut Passes::default()) {
+    if let Ok(opened) = Opened::read(connection, 7, 1 << 20, &limits, LONG, &mut None, &mut Passes::default()) {
         assert!(opened.prefix.len() as u64 <= opened.header.payload_len());
         assert!(opened.payload_start as usize + opened.prefix.len() <= answers.len());
     }
