@@ -54,7 +54,77 @@ def bomb(levels: int) -> Raw:
     return again((1,), levels, b"2\x86")
 
 
+def deep(levels: int = 200_000) -> Raw:
+    return again((1,), levels, b"\x85")
+
+
+def record(module: str, name: str, **fields: Any) -> Raw:
+    return build(new(global_(module, name)), fields)
+
+
+def quantised(dtype: str, **metadata: bool) -> Raw:
+    return call(V2, persistent("typed", 0, dtype), 0, (4,), (1,), False, HOOKS, metadata)
+
+
+REMOTE = record("torch.distributed.remote_device", "_remote_device", _worker_name=deep(), _device=1, _rank=1)
+MESH = record(
+    "torch.distributed.device_mesh", "DeviceMesh", _flatten_rank_map=deep(), _layout=1, _device_type=1,
+    _mesh_dim_names=1, _thread_id=1, _preserve_rank_order=1,
+)  # fmt: skip
+SPEC = record(
+    "torch.distributed.tensor._dtensor_spec", "DTensorSpec", mesh=deep(), placements=1, tensor_meta=None,
+    shard_order=(), _hash=None,
+)  # fmt: skip
+SPARSE = global_("torch._utils", "_rebuild_sparse_tensor")
+NESTED = global_("torch._utils", "_rebuild_nested_tensor")
+JAGGED = global_("torch.nested._internal.nested_tensor", "_rebuild_njt")
+ON_DEVICE = global_("torch._utils", "_rebuild_device_tensor_from_cpu_tensor")
+VOID = call(global_("numpy", "dtype"), "V4", False, True)
+
 ATTACKS: dict[str, Any] = {
+    "a record of a deep tuple, as a key": {REMOTE: None},
+    "a mesh of a deep tuple, as a key": {MESH: None},
+    "a spec of a deep tuple, as a key": {SPEC: None},
+    "a record of a deep tuple, in a tuple, as a key": {(REMOTE,): None},
+    "a record of a deep tuple, as an element": call(global_("builtins", "frozenset"), [REMOTE]),
+    "a record of a deep tuple, if it is a key": REMOTE,
+    "a record that takes for ever, if it is a key": record("torch.distributed.remote_device", "_remote_device", _worker_name=bomb(60), _device=1, _rank=1),
+    "records in records, as a key": {Raw(b"".join([new(global_("torch.distributed.remote_device", "_remote_device")) + b"}" + say("_worker_name")] * 2000) + b"N" + b"sb" * 2000): None},
+    "a tuple in tuples of tuples of return_types": Raw(global_("torch.return_types", "max") * 2000 + b"N" + b"N\x86}\x86R" * 2000),
+    "a field of a return_type": call(global_("torch.return_types", "max"), ([1], None), {}),
+    "an array of objects in an array of objects": build(ARRAY, (1, (1,), OBJECTS, False, [build(ARRAY, (1, (1,), OBJECTS, False, [1]))])),
+    "dtypes in dtypes": Raw((VOID + b"(K\x03" + say("|") + b"N" + say(("a",)) + b"}" + say("a")) * 2000 + F4 + b"K\x00\x86sK\x04K\x01K\x00tb" * 2000),
+    "a dtype that takes for ever to hash": Raw(F4 + b"\x94" + (b"0" + VOID + b"(K\x03" + say("|") + b"N" + say(("a", "b")) + b"}(" + say("a") + b"h\x00K\x00\x86" + say("b") + b"h\x00K\x00\x86uK\x04K\x01K\x00tbq\x00") * 31),
+    **{f"{dtype} without its scales": quantised(dtype) for dtype in ("qint8", "quint8", "qint32", "quint4x2", "quint2x4")},
+    **{f"{dtype} without its scales, negated": quantised(dtype, neg=True) for dtype in ("qint8", "quint4x2")},
+    "quantised by v3": call(global_("torch._utils", "_rebuild_tensor_v3"), persistent("typed", 0, "uint8"), 0, (4,), (1,), False, HOOKS, global_("torch", "qint8")),
+    "quantised without memory": call(global_("torch._utils", "_rebuild_meta_tensor_no_storage"), global_("torch", "qint8"), (4,), (1,), False),
+    "conj of what is not complex": quantised("float32", conj=True),
+    **{f"neg of {dtype}": quantised(dtype, neg=True) for dtype in ("bool", "uint8", "int64", "float8_e4m3fn")},
+    "a copy larger than its storage": call(ON_DEVICE, tensor("uint8", 1 << 29, stride=(0,)), global_("torch", "float64"), "cpu", False),
+    "many copies of one storage": [call(ON_DEVICE, tensor("uint8", 64), global_("torch", "float64"), "cpu", False)] * 1000,
+    "scales that share memory": call(
+        global_("torch._utils", "_rebuild_qtensor"), persistent("typed", 0, "qint8"), 0, (0, 1 << 27), (1 << 27, 1),
+        (global_("torch", "per_channel_affine"), tensor("float32", 1 << 27, stride=(0,)), tensor("int32", 1 << 27, stride=(0,)), 1), False, HOOKS,
+    ),
+    "nested tensors of no dimensions": call(
+        NESTED, tensor("float32", 4), tensor("int64", 1 << 26, 0, stride=(1, 1)), tensor("int64", 1 << 26, 0, stride=(1, 1)), tensor("int64", 1 << 26, stride=(0,)),
+    ),
+    "nested tensors that share their sizes": call(
+        NESTED, tensor("float32", 4), tensor("int64", 1000, 100, stride=(0, 0)), tensor("int64", 1000, 100, stride=(0, 0)), tensor("int64", 1000, stride=(0,)),
+    ),
+    "jagged rows that share memory": call(JAGGED, {"values": tensor("float32", 4), "offsets": tensor("int64", 1 << 25, stride=(0,)), "lengths": None}),
+    "sparse indices that share memory": call(SPARSE, layout("torch.sparse_coo"), (tensor("int64", 1, 1 << 25, stride=(0, 0)), tensor("float32", 1 << 25, stride=(0,)), (5,), False)),
+    "a reference of tuples": Raw(say(("storage", (1, 2), "0", "cpu", 4)) + b"Q"),
+    "a reference that takes for ever to print": Raw(b"(" + bomb(60) + say(1) + b"tQ"),
+    "a reference of a long text": persistent("typed", 0, "x" * 100_000),
+    "a reference of a huge number": persistent("typed", 1 << 80, "float32"),
+    "a reference of many parts": persistent(*range(100)),
+    "a reference that is no tuple": Raw(say("leaf") + b"Q"),
+    "a dtype twice, one with its state": Raw(DTYPE + b"2" + say((3, "<", None, None, None, -1, -1, 0)) + b"b\x86"),
+    "a dtype given two states": Raw(DTYPE + b"q\x102" + say((3, "<", None, None, None, -1, -1, 0)) + b"b\x86h\x10" + say((3, "<", None, None, None, -1, -1, 0)) + b"b\x86"),
+    "one pending built twice for another": Raw(DTYPE + b"2" + say((3, "<", None, None, None, -1, -1, 0)) + b"b0" + say((3, "<", None, None, None, -1, -1, 0)) + b"b" + DTYPE + b"\x86"),
+    "an array in itself": Raw(ARRAY + b"\x94" + b"(K\x01K\x01\x85" + OBJECTS + b"\x89]h\x00atb"),
     "torch.os.system": call(global_("torch.return_types", "torch.os.system"), "true"),
     "return_types' inspect": global_("torch.return_types", "inspect.sys"),
     "dots": call(global_("collections", "abc.sys.exit"), 3),
@@ -401,33 +471,132 @@ def test_the_object_found_is_the_one_meant() -> None:
     assert there > 150
 
 
-def test_no_global_of_the_table_makes_an_object_that_python_lets_go_of_by_recursion() -> None:
-    """A process that ends here by a signal: an object nested as often as the pickle likes, let go of at once."""
-    code = """
-import sys; sys.path.insert(0, "tests")
+def test_indices_have_memory_that_no_other_tensor_of_the_state_writes_to() -> None:
+    def row(at: int, *size: int) -> Raw:
+        return call(V2, persistent("typed", 0, "int64"), at, size, (1,) * len(size), False, HOOKS)
+
+    memory = torch.tensor([0, 1, 0, 3, 0, 0])
+    from tensorferry import pickling
+
+    def made(value: Raw) -> list[Any]:
+        return pickling.load(whole([value, row(0, 6)]), Allowed(), [], lambda _: memory.untyped_storage(), {})[0]
+
+    coo, everything = made(call(SPARSE, layout("torch.sparse_coo"), (row(0, 1, 1), row(0, 1), (4,), True)))
+    csr, _ = made(call(SPARSE, layout("torch.sparse_csr"), (row(0, 2), row(2, 1), row(2, 1), (1, 4))))
+    jagged, _ = made(call(JAGGED, {"values": row(0, 6), "offsets": row(0, 2), "lengths": row(1, 1)}))
+    nested, _ = made(call(NESTED, row(0, 6), row(3, 1, 1), row(1, 1, 1), row(0, 1)))
+    everything.fill_(1 << 40)
+    assert coo._indices().tolist() == [[0]]
+    assert (csr.crow_indices().tolist(), csr.col_indices().tolist()) == ([0, 1], [0])
+    assert (jagged._offsets.tolist(), jagged._lengths.tolist()) == ([0, 1], [1])
+    assert nested._nested_tensor_size().tolist() == [[3]]
+    assert coo.to_dense().shape == (4,)
+
+
+def test_a_tuple_of_what_cannot_be_hashed_is_a_value() -> None:
+    for value in [([],), ({},), (np.zeros(2),), (torch.zeros(2), []), types.SimpleNamespace(a=1)]:
+        (found,) = read(pickle.dumps([value], 4))
+        assert type(found) is type(value)
+
+
+#: Run in a process of its own, in a thread with little stack.
+_NESTING = """
+import sys, threading; sys.path.insert(0, "tests")
 from hostile_pickles import *
-N = 50_000
-od = global_("collections", "OrderedDict")
-def chain(before, after):
-    return Raw(before * N + b"N" + after * N)
-for name, value in {
-    "tuple": chain(b"", b"\\x85"), "list": chain(b"]", b"a"), "dict": chain(b"}K\\x01", b"s"),
-    "ordered": chain(od + b")RK\\x01", b"s"), "ordered's": chain(od + b")R}" + say("a"), b"sb"),
-    "namespace": chain(global_("types", "SimpleNamespace") + b")R}" + say("a"), b"sb"),
-    "deque": chain(global_("collections", "deque") + b")R", b"a"),
-    "defaultdict": chain(global_("collections", "defaultdict") + b"N\\x85RK\\x01", b"s"),
-}.items():
+N = 10_000
+ARRAY = call(global_("numpy._core.multiarray", "_reconstruct"), global_("numpy", "ndarray"), (0,), b"b")
+OBJECTS = build(call(global_("numpy", "dtype"), "O", False, True), (3, "|", None, None, None, -1, -1, 63))
+TENSOR = call(
+    global_("torch._utils", "_rebuild_tensor_v2"), persistent("typed", 0, "float32"), 0, (1,), (1,), False,
+    call(global_("collections", "OrderedDict")),
+)
+WRAP = global_("torch._utils", "_rebuild_wrapper_subclass")
+
+def ways(g):
+    # What comes before and behind the inner object, for each way in which one could be put into another.
+    yield "called", g, b"\\x85R"
+    yield "called with a tuple", g, b"\\x85\\x85R"
+    yield "called with a list", g + b"]", b"a\\x85R"
+    yield "called with two and a dict", g, b"N\\x86}\\x86R"
+    yield "called with several and a dict", g, b"NN\\x87}\\x86R"
+    yield "called with many and a dict", g + b"(", b"NNNt}\\x86R"
+    yield "called with three", g, b"NN\\x87R"
+    yield "called with parts", g + b"}" + say("values"), b"s\\x85R"
+    yield "made", g, b"\\x85\\x81"
+    yield "made of three", g, b"NN\\x87\\x81"
+    for what, made in (("called", g + b")R"), ("made", g + b")\\x81"), ("of none", g + b"N\\x85R"), ("of false", g + b"\\x89\\x85R")):
+        yield what + ", an attribute", made + b"}" + say("a"), b"sb"
+        yield what + ", a state", made, b"b"
+        yield what + ", a state of a tuple", made, b"\\x85b"
+        yield what + ", a state of five", made + b"(", b"NNNNtb"
+        yield what + ", an element", made, b"a"
+        yield what + ", an item", made + b"K\\x01", b"s"
+        yield what + ", a member", made + b"(", b"\\x90"
+        yield what + ", a state of slots", made + b"N}" + say("_a"), b"s\\x86b"
+
+def chains():
+    yield "tuple", b"", b"\\x85"
+    yield "list", b"]", b"a"
+    yield "dict", b"}K\\x01", b"s"
+    yield "frozenset", b"(", b"\\x91"
+    yield "array of objects", ARRAY + b"(K\\x01K\\x01\\x85" + OBJECTS + b"\\x89]", b"atb"
+    yield "array of a list of arrays", ARRAY + b"(K\\x01K\\x01\\x85" + OBJECTS + b"\\x89]]", b"aatb"
+    yield "a tensor's attribute", TENSOR + b"}" + say("a"), b"sb"
+    for module, cls, one, other in (
+        ("torch.distributed.tensor", "DTensor", "_local_tensor", "_spec"),
+        ("torch.masked.maskedtensor.core", "MaskedTensor", "_masked_data", "_masked_mask"),
+    ):
+        of = global_(module, cls)
+        rest = new(global_("torch.distributed.tensor._dtensor_spec", "DTensorSpec")) if other == "_spec" else TENSOR
+        args = say((of, global_("torch", "float32"), (8,), (1,), 0, call(global_("torch.serialization", "_get_layout"), "torch.strided"), "cpu", False))
+        yield cls, global_("torch._tensor", "_rebuild_from_type_v2") + b"(" + WRAP + of + args + b"}" + say(one), b"s" + say(other) + rest + b"stR"
+    for name in dict.fromkeys(reviewed.names()):
+        if _is_there(*name):
+            for how, before, after in ways(global_(*name)):
+                yield ".".join(name) + " " + how, before, after
+
+def good(before, after, inner):
     try:
-        found = read(whole(value))
-        del found
-    except TensorferryError as e:
-        print(name, type(e).__name__)
-    print(name, "ended", flush=True)
+        found = read(whole(Raw(before + inner + after)))
+    except TensorferryError:
+        return False
+    return True
+
+def main():
+    tried = nested = 0
+    for name, before, after in chains():
+        tried += 1
+        # Three of them show whether it goes on.
+        if not any(good(before * 3, after * 3, inner) for inner in (b"N", TENSOR, b"]", b"}", b")")):
+            continue
+        nested += 1
+        for inner in (b"N", TENSOR, b"]", b"}", b")"):
+            if not good(before * 3, after * 3, inner):
+                continue
+            print(name, flush=True)
+            good(before * N, after * N, inner)
+            good(b"}" + before * N, after * N + b"Ns", inner)
+            break
+    print("tried", tried, "nested", nested, "ended", flush=True)
+
+threading.stack_size(1 << 19)
+thread = threading.Thread(target=main)
+thread.start()
+thread.join()
 """
+
+
+def test_no_global_of_the_table_makes_an_object_that_python_lets_go_of_or_hashes_by_recursion() -> None:
+    """A process that ends here by a signal: an object in one of its kind, as deep as the pickle likes.
+
+    Each global of the table is tried in each way in which something can be put into it.
+    """
     root = Path(__file__).parents[1]
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90, cwd=root)
-    assert done.returncode == 0, done.stderr[-2000:] + done.stdout
-    assert done.stdout.count("ended") == 8
+    done = subprocess.run([sys.executable, "-c", _NESTING], capture_output=True, text=True, timeout=95, cwd=root)
+    assert done.returncode == 0, done.stderr[-2000:] + done.stdout[-2000:]
+    tried, nested = map(int, re.findall(r"tried (\d+) nested (\d+) ended", done.stdout)[0])
+    assert tried > 1000
+    assert nested > 30, done.stdout
 
 
 def test_random_pickles_of_every_global_do_nothing(pytestconfig: pytest.Config) -> None:

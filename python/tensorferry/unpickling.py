@@ -37,6 +37,8 @@ _SAME_HASH = 64
 _LOOKS = 1_000_000
 #: How often the bytes of one storage may be copied into tensors of their own, by one pickle.
 _STORAGE_COPIES = 16
+#: Up to how many times as large as an index tensor its storage may be to be copied as a whole.
+_OWN_WHOLE = 4
 #: How much of a reference to something outside of the pickle there may be: torch prints it in its messages.
 _REFERENCE_PARTS, _REFERENCE_TEXT = 8, 4096
 
@@ -70,7 +72,8 @@ class Unpickler:
         self._hashes: dict[int, list[Any]] = {}
         self._pending: list[weakref.ref[Pending]] = []
         self._owned: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._made: dict[int, int] = {}
+        self._copied: dict[int, torch.UntypedStorage] = {}
+        self._made: dict[int, tuple[torch.UntypedStorage, int]] = {}
 
     def persistent_load(self, pid: Any) -> Any:  # noqa: ARG002
         """The object that lies outside of the pickle."""
@@ -129,16 +132,32 @@ class Unpickler:
         memory = tensor.untyped_storage()
         need(tensor.numel() * tensor.itemsize <= memory.nbytes(), "a tensor of more elements than its storage has")
         key = memory._cdata
-        made = self._made[key] = self._made.get(key, 0) + tensor.numel() * max(itemsize, tensor.itemsize)
+        _, before = self._made.get(key, (memory, 0))
+        made = before + tensor.numel() * max(itemsize, tensor.itemsize)
+        # With the storage, so that no other one gets its number.
+        self._made[key] = (memory, made)
         need(made <= _STORAGE_COPIES * memory.nbytes(), "many copies of one storage")
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy that shares memory with nothing, so that what was checked remains true; the same one each time."""
-        found = self._owned.get(id(tensor))
-        if found is None:
-            self.makes(tensor, tensor.itemsize)
-            found = self._owned[id(tensor)] = (tensor, tensor.detach().clone())
-        return found[1]
+        """A copy that shares memory with other such copies only, so that what was checked remains true.
+
+        It lies in its storage as ``tensor`` does, unless most of that is something else's, and is the same one each
+        time.
+        """
+        if id(tensor) in self._owned:
+            return self._owned[id(tensor)][1]
+        self.makes(tensor, tensor.itemsize)
+        memory = tensor.untyped_storage()
+        if memory.nbytes() > _OWN_WHOLE * tensor.numel() * tensor.itemsize:
+            copy = tensor.detach().clone()
+        else:
+            if memory._cdata not in self._copied:
+                self._copied[memory._cdata] = memory.clone()
+            whole = self._copied[memory._cdata]
+            copy = torch.empty(0, dtype=tensor.dtype)
+            copy.set_(whole, tensor.storage_offset(), tensor.size(), tensor.stride())  # type: ignore[call-overload]
+        self._owned[id(tensor)] = (tensor, copy)
+        return copy
 
     def key(self, value: Any) -> None:
         """Refuses what cannot be hashed in reasonable time."""
