@@ -54,7 +54,7 @@ def bomb(levels: int) -> Raw:
     return again((1,), levels, b"2\x86")
 
 
-def deep(levels: int = 200_000) -> Raw:
+def deep(levels: int = 20_000) -> Raw:
     return again((1,), levels, b"\x85")
 
 
@@ -503,7 +503,8 @@ def test_a_tuple_of_what_cannot_be_hashed_is_a_value() -> None:
 _NESTING = """
 import sys, threading; sys.path.insert(0, "tests")
 from hostile_pickles import *
-N = 10_000
+from hostile_pickles import _is_there
+N = 1_500
 ARRAY = call(global_("numpy._core.multiarray", "_reconstruct"), global_("numpy", "ndarray"), (0,), b"b")
 OBJECTS = build(call(global_("numpy", "dtype"), "O", False, True), (3, "|", None, None, None, -1, -1, 63))
 TENSOR = call(
@@ -579,7 +580,7 @@ def main():
             break
     print("tried", tried, "nested", nested, "ended", flush=True)
 
-threading.stack_size(1 << 19)
+threading.stack_size(1 << 17)
 thread = threading.Thread(target=main)
 thread.start()
 thread.join()
