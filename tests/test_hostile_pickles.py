@@ -124,7 +124,7 @@ ATTACKS: dict[str, Any] = {
     "a dtype twice, one with its state": Raw(DTYPE + b"2" + say((3, "<", None, None, None, -1, -1, 0)) + b"b\x86"),
     "a dtype given two states": Raw(DTYPE + b"q\x102" + say((3, "<", None, None, None, -1, -1, 0)) + b"b\x86h\x10" + say((3, "<", None, None, None, -1, -1, 0)) + b"b\x86"),
     "one pending built twice for another": Raw(DTYPE + b"2" + say((3, "<", None, None, None, -1, -1, 0)) + b"b0" + say((3, "<", None, None, None, -1, -1, 0)) + b"b" + DTYPE + b"\x86"),
-    "an array in itself": Raw(ARRAY + b"\x94" + b"(K\x01K\x01\x85" + OBJECTS + b"\x89]h\x00atb"),
+    "an array in itself": Raw(ARRAY + b"q\x20" + b"(K\x01K\x01\x85" + OBJECTS + b"\x89]h\x20atb"),
     "torch.os.system": call(global_("torch.return_types", "torch.os.system"), "true"),
     "return_types' inspect": global_("torch.return_types", "inspect.sys"),
     "dots": call(global_("collections", "abc.sys.exit"), 3),
@@ -504,7 +504,7 @@ _NESTING = """
 import sys, threading; sys.path.insert(0, "tests")
 from hostile_pickles import *
 from hostile_pickles import _is_there
-N = 1_500
+N = 5_000
 ARRAY = call(global_("numpy._core.multiarray", "_reconstruct"), global_("numpy", "ndarray"), (0,), b"b")
 OBJECTS = build(call(global_("numpy", "dtype"), "O", False, True), (3, "|", None, None, None, -1, -1, 63))
 TENSOR = call(
@@ -580,7 +580,7 @@ def main():
             break
     print("tried", tried, "nested", nested, "ended", flush=True)
 
-threading.stack_size(1 << 17)
+threading.stack_size(1 << 19)
 thread = threading.Thread(target=main)
 thread.start()
 thread.join()

@@ -13,7 +13,7 @@ import pickle
 import types
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import lru_cache
 from struct import unpack_from
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -155,7 +155,7 @@ class Unpickler:
                 self._copied[memory._cdata] = memory.clone()
             whole = self._copied[memory._cdata]
             copy = torch.empty(0, dtype=tensor.dtype)
-            copy.set_(whole, tensor.storage_offset(), tensor.size(), tensor.stride())  # type: ignore[call-overload]
+            copy.set_(whole, tensor.storage_offset(), tensor.size(), tensor.stride())
         self._owned[id(tensor)] = (tensor, copy)
         return copy
 
@@ -202,14 +202,13 @@ class Unpickler:
             if type(item) is int:
                 self.looks(item.bit_length() >> 6)
                 continue
-            parts: Iterable[Any] = item
+            parts: Any = item
             if not isinstance(item, tuple | frozenset | list):
                 if _is_around(item, around):
                     continue
                 parts, around = _attributes(item), (item, around)
-                self.looks(1)
                 todo += [(part, depth + 1, around) for part in parts if isinstance(part, list)]
-            self.looks(len(item) if parts is item else 1)
+            self.looks(len(parts))
             todo += [(part, depth + 1, around) for part in parts if not _is_its_own_key(part)]
 
     # What may be done with an object. --------------------------------------------------------------------------------
@@ -538,7 +537,8 @@ def _is_around(item: Any, around: Any) -> bool:
 
 def _attributes(instance: Any) -> list[Any]:
     found = list(vars(instance).values()) if hasattr(instance, "__dict__") else []
-    for slot in _slots(type(instance)):
+    cls: Any = type(instance)
+    for slot in _slots(cls):
         try:
             found.append(slot.__get__(instance))
         except AttributeError:  # Not set.
