@@ -54,7 +54,77 @@ def bomb(levels: int) -> Raw:
     return again((1,), levels, b"2\x86")
 
 
+def deep(levels: int = 20_000) -> Raw:
+    return again((1,), levels, b"\x85")
+
+
+def record(module: str, name: str, **fields: Any) -> Raw:
+    return build(new(global_(module, name)), fields)
+
+
+def quantised(dtype: str, **metadata: bool) -> Raw:
+    return call(V2, persistent("typed", 0, dtype), 0, (4,), (1,), False, HOOKS, metadata)
+
+
+REMOTE = record("torch.distributed.remote_device", "_remote_device", _worker_name=deep(), _device=1, _rank=1)
+MESH = record(
+    "torch.distributed.device_mesh", "DeviceMesh", _flatten_rank_map=deep(), _layout=1, _device_type=1,
+    _mesh_dim_names=1, _thread_id=1, _preserve_rank_order=1,
+)  # fmt: skip
+SPEC = record(
+    "torch.distributed.tensor._dtensor_spec", "DTensorSpec", mesh=deep(), placements=1, tensor_meta=None,
+    shard_order=(), _hash=None,
+)  # fmt: skip
+SPARSE = global_("torch._utils", "_rebuild_sparse_tensor")
+NESTED = global_("torch._utils", "_rebuild_nested_tensor")
+JAGGED = global_("torch.nested._internal.nested_tensor", "_rebuild_njt")
+ON_DEVICE = global_("torch._utils", "_rebuild_device_tensor_from_cpu_tensor")
+VOID = call(global_("numpy", "dtype"), "V4", False, True)
+
 ATTACKS: dict[str, Any] = {
+    "a record of a deep tuple, as a key": {REMOTE: None},
+    "a mesh of a deep tuple, as a key": {MESH: None},
+    "a spec of a deep tuple, as a key": {SPEC: None},
+    "a record of a deep tuple, in a tuple, as a key": {(REMOTE,): None},
+    "a record of a deep tuple, as an element": call(global_("builtins", "frozenset"), [REMOTE]),
+    "a record of a deep tuple, if it is a key": REMOTE,
+    "a record that takes for ever, if it is a key": record("torch.distributed.remote_device", "_remote_device", _worker_name=bomb(60), _device=1, _rank=1),
+    "records in records, as a key": {Raw(b"".join([new(global_("torch.distributed.remote_device", "_remote_device")) + b"}" + say("_worker_name")] * 2000) + b"N" + b"sb" * 2000): None},
+    "a tuple in tuples of tuples of return_types": Raw(global_("torch.return_types", "max") * 2000 + b"N" + b"N\x86}\x86R" * 2000),
+    "a field of a return_type": call(global_("torch.return_types", "max"), ([1], None), {}),
+    "an array of objects in an array of objects": build(ARRAY, (1, (1,), OBJECTS, False, [build(ARRAY, (1, (1,), OBJECTS, False, [1]))])),
+    "dtypes in dtypes": Raw((VOID + b"(K\x03" + say("|") + b"N" + say(("a",)) + b"}" + say("a")) * 2000 + F4 + b"K\x00\x86sK\x04K\x01K\x00tb" * 2000),
+    "a dtype that takes for ever to hash": Raw(F4 + b"\x94" + (b"0" + VOID + b"(K\x03" + say("|") + b"N" + say(("a", "b")) + b"}(" + say("a") + b"h\x00K\x00\x86" + say("b") + b"h\x00K\x00\x86uK\x04K\x01K\x00tbq\x00") * 31),
+    **{f"{dtype} without its scales": quantised(dtype) for dtype in ("qint8", "quint8", "qint32", "quint4x2", "quint2x4")},
+    **{f"{dtype} without its scales, negated": quantised(dtype, neg=True) for dtype in ("qint8", "quint4x2")},
+    "quantised by v3": call(global_("torch._utils", "_rebuild_tensor_v3"), persistent("typed", 0, "uint8"), 0, (4,), (1,), False, HOOKS, global_("torch", "qint8")),
+    "quantised without memory": call(global_("torch._utils", "_rebuild_meta_tensor_no_storage"), global_("torch", "qint8"), (4,), (1,), False),
+    "conj of what is not complex": quantised("float32", conj=True),
+    **{f"neg of {dtype}": quantised(dtype, neg=True) for dtype in ("bool", "uint8", "int64", "float8_e4m3fn")},
+    "a copy larger than its storage": call(ON_DEVICE, tensor("uint8", 1 << 29, stride=(0,)), global_("torch", "float64"), "cpu", False),
+    "many copies of one storage": [call(ON_DEVICE, tensor("uint8", 64), global_("torch", "float64"), "cpu", False)] * 1000,
+    "scales that share memory": call(
+        global_("torch._utils", "_rebuild_qtensor"), persistent("typed", 0, "qint8"), 0, (0, 1 << 27), (1 << 27, 1),
+        (global_("torch", "per_channel_affine"), tensor("float32", 1 << 27, stride=(0,)), tensor("int32", 1 << 27, stride=(0,)), 1), False, HOOKS,
+    ),
+    "nested tensors of no dimensions": call(
+        NESTED, tensor("float32", 4), tensor("int64", 1 << 26, 0, stride=(1, 1)), tensor("int64", 1 << 26, 0, stride=(1, 1)), tensor("int64", 1 << 26, stride=(0,)),
+    ),
+    "nested tensors that share their sizes": call(
+        NESTED, tensor("float32", 4), tensor("int64", 1000, 100, stride=(0, 0)), tensor("int64", 1000, 100, stride=(0, 0)), tensor("int64", 1000, stride=(0,)),
+    ),
+    "jagged rows that share memory": call(JAGGED, {"values": tensor("float32", 4), "offsets": tensor("int64", 1 << 25, stride=(0,)), "lengths": None}),
+    "sparse indices that share memory": call(SPARSE, layout("torch.sparse_coo"), (tensor("int64", 1, 1 << 25, stride=(0, 0)), tensor("float32", 1 << 25, stride=(0,)), (5,), False)),
+    "a reference of tuples": Raw(say(("storage", (1, 2), "0", "cpu", 4)) + b"Q"),
+    "a reference that takes for ever to print": Raw(b"(" + bomb(60) + say(1) + b"tQ"),
+    "a reference of a long text": persistent("typed", 0, "x" * 100_000),
+    "a reference of a huge number": persistent("typed", 1 << 80, "float32"),
+    "a reference of many parts": persistent(*range(100)),
+    "a reference that is no tuple": Raw(say("leaf") + b"Q"),
+    "a dtype twice, one with its state": Raw(DTYPE + b"2" + say((3, "<", None, None, None, -1, -1, 0)) + b"b\x86"),
+    "a dtype given two states": Raw(DTYPE + b"q\x102" + say((3, "<", None, None, None, -1, -1, 0)) + b"b\x86h\x10" + say((3, "<", None, None, None, -1, -1, 0)) + b"b\x86"),
+    "one pending built twice for another": Raw(DTYPE + b"2" + say((3, "<", None, None, None, -1, -1, 0)) + b"b0" + say((3, "<", None, None, None, -1, -1, 0)) + b"b" + DTYPE + b"\x86"),
+    "an array in itself": Raw(ARRAY + b"q\x20" + b"(K\x01K\x01\x85" + OBJECTS + b"\x89]h\x20atb"),
     "torch.os.system": call(global_("torch.return_types", "torch.os.system"), "true"),
     "return_types' inspect": global_("torch.return_types", "inspect.sys"),
     "dots": call(global_("collections", "abc.sys.exit"), 3),
@@ -399,6 +469,34 @@ def test_the_object_found_is_the_one_meant() -> None:
             assert isinstance(found, torch.dtype | torch.qscheme) or found in (..., NotImplemented)
         assert "." not in key[1] or key[1] == "ShardedTensor.ProcessGroupState"
     assert there > 150
+
+
+def test_indices_have_memory_that_no_other_tensor_of_the_state_writes_to() -> None:
+    def row(at: int, *size: int) -> Raw:
+        return call(V2, persistent("typed", 0, "int64"), at, size, (1,) * len(size), False, HOOKS)
+
+    memory = torch.tensor([0, 1, 0, 3, 0, 0])
+    from tensorferry import pickling
+
+    def made(value: Raw) -> list[Any]:
+        return pickling.load(whole([value, row(0, 6)]), Allowed(), [], lambda _: memory.untyped_storage(), {})[0]
+
+    coo, everything = made(call(SPARSE, layout("torch.sparse_coo"), (row(0, 1, 1), row(0, 1), (4,), True)))
+    csr, _ = made(call(SPARSE, layout("torch.sparse_csr"), (row(0, 2), row(2, 1), row(2, 1), (1, 4))))
+    jagged, _ = made(call(JAGGED, {"values": row(0, 6), "offsets": row(0, 2), "lengths": row(1, 1)}))
+    nested, _ = made(call(NESTED, row(0, 6), row(3, 1, 1), row(1, 1, 1), row(0, 1)))
+    everything.fill_(1 << 40)
+    assert coo._indices().tolist() == [[0]]
+    assert (csr.crow_indices().tolist(), csr.col_indices().tolist()) == ([0, 1], [0])
+    assert (jagged._offsets.tolist(), jagged._lengths.tolist()) == ([0, 1], [1])
+    assert nested._nested_tensor_size().tolist() == [[3]]
+    assert coo.to_dense().shape == (4,)
+
+
+def test_a_tuple_of_what_cannot_be_hashed_is_a_value() -> None:
+    for value in [([],), ({},), (np.zeros(2),), (torch.zeros(2), []), types.SimpleNamespace(a=1)]:
+        (found,) = read(pickle.dumps([value], 4))
+        assert type(found) is type(value)
 
 
 def test_no_global_of_the_table_makes_an_object_that_python_lets_go_of_by_recursion() -> None:

@@ -199,8 +199,7 @@ def load(
         if isinstance(objects, list) and isinstance(reader, Unpickler):
             # Some are keys of the tree's dicts, and will be hashed.
             for value in objects:
-                if isinstance(value, tuple | frozenset):
-                    reader.hashable(value)
+                reader.maybe_key(value)
     except TensorferryError:
         raise
     except Refused as e:

@@ -86,16 +86,22 @@ class Pending:
     """Stands for an object that exists only once its state is known: nothing is ever half made.
 
     Attributes:
-        make: ``make(unpickler, state)`` gives the object
         place: where the pickle has memoized it
     """
 
-    __slots__ = ("make", "place")
+    __slots__ = ("__weakref__", "_make", "place")
 
     def __init__(self, make: Callable[[Unpickler, Any], Any]) -> None:
-        """See the class."""
-        self.make = make
+        """``make(unpickler, state)`` gives the object."""
+        self._make: Callable[[Unpickler, Any], Any] | None = make
         self.place = -1
+
+    def finish(self, unpickler: Unpickler, state: Any) -> Any:
+        """The object, of this state; once."""
+        make, self._make = self._make, None
+        if make is None:
+            raise Refused("two states for one object")
+        return make(unpickler, state)
 
     def __reduce__(self) -> Any:
         raise TypeError("an object without its state is no value")
@@ -434,11 +440,12 @@ def _generator(cls: Any) -> Kind:
         need(type(device) is torch.device, "a Generator of no device")
         return torch.Generator(device)
 
-    def build(_: Unpickler, instance: Any, state: Any) -> Any:
+    def build(unpickler: Unpickler, instance: Any, state: Any) -> Any:
         need(type(state) is tuple and len(state) == 3, "a Generator whose state is no seed, offset and tensor")
         seed, offset, tensor = state
         need(type(seed) is int and (offset is None or type(offset) is int), "a Generator of no seed")
         need(_plain(tensor) and tensor.dtype is torch.uint8, "a Generator whose state is no tensor of bytes")
+        unpickler.makes(tensor, 1)
         instance.__setstate__(state)
         return instance
 
@@ -454,10 +461,24 @@ def _no_hooks(hooks: Any) -> None:
     need(hooks is None or (type(hooks) is collections.OrderedDict and not hooks), "hooks on a tensor")
 
 
-def _metadata(values: tuple[Any, ...]) -> None:
+def _metadata(values: tuple[Any, ...], dtype: torch.dtype) -> None:
     for known in values:
         bits = type(known) is dict and known.keys() <= {"conj", "neg"} and _are(bool, *known.values())
         need(len(values) == 1 and (known is None or bits), "metadata of a tensor that is not its conj and neg bits")
+        # On other dtypes torch's kernels do not expect them.
+        need(not (known or {}).get("conj") or dtype.is_complex, "a conj bit on numbers that are not complex")
+        need(not (known or {}).get("neg") or dtype.is_complex or dtype in _OF_COMPLEX, "a neg bit on other numbers")
+
+
+#: Of which dtypes the imaginary part of a conjugated tensor can be, which is what has a neg bit.
+_OF_COMPLEX = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+
+_QUANTISED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
+
+
+def _not_quantised(dtype: torch.dtype) -> None:
+    """Refuses a quantised tensor that would be without its scales: torch reads them where there are none."""
+    need(dtype not in _QUANTISED, "a quantised tensor without its scales")
 
 
 def _within(storage: Any, offset: Any, size: Any, stride: Any, bits: int) -> None:
@@ -488,10 +509,11 @@ def _rebuild_tensor_v2(
     _: Unpickler, storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, *metadata: Any
 ) -> Tensor:
     need(type(storage) is TypedStorage, "a tensor of no storage")
+    _not_quantised(storage.dtype)
     _within(storage, offset, size, stride, storage.dtype.itemsize * 8)
     need(type(grad) is bool, "a gradient that is neither required nor not")
     _no_hooks(hooks)
-    _metadata(metadata)
+    _metadata(metadata, storage.dtype)
     return torch._utils._rebuild_tensor_v2(storage, offset, size, stride, grad, hooks, *metadata)
 
 
@@ -499,10 +521,11 @@ def _rebuild_tensor_v3(
     _: Unpickler, storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, *metadata: Any
 ) -> Tensor:
     need(type(dtype) is torch.dtype, "a tensor of no dtype")
+    _not_quantised(dtype)
     _within(storage, offset, size, stride, dtype.itemsize * 8)
     need(type(grad) is bool, "a gradient that is neither required nor not")
     _no_hooks(hooks)
-    _metadata(metadata)
+    _metadata(metadata, dtype)
     return torch._utils._rebuild_tensor_v3(storage, offset, size, stride, grad, hooks, dtype, *metadata)
 
 
@@ -523,6 +546,9 @@ def _rebuild_qtensor(
             need(scales.dim() == zeros.dim() == 1, "channels that are no row")
             need(scales.numel() == zeros.numel() == size[axis], "scales for another number of channels")
             need(scales.is_floating_point() and not zeros.is_complex(), "scales that are no numbers")
+            # torch converts both to eight bytes each.
+            unpickler.makes(scales, 8)
+            unpickler.makes(zeros, 8)
         case _:
             raise Refused("a quantised tensor of no known scheme")
     unpickler.looks(math.prod(size) >> 6)
@@ -568,8 +594,9 @@ def _rebuild_sparse_tensor(unpickler: Unpickler, layout: Any, data: Any) -> Tens
         need(values.device.type == "cpu" and not values.is_quantized, "a sparse tensor of no numbers")
         need(all([c is None or type(c) is bool for c in coalesced]), "a sparse tensor of no known order")
         unpickler.looks(indices.numel() >> 6)
+        # Indices of their own: those of the pickle can share memory with another tensor, which somebody writes to.
         return torch.sparse_coo_tensor(
-            indices,
+            unpickler.own(indices),
             values,
             _sizes(size, "a shape"),
             check_invariants=True,
@@ -580,8 +607,9 @@ def _rebuild_sparse_tensor(unpickler: Unpickler, layout: Any, data: Any) -> Tens
     need(_indices(compressed) and _indices(plain) and _dense(values), "a sparse tensor of no tensors")
     need(values.device.type == "cpu" and not values.is_quantized, "a sparse tensor of no numbers")
     unpickler.looks((compressed.numel() + plain.numel()) >> 6)
+    own = unpickler.own
     return torch.sparse_compressed_tensor(
-        compressed, plain, values, _sizes(size, "a shape"), layout=layout, check_invariants=True
+        own(compressed), own(plain), values, _sizes(size, "a shape"), layout=layout, check_invariants=True
     )
 
 
@@ -590,13 +618,14 @@ def _rebuild_nested_tensor(unpickler: Unpickler, buffer: Any, sizes: Any, stride
     shapes = all([_plain(part) and part.dtype is torch.int64 for part in (sizes, strides, offsets)])
     need(shapes and sizes.dim() == 2 and sizes.shape == strides.shape, "a nested tensor of no shapes")
     need(offsets.shape == sizes.shape[:1], "a nested tensor of no offsets")
-    unpickler.looks(sizes.numel())
+    unpickler.looks(len(sizes) + sizes.numel())
+    # Shapes of its own, as indices.
+    sizes, strides, offsets = map(unpickler.own, (sizes, strides, offsets))
     for shape, steps, offset in zip(sizes.tolist(), strides.tolist(), offsets.tolist(), strict=True):
         need(min([offset, *shape, *steps]) >= 0, "a nested tensor with something else than sizes")
         reach = 0 if 0 in shape else 1 + sum([(n - 1) * step for n, step in zip(shape, steps, strict=True)])
         need(offset + reach <= buffer.numel(), "a nested tensor that reaches beyond its buffer")
-    # Shapes of its own: those of the pickle can share memory with another tensor, which somebody writes to.
-    return torch._nested_view_from_buffer(buffer, sizes.clone(), strides.clone(), offsets.clone())
+    return torch._nested_view_from_buffer(buffer, sizes, strides, offsets)
 
 
 _JAGGED = ("_values", "_offsets", "_lengths", "_ragged_idx", "_metadata_cache")
@@ -614,24 +643,30 @@ def _rebuild_njt(unpickler: Unpickler, parts: Any) -> Tensor:
     need(type(cached) is dict and _are(str, *cached), "a jagged tensor with a cache of no names")
     need(all([type(one) is int or _plain(one) for one in cached.values()]), "a jagged tensor with a cache of no sizes")
     unpickler.looks(len(offsets) >> 6)
+    # The same offsets make the same copy: tensors that share them belong together.
+    offsets = unpickler.own(offsets)
     rows, end = offsets.diff(), values.shape[ragged - 1]
     need(bool((rows >= 0).all()) and offsets[0] >= 0 and offsets[-1] <= end, "rows beyond the values")
     if lengths is not None:
         need(_indices(lengths) and lengths.shape == rows.shape, "a jagged tensor of no lengths")
+        lengths = unpickler.own(lengths)
         need(bool((lengths >= 0).all()) and bool((offsets[:-1] + lengths <= end).all()), "rows beyond the values")
     module = importlib.import_module("torch.nested._internal.nested_tensor")
-    return module._rebuild_njt(parts)
+    return module._rebuild_njt({**parts, "offsets": offsets, "lengths": lengths})
 
 
 def _rebuild_meta_tensor(_: Unpickler, dtype: Any, size: Any, stride: Any, grad: Any) -> Tensor:
     need(type(dtype) is torch.dtype and type(grad) is bool, "a tensor of no dtype")
+    _not_quantised(dtype)
     shape, steps = _sizes(size, "a shape"), _sizes(stride, "strides")
     return torch._utils._rebuild_meta_tensor_no_storage(dtype, shape, steps, grad)
 
 
-def _rebuild_on_device(_: Unpickler, data: Any, dtype: Any, device: Any, grad: Any) -> Tensor:
+def _rebuild_on_device(unpickler: Unpickler, data: Any, dtype: Any, device: Any, grad: Any) -> Tensor:
     need(_plain(data) and type(dtype) is torch.dtype and type(grad) is bool, "a tensor of no data")
     need(type(device) in (str, torch.device), "a device of no name")
+    _not_quantised(dtype)
+    unpickler.makes(data, dtype.itemsize)
     return torch._utils._rebuild_device_tensor_from_cpu_tensor(data, dtype, device, grad)
 
 
@@ -744,6 +779,9 @@ def _tensor(cls: Any) -> Kind:
 def _structseq(cls: Any) -> Kind:
     def call(_: Unpickler, fields: Any, named: Any) -> Any:
         need(type(fields) is tuple and type(named) is dict and not named, f"a {cls.__name__} of other fields")
+        # Not of one another: Python lets go of such tuples by recursion.
+        plain = (types.NoneType, bool, int, float, complex)
+        need(all([type(f) in plain or isinstance(f, Tensor) for f in fields]), f"a {cls.__name__} of no tensors")
         return cls(fields)
 
     return Kind(cls, call=call)
@@ -812,12 +850,27 @@ def _dtype(cls: Any) -> Kind:
         # Text alone says dtypes such as "V8" without what they are made of: that comes as state.
         need(type(text) is str and _DTYPE.fullmatch(text), "a dtype of unknown kind")
         need(align in (False, 0, True) and copy in (False, 0, True), "a dtype of other arguments")
-        return Pending(lambda _, state: _make_dtype(text, state))
+        return Pending(lambda unpickler, state: _make_dtype(unpickler, text, state))
 
     return Kind(cls, call=call)
 
 
-def _make_dtype(text: str, state: Any) -> Any:
+#: Structures in structures: numpy goes through them by recursion.
+_DEEPEST_DTYPE = 32
+
+
+def _shallow(unpickler: Unpickler, dtype: Any) -> None:
+    """Refuses a dtype of so many dtypes that numpy would take for ever, or more stack than there is."""
+    todo = [(dtype, 0)]
+    while todo:
+        item, depth = todo.pop()
+        need(depth < _DEEPEST_DTYPE, "a dtype that is nested too deep")
+        unpickler.looks(1)
+        parts = [item.base] if item.subdtype else [part[0] for part in (item.fields or {}).values()]
+        todo += [(part, depth + 1) for part in parts]
+
+
+def _make_dtype(unpickler: Unpickler, text: str, state: Any) -> Any:
     """The dtype a pickle describes, by numpy's public constructor: what it makes is always whole."""
     import numpy as np
 
@@ -826,6 +879,7 @@ def _make_dtype(text: str, state: Any) -> Any:
     need(type(order) is str and order in "<>=|" and _are(int, itemsize, alignment), "a dtype of no byte order")
     if sub is not None:
         need(type(sub) is tuple and len(sub) == 2 and isinstance(sub[0], np.dtype), "a dtype of no elements")
+        _shallow(unpickler, sub[0])
         made = np.dtype((sub[0], _sizes(sub[1], "a shape")))
     elif names is not None:
         need(type(names) is tuple and _are(str, *names) and type(fields) is dict, "a dtype of no fields")
@@ -833,6 +887,8 @@ def _make_dtype(text: str, state: Any) -> Any:
         for part in parts:
             whole = type(part) is tuple and len(part) in (2, 3)
             need(whole and isinstance(part[0], np.dtype) and type(part[1]) is int, "a dtype of no fields")
+        for part in parts:
+            _shallow(unpickler, part[0])
         known: dict[str, Any] = {
             "names": list(names),
             "formats": [p[0] for p in parts],
@@ -885,6 +941,9 @@ def _make_array(unpickler: Unpickler, state: Any) -> Any:
             "an array of objects, not in a list",
         )
         unpickler.copies(count)
+        # numpy lets go of them by recursion.
+        nested = [type(item) is np.ndarray and item.dtype.hasobject for item in data]
+        need(not any(nested), "an array of objects in an array of objects")
     else:
         need(
             type(data) is bytes and len(data) == count * dtype.itemsize,

@@ -8,12 +8,18 @@ each new object and each state, and knows nothing else that could be done. docs/
 from __future__ import annotations
 
 import enum
+import inspect
 import pickle
 import types
+import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
+from functools import lru_cache
 from struct import unpack_from
 from typing import TYPE_CHECKING, Any, BinaryIO
+
+import torch
+from torch.serialization import StorageType
 
 from . import reviewed
 from .errors import ProtocolError, TensorferryError, UnsafePickle
@@ -22,12 +28,19 @@ from .reviewed import Function, Pending, Refused, need
 if TYPE_CHECKING:
     from .allowlist import Allowed
 
-#: Tuples and frozensets in a key, one inside the other: Python hashes them by recursion.
+#: Tuples, frozensets and records in a key, one inside the other: Python hashes them by recursion.
 _DEEPEST = 900
 #: How many keys of one hash, all different, a pickle may have. Texts do not count: their hashes cannot be foreseen.
 _SAME_HASH = 64
-#: Parts of keys, and 64 elements of index tensors at a time, that are looked at for one pickle.
+#: Parts of keys, and 64 elements of index tensors at a time, that are looked at for one pickle, beside one for each of
+#: its bytes.
 _LOOKS = 1_000_000
+#: How often the bytes of one storage may be copied into tensors of their own, by one pickle.
+_STORAGE_COPIES = 16
+#: Up to how many times as large as an index tensor its storage may be to be copied as a whole.
+_OWN_WHOLE = 4
+#: How much of a reference to something outside of the pickle there may be: torch prints it in its messages.
+_REFERENCE_PARTS, _REFERENCE_TEXT = 8, 4096
 
 _DICTS = (dict, OrderedDict, defaultdict, Counter)
 _PLAIN_KEYS = frozenset({str, bytes, bool, float, types.NoneType})
@@ -55,9 +68,12 @@ class Unpickler:
         """Reads ``file`` to its end. Other arguments, which torch gives, are about pickles of Python 2."""
         self._data = data = file.read()
         self._copies = _COPIES * len(data)
-        self._looks = _LOOKS
+        self._looks = _LOOKS + len(data)
         self._hashes: dict[int, list[Any]] = {}
-        self._pending = 0
+        self._pending: list[weakref.ref[Pending]] = []
+        self._owned: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._copied: dict[int, torch.UntypedStorage] = {}
+        self._made: dict[int, tuple[torch.UntypedStorage, int]] = {}
 
     def persistent_load(self, pid: Any) -> Any:  # noqa: ARG002
         """The object that lies outside of the pickle."""
@@ -84,7 +100,8 @@ class Unpickler:
             raise ProtocolError(f"the pickle cannot be read: {_END}, or takes what it has not put down") from e
         except Exception as e:
             raise ProtocolError(f"the pickle cannot be read ({type(e).__name__}: {_text(e)})") from e
-        if self._pending:
+        # The machine's stack and memo are gone: what is left is part of the result, wherever in it.
+        if any([pending() is not None for pending in self._pending]):
             raise ProtocolError("the pickle has objects without their state")
         return value
 
@@ -107,28 +124,92 @@ class Unpickler:
         self._looks -= count + 1
         need(self._looks >= 0, "more keys and indices than anybody checks")
 
+    def makes(self, tensor: torch.Tensor, itemsize: int) -> None:
+        """To be told before as many elements of ``itemsize`` bytes are made as ``tensor`` has.
+
+        Its elements must not share memory: a few bytes could say any number of them.
+        """
+        memory = tensor.untyped_storage()
+        need(tensor.numel() * tensor.itemsize <= memory.nbytes(), "a tensor of more elements than its storage has")
+        key = memory._cdata
+        _, before = self._made.get(key, (memory, 0))
+        made = before + tensor.numel() * max(itemsize, tensor.itemsize)
+        # With the storage, so that no other one gets its number.
+        self._made[key] = (memory, made)
+        need(made <= _STORAGE_COPIES * memory.nbytes(), "many copies of one storage")
+
+    def own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy that shares memory with other such copies only, so that what was checked remains true.
+
+        It lies in its storage as ``tensor`` does, unless most of that is something else's, and is the same one each
+        time.
+        """
+        if id(tensor) in self._owned:
+            return self._owned[id(tensor)][1]
+        self.makes(tensor, tensor.itemsize)
+        memory = tensor.untyped_storage()
+        if memory.nbytes() > _OWN_WHOLE * tensor.numel() * tensor.itemsize:
+            copy = tensor.detach().clone()
+        else:
+            if memory._cdata not in self._copied:
+                self._copied[memory._cdata] = memory.clone()
+            whole = self._copied[memory._cdata]
+            copy = torch.empty(0, dtype=tensor.dtype)
+            copy.set_(whole, tensor.storage_offset(), tensor.size(), tensor.stride())
+        self._owned[id(tensor)] = (tensor, copy)
+        return copy
+
     def key(self, value: Any) -> None:
         """Refuses what cannot be hashed in reasonable time."""
         kind = type(value)
         if kind in _PLAIN_KEYS or (kind is int and -_OWN_HASH < value < _OWN_HASH):
             return
-        self.hashable(value)
+        self._hashable(value)
+        self._of_one_hash(value)
+
+    def maybe_key(self, value: Any) -> None:
+        """As :meth:`key`, of an object that need not be one: what cannot be hashed is none.
+
+        Instances of the user's own classes are left to these: most are values, and can be of any size.
+        """
+        kind = type(value)
+        if kind in _PLAIN_KEYS or (kind is int and -_OWN_HASH < value < _OWN_HASH) or _is_its_own_key(value):
+            return
+        if not isinstance(value, tuple | frozenset) and self.is_users(kind):
+            return
+        self._hashable(value)
+        try:
+            hash(value)
+        except Exception:
+            return
+        self._of_one_hash(value)
+
+    def _of_one_hash(self, value: Any) -> None:
         same = self._hashes.setdefault(hash(value), [])
         if not any([value is known or value == known for known in same]):
             need(len(same) < _SAME_HASH, "keys that were chosen to have one hash")
             same.append(value)
 
-    def hashable(self, value: Any) -> None:
-        """Refuses tuples in tuples that would take for ever to hash, or more stack than there is."""
-        if type(value) is not tuple and not isinstance(value, tuple | frozenset):
-            self.looks(value.bit_length() >> 6 if type(value) is int else 1)
-            return
-        todo = [(value, 0)]
+    def _hashable(self, value: Any) -> None:
+        """Refuses what would take for ever to hash, or more stack than there is: tuples in tuples, records in records.
+
+        A class's ``__hash__`` may hash any of an instance's attributes, and make tuples of lists.
+        """
+        todo: list[tuple[Any, int, Any]] = [(value, 0, None)]
         while todo:
-            item, depth = todo.pop()
+            item, depth, around = todo.pop()
             need(depth < _DEEPEST, "a key that is nested too deep")
-            self.looks(len(item))
-            todo += [(part, depth + 1) for part in item if isinstance(part, tuple | frozenset)]
+            if type(item) is int:
+                self.looks(item.bit_length() >> 6)
+                continue
+            parts: Any = item
+            if not isinstance(item, tuple | frozenset | list):
+                if _is_around(item, around):
+                    continue
+                parts, around = _attributes(item), (item, around)
+                todo += [(part, depth + 1, around) for part in parts if isinstance(part, list)]
+            self.looks(len(parts))
+            todo += [(part, depth + 1, around) for part in parts if not _is_its_own_key(part)]
 
     # What may be done with an object. --------------------------------------------------------------------------------
 
@@ -157,9 +238,7 @@ class Unpickler:
     def _build(self, value: Any, state: Any) -> Any:
         cls = type(value)
         if cls is Pending:
-            made = value.make(self, state)
-            self._pending -= 1
-            return made
+            return value.finish(self, state)
         kind = reviewed.kind_of(cls)
         if kind is not None and kind.build is not None:
             return self._asked(cls, kind.build, (value, state))
@@ -183,7 +262,7 @@ class Unpickler:
         except Refused as e:
             raise self._refusal(what, f"{e} for") from e
         if type(made) is Pending:
-            self._pending += 1
+            self._pending.append(weakref.ref(made))
         return made
 
     def _refusal(self, what: Any, asked: str) -> UnsafePickle:
@@ -300,7 +379,7 @@ class Unpickler:
                 stack = below.pop()
                 self._add(stack[-1], items)
             elif op == 0x51:  # BINPERSID
-                stack[-1] = self.persistent_load(stack[-1])
+                stack[-1] = self._outside(stack[-1])
             elif op == 0x52:  # REDUCE
                 last = stack.pop()
                 stack[-1] = made = self._call(stack[-1], last)
@@ -354,6 +433,12 @@ class Unpickler:
                 stack.append(stack[-1])
             else:
                 raise Refused(f"the instruction {op:#04x}, which Python no longer writes")
+
+    def _outside(self, pid: Any) -> Any:
+        """What ``pid`` refers to: whoever looks for it may print it, and so it is short and has nothing inside."""
+        short = type(pid) is tuple and len(pid) <= _REFERENCE_PARTS
+        need(short and all([_is_name(part) for part in pid]), "a reference that is no short tuple of names and numbers")
+        return self.persistent_load(pid)
 
     def _replace(self, memo: dict[int, Any], pending: Pending, made: Any) -> None:
         if memo.get(pending.place) is pending:
@@ -431,6 +516,48 @@ def unpickler(allowed: Allowed, needs: Callable[[str], Any] | None = None) -> ty
 def pickle_module(allowed: Allowed, needs: Callable[[str], Any] | None = None) -> Any:
     """The same as ``torch.load`` takes it: a module."""
     return types.SimpleNamespace(Unpickler=unpickler(allowed, needs), __name__="tensorferry.unpickling")
+
+
+def _is_its_own_key(value: Any) -> bool:
+    """Whether hashing this is no work: plain values, what is the same only as itself, and what has no hash."""
+    kind = type(value)
+    if kind in _PLAIN_KEYS or (kind is int and -_OWN_HASH < value < _OWN_HASH):
+        return True
+    hashing: Any = kind.__hash__
+    return hashing is None or hashing is object.__hash__ or isinstance(value, type | torch.Tensor)
+
+
+def _is_around(item: Any, around: Any) -> bool:
+    while around is not None:
+        known, around = around
+        if known is item:
+            return True
+    return False
+
+
+def _attributes(instance: Any) -> list[Any]:
+    found = list(vars(instance).values()) if hasattr(instance, "__dict__") else []
+    cls: Any = type(instance)
+    for slot in _slots(cls):
+        try:
+            found.append(slot.__get__(instance))
+        except AttributeError:  # Not set.
+            continue
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _slots(cls: Any) -> list[Any]:
+    return [slot for base in cls.__mro__ for slot in vars(base).values() if inspect.ismemberdescriptor(slot)]
+
+
+def _is_name(value: Any) -> bool:
+    kind = type(value)
+    if kind is str:
+        return len(value) <= _REFERENCE_TEXT
+    if kind is int:
+        return bool(-_OWN_HASH < value < _OWN_HASH)
+    return value is None or kind is bool or kind is StorageType or isinstance(value, type)
 
 
 def _name(value: Any) -> str:
