@@ -137,6 +137,16 @@ def test_what_torch_saves_is_read():
         reading.unpickled(damaged[:-200], "o", Allowed())
 
 
+def test_a_storage_is_as_long_as_its_record():
+    good, bad = io.BytesIO(), io.BytesIO()
+    torch.save(torch.arange(64, dtype=torch.uint8), good)
+    with zipfile.ZipFile(good) as old, zipfile.ZipFile(bad, "w") as changed:
+        for entry in old.namelist():
+            changed.writestr(entry, b"abc" if entry.endswith("data/0") else old.read(entry))
+    with pytest.raises(tensorferry.ProtocolError, match="a storage of 64 bytes has a record of 3"):
+        reading.unpickled(bad.getvalue(), "o", Allowed())
+
+
 def peak():
     """Most memory of this process since the last call, in MiB."""
     with open("/proc/self/status") as status:

@@ -298,6 +298,23 @@ def _overlapping(parts: list[tuple[int, ReadItem]]) -> list[int]:
     return found
 
 
+class _Archive:
+    """An archive of ``torch.save``, as torch reads it."""
+
+    def __init__(self, data: bytes) -> None:
+        self._reader = torch._C.PyTorchFileReader(io.BytesIO(data))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reader, name)
+
+    def get_storage_from_record(self, name: str, nbytes: int, dtype: Any) -> Any:
+        """A tensor over a record. torch 2.8 believes the pickle how long it is, and reaches beyond it."""
+        has = len(self._reader.get_record(name))
+        if has != nbytes:
+            raise ProtocolError(f"a storage of {nbytes} bytes has a record of {has}")
+        return self._reader.get_storage_from_record(name, nbytes, dtype)
+
+
 def unpickled(data: bytes, fqn: str, allowed: Allowed) -> Any:
     """What ``torch.save`` made these bytes of, if its pickle asks for nothing that is not allowed.
 
@@ -306,7 +323,7 @@ def unpickled(data: bytes, fqn: str, allowed: Allowed) -> Any:
         ProtocolError: it is damaged
     """
     try:
-        archive = torch._C.PyTorchFileReader(io.BytesIO(data))
+        archive = _Archive(data)
         is_object = archive.has_record("data.pkl") and not archive.has_record("constants.pkl")
     except Exception:  # Whatever a wrong shape of an archive leads to.
         is_object = False
