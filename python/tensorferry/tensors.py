@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ._native import _check_machine_has
+from ._native import Arena, _check_machine_has
 
 #: What a container can say of a dtype. What is missing here (complex128, the rarer float8 kinds, sub-byte and quantised
 #: dtypes) travels as bytes, its dtype in the pickle: older safetensors readers refuse a file for one dtype they do not
@@ -35,6 +35,9 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
 _UNTYPED = torch.storage._new_dtypes()
 
 DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+#: Memory of this size or more is mapped on its own: with many small objects, a process would run out of mappings.
+_MAPPED = 1 << 20
 
 _strided = torch.strided
 
@@ -225,8 +228,17 @@ def scratch(nbytes: int) -> Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
-def room(nbytes: int) -> tuple[bytearray, int]:
-    """``nbytes`` bytes for what is read and is no tensor, and where they begin; 0 if there are none."""
+def room(nbytes: int) -> tuple[Any, int]:
+    """A buffer of ``nbytes`` bytes for what is read and is no tensor, and where it begins; 0 if it has none.
+
+    Somebody else may have said how many. From ``_MAPPED`` on no page is there before a byte comes to it.
+
+    Raises:
+        SystemRefused: this machine has not so much
+    """
+    _check_machine_has(nbytes, "what is to be read")
+    if nbytes >= _MAPPED and (part := Arena([nbytes]).part(0)) is not None:
+        return part, part.address
     memory = bytearray(nbytes)
     return memory, address(torch.frombuffer(memory, dtype=torch.uint8)) if nbytes else 0
 

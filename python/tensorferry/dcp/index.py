@@ -11,6 +11,8 @@ import io
 import json
 import math
 import pickle
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +39,10 @@ ELEMENTS, OBJECT, PICKLED_TENSOR = "t", "b", "p"
 
 #: Sizes and places in memory are below this, and tensors have no more dimensions.
 _MOST, _DIMENSIONS = 2**63, 64
+#: A nested state has no more levels, and no more places in its lists: so many, or so many for each path.
+_DEEPEST, _SLOTS, _SLOTS_PER_PATH = 256, 1 << 20, 16
+#: What is no path, and in a path no place in a list but an integer's.
+_NOT_WALKED = (str, int, bool, type(None), torch.dtype)
 _DTYPES = {name: dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
 
 
@@ -101,16 +107,50 @@ def _planner_data(data: Any) -> Any:
 
 
 def _are_paths(data: dict[Any, Any]) -> bool:
-    """Whether these are the paths of a flattened state.
-
-    A place in a list is no further out than there are paths: torch makes lists as long as the last place says.
-    """
+    """Whether these are the paths of a flattened state."""
     return all(
         isinstance(fqn, str)
         and isinstance(path, tuple)
-        and all(type(key) is str or (type(key) is int and 0 <= key < len(data)) for key in path)
+        and all(type(key) is str or (type(key) is int and key >= 0) for key in path)
         for fqn, path in data.items()
-    )
+    ) and _can_be_walked(list(data.values()))
+
+
+def _can_be_walked(paths: list[Sequence[Any]]) -> bool:
+    """Whether the nested state that ``paths`` lead into is hardly larger than they are.
+
+    torch makes a list as long as the last place in it says. Those of a state have about as many places as paths.
+    """
+    numbers: dict[tuple[int, Any], int] = {}
+    lengths: dict[int, int] = {}
+    for path in paths:
+        if len(path) > _DEEPEST:
+            return False
+        at = 0
+        for depth, key in enumerate(path):
+            if depth and isinstance(key, int) and key >= lengths.get(at, 0):
+                lengths[at] = key + 1
+            at = numbers.setdefault((at, key), len(numbers) + 1)
+    return sum(lengths.values()) <= max(_SLOTS, _SLOTS_PER_PATH * len(paths))
+
+
+def _leads_nowhere(data: Any, keys: Iterable[str]) -> bool:
+    """Whether torch, which takes what planners keep of ``keys`` for paths, would make of it what it should not."""
+    if not isinstance(data, Mapping):
+        return False
+    paths: list[list[Any]] = []
+    for kept in (data[key] for key in keys if key in data):
+        if type(kept) in (dict, OrderedDict):
+            # torch asks it for 0, 1, ... and -1, in whatever order they stand here.
+            paths.append([None, *kept.values()])
+        elif isinstance(kept, (tuple, list, bytes)):
+            paths.append(list(kept))
+        elif type(kept) not in (*_NOT_WALKED, float):
+            return True
+    # Whatever compares like a number is a place in a list to torch.
+    if not all(type(key) in _NOT_WALKED or isinstance(key, (tuple, list, dict, bytes)) for p in paths for key in p):
+        return True
+    return not _can_be_walked([[key if type(key) in (int, str) else None for key in path] for path in paths])
 
 
 def decode(text: bytes, where: str, allowed: Allowed) -> Metadata:
@@ -153,7 +193,7 @@ def decode(text: bytes, where: str, allowed: Allowed) -> Metadata:
                 places.add(MetadataIndex(fqn, chunk.offsets), place)
             properties = TensorProperties(dtype=_dtype(dtype), requires_grad=bool(requires_grad))
             state[_text(fqn)] = TensorStorageMetadata(properties=properties, size=size, chunks=listed)
-        planner = _read_planner_data(index["planner"], where, allowed)
+        planner = _read_planner_data(index["planner"], state, where, allowed)
     except TensorferryError:
         raise
     except Exception as e:  # Whatever a wrong shape of JSON leads to.
@@ -208,7 +248,7 @@ class _Places:
         self.known[index] = Place(self._sources[source], entry, _text(dtype), _whole(nbytes), kind)
 
 
-def _read_planner_data(stored: Any, where: str, allowed: Allowed) -> Any:
+def _read_planner_data(stored: Any, keys: Iterable[str], where: str, allowed: Allowed) -> Any:
     match stored:
         case None:
             return None
@@ -222,5 +262,11 @@ def _read_planner_data(stored: Any, where: str, allowed: Allowed) -> Any:
                 data = base64.b64decode(text)
             except ValueError as e:
                 raise ProtocolError(f"{where}: the planner's data in its index cannot be read ({e})") from e
-            return unpickler(allowed, lambda _: "the planner's data")(io.BytesIO(data)).load()
+            kept = unpickler(allowed, lambda _: "the planner's data")(io.BytesIO(data)).load()
+            if not allowed.trusts and _leads_nowhere(kept, keys):
+                raise ProtocolError(
+                    f"{where}: a path in the planner's data in its index leads nowhere: pass trust_pickle=True to the "
+                    "reader if you trust who saved it"
+                )
+            return kept
     raise ProtocolError(f"{where}: the planner's data in its index cannot be read")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-import zipfile
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
@@ -67,16 +66,21 @@ class Reading:
             StateMismatch: a target has another shape than the plan says
             CorruptCheckpoint: bytes do not match their checksums
             UnsafePickle: an object is not on the allow-list
+            SystemRefused: the index announces an object that is larger than all memory of this machine
             InvalidArgument: a graph is being captured on a device that is to be written to
         """
-        tensors = []
+        objects, tensors = [], []
         for item in plan.items:
             place = self._place(item)
             if item.type == LoadItemType.BYTE_IO:
-                self._whole(place, partial(self._load_bytes, item))
+                objects.append((item, place))
             else:
                 tensors.append((item, place, self._target(item)))
         self._accelerator.check(self._devices)
+        for item, place in objects:
+            self._whole(place, partial(self._load_bytes, item))
+            if self._held > _SCRATCH:
+                self._flush()
         direct = _without_aliases([(item, target) for item, _, target in tensors])
         for (item, place, target), alone in zip(tensors, direct, strict=True):
             self._tensor(item, place, target, alone)
@@ -294,6 +298,23 @@ def _overlapping(parts: list[tuple[int, ReadItem]]) -> list[int]:
     return found
 
 
+class _Archive:
+    """An archive of ``torch.save``, as torch reads it."""
+
+    def __init__(self, data: bytes) -> None:
+        self._reader = torch._C.PyTorchFileReader(io.BytesIO(data))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reader, name)
+
+    def get_storage_from_record(self, name: str, nbytes: int, dtype: Any) -> Any:
+        """A tensor over a record. torch 2.8 believes the pickle how long it is, and reaches beyond it."""
+        has = len(self._reader.get_record(name))
+        if has != nbytes:
+            raise ProtocolError(f"a storage of {nbytes} bytes has a record of {has}")
+        return self._reader.get_storage_from_record(name, nbytes, dtype)
+
+
 def unpickled(data: bytes, fqn: str, allowed: Allowed) -> Any:
     """What ``torch.save`` made these bytes of, if its pickle asks for nothing that is not allowed.
 
@@ -302,18 +323,21 @@ def unpickled(data: bytes, fqn: str, allowed: Allowed) -> Any:
         ProtocolError: it is damaged
     """
     try:
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            names = [name.rpartition("/")[2] for name in archive.namelist()]
+        archive = _Archive(data)
+        is_object = archive.has_record("data.pkl") and not archive.has_record("constants.pkl")
     except Exception:  # Whatever a wrong shape of an archive leads to.
-        names = []
-    if "data.pkl" not in names or "constants.pkl" in names:
+        is_object = False
+    if not is_object:
         raise UnsafePickle(
             f"{fqn} is an object that torch.save did not write: pass trust_pickle=True to the reader if you trust who "
             "saved it"
         )
     module = pickle_module(allowed, lambda _: fqn)
     try:
-        return torch.load(io.BytesIO(data), map_location="cpu", pickle_module=module, weights_only=False)
+        # What torch.load does with an archive of torch.save. torch.load itself would choose again what the bytes are,
+        # and runs the code of a TorchScript archive. Only one reader may look for the directory of an archive: two may
+        # find two.
+        return torch.serialization._load(archive, "cpu", module, encoding="utf-8")
     except UnsafePickle:
         raise
     except Exception as e:

@@ -1,0 +1,277 @@
+"""Checkpoints of somebody who means harm: no code of theirs runs, and what they announce takes no memory."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import pickle
+import struct
+import tarfile
+import zipfile
+from contextlib import contextmanager
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+
+import tensorferry
+from tensorferry.allowlist import Allowed
+from tensorferry.dcp import FileReader, FileWriter, PeerReader, PeerWriter, index, reading, writing
+from tensorferry.tensors import room
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore")]
+
+MUCH = 2 << 30
+
+
+class Script(torch.nn.Module):
+    """Writes a file when it is loaded."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.path = path
+
+    def forward(self, given: int):
+        return given
+
+    @torch.jit.export
+    def __getstate__(self):
+        return (self.path, self.training)
+
+    @torch.jit.export
+    def __setstate__(self, state: tuple[str, bool]):
+        self.path = state[0]
+        self.training = state[1]
+        torch.save(torch.zeros(3), state[0])
+
+
+def script(path):
+    file = io.BytesIO()
+    torch.jit.save(torch.jit.script(Script(str(path))), file)
+    return file.getvalue()
+
+
+def two_directories(archive, name, other):
+    """The archive with a second directory behind the first, in which ``name`` is called otherwise.
+
+    Readers that go back from the end find the second, those that go where the end points find the first.
+    """
+    end = archive.rfind(b"PK\5\6")
+    length, start = struct.unpack_from("<II", archive, end + 12)
+    return archive[:end] + archive[start : start + length].replace(name, other) + archive[end:]
+
+
+@contextmanager
+def open_peer():
+    writer = PeerWriter(interface="127.0.0.1")
+    try:
+        yield writer
+    finally:
+        writer.shutdown()
+
+
+@pytest.fixture
+def ran(tmp_path):
+    """A file that is there if code of an archive has run."""
+    return tmp_path / "ran"
+
+
+def hostile(ran):
+    whole = script(ran)
+    renamed = two_directories(whole, b"constants.pkl", b"constantz.pkl")
+    assert not any("constants.pkl" in name for name in zipfile.ZipFile(io.BytesIO(renamed)).namelist())
+    legacy, tar = io.BytesIO(), io.BytesIO()
+    torch.save([1], legacy, _use_new_zipfile_serialization=False)
+    with tarfile.open(fileobj=tar, mode="w") as archive:
+        for name in ("pickle", "storages", "tensors"):
+            archive.addfile(tarfile.TarInfo(name))
+    return {
+        "script": whole,
+        "two directories": renamed,
+        "legacy": legacy.getvalue(),
+        "tar": tar.getvalue(),
+        "none": b"",
+    }
+
+
+def test_no_form_of_archive_but_torch_saves_own_is_read(ran):
+    torch.jit.load(io.BytesIO(script(ran)))
+    assert ran.exists()  # It is an attack.
+    ran.unlink()
+    for name, data in hostile(ran).items():
+        with pytest.raises(tensorferry.UnsafePickle):
+            reading.unpickled(data, name, Allowed())
+        assert not ran.exists(), name
+
+
+@pytest.mark.parametrize("over", ["folder", "peer"])
+def test_no_code_of_a_checkpoint_runs(over, ran, tmp_path, monkeypatch):
+    archive = hostile(ran)["two directories"]
+    monkeypatch.setattr(writing.torch, "save", lambda _, file, **__: file.write(archive))
+    with open_peer() as peer:
+        dcp.save({"o": "an object"}, storage_writer=peer if over == "peer" else FileWriter(tmp_path / "folder"))
+        monkeypatch.undo()
+        assert not ran.exists()
+        reader = PeerReader(peer.metadata()) if over == "peer" else FileReader(tmp_path / "folder")
+        with pytest.raises(dcp.CheckpointException, match="UnsafePickle"):
+            dcp.load({"o": ""}, storage_reader=reader)
+    assert not ran.exists()
+
+
+def test_what_torch_saves_is_read():
+    weights = torch.arange(6.0)
+    value = {"a": [weights[:3], weights[3:]], "none": torch.zeros(0), "text": "é", "half": torch.ones(2).bfloat16()}
+    file = io.BytesIO()
+    torch.save(value, file)
+    read = reading.unpickled(file.getvalue(), "o", Allowed())
+    assert read.keys() == value.keys()
+    assert all(torch.equal(read[name], value[name]) for name in ("none", "half"))
+    assert torch.equal(torch.cat(read["a"]), weights)
+    assert read["text"] == value["text"]
+    assert read["a"][0].untyped_storage().data_ptr() == read["a"][1].untyped_storage().data_ptr()
+    damaged = file.getvalue().replace(b"half", b"harm")
+    with pytest.raises(tensorferry.TensorferryError):
+        reading.unpickled(damaged[:-200], "o", Allowed())
+
+
+def test_a_storage_is_as_long_as_its_record():
+    good, bad = io.BytesIO(), io.BytesIO()
+    torch.save(torch.arange(64, dtype=torch.uint8), good)
+    with zipfile.ZipFile(good) as old, zipfile.ZipFile(bad, "w") as changed:
+        for entry in old.namelist():
+            changed.writestr(entry, b"abc" if entry.endswith("data/0") else old.read(entry))
+    with pytest.raises(tensorferry.ProtocolError, match="a storage of 64 bytes has a record of 3"):
+        reading.unpickled(bad.getvalue(), "o", Allowed())
+
+
+def peak():
+    """Most memory of this process since the last call, in MiB."""
+    with open("/proc/self/status") as status:
+        most = int(status.read().split("VmHWM:")[1].split()[0]) >> 10
+    with open("/proc/self/clear_refs", "w") as clear:
+        clear.write("5")
+    return most
+
+
+def index_with(monkeypatch, change):
+    """Lets ``change`` have its way with the next indexes."""
+    encode = index.encode
+
+    def changed(*given):
+        found = json.loads(encode(*given))
+        change(found)
+        return json.dumps(found).encode()
+
+    monkeypatch.setattr(index, "encode", changed)
+
+
+@pytest.mark.parametrize("over", ["folder", "peer"])
+def test_the_announced_length_of_an_object_takes_no_memory(over, tmp_path, monkeypatch):
+    for nbytes, error in ((MUCH, "ProtocolError"), (1 << 62, "SystemRefused")):
+        with monkeypatch.context() as patched, open_peer() as peer:
+            index_with(patched, lambda found, n=nbytes: found["state"]["o"][1].__setitem__(3, n))
+            dcp.save({"o": "an object"}, storage_writer=peer if over == "peer" else FileWriter(tmp_path))
+            reader = (
+                PeerReader(peer.metadata(), timeout=timedelta(seconds=30)) if over == "peer" else FileReader(tmp_path)
+            )
+            peak()
+            before = peak()
+            with pytest.raises(dcp.CheckpointException, match=error):
+                dcp.load({"o": ""}, storage_reader=reader)
+            assert peak() < before + 256
+
+
+def test_room_takes_memory_when_bytes_come():
+    peak()
+    before = peak()
+    memory, start = room(MUCH)
+    assert len(memory) == MUCH
+    assert start
+    assert peak() < before + 256
+    with pytest.raises(tensorferry.SystemRefused):
+        room(1 << 50)
+    assert room(0) == (b"", 0)
+    for nbytes in (1, 1 << 20):
+        memory, _ = room(nbytes)
+        assert bytes(memory) == bytes(nbytes)
+
+
+def test_many_small_objects_are_held_a_few_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(reading, "_SCRATCH", 3000)
+    saved = {f"o{i}": f"object {i}" for i in range(20)}
+    dcp.save(saved, storage_writer=FileWriter(tmp_path))
+    calls = []
+    fetch = FileReader._fetch
+    monkeypatch.setattr(FileReader, "_fetch", lambda self, parts: (calls.append(parts), fetch(self, parts)))
+    found = dict.fromkeys(saved, "")
+    dcp.load(found, storage_reader=FileReader(tmp_path))
+    assert found == saved
+    assert len(calls) > 3
+
+
+FAR = 200_000_000
+PICKLED = {
+    "far out": {"o": ("o", FAR)},
+    "far out, inside": {"o": ("o", FAR, "x")},
+    "a list as path": {"o": ["o", FAR]},
+    "a float": {"o": ("o", 2e8, "x")},
+    "a dictionary as path": {"o": {1: FAR, 0: "o", -1: "x"}},
+    "a range": {"o": range(FAR)},
+    "bytes": {"o": bytes([255]) * 9000},
+    "a tensor": {"o": ("o", torch.tensor(FAR))},
+    "deep": {"o": ("o",) * 100_000},
+}
+
+
+@pytest.mark.parametrize("name", PICKLED)
+def test_pickled_paths_that_lead_far_out_are_refused(name, tmp_path, monkeypatch):
+    kept = pickle.dumps(PICKLED[name], 4)
+    index_with(monkeypatch, lambda found: found.update(planner={"pickle": base64.b64encode(kept).decode()}))
+    dcp.save({"o": "an object"}, storage_writer=FileWriter(tmp_path))
+    with pytest.raises(dcp.CheckpointException, match=r"leads nowhere|planner's data"):
+        from_keys(tmp_path)
+
+
+def from_keys(path):
+    return _load_state_dict_from_keys(storage_reader=FileReader(path))
+
+
+def test_many_paths_do_not_lead_far_out_together(tmp_path, monkeypatch):
+    count = 6000
+
+    def change(found):
+        found["state"] |= {f"k{i}": ["t", "float32", [0], False, []] for i in range(count)}
+        found["planner"] = {"paths": {key: [f"r{i}", count - 1] for i, key in enumerate(found["state"])}}
+
+    index_with(monkeypatch, change)
+    dcp.save({"o": "an object"}, storage_writer=FileWriter(tmp_path))
+    with pytest.raises(dcp.CheckpointException, match="leads nowhere"):
+        from_keys(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "kept", [{"x": FAR}, {"o": {"rank": 3, "shape": (2, 3)}}, {"o": (512, 1024)}, {"o": 0.5}, [1, 2], "text"], ids=str
+)
+def test_what_planners_of_ones_own_keep_is_read(kept):
+    text = {
+        "version": index.VERSION,
+        "sources": ["f"],
+        "state": {"o": ["b", [0, "e", "U8", 1, "b"]]},
+        "planner": {"pickle": base64.b64encode(pickle.dumps(kept, 4)).decode()},
+    }
+    assert index.decode(json.dumps(text).encode(), "here", Allowed()).planner_data == kept
+    # Who trusts the source is not held up by limits.
+    text["planner"] = {"pickle": base64.b64encode(pickle.dumps({"o": ("o", FAR)}, 4)).decode()}
+    assert index.decode(json.dumps(text).encode(), "here", Allowed(trust=True)).planner_data == {"o": ("o", FAR)}
+
+
+def test_nested_lists_come_back_from_keys(tmp_path):
+    state = {"layers": [[torch.full((2,), float(i)), {"n": i}] for i in range(300)], "last": [[], None, "x"]}
+    dcp.save(state, storage_writer=FileWriter(tmp_path))
+    found = from_keys(tmp_path)
+    assert found["last"] == state["last"]
+    assert [entry[1]["n"] for entry in found["layers"]] == list(range(300))
+    assert all(torch.equal(entry[0], torch.full((2,), float(i))) for i, entry in enumerate(found["layers"]))
