@@ -230,7 +230,13 @@ def _as_text(value: str) -> str:
     return value.encode("utf-8", "backslashreplace").decode()
 
 
-def unflatten(tree: str, leaves: list[Any], objects: list[Any], take: Callable[[Any], Any] | None = None) -> Any:
+def unflatten(
+    tree: str,
+    leaves: list[Any],
+    objects: list[Any],
+    take: Callable[[Any], Any] | None = None,
+    defaultdict: Callable[[Any], Any] | None = None,
+) -> Any:
     """The state whose tree is this JSON text.
 
     ``rust/wire`` has checked it: numbers are in range and nesting is bounded.
@@ -240,11 +246,12 @@ def unflatten(tree: str, leaves: list[Any], objects: list[Any], take: Callable[[
         leaves: what its numbers from 0 on stand for
         objects: what the others stand for, and the classes, keys and attributes the tree refers to
         take: called with each leaf, in the order of :func:`positions`; gives what stands in its place
+        defaultdict: makes an empty ``defaultdict`` of its factory, or refuses it; anything goes without
 
     Raises:
         ProtocolError: the objects are none of which the tree's containers can be made
     """
-    return _unflatten(tree, leaves, objects, take)
+    return _unflatten(tree, leaves, objects, take, defaultdict)
 
 
 def described(manifest: dict[str, Any]) -> tuple[dict[str, str], list[tuple[int, str, str, list[int]]]]:
