@@ -30,25 +30,32 @@ def describe(flat: tree.Flat) -> list[list[Any]]:
     described = []
     for number, (value, path) in enumerate(zip(flat.objects, flat.object_paths, strict=True)):
         if isinstance(value, torch.Tensor):
-            try:
-                described.append([number, path, str(value.dtype), [int(dim) for dim in value.shape]])
-            except Exception:  # Nested tensors and uninitialised parameters have no shape, and say so in many ways.
-                continue
+            said = _described(value)
+            if said is not None:
+                described.append([number, path, *said])
     return described
+
+
+def _described(value: torch.Tensor) -> tuple[str, list[int]] | None:
+    """Dtype and shape, if there are any."""
+    try:
+        return str(value.dtype), [int(dim) for dim in value.shape]
+    except Exception:  # Nested tensors and uninitialised parameters have no shape, and say so in many ways.
+        return None
 
 
 def _is(value: Any, dtype: str, shape: list[int]) -> bool:
     """Whether ``value`` is a tensor of this dtype and shape."""
     try:
         return isinstance(value, torch.Tensor) and (str(value.dtype), list(value.shape)) == (dtype, shape)
-    except Exception:  # As in describe.
+    except Exception:  # As in _described.
         return False
 
 
 def _dtype_and_shape(value: torch.Tensor) -> str:
     try:
         return f"{value.dtype} {list(value.shape)}"
-    except Exception:  # As in describe.
+    except Exception:  # As in _described.
         return f"a {type(value).__name__} without a shape"
 
 
@@ -64,7 +71,7 @@ def _kind(value: torch.Tensor) -> list[str]:
         ]
         if isinstance(local, torch.Tensor):
             said += [f"a DTensor of which {_dtype_and_shape(local)} is here", *_kind(local)]
-    except Exception:  # As in describe.
+    except Exception:  # As in _described.
         return [f"a {type(value).__name__} that does not say what it is"]
     return [one for one in said if one]
 
@@ -286,6 +293,10 @@ class Targets:
             )
         if not isinstance(value, torch.Tensor):
             return value
+        if number not in self._offered and (said := _described(value)) is not None:
+            raise ProtocolError(
+                f"the source did not announce that {self._shown(here)} is a tensor, and sent one, {said[0]} {said[1]}"
+            )
         live = self._live.leaf(here)
         if self._memory.has_moved(here) or (
             live is not value and self._memory.start(here) and live.shape != value.shape
