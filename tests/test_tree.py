@@ -121,6 +121,27 @@ def test_items_of_a_defaultdict_are_not_taken_out_of_anything(items: Any) -> Non
         tree.unflatten(f'["f",0,{items}]', [], [None, meta])
 
 
+class Mute:
+    def __repr__(self) -> str:
+        raise RuntimeError
+
+
+@pytest.mark.parametrize(
+    "key",
+    [10**5000, ("x" * 1_000_000,) * 100_000, (("y",) * 3000, 1, "x" * 2000), frozenset([b"z" * 5000]), Mute()],
+    ids=["integer", "tuple of texts", "tuple of tuples", "frozenset", "no text"],
+)
+def test_keys_that_have_no_text_are_named_by_their_type(key: Any) -> None:
+    """The second would be a hundred gigabytes of text."""
+    flat = tree.flatten({key: torch.ones(1), (1, "a"): 2})
+    number, other = flat.keys
+    assert type(key).__name__ in flat.keys[number]
+    assert len(flat.keys[number]) < 200
+    assert len(flat.rows.names[0]) < 200
+    assert flat.keys[other] == "builtins.tuple (1, 'a')"
+    assert tree.unflatten(flat.tree, flat.plain, flat.objects)[key] is flat.plain[0]
+
+
 class Made:
     def __call__(self) -> int:
         return 7

@@ -222,7 +222,8 @@ class _Exact(io.BufferedReader):
         self._announce(size)
         storage = scratch(size).untyped_storage()
         if size:
-            self._check_whole(size, self.readinto(HostView(storage, storage.data_ptr(), size)))
+            view: Any = HostView(storage, storage.data_ptr(), size)
+            self._check_whole(size, self.readinto(view))
         return storage
 
     def _announce(self, size: int) -> None:
