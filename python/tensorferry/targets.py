@@ -52,6 +52,13 @@ def _is(value: Any, dtype: str, shape: list[int]) -> bool:
         return False
 
 
+def _shape(value: torch.Tensor) -> torch.Size | None:
+    try:
+        return value.shape
+    except Exception:  # As in _described.
+        return None
+
+
 def _dtype_and_shape(value: torch.Tensor) -> str:
     try:
         return f"{value.dtype} {list(value.shape)}"
@@ -298,8 +305,10 @@ class Targets:
                 f"the source did not announce that {self._shown(here)} is a tensor, and sent one, {said[0]} {said[1]}"
             )
         live = self._live.leaf(here)
+        if live is not value:
+            self._compare_kinds(live, value, here)
         if self._memory.has_moved(here) or (
-            live is not value and self._memory.start(here) and live.shape != value.shape
+            live is not value and self._memory.start(here) and _shape(live) != _shape(value)
         ):
             raise StateMismatch(
                 f"{self._shown(here)} was given other memory, or another shape, while its values were being received: "
@@ -307,7 +316,6 @@ class Targets:
                 "nothing of it until recv_checkpoint has returned, and receive again"
             )
         if live is not value:
-            self._compare_kinds(live, value, here)
             self._pairs.append((live, value, here))
         return live
 
