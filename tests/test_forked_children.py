@@ -26,12 +26,16 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(120), pytest.mark.beyond_tor
 
 FORKED = """
     def forked():
+        there, here = os.pipe()
         pid = os.fork()
         if pid == 0:
+            os.write(here, b"!")
             # Ends with the test: the parent's own end is not noticed.
             sys.stdin.close()
             time.sleep(60)
             os._exit(0)
+        # The parent may return from fork first, and the child closes what it inherits before it returns from it.
+        assert os.read(there, 1)
         return pid
 """
 
@@ -115,10 +119,11 @@ def test_a_child_has_no_socket_of_its_parent(child: Child) -> None:
     source.send_checkpoint([1], 1, {"w": torch.ones(64 << 20, dtype=torch.uint8)}, LONG)
     for transport in (target, away):
         threading.Thread(target=transport.recv_checkpoint, args=(0, source.metadata(), 1, LONG), daemon=True).start()
-    time.sleep(1)
-    made = sockets(os.getpid()) - before
     # Two listening for each of two transports and one for the third, and both ends of both receives.
-    assert len(made) >= 9, made
+    end = time.monotonic() + 30
+    while len(made := sockets(os.getpid()) - before) < 9:
+        assert time.monotonic() < end, made
+        time.sleep(0.05)
     pid = forked()
     kept = made & sockets(pid)
     os.kill(pid, signal.SIGKILL)

@@ -299,3 +299,61 @@ source.disallow_checkpoint()
     target.shutdown()
     child.finish(within=60)
     assert grown < 128, f"{grown} MiB"
+
+
+#: The entry of a record whose length, name or kind is a tuple of tuples that takes for ever to show, look at or hash.
+DOUBLED = "d = b'K\\x01' + b'2\\x86' * 40"
+HANGS = {
+    "a length without end": "listed(entry('length'))",
+    "a name without end": "listed(entry('key'))",
+    "a kind without end": "listed(entry('is_storage'))",
+    "a tensor for a list": "META + b'.'",
+    "a reference to a name without end": (
+        "body(b'\\x80\\x02(X\\x07\\0\\0\\0storageK\\x00' + d + b'X\\x03\\0\\0\\0cpuK\\x04tQ.')"
+    ),
+    "a reference of a kind without end": "body(b'\\x80\\x02(' + d + b'K\\x00K\\x00K\\x00K\\x00tQ.')",
+    "a reference without end": "body(b'\\x80\\x02' + d + b'Q.')",
+}  # fmt: skip
+BODIES = """
+import pickle, io
+from torch.distributed._serialization import _Entry
+
+def entry(field):
+    fields = {"key": b"X\\x01\\0\\0\\0k", "is_storage": b"\\x89", "length": b"K\\x00", field: d}
+    said = b"".join(b"X" + len(k).to_bytes(4, "little") + k.encode() + v for k, v in fields.items())
+    return b"ctorch.distributed._serialization\\n_Entry\\n)\\x81}(" + said + b"ub"
+
+def listed(one):
+    return b"\\x80\\x02]" + one + b"a."
+
+def body(pickled):
+    return pickle.dumps([_Entry("data.pkl", False, len(pickled))], 2) + pickled
+
+META = (
+    b"\\x80\\x02ctorch._utils\\n_rebuild_meta_tensor_no_storage\\n(ctorch\\nuint8\\n"
+    b"J\\0\\0\\0\\x04\\x85K\\x01\\x85\\x89tR"
+)
+"""
+
+
+@pytest.mark.parametrize("name", HANGS)
+def test_what_a_stock_source_sent_is_looked_at_before_it_is_shown(name: str, child: Child) -> None:
+    """In a process of its own, which a deadline that is not kept would hold for ever, with all memory there is."""
+    out = child.run(
+        f"""
+import resource
+resource.setrlimit(resource.RLIMIT_AS, (12 << 30, 12 << 30))
+{DOUBLED}
+{BODIES}
+from tensorferry import stock
+from tensorferry.allowlist import Allowed
+stream = stock._Exact(io.BytesIO({HANGS[name]}), 1 << 20)
+started = time.monotonic()
+try:
+    stock._load(stream, Allowed())
+except tensorferry.TensorferryError as error:
+    assert time.monotonic() - started < 10
+    print("refused", type(error).__name__)
+"""
+    )
+    assert "refused" in out

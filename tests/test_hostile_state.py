@@ -105,3 +105,57 @@ def test_references_to_what_is_not_there_are_protocol_errors(to: Any) -> None:
     Refers(file, 4).dump([Reference(to)])
     with pytest.raises(tensorferry.ProtocolError):
         pickling.load(file.getvalue(), Allowed(), [torch.ones(1)], lambda _: torch.UntypedStorage(4), {})
+
+
+#: What the manifest says is float32 [3, 3], and what the pickle has there.
+NOT_AS_ANNOUNCED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "no tensor": (lambda: {1, 2}, tensorferry.ProtocolError, "sent something else"),
+    "another shape": (lambda: torch.ones(6)[::2], tensorferry.ProtocolError, "sent something else"),
+    "another dtype": (
+        lambda: torch.ones(6, 3, dtype=torch.complex64)[::2], tensorferry.ProtocolError, "sent something else",
+    ),
+    "uninitialised": (
+        lambda: torch.nn.parameter.UninitializedParameter(), tensorferry.ProtocolError, "sent something else",
+    ),
+    "nested": (
+        lambda: torch.nested.nested_tensor([torch.ones(3)] * 3, layout=torch.jagged),
+        tensorferry.ProtocolError, "sent something else",
+    ),
+    "quantised": (
+        lambda: torch.quantize_per_tensor(torch.ones(3, 3), 1.0, 0, torch.qint8),
+        tensorferry.ProtocolError, "sent something else",
+    ),
+    "on the meta device": (lambda: torch.ones(3, 3, device="meta"), tensorferry.StateMismatch, "meta device"),
+    "sparse": (lambda: torch.eye(3).to_sparse(), tensorferry.StateMismatch, "sparse_coo at the source"),
+    "compressed": (lambda: torch.eye(3).to_sparse_csr(), tensorferry.StateMismatch, "sparse_csr at the source"),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", NOT_AS_ANNOUNCED)
+@pytest.mark.parametrize("announced", [True, False])
+def test_what_is_not_as_announced_is_written_nowhere(
+    name: str, announced: bool, open_transport: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, error, why = NOT_AS_ANNOUNCED[name]
+    value = make()
+    described = state.describe
+
+    def lie(flat: Any) -> list[list[Any]]:
+        honest = [row for row in described(flat) if row[1] != "o"]
+        return [*honest, [flat.object_paths.index("o"), "o", "torch.float32", [3, 3]]] if announced else honest
+
+    live = {"late": torch.zeros(2), "o": torch.zeros(3, 3)}
+    source, receiver = open_transport(), open_transport(state_dict=lambda: live)
+    with monkeypatch.context() as patch:
+        patch.setattr(state, "describe", lie)
+        # A view, so that it is copied after everything has come.
+        source.send_checkpoint([1], 1, {"late": torch.ones(4)[::2], "o": value}, TIMEOUT)
+    if not announced and not isinstance(value, torch.Tensor):
+        assert receiver.recv_checkpoint(0, source.metadata(), 1, TIMEOUT)["o"] == value
+        return
+    wanted = error if announced else (tensorferry.ProtocolError, tensorferry.StateMismatch)
+    with pytest.raises(wanted, match=rf"\bo\b.*{why if announced else ''}"):
+        receiver.recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
+    assert not live["late"].any()
+    assert not live["o"].any()

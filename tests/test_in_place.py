@@ -355,6 +355,48 @@ def test_targets_that_cannot_be_written_to_are_named_and_nothing_changes(
     assert not live["x"]["last"].any()
 
 
+def test_a_sparse_target_of_a_dense_tensor_is_named_and_nothing_changes(heal: Callable[..., Any]) -> None:
+    import tensorferry
+
+    live = {"first": torch.zeros(4), "s": torch.eye(3).to_sparse()}
+    with pytest.raises(tensorferry.StateMismatch, match=r"s: sparse_coo here, strided at the source"):
+        heal({"first": torch.ones(4), "s": torch.ones(3, 3)}, live)
+    assert not live["first"].any()
+
+
+@pytest.mark.parametrize(
+    ("here", "there"),
+    [
+        (lambda: torch.eye(3).to_sparse(), lambda: torch.ones(3, 6)[:, ::2]),
+        (lambda: torch.eye(3).to_sparse_csr(), lambda: torch.eye(3).to_sparse()),
+        (lambda: torch.eye(3), lambda: torch.eye(3).to_sparse()),
+        (lambda: torch.eye(3), lambda: torch.empty(3, 3, device="meta")),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
+def test_tensors_of_another_kind_are_named(
+    here: Callable[[], torch.Tensor], there: Callable[[], torch.Tensor], heal: Callable[..., Any]
+) -> None:
+    import tensorferry
+
+    live = {"late": torch.zeros(2), "s": here()}
+    with pytest.raises(tensorferry.StateMismatch, match=r"^s is .* in this state and .* at the source"):
+        heal({"late": torch.ones(4)[::2], "s": there()}, live)
+    assert not live["late"].any()
+
+
+def test_what_torch_cannot_copy_is_named(heal: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    import tensorferry
+    from tensorferry import targets
+
+    def fail(*_: Any) -> None:
+        raise NotImplementedError("no kernel")
+
+    monkeypatch.setattr(targets, "copy_into", fail)
+    with pytest.raises(tensorferry.StateMismatch, match=r"^s cannot take .*no kernel"):
+        heal({"s": torch.ones(4)[::2]}, {"s": torch.zeros(2)})
+
+
 def test_after_a_mismatch_all_goes_on(open_transport: Callable[..., Any]) -> None:
     import tensorferry
 

@@ -125,6 +125,24 @@ def test_our_receiver_does_not_care_how_a_stock_source_chunks(
     assert_same_state(target.recv_checkpoint(0, source.metadata(), 5, TIMEOUT), training_state())
 
 
+def test_tensors_from_a_stock_source_are_memory_of_their_own(
+    open_transport: Callable[..., Any], open_stock: Callable[..., Any]
+) -> None:
+    """Python has one bytes object for each byte: tensors over those would share memory with the whole process."""
+    source, target = open_stock(0), open_transport()
+    empty = torch.empty(0, 3)
+    sent = {"a": torch.tensor(True), "b": torch.tensor([1], dtype=torch.uint8), "empty": empty}
+    source.send_checkpoint([1], 5, sent, TIMEOUT)
+    received = target.recv_checkpoint(0, source.metadata(), 5, TIMEOUT)
+    received["b"].fill_(65)
+    assert received["a"].data_ptr() != received["b"].data_ptr()
+    assert received["a"]
+    assert bytes([1]) == (1).to_bytes(1, "little") == b"\x01"
+    assert received["empty"].shape == (0, 3)
+    # As torch's own, it can be given more memory.
+    assert received["empty"].resize_(4).fill_(1.0).sum() == 4
+
+
 class TestStockReceiver:
     pytestmark = stock_receiver
 

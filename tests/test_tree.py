@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 import tensorferry
 from tensorferry import tree
 from tensorferry._native import Remote, Rows
+from tensorferry.allowlist import Allowed
 from tensorferry.state import _METADATA, MANIFEST, _padded
 from tensorferry.tensors import DTYPE_NAMES
 from test_container_python import OWN, TIMEOUT
@@ -34,15 +36,16 @@ Pair = collections.namedtuple("Pair", "one two")
         ('["q",null,0]', collections.deque(["a"])),
         ('["q",1,0,1]', collections.deque(["b"], 1)),
         ('["f",1,{"x":0}]', collections.defaultdict(list, x="a")),
-        ('["d","d",[[1,0],[2.5,1],[true,0],[null,1],[-3,0],["s",1],[["r",2],0]]]', None),
+        ('["d","d",[[1,0],[25,1],[true,0],[null,1],[-3,0],["s",1],[["r",2],0]]]', None),
+        (f'["d","d",[[{2**53 - 1},0],[{1 - 2**53},1],[-0,0]]]', {2**53 - 1: "a", 1 - 2**53: "b", 0: "a"}),
         ('["d","o",[[2,0],[1,1]]]', collections.OrderedDict([(2, "a"), (1, "b")])),
     ],
 )
 def test_every_container_is_made(text: str, expected: Any) -> None:
     made = tree.unflatten(text, ["a", "b"], [Pair, list, "r"])
     if expected is None:
-        assert list(made.items()) == [(1, "a"), (2.5, "b"), (None, "b"), (-3, "a"), ("s", "b"), ("r", "a")]
-        assert [type(key) for key in made] == [int, float, type(None), int, str, str]
+        assert list(made.items()) == [(1, "a"), (25, "b"), (None, "b"), (-3, "a"), ("s", "b"), ("r", "a")]
+        assert [type(key) for key in made] == [int, int, type(None), int, str, str]
         return
     assert made == expected
     assert type(made) is type(expected)
@@ -88,11 +91,20 @@ def test_text_that_is_no_tree_is_named(text: str) -> None:
     ("text", "what"),
     [
         ('["d","d",[[["r",0],0]]]', "dict .*TypeError"),
-        ('["n",0,0]', "namedtuple .*AttributeError"),
+        ('["n",0,0]', "namedtuple of a class that is none"),
         ('["q",99999999999999999999,0]', None),
         ('["q",18446744073709551615,0]', "deque .*OverflowError"),
         ('["f",0,{}]', "defaultdict .*TypeError"),
-        ('["a",0,["l"]]', "attributes .*AttributeError"),
+        ('["f",0,["o",{"x":0}]]', "defaultdict whose items are no dict"),
+        ('["f",0,["l"]]', "defaultdict whose items are no dict"),
+        ('["f",0,0]', "defaultdict whose items are no dict"),
+        (f'["d","d",[[{2**53},0]]]', None),
+        (f'["d","d",[[{-(2**53)},0]]]', None),
+        (f'["d","d",[[{2**61 - 1},0]]]', None),
+        (f'["d","d",[[{2**64},0]]]', None),
+        ('["d","d",[[1.5,0]]]', None),
+        ('["d","d",[[1e3,0]]]', None),
+        ('["a",0,["l"]]', "dict whose attributes are no dict"),
     ],
 )
 def test_what_cannot_be_made_is_named(text: str, what: str | None) -> None:
@@ -101,8 +113,69 @@ def test_what_cannot_be_made_is_named(text: str, what: str | None) -> None:
         tree.unflatten(text, ["a"], [[]])
 
 
+@pytest.mark.parametrize("items", [-2, '["l"]'])
+def test_items_of_a_defaultdict_are_not_taken_out_of_anything(items: Any) -> None:
+    """A tensor would be read one element after the other."""
+    meta = torch.empty(1 << 24, 2, device="meta")
+    with pytest.raises(tensorferry.ProtocolError, match="items are no dict"):
+        tree.unflatten(f'["f",0,{items}]', [], [None, meta])
+
+
+class Mute:
+    def __repr__(self) -> str:
+        raise RuntimeError
+
+
+@pytest.mark.parametrize(
+    "key",
+    [10**5000, ("x" * 1_000_000,) * 100_000, (("y",) * 3000, 1, "x" * 2000), frozenset([b"z" * 5000]), Mute()],
+    ids=["integer", "tuple of texts", "tuple of tuples", "frozenset", "no text"],
+)
+def test_keys_that_have_no_text_are_named_by_their_type(key: Any) -> None:
+    """The second would be a hundred gigabytes of text."""
+    flat = tree.flatten({key: torch.ones(1), (1, "a"): 2})
+    number, other = flat.keys
+    assert type(key).__name__ in flat.keys[number]
+    assert len(flat.keys[number]) < 200
+    assert len(flat.rows.names[0]) < 200
+    assert flat.keys[other] == "builtins.tuple (1, 'a')"
+    assert tree.unflatten(flat.tree, flat.plain, flat.objects)[key] is flat.plain[0]
+
+
+class Made:
+    def __call__(self) -> int:
+        return 7
+
+
+@pytest.mark.parametrize(
+    ("factory", "options", "known"),
+    [
+        (None, {}, True),
+        (list, {}, True),
+        (DeviceMesh, {}, False),
+        (Made, {}, False),
+        (Made, {"extra": [Made]}, True),
+        (Made(), {}, False),
+        (Made(), {"extra": [Made]}, True),
+        (len, {}, False),
+        (len, {"trust": True}, True),
+    ],
+)
+def test_factories_are_those_that_a_pickle_may_name(factory: Any, options: dict[str, Any], known: bool) -> None:
+    allowed = Allowed(**options)
+
+    def make() -> Any:
+        return tree.unflatten('["f",0,{"x":0}]', [1], [factory], None, allowed.defaultdict)
+
+    if known:
+        assert (make(), make().default_factory) == (collections.defaultdict(factory, x=1), factory)
+        return
+    with pytest.raises(tensorferry.ProtocolError, match="another factory than"):
+        make()
+
+
 def test_what_is_no_exception_goes_through() -> None:
-    class Stops:
+    class Stops(tuple[Any, ...]):
         @staticmethod
         def _make(_fields: Any) -> None:
             raise KeyboardInterrupt

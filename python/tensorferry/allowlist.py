@@ -7,6 +7,7 @@ Those of the reviewed table (``reviewed.py``), classes of the user's own (``safe
 from __future__ import annotations
 
 import _compat_pickle
+import collections
 from collections.abc import Iterable
 from typing import Any
 
@@ -65,6 +66,20 @@ class Allowed:
             return True
         users = _torch_users()
         return bool(users) and any([value is one for one in users.values()])
+
+    def defaultdict(self, factory: Any) -> Any:
+        """An empty ``defaultdict`` with a factory that a pickle may give one.
+
+        Raises:
+            Refused: it may not
+        """
+        # An instance of the user's own class may be a factory, too.
+        if self._trust or self.is_users(type(factory)):
+            return collections.defaultdict(factory)
+        kind = reviewed.kind_of(reviewed.find("collections", "defaultdict"))
+        if kind is None or kind.call is None:
+            raise reviewed.Refused("a defaultdict")
+        return kind.call(self, factory)
 
     def find(self, module: str, name: str, leaf: object = None) -> Any:
         """The object of this name, as reviewed or as the user gave it; ``leaf`` is the path of what needs it, if known.

@@ -82,8 +82,9 @@ class TornCheckpoint(CorruptCheckpoint):
 class StateMismatch(TensorferryError, ValueError):
     """The receiver's own tensors cannot take what the source has.
 
-    They differ in shape or dtype, cannot be written to, share memory that the source's do not share, or were given
-    other memory while bytes came; or, with ``strict=True``, one side has tensors that the other one lacks.
+    They differ in shape, dtype or kind (dense or sparse, say), cannot be written to, share memory that the source's do
+    not share, or were given other memory while bytes came; or, with ``strict=True``, one side has tensors that the
+    other one lacks.
     """
 
 

@@ -311,7 +311,8 @@ class Builder:
         if len(objects) != self.manifest["objects"]:
             raise ProtocolError(f"the source announced {self.manifest['objects']} objects and sent {len(objects)}")
 
-        return tree.unflatten(self.tree, leaves, objects, targets.take if targets is not None else None)
+        take = targets.take if targets is not None else None
+        return tree.unflatten(self.tree, leaves, objects, take, allowed.defaultdict)
 
     def _leaves(
         self,

@@ -15,7 +15,6 @@ import pickle
 import pickletools
 import socket
 import time
-import warnings
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -26,9 +25,10 @@ import torch
 from torch.distributed import _serialization
 from torch.utils._pytree import tree_flatten
 
-from ._native import _check_machine_has, _resolve
+from ._native import HostView, _check_machine_has, _resolve
 from .allowlist import Allowed
 from .errors import ConnectError, FetchTimeout, ProtocolError, SourceRefused, SystemRefused, UnsafePickle
+from .tensors import scratch
 from .unpickling import pickle_module, unpickler
 
 _PROTOCOL = 2
@@ -209,13 +209,31 @@ class _Exact(io.BufferedReader):
     def read(self, size: int | None = -1, /) -> bytes:
         if size is None or size < 0:
             raise ProtocolError(f"the source announced a record of {size} bytes")
+        self._announce(size)
+        data = super().read(size)
+        self._check_whole(size, len(data))
+        return data
+
+    def storage(self, size: int) -> torch.UntypedStorage:
+        """The next ``size`` bytes in memory of their own, which whoever receives them may write to.
+
+        Bytes objects are no such memory: Python shares those of one byte among all who have them.
+        """
+        self._announce(size)
+        storage = scratch(size).untyped_storage()
+        if size:
+            view: Any = HostView(storage, storage.data_ptr(), size)
+            self._check_whole(size, self.readinto(view))
+        return storage
+
+    def _announce(self, size: int) -> None:
         # The next one may be as long again: all of them together are the state.
         self._announced += size
         _check_machine_has(min(self._announced, _MOST), "what the source announced")
-        data = super().read(size)
-        if size > len(data):
-            raise ConnectError(f"the source closed the connection with {size - len(data)} bytes of a record missing")
-        return data
+
+    def _check_whole(self, size: int, read: int) -> None:
+        if read < size:
+            raise ConnectError(f"the source closed the connection with {size - read} bytes of a record missing")
 
 
 def is_stock(metadata: str) -> bool:
@@ -230,9 +248,23 @@ def is_stock(metadata: str) -> bool:
         return False
 
 
-def _records(stream: _Exact) -> list[Any]:
-    """The list that a body begins with: what records follow, and how long they are."""
-    return unpickler(Allowed([_serialization._Entry]))(io.BytesIO(_pickled(stream))).load()  # type: ignore[no-any-return]
+def _records(stream: _Exact) -> list[tuple[str, bool, int]]:
+    """The list that a body begins with: what each record is called, whether it is a storage, and how long it is.
+
+    What a peer sent is looked at before anything is done with it, be it only to show it: a list may be a tensor of a
+    billion elements, and a number a tuple whose text never ends.
+    """
+    entries = unpickler(Allowed([_serialization._Entry]))(io.BytesIO(_pickled(stream))).load()
+    if type(entries) is not list:
+        raise ProtocolError("the source announced its records by something else than a list")
+    records = []
+    for number, entry in enumerate(entries):
+        fields = vars(entry) if type(entry) is _serialization._Entry else {}
+        key, is_storage, length = fields.get("key"), fields.get("is_storage"), fields.get("length")
+        if type(key) is not str or type(is_storage) is not bool or type(length) is not int or not 0 <= length <= _MOST:
+            raise ProtocolError(f"the source announced a record, number {number}, without a name, a kind or a length")
+        records.append((key, is_storage, length))
+    return records
 
 
 #: Instruction to the bytes that follow it, or to how many bytes say how many.
@@ -270,18 +302,44 @@ def _pickled(stream: _Exact) -> bytes:
 
 def _load(stream: _Exact, allowed: Allowed) -> Any:
     file = _serialization._PseudoZipFile()
-    with warnings.catch_warnings():
-        # torch lays tensors over bytes it has just read, and warns that nobody should write to bytes.
-        warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
-        # Its read_from would do, were it not that torch 2.8's fails on storages without bytes (pytorch#180481).
-        for entry in _records(stream):
-            if type(entry.length) is not int or not isinstance(entry.key, str):
-                raise ProtocolError(f"the source announced a record {entry.key!r} of {entry.length!r} bytes")
-            data: Any = stream.read(entry.length)
-            if entry.is_storage:
-                data = torch.frombuffer(data, dtype=torch.uint8).untyped_storage() if data else torch.UntypedStorage(0)
-            file.records[entry.key] = (data, entry.length)
-        return torch.serialization._load(file, "cpu", pickle_module(allowed), encoding="utf-8")
+    # Its read_from lays tensors over bytes objects, and torch 2.8's fails on storages without bytes (pytorch#180481).
+    for key, is_storage, length in _records(stream):
+        file.records[key] = (stream.storage(length) if is_storage else stream.read(length), length)
+    module = pickle_module(allowed)
+    if not allowed.trusts:
+        module.Unpickler = _checking(module.Unpickler, file.records)
+    return torch.serialization._load(file, "cpu", module, encoding="utf-8")
+
+
+def _checking(unpickler: type[Any], records: dict[str, tuple[Any, int]]) -> type[Any]:
+    """``unpickler``, looking at references to ``records`` before torch does, which shows what it does not know."""
+
+    class Checking(unpickler):  # type: ignore[misc]
+        @property
+        def persistent_load(self) -> Callable[[Any], Any]:
+            return self._refer
+
+        @persistent_load.setter
+        def persistent_load(self, load: Callable[[Any], Any]) -> None:
+            self._load_storage = load
+
+        def _refer(self, pid: Any) -> Any:
+            if type(pid) is not tuple or len(pid) != 5:
+                raise ProtocolError("the source's pickle refers to something that is no storage")
+            what, kind, key, location, count = pid
+            known = (
+                {type(what), type(key), type(location)} == {str}
+                and what == "storage"
+                and (kind is torch.UntypedStorage or type(kind) is torch.serialization.StorageType)
+                and type(count) is int
+                and 0 <= count <= _MOST
+                and isinstance(records.get(f"data/{key}", (None, 0))[0], torch.UntypedStorage)
+            )
+            if not known:
+                raise ProtocolError("the source's pickle refers to a storage that did not come")
+            return self._load_storage(pid)
+
+    return Checking
 
 
 def receive(metadata: str, step: int, timeout: timedelta, allowed: Allowed) -> Any:

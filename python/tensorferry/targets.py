@@ -12,7 +12,7 @@ from . import aliases, tree
 from .accelerator import ACCELERATOR, Accelerator
 from .aliases import Memory
 from .arguments import shown
-from .errors import InvalidArgument, StateMismatch
+from .errors import InvalidArgument, ProtocolError, StateMismatch
 from .tensors import DTYPES, as_bytes, copy_into, obstacle
 
 if TYPE_CHECKING:
@@ -30,11 +30,57 @@ def describe(flat: tree.Flat) -> list[list[Any]]:
     described = []
     for number, (value, path) in enumerate(zip(flat.objects, flat.object_paths, strict=True)):
         if isinstance(value, torch.Tensor):
-            try:
-                described.append([number, path, str(value.dtype), [int(dim) for dim in value.shape]])
-            except Exception:  # Nested tensors and uninitialised parameters have no shape, and say so in many ways.
-                continue
+            said = _described(value)
+            if said is not None:
+                described.append([number, path, *said])
     return described
+
+
+def _described(value: torch.Tensor) -> tuple[str, list[int]] | None:
+    """Dtype and shape, if there are any."""
+    try:
+        return str(value.dtype), [int(dim) for dim in value.shape]
+    except Exception:  # Nested tensors and uninitialised parameters have no shape, and say so in many ways.
+        return None
+
+
+def _is(value: Any, dtype: str, shape: list[int]) -> bool:
+    """Whether ``value`` is a tensor of this dtype and shape."""
+    try:
+        return isinstance(value, torch.Tensor) and (str(value.dtype), list(value.shape)) == (dtype, shape)
+    except Exception:  # As in _described.
+        return False
+
+
+def _shape(value: torch.Tensor) -> torch.Size | None:
+    try:
+        return value.shape
+    except Exception:  # As in _described.
+        return None
+
+
+def _dtype_and_shape(value: torch.Tensor) -> str:
+    try:
+        return f"{value.dtype} {list(value.shape)}"
+    except Exception:  # As in _described.
+        return f"a {type(value).__name__} without a shape"
+
+
+def _kind(value: torch.Tensor) -> list[str]:
+    """What else there is to say of a tensor: values are copied between two of which the same is said."""
+    try:
+        local = getattr(value, "_local_tensor", None)
+        said = [
+            "on the meta device" if value.device.type == "meta" else "",
+            "nested" if value.is_nested else "",
+            "quantised" if value.is_quantized else "",
+            str(value.layout).removeprefix("torch."),
+        ]
+        if isinstance(local, torch.Tensor):
+            said += [f"a DTensor of which {_dtype_and_shape(local)} is here", *_kind(local)]
+    except Exception:  # As in _described.
+        return [f"a {type(value).__name__} that does not say what it is"]
+    return [one for one in said if one]
 
 
 class InPlace(NamedTuple):
@@ -98,8 +144,9 @@ class Targets:
             for number, path in tree.positions(flat.tree, flat.keys)
             if number >= 0 or isinstance(flat.leaf(number), torch.Tensor)
         }
-        self._waiting: Iterator[int | None] = iter(())
-        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._offered: dict[int, tuple[str, str, list[int]]] = {}
+        self._waiting: Iterator[tuple[int | None, int]] = iter(())
+        self._pairs: list[tuple[torch.Tensor, torch.Tensor, int]] = []
 
     def assign(self, builder: Builder, names: list[str]) -> None:
         """Finds a tensor of ours for each leaf of a container, after comparing everything.
@@ -183,8 +230,10 @@ class Targets:
             found.add(number)
             live = self._live.leaf(here)
             name, dtype, shape = offered[number]
-            if (str(live.dtype), list(live.shape)) != (dtype, shape):
-                wrong.append(f"{name}: {live.dtype} {list(live.shape)} here, {dtype} {shape} at the source")
+            if not _is(live, dtype, shape):
+                wrong.append(f"{name}: {_dtype_and_shape(live)} here, {dtype} {shape} at the source")
+            elif number >= 0 and here < 0 and (kind := _kind(live)) != ["strided"]:
+                wrong.append(f"{name}: {', '.join(kind)} here, strided at the source")
             elif (why := obstacle(live)) is not None:
                 wrong.append(f"{name}: cannot be written to here: {why}")
             elif landed.setdefault(here, number) != number:
@@ -202,7 +251,8 @@ class Targets:
         there = next((tree.shown(path) for number, path in places if number in offered), "nowhere")
         first = next(map(tree.shown, self._by_path), "nowhere")
         self.fit = InPlace(len(found), len(offered), there, first)
-        self._waiting = iter([self._by_path.get(path) for _, path in places])
+        self._offered = offered
+        self._waiting = iter([(self._by_path.get(path), number) for number, path in places])
 
     def _clash(self, places: list[tuple[int, tuple[str, ...]]], *landed: aliases.Landed) -> str:
         """What to say of two leaves, or of one, whose memory is shared."""
@@ -236,31 +286,70 @@ class Targets:
         """Our own tensor for the next place, which :meth:`write` fills with ``value``; or that where we have none.
 
         Raises:
-            StateMismatch: our tensor was given other memory since it was looked at
+            ProtocolError: it is not what the source's manifest said of it
+            StateMismatch: our tensor is one of another kind, or was given other memory since it was looked at
         """
-        here = next(self._waiting)
-        if here is None or not isinstance(value, torch.Tensor):
+        here, number = next(self._waiting)
+        if here is None:
             return value
+        # Plain tensors are made of what was said of them.
+        if number < 0 and (offered := self._offered.get(number)) is not None and not _is(value, *offered[1:]):
+            raise ProtocolError(
+                f"the source announced {self._shown(here)} as a tensor, {offered[1]} {offered[2]}, and sent something "
+                "else"
+            )
+        if not isinstance(value, torch.Tensor):
+            return value
+        if number not in self._offered and (said := _described(value)) is not None:
+            raise ProtocolError(
+                f"the source did not announce that {self._shown(here)} is a tensor, and sent one, {said[0]} {said[1]}"
+            )
         live = self._live.leaf(here)
+        if live is not value:
+            self._compare_kinds(live, value, here)
         if self._memory.has_moved(here) or (
-            live is not value and self._memory.start(here) and live.shape != value.shape
+            live is not value and self._memory.start(here) and _shape(live) != _shape(value)
         ):
-            path = next(tree.shown(path) for path, number in self._by_path.items() if number == here)
             raise StateMismatch(
-                f"{path} was given other memory, or another shape, while its values were being received: it does not "
-                "have them, and other tensors of the live state may have new values already; change nothing of it "
-                "until recv_checkpoint has returned, and receive again"
+                f"{self._shown(here)} was given other memory, or another shape, while its values were being received: "
+                "it does not have them, and other tensors of the live state may have new values already; change "
+                "nothing of it until recv_checkpoint has returned, and receive again"
             )
         if live is not value:
-            self._pairs.append((live, value))
+            self._pairs.append((live, value, here))
         return live
+
+    def _compare_kinds(self, live: torch.Tensor, value: torch.Tensor, here: int) -> None:
+        kinds = _kind(live), _kind(value)
+        if kinds[0] != kinds[1]:
+            raise StateMismatch(
+                f"{self._shown(here)} is {', '.join(kinds[0])} in this state and {', '.join(kinds[1])} at the source: "
+                "it cannot be received in place, and other tensors may have new values already"
+            )
+
+    def _shown(self, here: int) -> str:
+        return next(tree.shown(path) for path, number in self._by_path.items() if number == here)
+
+    def _uncopied(self, here: int, error: Exception) -> StateMismatch:
+        return StateMismatch(
+            f"{self._shown(here)} cannot take what the source has for it ({type(error).__name__}: {error}): it does "
+            "not have those values, and other tensors may have new ones already"
+        )
 
     def write(self) -> None:
         """Copies what is not in its place yet.
 
         On accelerators that comes after what is queued there, and is done when this returns.
+
+        Raises:
+            StateMismatch: torch cannot copy one of them
         """
         pairs, self._pairs = self._pairs, []
-        with self._accelerator.writing(self._accelerator.holding([live for live, _ in pairs])):
-            for live, value in pairs:
-                copy_into(live, value)
+        with self._accelerator.writing(self._accelerator.holding([live for live, *_ in pairs])):
+            for live, value, here in pairs:
+                try:
+                    copy_into(live, value)
+                except torch.OutOfMemoryError:
+                    raise
+                except Exception as e:
+                    raise self._uncopied(here, e) from e

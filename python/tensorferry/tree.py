@@ -24,6 +24,10 @@ MAX_DEPTH = 80
 
 _SAFE_INT = 2**53
 
+#: About as many characters of a key are shown. Parts of one that a stock source sent may be there a million times, and
+#: Python does not write longer integers.
+_LONGEST_KEY = 4000
+
 _CONTAINERS = (dict, list, tuple, collections.deque)
 
 Node = Any
@@ -158,7 +162,9 @@ class _Walk:
         members = self._rows.members(list(value), list(value.values()), below, depth, self.node, self._other)
         if members is not None:
             return f'["o",{{{members}}}]' if ordered else f"{{{members}}}"
-        nodes = [f"[{self._key(k, below)},{self.node(v, _as_text(f'{below}{k}'), depth)}]" for k, v in value.items()]
+        nodes = [
+            f"[{self._key(k, below)},{self.node(v, _as_text(below + _show(k, str)), depth)}]" for k, v in value.items()
+        ]
         return f'["d","{"o" if ordered else "d"}",[{",".join(nodes)}]]'
 
     def _elements(
@@ -171,9 +177,33 @@ class _Walk:
         plain_int = kind is int and -_SAFE_INT < value < _SAFE_INT
         if value is None or kind is bool or plain_int or (kind is str and _is_text(value)):
             return json.dumps(value)
-        number = self._reference(value, f"{below}{value!r} (a key)")
-        self._flat.keys[str(number)] = f"{kind.__module__}.{kind.__qualname__} {value!r}"
+        text = _show(value, repr)
+        number = self._reference(value, f"{below}{text} (a key)")
+        self._flat.keys[str(number)] = f"{kind.__module__}.{kind.__qualname__} {text}"
         return f'["r",{number}]'
+
+
+def _show(key: Any, show: Callable[[Any], str]) -> str:
+    """A key as text, by ``str`` or ``repr``; only what it is if that is long, or fails."""
+    kind = type(key)
+    if kind is str and show is str:
+        return str(key)
+    left, parts = _LONGEST_KEY, [key]
+    while parts and left >= 0:
+        part = parts.pop()
+        if isinstance(part, tuple | frozenset):
+            left -= len(part)
+            parts += part if left >= 0 else ()
+        elif isinstance(part, str | bytes):
+            left -= len(part)
+        elif isinstance(part, int):
+            left -= part.bit_length() >> 2
+    if left < 0:
+        return f"a {kind.__name__} that is too long to be shown"
+    try:
+        return show(key)
+    except Exception as e:  # Whatever the user's class says.
+        return f"a {kind.__name__} that cannot be shown ({type(e).__name__})"
 
 
 def next_free(path: str, taken: Container[str]) -> str:
@@ -230,7 +260,13 @@ def _as_text(value: str) -> str:
     return value.encode("utf-8", "backslashreplace").decode()
 
 
-def unflatten(tree: str, leaves: list[Any], objects: list[Any], take: Callable[[Any], Any] | None = None) -> Any:
+def unflatten(
+    tree: str,
+    leaves: list[Any],
+    objects: list[Any],
+    take: Callable[[Any], Any] | None = None,
+    defaultdict: Callable[[Any], Any] | None = None,
+) -> Any:
     """The state whose tree is this JSON text.
 
     ``rust/wire`` has checked it: numbers are in range and nesting is bounded.
@@ -240,11 +276,12 @@ def unflatten(tree: str, leaves: list[Any], objects: list[Any], take: Callable[[
         leaves: what its numbers from 0 on stand for
         objects: what the others stand for, and the classes, keys and attributes the tree refers to
         take: called with each leaf, in the order of :func:`positions`; gives what stands in its place
+        defaultdict: makes an empty ``defaultdict`` of its factory, or refuses it; anything goes without
 
     Raises:
         ProtocolError: the objects are none of which the tree's containers can be made
     """
-    return _unflatten(tree, leaves, objects, take)
+    return _unflatten(tree, leaves, objects, take, defaultdict)
 
 
 def described(manifest: dict[str, Any]) -> tuple[dict[str, str], list[tuple[int, str, str, list[int]]]]:

@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use pyo3::exceptions::PyException;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyDict, PyFloat, PyInt, PyList, PyString, PyTuple, PyType};
+use pyo3::types::{PyBool, PyDict, PyInt, PyList, PyString, PyTuple, PyType};
 use tensorferry_wire::JsonError;
 use tensorferry_wire::json::Cursor;
 use tensorferry_wire::manifest::MAX_DEPTH;
@@ -17,22 +17,27 @@ use crate::memory::TURN;
 /// Keys that stand in a tree again and again, as an optimizer's do, are short and few: those are made once.
 const SHARED_KEY: usize = 16;
 const SHARED_KEYS: usize = 256;
+/// Integer keys lie below this, as the sender writes larger ones as objects. Without a bound a source could choose a
+/// hundred thousand with one hash.
+const KEYS_BELOW: u64 = 1 << 53;
 
 /// The state whose tree is the JSON text `tree`, read as `rust/wire` has checked it. A leaf `n >= 0` is `leaves[n]`,
 /// another one `objects[-n - 1]`; `take`, if there is one, is called with each leaf in the order of the text and gives
-/// what stands in its place.
+/// what stands in its place. `defaultdict` makes an empty one of an object that is to be its factory, or refuses it.
 #[pyfunction]
-#[pyo3(name = "_unflatten", signature = (tree, leaves, objects, take = None))]
+#[pyo3(name = "_unflatten", signature = (tree, leaves, objects, take = None, defaultdict = None))]
 pub(crate) fn unflatten<'py>(
     py: Python<'py>,
     tree: &str,
     leaves: &Bound<'py, PyList>,
     objects: &Bound<'py, PyList>,
     take: Option<&Bound<'py, PyAny>>,
+    defaultdict: Option<&Bound<'py, PyAny>>,
 ) -> PyResult<Bound<'py, PyAny>> {
     let collections = py.import("collections")?;
     let keys = HashMap::with_capacity(SHARED_KEYS);
-    let mut reader = Reader { py, cursor: Cursor::new(tree), leaves, objects, take, collections, keys, read: 0 };
+    let mut reader =
+        Reader { py, cursor: Cursor::new(tree), leaves, objects, take, defaultdict, collections, keys, read: 0 };
     let state = reader.node(MAX_DEPTH).and_then(|state| match reader.cursor.peek() {
         None => Ok(state),
         Some(_) => Ok(reader.cursor.fail("the end of the tree")?),
@@ -68,6 +73,7 @@ struct Reader<'a, 'py> {
     leaves: &'a Bound<'py, PyList>,
     objects: &'a Bound<'py, PyList>,
     take: Option<&'a Bound<'py, PyAny>>,
+    defaultdict: Option<&'a Bound<'py, PyAny>>,
     collections: Bound<'py, PyModule>,
     keys: HashMap<String, Bound<'py, PyString>>,
     /// Leaves since the last turn of other threads.
@@ -176,8 +182,16 @@ impl<'py> Reader<'_, 'py> {
                 let factory = self.object()?;
                 self.comma()?;
                 let filled = self.node(depth)?;
-                let class = self.collections.getattr(intern!(py, "defaultdict"))?;
-                let dict = self.made("defaultdict", class.call1((factory, filled)))?;
+                // Items out of anything else could be a tensor's, one by one.
+                let Ok(items) = filled.cast_exact::<PyDict>() else {
+                    return Err(self.refused("defaultdict whose items are no dict"));
+                };
+                let made = match self.defaultdict {
+                    Some(make) => make.call1((factory,)),
+                    None => self.collections.getattr(intern!(py, "defaultdict"))?.call1((factory,)),
+                };
+                let dict = self.made("defaultdict", made)?;
+                self.made("defaultdict", dict.call_method1(intern!(py, "update"), (items,)))?;
                 self.end(dict)
             }
             "a" => {
@@ -262,10 +276,14 @@ impl<'py> Reader<'_, 'py> {
             Some(b'f') if self.cursor.eat_word("false") => PyBool::new(py, false).to_owned().into_any(),
             Some(b'n') if self.cursor.eat_word("null") => py.None().into_bound(py),
             _ => {
-                let written = self.cursor.number()?;
-                let whole = written.bytes().all(|b| b == b'-' || b.is_ascii_digit());
-                let kind = if whole { py.get_type::<PyInt>() } else { py.get_type::<PyFloat>() };
-                kind.call1((written,))?
+                let negative = self.cursor.eat(b'-');
+                let number = if negative { self.cursor.adjacent_unsigned()? } else { self.cursor.unsigned()? };
+                match i64::try_from(number) {
+                    Ok(whole) if number < KEYS_BELOW => {
+                        py.get_type::<PyInt>().call1((if negative { -whole } else { whole },))?
+                    }
+                    _ => return Ok(self.cursor.fail("a key that is an integer of less than 2^53")?),
+                }
             }
         })
     }
