@@ -286,7 +286,9 @@ def _deque(cls: Any) -> Kind:
     def call(unpickler: Unpickler, items: Any = (), maxlen: Any = None) -> Any:
         need(type(items) in (tuple, list) and (maxlen is None or type(maxlen) is int), "a deque of no list")
         unpickler.copies(len(items))
-        return collections.deque(items, maxlen)
+        made = collections.deque(items, maxlen)
+        unpickler.nests(made, made)
+        return made
 
     return Kind(cls, call=call)
 

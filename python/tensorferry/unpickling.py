@@ -13,7 +13,7 @@ import pickle
 import types
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from struct import unpack_from
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -50,6 +50,11 @@ _COPIES = 4
 #: Up to here an integer is its own hash.
 _OWN_HASH = (1 << 61) - 1
 
+#: Python lets go of what these hold by recursion, without a limit.
+_RECURSIVE = (deque, defaultdict)
+#: How often one of these may lengthen a chain of them: a thread's stack has room for many times more.
+_CHAINED = 5_000
+
 _END = "it ends in the middle"
 
 
@@ -70,6 +75,10 @@ class Unpickler:
         self._copies = _COPIES * len(data)
         self._looks = _LOOKS + len(data)
         self._hashes: dict[int, list[Any]] = {}
+        # Deques and defaultdicts that hold one another, kept so that no other object gets their ids.
+        self._holding: dict[int, Any] = {}
+        self._held: dict[int, Any] = {}
+        self._chained = 0
         self._pending: list[weakref.ref[Pending]] = []
         self._owned: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._copied: dict[int, torch.UntypedStorage] = {}
@@ -459,9 +468,20 @@ class Unpickler:
         need(type(module) is str and type(name) is str, "a global that is not named by text")
         return self.find_class(module, name)
 
+    def nests(self, value: Any, items: Iterable[Any]) -> None:
+        """To be told before a deque or defaultdict takes ``items``: refuses chains of them that are too long."""
+        for item in items:
+            if type(item) in _RECURSIVE:
+                self._chained += id(value) in self._held or id(item) in self._holding
+                need(self._chained <= _CHAINED, "deques and defaultdicts nested without end")
+                self._holding[id(value)] = value
+                self._held[id(item)] = item
+
     def _extend(self, value: Any, items: list[Any]) -> None:
         kind = type(value)
         if kind is list or kind is deque:
+            if kind is deque:
+                self.nests(value, items)
             value.extend(items)
             return
         self._users_container(value, "items")
@@ -480,6 +500,8 @@ class Unpickler:
                 key(one)
         if type(value) not in _DICTS:
             self._users_container(value, "items")
+        if type(value) is defaultdict:
+            self.nests(value, items[1::2])
         for one, item in zip(keys, items[1::2], strict=True):
             value[one] = item
 
