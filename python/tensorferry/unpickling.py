@@ -446,7 +446,8 @@ class Unpickler:
     def _outside(self, pid: Any) -> Any:
         """What ``pid`` refers to: whoever looks for it may print it, and so it is short and has nothing inside."""
         short = type(pid) is tuple and len(pid) <= _REFERENCE_PARTS
-        need(short and all([_is_name(part) for part in pid]), "a reference that is no short tuple of names and numbers")
+        if not (short and all([_is_name(part) for part in pid])):
+            raise ProtocolError("the pickle has a reference that is no short tuple of names and numbers")
         return self.persistent_load(pid)
 
     def _replace(self, memo: dict[int, Any], pending: Pending, made: Any) -> None:
