@@ -46,6 +46,14 @@ def FileReader(path): return tensorferry.dcp.FileReader("." + path)
     "writer = PeerWriter()": _STATE,
     "dcp.load(state, storage_reader=PeerReader(metadata))": _PUBLISHED,
     "dcp.load(state, checkpoint_id=writer.folder())": _PUBLISHED,
+    "def state_dict():": """
+from datetime import timedelta
+import torch
+from tensorferry import HTTPTransport
+timeout = timedelta(seconds=30)
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.AdamW(model.parameters())
+""",
     # A manager takes a lighthouse and a store (`make demo` has them); here, whether it takes what it is given.
     "manager = torchft.Manager(": """
 import inspect
@@ -167,12 +175,9 @@ def test_the_wheel_passes_its_tests_without_numpy(tmp_path: Path):
 
 #: Tests that use nothing but the wheel, torch and pytest.
 WITHOUT_NUMPY = [
-    "dcp/test_odd_saves",
     "dcp/test_peers",
     "dcp/test_slices",
-    "test_refusals",
     "test_receiving",
-    "test_tree",
 ]
 
 

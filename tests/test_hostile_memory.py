@@ -278,6 +278,8 @@ source.disallow_checkpoint()
         "answers not read": f"GET {url.path}1.safetensors HTTP/1.1\r\nHost: a\r\n\r\n".encode(),
     }[crowd]
     target = tensorferry.HTTPTransport(timedelta(seconds=60))
+    # So many have a place beside the good one: 384 if they have asked for something, else 512.
+    let_in = 380 if crowd == "answers not read" else 500
     with contextlib.ExitStack() as crowd_of:
         for number in range(2000):
             one = crowd_of.enter_context(socket.socket())
@@ -285,12 +287,12 @@ source.disallow_checkpoint()
             one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             with contextlib.suppress(BlockingIOError):
                 one.connect((url.hostname, url.port))
-            if number < 500:  # so many are let in beside the good one
+            if number < let_in:
                 one.setblocking(True)
                 one.settimeout(10)
                 with contextlib.suppress(OSError):
                     one.sendall(sent)
-            if number == 499:
+            if number == let_in - 1:
                 received = target.recv_checkpoint(0, metadata, 1, timedelta(seconds=30))
                 assert torch.equal(received["w"], state["w"])
         process.stdin.write("\n")
