@@ -1,5 +1,7 @@
 //! One connection: served over the network, with or without TLS, or to a process of this machine, until it has to end.
 
+use std::io;
+use std::mem::MaybeUninit;
 use std::net::Shutdown;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
@@ -11,7 +13,7 @@ use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use socket2::SockRef;
-use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::io::{AsyncRead, AsyncWrite, Interest};
 use tokio::sync::{Notify, watch};
 use tokio_rustls::TlsAcceptor;
 
@@ -84,7 +86,7 @@ pub(super) async fn serve_local(
     mut stopped: watch::Receiver<bool>,
 ) {
     let spoken = tokio::select! {
-        spoken = socket.readable() => spoken,
+        spoken = spoken(&socket) => spoken,
         () = place.wasted() => return,
         () = place.cut.notified() => return,
         _ = stopped.wait_for(|s| *s) => return,
@@ -107,6 +109,13 @@ pub(super) async fn serve_local(
             let _ = serving.await;
         }
     }
+}
+
+/// Waits until the other end has said something, which stays to be read.
+async fn spoken(socket: &tokio::net::UnixStream) -> io::Result<()> {
+    // A socket is called readable now and then when there is nothing to be read.
+    let peek = || SockRef::from(socket).peek(&mut [MaybeUninit::uninit()]).map(drop);
+    socket.async_io(Interest::READABLE, peek).await
 }
 
 impl Connection {

@@ -208,3 +208,23 @@ impl Drop for Place {
         self.places.freed.notify_waiters();
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_origin_that_holds_most_places_loses_one_first() {
+        let places = Places::new(4, Duration::ZERO, 1, false);
+        let crowd = Origin::Process(1);
+        let _held: Vec<_> = (0..4).map(|_| places.enter(crowd).unwrap()).collect();
+        // The oldest of all from here on, but the only one of its process.
+        let other = places.enter(Origin::Process(2)).unwrap();
+        for _ in 0..20 {
+            places.enter(crowd).unwrap();
+        }
+        let _more: Vec<_> = (0..20).map(|_| places.enter(crowd).unwrap()).collect();
+        assert!(places.held().connections.contains_key(&other.number));
+        assert_eq!(places.held().count(false), 4);
+    }
+}
