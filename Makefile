@@ -23,7 +23,7 @@ $(VENV)/.deps: pyproject.toml
 dist/.wheel: $(RUST_SOURCES) $(PY_SOURCES) pyproject.toml README.md | $(VENV)/.deps
 	rm -rf dist
 	$(BIN)/maturin build --release --quiet --out dist --interpreter $(BIN)/python
-	$(BIN)/python tests/check_wheel.py dist
+	$(BIN)/python tests/project/check_wheel.py dist
 	touch $@
 
 $(VENV)/.installed: dist/.wheel

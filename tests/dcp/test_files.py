@@ -439,7 +439,7 @@ def test_errors_are_ours():
 
 
 def test_an_index_that_makes_no_sense_is_a_protocol_error(tmp_path, monkeypatch):
-    """Beyond what tests/fuzzing.py happens upon: each of these would lead torch or us astray."""
+    """Beyond what tests/support/fuzzing.py happens upon: each of these would lead torch or us astray."""
     encode = index.encode
     chunk = [[0, 0], [4, 3], [0, "x", "F32", 48, "t"]]
     tensors = {

@@ -1,7 +1,7 @@
 """Pickles that no honest sender writes, put together instruction by instruction, and a fuzzer of them.
 
-As a program: ``python tests/hostile_pickles.py SECONDS [SEED]`` reads random ones in a process that refuses to import,
-open, run or connect to anything meanwhile and has little memory to allocate, and prints how many there were.
+As a program: ``python tests/support/hostile_pickles.py SECONDS [SEED]`` reads random ones in a process that refuses to
+import, open, run or connect to anything meanwhile and has little memory to allocate, and prints how many there were.
 """
 
 from __future__ import annotations

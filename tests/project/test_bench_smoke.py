@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from processes import end
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 pytest.importorskip("torchft")
 pytest.importorskip("matplotlib")
 

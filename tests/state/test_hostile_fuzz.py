@@ -23,7 +23,7 @@ def test_whatever_a_peer_says_ends_well_or_in_an_error_of_ours(target: str, pyte
     runs, seed = pytestconfig.getoption("--fuzz-runs"), pytestconfig.getoption("--fuzz-seed")
     done = subprocess.run(
         [sys.executable, "fuzzing.py", target, str(runs), str(seed)],
-        cwd=Path(__file__).parent,
+        cwd=Path(__file__).parents[1] / "support",
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

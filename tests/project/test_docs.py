@@ -19,7 +19,7 @@ import torch
 
 import tensorferry
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(?P<language>\w+)(?: (?P<mark>[^\n]*))?\n(?P<code>.*?)^```", re.MULTILINE | re.DOTALL)
 
@@ -176,8 +176,8 @@ def test_the_wheel_passes_its_tests_without_numpy(tmp_path: Path):
 #: Tests that use nothing but the wheel, torch and pytest.
 WITHOUT_NUMPY = [
     "dcp/test_peers",
-    "dcp/test_slices",
-    "test_receiving",
+    "storage/test_slices",
+    "transport/test_receiving",
 ]
 
 

@@ -413,7 +413,7 @@ def test_torchs_own_list_of_the_users_classes_counts() -> None:
 
 # The review. ---------------------------------------------------------------------------------------------------------
 
-DOCUMENT = Path(__file__).parents[1] / "docs" / "pickles.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "pickles.md"
 
 
 def documented() -> set[str]:
@@ -504,7 +504,7 @@ def test_a_tuple_of_what_cannot_be_hashed_is_a_value() -> None:
 def test_no_global_of_the_table_makes_an_object_that_python_lets_go_of_by_recursion() -> None:
     """A process that ends here by a signal: an object nested as often as the pickle likes, let go of at once."""
     code = """
-import sys; sys.path.insert(0, "tests")
+import sys; sys.path.insert(0, "tests/support")
 from hostile_pickles import *
 N = 200_000
 od = global_("collections", "OrderedDict")
@@ -527,7 +527,7 @@ for name, value in {
         print(name, type(e).__name__)
     print(name, "ended", flush=True)
 """
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90, cwd=root)
     assert done.returncode == 0, done.stderr[-2000:] + done.stdout
     assert done.stdout.count("ended") == 10
@@ -536,7 +536,7 @@ for name, value in {
 def test_random_pickles_of_every_global_do_nothing(pytestconfig: pytest.Config) -> None:
     """In a process of its own, which may import, open and run nothing meanwhile, with little memory."""
     seconds = pytestconfig.getoption("--pickle-seconds")
-    program = Path(__file__).with_name("hostile_pickles.py")
+    program = Path(__file__).parents[1] / "support" / "hostile_pickles.py"
     done = subprocess.run(
         [sys.executable, program, str(seconds), "3"], capture_output=True, text=True, timeout=seconds + 90
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_container_python import OWN, TIMEOUT
 from torch.distributed.device_mesh import DeviceMesh
 
 import tensorferry
@@ -16,7 +17,6 @@ from tensorferry._native import Remote, Rows
 from tensorferry.allowlist import Allowed
 from tensorferry.state import _METADATA, MANIFEST, _padded
 from tensorferry.tensors import DTYPE_NAMES
-from test_container_python import OWN, TIMEOUT
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.beyond_torchft]
 
