@@ -15,8 +15,7 @@ from equality import assert_same_state
 from exchange import TIMEOUT, in_background, receive, until
 from stand_in import CUDA, StandIn, open_on, parts, stand_in
 from tensorferry import landing
-from tensorferry.testing import FlipByte
-from tensorferry.testing.proxy import FaultProxy
+from tensorferry.testing import FaultProxy, FlipByte
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

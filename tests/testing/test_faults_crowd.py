@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tensorferry.testing.crowd import IdleCrowd, crowding, local_sockets
+from tensorferry.testing.matrix.idle_crowd import IdleCrowd, crowding, local_sockets
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -90,8 +90,8 @@ ASKS = """
 import os, socket, sys, time
 from pathlib import Path
 user, asked = int(sys.argv[1]), Path(sys.argv[2])
-from tensorferry.testing.names import NAME, SilentNameServer
-from tensorferry.testing.scenarios import LeftOut
+from tensorferry.testing.matrix.name_server import NAME, SilentNameServer
+from tensorferry.testing.matrix.scenario import LeftOut
 os.setuid(user)
 try:
     SilentNameServer(asked, 2.0)

@@ -28,7 +28,7 @@ from tensorferry.testing import (
     to_json,
 )
 from tensorferry.testing.__main__ import main
-from tensorferry.testing.scenarios import Beside
+from tensorferry.testing.matrix.scenario import Beside
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.beyond_torchft]
 

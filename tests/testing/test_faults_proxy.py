@@ -25,7 +25,7 @@ from tensorferry.testing import (
     Reset,
     Truncate,
 )
-from tensorferry.testing.answers import AnswerSplitter
+from tensorferry.testing.proxy.http_framing import AnswerSplitter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -7,10 +7,13 @@ It works on any ``CheckpointTransport`` whose metadata is a URL, torchft's ``HTT
 :class:`FaultProxy` alone serves tests of other things: it stands between a receiver and its source.
 """
 
-from .actors import BUILTIN, Candidate
-from .cell import Limits, Outcome
-from .crowd import IdleCrowd
-from .faults import (
+from .matrix.catalogue import SCENARIOS
+from .matrix.idle_crowd import IdleCrowd
+from .matrix.run_cell import Limits, Outcome
+from .matrix.run_matrix import broken_promises, format_markdown, format_table, from_json, run_matrix, to_json
+from .matrix.scenario import Scenario
+from .matrix.workers import BUILTIN, Candidate
+from .proxy.faults import (
     Answer,
     Delay,
     Divert,
@@ -24,10 +27,7 @@ from .faults import (
     Reset,
     Truncate,
 )
-from .matrix import broken_promises, format_markdown, format_table, from_json, run_matrix, to_json
-from .proxy import FaultProxy, ProxyCounters
-from .rows import SCENARIOS
-from .scenarios import Scenario
+from .proxy.proxy import FaultProxy, ProxyCounters
 
 __all__ = [
     "BUILTIN",

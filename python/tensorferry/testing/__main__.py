@@ -6,8 +6,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from .cell import Limits, Outcome
-from .matrix import (
+from .matrix.catalogue import SCENARIOS
+from .matrix.run_cell import Limits, Outcome
+from .matrix.run_matrix import (
     broken_promises,
     candidate,
     format_markdown,
@@ -17,7 +18,6 @@ from .matrix import (
     scenario,
     to_json,
 )
-from .rows import SCENARIOS
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -10,7 +10,6 @@ import struct
 import time
 from typing import TypeVar
 
-from .answers import AnswerSplitter
 from .faults import (
     Answer,
     Delay,
@@ -25,7 +24,8 @@ from .faults import (
     Reset,
     Truncate,
 )
-from .play import Play
+from .http_framing import AnswerSplitter
+from .script import Play
 
 __all__ = ["Connection"]
 

@@ -10,9 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from .children import wait_until
-from .crowd import IdleCrowd
-from .faults import (
+from ..proxy.faults import (
     Answer,
     Delay,
     Divert,
@@ -25,13 +23,15 @@ from .faults import (
     Reset,
     Truncate,
 )
-from .hostile import ATTACKS
-from .memory import Replacing
-from .scenarios import HEALED, Beside, Scenario
+from .attacks import ATTACKS
+from .idle_crowd import IdleCrowd
+from .processes import wait_until
+from .scenario import HEALED, Beside, Scenario
+from .tensor_memory import Replacing
 from .traps import Trap
 
 if TYPE_CHECKING:
-    from .cell import Cell
+    from .run_cell import Cell
 
 __all__ = ["SCENARIOS"]
 

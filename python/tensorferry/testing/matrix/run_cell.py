@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from .actors import BUILTIN, Candidate, Received, Setting, SourceReport
-from .children import Child, ChildGone, ChildHung, Children, Orphan, Right, wait_until
-from .crowd import IdleCrowd, crowding
-from .hostile import attacking
-from .names import NAME
-from .proxy import FaultProxy
-from .scenarios import LeftOut, Scenario
+from ..proxy.proxy import FaultProxy
+from .attacks import attacking
+from .idle_crowd import IdleCrowd, crowding
+from .name_server import NAME
+from .processes import Child, ChildGone, ChildHung, Children, Orphan, Right, wait_until
+from .scenario import LeftOut, Scenario
 from .traps import missing
+from .workers import BUILTIN, Candidate, Received, Setting, SourceReport
 
 __all__ = ["Cell", "Limits", "Outcome", "run_cell"]
 

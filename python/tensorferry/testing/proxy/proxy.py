@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from .connection import Connection
 from .faults import Fault
 from .pace import Pace
-from .play import Play, ProxyCounters
+from .script import Play, ProxyCounters
 
 __all__ = ["FaultProxy", "ProxyCounters"]
 

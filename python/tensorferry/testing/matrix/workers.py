@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
-from .memory import change, free_at_once, overwrite, replace
-from .names import SilentNameServer
+from .name_server import SilentNameServer
 from .sample import sample_state, wrong_bytes
-from .scenarios import LeftOut
+from .scenario import LeftOut
+from .tensor_memory import change, free_at_once, overwrite, replace
 from .traps import set_trap
 
 __all__ = ["BUILTIN", "Candidate", "Received", "Setting", "SourceReport", "receiver_main", "source_main"]
@@ -71,7 +71,7 @@ def _named(what: str) -> Any:
 
 
 def _tensorferry(timeout: timedelta, lanes: int, **more: Any) -> Any:
-    from ..transport import HTTPTransport
+    from ...transport import HTTPTransport
 
     return HTTPTransport(timeout, lanes, **more)
 

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from .crowd import IdleCrowd
-from .faults import Fault, ReplaceHead
-from .hostile import Attack
+from ..proxy.faults import Fault, ReplaceHead
+from .attacks import Attack
+from .idle_crowd import IdleCrowd
 from .traps import Trap
 
 if TYPE_CHECKING:
-    from .actors import Candidate
-    from .cell import Cell
+    from .run_cell import Cell
+    from .workers import Candidate
 
 __all__ = ["HEALED", "Beside", "LeftOut", "Scenario"]
 

@@ -12,7 +12,7 @@ import tempfile
 import threading
 from pathlib import Path
 
-from .scenarios import LeftOut
+from .scenario import LeftOut
 
 __all__ = ["NAME", "SilentNameServer"]
 

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from .actors import BUILTIN, Candidate
-from .cell import Limits, Outcome, run_cell
-from .children import ChildGone, ChildHung
-from .faults import Fault
-from .rows import SCENARIOS
-from .scenarios import HEALED, LeftOut, Scenario
+from ..proxy.faults import Fault
+from .catalogue import SCENARIOS
+from .processes import ChildGone, ChildHung
+from .run_cell import Limits, Outcome, run_cell
+from .scenario import HEALED, LeftOut, Scenario
+from .workers import BUILTIN, Candidate
 
 __all__ = [
     "broken_promises",
