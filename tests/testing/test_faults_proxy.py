@@ -25,7 +25,7 @@ from tensorferry.testing import (
     Reset,
     Truncate,
 )
-from tensorferry.testing.proxy.http_framing import AnswerSplitter
+from tensorferry.testing.proxy.http_framing import ResponseSplitter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -312,7 +312,7 @@ STREAMS = [
 @pytest.mark.parametrize("size", [1, 7, 1 << 20])
 @pytest.mark.parametrize(("stream", "heads", "bodies"), STREAMS, ids=range(len(STREAMS)))
 def test_heads_and_bodies_are_told_apart_however_they_are_cut(stream, heads, bodies, size):
-    splitter = AnswerSplitter()
+    splitter = ResponseSplitter()
     parts = [part for i in range(0, len(stream), size) for part in splitter.split(stream[i : i + size])]
     assert b"".join(data for _, data in parts) + splitter.rest() == stream
     assert b"".join(data for body, data in parts if not body) == heads

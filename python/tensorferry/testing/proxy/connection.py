@@ -1,4 +1,4 @@
-"""One connection through the proxy: both its directions, and the faults that lie ahead in them."""
+"""One connection through the proxy: its two directions and the faults that strike in them."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from .faults import (
     Reset,
     Truncate,
 )
-from .http_framing import AnswerSplitter
-from .script import Play
+from .http_framing import ResponseSplitter
+from .script import Script
 
 __all__ = ["Connection"]
 
 _READ = 64 << 10
-# Small buffers: what a killed or stalled peer has already handed to the kernel still arrives.
+# Small buffers, because bytes that a killed or stalled peer has already handed to the kernel still arrive.
 _BUFFER = 128 << 10
 
-# How a connection begins that is encrypted: its requests cannot be seen.
+# The first bytes of an encrypted connection, whose requests the proxy cannot read.
 _TLS_HANDSHAKE = b"\x16\x03"
 
 _F = TypeVar("_F", bound=Fault)
 
 
-class _Over(Exception):
-    """Tells the task of a connection to end."""
+class _Ended(Exception):
+    """Raised in the task of a connection to close it, or to reset it."""
 
     def __init__(self, reset: bool = False) -> None:
         super().__init__()
@@ -51,14 +51,14 @@ class Connection:
     """One connection through the proxy.
 
     Args:
-        play: the script as it is acted out on all connections
-        number: how many came before it
-        client: the receiver's end
+        script: shared by all connections of the proxy
+        number: how many connections were accepted before this one
+        client: the socket to the receiver
     """
 
-    def __init__(self, play: Play, number: int, client: socket.socket) -> None:
-        """Nothing is forwarded before :meth:`run`."""
-        self.play = play
+    def __init__(self, script: Script, number: int, client: socket.socket) -> None:
+        """Forwards nothing before :meth:`run`."""
+        self.script = script
         self.loop = asyncio.get_running_loop()
         self.number = number
         self._client = client
@@ -66,19 +66,19 @@ class Connection:
         self.open = asyncio.Event()  # cleared: half-open
         self.open.set()
 
-    def _of(self, kind: type[_F]) -> list[_F]:
-        """The faults of a kind without a place that strike this connection."""
-        return [f for f in self.play.script if isinstance(f, kind) and self.play.strikes(f, self.number)]
+    def _striking(self, kind: type[_F]) -> list[_F]:
+        """The faults of a class without an offset that strike this connection."""
+        return [f for f in self.script.faults if isinstance(f, kind) and self.script.strikes(f, self.number)]
 
     async def run(self) -> None:
-        """Forwards until one side ends or a fault does."""
+        """Forwards until one side closes the connection or a fault ends it."""
         reset = False
         try:
             _prepare(self._client)
-            for answer in self._of(Answer):
+            for answer in self._striking(Answer):
                 await self._answer(answer)
                 return
-            diverts = self._of(Divert)
+            diverts = self._striking(Divert)
             await self._connect(diverts)
             pumps = [
                 self.loop.create_task(self._pump_requests(diverts)),
@@ -90,12 +90,12 @@ class Connection:
                 for pump in pumps:
                     pump.cancel()
                 await asyncio.gather(*pumps, return_exceptions=True)
-        except _Over as over:
-            reset = over.reset
+        except _Ended as ended:
+            reset = ended.reset
         except OSError:
-            reset = True  # as the peer had it
+            reset = True  # as the peer did
         finally:
-            # Nothing waits on the sockets any more, so that closing them takes effect at once.
+            # No task waits on the sockets any more, so closing them takes effect at once.
             for opened in (self._client, self._source):
                 if opened is not None:
                     if reset:
@@ -104,9 +104,9 @@ class Connection:
                     opened.close()
 
     async def _connect(self, diverts: list[Divert]) -> None:
-        host, port = (diverts[0].host, diverts[0].port) if diverts else self.play.target
+        host, port = (diverts[0].host, diverts[0].port) if diverts else self.script.target
         for divert in diverts:
-            self.play.struck(divert)
+            self.script.record(divert)
         error: OSError = ConnectionRefusedError()
         for family, kind, protocol, _, address in await self.loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
             source = socket.socket(family, kind, protocol)
@@ -129,7 +129,7 @@ class Connection:
             if not data:
                 return
             request += data
-        self.play.struck(answer)
+        self.script.record(answer)
         await self.loop.sock_sendall(self._client, answer.data)
         while answer.repeat:
             await asyncio.sleep(answer.interval)
@@ -143,7 +143,7 @@ class Connection:
         flow = Flow(self, "request", self._client, self._source)
         while data := await self.loop.sock_recv(self._client, _READ):
             await self.open.wait()
-            self.play.counters.request_bytes += len(data)
+            self.script.counters.request_bytes += len(data)
             for divert in diverts:
                 data = data.replace(divert.old, divert.new) if divert.old else data
             await flow.forward(data, body=False)
@@ -153,45 +153,45 @@ class Connection:
     async def _pump_answers(self) -> None:
         assert self._source is not None
         flow = Flow(self, "response", self._source, self._client)
-        heads = [f for f in self.play.script if isinstance(f, ReplaceHead)]
+        heads = [f for f in self.script.faults if isinstance(f, ReplaceHead)]
         if heads:
-            heads = self._of(ReplaceHead)
-        splitter = AnswerSplitter()
+            heads = self._striking(ReplaceHead)
+        splitter = ResponseSplitter()
         carried = 0
         while data := await self.loop.sock_recv(self._source, _READ):
-            self.play.counters.response_bytes += len(data)
+            self.script.counters.response_bytes += len(data)
             for body, part in splitter.split(data):
                 length = len(part) if body else 0
                 carried += length
-                await self.play.pass_gate(length, carried)
+                await self.script.pass_gate(length, carried)
                 await flow.forward(part if body else self._rewritten(part, heads), body)
         await flow.forward(splitter.rest(), body=False)
-        raise _Over
+        raise _Ended
 
     def _rewritten(self, head: bytes, faults: list[ReplaceHead]) -> bytes:
         for fault in faults:
             new = fault.new.replace(b"\\", rb"\\")
             head, count = re.subn(re.escape(fault.old), new, head, flags=re.IGNORECASE)
             if count:
-                self.play.struck(fault)
+                self.script.record(fault)
         return head
 
 
 class Flow:
-    """One direction of a connection, with the faults that lie ahead in it."""
+    """One direction of a connection, with the faults whose offsets it has not reached yet."""
 
     def __init__(self, connection: Connection, direction: str, source: socket.socket, sink: socket.socket) -> None:
         self._connection = connection
         self._source = source
         self._sink = sink
-        script = connection.play.script
-        self._ahead = [f for f in script if isinstance(f, OffsetFault) and f.direction == direction]
+        faults = connection.script.faults
+        self._ahead = [f for f in faults if isinstance(f, OffsetFault) and f.direction == direction]
         self._position = {"stream": 0, "body": 0}
         self._drip: Drip | None = None
         self._due = 0.0
 
     async def forward(self, data: bytes, body: bool) -> None:
-        """Sends ``data`` on, acting out the faults whose places are in it."""
+        """Sends ``data`` on and applies the faults whose offsets lie in it."""
         while data:
             upcoming = [f for f in self._ahead if body or f.of == "stream"]
             fault = min(upcoming, key=self._distance, default=None)
@@ -202,20 +202,20 @@ class Flow:
             await self._send(data[:distance], body)
             data = data[distance:]
             self._ahead.remove(fault)
-            if self._connection.play.strikes(fault, self._connection.number):
-                self._connection.play.struck(fault)
-                data = await self._act(fault, data)
+            if self._connection.script.strikes(fault, self._connection.number):
+                self._connection.script.record(fault)
+                data = await self._apply(fault, data)
 
     def _distance(self, fault: OffsetFault) -> int:
         return max(0, fault.at - self._position[fault.of])
 
-    async def _act(self, fault: OffsetFault, data: bytes) -> bytes:
-        """What is to be sent in place of ``data``, which begins at the fault's place."""
+    async def _apply(self, fault: OffsetFault, data: bytes) -> bytes:
+        """Applies a fault and returns the bytes to send in place of ``data``, which begins at the fault's offset."""
         match fault:
             case Truncate():
-                raise _Over
+                raise _Ended
             case Reset():
-                raise _Over(reset=True)
+                raise _Ended(reset=True)
             case HalfOpen():
                 self._connection.open.clear()
             case FlipByte():
@@ -240,7 +240,9 @@ class Flow:
             piece = data[start : start + size]
             if self._drip:
                 wait = self._drip.interval * len(piece) / size
-                self._due = max(self._due + wait, time.monotonic() - 1)  # a late drop is made up for
+                self._due = max(
+                    self._due + wait, time.monotonic() - 1
+                )  # catches up after a late piece, for a second at most
                 await asyncio.sleep(self._due - time.monotonic())
             await self._connection.loop.sock_sendall(self._sink, piece)
 

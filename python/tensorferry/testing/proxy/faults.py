@@ -1,8 +1,8 @@
-"""What can go wrong with a connection: one class per fault, and which connections it hits.
+"""The faults of a connection, one class each, and which connections they hit.
 
-A script is a sequence of faults; :class:`tensorferry.testing.FaultProxy` acts it out. Offsets count per connection,
-from 0, either over all bytes (``of="stream"``) or over the bodies of HTTP answers alone (``of="body"``, heads left out;
-several answers on one connection count on).
+A script is a sequence of faults; :class:`tensorferry.testing.FaultProxy` applies it. Offsets count from 0 on each
+connection, either over all bytes (``of="stream"``) or over the bodies of HTTP responses only (``of="body"``: heads are
+left out, and the count continues from one response on a connection to the next).
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ Connections = int | range | frozenset[int] | None
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """What all faults have.
+    """Base class of all faults.
 
     Args:
-        connections: which connections it hits; ``None``: all of them
-        order: how connections are numbered: as they were ``"accepted"``, or as they came to the fault's place
-            (``"reaching"``): number 1 is then the second connection that carries that many bytes, whatever small
-            requests were made on others before
+        connections: the numbers of the connections it hits; ``None``: all of them
+        order: how connections are numbered: as they were ``"accepted"``, or as they reached the fault's offset
+            (``"reaching"``): number 1 is then the second connection that carries that many bytes, however many
+            small requests other connections carried before
     """
 
     connections: Connections = None
     order: Literal["accepted", "reaching"] = "accepted"
 
     def hits(self, number: int) -> bool:
-        """Whether the connection with this number is hit."""
+        """Whether the fault hits the connection with this number."""
         if self.connections is None:
             return True
         return number == self.connections if isinstance(self.connections, int) else number in self.connections
@@ -53,12 +53,15 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True)
 class OffsetFault(Fault):
-    """A fault at a place in the bytes of one direction, once per connection.
+    """A fault at an offset in one direction of a connection; it strikes each connection once at most.
 
     Args:
-        at: offset of the first byte it concerns
-        of: what the offset counts
-        direction: ``"response"`` is from the source to the receiver; requests have no bodies that count
+        at: offset of the first byte it affects
+        of: which bytes the offset counts
+        direction: ``"response"`` is from the source to the receiver; ``"request"`` needs ``of="stream"``
+
+    Raises:
+        ValueError: the offset is negative, or counts bodies of requests
     """
 
     at: int = 0
@@ -74,7 +77,7 @@ class OffsetFault(Fault):
 
 @dataclass(frozen=True, kw_only=True)
 class Truncate(OffsetFault):
-    """Closes the connection in good order after ``at`` bytes."""
+    """Closes the connection (FIN) after ``at`` bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +87,7 @@ class Reset(OffsetFault):
 
 @dataclass(frozen=True, kw_only=True)
 class HalfOpen(OffsetFault):
-    """From byte ``at`` on nothing is forwarded in either direction and nothing is read; the connection stays open."""
+    """Stops reading and forwarding in both directions from byte ``at`` on; the connection stays open."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,21 +103,34 @@ class FlipByte(OffsetFault):
 
 @dataclass(frozen=True, kw_only=True)
 class Duplicate(OffsetFault):
-    """Sends bytes twice: up to ``count`` of those that begin at ``at``, as far as they came in one read."""
+    """Sends bytes twice, beginning with byte ``at``.
+
+    Args:
+        count: how many at most; fewer if one read of the proxy brought fewer
+    """
 
     count: int = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class Delay(OffsetFault):
-    """Waits before byte ``at``."""
+    """Waits once before byte ``at``.
+
+    Args:
+        seconds: how long
+    """
 
     seconds: float = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Drip(OffsetFault):
-    """From byte ``at`` on sends ``size`` bytes each ``interval`` seconds."""
+    """Forwards ``size`` bytes every ``interval`` seconds from byte ``at`` on.
+
+    Args:
+        size: bytes in one piece
+        interval: seconds between two pieces
+    """
 
     size: int = 1
     interval: float = 0.1
@@ -122,13 +138,13 @@ class Drip(OffsetFault):
 
 @dataclass(frozen=True, kw_only=True)
 class Answer(Fault):
-    """Answers the first request in place of the source, which is not asked.
+    """Answers the first request of a connection in place of the source, which never sees it.
 
     Args:
         data: sent at once
-        repeat: sent again and again after it, until the receiver goes
-        interval: seconds between two of these
-        close: close the connection at the end; without, it stays open
+        repeat: sent over and over after ``data``, until the receiver closes the connection
+        interval: seconds between two times
+        close: whether to close the connection after ``data``; otherwise it stays open
     """
 
     data: bytes = b""
@@ -139,7 +155,12 @@ class Answer(Fault):
 
 @dataclass(frozen=True, kw_only=True)
 class ReplaceHead(Fault):
-    """Puts ``new`` for ``old`` (upper or lower case) in the head of every answer: lies about status, length, range."""
+    """Replaces bytes in the head of every response, so that it lies about its status, length or range.
+
+    Args:
+        old: bytes to look for, in upper or lower case
+        new: bytes to put in their place
+    """
 
     old: bytes
     new: bytes
@@ -147,13 +168,13 @@ class ReplaceHead(Fault):
 
 @dataclass(frozen=True, kw_only=True)
 class Divert(Fault):
-    """Connects to another source.
+    """Connects to another source than the proxy's.
 
     Args:
-        host: its host
-        port: its port
-        old: bytes of requests, such as the path in the first source's metadata,
-        new: and what the other source is sent in their place
+        host: the other source's host
+        port: the other source's port
+        old: bytes of requests to replace, such as the path in the first source's metadata
+        new: bytes to send to the other source in their place
     """
 
     host: str

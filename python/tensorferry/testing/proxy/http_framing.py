@@ -1,10 +1,10 @@
-"""Tells heads and bodies of HTTP/1 answers apart in a stream of bytes."""
+"""Separates the heads and the bodies of HTTP/1 responses in a stream of bytes."""
 
 from __future__ import annotations
 
 import re
 
-__all__ = ["AnswerSplitter"]
+__all__ = ["ResponseSplitter"]
 
 _MAX_HEAD = 64 << 10
 _STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})")
@@ -12,19 +12,19 @@ _LENGTH = re.compile(rb"\r?\ncontent-length:[ \t]*(\d{1,18})[ \t]*\r?\n", re.IGN
 _END = re.compile(rb"\r?\n\r?\n")
 
 
-class AnswerSplitter:
-    """Follows one connection's answers; a body without a length goes on to the end of the connection.
+class ResponseSplitter:
+    """Splits the bytes of one connection's responses; a body without a length extends to the end of the connection.
 
-    It is no validator: what is not HTTP counts as body, so that a proxy forwards it all the same. Answers to HEAD are
-    not told from others.
+    It validates nothing: bytes that are not HTTP count as body, so that the proxy forwards them as well. Responses to
+    HEAD requests are treated like all others.
     """
 
     def __init__(self) -> None:
         self._head = b""
-        self._left: int | None = 0  # of the body; None: until the connection ends
+        self._left: int | None = 0  # bytes of the body still to come; None: until the connection ends
 
     def split(self, data: bytes) -> list[tuple[bool, bytes]]:
-        """``(is body, bytes)`` for whole heads and pieces of bodies; the start of a head waits for its end."""
+        """Returns ``(is body, bytes)`` for complete heads and pieces of bodies; an incomplete head is kept back."""
         parts: list[tuple[bool, bytes]] = []
         while data:
             if self._left == 0:
@@ -38,7 +38,7 @@ class AnswerSplitter:
         return parts
 
     def rest(self) -> bytes:
-        """The start of a head that did not end."""
+        """Returns and forgets the bytes of an incomplete head."""
         head, self._head = self._head, b""
         return head
 

@@ -1,4 +1,4 @@
-"""Keeps a receive from being over before a fault has struck."""
+"""Holds connections back so that a receive cannot finish before a fault has struck."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ __all__ = ["Pace"]
 
 
 class Pace:
-    """What each connection may carry before a fault has struck on one of them; it then waits for that.
+    """Stops each connection after ``share`` body bytes until a fault has struck on any of them.
 
     Args:
-        share: bytes of bodies per connection
-        patience: seconds after which nobody waits any longer
+        share: body bytes that each connection may carry before
+        patience: seconds after which all connections go on although no fault has struck
     """
 
     def __init__(self, share: int, patience: float) -> None:
@@ -22,11 +22,11 @@ class Pace:
         self._over = asyncio.Event()
 
     def end(self) -> None:
-        """A fault has struck: all go on."""
+        """Lets all connections go on."""
         self._over.set()
 
     async def wait(self, carried: int) -> None:
-        """Waits if a connection has ``carried`` its share and no fault has struck."""
+        """Waits if a connection has ``carried`` more than its share and no fault has struck yet."""
         if carried <= self._share or self._over.is_set():
             return
         with contextlib.suppress(TimeoutError):

@@ -1,4 +1,4 @@
-"""A TCP proxy between a receiver and a source that does to their connections what a script says."""
+"""A TCP proxy between a receiver and a source that applies a script of faults to their connections."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from urllib.parse import urlsplit
 from .connection import Connection
 from .faults import Fault
 from .pace import Pace
-from .script import Play, ProxyCounters
+from .script import ProxyCounters, Script
 
 __all__ = ["FaultProxy", "ProxyCounters"]
 
 
 class FaultProxy:
-    """Forwards connections to a source and acts out a script of faults on them.
+    """Forwards connections to a source and applies a script of faults to them.
 
-    It runs in a thread of its own, with nothing but the standard library, and knows of HTTP only where an answer's head
-    ends and its body begins. Use it as a context manager::
+    It runs in a thread of its own and needs only the standard library. All it knows of HTTP is where the head of a
+    response ends and its body begins. Use it as a context manager::
 
         with FaultProxy.before(source.metadata(), [FlipByte(at=300_000, connections=2)]) as proxy:
             receiver.recv_checkpoint(0, proxy.through(source.metadata()), step, timeout)
         assert proxy.fired["FlipByte"] == 1
 
     Args:
-        target_host: where the source is
-        target_port: its port
+        target_host: the source's host
+        target_port: the source's port
         script: the faults; several may hit one connection
     """
 
     def __init__(self, target_host: str, target_port: int, script: Iterable[Fault] = ()) -> None:
-        self._play = Play(script, (target_host, target_port))
+        self._script = Script(script, (target_host, target_port))
         self._original_port = target_port
-        self.script: Sequence[Fault] = self._play.script
-        self.counters: ProxyCounters = self._play.counters
-        self.fired: Counter[str] = self._play.fired
-        """How often each class of fault struck."""
+        self.script: Sequence[Fault] = self._script.faults
+        self.counters: ProxyCounters = self._script.counters
+        self.fired: Counter[str] = self._script.fired
+        """How often each fault struck, by the name of its class."""
         self._loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=256)
@@ -52,7 +52,11 @@ class FaultProxy:
 
     @classmethod
     def before(cls, metadata: str, script: Iterable[Fault] = ()) -> FaultProxy:
-        """A proxy in front of the source whose metadata this is."""
+        """Returns a proxy in front of the source with this metadata.
+
+        Raises:
+            ValueError: the metadata is not a URL
+        """
         url = urlsplit(metadata)
         if not url.hostname:
             raise ValueError(f"{metadata!r} is no URL: a proxy cannot be put before it")
@@ -72,10 +76,10 @@ class FaultProxy:
         return str(host), int(port)
 
     def through(self, metadata: str) -> str:
-        """The same metadata with the source's host and port replaced by the proxy's.
+        """Returns the metadata with the source's host and port replaced by the proxy's.
 
         Raises:
-            ValueError: the source's port is not in it
+            ValueError: the metadata does not name the source's port
         """
         host, port = self.address
         changed, count = re.subn(
@@ -86,36 +90,44 @@ class FaultProxy:
         return changed
 
     def hold(self, at: int) -> None:
-        """Stops forwarding answers when ``at`` bytes of their bodies went through, over all connections."""
-        self._play.hold_at = at
+        """Stops forwarding responses after ``at`` bytes of their bodies, counted over all connections."""
+        self._script.hold_at = at
 
     def wait_held(self, timeout: float, over: Callable[[], bool] = lambda: False) -> bool:
-        """Waits until :meth:`hold` has stopped the bytes; ``False`` if that did not come, or ``over()`` came first."""
+        """Waits until :meth:`hold` has stopped the forwarding.
+
+        Args:
+            timeout: seconds to wait at most
+            over: polled meanwhile; the wait ends when it returns ``True``
+
+        Returns:
+            Whether forwarding has stopped; ``False`` after ``timeout`` seconds, or when ``over()`` was true first.
+        """
         end = time.monotonic() + timeout
-        while not self._play.held.wait(0.02):
+        while not self._script.held.wait(0.02):
             if time.monotonic() > end or over():
                 return False
         return True
 
     def release(self) -> None:
-        """Goes on after :meth:`hold`."""
-        self._play.hold_at = None
-        self._loop.call_soon_threadsafe(self._play.gate.set)
+        """Resumes forwarding after :meth:`hold`."""
+        self._script.hold_at = None
+        self._loop.call_soon_threadsafe(self._script.gate.set)
 
     def pace(self, share: int, patience: float) -> None:
-        """Has each connection wait after ``share`` bytes of bodies until a fault has struck on one of them.
+        """Makes each connection wait after ``share`` body bytes until a fault has struck on any of them.
 
-        So a fast receiver cannot be done over its first connections before it has come to the faulty one. After
-        ``patience`` seconds nobody waits any longer. It is to be called before the first connection.
+        Otherwise a fast receiver could finish over its first connections before it uses the faulty one. After
+        ``patience`` seconds all connections go on. Call this before the first connection is made.
         """
-        self._play.pace = Pace(share, patience)
+        self._script.pace = Pace(share, patience)
 
     def retarget(self, host: str, port: int) -> None:
-        """Leads new connections elsewhere, as if another process had taken the source's port."""
-        self._play.target = (host, port)
+        """Connects new connections to another address, as if another process had taken the source's port."""
+        self._script.target = (host, port)
 
     def close(self) -> None:
-        """Ends all connections. It may be called again."""
+        """Ends all connections and stops listening. Calling it again does nothing."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._cancel)
             self._thread.join(10)
@@ -146,6 +158,6 @@ class FaultProxy:
             client, _ = await self._loop.sock_accept(self._listener)
             number = self.counters.connections
             self.counters.connections += 1
-            task = self._loop.create_task(Connection(self._play, number, client).run())
+            task = self._loop.create_task(Connection(self._script, number, client).run())
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)

@@ -1,4 +1,4 @@
-"""A script as it is acted out: which faults have struck, what went through so far, and where bytes are held."""
+"""The script of a proxy while it runs: its faults, which of them have struck, and whether forwarding is held."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from .faults import Fault
 from .pace import Pace
 
-__all__ = ["Play", "ProxyCounters"]
+__all__ = ["ProxyCounters", "Script"]
 
 
 @dataclass
 class ProxyCounters:
-    """What went through a proxy so far."""
+    """Connections that a proxy has accepted, and bytes that it has forwarded."""
 
     connections: int = 0
     request_bytes: int = 0
@@ -24,43 +24,47 @@ class ProxyCounters:
     body_bytes: int = 0
 
 
-class Play:
-    """What the connections of one proxy share, all in its thread.
+class Script:
+    """The faults of one proxy and what they have done so far. All its connections share it.
 
     Args:
-        script: the faults; several may hit one connection
+        faults: several may hit one connection
         target: host and port of the source
     """
 
-    def __init__(self, script: Iterable[Fault], target: tuple[str, int]) -> None:
-        """Nothing has struck yet."""
-        self.script: Sequence[Fault] = tuple(script)
+    def __init__(self, faults: Iterable[Fault], target: tuple[str, int]) -> None:
+        self.faults: Sequence[Fault] = tuple(faults)
         self.target = target
         self.counters = ProxyCounters()
         self.fired: Counter[str] = Counter()
         self.pace: Pace | None = None
-        #: Bytes of bodies at which forwarding stops, over all connections.
+        #: Number of body bytes, over all connections, at which forwarding stops.
         self.hold_at: int | None = None
         self.held = threading.Event()
         self.gate = asyncio.Event()
         self._reached: Counter[int] = Counter()
 
-    def struck(self, fault: Fault) -> None:
-        """Notes that a fault has struck."""
+    def record(self, fault: Fault) -> None:
+        """Counts a fault that has struck, and lets paced connections go on."""
         self.fired[type(fault).__name__] += 1
         if self.pace:
             self.pace.end()
 
     def strikes(self, fault: Fault, number: int) -> bool:
-        """Whether a fault whose place connection ``number`` has come to strikes there."""
+        """Whether ``fault`` strikes connection ``number``, which has reached the fault's offset."""
         if fault.order == "reaching":
-            index = self.script.index(fault)
+            index = self.faults.index(fault)
             number = self._reached[index]
             self._reached[index] += 1
         return fault.hits(number)
 
     async def pass_gate(self, body: int, carried: int) -> None:
-        """Waits while ``body`` bytes of a body may not go on, on a connection that carried ``carried`` with them."""
+        """Waits until the next bytes of a connection may be forwarded.
+
+        Args:
+            body: how many of them belong to a body
+            carried: body bytes of this connection so far, these included
+        """
         if self.pace:
             await self.pace.wait(carried)
         self.counters.body_bytes += body
