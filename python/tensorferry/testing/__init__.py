@@ -7,12 +7,12 @@ It works on any ``CheckpointTransport`` whose metadata is a URL, torchft's ``HTT
 :class:`FaultProxy` alone serves tests of other things: it stands between a receiver and its source.
 """
 
+from .matrix.candidates import BUILTIN, Candidate
 from .matrix.catalogue import SCENARIOS
 from .matrix.idle_crowd import IdleCrowd
 from .matrix.run_cell import Limits, Outcome
 from .matrix.run_matrix import broken_promises, format_markdown, format_table, from_json, run_matrix, to_json
 from .matrix.scenario import Scenario
-from .matrix.workers import BUILTIN, Candidate
 from .proxy.faults import (
     Answer,
     Delay,

@@ -17,9 +17,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeAlias
 
+from .candidates import Candidate
 from .scenario import LeftOut
 from .traps import Trap
-from .workers import NAMES_ASKED, REPLACED, Candidate, Received, Setting, log_tail, receiver_main, source_main
+from .workers import NAMES_ASKED, REPLACED, Received, Setting, log_tail, receiver_main, source_main
 
 __all__ = ["Child", "ChildGone", "ChildHung", "Children", "Orphan", "Right"]
 

@@ -14,12 +14,13 @@ from urllib.parse import urlsplit
 
 from ..proxy.proxy import FaultProxy
 from .attacks import attacking
+from .candidates import BUILTIN, Candidate
 from .idle_crowd import IdleCrowd, crowding
 from .name_server import NAME
 from .processes import Child, ChildGone, ChildHung, Children, Orphan, Right, wait_until
 from .scenario import LeftOut, Scenario
 from .traps import missing
-from .workers import BUILTIN, Candidate, Received, Setting, SourceReport
+from .workers import Received, Setting, SourceReport
 
 __all__ = ["Cell", "Limits", "Outcome", "run_cell"]
 

@@ -11,11 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ..proxy.faults import Fault
+from .candidates import BUILTIN, Candidate
 from .catalogue import SCENARIOS
 from .processes import ChildGone, ChildHung
 from .run_cell import Limits, Outcome, run_cell
 from .scenario import HEALED, LeftOut, Scenario
-from .workers import BUILTIN, Candidate
 
 __all__ = [
     "broken_promises",

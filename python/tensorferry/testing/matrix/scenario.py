@@ -12,8 +12,8 @@ from .idle_crowd import IdleCrowd
 from .traps import Trap
 
 if TYPE_CHECKING:
+    from .candidates import Candidate
     from .run_cell import Cell
-    from .workers import Candidate
 
 __all__ = ["HEALED", "Beside", "LeftOut", "Scenario"]
 

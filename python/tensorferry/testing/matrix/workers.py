@@ -1,10 +1,9 @@
-"""The two processes of a cell, a healthy source and a healing receiver; each obeys what comes through its pipe."""
+"""The main functions of the two processes of a cell: a source and a receiver, driven by requests through a pipe."""
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
-import importlib
 import os
 import signal
 import sys
@@ -20,109 +19,26 @@ from typing import Any
 
 import torch
 
+from .candidates import Candidate
 from .name_server import SilentNameServer
 from .sample import sample_state, wrong_bytes
 from .scenario import LeftOut
 from .tensor_memory import change, free_at_once, overwrite, replace
 from .traps import set_trap
 
-__all__ = ["BUILTIN", "Candidate", "Received", "Setting", "SourceReport", "receiver_main", "source_main"]
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A transport under test.
-
-    Args:
-        name: what the table calls it
-        factory: ``module:callable``; called as ``factory(timeout, lanes)`` in each process, it gives a
-            ``CheckpointTransport`` whose ``metadata()`` is a URL
-        lanes: connections of a receive, or the nearest the transport has
-        join: ``module:callable`` that makes one metadata string of those of several sources, where a receive can have
-            several
-        encrypts: what it sends cannot be read on the way: faults that need that are left out
-        local: whether processes of one machine can do without the network: the factory then takes ``same_host`` and
-            ``max_bandwidth`` (bytes per second), too
-        in_place: whether a receiver can write into its live state: the factory then takes ``state_dict``, too
-        stock: whether it receives from torchft's own transport besides its own kind
-    """
-
-    name: str
-    factory: str
-    lanes: int = 4
-    join: str = ""
-    encrypts: bool = False
-    local: bool = False
-    in_place: bool = False
-    stock: bool = False
-
-    def build(self, timeout: float, **more: Any) -> Any:
-        """A transport of this kind; ``more`` is what only some kinds take."""
-        return _named(self.factory)(timedelta(seconds=timeout), self.lanes, **more)
-
-    def joined(self, metadata: list[str]) -> str:
-        """One metadata string for several sources."""
-        return str(_named(self.join)(metadata))
-
-
-def _named(what: str) -> Any:
-    module, _, name = what.partition(":")
-    return getattr(importlib.import_module(module), name)
-
-
-def _tensorferry(timeout: timedelta, lanes: int, **more: Any) -> Any:
-    from ...transport import HTTPTransport
-
-    return HTTPTransport(timeout, lanes, **more)
-
-
-def _tensorferry_copy(timeout: timedelta, lanes: int, **more: Any) -> Any:
-    return _tensorferry(timeout, lanes, snapshot="copy", **more)
-
-
-def _tensorferry_secret(timeout: timedelta, lanes: int, **more: Any) -> Any:
-    return _tensorferry(timeout, lanes, secret="shared by the processes of a cell", **more)
-
-
-def _tensorferry_tls(timeout: timedelta, lanes: int, **more: Any) -> Any:
-    return _tensorferry(timeout, lanes, tls=True, **more)
-
-
-def _torchft(timeout: timedelta, lanes: int) -> Any:
-    from torchft.checkpointing import HTTPTransport
-
-    return HTTPTransport(timeout, lanes)
-
-
-_JOIN = "tensorferry:join_metadata"
-
-BUILTIN = {
-    candidate.name: candidate
-    for candidate in (
-        Candidate("tensorferry", f"{__name__}:_tensorferry", join=_JOIN, local=True, in_place=True, stock=True),
-        Candidate(
-            "tensorferry-copy", f"{__name__}:_tensorferry_copy", join=_JOIN, local=True, in_place=True, stock=True
-        ),
-        Candidate("tensorferry-secret", f"{__name__}:_tensorferry_secret", join=_JOIN, local=True, in_place=True),
-        Candidate(
-            "tensorferry-tls", f"{__name__}:_tensorferry_tls", join=_JOIN, encrypts=True, local=True, in_place=True
-        ),
-        Candidate("torchft", f"{__name__}:_torchft"),
-        Candidate("torchft-unchunked", f"{__name__}:_torchft", lanes=0),
-    )
-}
-"""Transports known by name."""
+__all__ = ["NAMES_ASKED", "REPLACED", "Received", "Setting", "SourceReport", "log_tail", "receiver_main", "source_main"]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a row asks of the processes of its cell.
+    """What a scenario requires of the processes of its cell.
 
     Args:
-        local: do without the network where both can
-        bytes_per_second: what a source may send then, since nothing else holds a receive up; 0: as much as it can
+        local: use no network between source and receiver
+        bytes_per_second: limit of a source that sends without the network, where the proxy cannot hold a receive up;
+            0: no limit
         in_place: receive into a live state
-        silent_names: the receiver has a name server that never answers
+        silent_names: give the receiver a name server that never answers
     """
 
     local: bool = False
@@ -133,44 +49,44 @@ class Setting:
 
 @dataclass
 class SourceReport:
-    """What a source's trainer noticed."""
+    """What a source's trainer has measured since the last report."""
 
     longest_pause: float = 0.0
-    """Seconds between two iterations of its loop, calls into the transport left out."""
+    """Longest time between two iterations of its loop, calls into the transport left out, seconds."""
     calls: list[tuple[str, float, str | None]] = field(default_factory=list)
-    """Method, seconds and what it raised."""
+    """For each call into the transport: method, seconds, and the exception as text if one was raised."""
 
 
 @dataclass
 class Received:
-    """How a receive ended, as the receiving process saw it."""
+    """The result of a receive, as reported by the receiving process."""
 
     seconds: float
     wrong_bytes: int = 0
     error: str | None = None
-    """Name of the exception's class; ``None``: it returned."""
+    """Name of the exception's class; ``None`` if the receive returned."""
     classes: tuple[str, ...] = ()
     """The names of the exception's class and of all its bases."""
     message: str = ""
     newer: bool = False
-    """Whether what arrived is the second of the states that were right."""
+    """Whether the state that arrived is the second of the two allowed ones."""
     replaced: bool = False
-    """Whether its live tensors got other memory meanwhile."""
+    """Whether the receiver's live tensors got other memory during the receive."""
 
 
-def _enter(log: str, seconds: float) -> None:
-    """What both processes do first."""
-    os.environ["TENSORFERRY_SAME_HOST"] = "0"  # a shortcut would not go through the proxy
+def _prepare_process(log: str, seconds: float) -> None:
+    """Sets up environment, signals and output of this process, which ends itself after ``seconds``."""
+    os.environ["TENSORFERRY_SAME_HOST"] = "0"  # shared memory would bypass the proxy
     for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
         del os.environ[name]
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the runner, which ends us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the runner, which ends this process
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(max(int(seconds), 1))  # should the runner be gone
+    signal.alarm(max(int(seconds), 1))  # in case the runner has died
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1)  # where it hangs
+    faulthandler.register(signal.SIGUSR1)  # prints where the process hangs
     free_at_once()
     torch.set_num_threads(1)
 
@@ -178,8 +94,8 @@ def _enter(log: str, seconds: float) -> None:
 def source_main(
     pipe: Connection, candidate: Candidate, nbytes: int, timeout: float, setting: Setting, log: str, bound: float
 ) -> None:
-    """Trains in a loop; does what it is told to in between."""
-    _enter(log, bound)
+    """Runs a source: trains in a loop and carries out the requests from ``pipe`` between two iterations."""
+    _prepare_process(log, bound)
     more: dict[str, Any] = {"same_host": True} if setting.local else {}
     if setting.bytes_per_second:
         more["max_bandwidth"] = setting.bytes_per_second
@@ -189,7 +105,7 @@ def source_main(
     while True:
         weight = weight @ weight / 64
         now = time.monotonic()
-        trainer.noticed.longest_pause = max(trainer.noticed.longest_pause, now - last)
+        trainer.measured.longest_pause = max(trainer.measured.longest_pause, now - last)
         last = now
         if not pipe.poll(0.005):
             continue
@@ -203,10 +119,10 @@ def source_main(
 
 
 class _Trainer:
-    """What the trainer of a source can be told to do."""
+    """The trainer of a source; each public method is a request that the runner can send."""
 
     def __init__(self, pipe: Connection, transport: Any, nbytes: int, bound: float) -> None:
-        self.noticed = SourceReport()
+        self.measured = SourceReport()
         self._pipe = pipe
         self._transport = transport
         self._nbytes = nbytes
@@ -215,60 +131,60 @@ class _Trainer:
         self._prepared: dict[int, Any] = {}
 
     def prepare(self, seed: int) -> None:
-        """Makes the state that is published next, so that it takes no time then."""
+        """Makes the state of a later :meth:`publish` or :meth:`change` in advance."""
         self._prepared[seed] = sample_state(seed, self._nbytes)
 
     def publish(self, step: int, seed: int) -> Any:
-        """The metadata, or ``None`` if the transport raised."""
+        """Publishes the state of a seed; returns the metadata, or ``None`` if the transport raised."""
         return self._send(step, self._prepared.pop(seed, None) or sample_state(seed, self._nbytes))
 
     def publish_unsendable(self, step: int) -> Any:
-        """As :meth:`publish`, a state with something in it that cannot be pickled."""
+        """Like :meth:`publish`, with a state that holds an object that cannot be pickled."""
         return self._send(step, {"weight": torch.ones(64), "lock": threading.Lock()})
 
     def publish_trap(self, step: int, trap: Any, marker: Path) -> Any:
-        """As :meth:`publish`, a state that is a trap for who unpickles it."""
+        """Like :meth:`publish`, with a state that attacks the process that unpickles it."""
         return self._send(step, {"weight": torch.ones(64), "trap": set_trap(trap, marker)})
 
     def withdraw(self) -> bool:
-        """Withdraws the state and writes over it."""
-        raised = _timed(self.noticed, "disallow_checkpoint", self._transport.disallow_checkpoint)
-        if raised is None:  # a trainer that got an exception does not go on
+        """Withdraws the state and writes over it; returns whether the transport allowed it without raising."""
+        raised = _timed(self.measured, "disallow_checkpoint", self._transport.disallow_checkpoint)
+        if raised is None:  # a trainer would not go on after an exception
             overwrite(self._state)
         return raised is None
 
     def drain(self) -> bool:
-        """As :meth:`withdraw`, and says so right before."""
+        """Like :meth:`withdraw`, and sends ``"draining"`` right before."""
         self._pipe.send("draining")
         return self.withdraw()
 
     def replace(self, how: Any) -> None:
-        """Gives the tensors other memory."""
+        """Gives the tensors of the published state other memory."""
         replace(self._state, how)
 
     def change(self, seed: int) -> None:
-        """Writes the tensors of the prepared state into those that are served."""
+        """Writes the prepared state of a seed into the tensors that are served."""
         change(self._state, self._prepared[seed])
 
     def fork(self) -> int:
-        """Forks a child that does nothing, as a worker that waits for work does; its pid."""
+        """Forks a child that only waits, like an idle DataLoader worker, and returns its pid."""
         pid = os.fork()
         if pid == 0:
-            self._pipe.close()  # or nobody would learn that its parent has ended
+            self._pipe.close()  # otherwise the pipe stays open when the parent ends
             signal.alarm(max(int(self._bound), 1))
             while True:
                 signal.pause()
         return pid
 
     def report(self) -> SourceReport:
-        """What the trainer noticed since it was asked last."""
-        noticed, self.noticed = self.noticed, SourceReport()
-        return noticed
+        """Returns the measurements since the last report."""
+        measured, self.measured = self.measured, SourceReport()
+        return measured
 
     def _send(self, step: int, fresh: Any) -> Any:
-        # Overwritten or not, the old one is held until the new one is out, as a trainer's parameters are.
+        # The old state is kept until the new one is published, as a trainer keeps its parameters.
         call = partial(self._transport.send_checkpoint, [1], step, fresh, timedelta(seconds=9))
-        raised = _timed(self.noticed, "send_checkpoint", call)
+        raised = _timed(self.measured, "send_checkpoint", call)
         self._state = fresh
         return None if raised else self._transport.metadata()
 
@@ -288,11 +204,11 @@ def _timed(report: SourceReport, name: str, call: Callable[[], None]) -> BaseExc
 def receiver_main(
     pipe: Connection, candidate: Candidate, nbytes: int, timeout: float, setting: Setting, log: str, bound: float
 ) -> None:
-    """Receives when told to, and compares with the states that are right."""
-    _enter(log, bound)
+    """Runs a receiver: receives on request, and compares the result with the allowed states."""
+    _prepare_process(log, bound)
     if setting.silent_names:
         try:
-            # Before the transport has threads; and what only the resolver ends is late.
+            # Before the transport starts threads. A receive that only the resolver's timeout ends is counted as late.
             SilentNameServer(Path(log).with_name(NAMES_ASKED), timeout + 3)
         except LeftOut as error:
             pipe.send(error)
@@ -305,12 +221,12 @@ def receiver_main(
     pipe.send("ready")
     while True:
         try:
-            metadata, step, right, within = pipe.recv()
+            metadata, step, allowed, within = pipe.recv()
         except EOFError:
             break
         started = time.monotonic()
         try:
-            with _replaced_when_told(pipe, live):
+            with _replaced_on_request(pipe, live):
                 state = transport.recv_checkpoint(0, metadata, step, timedelta(seconds=within))
         except Exception as error:
             seconds = time.monotonic() - started
@@ -321,8 +237,8 @@ def receiver_main(
         pipe.send(received)
         if received.error:
             continue
-        # A mixture is held against the state it is nearest to.
-        wrong = [wrong_bytes(state, sample_state(seed, nbytes, objects)) for seed, objects in right]
+        # A mixture is compared with the nearest of the allowed states.
+        wrong = [wrong_bytes(state, sample_state(seed, nbytes, objects)) for seed, objects in allowed]
         pipe.send((min(wrong), wrong.index(min(wrong)) > 0))
         del state
     sys.stderr.flush()
@@ -330,14 +246,14 @@ def receiver_main(
 
 
 @contextlib.contextmanager
-def _replaced_when_told(pipe: Connection, live: Any) -> Iterator[None]:
-    """While the block runs the tensors of ``live`` get other memory when the cell says so, and it is told."""
+def _replaced_on_request(pipe: Connection, live: Any) -> Iterator[None]:
+    """While the block runs, gives the tensors of ``live`` other memory on request, and answers ``REPLACED``."""
     if live is None:
         yield
         return
     over = threading.Event()
 
-    def obey() -> None:
+    def replace_on_request() -> None:
         while not over.is_set():
             if pipe.poll(0.01):
                 (how,) = pipe.recv()
@@ -345,7 +261,7 @@ def _replaced_when_told(pipe: Connection, live: Any) -> Iterator[None]:
                 pipe.send(REPLACED)
                 return
 
-    other = threading.Thread(target=obey, daemon=True)
+    other = threading.Thread(target=replace_on_request, daemon=True)
     other.start()
     try:
         yield
@@ -355,14 +271,14 @@ def _replaced_when_told(pipe: Connection, live: Any) -> Iterator[None]:
 
 
 NAMES_ASKED = "names-asked"
-"""The file, beside a receiver's log, that says that its silent name server was asked."""
+"""Name of a file beside a receiver's log; it exists if the receiver's silent name server was asked."""
 
 REPLACED = "replaced"
-"""What a receiver says whose live tensors have other memory."""
+"""What a receiver sends after it has given its live tensors other memory."""
 
 
 def log_tail(log: Path, lines: int = 12) -> str:
-    """The end of what a process printed."""
+    """Returns the last lines that a process printed."""
     try:
         return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
     except OSError:
