@@ -1,4 +1,4 @@
-"""Peers that mean a source no good, or are broken: each attack is a crowd of plain sockets in one thread."""
+"""Attacks on a source by hostile or broken peers: each is a crowd of plain sockets in one thread."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Attack:
 
     Args:
         connections: how many are opened
-        data: what each sends; it gets the source's URL, and whatever it yields is sent piece by piece
+        data: called with the source's URL for each connection; the pieces that it yields are sent one by one
         interval: seconds between two pieces on one connection
-        reopen: whether a connection that the source has closed, or that has sent all, is opened again
+        reopen: whether a connection is opened again after the source has closed it, or after its last piece
     """
 
     connections: int
@@ -79,9 +79,9 @@ ATTACKS = {
 
 @contextlib.contextmanager
 def attacking(metadata: str, attack: Attack) -> Iterator[Callable[[], int]]:
-    """Attacks the source while the block runs; yields a callable that counts the connections opened so far.
+    """Attacks the source while the block runs; yields a callable that returns how many connections were opened so far.
 
-    The crowd is complete when the block is entered, or as complete as the source lets it become within five seconds.
+    All connections are open when the block is entered, or as many as the source accepts within five seconds.
     """
     crowd = _Crowd(urlsplit(metadata), attack)
     thread = threading.Thread(target=crowd.run, name="attack", daemon=True)

@@ -1,4 +1,4 @@
-"""The rows of the matrix that come with the suite."""
+"""The scenarios that come with the suite: the rows of the matrix."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ if TYPE_CHECKING:
 __all__ = ["SCENARIOS"]
 
 GONE = frozenset({"ConnectError", "FetchTimeout"})
-"""How tensorferry says that a source cannot be reached or does not go on."""
+"""tensorferry's errors for a source that cannot be reached or stops sending."""
 ODD = GONE | {"ProtocolError"}
-"""And that what it sends is not HTTP."""
+"""The same, and its error for responses that are not HTTP."""
 
 REFUSED_PICKLE = frozenset({"UnsafePickle", "ProtocolError"})
-"""How it refuses a pickle that names what it should not, or that nobody would write."""
+"""Its errors for a pickle that names a forbidden global, or that no pickler writes."""
 
 DEEP = 300_000
-"""In the first body of most connections; requests for metadata carry less."""
+"""An offset in the first body of most connections; responses with metadata are smaller."""
 DEEPER = 1_300_000
-"""After the first block, so that the transfer has begun; not after the last byte of a connection's share."""
-# What a source still has to send must be more than the 4 MiB that the kernel takes off its hands.
+"""An offset after the first block, when the transfer has begun, and before the end of a connection's share."""
+# Large enough that the source still has more to send than the 4 MiB that the kernel buffers.
 LARGE = 128 << 20
 
 
@@ -73,15 +73,15 @@ def _restart(cell: Cell) -> None:
 
 
 def _republish(cell: Cell) -> None:
-    """The same step with other bytes, while the first ones are under way."""
-    cell.newer_is_right()
+    """The source publishes other bytes as the same step during the transfer."""
+    cell.allow_newer()
     cell.ask_source(("publish", cell.step, cell.newer_seed))
 
 
 def _stall(cell: Cell) -> None:
     """The receiver reads nothing while its source withdraws the state, writes over it and publishes the next step.
 
-    Nor does the proxy: what it took would be off the source's hands.
+    The proxy reads nothing either: otherwise the source could hand its bytes over.
     """
     cell.receiver.signal(signal.SIGSTOP)
     try:
@@ -92,19 +92,19 @@ def _stall(cell: Cell) -> None:
 
 
 def _move_on(cell: Cell) -> None:
-    """The source withdraws and publishes the next step; the receiver reads on meanwhile."""
+    """The source withdraws and publishes the next step while the receiver goes on reading."""
     cell.proxy.release()
     cell.withdraw()
     cell.ask_source(("publish", cell.step + 1, cell.newer_seed))
 
 
 def _drain(cell: Cell) -> None:
-    """The source withdraws; what is left of the receive goes on meanwhile, and asks for more than it has asked for."""
+    """The source withdraws while the receive goes on and makes further requests."""
     cell.ask_source(("drain",))
-    # Who waits for readers is waiting now, and who does not is done.
-    wait_until(cell.source.answered, 0.2)
+    # After this a source that waits for its readers is waiting, and any other has withdrawn.
+    wait_until(cell.source.has_answered, 0.2)
     cell.proxy.release()
-    cell.source.answer(2 * cell.timeout)
+    cell.source.receive_answer(2 * cell.timeout)
 
 
 def _replace(how: Replacing) -> Callable[[Cell], None]:
@@ -115,25 +115,25 @@ def _replace(how: Replacing) -> Callable[[Cell], None]:
 
 
 def _replace_target(cell: Cell) -> None:
-    """The receiver's trainer gives its live tensors other memory; whether it did is seen when the receive is over."""
-    cell.receiver.tell(("data",))
-    wait_until(cell.receiver.answered, cell.timeout / 2)
+    """The receiver's trainer gives its live tensors other memory; the result of the receive says whether it did."""
+    cell.receiver.send(("data",))
+    wait_until(cell.receiver.has_answered, cell.timeout / 2)
 
 
 def _change(cell: Cell) -> None:
-    """The source's trainer writes to what is served: all of the receive is of before, or all of after."""
-    cell.newer_is_right()
+    """The source's trainer writes to the served tensors; a receive may return the old or the new state, whole."""
+    cell.allow_newer()
     cell.ask_source(("change", cell.newer_seed))
 
 
 def _fail_to_send(cell: Cell) -> None:
-    """The source's trainer tries to publish what cannot be sent; whether its transport raises is its own affair."""
+    """The source's trainer publishes a state that cannot be pickled; its transport may raise or not."""
     cell.ask_source(("publish_unsendable", cell.step + 1))
     cell.ask_source(("report",))
 
 
-def _orphan(cell: Cell) -> None:
-    """The source has forked a child, as a DataLoader does, and is killed; the child lives on."""
+def _kill_with_child(cell: Cell) -> None:
+    """The source forks a child, as a DataLoader does, and is killed; the child lives on."""
     cell.adopt(cell.ask_source(("fork",)))
     _sigkill(cell)
     url = urlsplit(cell.metadata)
@@ -149,20 +149,20 @@ def _accepts(host: str, port: int) -> bool:
 
 
 def _slow(cell: Cell) -> tuple[Fault, ...]:
-    """Each lane of four would need 1.5 times the timeout, each eighth of the state less than it."""
+    """A rate at which a quarter of the state takes 1.5 times the timeout, and an eighth less than the timeout."""
     interval = 0.02
     return (Drip(size=int(cell.nbytes / 4 / (1.5 * cell.timeout) * interval), interval=interval),)
 
 
-def _twin(cell: Cell) -> tuple[Fault, ...]:
-    """Later connections come to another process that serves other bytes as the same step, under the same path."""
+def _other_generation(cell: Cell) -> tuple[Fault, ...]:
+    """Later connections reach another process, which serves other bytes as the same step under the same path."""
     host, port, metadata = cell.another_source(same_state=False)
-    cell.newer_is_right()
+    cell.allow_newer()
     old, new = urlsplit(cell.metadata).path.encode(), urlsplit(metadata).path.encode()
     return (Divert(connections=range(3, 1 << 30), host=host, port=port, old=old, new=new),)
 
 
-def _places(
+def _with_connections(
     name: str,
     about: str,
     make: Callable[..., Fault],
@@ -170,15 +170,15 @@ def _places(
     once: bool = True,
     **more: object,
 ) -> list[Scenario]:
-    """A fault on one connection of several, on connections that are well afterwards, and on all for ever.
+    """One fault on one connection of several, on the first connections only, and on every connection.
 
     Args:
-        name: of the fault
-        about: what it does
-        make: its class
-        always: how tensorferry may end when every connection has it
-        once: whether the receiver notices at once, so that it can be well again in the same receive
-        more: arguments of the fault
+        name: beginning of the scenarios' names
+        about: what the fault does
+        make: class of the fault
+        always: how a receive may end when the fault hits every connection
+        once: whether the receiver notices the fault at once, so that the same receive can recover from it
+        more: further arguments of the fault
     """
     rows = [
         Scenario(f"{name}-lane", f"{about}: one of several", (make(connections=1, order="reaching", at=DEEP, **more),)),
@@ -194,13 +194,13 @@ def _places(
     return rows
 
 
-def _nearby(row: Scenario, what: str = "through shared memory") -> Scenario:
-    """The same fault between processes of one machine that do without the network."""
+def _without_network(row: Scenario, what: str = "through shared memory") -> Scenario:
+    """The same scenario between processes on one machine that do without the network."""
     return dataclasses.replace(row, name=f"{row.name}-local", about=f"{row.about}, {what}", local=True)
 
 
 def _trap(trap: Trap, about: str) -> list[Scenario]:
-    """A hostile source with the transport's own format, and one with torchft's."""
+    """A hostile source that sends its pickle in the transport's own format, and one that sends it in torchft's."""
     row = Scenario(f"pickle-{trap}", f"a hostile source's pickle {about}", trap=trap, expected=REFUSED_PICKLE)
     return [
         row,
@@ -208,8 +208,8 @@ def _trap(trap: Trap, about: str) -> list[Scenario]:
     ]
 
 
-def _answers(name: str, about: str, expected: frozenset[str], **answer: object) -> list[Scenario]:
-    """An answer that is not the source's, to one connection and to all."""
+def _forged_answers(name: str, about: str, expected: frozenset[str], **answer: object) -> list[Scenario]:
+    """The proxy answers in place of the source: on one connection, and on every one."""
     make: Callable[..., Fault] = Answer
     return [
         Scenario(f"{name}-lane", f"{about}: one connection", (make(connections=2, **answer),)),
@@ -217,8 +217,8 @@ def _answers(name: str, about: str, expected: frozenset[str], **answer: object) 
     ]
 
 
-def _beside(rows: list[Scenario]) -> list[Scenario]:
-    """A fault that one source does not survive, with a healthy one in front of it or behind it in the metadata."""
+def _with_healthy_source(rows: list[Scenario]) -> list[Scenario]:
+    """The scenarios that a single source does not survive, with a healthy source named before or after it."""
     chosen = {
         row.name: row
         for row in rows
@@ -246,12 +246,12 @@ _OK = b"HTTP/1.1 200 OK\r\n"
 
 _ROWS = [
     Scenario("none", "nothing goes wrong"),
-    *_places("truncate", "closed in the middle of a body", Truncate, GONE),
-    *_places("reset", "reset in the middle of a body", Reset, GONE),
-    *_places("half-open", "silent from the middle of a body on", HalfOpen, GONE, once=False),
-    *_places("drip", "one byte each 0.1 s from the middle of a body on", Drip, GONE, once=False),
-    *_places("duplicate", "64 bytes of a body come twice", Duplicate, ODD | {HEALED, "CorruptCheckpoint"}),
-    *_places("flip", "a byte of a body is changed", FlipByte, frozenset({HEALED, "CorruptCheckpoint"})),
+    *_with_connections("truncate", "closed in the middle of a body", Truncate, GONE),
+    *_with_connections("reset", "reset in the middle of a body", Reset, GONE),
+    *_with_connections("half-open", "silent from the middle of a body on", HalfOpen, GONE, once=False),
+    *_with_connections("drip", "one byte each 0.1 s from the middle of a body on", Drip, GONE, once=False),
+    *_with_connections("duplicate", "64 bytes of a body come twice", Duplicate, ODD | {HEALED, "CorruptCheckpoint"}),
+    *_with_connections("flip", "a byte of a body is changed", FlipByte, frozenset({HEALED, "CorruptCheckpoint"})),
     Scenario("flip-start", "a byte at the start of the first body, once", (FlipByte(connections=0, at=100),)),
     Scenario("mute-start", "the first connection never answers", (HalfOpen(connections=0, of="stream"),)),
     Scenario("half-open-start", "the first connection is silent from the middle of its first body on",
@@ -273,24 +273,24 @@ _ROWS = [
     ),
     Scenario("reset-request", "the first connection is reset in the middle of its request",
         (Reset(of="stream", direction="request", at=10, connections=0),), expected=frozenset({HEALED}) | GONE),
-    *_answers("garbage-answer", "32 KiB of noise for an answer", ODD, data=_NOISE),
-    *_answers("empty-answer", "closed without an answer", GONE),
-    *_answers("huge-header-answer", "a header of 8 MiB", ODD, data=_OK + b"X: " + b"a" * (8 << 20)),
-    *_answers("endless-header-answer", "headers without end", ODD, data=_OK, repeat=b"X: a\r\n" * 500,
+    *_forged_answers("garbage-answer", "32 KiB of noise for an answer", ODD, data=_NOISE),
+    *_forged_answers("empty-answer", "closed without an answer", GONE),
+    *_forged_answers("huge-header-answer", "a header of 8 MiB", ODD, data=_OK + b"X: " + b"a" * (8 << 20)),
+    *_forged_answers("endless-header-answer", "headers without end", ODD, data=_OK, repeat=b"X: a\r\n" * 500,
         interval=0.01),
-    *_answers("endless-continue", "100 Continue without end", ODD, repeat=b"HTTP/1.1 100 Continue\r\n\r\n",
+    *_forged_answers("endless-continue", "100 Continue without end", ODD, repeat=b"HTTP/1.1 100 Continue\r\n\r\n",
         interval=0.01),
-    *_answers("short-answer", "200, and a body shorter than its Content-Length", ODD | {"SourceRefused"},
+    *_forged_answers("short-answer", "200, and a body shorter than its Content-Length", ODD | {"SourceRefused"},
         data=_OK + b"Content-Length: 9999999\r\n\r\n" + _NOISE),
-    *_answers("status-500", "500 for an answer", frozenset({"SourceRefused"}) | GONE,
+    *_forged_answers("status-500", "500 for an answer", frozenset({"SourceRefused"}) | GONE,
         data=b"HTTP/1.1 500 No\r\nContent-Length: 0\r\n\r\n"),
     Scenario("lying-length", "a Content-Length ten times as long, on one connection",
         (ReplaceHead(connections=1, old=b"content-length: ", new=b"content-length: 1"),)),
     Scenario("lying-range", "a Content-Range of another place, on one connection",
         (ReplaceHead(connections=1, old=b"content-range: bytes ", new=b"content-range: bytes 1"),)),
     Scenario("wrong-step", "the source serves another step", wrong_step=True, expected=frozenset({"WrongStep"})),
-    Scenario("wrong-generation", "later connections come to another process with other bytes as the same step", _twin,
-        expected=frozenset({HEALED, "SourceChanged"}) | GONE),
+    Scenario("wrong-generation", "later connections come to another process with other bytes as the same step",
+        _other_generation, expected=frozenset({HEALED, "SourceChanged"}) | GONE),
     Scenario("republish", "the source publishes other bytes as the same step, mid-transfer", during=_republish,
         expected=frozenset({HEALED, "SourceChanged"}), private=frozenset({HEALED})),
     Scenario("move-on", "the source withdraws, writes over the state and publishes the next step, mid-transfer",
@@ -341,14 +341,14 @@ _CROWD = Scenario(
 )
 
 _ROWS += [
-    *_beside(_ROWS),
+    *_with_healthy_source(_ROWS),
     Scenario("other-state-first", "a second source holds another state as the same step", beside="behind",
         other_state=True),
     Scenario("other-state-second", "the same, and it comes first", beside="in front", other_state=True),
     _DRAIN,
-    _nearby(_DRAIN),
+    _without_network(_DRAIN),
     _REPLACED,
-    _nearby(_REPLACED),
+    _without_network(_REPLACED),
     dataclasses.replace(_REPLACED, name="replace-set", during=_replace("set"),
         about="the source's trainer calls tensor.set_ mid-transfer, and others write where the memory was"),
     dataclasses.replace(_REPLACED, name="replace-half", during=_replace("half"),
@@ -356,20 +356,20 @@ _ROWS += [
     Scenario("replace-target", "the receiver's trainer assigns to tensor.data of what is being filled", in_place=True,
         during=_replace_target, expected=frozenset({HEALED, "StateMismatch"})),
     _CHANGED,
-    _nearby(_CHANGED),
+    _without_network(_CHANGED),
     _CROWD,
     dataclasses.replace(_CROWD, name="idle-crowd-local", attack=IdleCrowd(1200, local=True), local=True,
         about="half of 1200 of them to its socket for processes of the same machine, through shared memory"),
-    Scenario("silent-names", "the source is told by name, and the receiver's name server never answers",
+    Scenario("silent-names", "the metadata has the source's host name, and the receiver's name server never answers",
         silent_names=True, expected=frozenset({"FetchTimeout"}), timeout=3.0),
     Scenario("send-fails", "the receive waits for a step that the source cannot send: it cannot be pickled",
         during=_fail_to_send, waiting=True, expected=frozenset({"FetchTimeout"}), timeout=3.0),
     Scenario("source-forked", "the source has forked a child and is killed mid-transfer; the child lives on",
-        during=_orphan, expected=GONE, survives=False, timeout=10.0, prompt=0.5),
+        during=_kill_with_child, expected=GONE, survives=False, timeout=10.0, prompt=0.5),
     *_trap("system", "names os.system"),
     *_trap("dotted", "names it by way of a module that is trusted"),
     *_trap("pointer", "forges a pointer to an object"),
 ]  # fmt: skip
 
 SCENARIOS: Mapping[str, Scenario] = {row.name: row for row in _ROWS}
-"""All rows by name, in the order of the table."""
+"""All scenarios by name, in the order of the table."""

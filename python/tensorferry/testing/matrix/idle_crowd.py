@@ -1,7 +1,7 @@
-"""A crowd of connections that say nothing, held open by a process of its own.
+"""A crowd of idle connections, held open by a separate process.
 
-It is run as a program, which needs nothing but the standard library: so many sockets are not for the process of the
-tests, whose limit of open files may be low and is not ours to raise.
+This file is also the program of that process and needs only the standard library. The process of the tests could not
+hold so many sockets: its limit of open files may be low, and the suite must not raise it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from urllib.parse import urlsplit
 __all__ = ["IdleCrowd", "crowding", "local_sockets"]
 
 _COMPLETE = 10.0
-"""Seconds the crowd may take to be complete."""
+"""Seconds the crowd may take to open all its connections."""
 _START = 30.0
-"""Seconds its process may take to start on a busy machine."""
+"""Seconds the process may take to start on a busy machine."""
 _AGAIN = 0.5
 """Seconds after which a connection that the source has closed is opened again."""
 _SPARE = 64
@@ -47,12 +47,15 @@ class IdleCrowd:
 
 @contextlib.contextmanager
 def crowding(metadata: str, pid: int, crowd: IdleCrowd) -> Iterator[Callable[[], int]]:
-    """Crowds the source while the block runs; yields a callable that counts the connections the source had at first.
+    """Holds the connections open while the block runs.
 
     Args:
         metadata: of the source
         pid: of the source
-        crowd: how many connections, and where to
+        crowd: how many connections, and whether half of them avoid the network
+
+    Yields:
+        A callable that returns how many connections were open when the block was entered; 0 if the crowd has ended.
     """
     url = urlsplit(metadata)
     targets = [f"{url.hostname}:{url.port}"]
@@ -71,12 +74,12 @@ def crowding(metadata: str, pid: int, crowd: IdleCrowd) -> Iterator[Callable[[],
     assert process.stdin
     assert process.stdout
     try:
-        # Should it die instead of saying so, the line is empty.
+        # The line is empty if the process died.
         said = select.select([process.stdout], [], [], _COMPLETE + _START)[0]
         opened = int(process.stdout.readline() or 0) if said else 0
         yield lambda: opened if process.poll() is None else 0
     finally:
-        process.stdin.close()  # tells it to end
+        process.stdin.close()  # asks the process to end
         try:
             process.wait(5)
         except subprocess.TimeoutExpired:
@@ -86,10 +89,10 @@ def crowding(metadata: str, pid: int, crowd: IdleCrowd) -> Iterator[Callable[[],
 
 
 def local_sockets(pid: int) -> list[str]:
-    """The names in the abstract Unix namespace under which a process of this user listens, each with its leading ``@``.
+    """Returns the abstract Unix socket names on which a process listens, each with its leading ``@``.
 
     Args:
-        pid: of the process
+        pid: of the process, which belongs to the same user
     """
     own = set()
     with contextlib.suppress(OSError):
@@ -117,7 +120,7 @@ class _Crowd:
         self._open: set[int] = set()
 
     def run(self) -> None:
-        """Until standard input ends; says how many connections there are once all have been tried."""
+        """Runs until standard input ends; prints the number of open connections once all have been tried."""
         self._selector.register(sys.stdin, selectors.EVENT_READ)
         end, said = time.monotonic() + _COMPLETE, False
         while True:
@@ -133,7 +136,7 @@ class _Crowd:
                 if key.fileobj is sys.stdin:
                     return
                 assert isinstance(key.fileobj, socket.socket)
-                self._look(key.fileobj, key.data)
+                self._handle(key.fileobj, key.data)
 
     def _connect(self, i: int) -> None:
         target = self._targets[i % len(self._targets)]
@@ -156,8 +159,8 @@ class _Crowd:
             return
         self._keep(opened, i)
 
-    def _look(self, member: socket.socket, i: int) -> None:
-        """A connection that is there now, or has failed, or was told something."""
+    def _handle(self, member: socket.socket, i: int) -> None:
+        """Handles an event: the connection was established, has failed, was closed, or has received bytes."""
         self._selector.unregister(member)
         if i not in self._open:
             self._connecting -= 1
@@ -186,12 +189,12 @@ def _main(count: str, *targets: str) -> None:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    # A name would be looked up for each of them.
-    known = [t if t.startswith("@") else _addressed(t) for t in targets]
+    # Resolved once, not for each connection.
+    known = [t if t.startswith("@") else _resolve(t) for t in targets]
     _Crowd(int(count), known).run()
 
 
-def _addressed(target: str) -> str:
+def _resolve(target: str) -> str:
     host, _, port = target.rpartition(":")
     address = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0][4]
     return re.sub(r"%.*", "", str(address[0])) + f":{port}"

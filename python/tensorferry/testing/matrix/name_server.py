@@ -1,4 +1,4 @@
-"""A name server that never answers, in a namespace of the calling process's own: nothing of it is left behind."""
+"""A name server that never answers, in network and mount namespaces that end with the calling process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .scenario import LeftOut
 __all__ = ["NAME", "SilentNameServer"]
 
 NAME = "a-source.somewhere.test"
-"""A name that only the name server could know: ``test`` is nobody's domain."""
+"""A host name that only the name server could resolve; the domain ``test`` is reserved (RFC 2606)."""
 
 _NEW_MOUNTS, _NEW_USER, _NEW_NETWORK = 0x20000, 0x10000000, 0x40000000
 _BIND, _RECURSIVE, _PRIVATE = 0x1000, 0x4000, 0x40000
@@ -25,13 +25,13 @@ _GET_FLAGS, _SET_FLAGS, _UP = 0x8913, 0x8914, 0x1
 
 
 class SilentNameServer:
-    """Moves this process to a network of its own, in which the only name server is silent.
+    """Moves this process to a network namespace of its own, in which the only name server is silent.
 
-    It is to be made before the process has a second thread, which would stay where it was.
+    Create it before the process has a second thread: threads that exist already stay in the old namespace.
 
     Args:
-        asked: a file that is made when the first question comes
-        seconds: for how long the system's resolver waits for an answer, 30 at most
+        asked: a file that is created when the first query arrives
+        seconds: how long the system's resolver waits for an answer, 30 at most
 
     Raises:
         LeftOut: the system does not allow it
@@ -39,28 +39,28 @@ class SilentNameServer:
 
     def __init__(self, asked: Path, seconds: float) -> None:
         try:
-            _leave()
+            _enter_namespaces()
             _link_up()
             _replace_files(seconds)
             self._server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
             self._server.bind(("127.0.0.1", 53))
         except OSError as e:
             raise LeftOut(f"no network namespace for a silent name server: {e}") from e
-        threading.Thread(target=self._take_questions, args=(asked,), name="name-server", daemon=True).start()
+        threading.Thread(target=self._take_queries, args=(asked,), name="name-server", daemon=True).start()
 
-    def _take_questions(self, asked: Path) -> None:
+    def _take_queries(self, asked: Path) -> None:
         while self._server.recv(512):
             asked.touch()
 
 
-def _call(what: str, *arguments: object) -> None:
+def _call(function: str, *arguments: object) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
-    if getattr(libc, what)(*arguments):
+    if getattr(libc, function)(*arguments):
         code = ctypes.get_errno()
-        raise OSError(code, f"{what}: {os.strerror(code)}")
+        raise OSError(code, f"{function}: {os.strerror(code)}")
 
 
-def _leave() -> None:
+def _enter_namespaces() -> None:
     user, group = os.geteuid(), os.getegid()
     try:
         _call("unshare", _NEW_MOUNTS | _NEW_NETWORK)
@@ -69,12 +69,12 @@ def _leave() -> None:
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"0 {user} 1")
         Path("/proc/self/gid_map").write_text(f"0 {group} 1")
-    # What is mounted from here on is seen by nobody else.
+    # No other process sees what is mounted from here on.
     _call("mount", b"none", b"/", None, _RECURSIVE | _PRIVATE, None)
 
 
 def _link_up() -> None:
-    """Switches the loopback interface on: a server that cannot be reached is refused at once, and not silent."""
+    """Brings the loopback interface up: without it, queries fail at once instead of remaining unanswered."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         request = struct.pack("16sH14x", b"lo", 0)
         flags = struct.unpack("16sH14x", fcntl.ioctl(any_socket, _GET_FLAGS, request))[1]
@@ -85,7 +85,7 @@ def _replace_files(seconds: float) -> None:
     files = {
         "resolv.conf": f"nameserver 127.0.0.1\noptions timeout:{min(math.ceil(seconds), 30)} attempts:1\n",
         "nsswitch.conf": "hosts: files dns\n",
-        # Transports look up the name of their own host when they are made.
+        # Transports resolve the name of their own host when they are constructed.
         "hosts": f"127.0.0.1 localhost {socket.gethostname()}\n",
     }
     for name, text in files.items():
@@ -94,5 +94,5 @@ def _replace_files(seconds: float) -> None:
         with tempfile.NamedTemporaryFile("w", prefix="tensorferry-names-") as file:
             file.write(text)
             file.flush()
-            # A bound file lives on for as long as it is mounted, though its name is gone.
+            # The file remains for as long as it is mounted, although its name is removed.
             _call("mount", file.name.encode(), f"/etc/{name}".encode(), None, _BIND, None)

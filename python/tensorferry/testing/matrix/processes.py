@@ -1,4 +1,4 @@
-"""Processes that are always ended: started from a fork server that has torch loaded, ended by their pid."""
+"""The processes of a cell: started from a fork server that has torch loaded, and always ended, by their pid."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from .scenario import LeftOut
 from .traps import Trap
 from .workers import NAMES_ASKED, REPLACED, Received, Setting, log_tail, receiver_main, source_main
 
-__all__ = ["Child", "ChildGone", "ChildHung", "Children", "Orphan", "Right"]
+__all__ = ["AllowedState", "Child", "ChildGone", "ChildHung", "Orphan", "Processes", "wait_until"]
 
-Right: TypeAlias = tuple[int, int]
-"""A state a receive may end with: the seed of its tensors, and that of its other objects."""
+AllowedState: TypeAlias = tuple[int, int]
+"""A state that a receive may return: the seed of its tensors, and the seed of its other objects."""
 
 _START = 90.0
 """Seconds a process may take to start on a busy machine."""
 _COMPARE = 120.0
-"""Seconds that comparing a state may take."""
+"""Seconds that the comparison of a state may take."""
 _starting = threading.Lock()
 
 
@@ -39,11 +39,11 @@ class ChildHung(Exception):
 
 
 class ChildGone(Exception):
-    """A process ended without being told to."""
+    """A process ended without having been asked to."""
 
 
 class Child:
-    """One process and the pipe to it."""
+    """A process and the pipe to it."""
 
     def __init__(self, process: ForkServerProcess, pipe: Connection, log: Path) -> None:
         self.process = process
@@ -53,37 +53,37 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """The process id."""
         assert self.process.pid is not None
         return self.process.pid
 
     def alive(self) -> bool:
-        """Whether it runs, or is stopped."""
+        """Whether the process exists, running or stopped."""
         return self.process.is_alive()
 
     def ask(self, request: Any, within: float) -> Any:
         """Sends a request and returns the answer.
 
         Raises:
-            ChildGone: it ended
-            ChildHung: no answer came in time; it was killed
+            ChildGone: the process has ended
+            ChildHung: no answer came within ``within`` seconds; the process was killed
         """
-        self.tell(request)
-        return self.answer(within)
+        self.send(request)
+        return self.receive_answer(within)
 
-    def tell(self, request: Any) -> None:
-        """Sends a request; its answer is fetched with :meth:`answer`."""
+    def send(self, request: Any) -> None:
+        """Sends a request; :meth:`receive_answer` returns its answer."""
         try:
             self._pipe.send(request)
         except OSError as e:
             raise ChildGone(self._end()) from e
 
-    def answered(self) -> bool:
-        """Whether an answer, or the end of the process, has come."""
+    def has_answered(self) -> bool:
+        """Whether :meth:`receive_answer` would return or raise at once."""
         return self._pipe.poll(0)
 
-    def answer(self, within: float) -> Any:
-        """The answer to the last request; raises as :meth:`ask` does."""
+    def receive_answer(self, within: float) -> Any:
+        """Returns the answer to the last request; raises like :meth:`ask`."""
         if not self._pipe.poll(within):
             self.signal(signal.SIGUSR1)
             time.sleep(0.5)
@@ -95,18 +95,18 @@ class Child:
             raise ChildGone(self._end()) from e
 
     def signal(self, number: int) -> None:
-        """Sends it a signal."""
+        """Sends a signal to the process."""
         self._stopped = number == signal.SIGSTOP
         with contextlib.suppress(ProcessLookupError):
             if self.alive():
                 os.kill(self.pid, number)
 
     def printed(self) -> str:
-        """The last lines it printed."""
+        """The last lines that the process printed."""
         return log_tail(self.log)
 
     def end(self) -> None:
-        """Kills it if it still runs, and waits."""
+        """Kills the process if it still runs, and waits for its end."""
         self._pipe.close()
         if self.alive():
             self.process.kill()
@@ -119,35 +119,35 @@ class Child:
 
 
 class Orphan:
-    """A process that a child has forked; it outlives that, and is ended by a descriptor that means no other.
+    """A process that a :class:`Child` has forked and that outlives it. A pidfd ends it, so no other process is hit.
 
     Args:
-        pid: of the process, which lives and whose parent waits for nobody
+        pid: of the process, which must be alive, with a parent that does not wait for it
     """
 
     def __init__(self, pid: int) -> None:
         self._descriptor = os.pidfd_open(pid)
 
     def alive(self) -> bool:
-        """Whether it runs."""
+        """Whether the process runs."""
         return not select.select([self._descriptor], [], [], 0)[0]
 
     def end(self) -> None:
-        """Kills it if it still runs, and waits."""
+        """Kills the process if it still runs, and waits for its end."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
         select.select([self._descriptor], [], [], 10)
         os.close(self._descriptor)
 
 
-class Children:
-    """The processes of one cell; all are ended when the block is left.
+class Processes:
+    """The processes of one cell. A context manager: all of them are ended when the block is left.
 
     Args:
         nbytes: size of the state
         timeout: of the transports, seconds
-        bound: seconds after which a process ends itself, whatever becomes of us
-        setting: what the row asks of them
+        bound: seconds after which a process ends itself, in case the runner has died
+        setting: what the scenario requires of the processes
     """
 
     def __init__(self, nbytes: int, timeout: float, bound: float, setting: Setting) -> None:
@@ -159,11 +159,11 @@ class Children:
         self._orphans: list[Orphan] = []
         self._files = tempfile.TemporaryDirectory(prefix="tensorferry-faults-")
         self.marker = Path(self._files.name) / "code-ran"
-        """A file that is there if code of a hostile source ran."""
+        """A file that exists if code of a hostile source ran."""
         self.names_asked = self.marker.with_name(NAMES_ASKED)
-        """And one that is there if a silent name server was asked."""
+        """A file that exists if the silent name server was asked."""
 
-    def __enter__(self) -> Children:
+    def __enter__(self) -> Processes:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
@@ -174,13 +174,27 @@ class Children:
         self._files.cleanup()
 
     def adopt(self, pid: int) -> Orphan:
-        """A process that one of the children has forked; it is ended with them."""
+        """Has a process that a child has forked ended together with the children."""
         orphan = Orphan(pid)
         self._orphans.append(orphan)
         return orphan
 
     def source(self, candidate: Candidate, step: int, seed: int, trap: Trap | None = None) -> tuple[Child, str]:
-        """A source that has published a state, or a trap, and its metadata."""
+        """Starts a source, which publishes a state.
+
+        Args:
+            candidate: the transport of the source
+            step: the published step
+            seed: of the published state
+            trap: published in place of that state
+
+        Returns:
+            The source, and its metadata.
+
+        Raises:
+            ChildGone: it ended, or could not publish
+            ChildHung: it did not start in time
+        """
         child = self._start(source_main, candidate)
         metadata = child.ask(("publish_trap", step, trap, self.marker) if trap else ("publish", step, seed), _START)
         if metadata is None:
@@ -188,38 +202,38 @@ class Children:
         return child, str(metadata)
 
     def receiver(self, candidate: Candidate, plain: bool = False) -> Child:
-        """A receiver that is ready.
+        """Starts a receiver and waits until it is ready.
 
         Args:
-            candidate: the transport it has
-            plain: it gets nothing of what the row asks for
+            candidate: the transport of the receiver
+            plain: ignore what the scenario requires
 
         Raises:
-            LeftOut: the system does not allow what the row asks for
+            LeftOut: the system does not allow what the scenario requires
         """
         child = self._start(receiver_main, candidate, Setting() if plain else self._setting)
-        answer = child.answer(_START)
+        answer = child.receive_answer(_START)
         if isinstance(answer, LeftOut):
             raise answer
         return child
 
     def receive(
-        self, receiver: Child, metadata: str, step: int, right: list[Right], timeout: float, grace: float
+        self, receiver: Child, metadata: str, step: int, allowed: list[AllowedState], timeout: float, grace: float
     ) -> Received:
-        """Has a receiver receive within ``timeout`` seconds; one that hangs is killed ``grace`` seconds after it."""
-        receiver.tell((metadata, step, right, timeout))
+        """Runs a receive with a deadline of ``timeout`` seconds; kills the receiver ``grace`` seconds after that."""
+        receiver.send((metadata, step, allowed, timeout))
         return self.received(receiver, timeout + grace)
 
     def received(self, receiver: Child, within: float) -> Received:
-        """What came of the receive that was asked for."""
-        answer = receiver.answer(within)
+        """Returns the result of the receive that was requested last; raises like :meth:`Child.ask`."""
+        answer = receiver.receive_answer(within)
         replaced = answer == REPLACED
         if replaced:
-            answer = receiver.answer(within)
+            answer = receiver.receive_answer(within)
         assert isinstance(answer, Received)
         answer.replaced = replaced
         if not answer.error:
-            answer.wrong_bytes, answer.newer = receiver.answer(_COMPARE)
+            answer.wrong_bytes, answer.newer = receiver.receive_answer(_COMPARE)
         return answer
 
     def _start(self, main: Callable[..., None], candidate: Candidate, setting: Setting | None = None) -> Child:
@@ -238,16 +252,13 @@ class Children:
 
 def _context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    # Has no effect on a fork server that runs already: processes then only start more slowly.
-    context.set_forkserver_preload([actor_module, "tensorferry.transport", "torchft.checkpointing"])
+    # Has no effect on a fork server that already runs: processes then start more slowly.
+    context.set_forkserver_preload([source_main.__module__, "tensorferry.transport", "torchft.checkpointing"])
     return context
 
 
-actor_module = source_main.__module__
-
-
 def wait_until(true: Callable[[], bool], within: float) -> bool:
-    """Polls until ``true()`` or the time is over; returns which of them it was."""
+    """Polls until ``true()`` or for ``within`` seconds; returns whether it became true."""
     end = time.monotonic() + within
     while not true():
         if time.monotonic() > end:

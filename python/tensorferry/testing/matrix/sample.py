@@ -1,4 +1,4 @@
-"""A state made from a seed, so that a receiver knows what the source holds without being told."""
+"""A state made from a seed, so that a receiver can compute what the source holds."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _SMALL = 64
 
 
 def sample_state(seed: int, nbytes: int, objects: int | None = None) -> dict[str, Any]:
-    """Weights, optimizer state and plain objects that fill ``nbytes``; another seed gives other bytes everywhere.
+    """Returns weights, optimizer state and plain objects; another seed gives other bytes everywhere.
 
     Args:
-        seed: what the bytes are made from
+        seed: of the tensors' bytes
         nbytes: size of all tensors together
-        objects: the seed that what is no tensor is made from, if that is another one
+        objects: seed of everything that is not a tensor; ``seed`` if left out
     """
-    said = seed if objects is None else objects
+    plain = seed if objects is None else objects
     random = torch.Generator().manual_seed(seed)
 
     def some(size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -33,18 +33,18 @@ def sample_state(seed: int, nbytes: int, objects: int | None = None) -> dict[str
         "model": {f"layer{i}.weight": some(large, dtypes[i % len(dtypes)]) for i in range(_LARGE)},
         "optim": {
             "state": {i: {"step": some(8, torch.int64), "exp_avg": some(1024, torch.float32)} for i in range(_SMALL)},
-            "param_groups": [{"lr": said / 1000, "betas": (0.9, 0.999), "params": list(range(_SMALL))}],
+            "param_groups": [{"lr": plain / 1000, "betas": (0.9, 0.999), "params": list(range(_SMALL))}],
         },
-        "seed": said,
-        "name": f"state {said}",
+        "seed": plain,
+        "name": f"state {plain}",
     }
 
 
 def wrong_bytes(received: Any, expected: Any) -> int:
-    """How many bytes of ``received`` differ from ``expected``.
+    """Counts the bytes of ``received`` that differ from ``expected``.
 
-    A tensor whose type, dtype or shape differs counts whole, any other leaf as the text it prints as; so does a leaf
-    that is missing. A tree of another shape counts as all of the expected state.
+    A tensor of another type, dtype or shape counts with all its bytes; any other leaf that differs counts with the
+    length of its ``repr``. A tree of another structure counts as all of the expected state.
     """
     want, want_tree = tree_flatten(expected)
     got, got_tree = tree_flatten(received)

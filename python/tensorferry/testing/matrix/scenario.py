@@ -1,4 +1,4 @@
-"""A row of the matrix: one thing that goes wrong, and what may come of it."""
+"""A scenario, which is a row of the matrix: one thing that goes wrong, and how a receive may end then."""
 
 from __future__ import annotations
 
@@ -25,43 +25,46 @@ BROKEN = {
     "tensorferry-secret": frozenset({"UnprovenSource", "SourceRefused"}),
     "tensorferry-tls": frozenset({"UnprovenSource", "ConnectError", "FetchTimeout", "ProtocolError"}),
 }
-"""What else a receive may end with that would not be healed anyway, for transports that check more."""
+"""Further ways in which a receive may fail, for transports that authenticate their peer."""
 
 
 class LeftOut(Exception):
-    """A row cannot be had on this machine; the text says why."""
+    """Raised for a scenario that this machine cannot have; the text says why."""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """One row.
+    """A row of the matrix.
 
     Args:
-        name: what it is called
-        about: what happens
-        faults: on the connections, from the start; a callable gets the cell
-        during: called when part of the state has gone through the proxy, with everything held there until it
-            returns or lets go itself (``cell.proxy.release()``)
-        part: how much of the state that is
-        attack: on the source, all the time
-        wrong_step: ask for a step the source does not serve
-        expected: what tensorferry promises: ``"healed"``, or classes of exceptions
+        name: its name in the table
+        about: what happens, for ``--list``
+        faults: faults of the connections, from the start; a callable is called with the cell and returns them
+        during: called with the cell when a part of the state has gone through the proxy, which holds everything until
+            the call returns or releases it (``cell.proxy.release()``)
+        part: how much of the state has gone through by then
+        attack: runs against the source all the time
+        wrong_step: whether the receiver asks for a step that the source does not serve
+        expected: how tensorferry promises that the receive ends: ``"healed"``, or names of exception classes
         private: what it promises with ``snapshot="copy"``, if that is more
-        survives: whether the source is expected to be there afterwards, and not to have been stopped
-        nbytes: the state is at least as large
-        lanes: so many connections instead of the candidate's, if it has any
-        beside: the receive has a second, healthy source with the same state, in front of the faulty one or behind it
-        other_state: that source holds another state as the same step
-        timeout: the deadline of the receive, if it is not the run's, seconds
+        survives: whether the source must still run at the end; ``False`` if the scenario kills or stops it
+        nbytes: least size of the state
+        lanes: number of connections in place of the candidate's, unless that is 0
+        beside: whether the receive has a second, healthy source with the same state, and whether the metadata names it
+            before (``"in front"``) or after (``"behind"``) the faulty one
+        other_state: whether that source holds another state as the same step
+        timeout: deadline of the receive, seconds; 0: that of the run
         prompt: the part of the deadline that the receive may take; 0: all of it
-        local: source and receiver do without the network. The proxy sees little of them then, and nothing is held when
-            ``during`` is called: the source sends slowly instead.
-        in_place: the receiver has a live state to receive into
-        silent_names: the source is told by a name that only a name server knows, and the receiver's never answers
-        trap: the source is hostile, and its state a trap
-        stock: the source is torchft's own transport
-        waiting: the source serves nothing at first, and ``during`` is called when the receive waits for its next step
-        in_step: the newer of the two states has the objects of the first one, since only its tensors are written to
+        local: whether source and receiver do without the network. The proxy then sees little of the transfer and cannot
+            hold it when ``during`` is called: the source sends slowly instead.
+        in_place: whether the receiver has a live state to receive into
+        silent_names: whether the metadata names the source by a name that must be resolved, and the receiver's name
+            server never answers
+        trap: an attack on the receiver's unpickler, published as the state
+        stock: whether the source is torchft's own transport
+        waiting: whether the source serves nothing at first; ``during`` is then called when the receive waits for the
+            next step
+        in_step: whether the newer state differs from the first one in its tensors only
     """
 
     name: str
@@ -89,21 +92,21 @@ class Scenario:
     in_step: bool = False
 
     def concerns(self, candidate: Candidate) -> bool:
-        """Whether it can happen to this transport."""
-        reads = not callable(self.faults) and any(isinstance(fault, ReplaceHead) for fault in self.faults)
+        """Whether the scenario is possible with a transport."""
+        reads_heads = not callable(self.faults) and any(isinstance(fault, ReplaceHead) for fault in self.faults)
         lacks = (
             (self.beside and not candidate.join)
             or (self.local and not candidate.local)
             or (self.in_place and not candidate.in_place)
             or (self.stock and not candidate.stock)
         )
-        return not lacks and not (reads and candidate.encrypts)
+        return not lacks and not (reads_heads and candidate.encrypts)
 
     def promised(self, transport: str) -> frozenset[str]:
-        """How the transport of this name may end."""
+        """How a receive of the transport with this name may end."""
         if transport == "tensorferry-copy" and self.private is not None:
             return self.private
         if self.expected <= {HEALED}:
             return self.expected
-        # What is damaged beyond repair can be what a source proves itself by, or keeps a connection together.
+        # Damage can hit the proof of the secret, and it ends an encrypted connection.
         return self.expected | BROKEN.get(transport, frozenset())

@@ -1,4 +1,4 @@
-"""What a trainer does to the memory of a state while a transport serves it, or fills it."""
+"""Changes to the memory of a state, as a trainer makes them while a transport serves or fills that state."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ __all__ = ["Replacing", "change", "free_at_once", "overwrite", "replace"]
 Replacing: TypeAlias = Literal["data", "set", "half"]
 
 _MMAP_THRESHOLD = -3
-_STRANGE = 0xA5
-_strangers: list[torch.Tensor] = []
+_FILLER = 0xA5
+_reusing: list[torch.Tensor] = []
 
 
 def free_at_once() -> None:
-    """Has the allocator of this process give memory of a MiB or more back as soon as it is freed.
+    """Makes the allocator of this process unmap memory of 1 MiB or more as soon as it is freed.
 
-    Whoever reads it then dies of it. Otherwise that depends on what was freed before: glibc learns from it.
+    A later access then ends the process. By default glibc raises that threshold after large frees.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 20)
 
 
 def overwrite(state: Any) -> None:
-    """Writes over every tensor in place, as a trainer does that goes on: who still reads gets wrong bytes."""
+    """Writes over every tensor in place, as the next training step does: a late reader gets wrong bytes."""
     for tensor in _tensors(state):
-        _bytes(tensor).fill_(_STRANGE)
+        _bytes(tensor).fill_(_FILLER)
 
 
 def change(state: Any, newer: Any) -> None:
@@ -42,17 +42,17 @@ def change(state: Any, newer: Any) -> None:
 
 
 def replace(state: Any, how: Replacing) -> None:
-    """Gives every tensor other memory, of the same bytes, and lets go of what it had.
+    """Gives every tensor other memory and frees its old memory.
 
     Args:
-        state: the tree whose tensors these are
-        how: ``"data"`` assigns to ``data``; the memory of before is then nobody's. ``"set"`` uses ``set_``, and
-            ``"half"`` assigns another dtype, as ``module.half()`` does; other tensors then come to where the memory
-            was, and are written to.
+        state: the tree that holds the tensors
+        how: ``"data"`` assigns a copy to ``data``; the old memory is then unused. ``"set"`` puts a copy in place with
+            ``set_``, and ``"half"`` assigns a copy of another dtype to ``data``, as ``module.half()`` does; the old
+            memory is then likely to be reused by new tensors with other bytes.
     """
     tensors = _tensors(state)
-    # All at first: otherwise each would come to where the one before it was.
-    others = [_OTHER[how](tensor) for tensor in tensors]
+    # All copies are made first: otherwise each could get the old memory of the tensor before.
+    others = [_COPY[how](tensor) for tensor in tensors]
     sizes = [tensor.nbytes for tensor in tensors]
     for tensor, other in zip(tensors, others, strict=True):
         if how == "set":
@@ -60,14 +60,14 @@ def replace(state: Any, how: Replacing) -> None:
         else:
             tensor.data = other
     if how != "data":
-        _strangers.extend(torch.full((size,), _STRANGE, dtype=torch.uint8) for size in sizes)
+        _reusing.extend(torch.full((size,), _FILLER, dtype=torch.uint8) for size in sizes)
 
 
 def _halved(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.float16 if tensor.is_floating_point() else torch.int32)
 
 
-_OTHER: dict[Replacing, Callable[[torch.Tensor], torch.Tensor]] = {
+_COPY: dict[Replacing, Callable[[torch.Tensor], torch.Tensor]] = {
     "data": torch.clone,
     "set": torch.clone,
     "half": _halved,

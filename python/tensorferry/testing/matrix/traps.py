@@ -1,4 +1,4 @@
-"""States of a hostile source: who unpickles them without care runs code, or dies.
+"""States of a hostile source: a careless unpickler runs their code or crashes.
 
 The transport under test pickles them itself, so that everything else about them, checksums included, is right.
 """
@@ -15,18 +15,18 @@ from typing import Any, Literal, TypeAlias
 __all__ = ["Trap", "missing", "set_trap"]
 
 Trap: TypeAlias = Literal["system", "dotted", "pointer"]
-"""``os.system`` by its own name; the same by way of an innocent module's attributes; a forged pointer to an object."""
+"""``os.system`` by its own name; ``os.system`` through the attributes of a trusted module; a forged object pointer."""
 
 
 def missing(trap: Trap) -> str:
-    """What is not here and the trap needs; nothing if it can be set."""
+    """Returns why this machine cannot set a trap; an empty string if it can."""
     return "numpy is not installed" if trap == "pointer" and importlib.util.find_spec("numpy") is None else ""
 
 
 def set_trap(trap: Trap, marker: Path) -> Any:
-    """An object for a state. Who falls into it writes the file ``marker``, or dies of ``"pointer"``.
+    """Returns an object whose unpickling writes the file ``marker``, or crashes the process (``"pointer"``).
 
-    This process can be used for nothing else afterwards: its ``os.system`` may be gone.
+    The calling process is of no other use afterwards: its ``os.system`` may be replaced.
     """
     command = f": > {shlex.quote(str(marker))}"
     if trap == "system":
@@ -37,11 +37,11 @@ def set_trap(trap: Trap, marker: Path) -> Any:
     import numpy
 
     array = _Calls(numpy.ndarray, (1,), numpy.dtype("O"), b"\x41" * 8)
-    return _Calls(list, array)  # which has to look at the object
+    return _Calls(list, array)  # list() dereferences the pointer
 
 
 class _Calls:
-    """What unpickles as a call."""
+    """Is pickled as a call of a function."""
 
     def __init__(self, function: Any, *arguments: Any) -> None:
         self._call = function, arguments
@@ -51,18 +51,18 @@ class _Calls:
 
 
 def _renamed_system() -> Any:
-    """A function that is pickled as ``torch.os.system`` of a module that everybody trusts."""
+    """Returns a function that is pickled as ``torch.os.system`` of the trusted module ``torch.return_types``."""
 
     def system(command: str) -> int:
         raise AssertionError(f"{command!r} was to run elsewhere")
 
     system.__module__, system.__qualname__ = "torch.return_types", "torch.os.system"
-    os.system = system  # type: ignore[assignment]  # a pickler wants to find what it names
+    os.system = system  # type: ignore[assignment]  # a pickler checks that the name leads to the object
     return system
 
 
 def _pickle_dotted_names() -> None:
-    """Older protocols, torchft's among them, have no names with dots; who reads them reads this one as well."""
+    """Makes every pickler of this process use protocol 4: the older ones, torchft's too, have no dotted names."""
 
     class Pickler(pickle.Pickler):
         def __init__(self, file: Any, protocol: int | None = None, **more: Any) -> None:
