@@ -1,4 +1,4 @@
-"""A script in a process of its own, which is ended whatever it does."""
+"""Runs a script in a process of its own, which is killed at the end of the test."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Child:
         return self.process
 
     def run(self, script: str, within: float = 90, before: str = "") -> str:
-        """The output of a script that must end well and in time."""
+        """Runs a script, which must exit with 0 within ``within`` seconds, and returns its output."""
         self.start(script, before)
         return self.finish(within)
 

@@ -1,11 +1,11 @@
-"""Strict comparison of two states: what a receiver has must be what the sender had, down to the bits.
+"""Strict comparison of two states: a receiver must have what the sender had, down to the bits.
 
 `assert_same_state` walks both trees side by side and raises an AssertionError that names the path of the first
 difference. Beyond values it compares types, key order, the description of every tensor (dtype, shape, stride, storage
 offset, storage size, requires_grad, conj and neg bits, Python attributes) and, over the whole tree, which leaves are
 one object and which share a storage.
 
-Only bytes that some tensor covers are compared: of a storage that is only partly looked at, no more has to travel.
+Only bytes that some tensor covers are compared: a transport need not send the rest of a storage.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 try:
     import numpy as np
-except ImportError:  # torch and the wheel do without, and then there is nothing of numpy's to compare
+except ImportError:  # torch and the wheel do not need numpy
     _SCALARS: tuple[type, ...] = ()
     _ARRAYS: tuple[type, ...] = ()
 else:
@@ -55,7 +55,7 @@ _SINGLETONS = (
 
 
 def raw_bytes(tensor: torch.Tensor) -> bytes | None:
-    """The bytes the elements of a strided CPU tensor lie in, in element order; None where there is no memory."""
+    """The bytes of a strided CPU tensor's elements, in element order; None if it has no memory."""
     with torch._C.DisableTorchFunctionSubclass():
         if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_nested:
             return None
@@ -91,7 +91,7 @@ def assert_same_state(actual: Any, expected: Any, *, lax: Collection[str] = ()) 
 
 
 def storages(state: Any) -> dict[int, torch.UntypedStorage]:
-    """Every storage with memory that a tensor leaf of the state looks into, by the identity of the storage."""
+    """Every storage with memory that a tensor leaf of the state views, by the identity of the storage."""
     found = {}
     for leaf in torch.utils._pytree.tree_leaves(state):
         if isinstance(leaf, torch.Tensor) and raw_bytes(leaf):

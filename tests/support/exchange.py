@@ -1,4 +1,4 @@
-"""What the tests of the contract exchange states with: receivers that stop or stay away, a slow relay, plain HTTP."""
+"""Sends and receives states in tests, and misbehaves: readers that stop midway, a slow relay, plain HTTP requests."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def receive(transport: Any, source: Any, step: int, seconds: float = 30) -> Any:
 
 
 def until(condition: Callable[[], bool], what: str) -> None:
-    """Waits for what will simply happen."""
+    """Polls until ``condition()`` holds; fails after 20 seconds with ``what``."""
     deadline = time.monotonic() + 20
     while not condition():
         assert time.monotonic() < deadline, f"still not so: {what}"
@@ -55,7 +55,7 @@ def in_background(function: Callable[..., Any], *arguments: Any) -> Iterator[con
 
 
 class Reader:
-    """A receiver that reads as much as it is told to, and can stop in the middle of a transfer."""
+    """An HTTP client that reads only as many bytes as a test wants, and so can stop in the middle of a transfer."""
 
     def __init__(self, url: str, headers: str = "") -> None:
         parts = urllib.parse.urlsplit(url)
@@ -74,7 +74,7 @@ class Reader:
             self.data += part
 
     def read_rest(self, pause: float = 0) -> bytes:
-        """Everything that still comes, up to the end or the cut of the connection."""
+        """Reads until the connection ends or is cut, and returns the whole body."""
         with contextlib.suppress(ConnectionError):
             while part := self.socket.recv(1 << 20):
                 self.data += part
@@ -95,7 +95,7 @@ class Reader:
 
 
 class SlowRelay:
-    """Stands before a source and passes its answers on: `budget` bytes at full speed, then one every 50 ms, or none."""
+    """Relays a source's responses: `budget` bytes at full speed, then one byte every 50 ms with `drip`, or none."""
 
     def __init__(self, metadata: str, budget: int, *, drip: bool) -> None:
         parts = urllib.parse.urlsplit(metadata)

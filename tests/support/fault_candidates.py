@@ -1,4 +1,4 @@
-"""Transports that hang, crash, raise and lie, for tests of the fault suite: it must see each."""
+"""Broken transports, which hang, crash, raise or corrupt: the fault suite must notice each of them."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ class ServesNothingAfterwards(HTTPTransport):
 
 
 class ServesAddresses(HTTPTransport):
-    """Serves the memory that tensors had, whoever owns it now."""
+    """Serves the memory that tensors had when they were sent, even after it was freed."""
 
     def send_checkpoint(self, dst_ranks, step, state_dict, timeout):
         super().send_checkpoint(dst_ranks, step, tree_map(_at_its_address, state_dict), timeout)
 
 
 class ReceivesAtAddresses(HTTPTransport):
-    """Writes to the memory that live tensors had, whoever owns it now."""
+    """Writes to the memory that live tensors had at the start, even after it was freed."""
 
     def __init__(self, timeout, lanes, state_dict=None, **more):
         live = None if state_dict is None else (lambda: tree_map(_at_its_address, state_dict()))
@@ -87,7 +87,7 @@ class StaysOnTheNetwork(HTTPTransport):
 
 
 def torchft_with_one_thread(timeout, lanes, **more):
-    """Serves one connection after the other, and so nobody while the first one says nothing."""
+    """Serves one connection after the other: an idle first connection keeps all others waiting."""
     del more
     from torchft.checkpointing import HTTPTransport
 
@@ -98,7 +98,7 @@ def torchft_with_one_thread(timeout, lanes, **more):
 
 
 def torchft_that_does_not_wait(timeout, lanes):
-    """Its trainer goes on while readers are still served from its memory."""
+    """Does not wait for readers on withdrawal: the trainer writes over memory that is still being served."""
     from torchft.checkpointing import HTTPTransport
 
     class DoesNotWait(HTTPTransport):

@@ -1,7 +1,7 @@
-"""Feeds a receiver what no sender of ours says: mutated manifests, indexes, files and stock bodies.
+"""Feeds receivers with mutated manifests, indexes, files and torchft bodies.
 
-`python fuzzing.py TARGET RUNS SEED`. Each input ends well or in a TensorferryError, soon, and takes no more memory than
-a bound. What breaks that is printed, with the input, and the process ends with 1.
+`python fuzzing.py TARGET RUNS SEED`. Each input must be accepted or raise a TensorferryError, within a bound of time
+and of memory. An input that breaks this is printed, and the process exits with 1.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 
 TIMEOUT = timedelta(seconds=10)
 MIB = 1 << 20
-#: One input may take so much memory beyond what was there before it, and so long.
+#: The memory that one input may take in addition, and the seconds that it may take.
 MEMORY, SECONDS = 64 * MIB, 30
-#: With more than this the process ends at once.
+#: Above this much resident memory the process ends at once.
 ALL = 3 << 30
 
 HOSTILE: list[Any] = [
@@ -104,7 +104,7 @@ def status(field: str) -> int:
 
 
 def guard() -> None:
-    """Ends the process before the machine suffers."""
+    """Ends the process before it takes too much of the machine's memory."""
     while True:
         if status("VmRSS") > ALL:
             os.write(2, b"far too much memory\n")
@@ -113,7 +113,7 @@ def guard() -> None:
 
 
 def places(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Every container in a JSON value, with every key of it."""
+    """Yields every container in a JSON value with each of its keys."""
     keys = range(len(value)) if isinstance(value, list) else list(value)
     for key in keys:
         yield value, key
@@ -122,7 +122,7 @@ def places(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def mutated(value: Any, chance: random.Random) -> Any:
-    """A copy with one to three changes."""
+    """Returns a copy of a JSON value with one to three random changes."""
     value = copy.deepcopy(value)
     for _ in range(chance.randint(1, 3)):
         found = list(places(value))

@@ -1,4 +1,4 @@
-"""What a catalogue of leaves says of each of them."""
+"""An entry of the catalogue of leaves: how to make the value, and what each transport does with it."""
 
 from __future__ import annotations
 
@@ -30,30 +30,30 @@ def _torch_reads_empty_storages() -> bool:
     return True
 
 
-# torchft hands on what torch can read: torch 2.8 fails on a storage without bytes (pytorch#180481).
+# torchft can receive what torch can read: torch 2.8 fails on a storage without bytes (pytorch#180481).
 BOTH_IF_EMPTY = BOTH if _torch_reads_empty_storages() else NEITHER
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """A value at `state["user"]["leaf"]`, or the whole state if `root`, and what is to be expected of it."""
+    """A value at `state["user"]["leaf"]`, or the whole state if `root`, and what a receiver must get."""
 
     name: str
     make: Callable[[], Any]
     expect: Callable[[Any], Any] = lambda value: value
-    """What the receiver gets, made from the value that was sent."""
+    """Makes what the receiver must get from the value that was sent."""
     torchft: frozenset[int] = BOTH
-    """The chunk counts with which torchft's transport hands it over equal."""
+    """The values of `num_chunks` with which torchft's transport delivers it unchanged."""
     lax: frozenset[str] = frozenset()
-    """What torchft loses even with the whole state in one body (see equality)."""
+    """The comparisons of equality.py that fail with torchft even with the whole state in one body."""
     trust: bool = False
-    """Holds classes or functions of the test modules, which the default allow-list refuses."""
+    """Whether it holds classes or functions of the test modules, which the default allow-list refuses."""
     refused: bool = False
-    """Cannot be carried: send_checkpoint names its path."""
+    """Whether `send_checkpoint` refuses it, with its path in the message."""
     group: bool = False
-    """Needs a process group."""
+    """Whether it needs a process group."""
     warns: tuple[str, ...] = ()
-    """Warnings torch itself gives while such a leaf is pickled or built, as filterwarnings entries."""
+    """Warnings that torch itself gives while such a leaf is built or pickled, as filterwarnings entries."""
     root: bool = False
 
     def value(self) -> Any:

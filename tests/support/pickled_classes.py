@@ -1,4 +1,4 @@
-"""Classes and functions whose pickles name this module, which no receiver trusts unless it is told to."""
+"""Classes and functions whose pickles name this module, which no receiver's default allow-list has."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class PlainSubclass(torch.Tensor):
 
 
 class ReducedWrapper(torch.Tensor):
-    """A wrapper subclass that pickles itself."""
+    """A wrapper subclass with a `__reduce_ex__` of its own."""
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> ReducedWrapper:
@@ -101,7 +101,7 @@ class ReducedWrapper(torch.Tensor):
 
 
 class FlattenWrapper(torch.Tensor):
-    """A wrapper subclass as torch.compile wants it: __tensor_flatten__ and its inverse."""
+    """A wrapper subclass with what torch.compile requires: `__tensor_flatten__` and its inverse."""
 
     @staticmethod
     def __new__(cls, low: torch.Tensor, scale: torch.Tensor, note: str) -> FlattenWrapper:

@@ -1,4 +1,4 @@
-"""What the tests of a shared secret and of TLS send."""
+"""The state, the secret and the sending that the tests of a shared secret and of TLS have in common."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ def state(seed: int = 1) -> dict[str, Any]:
 
 
 def send(source: Any, value: Any = None, step: int = 3) -> str:
-    """The metadata of `source`, which serves `value` now, or the usual state."""
+    """Publishes `value`, or `state()`, at `source`, and returns its metadata."""
     source.send_checkpoint([1], step, state() if value is None else value, TIMEOUT)
     return source.metadata()

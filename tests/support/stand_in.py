@@ -1,12 +1,12 @@
-"""Host memory that passes for an accelerator's, so that what is asked of one can be watched and held up.
+"""An accelerator simulated in host memory, so that tests can watch and delay what is asked of it.
 
-A stream is a thread that does one thing after the other, and what it copies is what is there when it copies. It can be
-held: then it does nothing until it is let.
+A stream is a thread that runs its work in order; a copy reads the bytes that are there when it runs. A stream can be
+held: it then runs nothing until a test lets it.
 
-What torch is asked to do with memory of the device runs on the stream that the calling thread has, too, wherever
-`StandIn.simulation` is entered: as on a device, `copy_`, `clone` and whatever else only queue their work, and those
-that bring bytes to the host wait for it. So a copy that does not wait for what is queued elsewhere finds old bytes, and
-one that nobody waits for is not there yet. What goes past the object under test is noted, and fails the test.
+Inside `StandIn.simulation`, torch operators on memory of the device run on the calling thread's stream. As on a real
+device, `copy_`, `clone` and the like only queue their work, and those that bring bytes to the host wait for it. So a
+copy that does not wait for work on another stream reads old bytes, and a copy that is not waited for has not happened
+yet. Operators that bypass the object under test are recorded, and fail the test.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from torch.utils._pytree import tree_leaves
 from tensorferry.accelerator import Accelerator, Also
 from tensorferry.tensors import storage_key
 
-#: What page-locked memory holds before it is written to.
+#: The byte that fills page-locked memory before it is written to.
 POISON = 0xA5
 WAIT_S = 20
 
 
 class Event:
-    """A point in a stream, reached when `reach` is called. `gone` is called when nobody has it any more."""
+    """A point in a stream, reached when `reach` is called. `gone` is called when the event is freed."""
 
     def __init__(self, gone: Callable[[], object] = lambda: None) -> None:
         self._reached = threading.Event()
@@ -51,13 +51,13 @@ class Event:
         return self._reached.is_set()
 
     def synchronize(self) -> None:
-        assert self._reached.wait(WAIT_S), "the stream was never let"
+        assert self._reached.wait(WAIT_S), "the stream was held and never released"
         if self.error is not None:
             raise self.error
 
 
 class Stream:
-    """Does what is queued, in order. After a failure it does nothing any more and says why, as a device does."""
+    """Runs queued work in order. After a failure it runs nothing more and reports the error, as a device does."""
 
     def __init__(self) -> None:
         self.done = 0
@@ -74,7 +74,7 @@ class Stream:
             del work
 
     def queue(self, work: Callable[[], object]) -> None:
-        """`work` is one of the things a held stream has to be let do."""
+        """Queues `work`; while the stream is held, each such piece of work needs a `let`."""
 
         def turn() -> None:
             if self._held:
@@ -103,7 +103,7 @@ class Stream:
         self.wait(other.record())
 
     def hold(self) -> None:
-        """From here on every thing that is done has to be let."""
+        """Makes each further piece of work wait for a `let`."""
         self._let = threading.Semaphore(0)
         self._held = True
 
@@ -121,21 +121,21 @@ class Stream:
 
 
 class StandIn(Accelerator):
-    """Tensors that were adopted are on a device.
+    """An accelerator on which all adopted tensors are.
 
     Attributes:
         trainer: the default stream, which the trainer uses
-        has_default: whether torch tells which one that is
-        callers: the streams threads took with `on_stream`
-        captures: whether a graph is being captured on the stream in use
-        known: whether it is known which devices are in use
-        touched: what torch was asked to do with memory of the device
-        outside: what of that went past the object under test
-        followed: how often a stream was to wait for what is queued
-        side: the streams that were made, in order
-        copies: the copies that were queued: numbers of bytes and the storages they were from
-        pinned_bytes: how much page-locked memory was asked for, each time
-        strays: the events that a thread let go of while it had no device
+        has_default: whether `default_stream` returns it
+        callers: the streams that threads took with `on_stream`
+        captures: whether a graph is being captured on the current stream
+        known: whether `in_use` reports the devices
+        touched: names of the operators that used memory of the device
+        outside: those of them that bypassed the object under test
+        followed: how often a stream was made to wait for queued work
+        side: the streams that the object under test made, in order
+        copies: the queued copies: number of bytes, and identity of the storage on the device
+        pinned_bytes: sizes of the requested page-locked memory
+        strays: number of events that a thread freed while it had no device
     """
 
     def __init__(self) -> None:
@@ -163,7 +163,7 @@ class StandIn(Accelerator):
             storage = tensor.untyped_storage()
             self._devices[storage_key(storage)] = torch.device("cuda", device)
             if keep:
-                # Otherwise another storage could come to have its identity.
+                # Otherwise another storage could get the same identity.
                 self._kept.append(storage)
 
     def is_available(self) -> bool:
@@ -213,7 +213,7 @@ class StandIn(Accelerator):
 
     @contextlib.contextmanager
     def on_stream(self) -> Iterator[Stream]:
-        """The calling thread has a stream of its own, as torchft's has that heals."""
+        """Gives the calling thread a stream of its own, as torchft's healing thread has."""
         before = self.current_stream(CUDA)
         self.callers.append(Stream())
         self._own.stream = self.callers[-1]
@@ -301,11 +301,11 @@ class StandIn(Accelerator):
 
     @contextlib.contextmanager
     def simulation(self) -> Iterator[None]:
-        """What torch is asked to do with memory of the device in this thread is done on the stream it has."""
+        """Runs torch operators on memory of the device on this thread's stream."""
         save = torch.save
 
         def save_from_host(value: Any, *arguments: Any, **options: Any) -> None:
-            # It reads memory past torch's operators. On a device it copies storages on the stream in use and waits.
+            # torch.save reads memory without operators. On a device it copies storages on the current stream and waits.
             self.touch("torch.save")
             save(value, *arguments, **options)
 
@@ -315,7 +315,7 @@ class StandIn(Accelerator):
             yield
 
     def simulated(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, in a simulation."""
+        """Wraps `function` so that it runs inside `simulation`."""
 
         @functools.wraps(function)
         def run(*arguments: Any, **options: Any) -> Any:
@@ -325,7 +325,7 @@ class StandIn(Accelerator):
         return run
 
     def touch(self, name: str, waits: bool = True) -> Stream:
-        """Something is done with memory of the device. Returns on which stream; it is waited for if the host reads."""
+        """Records a use of the device's memory and returns its stream, after waiting for it with `waits`."""
         if not getattr(self._own, "inside", False):
             self.outside.append(name)
         stream = self.current_stream(CUDA)
@@ -336,7 +336,7 @@ class StandIn(Accelerator):
 
 
 CUDA = torch.device("cuda", 0)
-#: They change what a tensor is, not what is in memory.
+#: Operators that write to the tensor object and not to its memory.
 _NAMES_ONLY = {
     "aten::set_",
     "aten::detach_",
@@ -355,7 +355,7 @@ def parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 class _Operators(TorchDispatchMode):
-    """Runs what touches memory of the device on the calling thread's stream."""
+    """Runs operators on memory of the device on the calling thread's stream."""
 
     def __init__(self, device: StandIn) -> None:
         super().__init__()
@@ -385,7 +385,7 @@ class _Operators(TorchDispatchMode):
         for one in (part for tensor in made for part in parts(tensor)):
             self._device.adopt(one)
             if one.nbytes:
-                # What is there before the work is done.
+                # The memory holds other bytes until the work has run.
                 one.untyped_storage().fill_(POISON)
 
         def work() -> None:
@@ -404,14 +404,14 @@ class _Operators(TorchDispatchMode):
     def _copy(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
         stream = self._queue("aten::copy_", lambda: target.copy_(source))
         to_host, from_host = not self._device.holding([target]), not self._device.holding([source])
-        # The last step to elements that are not side by side is one on the device.
+        # A copy to a non-contiguous target ends with a step on the device, which is not waited for.
         if not non_blocking and (to_host or (from_host and target.is_contiguous())):
             self._device.synchronize(stream)
         return target
 
 
 class _Readings(TorchFunctionMode):
-    """Sees the ways from a device to the host that are no operators where the device is in truth the host."""
+    """Notices transfers from the device to the host that run no operator here, because the device is host memory."""
 
     def __init__(self, device: StandIn) -> None:
         super().__init__()
@@ -433,7 +433,7 @@ class _Readings(TorchFunctionMode):
 
 @contextlib.contextmanager
 def stand_in() -> Iterator[StandIn]:
-    """A device; at the end nothing has touched its memory but what it was asked for."""
+    """Yields a device; fails at the end if operators bypassed the object under test."""
     device = StandIn()
     try:
         yield device
@@ -449,7 +449,7 @@ def open_on(
     *arguments: Any,
     **options: Any,
 ) -> Any:
-    """A transport whose accelerator is `device`, with all that torch does for it."""
+    """Opens a transport whose accelerator is `device`; its sends and receives run in the simulation."""
     with monkeypatch.context() as patch:
         patch.setattr("tensorferry.transport.ACCELERATOR", device)
         transport = open_transport(*arguments, **options)
