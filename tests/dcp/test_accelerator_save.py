@@ -1,4 +1,4 @@
-"""State on an accelerator, saved with torch.distributed.checkpoint: tried with a stand-in for one."""
+"""State on an accelerator, saved with torch.distributed.checkpoint (with a simulated device)."""
 
 from __future__ import annotations
 

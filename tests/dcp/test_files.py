@@ -1,4 +1,4 @@
-"""Checkpoints in folders: what is in them, what crashes and damage leave, and everything torch can do with them."""
+"""Checkpoints in folders: their contents, crashes and damage, and every way in which torch uses them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a job has published, read by torch alone: as a folder at an address, or one that was downloaded."""
+"""A published checkpoint read by torch alone: as a folder at a URL, or as a downloaded one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of somebody who means harm: no code of theirs runs, and what they announce takes no memory."""
+"""Hostile checkpoints: none of their code runs, and the sizes they announce take no memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A transport that delivers one wrong bit: the proof must notice."""
+"""A transport that delivers one wrong bit, which the example's check must notice."""
 
 from __future__ import annotations
 

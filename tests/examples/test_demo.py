@@ -1,4 +1,4 @@
-"""`make demo-reshard`: it tells its story, and it can fail."""
+"""`make demo-reshard`: it ends well, and its checks can fail."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""A real torchft job heals through our transport: every heal bit-equal, and all replicas equal at the end."""
+"""A real torchft job heals through our transport: every heal is bit-equal, and so are all replicas at the end."""
 
 from __future__ import annotations
 

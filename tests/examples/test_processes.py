@@ -1,4 +1,4 @@
-"""What is started is ended, and takes with it what it started itself."""
+"""The processes of the example are ended together with their own children."""
 
 import subprocess
 import sys

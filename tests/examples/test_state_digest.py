@@ -1,4 +1,4 @@
-"""The digest that the proof rests on sees every kind of difference."""
+"""The digest that compares states changes with every kind of difference."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The judgement over a run's events, on events made up for it."""
+"""The verdict on a run's events, with invented events."""
 
 import copy
 

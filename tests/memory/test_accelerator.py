@@ -1,4 +1,4 @@
-"""What is asked of torch for an accelerator, tried with a stand-in for the parts of torch that need one."""
+"""The calls that tensorferry makes into torch for an accelerator, against stand-ins for torch's device modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Receives into tensors on an accelerator pass through little page-locked memory: tried with a stand-in for one."""
+"""Receives into tensors on an accelerator use a small amount of page-locked memory (with a simulated device)."""
 
 from __future__ import annotations
 

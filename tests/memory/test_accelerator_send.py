@@ -1,4 +1,4 @@
-"""What is on an accelerator is copied while it is served: tried with a stand-in for the device."""
+"""State on an accelerator is copied to the host while it is served (with a simulated device)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The paths of a real GPU. What does not need one is tried with stand-ins in test_accelerator*.py and elsewhere."""
+"""The code paths that need a real GPU. The others are tested with simulated devices in test_accelerator*.py."""
 
 from __future__ import annotations
 

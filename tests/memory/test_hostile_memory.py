@@ -1,5 +1,4 @@
-"""What peers that mean no good can make a process allocate: peaks of resident memory, measured in processes of their
-own."""
+"""How much memory a hostile peer can make a process allocate: peaks of resident memory, each in its own process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Page-locked memory of the size asked for, tried with a stand-in for the CUDA runtime; and kept for receives."""
+"""Page-locked memory has the requested size (with a simulated CUDA runtime) and is kept for later receives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a receive's memory is still there when most of its tensors are gone: resident bytes of a child process."""
+"""How much memory of a receive remains when most of its tensors are freed: resident bytes of a child process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors are given other memory while they are served, or while they are filled."""
+"""Tensors get other memory while they are served, or while a receive fills them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which address peers are given, and on which one a transport listens."""
+"""The address in the metadata, and the one on which a transport listens."""
 
 import socket
 import urllib.parse

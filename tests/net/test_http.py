@@ -1,4 +1,4 @@
-"""What any HTTP client gets: ranges, conditions, resources, and errors."""
+"""The HTTP interface for any client: ranges, conditional requests, resources and errors."""
 
 from __future__ import annotations
 

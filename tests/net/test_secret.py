@@ -1,4 +1,4 @@
-"""A shared secret: who has it trains on, who does not gets nothing and is believed nothing."""
+"""A shared secret: a peer without it receives nothing, and nothing is accepted from it."""
 
 import logging
 import pickle

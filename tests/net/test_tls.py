@@ -1,4 +1,4 @@
-"""TLS with a pinned certificate: the metadata is all that a receiver needs."""
+"""TLS with a pinned certificate: a receiver needs nothing but the metadata."""
 
 import hashlib
 import logging

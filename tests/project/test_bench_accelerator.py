@@ -1,4 +1,4 @@
-"""`make bench-accelerator` where there is none: with a stand-in it runs to its end, and without one it says so."""
+"""`make bench-accelerator` on a machine without an accelerator: it reports that, and it runs with a simulated one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`make bench` in miniature: it runs, finishes in time, and its JSON has what the tables are made of."""
+"""`make bench` in miniature: it finishes in time, and its JSON has the numbers that the tables need."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""What our server hands out under `{step}.safetensors` is a safetensors file like any other."""
+"""The resource `{step}.safetensors` of our server is a valid safetensors file."""
 
 from __future__ import annotations
 

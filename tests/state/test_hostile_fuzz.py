@@ -1,4 +1,4 @@
-"""Inputs that no sender of ours makes, by the hundred: ``fuzzing.py``, each target in a process of its own.
+"""Runs each target of ``fuzzing.py``, in a process of its own, with hundreds of mutated inputs.
 
 ``--fuzz-runs 10000 --fuzz-seed 7`` for longer ones.
 """

@@ -1,4 +1,4 @@
-"""Manifests and pickles that no sender of ours writes: each is an error of ours, whatever part of it makes no sense."""
+"""Malformed manifests and pickles: each raises an error of ours, whichever part of it is wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""With `state_dict=`, a receive writes into the live tensors and hands back the live state."""
+"""With `state_dict=`, a receive writes into the live tensors and returns the live state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every kind of leaf and tree goes through a transport and comes back as it was."""
+"""Every kind of leaf and tree goes through a transport and arrives unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""States that must not take the process down: too deep, without memory, or holding themselves.
+"""States that must not crash the process: nested too deep, without memory, or containing themselves.
 
 Every test runs in a process of its own.
 """

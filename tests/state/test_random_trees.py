@@ -1,4 +1,4 @@
-"""Trees drawn at random, of tensors that share storages and of everything else, come back as they were."""
+"""Random trees, with tensors that share storages and other objects, arrive unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What cannot be carried is refused by the sender, and what must not be unpickled by the receiver, each by name."""
+"""A sender refuses what it cannot send, a receiver what it must not unpickle, and both name it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors are read natively where torch allows it, and in Python elsewhere: both must see the same."""
+"""Tensors are described by native code where torch allows it, and by Python otherwise: both must agree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors of the live state that share memory: in the same way as at the source, or in none."""
+"""Tensors of the live state that share memory: they must share it exactly as those of the source do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tree's text becomes the state again; text that is no tree is an error that says where."""
+"""The text of a tree is decoded to the state; malformed text raises an error that says where."""
 
 from __future__ import annotations
 

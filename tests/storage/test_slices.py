@@ -1,4 +1,4 @@
-"""Boxes of tensors as runs of bytes: what is read is what torch's slicing gives, whatever the strides."""
+"""Slices of tensors as runs of bytes: reading them gives what torch's slicing gives, for all strides."""
 
 import math
 

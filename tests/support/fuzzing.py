@@ -148,7 +148,7 @@ def mutated(value: Any, chance: random.Random) -> Any:
 
 
 def flipped(data: bytes, chance: random.Random) -> bytes:
-    """Bytes with some of them changed, cut or repeated."""
+    """Returns the bytes with some of them changed, cut or repeated."""
     bad = bytearray(data)
     for _ in range(chance.randint(1, 4)):
         at = chance.randrange(len(bad) or 1)
@@ -176,7 +176,7 @@ def sample() -> dict[str, Any]:
 
 
 class Manifests:
-    """Manifests, and headers with entries of odd shapes."""
+    """Mutated manifests, and headers with entries of odd shapes."""
 
     def __init__(self, chance: random.Random) -> None:
         self._chance = chance
@@ -230,7 +230,7 @@ class Manifests:
 
 
 class Indexes:
-    """Indexes of checkpoints: of a folder and of a running job."""
+    """Mutated indexes of checkpoints, of a folder and of a running job."""
 
     def __init__(self, chance: random.Random) -> None:
         self._chance = chance
@@ -267,7 +267,7 @@ class Indexes:
 
 
 def load(reader: Any) -> None:
-    """What `dcp.load` does, which hides what is raised."""
+    """Does the work of `dcp.load`, which would hide the exception."""
     live = {"x": torch.zeros(4, 300), "nested": {"y": [torch.zeros(3), torch.zeros(2)]}, "o": None, "n": 0}
     live["sparse"] = torch.zeros(3, 3).to_sparse()
     metadata = reader.read_metadata()
@@ -318,7 +318,7 @@ class Files:
 
 
 class Stock:
-    """Bodies of torchft's own format. Pickles stay as they are."""
+    """Mutated bodies in torchft's own format; their pickles stay as they are."""
 
     def __init__(self, chance: random.Random) -> None:
         self._chance = chance

@@ -66,7 +66,7 @@ def build(value: Any, state: Any) -> Raw:
 
 
 def again(value: Any, times: int, then: bytes) -> Raw:
-    """``value``, and the instructions ``then`` so many times behind it."""
+    """The instructions of ``value``, followed by ``then`` a number of times."""
     return Raw(say(value) + then * times)
 
 
@@ -177,7 +177,7 @@ class Maker:
         return made
 
     def arguments(self, name: tuple[str, str], depth: int) -> list[Any]:
-        """Mostly of the kind that belongs there, so that the checks behind the first are met as well."""
+        """Arguments that mostly have the expected types, so that later checks are reached as well."""
         chance = self.chance
         number = lambda: chance.choice([0, 1, 2, 3, 4, 8, 16, 64, 65, 1 << 40, 1 << 61, -1])  # noqa: E731
         shape = lambda: tuple(number() for _ in range(chance.randrange(4)))  # noqa: E731

@@ -1,4 +1,4 @@
-"""Objects, states of training, odd trees, and what cannot be carried, each as a named constructor."""
+"""Objects, training states, odd trees and values that senders refuse, each as a named constructor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fault suite's crowd of idle connections and its silent name server: what they do, and that nothing is left."""
+"""The fault suite's crowd of idle connections and its silent name server work, and leave nothing behind."""
 
 from __future__ import annotations
 

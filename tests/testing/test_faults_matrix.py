@@ -1,4 +1,4 @@
-"""A short pass of the fault matrix: what tensorferry promises, whatever happens to connections, peers and processes.
+"""A short run of the fault matrix: tensorferry keeps its promises when connections, peers and processes fail.
 
 The whole matrix, beside torchft's HTTPTransport, is `make faults`.
 """

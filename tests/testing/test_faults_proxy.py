@@ -1,4 +1,4 @@
-"""The fault proxy itself: plain sockets on both sides, every byte compared."""
+"""The fault proxy, with plain sockets on both sides and every byte compared."""
 
 from __future__ import annotations
 

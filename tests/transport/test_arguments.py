@@ -1,4 +1,4 @@
-"""Arguments that cannot be used: each error is ours and names the argument, whoever gave it."""
+"""Invalid arguments of every public function raise an error of ours that names the argument."""
 
 from __future__ import annotations
 

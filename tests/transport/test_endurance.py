@@ -1,4 +1,4 @@
-"""Many times over, and with nothing left: cycles, connections, descriptors. Every test runs in a process of its own."""
+"""Many cycles, connections and descriptors leave nothing behind. Every test runs in a process of its own."""
 
 from __future__ import annotations
 

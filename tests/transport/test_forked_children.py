@@ -1,4 +1,4 @@
-"""What a forked child keeps of its parent's transports: nothing that anybody outside would notice.
+"""A forked child keeps nothing of its parent's transports that a peer could notice.
 
 Every test runs in processes of its own. A child here stays alive for as long as the test does, as a DataLoader's worker
 may that nobody has told that its parent is gone.

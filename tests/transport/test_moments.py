@@ -1,4 +1,4 @@
-"""A state that is changed or withdrawn while it is fetched: what arrives is of one moment, or the receive fails."""
+"""A state that is changed or withdrawn during a fetch: the result is of one moment, or the receive fails."""
 
 from __future__ import annotations
 

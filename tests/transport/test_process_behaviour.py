@@ -1,4 +1,4 @@
-"""Fork, signals, exit, leaks: what a library with threads of its own can do to the process it lives in.
+"""Fork, signals, interpreter exit and leaks: a library with threads must not harm the process that uses it.
 
 Every test runs in a process of its own.
 """

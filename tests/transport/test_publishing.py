@@ -1,4 +1,4 @@
-"""What a source is promised: sending, disallowing, shutting down, and who holds what memory meanwhile."""
+"""The contract of a source: sending, disallowing, shutting down, and which memory is held meanwhile."""
 
 from __future__ import annotations
 

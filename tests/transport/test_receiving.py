@@ -1,4 +1,4 @@
-"""How a receive can be had: around the network, into kept memory, watched, and from several sources."""
+"""The ways to receive: without the network, into reused memory, with progress reports, and from several sources."""
 
 import gc
 import logging

@@ -1,4 +1,4 @@
-"""The class and its metadata, as torchft and its users know them."""
+"""The class and its metadata have the interface that torchft and its users expect."""
 
 from __future__ import annotations
 

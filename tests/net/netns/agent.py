@@ -1,4 +1,4 @@
-"""What runs in a host of the tests: a source that serves a state, or a receiver that says how far it is."""
+"""The program of a simulated host: a source that serves a state, or a receiver that reports its progress."""
 
 from __future__ import annotations
 

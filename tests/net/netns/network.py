@@ -1,4 +1,4 @@
-"""Hosts of our own: network namespaces with shaped links between them, made and removed by the tests."""
+"""Simulated hosts: network namespaces with shaped links between them, made and removed by the tests."""
 
 from __future__ import annotations
 

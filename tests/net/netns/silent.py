@@ -1,4 +1,4 @@
-"""What runs where no name server ever answers: tries one door and says how long it took, and how it ended."""
+"""A program for a host whose name server never answers: opens one source, and prints how that ended, and when."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where no name server answers: one deadline means one, and Ctrl-C ends every call at once."""
+"""With a name server that never answers, calls keep their deadline, and Ctrl-C ends them at once."""
 
 from __future__ import annotations
 

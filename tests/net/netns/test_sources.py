@@ -1,4 +1,4 @@
-"""Several sources over links of their own: what a second one brings, and what losing it costs."""
+"""Several sources on separate links: the gain of a second source, and the cost of losing it."""
 
 from __future__ import annotations
 
