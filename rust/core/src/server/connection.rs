@@ -1,5 +1,7 @@
 //! One connection: served over the network, with or without TLS, or to a process of this machine, until it has to end.
 
+use std::net::Shutdown;
+use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -8,11 +10,12 @@ use std::time::Duration;
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
+use socket2::SockRef;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::{Notify, watch};
 use tokio_rustls::TlsAcceptor;
 
-use super::local::{self, Local};
+use super::local::Local;
 use super::patient::Patient;
 use super::places::Place;
 use super::{Shared, handler};
@@ -73,14 +76,23 @@ async fn serve(
     }
 }
 
+/// Serves a process of this machine. It speaks first: one that never says anything costs no thread and no memory.
 pub(super) async fn serve_local(
-    stream: Unshared<UnixStream>,
+    socket: Unshared<tokio::net::UnixStream>,
     shared: Arc<Shared>,
     place: Place,
-    stopped: watch::Receiver<bool>,
+    mut stopped: watch::Receiver<bool>,
 ) {
+    let spoken = tokio::select! {
+        spoken = socket.readable() => spoken,
+        () = place.wasted() => return,
+        () = place.cut.notified() => return,
+        _ = stopped.wait_for(|s| *s) => return,
+    };
+    // The runtime keeps the socket to end the connection with; the thread that serves it has a descriptor of its own.
+    let same = Unshared::make(|| socket.as_fd().try_clone_to_owned().map(UnixStream::from));
+    let (Ok(()), Ok(stream)) = (spoken, same) else { return };
     let connection = Arc::new(Connection::new(shared, place, true));
-    let Ok(socket) = Unshared::make(|| stream.try_clone()) else { return };
     let (end, over) = watch::channel(false);
     let mut serving = tokio::task::spawn_blocking({
         let connection = Arc::clone(&connection);
@@ -91,7 +103,7 @@ pub(super) async fn serve_local(
         _ = &mut serving => {}
         () = connection.to_be_ended(stopped) => {
             end.send_replace(true);
-            local::shut_down(&socket);
+            let _ = SockRef::from(&*socket).shutdown(Shutdown::Both);
             let _ = serving.await;
         }
     }

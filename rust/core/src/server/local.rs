@@ -4,7 +4,6 @@
 use std::fmt::Write as _;
 use std::future::poll_fn;
 use std::io::{self, Read, Write};
-use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::Instant;
@@ -37,7 +36,7 @@ pub(super) struct Local {
 }
 
 impl Local {
-    /// Serves `stream` until the receiver leaves, stops asking or breaks the rules, or `over` is told.
+    /// Serves `stream`, whose receiver has greeted, until it leaves, stops asking or breaks the rules, or `over` is told.
     pub(super) fn serve(
         stream: Unshared<UnixStream>,
         connection: Arc<Connection>,
@@ -138,11 +137,6 @@ impl Local {
             }
         }
     }
-}
-
-/// Ends the blocking calls of the thread that serves a connection.
-pub(super) fn shut_down(stream: &UnixStream) {
-    let _ = stream.shutdown(Shutdown::Both);
 }
 
 /// What `work` comes to, unless the connection ends before.

@@ -1,6 +1,6 @@
 //! The ways to connect, within the limits of a transfer: TCP, TLS over it, and a socket of this machine.
 
-use std::io;
+use std::io::{self, Write};
 use std::net::SocketAddr;
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
@@ -16,7 +16,7 @@ use crate::client::names;
 use crate::client::url::Source;
 use crate::error::{Error, ErrorKind};
 use crate::fork::Unshared;
-use crate::same_host::{self, ring::Reader};
+use crate::same_host::{self, GREETING, ring::Reader};
 
 /// How often a thread that waits for a connection looks whether it was cancelled.
 const CANCEL_POLL: Duration = Duration::from_millis(50);
@@ -55,6 +55,7 @@ impl Connection {
         stream.set_read_timeout(Some(HELLO.min(limits.stall).min(left)))?;
         // From here on who cancels ends the wait, too.
         let mut connection = Self::over(stream, source, limits);
+        (&*connection.stream).write_all(GREETING)?;
         let reader = Reader::receive(&*connection.stream)?;
         connection.ring = Some(Ring { reader, announced: 0, in_use: false });
         Ok(connection)
