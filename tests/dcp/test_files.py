@@ -291,7 +291,7 @@ def test_a_kill_at_any_moment_loses_nothing_and_leaves_nothing_wrong(tmp_path, p
                 dcp.load(state, storage_reader=reader)
             continue
         dcp.load(state, storage_reader=reader)
-        # The next save may have been complete, and its message on the way.
+        # The next save may have been complete although its message has not arrived yet.
         assert state["number"] in (last, last + 1), "an older checkpoint came back"
         assert all((state[f"t{i}"] == state["number"]).all() for i in range(6))
         whole += 1

@@ -125,7 +125,7 @@ class PeerWriterHere:
 
 
 class Hidden(dcp.DefaultSavePlanner):
-    """Writes more than its metadata tells."""
+    """Writes more tensors than its metadata names."""
 
     def create_global_plan(self, all_plans):
         plans, metadata = super().create_global_plan(all_plans)

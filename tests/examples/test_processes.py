@@ -15,7 +15,7 @@ print(left.pid, flush=True)
 
 
 def is_running(pid: int) -> bool:
-    """An orphan that nobody waits for stays a zombie."""
+    """Reports a zombie as ended: an orphan without a reaping parent stays one."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -35,4 +35,4 @@ def test_what_a_process_left_behind_ends_with_it():
         while is_running(left) and time.monotonic() < deadline:
             time.sleep(0.02)
         assert not is_running(left)
-        end(child)  # once more harms nobody
+        end(child)  # ending it twice does no harm

@@ -199,7 +199,7 @@ def test_what_torch_has_written_for_us_is_done_at_the_end(fails: bool, fake: Tor
 
 
 def test_devices_in_use(fake: Torch, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is asked of a device that nobody has used, and a graph that is captured is left alone."""
+    """A device that is not in use is not touched, and a graph capture is not disturbed."""
     began = [False]
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: began[0])
@@ -276,7 +276,7 @@ def test_two_threads_copy_on_one_stream_at_once(fake: Torch) -> None:
     ("trouble", "certain"), [(None, True), (RuntimeError("the device is lost"), False), (SystemExit(), True)]
 )
 def test_after_a_failure_every_stream_is_waited_for(trouble: BaseException | None, certain: bool) -> None:
-    """Also for whoever interrupts a second time: else memory would be used again that is still written to."""
+    """A second interrupt must not skip the wait: memory that is still written to would be reused."""
     over: list[str] = []
     troubles = [trouble] if trouble else []
 

@@ -65,7 +65,7 @@ def zeros(state: dict[str, Any]) -> dict[str, Any]:
 def test_written_where_the_live_tensors_lie(
     same_host: bool, num_chunks: int, device: StandIn, open_target: Callable[..., Any], source: Any
 ) -> None:
-    """Large ones, small ones, host memory in between, and what is no tensor."""
+    """Large and small tensors on the device, tensors in host memory between them, and other objects."""
     sent: dict[str, Any] = {}
     for i, weight in enumerate(weights().values()):
         sent |= {f"w{i}": weight, f"step{i}": torch.tensor(float(i)), f"b{i}": torch.full((i + 1,), 7.0)}

@@ -41,7 +41,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
 def source(device: StandIn, monkeypatch: pytest.MonkeyPatch, open_transport: Callable[..., Any]) -> Iterator[Any]:
     """A transport whose state is on the stand-in."""
     yield open_on(device, monkeypatch, open_transport)
-    # Before the transport is shut down: nobody shall wait for a stream that is held.
+    # Before the transport is shut down, which would wait for a stream that is held.
     device.let_go()
 
 
@@ -292,7 +292,7 @@ def test_what_fails_before_anything_is_published_changes_nothing(
 def test_disallowed_while_it_is_copied_and_nobody_reads(
     device: StandIn, source: Any, open_transport: Callable[..., Any]
 ) -> None:
-    """The rest is left out: nobody will ever want it."""
+    """The copies that are still queued are skipped, because no receiver can ask for them any more."""
     state = weights(40)
     device.adopt(*state.values())
     device.hold_new = True

@@ -104,7 +104,7 @@ ANSWERS: dict[str, Callable[[], Iterator[bytes]]] = {
 
 @pytest.fixture
 def answering() -> Iterator[Callable[[Callable[[], Iterator[bytes]]], str]]:
-    """A source that says the same to everybody, whatever they ask, as fast as they read."""
+    """A source that sends the same answer to every request, as fast as the receiver reads."""
     with contextlib.ExitStack() as listeners:
 
         def start(make: Callable[[], Iterator[bytes]]) -> str:
@@ -165,7 +165,7 @@ def test_storages_that_are_only_announced_take_no_memory(
 
 def test_a_small_view_into_a_large_buffer_takes_little_memory(child: Child) -> None:
     source = tensorferry.HTTPTransport(timedelta(seconds=60))
-    # Zeros that nobody has touched, here neither.
+    # Zeros in pages that neither process has touched.
     buffer = torch.frombuffer(mmap.mmap(-1, 2 << 30), dtype=torch.float32)
     source.send_checkpoint([1], 1, {"v": buffer[1000:1004], "t": [buffer[-4:]]}, timedelta(seconds=60))
     try:

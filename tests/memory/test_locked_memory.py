@@ -125,7 +125,7 @@ def test_a_runtime_that_does_not_lock_is_asked_to_make_it(runtime: Runtime, monk
 
 
 def test_no_context_is_made_where_the_process_has_none(runtime: Runtime) -> None:
-    """A thread that nobody has told of a device has device 0, and a context there is some hundred megabytes."""
+    """A thread without a current device would use device 0, where a context takes some hundred megabytes."""
     runtime.contexts.clear()
     runtime.contexts.add(3)
     memory = [locked(MIB)]

@@ -72,7 +72,7 @@ def test_a_manifest_that_makes_no_sense_is_a_protocol_error(
 
 
 def test_damaged_pickles_are_errors_of_ours_or_lists() -> None:
-    """As they would come from somebody who can make the checksums right."""
+    """Pickles of an attacker who also sends the right checksums."""
     leaves = [torch.arange(6.0), torch.ones(2, 2)]
     storage = leaves[0].untyped_storage()
     value = [{"lr": 0.1, "betas": (0.9, 0.99)}, torch.Size([2, 3]), b"bytes", "text" * 20, {1, 2}, 1 << 80]

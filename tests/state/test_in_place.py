@@ -234,7 +234,7 @@ def test_containers_of_all_kinds(heal: Callable[..., Any]) -> None:
 
 
 def test_colliding_paths_are_not_mixed_up(heal: Callable[..., Any]) -> None:
-    """Keys that read the same when joined are still different leaves, in whatever order they stand."""
+    """Paths that are equal when joined are different leaves, in any order of the keys."""
     live: dict[str, Any] = {
         "a.b": torch.zeros(1),
         "a": {"b": torch.zeros(1)},

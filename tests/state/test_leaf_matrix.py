@@ -122,7 +122,7 @@ def test_sending_leaves_the_senders_state_alone(leaf: Leaf, open_transport: Call
 @pytest.mark.parametrize("num_chunks", [0, 3])
 @pytest.mark.usefixtures("process_group")
 def test_received_memory_is_the_receivers_own(name: str, num_chunks: int, open_transport: Callable[..., Any]) -> None:
-    """Writable, nobody else's, and a second receive is not the first one again."""
+    """A received tensor is writable and shares memory with no other receive."""
     state = CATALOGUE[name].state(CATALOGUE[name].value())
     sender, receiver = open_transport(num_chunks), open_transport(num_chunks)
     first = send_and_receive(sender, receiver, state)

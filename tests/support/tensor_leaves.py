@@ -207,7 +207,7 @@ PARAMETERS = [
     ),
     Leaf("Parameter, float8", float8_parameter),
     Leaf("Parameter, float8, with python attr", lambda: with_attribute(float8_parameter())),
-    # torch's own unpickling fails on a float8 tensor that requires grad and is no Parameter.
+    # torch cannot unpickle a float8 tensor that requires grad unless it is a Parameter.
     Leaf("requires_grad leaf, float8", float8_with_grad, torchft=NEITHER),
     Leaf(
         "requires_grad leaf, float8, in an object",

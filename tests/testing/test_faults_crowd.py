@@ -58,7 +58,7 @@ def test_half_of_a_local_crowd_is_at_the_socket_without_a_port(listener: socket.
         local.settimeout(20)
         assert f"@{name}" in local_sockets(os.getpid())
         with crowding(metadata(listener), os.getpid(), IdleCrowd(8, local=True)) as opened:
-            if local_sockets(os.getpid()) == [f"@{name}"]:  # nobody else in this process has one
+            if local_sockets(os.getpid()) == [f"@{name}"]:  # no other part of this process listens on one
                 for accepting in (listener, local):
                     for _ in range(4):
                         accepting.accept()[0].close()

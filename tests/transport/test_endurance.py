@@ -108,7 +108,7 @@ settle(first, mib=32)
 
 
 def test_a_source_without_descriptors_trains_on_and_serves_when_there_are_some(child: Child) -> None:
-    """Nothing raises into its trainer, whoever holds the descriptors."""
+    """A lack of descriptors raises nothing into the trainer of the source."""
     process = child.start(
         USED
         + """

@@ -128,7 +128,7 @@ def test_a_child_has_no_socket_of_its_parent(child: Child) -> None:
     kept = made & sockets(pid)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    # The runtime's own pair for signals reaches nobody.
+    # The runtime's socket pair for signals is not a connection to a peer.
     print("kept", len(kept), kept, flush=True)
     assert len(kept) <= 2, kept
     # Whatever is executed instead of this program has none of them either.

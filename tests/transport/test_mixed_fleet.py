@@ -53,7 +53,7 @@ def open_pair(
 
 
 def cases(num_chunks: int) -> list[Any]:
-    """The leaves that torchft's wire carries, with what it loses on the way."""
+    """The leaves that torchft's format can carry, and the comparisons that fail after it."""
     found = []
     for leaf in CARRIED:
         if not (leaf.torchft or leaf.lax) or (num_chunks and leaf.name.startswith("200 levels")):

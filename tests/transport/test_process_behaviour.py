@@ -387,7 +387,7 @@ def test_memory_of_many_sends_through_one_transport(child: Child) -> None:
 
 
 def test_dropped_without_shutdown(child: Child) -> None:
-    """A transport that nobody holds any more does not go on holding the state."""
+    """A transport without references is freed, and with it the state."""
     child.run("""
         import weakref
         source, target = open_pair()

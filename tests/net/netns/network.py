@@ -18,7 +18,7 @@ _PATIENCE_S = 60
 
 
 class NotPermitted(Exception):
-    """This machine does not let us make namespaces or shape links."""
+    """The machine does not permit network namespaces or shaped links."""
 
 
 def _run(*command: str) -> None:
@@ -28,14 +28,14 @@ def _run(*command: str) -> None:
 
 
 class Agent:
-    """A process in one of the hosts, told what to do line by line."""
+    """A process in one of the hosts; requests and answers are lines of JSON."""
 
     def __init__(self, host: str, role: str, **options: Any) -> None:
         command = ["ip", "netns", "exec", host, sys.executable, str(_AGENT), role, json.dumps(options)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        """What it says, until it has said that it is done."""
+        """Yields its answers until it closes its output."""
         for line in self.process.stdout:
             yield json.loads(line)
 
@@ -48,7 +48,7 @@ class Agent:
         return self.next()
 
     def kill(self) -> None:
-        """End it as a machine that loses power does, by its pid."""
+        """Kills the process, as a loss of power would."""
         self.process.kill()
         self.process.wait(_PATIENCE_S)
 
@@ -92,7 +92,7 @@ class Network:
             raise
 
     def cut(self, source: int) -> None:
-        """Take that source's link down: nobody is told."""
+        """Takes the link of that source down, without closing any connection."""
         _run("ip", "-n", self.sources[source], "link", "set", "uplink", "down")
 
     def remove(self) -> None:
