@@ -194,6 +194,8 @@ class Manifests:
         return [*control, (state.PICKLE, state._padded(pickled, b"\0"))] if pickled else control
 
     def __call__(self) -> None:
+        # The traceback of the last receive held its connection, for which a withdrawal would have waited two seconds.
+        self._source.disallow_checkpoint()
         chance = self._chance
         self._step += 1
         kept = state.Packed.publish
@@ -221,10 +223,7 @@ class Manifests:
             self._source.send_checkpoint([1], self._step, sample(), TIMEOUT)
         finally:
             state.Packed.publish = kept  # type: ignore[method-assign]
-        try:
-            chance.choice(self._targets).recv_checkpoint(0, self._source.metadata(), self._step, TIMEOUT)
-        finally:
-            self._source.disallow_checkpoint()
+        chance.choice(self._targets).recv_checkpoint(0, self._source.metadata(), self._step, TIMEOUT)
 
     def shown(self) -> str:
         return self._bad[1].decode(errors="replace")
