@@ -1,4 +1,4 @@
-"""Jobs of several ranks that run functions together, with what they keep from one to the next."""
+"""Jobs of several ranks that run functions together; each rank keeps a dict from one call to the next."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""States whose every value follows from names, laid out over the ranks in many ways; what jobs do with them."""
+"""States whose values follow from their names, in many layouts over the ranks, and what jobs do with them."""
 
 from __future__ import annotations
 

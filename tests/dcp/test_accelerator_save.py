@@ -1,4 +1,4 @@
-"""State on an accelerator, saved with torch.distributed.checkpoint: tried with a stand-in for one."""
+"""State on an accelerator, saved with torch.distributed.checkpoint (with a simulated device)."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class Measured:
 
 
 def odd(how: str) -> tuple[Any, torch.Tensor, Any]:
-    """A value that is no dense tensor, what of it is in memory, and what is saved once 7 is written there."""
+    """A value other than a dense tensor, the tensors of its memory, and what is saved once 7 is written to them."""
     base = torch.zeros(6, 4)
     if how == "transposed":
         return base.t(), base, torch.full((4, 6), 7.0)
@@ -221,7 +221,7 @@ def test_a_load_comes_after_what_is_queued_and_is_over_when_it_returns(
 
 
 def test_a_planner_that_copies_to_the_device_itself(device: StandIn, tmp_path: Path) -> None:
-    """It reads into host memory and copies from there when it is told that a tensor is read."""
+    """Its tensors are read into host memory, and it copies them to the device in `commit_tensor`."""
     live = torch.zeros(6, 4)
     device.adopt(live)
     save({"w": torch.full((6, 4), 3.0)}, ours.FileWriter(tmp_path))

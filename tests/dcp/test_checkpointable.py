@@ -1,4 +1,4 @@
-"""Tensors that tell torch themselves which parts of something larger they hold: by methods, or by attributes."""
+"""Tensors that describe their own shards to torch, by methods or by attributes."""
 
 from __future__ import annotations
 

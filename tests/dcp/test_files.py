@@ -1,4 +1,4 @@
-"""Checkpoints in folders: what is in them, what crashes and damage leave, and everything torch can do with them."""
+"""Checkpoints in folders: their contents, crashes and damage, and every way in which torch uses them."""
 
 from __future__ import annotations
 
@@ -291,7 +291,7 @@ def test_a_kill_at_any_moment_loses_nothing_and_leaves_nothing_wrong(tmp_path, p
                 dcp.load(state, storage_reader=reader)
             continue
         dcp.load(state, storage_reader=reader)
-        # The next save may have been complete, and its message on the way.
+        # The next save may have been complete although its message has not arrived yet.
         assert state["number"] in (last, last + 1), "an older checkpoint came back"
         assert all((state[f"t{i}"] == state["number"]).all() for i in range(6))
         whole += 1
@@ -439,7 +439,7 @@ def test_errors_are_ours():
 
 
 def test_an_index_that_makes_no_sense_is_a_protocol_error(tmp_path, monkeypatch):
-    """Beyond what tests/fuzzing.py happens upon: each of these would lead torch or us astray."""
+    """Beyond what tests/support/fuzzing.py happens upon: each of these would lead torch or us astray."""
     encode = index.encode
     chunk = [[0, 0], [4, 3], [0, "x", "F32", 48, "t"]]
     tensors = {

@@ -1,4 +1,4 @@
-"""What a job has published, read by torch alone: as a folder at an address, or one that was downloaded."""
+"""A published checkpoint read by torch alone: as a folder at a URL, or as a downloaded one."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class PeerWriterHere:
 
 
 class Hidden(dcp.DefaultSavePlanner):
-    """Writes more than its metadata tells."""
+    """Writes more tensors than its metadata names."""
 
     def create_global_plan(self, all_plans):
         plans, metadata = super().create_global_plan(all_plans)

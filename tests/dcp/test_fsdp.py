@@ -1,4 +1,4 @@
-"""FSDP2: what two ranks have trained is loaded by one rank, and by two that are sharded along another dimension."""
+"""FSDP2: a checkpoint of two ranks is loaded by one rank, and by two that shard along another dimension."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of somebody who means harm: no code of theirs runs, and what they announce takes no memory."""
+"""Hostile checkpoints: none of their code runs, and the sizes they announce take no memory."""
 
 from __future__ import annotations
 
@@ -263,7 +263,7 @@ def test_what_planners_of_ones_own_keep_is_read(kept):
         "planner": {"pickle": base64.b64encode(pickle.dumps(kept, 4)).decode()},
     }
     assert index.decode(json.dumps(text).encode(), "here", Allowed()).planner_data == kept
-    # Who trusts the source is not held up by limits.
+    # The limits do not apply to a reader that trusts the source.
     text["planner"] = {"pickle": base64.b64encode(pickle.dumps({"o": ("o", FAR)}, 4)).decode()}
     assert index.decode(json.dumps(text).encode(), "here", Allowed(trust=True)).planner_data == {"o": ("o", FAR)}
 

@@ -1,4 +1,4 @@
-"""Saves that overlap, tensors without memory, and folders that are none."""
+"""Overlapping saves, tensors without memory, and paths that are not folders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Live checkpoints: what a string opens, what ends them, and what they are proof against."""
+"""Live checkpoints: which metadata opens them, what ends them, and which faults they survive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Any number of ranks loads what any other number saved: from files, and from the memory of a running job."""
+"""A checkpoint of any number of ranks is loaded by any other number: from files, and from a running job."""
 
 import pytest
 from job import Job

@@ -1,4 +1,4 @@
-"""Folders with more than one writer, or more than one checkpoint, or what somebody else has left in them."""
+"""Folders with several writers, several checkpoints, or files that another job has left behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two jobs that save into one folder, over and over, while their calls take random times and they are killed.
+"""Two jobs that save into one folder over and over, with random delays, and are killed at random.
 
 Run with ``delays.c`` loaded. Prints what came of it as JSON: how often the folder held a whole checkpoint of either job
 when everything stood still, and everything that was wrong.

@@ -1,16 +1,20 @@
-"""Faults for tests: what networks, peers and processes do to a checkpoint transport, and what comes of it.
+"""A fault suite for checkpoint transports: what networks, peers and processes do to them, and how receives end.
 
-It works on any ``CheckpointTransport`` whose metadata is a URL, torchft's ``HTTPTransport`` included::
+It tests any ``CheckpointTransport`` whose metadata is a URL, torchft's ``HTTPTransport`` included::
 
     python -m tensorferry.testing --transports tensorferry,torchft --repeats 3
 
-:class:`FaultProxy` alone serves tests of other things: it stands between a receiver and its source.
+:class:`FaultProxy` can be used alone, in other tests: it stands between a receiver and its source.
 """
 
-from .actors import BUILTIN, Candidate
-from .cell import Limits, Outcome
-from .crowd import IdleCrowd
-from .faults import (
+from .matrix.candidates import BUILTIN, Candidate
+from .matrix.catalogue import SCENARIOS
+from .matrix.idle_crowd import IdleCrowd
+from .matrix.report import broken_promises, format_markdown, format_table, from_json, to_json
+from .matrix.run_cell import Limits, Outcome
+from .matrix.run_matrix import run_matrix
+from .matrix.scenario import Scenario
+from .proxy.faults import (
     Answer,
     Delay,
     Divert,
@@ -24,10 +28,7 @@ from .faults import (
     Reset,
     Truncate,
 )
-from .matrix import broken_promises, format_markdown, format_table, from_json, run_matrix, to_json
-from .proxy import FaultProxy, ProxyCounters
-from .rows import SCENARIOS
-from .scenarios import Scenario
+from .proxy.proxy import FaultProxy, ProxyCounters
 
 __all__ = [
     "BUILTIN",

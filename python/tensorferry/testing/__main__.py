@@ -6,22 +6,21 @@ import argparse
 import sys
 from pathlib import Path
 
-from .cell import Limits, Outcome
-from .matrix import (
-    broken_promises,
-    candidate,
-    format_markdown,
-    format_table,
-    from_json,
-    run_matrix,
-    scenario,
-    to_json,
-)
-from .rows import SCENARIOS
+from .matrix.catalogue import SCENARIOS
+from .matrix.report import broken_promises, format_markdown, format_table, from_json, to_json
+from .matrix.run_cell import Limits, Outcome
+from .matrix.run_matrix import candidate, run_matrix, scenario
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the matrix; 1 if tensorferry did not keep a promise."""
+    """Runs the matrix and prints its table.
+
+    Args:
+        arguments: of the command line; ``sys.argv`` if left out
+
+    Returns:
+        The exit status: 1 if tensorferry broke a promise, otherwise 0.
+    """
     parser = argparse.ArgumentParser(prog="python -m tensorferry.testing", description=__doc__)
     parser.add_argument("--transports", default="tensorferry", help="comma-separated names or module:callable")
     parser.add_argument("--faults", default="", help="comma-separated names; a trailing * takes all that begin so")
@@ -52,8 +51,8 @@ def main(arguments: list[str] | None = None) -> int:
 
     def progress(outcome: Outcome) -> None:
         if chosen.verbose or sys.stderr.isatty():
-            told = [outcome.fault, outcome.transport, outcome.ending, outcome.source, f"{outcome.seconds:.1f} s"]
-            print("  ".join([*told, outcome.message, *outcome.notes][: None if chosen.verbose else 5]), file=sys.stderr)
+            line = [outcome.fault, outcome.transport, outcome.ending, outcome.source, f"{outcome.seconds:.1f} s"]
+            print("  ".join([*line, outcome.message, *outcome.notes][: None if chosen.verbose else 5]), file=sys.stderr)
 
     if chosen.read:
         outcomes = [outcome for file in chosen.read for outcome in from_json(file.read_text())]

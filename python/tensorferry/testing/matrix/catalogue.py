@@ -1,0 +1,375 @@
+"""The scenarios that come with the suite: the rows of the matrix."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from ..proxy.faults import (
+    Answer,
+    Delay,
+    Divert,
+    Drip,
+    Duplicate,
+    Fault,
+    FlipByte,
+    HalfOpen,
+    ReplaceHead,
+    Reset,
+    Truncate,
+)
+from .attacks import ATTACKS
+from .idle_crowd import IdleCrowd
+from .processes import wait_until
+from .scenario import HEALED, Beside, Scenario
+from .tensor_memory import Replacing
+from .traps import Trap
+
+if TYPE_CHECKING:
+    from .run_cell import Cell
+
+__all__ = ["SCENARIOS"]
+
+GONE = frozenset({"ConnectError", "FetchTimeout"})
+"""tensorferry's errors for a source that cannot be reached or stops sending."""
+ODD = GONE | {"ProtocolError"}
+"""The same, and its error for responses that are not HTTP."""
+
+REFUSED_PICKLE = frozenset({"UnsafePickle", "ProtocolError"})
+"""Its errors for a pickle that names a forbidden global, or that no pickler writes."""
+
+DEEP = 300_000
+"""An offset in the first body of most connections; responses with metadata are smaller."""
+DEEPER = 1_300_000
+"""An offset after the first block, when the transfer has begun, and before the end of a connection's share."""
+# Large enough that the source still has more to send than the 4 MiB that the kernel buffers.
+LARGE = 128 << 20
+
+
+def _sigkill(cell: Cell) -> None:
+    cell.source.signal(signal.SIGKILL)
+    wait_until(lambda: not cell.source.alive(), 10)
+
+
+def _sigstop(cell: Cell) -> None:
+    cell.source.signal(signal.SIGSTOP)
+
+
+def _pause(cell: Cell) -> None:
+    cell.source.signal(signal.SIGSTOP)
+    cell.proxy.release()
+    time.sleep(min(1.5, cell.timeout / 3))
+    cell.source.signal(signal.SIGCONT)
+
+
+def _restart(cell: Cell) -> None:
+    _sigkill(cell)
+    cell.proxy.retarget(*cell.another_source(same_state=True)[:2])
+
+
+def _republish(cell: Cell) -> None:
+    """The source publishes other bytes as the same step during the transfer."""
+    cell.allow_newer()
+    cell.ask_source(("publish", cell.step, cell.newer_seed))
+
+
+def _stall(cell: Cell) -> None:
+    """The receiver reads nothing while its source withdraws the state, writes over it and publishes the next step.
+
+    The proxy reads nothing either: otherwise the source could hand its bytes over.
+    """
+    cell.receiver.signal(signal.SIGSTOP)
+    try:
+        cell.withdraw()
+        cell.ask_source(("publish", cell.step + 1, cell.newer_seed))
+    finally:
+        cell.resume_receiver()
+
+
+def _move_on(cell: Cell) -> None:
+    """The source withdraws and publishes the next step while the receiver goes on reading."""
+    cell.proxy.release()
+    cell.withdraw()
+    cell.ask_source(("publish", cell.step + 1, cell.newer_seed))
+
+
+def _drain(cell: Cell) -> None:
+    """The source withdraws while the receive goes on and makes further requests."""
+    cell.ask_source(("drain",))
+    # After this a source that waits for its readers is waiting, and any other has withdrawn.
+    wait_until(cell.source.has_answered, 0.2)
+    cell.proxy.release()
+    cell.source.receive_answer(2 * cell.timeout)
+
+
+def _replace(how: Replacing) -> Callable[[Cell], None]:
+    def during(cell: Cell) -> None:
+        cell.ask_source(("replace", how))
+
+    return during
+
+
+def _replace_target(cell: Cell) -> None:
+    """The receiver's trainer gives its live tensors other memory; the result of the receive says whether it did."""
+    cell.receiver.send(("data",))
+    wait_until(cell.receiver.has_answered, cell.timeout / 2)
+
+
+def _change(cell: Cell) -> None:
+    """The source's trainer writes to the served tensors; a receive may return the old or the new state, whole."""
+    cell.allow_newer()
+    cell.ask_source(("change", cell.newer_seed))
+
+
+def _fail_to_send(cell: Cell) -> None:
+    """The source's trainer publishes a state that cannot be pickled; its transport may raise or not."""
+    cell.ask_source(("publish_unsendable", cell.step + 1))
+    cell.ask_source(("report",))
+
+
+def _kill_with_child(cell: Cell) -> None:
+    """The source forks a child, as a DataLoader does, and is killed; the child lives on."""
+    cell.adopt(cell.ask_source(("fork",)))
+    _sigkill(cell)
+    url = urlsplit(cell.metadata)
+    cell.port_open = not wait_until(lambda: not _accepts(url.hostname or "", url.port or 80), 1.0)
+
+
+def _accepts(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
+def _slow(cell: Cell) -> tuple[Fault, ...]:
+    """A rate at which a quarter of the state takes 1.5 times the timeout, and an eighth less than the timeout."""
+    interval = 0.02
+    return (Drip(size=int(cell.nbytes / 4 / (1.5 * cell.timeout) * interval), interval=interval),)
+
+
+def _other_generation(cell: Cell) -> tuple[Fault, ...]:
+    """Later connections reach another process, which serves other bytes as the same step under the same path."""
+    host, port, metadata = cell.another_source(same_state=False)
+    cell.allow_newer()
+    old, new = urlsplit(cell.metadata).path.encode(), urlsplit(metadata).path.encode()
+    return (Divert(connections=range(3, 1 << 30), host=host, port=port, old=old, new=new),)
+
+
+def _with_connections(
+    name: str,
+    about: str,
+    make: Callable[..., Fault],
+    always: frozenset[str],
+    once: bool = True,
+    **more: object,
+) -> list[Scenario]:
+    """One fault on one connection of several, on the first connections only, and on every connection.
+
+    Args:
+        name: beginning of the scenarios' names
+        about: what the fault does
+        make: class of the fault
+        always: how a receive may end when the fault hits every connection
+        once: whether the receiver notices the fault at once, so that the same receive can recover from it
+        more: further arguments of the fault
+    """
+    rows = [
+        Scenario(f"{name}-lane", f"{about}: one of several", (make(connections=1, order="reaching", at=DEEP, **more),)),
+        Scenario(f"{name}-all", f"{about}: every connection", (make(at=DEEP, **more),), expected=always),
+    ]
+    if once:
+        opening = make(connections=range(2), at=DEEP, **more)
+        each = make(connections=range(4), order="reaching", at=DEEPER, **more)
+        rows[1:1] = [
+            Scenario(f"{name}-opening", f"{about}: the first two connections, in the first answer", (opening,)),
+            Scenario(f"{name}-once", f"{about}: each of the first four connections, once under way", (each,)),
+        ]
+    return rows
+
+
+def _without_network(row: Scenario, what: str = "through shared memory") -> Scenario:
+    """The same scenario between processes on one machine that do without the network."""
+    return dataclasses.replace(row, name=f"{row.name}-local", about=f"{row.about}, {what}", local=True)
+
+
+def _trap(trap: Trap, about: str) -> list[Scenario]:
+    """A hostile source that sends its pickle in the transport's own format, and one that sends it in torchft's."""
+    row = Scenario(f"pickle-{trap}", f"a hostile source's pickle {about}", trap=trap, expected=REFUSED_PICKLE)
+    return [
+        row,
+        dataclasses.replace(row, name=f"{row.name}-stock", about=f"{row.about}, in torchft's format", stock=True),
+    ]
+
+
+def _forged_answers(name: str, about: str, expected: frozenset[str], **answer: object) -> list[Scenario]:
+    """The proxy answers in place of the source: on one connection, and on every one."""
+    make: Callable[..., Fault] = Answer
+    return [
+        Scenario(f"{name}-lane", f"{about}: one connection", (make(connections=2, **answer),)),
+        Scenario(f"{name}-all", f"{about}: every connection", (make(**answer),), expected=expected),
+    ]
+
+
+def _with_healthy_source(rows: list[Scenario]) -> list[Scenario]:
+    """The scenarios that a single source does not survive, with a healthy source named before or after it."""
+    chosen = {
+        row.name: row
+        for row in rows
+        if row.name.endswith("-all") or row.name in ("move-on", "source-sigkill", "source-sigstop")
+    }
+    sides: dict[str, Beside] = {"first": "behind", "second": "in front"}
+    for name in ("delay-all", "drip-request-all", "short-answer-all"):
+        chosen.pop(name)
+    return [
+        dataclasses.replace(
+            row,
+            name=f"{row.name}-{name}",
+            about=f"{row.about}, and a healthy source {beside} it",
+            beside=beside,
+            expected=frozenset({HEALED}),
+            private=None,
+        )
+        for row in chosen.values()
+        for name, beside in sides.items()
+    ]
+
+
+_NOISE = bytes((i * 2654435761 >> 13) & 0xFF for i in range(32768))
+_OK = b"HTTP/1.1 200 OK\r\n"
+
+_ROWS = [
+    Scenario("none", "nothing goes wrong"),
+    *_with_connections("truncate", "closed in the middle of a body", Truncate, GONE),
+    *_with_connections("reset", "reset in the middle of a body", Reset, GONE),
+    *_with_connections("half-open", "silent from the middle of a body on", HalfOpen, GONE, once=False),
+    *_with_connections("drip", "one byte each 0.1 s from the middle of a body on", Drip, GONE, once=False),
+    *_with_connections("duplicate", "64 bytes of a body come twice", Duplicate, ODD | {HEALED, "CorruptCheckpoint"}),
+    *_with_connections("flip", "a byte of a body is changed", FlipByte, frozenset({HEALED, "CorruptCheckpoint"})),
+    Scenario("flip-start", "a byte at the start of the first body, once", (FlipByte(connections=0, at=100),)),
+    Scenario("mute-start", "the first connection never answers", (HalfOpen(connections=0, of="stream"),)),
+    Scenario("half-open-start", "the first connection is silent from the middle of its first body on",
+        (HalfOpen(connections=0, at=DEEP),)),
+    Scenario("drip-start", "one byte each 0.1 s on the first connection, from the middle of its first body on",
+        (Drip(connections=0, at=DEEP),)),
+    Scenario("drip-head-start", "one byte each 0.1 s on the first connection", (Drip(connections=0, of="stream"),)),
+    Scenario("stubborn", "each of the first five connections is closed in its first body",
+        (Truncate(connections=range(5), order="reaching", at=DEEP),), expected=GONE | {HEALED}),
+    Scenario("delay-lane", "0.5 s of silence on one connection",
+        (Delay(connections=1, order="reaching", at=DEEP, seconds=0.5),)),
+    Scenario("delay-all", "0.2 s of silence on every connection", (Delay(at=DEEP),)),
+    Scenario("drip-head-all", "one byte each 0.1 s from the first one on", (Drip(of="stream"),), expected=GONE),
+    Scenario(
+        "drip-request-all",
+        "requests reach the source one byte each 0.1 s",
+        (Drip(of="stream", direction="request"),),
+        expected=GONE,
+    ),
+    Scenario("reset-request", "the first connection is reset in the middle of its request",
+        (Reset(of="stream", direction="request", at=10, connections=0),), expected=frozenset({HEALED}) | GONE),
+    *_forged_answers("garbage-answer", "32 KiB of noise for an answer", ODD, data=_NOISE),
+    *_forged_answers("empty-answer", "closed without an answer", GONE),
+    *_forged_answers("huge-header-answer", "a header of 8 MiB", ODD, data=_OK + b"X: " + b"a" * (8 << 20)),
+    *_forged_answers("endless-header-answer", "headers without end", ODD, data=_OK, repeat=b"X: a\r\n" * 500,
+        interval=0.01),
+    *_forged_answers("endless-continue", "100 Continue without end", ODD, repeat=b"HTTP/1.1 100 Continue\r\n\r\n",
+        interval=0.01),
+    *_forged_answers("short-answer", "200, and a body shorter than its Content-Length", ODD | {"SourceRefused"},
+        data=_OK + b"Content-Length: 9999999\r\n\r\n" + _NOISE),
+    *_forged_answers("status-500", "500 for an answer", frozenset({"SourceRefused"}) | GONE,
+        data=b"HTTP/1.1 500 No\r\nContent-Length: 0\r\n\r\n"),
+    Scenario("lying-length", "a Content-Length ten times as long, on one connection",
+        (ReplaceHead(connections=1, old=b"content-length: ", new=b"content-length: 1"),)),
+    Scenario("lying-range", "a Content-Range of another place, on one connection",
+        (ReplaceHead(connections=1, old=b"content-range: bytes ", new=b"content-range: bytes 1"),)),
+    Scenario("wrong-step", "the source serves another step", wrong_step=True, expected=frozenset({"WrongStep"})),
+    Scenario("wrong-generation", "later connections come to another process with other bytes as the same step",
+        _other_generation, expected=frozenset({HEALED, "SourceChanged"}) | GONE),
+    Scenario("republish", "the source publishes other bytes as the same step, mid-transfer", during=_republish,
+        expected=frozenset({HEALED, "SourceChanged"}), private=frozenset({HEALED})),
+    Scenario("move-on", "the source withdraws, writes over the state and publishes the next step, mid-transfer",
+        during=_move_on, expected=frozenset({HEALED, "SourceChanged", "WrongStep"}) | GONE,
+        private=frozenset({HEALED})),
+    Scenario("source-sigkill", "the source is killed mid-transfer", during=_sigkill, expected=GONE, survives=False),
+    Scenario("source-sigstop", "the source is stopped mid-transfer, for good", during=_sigstop, expected=GONE,
+        survives=False),
+    Scenario("source-pause", "the source is stopped mid-transfer, for a moment", during=_pause, survives=True),
+    Scenario("source-restart", "the source is killed mid-transfer and another takes its port", during=_restart,
+        expected=frozenset({"SourceRefused", "SourceChanged"}) | GONE, survives=False),
+    Scenario("reader-stall", "the receiver stops reading while the source withdraws the state and goes on",
+        during=_stall, part=0.1, nbytes=LARGE // 2, lanes=1,
+        expected=frozenset({HEALED, "SourceChanged", "WrongStep"}) | GONE,
+        private=frozenset({HEALED})),
+    Scenario("reader-slow", "the receiver reads slowly while the source withdraws the state and goes on", _slow,
+        during=_move_on, part=0.06, nbytes=LARGE, expected=frozenset({HEALED, "SourceChanged", "WrongStep"}) | GONE),
+    *(Scenario(f"source-{name}", f"{attack.connections} connections of a hostile crowd at the source: {name}",
+        attack=attack) for name, attack in ATTACKS.items()),
+]  # fmt: skip
+
+_DRAIN = Scenario(
+    "drain",
+    "the source withdraws mid-transfer, and writes over the state when it may",
+    during=_drain,
+    private=frozenset({HEALED}),
+)
+_REPLACED = Scenario(
+    "replace-data",
+    "the source's trainer assigns to tensor.data mid-transfer, and frees the memory",
+    during=_replace("data"),
+    private=frozenset({HEALED}),
+)
+_CHANGED = Scenario(
+    "change",
+    "the source's trainer writes to its tensors in place mid-transfer",
+    during=_change,
+    in_step=True,
+    expected=frozenset({HEALED, "TornCheckpoint", "CorruptCheckpoint", "SourceChanged"}),
+    private=frozenset({HEALED}),
+)
+_CROWD = Scenario(
+    "idle-crowd",
+    "700 silent connections to the source's port, opened again when it closes them",
+    attack=IdleCrowd(700),
+    timeout=8.0,
+    prompt=0.5,
+)
+
+_ROWS += [
+    *_with_healthy_source(_ROWS),
+    Scenario("other-state-first", "a second source holds another state as the same step", beside="behind",
+        other_state=True),
+    Scenario("other-state-second", "the same, and it comes first", beside="in front", other_state=True),
+    _DRAIN,
+    _without_network(_DRAIN),
+    _REPLACED,
+    _without_network(_REPLACED),
+    dataclasses.replace(_REPLACED, name="replace-set", during=_replace("set"),
+        about="the source's trainer calls tensor.set_ mid-transfer, and others write where the memory was"),
+    dataclasses.replace(_REPLACED, name="replace-half", during=_replace("half"),
+        about="the same with another dtype, as module.half() does it"),
+    Scenario("replace-target", "the receiver's trainer assigns to tensor.data of what is being filled", in_place=True,
+        during=_replace_target, expected=frozenset({HEALED, "StateMismatch"})),
+    _CHANGED,
+    _without_network(_CHANGED),
+    _CROWD,
+    dataclasses.replace(_CROWD, name="idle-crowd-local", attack=IdleCrowd(1200, local=True), local=True,
+        about="half of 1200 of them to its socket for processes of the same machine, through shared memory"),
+    Scenario("silent-names", "the metadata has the source's host name, and the receiver's name server never answers",
+        silent_names=True, expected=frozenset({"FetchTimeout"}), timeout=3.0),
+    Scenario("send-fails", "the receive waits for a step that the source cannot send: it cannot be pickled",
+        during=_fail_to_send, waiting=True, expected=frozenset({"FetchTimeout"}), timeout=3.0),
+    Scenario("source-forked", "the source has forked a child and is killed mid-transfer; the child lives on",
+        during=_kill_with_child, expected=GONE, survives=False, timeout=10.0, prompt=0.5),
+    *_trap("system", "names os.system"),
+    *_trap("dotted", "names it by way of a module that is trusted"),
+    *_trap("pointer", "forges a pointer to an object"),
+]  # fmt: skip
+
+SCENARIOS: Mapping[str, Scenario] = {row.name: row for row in _ROWS}
+"""All scenarios by name, in the order of the table."""

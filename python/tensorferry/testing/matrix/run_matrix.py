@@ -1,0 +1,95 @@
+"""Runs the cells of the matrix, several at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+from ..proxy.faults import Fault
+from .candidates import BUILTIN, Candidate
+from .catalogue import SCENARIOS
+from .processes import ChildGone, ChildHung
+from .report import LEFT_OUT
+from .run_cell import Limits, Outcome, run_cell
+from .scenario import LeftOut, Scenario
+
+__all__ = ["candidate", "run_matrix", "scenario"]
+
+
+def candidate(transport: str | Candidate) -> Candidate:
+    """Returns the candidate for a name (``"tensorferry"``, ``"torchft"``) or for ``"module:callable"``.
+
+    Raises:
+        ValueError: no candidate has this name
+    """
+    if isinstance(transport, Candidate):
+        return transport
+    if transport in BUILTIN:
+        return BUILTIN[transport]
+    if ":" not in transport:
+        raise ValueError(f"no transport {transport!r}: {', '.join(BUILTIN)}, or module:callable")
+    return Candidate(transport, transport)
+
+
+def scenario(fault: str | Scenario | Fault) -> Scenario:
+    """Returns the scenario for a name; a single fault makes a scenario without a promise about its end.
+
+    Raises:
+        ValueError: no scenario has this name
+    """
+    if isinstance(fault, Scenario):
+        return fault
+    if isinstance(fault, Fault):
+        return Scenario(repr(fault), "a fault of the caller's", (fault,), expected=frozenset())
+    if fault not in SCENARIOS:
+        raise ValueError(f"no fault {fault!r}: {', '.join(SCENARIOS)}")
+    return SCENARIOS[fault]
+
+
+def run_matrix(
+    transports: Iterable[str | Candidate] = ("tensorferry",),
+    faults: Iterable[str | Scenario | Fault] | None = None,
+    *,
+    repeats: int = 1,
+    limits: Limits | None = None,
+    jobs: int = 2,
+    progress: Callable[[Outcome], None] | None = None,
+) -> list[Outcome]:
+    """Runs each fault against each transport, every time in fresh processes, which are always ended.
+
+    Args:
+        transports: names, ``module:callable`` or candidates
+        faults: names of scenarios, scenarios of your own, or single faults; every scenario of the suite if left out
+        repeats: how often each combination runs
+        limits: size of the state, deadline, and how long a source may stall
+        jobs: how many cells run at a time
+        progress: called with each outcome as soon as it is known, from other threads
+
+    Returns:
+        The outcomes, in the order of faults, transports, repeats. There is none for a fault that a transport cannot
+        have; for one that this machine cannot have it is ``"left out"``, with the reason.
+
+    Raises:
+        ValueError: a name means no transport or no fault
+    """
+    columns = [candidate(t) for t in transports]
+    rows = [scenario(f) for f in (SCENARIOS if faults is None else faults)]
+    limits = limits or Limits()
+
+    def run(cell: tuple[Candidate, Scenario, int]) -> Outcome:
+        column, row, repeat = cell
+        try:
+            outcome = run_cell(column, row, limits, repeat)
+        except (ChildGone, ChildHung) as error:  # before the scenario began
+            outcome = Outcome(row.name, column.name, repeat, outcome="did not start", message=str(error))
+        except LeftOut as reason:
+            outcome = Outcome(row.name, column.name, repeat, outcome=LEFT_OUT, message=str(reason))
+        if progress:
+            progress(outcome)
+        return outcome
+
+    cells = [
+        (column, row, repeat) for row in rows for column in columns if row.concerns(column) for repeat in range(repeats)
+    ]
+    with ThreadPoolExecutor(max_workers=jobs, thread_name_prefix="cell") as pool:
+        return list(pool.map(run, cells))

@@ -1,0 +1,183 @@
+"""The faults of a connection, one class each, and which connections they hit.
+
+A script is a sequence of faults; :class:`tensorferry.testing.FaultProxy` applies it. Offsets count from 0 on each
+connection, either over all bytes (``of="stream"``) or over the bodies of HTTP responses only (``of="body"``: heads are
+left out, and the count continues from one response on a connection to the next).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = [
+    "Answer",
+    "Connections",
+    "Delay",
+    "Divert",
+    "Drip",
+    "Duplicate",
+    "Fault",
+    "FlipByte",
+    "HalfOpen",
+    "OffsetFault",
+    "ReplaceHead",
+    "Reset",
+    "Truncate",
+]
+
+Connections = int | range | frozenset[int] | None
+"""Numbers of connections, from 0; ``None`` is all of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """Base class of all faults.
+
+    Args:
+        connections: the numbers of the connections it hits; ``None``: all of them
+        order: how connections are numbered: as they were ``"accepted"``, or as they reached the fault's offset
+            (``"reaching"``): number 1 is then the second connection that carries that many bytes, however many
+            small requests other connections carried before
+    """
+
+    connections: Connections = None
+    order: Literal["accepted", "reaching"] = "accepted"
+
+    def hits(self, number: int) -> bool:
+        """Whether the fault hits the connection with this number."""
+        if self.connections is None:
+            return True
+        return number == self.connections if isinstance(self.connections, int) else number in self.connections
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffsetFault(Fault):
+    """A fault at an offset in one direction of a connection; it strikes each connection once at most.
+
+    Args:
+        at: offset of the first byte it affects
+        of: which bytes the offset counts
+        direction: ``"response"`` is from the source to the receiver; ``"request"`` needs ``of="stream"``
+
+    Raises:
+        ValueError: the offset is negative, or counts bodies of requests
+    """
+
+    at: int = 0
+    of: Literal["body", "stream"] = "body"
+    direction: Literal["request", "response"] = "response"
+
+    def __post_init__(self) -> None:
+        if self.at < 0:
+            raise ValueError(f"an offset is 0 or more, not {self.at}")
+        if self.direction == "request" and self.of == "body":
+            raise ValueError('requests are counted with of="stream"')
+
+
+@dataclass(frozen=True, kw_only=True)
+class Truncate(OffsetFault):
+    """Closes the connection (FIN) after ``at`` bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reset(OffsetFault):
+    """Resets the connection (RST) after ``at`` bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HalfOpen(OffsetFault):
+    """Stops reading and forwarding in both directions from byte ``at`` on; the connection stays open."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlipByte(OffsetFault):
+    """Changes byte ``at``.
+
+    Args:
+        mask: the bits that are flipped
+    """
+
+    mask: int = 0x01
+
+
+@dataclass(frozen=True, kw_only=True)
+class Duplicate(OffsetFault):
+    """Sends bytes twice, beginning with byte ``at``.
+
+    Args:
+        count: how many at most; fewer if one read of the proxy brought fewer
+    """
+
+    count: int = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Delay(OffsetFault):
+    """Waits once before byte ``at``.
+
+    Args:
+        seconds: how long
+    """
+
+    seconds: float = 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drip(OffsetFault):
+    """Forwards ``size`` bytes every ``interval`` seconds from byte ``at`` on.
+
+    Args:
+        size: bytes in one piece
+        interval: seconds between two pieces
+    """
+
+    size: int = 1
+    interval: float = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer(Fault):
+    """Answers the first request of a connection in place of the source, which never sees it.
+
+    Args:
+        data: sent at once
+        repeat: sent over and over after ``data``, until the receiver closes the connection
+        interval: seconds between two times
+        close: whether to close the connection after ``data``; otherwise it stays open
+    """
+
+    data: bytes = b""
+    repeat: bytes = b""
+    interval: float = 0.0
+    close: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplaceHead(Fault):
+    """Replaces bytes in the head of every response, so that it lies about its status, length or range.
+
+    Args:
+        old: bytes to look for, in upper or lower case
+        new: bytes to put in their place
+    """
+
+    old: bytes
+    new: bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Divert(Fault):
+    """Connects to another source than the proxy's.
+
+    Args:
+        host: the other source's host
+        port: the other source's port
+        old: bytes of requests to replace, such as the path in the first source's metadata
+        new: bytes to send to the other source in their place
+    """
+
+    host: str
+    port: int
+    old: bytes = b""
+    new: bytes = b""

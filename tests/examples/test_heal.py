@@ -1,0 +1,65 @@
+"""A real torchft job heals through our transport: every heal is bit-equal, and so are all replicas at the end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torchft")
+
+from scenario import Outcome, Scenario, run
+
+MATRIX = {
+    "one_of_three_256_mib": {"pad_mib": 256},
+    "one_of_three_in_4_chunks": {"chunks": 4},
+    "two_of_four_at_once": {"replicas": 4, "kill": 2},
+    "sync_quorum": {"sync_quorum": True},
+    "two_ranks_per_group": {"replicas": 2, "group_world_size": 2, "chunks": 4},
+}
+
+
+def play(directory: Path, transport: str, **options) -> Outcome:
+    scenario = Scenario(transport=transport, directory=directory, **options)
+    outcome = run(scenario, lambda seconds, text: print(f"{seconds:7.1f} s  {text}"))
+    for heal in outcome.heals:
+        print(f"{heal.receiver} from {heal.source} step {heal.step}: {heal.nbytes} B in {heal.receive_seconds:.3f} s")
+    if outcome.problems:
+        log = (directory / "torchft.log").read_text(encoding="utf-8", errors="replace")
+        print("\n".join(log.splitlines()[-200:]))
+    return outcome
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(270)
+@pytest.mark.parametrize("name", MATRIX)
+def test_killed_replicas_heal_bit_equal(name: str, tmp_path: Path, pytestconfig: pytest.Config):
+    options = MATRIX[name]
+    outcome = play(tmp_path, pytestconfig.getoption("--transport"), **options)
+    assert outcome.problems == []
+    # No problems means that all of this was compared, so see that there was something to compare.
+    ranks = options.get("group_world_size", 1)
+    after_kill = [heal for heal in outcome.heals if heal.receiver.life == 1 and heal.step > 0]
+    assert {(heal.receiver.replica, heal.receiver.rank) for heal in after_kill} == {
+        (replica, rank) for replica in range(1, options.get("kill", 1) + 1) for rank in range(ranks)
+    }
+    assert all(heal.intact for heal in outcome.heals)
+    assert all(heal.nbytes >= options.get("pad_mib", 1) * 2**20 for heal in after_kill)
+    assert len(outcome.digests) == ranks
+    assert len(set(outcome.digests.values())) == ranks, "the ranks of a group hold different parts"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(270)
+def test_one_flipped_bit_is_a_failure(tmp_path: Path):
+    here = str(Path(__file__).parent)
+    outcome = play(tmp_path, "flipping:FlippingTransport", replicas=2, kill=0, kill_at_step=5, path=[here])
+    assert [problem for problem in outcome.problems if "received other bytes at step 0" in problem]
+    assert [problem for problem in outcome.problems if "ended with different states" in problem]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60)
+def test_a_job_that_cannot_start_is_a_failure(tmp_path: Path):
+    outcome = play(tmp_path, "no_such_module:Transport", replicas=2, kill=0)
+    assert [problem for problem in outcome.problems if "No module named 'no_such_module'" in problem]

@@ -1,0 +1,290 @@
+"""The calls that tensorferry makes into torch for an accelerator, against stand-ins for torch's device modules."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import types
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from tensorferry import InvalidArgument
+from tensorferry.accelerator import ACCELERATOR, Accelerator, Streams, settled
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+pytestmark = pytest.mark.beyond_torchft
+
+CUDA = [torch.device("cuda", 0), torch.device("cuda", 1)]
+
+
+class Stream:
+    """As torch's: entered, it remembers in itself what to go back to, and so can be entered once at a time."""
+
+    def __init__(self, device: torch.device, torch_: Torch | None = None, name: str = "") -> None:
+        torch_ = torch_ or Torch.own
+        assert torch_ is not None
+        name = name or f"side {device.index}"
+        self._torch = torch_
+        self._back: Stream | None = None
+        self.name = name
+        self.device = device
+        self.waited: list[str] = []
+
+    def __enter__(self) -> None:
+        before = self._torch.current_stream(self.device)
+        self._torch.set_stream(self)
+        if self._back is not None:
+            raise RuntimeError("Stream's context should not be initialized.")
+        self._back = before
+
+    def __exit__(self, *_: object) -> None:
+        assert self._back is not None
+        self._torch.set_stream(self._back)
+        self._back = None
+
+    def wait_stream(self, other: Stream) -> None:
+        self.waited.append(other.name)
+
+    def synchronize(self) -> None:
+        self._torch.done.append(self.name)
+
+
+class Torch:
+    """The device and the streams each thread has: device 0 and default streams until it takes others."""
+
+    #: The one in the place of torch.
+    own: Torch | None = None
+
+    def __init__(self) -> None:
+        self.default = {device.index: Stream(device, self, f"default {device.index}") for device in CUDA}
+        self.captures = False
+        #: What the host has waited for.
+        self.done: list[str] = []
+        self._own = threading.local()
+
+    def device(self) -> int:
+        return getattr(self._own, "device", 0)
+
+    @contextlib.contextmanager
+    def device_index(self, index: int | None) -> Iterator[None]:
+        before = self.device()
+        self._own.device = before if index is None else index
+        try:
+            yield
+        finally:
+            self._own.device = before
+
+    def current_stream(self, device: torch.device) -> Stream:
+        return getattr(self._own, "streams", {}).get(device.index) or self.default[device.index]
+
+    def set_stream(self, stream: Stream) -> None:
+        self._own.streams = {**getattr(self._own, "streams", {}), stream.device.index: stream}
+        self._own.device = stream.device.index
+
+    def default_stream(self, device: torch.device) -> Stream:
+        return self.default[device.index]
+
+    def synchronize(self, device: torch.device) -> None:
+        self.done.append(str(device))
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Torch:
+    fake = Torch()
+    monkeypatch.setattr(Torch, "own", fake)
+    for name in ("device_index", "current_stream", "set_stream", "synchronize"):
+        monkeypatch.setattr(torch.accelerator, name, getattr(fake, name))
+    monkeypatch.setattr(torch.cuda, "default_stream", fake.default_stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: fake.captures)
+    monkeypatch.setattr(torch, "Stream", Stream)
+    return fake
+
+
+class Target:
+    """Says on which stream it was copied to."""
+
+    def __init__(self, fake: Torch, device: torch.device, during: Callable[[], Any] = lambda: None) -> None:
+        self._fake = fake
+        self._device = device
+        self._during = during
+        self.copied: list[tuple[str, int, bool]] = []
+
+    def copy_(self, source: Any, non_blocking: bool) -> None:
+        del source
+        self._during()
+        self.copied.append((self._fake.current_stream(self._device).name, self._fake.device(), non_blocking))
+
+
+def test_copies_wait_for_the_callers_stream_and_for_the_default_one_of_each_device(fake: Torch) -> None:
+    """torchft calls on a stream of its own, which does not wait for the trainer's."""
+    fake.set_stream(Stream(CUDA[0], fake, "recovery"))
+    streams = Streams(ACCELERATOR).behind([CUDA[1], CUDA[0], CUDA[1]])
+    assert sorted(streams[CUDA[0]].waited) == ["default 0", "recovery"]
+    assert set(streams[CUDA[1]].waited) == {"default 1"}
+    assert fake.device() == 0
+
+
+def backend(monkeypatch: pytest.MonkeyPatch, kind: str, **functions: Any) -> torch.device:
+    """A device of another type, whose module in torch has these functions alone."""
+    monkeypatch.setattr(torch, kind, types.SimpleNamespace(**functions), raising=False)
+    return torch.device(kind, 0)
+
+
+@pytest.mark.parametrize("kind", ["mtia", "xpu", "hpu", "privateuseone"])
+def test_copies_wait_for_the_default_stream_of_every_kind_of_device(
+    kind: str, fake: Torch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = backend(monkeypatch, kind, default_stream=fake.default_stream)
+    fake.set_stream(Stream(device, fake, "recovery"))
+    (stream,) = Streams(ACCELERATOR).behind([device]).values()
+    assert sorted(stream.waited) == ["default 0", "recovery"]
+    assert fake.done == []
+
+
+def refuse(_: Any) -> None:
+    raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    "functions",
+    [
+        {},
+        {"default_stream": refuse},
+        {"default_stream": lambda: None},
+        # Of no type that a stream of torch's can wait for.
+        {"default_stream": lambda _: object()},
+        None,
+    ],
+    ids=["nameless", "refused", "without a device", "foreign", "no module"],
+)
+def test_the_whole_device_is_waited_for_where_nobody_tells_the_default_stream(
+    functions: dict[str, Any] | None, fake: Torch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = torch.device("privateuseone", 0) if functions is None else backend(monkeypatch, "xpu", **functions)
+    Streams(ACCELERATOR).behind([device])
+    assert fake.done == [str(device)]
+
+
+def test_torch_tells_the_default_streams_that_it_has() -> None:
+    """Else these, too, would wait for the whole device."""
+    assert callable(torch.cuda.default_stream)
+    assert callable(torch.mtia.default_stream)
+
+
+def test_what_torch_does_for_us_comes_after_what_is_queued(fake: Torch) -> None:
+    own = Stream(CUDA[0], fake, "recovery")
+    fake.set_stream(own)
+    with ACCELERATOR.reading([CUDA[0], CUDA[0]]) as also:
+        assert own.waited == ["default 0"]
+        also([CUDA[1], CUDA[0]])
+        # On device 1 the thread has the default stream: there is nothing to wait for.
+        assert fake.default[1].waited == []
+        assert own.waited == ["default 0"]
+    assert fake.done == []
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_torch_has_written_for_us_is_done_at_the_end(fails: bool, fake: Torch) -> None:
+    fake.set_stream(Stream(CUDA[0], fake, "recovery"))
+    with pytest.raises(KeyError) if fails else contextlib.nullcontext(), ACCELERATOR.writing([CUDA[0]]) as also:
+        also([CUDA[1]])
+        assert fake.done == []
+        if fails:
+            raise KeyError
+    assert sorted(fake.done) == ["default 1", "recovery"]
+
+
+def test_devices_in_use(fake: Torch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that is not in use is not touched, and a graph capture is not disturbed."""
+    began = [False]
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: began[0])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda index: index in (1, 3), raising=False)
+    assert ACCELERATOR.in_use() == []
+    began[0] = True
+    assert ACCELERATOR.in_use() == [torch.device("cuda", 1), torch.device("cuda", 3)]
+    fake.captures = True
+    assert ACCELERATOR.in_use() == []
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 2)
+    backend(monkeypatch, "xpu", is_initialized=lambda: began[0])
+    assert ACCELERATOR.in_use() == [torch.device("xpu", 2)]
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
+    assert ACCELERATOR.in_use() == []
+
+
+@pytest.mark.parametrize("kind", ["mtia", "xpu"])
+def test_no_graph_of_any_kind_of_device_is_disturbed(kind: str, fake: Torch, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = backend(monkeypatch, kind, default_stream=fake.default_stream, is_current_stream_capturing=lambda: True)
+    with pytest.raises(InvalidArgument, match=f"a graph is being captured on {kind}:0"):
+        Streams(ACCELERATOR).behind([device])
+    for region in (ACCELERATOR.reading, ACCELERATOR.writing):
+        with pytest.raises(InvalidArgument, match="graph is being captured"), region([device]):
+            pass
+    assert fake.default[0].waited == []
+
+
+def test_nothing_is_copied_while_a_graph_is_captured(fake: Torch) -> None:
+    fake.captures = True
+    streams = Streams(ACCELERATOR)
+    with pytest.raises(InvalidArgument, match=r"graph is being captured on cuda:1.*before the capture, or after it"):
+        streams.behind([CUDA[1]])
+    # Had it waited for the captured stream, it would have become a part of the graph.
+    assert all(stream.waited == [] for stream in streams._made.values())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_copy_leaves_stream_and_device_as_they_were(fails: bool, fake: Torch) -> None:
+    def lose() -> None:
+        raise RuntimeError("the device is lost")
+
+    own, side = Stream(CUDA[1], fake, "own"), Stream(CUDA[1], fake, "side")
+    with fake.device_index(1):
+        fake.set_stream(own)
+    target = Target(fake, CUDA[1], lose if fails else lambda: None)
+    with pytest.raises(RuntimeError, match="lost") if fails else contextlib.nullcontext():
+        ACCELERATOR.copy(side, [(target, None)])  # type: ignore[list-item]
+    assert target.copied == ([] if fails else [("side", 1, True)])
+    assert fake.current_stream(CUDA[1]) is own
+    assert fake.device() == 0
+
+
+def test_two_threads_copy_on_one_stream_at_once(fake: Torch) -> None:
+    side, both = Stream(CUDA[1], fake, "side"), threading.Barrier(2, timeout=20)
+    targets = [Target(fake, CUDA[1], both.wait) for _ in range(2)]
+    after: list[str] = []
+
+    def copy(target: Target) -> None:
+        ACCELERATOR.copy(side, [(target, None)])  # type: ignore[list-item]
+        after.append(fake.current_stream(CUDA[1]).name)
+
+    threads = [threading.Thread(target=copy, args=(target,)) for target in targets]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert [target.copied for target in targets] == [[("side", 1, True)]] * 2
+    assert after == ["default 1"] * 2
+
+
+@pytest.mark.parametrize(
+    ("trouble", "certain"), [(None, True), (RuntimeError("the device is lost"), False), (SystemExit(), True)]
+)
+def test_after_a_failure_every_stream_is_waited_for(trouble: BaseException | None, certain: bool) -> None:
+    """A second interrupt must not skip the wait: memory that is still written to would be reused."""
+    over: list[str] = []
+    troubles = [trouble] if trouble else []
+
+    class Interrupted(Accelerator):
+        def synchronize(self, stream: Any) -> None:
+            if troubles:
+                raise troubles.pop()
+            over.append(stream)
+
+    assert settled(Interrupted(), ["a", "b"]) is certain
+    assert sorted(over) == (["a", "b"] if certain else ["a"])

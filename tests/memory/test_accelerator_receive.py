@@ -1,0 +1,443 @@
+"""Receives into tensors on an accelerator use a small amount of page-locked memory (with a simulated device)."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import tensorferry
+from equality import assert_same_state
+from exchange import TIMEOUT, in_background, receive, until
+from stand_in import CUDA, StandIn, open_on, parts, stand_in
+from tensorferry import landing
+from tensorferry.testing import FaultProxy, FlipByte
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+pytestmark = [pytest.mark.timeout(90), pytest.mark.beyond_torchft]
+
+MIB = 1 << 20
+#: As much comes before it is copied on in these tests.
+SLOT = 4 * MIB
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
+    monkeypatch.setattr(landing, "SLOT", SLOT)
+    with stand_in() as device:
+        yield device
+
+
+@pytest.fixture
+def open_target(
+    device: StandIn, monkeypatch: pytest.MonkeyPatch, open_transport: Callable[..., Any]
+) -> Iterator[Callable[..., Any]]:
+    """Opens transports that receive into a live state on the stand-in."""
+
+    def open_one(live: Any, *arguments: Any, **options: Any) -> Any:
+        return open_on(device, monkeypatch, open_transport, *arguments, state_dict=lambda: live, **options)
+
+    yield open_one
+    device.let_go()
+
+
+@pytest.fixture
+def source(open_transport: Callable[..., Any]) -> Any:
+    return open_transport()
+
+
+def weights(count: int = 6, mib: int = 3, seed: float = 1.0) -> dict[str, torch.Tensor]:
+    return {f"w{i}": torch.arange(mib * MIB // 4, dtype=torch.float32) + seed * i for i in range(count)}
+
+
+def zeros(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: torch.zeros_like(v) if isinstance(v, torch.Tensor) else None for name, v in state.items()}
+
+
+@pytest.mark.parametrize("same_host", [False, True])
+@pytest.mark.parametrize("num_chunks", [0, 3])
+def test_written_where_the_live_tensors_lie(
+    same_host: bool, num_chunks: int, device: StandIn, open_target: Callable[..., Any], source: Any
+) -> None:
+    """Large and small tensors on the device, tensors in host memory between them, and other objects."""
+    sent: dict[str, Any] = {}
+    for i, weight in enumerate(weights().values()):
+        sent |= {f"w{i}": weight, f"step{i}": torch.tensor(float(i)), f"b{i}": torch.full((i + 1,), 7.0)}
+    sent |= {"bf16": torch.ones(100, dtype=torch.bfloat16), "host": torch.ones(2 * MIB), "lr": 0.5}
+    live = zeros(sent)
+    live["p"] = sent["p"] = torch.nn.Parameter(torch.ones(5))
+    live["p"] = torch.nn.Parameter(torch.zeros(5))
+    on_device = {name: t for name, t in live.items() if name[0] in "wb" or name == "p"}
+    device.adopt(*on_device.values())
+    kept, where = dict(live), {name: t.data_ptr() for name, t in on_device.items()}
+    source.send_checkpoint([1], 1, sent, TIMEOUT)
+    target = open_target(live, num_chunks, same_host=same_host)
+    received = receive(target, source, 1)
+    assert_same_state(received, sent)
+    for name, tensor in on_device.items():
+        assert received[name] is kept[name]
+        assert tensor.data_ptr() == where[name]
+    # All of it on one stream, each byte once.
+    assert sum(nbytes for nbytes, _ in device.copies) == sum(t.nbytes for t in on_device.values())
+    assert len(device.side) == 1
+    assert device.pinned_bytes == [2 * SLOT], "and no more of it in host memory"
+
+
+def test_what_changed_after_its_wave_was_copied_is_copied_again(
+    device: StandIn, open_target: Callable[..., Any], open_transport: Callable[..., Any]
+) -> None:
+    sent = weights()
+    live = zeros(sent)
+    device.adopt(*live.values())
+
+    def change(here: int, total: int) -> None:
+        if here > total // 2:
+            sent["w0"].fill_(-1)
+
+    source = open_transport(max_bandwidth=32 * MIB)
+    source.send_checkpoint([1], 1, sent, TIMEOUT)
+    receive(open_target(live, progress=change), source, 1)
+    assert float(live["w0"].max()) == -1
+    assert_same_state(live, sent)
+    copied = sum(nbytes for nbytes, _ in device.copies)
+    assert copied > sum(t.nbytes for t in sent.values())
+    assert device.pinned_bytes == [2 * SLOT]
+
+
+def test_memory_is_kept_from_receive_to_receive(device: StandIn, open_target: Callable[..., Any], source: Any) -> None:
+    live = zeros(weights())
+    device.adopt(*live.values())
+    target = open_target(live)
+    for step in (1, 2, 3):
+        source.send_checkpoint([1], step, weights(seed=step), TIMEOUT)
+        receive(target, source, step)
+        assert_same_state(live, weights(seed=step))
+    assert device.pinned_bytes == [2 * SLOT]
+
+
+def test_little_takes_little(device: StandIn, open_target: Callable[..., Any], source: Any) -> None:
+    live = {"w": torch.zeros(1000)}
+    device.adopt(*live.values())
+    source.send_checkpoint([1], 1, {"w": torch.ones(1000)}, TIMEOUT)
+    receive(open_target(live), source, 1)
+    assert torch.equal(live["w"], torch.ones(1000))
+    assert device.pinned_bytes == [MIB]
+
+
+def test_the_network_goes_on_while_the_device_copies(
+    device: StandIn, open_target: Callable[..., Any], source: Any
+) -> None:
+    """One slot is being copied from, the other one is filled, and then it is the device's turn."""
+    sent = weights(8)
+    live = zeros(sent)
+    device.adopt(*live.values())
+    device.hold_new = True
+    here = [0]
+    target = open_target(live, progress=lambda there, _: here.__setitem__(0, there))
+    source.send_checkpoint([1], 1, sent, TIMEOUT)
+    with in_background(receive, target, source, 1) as received:
+        until(lambda: len(device.side) > 0, "a stream is made")
+        until(lambda: sum(nbytes for nbytes, _ in device.copies) > SLOT, "the second wave is here")
+        assert device.side[0].done == 0, "not one copy is made"
+        served = source._server.bytes_served
+        assert served < 3 * SLOT + 2 * MIB, "a slot was filled that is copied from"
+        assert all(not bool(t.any()) for t in live.values())
+        device.side[0].let_go()
+        received.result(30)
+    assert_same_state(live, sent)
+    assert here[0] >= 24 * MIB
+
+
+def test_the_trainer_is_waited_for(device: StandIn, open_target: Callable[..., Any], source: Any) -> None:
+    """What it has queued reads and writes the old values; the new ones come after."""
+    sent = weights(2)
+    live = zeros(sent)
+    device.adopt(*live.values())
+    device.trainer.hold()
+    seen: list[float] = []
+    device.trainer.queue(lambda: seen.append(float(live["w1"].sum())))
+    device.trainer.queue(functools.partial(live["w1"].fill_, -1))
+    source.send_checkpoint([1], 1, sent, TIMEOUT)
+    with in_background(receive, open_target(live), source, 1) as received:
+        until(lambda: sum(nbytes for nbytes, _ in device.copies) == 6 * MIB, "all copies are queued")
+        # Can only be wrong if one is made.
+        with pytest.raises(TimeoutError):
+            received.result(0.3)
+        device.trainer.let_go()
+        received.result(30)
+    assert seen == [0.0]
+    assert_same_state(live, sent)
+
+
+#: Ways past the slots: how the live tensor lies, and who sends.
+LATE = ["strided", "view", "offset", "tied to another", "dtensor", "sparse", "several sources", "stock"]
+
+
+def late(how: str, device: StandIn) -> tuple[torch.Tensor, torch.Tensor]:
+    """A live tensor on the device that no bytes go straight to, and one to send for it."""
+    sent = torch.arange(24.0).view(6, 4)
+    live = torch.zeros(6, 4)
+    if how == "strided":
+        live = torch.zeros(4, 6).t()
+    elif how == "view":
+        live = torch.zeros(12, 4)[3:9]
+    elif how == "offset":
+        sent, live = torch.arange(30.0)[6:].view(6, 4), torch.zeros(30)[6:].view(6, 4)
+    elif how == "sparse":
+        sent, live = sent.to_sparse(), torch.full((6, 4), 9.0).to_sparse()
+    device.adopt(*parts(live))
+    return live, sent
+
+
+def on_mesh(local: torch.Tensor) -> torch.Tensor:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    return DTensor.from_local(local, init_device_mesh("cpu", (1,)), [Shard(0)])
+
+
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning", "ignore::ResourceWarning")
+@pytest.mark.parametrize("has_default", [True, False])
+@pytest.mark.parametrize("own_stream", [False, True])
+@pytest.mark.parametrize("how", LATE)
+@pytest.mark.usefixtures("process_group")
+def test_the_trainer_is_waited_for_past_the_slots(
+    how: str,
+    own_stream: bool,
+    has_default: bool,
+    device: StandIn,
+    open_target: Callable[..., Any],
+    open_transport: Callable[..., Any],
+    open_stock: Callable[..., Any],
+) -> None:
+    """Else an optimizer step that is queued on the default stream lands on top of what was received."""
+    live, sent = late(how, device)
+    tensors = (on_mesh(live), on_mesh(sent)) if how == "dtensor" else (live, sent)
+    state, other = {"w": tensors[0]}, {"w": tensors[1]}
+    device.has_default = has_default
+    sources = [open_stock() if how == "stock" else open_transport() for _ in range(2 if how.startswith("sev") else 1)]
+    for source in sources:
+        source.send_checkpoint([1], 1, other, TIMEOUT)
+    metadata = tensorferry.join_metadata(s.metadata() for s in sources) if len(sources) > 1 else sources[0].metadata()
+    target = open_target(state)
+    device.trainer.hold()
+    seen: list[float] = []
+    (values, *_) = parts(live)
+    device.trainer.queue(lambda: seen.append(float(values.sum())))
+    device.trainer.queue(functools.partial(values.fill_, -1))
+    before = float(values.sum())
+
+    def heal() -> Any:
+        with device.on_stream() if own_stream else contextlib.nullcontext():
+            return target.recv_checkpoint(0, metadata, 1, TIMEOUT)
+
+    with in_background(heal) as received:
+        until(lambda: device.followed > 0 or received.done(), "it is about to write")
+        # Can only be wrong if it does not wait.
+        with pytest.raises(TimeoutError):
+            received.result(0.3)
+        device.trainer.let_go()
+        result = received.result(30)
+    assert result["w"] is state["w"]
+    assert seen == [before]
+    assert torch.equal(live.to_dense(), sent.to_dense())
+    if how != "sparse":
+        # What is adopted stays where it is; a sparse tensor takes new parts.
+        assert device.holding([live])
+
+
+@pytest.mark.parametrize("how", ["strided", "view"])
+def test_a_receive_is_over_on_the_device_when_it_returns(
+    how: str, device: StandIn, open_target: Callable[..., Any], source: Any
+) -> None:
+    """What the trainer queues next, on whichever stream, finds the new values."""
+    live, sent = late(how, device)
+    source.send_checkpoint([1], 1, {"w": sent}, TIMEOUT)
+    target = open_target({"w": live})
+
+    def heal() -> float:
+        with device.on_stream() as own:
+            own.hold()
+            target.recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
+        found: list[float] = []
+        device.trainer.queue(lambda: found.append(float(live.sum())))
+        device.synchronize(device.trainer)
+        return found[0]
+
+    with in_background(heal) as healed:
+        until(lambda: "aten::copy_" in device.touched or healed.done(), "it writes")
+        with pytest.raises(TimeoutError):
+            healed.result(0.3)
+        device.callers[0].let_go()
+        assert healed.result(30) == float(sent.sum())
+
+
+def test_a_graph_that_is_captured_is_left_alone(device: StandIn, open_target: Callable[..., Any], source: Any) -> None:
+    """Also past the slots, and before anything is written."""
+    live, sent = late("strided", device)
+    host = torch.zeros(MIB)
+    source.send_checkpoint([1], 1, {"w": sent, "host": torch.ones(MIB)}, TIMEOUT)
+    target = open_target({"w": live, "host": host})
+    device.captures = True
+    with pytest.raises(tensorferry.InvalidArgument, match="graph is being captured on cuda:0"):
+        receive(target, source, 1)
+    assert not host.any()
+    assert not live.any()
+    device.captures = False
+    receive(target, source, 1)
+    assert torch.equal(live, sent)
+
+
+def test_what_goes_past_the_object_under_test_is_seen(device: StandIn) -> None:
+    """Of the stand-in itself: were a copy made elsewhere, the tests here would say so."""
+    base = torch.zeros(12)
+    device.adopt(base)
+    with device.simulation():
+        base.view(3, 4).t().contiguous()
+        base.cpu()
+        base[1:].copy_(torch.ones(11))
+        torch.empty(12).copy_(base)
+        float(base.sum())
+        assert device.holding([base.clone()])
+    assert device.outside == [
+        "aten::clone", "cpu", "aten::copy_", "aten::copy_", "aten::sum", "aten::_local_scalar_dense", "aten::clone"
+    ]  # fmt: skip
+    device.outside.clear()
+    with device.simulation(), device.writing([CUDA]):
+        base.fill_(3)
+    assert torch.equal(base, torch.full((12,), 3.0))
+
+
+def test_damaged_bytes_are_fetched_again_before_they_are_copied(
+    device: StandIn, open_target: Callable[..., Any], source: Any
+) -> None:
+    sent = weights(8)
+    live = zeros(sent)
+    device.adopt(*live.values())
+    source.send_checkpoint([1], 1, sent, TIMEOUT)
+    with FaultProxy.before(source.metadata(), [FlipByte(at=10 * MIB)]) as proxy:
+        target = open_target(live, 1, same_host=False)
+        target.recv_checkpoint(0, proxy.through(source.metadata()), 1, TIMEOUT)
+        assert proxy.fired[FlipByte.__name__]
+    assert_same_state(live, sent)
+    assert sum(nbytes for nbytes, _ in device.copies) == 24 * MIB, "each byte was copied once: the right one"
+
+
+def test_a_receive_that_fails_leaves_old_and_verified_bytes(
+    device: StandIn, open_target: Callable[..., Any], source: Any
+) -> None:
+    sent = {"w": torch.arange(6 * MIB, dtype=torch.float32)}
+    live = {"w": torch.full((6 * MIB,), -7.0)}
+    device.adopt(live["w"])
+    device.hold_new = True
+    source.send_checkpoint([1], 1, sent, TIMEOUT)
+    proxy = FaultProxy.before(source.metadata())
+    with proxy:
+        target = open_target(live, 1, same_host=False)
+        metadata = proxy.through(source.metadata())
+        with in_background(target.recv_checkpoint, 0, metadata, 1, TIMEOUT) as received:
+            until(lambda: sum(nbytes for nbytes, _ in device.copies) > SLOT, "the second wave is here")
+            proxy.close()
+            device.side[0].let_go()
+            with pytest.raises(tensorferry.ConnectError):
+                received.result(30)
+    copied = sum(nbytes for nbytes, _ in device.copies) // 4
+    assert MIB < copied < 3 * MIB
+    assert torch.equal(live["w"][:copied], sent["w"][:copied])
+    assert bool((live["w"][copied:] == -7).all())
+    # The device is well, and so is the memory, once nothing holds the error with all it knows.
+    del received
+    gc.collect()
+    assert len(target._landing._pool._free) == 1
+
+
+@pytest.mark.parametrize("same_host", [False, True])
+def test_a_copy_that_fails_ends_the_receive(
+    same_host: bool, device: StandIn, open_target: Callable[..., Any], source: Any
+) -> None:
+    sent = weights()
+    live = zeros(sent)
+    device.adopt(*live.values())
+    device.fails = lambda number: number == 3
+    target = open_target(live, same_host=same_host)
+    source.send_checkpoint([1], 1, sent, TIMEOUT)
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        receive(target, source, 1)
+    device.fails = lambda _: False
+    device.side[0].error = None
+    gc.collect()
+    assert target._landing._pool._free == [], "the device may still read from it"
+    receive(target, source, 1)
+    assert_same_state(live, sent)
+
+
+def test_a_mismatch_changes_nothing(device: StandIn, open_target: Callable[..., Any], source: Any) -> None:
+    live = {"a": torch.zeros(MIB), "b": torch.zeros(5)}
+    device.adopt(*live.values())
+    source.send_checkpoint([1], 1, {"a": torch.ones(MIB), "b": torch.ones(6)}, TIMEOUT)
+    with pytest.raises(tensorferry.StateMismatch):
+        receive(open_target(live), source, 1)
+    assert device.copies == []
+
+
+def test_several_sources_are_copied_when_all_is_here(
+    device: StandIn, open_target: Callable[..., Any], open_transport: Callable[..., Any]
+) -> None:
+    """Only then it is known that they do not differ."""
+    sent = weights()
+    live = zeros(sent)
+    device.adopt(*live.values())
+    sources = [open_transport(), open_transport()]
+    for source in sources:
+        source.send_checkpoint([1], 1, sent, TIMEOUT)
+    joined = tensorferry.join_metadata(source.metadata() for source in sources)
+    target = open_target(live)
+    received = target.recv_checkpoint(0, joined, 1, TIMEOUT)
+    assert all(received[name] is tensor for name, tensor in live.items())
+    assert_same_state(live, sent)
+    assert device.copies == []
+
+
+def test_strided_and_tied_targets(device: StandIn, open_target: Callable[..., Any], source: Any) -> None:
+    """A strided one takes its values when all is here; a tied one is written once."""
+    values = torch.arange(24.0).view(6, 4)
+    weight = torch.zeros(MIB)
+    live = {"t": torch.zeros(4, 6).t(), "a": weight, "b": weight, "view": weight[1:3]}
+    tied = torch.arange(float(MIB))
+    device.adopt(live["t"], weight)
+    source.send_checkpoint([1], 1, {"t": values, "a": tied, "b": tied, "view": tied[1:3]}, TIMEOUT)
+    received = receive(open_target(live), source, 1)
+    assert all(received[name] is live[name] for name in live)
+    assert torch.equal(live["t"], values)
+    assert torch.equal(weight, tied)
+    assert sum(nbytes for nbytes, _ in device.copies) == weight.nbytes
+
+
+def test_tied_here_and_separate_there(device: StandIn, open_target: Callable[..., Any], source: Any) -> None:
+    """Only one of them could keep its values: nothing is copied."""
+    weight = torch.zeros(MIB)
+    live = {"a": weight, "b": weight}
+    device.adopt(weight)
+    source.send_checkpoint([1], 1, {"a": torch.ones(MIB), "b": torch.full((MIB,), 2.0)}, TIMEOUT)
+    with pytest.raises(tensorferry.StateMismatch, match="a and b: they share memory"):
+        receive(open_target(live), source, 1)
+    assert not weight.any()
+    assert device.copies == []
+
+
+def test_two_devices(device: StandIn, open_target: Callable[..., Any], source: Any) -> None:
+    sent = weights(7)
+    live = zeros(sent)
+    for i, tensor in enumerate(live.values()):
+        device.adopt(tensor, device=i % 2)
+    source.send_checkpoint([1], 1, sent, TIMEOUT)
+    receive(open_target(live), source, 1)
+    assert_same_state(live, sent)
+    assert len(device.side) == 2
+    assert device.strays == 0, "events were destroyed where another device would get a context"

@@ -1,0 +1,429 @@
+"""State on an accelerator is copied to the host while it is served (with a simulated device)."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import json
+import time
+import urllib.request
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import tensorferry
+from equality import assert_same_state
+from exchange import TIMEOUT, Reader, in_background, receive, until
+from stand_in import POISON, StandIn, open_on, stand_in
+from tensorferry import staging
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+pytestmark = [pytest.mark.timeout(90), pytest.mark.beyond_torchft]
+
+MIB = 1 << 20
+#: As much is copied at a time in these tests.
+PART = 2 * MIB
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
+    monkeypatch.setattr(staging, "PART", PART)
+    with stand_in() as device:
+        yield device
+
+
+@pytest.fixture
+def source(device: StandIn, monkeypatch: pytest.MonkeyPatch, open_transport: Callable[..., Any]) -> Iterator[Any]:
+    """A transport whose state is on the stand-in."""
+    yield open_on(device, monkeypatch, open_transport)
+    # Before the transport is shut down, which would wait for a stream that is held.
+    device.let_go()
+
+
+def weights(count: int = 8, mib: int = 3, seed: float = 1.0) -> dict[str, torch.Tensor]:
+    return {f"w{i}": torch.full((mib * MIB // 4,), seed + i) for i in range(count)}
+
+
+def send(source: Any, step: int, state: Any) -> None:
+    source.send_checkpoint([1], step, state, TIMEOUT)
+
+
+def payload_order(source: Any, step: int) -> list[str]:
+    """Names of the entries in the order of their bytes."""
+    with urllib.request.urlopen(f"{source.metadata()}{step}/header") as answer:
+        header = json.loads(answer.read()[8:])
+    header.pop("__metadata__", None)
+    return sorted(header, key=lambda name: header[name]["data_offsets"])
+
+
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning", "ignore::ResourceWarning")
+@pytest.mark.parametrize("how", ["network", "same host", "stock"])
+def test_what_is_queued_is_sent_and_what_comes_later_is_not(
+    how: str, device: StandIn, source: Any, open_transport: Callable[..., Any], open_stock: Callable[..., Any]
+) -> None:
+    target = open_stock() if how == "stock" else open_transport(same_host=how == "same host")
+    state = {**weights(), "host": torch.ones(7), "step": 3}
+    device.adopt(*weights_of(state))
+    device.trainer.hold()
+    for weight in weights_of(state):
+        device.trainer.queue(functools.partial(weight.add_, 100))
+    expected = {name: v.clone() + 100 if name.startswith("w") else v for name, v in state.items()}
+    with in_background(send, source, 1, state) as sending:
+        until(lambda: len(device.copies) > 0, "copies are queued")
+        assert not sending.done()
+        device.trainer.let_go()
+        sending.result(30)
+    for weight in weights_of(state):
+        weight.fill_(-1)
+    assert_same_state(target.recv_checkpoint(0, source.metadata(), 1, TIMEOUT), expected)
+
+
+def held_weights(device: StandIn) -> dict[str, torch.Tensor]:
+    """Weights on the device, of which nothing is copied before its new streams are let."""
+    state = weights()
+    device.adopt(*state.values())
+    device.hold_new = True
+    return state
+
+
+def weights_of(state: dict[str, Any]) -> list[torch.Tensor]:
+    return [value for name, value in state.items() if name.startswith("w")]
+
+
+@pytest.mark.parametrize("same_host", [False, True])
+def test_the_first_bytes_leave_while_later_ones_are_copied(
+    same_host: bool, device: StandIn, source: Any, open_transport: Callable[..., Any]
+) -> None:
+    state = held_weights(device)
+    target = open_transport(2, same_host=same_host)
+    with in_background(send, source, 1, state) as sending, in_background(receive, target, source, 1) as received:
+        until(lambda: len(device.side) > 0, "a stream is made")
+        side, copied = device.side[0], 0
+        for number in range(15):
+            side.let()
+            until(lambda number=number: len(device.copies) > number, "the copy is queued")
+            copied += device.copies[number][0]
+            # Copied, sent but for the last block that is not whole, and only then the next.
+            until(lambda least=copied - MIB: source._server.bytes_served >= least, "bytes leave")
+            # Along with the header a MiB is sent that comes again later.
+            assert source._server.bytes_served <= copied + 2 * MIB
+        assert side.done < len(device.copies), "all is copied: the test shows nothing"
+        assert not sending.done()
+        assert not received.done()
+        side.let_go()
+        sending.result(30)
+        assert_same_state(received.result(30), weights())
+
+
+def test_nothing_that_is_not_copied_is_sent(device: StandIn, source: Any) -> None:
+    """Page-locked memory holds poison here before a copy is made."""
+    state = weights(4)
+    device.adopt(*state.values())
+    device.hold_new = True
+    with in_background(send, source, 1, state) as sending:
+        until(lambda: len(device.side) > 0 and source._server.allowed, "it is published")
+        reader = Reader(f"{source.metadata()}1.safetensors")
+        with reader.socket:
+            for _ in range(3):
+                device.side[0].let()
+            # Copies of 2, 1 and 2 MiB.
+            reader.read_to(5 * MIB)
+            reader.socket.settimeout(0.2)
+            with pytest.raises(TimeoutError):
+                reader.read_to(6 * MIB + len(reader.head) + 8192)
+            reader.socket.settimeout(30)
+            device.side[0].let_go()
+            body = reader.read_rest()
+    sending.result(30)
+    assert len(body) == reader.content_length
+    assert bytes([POISON]) * 64 not in body
+
+
+def test_copies_follow_the_order_of_the_payload(
+    device: StandIn, source: Any, open_transport: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which is not that of the state, and has host memory in between, here more than is copied along."""
+    monkeypatch.setattr("tensorferry.state._SMALL_HOST_PART", 0)
+    state: dict[str, Any] = {}
+    for i, dtype in enumerate([torch.int8, torch.float64, torch.bfloat16, torch.int64, torch.float32, torch.bool]):
+        state[f"d{i}"] = torch.ones(5 * MIB // 2 // dtype.itemsize + i, dtype=dtype)
+        state[f"h{i}"] = torch.full((MIB,), i % 2, dtype=dtype)
+    base = torch.arange(MIB)
+    state["views"] = [base[5:99], base[1000:2000:3]]
+    on_device = {name: t for name, t in state.items() if name.startswith("d")}
+    device.adopt(*on_device.values(), base)
+    send(source, 1, state)
+    copied = list(dict.fromkeys(key for _, key in device.copies))
+    keys = {t.untyped_storage()._cdata: name for name, t in on_device.items()}
+    expected = [name for name in payload_order(source, 1) if name.startswith("d")]
+    assert [keys[key] for key in copied if key in keys] == expected
+    assert expected != list(on_device)
+    assert sum(nbytes for nbytes, _ in device.copies) < sum(t.nbytes for t in on_device.values()) + MIB
+    assert_same_state(receive(open_transport(), source, 1), state)
+
+
+def test_two_devices(device: StandIn, source: Any, open_transport: Callable[..., Any]) -> None:
+    state = weights(9)
+    for i, weight in enumerate(state.values()):
+        device.adopt(weight, device=i % 2)
+    device.trainer.hold()
+    device.trainer.queue(functools.partial(state["w1"].fill_, 9))
+    with (
+        in_background(send, source, 1, state) as sending,
+        in_background(receive, open_transport(), source, 1) as received,
+    ):
+        device.trainer.let_go()
+        sending.result(30)
+        assert len(device.side) == 2
+        assert_same_state(received.result(30), state)
+        assert device.strays == 0, "events were destroyed where another device would get a context"
+
+
+class Measured:
+    """Reads the device while it is pickled, as torch's tensors on some kinds of device do."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __reduce__(self) -> Any:
+        return list, (self.tensor.cpu().tolist(),)
+
+
+@pytest.mark.parametrize("has_default", [True, False])
+@pytest.mark.parametrize("own_stream", [False, True])
+@pytest.mark.parametrize("how", ["dense", "view", "object"])
+def test_the_default_stream_is_waited_for_whichever_stream_sends(
+    how: str, own_stream: bool, has_default: bool, device: StandIn, source: Any, open_transport: Callable[..., Any]
+) -> None:
+    base = torch.zeros(MIB)
+    value = {"dense": base, "view": base[10:20], "object": Measured(base[10:20])}[how]
+    device.adopt(base)
+    device.has_default = has_default
+    device.trainer.hold()
+    device.trainer.queue(functools.partial(base.fill_, 7))
+
+    def send_one() -> None:
+        with device.on_stream() if own_stream else contextlib.nullcontext():
+            send(source, 1, {"w": value})
+
+    with in_background(send_one) as sending:
+        until(lambda: device.followed > 0 or sending.done(), "it is about to read")
+        with pytest.raises(TimeoutError):
+            sending.result(0.3)
+        device.trainer.let_go()
+        sending.result(30)
+    base.fill_(-1)
+    received = receive(open_transport(trust_pickle=True), source, 1)["w"]
+    assert set(received if how == "object" else received.tolist()) == {7.0}
+
+
+@pytest.mark.parametrize("same_host", [False, True])
+def test_a_copy_that_fails_before_one_byte_is_sent_is_told_to_both_sides(
+    same_host: bool, device: StandIn, source: Any, open_transport: Callable[..., Any]
+) -> None:
+    state = held_weights(device)
+    device.fails = lambda _: True
+    target = open_transport(same_host=same_host)
+    with in_background(send, source, 1, state) as sending, in_background(receive, target, source, 1) as received:
+        until(lambda: source._server.bytes_served > 0, "the receiver has the header and no more")
+        device.let_go()
+        with pytest.raises(RuntimeError, match="the device is lost"):
+            sending.result(30)
+        # Far from its deadline.
+        with pytest.raises(tensorferry.SourceChanged, match="no longer served"):
+            received.result(10)
+
+
+@pytest.mark.parametrize("same_host", [False, True])
+def test_a_copy_that_fails_is_told_to_both_sides(
+    same_host: bool, device: StandIn, source: Any, open_transport: Callable[..., Any]
+) -> None:
+    before = {"w": torch.ones(3)}
+    send(source, 1, before)
+    state = weights(8)
+    device.adopt(*state.values())
+    device.hold_new = True
+    device.fails = lambda number: number == 6
+    target = open_transport(same_host=same_host)
+    with in_background(send, source, 2, state) as sending, in_background(receive, target, source, 2) as received:
+        until(lambda: len(device.side) > 0, "a stream is made")
+        for _ in range(6):
+            device.side[0].let()
+        until(lambda: source._server.bytes_served > 4 * MIB, "the receive is under way")
+        device.side[0].let_go()
+        with pytest.raises(RuntimeError, match="the device is lost"):
+            sending.result(30)
+        # At once, not at its deadline.
+        with pytest.raises(tensorferry.SourceChanged):
+            received.result(15)
+    assert source._disallowed
+    # Whatever the device may still write to is not used again, once nothing holds the error with all it knows.
+    device.fails = lambda _: False
+    device.side[0].error = None
+    del sending, received
+    gc.collect()
+    assert source._stager._pinned._free == []
+    send(source, 3, state)
+    assert_same_state(receive(target, source, 3), state)
+
+
+def test_what_fails_before_anything_is_published_changes_nothing(
+    device: StandIn, source: Any, open_transport: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = {"w": torch.ones(3)}
+    send(source, 1, before)
+    state = weights(2)
+    device.adopt(*state.values())
+
+    def lost(*_: Any) -> None:
+        raise RuntimeError("the device is lost")
+
+    monkeypatch.setattr(device, "follow", lost)
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        send(source, 2, state)
+    assert_same_state(receive(open_transport(), source, 1), before)
+
+
+def test_disallowed_while_it_is_copied_and_nobody_reads(
+    device: StandIn, source: Any, open_transport: Callable[..., Any]
+) -> None:
+    """The copies that are still queued are skipped, because no receiver can ask for them any more."""
+    state = weights(40)
+    device.adopt(*state.values())
+    device.hold_new = True
+    with in_background(send, source, 1, state) as sending:
+        until(lambda: source._server.allowed, "it is published")
+        source.disallow_checkpoint()
+        assert not sending.done()
+        device.side[0].let_go()
+        sending.result(30)
+    assert sum(nbytes for nbytes, _ in device.copies) < 40 * 3 * MIB
+    assert source._disallowed
+    send(source, 2, state)
+    assert_same_state(receive(open_transport(), source, 2), state)
+
+
+def test_disallowed_while_it_is_copied_and_somebody_reads(
+    device: StandIn, source: Any, open_transport: Callable[..., Any]
+) -> None:
+    """A private copy: what has begun goes on."""
+    state = held_weights(device)
+    with (
+        in_background(send, source, 1, state) as sending,
+        in_background(receive, open_transport(), source, 1) as received,
+    ):
+        until(lambda: source._server.allowed, "it is published")
+        device.side[0].let(4)
+        until(lambda: source._server.bytes_served > 2 * MIB, "the receive is under way")
+        source.disallow_checkpoint()
+        device.side[0].let_go()
+        sending.result(30)
+        assert_same_state(received.result(30), weights())
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_shut_down_while_it_is_copied(
+    wait: bool, device: StandIn, source: Any, open_transport: Callable[..., Any]
+) -> None:
+    state = held_weights(device)
+    with (
+        in_background(send, source, 1, state) as sending,
+        in_background(receive, open_transport(), source, 1, 5) as received,
+    ):
+        until(lambda: source._server.allowed, "it is published")
+        device.side[0].let(3)
+        until(lambda: source._server.bytes_served > MIB, "the receive is under way")
+        source.shutdown(wait=wait)
+        assert not sending.done(), "it has not waited for the copies"
+        device.side[0].let_go()
+        sending.result(30)
+        with pytest.raises(tensorferry.TensorferryError):
+            received.result(30)
+
+
+def test_objects_and_views_on_the_device(device: StandIn, source: Any, open_transport: Callable[..., Any]) -> None:
+    base = torch.arange(MIB, dtype=torch.float32)
+    tied = torch.ones(MIB)
+    state = {"view": base[10:90].view(8, 10).t(), "every": base[1000::7], "a": tied, "b": tied, "empty": torch.ones(0)}
+    device.adopt(base, tied, state["empty"])
+    send(source, 1, state)
+    base.fill_(-1)
+    tied.fill_(-1)
+    first = torch.arange(MIB, dtype=torch.float32)
+    expected = {**state, "view": first[10:90].view(8, 10).t(), "every": first[1000::7]}
+    expected["a"] = expected["b"] = torch.ones(MIB)
+    for one in (receive(open_transport(), source, 1), receive(open_transport(3), source, 1)):
+        assert_same_state(one, expected)
+
+
+def test_page_locked_memory_is_kept_and_used_again(
+    device: StandIn, source: Any, open_transport: Callable[..., Any]
+) -> None:
+    state = weights(3)
+    device.adopt(*state.values())
+    target = open_transport()
+    for step in range(1, 5):
+        for weight in state.values():
+            weight.fill_(step)
+        send(source, step, state)
+        assert_same_state(receive(target, source, step), state)
+        source.disallow_checkpoint()
+        until(lambda: len(source._stager._pinned._free) == 1, "the memory has come back")
+    assert device.pinned_bytes == [9 * MIB]
+
+
+def test_memory_that_cannot_be_locked(
+    device: StandIn, source: Any, open_transport: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    device.refuses_to_pin = True
+    state = weights(3)
+    device.adopt(*state.values())
+    for step in (1, 2):
+        send(source, step, state)
+        assert_same_state(receive(open_transport(), source, step), state)
+        source.disallow_checkpoint()
+    warnings = [record for record in caplog.records if "cannot pin" in record.message]
+    assert len(warnings) == 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_tensors_are_let_go_when_they_are_copied(fails: bool, device: StandIn, source: Any) -> None:
+    state = weights(3)
+    held = [StorageWeakRef(weight.untyped_storage()) for weight in state.values()]
+    device.adopt(*state.values(), keep=False)
+    device.fails = lambda number: fails and number == 2
+    if fails:
+        with pytest.raises(RuntimeError):
+            send(source, 1, state)
+        # What the stand-in raised knows what it was to copy.
+        device.side[0].error = None
+    else:
+        send(source, 1, state)
+        assert source._server.allowed
+    del state
+    for _ in range(50):
+        gc.collect()
+        if all(one.expired() for one in held):
+            break
+        time.sleep(0.05)
+    assert all(one.expired() for one in held)
+
+
+def test_a_private_copy_of_host_memory_is_made_before_anything_is_published(
+    device: StandIn, monkeypatch: pytest.MonkeyPatch, open_transport: Callable[..., Any]
+) -> None:
+    source = open_on(device, monkeypatch, open_transport, snapshot="copy")
+    state = {**weights(3), "host": torch.ones(MIB)}
+    device.adopt(*weights_of(state))
+    device.hold_new = True
+    with in_background(send, source, 1, state) as sending:
+        until(lambda: source._server.allowed, "it is published")
+        state["host"].fill_(5)
+        device.side[0].let_go()
+        sending.result(30)
+    assert_same_state(receive(open_transport(), source, 1), {**weights(3), "host": torch.ones(MIB)})

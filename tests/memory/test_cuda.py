@@ -1,0 +1,331 @@
+"""The code paths that need a real GPU. The others are tested with simulated devices in test_accelerator*.py."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from equality import assert_same_state
+from exchange import TIMEOUT, in_background, receive, until
+from tensorferry import InvalidArgument, join_metadata
+from tensorferry.dcp import FileReader, FileWriter, PeerReader, PeerWriter
+from tensorferry.locked import _forget_failure, locked
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.beyond_torchft,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU, and torch sees none here"),
+]
+two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs, and torch sees fewer here")
+
+MIB = 1 << 20
+#: Some hundred milliseconds of nothing.
+LONG_CYCLES = 500_000_000
+
+
+def weights(device: str, value: float = 1.0) -> dict[str, torch.Tensor]:
+    """Some 300 MiB: several batches and several waves."""
+    large = {f"w{i}": torch.full((30 * MIB // 4,), value + i, device=device) for i in range(10)}
+    small = {f"s{i}": torch.full((i + 1,), value, device=device, dtype=torch.bfloat16) for i in range(100)}
+    return {**large, **small}
+
+
+def on_host(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.cpu() for name, tensor in state.items()}
+
+
+def queue(state: dict[str, torch.Tensor], change: Callable[[torch.Tensor], object]) -> None:
+    """Queues a change of every tensor behind a long wait, and makes sure that it is still to come."""
+    torch.cuda._sleep(LONG_CYCLES)
+    for tensor in state.values():
+        change(tensor)
+    assert not torch.cuda.current_stream().query(), "it is done already: the test shows nothing"
+
+
+def warm_up(state: dict[str, torch.Tensor]) -> None:
+    """What is done for the first time may wait for the whole device, and then nothing can come too early."""
+    for tensor in state.values():
+        tensor.add_(0).fill_(float(tensor[0]))
+    torch.cuda._sleep(1)
+    torch.cuda.synchronize()
+
+
+def send_and_let_go(source: Any, target: Any, state: dict[str, torch.Tensor]) -> None:
+    """One exchange, after which page-locked memory and streams are there."""
+    source.send_checkpoint([1], 100, state, TIMEOUT)
+    receive(target, source, 100)
+    source.disallow_checkpoint()
+    until(lambda: len(source._stager._pinned._free) == 1, "the memory has come back")
+
+
+@pytest.mark.parametrize("same_host", [False, True])
+@pytest.mark.parametrize("how", ["default stream", "own stream", "sent from another stream"])
+def test_what_is_queued_is_sent_and_what_comes_later_is_not(
+    how: str, same_host: bool, open_transport: Callable[..., Any]
+) -> None:
+    """The trainer's stream is still writing when the state is sent; torchft sends from a stream of its own."""
+    source, target = open_transport(same_host=same_host), open_transport(same_host=same_host)
+    state = weights("cuda")
+    warm_up(state)
+    send_and_let_go(source, target, state)
+    trainers = torch.cuda.Stream() if how == "own stream" else torch.cuda.current_stream()
+    sent_from = torch.cuda.Stream() if how == "sent from another stream" else trainers
+    with torch.cuda.stream(trainers), in_background(receive, target, source, 1) as received:
+        queue(state, lambda tensor: tensor.add_(1))
+        with torch.cuda.stream(sent_from):
+            source.send_checkpoint([1], 1, state, TIMEOUT)
+        for tensor in state.values():
+            tensor.fill_(-1)
+        assert_same_state(received.result(30), weights("cpu", 2.0))
+
+
+def live_past_the_slots(how: str, value: float) -> torch.Tensor:
+    """A tensor on the device that no received bytes go straight to."""
+    whole = torch.full((2048, 2 * 2048), value, device="cuda")
+    if how == "strided":
+        return whole[:, :2048].t()
+    if how == "view":
+        return whole.view(-1)[4096 : 4096 + 2048 * 2048].view(2048, 2048)
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    return DTensor.from_local(whole[:, :2048], init_device_mesh("cuda", (1,)), [Shard(0)])
+
+
+@pytest.mark.parametrize("how", ["strided", "view", "dtensor", "several sources"])
+@pytest.mark.parametrize("own_stream", [False, True])
+@pytest.mark.usefixtures("process_group")
+def test_a_receive_past_the_slots_comes_after_what_is_queued_and_before_what_is_next(
+    own_stream: bool, how: str, open_transport: Callable[..., Any]
+) -> None:
+    several = how == "several sources"
+    live = {"w": torch.zeros((2048, 2048), device="cuda") if several else live_past_the_slots(how, 0.0)}
+    local = getattr(live["w"], "_local_tensor", live["w"])
+    sent = {"w": torch.full((2048, 2048), 5.0) if several else live_past_the_slots(how, 5.0)}
+    sources = [open_transport() for _ in range(2 if several else 1)]
+    for source in sources:
+        source.send_checkpoint([1], 1, sent, TIMEOUT)
+    metadata = join_metadata(s.metadata() for s in sources) if several else sources[0].metadata()
+    target = open_transport(state_dict=lambda: live)
+    warm_up({"w": local})
+    target.recv_checkpoint(0, metadata, 1, TIMEOUT)
+    # The trainer's stream still writes the old values.
+    queue({"w": local}, lambda tensor: tensor.fill_(-1))
+    with torch.cuda.stream(torch.cuda.Stream() if own_stream else torch.cuda.current_stream()):
+        received = target.recv_checkpoint(0, metadata, 1, TIMEOUT)
+    # On the trainer's stream, which waits for no other.
+    found = local.clone()
+    assert received["w"] is live["w"]
+    assert bool((found == 5).all())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("how", ["strided", "every other column", "neg", "object"])
+@pytest.mark.parametrize("own_stream", [False, True])
+def test_odd_tensors_in_a_distributed_checkpoint(own_stream: bool, how: str, tmp_path: Path) -> None:
+    whole = torch.zeros((2048, 2048), device="cuda")
+    views = {"strided": whole.t(), "every other column": whole[:, ::2], "neg": whole._neg_view()}
+    value = views[how] if how != "object" else Opaque(whole)
+    warm_up({"w": whole})
+    dcp.save({"w": value}, storage_writer=FileWriter(tmp_path / "warm"))
+    queue({"w": whole}, lambda tensor: tensor.fill_(5))
+    with torch.cuda.stream(torch.cuda.Stream() if own_stream else torch.cuda.current_stream()):
+        dcp.save({"w": value}, storage_writer=FileWriter(tmp_path / "state"))
+    whole.fill_(-1)
+    torch.cuda.synchronize()
+    if how == "object":
+        found: dict[str, Any] = {"w": None}
+        dcp.load(found, storage_reader=FileReader(tmp_path / "state", trust_pickle=True))
+        assert bool((found["w"].value == 5).all())
+        return
+    queue({"w": whole}, lambda tensor: tensor.fill_(-2))
+    with torch.cuda.stream(torch.cuda.Stream() if own_stream else torch.cuda.current_stream()):
+        dcp.load({"w": views[how]}, storage_reader=FileReader(tmp_path / "state"))
+    found_there = views[how].clone()
+    assert bool((found_there == (-5 if how == "neg" else 5)).all())
+
+
+class Opaque:
+    """An object that planners of distributed checkpoints hand over as bytes."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+@pytest.mark.parametrize("same_host", [False, True])
+@pytest.mark.parametrize("other_stream", [False, True])
+def test_received_where_the_live_tensors_lie(
+    other_stream: bool, same_host: bool, open_transport: Callable[..., Any]
+) -> None:
+    live = weights("cuda", 0.0)
+    where = {name: tensor.data_ptr() for name, tensor in live.items()}
+    source = open_transport(same_host=same_host)
+    target = open_transport(state_dict=lambda: live, same_host=same_host)
+    sent = weights("cuda", 5.0)
+    warm_up(live)
+    send_and_let_go(source, target, sent)
+    source.send_checkpoint([1], 1, sent, TIMEOUT)
+    # The trainer's stream still writes the old values.
+    queue(live, lambda tensor: tensor.fill_(-1))
+    with torch.cuda.stream(torch.cuda.Stream() if other_stream else torch.cuda.current_stream()):
+        received = receive(target, source, 1)
+    torch.cuda.synchronize()
+    for name, tensor in live.items():
+        assert received[name] is tensor
+        assert tensor.data_ptr() == where[name]
+    assert_same_state(on_host(live), weights("cpu", 5.0))
+
+
+def test_staging_memory_is_locked_and_kept(open_transport: Callable[..., Any]) -> None:
+    source, target = open_transport(), open_transport()
+    places = set()
+    for step in (1, 2, 3):
+        source.send_checkpoint([1], step, weights("cuda", step), TIMEOUT)
+        assert_same_state(receive(target, source, step), weights("cpu", step))
+        source.disallow_checkpoint()
+        until(lambda: len(source._stager._pinned._free) == 1, "the memory has come back")
+        (memory,) = source._stager._pinned._free
+        assert memory.is_pinned()
+        places.add(memory.data_ptr())
+    assert len(places) == 1
+
+
+def by_torch() -> int:
+    """Bytes of page-locked memory that torch's own allocator holds."""
+    return int(torch.cuda.host_memory_stats()["allocated_bytes.current"])
+
+
+def test_locked_memory_is_what_cuda_takes_for_such() -> None:
+    """To the byte, none of it from torch's own allocator, which rounds up, and unlocked when it goes."""
+    torch.cuda.init()
+    kept = torch.empty(MIB, dtype=torch.uint8, pin_memory=True)
+    before = by_torch()
+    assert before >= kept.nbytes
+    there = torch.arange(MIB, device="cuda").to(torch.uint8)
+    # Were it not unlocked, the next one at its address would be refused, and torch's allocator asked.
+    for _ in range(3):
+        memory = locked(5 * MIB + 123)
+        assert memory.is_pinned()
+        assert memory[MIB:].is_pinned()
+        assert by_torch() <= before
+        memory[:MIB].copy_(there, non_blocking=True)
+        torch.cuda.synchronize()
+        assert torch.equal(memory[:MIB], there.cpu())
+        del memory
+
+
+def test_a_refusal_is_not_left_for_the_trainers_next_kernel() -> None:
+    memory = locked(MIB)
+    assert int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), MIB, 1)), "it was locked twice"
+    _forget_failure()
+    assert int(torch.ones(10, device="cuda").add_(1).sum()) == 20
+
+
+def test_received_memory_that_is_kept_is_locked(open_transport: Callable[..., Any]) -> None:
+    source, target = open_transport(), open_transport(reuse_bytes=64 * MIB)
+    source.send_checkpoint([1], 1, {"w": torch.ones(MIB)}, TIMEOUT)
+    received = receive(target, source, 1)
+    assert received["w"].is_pinned()
+    assert torch.equal(received["w"].to("cuda", non_blocking=True).cpu(), torch.ones(MIB))
+
+
+def test_a_graph_that_is_captured_is_left_alone(open_transport: Callable[..., Any]) -> None:
+    source, target = open_transport(), open_transport()
+    state = {"w": torch.zeros(MIB, device="cuda")}
+    warm_up(state)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        state["w"].add_(1)
+        with pytest.raises(InvalidArgument, match="graph is being captured"):
+            source.send_checkpoint([1], 1, state, TIMEOUT)
+    graph.replay()
+    source.send_checkpoint([1], 1, state, TIMEOUT)
+    assert_same_state(receive(target, source, 1), {"w": torch.ones(MIB)})
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning", "ignore::FutureWarning")
+def test_a_distributed_checkpoint_of_a_running_job() -> None:
+    writer = PeerWriter(TIMEOUT, interface="127.0.0.1")
+    try:
+        state = weights("cuda")
+        warm_up(state)
+        dcp.save(state, storage_writer=writer)
+        writer.withdraw()
+        until(lambda: len(writer._stager._pinned._free) == 1, "the memory has come back")
+        queue(state, lambda tensor: tensor.add_(1))
+        dcp.save(state, storage_writer=writer)
+        for tensor in state.values():
+            tensor.fill_(-1)
+        found = weights("cuda", 0.0)
+        dcp.load(found, storage_reader=PeerReader(writer.metadata()))
+        assert_same_state(on_host(found), weights("cpu", 2.0))
+    finally:
+        writer.shutdown()
+
+
+@two_devices
+def test_a_state_on_two_devices(open_transport: Callable[..., Any]) -> None:
+    def on_both(value: float) -> dict[str, torch.Tensor]:
+        state = weights("cpu", value)
+        return {name: tensor.to(f"cuda:{i % 2}") for i, (name, tensor) in enumerate(state.items())}
+
+    live, state = on_both(0.0), on_both(1.0)
+    source, target = open_transport(), open_transport(state_dict=lambda: live)
+    warm_up(state)
+    send_and_let_go(source, target, state)
+    for device in (0, 1):
+        with torch.cuda.device(device):
+            queue({name: t for name, t in state.items() if t.get_device() == device}, lambda tensor: tensor.add_(1))
+    with in_background(receive, target, source, 1) as received:
+        source.send_checkpoint([1], 1, state, TIMEOUT)
+        received.result(30)
+    assert {str(tensor.device) for tensor in live.values()} == {"cuda:0", "cuda:1"}
+    assert_same_state(on_host(live), weights("cpu", 2.0))
+
+
+#: A process whose state is on device 1. Its threads have device 0 until somebody says otherwise.
+ON_THE_SECOND = """
+import gc, threading
+from datetime import timedelta
+import torch
+from tensorferry import HTTPTransport
+
+timeout, second = timedelta(seconds=30), torch.device("cuda", 1)
+state = {"w": torch.ones(50_000_000, device=second)}
+live = {"w": torch.zeros(50_000_000, device=second)}
+assert not torch._C._cuda_hasPrimaryContext(0), "torch itself has made a context: nothing can be shown"
+
+def heal():
+    source = HTTPTransport(timeout)
+    targets = [HTTPTransport(timeout, state_dict=lambda: live), HTTPTransport(timeout, reuse_bytes=1 << 30)]
+    for step in (1, 2):
+        source.send_checkpoint([1], step, state, timeout)
+        for target in targets:
+            target.recv_checkpoint(0, source.metadata(), step, timeout)
+    for transport in (source, *targets):
+        transport.shutdown()
+
+thread = threading.Thread(target=heal)
+thread.start()
+thread.join()
+gc.collect()
+assert torch.equal(live["w"], state["w"])
+assert not torch._C._cuda_hasPrimaryContext(0), "there is a context on device 0"
+"""
+
+
+@two_devices
+def test_no_context_is_made_on_a_device_that_is_not_used() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ON_THE_SECOND], capture_output=True, text=True, timeout=90, check=False
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,337 @@
+"""How much memory a hostile peer can make a process allocate: peaks of resident memory, each in its own process."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import pickle
+import socket
+import struct
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import pytest
+import torch
+from torch.distributed._serialization import _Entry as Entry
+
+import tensorferry
+from exchange import Listener
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from child import Child
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(200), pytest.mark.beyond_torchft]
+
+MIB = 1 << 20
+
+PEAK = """
+def peak():
+    '''MiB this process ever had resident at once, since the last call of reset.'''
+    status = open("/proc/self/status").read()
+    return int(status.split("VmHWM:")[1].split()[0]) >> 10
+
+def reset():
+    gc.collect()
+    open("/proc/self/clear_refs", "w").write("5")
+"""
+
+RECEIVE = (
+    PEAK
+    + """
+target = HTTPTransport(LONG, 4)
+for way in ({}, {"state_dict": lambda: {"w": torch.zeros(3)}}):
+    target = HTTPTransport(LONG, 4, **way)
+    reset()
+    before = peak()
+    try:
+        target.recv_checkpoint(0, METADATA, 1, timedelta(seconds=3))
+        ended = "healed"
+    except tensorferry.TensorferryError as error:
+        ended = f"{type(error).__name__}: {error}"
+    print(peak() - before, ended[:300], flush=True)
+"""
+)
+
+
+def container(header: bytes, length: int | None = None) -> bytes:
+    return struct.pack("<Q", len(header) if length is None else length) + header
+
+
+def entry(nbytes: int) -> bytes:
+    text = b'{"w":{"dtype":"U8","shape":[%d],"data_offsets":[0,%d]}}' % (nbytes, nbytes)
+    return text + b" " * (-len(text) % 8)
+
+
+def part(body: bytes, total: int, length: int | None = None) -> bytes:
+    """The answer to the first request: as much of a container of ``total`` bytes as was asked for."""
+    length = min(total, MIB) if length is None else length
+    head = (
+        f"HTTP/1.1 206 Partial Content\r\nContent-Length: {length}\r\n"
+        f'Content-Range: bytes 0-{length - 1}/{total}\r\nETag: "a"\r\n\r\n'
+    )
+    return head.encode() + body
+
+
+def forever(piece: bytes) -> Iterator[bytes]:
+    while True:
+        yield piece
+
+
+def then(first: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:
+    yield first
+    yield from rest
+
+
+HUGE = 1 << 46
+ANSWERS: dict[str, Callable[[], Iterator[bytes]]] = {
+    "a head without end": lambda: then(b"HTTP/1.1 200 OK\r\n", forever(b"X: " + b"a" * 60_000 + b"\r\n")),
+    "one field without end": lambda: then(b"HTTP/1.1 200 OK\r\nX: ", forever(b"a" * 60_000)),
+    "interim answers without end": lambda: forever(b"HTTP/1.1 100 Continue\r\n\r\n" * 2000),
+    "a header longer than memory": lambda: then(part(container(b"{", 1 << 62), HUGE), forever(bytes(60_000))),
+    "a header of the longest kind": lambda: then(part(container(b"{", 99_000_000), HUGE), forever(bytes(60_000))),
+    "a payload longer than memory": lambda: then(part(container(entry(HUGE)), HUGE), forever(bytes(60_000))),
+    "a body longer than asked for": lambda: then(part(container(entry(10)), 10, HUGE), forever(bytes(60_000))),
+    "a body without a length": lambda: then(b"HTTP/1.1 200 OK\r\n\r\n", forever(bytes(60_000))),
+    "an error that is long": lambda: then(
+        b"HTTP/1.1 400 No\r\nContent-Length: 9999999999999\r\n\r\n", forever(b"no" * 30_000)
+    ),
+}
+
+
+@pytest.fixture
+def answering() -> Iterator[Callable[[Callable[[], Iterator[bytes]]], str]]:
+    """A source that sends the same answer to every request, as fast as the receiver reads."""
+    with contextlib.ExitStack() as listeners:
+
+        def start(make: Callable[[], Iterator[bytes]]) -> str:
+            return listeners.enter_context(Listener(lambda connection: say(connection, make()))).metadata
+
+        yield start
+
+
+def say(connection: socket.socket, answer: Iterator[bytes]) -> None:
+    connection.settimeout(5)
+    connection.recv(1 << 16)
+    for piece in answer:
+        connection.sendall(piece)
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_a_receiver_allocates_for_what_came_not_for_what_is_announced(
+    name: str, answering: Callable[[Callable[[], Iterator[bytes]]], str], child: Child
+) -> None:
+    script = RECEIVE.replace("METADATA", repr(answering(ANSWERS[name])))
+    for line in child.run(script, within=60).splitlines():
+        grown, ended = line.split(" ", 1)
+        assert not ended.startswith("healed")
+        # A header may have 100 MB, and is here twice while it is read.
+        assert int(grown) < (400 if "longest kind" in name else 24), line
+
+
+@pytest.mark.parametrize(
+    ("storages", "ending"),
+    [
+        ([], "healed"),
+        ([[2_500_000_000, []]], "healed"),
+        ([[20_000_000_000, []]] * 50, "SystemRefused: the memory that the source's views look into"),
+        ([[1_000_000, []]] * 2000, "healed"),
+        ([[2**62, []], [2**62 - 1, []]], "SystemRefused"),
+    ],
+)
+def test_storages_that_are_only_announced_take_no_memory(
+    storages: list[Any], ending: str, child: Child, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tensorferry import state
+
+    def control(packed: Any) -> list[tuple[str, bytes]]:
+        manifest = json.loads(packed.manifest())
+        return [(state.MANIFEST, state._padded(json.dumps(manifest | {"storages": storages}).encode(), b" "))]
+
+    monkeypatch.setattr(state.Packed, "_control", control)
+    source = tensorferry.HTTPTransport(timedelta(seconds=60))
+    source.send_checkpoint([1], 1, {"w": torch.ones(3)}, timedelta(seconds=60))
+    try:
+        for line in child.run(RECEIVE.replace("METADATA", repr(source.metadata())), within=60).splitlines():
+            grown, ended = line.split(" ", 1)
+            assert ended.startswith(ending)
+            assert int(grown) < 24, line
+    finally:
+        source.shutdown()
+
+
+def test_a_small_view_into_a_large_buffer_takes_little_memory(child: Child) -> None:
+    source = tensorferry.HTTPTransport(timedelta(seconds=60))
+    # Zeros in pages that neither process has touched.
+    buffer = torch.frombuffer(mmap.mmap(-1, 2 << 30), dtype=torch.float32)
+    source.send_checkpoint([1], 1, {"v": buffer[1000:1004], "t": [buffer[-4:]]}, timedelta(seconds=60))
+    try:
+        script = (
+            PEAK
+            + f"""
+target = HTTPTransport(LONG, 4)
+reset()
+before = peak()
+state = target.recv_checkpoint(0, {source.metadata()!r}, 1, LONG)
+assert state["v"].untyped_storage().nbytes() == 2 << 30
+assert state["v"].untyped_storage().data_ptr() == state["t"][0].untyped_storage().data_ptr()
+print(peak() - before)
+"""
+        )
+        assert int(child.run(script)) < 24
+    finally:
+        source.shutdown()
+
+
+class Announced:
+    """An entry of torchft's format."""
+
+    def __init__(self, length: Any, key: str = "data.pkl") -> None:
+        self.key, self.is_storage, self.length = key, False, length
+
+    def __reduce__(self) -> Any:
+        return Entry, (self.key, self.is_storage, self.length)
+
+
+STOCK = {
+    "a record of negative length": [Announced(-1)],
+    "a record without end": [Announced(1 << 50)],
+    "records that are too long together": [Announced(1 << 62), Announced(1 << 62)],
+    "a record whose length is none": [Announced("7")],
+}
+
+
+@pytest.mark.parametrize("name", [*STOCK, "a name without end"])
+def test_a_stock_source_is_not_read_beyond_what_can_be(name: str, child: Child) -> None:
+    body = pickle.dumps(STOCK[name], 2) if name in STOCK else b"\x80\x02c" + b"a" * 100_000
+    endless = forever(bytes(1 << 20) if name in STOCK else b"a" * (1 << 20))
+    answer = then(b"HTTP/1.0 200 OK\r\n\r\n" + body, endless)
+    with Listener(lambda connection: say(connection, answer)) as listener:
+        script = (
+            PEAK
+            + f"""
+from tensorferry import stock
+from tensorferry.allowlist import Allowed
+reset()
+before = peak()
+try:
+    stock.receive("{listener.metadata}", 1, timedelta(seconds=20), Allowed())
+except (tensorferry.ProtocolError, tensorferry.SystemRefused) as error:
+    print(peak() - before)
+"""
+        )
+        assert int(child.run(script)) < 24
+
+
+@pytest.mark.parametrize("crowd", ["silent", "slow heads", "answers not read"])
+def test_a_source_holds_little_for_thousands_of_slow_connections(crowd: str, child: Child) -> None:
+    state = {"w": torch.arange(float(4 * MIB))}
+    process = child.start(
+        PEAK
+        + """
+source, target = open_pair()
+state = {"w": torch.arange(float(4 << 20))}
+send_and_receive(source, target, 1, state)
+reset()
+before = peak()
+print(source.metadata(), flush=True)
+sys.stdin.readline()
+print(peak() - before, flush=True)
+source.disallow_checkpoint()
+""",
+        listens=True,
+    )
+    assert process.stdin
+    assert process.stdout
+    metadata = process.stdout.readline().strip()
+    url = urlsplit(metadata)
+    sent = {
+        "silent": b"",
+        "slow heads": f"GET {url.path}1.safetensors HTTP/1.1\r\nX: ".encode() + b"a" * 100_000,
+        "answers not read": f"GET {url.path}1.safetensors HTTP/1.1\r\nHost: a\r\n\r\n".encode(),
+    }[crowd]
+    target = tensorferry.HTTPTransport(timedelta(seconds=60))
+    # So many have a place beside the good one: 384 if they have asked for something, else 512.
+    let_in = 380 if crowd == "answers not read" else 500
+    with contextlib.ExitStack() as crowd_of:
+        for number in range(2000):
+            one = crowd_of.enter_context(socket.socket())
+            one.setblocking(False)
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            with contextlib.suppress(BlockingIOError):
+                one.connect((url.hostname, url.port))
+            if number < let_in:
+                one.setblocking(True)
+                one.settimeout(10)
+                with contextlib.suppress(OSError):
+                    one.sendall(sent)
+            if number == let_in - 1:
+                received = target.recv_checkpoint(0, metadata, 1, timedelta(seconds=30))
+                assert torch.equal(received["w"], state["w"])
+        process.stdin.write("\n")
+        process.stdin.flush()
+        grown = int(process.stdout.readline())
+    target.shutdown()
+    child.finish(within=60)
+    assert grown < 128, f"{grown} MiB"
+
+
+#: The entry of a record whose length, name or kind is a tuple of tuples that takes for ever to show, look at or hash.
+DOUBLED = "d = b'K\\x01' + b'2\\x86' * 40"
+HANGS = {
+    "a length without end": "listed(entry('length'))",
+    "a name without end": "listed(entry('key'))",
+    "a kind without end": "listed(entry('is_storage'))",
+    "a tensor for a list": "META + b'.'",
+    "a reference to a name without end": (
+        "body(b'\\x80\\x02(X\\x07\\0\\0\\0storageK\\x00' + d + b'X\\x03\\0\\0\\0cpuK\\x04tQ.')"
+    ),
+    "a reference of a kind without end": "body(b'\\x80\\x02(' + d + b'K\\x00K\\x00K\\x00K\\x00tQ.')",
+    "a reference without end": "body(b'\\x80\\x02' + d + b'Q.')",
+}  # fmt: skip
+BODIES = """
+import pickle, io
+from torch.distributed._serialization import _Entry
+
+def entry(field):
+    fields = {"key": b"X\\x01\\0\\0\\0k", "is_storage": b"\\x89", "length": b"K\\x00", field: d}
+    said = b"".join(b"X" + len(k).to_bytes(4, "little") + k.encode() + v for k, v in fields.items())
+    return b"ctorch.distributed._serialization\\n_Entry\\n)\\x81}(" + said + b"ub"
+
+def listed(one):
+    return b"\\x80\\x02]" + one + b"a."
+
+def body(pickled):
+    return pickle.dumps([_Entry("data.pkl", False, len(pickled))], 2) + pickled
+
+META = (
+    b"\\x80\\x02ctorch._utils\\n_rebuild_meta_tensor_no_storage\\n(ctorch\\nuint8\\n"
+    b"J\\0\\0\\0\\x04\\x85K\\x01\\x85\\x89tR"
+)
+"""
+
+
+@pytest.mark.parametrize("name", HANGS)
+def test_what_a_stock_source_sent_is_looked_at_before_it_is_shown(name: str, child: Child) -> None:
+    """In a process of its own, which a deadline that is not kept would hold for ever, with all memory there is."""
+    out = child.run(
+        f"""
+import resource
+resource.setrlimit(resource.RLIMIT_AS, (12 << 30, 12 << 30))
+{DOUBLED}
+{BODIES}
+from tensorferry import stock
+from tensorferry.allowlist import Allowed
+stream = stock._Exact(io.BytesIO({HANGS[name]}), 1 << 20)
+started = time.monotonic()
+try:
+    stock._load(stream, Allowed())
+except tensorferry.TensorferryError as error:
+    assert time.monotonic() - started < 10
+    print("refused", type(error).__name__)
+"""
+    )
+    assert "refused" in out

@@ -1,0 +1,101 @@
+"""Simulated hosts: network namespaces with shaped links between them, made and removed by the tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_AGENT = Path(__file__).with_name("agent.py")
+_PATIENCE_S = 60
+
+
+class NotPermitted(Exception):
+    """The machine does not permit network namespaces or shaped links."""
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S, check=False)
+    if done.returncode:
+        raise NotPermitted(f"{' '.join(command)}: {done.stderr.strip()}")
+
+
+class Agent:
+    """A process in one of the hosts; requests and answers are lines of JSON."""
+
+    def __init__(self, host: str, role: str, **options: Any) -> None:
+        command = ["ip", "netns", "exec", host, sys.executable, str(_AGENT), role, json.dumps(options)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def lines(self) -> Iterator[dict[str, Any]]:
+        """Yields its answers until it closes its output."""
+        for line in self.process.stdout:
+            yield json.loads(line)
+
+    def next(self) -> dict[str, Any]:
+        return next(self.lines())
+
+    def ask(self, **request: Any) -> dict[str, Any]:
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        return self.next()
+
+    def kill(self) -> None:
+        """Kills the process, as a loss of power would."""
+        self.process.kill()
+        self.process.wait(_PATIENCE_S)
+
+    def end(self) -> None:
+        self.process.stdin.close()
+        try:
+            self.process.wait(_PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+        self.process.stdout.close()
+
+
+class Network:
+    """A receiver's host with a link of its own to each of several sources' hosts.
+
+    Source `i` is 10.77.i.2, and the receiver 10.77.i.1 on that link; what sources send is limited to `mbit` each.
+    """
+
+    def __init__(self, sources: int, mbit: int) -> None:
+        if not shutil.which("ip") or not shutil.which("tc"):
+            raise NotPermitted("ip or tc is not installed")
+        prefix = f"tf{os.getpid()}"
+        self.receiver = f"{prefix}r"
+        self.sources = [f"{prefix}s{i}" for i in range(sources)]
+        self._made: list[str] = []
+        try:
+            for host in (self.receiver, *self.sources):
+                _run("ip", "netns", "add", host)
+                self._made.append(host)
+                _run("ip", "-n", host, "link", "set", "lo", "up")
+            for i, host in enumerate(self.sources):
+                _run("ip", "-n", host, "link", "add", "uplink", "type", "veth", "peer", "name", f"down{i}")
+                _run("ip", "-n", host, "link", "set", f"down{i}", "netns", self.receiver)
+                for end, name, address in ((host, "uplink", 2), (self.receiver, f"down{i}", 1)):
+                    _run("ip", "-n", end, "address", "add", f"10.77.{i}.{address}/24", "dev", name)
+                    _run("ip", "-n", end, "link", "set", name, "up")
+                shape = ("tbf", "rate", f"{mbit}mbit", "burst", "128kb", "latency", "50ms")
+                _run("tc", "-n", host, "qdisc", "add", "dev", "uplink", "root", *shape)
+        except BaseException:
+            self.remove()
+            raise
+
+    def cut(self, source: int) -> None:
+        """Takes the link of that source down, without closing any connection."""
+        _run("ip", "-n", self.sources[source], "link", "set", "uplink", "down")
+
+    def remove(self) -> None:
+        for host in self._made:
+            subprocess.run(["ip", "netns", "delete", host], capture_output=True, timeout=_PATIENCE_S, check=False)
+        self._made = []

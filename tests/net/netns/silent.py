@@ -1,0 +1,88 @@
+"""A program for a host whose name server never answers: opens one source, and prints how that ended, and when."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from tensorferry import HTTPTransport
+from tensorferry.dcp import PeerReader
+from tensorferry.dcp.peer_writer import SCHEME
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+NAME = "trainer.example"
+OURS = f"http://{NAME}:4000/{'0' * 32}/checkpoint/"
+TLS = f"https://sha256-{'0' * 64}@{NAME}:4000/{'0' * 32}/checkpoint/"
+STOCK = f"http://{NAME}:4000/checkpoint/"
+LONG = 60
+
+
+def receive(metadata: str, seconds: float) -> Callable[[], object]:
+    transport = HTTPTransport(timedelta(seconds=LONG), advertise="127.0.0.1")
+    return lambda: transport.recv_checkpoint(0, metadata, 7, timedelta(seconds=seconds))
+
+
+def load_from_peers(seconds: float) -> Callable[[], object]:
+    # What a load begins with.
+    reader = PeerReader(f"{SCHEME} 7 {OURS}", timeout=timedelta(seconds=seconds))
+    return reader.read_metadata
+
+
+def construct(seconds: float) -> Callable[[], object]:
+    del seconds
+    return lambda: HTTPTransport(timedelta(seconds=LONG))
+
+
+DOORS = {
+    "ours": lambda seconds: receive(OURS, seconds),
+    "tls": lambda seconds: receive(TLS, seconds),
+    "several": lambda seconds: receive(f"{OURS} {OURS.replace('4000', '4001')}", seconds),
+    "stock": lambda seconds: receive(STOCK, seconds),
+    "peers": load_from_peers,
+    "construction": construct,
+}
+
+
+def main(door: str, seconds: float, interrupt: float | None) -> None:
+    # Neither this host's name nor any other is in its hosts file.
+    socket.sethostname("nowhere.example")
+    silent = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    silent.bind(("127.0.0.1", 53))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    warnings: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("tensorferry").addHandler(handler)
+    call = DOORS[door](seconds)
+    if interrupt is not None:
+        threading.Timer(interrupt, os.kill, (os.getpid(), signal.SIGINT)).start()
+    begin, end = time.monotonic(), ["returned", ""]
+    try:
+        call()
+    except BaseException as error:
+        end = [type(error).__name__, str(error)]
+    took = time.monotonic() - begin
+    silent.settimeout(0)
+    asked = False
+    with contextlib.suppress(OSError):
+        asked = bool(silent.recv(4096))
+    print(
+        json.dumps({"took": took, "ended": end[0], "message": end[1], "asked": asked, "warnings": warnings}), flush=True
+    )
+    # Threads that are still looking up a name must not delay the end either; but that is the caller's to see.
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    main(**json.loads(sys.argv[1]))

@@ -1,0 +1,98 @@
+"""With a name server that never answers, calls keep their deadline, and Ctrl-C ends them at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120), pytest.mark.beyond_torchft]
+
+SCRIPT = Path(__file__).with_name("silent.py")
+RESOLVERS = Path("/etc/netns")
+# How long the system's resolver takes by itself: two attempts of five seconds.
+UNBOUNDED_S = 10
+AT_ONCE_S = 2.5
+
+
+@pytest.fixture(scope="module")
+def attempt() -> Iterator[Callable[..., dict[str, Any]]]:
+    """Runs a door in a host of its own, whose name server takes questions and never answers."""
+    host = f"tf{os.getpid()}n"
+    folder = RESOLVERS / host
+    commands = [("ip", "netns", "add", host), ("ip", "-n", host, "link", "set", "lo", "up")]
+    try:
+        folder.mkdir(parents=True)
+        (folder / "resolv.conf").write_text("nameserver 127.0.0.1\n")
+        (folder / "hosts").write_text("127.0.0.1 localhost\n")
+        for command in commands:
+            subprocess.run(command, check=True, capture_output=True, timeout=30)
+    except (OSError, subprocess.CalledProcessError) as reason:
+        shutil.rmtree(folder, ignore_errors=True)
+        pytest.skip(f"no network namespaces here: {reason}")
+
+    def run(door: str, seconds: float = 1, interrupt: float | None = None) -> dict[str, Any]:
+        options = json.dumps({"door": door, "seconds": seconds, "interrupt": interrupt})
+        command = ["ip", "netns", "exec", host, "unshare", "--uts", sys.executable, str(SCRIPT), options]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    try:
+        yield run
+    finally:
+        subprocess.run(("ip", "netns", "delete", host), capture_output=True, timeout=30, check=False)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+DOORS = ["ours", "tls", "several", "stock", "peers"]
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_deadline_counts_the_lookup_of_a_name(door: str, attempt: Callable[..., dict[str, Any]]) -> None:
+    said = attempt(door)
+    assert said["ended"] == "FetchTimeout", said
+    assert said["asked"], "nobody was asked for the name"
+    assert 0.9 < said["took"] < AT_ONCE_S, said
+    assert "step 7" in said["message"]
+    assert "1.000 s" in said["message"]
+    assert "no name server has answered" in said["message"]
+    assert "trainer.example" in said["message"]
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_an_interrupt_ends_the_lookup_of_a_name(door: str, attempt: Callable[..., dict[str, Any]]) -> None:
+    said = attempt(door, seconds=60, interrupt=0.5)
+    assert said["ended"] == "KeyboardInterrupt", said
+    assert said["took"] < 0.5 + 1, said
+
+
+def test_construction_does_not_wait_for_a_name_server(attempt: Callable[..., dict[str, Any]]) -> None:
+    said = attempt("construction")
+    assert (said["ended"], said["asked"]) == ("returned", True), said
+    assert said["took"] < AT_ONCE_S, said
+    assert any("no name server has answered" in warning for warning in said["warnings"]), said
+
+
+def test_an_interrupt_ends_construction(attempt: Callable[..., dict[str, Any]]) -> None:
+    said = attempt("construction", interrupt=0.3)
+    assert said["ended"] == "KeyboardInterrupt", said
+    assert said["took"] < 1, said
+
+
+def test_the_process_does_not_wait_for_the_resolver_at_its_end(attempt: Callable[..., dict[str, Any]]) -> None:
+    begin = time.monotonic()
+    said = attempt("ours", seconds=0.2)
+    assert time.monotonic() - begin - said["took"] < UNBOUNDED_S, (
+        "less than the resolver takes, torch's import included"
+    )

@@ -1,0 +1,190 @@
+"""A shared secret: a peer without it receives nothing, and nothing is accepted from it."""
+
+import logging
+import pickle
+import subprocess
+import sys
+import traceback
+import urllib.error
+import urllib.request
+from datetime import timedelta
+
+import pytest
+import torch
+
+import tensorferry
+from equality import assert_same_state
+from secured import SECRET, TIMEOUT, send, state
+from tensorferry import InvalidArgument, ProtocolError, SourceRefused, UnprovenSource, join_metadata
+
+OTHER = "a secret of that job and of no other"
+
+pytestmark = pytest.mark.beyond_torchft
+
+
+@pytest.fixture(autouse=True)
+def no_secret_around(monkeypatch):
+    monkeypatch.delenv("TENSORFERRY_SECRET", raising=False)
+    monkeypatch.delenv("TENSORFERRY_SECRET_FILE", raising=False)
+
+
+class Unpickled(Exception):
+    pass
+
+
+class Trap:
+    """Raises where it is unpickled."""
+
+    def __reduce__(self):
+        return _trapped, ()
+
+
+def _trapped():
+    raise Unpickled
+
+
+@pytest.mark.parametrize("same_host", [True, False])
+@pytest.mark.parametrize("snapshot", ["borrow", "copy"])
+def test_who_has_it_receives(open_transport, same_host, snapshot):
+    source = open_transport(secret=SECRET, same_host=same_host, snapshot=snapshot)
+    receiver = open_transport(secret=SECRET.encode(), num_chunks=3)
+    assert_same_state(receiver.recv_checkpoint(0, send(source), 3, TIMEOUT), state())
+
+
+def test_it_receives_in_place_and_from_several_sources(open_transport):
+    sources = [open_transport(secret=SECRET) for _ in range(2)]
+    mine = state(2)
+    receiver = open_transport(secret=SECRET, state_dict=lambda: mine)
+    received = receiver.recv_checkpoint(0, join_metadata([send(s) for s in sources]), 3, TIMEOUT)
+    assert received["w"].data_ptr() == mine["w"].data_ptr()
+    assert_same_state(received, state())
+
+
+def test_the_environment_and_a_file_name_it(open_transport, monkeypatch, tmp_path):
+    source = open_transport(secret=SECRET)
+    metadata = send(source)
+    monkeypatch.setenv("TENSORFERRY_SECRET", SECRET)
+    assert_same_state(open_transport().recv_checkpoint(0, metadata, 3, TIMEOUT), state())
+    with pytest.raises(SourceRefused, match="another shared secret"):
+        open_transport(secret=OTHER).recv_checkpoint(0, metadata, 3, TIMEOUT)
+    monkeypatch.delenv("TENSORFERRY_SECRET")
+    for text in (SECRET, SECRET + "\n", SECRET + "\r\n"):
+        file = tmp_path / "secret"
+        file.write_bytes(text.encode())
+        monkeypatch.setenv("TENSORFERRY_SECRET_FILE", str(file))
+        assert_same_state(open_transport().recv_checkpoint(0, metadata, 3, TIMEOUT), state())
+
+
+def test_what_cannot_be_a_secret_is_refused(open_transport, monkeypatch, tmp_path):
+    for bad in ("", b"", "short", b"fifteen bytes !"):
+        with pytest.raises(InvalidArgument, match="openssl rand"):
+            open_transport(secret=bad)
+    # A variable that is set and empty is a secret that got lost, not the wish for none.
+    monkeypatch.setenv("TENSORFERRY_SECRET", "")
+    with pytest.raises(InvalidArgument, match="0 bytes"):
+        open_transport()
+    monkeypatch.setenv("TENSORFERRY_SECRET", SECRET)
+    monkeypatch.setenv("TENSORFERRY_SECRET_FILE", str(tmp_path / "nothing"))
+    with pytest.raises(InvalidArgument, match="both set"):
+        open_transport()
+    monkeypatch.delenv("TENSORFERRY_SECRET")
+    with pytest.raises(InvalidArgument, match="cannot be read"):
+        open_transport()
+
+
+def test_who_lacks_it_learns_why(open_transport):
+    metadata = send(open_transport(secret=SECRET))
+    with pytest.raises(SourceRefused, match="asks for a shared secret") as refused:
+        open_transport().recv_checkpoint(0, metadata, 3, TIMEOUT)
+    assert refused.value.code == 404
+    with pytest.raises(SourceRefused, match="another shared secret than this receiver"):
+        open_transport(secret=OTHER).recv_checkpoint(0, metadata, 3, TIMEOUT)
+
+
+def test_nothing_is_unpickled_from_a_source_that_cannot_prove_itself(open_transport):
+    metadata = send(open_transport(), {"w": torch.ones(3), "trap": Trap()})
+    with pytest.raises(ProtocolError, match="Unpickled"):
+        open_transport(trust_pickle=True).recv_checkpoint(0, metadata, 3, TIMEOUT)
+    with pytest.raises(UnprovenSource, match="does not prove that it knows the shared secret") as refused:
+        open_transport(secret=SECRET, trust_pickle=True).recv_checkpoint(0, metadata, 3, TIMEOUT)
+    assert isinstance(refused.value, urllib.error.URLError)
+    assert isinstance(refused.value, PermissionError)
+
+
+def test_an_unproven_source_is_left_for_a_proven_one(open_transport):
+    urls = [send(open_transport(), state(9)), send(open_transport(secret=SECRET))]
+    for order in (urls, urls[::-1]):
+        receiver = open_transport(secret=SECRET, num_chunks=2)
+        assert_same_state(receiver.recv_checkpoint(0, join_metadata(order), 3, TIMEOUT), state())
+
+
+def test_stock_peers_stay_outside(open_transport, open_stock):
+    source = open_transport(secret=SECRET)
+    metadata = send(source)
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        open_stock().recv_checkpoint(0, metadata, 3, TIMEOUT)
+    assert refused.value.code == 404
+    refused.value.close()
+    stock = open_stock()
+    stock.send_checkpoint([1], 3, {"trap": Trap()}, TIMEOUT)
+    with pytest.raises(UnprovenSource, match="stock torchft source, which cannot prove"):
+        open_transport(secret=SECRET, trust_pickle=True).recv_checkpoint(0, stock.metadata(), 3, TIMEOUT)
+
+
+def test_the_metadata_alone_fetches_nothing(open_transport):
+    metadata = send(open_transport(secret=SECRET))
+    for tail in ("3.safetensors", "3/header", "3/digests", "3/full", "3/metadata", "3/0"):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(metadata + tail)
+        assert (refused.value.code, refused.value.reason) == (404, "not found")
+        refused.value.close()
+
+
+def test_it_shows_itself_nowhere(open_transport, caplog):
+    shown = []
+    with caplog.at_level(logging.DEBUG):
+        source, receiver = open_transport(secret=SECRET), open_transport(secret=SECRET)
+        metadata = send(source)
+        receiver.recv_checkpoint(0, metadata, 3, TIMEOUT)
+        for wrong in (
+            lambda: open_transport(secret=OTHER).recv_checkpoint(0, metadata, 3, TIMEOUT),
+            lambda: receiver.recv_checkpoint(0, send(open_transport()), 3, TIMEOUT),
+            lambda: receiver.recv_checkpoint(0, metadata, 4, timedelta(seconds=1)),
+            lambda: open_transport(secret=SECRET[:15]),
+        ):
+            with pytest.raises(tensorferry.TensorferryError) as failed:
+                wrong()
+            shown += [str(failed.value), repr(failed.value), *traceback.format_exception(failed.value)]
+    shown += [r.getMessage() for r in caplog.records]
+    for transport in (source, receiver):
+        native = transport._secret
+        shown += [repr(transport), str(vars(transport)), transport.metadata(), transport.address(), repr(native)]
+        assert [name for name in dir(native) if not name.startswith("__")] == []
+        with pytest.raises(TypeError):
+            pickle.dumps(native)
+        for value in vars(transport).values():
+            assert value not in (SECRET, SECRET.encode())
+    # The traceback shows this file's lines, which name constants and not their values.
+    for text in shown:
+        assert SECRET[:15] not in text
+        assert SECRET.encode().hex()[:16] not in text
+
+
+def test_a_child_process_takes_it_from_the_environment(open_transport, tmp_path):
+    metadata = send(open_transport(secret=SECRET))
+    code = (
+        "import sys, datetime, tensorferry\n"
+        "t = tensorferry.HTTPTransport(datetime.timedelta(seconds=30))\n"
+        "print(tuple(t.recv_checkpoint(0, sys.argv[1], 3, datetime.timedelta(seconds=30))['w'].shape))\n"
+        "t.shutdown()\n"
+    )
+    file = tmp_path / "secret"
+    file.write_text(SECRET + "\n")
+    done = subprocess.run(
+        [sys.executable, "-c", code, metadata],
+        env={"TENSORFERRY_SECRET_FILE": str(file)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout == "(700000,)\n", done.stderr

@@ -1,0 +1,148 @@
+"""TLS with a pinned certificate: a receiver needs nothing but the metadata."""
+
+import hashlib
+import logging
+import socket
+import ssl
+import urllib.error
+import urllib.request
+from urllib.parse import urlsplit
+
+import pytest
+import torch
+
+from equality import assert_same_state
+from secured import SECRET, TIMEOUT, send, state
+from tensorferry import InvalidArgument, ProtocolError, SourceRefused, UnprovenSource, join_metadata
+
+pytestmark = pytest.mark.beyond_torchft
+
+
+def counters(source):
+    with urllib.request.urlopen(source.metadata().replace("/checkpoint/", "/metrics")) as answer:
+        return answer.read().decode()
+
+
+def pin(metadata):
+    return urlsplit(metadata).username
+
+
+@pytest.mark.parametrize("secret", [None, SECRET])
+@pytest.mark.parametrize("same_host", [True, False])
+def test_a_receiver_needs_the_metadata_alone(open_transport, caplog, secret, same_host):
+    source = open_transport(tls=True, secret=secret, same_host=same_host)
+    whole = state() | {"large": torch.ones(20 << 18)}  # enough for shared memory
+    metadata = send(source, whole)
+    assert metadata.startswith("https://sha256-")
+    assert metadata == source.address()
+    with caplog.at_level(logging.INFO, "tensorferry"):
+        received = open_transport(secret=secret, same_host=same_host).recv_checkpoint(0, metadata, 3, TIMEOUT)
+    assert_same_state(received, whole)
+    assert ("over shared memory" in caplog.text) == same_host
+    assert (" <- " in caplog.text) != same_host
+
+
+def test_metadata_of_every_host_can_be_read(open_transport):
+    for advertise in ("127.0.0.1", "localhost", "::1"):
+        metadata = send(open_transport(tls=True, advertise=advertise))
+        url = urlsplit(metadata)
+        assert url.hostname == advertise
+        assert len(url.username) == len("sha256-") + 64
+        assert_same_state(open_transport(same_host=False).recv_checkpoint(0, metadata, 3, TIMEOUT), state())
+
+
+def test_secured_and_plain_sources_are_joined(open_transport):
+    urls = [send(open_transport(tls=tls)) for tls in (True, False, True)]
+    joined = join_metadata(urls)
+    assert joined.split() == urls
+    mine = state(2)
+    receiver = open_transport(same_host=False, state_dict=lambda: mine, num_chunks=3)
+    assert_same_state(receiver.recv_checkpoint(0, joined, 3, TIMEOUT), state())
+
+
+def test_each_transport_has_a_certificate_of_its_own(open_transport):
+    one, other = (open_transport(tls=True).metadata() for _ in range(2))
+    assert pin(one) != pin(other)
+
+
+def test_another_certificate_is_refused(open_transport):
+    source, other = (open_transport(tls=True) for _ in range(2))
+    metadata = send(source)
+    forged = metadata.replace(pin(metadata), pin(other.metadata()))
+    with pytest.raises(UnprovenSource, match=f"has the fingerprint {pin(metadata)}, where its metadata says"):
+        open_transport().recv_checkpoint(0, forged, 3, TIMEOUT)
+    assert_same_state(open_transport().recv_checkpoint(0, metadata, 3, TIMEOUT), state())
+
+
+def test_plain_and_secured_do_not_meet(open_transport):
+    secured, plain = send(open_transport(tls=True)), send(open_transport())
+    with pytest.raises(ProtocolError, match="speaks TLS"):
+        open_transport().recv_checkpoint(0, secured.replace(f"https://{pin(secured)}@", "http://"), 3, TIMEOUT)
+    with pytest.raises(ProtocolError, match="does not speak TLS"):
+        open_transport().recv_checkpoint(0, plain.replace("http://", f"https://{pin(secured)}@"), 3, TIMEOUT)
+    for metadata in (secured, plain):
+        assert_same_state(open_transport(same_host=False).recv_checkpoint(0, metadata, 3, TIMEOUT), state())
+
+
+def test_who_encrypts_fetches_from_nobody_who_does_not(open_transport, open_stock):
+    plain, receiver = open_transport(), open_transport(tls=True, same_host=True)
+    stock = open_stock()
+    stock.send_checkpoint([1], 3, state(), TIMEOUT)
+    for metadata in (send(plain), stock.metadata()):
+        with pytest.raises(UnprovenSource, match="does not encrypt") as refused:
+            receiver.recv_checkpoint(0, metadata, 3, TIMEOUT)
+        assert urlsplit(metadata).netloc in str(refused.value)
+        assert plain.metadata() not in str(refused.value), "metadata opens the door"
+    assert "tensorferry_sent_bytes_total 0\n" in counters(plain)
+    assert_same_state(receiver.recv_checkpoint(0, send(open_transport(tls=True)), 3, TIMEOUT), state())
+
+
+def test_of_several_sources_only_those_that_encrypt_are_used(open_transport, caplog):
+    plain, secured = open_transport(), open_transport(tls=True)
+    joined = join_metadata([send(plain), send(secured)])
+    received = open_transport(tls=True).recv_checkpoint(0, joined, 3, TIMEOUT)
+    assert_same_state(received, state())
+    assert f"{urlsplit(plain.metadata()).netloc} does not encrypt and is left out" in caplog.text
+    assert "tensorferry_sent_bytes_total 0\n" in counters(plain)
+
+
+def test_addresses_without_a_fingerprint_are_refused(open_transport):
+    for bad in ("https://host:80/00/checkpoint/", "https://me@host:80/00/checkpoint/"):
+        with pytest.raises(InvalidArgument, match="fingerprint"):
+            open_transport().recv_checkpoint(0, bad, 3, TIMEOUT)
+        with pytest.raises(InvalidArgument, match="not the metadata"):
+            join_metadata([bad])
+
+
+def test_the_secret_is_asked_for_inside(open_transport):
+    metadata = send(open_transport(tls=True, secret=SECRET))
+    with pytest.raises(SourceRefused, match="asks for a shared secret"):
+        open_transport(same_host=False).recv_checkpoint(0, metadata, 3, TIMEOUT)
+    with pytest.raises(UnprovenSource, match="does not prove"):
+        open_transport(secret=SECRET).recv_checkpoint(0, send(open_transport(tls=True)), 3, TIMEOUT)
+
+
+def test_stock_peers_stay_outside(open_transport, open_stock):
+    metadata = send(open_transport(tls=True))
+    with pytest.raises((urllib.error.URLError, OSError, ValueError)):
+        open_stock().recv_checkpoint(0, metadata, 3, TIMEOUT)
+    assert_same_state(open_transport().recv_checkpoint(0, metadata, 3, TIMEOUT), state())
+
+
+def test_another_implementation_agrees_on_version_and_certificate(open_transport):
+    """OpenSSL, by way of Python, sees TLS 1.3 and nothing older, and a certificate with this fingerprint."""
+    url = urlsplit(send(open_transport(tls=True)))
+    context = ssl.create_default_context()
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    with (
+        socket.create_connection((url.hostname, url.port), 10) as plain,
+        context.wrap_socket(plain) as secured,
+    ):
+        assert secured.version() == "TLSv1.3"
+        assert "sha256-" + hashlib.sha256(secured.getpeercert(binary_form=True)).hexdigest() == url.username
+        secured.sendall(f"GET {url.path}3/header HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+        assert secured.recv(1 << 16).startswith(b"HTTP/1.1 200")
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    with socket.create_connection((url.hostname, url.port), 10) as plain, pytest.raises(ssl.SSLError):
+        context.wrap_socket(plain)

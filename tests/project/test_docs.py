@@ -1,0 +1,265 @@
+"""What README and docs show runs: Python in an environment of the wheel and torch alone, without numpy. Verbs and
+options exist, and addresses answer.
+
+A block of Python runs as it stands. ``needs=NAME`` behind the language says that it takes a package which that
+environment does not have: then it runs in this one. What a block takes for granted stands in :data:`SURROUNDINGS`.
+"""
+
+import re
+import subprocess
+import sys
+import tomllib
+import urllib.request
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+import tensorferry
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```(?P<language>\w+)(?: (?P<mark>[^\n]*))?\n(?P<code>.*?)^```", re.MULTILINE | re.DOTALL)
+
+_STATE = """
+import torch
+import torch.distributed.checkpoint as dcp
+from tensorferry.dcp import FileReader, FileWriter, PeerReader, PeerWriter
+state = {"weight": torch.ones(1000)}
+"""
+_PUBLISHED = f"""{_STATE}
+writer = PeerWriter()
+dcp.save(state, storage_writer=writer)
+metadata = writer.metadata()
+"""
+#: What blocks that begin so have before them.
+SURROUNDINGS = {
+    # The folders of the README, below the one the test runs in.
+    "dcp.save(state, storage_writer=FileWriter(": _STATE
+    + """
+import tensorferry.dcp
+def FileWriter(path): return tensorferry.dcp.FileWriter("." + path)
+def FileReader(path): return tensorferry.dcp.FileReader("." + path)
+""",
+    "writer = PeerWriter()": _STATE,
+    "dcp.load(state, storage_reader=PeerReader(metadata))": _PUBLISHED,
+    "dcp.load(state, checkpoint_id=writer.folder())": _PUBLISHED,
+    "def state_dict():": """
+from datetime import timedelta
+import torch
+from tensorferry import HTTPTransport
+timeout = timedelta(seconds=30)
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.AdamW(model.parameters())
+""",
+    # A manager takes a lighthouse and a store (`make demo` has them); here, whether it takes what it is given.
+    "manager = torchft.Manager(": """
+import inspect
+from datetime import timedelta
+import torchft
+from tensorferry import HTTPTransport
+_signature = inspect.signature(torchft.Manager)
+torchft.Manager = lambda *args, **options: _signature.bind_partial(*args, **options)
+""",
+}
+
+
+@dataclass
+class Block:
+    document: str
+    language: str
+    needs: str | None
+    code: str
+
+    def __str__(self) -> str:
+        return f"{self.document}: {self.code.splitlines()[0][:50]}"
+
+    def whole(self) -> str:
+        before = [text for begins, text in SURROUNDINGS.items() if self.code.startswith(begins)]
+        return "".join(before) + self.code
+
+
+def blocks(language: str) -> list[Block]:
+    found = []
+    for document in DOCUMENTS:
+        for match in BLOCK.finditer((ROOT / document).read_text()):
+            mark = match["mark"] or ""
+            assert not mark or mark.startswith("needs="), f"{document}: nobody knows what {mark!r} says of a block"
+            if match["language"] == language:
+                found.append(Block(document, language, mark.removeprefix("needs=") or None, match["code"]))
+    return found
+
+
+def run(python: Path | str, code: str, folder: Path) -> str:
+    script = folder / "example.py"
+    script.write_text(code)
+    # Nothing of this checkout, and nothing of the user's.
+    done = subprocess.run([python, "-I", script], cwd=folder, capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def make_environment(folder: Path, *packages: str) -> Path:
+    """An environment of the wheel, torch and what that requires; out of uv's cache, by link."""
+    (wheel,) = (ROOT / "dist").glob("*.whl")
+    uv = Path(sys.executable).parent / "uv"
+    python = folder / "bin" / "python"
+    torch_version = torch.__version__.split("+")[0]
+    for command in (
+        [uv, "venv", "-q", "--python", sys.executable, folder],
+        [uv, "pip", "install", "-q", "--python", python, f"torch=={torch_version}", *packages],
+        # Its dependencies are checked, and must be there already.
+        [uv, "pip", "install", "-q", "--python", python, "--no-index", wheel],
+    ):
+        subprocess.run(command, check=True, timeout=300)
+    return python
+
+
+@pytest.fixture(scope="session")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_environment(tmp_path_factory.mktemp("bare") / "env")
+
+
+@pytest.mark.timeout(400)
+def test_the_bare_environment_has_no_numpy(bare: Path, tmp_path: Path):
+    code = (
+        "import importlib.util as u, tensorferry; print(tensorferry.__file__);"
+        "assert not [n for n in ('numpy', 'torchft', 'safetensors', 'aiohttp', 'pytest') if u.find_spec(n)]"
+    )
+    assert run(bare, code, tmp_path).startswith(str(bare.parent.parent))
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("block", blocks("python"), ids=str)
+def test_every_block_of_python_runs(block: Block, bare: Path, tmp_path: Path):
+    if block.needs is not None:
+        pytest.importorskip(block.needs, reason=f"{block} needs {block.needs}")
+    run(bare if block.needs is None else sys.executable, block.whole(), tmp_path)
+
+
+@pytest.mark.timeout(400)
+def test_stock_receivers_are_served_without_numpy(bare: Path, tmp_path: Path):
+    code = """
+import io, urllib.request
+from datetime import timedelta
+import torch
+from tensorferry import HTTPTransport
+timeout = timedelta(seconds=20)
+whole = torch.arange(100.0)
+for snapshot in ("borrow", "copy"):
+    transport = HTTPTransport(timeout, snapshot=snapshot)
+    transport.send_checkpoint([1], 3, {"part": whole[10:20], "whole": whole, "scalar": torch.tensor(2)}, timeout)
+    with urllib.request.urlopen(transport.metadata() + "3/full") as answer:
+        body = answer.read()
+    assert len(body) > whole.nbytes
+    transport.shutdown()
+"""
+    run(bare, code, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_the_wheel_passes_its_tests_without_numpy(tmp_path: Path):
+    python = make_environment(tmp_path / "env", "pytest", "pytest-timeout", "hypothesis")
+    listed = subprocess.run([python, "-c", "import numpy"], capture_output=True, text=True, timeout=60, check=False)
+    assert "No module named 'numpy'" in listed.stderr
+    files = [f"tests/{name}.py" for name in WITHOUT_NUMPY]
+    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow"]
+    # torch says that there is no numpy.
+    command += ["-W", "ignore:Failed to initialize NumPy", *files]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stdout[-4000:]
+
+
+#: Tests that use nothing but the wheel, torch and pytest.
+WITHOUT_NUMPY = [
+    "dcp/test_peers",
+    "storage/test_slices",
+    "transport/test_receiving",
+]
+
+
+def test_the_readme_begins_with_the_swap():
+    code = [block.code for block in blocks("python") if block.document == "README.md"]
+    assert code[0].startswith("from tensorferry import HTTPTransport")
+    assert any("recv_checkpoint" in c for c in code)
+
+
+def test_the_swap_line_is_the_import_of_torchft(tmp_path: Path):
+    pytest.importorskip("torchft")
+    swapped = re.search(r"# was: (?P<line>from torchft.+)$", blocks("python")[0].code, re.MULTILINE)
+    assert swapped is not None
+    run(sys.executable, swapped["line"], tmp_path)
+
+
+def verbs() -> set[str]:
+    return set(re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+def suite_help() -> str:
+    command = [sys.executable, "-m", "tensorferry.testing", "--help"]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_the_verbs_that_documents_name_exist(document: str):
+    text = (ROOT / document).read_text()
+    named = set(re.findall(r"(?:`|^)make ([a-z][a-z-]*)", text, re.MULTILINE))
+    assert named <= verbs()
+    makefile = (ROOT / "Makefile").read_text()
+    for variable in re.findall(r"(?:`|^)make [a-z-]+ ([A-Z_]+)=", text, re.MULTILINE):
+        assert f"$({variable})" in makefile
+
+
+def test_what_console_blocks_run_exists():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    options = suite_help()
+    for block in blocks("console"):
+        for line in block.code.splitlines():
+            command = re.sub(r"\s+#.*", "", line)
+            match re.split(r"\s+", command, maxsplit=3):
+                case ["make", verb, *_]:
+                    assert verb in verbs(), line
+                case ["pip", "install", what, *_]:
+                    found = re.fullmatch(r"'?tensorferry(?:\[(\w+)\])?'?", what)
+                    assert found is not None, line
+                    assert found[1] is None or found[1] in extras, line
+                case ["python", "-m", "tensorferry.testing", *rest]:
+                    assert all(option in options for option in re.findall(r"--[a-z-]+", " ".join(rest))), line
+                case _:
+                    pytest.fail(f"{block.document}: nothing is known of {line!r}")
+
+
+def test_the_options_of_the_fault_suite_exist():
+    options = suite_help()
+    named = re.findall(r"`(--[a-z-]+)", (ROOT / "docs/faults.md").read_text())
+    assert named
+    assert all(option in options for option in named)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_addresses_that_documents_show_answer(document: str):
+    shown = set(re.findall(r"http://host:port/<random>/([\w./-]+)", (ROOT / document).read_text()))
+    if document == "README.md":
+        assert shown == {"checkpoint/12.safetensors", "metrics"}
+    timeout = timedelta(seconds=20)
+    transport = tensorferry.HTTPTransport(timeout, interface="127.0.0.1")
+    try:
+        transport.send_checkpoint([1], 12, {"weight": torch.ones(3)}, timeout)
+        assert transport.metadata().endswith("/checkpoint/")
+        base = transport.metadata().removesuffix("checkpoint/")
+        for path in shown:
+            with urllib.request.urlopen(base + path, timeout=20) as answer:
+                assert answer.status == 200
+                body = answer.read()
+            assert (b"tensorferry_requests_total" in body) == (path == "metrics")
+            assert (b'"weight"' in body) == path.endswith(".safetensors")
+    finally:
+        transport.shutdown()
+
+
+def test_version_is_the_same_everywhere():
+    version = tomllib.loads((ROOT / "Cargo.toml").read_text())["workspace"]["package"]["version"]
+    assert tensorferry.__version__ == version

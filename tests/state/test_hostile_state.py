@@ -1,0 +1,161 @@
+"""Malformed manifests and pickles: each raises an error of ours, whichever part of it is wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import pickle
+import random
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import tensorferry
+from tensorferry import pickling, state
+from tensorferry.allowlist import Allowed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytestmark = [pytest.mark.timeout(90), pytest.mark.beyond_torchft]
+
+TIMEOUT = timedelta(seconds=20)
+MANIFESTS: dict[str, dict[str, Any]] = {
+    "no keys": {"keys": None},
+    "keys that are a list": {"keys": ["a"]},
+    "keys that are no text": {"keys": {"0": 7}},
+    "no tensors": {"tensors": None},
+    "tensors of other length": {"tensors": [[-1, "t", "torch.float32"]]},
+    "tensors that are numbers": {"tensors": [1, 2]},
+    "a tensor that is named by a list": {"tensors": [["x", [], {}, 1]]},
+    "a namedtuple of a number": {"tree": {"a": ["n", 0, -1]}},
+    "a namedtuple of a class that is none": {"tree": {"a": ["n", 1, -1]}},
+    "attributes of a list": {"tree": ["a", 0, ["l"]]},
+    "attributes that are a number": {"tree": ["a", 0, ["o", {}]]},
+    "a factory that is a number": {"tree": {"a": ["f", 0, {}]}},
+    "a key that cannot be one": {"tree": ["d", "d", [[["r", 2], -1]]]},
+}
+OBJECTS = [3, dict, [1]]
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_manifest_that_makes_no_sense_is_a_protocol_error(
+    name: str, in_place: bool, open_transport: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    published = {"a": torch.ones(3)}
+
+    def control(packed: Any) -> list[tuple[str, bytes]]:
+        made = json.loads(packed.manifest())
+        changes = {key: value for key, value in MANIFESTS[name].items() if value is not None}
+        made = {key: value for key, value in made.items() if MANIFESTS[name].get(key, 0) is not None}
+        made |= {**changes, "objects": len(OBJECTS)}
+        return [
+            (state.MANIFEST, state._padded(json.dumps(made).encode(), b" ")),
+            (state.PICKLE, state._padded(pickle.dumps(OBJECTS, 4), b"\0")),
+        ]
+
+    monkeypatch.setattr(state.Packed, "_control", control)
+    live = {"a": torch.zeros(3)}
+    source = open_transport()
+    source.send_checkpoint([1], 1, published, TIMEOUT)
+    receiver = open_transport(**({"state_dict": lambda: live} if in_place else {}))
+    only_for_places = not {"tree"} & MANIFESTS[name].keys()
+    if only_for_places and not in_place:
+        assert torch.equal(receiver.recv_checkpoint(0, source.metadata(), 1, TIMEOUT)["a"], torch.ones(3))
+        return
+    with pytest.raises(tensorferry.ProtocolError):
+        receiver.recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
+
+
+def test_damaged_pickles_are_errors_of_ours_or_lists() -> None:
+    """Pickles of an attacker who also sends the right checksums."""
+    leaves = [torch.arange(6.0), torch.ones(2, 2)]
+    storage = leaves[0].untyped_storage()
+    value = [{"lr": 0.1, "betas": (0.9, 0.99)}, torch.Size([2, 3]), b"bytes", "text" * 20, {1, 2}, 1 << 80]
+    good = pickle.dumps(value, pickling.PROTOCOL)
+    chance = random.Random(5)
+    for _ in range(4000):
+        bad = bytearray(good)
+        for _ in range(chance.randint(1, 4)):
+            # None that asks for memory: what a pickle may take is bounded by nothing.
+            bad[chance.randrange(len(bad))] = chance.choice(b"\x00\x01\x80\x85NQ(.]}0)ae\x8f\x90\x91\x94KMtuRb")
+        with contextlib.suppress(tensorferry.ProtocolError, tensorferry.UnsafePickle):
+            assert isinstance(pickling.load(bytes(bad), Allowed(), leaves, lambda _: storage, {}), list)
+
+
+class Reference:
+    def __init__(self, to: Any) -> None:
+        self.to = to
+
+
+class Refers(pickle.Pickler):
+    def persistent_id(self, value: Any) -> Any:
+        return value.to if isinstance(value, Reference) else None
+
+
+@pytest.mark.parametrize(
+    "to", [("leaf", 1), ("leaf", -1), ("leaf", "0"), ("typed", 0, "load"), ("typed", 0), ("other", 0), 7, [], "leaf"]
+)
+def test_references_to_what_is_not_there_are_protocol_errors(to: Any) -> None:
+    file = io.BytesIO()
+    Refers(file, 4).dump([Reference(to)])
+    with pytest.raises(tensorferry.ProtocolError):
+        pickling.load(file.getvalue(), Allowed(), [torch.ones(1)], lambda _: torch.UntypedStorage(4), {})
+
+
+#: What the manifest says is float32 [3, 3], and what the pickle has there.
+NOT_AS_ANNOUNCED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "no tensor": (lambda: {1, 2}, tensorferry.ProtocolError, "sent something else"),
+    "another shape": (lambda: torch.ones(6)[::2], tensorferry.ProtocolError, "sent something else"),
+    "another dtype": (
+        lambda: torch.ones(6, 3, dtype=torch.complex64)[::2], tensorferry.ProtocolError, "sent something else",
+    ),
+    "uninitialised": (
+        lambda: torch.nn.parameter.UninitializedParameter(), tensorferry.ProtocolError, "sent something else",
+    ),
+    "nested": (
+        lambda: torch.nested.nested_tensor([torch.ones(3)] * 3, layout=torch.jagged),
+        tensorferry.ProtocolError, "sent something else",
+    ),
+    "quantised": (
+        lambda: torch.quantize_per_tensor(torch.ones(3, 3), 1.0, 0, torch.qint8),
+        tensorferry.ProtocolError, "sent something else",
+    ),
+    "on the meta device": (lambda: torch.ones(3, 3, device="meta"), tensorferry.StateMismatch, "meta device"),
+    "sparse": (lambda: torch.eye(3).to_sparse(), tensorferry.StateMismatch, "sparse_coo at the source"),
+    "compressed": (lambda: torch.eye(3).to_sparse_csr(), tensorferry.StateMismatch, "sparse_csr at the source"),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", NOT_AS_ANNOUNCED)
+@pytest.mark.parametrize("announced", [True, False])
+def test_what_is_not_as_announced_is_written_nowhere(
+    name: str, announced: bool, open_transport: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, error, why = NOT_AS_ANNOUNCED[name]
+    value = make()
+    described = state.describe
+
+    def lie(flat: Any) -> list[list[Any]]:
+        honest = [row for row in described(flat) if row[1] != "o"]
+        return [*honest, [flat.object_paths.index("o"), "o", "torch.float32", [3, 3]]] if announced else honest
+
+    live = {"late": torch.zeros(2), "o": torch.zeros(3, 3)}
+    source, receiver = open_transport(), open_transport(state_dict=lambda: live)
+    with monkeypatch.context() as patch:
+        patch.setattr(state, "describe", lie)
+        # A view, so that it is copied after everything has come.
+        source.send_checkpoint([1], 1, {"late": torch.ones(4)[::2], "o": value}, TIMEOUT)
+    if not announced and not isinstance(value, torch.Tensor):
+        assert receiver.recv_checkpoint(0, source.metadata(), 1, TIMEOUT)["o"] == value
+        return
+    wanted = error if announced else (tensorferry.ProtocolError, tensorferry.StateMismatch)
+    with pytest.raises(wanted, match=rf"\bo\b.*{why if announced else ''}"):
+        receiver.recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
+    assert not live["late"].any()
+    assert not live["o"].any()

@@ -1,0 +1,187 @@
+"""Every kind of leaf and tree goes through a transport and arrives unchanged."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from equality import assert_same_state
+from exchange import TIMEOUT, send_and_receive
+from leaf import Leaf
+from leaves import CARRIED, CATALOGUE, cases
+from object_leaves import adam, all_scalars, model
+from pickled_classes import Box, Holder, PlainSubclass, Point, Slotted
+from tensor_leaves import nan_payloads, with_attribute
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# A body that does not end in time is a failure of the test, not of the whole run.
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def group_if_needed(request: pytest.FixtureRequest) -> None:
+    if request.getfixturevalue("leaf").group:
+        request.getfixturevalue("process_group")
+
+
+def _with(tensor: torch.Tensor, index: int, value: float) -> torch.Tensor:
+    tensor[index] = value
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected"),
+    [
+        (torch.zeros(2), torch.zeros(2, dtype=torch.float16)),
+        (torch.zeros(2), torch.zeros(3)),
+        (torch.zeros(2), nn.Parameter(torch.zeros(2))),
+        (torch.zeros(2), -torch.zeros(2)),
+        (torch.zeros(2), torch.zeros(2).requires_grad_()),
+        (torch.zeros(2), torch.zeros(3)[:2]),
+        (torch.zeros(2), torch.zeros(3)[1:]),
+        (torch.zeros(3)[1:], torch.zeros(3)[:2]),
+        (torch.zeros(4)[::2], torch.zeros(4)[:2]),
+        (torch.zeros(2, dtype=torch.complex64), torch.zeros(2, dtype=torch.complex64).conj()),
+        (torch.zeros(2), with_attribute(torch.zeros(2))),
+        (torch.zeros(2), torch.zeros(2).as_subclass(PlainSubclass)),
+        (nan_payloads(), _with(nan_payloads(), 0, math.nan + 0)[torch.arange(7)].mul(1)),
+        ([t := torch.zeros(2), t], [torch.zeros(2), torch.zeros(2)]),
+        ([torch.zeros(2), torch.zeros(2)], [t := torch.zeros(2), t]),
+        ([torch.zeros(4)[:2], torch.zeros(4)[2:]], list((t := torch.zeros(4)).split(2))),
+        (list(torch.zeros(4).split(2)), [torch.zeros(4)[:2], torch.zeros(4)[2:]]),
+        ([t := torch.zeros(2), t.detach()], [t := torch.zeros(2), t]),
+        ([h := Holder(), h], [Holder(), Holder()]),
+        (Holder(w=torch.zeros(2)), Holder(w=torch.ones(2))),
+        (Holder(w=1), Holder(w=1, v=2)),
+        (Slotted(1, 2), Slotted(1, 3)),
+        (torch.eye(2).to_sparse(), (torch.eye(2) * 2).to_sparse()),
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
+        ({"a": 1}, {"b": 1}),
+        ({"a": 1}, collections.OrderedDict(a=1)),
+        ({1: 1}, {True: 1}),
+        ((1, 2), [1, 2]),
+        (torch.Size([1]), (1,)),
+        (Point(1, 2), (1, 2)),
+        (model().state_dict(), collections.OrderedDict(model().state_dict())),
+        (collections.deque([1], maxlen=2), collections.deque([1])),
+        (collections.defaultdict(list), collections.defaultdict(dict)),
+        (1, True),
+        (1.0, 1),
+        (0.0, -0.0),
+        (all_scalars()[15], math.nan),
+        (np.float64(1), 1.0),
+        (np.zeros(2), np.zeros(2, dtype=np.float32)),
+        (np.zeros(2), np.ones(2)),
+        (Box(1, 2, "a"), Box(1, 2, "b")),
+        (adam(1), adam(2)),
+    ],
+)
+def test_the_comparison_sees_the_difference(actual: Any, expected: Any) -> None:
+    with pytest.raises(AssertionError, match=r"^state"):
+        assert_same_state(actual, expected)
+    assert_same_state(actual, actual)
+    assert_same_state(expected, expected)
+
+
+@pytest.mark.parametrize("num_chunks", [0, 3])
+@pytest.mark.parametrize("leaf", cases(CARRIED))
+@pytest.mark.usefixtures("group_if_needed")
+def test_leaf_comes_back_as_it_was(leaf: Leaf, num_chunks: int, open_transport: Callable[..., Any], ours: bool) -> None:
+    value = leaf.value()
+    sender, receiver = (open_transport(num_chunks, trust_pickle=leaf.trust) for _ in range(2))
+    with contextlib.nullcontext() if ours or num_chunks in leaf.torchft else pytest.raises(Exception):  # noqa: PT011
+        received = send_and_receive(sender, receiver, leaf.state(value))
+        assert_same_state(received, leaf.state(leaf.expect(value)))
+
+
+@pytest.mark.beyond_torchft
+@pytest.mark.parametrize("leaf", cases(CARRIED))
+@pytest.mark.usefixtures("group_if_needed")
+def test_sending_leaves_the_senders_state_alone(leaf: Leaf, open_transport: Callable[..., Any]) -> None:
+    value = leaf.value()
+    state = leaf.state(value)
+    versions = [t._version for t in torch.utils._pytree.tree_leaves(state) if type(t) in (torch.Tensor, nn.Parameter)]
+    transport = open_transport(trust_pickle=leaf.trust)
+    transport.send_checkpoint([1], 1, state, TIMEOUT)
+    transport.disallow_checkpoint()
+    assert versions == [
+        t._version for t in torch.utils._pytree.tree_leaves(state) if type(t) in (torch.Tensor, nn.Parameter)
+    ]
+
+
+@pytest.mark.parametrize("name", ["dtype float32", "Parameter", "transposed", "DTensor shard(0)", "sparse COO"])
+@pytest.mark.parametrize("num_chunks", [0, 3])
+@pytest.mark.usefixtures("process_group")
+def test_received_memory_is_the_receivers_own(name: str, num_chunks: int, open_transport: Callable[..., Any]) -> None:
+    """A received tensor is writable and shares memory with no other receive."""
+    state = CATALOGUE[name].state(CATALOGUE[name].value())
+    sender, receiver = open_transport(num_chunks), open_transport(num_chunks)
+    first = send_and_receive(sender, receiver, state)
+    second = receiver.recv_checkpoint(0, sender.metadata(), 1, TIMEOUT)
+    with torch.no_grad():
+        first["user"]["leaf"].zero_()
+        first["user"]["last"].fill_(9)
+    assert_same_state(second, state)
+
+
+@pytest.mark.beyond_torchft
+def test_only_covered_bytes_travel(open_transport: Callable[..., Any]) -> None:
+    """And what a tensor does not cover stays at home: it may be another user's data."""
+    base = torch.full((1 << 20,), 42.0)
+    state = {"head": base[1000:1003], "rows": base[5000:9096].view(64, 64)[::2, :3]}
+    transport = open_transport()
+    received = send_and_receive(transport, transport, state)
+    assert_same_state(received, state)
+    storage = received["head"].untyped_storage()
+    assert storage.nbytes() == base.untyped_storage().nbytes()
+    whole = torch.empty(0, dtype=torch.float32).set_(storage)
+    whole[1000:1003] = 0
+    whole[5000:9096] = 0
+    assert not whole.any()
+    with contextlib.closing(_get(f"{transport.metadata()}1.safetensors")) as response:
+        assert int(response.headers["Content-Length"]) < 64 << 10
+
+
+def _get(url: str) -> Any:
+    import urllib.request
+
+    return urllib.request.urlopen(url, timeout=30)
+
+
+@pytest.mark.beyond_torchft
+@pytest.mark.parametrize("num_chunks", [0, 3])
+def test_bytes_of_shared_storages_travel_once(num_chunks: int, open_transport: Callable[..., Any]) -> None:
+    base = torch.arange(1 << 16, dtype=torch.float32)
+    state = {
+        "views": [base[i:] for i in range(64)],
+        "dtype": base.view(torch.int16),
+        "again": base,
+        "rows": base.view(256, 256),
+    }
+    transport = open_transport(num_chunks)
+    assert_same_state(send_and_receive(transport, transport, state), state)
+    with contextlib.closing(_get(f"{transport.metadata()}1.safetensors")) as response:
+        assert int(response.headers["Content-Length"]) < base.nbytes + (64 << 10)
+
+
+@pytest.mark.parametrize("num_chunks", [0, 1, 2, 8])
+def test_fewer_leaves_than_chunks(num_chunks: int, open_transport: Callable[..., Any]) -> None:
+    transport = open_transport(num_chunks)
+    for step, state in enumerate([{}, {"a": torch.ones(3)}, [torch.ones(1), 2]], start=1):
+        assert_same_state(send_and_receive(transport, transport, state, step), state)
+
+
+@pytest.mark.parametrize(("there", "here"), [(0, 3), (3, 0), (3, 5), (5, 3)])
+@pytest.mark.beyond_torchft
+def test_chunk_counts_need_not_agree(there: int, here: int, open_transport: Callable[..., Any]) -> None:
+    state = {"model": CATALOGUE["tied weights state_dict"].value(), "optim": CATALOGUE["Adam.state_dict()"].value()}
+    assert_same_state(send_and_receive(open_transport(there), open_transport(here), state), state)

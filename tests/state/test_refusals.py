@@ -1,0 +1,114 @@
+"""A sender refuses what it cannot send, a receiver what it must not unpickle, and both name it."""
+
+from __future__ import annotations
+
+import collections
+import pickle
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import tensorferry
+from equality import assert_same_state
+from exchange import TIMEOUT, send_and_receive
+from leaf import Leaf
+from leaves import CARRIED, CATALOGUE, cases
+from object_leaves import REFUSED
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytestmark = [pytest.mark.timeout(60), pytest.mark.beyond_torchft]
+
+
+@pytest.mark.parametrize("leaf", cases(REFUSED))
+@pytest.mark.parametrize("num_chunks", [0, 3])
+def test_what_cannot_be_carried_is_refused_by_the_sender(
+    leaf: Leaf, num_chunks: int, open_transport: Callable[..., Any]
+) -> None:
+    transport = open_transport(num_chunks, trust_pickle=True)
+    started = time.monotonic()
+    with pytest.raises(tensorferry.UnsupportedLeaf, match=r"\buser\.leaf\b"):
+        transport.send_checkpoint([1], 1, leaf.state(leaf.value()), TIMEOUT)
+    assert time.monotonic() - started < 10
+    good = CATALOGUE["Adam.state_dict()"].value()
+    assert_same_state(send_and_receive(transport, transport, good, step=2), good)
+
+
+@pytest.mark.parametrize(
+    ("state", "path"),
+    [
+        ({"user": {"model": {"lock": lambda: 0}}}, r"\buser\.model\.lock\b"),
+        ({"user": [1, {"f": lambda: 0}]}, r"\buser\.1\.f\b"),
+        ({"a": collections.OrderedDict(b=(1, 2, lambda: 0))}, r"\ba\.b\.2\b"),
+        ({"a": {3: lambda: 0}}, r"\ba\.3\b"),
+        ({"a": {"b": torch.ones(1), "c": lambda: 0, "d": torch.ones(1)}}, r"\ba\.c\b"),
+    ],
+)
+def test_refusal_names_the_path(state: Any, path: str, open_transport: Callable[..., Any]) -> None:
+    with pytest.raises(tensorferry.UnsupportedLeaf, match=path) as caught:
+        open_transport().send_checkpoint([1], 1, state, TIMEOUT)
+    assert isinstance(caught.value, TypeError)
+    assert isinstance(caught.value, tensorferry.TensorferryError)
+
+
+def test_refusal_of_a_bare_root(open_transport: Callable[..., Any]) -> None:
+    transport = open_transport()
+    with pytest.raises(tensorferry.UnsupportedLeaf):
+        transport.send_checkpoint([1], 1, lambda: 0, TIMEOUT)
+    assert send_and_receive(transport, transport, 3, step=2) == 3
+
+
+@pytest.mark.parametrize(
+    "leaf", cases([leaf for leaf in CARRIED if leaf.trust and leaf.name in {
+        "tensor subclass", "enum", "function, module-level", "class", "dataclass", "object with slots", "namedtuple",
+        "wrapper subclass, __reduce_ex__", "dict subclass", "registered node", "defaultdict, own factory", "enum keys",
+        "root is an object",
+    }])
+)  # fmt: skip
+def test_a_class_off_the_allow_list_is_refused_by_name(leaf: Leaf, open_transport: Callable[..., Any]) -> None:
+    transport = open_transport()
+    with pytest.raises(tensorferry.UnsafePickle, match=r"\bpickled_classes\b") as caught:
+        send_and_receive(transport, transport, leaf.state(leaf.value()))
+    assert isinstance(caught.value, tensorferry.TensorferryError)
+    assert isinstance(caught.value, pickle.UnpicklingError)
+    # The tensors of the state are not the reason: without the object it can be sent.
+    assert_same_state(send_and_receive(transport, transport, {"w": torch.ones(2)}, step=2), {"w": torch.ones(2)})
+
+
+class Attack:
+    """Pickles as a call that a receiver must not make."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self.call = (function, arguments)
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        Attack(exec, "raise SystemExit(99)"),
+        Attack(eval, "1 + 1"),
+        Attack(__import__("os").system, "exit 1"),
+        Attack(__import__("subprocess").check_call, ["false"]),
+        Attack(getattr, "", "join"),
+        Attack(torch.load, "/nonexistent"),
+        Attack(torch.hub.load, "a/b", "c"),
+        Attack(__import__("importlib").import_module, "antigravity"),
+        Attack(__import__("functools").partial, print, "called"),
+        Attack(open, "/dev/null"),
+        Attack(__import__("collections").defaultdict, exec),
+        Attack(__import__("operator").attrgetter, "__class__"),
+        Attack(__import__("numpy").load, "/nonexistent"),
+        Attack(pickle.loads, b"N."),
+    ],
+    ids=lambda attack: f"{attack.call[0].__module__}.{attack.call[0].__qualname__}",
+)
+def test_a_hostile_pickle_is_not_run(attack: Attack, open_transport: Callable[..., Any]) -> None:
+    transport = open_transport()
+    with pytest.raises(tensorferry.UnsafePickle):
+        send_and_receive(transport, transport, {"user": {"leaf": attack, "w": torch.ones(2)}})

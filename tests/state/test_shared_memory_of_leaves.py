@@ -1,0 +1,251 @@
+"""Tensors of the live state that share memory: they must share it exactly as those of the source do."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+import tensorferry
+from exchange import TIMEOUT, receive
+from tensorferry import aliases, tree
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.beyond_torchft]
+
+
+@pytest.fixture
+def heal(open_transport: Callable[..., Any]) -> Callable[..., Any]:
+    def heal(sent: Any, live: Any) -> Any:
+        source, target = open_transport(), open_transport(state_dict=lambda: live)
+        source.send_checkpoint([1], 1, sent, TIMEOUT)
+        return receive(target, source, 1)
+
+    return heal
+
+
+def from_array(count: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two tensors with storages of their own over one memory."""
+    array = np.zeros(count, dtype=np.float32)
+    return torch.from_numpy(array), torch.from_numpy(array)
+
+
+def clashing() -> dict[str, Callable[[], dict[str, torch.Tensor]]]:
+    """Live states of `a` and `b`, both of 8 elements, that share memory."""
+
+    def of(make: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]], count: int = 16) -> Any:
+        return lambda: dict(zip("ab", make(torch.zeros(count)), strict=True))
+
+    return {
+        "one object": of(lambda t: (t[:8], t[:8])),
+        "one whole object": lambda: dict.fromkeys("ab", torch.zeros(8)),
+        "detached": of(lambda t: (t, t.detach()), 8),
+        "from one array": lambda: dict(zip("ab", from_array(), strict=True)),
+        "parts of one array": lambda: dict(
+            zip("ab", map(torch.from_numpy, (lambda x: (x[:8], x[4:]))(np.zeros(12, dtype=np.float32))), strict=True)
+        ),
+        "overlapping views": of(lambda t: (t[:8], t[4:12])),
+        "one byte": of(lambda t: (t[:8], t[7:15])),
+        "strided over contiguous": of(lambda t: (t[::2], t[8:])),
+        "row and column": of(lambda t: (t.view(8, 8)[:, 3], t.view(8, 8)[5]), 64),
+    }
+
+
+@pytest.mark.parametrize("name", clashing())
+@pytest.mark.parametrize("size", [1, 1 << 12])
+def test_shared_here_and_apart_at_the_source(name: str, size: int, heal: Callable[..., Any]) -> None:
+    live: dict[str, Any] = {"before": torch.zeros(size), **clashing()[name](), "x": {"last": torch.zeros(size)}}
+    sent = {
+        "before": torch.ones(size),
+        "a": torch.full((8,), 1.0),
+        "b": torch.full((8,), 2.0),
+        "x": {"last": torch.ones(size)},
+    }
+    with pytest.raises(tensorferry.StateMismatch, match=r"\ba and b: they share memory here") as caught:
+        heal(sent, live)
+    assert "nothing was overwritten" in str(caught.value)
+    assert "last" not in str(caught.value)
+    for value in (live["before"], live["a"], live["b"], live["x"]["last"]):
+        assert not value.any()
+
+
+def shared_alike() -> dict[str, Callable[[float], dict[str, torch.Tensor]]]:
+    """States whose leaves share memory, to be sent and to be received into."""
+
+    def of(make: Callable[[torch.Tensor], Any]) -> Callable[[float], Any]:
+        def state(value: float) -> Any:
+            made = make(torch.arange(64.0) * value)
+            return dict(zip("abc", made, strict=False))
+
+        return state
+
+    return {
+        "one object": of(lambda t: (t, t)),
+        "tied weights of a state_dict": of(lambda t: (t.detach(), t.detach())),
+        "tied and in another shape": of(lambda t: (t, t.view(8, 8), t.view(8, 8).t())),
+        "views of a flat buffer, and the buffer": of(lambda t: (t, t[:32].view(4, 8), t[32:])),
+        "overlapping": of(lambda t: (t[:40], t[20:])),
+        "another dtype": of(lambda t: (t, t.view(torch.int32))),
+        "bytes": of(lambda t: (t[3:9], t.view(torch.uint8)[14:22])),
+        "from one array": of(lambda t: (lambda x: (torch.from_numpy(x), torch.from_numpy(x)))(t.numpy())),
+        "parts of one array": of(lambda t: (lambda x: (torch.from_numpy(x[:40]), torch.from_numpy(x[20:])))(t.numpy())),
+        "windows": of(lambda t: (t.unfold(0, 8, 4), t)),
+        "empty": of(lambda t: (t, t[:0], t[5:5])),
+    }
+
+
+@pytest.mark.parametrize("name", shared_alike())
+def test_shared_here_as_at_the_source(name: str, heal: Callable[..., Any]) -> None:
+    live, sent = shared_alike()[name](0.0), shared_alike()[name](3.0)
+    received = heal(sent, live)
+    for key, value in live.items():
+        assert received[key] is value
+        assert torch.equal(value, sent[key]), key
+
+
+def apart() -> dict[str, Callable[[torch.Tensor], Any]]:
+    """Views that share no byte, though what lies between their first and last bytes overlaps."""
+    return {
+        "every other": lambda t: (t[::2], t[1::2]),
+        "columns": lambda t: (t.view(8, 8)[:, :3], t.view(8, 8)[:, 3:5], t.view(8, 8)[:, 5:]),
+        "rows": lambda t: (t.view(8, 8)[::2], t.view(8, 8)[1::2]),
+        "corners": lambda t: (t.view(8, 8)[:4, 4:], t.view(8, 8)[4:, :4], t.view(8, 8)[:4, :4]),
+        "planes": lambda t: (t.view(4, 4, 4)[:, :2, 1], t.view(4, 4, 4)[:, 2:, 1], t.view(4, 4, 4)[..., 2]),
+        "real and imaginary": lambda t: (lambda c: (c.real, c.imag))(torch.view_as_complex(t.view(32, 2))),
+        "transposed": lambda t: (t.view(8, 8).t()[:3], t.view(8, 8).t()[3:]),
+        "one column": lambda t: (t.view(8, 8)[:, 0], t.view(8, 8)[2, 1:]),
+    }
+
+
+@pytest.mark.parametrize("name", apart())
+def test_interleaved_here_and_apart_at_the_source(name: str, heal: Callable[..., Any]) -> None:
+    live = dict(zip("abc", apart()[name](torch.zeros(64)), strict=False))
+    sent = {key: torch.rand(value.shape) for key, value in live.items()}
+    heal(sent, live)
+    for key, value in live.items():
+        assert torch.equal(value, sent[key]), key
+
+
+def test_what_the_source_shares_and_the_receiver_does_not_is_written_to_each(heal: Callable[..., Any]) -> None:
+    base = torch.arange(8.0)
+    live = {"a": torch.zeros(8), "b": torch.zeros(4), "c": torch.zeros(8)}
+    heal({"a": base, "b": base[2:6], "c": base}, live)
+    assert torch.equal(live["a"], base)
+    assert torch.equal(live["b"], base[2:6])
+    assert torch.equal(live["c"], base)
+
+
+def test_shared_in_another_way(heal: Callable[..., Any]) -> None:
+    mine, theirs = torch.zeros(12), torch.arange(12.0)
+    for here, there in itertools.permutations([(0, 2), (0, 4), (2, 0), (4, 4)], 2):
+        live = {"a": mine[here[0] :][:8], "b": mine[here[1] :][:8]}
+        sent = {"a": theirs[there[0] :][:8], "b": theirs[there[1] :][:8]}
+        with (
+            pytest.raises(tensorferry.StateMismatch, match="in another way")
+            if here[1] - here[0] != there[1] - there[0]
+            else _nothing()
+        ):
+            heal(sent, live)
+
+
+def _nothing() -> Any:
+    import contextlib
+
+    return contextlib.nullcontext()
+
+
+def test_a_live_tensor_whose_elements_share_memory(heal: Callable[..., Any]) -> None:
+    live = {"w": torch.zeros(12).unfold(0, 8, 4)}
+    with pytest.raises(tensorferry.StateMismatch, match="several of its elements"):
+        heal({"w": torch.arange(16.0).view(2, 8)}, live)
+    assert not live["w"].any()
+
+
+def test_a_tie_with_what_the_source_does_not_have(heal: Callable[..., Any]) -> None:
+    weight = torch.zeros(4)
+    heal({"a": torch.ones(4)}, {"a": weight, "not there": weight, "nor this": weight[1:]})
+    assert bool((weight == 1).all())
+
+
+def test_a_tie_with_what_is_no_tensor_at_the_source(heal: Callable[..., Any]) -> None:
+    weight = torch.zeros(4)
+    received = heal({"a": torch.ones(4), "b": 7}, {"a": weight, "b": weight})
+    assert received["a"] is weight
+    assert received["b"] == 7
+
+
+def test_from_a_stock_source(open_stock: Callable[..., Any], open_transport: Callable[..., Any]) -> None:
+    source = open_stock()
+    weight = torch.zeros(4)
+    target = open_transport(state_dict=lambda: {"a": weight, "b": weight})
+    source.send_checkpoint([1], 1, {"a": torch.ones(4), "b": torch.zeros(4)}, TIMEOUT)
+    try:
+        with pytest.raises(tensorferry.StateMismatch, match="a and b"):
+            receive(target, source, 1)
+        assert not weight.any()
+        source.disallow_checkpoint()
+        tied = torch.ones(4)
+        source.send_checkpoint([1], 2, {"a": tied, "b": tied.detach()}, TIMEOUT)
+        receive(target, source, 2)
+        assert bool(weight.all())
+    finally:
+        source.disallow_checkpoint()
+
+
+def test_whether_two_views_meet_agrees_with_where_their_bytes_are() -> None:
+    """Boxes of one grid: exactly. Others: never "no" where it is yes."""
+    chance = random.Random(0)
+    places = torch.arange(4 * 256, dtype=torch.int64)
+    exact = 0
+    for _ in range(3000):
+        views = []
+        for _ in range(2):
+            shape = [chance.choice([1, 2, 3, 4]) for _ in range(chance.choice([1, 2, 3]))]
+            strides = chance.sample([1, 2, 4, 8, 16, 3], len(shape))
+            views.append((chance.randrange(16), shape, strides))
+        views.sort(key=lambda view: view[0])
+        sets, tensors = [], []
+        for offset, shape, strides in views:
+            tensors.append(torch.zeros(256).as_strided(shape, strides, offset))
+            sets.append(set(places.as_strided(shape, strides, offset).flatten().tolist()))
+        meet = aliases._meet(*tensors, (views[1][0] - views[0][0]) * 4)
+        assert meet or not sets[0] & sets[1], views
+        exact += meet == bool(sets[0] & sets[1])
+    assert exact > 2000
+
+
+def test_groups_are_found_by_address_natively_as_by_looking() -> None:
+    chance = random.Random(1)
+    for _ in range(100):
+        buffer = torch.zeros(200)
+        state = {}
+        for number in range(12):
+            start, length = chance.randrange(190), chance.randrange(10)
+            view = buffer[start : start + length]
+            state[f"{number}"] = torch.from_numpy(view.numpy()) if chance.random() < 0.5 else view
+        state["alone"] = torch.zeros(3)
+        flat = tree.flatten(state)
+        groups = aliases.Memory(flat).groups
+        found = {layout.leaf: n for n, group in enumerate(groups) for layout in group}
+        spans = {k: (v.data_ptr(), v.data_ptr() + v.nbytes) for k, v in state.items() if v.nbytes}
+        numbers = {path[0][1:]: number for number, path in tree.positions(flat.tree, flat.keys)}
+        for one, two in itertools.combinations(spans, 2):
+            if spans[one][0] < spans[two][1] and spans[two][0] < spans[one][1] and numbers[one] != numbers[two]:
+                assert found[numbers[one]] == found[numbers[two]]
+        assert numbers["alone"] not in found
+        assert all(len(group) > 1 for group in groups)
+
+
+@pytest.mark.parametrize(
+    "shared",
+    [1, [1], [[1]], [[[1, 2, 3]]], [[["a", 0, [], 0]]], [[[0, 0, 4, 0]]], [[[0, 0, [None], 0]]], [[[0, 0.5, [1], 0]]]],
+)
+def test_what_a_manifest_says_of_shared_memory_is_checked(shared: Any) -> None:
+    with pytest.raises(tensorferry.ProtocolError, match="share memory"):
+        aliases.read({"shared": shared})

@@ -1,0 +1,215 @@
+"""The text of a tree is decoded to the state; malformed text raises an error that says where."""
+
+from __future__ import annotations
+
+import collections
+import json
+from typing import Any
+
+import pytest
+import torch
+from test_container_python import OWN, TIMEOUT
+from torch.distributed.device_mesh import DeviceMesh
+
+import tensorferry
+from tensorferry import tree
+from tensorferry._native import Remote, Rows
+from tensorferry.allowlist import Allowed
+from tensorferry.state import _METADATA, MANIFEST, _padded
+from tensorferry.tensors import DTYPE_NAMES
+
+pytestmark = [pytest.mark.timeout(60), pytest.mark.beyond_torchft]
+
+Pair = collections.namedtuple("Pair", "one two")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("0", "a"),
+        ("-1", Pair),
+        (' {"x" : 0 , "\\u00e9\\"": [ "l" , 1 , 0 ] } ', {"x": "a", 'é"': ["b", "a"]}),
+        ('["t"]', ()),
+        ('["t",0,["t",1]]', ("a", ("b",))),
+        ('["o",{"z":0,"a":1}]', collections.OrderedDict(z="a", a="b")),
+        ('["n",0,0,1]', Pair("a", "b")),
+        ('["q",null,0]', collections.deque(["a"])),
+        ('["q",1,0,1]', collections.deque(["b"], 1)),
+        ('["f",1,{"x":0}]', collections.defaultdict(list, x="a")),
+        ('["d","d",[[1,0],[25,1],[true,0],[null,1],[-3,0],["s",1],[["r",2],0]]]', None),
+        (f'["d","d",[[{2**53 - 1},0],[{1 - 2**53},1],[-0,0]]]', {2**53 - 1: "a", 1 - 2**53: "b", 0: "a"}),
+        ('["d","o",[[2,0],[1,1]]]', collections.OrderedDict([(2, "a"), (1, "b")])),
+    ],
+)
+def test_every_container_is_made(text: str, expected: Any) -> None:
+    made = tree.unflatten(text, ["a", "b"], [Pair, list, "r"])
+    if expected is None:
+        assert list(made.items()) == [(1, "a"), (25, "b"), (None, "b"), (-3, "a"), ("s", "b"), ("r", "a")]
+        assert [type(key) for key in made] == [int, int, type(None), int, str, str]
+        return
+    assert made == expected
+    assert type(made) is type(expected)
+    assert getattr(made, "maxlen", None) == getattr(expected, "maxlen", None)
+    assert getattr(made, "default_factory", None) == getattr(expected, "default_factory", None)
+    if isinstance(expected, dict):
+        assert list(made) == list(expected)
+
+
+def test_attributes_are_given_back() -> None:
+    made = tree.unflatten('["a",0,["o",{"x":0}]]', [1], [{"_metadata": 7}])
+    assert (made, made._metadata) == (collections.OrderedDict(x=1), 7)
+
+
+def test_leaves_are_taken_in_the_order_of_their_positions() -> None:
+    text = '{"b":1,"a":["l",0,-1,{"c":1}]}'
+    taken: list[Any] = []
+
+    def take(value: Any) -> Any:
+        taken.append(value)
+        return (value,)
+
+    assert tree.unflatten(text, [10, 11], [12], take) == {"b": (11,), "a": [(10,), (12,), {"c": (11,)}]}
+    assert taken == [[10, 11, 12][number] for number, _ in tree.positions(text, {})]
+
+
+def test_more_keys_than_are_shared() -> None:
+    state = {f"{i}": {"step": i, f"k{i}": i} for i in range(2000)}
+    flat = tree.flatten(state)
+    assert tree.unflatten(flat.tree, flat.plain, flat.objects) == state
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", '{"a":0', '["l",0', "0 0", "-0", '["x"]', "[0]", '["d","d",[[["t",1],0]]]', '{"a":0,}', "[" * 300],
+)
+def test_text_that_is_no_tree_is_named(text: str) -> None:
+    with pytest.raises(tensorferry.ProtocolError, match="the source's tree is malformed at byte"):
+        tree.unflatten(text, ["a"], [])
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ('["d","d",[[["r",0],0]]]', "dict .*TypeError"),
+        ('["n",0,0]', "namedtuple of a class that is none"),
+        ('["q",99999999999999999999,0]', None),
+        ('["q",18446744073709551615,0]', "deque .*OverflowError"),
+        ('["f",0,{}]', "defaultdict .*TypeError"),
+        ('["f",0,["o",{"x":0}]]', "defaultdict whose items are no dict"),
+        ('["f",0,["l"]]', "defaultdict whose items are no dict"),
+        ('["f",0,0]', "defaultdict whose items are no dict"),
+        (f'["d","d",[[{2**53},0]]]', None),
+        (f'["d","d",[[{-(2**53)},0]]]', None),
+        (f'["d","d",[[{2**61 - 1},0]]]', None),
+        (f'["d","d",[[{2**64},0]]]', None),
+        ('["d","d",[[1.5,0]]]', None),
+        ('["d","d",[[1e3,0]]]', None),
+        ('["a",0,["l"]]', "dict whose attributes are no dict"),
+    ],
+)
+def test_what_cannot_be_made_is_named(text: str, what: str | None) -> None:
+    message = "malformed" if what is None else f"has a {what}"
+    with pytest.raises(tensorferry.ProtocolError, match=message):
+        tree.unflatten(text, ["a"], [[]])
+
+
+@pytest.mark.parametrize("items", [-2, '["l"]'])
+def test_items_of_a_defaultdict_are_not_taken_out_of_anything(items: Any) -> None:
+    """A tensor would be read one element after the other."""
+    meta = torch.empty(1 << 24, 2, device="meta")
+    with pytest.raises(tensorferry.ProtocolError, match="items are no dict"):
+        tree.unflatten(f'["f",0,{items}]', [], [None, meta])
+
+
+class Mute:
+    def __repr__(self) -> str:
+        raise RuntimeError
+
+
+@pytest.mark.parametrize(
+    "key",
+    [10**5000, ("x" * 1_000_000,) * 100_000, (("y",) * 3000, 1, "x" * 2000), frozenset([b"z" * 5000]), Mute()],
+    ids=["integer", "tuple of texts", "tuple of tuples", "frozenset", "no text"],
+)
+def test_keys_that_have_no_text_are_named_by_their_type(key: Any) -> None:
+    """The second would be a hundred gigabytes of text."""
+    flat = tree.flatten({key: torch.ones(1), (1, "a"): 2})
+    number, other = flat.keys
+    assert type(key).__name__ in flat.keys[number]
+    assert len(flat.keys[number]) < 200
+    assert len(flat.rows.names[0]) < 200
+    assert flat.keys[other] == "builtins.tuple (1, 'a')"
+    assert tree.unflatten(flat.tree, flat.plain, flat.objects)[key] is flat.plain[0]
+
+
+class Made:
+    def __call__(self) -> int:
+        return 7
+
+
+@pytest.mark.parametrize(
+    ("factory", "options", "known"),
+    [
+        (None, {}, True),
+        (list, {}, True),
+        (DeviceMesh, {}, False),
+        (Made, {}, False),
+        (Made, {"extra": [Made]}, True),
+        (Made(), {}, False),
+        (Made(), {"extra": [Made]}, True),
+        (len, {}, False),
+        (len, {"trust": True}, True),
+    ],
+)
+def test_factories_are_those_that_a_pickle_may_name(factory: Any, options: dict[str, Any], known: bool) -> None:
+    allowed = Allowed(**options)
+
+    def make() -> Any:
+        return tree.unflatten('["f",0,{"x":0}]', [1], [factory], None, allowed.defaultdict)
+
+    if known:
+        assert (make(), make().default_factory) == (collections.defaultdict(factory, x=1), factory)
+        return
+    with pytest.raises(tensorferry.ProtocolError, match="another factory than"):
+        make()
+
+
+def test_what_is_no_exception_goes_through() -> None:
+    class Stops(tuple[Any, ...]):
+        @staticmethod
+        def _make(_fields: Any) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tree.unflatten('["n",0,0]', ["a"], [Stops])
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_entries_of_the_format_may_stand_among_the_tensors(in_place: bool, open_transport: Any) -> None:
+    """A later version may write them in another order than this one."""
+    source = open_transport()
+    tensors = {f"{OWN}storage/0/0": torch.arange(2.0), "a": torch.arange(3.0), "b": torch.arange(5.0)}
+    owner = [tensors["a"], tensors[f"{OWN}storage/0/0"], tensors["b"]]
+    rows = Rows(torch.Tensor, torch.nn.Parameter, DTYPE_NAMES)
+    for name in ("a", f"{OWN}storage/0/0", "b"):
+        value = tensors[name]
+        rows.append(value, name, "F32", value.shape, value.data_ptr(), value.nbytes, 0)
+    fields = {"version": 1, "tree": {"second": 1, "first": 0}, "flags": "03", "objects": 0}
+    manifest = {**fields, "keys": {}, "storages": [[8, [[1, 0]]]], "tensors": []}
+    control = [(MANIFEST, _padded(json.dumps(manifest).encode(), b" "))]
+    source._server.publish(
+        4, rows=rows, control=control, metadata=_METADATA, owner=owner, private=True, alternate=None, filled=True
+    )
+    remote = Remote.open([source.metadata()], 4, timeout=10.0)
+    assert list(remote.plain) == [0, 2]
+    assert json.loads(remote.manifest or b"") == {**manifest, "tree": None}
+    assert json.loads(remote.tree or "") == manifest["tree"]
+
+    live = {"first": torch.zeros(3)}
+    receiver = open_transport(**({"state_dict": lambda: live} if in_place else {}))
+    state = receiver.recv_checkpoint(0, source.metadata(), 4, TIMEOUT)
+    assert list(state) == ["second", "first"]
+    assert torch.equal(state["first"], tensors["a"])
+    assert torch.equal(state["second"], tensors["b"])
+    assert isinstance(state["second"], torch.nn.Parameter)
+    assert (state["first"] is live["first"]) == in_place

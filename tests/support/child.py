@@ -1,0 +1,100 @@
+"""Runs a script in a process of its own, which is killed at the end of the test."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+PRELUDE = """
+import gc, os, signal, sys, threading, time, traceback
+from datetime import timedelta
+import torch
+import tensorferry
+from tensorferry import HTTPTransport
+
+# A job started in the background inherits an ignored SIGINT, and Python then leaves it ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+LONG = timedelta(seconds=120)
+STATE = {"w": torch.arange(1000.0), "o": {1, 2}, "step": 3}
+
+def open_pair(**options):
+    return HTTPTransport(LONG, 2, **options), HTTPTransport(LONG, 2, **options)
+
+def send_and_receive(source, target, step, state=STATE):
+    source.send_checkpoint([1], step, state, LONG)
+    received = target.recv_checkpoint(0, source.metadata(), step, timedelta(seconds=30))
+    assert torch.equal(received["w"], state["w"]), received
+    return received
+
+def start_waiting(target, source):
+    def wait():
+        try:
+            target.recv_checkpoint(0, source.metadata(), 99, LONG)
+        except BaseException as error:
+            print("receive ended:", type(error).__name__, flush=True)
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    time.sleep(0.5)
+    return thread
+
+def stuck_reader(source):
+    import socket, urllib.parse
+    parts = urllib.parse.urlsplit(source.metadata())
+    reader = socket.socket()
+    reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+    reader.connect(("127.0.0.1", parts.port))
+    reader.sendall(f"GET {parts.path}1.safetensors HTTP/1.1\\r\\nHost: a\\r\\n\\r\\n".encode())
+    assert reader.recv(1 << 16)
+    return reader
+"""
+
+
+class Child:
+    def __init__(self) -> None:
+        self.process: subprocess.Popen[str] | None = None
+
+    def start(self, script: str, before: str = "", listens: bool = False) -> subprocess.Popen[str]:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", before + PRELUDE + textwrap.dedent(script)],
+            stdin=subprocess.PIPE if listens else subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+            cwd=Path(__file__).parent,
+        )
+        return self.process
+
+    def run(self, script: str, within: float = 90, before: str = "") -> str:
+        """Runs a script, which must exit with 0 within ``within`` seconds, and returns its output."""
+        self.start(script, before)
+        return self.finish(within)
+
+    def finish(self, within: float, returncode: int = 0) -> str:
+        assert self.process
+        out, err = self.process.communicate(timeout=within)
+        assert self.process.returncode == returncode, f"{self.process.returncode}\n{out}\n{err}"
+        for bad in ("panicked", "Fatal Python error", "Segmentation fault", "PanicException", "core dumped"):
+            assert bad not in err, err
+        return out
+
+    def wait_for(self, line: str) -> None:
+        assert self.process
+        assert self.process.stdout
+        for printed in self.process.stdout:
+            if printed.strip() == line:
+                return
+        raise AssertionError(f"ended before it said {line!r}: {self.process.communicate(timeout=10)}")
+
+    def end(self) -> None:
+        if self.process:
+            self.process.kill()
+            for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
+                if pipe:
+                    pipe.close()
+            self.process.wait()

@@ -1,0 +1,198 @@
+"""Invalid arguments of every public function raise an error of ours that names the argument."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import tensorferry
+from exchange import TIMEOUT
+from tensorferry import HTTPTransport, InvalidArgument, join_metadata
+from tensorferry.dcp import FileReader, FileWriter, PeerReader, PeerWriter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytestmark = [pytest.mark.timeout(90), pytest.mark.beyond_torchft]
+
+CONSTRUCTOR: list[tuple[str, dict[str, Any]]] = [
+    ("timeout", {"timeout": 5}),
+    ("timeout", {"timeout": None}),
+    ("timeout", {"timeout": timedelta(seconds=-1)}),
+    ("num_chunks", {"num_chunks": 1.5}),
+    ("num_chunks", {"num_chunks": "4"}),
+    ("num_chunks", {"num_chunks": 2**70}),
+    ("snapshot", {"snapshot": None}),
+    ("max_bandwidth", {"max_bandwidth": 0}),
+    ("max_bandwidth", {"max_bandwidth": 1e9}),
+    ("max_bandwidth", {"max_bandwidth": 2**64}),
+    ("reuse_bytes", {"reuse_bytes": "1 GiB"}),
+    ("reuse_bytes", {"reuse_bytes": 2**64}),
+    ("tls", {"tls": "yes"}),
+    ("same_host", {"same_host": 1}),
+    ("trust_pickle", {"trust_pickle": "no"}),
+    ("safe_globals", {"safe_globals": int}),
+    ("safe_globals", {"safe_globals": "torch.nn.Linear"}),
+    ("safe_globals", {"safe_globals": [5]}),
+    ("state_dict", {"state_dict": {}}),
+    ("progress", {"progress": 5}),
+    ("interface", {"interface": 5}),
+    ("advertise", {"advertise": 5}),
+    ("secret", {"secret": 32}),
+    ("secret", {"secret": ["0123456789abcdef"]}),
+    ("secret", {"secret": "\ud800" * 20}),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments"), CONSTRUCTOR)
+def test_the_constructor_names_it(name: str, arguments: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgument, match=rf"\b{name}\b"):
+        HTTPTransport(**{"timeout": TIMEOUT, **arguments})
+
+
+@pytest.mark.parametrize(
+    "advertise", ["a b", "h\nx", " ", "http://node", "node:80", "0.0.0.0", "::", "n\u00f6de", "-x"]
+)
+def test_what_no_peer_can_reach_is_not_advertised(advertise: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidArgument, match="cannot be advertised"):
+        HTTPTransport(TIMEOUT, advertise=advertise)
+    monkeypatch.setenv("TENSORFERRY_ADVERTISE", advertise)
+    with pytest.raises(InvalidArgument, match="cannot be advertised"):
+        HTTPTransport(TIMEOUT)
+
+
+def test_a_variable_with_another_word_is_no_yes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TENSORFERRY_SAME_HOST", "false")
+    with pytest.raises(InvalidArgument, match="TENSORFERRY_SAME_HOST"):
+        HTTPTransport(TIMEOUT)
+
+
+@pytest.mark.parametrize("step", [2**63, -(2**63) - 1, 1.5, "7", None])
+def test_steps(step: Any, open_transport: Callable[..., Any]) -> None:
+    source, receiver = open_transport(), open_transport()
+    source.send_checkpoint([1], 7, {"a": 1}, TIMEOUT)
+    for call in (
+        lambda: source.send_checkpoint([1], step, {"a": 1}, TIMEOUT),
+        lambda: source.allow_checkpoint(step),
+        lambda: receiver.recv_checkpoint(0, source.metadata(), step, TIMEOUT),
+    ):
+        with pytest.raises(InvalidArgument, match=r"\bstep\b"):
+            call()
+    assert receiver.recv_checkpoint(0, source.metadata(), 7, TIMEOUT) == {"a": 1}
+    for step in (2**63 - 1, -(2**63)):
+        source.send_checkpoint([1], step, {"a": step}, TIMEOUT)
+        assert receiver.recv_checkpoint(0, source.metadata(), step, TIMEOUT) == {"a": step}
+
+
+@pytest.mark.parametrize("secured", [False, True])
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        "",
+        " ",
+        "garbage",
+        "x" * 100_000,
+        None,
+        5,
+        b"http://127.0.0.1:1/0f/checkpoint/",
+        "http://",
+        "http:///checkpoint/",
+        "http://[::1/0f/checkpoint/",
+        "http://[::1/checkpoint/",
+        "http://127.0.0.1:99999/checkpoint/",
+        "http://127.0.0.1:port/checkpoint/",
+        "http://127.0.0.1:1/0f/checkpoint",
+        "ftp://127.0.0.1:1/checkpoint/",
+        "file:///etc/passwd",
+        "https://127.0.0.1:1/0f/checkpoint/",
+        "https://127.0.0.1:1/checkpoint/",
+    ],
+)
+def test_metadata_that_names_no_source(metadata: Any, secured: bool, open_transport: Callable[..., Any]) -> None:
+    receiver = open_transport(tls=secured)
+    with pytest.raises((InvalidArgument, tensorferry.UnprovenSource) if secured else InvalidArgument) as caught:
+        receiver.recv_checkpoint(0, metadata, 1, TIMEOUT)
+    assert len(str(caught.value)) < 1000
+
+
+def test_the_deadline_of_a_receive(open_transport: Callable[..., Any]) -> None:
+    source = open_transport()
+    source.send_checkpoint([1], 1, {"a": 1}, TIMEOUT)
+    for timeout in (5, 5.0, None):
+        with pytest.raises(InvalidArgument, match=r"\btimeout\b"):
+            open_transport().recv_checkpoint(0, source.metadata(), 1, timeout)
+    assert open_transport().recv_checkpoint(0, source.metadata(), 1, timedelta.max) == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    "joined", ["http://h:1/0f/checkpoint/", None, [5], ["http://"], ["http://:/x"], ["http://h:1/x"]]
+)
+def test_join_metadata(joined: Any) -> None:
+    with pytest.raises(InvalidArgument):
+        join_metadata(joined)
+
+
+def test_a_transport_stays_in_its_process(open_transport: Callable[..., Any]) -> None:
+    transport = open_transport()
+    for copied in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(TypeError, match="HTTPTransport serves the memory of its own process"):
+            copied(transport)
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("path", lambda: FileWriter(None)),  # type: ignore[arg-type]
+        ("path", lambda: FileReader(5)),  # type: ignore[arg-type]
+        ("path", lambda: FileReader("")),
+        ("no folder", lambda: FileWriter("s3://bucket/run")),
+        ("threads", lambda: FileWriter("x", threads=0)),
+        ("threads", lambda: FileReader("x", threads="2")),  # type: ignore[arg-type]
+        ("overwrite", lambda: FileWriter("x", overwrite=None)),  # type: ignore[arg-type]
+        ("timeout", lambda: PeerWriter(60)),  # type: ignore[arg-type]
+        ("max_bandwidth", lambda: PeerWriter(max_bandwidth=-1)),
+        ("timeout", lambda: PeerReader("x", timeout=60)),  # type: ignore[arg-type]
+        ("lanes", lambda: PeerReader("x", lanes=0)),
+        ("metadata", lambda: PeerReader(5)),  # type: ignore[arg-type]
+        ("safe_globals", lambda: FileReader("x", safe_globals=[5])),
+    ],
+)
+def test_checkpoints_name_it_too(name: str, make: Callable[[], Any]) -> None:
+    with pytest.raises(InvalidArgument, match=name):
+        make()
+
+
+@pytest.mark.parametrize("same_host", [None, False])
+@pytest.mark.parametrize("num_chunks", [0, 3])
+def test_the_default_device_is_not_where_bytes_go(
+    num_chunks: int, same_host: bool | None, open_transport: Callable[..., Any]
+) -> None:
+    """Jobs have `torch.set_default_device("cuda")`; the meta device shows just as well where it is asked."""
+    base = torch.arange(4096.0)
+    state = {
+        "plain": torch.ones(3),
+        "empty": torch.ones(0, 2),
+        "views": [base[1:9], base[4000:]],
+        "copied": base[:64].clone().t(),
+    }
+    with torch.device("meta"):
+        source = open_transport(num_chunks, snapshot="copy", same_host=same_host)
+        source.send_checkpoint([1], 1, state, TIMEOUT)
+        got = open_transport(num_chunks, same_host=same_host).recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
+    assert {t.device.type for t in (got["plain"], got["empty"], *got["views"], got["copied"])} == {"cpu"}
+    assert torch.equal(got["views"][0], base[1:9])
+    assert torch.equal(got["views"][1], base[4000:])
+    assert torch.equal(got["copied"], base[:64])
+    assert torch.equal(got["plain"], torch.ones(3))
+    assert got["empty"].shape == (0, 2)
+
+
+@pytest.mark.parametrize("step", ["99999999999999999999", "9" * 5000, "\u0663", "-1", "x"])
+def test_the_metadata_of_peers(step: str) -> None:
+    with pytest.raises(InvalidArgument):
+        PeerReader(f"tensorferry-dcp/1 {step} http://127.0.0.1:1/0f/checkpoint/").read_metadata()

@@ -1,0 +1,270 @@
+"""A forked child keeps nothing of its parent's transports that a peer could notice.
+
+Every test runs in processes of its own. A child here stays alive for as long as the test does, as a DataLoader's worker
+may that nobody has told that its parent is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+import urllib.parse
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from child import Child
+
+tensorferry = pytest.importorskip("tensorferry")
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120), pytest.mark.beyond_torchft]
+
+FORKED = """
+    def forked():
+        there, here = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.write(here, b"!")
+            # Ends with the test: the parent's own end is not noticed.
+            sys.stdin.close()
+            time.sleep(60)
+            os._exit(0)
+        # The parent may return from fork first, and the child closes what it inherits before it returns from it.
+        assert os.read(there, 1)
+        return pid
+"""
+
+
+def end(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+def said(child: Child) -> str:
+    assert child.process
+    assert child.process.stdout
+    return child.process.stdout.readline().strip()
+
+
+@pytest.mark.parametrize("same_host", [False, True])
+def test_a_receiver_notices_the_end_of_a_source_that_has_a_child(same_host: bool, child: Child) -> None:
+    child.start(
+        FORKED
+        + """
+    source = HTTPTransport(LONG, max_bandwidth=4 << 20)
+    source.send_checkpoint([1], 1, {"w": torch.ones(128 << 20, dtype=torch.uint8)}, LONG)
+    print(source.metadata(), flush=True)
+    sys.stdin.readline()
+    print(forked(), flush=True)
+    time.sleep(60)
+    """,
+        listens=True,
+    )
+    assert child.process
+    metadata = said(child)
+    ended: list[Any] = []
+    target = tensorferry.HTTPTransport(timedelta(seconds=60), same_host=same_host)
+
+    def receive() -> None:
+        try:
+            target.recv_checkpoint(0, metadata, 1, timedelta(seconds=60))
+        except Exception as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    time.sleep(1)
+    child.process.stdin.write("\n")
+    child.process.stdin.flush()
+    pid = int(said(child))
+    try:
+        time.sleep(0.5)
+        child.process.kill()
+        child.process.wait()
+        killed = time.monotonic()
+        url = urllib.parse.urlsplit(metadata)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((url.hostname, url.port), timeout=10)
+        thread.join(60)
+        assert time.monotonic() - killed < 10, "as long as nobody is told"
+        assert isinstance(ended[0], tensorferry.TensorferryError)
+    finally:
+        end(pid)
+        thread.join(60)
+        target.shutdown()
+
+
+def test_a_child_has_no_socket_of_its_parent(child: Child) -> None:
+    """Listening, accepted and connected ones, of the network and of this machine, while a receive is under way."""
+    out = child.run(
+        FORKED
+        + """
+    def sockets(pid):
+        folder = f"/proc/{pid}/fd"
+        found = []
+        for name in os.listdir(folder):
+            try:
+                found.append(os.readlink(f"{folder}/{name}"))
+            except FileNotFoundError:
+                pass
+        return {link for link in found if link.startswith("socket:")}
+
+    before = sockets(os.getpid())
+    source, target = open_pair(max_bandwidth=4 << 20)
+    away = HTTPTransport(LONG, 2, same_host=False)
+    source.send_checkpoint([1], 1, {"w": torch.ones(64 << 20, dtype=torch.uint8)}, LONG)
+    for transport in (target, away):
+        threading.Thread(target=transport.recv_checkpoint, args=(0, source.metadata(), 1, LONG), daemon=True).start()
+    # Two listening for each of two transports and one for the third, and both ends of both receives.
+    end = time.monotonic() + 30
+    while len(made := sockets(os.getpid()) - before) < 9:
+        assert time.monotonic() < end, made
+        time.sleep(0.05)
+    pid = forked()
+    kept = made & sockets(pid)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    # The runtime's socket pair for signals is not a connection to a peer.
+    print("kept", len(kept), kept, flush=True)
+    assert len(kept) <= 2, kept
+    # Whatever is executed instead of this program has none of them either.
+    import subprocess
+    listed = subprocess.run(["ls", "-l", "/proc/self/fd"], capture_output=True, text=True, close_fds=False).stdout
+    assert not any(link in listed for link in made), listed
+    os._exit(0)
+    """
+    )
+    assert "kept" in out
+
+
+def test_a_child_may_close_and_collect_what_it_inherits(child: Child) -> None:
+    """What it opens itself keeps its descriptors meanwhile."""
+    child.run("""
+        source, target = open_pair()
+        send_and_receive(source, target, 1)
+        from tensorferry._native import Remote
+        remote = Remote.open([source.metadata()], 1, timeout=30.0)
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                opened = [open("/proc/self/stat") for _ in range(200)]
+                del source, target, remote
+                gc.collect()
+                for file in opened:
+                    assert file.read()
+                # A transport of its own, and a receive with it.
+                send_and_receive(*open_pair(), 1)
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+                sys.stderr.flush()
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        send_and_receive(source, target, 2)
+    """)
+
+
+def test_a_child_that_was_forked_in_the_middle_of_a_send(child: Child) -> None:
+    """Its collector runs, a transport of its parent says what it is, and one of its own works."""
+    out = child.run("""
+        from tensorferry import _gc
+        inside, go_on = threading.Event(), threading.Event()
+
+        class Slow:
+            def __reduce__(self):
+                inside.set()
+                go_on.wait(30)
+                return dict, ()
+
+        source, target = open_pair(trust_pickle=True)
+        thread = threading.Thread(target=source.send_checkpoint, args=([1], 1, {"slow": Slow()}, LONG))
+        thread.start()
+        assert inside.wait(30)
+        holding = not gc.isenabled()
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                assert gc.isenabled()
+                try:
+                    source.send_checkpoint([1], 2, STATE, LONG)
+                except tensorferry.ForkedProcess:
+                    code = 0
+                with _gc.held_off():
+                    assert not gc.isenabled()
+                assert gc.isenabled()
+                send_and_receive(*open_pair(), 1)
+            except BaseException:
+                traceback.print_exc()
+                sys.stderr.flush()
+                code = 1
+            finally:
+                os._exit(code)
+        for _ in range(300):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                break
+            time.sleep(0.1)
+        else:
+            os.kill(pid, signal.SIGKILL)
+            raise AssertionError("the child hangs")
+        assert os.waitstatus_to_exitcode(status) == 0
+        go_on.set()
+        thread.join()
+        assert gc.isenabled()
+        print("held off:", holding, flush=True)
+    """)
+    assert "held off: True" in out
+
+
+def test_a_child_that_is_forked_while_it_holds_the_collector_off(child: Child) -> None:
+    child.run("""
+        from tensorferry import _gc
+        with _gc.held_off():
+            pid = os.fork()
+        assert gc.isenabled()
+        with _gc.held_off():
+            assert not gc.isenabled()
+        assert gc.isenabled()
+        if pid == 0:
+            os._exit(3)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
+    """)
+
+
+def test_a_child_keeps_no_connection_to_a_stock_source(child: Child) -> None:
+    child.run("""
+        import socket
+        listener = socket.create_server(("127.0.0.1", 0))
+        target = HTTPTransport(LONG)
+        metadata = f"http://127.0.0.1:{listener.getsockname()[1]}/checkpoint/"
+
+        def receive():
+            try:
+                target.recv_checkpoint(0, metadata, 1, timedelta(seconds=2))
+            except tensorferry.FetchTimeout:
+                pass
+
+        thread = threading.Thread(target=receive)
+        thread.start()
+        connection, _ = listener.accept()
+        connection.settimeout(10)
+        assert connection.recv(4096)
+        pid = os.fork()
+        if pid == 0:
+            connection.close()
+            time.sleep(60)
+            os._exit(0)
+        try:
+            thread.join()
+            assert connection.recv(4096) == b"", "nobody is told that the receiver has gone"
+        finally:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    """)

@@ -1,0 +1,262 @@
+"""A fleet is upgraded replica by replica: stock torchft replicas heal from ours, and ours from stock ones."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import gc
+import time
+import urllib.error
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from equality import OBJECTS, STORAGES, assert_same_state
+from leaf import WHOLE, Leaf
+from leaves import CARRIED, CATALOGUE, warnings_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+TIMEOUT = timedelta(seconds=30)
+
+pytestmark = [
+    pytest.mark.timeout(60),
+    pytest.mark.beyond_torchft,
+    # torchft's receiver leaves the socket of a refused request to the collector, which may come in any later test.
+    pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning"),
+]
+
+# What a stock receiver says is not ours to fix.
+stock_receiver = pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def collect_sockets() -> Iterator[None]:
+    """The later tests of other files, which are strict, are not to find what these have left."""
+    yield
+    gc.collect()
+
+
+@pytest.fixture(params=[pytest.param("stock receiver", marks=stock_receiver), "stock source"])
+def open_pair(
+    request: pytest.FixtureRequest, open_transport: Callable[..., Any], open_stock: Callable[..., Any]
+) -> Callable[..., tuple[Any, Any]]:
+    """Opens a source and a receiver: one of them is torchft's, and options go to the other."""
+
+    def open_both(num_chunks: int = 0, **options: Any) -> tuple[Any, Any]:
+        ours, stock = open_transport(num_chunks, **options), open_stock(num_chunks)
+        return (ours, stock) if request.param == "stock receiver" else (stock, ours)
+
+    return open_both
+
+
+def cases(num_chunks: int) -> list[Any]:
+    """The leaves that torchft's format can carry, and the comparisons that fail after it."""
+    found = []
+    for leaf in CARRIED:
+        if not (leaf.torchft or leaf.lax) or (num_chunks and leaf.name.startswith("200 levels")):
+            continue
+        lax = leaf.lax
+        if num_chunks and num_chunks not in leaf.torchft:
+            lax |= {STORAGES, OBJECTS}
+        assert num_chunks or leaf.lax or WHOLE in leaf.torchft
+        found.append(pytest.param(leaf, num_chunks, lax, id=f"{leaf.name}-{num_chunks}", marks=warnings_of(leaf)))
+    return found
+
+
+@pytest.fixture
+def group_if_needed(request: pytest.FixtureRequest) -> None:
+    if request.getfixturevalue("leaf").group:
+        request.getfixturevalue("process_group")
+
+
+@pytest.mark.parametrize(("leaf", "num_chunks", "lax"), [*cases(0), *cases(3)])
+@pytest.mark.usefixtures("group_if_needed")
+def test_leaf_heals(
+    leaf: Leaf, num_chunks: int, lax: frozenset[str], open_pair: Callable[..., tuple[Any, Any]]
+) -> None:
+    value = leaf.value()
+    # In torchft's older pickle protocol a nested class is a call of getattr, which no allow-list can let through.
+    source, target = open_pair(num_chunks, trust_pickle=leaf.trust or leaf.name == "ShardedTensor")
+    source.send_checkpoint([1], 1, leaf.state(value), TIMEOUT)
+    received = target.recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
+    assert_same_state(received, leaf.state(leaf.expect(value)), lax=lax)
+
+
+def training_state() -> dict[str, Any]:
+    return {
+        "user": {name: CATALOGUE[name].value() for name in ("Adam.state_dict()", "StepLR.state_dict()", "Parameter")},
+        "big": [torch.arange(1 << 20, dtype=torch.float32), torch.arange(1 << 20, dtype=torch.float32) * 2],
+        "torchft": {"step": 5, "batches_committed": 10},
+    }
+
+
+@pytest.mark.parametrize("num_chunks", [0, 3])
+def test_a_receiver_waits_for_the_first_send(num_chunks: int, open_pair: Callable[..., tuple[Any, Any]]) -> None:
+    source, target = open_pair(num_chunks)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        received = pool.submit(target.recv_checkpoint, 0, source.metadata(), 5, TIMEOUT)
+        time.sleep(0.3)
+        assert not received.done()
+        source.send_checkpoint([1], 5, training_state(), TIMEOUT)
+        assert_same_state(received.result(30), training_state())
+
+
+def test_many_rounds(open_pair: Callable[..., tuple[Any, Any]]) -> None:
+    source, target = open_pair()
+    for step in range(1, 10):
+        source.send_checkpoint([1], step, {"w": torch.full((9,), float(step))}, TIMEOUT)
+        received = target.recv_checkpoint(0, source.metadata(), step, TIMEOUT)
+        assert_same_state(received, {"w": torch.full((9,), float(step))})
+        # Torchft's disallow waits for readers: a receiver holds none of its locks once it has its state.
+        started = time.monotonic()
+        source.disallow_checkpoint()
+        assert time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize(("there", "here"), [(0, 3), (3, 0), (2, 5)])
+def test_our_receiver_does_not_care_how_a_stock_source_chunks(
+    there: int, here: int, open_transport: Callable[..., Any], open_stock: Callable[..., Any]
+) -> None:
+    source, target = open_stock(there), open_transport(here)
+    source.send_checkpoint([1], 5, training_state(), TIMEOUT)
+    assert_same_state(target.recv_checkpoint(0, source.metadata(), 5, TIMEOUT), training_state())
+
+
+def test_tensors_from_a_stock_source_are_memory_of_their_own(
+    open_transport: Callable[..., Any], open_stock: Callable[..., Any]
+) -> None:
+    """Python has one bytes object for each byte: tensors over those would share memory with the whole process."""
+    source, target = open_stock(0), open_transport()
+    empty = torch.empty(0, 3)
+    sent = {"a": torch.tensor(True), "b": torch.tensor([1], dtype=torch.uint8), "empty": empty}
+    source.send_checkpoint([1], 5, sent, TIMEOUT)
+    received = target.recv_checkpoint(0, source.metadata(), 5, TIMEOUT)
+    received["b"].fill_(65)
+    assert received["a"].data_ptr() != received["b"].data_ptr()
+    assert received["a"]
+    assert bytes([1]) == (1).to_bytes(1, "little") == b"\x01"
+    assert received["empty"].shape == (0, 3)
+    # As torch's own, it can be given more memory.
+    assert received["empty"].resize_(4).fill_(1.0).sum() == 4
+
+
+class TestStockReceiver:
+    pytestmark = stock_receiver
+
+    @pytest.mark.parametrize("num_chunks", [0, 1, 4])
+    def test_several_at_once_beside_one_of_ours(
+        self, num_chunks: int, open_transport: Callable[..., Any], open_stock: Callable[..., Any]
+    ) -> None:
+        source = open_transport(num_chunks)
+        targets = [open_stock(num_chunks), open_stock(num_chunks), open_transport(num_chunks)]
+        source.send_checkpoint([1, 2, 3], 5, training_state(), TIMEOUT)
+        with concurrent.futures.ThreadPoolExecutor(3) as pool:
+            metadata = source.metadata()
+            for one in [pool.submit(target.recv_checkpoint, 0, metadata, 5, TIMEOUT) for target in targets]:
+                assert_same_state(one.result(30), training_state())
+
+    def test_whole_state_from_a_source_set_to_chunks(
+        self, open_transport: Callable[..., Any], open_stock: Callable[..., Any]
+    ) -> None:
+        source = open_transport(3)
+        source.send_checkpoint([1], 5, training_state(), TIMEOUT)
+        assert_same_state(open_stock(0).recv_checkpoint(0, source.metadata(), 5, TIMEOUT), training_state())
+
+    @pytest.mark.parametrize("num_chunks", [0, 3])
+    def test_wrong_step(
+        self, num_chunks: int, open_transport: Callable[..., Any], open_stock: Callable[..., Any]
+    ) -> None:
+        source, target = open_transport(num_chunks), open_stock(num_chunks)
+        source.send_checkpoint([1], 2345, training_state(), TIMEOUT)
+        with pytest.raises(urllib.error.HTTPError, match=r"Error 400.*serving 2345 but got step=1234") as caught:
+            target.recv_checkpoint(0, source.metadata(), 1234, TIMEOUT)
+        caught.value.close()
+
+    def test_from_a_private_copy(self, open_transport: Callable[..., Any], open_stock: Callable[..., Any]) -> None:
+        source, target = open_transport(snapshot="copy"), open_stock()
+        state = {"w": torch.arange(100.0), "tail": torch.arange(50.0)[10::3]}
+        source.send_checkpoint([1], 1, state, TIMEOUT)
+        state["w"].zero_()
+        received = target.recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
+        assert_same_state(received, {"w": torch.arange(100.0), "tail": torch.arange(50.0)[10::3]})
+
+    @pytest.mark.parametrize("num_chunks", [0, 2])
+    def test_from_a_private_copy_without_bytes(
+        self, num_chunks: int, open_transport: Callable[..., Any], open_stock: Callable[..., Any]
+    ) -> None:
+        source, target = open_transport(num_chunks, snapshot="copy"), open_stock(num_chunks)
+        for tensors in ({}, {"empty": torch.empty(0), "none": torch.empty(3, 0)}):
+            state = {"step": 5, "nested": {"lr": [0.1]}, **tensors}
+            source.send_checkpoint([1], 1, state, TIMEOUT)
+            state["step"] = 6
+            state["nested"]["lr"].append(0.2)
+            received = target.recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
+            assert_same_state(received, {"step": 5, "nested": {"lr": [0.1]}, **tensors})
+
+
+class TestStockSource:
+    def test_wrong_step(self, open_transport: Callable[..., Any], open_stock: Callable[..., Any]) -> None:
+        import tensorferry
+
+        source, target = open_stock(), open_transport()
+        source.send_checkpoint([1], 2345, training_state(), TIMEOUT)
+        with pytest.raises(tensorferry.WrongStep, match=r"Error 400.*serving 2345 but got step=1234") as caught:
+            target.recv_checkpoint(0, source.metadata(), 1234, TIMEOUT)
+        caught.value.close()
+
+    # The request that we gave up is still in its hands, and is written to a closed connection.
+    @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+    def test_timeout(self, open_transport: Callable[..., Any], open_stock: Callable[..., Any]) -> None:
+        import tensorferry
+
+        source, target = open_stock(), open_transport()
+        started = time.monotonic()
+        with pytest.raises(tensorferry.FetchTimeout):
+            target.recv_checkpoint(0, source.metadata(), 1, timedelta(seconds=1))
+        assert time.monotonic() - started < 2
+
+    def test_what_it_cannot_pickle_is_an_error_of_ours(
+        self, open_transport: Callable[..., Any], open_stock: Callable[..., Any]
+    ) -> None:
+        """It writes a second, failed, answer into the body of the first."""
+        import tensorferry
+
+        source, target = open_stock(), open_transport()
+        source.send_checkpoint([1], 1, {"f": lambda: 0, "w": torch.ones(3)}, TIMEOUT)
+        with pytest.raises(tensorferry.TensorferryError):
+            target.recv_checkpoint(0, source.metadata(), 1, timedelta(seconds=5))
+
+    def test_its_pickles_are_not_trusted(
+        self, open_transport: Callable[..., Any], open_stock: Callable[..., Any]
+    ) -> None:
+        import tensorferry
+
+        source, target = open_stock(), open_transport()
+        for name in ("dataclass", "function, module-level", "registered node"):
+            source.send_checkpoint([1], 1, CATALOGUE[name].state(CATALOGUE[name].value()), TIMEOUT)
+            with pytest.raises(tensorferry.UnsafePickle, match="pickled_classes"):
+                target.recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
+
+    @pytest.mark.parametrize("num_chunks", [0, 3])
+    def test_tensors_without_elements(
+        self, num_chunks: int, open_transport: Callable[..., Any], open_stock: Callable[..., Any]
+    ) -> None:
+        """torch 2.8 reads no storage without bytes, and there no torchft receiver heals from such a state."""
+        state = {"w": torch.ones(3), "shard": torch.empty(0, 5), "more": [torch.nn.Parameter(torch.empty(0)), 3]}
+        source, target = open_stock(num_chunks), open_transport(num_chunks)
+        source.send_checkpoint([1], 1, state, TIMEOUT)
+        assert_same_state(target.recv_checkpoint(0, source.metadata(), 1, TIMEOUT), state)
+
+    def test_in_place(self, open_transport: Callable[..., Any], open_stock: Callable[..., Any]) -> None:
+        live = {"w": torch.zeros(64), "rows": torch.zeros(8, 4).t(), "step": 0}
+        source, target = open_stock(), open_transport(state_dict=lambda: live)
+        source.send_checkpoint([1], 1, {"w": torch.arange(64.0), "rows": torch.ones(4, 8), "step": 3}, TIMEOUT)
+        received = target.recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
+        assert received["w"] is live["w"]
+        assert received["rows"] is live["rows"]
+        assert torch.equal(live["w"], torch.arange(64.0))
+        assert torch.equal(live["rows"], torch.ones(4, 8))
+        assert received["step"] == 3

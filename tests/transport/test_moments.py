@@ -1,0 +1,145 @@
+"""A state that is changed or withdrawn during a fetch: the result is of one moment, or the receive fails."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import tensorferry
+from exchange import TIMEOUT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.beyond_torchft]
+
+MIB = 1 << 20
+
+
+class Middle:
+    """Says when a receive is in its middle: a `progress` that calls `then` once, when a third is there."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+        self.then: Callable[[], object] = lambda: None
+
+    def __call__(self, here: int, total: int) -> None:
+        if not self.reached.is_set() and here > total // 3:
+            self.then()
+            self.reached.set()
+
+
+@pytest.mark.parametrize("snapshot", ["borrow", "copy"])
+@pytest.mark.parametrize("lanes", [1, 4])
+@pytest.mark.parametrize("same_host", [False, True])
+def test_a_receive_of_many_requests_heals_while_its_source_disallows(
+    same_host: bool, lanes: int, snapshot: str, open_transport: Callable[..., Any]
+) -> None:
+    middle = Middle()
+    source = open_transport(timeout=TIMEOUT, snapshot=snapshot, same_host=same_host, max_bandwidth=32 * MIB)
+    target = open_transport(lanes, same_host=same_host, progress=middle)
+    state = {"w": torch.arange(6 * MIB, dtype=torch.int32)}
+    expected = state["w"].clone()
+    source.send_checkpoint([1], 1, state, TIMEOUT)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        receiving = pool.submit(target.recv_checkpoint, 0, source.metadata(), 1, TIMEOUT)
+        assert middle.reached.wait(30)
+        source.disallow_checkpoint()
+        disallowed = time.monotonic()
+        state["w"].zero_()
+        if snapshot == "borrow":
+            assert torch.equal(receiving.result(5)["w"], expected)
+            assert time.monotonic() - disallowed < 5, "the trainer did not wait for the receiver"
+        else:
+            assert torch.equal(receiving.result(30)["w"], expected)
+    # Nobody is left: the next one is let go of at once.
+    source.send_checkpoint([1], 2, state, TIMEOUT)
+    started = time.monotonic()
+    source.disallow_checkpoint()
+    assert time.monotonic() - started < 1
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("same_host", [False, True])
+def test_a_state_changed_in_the_middle_arrives_as_it_is_afterwards(
+    same_host: bool, in_place: bool, open_transport: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As with torchft's sync quorum: the forward pass changes some small buffers, and then they are at rest."""
+    middle = Middle()
+    # Of no whole pages: those would come first.
+    weights = {f"w{i}": torch.ones(MIB + 1) for i in range(4)}
+    buffers = {f"b{i}": torch.zeros(100) for i in range(50)}
+    state = {**buffers, **weights}
+
+    def forward() -> None:
+        for buffer in buffers.values():
+            buffer.fill_(1.0)
+
+    middle.then = forward
+    source = open_transport(same_host=same_host, max_bandwidth=64 * MIB)
+    own = {name: torch.full_like(value, -1.0) for name, value in state.items()}
+    live = {"state_dict": lambda: own} if in_place else {}
+    target = open_transport(2, same_host=same_host, progress=middle, **live)
+    source.send_checkpoint([1], 1, state, TIMEOUT)
+    received = target.recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
+    assert middle.reached.is_set()
+    assert {float(value.min()) for value in received.values()} == {1.0}
+    assert not in_place or all(received[name] is value for name, value in own.items())
+    assert 'snapshot="copy"' in caplog.text
+
+
+@pytest.mark.parametrize("nbytes", [MIB // 2, 3 * MIB, 64 * MIB])
+def test_a_state_that_never_rests_is_an_error_that_says_what_to_do(
+    nbytes: int, open_transport: Callable[..., Any]
+) -> None:
+    state = {"w": torch.zeros(nbytes // 4)}
+    source, target = open_transport(), open_transport(2)
+    over = threading.Event()
+
+    def train() -> None:
+        while not over.is_set():
+            state["w"].add_(1.0)
+
+    source.send_checkpoint([1], 1, state, TIMEOUT)
+    training = threading.Thread(target=train)
+    training.start()
+    torn = None
+    try:
+        received = target.recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
+    except tensorferry.CorruptCheckpoint as error:
+        torn = error
+    finally:
+        over.set()
+        training.join()
+    if torn is None:
+        # A small one may come between two changes, or in the middle of one.
+        assert nbytes < 64 * MIB
+        assert len(received["w"].unique_consecutive()) <= 2
+    else:
+        assert type(torn) is tensorferry.TornCheckpoint
+        assert all(word in str(torn) for word in ("disallow_checkpoint()", 'snapshot="copy"', "w"))
+    # And at rest it heals.
+    assert torch.equal(target.recv_checkpoint(0, source.metadata(), 1, TIMEOUT)["w"], state["w"])
+
+
+def test_who_came_too_late_learns_it_at_once(open_transport: Callable[..., Any]) -> None:
+    """A live state that takes longer to make than a withdrawn copy waits for its receivers."""
+    source = open_transport(snapshot="copy")
+    source.send_checkpoint([1], 1, {"w": torch.ones(4 * MIB)}, TIMEOUT)
+
+    def live() -> dict[str, torch.Tensor]:
+        source.disallow_checkpoint()
+        time.sleep(4)
+        return {"w": torch.zeros(4 * MIB)}
+
+    target = open_transport(state_dict=live)
+    started = time.monotonic()
+    with pytest.raises(tensorferry.SourceChanged):
+        target.recv_checkpoint(0, source.metadata(), 1, timedelta(seconds=30))
+    assert time.monotonic() - started < 15

@@ -1,0 +1,475 @@
+"""Fork, signals, interpreter exit and leaks: a library with threads must not harm the process that uses it.
+
+Every test runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import pytest
+
+import leaves
+from equality import assert_same_state
+
+if TYPE_CHECKING:
+    from child import Child
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.beyond_torchft]
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Fork
+
+
+def test_fork_after_use(child: Child) -> None:
+    out = child.run("""
+        source, target = open_pair()
+        send_and_receive(source, target, 1)
+
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                metadata = source.metadata()
+                for use, arguments in (
+                    (source.send_checkpoint, ([1], 2, STATE, LONG)),
+                    (target.recv_checkpoint, (0, metadata, 1, timedelta(seconds=5))),
+                ):
+                    try:
+                        use(*arguments)
+                    except tensorferry.ForkedProcess as error:
+                        assert isinstance(error, RuntimeError)
+                        assert isinstance(error, tensorferry.TensorferryError)
+                    else:
+                        raise AssertionError(f"{use} worked in a forked child")
+                print("child is done", flush=True)
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+                sys.stderr.flush()
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        send_and_receive(source, target, 3)
+        source.disallow_checkpoint()
+        send_and_receive(source, target, 4)
+        print("parent goes on", flush=True)
+    """)
+    assert "child is done" in out
+    assert "parent goes on" in out
+
+
+def test_forked_child_may_clean_up_and_exit_as_any_process(child: Child) -> None:
+    """Finalisers and exit handlers run in a child too: of things whose threads are not there."""
+    out = child.run("""
+        source, target = open_pair()
+        received = send_and_receive(source, target, 1)
+        source.send_checkpoint([1], 2, STATE, LONG)
+        waiting = start_waiting(target, source)
+
+        pid = os.fork()
+        if pid == 0:
+            for close in (source.disallow_checkpoint, source.shutdown, lambda: target.shutdown(wait=False)):
+                try:
+                    close()
+                except tensorferry.ForkedProcess:
+                    pass
+            received["w"] += 1
+            del source, target, received
+            gc.collect()
+            sys.exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+        send_and_receive(source, HTTPTransport(LONG, 2), 3)
+        print("parent goes on", flush=True)
+    """)
+    assert "parent goes on" in out
+
+
+def test_fork_in_the_middle_of_a_transfer(child: Child) -> None:
+    out = child.run("""
+        source, target = open_pair()
+        source.send_checkpoint([1], 1, {"w": torch.ones(64 << 20, dtype=torch.uint8)}, LONG)
+        reader = stuck_reader(source)
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        send_and_receive(source, target, 2)
+        print("parent goes on", flush=True)
+        os._exit(0)
+    """)
+    assert "parent goes on" in out
+
+
+def test_data_loader_workers_beside_a_transport(child: Child) -> None:
+    """Its workers are forked, and end by os._exit or by a signal."""
+    out = child.run("""
+        import torch.utils.data
+        source, target = open_pair()
+        send_and_receive(source, target, 1)
+        for step in range(2, 5):
+            loader = torch.utils.data.DataLoader(
+                list(range(32)), batch_size=4, num_workers=2, multiprocessing_context="fork"
+            )
+            assert sum(int(batch.sum()) for batch in loader) == sum(range(32))
+            send_and_receive(source, target, step)
+        print("trained", flush=True)
+    """)
+    assert "trained" in out
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Exit
+
+
+@pytest.mark.parametrize("way", ["os._exit(0)", "sys.exit(0)", "pass", "os.kill(os.getpid(), signal.SIGTERM)"])
+@pytest.mark.parametrize("busy", ["receiving", "serving", "idle"])
+def test_exit_is_prompt(way: str, busy: str, child: Child) -> None:
+    """Nobody calls shutdown; a receiver waits two minutes, or a reader is stuck in the middle of a transfer."""
+    child.start(f"""
+        source, target = open_pair()
+        send_and_receive(source, target, 1)
+        if {busy!r} == "receiving":
+            source.disallow_checkpoint()
+            start_waiting(target, source)
+        elif {busy!r} == "serving":
+            source.send_checkpoint([1], 1, {{"w": torch.ones(64 << 20, dtype=torch.uint8)}}, LONG)
+            reader = stuck_reader(source)
+        print("ready", flush=True)
+        {way}
+    """)
+    child.wait_for("ready")
+    started = time.monotonic()
+    child.finish(within=30, returncode=-signal.SIGTERM if "SIGTERM" in way else 0)
+    assert time.monotonic() - started < 15
+
+
+@pytest.mark.parametrize("waits", ["for its turn to send", "for a checkpoint"])
+def test_exit_says_nothing_while_a_receiver_of_this_machine_waits(waits: str, child: Child) -> None:
+    """The threads that serve shared memory outlive the runtime and its timers by a moment."""
+    child.start(f"""
+        options = {{"max_bandwidth": 1 << 20}} if "send" in {waits!r} else {{}}
+        source, target = HTTPTransport(LONG, **options), HTTPTransport(LONG, 4)
+        step, state = 1, {{"w": torch.ones(64 << 20, dtype=torch.uint8)}}
+        source.send_checkpoint([1], step, state, LONG)
+        if not options:
+            # Connected before there is something to wait for: by a receiver that was made for it.
+            import socket, urllib.request
+            name = urllib.request.urlopen(source.metadata() + "1/header").headers["tensorferry-same-host"]
+            source.disallow_checkpoint()
+            for _ in range(8):
+                local = socket.socket(socket.AF_UNIX)
+                local.connect("\\0" + name)
+                local.recv(64)
+                path = source.metadata().split("/", 3)[3]
+                local.sendall(f"GET /{{path}}2/header HTTP/1.1\\r\\nHost: a\\r\\n\\r\\n".encode())
+                globals().setdefault("kept", []).append(local)
+        else:
+            def receive():
+                try:
+                    target.recv_checkpoint(0, source.metadata(), step, LONG)
+                except tensorferry.TensorferryError:
+                    pass
+            threading.Thread(target=receive, daemon=True).start()
+        time.sleep(2)
+        print("ready", flush=True)
+    """)
+    child.wait_for("ready")
+    child.finish(within=15)
+
+
+def test_exit_by_an_exception(child: Child) -> None:
+    child.start("""
+        source, target = open_pair()
+        send_and_receive(source, target, 1)
+        print("ready", flush=True)
+        raise ValueError("of the trainer")
+    """)
+    child.wait_for("ready")
+    child.finish(within=15, returncode=1)
+
+
+def test_use_at_exit(child: Child) -> None:
+    """A trainer's own exit handler still shuts its transport down: before ours, or after it."""
+    out = child.run("""
+        import atexit
+        def late():
+            for source in kept:
+                source.disallow_checkpoint()
+                source.shutdown()
+                source.shutdown(wait=False)
+            print("closed", flush=True)
+        kept = []
+        atexit.register(late)
+        source, target = open_pair()
+        kept += [source, target]
+        send_and_receive(source, target, 1)
+        atexit.register(late)
+    """)
+    assert out.count("closed") == 2
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Signals
+
+
+@pytest.mark.parametrize("wait_for", ["first send", "stalled bytes"])
+def test_ctrl_c_ends_a_blocked_receive(wait_for: str, child: Child) -> None:
+    process = child.start(f"""
+        source, target = open_pair()
+        metadata, listener = source.metadata(), None
+        if {wait_for!r} == "stalled bytes":
+            import socket
+            listener = socket.create_server(("127.0.0.1", 0))
+            metadata = f"http://127.0.0.1:{{listener.getsockname()[1]}}/{{'0' * 32}}/checkpoint/"
+        print("ready", flush=True)
+        started = time.monotonic()
+        try:
+            target.recv_checkpoint(0, metadata, 1, LONG)
+        except KeyboardInterrupt:
+            print("interrupted", flush=True)
+            assert time.monotonic() - started < 30
+        send_and_receive(source, target, 2)
+        print("goes on", flush=True)
+    """)
+    child.wait_for("ready")
+    time.sleep(1)
+    sent = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    child.wait_for("interrupted")
+    assert time.monotonic() - sent < 5
+    assert "goes on" in child.finish(within=30)
+
+
+def test_ctrl_c_ends_the_drain_of_a_withdrawal(child: Child) -> None:
+    """Readers are cut off then, so that the state may be changed, as after every withdrawal."""
+    process = child.start("""
+        import urllib.request
+        source, target = open_pair()
+        source.send_checkpoint([1], 1, {"w": torch.ones(64 << 20, dtype=torch.uint8)}, LONG)
+        reader = stuck_reader(source)
+        print("ready", flush=True)
+        try:
+            source.disallow_checkpoint()
+        except KeyboardInterrupt:
+            print("interrupted", flush=True)
+        with urllib.request.urlopen(source.metadata().replace("checkpoint/", "metrics"), timeout=30) as metrics:
+            assert b"tensorferry_transfers 0" in metrics.read()
+        send_and_receive(source, target, 2)
+        print("goes on", flush=True)
+    """)
+    child.wait_for("ready")
+    time.sleep(1)
+    sent = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    child.wait_for("interrupted")
+    assert time.monotonic() - sent < 2
+    assert "goes on" in child.finish(within=30)
+
+
+def test_a_signal_that_is_handled_does_not_end_a_receive(child: Child) -> None:
+    process = child.start("""
+        heard = []
+        signal.signal(signal.SIGUSR1, lambda *_: heard.append(1))
+        source, target = open_pair()
+        def send():
+            until = time.monotonic() + 20
+            while not heard and time.monotonic() < until:
+                time.sleep(0.05)
+            time.sleep(1)
+            source.send_checkpoint([1], 1, STATE, LONG)
+        threading.Thread(target=send).start()
+        print("ready", flush=True)
+        received = target.recv_checkpoint(0, source.metadata(), 1, LONG)
+        assert torch.equal(received["w"], STATE["w"])
+        assert heard, "the handler did not run"
+        print("received", flush=True)
+    """)
+    child.wait_for("ready")
+    time.sleep(0.5)
+    for _ in range(5):
+        process.send_signal(signal.SIGUSR1)
+        time.sleep(0.1)
+    assert "received" in child.finish(within=30)
+
+
+def test_a_thread_that_is_not_the_main_one_may_receive_while_ctrl_c_comes(child: Child) -> None:
+    """Managers receive in a thread of their own; the main thread gets the interrupt."""
+    process = child.start("""
+        source, target = open_pair()
+        thread = start_waiting(target, source)
+        try:
+            print("ready", flush=True)
+            time.sleep(60)
+        except KeyboardInterrupt:
+            print("main thread interrupted", flush=True)
+        source.send_checkpoint([1], 99, STATE, LONG)
+        thread.join(20)
+        assert not thread.is_alive()
+    """)
+    child.wait_for("ready")
+    process.send_signal(signal.SIGINT)
+    out = child.finish(within=30)
+    assert "main thread interrupted" in out
+    assert "receive ended" not in out
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Leaks
+
+
+def test_threads_files_and_memory_stay_the_same(child: Child) -> None:
+    out = child.run(
+        """
+        def used():
+            gc.collect()
+            pages = int(open("/proc/self/statm").read().split()[1])
+            return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), pages * 4096 >> 20
+
+        def cycle(number):
+            state = {"w": torch.full((1 << 20,), float(number)), "v": torch.ones(99)[::2], "o": {number}}
+            source, target = open_pair(snapshot="copy" if number % 2 else "borrow")
+            send_and_receive(source, target, number, state)
+            if number % 3:
+                source.disallow_checkpoint()
+            if number % 5:
+                source.shutdown(wait=number % 4 != 0)
+                target.shutdown()
+
+        for number in range(1, 40):
+            cycle(number)
+        time.sleep(1)
+        first = used()
+        for number in range(40, 240):
+            cycle(number)
+        for _ in range(20):  # connections are closed by other threads, a moment later
+            time.sleep(0.5)
+            last = used()
+            if last[0] <= first[0] and last[1] <= first[1]:
+                break
+        print(first, last, flush=True)
+        assert last[0] <= first[0] + 2, "threads"
+        assert last[1] <= first[1] + 2, os.popen(f"ls -l /proc/{os.getpid()}/fd").read()
+        assert last[2] <= first[2] + 64, "MiB"
+    """,
+        within=240,
+    )
+    assert out
+
+
+def test_memory_of_many_sends_through_one_transport(child: Child) -> None:
+    child.run(
+        """
+        def resident():
+            gc.collect()
+            return int(open("/proc/self/statm").read().split()[1]) * 4096 >> 20
+
+        source, target = open_pair()
+        def rounds(numbers):
+            for number in numbers:
+                state = {"w": torch.full((1 << 20,), float(number)), "o": {number}}
+                send_and_receive(source, target, number, state)
+                if number % 2:
+                    source.disallow_checkpoint()
+        rounds(range(1, 30))
+        first = resident()
+        rounds(range(30, 230))
+        last = resident()
+        print(first, last, flush=True)
+        assert last <= first + 64
+    """,
+        within=240,
+    )
+
+
+def test_dropped_without_shutdown(child: Child) -> None:
+    """A transport without references is freed, and with it the state."""
+    child.run("""
+        import weakref
+        source, target = open_pair()
+        state = {"w": torch.ones(1 << 20)}
+        send_and_receive(source, target, 1, state)
+        held, of = weakref.ref(state["w"]), weakref.ref(source)
+        del source, target, state
+        for _ in range(100):
+            gc.collect()
+            if held() is None and of() is None:
+                break
+            time.sleep(0.05)
+        assert of() is None, "the transport"
+        assert held() is None, "the tensor"
+    """)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Two processes, and no torchft
+
+
+def test_between_two_processes(child: Child) -> None:
+    tensorferry = pytest.importorskip("tensorferry")
+    names = [
+        "module.state_dict()",
+        "tied weights, keep_vars",
+        "dataclass",
+        "registered node",
+        "enum keys",
+        "torch.Size",
+    ]
+    state = {name: leaves.CATALOGUE[name].value() for name in names}
+    child.start(f"""
+        import leaves
+        source = HTTPTransport(LONG, 2)
+        state = {{name: leaves.CATALOGUE[name].value() for name in {names!r}}}
+        source.send_checkpoint([1], 1, state, LONG)
+        print(source.metadata(), flush=True)
+        time.sleep(60)
+    """)
+    assert child.process
+    assert child.process.stdout
+    metadata = child.process.stdout.readline().strip()
+    target = tensorferry.HTTPTransport(timedelta(seconds=30), 2, trust_pickle=True)
+    try:
+        received = target.recv_checkpoint(0, metadata, 1, timedelta(seconds=30))
+    finally:
+        target.shutdown()
+    assert_same_state(received, state)
+
+
+def test_a_source_that_is_killed(child: Child) -> None:
+    """Its receiver gets an error of ours, and soon."""
+    tensorferry = pytest.importorskip("tensorferry")
+    process = child.start("""
+        source = HTTPTransport(LONG)
+        print(source.metadata(), flush=True)
+        time.sleep(60)
+    """)
+    assert process.stdout
+    metadata = process.stdout.readline().strip()
+    target = tensorferry.HTTPTransport(timedelta(seconds=30))
+    try:
+        threading.Timer(1, process.kill).start()
+        started = time.monotonic()
+        with pytest.raises(tensorferry.TensorferryError):
+            target.recv_checkpoint(0, metadata, 1, timedelta(seconds=20))
+        assert time.monotonic() - started < 21
+    finally:
+        target.shutdown()
+
+
+def test_without_torchft(child: Child) -> None:
+    out = child.run(
+        """
+        source, target = open_pair()
+        send_and_receive(source, target, 1)
+        made = HTTPTransport[dict[str, int]](LONG)
+        made.disallow_checkpoint()
+        made.shutdown()
+        print("ok", flush=True)
+        """,
+        before="import sys; sys.modules['torchft'] = None",
+    )
+    assert "ok" in out

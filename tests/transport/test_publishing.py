@@ -1,0 +1,406 @@
+"""The contract of a source: sending, disallowing, shutting down, and which memory is held meanwhile."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import gc
+import threading
+import time
+import urllib.error
+import weakref
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from equality import assert_same_state
+from exchange import CLEAN, POISON, TIMEOUT, Reader, big_state, in_background, receive, small_state, until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+pytestmark = pytest.mark.timeout(90)
+
+
+@pytest.fixture
+def reader() -> Iterator[Callable[..., Reader]]:
+    with contextlib.ExitStack() as stack:
+
+        def open_one(*arguments: Any) -> Reader:
+            made = Reader(*arguments)
+            stack.enter_context(made.socket)
+            return made
+
+        yield open_one
+
+
+def halted(reader: Callable[..., Reader], source: Any, state: Any, resource: str = ".safetensors") -> Reader:
+    """A reader of `state`, published as step 1, that stops after a MiB of it."""
+    source.send_checkpoint([1], 1, state, TIMEOUT)
+    made = reader(f"{source.metadata()}1{resource}")
+    made.read_to(1 << 20)
+    return made
+
+
+@pytest.mark.parametrize("num_chunks", [0, 3])
+def test_many_rounds(num_chunks: int, open_transport: Callable[..., Any]) -> None:
+    source, target = open_transport(num_chunks), open_transport(num_chunks)
+    for step in range(1, 30):
+        state = {"w": torch.full((100,), float(step)), "step": step}
+        source.send_checkpoint([1], step, state, TIMEOUT)
+        assert_same_state(receive(target, source, step), state)
+        source.disallow_checkpoint()
+
+
+def test_disallow_is_idempotent_and_quick(open_transport: Callable[..., Any]) -> None:
+    transport = open_transport()
+    transport.send_checkpoint([1], 1, small_state(), TIMEOUT)
+    started = time.monotonic()
+    for _ in range(1000):
+        transport.disallow_checkpoint()
+    assert time.monotonic() - started < 20
+
+
+def test_the_same_step_again(open_transport: Callable[..., Any]) -> None:
+    transport = open_transport()
+    for value in (1.0, 2.0):
+        transport.send_checkpoint([1], 5, {"w": torch.tensor(value)}, TIMEOUT)
+        assert receive(transport, transport, 5)["w"] == value
+
+
+@pytest.mark.parametrize("num_chunks", [0, 3])
+def test_send_without_disallow_in_between(num_chunks: int, open_transport: Callable[..., Any]) -> None:
+    transport = open_transport(num_chunks)
+    transport.send_checkpoint([1], 1, small_state(), TIMEOUT)
+    transport.send_checkpoint([1], 2, {"new": torch.ones(2)}, TIMEOUT)
+    assert_same_state(receive(transport, transport, 2), {"new": torch.ones(2)})
+    with pytest.raises(urllib.error.HTTPError, match="serving 2 but got step=1") as caught:
+        receive(transport, transport, 1)
+    caught.value.close()
+
+
+def test_allow_checkpoint_renames_the_step(open_transport: Callable[..., Any]) -> None:
+    transport = open_transport()
+    transport.send_checkpoint([1], 1, small_state(), TIMEOUT)
+    for _ in range(3):
+        transport.allow_checkpoint(9)
+    assert_same_state(receive(transport, transport, 9), small_state())
+
+
+def test_transfer_begun_before_the_next_send_ends_with_the_old_state(
+    open_transport: Callable[..., Any], reader: Callable[..., Reader], ours: bool
+) -> None:
+    source = open_transport()
+    source.send_checkpoint([1], 1, big_state(), TIMEOUT)
+    slow = reader(f"{source.metadata()}1" + (".safetensors" if ours else "/full"))
+    slow.read_to(1 << 20)
+    newer = {"w": torch.full((64 << 20,), POISON, dtype=torch.uint8)}
+    source.send_checkpoint([1], 2, newer, TIMEOUT)
+    body = slow.read_rest()
+    assert body.count(bytes([CLEAN])) >= 64 << 20
+    assert bytes([POISON]) * 64 not in body
+
+
+@pytest.mark.parametrize("num_chunks", [0, 3])
+def test_several_receivers_at_once(num_chunks: int, open_transport: Callable[..., Any]) -> None:
+    source = open_transport(num_chunks)
+    targets = [open_transport(num_chunks) for _ in range(4)]
+    state = {f"w{i}": torch.full((1 << 18,), float(i)) for i in range(16)}
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        received = [pool.submit(receive, target, source, 1) for target in targets * 2]
+        time.sleep(0.1)
+        source.send_checkpoint([1, 2, 3, 4], 1, state, TIMEOUT)
+        for one in received:
+            assert_same_state(one.result(30), state)
+
+
+def test_ranks_do_not_matter(open_transport: Callable[..., Any]) -> None:
+    source = open_transport()
+    source.send_checkpoint([], 1, small_state(), TIMEOUT)
+    assert_same_state(source.recv_checkpoint(77, source.metadata(), 1, TIMEOUT), small_state())
+
+
+@pytest.mark.parametrize("num_chunks", [0, 3])
+def test_containers_are_those_of_the_send(num_chunks: int, open_transport: Callable[..., Any]) -> None:
+    transport = open_transport(num_chunks)
+    state = small_state()
+    transport.send_checkpoint([1], 1, state, TIMEOUT)
+    state["user"]["later"] = torch.ones(3)
+    state["torchft"]["step"] = 99
+    del state["user"]["b"]
+    assert_same_state(receive(transport, transport, 1), small_state())
+
+
+@pytest.mark.parametrize("num_chunks", [0, 3])
+def test_borrowed_tensors_are_live(num_chunks: int, open_transport: Callable[..., Any]) -> None:
+    transport = open_transport(num_chunks)
+    state = small_state()
+    transport.send_checkpoint([1], 1, state, TIMEOUT)
+    state["user"]["w"].fill_(5)
+    assert_same_state(receive(transport, transport, 1), state)
+
+
+@pytest.mark.beyond_torchft
+@pytest.mark.parametrize("num_chunks", [0, 3])
+def test_copied_tensors_are_those_of_the_send(num_chunks: int, open_transport: Callable[..., Any]) -> None:
+    transport = open_transport(num_chunks, snapshot="copy")
+    base = torch.arange(24.0)
+    state = {**small_state(), "views": [base[::2], base.view(4, 6).t()], "sparse": torch.eye(3).to_sparse()}
+    transport.send_checkpoint([1], 1, state, TIMEOUT)
+    expected = {**small_state(), "sparse": torch.eye(3).to_sparse()}
+    first = torch.arange(24.0)
+    expected["views"] = [first[::2], first.view(4, 6).t()]
+    expected = {key: expected[key] for key in state}
+    for tensor in [base, state["user"]["w"], state["user"]["b"], state["sparse"]._values()]:
+        tensor.fill_(5)
+    assert_same_state(receive(transport, transport, 1), expected)
+    # And once more from what is now the state.
+    transport.send_checkpoint([1], 2, state, TIMEOUT)
+    assert_same_state(receive(transport, transport, 2), state)
+
+
+@pytest.mark.beyond_torchft
+def test_disallow_waits_for_a_transfer_that_gets_on(
+    open_transport: Callable[..., Any], reader: Callable[..., Reader]
+) -> None:
+    source = open_transport(timeout=timedelta(seconds=20))
+    state = big_state()
+    slow = halted(reader, source, state)
+
+    def resume() -> bytes:
+        time.sleep(0.7)
+        return slow.read_rest()
+
+    with in_background(resume) as rest:
+        source.disallow_checkpoint()
+        state["w"].fill_(POISON)
+        body = rest.result(30)
+    assert len(body) == slow.content_length
+    assert bytes([POISON]) not in body
+
+
+@pytest.mark.beyond_torchft
+@pytest.mark.parametrize("resource", [".safetensors", "/full", "/1"])
+@pytest.mark.parametrize("readers", [1, 5])
+def test_a_stuck_reader_is_cut_and_never_reads_the_next_step(
+    resource: str, readers: int, open_transport: Callable[..., Any], reader: Callable[..., Reader]
+) -> None:
+    """Once disallow has returned, the trainer writes to its tensors: none of that may reach a receiver."""
+    source = open_transport(num_chunks=1 if resource == "/1" else 0, timeout=timedelta(seconds=2))
+    resource = resource.replace("/1", "/0")
+    state = big_state()
+    source.send_checkpoint([1], 1, state, TIMEOUT)
+    stuck = [reader(f"{source.metadata()}1{resource}") for _ in range(readers)]
+    for one in stuck:
+        one.read_to(1 << 20)
+    started = time.monotonic()
+    source.disallow_checkpoint()
+    assert time.monotonic() - started < 15
+    state["w"].fill_(POISON)
+    time.sleep(0.2)
+    for one in stuck:
+        body = one.read_rest()
+        assert bytes([POISON]) not in body
+        assert body.count(bytes([CLEAN])) < 64 << 20, "the reader was not stuck: the test shows nothing"
+    # Nothing is left of the trouble.
+    started = time.monotonic()
+    source.disallow_checkpoint()
+    source.send_checkpoint([1], 2, small_state(), TIMEOUT)
+    assert_same_state(receive(open_transport(), source, 2), small_state())
+    source.disallow_checkpoint()
+    assert time.monotonic() - started < 15
+
+
+@pytest.mark.beyond_torchft
+def test_a_slow_reader_is_cut_when_the_time_is_over(
+    open_transport: Callable[..., Any], reader: Callable[..., Reader]
+) -> None:
+    """It makes progress all the time, but the trainer cannot wait for it for ever."""
+    source = open_transport(timeout=timedelta(seconds=1))
+    state = big_state(256)
+    slow = halted(reader, source, state)
+    with in_background(slow.read_rest, 0.05) as rest:
+        started = time.monotonic()
+        source.disallow_checkpoint()
+        assert time.monotonic() - started < 12
+        state["w"].fill_(POISON)
+        assert bytes([POISON]) not in rest.result(60)
+
+
+@pytest.mark.beyond_torchft
+def test_a_new_receive_does_not_hold_up_disallow(
+    open_transport: Callable[..., Any], reader: Callable[..., Reader]
+) -> None:
+    """While disallow waits for one reader, others are not let in."""
+    source = open_transport(timeout=timedelta(seconds=3))
+    halted(reader, source, big_state())
+    with in_background(source.disallow_checkpoint) as disallowed:
+        time.sleep(0.5)
+        late = reader(f"{source.metadata()}1.safetensors")
+        late.socket.settimeout(0.5)
+        with pytest.raises(TimeoutError):
+            late.read_to(1)
+        disallowed.result(10)
+
+
+@pytest.mark.beyond_torchft
+@pytest.mark.parametrize("resource", [".safetensors", "/full"])
+def test_a_private_copy_goes_on_serving_what_had_begun(
+    resource: str, open_transport: Callable[..., Any], reader: Callable[..., Reader]
+) -> None:
+    source = open_transport(snapshot="copy", timeout=timedelta(seconds=20))
+    state = big_state()
+    slow = halted(reader, source, state, resource)
+    started = time.monotonic()
+    source.disallow_checkpoint()
+    assert time.monotonic() - started < 10
+    state["w"].fill_(POISON)
+    body = slow.read_rest()
+    assert len(body) == slow.content_length
+    assert body.count(bytes([CLEAN])) >= 64 << 20
+    assert bytes([POISON]) not in body
+
+
+@pytest.mark.beyond_torchft
+@pytest.mark.parametrize("snapshot", ["borrow", "copy"])
+def test_a_state_is_never_torn(snapshot: str, open_transport: Callable[..., Any]) -> None:
+    """A trainer that writes as soon as disallow has returned, and receivers that ask all the time."""
+    import tensorferry
+
+    source = open_transport(timeout=timedelta(seconds=5), snapshot=snapshot)
+    weights = [torch.zeros(1 << 18) for _ in range(16)]
+    stop, current = threading.Event(), [0]
+
+    def keep_receiving() -> int:
+        target, whole = open_transport(num_chunks=2), 0
+        while not stop.is_set():
+            step = current[0]
+            try:
+                state = receive(target, source, step, seconds=5)
+            except tensorferry.TensorferryError:
+                continue
+            assert state["step"] == step
+            for weight in state["weights"]:
+                assert float(weight.min()) == float(weight.max()) == step
+            whole += 1
+        return whole
+
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        receivers = [pool.submit(keep_receiving) for _ in range(3)]
+        try:
+            for step in range(1, 40):
+                for weight in weights:
+                    weight.fill_(step)
+                current[0] = step
+                source.send_checkpoint([1], step, {"weights": list(weights), "step": step}, TIMEOUT)
+                time.sleep(0.02 if step % 3 else 0.1)
+                source.disallow_checkpoint()
+        finally:
+            stop.set()
+            # Whoever waits for a step now gets an answer.
+            source.send_checkpoint([1], 1000, {}, TIMEOUT)
+        assert sum(one.result(30) for one in receivers) > 0
+
+
+def _is_freed(*references: weakref.ref) -> bool:
+    """Owners may be dropped by another thread: give it a moment."""
+    for _ in range(100):
+        gc.collect()
+        if all(reference() is None for reference in references):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+class Anything:
+    pass
+
+
+@pytest.mark.beyond_torchft
+@pytest.mark.parametrize("snapshot", ["borrow", "copy"])
+@pytest.mark.parametrize("end", ["disallow", "send", "shutdown"])
+@pytest.mark.parametrize("received", [True, False])
+def test_state_is_let_go(snapshot: str, end: str, received: bool, open_transport: Callable[..., Any]) -> None:
+    transport = open_transport(num_chunks=2, snapshot=snapshot, trust_pickle=True)
+    state = {
+        "w": torch.ones(1 << 20),
+        "p": torch.nn.Parameter(torch.ones(3)),
+        "view": torch.ones(9)[::2],
+        "o": Anything(),
+    }
+    held = [weakref.ref(value) for value in state.values()]
+    transport.send_checkpoint([1], 1, state, TIMEOUT)
+    if received:
+        receive(transport, transport, 1)
+    if end == "disallow":
+        transport.disallow_checkpoint()
+    elif end == "send":
+        transport.send_checkpoint([1], 2, {}, TIMEOUT)
+    else:
+        transport.shutdown()
+    del state
+    assert _is_freed(*held), [reference() is None for reference in held]
+
+
+@pytest.mark.beyond_torchft
+def test_received_state_is_let_go(open_transport: Callable[..., Any]) -> None:
+    transport = open_transport(num_chunks=2)
+    transport.send_checkpoint([1], 1, {"w": torch.ones(1 << 20), "v": torch.ones(9)[::2]}, TIMEOUT)
+    state = receive(transport, transport, 1)
+    held = [weakref.ref(value) for value in state.values()]
+    del state
+    assert _is_freed(*held)
+
+
+@pytest.mark.beyond_torchft
+@pytest.mark.parametrize("wait", [True, False])
+def test_shutdown_stops_serving(wait: bool, open_transport: Callable[..., Any]) -> None:
+    source, target = open_transport(), open_transport()
+    source.send_checkpoint([1], 1, small_state(), TIMEOUT)
+    receive(target, source, 1)
+    started = time.monotonic()
+    source.shutdown(wait=wait)
+
+    def is_refused() -> bool:
+        try:
+            receive(target, source, 1, seconds=3)
+        except urllib.error.URLError:
+            return True
+        return False
+
+    if wait:
+        assert is_refused()
+    until(is_refused, "the port is closed")
+    source.disallow_checkpoint()
+    source.shutdown(wait=wait)
+    source.shutdown()
+    assert time.monotonic() - started < 25
+    assert source.metadata().startswith("http://")
+
+
+@pytest.mark.beyond_torchft
+@pytest.mark.parametrize("wait", [True, False])
+def test_shutdown_in_the_middle_of_a_transfer(
+    wait: bool, open_transport: Callable[..., Any], reader: Callable[..., Reader]
+) -> None:
+    source = open_transport(timeout=timedelta(seconds=60))
+    state = big_state()
+    stuck = halted(reader, source, state)
+    started = time.monotonic()
+    source.shutdown(wait=wait)
+    assert time.monotonic() - started < (25 if wait else 4)
+    if wait:
+        state["w"].fill_(POISON)
+        assert bytes([POISON]) not in stuck.read_rest()
+
+
+@pytest.mark.beyond_torchft
+def test_shutdown_while_a_receiver_waits(open_transport: Callable[..., Any]) -> None:
+    source, target = open_transport(), open_transport()
+    with in_background(receive, target, source, 1, 4) as received:
+        time.sleep(0.3)
+        source.shutdown()
+        with pytest.raises(urllib.error.URLError):
+            received.result(6)

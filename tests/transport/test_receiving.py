@@ -1,0 +1,263 @@
+"""The ways to receive: without the network, into reused memory, with progress reports, and from several sources."""
+
+import gc
+import logging
+import threading
+import urllib.request
+import weakref
+from collections import OrderedDict
+from datetime import timedelta
+
+import pytest
+import torch
+
+import tensorferry
+from equality import assert_same_state
+from exchange import until
+from tensorferry import InvalidArgument, join_metadata
+
+TIMEOUT = timedelta(seconds=30)
+MIB = 1 << 20
+
+
+pytestmark = pytest.mark.beyond_torchft
+
+
+def state_of(seed, mib=6):
+    torch.manual_seed(seed)
+    return {"w": torch.randn(mib * MIB // 4), "small": [torch.arange(seed, seed + 9), "text"]}
+
+
+def send(source, state, step=3):
+    source.send_checkpoint([1], step, state, TIMEOUT)
+    return source.metadata()
+
+
+def said(caplog, text):
+    return [r for r in caplog.records if r.name == "tensorferry" and text in r.getMessage()]
+
+
+@pytest.mark.parametrize("source_wants", [True, False])
+@pytest.mark.parametrize("receiver_wants", [True, False])
+def test_bytes_go_around_the_network_if_both_sides_want_it(open_transport, caplog, source_wants, receiver_wants):
+    state = state_of(1, mib=20)
+    metadata = send(open_transport(same_host=source_wants), state)
+    with caplog.at_level(logging.INFO, "tensorferry"):
+        assert_same_state(open_transport(same_host=receiver_wants).recv_checkpoint(0, metadata, 3, TIMEOUT), state)
+    (line,) = said(caplog, "received step 3")
+    assert ("over shared memory" in line.getMessage()) == (source_wants and receiver_wants)
+    assert (" <- " in line.getMessage()) != (source_wants and receiver_wants)
+
+
+def test_a_receive_of_one_answer_tells_the_way_of_its_one_connection(open_transport, caplog):
+    source, receiver = open_transport(advertise="127.0.0.1"), open_transport(advertise="127.0.0.1")
+    with caplog.at_level(logging.INFO, "tensorferry"):
+        receiver.recv_checkpoint(0, send(source, {"w": torch.ones(9)}), 3, TIMEOUT)
+    (line,) = said(caplog, "received step 3")
+    assert "1 lanes over 127.0.0.1 <- 127.0.0.1," in line.getMessage()
+    with urllib.request.urlopen(receiver.metadata().replace("/checkpoint/", "/metrics")) as metrics:
+        assert b'\ntensorferry_last_receive_route{here="127.0.0.1",there="127.0.0.1"} 1\n' in metrics.read()
+
+
+def test_the_environment_decides_where_the_argument_does_not(open_transport, caplog, monkeypatch):
+    state = state_of(1, mib=20)
+    with caplog.at_level(logging.INFO, "tensorferry"):
+        open_transport().recv_checkpoint(0, send(open_transport(), state), 3, TIMEOUT)
+        assert said(caplog, "over shared memory")
+        monkeypatch.setenv("TENSORFERRY_SAME_HOST", "0")
+        metadata = send(open_transport(same_host=True), state)
+        caplog.clear()
+        open_transport().recv_checkpoint(0, metadata, 3, TIMEOUT)
+        assert said(caplog, " <- ")
+        caplog.clear()
+        open_transport(same_host=True).recv_checkpoint(0, metadata, 3, TIMEOUT)
+        assert said(caplog, "over shared memory")
+
+
+def test_memory_is_used_again_once_its_tensors_are_gone(open_transport):
+    first, second = state_of(1), state_of(2)
+    source, receiver = open_transport(), open_transport(reuse_bytes=64 * MIB)
+    held = receiver.recv_checkpoint(0, send(source, first), 3, TIMEOUT)
+    addresses = {held["w"].data_ptr()}
+    # One tensor keeps all of it: nothing may be written over.
+    kept = held["small"][0]
+    del held
+    other = receiver.recv_checkpoint(0, send(source, second), 3, TIMEOUT)
+    assert_same_state(other, second)
+    assert_same_state(kept, first["small"][0])
+    addresses.add(other["w"].data_ptr())
+    assert len(addresses) == 2
+    del kept, other
+    again = receiver.recv_checkpoint(0, send(source, second), 3, TIMEOUT)
+    assert again["w"].data_ptr() in addresses
+    assert_same_state(again, second)
+
+
+def test_nothing_of_a_state_waits_for_the_garbage_collector(open_transport):
+    state = {"w": torch.zeros(MIB), "deep": [{"x": (torch.ones(3), "text")}], "module": torch.nn.Linear(3, 3)}
+    source, receiver = open_transport(), open_transport(reuse_bytes=64 * MIB, safe_globals=[torch.nn.Linear])
+    metadata = send(source, state)
+    gc.collect()
+    gc.disable()
+    try:
+        received = receiver.recv_checkpoint(0, metadata, 3, TIMEOUT)
+        here, there = weakref.ref(received["w"]), weakref.ref(state["w"])
+        del received
+        assert here() is None
+        assert receiver._pool.held > 0
+        source.disallow_checkpoint()
+        del state
+        until(lambda: there() is None, "the storage is gone")
+    finally:
+        gc.enable()
+
+
+def test_what_is_kept_is_bounded(open_transport):
+    source, receiver = open_transport(), open_transport(reuse_bytes=MIB)
+    metadata = send(source, state_of(1))
+    del (first := {"state": receiver.recv_checkpoint(0, metadata, 3, TIMEOUT)})["state"]
+    assert not first
+    assert receiver._pool.held == 0
+    with pytest.raises(InvalidArgument, match="reuse_bytes"):
+        open_transport(reuse_bytes=-1)
+
+
+def test_progress_is_told_up_to_the_end(open_transport):
+    told = []
+    state = state_of(1, mib=20)
+    receiver = open_transport(progress=lambda done, total: told.append((done, total)))
+    assert_same_state(receiver.recv_checkpoint(0, send(open_transport(), state), 3, TIMEOUT), state)
+    total = told[-1][1]
+    assert told[-1] == (total, total)
+    assert total > 20 * MIB
+    assert told == sorted(told)
+
+
+def test_a_progress_bar_that_raises_ends_the_receive_and_hurts_nobody(open_transport):
+    def fail(done, total):
+        raise RuntimeError(f"no bar for {done} of {total}")
+
+    state = state_of(1)
+    source = open_transport()
+    metadata = send(source, state)
+    with pytest.raises(RuntimeError, match="no bar"):
+        open_transport(progress=fail).recv_checkpoint(0, metadata, 3, TIMEOUT)
+    assert_same_state(open_transport().recv_checkpoint(0, metadata, 3, TIMEOUT), state)
+
+
+def test_several_sources_serve_one_receive(open_transport, caplog):
+    state = state_of(1, mib=40)
+    sources = [open_transport(same_host=False) for _ in range(3)]
+    joined = join_metadata([send(source, state) for source in sources])
+    with caplog.at_level(logging.INFO, "tensorferry"):
+        assert_same_state(open_transport(num_chunks=6).recv_checkpoint(0, joined, 3, TIMEOUT), state)
+    served = [source._server.bytes_served for source in sources]
+    assert all(n > MIB for n in served), served
+    assert not said(caplog, "went to other connections")
+
+
+def test_a_source_that_is_gone_or_serves_something_else_is_left_with_a_warning(open_transport, caplog):
+    state = state_of(1, mib=24)
+    good, other, dead = open_transport(), open_transport(), open_transport()
+    joined = join_metadata([send(good, state), send(other, state_of(2, mib=24)), send(dead, state)])
+    dead.shutdown()
+    with caplog.at_level(logging.WARNING, "tensorferry"):
+        assert_same_state(open_transport(num_chunks=6).recv_checkpoint(0, joined, 3, TIMEOUT), state)
+    warnings = [r.getMessage() for r in said(caplog, "went to other connections")]
+    assert len(warnings) == 2
+    assert any("another snapshot" in w for w in warnings), warnings
+
+
+def test_a_source_that_dies_in_the_middle_is_replaced(open_transport):
+    state = state_of(1, mib=64)
+    sources = [open_transport(same_host=False), open_transport(same_host=False)]
+    joined = join_metadata([send(source, state) for source in sources])
+    begun = threading.Event()
+    receiver = open_transport(progress=lambda done, total: begun.set() if 2 * MIB < done < total else None)
+
+    def kill():
+        begun.wait(10)
+        sources[0].shutdown(wait=False)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    assert_same_state(receiver.recv_checkpoint(0, joined, 3, TIMEOUT), state)
+    begun.set()
+    killer.join()
+
+
+class Unknown:
+    """Not on any allow-list."""
+
+
+def test_a_refused_class_is_named_with_the_leaf_that_needs_it(open_transport, caplog):
+    state = {"model": {"w": torch.ones(3)}, "user": [1, {"extra": Unknown()}]}
+    with caplog.at_level(logging.WARNING, "tensorferry"):
+        metadata = send(open_transport(), state)
+    (warning,) = said(caplog, "receivers will refuse")
+    with pytest.raises(tensorferry.UnsafePickle) as caught:
+        open_transport().recv_checkpoint(0, metadata, 3, TIMEOUT)
+    for told in (warning.getMessage(), str(caught.value)):
+        assert "'user.1.extra'" in told
+        assert f"safe_globals=[{Unknown.__module__}.Unknown]" in told
+    received = open_transport(safe_globals=[Unknown]).recv_checkpoint(0, metadata, 3, TIMEOUT)
+    assert isinstance(received["user"][1]["extra"], Unknown)
+
+
+@pytest.mark.parametrize("from_stock", [False, True])
+def test_what_torchfts_demo_and_its_manager_hold_needs_no_flag(open_transport, open_stock, caplog, from_stock):
+    """A model, wrapped optimizers, schedulers and what the manager and DiLoCo add, from either kind of source."""
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 6, 5), torch.nn.BatchNorm2d(6), torch.nn.Linear(4, 2))
+    inner, outer = torch.optim.AdamW(model.parameters()), torch.optim.SGD(model.parameters(), 0.7, 0.9, nesterov=True)
+    scheduler = torch.optim.lr_scheduler.SequentialLR(
+        inner,
+        [torch.optim.lr_scheduler.LinearLR(inner), torch.optim.lr_scheduler.CosineAnnealingLR(inner, 10)],
+        milestones=[3],
+    )
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    for step in (inner, outer, scheduler):
+        step.step()
+    state = {
+        "user": {
+            # Without the attribute that stock sources lose.
+            "default": {
+                "model": OrderedDict(model.state_dict()),
+                "optim": inner.state_dict(),
+                "scheduler": scheduler.state_dict(),
+            },
+            "StreamingDiLoCoFragment_0": {
+                "original_params": {name: p.detach().clone() for name, p in model.named_parameters()},
+                "outer_optimizer": outer.state_dict(),
+            },
+        },
+        "torchft": {"step": 3, "batches_committed": 6},
+    }
+    metadata = send(open_stock() if from_stock else open_transport(), state)
+    assert_same_state(open_transport().recv_checkpoint(0, metadata, 3, TIMEOUT), state)
+    assert not said(caplog, "receivers will refuse")
+
+
+@pytest.mark.parametrize(("speed", "warned"), [("100000", True), ("1", False), ("-1", False), ("", False)])
+def test_a_way_that_is_far_slower_than_its_interface_is_worth_a_warning(
+    open_transport, caplog, monkeypatch, tmp_path, speed, warned
+):
+    source = open_transport(same_host=False, max_bandwidth=32 * MIB)
+    metadata = send(source, state_of(1, mib=16))
+    monkeypatch.setattr("tensorferry.reporting._LONG_S", 0.2)
+    (tmp_path / "speed").write_text(speed)
+    monkeypatch.setattr("tensorferry.addresses.Path", lambda _: tmp_path / "speed")
+    with caplog.at_level(logging.WARNING, "tensorferry"):
+        open_transport().recv_checkpoint(0, metadata, 3, TIMEOUT)
+    assert bool(said(caplog, "is rated at 12.500 GB/s")) == warned
+    assert bool(said(caplog, "is rated at")) == warned
+
+
+def test_metadata_is_joined_only_where_that_makes_sense(open_transport):
+    first, second = open_transport().metadata(), open_transport().metadata()
+    assert join_metadata([first, second, first]) == f"{first} {second}"
+    assert join_metadata([join_metadata([first]), second]) == join_metadata([first, second])
+    for bad in ([], ["http://host:80/checkpoint/"], ["no url"]):
+        with pytest.raises(InvalidArgument):
+            join_metadata(bad)
+    assert tensorferry.join_metadata is join_metadata

@@ -1,0 +1,66 @@
+"""The class and its metadata have the interface that torchft and its users expect."""
+
+from __future__ import annotations
+
+import re
+import urllib.parse
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from exchange import TIMEOUT, receive, small_state
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytestmark = pytest.mark.timeout(90)
+
+
+def test_metadata_is_a_constant_url(open_transport: Callable[..., Any]) -> None:
+    transport = open_transport()
+    metadata = transport.metadata()
+    assert isinstance(metadata, str)
+    assert metadata.startswith("http://")
+    assert metadata.endswith("/checkpoint/")
+    transport.send_checkpoint([1], 1, small_state(), TIMEOUT)
+    transport.disallow_checkpoint()
+    assert transport.metadata() == transport.address() == metadata
+
+
+@pytest.mark.beyond_torchft
+def test_metadata_is_a_capability(open_transport: Callable[..., Any]) -> None:
+    tokens = set()
+    for _ in range(4):
+        parts = urllib.parse.urlsplit(open_transport().metadata())
+        tokens.add(re.fullmatch(r"/([0-9a-f]{32})/checkpoint/", parts.path).group(1))
+    assert len(tokens) == 4
+
+
+def test_subscriptable(transport_class: Any) -> None:
+    transport = transport_class[dict[str, int]](timeout=timedelta(seconds=10), num_chunks=0)
+    try:
+        transport.send_checkpoint([1], 1, {"a": 1}, TIMEOUT)
+        assert receive(transport, transport, 1) == {"a": 1}
+    finally:
+        transport.shutdown()
+        if hasattr(transport, "_server"):
+            getattr(transport._server, "server_close", lambda: None)()
+
+
+def test_is_a_checkpoint_transport(transport_class: Any, open_transport: Callable[..., Any]) -> None:
+    base = pytest.importorskip("torchft.checkpointing").CheckpointTransport
+    assert isinstance(open_transport(), base)
+    assert issubclass(transport_class, base)
+
+
+@pytest.mark.beyond_torchft
+def test_constructor(transport_class: Any) -> None:
+    for made in (transport_class(TIMEOUT), transport_class(TIMEOUT, 2), transport_class(timeout=TIMEOUT, num_chunks=2)):
+        made.shutdown()
+    with pytest.raises(TypeError):
+        transport_class(TIMEOUT, 2, None)
+    with pytest.raises(ValueError, match="snapshot"):
+        transport_class(TIMEOUT, snapshot="later")
+    with pytest.raises(ValueError, match="num_chunks"):
+        transport_class(TIMEOUT, num_chunks=-1)
