@@ -14,7 +14,17 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import written_format
-from written_format import CONTAINER, DIGESTS, FOLDER, SAFE_GLOBALS, STEP, STOCK, TORCH
+from written_format import (
+    CONTAINER,
+    DIGESTS,
+    FIRST_CONTAINER,
+    FIRST_DIGESTS,
+    FOLDER,
+    SAFE_GLOBALS,
+    STEP,
+    STOCK,
+    TORCH,
+)
 
 from equality import assert_same_state
 from tensorferry.dcp import FileReader
@@ -77,9 +87,12 @@ def receive(answers: dict[str, bytes], prefix: str, open_transport: Callable[...
         return open_transport(**options).recv_checkpoint(0, metadata, STEP, TIMEOUT)
 
 
+@pytest.mark.parametrize(("kept", "digests"), [(CONTAINER, DIGESTS), (FIRST_CONTAINER, FIRST_DIGESTS)])
 @pytest.mark.parametrize("trust", [False, True])
-def test_a_kept_container_is_received(trust: bool, open_transport: Callable[..., Any]) -> None:
-    answers = {f"{STEP}.safetensors": CONTAINER.read_bytes(), f"{STEP}/digests": DIGESTS.read_bytes()}
+def test_a_kept_container_is_received(
+    kept: Path, digests: Path, trust: bool, open_transport: Callable[..., Any]
+) -> None:
+    answers = {f"{STEP}.safetensors": kept.read_bytes(), f"{STEP}/digests": digests.read_bytes()}
     options: dict[str, Any] = {"trust_pickle": True} if trust else {"safe_globals": SAFE_GLOBALS}
     state = receive(answers, f"/{'a' * 32}/checkpoint/", open_transport, **options)
     assert_same_state(state, written_format.transport_state())
@@ -128,8 +141,9 @@ def test_the_same_folder_is_written(tmp_path: Path) -> None:
         assert (tmp_path / path.name).read_bytes() == path.read_bytes(), path.name
 
 
-def test_names_of_ours_in_a_pickle() -> None:
+@pytest.mark.parametrize(("kept", "module"), [(CONTAINER, "_rebuild"), (FIRST_CONTAINER, "tensors")])
+def test_names_of_ours_in_a_pickle(kept: Path, module: str) -> None:
     """What a pickle names has to be found by every later version: these are all there are."""
-    (manifest,) = re.findall(rb'{"version":1,"flags".*', CONTAINER.read_bytes().partition(b"\x80\x04\x95")[0])
+    (manifest,) = re.findall(rb'{"version":1,"flags".*', kept.read_bytes().partition(b"\x80\x04\x95")[0])
     named = {name for name in json.loads(manifest)["globals"] if name.startswith("tensorferry")}
-    assert named == {"tensorferry.tensors.with_grad", "tensorferry.tensors.rebuild_dtensor"}
+    assert named == {f"tensorferry.{module}.with_grad", f"tensorferry.{module}.rebuild_dtensor"}

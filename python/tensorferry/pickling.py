@@ -15,16 +15,15 @@ from typing import Any
 import torch
 from torch.storage import TypedStorage
 
+from ._rebuild import rebuild_dtensor, with_grad
 from .allowlist import Allowed
 from .errors import ProtocolError, TensorferryError, UnsafePickle, UnsupportedLeaf
 from .reviewed import Refused
 from .tensors import (
     byte_span,
     is_dtensor_over_view,
-    rebuild_dtensor,
     rebuilds_without_grad,
     storage_key,
-    with_grad,
 )
 from .tree import Flat
 from .unpickling import Unpickler, unpickler

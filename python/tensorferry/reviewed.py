@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.storage import TypedStorage
 
-from . import tensors
+from . import _rebuild
 
 if TYPE_CHECKING:
     from .unpickling import Unpickler
@@ -758,12 +758,12 @@ def _set_sharded(made: Any, state: Any) -> None:
 
 def _with_grad(_: Unpickler, value: Any) -> Tensor:
     need(isinstance(value, Tensor), "a gradient of no tensor")
-    return tensors.with_grad(value)
+    return _rebuild.with_grad(value)
 
 
 def _rebuild_dtensor(_: Unpickler, local: Any, spec: Any, grad: Any) -> Tensor:
     need(_dense(local) and _is_a(spec, "DTensorSpec") and type(grad) is bool, "a DTensor of no tensor")
-    return tensors.rebuild_dtensor(local, spec, grad)
+    return _rebuild.rebuild_dtensor(local, spec, grad)
 
 
 def _uninitialized(cls: Any) -> Kind:
@@ -1204,7 +1204,7 @@ _FUNCTIONS: dict[str, dict[str, Callable[..., Any]]] = {
     "torch._tensor": {"_rebuild_from_type_v2": _rebuild_from_type},
     "torch.nested._internal.nested_tensor": {"_rebuild_njt": _rebuild_njt},
     "torch.serialization": {"_get_layout": _layout},
-    "tensorferry.tensors": {"rebuild_dtensor": _rebuild_dtensor, "with_grad": _with_grad},
+    "tensorferry._rebuild": {"rebuild_dtensor": _rebuild_dtensor, "with_grad": _with_grad},
 }
 
 #: What ``_rebuild_from_type_v2`` may be told to call.
@@ -1212,8 +1212,9 @@ _REBUILDING = frozenset(
     run for name, run in _FUNCTIONS["torch._utils"].items() if name not in ("_rebuild_parameter_with_state",)
 ) | {_rebuild_njt}
 
-#: Other names of the same, as older and newer versions of Python, numpy and torch write them.
+#: Other names of the same, as older and newer versions of Python, numpy, torch and this package write them.
 _ALIASES: dict[tuple[str, str], tuple[str, str]] = {
+    **_rebuild.FORMER,
     ("numpy.core.multiarray", "_reconstruct"): ("numpy._core.multiarray", "_reconstruct"),
     ("numpy.core.multiarray", "scalar"): ("numpy._core.multiarray", "scalar"),
     **{(f"numpy.random.{module}", name): ("numpy.random", name) for module, names in {

@@ -123,18 +123,6 @@ def obstacle(value: Tensor) -> str | None:
     return None
 
 
-def with_grad(value: Tensor) -> Tensor:
-    """``value``, requiring a gradient."""
-    return value.requires_grad_()
-
-
-def rebuild_dtensor(local: Tensor, spec: Any, requires_grad: bool) -> Tensor:
-    """A DTensor over ``local``."""
-    from torch.distributed.tensor import DTensor
-
-    return DTensor(local, spec, requires_grad=requires_grad)
-
-
 def is_dtensor_over_view(value: Tensor) -> bool:
     """Whether ``value`` is a DTensor whose local part begins inside its storage: torch's own pickling gets it wrong."""
     local: Any = getattr(value, "_local_tensor", None)

@@ -1,7 +1,9 @@
-"""States whose bytes are kept beside this file, as commit 7b37416 wrote them.
+"""States whose bytes are kept beside this file.
 
 `tests/test_format.py` reads those bytes with the code in the tree, and compares them with what that writes for the same
-states. `python tests/data/written_format.py` writes the files again: only where docs/format.md changes, too.
+states. `python tests/data/written_format.py` writes the files again: only where docs/format.md changes, too. All but
+`state.safetensors` and its checksums are as commit 7b37416 wrote them. What that wrote is in `state-first.safetensors`,
+which is only read: its pickle names `tensorferry.tensors`.
 
 What is random is fixed while they are written, in :func:`fixed`: the id in the names of a save's files, the random
 `tensorferry.file` in their headers, and the time at which a save began. The body of `/checkpoint/N.safetensors` has
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
 HERE = Path(__file__).parent
 CONTAINER = HERE / "state.safetensors"
 DIGESTS = HERE / "state.digests"
+FIRST_CONTAINER = HERE / "state-first.safetensors"
+FIRST_DIGESTS = HERE / "state-first.digests"
 STOCK = HERE / "state.torchft"
 FOLDER = HERE / "dcp"
 #: torch's part of these bytes (what a pickle of a tensor names, how an archive is laid out) is that of this version.
