@@ -27,8 +27,8 @@ from .errors import (
     UnsupportedLeaf,
     WrongStep,
 )
-from .sources import join_metadata
-from .transport import HTTPTransport
+from .net.metadata import join_metadata
+from .torchft.transport import HTTPTransport
 
 __all__ = [
     "ConnectError",

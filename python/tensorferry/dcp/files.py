@@ -19,18 +19,19 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from .. import _gc, arguments
+from .. import _gc, _validate
 from .._native import Rows, Written, _read_file, _write_file
-from ..accelerator import ACCELERATOR
-from ..allowlist import Allowed
 from ..errors import IncompleteCheckpoint, InvalidArgument, ProtocolError, SourceChanged, SystemRefused
-from ..staging import Stager
-from ..tensors import DTYPE_NAMES
-from . import commits, index
-from .commits import Commit, new_id
+from ..memory.accelerator import ACCELERATOR
+from ..memory.staging import Stager
+from ..memory.tensors import DTYPE_NAMES
+from ..state.allowlist import Allowed
+from ..storage import commits
+from ..storage.commits import Commit, new_id
+from . import index
+from .load_plan import Part
 from .reader import SliceReader
-from .reading import Part
-from .writing import METADATA, Packed
+from .save_plan import METADATA, Packed
 
 #: Held while an index is written: saves of one process may overlap.
 _finishing = threading.Lock()
@@ -48,10 +49,10 @@ _NAME = 255
 
 def _folder(path: Any) -> Path:
     if not isinstance(path, (str, os.PathLike)) or not str(path) or "\0" in str(path):
-        raise InvalidArgument(f"path is a folder's path, not {arguments.shown(path)}")
+        raise InvalidArgument(f"path is a folder's path, not {_validate.shown(path)}")
     if "://" in str(path):
         raise InvalidArgument(
-            f"{arguments.shown(path)} is no folder of this machine: checkpoints go to file systems only"
+            f"{_validate.shown(path)} is no folder of this machine: checkpoints go to file systems only"
         )
     return Path(path)
 
@@ -73,7 +74,7 @@ def _make(folder: Path) -> None:
 
 
 def _threads(threads: int | None) -> int | None:
-    return None if threads is None else arguments.whole("threads", threads, 1)
+    return None if threads is None else _validate.whole("threads", threads, 1)
 
 
 class _InFolder:
@@ -123,8 +124,8 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
         super().__init__()
         self._path = _folder(path)
         self._threads = _threads(threads)
-        self._overwrite = arguments.boolean("overwrite", overwrite)
-        self._cached = arguments.boolean("cached", cached)
+        self._overwrite = _validate.boolean("overwrite", overwrite)
+        self._cached = _validate.boolean("cached", cached)
         self.report: dict[str, int] = {"bytes": 0, "direct": 0}
         self._running = _Running()
 

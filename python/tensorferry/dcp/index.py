@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ..allowlist import Allowed
 from ..errors import InvalidArgument, ProtocolError, TensorferryError
-from ..unpickling import unpickler
+from ..state.allowlist import Allowed
+from ..state.unpickling import unpickler
 
 VERSION = 1
 #: The entry the index stands in.

@@ -11,17 +11,17 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-from .. import arguments
+from .. import _validate
 from .._native import Remote, _fetch_slices
-from ..addresses import wants_same_host
-from ..allowlist import Allowed
 from ..errors import InvalidArgument, ProtocolError, TensorferryError
-from ..secret import shared_secret
-from ..tensors import room
+from ..memory.tensors import room
+from ..net.addresses import wants_same_host
+from ..net.secret import shared_secret
+from ..state.allowlist import Allowed
 from . import index
+from .load_plan import Part
 from .peer_writer import SCHEME
 from .reader import SliceReader
-from .reading import Part
 
 logger = logging.getLogger("tensorferry")
 
@@ -62,9 +62,9 @@ class PeerReader(SliceReader):
     ) -> None:
         """See the class."""
         super().__init__(Allowed(safe_globals, trust_pickle))
-        self._string = None if metadata is None else arguments.text("metadata", metadata)
-        self._seconds = arguments.seconds("timeout", timeout)
-        self._lanes = None if lanes is None else arguments.whole("lanes", lanes, 1)
+        self._string = None if metadata is None else _validate.text("metadata", metadata)
+        self._seconds = _validate.seconds("timeout", timeout)
+        self._lanes = None if lanes is None else _validate.whole("lanes", lanes, 1)
         self._secret = shared_secret(secret)
         self._same_host = wants_same_host(same_host)
         self._failed: Exception | None = None
@@ -123,9 +123,9 @@ class PeerReader(SliceReader):
         if len(words) < 3 or words[0] != SCHEME or not (words[1].isascii() and words[1].isdecimal()):
             raise InvalidArgument(
                 "PeerReader takes what metadata() of a PeerWriter gives after a save, not "
-                + arguments.shown(self._string)
+                + _validate.shown(self._string)
             )
-        return arguments.step_number(int(words[1][:20])), words[2:]
+        return _validate.step_number(int(words[1][:20])), words[2:]
 
     def _fetch(self, parts: dict[str, list[Part]]) -> None:
         named = set(self._sources()[1])

@@ -15,16 +15,16 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from .. import _gc
-from ..accelerator import ACCELERATOR
-from ..addresses import wants_same_host
 from ..errors import InvalidArgument, TransportClosed
-from ..secret import shared_secret
-from ..serving import known_snapshot, serve, withdraw
-from ..staging import Stager
-from ..state import Snapshot
+from ..memory.accelerator import ACCELERATOR
+from ..memory.staging import Stager
+from ..net.addresses import wants_same_host
+from ..net.secret import shared_secret
+from ..net.serve import known_snapshot, serve, withdraw
+from ..state.snapshot import Snapshot
 from . import index
-from .folder import Folder
-from .writing import METADATA, Packed
+from .save_plan import METADATA, Packed
+from .torch_view import Folder
 
 logger = logging.getLogger("tensorferry")
 

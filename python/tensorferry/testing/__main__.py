@@ -7,16 +7,7 @@ import sys
 from pathlib import Path
 
 from .cell import Limits, Outcome
-from .matrix import (
-    broken_promises,
-    candidate,
-    format_markdown,
-    format_table,
-    from_json,
-    run_matrix,
-    scenario,
-    to_json,
-)
+from .matrix import broken_promises, candidate, format_markdown, format_table, from_json, run_matrix, scenario, to_json
 from .rows import SCENARIOS
 
 

@@ -12,19 +12,7 @@ from urllib.parse import urlsplit
 
 from .children import wait_until
 from .crowd import IdleCrowd
-from .faults import (
-    Answer,
-    Delay,
-    Divert,
-    Drip,
-    Duplicate,
-    Fault,
-    FlipByte,
-    HalfOpen,
-    ReplaceHead,
-    Reset,
-    Truncate,
-)
+from .faults import Answer, Delay, Divert, Drip, Duplicate, Fault, FlipByte, HalfOpen, ReplaceHead, Reset, Truncate
 from .hostile import ATTACKS
 from .memory import Replacing
 from .scenarios import HEALED, Beside, Scenario

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from ..state.in_place import InPlace
 from .addresses import interface_speed
-from .targets import InPlace
 
 logger = logging.getLogger("tensorferry")
 

@@ -13,11 +13,11 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
-from ..accelerator import ACCELERATOR
-from ..allowlist import Allowed
 from ..errors import ProtocolError, StateMismatch, UnsafePickle
-from ..tensors import DTYPE_NAMES, address, byte_strides, obstacle, room, scratch, takes_bytes, view_as
-from ..unpickling import pickle_module
+from ..memory.accelerator import ACCELERATOR
+from ..memory.tensors import DTYPE_NAMES, address, byte_strides, obstacle, room, scratch, takes_bytes, view_as
+from ..state.allowlist import Allowed
+from ..state.unpickling import pickle_module
 from .index import ELEMENTS, PICKLED_TENSOR, Place
 
 #: ``(entry, dtype, nbytes, start, run, address, repeats)``, as the native module wants it.

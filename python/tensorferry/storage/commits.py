@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from .._native import _file_entries
+from ..dcp import index
 from ..errors import IncompleteCheckpoint, ProtocolError, TensorferryError
-from . import index
 
 logger = logging.getLogger("tensorferry")
 

@@ -11,22 +11,16 @@ from typing import Any, Literal, TypeAlias, cast
 
 import torch
 
-from . import _gc, aliases, pickling, tree
-from ._native import Arena, Filling, Remote, Rows, Server
-from .accelerator import Accelerator
+from .. import _gc
+from .._native import Arena, Filling, Remote, Rows, Server
+from ..errors import ProtocolError
+from ..memory.accelerator import Accelerator
+from ..memory.bounce import Landing
+from ..memory.staging import Piece, Stager, host_view
+from ..memory.tensors import DTYPES, as_bytes, over, parameter, storage_key, storage_over
+from . import aliases, pickling, tree
 from .allowlist import Allowed
-from .errors import ProtocolError
-from .landing import Landing
-from .staging import Piece, Stager, host_view
-from .targets import Targets, describe
-from .tensors import (
-    DTYPES,
-    as_bytes,
-    over,
-    parameter,
-    storage_key,
-    storage_over,
-)
+from .in_place import Targets, describe
 
 VERSION = 1
 MANIFEST = "__tensorferry__/manifest"

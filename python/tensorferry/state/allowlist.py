@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import _weights_only_unpickler
 
+from .._validate import boolean, several, shown
+from ..errors import InvalidArgument, UnsafePickle
 from . import reviewed
-from .arguments import boolean, several, shown
-from .errors import InvalidArgument, UnsafePickle
 
 #: Modules that torch does not let a user's list name either.
 _NEVER = ("sys", "os", "posix", "nt")

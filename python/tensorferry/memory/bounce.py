@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from ._native import Waves
+from .._native import Waves
 from .accelerator import Accelerator, Event, Streams, settled
-from .buffers import Pool
 from .host_memory import HostMemory
+from .host_pool import Pool
 from .tensors import as_bytes
 
 #: Bytes that come before they are copied on.

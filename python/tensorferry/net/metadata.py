@@ -6,8 +6,9 @@ import logging
 import re
 from collections.abc import Iterable
 
-from . import arguments, stock
-from .errors import InvalidArgument, UnprovenSource
+from .. import _validate
+from ..errors import InvalidArgument, UnprovenSource
+from ..torchft import compat
 
 logger = logging.getLogger("tensorferry")
 
@@ -27,11 +28,11 @@ def join_metadata(metadata: Iterable[str]) -> str:
     Raises:
         InvalidArgument: there is none, or one that is no metadata of a tensorferry transport
     """
-    given = arguments.several("metadata", metadata)
-    urls = [url for joined in given for url in arguments.text("each metadata", joined).split()]
+    given = _validate.several("metadata", metadata)
+    urls = [url for joined in given for url in _validate.text("each metadata", joined).split()]
     for url in urls:
-        if not _METADATA.fullmatch(url) or stock.is_stock(url):
-            raise InvalidArgument(f"{arguments.shown(url)} is not the metadata of a tensorferry transport")
+        if not _METADATA.fullmatch(url) or compat.is_stock(url):
+            raise InvalidArgument(f"{_validate.shown(url)} is not the metadata of a tensorferry transport")
     if not urls:
         raise InvalidArgument("there is no metadata to join")
     return " ".join(dict.fromkeys(urls))

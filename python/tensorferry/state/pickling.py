@@ -15,16 +15,11 @@ from typing import Any
 import torch
 from torch.storage import TypedStorage
 
-from ._rebuild import rebuild_dtensor, with_grad
+from .._rebuild import rebuild_dtensor, with_grad
+from ..errors import ProtocolError, TensorferryError, UnsafePickle, UnsupportedLeaf
+from ..memory.tensors import byte_span, is_dtensor_over_view, rebuilds_without_grad, storage_key
 from .allowlist import Allowed
-from .errors import ProtocolError, TensorferryError, UnsafePickle, UnsupportedLeaf
 from .reviewed import Refused
-from .tensors import (
-    byte_span,
-    is_dtensor_over_view,
-    rebuilds_without_grad,
-    storage_key,
-)
 from .tree import Flat
 from .unpickling import Unpickler, unpickler
 

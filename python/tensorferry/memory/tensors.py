@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ._native import Arena, _check_machine_has
+from .._native import Arena, _check_machine_has
 
 #: What a container can say of a dtype. What is missing here (complex128, the rarer float8 kinds, sub-byte and quantised
 #: dtypes) travels as bytes, its dtype in the pickle: older safetensors readers refuse a file for one dtype they do not

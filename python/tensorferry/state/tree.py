@@ -15,9 +15,9 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
-from ._native import Rows, _unflatten
-from .errors import ProtocolError
-from .tensors import DTYPE_NAMES, is_plain, storage_key
+from .._native import Rows, _unflatten
+from ..errors import ProtocolError
+from ..memory.tensors import DTYPE_NAMES, is_plain, storage_key
 
 #: Containers nested deeper than this are carried as one pickled object; it keeps cycles finite, too.
 MAX_DEPTH = 80

@@ -10,9 +10,9 @@ import socket
 from pathlib import Path
 from typing import TypeAlias
 
-from . import arguments
-from ._native import _interfaces, _resolve
-from .errors import ConnectError, FetchTimeout, InvalidArgument
+from .. import _validate
+from .._native import _interfaces, _resolve
+from ..errors import ConnectError, FetchTimeout, InvalidArgument
 
 logger = logging.getLogger("tensorferry")
 
@@ -36,7 +36,7 @@ def listening_address(interface: str | None) -> str | None:
     Raises:
         InvalidArgument: this host has no such address
     """
-    chosen = arguments.text("interface", interface or os.environ.get("TENSORFERRY_INTERFACE") or "")
+    chosen = _validate.text("interface", interface or os.environ.get("TENSORFERRY_INTERFACE") or "")
     return None if not chosen else _own_address(chosen)
 
 
@@ -54,10 +54,10 @@ def wants_same_host(asked: bool | None) -> bool:
         InvalidArgument: it is neither, or the variable neither ``0`` nor ``1``
     """
     if asked is not None:
-        return arguments.boolean("same_host", asked)
+        return _validate.boolean("same_host", asked)
     said = os.environ.get("TENSORFERRY_SAME_HOST", "")
     if said not in ("", "0", "1"):
-        raise InvalidArgument(f"TENSORFERRY_SAME_HOST is 0 or 1, not {arguments.shown(said)}")
+        raise InvalidArgument(f"TENSORFERRY_SAME_HOST is 0 or 1, not {_validate.shown(said)}")
     return said != "0"
 
 
@@ -76,14 +76,14 @@ def advertised_host(advertise: str | None, listening: str | None) -> str:
         What was asked for; else the address that is listened on; else the host's name, as torchft has it, if it
         resolves to more than this machine itself within a second; else the address of the interface that leads out.
     """
-    chosen = arguments.text("advertise", advertise or os.environ.get("TENSORFERRY_ADVERTISE") or "")
+    chosen = _validate.text("advertise", advertise or os.environ.get("TENSORFERRY_ADVERTISE") or "")
     if chosen:
         if _NETWORK.fullmatch(chosen) or any(name == chosen for name, _ in _interfaces()):
             return _own_address(chosen)
         address = _parse(chosen)
         if address.is_unspecified if address is not None else not _NAME.fullmatch(chosen):
             raise InvalidArgument(
-                f"{arguments.shown(chosen)} cannot be advertised: a name or an address is wanted, without scheme and "
+                f"{_validate.shown(chosen)} cannot be advertised: a name or an address is wanted, without scheme and "
                 "port, or an interface or a network of this host"
             )
         return chosen
@@ -117,7 +117,7 @@ def _own_address(wanted: str) -> str:
         named = [a for _, a in found if network is not None and a.version == network.version and a in network]
     if not named:
         have = ", ".join(f"{name} {address}" for name, address in found)
-        raise InvalidArgument(f"this host has no interface or address {arguments.shown(wanted)}; it has {have}")
+        raise InvalidArgument(f"this host has no interface or address {_validate.shown(wanted)}; it has {have}")
     # IPv4 first: what a peer can reach is decided by its own addresses, and every cluster has these.
     return str(min(named, key=lambda address: (address.is_link_local, address.version)))
 

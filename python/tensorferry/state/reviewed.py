@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.storage import TypedStorage
 
-from . import _rebuild
+from .. import _rebuild
 
 if TYPE_CHECKING:
     from .unpickling import Unpickler

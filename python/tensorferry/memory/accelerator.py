@@ -15,8 +15,8 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from .errors import InvalidArgument
-from .locked import locked
+from ..errors import InvalidArgument
+from .pinned import locked
 
 
 class Event(Protocol):

@@ -18,11 +18,11 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from ..allowlist import Allowed
 from ..errors import ProtocolError
+from ..state.allowlist import Allowed
 from . import index
 from .index import ELEMENTS, Place
-from .writing import Packed
+from .save_plan import Packed
 
 
 class Folder:

@@ -9,21 +9,22 @@ from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
-from . import arguments, stock
-from ._native import Pool, Remote
-from .accelerator import ACCELERATOR
-from .addresses import wants_same_host
-from .allowlist import Allowed, refusal
-from .errors import InvalidArgument, TransportClosed, UnprovenSource
-from .host_memory import HostMemory
-from .landing import Landing
-from .reporting import in_place, tell
-from .secret import shared_secret
-from .serving import known_snapshot, serve, withdraw
-from .sources import encrypted
-from .staging import Stager
-from .state import Packed, Snapshot, receive
-from .targets import InPlace, Targets
+from .. import _validate
+from .._native import Pool, Remote
+from ..errors import InvalidArgument, TransportClosed, UnprovenSource
+from ..memory.accelerator import ACCELERATOR
+from ..memory.bounce import Landing
+from ..memory.host_memory import HostMemory
+from ..memory.staging import Stager
+from ..net.addresses import wants_same_host
+from ..net.metadata import encrypted
+from ..net.report import in_place, tell
+from ..net.secret import shared_secret
+from ..net.serve import known_snapshot, serve, withdraw
+from ..state.allowlist import Allowed, refusal
+from ..state.in_place import InPlace, Targets
+from ..state.snapshot import Packed, Snapshot, receive
+from . import compat
 
 if TYPE_CHECKING:
     from torchft.checkpointing.transport import CheckpointTransport
@@ -117,11 +118,11 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         reuse_bytes: int = 0,
         progress: Callable[[int, int], object] | None = None,
     ) -> None:
-        reuse_bytes = arguments.whole("reuse_bytes", reuse_bytes, 0)
+        reuse_bytes = _validate.whole("reuse_bytes", reuse_bytes, 0)
         self._timeout = timeout
-        self._num_chunks = arguments.whole("num_chunks", num_chunks, 0)
-        self._state_dict = arguments.function("state_dict", state_dict)
-        self._strict = arguments.boolean("strict", strict)
+        self._num_chunks = _validate.whole("num_chunks", num_chunks, 0)
+        self._state_dict = _validate.function("state_dict", state_dict)
+        self._strict = _validate.boolean("strict", strict)
         if strict and state_dict is None:
             raise InvalidArgument("strict=True compares with the live state: pass state_dict=, which gives it")
         self._snapshot = known_snapshot(snapshot)
@@ -137,7 +138,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         self._is_closed = False
         self._same_host = wants_same_host(same_host)
         self._pool = Pool(reuse_bytes, HostMemory(ACCELERATOR).lend) if reuse_bytes else None
-        self._progress = arguments.function("progress", progress)
+        self._progress = _validate.function("progress", progress)
         self._server, self._address = serve(
             timeout,
             secret=self._secret,
@@ -187,14 +188,14 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
                 receivers that have begun get an error at once, those to which no byte came included
         """
         del dst_ranks, timeout
-        step = arguments.step_number(step)
+        step = _validate.step_number(step)
         # Before the lock, which a thread of the parent may have held when this process was forked.
         self._server.check_process()
         self._check_open()
         started = time.perf_counter()
         with self._sending:
             packed = Packed(state_dict, self._stager, self._snapshot)
-            packed.publish(self._server, step, stock.bodies(packed.rebuild, self._num_chunks))
+            packed.publish(self._server, step, compat.bodies(packed.rebuild, self._num_chunks))
         self._warn_of_refusals(packed.globals)
         logger.debug("step %d is published (%.4f s)", step, time.perf_counter() - started)
 
@@ -235,12 +236,12 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         del src_rank
         self._server.check_process()
         self._check_open()
-        step, seconds_given = arguments.step_number(step), arguments.seconds("timeout", timeout)
+        step, seconds_given = _validate.step_number(step), _validate.seconds("timeout", timeout)
         started = time.perf_counter()
-        sources = arguments.text("metadata", metadata).split()
+        sources = _validate.text("metadata", metadata).split()
         if self._tls:
             sources = encrypted(sources)
-        if len(sources) == 1 and stock.is_stock(sources[0]):
+        if len(sources) == 1 and compat.is_stock(sources[0]):
             metadata = sources[0]
             if self._secret is not None:
                 raise UnprovenSource(
@@ -249,7 +250,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
                     "run it without a secret"
                 )
             targets = self._targets() if self._state_dict is not None else None
-            state = stock.receive(metadata, step, timeout, self._allowed)
+            state = compat.receive(metadata, step, timeout, self._allowed)
             fit = None
             if targets is not None:
                 state, fit = targets.fill(state), targets.fit
@@ -296,7 +297,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             InvalidArgument: the step is no whole number of 64 bits
             TransportClosed: after :meth:`shutdown`
         """
-        step = arguments.step_number(step)
+        step = _validate.step_number(step)
         self._check_open()
         self._server.allow(step)
 

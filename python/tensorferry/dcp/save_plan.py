@@ -12,8 +12,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from .._native import Rows
 from ..errors import InvalidArgument, UnsupportedLeaf
-from ..staging import Piece, Stager
-from ..tensors import DTYPE_NAMES, address, dense, reach, scratch, without_memory
+from ..memory.staging import Piece, Stager
+from ..memory.tensors import DTYPE_NAMES, address, dense, reach, scratch, without_memory
 from .index import ELEMENTS, OBJECT, PICKLED_TENSOR, Place
 
 METADATA = [("format", "pt"), ("tensorferry.version", "1"), ("tensorferry.dcp", "1")]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ._native import Secret
-from .errors import InvalidArgument
+from .._native import Secret
+from ..errors import InvalidArgument
 
 _VARIABLE = "TENSORFERRY_SECRET"
 _FILE_VARIABLE = "TENSORFERRY_SECRET_FILE"

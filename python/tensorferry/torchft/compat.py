@@ -25,11 +25,11 @@ import torch
 from torch.distributed import _serialization
 from torch.utils._pytree import tree_flatten
 
-from ._native import HostView, _check_machine_has, _resolve
-from .allowlist import Allowed
-from .errors import ConnectError, FetchTimeout, ProtocolError, SourceRefused, SystemRefused, UnsafePickle
-from .tensors import scratch
-from .unpickling import pickle_module, unpickler
+from .._native import HostView, _check_machine_has, _resolve
+from ..errors import ConnectError, FetchTimeout, ProtocolError, SourceRefused, SystemRefused, UnsafePickle
+from ..memory.tensors import scratch
+from ..state.allowlist import Allowed
+from ..state.unpickling import pickle_module, unpickler
 
 _PROTOCOL = 2
 _READ = 1 << 20

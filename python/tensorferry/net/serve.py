@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from datetime import timedelta
 
-from . import arguments
-from ._native import Secret, Server
+from .. import _validate
+from .._native import Secret, Server
+from ..errors import ForkedProcess, InvalidArgument
+from ..state.snapshot import Snapshot
 from .addresses import advertised_host, listening_address, port_on
-from .errors import ForkedProcess, InvalidArgument
-from .state import Snapshot
 
 logger = logging.getLogger("tensorferry")
 
@@ -39,9 +39,9 @@ def serve(
         SystemRefused: no port can be opened
         InvalidArgument: an argument cannot be used; it is named
     """
-    patience = arguments.patience("timeout", timeout)
+    patience = _validate.patience("timeout", timeout)
     if max_bandwidth is not None:
-        max_bandwidth = arguments.whole("max_bandwidth (bytes per second)", max_bandwidth, 1)
+        max_bandwidth = _validate.whole("max_bandwidth (bytes per second)", max_bandwidth, 1)
     listening = listening_address(interface)
     server = Server(
         patience=patience,
@@ -49,7 +49,7 @@ def serve(
         same_host=same_host,
         max_bandwidth=max_bandwidth,
         secret=secret,
-        tls=arguments.boolean("tls", tls),
+        tls=_validate.boolean("tls", tls),
     )
     return server, server.url(advertised_host(advertise, listening))
 

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import torch
 from torch.serialization import StorageType
 
+from .._rebuild import FORMER
+from ..errors import ProtocolError, TensorferryError, UnsafePickle
 from . import reviewed
-from ._rebuild import FORMER
-from .errors import ProtocolError, TensorferryError, UnsafePickle
 from .reviewed import Function, Pending, Refused, need
 
 if TYPE_CHECKING:

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from ._native import HostView
+from .._native import HostView
 from .accelerator import Accelerator, Event, Streams, settled
-from .buffers import Buffer, Pool
 from .host_memory import HostMemory
+from .host_pool import Buffer, Pool
 from .tensors import as_bytes
 
 #: Where each copied piece starts in its buffer.

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from .errors import ProtocolError
-from .tensors import byte_span
+from ..errors import ProtocolError
+from ..memory.tensors import byte_span
 from .tree import Flat
 
 

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from .._validate import shown
+from ..errors import InvalidArgument, ProtocolError, StateMismatch
+from ..memory.accelerator import ACCELERATOR, Accelerator
+from ..memory.tensors import DTYPES, as_bytes, copy_into, obstacle
 from . import aliases, tree
-from .accelerator import ACCELERATOR, Accelerator
 from .aliases import Memory
-from .arguments import shown
-from .errors import InvalidArgument, ProtocolError, StateMismatch
-from .tensors import DTYPES, as_bytes, copy_into, obstacle
 
 if TYPE_CHECKING:
-    from .state import Builder
+    from .snapshot import Builder
 
 #: How many leaves a message names of those that only one side has, or that share memory.
 _LISTED = 20
