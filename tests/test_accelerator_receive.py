@@ -14,7 +14,7 @@ import tensorferry
 from equality import assert_same_state
 from exchange import TIMEOUT, in_background, receive, until
 from stand_in import CUDA, StandIn, open_on, parts, stand_in
-from tensorferry import landing
+from tensorferry.memory import bounce
 from tensorferry.testing import FlipByte
 from tensorferry.testing.proxy import FaultProxy
 
@@ -30,7 +30,7 @@ SLOT = 4 * MIB
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
-    monkeypatch.setattr(landing, "SLOT", SLOT)
+    monkeypatch.setattr(bounce, "SLOT", SLOT)
     with stand_in() as device:
         yield device
 

@@ -12,7 +12,7 @@ import torch
 
 import tensorferry
 from exchange import TIMEOUT, receive
-from tensorferry import aliases, tree
+from tensorferry.state import aliases, tree
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,11 +11,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import tensorferry
-from tensorferry import tree
 from tensorferry._native import Remote, Rows
-from tensorferry.allowlist import Allowed
-from tensorferry.state import _METADATA, MANIFEST, _padded
-from tensorferry.tensors import DTYPE_NAMES
+from tensorferry.memory.tensors import DTYPE_NAMES
+from tensorferry.state import tree
+from tensorferry.state.allowlist import Allowed
+from tensorferry.state.snapshot import _METADATA, MANIFEST, _padded
 from test_container_python import OWN, TIMEOUT
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.beyond_torchft]

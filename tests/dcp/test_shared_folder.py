@@ -22,9 +22,10 @@ from job import Job
 
 import tensorferry
 from tensorferry._native import Rows, _write_file
-from tensorferry.dcp import FileReader, FileWriter, commits, files, index
-from tensorferry.dcp.writing import METADATA
-from tensorferry.tensors import DTYPE_NAMES
+from tensorferry.dcp import FileReader, FileWriter, files, index
+from tensorferry.dcp.save_plan import METADATA
+from tensorferry.memory.tensors import DTYPE_NAMES
+from tensorferry.storage import commits
 
 pytestmark = [
     pytest.mark.timeout(120),
