@@ -20,8 +20,8 @@ from ..memory.accelerator import ACCELERATOR
 from ..memory.staging import Stager
 from ..net.addresses import wants_same_host
 from ..net.secret import shared_secret
-from ..net.serve import known_snapshot, serve, withdraw
-from ..state.snapshot import Snapshot
+from ..net.serve import serve, withdraw
+from ..state.snapshot import Snapshot, known_snapshot
 from . import index
 from .save_plan import METADATA, Packed
 from .torch_view import Folder

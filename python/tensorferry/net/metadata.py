@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterable
+from urllib.parse import urlsplit
 
 from .. import _validate
 from ..errors import InvalidArgument, UnprovenSource
-from ..torchft import compat
 
 logger = logging.getLogger("tensorferry")
 
@@ -31,11 +31,23 @@ def join_metadata(metadata: Iterable[str]) -> str:
     given = _validate.several("metadata", metadata)
     urls = [url for joined in given for url in _validate.text("each metadata", joined).split()]
     for url in urls:
-        if not _METADATA.fullmatch(url) or compat.is_stock(url):
+        if not _METADATA.fullmatch(url) or is_stock(url):
             raise InvalidArgument(f"{_validate.shown(url)} is not the metadata of a tensorferry transport")
     if not urls:
         raise InvalidArgument("there is no metadata to join")
     return " ".join(dict.fromkeys(urls))
+
+
+def is_stock(metadata: str) -> bool:
+    """Whether ``metadata`` comes from torchft's own transport: its path has no random part.
+
+    Asking the source would do, too, but torchft logs a traceback for every path it does not know.
+    """
+    try:
+        url = urlsplit(metadata)
+        return url.path == "/checkpoint/" and url.scheme == "http" and bool(url.hostname) and url.port != 0
+    except ValueError:  # No URL at all: the engine says what is wrong with it.
+        return False
 
 
 def encrypted(sources: list[str]) -> list[str]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, NamedTuple
 
-from ..state.in_place import InPlace
 from .addresses import interface_speed
 
 logger = logging.getLogger("tensorferry")
@@ -13,6 +12,22 @@ logger = logging.getLogger("tensorferry")
 #: A receive this long shows how fast its way is, and this share of the interface's speed is worth a warning.
 _LONG_S = 2.0
 _SLOW = 0.1
+
+
+class InPlace(NamedTuple):
+    """How a receive and the live state fitted together.
+
+    Attributes:
+        landed: how many of the source's tensors have their counterpart in the live state
+        offered: how many tensors the source has
+        there: the path of one of the source's tensors, for messages
+        here: the path of one of the live state's, for messages
+    """
+
+    landed: int
+    offered: int
+    there: str
+    here: str
 
 
 def in_place(fit: InPlace | None) -> str:

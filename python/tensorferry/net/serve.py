@@ -7,8 +7,7 @@ from datetime import timedelta
 
 from .. import _validate
 from .._native import Secret, Server
-from ..errors import ForkedProcess, InvalidArgument
-from ..state.snapshot import Snapshot
+from ..errors import ForkedProcess
 from .addresses import advertised_host, listening_address, port_on
 
 logger = logging.getLogger("tensorferry")
@@ -52,17 +51,6 @@ def serve(
         tls=_validate.boolean("tls", tls),
     )
     return server, server.url(advertised_host(advertise, listening))
-
-
-def known_snapshot(snapshot: Snapshot) -> Snapshot:
-    """``snapshot`` itself.
-
-    Raises:
-        InvalidArgument: it is no way to take one
-    """
-    if snapshot not in ("borrow", "copy"):
-        raise InvalidArgument(f'snapshot is "borrow" or "copy", not {snapshot!r}')
-    return snapshot
 
 
 def withdraw(server: Server, timeout: timedelta) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,6 +12,7 @@ from .._validate import shown
 from ..errors import InvalidArgument, ProtocolError, StateMismatch
 from ..memory.accelerator import ACCELERATOR, Accelerator
 from ..memory.tensors import DTYPES, as_bytes, copy_into, obstacle
+from ..net.report import InPlace
 from . import aliases, tree
 from .aliases import Memory
 
@@ -81,22 +82,6 @@ def _kind(value: torch.Tensor) -> list[str]:
     except Exception:  # As in _described.
         return [f"a {type(value).__name__} that does not say what it is"]
     return [one for one in said if one]
-
-
-class InPlace(NamedTuple):
-    """How a receive and the live state fitted together.
-
-    Attributes:
-        landed: how many of the source's tensors have their counterpart in the live state
-        offered: how many tensors the source has
-        there: the path of one of the source's tensors, for messages
-        here: the path of one of the live state's, for messages
-    """
-
-    landed: int
-    offered: int
-    there: str
-    here: str
 
 
 class Targets:

@@ -13,7 +13,7 @@ import torch
 
 from .. import _gc
 from .._native import Arena, Filling, Remote, Rows, Server
-from ..errors import ProtocolError
+from ..errors import InvalidArgument, ProtocolError
 from ..memory.accelerator import Accelerator
 from ..memory.bounce import Landing
 from ..memory.staging import Piece, Stager, host_view
@@ -34,6 +34,17 @@ Snapshot = Literal["borrow", "copy"]
 
 #: Memory of an entry: a whole storage where it is, or a part of one, possibly copied.
 Memory: TypeAlias = torch.UntypedStorage | Piece
+
+
+def known_snapshot(snapshot: Snapshot) -> Snapshot:
+    """``snapshot`` itself.
+
+    Raises:
+        InvalidArgument: it is no way to take one
+    """
+    if snapshot not in ("borrow", "copy"):
+        raise InvalidArgument(f'snapshot is "borrow" or "copy", not {snapshot!r}')
+    return snapshot
 
 
 class Packed:

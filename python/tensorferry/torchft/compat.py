@@ -236,18 +236,6 @@ class _Exact(io.BufferedReader):
             raise ConnectError(f"the source closed the connection with {size - read} bytes of a record missing")
 
 
-def is_stock(metadata: str) -> bool:
-    """Whether ``metadata`` comes from torchft's own transport: its path has no random part.
-
-    Asking the source would do, too, but torchft logs a traceback for every path it does not know.
-    """
-    try:
-        url = urlsplit(metadata)
-        return url.path == "/checkpoint/" and url.scheme == "http" and bool(url.hostname) and url.port != 0
-    except ValueError:  # No URL at all: the engine says what is wrong with it.
-        return False
-
-
 def _records(stream: _Exact) -> list[tuple[str, bool, int]]:
     """The list that a body begins with: what each record is called, whether it is a storage, and how long it is.
 

@@ -17,13 +17,13 @@ from ..memory.bounce import Landing
 from ..memory.host_memory import HostMemory
 from ..memory.staging import Stager
 from ..net.addresses import wants_same_host
-from ..net.metadata import encrypted
-from ..net.report import in_place, tell
+from ..net.metadata import encrypted, is_stock
+from ..net.report import InPlace, in_place, tell
 from ..net.secret import shared_secret
-from ..net.serve import known_snapshot, serve, withdraw
+from ..net.serve import serve, withdraw
 from ..state.allowlist import Allowed, refusal
-from ..state.in_place import InPlace, Targets
-from ..state.snapshot import Packed, Snapshot, receive
+from ..state.in_place import Targets
+from ..state.snapshot import Packed, Snapshot, known_snapshot, receive
 from . import compat
 
 if TYPE_CHECKING:
@@ -241,7 +241,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         sources = _validate.text("metadata", metadata).split()
         if self._tls:
             sources = encrypted(sources)
-        if len(sources) == 1 and compat.is_stock(sources[0]):
+        if len(sources) == 1 and is_stock(sources[0]):
             metadata = sources[0]
             if self._secret is not None:
                 raise UnprovenSource(
