@@ -26,7 +26,7 @@ from ..memory.accelerator import ACCELERATOR
 from ..memory.staging import Stager
 from ..memory.tensors import DTYPE_NAMES
 from ..state.allowlist import Allowed
-from ..storage import commits
+from ..storage import commits, reserved
 from ..storage.commits import Commit, new_id
 from . import index
 from .load_plan import Part
@@ -226,8 +226,8 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
         metadata.storage_meta = StorageMeta(checkpoint_id=save.path, save_id=save.id)
         files = {place.source: place.header for place in places.values()}
         control = [
-            (index.ENTRY, index.encode(metadata, places)),
-            (commits.FILES, Commit(files, save.began).encode()),
+            (reserved.INDEX, index.encode(metadata, places)),
+            (reserved.INDEX_FILES, Commit(files, save.began).encode()),
         ]
         with _finishing, commits.holding(save.path, files):
             before = commits.committed(save.index)

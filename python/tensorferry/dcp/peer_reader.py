@@ -18,6 +18,7 @@ from ..memory.tensors import room
 from ..net.addresses import wants_same_host
 from ..net.secret import shared_secret
 from ..state.allowlist import Allowed
+from ..storage import reserved
 from . import index
 from .load_plan import Part
 from .peer_writer import SCHEME
@@ -102,11 +103,11 @@ class PeerReader(SliceReader):
                 secret=self._secret,
             )
             sizes = dict(zip(remote.names, remote.sizes, strict=True))
-            if index.ENTRY not in sizes:
+            if reserved.INDEX not in sizes:
                 raise ProtocolError(f"{urls[0]} serves no index of a distributed checkpoint")
-            nbytes = sizes[index.ENTRY]
+            nbytes = sizes[reserved.INDEX]
             memory, start = room(nbytes)
-            self._fetch({source: [(index.ENTRY, "U8", nbytes, 0, nbytes, start, [])]})
+            self._fetch({source: [(reserved.INDEX, "U8", nbytes, 0, nbytes, start, [])]})
             self.report = dict.fromkeys(self.report, 0)
             metadata = index.decode(bytes(memory), "the publication", self._allowed)
         except TensorferryError as e:

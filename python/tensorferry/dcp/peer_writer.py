@@ -22,6 +22,7 @@ from ..net.addresses import wants_same_host
 from ..net.secret import shared_secret
 from ..net.serve import serve, withdraw
 from ..state.snapshot import Snapshot, known_snapshot
+from ..storage import reserved
 from . import index
 from .save_plan import METADATA, Packed
 from .torch_view import Folder
@@ -245,7 +246,7 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         self._server.publish(
             self._step,
             rows=packed.rows,
-            control=[] if text is None else [(index.ENTRY, text)],
+            control=[] if text is None else [(reserved.INDEX, text)],
             metadata=METADATA,
             owner=packed.owner,
             private=packed.private,

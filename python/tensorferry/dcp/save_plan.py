@@ -14,10 +14,10 @@ from .._native import Rows
 from ..errors import InvalidArgument, UnsupportedLeaf
 from ..memory.staging import Piece, Stager
 from ..memory.tensors import DTYPE_NAMES, address, dense, reach, scratch, without_memory
+from ..storage import reserved
 from .index import ELEMENTS, OBJECT, PICKLED_TENSOR, Place
 
 METADATA = [("format", "pt"), ("tensorferry.version", "1"), ("tensorferry.dcp", "1")]
-_RESERVED = "__tensorferry__/"
 #: Dtype and shape.
 Elements: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
 
@@ -61,7 +61,7 @@ class Packed:
                     data = planner.resolve_data(item)
                     self._indices.append(item.index)
                     if item.type == WriteItemType.BYTE_IO:
-                        self._append_bytes(f"{_RESERVED}objects/{number}", data.getvalue(), OBJECT)
+                        self._append_bytes(reserved.pickled_object(number), data.getvalue(), OBJECT)
                     else:
                         also(self._accelerator.holding([data]))
                         self._append_tensor(item, data, number, copy, pieces)
@@ -90,7 +90,7 @@ class Packed:
         if memory is None:
             file = io.BytesIO()
             torch.save(tensor.detach(), file)
-            self._append_bytes(f"{_RESERVED}tensors/{number}", file.getvalue(), PICKLED_TENSOR)
+            self._append_bytes(reserved.pickled_tensor(number), file.getvalue(), PICKLED_TENSOR)
             return
         dtype = DTYPE_NAMES.get(memory.dtype)
         shape = tuple(memory.shape) if dtype else (memory.nbytes,)
@@ -111,7 +111,7 @@ class Packed:
         """The key; of a part of a tensor with what part it is."""
         fqn, data = item.index.fqn, item.tensor_data
         name: str = fqn.replace("\0", "~")
-        if not name or name == "__metadata__" or name.startswith(_RESERVED):
+        if reserved.is_reserved(name):
             name = f"~{name}"
         if data is not None and data.chunk.sizes != data.size:
             ends = zip(data.chunk.offsets, data.chunk.sizes, strict=True)

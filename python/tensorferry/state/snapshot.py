@@ -18,14 +18,12 @@ from ..memory.accelerator import Accelerator
 from ..memory.bounce import Landing
 from ..memory.staging import Piece, Stager, host_view
 from ..memory.tensors import DTYPES, as_bytes, over, parameter, storage_key, storage_over
+from ..storage import reserved
 from . import aliases, pickling, tree
 from .allowlist import Allowed
 from .in_place import Targets, describe
 
 VERSION = 1
-MANIFEST = "__tensorferry__/manifest"
-PICKLE = "__tensorferry__/pickle"
-_PREFIX = "__tensorferry__/"
 _METADATA = [("format", "pt"), ("tensorferry.version", str(VERSION))]
 #: Host memory up to this size is copied along with an accelerator's, so that the whole snapshot is private.
 _SMALL_HOST_PART = 64 << 20
@@ -91,7 +89,7 @@ class Packed:
                 for index, (start, end) in enumerate(known.covered()):
                     parts.append([len(self.rows), start])
                     self._pieces.append(len(self.rows))
-                    name = f"{_PREFIX}storage/{number}/{index}"
+                    name = reserved.piece(number, index)
                     self.rows.append(Piece(known.storage, start, end), name, "U8", (end - start,), 0, end - start, 0)
             layout.append([known.storage.nbytes(), parts])
         manifest = {
@@ -171,14 +169,14 @@ class Packed:
         filling.finish()
 
     def _control(self) -> list[tuple[str, bytes]]:
-        control = [(MANIFEST, _padded(self.manifest(), b" "))]
-        return [*control, (PICKLE, _padded(self.pickle_bytes, b"\0"))] if self.pickle_bytes else control
+        control = [(reserved.MANIFEST, _padded(self.manifest(), b" "))]
+        return [*control, (reserved.PICKLE, _padded(self.pickle_bytes, b"\0"))] if self.pickle_bytes else control
 
     def rebuild(self) -> Any:
         """The state again, over the published memory: on the host, and if private, as of when it was published."""
         if self._state is not None:
             return self._state
-        plain = [i for i, name in enumerate(self.rows.names) if not name.startswith(_PREFIX)]
+        plain = [i for i, name in enumerate(self.rows.names) if not name.startswith(reserved.PREFIX)]
         builder = Builder(json.loads(self._fields), self._tree, self.rows, plain)
         for k, storage in builder.scattered.items():
             whole = as_bytes(storage)

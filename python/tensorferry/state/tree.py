@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from .._native import Rows, _unflatten
 from ..errors import ProtocolError
 from ..memory.tensors import DTYPE_NAMES, is_plain, storage_key
+from ..storage.reserved import is_reserved
 
 #: Containers nested deeper than this are carried as one pickled object; it keeps cycles finite, too.
 MAX_DEPTH = 80
@@ -227,21 +228,17 @@ def unique_names(paths: list[str]) -> list[str]:
     if not _is_text(joined) or "\0" in joined:
         paths = [_as_text(p).replace("\0", "\\x00") for p in paths]
     taken = set(paths)
-    if len(taken) == len(paths) and not any(map(_is_reserved, paths)):
+    if len(taken) == len(paths) and not any(map(is_reserved, paths)):
         return paths
     used: set[str] = set()
     names: list[str] = []
     for path in paths:
-        name = ("~" + path if path else "root") if _is_reserved(path) else path
+        name = ("~" + path if path else "root") if is_reserved(path) else path
         if name in used or (name != path and name in taken):
             name = next_free(name, taken | used)
         used.add(name)
         names.append(name)
     return names
-
-
-def _is_reserved(path: str) -> bool:
-    return not path or path == "__metadata__" or path.startswith("__tensorferry__/")
 
 
 def _is_text(value: str) -> bool:

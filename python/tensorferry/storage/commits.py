@@ -29,13 +29,11 @@ from pathlib import Path
 from typing import Any
 
 from .._native import _file_entries
-from ..dcp import index
 from ..errors import IncompleteCheckpoint, ProtocolError, TensorferryError
+from .reserved import INDEX, INDEX_FILES
 
 logger = logging.getLogger("tensorferry")
 
-#: The entry of an index that says which files it is about. Indexes of older versions do not have it.
-FILES = "__tensorferry__/files"
 #: Files that may belong to a save that was killed.
 _OURS = re.compile(
     r"(rank(?P<rank>\d{5,})-(?P<id>[0-9a-f]{12,20})\.safetensors"
@@ -77,9 +75,9 @@ def read(path: Path) -> tuple[bytes, Commit]:
         CorruptCheckpoint: it does not match its checksums
         SystemRefused: it cannot be read
     """
-    text, files = _file_entries(path, [index.ENTRY, FILES])
+    text, files = _file_entries(path, [INDEX, INDEX_FILES])
     if text is None:
-        raise ProtocolError(f"{path} is no index: it has no entry {index.ENTRY!r}")
+        raise ProtocolError(f"{path} is no index: it has no entry {INDEX!r}")
     return text, _decode(path, text, files)
 
 
@@ -105,7 +103,7 @@ def files_of(path: Path) -> Commit:
         TensorferryError: it cannot be read
     """
     # Of an index of many tensors, this is the small part.
-    (files,) = _file_entries(path, [FILES])
+    (files,) = _file_entries(path, [INDEX_FILES])
     found = read(path)[1] if files is None else _decode(path, b"", files)
     ranks = (name for name in found.files if (match := _OURS.fullmatch(name)) and match["rank"])
     return Commit({name: found.files[name] for name in ranks}, found.began)
