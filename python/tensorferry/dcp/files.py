@@ -28,8 +28,8 @@ from ..memory.tensors import DTYPE_NAMES
 from ..state.allowlist import Allowed
 from ..storage import commits, reserved
 from ..storage.commits import Commit, new_id
+from ..storage.slices import Part
 from . import index
-from .load_plan import Part
 from .reader import SliceReader
 from .save_plan import METADATA, Packed
 

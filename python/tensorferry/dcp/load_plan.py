@@ -7,7 +7,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
@@ -18,10 +18,8 @@ from ..memory.accelerator import ACCELERATOR
 from ..memory.tensors import DTYPE_NAMES, address, byte_strides, obstacle, room, scratch, takes_bytes, view_as
 from ..state.allowlist import Allowed
 from ..state.unpickling import pickle_module
+from ..storage.slices import Part, contiguous_strides, runs
 from .index import ELEMENTS, PICKLED_TENSOR, Place
-
-#: ``(entry, dtype, nbytes, start, run, address, repeats)``, as the native module wants it.
-Part: TypeAlias = tuple[str, str, int, int, int, int, list[tuple[int, int, int]]]
 
 #: Runs shorter than this are not scattered one by one: all bytes between the first and the last come along, and torch
 #: picks out the elements.
@@ -170,16 +168,16 @@ class Reading:
             self._then.append(lambda: commit(None))
             return
         size = dtype.itemsize
-        strides = _contiguous(shape, size)
+        strides = contiguous_strides(shape, size)
         start = sum(offset * stride for offset, stride in zip(item.storage_offsets, strides, strict=True))
         if alone and takes_bytes(target, dtype) and not self._accelerator.holding([target]):
-            run, repeats = _runs(lengths, strides, byte_strides(target), size)
+            run, repeats = runs(lengths, strides, byte_strides(target), size)
             if run >= _SHORT_RUN or not repeats:
                 self._add(place, start, run, address(target), repeats)
                 self._then.append(lambda: commit(None))
                 return
-        packed = _contiguous(lengths, size)
-        run, repeats = _runs(lengths, strides, packed, size)
+        packed = contiguous_strides(lengths, size)
+        run, repeats = runs(lengths, strides, packed, size)
         if run >= _SHORT_RUN or not repeats:
             memory = self._scratch(math.prod(lengths) * size)
         else:
@@ -217,32 +215,6 @@ class Reading:
 
     def _load_bytes(self, item: ReadItem, data: bytes) -> None:
         self._planner.load_bytes(item, io.BytesIO(rewritten(data, item.storage_index.fqn, self._allowed)))
-
-
-def _contiguous(shape: list[int], size: int) -> list[int]:
-    """The strides, in bytes, of elements that lie one after the other."""
-    strides = []
-    for dim in reversed(shape):
-        strides.append(size)
-        size *= dim
-    return strides[::-1]
-
-
-def _runs(lengths: list[int], strides: list[int], to: list[int], size: int) -> tuple[int, list[tuple[int, int, int]]]:
-    """A box of elements as runs of bytes: the length of one, and ``(count, from, to)`` where it repeats."""
-    dims = [(n, a, b) for n, a, b in zip(lengths, strides, to, strict=True) if n > 1]
-    run = size
-    while dims and dims[-1][1] == run and dims[-1][2] == run:
-        run *= dims.pop()[0]
-    repeats: list[tuple[int, int, int]] = []
-    for n, a, b in reversed(dims):
-        if repeats:
-            inner, by, into = repeats[-1]
-            if (a, b) == (inner * by, inner * into):
-                repeats[-1] = (n * inner, by, into)
-                continue
-        repeats.append((n, a, b))
-    return run, repeats[::-1]
 
 
 def _without_aliases(targets: list[tuple[ReadItem, torch.Tensor]]) -> list[bool]:

@@ -19,8 +19,8 @@ from ..net.addresses import wants_same_host
 from ..net.secret import shared_secret
 from ..state.allowlist import Allowed
 from ..storage import reserved
+from ..storage.slices import Part
 from . import index
-from .load_plan import Part
 from .peer_writer import SCHEME
 from .reader import SliceReader
 

@@ -11,7 +11,8 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ..state.allowlist import Allowed
-from .load_plan import Part, Reading
+from ..storage.slices import Part
+from .load_plan import Reading
 
 
 class SliceReader(StorageReader):  # type: ignore[misc]  # mypy does not follow torch

@@ -9,8 +9,7 @@ import torch
 
 from .._native import Waves
 from .accelerator import Accelerator, Event, Streams, settled
-from .host_memory import HostMemory
-from .host_pool import Pool
+from .host_pool import HostMemory, Pool
 from .tensors import as_bytes
 
 #: Bytes that come before they are copied on.

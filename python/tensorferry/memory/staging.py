@@ -14,8 +14,7 @@ import torch
 
 from .._native import HostView
 from .accelerator import Accelerator, Event, Streams, settled
-from .host_memory import HostMemory
-from .host_pool import Buffer, Pool
+from .host_pool import Buffer, HostMemory, Pool
 from .tensors import as_bytes
 
 #: Where each copied piece starts in its buffer.

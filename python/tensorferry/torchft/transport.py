@@ -14,7 +14,7 @@ from .._native import Pool, Remote
 from ..errors import InvalidArgument, TransportClosed, UnprovenSource
 from ..memory.accelerator import ACCELERATOR
 from ..memory.bounce import Landing
-from ..memory.host_memory import HostMemory
+from ..memory.host_pool import HostMemory
 from ..memory.staging import Stager
 from ..net.addresses import wants_same_host
 from ..net.metadata import encrypted, is_stock
