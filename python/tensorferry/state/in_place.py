@@ -17,7 +17,7 @@ from . import aliases, tree
 from .aliases import Memory
 
 if TYPE_CHECKING:
-    from .snapshot import Builder
+    from .build import Builder
 
 #: How many leaves a message names of those that only one side has, or that share memory.
 _LISTED = 20

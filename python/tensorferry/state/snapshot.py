@@ -1,27 +1,25 @@
-"""A state as the entries of a container, and a container as a state."""
+"""A state as the entries of a container."""
 
 from __future__ import annotations
 
 import json
 import sys
-from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from functools import cached_property
-from typing import Any, Literal, TypeAlias, cast
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias
 
 import torch
 
 from .. import _gc
-from .._native import Arena, Filling, Remote, Rows, Server
-from ..errors import InvalidArgument, ProtocolError
+from .._native import Filling, Server
+from ..errors import InvalidArgument
 from ..memory.accelerator import Accelerator
-from ..memory.bounce import Landing
 from ..memory.staging import Piece, Stager, host_view
-from ..memory.tensors import DTYPES, as_bytes, over, parameter, storage_key, storage_over
+from ..memory.tensors import as_bytes, storage_key, storage_over
 from ..storage import reserved
 from . import aliases, pickling, tree
 from .allowlist import Allowed
-from .in_place import Targets, describe
+from .build import Builder
+from .in_place import describe
 
 VERSION = 1
 _METADATA = [("format", "pt"), ("tensorferry.version", str(VERSION))]
@@ -224,181 +222,3 @@ def _shards(flat: tree.Flat, storages: list[pickling.Storage]) -> dict[str, dict
                 "storage_offset": local.storage_offset(),
             }
     return shards
-
-
-class Builder:
-    """Builds a state from entries whose memory is known."""
-
-    def __init__(self, manifest: dict[str, Any], tree: str, entries: Remote | Rows, plain: Sequence[int]) -> None:
-        """For the ``entries`` of a container, of which those with the numbers ``plain`` are plain tensors.
-
-        ``tree`` is the manifest's, as JSON text; nothing is read of what ``manifest`` says of it.
-        """
-        self.manifest = manifest
-        self.tree = tree
-        self.plain = plain
-        self.size = entries.size
-        self._entries = entries
-        # Storages of which not every byte was sent, or that lie in several pieces: memory of their own, zero, of which
-        # only the pages that bytes come to are ever there. A view of a few bytes may look into many gigabytes.
-        scattered = {
-            k: nbytes
-            for k, (nbytes, pieces) in enumerate(manifest["storages"])
-            if not (len(pieces) == 1 and self.size(pieces[0][0]) == nbytes) and nbytes
-        }
-        memory = Arena(list(scattered.values())) if scattered else None
-        self.scattered = {
-            k: storage_over(memory.part(i), 0, nbytes) for i, (k, nbytes) in enumerate(scattered.items()) if memory
-        }
-
-    # Columns of Python objects are made only where somebody asks: with many small tensors they are what takes memory.
-    @cached_property
-    def dtypes(self) -> list[str]:
-        """What the container calls each entry's dtype."""
-        return self._entries.dtypes
-
-    @cached_property
-    def shapes(self) -> list[tuple[int, ...]]:
-        """The shape of each entry."""
-        return self._entries.shapes
-
-    def scattered_entries(self) -> dict[int, int]:
-        """Entry to address, for the pieces of scattered storages."""
-        return {
-            entry: self.scattered[k].data_ptr() + lo
-            for k in self.scattered
-            for entry, lo in self.manifest["storages"][k][1]
-            if self.size(entry)
-        }
-
-    def build(
-        self,
-        pickled: bytes,
-        allowed: Allowed,
-        memory: Callable[[int], tuple[Any, int]],
-        targets: Targets | None = None,
-        made: tuple[list[torch.Tensor | None], Sequence[int]] | None = None,
-    ) -> Any:
-        """The state.
-
-        Args:
-            pickled: everything that is no plain tensor
-            allowed: which globals it may name
-            memory: gives the buffer and offset of an entry
-            targets: filled in place
-            made: the plain tensors that exist already, and the places of those that do not
-        """
-        received, leaves = self._leaves(memory, targets, *(made or ([None] * len(self.plain), range(len(self.plain)))))
-        rows = self.manifest["storages"]
-        storages = self.scattered.copy()
-
-        def storage(k: int) -> torch.UntypedStorage:
-            if k not in storages:
-                if not 0 <= k < len(rows):
-                    raise ProtocolError(f"the source's pickle refers to storage {k}, which does not exist")
-                nbytes, pieces = rows[k]
-                if nbytes == 0:
-                    storages[k] = torch.UntypedStorage(0)
-                else:
-                    entry = pieces[0][0]
-                    number = bisect_left(self.plain, entry)
-                    if number < len(self.plain) and self.plain[number] == entry:
-                        storages[k] = received[number].untyped_storage()
-                    else:
-                        storages[k] = storage_over(*memory(entry), nbytes)
-            return storages[k]
-
-        needs = self.manifest.get("globals")
-        needs = needs if isinstance(needs, dict) else {}  # only for messages, and so not checked before
-        objects = pickling.load(pickled, allowed, leaves, storage, needs) if pickled else []
-        if len(objects) != self.manifest["objects"]:
-            raise ProtocolError(f"the source announced {self.manifest['objects']} objects and sent {len(objects)}")
-
-        take = targets.take if targets is not None else None
-        return tree.unflatten(self.tree, leaves, objects, take, allowed.defaultdict)
-
-    def _leaves(
-        self,
-        memory: Callable[[int], tuple[Any, int]],
-        targets: Targets | None,
-        made: list[torch.Tensor | None],
-        missing: Sequence[int],
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The tensors over the received memory, and those that stand in the state: Parameters over the same."""
-        flags = self.manifest["flags"]
-        direct = targets.direct if targets is not None else {}
-        for number in missing:
-            i = self.plain[number]
-            if i in direct:
-                made[number] = direct[i]
-            else:
-                size = self.size(i)
-                buffer, offset = memory(i) if size else (None, 0)
-                try:
-                    made[number] = over(buffer, offset, DTYPES[self.dtypes[i]], self.shapes[i], size)
-                except (RuntimeError, OverflowError, TypeError, ValueError) as e:
-                    raise ProtocolError(f"no tensor can be made of entry {i} of the source's state: {e}") from e
-        received = cast("list[torch.Tensor]", made)
-        if not flags:
-            return received, received
-        leaves = received.copy()
-        for number, flag in enumerate(flags):
-            if flag != "0" and self.plain[number] not in direct:
-                leaf = leaves[number]
-                leaves[number] = leaf.requires_grad_() if flag == "2" else parameter(leaf, flag == "3")
-        return received, leaves
-
-
-def receive(
-    remote: Remote, allowed: Allowed, live: Callable[[], Targets] | None, landing: Landing
-) -> tuple[Any, dict[str, Any]]:
-    """Fetches what ``remote`` offers and builds the state.
-
-    Args:
-        remote: an opened checkpoint
-        allowed: which globals its pickle may name
-        live: takes the receiver's own state apart, which is filled in place
-        landing: what goes to an accelerator passes through it
-
-    Returns:
-        The state, and a report of the transfer.
-    """
-    manifest, layout = remote.manifest, remote.tree
-    if manifest is None or layout is None:
-        raise ProtocolError(
-            "the source serves no state of an HTTPTransport: load what a PeerWriter publishes with a PeerReader, and a "
-            "file that tensorferry did not write with safetensors"
-        )
-    pickled = remote.pickle or b""
-    for dtype, name in remote.kinds.items():
-        if dtype not in DTYPES:
-            raise ProtocolError(f"entry {name!r} has dtype {dtype}, which this version does not build")
-    with _gc.held_off():
-        builder = Builder(json.loads(manifest), layout, remote, remote.plain)
-        targets = live() if live is not None else None
-        if targets is not None:
-            targets.assign(builder, remote.names)
-        addresses = builder.scattered_entries()
-        if targets is not None:
-            addresses |= targets.places
-    places = [addresses.get(i) for i in range(len(remote))] if addresses else None
-    if targets is not None and targets.landing:
-        waves = remote.waves(places, list(targets.landing), landing.size(targets.landing))
-        landing.bring(waves, targets.landing)
-        arena, report = waves.finish()
-    else:
-        arena, report = remote.fetch(places)
-
-    def memory(i: int) -> tuple[Any, int]:
-        part = arena.part(i)
-        if part is None:
-            raise ProtocolError(f"entry {remote.names[i]!r} stands for two things")
-        return part, 0
-
-    with _gc.held_off():
-        made = arena.tensors(torch.Tensor)
-        state = builder.build(pickled, allowed, memory, targets, made)
-        if targets is not None:
-            targets.write()
-            report["in_place"] = targets.fit
-    return state, report

@@ -23,7 +23,8 @@ from ..net.secret import shared_secret
 from ..net.serve import serve, withdraw
 from ..state.allowlist import Allowed, refusal
 from ..state.in_place import Targets
-from ..state.snapshot import Packed, Snapshot, known_snapshot, receive
+from ..state.load import receive
+from ..state.snapshot import Packed, Snapshot, known_snapshot
 from . import compat
 
 if TYPE_CHECKING:
