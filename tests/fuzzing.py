@@ -35,6 +35,7 @@ from tensorferry import HTTPTransport
 from tensorferry.dcp import FileReader, FileWriter, PeerReader, PeerWriter, index
 from tensorferry.state import snapshot
 from tensorferry.state.allowlist import Allowed
+from tensorferry.storage import reserved
 from tensorferry.torchft import compat
 
 if TYPE_CHECKING:
@@ -191,8 +192,8 @@ class Manifests:
 
     def _control(self) -> list[tuple[str, bytes]]:
         pickled = self._packed.pickle_bytes
-        control = [(snapshot.MANIFEST, snapshot._padded(self._bad[1], b" "))]
-        return [*control, (snapshot.PICKLE, snapshot._padded(pickled, b"\0"))] if pickled else control
+        control = [(reserved.MANIFEST, snapshot._padded(self._bad[1], b" "))]
+        return [*control, (reserved.PICKLE, snapshot._padded(pickled, b"\0"))] if pickled else control
 
     def __call__(self) -> None:
         chance = self._chance

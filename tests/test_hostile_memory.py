@@ -159,10 +159,11 @@ def test_storages_that_are_only_announced_take_no_memory(
     storages: list[Any], ending: str, child: Child, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tensorferry.state import snapshot
+    from tensorferry.storage import reserved
 
     def control(packed: Any) -> list[tuple[str, bytes]]:
         manifest = json.loads(packed.manifest())
-        return [(snapshot.MANIFEST, snapshot._padded(json.dumps(manifest | {"storages": storages}).encode(), b" "))]
+        return [(reserved.MANIFEST, snapshot._padded(json.dumps(manifest | {"storages": storages}).encode(), b" "))]
 
     monkeypatch.setattr(snapshot.Packed, "_control", control)
     source = tensorferry.HTTPTransport(timedelta(seconds=60))

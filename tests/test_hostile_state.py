@@ -16,6 +16,7 @@ import torch
 import tensorferry
 from tensorferry.state import pickling, snapshot
 from tensorferry.state.allowlist import Allowed
+from tensorferry.storage import reserved
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,8 +55,8 @@ def test_a_manifest_that_makes_no_sense_is_a_protocol_error(
         made = {key: value for key, value in made.items() if MANIFESTS[name].get(key, 0) is not None}
         made |= {**changes, "objects": len(OBJECTS)}
         return [
-            (snapshot.MANIFEST, snapshot._padded(json.dumps(made).encode(), b" ")),
-            (snapshot.PICKLE, snapshot._padded(pickle.dumps(OBJECTS, 4), b"\0")),
+            (reserved.MANIFEST, snapshot._padded(json.dumps(made).encode(), b" ")),
+            (reserved.PICKLE, snapshot._padded(pickle.dumps(OBJECTS, 4), b"\0")),
         ]
 
     monkeypatch.setattr(snapshot.Packed, "_control", control)

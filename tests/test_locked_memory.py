@@ -18,7 +18,7 @@ from equality import assert_same_state
 from exchange import TIMEOUT, receive, until
 from stand_in import StandIn, stand_in
 from tensorferry.memory.accelerator import Accelerator
-from tensorferry.memory.host_memory import HostMemory
+from tensorferry.memory.host_pool import HostMemory
 from tensorferry.memory.pinned import locked
 from tensorferry.memory.staging import Piece, Stager
 

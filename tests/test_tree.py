@@ -15,7 +15,8 @@ from tensorferry._native import Remote, Rows
 from tensorferry.memory.tensors import DTYPE_NAMES
 from tensorferry.state import tree
 from tensorferry.state.allowlist import Allowed
-from tensorferry.state.snapshot import _METADATA, MANIFEST, _padded
+from tensorferry.state.snapshot import _METADATA, _padded
+from tensorferry.storage.reserved import MANIFEST
 from test_container_python import OWN, TIMEOUT
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.beyond_torchft]

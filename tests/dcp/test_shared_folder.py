@@ -22,10 +22,10 @@ from job import Job
 
 import tensorferry
 from tensorferry._native import Rows, _write_file
-from tensorferry.dcp import FileReader, FileWriter, files, index
+from tensorferry.dcp import FileReader, FileWriter, files
 from tensorferry.dcp.save_plan import METADATA
 from tensorferry.memory.tensors import DTYPE_NAMES
-from tensorferry.storage import commits
+from tensorferry.storage import commits, reserved
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -249,7 +249,7 @@ def without_files_entry(folder):
         path,
         partial=folder / "p",
         rows=Rows(torch.Tensor, torch.nn.Parameter, DTYPE_NAMES, native=False),
-        control=[(index.ENTRY, text)],
+        control=[(reserved.INDEX, text)],
         metadata=METADATA,
     )
 
@@ -275,7 +275,7 @@ def test_an_index_that_does_not_say_which_files_it_is_about_is_none(entry, tmp_p
         tmp_path / "index.safetensors",
         partial=tmp_path / "p",
         rows=Rows(torch.Tensor, torch.nn.Parameter, DTYPE_NAMES, native=False),
-        control=[(index.ENTRY, text), (commits.FILES, entry)],
+        control=[(reserved.INDEX, text), (reserved.INDEX_FILES, entry)],
         metadata=METADATA,
     )
     with pytest.raises(dcp.CheckpointException, match=r"index\.safetensors"):
@@ -292,8 +292,8 @@ def test_nothing_but_files_of_ranks_is_removed_whatever_an_index_names(name, old
     path = folder / "index.safetensors"
     text, _ = commits.read(path)
     told = json.loads(text) | {"sources": [name]}
-    control = [(index.ENTRY, json.dumps(told).encode())]
-    control += [] if older else [(commits.FILES, commits.Commit({name: 1}).encode())]
+    control = [(reserved.INDEX, json.dumps(told).encode())]
+    control += [] if older else [(reserved.INDEX_FILES, commits.Commit({name: 1}).encode())]
     _write_file(
         path,
         partial=folder / "p",
