@@ -543,7 +543,7 @@ def unpickler(allowed: Allowed, needs: Callable[[str], Any] | None = None) -> ty
 
 def pickle_module(allowed: Allowed, needs: Callable[[str], Any] | None = None) -> Any:
     """The same as ``torch.load`` takes it: a module."""
-    return types.SimpleNamespace(Unpickler=unpickler(allowed, needs), __name__="tensorferry.unpickling")
+    return types.SimpleNamespace(Unpickler=unpickler(allowed, needs), __name__=__name__)
 
 
 def _is_its_own_key(value: Any) -> bool:
