@@ -20,6 +20,8 @@ use pyo3::prelude::*;
 /// The native module.
 #[pymodule]
 mod _native {
+    use pyo3::prelude::*;
+
     #[pymodule_export]
     use crate::filling::PyFilling;
     #[pymodule_export]
@@ -31,8 +33,6 @@ mod _native {
     #[pymodule_export]
     use crate::rows::PyRows;
     #[pymodule_export]
-    use crate::runtime::shutdown_runtime;
-    #[pymodule_export]
     use crate::secret::PySecret;
     #[pymodule_export]
     use crate::server::PyServer;
@@ -42,4 +42,9 @@ mod _native {
     use crate::tree::unflatten;
     #[pymodule_export]
     use crate::waves::PyWaves;
+
+    #[pymodule_init]
+    fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        crate::runtime::shut_down_at_exit(module)
+    }
 }
