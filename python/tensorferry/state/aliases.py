@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 
-from ..errors import ProtocolError
 from ..memory.tensors import byte_span
 from .tree import Flat
 
@@ -91,27 +90,6 @@ class Memory:
     def _group(self, numbers: list[int]) -> list[Layout]:
         origin = min(self.start(number) for number in numbers)
         return [self.layout(number, origin) for number in numbers]
-
-
-def read(manifest: dict[str, Any]) -> Groups:
-    """The groups that a manifest tells of.
-
-    ``rust/wire`` does not look at this field.
-
-    Raises:
-        ProtocolError: it holds something else
-    """
-    groups = []
-    try:
-        for rows in manifest.get("shared", []):
-            layouts = [Layout(leaf, offset, tuple(strides), bits) for leaf, offset, strides, bits in rows]
-            numbers = [n for row in layouts for n in (row.leaf, row.offset, row.bits, *row.strides)]
-            if not all(type(n) is int for n in numbers):
-                raise TypeError("it is made of numbers")
-            groups.append(layouts)
-    except (TypeError, ValueError) as e:
-        raise ProtocolError(f"the source's manifest does not say which tensors share memory: {e}") from e
-    return groups
 
 
 #: A leaf of the receiver and the leaf of the source whose values it gets.

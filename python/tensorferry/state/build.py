@@ -15,18 +15,15 @@ from ..memory.tensors import DTYPES, over, parameter, storage_over
 from . import pickling, tree
 from .allowlist import Allowed
 from .in_place import Targets
+from .manifest import Manifest
 
 
 class Builder:
     """Builds a state from entries whose memory is known."""
 
-    def __init__(self, manifest: dict[str, Any], tree: str, entries: Remote | Rows, plain: Sequence[int]) -> None:
-        """For the ``entries`` of a container, of which those with the numbers ``plain`` are plain tensors.
-
-        ``tree`` is the manifest's, as JSON text; nothing is read of what ``manifest`` says of it.
-        """
+    def __init__(self, manifest: Manifest, entries: Remote | Rows, plain: Sequence[int]) -> None:
+        """For the ``entries`` of a container, of which those with the numbers ``plain`` are plain tensors."""
         self.manifest = manifest
-        self.tree = tree
         self.plain = plain
         self.size = entries.size
         self._entries = entries
@@ -34,7 +31,7 @@ class Builder:
         # only the pages that bytes come to are ever there. A view of a few bytes may look into many gigabytes.
         scattered = {
             k: nbytes
-            for k, (nbytes, pieces) in enumerate(manifest["storages"])
+            for k, (nbytes, pieces) in enumerate(manifest.storages)
             if not (len(pieces) == 1 and self.size(pieces[0][0]) == nbytes) and nbytes
         }
         memory = Arena(list(scattered.values())) if scattered else None
@@ -58,7 +55,7 @@ class Builder:
         return {
             entry: self.scattered[k].data_ptr() + lo
             for k in self.scattered
-            for entry, lo in self.manifest["storages"][k][1]
+            for entry, lo in self.manifest.storages[k][1]
             if self.size(entry)
         }
 
@@ -80,7 +77,7 @@ class Builder:
             made: the plain tensors that exist already, and the places of those that do not
         """
         received, leaves = self._leaves(memory, targets, *(made or ([None] * len(self.plain), range(len(self.plain)))))
-        rows = self.manifest["storages"]
+        rows = self.manifest.storages
         storages = self.scattered.copy()
 
         def storage(k: int) -> torch.UntypedStorage:
@@ -99,14 +96,12 @@ class Builder:
                         storages[k] = storage_over(*memory(entry), nbytes)
             return storages[k]
 
-        needs = self.manifest.get("globals")
-        needs = needs if isinstance(needs, dict) else {}  # only for messages, and so not checked before
-        objects = pickling.load(pickled, allowed, leaves, storage, needs) if pickled else []
-        if len(objects) != self.manifest["objects"]:
-            raise ProtocolError(f"the source announced {self.manifest['objects']} objects and sent {len(objects)}")
+        objects = pickling.load(pickled, allowed, leaves, storage, self.manifest.needs) if pickled else []
+        if len(objects) != self.manifest.objects:
+            raise ProtocolError(f"the source announced {self.manifest.objects} objects and sent {len(objects)}")
 
         take = targets.take if targets is not None else None
-        return tree.unflatten(self.tree, leaves, objects, take, allowed.defaultdict)
+        return tree.unflatten(self.manifest.tree, leaves, objects, take, allowed.defaultdict)
 
     def _leaves(
         self,
@@ -116,7 +111,7 @@ class Builder:
         missing: Sequence[int],
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The tensors over the received memory, and those that stand in the state: Parameters over the same."""
-        flags = self.manifest["flags"]
+        flags = self.manifest.flags
         direct = targets.direct if targets is not None else {}
         for number in missing:
             i = self.plain[number]

@@ -15,6 +15,7 @@ from ..memory.tensors import DTYPES, as_bytes, copy_into, obstacle
 from ..net.report import InPlace
 from . import aliases, tree
 from .aliases import Memory
+from .manifest import describe, dtype_and_shape
 
 if TYPE_CHECKING:
     from .build import Builder
@@ -23,47 +24,25 @@ if TYPE_CHECKING:
 _LISTED = 20
 
 
-def describe(flat: tree.Flat) -> list[list[Any]]:
-    """``[object, path, dtype, shape]`` of every leaf that is a tensor but no plain one.
-
-    By these a receiver compares before it fetches.
-    """
-    described = []
-    for number, (value, path) in enumerate(zip(flat.objects, flat.object_paths, strict=True)):
-        if isinstance(value, torch.Tensor):
-            said = _described(value)
-            if said is not None:
-                described.append([number, path, *said])
-    return described
-
-
-def _described(value: torch.Tensor) -> tuple[str, list[int]] | None:
-    """Dtype and shape, if there are any."""
-    try:
-        return str(value.dtype), [int(dim) for dim in value.shape]
-    except Exception:  # Nested tensors and uninitialised parameters have no shape, and say so in many ways.
-        return None
-
-
 def _is(value: Any, dtype: str, shape: list[int]) -> bool:
     """Whether ``value`` is a tensor of this dtype and shape."""
     try:
         return isinstance(value, torch.Tensor) and (str(value.dtype), list(value.shape)) == (dtype, shape)
-    except Exception:  # As in _described.
+    except Exception:  # As in manifest.dtype_and_shape.
         return False
 
 
 def _shape(value: torch.Tensor) -> torch.Size | None:
     try:
         return value.shape
-    except Exception:  # As in _described.
+    except Exception:  # As in manifest.dtype_and_shape.
         return None
 
 
-def _dtype_and_shape(value: torch.Tensor) -> str:
+def _shape_text(value: torch.Tensor) -> str:
     try:
         return f"{value.dtype} {list(value.shape)}"
-    except Exception:  # As in _described.
+    except Exception:  # As in manifest.dtype_and_shape.
         return f"a {type(value).__name__} without a shape"
 
 
@@ -78,8 +57,8 @@ def _kind(value: torch.Tensor) -> list[str]:
             str(value.layout).removeprefix("torch."),
         ]
         if isinstance(local, torch.Tensor):
-            said += [f"a DTensor of which {_dtype_and_shape(local)} is here", *_kind(local)]
-    except Exception:  # As in _described.
+            said += [f"a DTensor of which {_shape_text(local)} is here", *_kind(local)]
+    except Exception:  # As in manifest.dtype_and_shape.
         return [f"a {type(value).__name__} that does not say what it is"]
     return [one for one in said if one]
 
@@ -146,10 +125,10 @@ class Targets:
             number: (names[i], str(DTYPES[builder.dtypes[i]]), list(builder.shapes[i]))
             for number, i in enumerate(plain)
         }
-        keys, tensors = tree.described(builder.manifest)
+        keys, tensors = builder.manifest.described()
         offered |= {-number - 1: (path, dtype, shape) for number, path, dtype, shape in tensors}
-        places = tree.positions(builder.tree, keys)
-        self._match(places, offered, aliases.read(builder.manifest))
+        places = tree.positions(builder.manifest.tree, keys)
+        self._match(places, offered, builder.manifest.shared())
         flat, owners = self._live, self._live.rows.owners
         # Of tensors that share memory, one is filled directly.
         group = {layout.leaf: number for number, group in enumerate(self._memory.groups) for layout in group}
@@ -216,7 +195,7 @@ class Targets:
             live = self._live.leaf(here)
             name, dtype, shape = offered[number]
             if not _is(live, dtype, shape):
-                wrong.append(f"{name}: {_dtype_and_shape(live)} here, {dtype} {shape} at the source")
+                wrong.append(f"{name}: {_shape_text(live)} here, {dtype} {shape} at the source")
             elif number >= 0 and here < 0 and (kind := _kind(live)) != ["strided"]:
                 wrong.append(f"{name}: {', '.join(kind)} here, strided at the source")
             elif (why := obstacle(live)) is not None:
@@ -285,7 +264,7 @@ class Targets:
             )
         if not isinstance(value, torch.Tensor):
             return value
-        if number not in self._offered and (said := _described(value)) is not None:
+        if number not in self._offered and (said := dtype_and_shape(value)) is not None:
             raise ProtocolError(
                 f"the source did not announce that {self._shown(here)} is a tensor, and sent one, {said[0]} {said[1]}"
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ from ..memory.tensors import DTYPES
 from .allowlist import Allowed
 from .build import Builder
 from .in_place import Targets
+from .manifest import Manifest
 
 
 def receive(
@@ -43,7 +43,7 @@ def receive(
         if dtype not in DTYPES:
             raise ProtocolError(f"entry {name!r} has dtype {dtype}, which this version does not build")
     with _gc.held_off():
-        builder = Builder(json.loads(manifest), layout, remote, remote.plain)
+        builder = Builder(Manifest(manifest, layout), remote, remote.plain)
         targets = live() if live is not None else None
         if targets is not None:
             targets.assign(builder, remote.names)

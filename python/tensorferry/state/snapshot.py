@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
@@ -14,15 +12,13 @@ from .._native import Filling, Server
 from ..errors import InvalidArgument
 from ..memory.accelerator import Accelerator
 from ..memory.staging import Piece, Stager, host_view
-from ..memory.tensors import as_bytes, storage_key, storage_over
+from ..memory.tensors import as_bytes, storage_over
 from ..storage import reserved
-from . import aliases, pickling, tree
+from . import aliases, manifest, pickling, tree
 from .allowlist import Allowed
 from .build import Builder
-from .in_place import describe
 
-VERSION = 1
-_METADATA = [("format", "pt"), ("tensorferry.version", str(VERSION))]
+_METADATA = [("format", "pt"), ("tensorferry.version", str(manifest.VERSION))]
 #: Host memory up to this size is copied along with an accelerator's, so that the whole snapshot is private.
 _SMALL_HOST_PART = 64 << 20
 
@@ -76,33 +72,20 @@ class Packed:
         shared = aliases.Memory(flat).groups
         # Storages and no tensors: a trainer may give a tensor other memory (`p.data = ...`) while this is served.
         self.memory: list[Memory] = self.rows.owners
-        flags = self.rows.flags
         self._pieces: list[int] = []
-        layout = []
+        layout: manifest.Storages = []
         for number, known in enumerate(storages):
-            parts = []
+            parts: list[tuple[int, int]] = []
             if known.entry is not None:
-                parts.append([known.entry, 0])
+                parts.append((known.entry, 0))
             else:
                 for index, (start, end) in enumerate(known.covered()):
-                    parts.append([len(self.rows), start])
+                    parts.append((len(self.rows), start))
                     self._pieces.append(len(self.rows))
                     name = reserved.piece(number, index)
                     self.rows.append(Piece(known.storage, start, end), name, "U8", (end - start,), 0, end - start, 0)
-            layout.append([known.storage.nbytes(), parts])
-        manifest = {
-            "version": VERSION,
-            "flags": flags if flags.strip("0") else "",
-            "objects": len(flat.objects),
-            "keys": flat.keys,
-            "storages": layout,
-            "tensors": describe(flat),
-            "shared": shared,
-            "shards": _shards(flat, storages),
-            "globals": {f"{module}.{name}": path for (module, name), path in self.globals.items()},
-        }
-        # The manifest but for the tree, which is JSON already and long.
-        self._fields = json.dumps(manifest, separators=(",", ":"))
+            layout.append((known.storage.nbytes(), parts))
+        self._fields = manifest.encode(flat, storages, layout, shared, self.globals)
         self._tree = flat.tree
         self.rows.forget()
 
@@ -155,7 +138,7 @@ class Packed:
 
     def manifest(self) -> bytes:
         """The manifest as it travels, JSON, for as long as somebody can ask for it."""
-        return f'{self._fields[:-1]},"tree":{self._tree}}}'.encode()
+        return manifest.with_tree(self._fields, self._tree)
 
     def _fill(self, server: Server, filling: Filling) -> None:
         try:
@@ -175,10 +158,10 @@ class Packed:
         if self._state is not None:
             return self._state
         plain = [i for i, name in enumerate(self.rows.names) if not name.startswith(reserved.PREFIX)]
-        builder = Builder(json.loads(self._fields), self._tree, self.rows, plain)
+        builder = Builder(manifest.Manifest(self._fields, self._tree), self.rows, plain)
         for k, storage in builder.scattered.items():
             whole = as_bytes(storage)
-            for entry, lo in builder.manifest["storages"][k][1]:
+            for entry, lo in builder.manifest.storages[k][1]:
                 part = storage_over(*host_view(self.memory[entry]), self.rows.size(entry))
                 whole[lo : lo + part.nbytes()].copy_(as_bytes(part))
         return builder.build(self.pickle_bytes, Allowed(trust=True), lambda i: host_view(self.memory[i]))
@@ -197,28 +180,3 @@ def _pickled(
 
 def _padded(data: bytes, fill: bytes) -> bytes:
     return data + fill * (-len(data) % 64)
-
-
-def _shards(flat: tree.Flat, storages: list[pickling.Storage]) -> dict[str, dict[str, Any]]:
-    """Where each DTensor's local part lies in the whole: a job with other placements can read slices by this."""
-    if "torch.distributed.tensor" not in sys.modules:
-        return {}
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    numbers = {storage_key(s.storage): n for n, s in enumerate(storages)}
-    shards = {}
-    for value, path in zip(flat.objects, flat.object_paths, strict=True):
-        if isinstance(value, DTensor):
-            local = value._local_tensor
-            _, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
-            shards[path] = {
-                "dtype": str(value.dtype),
-                "global_shape": list(value.shape),
-                "offsets": list(offsets),
-                "shape": list(local.shape),
-                "stride": list(local.stride()),
-                "storage": numbers.get(storage_key(local.untyped_storage())),
-                "storage_offset": local.storage_offset(),
-            }
-    return shards

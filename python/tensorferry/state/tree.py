@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .._native import Rows, _unflatten
-from ..errors import ProtocolError
 from ..memory.tensors import DTYPE_NAMES, is_plain, storage_key
 from ..storage.reserved import is_reserved
 
@@ -279,27 +278,6 @@ def unflatten(
         ProtocolError: the objects are none of which the tree's containers can be made
     """
     return _unflatten(tree, leaves, objects, take, defaultdict)
-
-
-def described(manifest: dict[str, Any]) -> tuple[dict[str, str], list[tuple[int, str, str, list[int]]]]:
-    """The texts of keys that are objects, and the tensors among the objects: number, path, dtype and shape of each.
-
-    ``rust/wire`` does not look at these two fields of a manifest.
-
-    Raises:
-        ProtocolError: they are not there, or hold something else
-    """
-    keys, tensors = manifest.get("keys"), manifest.get("tensors")
-    if not isinstance(keys, dict) or not all(isinstance(text, str) for text in keys.values()):
-        raise ProtocolError("the source's manifest has no texts for its keys")
-    found = []
-    for row in tensors if isinstance(tensors, list) else [None]:
-        match row:
-            case [int(number), str(path), str(dtype), list(shape)]:
-                found.append((number, path, dtype, shape))
-            case _:
-                raise ProtocolError("the source's manifest does not describe its tensors")
-    return keys, found
 
 
 def positions(tree: str, keys: dict[str, str]) -> list[tuple[int, tuple[str, ...]]]:
