@@ -13,25 +13,25 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from .. import _gc, _validate
-from .._native import Rows, Written, _read_file, _write_file
+from .._native import Written, _read_file
 from ..errors import IncompleteCheckpoint, InvalidArgument, ProtocolError, SourceChanged, SystemRefused
 from ..memory.accelerator import ACCELERATOR
 from ..memory.staging import Stager
-from ..memory.tensors import DTYPE_NAMES
+from ..memory.tensors import no_rows
 from ..state.allowlist import Allowed
 from ..storage import commits, reserved
 from ..storage.commits import Commit, new_id
+from ..storage.container import Container
 from ..storage.slices import Part
 from . import index
 from .reader import SliceReader
-from .save_plan import METADATA, Packed
+from .save_plan import ABOUT, Packed
 
 #: Held while an index is written: saves of one process may overlap.
 _finishing = threading.Lock()
@@ -198,15 +198,10 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
         name = f"rank{save.rank:05d}-{save.id}.safetensors"
         with _gc.held_off():
             packed = Packed(plan, planner, Stager(ACCELERATOR), copy=False)
-        written = _write_file(
-            save.path / name,
-            partial=save.path / f"{name}.partial",
-            rows=packed.rows,
-            control=[],
-            # Two files of one layout differ in this, and so in the checksum of the header, which the index notes.
-            metadata=[*METADATA, ("tensorferry.file", secrets.token_hex(16))],
-            threads=self._threads,
-            cached=self._cached,
+        # Two files of one layout differ in this, and so in the checksum of the header, which the index notes.
+        about = [*ABOUT, ("tensorferry.file", secrets.token_hex(16))]
+        written = Container(packed.rows, packed.owner, packed.private, about=about).write(
+            save.path / name, partial=save.path / f"{name}.partial", threads=self._threads, cached=self._cached
         )
         save.written = written
         self.report = {"bytes": written.bytes, "direct": written.direct}
@@ -237,13 +232,8 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
                     f"{save.path}: a save that began later was done before this one; what it saved is there, and this "
                     "one is of no use any more. Let one job save into a folder, and wait for one save before the next"
                 )
-            _write_file(
-                save.index,
-                partial=save.path / f"{save.index.name}.{save.id}.partial",
-                rows=Rows(torch.Tensor, torch.nn.Parameter, DTYPE_NAMES, native=False),
-                control=control,
-                metadata=METADATA,
-                threads=1,
+            Container(no_rows(), None, True, control, ABOUT).write(
+                save.index, partial=save.path / f"{save.index.name}.{save.id}.partial", threads=1
             )
             save.clean(before, set(files))
 

@@ -23,8 +23,9 @@ from ..net.secret import shared_secret
 from ..net.serve import serve, withdraw
 from ..state.snapshot import Snapshot, known_snapshot
 from ..storage import reserved
+from ..storage.container import Container
 from . import index
-from .save_plan import METADATA, Packed
+from .save_plan import ABOUT, Packed
 from .torch_view import Folder
 
 logger = logging.getLogger("tensorferry")
@@ -243,15 +244,11 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         packed = self._packed
         assert packed is not None
         told = None if text is None else (text, entries)
-        self._server.publish(
-            self._step,
-            rows=packed.rows,
-            control=[] if text is None else [(reserved.INDEX, text)],
-            metadata=METADATA,
-            owner=packed.owner,
-            private=packed.private,
-            alternate=Folder(packed, self._step, self._url, self._urls, told) if self._plain else None,
+        container = Container(
+            packed.rows, packed.owner, packed.private, [] if text is None else [(reserved.INDEX, text)], ABOUT
         )
+        folder = Folder(packed, self._step, self._url, self._urls, told) if self._plain else None
+        container.publish(self._server, self._step, alternate=folder)
         self._packed = None
         self._saved = True
 

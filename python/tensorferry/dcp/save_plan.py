@@ -10,14 +10,14 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from .._native import Rows
 from ..errors import InvalidArgument, UnsupportedLeaf
 from ..memory.staging import Piece, Stager
-from ..memory.tensors import DTYPE_NAMES, address, dense, reach, scratch, without_memory
+from ..memory.tensors import DTYPE_NAMES, address, dense, no_rows, reach, scratch, without_memory
 from ..storage import reserved
 from .index import ELEMENTS, OBJECT, PICKLED_TENSOR, Place
 
-METADATA = [("format", "pt"), ("tensorferry.version", "1"), ("tensorferry.dcp", "1")]
+#: What the containers of a distributed checkpoint say of themselves.
+ABOUT = (("tensorferry.dcp", "1"),)
 #: Dtype and shape.
 Elements: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
 
@@ -45,7 +45,7 @@ class Packed:
             UnsupportedLeaf: an item cannot be written; it is named
             InvalidArgument: a graph is being captured on a device that holds one
         """
-        self.rows = Rows(torch.Tensor, torch.nn.Parameter, DTYPE_NAMES, native=False)
+        self.rows = no_rows()
         self.owner: list[Any] = []
         self.elements: list[Elements | None] = []
         self._indices: list[MetadataIndex] = []

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .._native import Arena, _check_machine_has
+from .._native import Arena, Rows, _check_machine_has
 
 #: What a container can say of a dtype. What is missing here (complex128, the rarer float8 kinds, sub-byte and quantised
 #: dtypes) travels as bytes, its dtype in the pickle: older safetensors readers refuse a file for one dtype they do not
@@ -40,6 +40,14 @@ DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.ite
 _MAPPED = 1 << 20
 
 _strided = torch.strided
+
+
+def no_rows(native: bool = False) -> Rows:
+    """A container without entries yet.
+
+    With ``native`` it reads tensors that are plain itself where it knows how torch lays them out.
+    """
+    return Rows(Tensor, Parameter, DTYPE_NAMES, native=native)
 
 
 def is_plain(value: Tensor) -> bool:

@@ -14,11 +14,10 @@ import torch
 
 from ..errors import ProtocolError
 from ..memory.tensors import storage_key
+from ..storage.container import VERSION
 from .aliases import Groups, Layout
 from .pickling import Storage
 from .tree import Flat
-
-VERSION = 1
 
 #: Of each storage its size, and the entries that hold bytes of it, with the place of their first byte in it.
 Storages: TypeAlias = list[tuple[int, list[tuple[int, int]]]]

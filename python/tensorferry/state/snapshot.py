@@ -14,11 +14,11 @@ from ..memory.accelerator import Accelerator
 from ..memory.staging import Piece, Stager, host_view
 from ..memory.tensors import as_bytes, storage_over
 from ..storage import reserved
+from ..storage.container import Container
 from . import aliases, manifest, pickling, tree
 from .allowlist import Allowed
 from .build import Builder
 
-_METADATA = [("format", "pt"), ("tensorferry.version", str(manifest.VERSION))]
 #: Host memory up to this size is copied along with an accelerator's, so that the whole snapshot is private.
 _SMALL_HOST_PART = 64 << 20
 
@@ -119,16 +119,8 @@ class Packed:
         Raises:
             Exception: whatever the device says when a copy fails
         """
-        filling = server.publish(
-            step,
-            rows=self.rows,
-            control=self._control(),
-            metadata=_METADATA,
-            owner=self.memory,
-            private=self.private,
-            alternate=alternate,
-            filled=not self._on_device,
-        )
+        container = Container(self.rows, self.memory, self.private, self._control())
+        filling = container.publish(server, step, alternate=alternate, filled=not self._on_device)
         if filling is not None:
             self._fill(server, filling)
         if self._state is not None:

@@ -15,8 +15,8 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
-from .._native import Rows, _unflatten
-from ..memory.tensors import DTYPE_NAMES, is_plain, storage_key
+from .._native import _unflatten
+from ..memory.tensors import DTYPE_NAMES, is_plain, no_rows, storage_key
 from ..storage.reserved import is_reserved
 
 #: Containers nested deeper than this are carried as one pickled object; it keeps cycles finite, too.
@@ -49,7 +49,7 @@ class Flat:
     def __init__(self, native: bool = True) -> None:
         """An empty state; ``flatten`` fills it. Without ``native`` every tensor is read in Python, as on old torch."""
         self.tree = ""
-        self.rows = Rows(Tensor, Parameter, DTYPE_NAMES, native=native)
+        self.rows = no_rows(native)
         self.plain: list[Tensor] = self.rows.memory
         self.accelerated: list[int] = []
         self.objects: list[Any] = []
