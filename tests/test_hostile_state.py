@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import tensorferry
-from tensorferry.state import pickling, snapshot
+from tensorferry.state import manifest, pickling, snapshot
 from tensorferry.state.allowlist import Allowed
 from tensorferry.storage import reserved
 
@@ -140,7 +140,7 @@ def test_what_is_not_as_announced_is_written_nowhere(
 ) -> None:
     make, error, why = NOT_AS_ANNOUNCED[name]
     value = make()
-    described = snapshot.describe
+    described = manifest.describe
 
     def lie(flat: Any) -> list[list[Any]]:
         honest = [row for row in described(flat) if row[1] != "o"]
@@ -149,7 +149,7 @@ def test_what_is_not_as_announced_is_written_nowhere(
     live = {"late": torch.zeros(2), "o": torch.zeros(3, 3)}
     source, receiver = open_transport(), open_transport(state_dict=lambda: live)
     with monkeypatch.context() as patch:
-        patch.setattr(snapshot, "describe", lie)
+        patch.setattr(manifest, "describe", lie)
         # A view, so that it is copied after everything has come.
         source.send_checkpoint([1], 1, {"late": torch.ones(4)[::2], "o": value}, TIMEOUT)
     if not announced and not isinstance(value, torch.Tensor):
