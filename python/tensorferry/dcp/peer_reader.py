@@ -15,7 +15,7 @@ from .. import _validate
 from .._native import Remote, _fetch_slices
 from ..errors import InvalidArgument, ProtocolError, TensorferryError
 from ..memory.tensors import room
-from ..net.addresses import wants_same_host
+from ..net.options import wants_same_host
 from ..net.secret import shared_secret
 from ..state.allowlist import Allowed
 from ..storage import reserved

@@ -18,8 +18,7 @@ from .. import _gc
 from ..errors import InvalidArgument, TransportClosed
 from ..memory.accelerator import ACCELERATOR
 from ..memory.staging import Stager
-from ..net.addresses import wants_same_host
-from ..net.secret import shared_secret
+from ..net.options import ServerOptions
 from ..net.serve import serve, withdraw
 from ..state.snapshot import Snapshot, known_snapshot
 from ..storage import reserved
@@ -97,17 +96,16 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         self._timeout = timeout
         self._copy = known_snapshot(snapshot) == "copy"
         self._stager = Stager(ACCELERATOR)
-        known = shared_secret(secret)
-        self._server, self._url = serve(
-            timeout,
-            secret=known,
+        options = ServerOptions(
+            secret=secret,
             tls=tls,
-            same_host=wants_same_host(same_host),
+            same_host=same_host,
             interface=interface,
             advertise=advertise,
             max_bandwidth=max_bandwidth,
         )
-        self._plain = known is None and not tls
+        self._server, self._url = serve(timeout, options)
+        self._plain = options.secret is None and not options.tls
         self._urls: list[str] = []
         self._step = 0
         self._packed: Packed | None = None

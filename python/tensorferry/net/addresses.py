@@ -47,20 +47,6 @@ def port_on(listening: str | None) -> str | None:
     return f"[{listening}]:0" if ":" in listening else f"{listening}:0"
 
 
-def wants_same_host(asked: bool | None) -> bool:
-    """Whether shared memory may replace the network: what was asked for, or ``TENSORFERRY_SAME_HOST`` (``0`` is no).
-
-    Raises:
-        InvalidArgument: it is neither, or the variable neither ``0`` nor ``1``
-    """
-    if asked is not None:
-        return _validate.boolean("same_host", asked)
-    said = os.environ.get("TENSORFERRY_SAME_HOST", "")
-    if said not in ("", "0", "1"):
-        raise InvalidArgument(f"TENSORFERRY_SAME_HOST is 0 or 1, not {_validate.shown(said)}")
-    return said != "0"
-
-
 def advertised_host(advertise: str | None, listening: str | None) -> str:
     """The name or address that stands in the metadata.
 

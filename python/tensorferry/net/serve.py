@@ -6,51 +6,34 @@ import logging
 from datetime import timedelta
 
 from .. import _validate
-from .._native import Secret, Server
+from .._native import Server
 from ..errors import ForkedProcess
-from .addresses import advertised_host, listening_address, port_on
+from .addresses import advertised_host, port_on
+from .options import ServerOptions
 
 logger = logging.getLogger("tensorferry")
 
 
-def serve(
-    timeout: timedelta,
-    *,
-    secret: Secret | None,
-    tls: bool,
-    same_host: bool,
-    interface: str | None,
-    advertise: str | None,
-    max_bandwidth: int | None,
-) -> tuple[Server, str]:
+def serve(timeout: timedelta, options: ServerOptions) -> tuple[Server, str]:
     """A server that serves nothing yet, and its URL as peers see it.
 
     Args:
         timeout: how long a request waits for something to be served
-        secret: what who asks has to know; ``None`` if nothing
-        tls: as for ``HTTPTransport``
-        same_host: whether processes of this machine may fetch through shared memory
-        interface: as for ``HTTPTransport``
-        advertise: as for ``HTTPTransport``
-        max_bandwidth: as for ``HTTPTransport``
+        options: where it listens, what it is called and what protects it
 
     Raises:
         SystemRefused: no port can be opened
-        InvalidArgument: an argument cannot be used; it is named
+        InvalidArgument: ``timeout`` is no time to wait, or this host cannot be advertised as was asked
     """
-    patience = _validate.patience("timeout", timeout)
-    if max_bandwidth is not None:
-        max_bandwidth = _validate.whole("max_bandwidth (bytes per second)", max_bandwidth, 1)
-    listening = listening_address(interface)
     server = Server(
-        patience=patience,
-        bind=port_on(listening),
-        same_host=same_host,
-        max_bandwidth=max_bandwidth,
-        secret=secret,
-        tls=_validate.boolean("tls", tls),
+        patience=_validate.patience("timeout", timeout),
+        bind=port_on(options.listening),
+        same_host=options.same_host,
+        max_bandwidth=options.max_bandwidth,
+        secret=options.secret,
+        tls=options.tls,
     )
-    return server, server.url(advertised_host(advertise, listening))
+    return server, server.url(advertised_host(options.advertise, options.listening))
 
 
 def withdraw(server: Server, timeout: timedelta) -> None:

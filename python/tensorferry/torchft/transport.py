@@ -16,10 +16,9 @@ from ..memory.accelerator import ACCELERATOR
 from ..memory.bounce import Landing
 from ..memory.host_pool import HostMemory
 from ..memory.staging import Stager
-from ..net.addresses import wants_same_host
 from ..net.metadata import encrypted, is_stock
+from ..net.options import ServerOptions
 from ..net.report import InPlace, in_place, tell
-from ..net.secret import shared_secret
 from ..net.serve import serve, withdraw
 from ..state.allowlist import Allowed, refusal
 from ..state.in_place import Targets
@@ -128,27 +127,23 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             raise InvalidArgument("strict=True compares with the live state: pass state_dict=, which gives it")
         self._snapshot = known_snapshot(snapshot)
         self._allowed = Allowed(safe_globals, trust_pickle)
-        # Held natively, where neither a repr nor a pickle nor a traceback shows it.
-        self._secret = shared_secret(secret)
-        self._tls = tls
+        self._options = ServerOptions(
+            secret=secret,
+            tls=tls,
+            same_host=same_host,
+            interface=interface,
+            advertise=advertise,
+            max_bandwidth=max_bandwidth,
+        )
         self._stager = Stager(ACCELERATOR)
         self._landing = Landing(ACCELERATOR)
         self._sending = threading.Lock()
         self._warned: set[tuple[str, str]] = set()
         self._warned_of_misses = False
         self._is_closed = False
-        self._same_host = wants_same_host(same_host)
         self._pool = Pool(reuse_bytes, HostMemory(ACCELERATOR).lend) if reuse_bytes else None
         self._progress = _validate.function("progress", progress)
-        self._server, self._address = serve(
-            timeout,
-            secret=self._secret,
-            tls=tls,
-            same_host=self._same_host,
-            interface=interface,
-            advertise=advertise,
-            max_bandwidth=max_bandwidth,
-        )
+        self._server, self._address = serve(timeout, self._options)
         self._checkpoint_lock = _Gate(self)
 
     def address(self) -> str:
@@ -240,11 +235,11 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         step, seconds_given = _validate.step_number(step), _validate.seconds("timeout", timeout)
         started = time.perf_counter()
         sources = _validate.text("metadata", metadata).split()
-        if self._tls:
+        if self._options.tls:
             sources = encrypted(sources)
         if len(sources) == 1 and is_stock(sources[0]):
             metadata = sources[0]
-            if self._secret is not None:
+            if self._options.secret is not None:
                 raise UnprovenSource(
                     f"{metadata} is a stock torchft source, which cannot prove that it knows the shared secret: a "
                     "transport that has one receives from none of them. While a fleet is upgraded replica by replica, "
@@ -282,10 +277,10 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             step,
             timeout=timeout,
             lanes=self._num_chunks or None,
-            same_host=self._same_host,
+            same_host=self._options.same_host,
             pool=self._pool,
             progress=self._progress,
-            secret=self._secret,
+            secret=self._options.secret,
         )
         # Bytes of several sources may turn out to be of another snapshot when all are here.
         live = None if self._state_dict is None else lambda: self._targets(lands=len(sources) == 1)
