@@ -24,18 +24,23 @@ Storages: TypeAlias = list[tuple[int, list[tuple[int, int]]]]
 
 
 def encode(
-    flat: Flat, storages: list[Storage], layout: Storages, shared: Groups, names: dict[tuple[str, str], str]
+    flat: Flat,
+    flags: str,
+    storages: list[Storage],
+    layout: Storages,
+    shared: Groups,
+    names: dict[tuple[str, str], str],
 ) -> str:
     """The manifest of a state as JSON, but for the tree.
 
     Args:
         flat: the state
+        flags: a digit for each plain leaf, as :class:`Manifest` has it
         storages: those that the pickle refers to
         layout: the entries that hold their bytes
         shared: the leaves that share memory
         names: module and name of each class and function the pickle names, and the first leaf that needs it
     """
-    flags = flat.rows.flags
     fields = {
         "version": VERSION,
         "flags": flags if flags.strip("0") else "",

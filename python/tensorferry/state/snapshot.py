@@ -72,6 +72,8 @@ class Packed:
         shared = aliases.Memory(flat).groups
         # Storages and no tensors: a trainer may give a tensor other memory (`p.data = ...`) while this is served.
         self.memory: list[Memory] = self.rows.owners
+        # Of the leaves alone: rows of pieces are added below.
+        flags = self.rows.flags
         self._pieces: list[int] = []
         layout: manifest.Storages = []
         for number, known in enumerate(storages):
@@ -85,7 +87,7 @@ class Packed:
                     name = reserved.piece(number, index)
                     self.rows.append(Piece(known.storage, start, end), name, "U8", (end - start,), 0, end - start, 0)
             layout.append((known.storage.nbytes(), parts))
-        self._fields = manifest.encode(flat, storages, layout, shared, self.globals)
+        self._fields = manifest.encode(flat, flags, storages, layout, shared, self.globals)
         self._tree = flat.tree
         self.rows.forget()
 
