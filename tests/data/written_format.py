@@ -1,9 +1,13 @@
 """States whose bytes are kept beside this file.
 
 `tests/test_format.py` reads those bytes with the code in the tree, and compares them with what that writes for the same
-states. `python tests/data/written_format.py` writes the files again: only where docs/format.md changes, too. All but
-`state.safetensors` and its checksums are as commit 7b37416 wrote them. What that wrote is in `state-first.safetensors`,
-which is only read: its pickle names `tensorferry.tensors`.
+states. `python tests/data/written_format.py` writes the files again: only where docs/format.md changes, too.
+
+All but `state.safetensors` and its checksums are as commit 7b37416 wrote them. What that wrote instead of these is in
+`state-first.safetensors`, which is only read: its pickle names `tensorferry.tensors`.
+
+Writing has a process of its own: a pickle holds equal texts once or twice depending on how the modules were imported
+whose names they are.
 
 What is random is fixed while they are written, in :func:`fixed`: the id in the names of a save's files, the random
 `tensorferry.file` in their headers, and the time at which a save began. The body of `/checkpoint/N.safetensors` has
@@ -233,15 +237,15 @@ def write_folder(path: Path) -> None:
         dcp.save(job_state(), storage_writer=FileWriter(path))
 
 
-def main() -> None:
-    """Writes all of it again."""
+def main(folder: Path = HERE) -> None:
+    """Writes all of it into ``folder``."""
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:
         for path, data in zip((CONTAINER, DIGESTS), container(), strict=True):
-            path.write_bytes(data)
-        STOCK.write_bytes(stock_body())
-        shutil.rmtree(FOLDER, ignore_errors=True)
-        write_folder(FOLDER)
+            (folder / path.name).write_bytes(data)
+        (folder / STOCK.name).write_bytes(stock_body())
+        shutil.rmtree(folder / FOLDER.name, ignore_errors=True)
+        write_folder(folder / FOLDER.name)
     finally:
         dist.destroy_process_group()
 
@@ -251,4 +255,4 @@ if __name__ == "__main__":
     sys.path.insert(0, str(HERE))
     import written_format
 
-    written_format.main()
+    written_format.main(*map(Path, sys.argv[1:]))
