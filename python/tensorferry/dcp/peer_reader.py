@@ -145,8 +145,8 @@ class PeerReader(SliceReader):
             secret=self._secret,
         )
         for key in self.report:
-            self.report[key] += report[key]
-        for source, trouble in report["troubles"].items():
+            self.report[key] += getattr(report, key)
+        for source, trouble in report.troubles.items():
             logger.warning("parts from %s went to other connections: %s", source, trouble)
 
     @classmethod

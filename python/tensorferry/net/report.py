@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from .._native import Report
 from .addresses import interface_speed
 
 logger = logging.getLogger("tensorferry")
@@ -35,31 +36,31 @@ def in_place(fit: InPlace | None) -> str:
     return "" if fit is None else f", {fit.landed} of {fit.offered} tensors in place"
 
 
-def tell(step: int, report: dict[str, Any], seconds: float) -> None:
+def tell(step: int, report: Report, fit: InPlace | None, seconds: float) -> None:
     """What there is to say of a receive: trouble with sources, the way and the speed, and whether that is too slow."""
-    for source, trouble in report["troubles"].items():
+    for source, trouble in report.troubles.items():
         logger.warning("step %d: ranges of %s went to other connections: %s", step, source, trouble)
-    rate = report["bytes"] / max(report["fetching_seconds"], 1e-9)
-    routes = [f"{here} <- {there}" for here, there in report["routes"]]
-    if report["same_host"]:
+    rate = report.bytes / max(report.fetching_seconds, 1e-9)
+    routes = [f"{here} <- {there}" for here, there in report.routes]
+    if report.same_host:
         routes.append("shared memory")
     logger.info(
         "received step %d: %d bytes in %.3f s (%.2f GB/s; open %.3f s, fetch %.3f s), %d lanes over %s, %d retries%s",
         step,
-        report["bytes"],
+        report.bytes,
         seconds,
         rate / 1e9,
-        report["opening_seconds"],
-        report["fetching_seconds"],
-        report["lanes"],
+        report.opening_seconds,
+        report.fetching_seconds,
+        report.lanes,
         ", ".join(routes) or "a connection that is gone",
-        report["retries"],
-        in_place(report.get("in_place")),
+        report.retries,
+        in_place(fit),
     )
     # A short receive says nothing about a link.
-    if report["same_host"] or report["fetching_seconds"] < _LONG_S:
+    if report.same_host or report.fetching_seconds < _LONG_S:
         return
-    for here, there in report["routes"]:
+    for here, there in report.routes:
         interface = interface_speed(here)
         if interface is not None and rate < interface[1] * _SLOW:
             logger.warning(

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from .. import _gc
-from .._native import Remote
+from .._native import Remote, Report
 from ..errors import ProtocolError
 from ..memory.bounce import Landing
 from ..memory.tensors import DTYPES
+from ..net.report import InPlace
 from .allowlist import Allowed
 from .build import Builder
 from .in_place import Targets
@@ -20,7 +21,7 @@ from .manifest import Manifest
 
 def receive(
     remote: Remote, allowed: Allowed, live: Callable[[], Targets] | None, landing: Landing
-) -> tuple[Any, dict[str, Any]]:
+) -> tuple[Any, Report, InPlace | None]:
     """Fetches what ``remote`` offers and builds the state.
 
     Args:
@@ -30,7 +31,7 @@ def receive(
         landing: what goes to an accelerator passes through it
 
     Returns:
-        The state, and a report of the transfer.
+        The state, a report of the transfer, and how the live state fitted, if there was one.
     """
     manifest, layout = remote.manifest, remote.tree
     if manifest is None or layout is None:
@@ -69,5 +70,4 @@ def receive(
         state = builder.build(pickled, allowed, memory, targets, made)
         if targets is not None:
             targets.write()
-            report["in_place"] = targets.fit
-    return state, report
+    return state, report, None if targets is None else targets.fit

@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from .. import _validate
-from .._native import Pool, Remote
+from .._native import Pool, Remote, Report
 from ..errors import InvalidArgument, TransportClosed, UnprovenSource
 from ..memory.accelerator import ACCELERATOR
 from ..memory.bounce import Landing
@@ -255,14 +255,14 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             self._warn_of_misses(fit)
             return cast(T, state)
         try:
-            state, report = self._fetch(sources, step, seconds_given)
+            state, report, fit = self._fetch(sources, step, seconds_given)
         except BaseException:
             self._server.note_receive(None, time.perf_counter() - started)
             raise
         seconds = time.perf_counter() - started
         self._server.note_receive(report, seconds)
-        tell(step, report, seconds)
-        self._warn_of_misses(report.get("in_place"))
+        tell(step, report, fit, seconds)
+        self._warn_of_misses(fit)
         return cast(T, state)
 
     def _targets(self, lands: bool = False) -> Targets:
@@ -270,7 +270,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         assert self._state_dict is not None
         return Targets(self._state_dict(), self._landing.accelerator, lands, self._strict)
 
-    def _fetch(self, sources: list[str], step: int, timeout: float) -> tuple[Any, dict[str, Any]]:
+    def _fetch(self, sources: list[str], step: int, timeout: float) -> tuple[Any, Report, InPlace | None]:
         """The state, and how its transfer went."""
         remote = Remote.open(
             sources,

@@ -31,6 +31,8 @@ mod _native {
     #[pymodule_export]
     use crate::remote::{PyPool, PyRemote, check_machine_has};
     #[pymodule_export]
+    use crate::report::PyReport;
+    #[pymodule_export]
     use crate::rows::PyRows;
     #[pymodule_export]
     use crate::secret::PySecret;
