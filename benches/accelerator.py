@@ -20,8 +20,8 @@ from datetime import timedelta
 import torch
 
 from tensorferry import HTTPTransport
-from tensorferry.accelerator import ACCELERATOR
-from tensorferry.staging import Piece, Stager
+from tensorferry.memory.accelerator import ACCELERATOR
+from tensorferry.memory.staging import Piece, Stager
 
 TIMEOUT = timedelta(minutes=5)
 PLAIN, STAGING = "plain pinned copy", "staging"

@@ -3,32 +3,32 @@
 ``from tensorferry import HTTPTransport`` takes the place of ``from torchft.checkpointing import HTTPTransport``.
 """
 
-import atexit
+from typing import TYPE_CHECKING
 
-from ._native import _shutdown_runtime
-from .errors import (
-    ConnectError,
-    CorruptCheckpoint,
-    FetchTimeout,
-    ForkedProcess,
-    IncompleteCheckpoint,
-    InvalidArgument,
-    ProtocolError,
-    SourceChanged,
-    SourceRefused,
-    StateMismatch,
-    SystemRefused,
-    TensorferryError,
-    TornCheckpoint,
-    TransferCancelled,
-    TransportClosed,
-    UnprovenSource,
-    UnsafePickle,
-    UnsupportedLeaf,
-    WrongStep,
-)
-from .sources import join_metadata
-from .transport import HTTPTransport
+if TYPE_CHECKING:
+    from .errors import (
+        ConnectError,
+        CorruptCheckpoint,
+        FetchTimeout,
+        ForkedProcess,
+        IncompleteCheckpoint,
+        InvalidArgument,
+        ProtocolError,
+        SourceChanged,
+        SourceRefused,
+        StateMismatch,
+        SystemRefused,
+        TensorferryError,
+        TornCheckpoint,
+        TransferCancelled,
+        TransportClosed,
+        UnprovenSource,
+        UnsafePickle,
+        UnsupportedLeaf,
+        WrongStep,
+    )
+    from .net.metadata import join_metadata
+    from .torchft.transport import HTTPTransport
 
 __all__ = [
     "ConnectError",
@@ -56,4 +56,22 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-atexit.register(_shutdown_runtime)
+#: Where the public names are that are no errors.
+_PLACES = {"HTTPTransport": ".torchft.transport", "join_metadata": ".net.metadata"}
+
+if not TYPE_CHECKING:  # A type checker would take any name for one of ours.
+
+    def __getattr__(name: str) -> object:
+        """Imports a public name when it is first used: neither torch nor the native module is loaded before."""
+        from importlib import import_module
+
+        if name == "errors":
+            return import_module(".errors", __name__)
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(import_module(_PLACES.get(name, ".errors"), __name__), name)
+        globals()[name] = value
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__, "errors"})

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from exchange import in_background, until
 from stand_in import StandIn, parts, stand_in
 from tensorferry import dcp as ours
-from tensorferry import staging
+from tensorferry.memory import staging
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,7 +34,7 @@ TIMEOUT = timedelta(seconds=20)
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     monkeypatch.setattr(staging, "PART", 2 * MIB)
     with stand_in() as device:
-        for module in ("peer_writer", "files", "reading"):
+        for module in ("peer_writer", "files", "load_plan"):
             monkeypatch.setattr(f"tensorferry.dcp.{module}.ACCELERATOR", device)
         yield device
 

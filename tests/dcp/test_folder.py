@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from job import Job
 
 import states
-from tensorferry.dcp import PeerWriter, folder
+from tensorferry.dcp import PeerWriter, torch_view
 from tensorferry.errors import InvalidArgument
 
 pytestmark = pytest.mark.filterwarnings(
@@ -28,7 +28,7 @@ def test_archives_are_those_of_torch(dtype):
         value = states.whole(f"{dtype}", dtype, shape)
         file = io.BytesIO()
         torch.save(value, file)
-        before, behind = folder._around(dtype, shape)
+        before, behind = torch_view._around(dtype, shape)
         made = before + value.contiguous().view(-1).view(torch.uint8).numpy().tobytes() + behind
         assert len(made) == len(file.getvalue())
         found = torch.load(io.BytesIO(made), weights_only=True)

@@ -18,9 +18,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 import tensorferry
-from tensorferry.allowlist import Allowed
-from tensorferry.dcp import FileReader, FileWriter, PeerReader, PeerWriter, index, reading, writing
-from tensorferry.tensors import room
+from tensorferry.dcp import FileReader, FileWriter, PeerReader, PeerWriter, index, load_plan, save_plan
+from tensorferry.memory.tensors import room
+from tensorferry.state.allowlist import Allowed
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore")]
 
@@ -103,14 +103,14 @@ def test_no_form_of_archive_but_torch_saves_own_is_read(ran):
     ran.unlink()
     for name, data in hostile(ran).items():
         with pytest.raises(tensorferry.UnsafePickle):
-            reading.unpickled(data, name, Allowed())
+            load_plan.unpickled(data, name, Allowed())
         assert not ran.exists(), name
 
 
 @pytest.mark.parametrize("over", ["folder", "peer"])
 def test_no_code_of_a_checkpoint_runs(over, ran, tmp_path, monkeypatch):
     archive = hostile(ran)["two directories"]
-    monkeypatch.setattr(writing.torch, "save", lambda _, file, **__: file.write(archive))
+    monkeypatch.setattr(save_plan.torch, "save", lambda _, file, **__: file.write(archive))
     with open_peer() as peer:
         dcp.save({"o": "an object"}, storage_writer=peer if over == "peer" else FileWriter(tmp_path / "folder"))
         monkeypatch.undo()
@@ -126,7 +126,7 @@ def test_what_torch_saves_is_read():
     value = {"a": [weights[:3], weights[3:]], "none": torch.zeros(0), "text": "é", "half": torch.ones(2).bfloat16()}
     file = io.BytesIO()
     torch.save(value, file)
-    read = reading.unpickled(file.getvalue(), "o", Allowed())
+    read = load_plan.unpickled(file.getvalue(), "o", Allowed())
     assert read.keys() == value.keys()
     assert all(torch.equal(read[name], value[name]) for name in ("none", "half"))
     assert torch.equal(torch.cat(read["a"]), weights)
@@ -134,7 +134,7 @@ def test_what_torch_saves_is_read():
     assert read["a"][0].untyped_storage().data_ptr() == read["a"][1].untyped_storage().data_ptr()
     damaged = file.getvalue().replace(b"half", b"harm")
     with pytest.raises(tensorferry.TensorferryError):
-        reading.unpickled(damaged[:-200], "o", Allowed())
+        load_plan.unpickled(damaged[:-200], "o", Allowed())
 
 
 def test_a_storage_is_as_long_as_its_record():
@@ -144,7 +144,7 @@ def test_a_storage_is_as_long_as_its_record():
         for entry in old.namelist():
             changed.writestr(entry, b"abc" if entry.endswith("data/0") else old.read(entry))
     with pytest.raises(tensorferry.ProtocolError, match="a storage of 64 bytes has a record of 3"):
-        reading.unpickled(bad.getvalue(), "o", Allowed())
+        load_plan.unpickled(bad.getvalue(), "o", Allowed())
 
 
 def peak():
@@ -200,7 +200,7 @@ def test_room_takes_memory_when_bytes_come():
 
 
 def test_many_small_objects_are_held_a_few_at_a_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(reading, "_SCRATCH", 3000)
+    monkeypatch.setattr(load_plan, "_SCRATCH", 3000)
     saved = {f"o{i}": f"object {i}" for i in range(20)}
     dcp.save(saved, storage_writer=FileWriter(tmp_path))
     calls = []

@@ -21,10 +21,11 @@ import torch.distributed.checkpoint as dcp
 from job import Job
 
 import tensorferry
-from tensorferry._native import Rows, _write_file
-from tensorferry.dcp import FileReader, FileWriter, commits, files, index
-from tensorferry.dcp.writing import METADATA
-from tensorferry.tensors import DTYPE_NAMES
+from tensorferry.dcp import FileReader, FileWriter, files
+from tensorferry.dcp.save_plan import ABOUT
+from tensorferry.memory.tensors import no_rows
+from tensorferry.storage import commits, reserved
+from tensorferry.storage.container import Container
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -244,13 +245,7 @@ def without_files_entry(folder):
     """The index as versions wrote it that did not note which file is which."""
     path = folder / "index.safetensors"
     text, _ = commits.read(path)
-    _write_file(
-        path,
-        partial=folder / "p",
-        rows=Rows(torch.Tensor, torch.nn.Parameter, DTYPE_NAMES, native=False),
-        control=[(index.ENTRY, text)],
-        metadata=METADATA,
-    )
+    Container(no_rows(), None, True, [(reserved.INDEX, text)], ABOUT).write(path, partial=folder / "p")
 
 
 def test_checkpoints_of_older_versions_load_and_are_replaced(tmp_path):
@@ -270,12 +265,8 @@ def test_checkpoints_of_older_versions_load_and_are_replaced(tmp_path):
 def test_an_index_that_does_not_say_which_files_it_is_about_is_none(entry, tmp_path):
     save(tmp_path, 1)
     text, _ = commits.read(tmp_path / "index.safetensors")
-    _write_file(
-        tmp_path / "index.safetensors",
-        partial=tmp_path / "p",
-        rows=Rows(torch.Tensor, torch.nn.Parameter, DTYPE_NAMES, native=False),
-        control=[(index.ENTRY, text), (commits.FILES, entry)],
-        metadata=METADATA,
+    Container(no_rows(), None, True, [(reserved.INDEX, text), (reserved.INDEX_FILES, entry)], ABOUT).write(
+        tmp_path / "index.safetensors", partial=tmp_path / "p"
     )
     with pytest.raises(dcp.CheckpointException, match=r"index\.safetensors"):
         loaded(tmp_path)
@@ -291,15 +282,9 @@ def test_nothing_but_files_of_ranks_is_removed_whatever_an_index_names(name, old
     path = folder / "index.safetensors"
     text, _ = commits.read(path)
     told = json.loads(text) | {"sources": [name]}
-    control = [(index.ENTRY, json.dumps(told).encode())]
-    control += [] if older else [(commits.FILES, commits.Commit({name: 1}).encode())]
-    _write_file(
-        path,
-        partial=folder / "p",
-        rows=Rows(torch.Tensor, torch.nn.Parameter, DTYPE_NAMES, native=False),
-        control=control,
-        metadata=METADATA,
-    )
+    control = [(reserved.INDEX, json.dumps(told).encode())]
+    control += [] if older else [(reserved.INDEX_FILES, commits.Commit({name: 1}).encode())]
+    Container(no_rows(), None, True, control, ABOUT).write(path, partial=folder / "p")
     (tmp_path / "precious").write_text("mine")
     (folder / "precious").write_text("mine")
     save(folder, 2)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tensorferry import InvalidArgument
-from tensorferry.accelerator import ACCELERATOR, Accelerator, Streams, settled
+from tensorferry.memory.accelerator import ACCELERATOR, Accelerator, Streams, settled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -14,7 +14,7 @@ import tensorferry
 from equality import assert_same_state
 from exchange import TIMEOUT, in_background, receive, until
 from stand_in import CUDA, StandIn, open_on, parts, stand_in
-from tensorferry import landing
+from tensorferry.memory import bounce
 from tensorferry.testing import FaultProxy, FlipByte
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ SLOT = 4 * MIB
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
-    monkeypatch.setattr(landing, "SLOT", SLOT)
+    monkeypatch.setattr(bounce, "SLOT", SLOT)
     with stand_in() as device:
         yield device
 

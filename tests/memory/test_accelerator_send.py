@@ -18,7 +18,7 @@ import tensorferry
 from equality import assert_same_state
 from exchange import TIMEOUT, Reader, in_background, receive, until
 from stand_in import POISON, StandIn, open_on, stand_in
-from tensorferry import staging
+from tensorferry.memory import staging
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -148,7 +148,7 @@ def test_copies_follow_the_order_of_the_payload(
     device: StandIn, source: Any, open_transport: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which is not that of the state, and has host memory in between, here more than is copied along."""
-    monkeypatch.setattr("tensorferry.state._SMALL_HOST_PART", 0)
+    monkeypatch.setattr("tensorferry.state.snapshot._SMALL_HOST_PART", 0)
     state: dict[str, Any] = {}
     for i, dtype in enumerate([torch.int8, torch.float64, torch.bfloat16, torch.int64, torch.float32, torch.bool]):
         state[f"d{i}"] = torch.ones(5 * MIB // 2 // dtype.itemsize + i, dtype=dtype)

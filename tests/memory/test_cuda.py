@@ -14,7 +14,7 @@ from equality import assert_same_state
 from exchange import TIMEOUT, in_background, receive, until
 from tensorferry import InvalidArgument, join_metadata
 from tensorferry.dcp import FileReader, FileWriter, PeerReader, PeerWriter
-from tensorferry.locked import _forget_failure, locked
+from tensorferry.memory.pinned import _forget_failure, locked
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -145,13 +145,14 @@ def test_a_receiver_allocates_for_what_came_not_for_what_is_announced(
 def test_storages_that_are_only_announced_take_no_memory(
     storages: list[Any], ending: str, child: Child, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tensorferry import state
+    from tensorferry.state import snapshot
+    from tensorferry.storage import reserved
 
     def control(packed: Any) -> list[tuple[str, bytes]]:
         manifest = json.loads(packed.manifest())
-        return [(state.MANIFEST, state._padded(json.dumps(manifest | {"storages": storages}).encode(), b" "))]
+        return [(reserved.MANIFEST, snapshot._padded(json.dumps(manifest | {"storages": storages}).encode(), b" "))]
 
-    monkeypatch.setattr(state.Packed, "_control", control)
+    monkeypatch.setattr(snapshot.Packed, "_control", control)
     source = tensorferry.HTTPTransport(timedelta(seconds=60))
     source.send_checkpoint([1], 1, {"w": torch.ones(3)}, timedelta(seconds=60))
     try:
@@ -213,12 +214,12 @@ def test_a_stock_source_is_not_read_beyond_what_can_be(name: str, child: Child) 
         script = (
             PEAK
             + f"""
-from tensorferry import stock
-from tensorferry.allowlist import Allowed
+from tensorferry.torchft import compat
+from tensorferry.state.allowlist import Allowed
 reset()
 before = peak()
 try:
-    stock.receive("{listener.metadata}", 1, timedelta(seconds=20), Allowed())
+    compat.receive("{listener.metadata}", 1, timedelta(seconds=20), Allowed())
 except (tensorferry.ProtocolError, tensorferry.SystemRefused) as error:
     print(peak() - before)
 """
@@ -323,12 +324,12 @@ import resource
 resource.setrlimit(resource.RLIMIT_AS, (12 << 30, 12 << 30))
 {DOUBLED}
 {BODIES}
-from tensorferry import stock
-from tensorferry.allowlist import Allowed
-stream = stock._Exact(io.BytesIO({HANGS[name]}), 1 << 20)
+from tensorferry.torchft import compat
+from tensorferry.state.allowlist import Allowed
+stream = compat._Exact(io.BytesIO({HANGS[name]}), 1 << 20)
 started = time.monotonic()
 try:
-    stock._load(stream, Allowed())
+    compat._load(stream, Allowed())
 except tensorferry.TensorferryError as error:
     assert time.monotonic() - started < 10
     print("refused", type(error).__name__)

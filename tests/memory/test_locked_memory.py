@@ -17,10 +17,10 @@ import torch
 from equality import assert_same_state
 from exchange import TIMEOUT, receive, until
 from stand_in import StandIn, stand_in
-from tensorferry.accelerator import Accelerator
-from tensorferry.host_memory import HostMemory
-from tensorferry.locked import locked
-from tensorferry.staging import Piece, Stager
+from tensorferry.memory.accelerator import Accelerator
+from tensorferry.memory.host_pool import HostMemory
+from tensorferry.memory.pinned import locked
+from tensorferry.memory.staging import Piece, Stager
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -158,7 +158,7 @@ def test_memory_that_cannot_be_mapped(
     def refuse(*_: Any) -> None:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    monkeypatch.setattr("tensorferry.locked._Locked.madvise", refuse)
+    monkeypatch.setattr("tensorferry.memory.pinned._Locked.madvise", refuse)
     with stand_in() as device:
         device.pinned = locked  # type: ignore[method-assign]
         memory = HostMemory(device)
@@ -231,7 +231,7 @@ def test_nothing_is_asked_of_an_accelerator_before_it_is_needed(
         def is_available(self) -> bool:
             raise AssertionError("asked")
 
-    monkeypatch.setattr("tensorferry.transport.ACCELERATOR", Untouchable())
+    monkeypatch.setattr("tensorferry.torchft.transport.ACCELERATOR", Untouchable())
     source, target = open_transport(), open_transport(reuse_bytes=MIB)
     source.send_checkpoint([1], 1, {"w": torch.ones(10)}, TIMEOUT)
     live = {"w": torch.zeros(10)}
@@ -243,7 +243,7 @@ def test_nothing_is_asked_of_an_accelerator_before_it_is_needed(
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     with stand_in() as device:
-        monkeypatch.setattr("tensorferry.transport.ACCELERATOR", device)
+        monkeypatch.setattr("tensorferry.torchft.transport.ACCELERATOR", device)
         yield device
 
 

@@ -94,7 +94,7 @@ def test_a_target_that_is_given_other_memory_is_an_error(how: str, same_host: bo
 
 @pytest.mark.parametrize("native", [True, False])
 def test_rows_own_storages_and_let_go_of_tensors(native: bool) -> None:
-    from tensorferry import tree
+    from tensorferry.state import tree
 
     state = {"w": nn.Parameter(torch.ones(8)), "b": torch.ones(4)}
     flat = tree.flatten(state, native)

@@ -6,7 +6,8 @@ from datetime import timedelta
 
 import pytest
 
-from tensorferry import ConnectError, FetchTimeout, InvalidArgument, addresses
+from tensorferry import ConnectError, FetchTimeout, InvalidArgument
+from tensorferry.net import addresses
 
 TIMEOUT = timedelta(seconds=30)
 HOST = [

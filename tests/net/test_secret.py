@@ -157,12 +157,13 @@ def test_it_shows_itself_nowhere(open_transport, caplog):
             shown += [str(failed.value), repr(failed.value), *traceback.format_exception(failed.value)]
     shown += [r.getMessage() for r in caplog.records]
     for transport in (source, receiver):
-        native = transport._secret
-        shown += [repr(transport), str(vars(transport)), transport.metadata(), transport.address(), repr(native)]
+        native = transport._options.secret
+        held = {**vars(transport), **vars(transport._options)}
+        shown += [repr(transport), str(held), transport.metadata(), transport.address(), repr(native)]
         assert [name for name in dir(native) if not name.startswith("__")] == []
         with pytest.raises(TypeError):
             pickle.dumps(native)
-        for value in vars(transport).values():
+        for value in held.values():
             assert value not in (SECRET, SECRET.encode())
     # The traceback shows this file's lines, which name constants and not their values.
     for text in shown:

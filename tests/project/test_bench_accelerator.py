@@ -54,7 +54,7 @@ def device(monkeypatch: pytest.MonkeyPatch, bench: Any) -> Iterator[StandIn]:
         monkeypatch.setattr(torch, "zeros_like", adopted(torch.zeros_like))
         monkeypatch.setattr(torch, "empty", unlocked)
         monkeypatch.setattr(bench, "ACCELERATOR", device)
-        monkeypatch.setattr("tensorferry.transport.ACCELERATOR", device)
+        monkeypatch.setattr("tensorferry.torchft.transport.ACCELERATOR", device)
         yield device
 
 

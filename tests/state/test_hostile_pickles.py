@@ -25,8 +25,8 @@ import torch
 import tensorferry
 from hostile_pickles import Raw, again, build, call, global_, new, persistent, read, say, whole
 from pickled_classes import Colour, Holder, a_function
-from tensorferry import reviewed
-from tensorferry.allowlist import Allowed
+from tensorferry.state import reviewed
+from tensorferry.state.allowlist import Allowed
 
 pytestmark = [pytest.mark.timeout(100), pytest.mark.beyond_torchft]
 
@@ -284,7 +284,7 @@ def test_a_dtypes_flags_are_numpys_own() -> None:
 
 def test_what_is_refused_is_named_with_its_leaf_and_what_to_do() -> None:
     data = whole(tensor("float32", 1000))
-    from tensorferry import pickling
+    from tensorferry.state import pickling
 
     needs = {"torch._utils._rebuild_tensor_v2": "user.model.weight"}
     with pytest.raises(tensorferry.UnsafePickle, match=r"_rebuild_tensor_v2.*'user\.model\.weight'.*trust_pickle=True"):
@@ -320,20 +320,20 @@ def hostile_save(pickled: bytes) -> bytes:
 
 
 def test_objects_in_files_go_through_the_same_machine_and_are_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tensorferry.dcp import reading
+    from tensorferry.dcp import load_plan
 
     ran: list[Any] = []
     monkeypatch.setattr("os.system", ran.append)
     with pytest.raises(tensorferry.UnsafePickle, match=r"'?opt\.lr"):
-        reading.rewritten(hostile_save(whole(ATTACKS["torch.os.system"])), "opt.lr", Allowed())
+        load_plan.rewritten(hostile_save(whole(ATTACKS["torch.os.system"])), "opt.lr", Allowed())
     assert not ran
     good = io.BytesIO()
     torch.save({"lr": 0.1, "w": torch.ones(3)}, good)
     # What torch's planner reads, without limits, is no byte of what came.
-    handed = reading.rewritten(good.getvalue(), "opt", Allowed())
-    monkeypatch.setattr(reading, "unpickled", lambda *_: "another")
+    handed = load_plan.rewritten(good.getvalue(), "opt", Allowed())
+    monkeypatch.setattr(load_plan, "unpickled", lambda *_: "another")
     assert torch.load(io.BytesIO(handed), weights_only=True)["lr"] == 0.1
-    assert torch.load(io.BytesIO(reading.rewritten(good.getvalue(), "opt", Allowed()))) == "another"
+    assert torch.load(io.BytesIO(load_plan.rewritten(good.getvalue(), "opt", Allowed()))) == "another"
 
 
 def test_every_pickle_from_elsewhere_is_read_by_the_one_machine() -> None:
@@ -478,7 +478,7 @@ def test_indices_have_memory_that_no_other_tensor_of_the_state_writes_to() -> No
         return call(V2, persistent("typed", 0, "int64"), at, size, (1,) * len(size), False, HOOKS)
 
     memory = torch.tensor([0, 1, 0, 3, 0, 0])
-    from tensorferry import pickling
+    from tensorferry.state import pickling
 
     def made(value: Raw) -> list[Any]:
         return pickling.load(whole([value, row(0, 6)]), Allowed(), [], lambda _: memory.untyped_storage(), {})[0]

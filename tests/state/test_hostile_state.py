@@ -14,8 +14,9 @@ import pytest
 import torch
 
 import tensorferry
-from tensorferry import pickling, state
-from tensorferry.allowlist import Allowed
+from tensorferry.state import manifest, pickling, snapshot
+from tensorferry.state.allowlist import Allowed
+from tensorferry.storage import reserved
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,11 +55,11 @@ def test_a_manifest_that_makes_no_sense_is_a_protocol_error(
         made = {key: value for key, value in made.items() if MANIFESTS[name].get(key, 0) is not None}
         made |= {**changes, "objects": len(OBJECTS)}
         return [
-            (state.MANIFEST, state._padded(json.dumps(made).encode(), b" ")),
-            (state.PICKLE, state._padded(pickle.dumps(OBJECTS, 4), b"\0")),
+            (reserved.MANIFEST, snapshot._padded(json.dumps(made).encode(), b" ")),
+            (reserved.PICKLE, snapshot._padded(pickle.dumps(OBJECTS, 4), b"\0")),
         ]
 
-    monkeypatch.setattr(state.Packed, "_control", control)
+    monkeypatch.setattr(snapshot.Packed, "_control", control)
     live = {"a": torch.zeros(3)}
     source = open_transport()
     source.send_checkpoint([1], 1, published, TIMEOUT)
@@ -139,7 +140,7 @@ def test_what_is_not_as_announced_is_written_nowhere(
 ) -> None:
     make, error, why = NOT_AS_ANNOUNCED[name]
     value = make()
-    described = state.describe
+    described = manifest.describe
 
     def lie(flat: Any) -> list[list[Any]]:
         honest = [row for row in described(flat) if row[1] != "o"]
@@ -148,7 +149,7 @@ def test_what_is_not_as_announced_is_written_nowhere(
     live = {"late": torch.zeros(2), "o": torch.zeros(3, 3)}
     source, receiver = open_transport(), open_transport(state_dict=lambda: live)
     with monkeypatch.context() as patch:
-        patch.setattr(state, "describe", lie)
+        patch.setattr(manifest, "describe", lie)
         # A view, so that it is copied after everything has come.
         source.send_checkpoint([1], 1, {"late": torch.ones(4)[::2], "o": value}, TIMEOUT)
     if not announced and not isinstance(value, torch.Tensor):

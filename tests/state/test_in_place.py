@@ -387,12 +387,12 @@ def test_tensors_of_another_kind_are_named(
 
 def test_what_torch_cannot_copy_is_named(heal: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     import tensorferry
-    from tensorferry import targets
+    from tensorferry.state import in_place
 
     def fail(*_: Any) -> None:
         raise NotImplementedError("no kernel")
 
-    monkeypatch.setattr(targets, "copy_into", fail)
+    monkeypatch.setattr(in_place, "copy_into", fail)
     with pytest.raises(tensorferry.StateMismatch, match=r"^s cannot take .*no kernel"):
         heal({"s": torch.ones(4)[::2]}, {"s": torch.zeros(2)})
 

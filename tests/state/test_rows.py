@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from leaves import CARRIED
-from tensorferry import tree
+from tensorferry.state import tree
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.beyond_torchft]
 

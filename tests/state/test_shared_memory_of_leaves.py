@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,8 @@ import torch
 
 import tensorferry
 from exchange import TIMEOUT, receive
-from tensorferry import aliases, tree
+from tensorferry.state import aliases, tree
+from tensorferry.state.manifest import Manifest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -247,5 +249,6 @@ def test_groups_are_found_by_address_natively_as_by_looking() -> None:
     [1, [1], [[1]], [[[1, 2, 3]]], [[["a", 0, [], 0]]], [[[0, 0, 4, 0]]], [[[0, 0, [None], 0]]], [[[0, 0.5, [1], 0]]]],
 )
 def test_what_a_manifest_says_of_shared_memory_is_checked(shared: Any) -> None:
+    fields = {"flags": "", "objects": 0, "storages": []}
     with pytest.raises(tensorferry.ProtocolError, match="share memory"):
-        aliases.read({"shared": shared})
+        Manifest(json.dumps(fields | {"shared": shared}), "0").shared()

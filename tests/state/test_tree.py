@@ -12,11 +12,13 @@ from test_container_python import OWN, TIMEOUT
 from torch.distributed.device_mesh import DeviceMesh
 
 import tensorferry
-from tensorferry import tree
 from tensorferry._native import Remote, Rows
-from tensorferry.allowlist import Allowed
-from tensorferry.state import _METADATA, MANIFEST, _padded
-from tensorferry.tensors import DTYPE_NAMES
+from tensorferry.memory.tensors import DTYPE_NAMES
+from tensorferry.state import tree
+from tensorferry.state.allowlist import Allowed
+from tensorferry.state.snapshot import _padded
+from tensorferry.storage.container import Container
+from tensorferry.storage.reserved import MANIFEST
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.beyond_torchft]
 
@@ -197,9 +199,7 @@ def test_entries_of_the_format_may_stand_among_the_tensors(in_place: bool, open_
     fields = {"version": 1, "tree": {"second": 1, "first": 0}, "flags": "03", "objects": 0}
     manifest = {**fields, "keys": {}, "storages": [[8, [[1, 0]]]], "tensors": []}
     control = [(MANIFEST, _padded(json.dumps(manifest).encode(), b" "))]
-    source._server.publish(
-        4, rows=rows, control=control, metadata=_METADATA, owner=owner, private=True, alternate=None, filled=True
-    )
+    Container(rows, owner, True, control).publish(source._server, 4)
     remote = Remote.open([source.metadata()], 4, timeout=10.0)
     assert list(remote.plain) == [0, 2]
     assert json.loads(remote.manifest or b"") == {**manifest, "tree": None}

@@ -9,7 +9,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tensorferry._native import _read_file
-from tensorferry.dcp import FileReader, FileWriter, reading
+from tensorferry.dcp import FileReader, FileWriter
+from tensorferry.storage import slices
 
 SHAPES = [(5, 4, 6, 130), (3, 2, 2, 2, 70), (700,), (40, 33), (1, 9, 1, 300), (2, 3, 257, 1)]
 
@@ -40,7 +41,7 @@ def test_a_box_arrives_in_a_target_of_any_strides(saved, data):
     part = room[tuple(slice(0, lengths[dim]) for dim in order)]
     target = part.permute([order.index(dim) for dim in range(len(order))])
     strides = [stride * 4 for stride in source.stride()]
-    run, repeats = reading._runs(lengths, strides, [stride * 4 for stride in target.stride()], 4)
+    run, repeats = slices.runs(lengths, strides, [stride * 4 for stride in target.stride()], 4)
     assert run * math.prod(count for count, _, _ in repeats) == 4 * math.prod(lengths)
     start = sum(first * stride for (first, _), stride in zip(box, strides, strict=True))
     report = _read_file(rank, [(name, "F32", source.nbytes, start, run, target.data_ptr(), repeats)])

@@ -32,9 +32,12 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import tensorferry
 from exchange import Listener
-from tensorferry import HTTPTransport, state, stock
-from tensorferry.allowlist import Allowed
+from tensorferry import HTTPTransport
 from tensorferry.dcp import FileReader, FileWriter, PeerReader, PeerWriter, index
+from tensorferry.state import snapshot
+from tensorferry.state.allowlist import Allowed
+from tensorferry.storage import reserved
+from tensorferry.torchft import compat
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -186,19 +189,19 @@ class Manifests:
         self._source = HTTPTransport(TIMEOUT, 0)
         self._targets = [HTTPTransport(TIMEOUT, 0), HTTPTransport(TIMEOUT, 0, state_dict=lambda: self._live)]
         self._step = 0
-        state.Packed._control = self._control  # type: ignore[method-assign,assignment]
+        snapshot.Packed._control = self._control  # type: ignore[method-assign,assignment]
 
     def _control(self) -> list[tuple[str, bytes]]:
         pickled = self._packed.pickle_bytes
-        control = [(state.MANIFEST, state._padded(self._bad[1], b" "))]
-        return [*control, (state.PICKLE, state._padded(pickled, b"\0"))] if pickled else control
+        control = [(reserved.MANIFEST, snapshot._padded(self._bad[1], b" "))]
+        return [*control, (reserved.PICKLE, snapshot._padded(pickled, b"\0"))] if pickled else control
 
     def __call__(self) -> None:
         # The traceback of the last receive held its connection, for which a withdrawal would have waited two seconds.
         self._source.disallow_checkpoint()
         chance = self._chance
         self._step += 1
-        kept = state.Packed.publish
+        kept = snapshot.Packed.publish
 
         def publish(packed: Any, *arguments: Any) -> None:
             self._packed = packed
@@ -218,11 +221,11 @@ class Manifests:
             self._bad = ("", flipped(text, chance) if chance.random() < 0.1 else text)
             kept(packed, *arguments)
 
-        state.Packed.publish = publish  # type: ignore[method-assign]
+        snapshot.Packed.publish = publish  # type: ignore[method-assign]
         try:
             self._source.send_checkpoint([1], self._step, sample(), TIMEOUT)
         finally:
-            state.Packed.publish = kept  # type: ignore[method-assign]
+            snapshot.Packed.publish = kept  # type: ignore[method-assign]
         chance.choice(self._targets).recv_checkpoint(0, self._source.metadata(), self._step, TIMEOUT)
 
     def shown(self) -> str:
@@ -323,7 +326,7 @@ class Stock:
     def __init__(self, chance: random.Random) -> None:
         self._chance = chance
         self._body = b""
-        recorder = stock._Recorder()
+        recorder = compat._Recorder()
         torch.serialization._save(sample(), recorder, pickle, 2, False)
         self._records = recorder.records
         self._raw = b""
@@ -355,7 +358,7 @@ class Stock:
             body = body[: chance.randrange(len(body))]
         self._body = body
         port = self._listener.port
-        stock.receive(f"http://127.0.0.1:{port}/checkpoint/", 1, TIMEOUT, Allowed())
+        compat.receive(f"http://127.0.0.1:{port}/checkpoint/", 1, TIMEOUT, Allowed())
 
     def shown(self) -> str:
         return repr(self._body[:300])

@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 
-from tensorferry import TensorferryError, pickling, reviewed
-from tensorferry.allowlist import Allowed
+from tensorferry import TensorferryError
+from tensorferry.state import pickling, reviewed
+from tensorferry.state.allowlist import Allowed
 
 STORAGE = torch.arange(64, dtype=torch.uint8).untyped_storage()
 

@@ -24,8 +24,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from tensorferry.accelerator import Accelerator, Also
-from tensorferry.tensors import storage_key
+from tensorferry.memory.accelerator import Accelerator, Also
+from tensorferry.memory.tensors import storage_key
 
 #: The byte that fills page-locked memory before it is written to.
 POISON = 0xA5
@@ -451,7 +451,7 @@ def open_on(
 ) -> Any:
     """Opens a transport whose accelerator is `device`; its sends and receives run in the simulation."""
     with monkeypatch.context() as patch:
-        patch.setattr("tensorferry.transport.ACCELERATOR", device)
+        patch.setattr("tensorferry.torchft.transport.ACCELERATOR", device)
         transport = open_transport(*arguments, **options)
     for name in ("send_checkpoint", "recv_checkpoint"):
         setattr(transport, name, device.simulated(getattr(transport, name)))

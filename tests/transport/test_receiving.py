@@ -244,9 +244,9 @@ def test_a_way_that_is_far_slower_than_its_interface_is_worth_a_warning(
 ):
     source = open_transport(same_host=False, max_bandwidth=32 * MIB)
     metadata = send(source, state_of(1, mib=16))
-    monkeypatch.setattr("tensorferry.reporting._LONG_S", 0.2)
+    monkeypatch.setattr("tensorferry.net.report._LONG_S", 0.2)
     (tmp_path / "speed").write_text(speed)
-    monkeypatch.setattr("tensorferry.addresses.Path", lambda _: tmp_path / "speed")
+    monkeypatch.setattr("tensorferry.net.addresses.Path", lambda _: tmp_path / "speed")
     with caplog.at_level(logging.WARNING, "tensorferry"):
         open_transport().recv_checkpoint(0, metadata, 3, TIMEOUT)
     assert bool(said(caplog, "is rated at 12.500 GB/s")) == warned

@@ -13,24 +13,25 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from .. import _gc, arguments
-from .._native import Rows, Written, _read_file, _write_file
-from ..accelerator import ACCELERATOR
-from ..allowlist import Allowed
+from .. import _gc, _validate
+from .._native import Written, _read_file
 from ..errors import IncompleteCheckpoint, InvalidArgument, ProtocolError, SourceChanged, SystemRefused
-from ..staging import Stager
-from ..tensors import DTYPE_NAMES
-from . import commits, index
-from .commits import Commit, new_id
+from ..memory.accelerator import ACCELERATOR
+from ..memory.staging import Stager
+from ..memory.tensors import no_rows
+from ..state.allowlist import Allowed
+from ..storage import commits, reserved
+from ..storage.commits import Commit, new_id
+from ..storage.container import Container
+from ..storage.slices import Part
+from . import index
 from .reader import SliceReader
-from .reading import Part
-from .writing import METADATA, Packed
+from .save_plan import ABOUT, Packed
 
 #: Held while an index is written: saves of one process may overlap.
 _finishing = threading.Lock()
@@ -48,10 +49,10 @@ _NAME = 255
 
 def _folder(path: Any) -> Path:
     if not isinstance(path, (str, os.PathLike)) or not str(path) or "\0" in str(path):
-        raise InvalidArgument(f"path is a folder's path, not {arguments.shown(path)}")
+        raise InvalidArgument(f"path is a folder's path, not {_validate.shown(path)}")
     if "://" in str(path):
         raise InvalidArgument(
-            f"{arguments.shown(path)} is no folder of this machine: checkpoints go to file systems only"
+            f"{_validate.shown(path)} is no folder of this machine: checkpoints go to file systems only"
         )
     return Path(path)
 
@@ -73,7 +74,7 @@ def _make(folder: Path) -> None:
 
 
 def _threads(threads: int | None) -> int | None:
-    return None if threads is None else arguments.whole("threads", threads, 1)
+    return None if threads is None else _validate.whole("threads", threads, 1)
 
 
 class _InFolder:
@@ -123,8 +124,8 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
         super().__init__()
         self._path = _folder(path)
         self._threads = _threads(threads)
-        self._overwrite = arguments.boolean("overwrite", overwrite)
-        self._cached = arguments.boolean("cached", cached)
+        self._overwrite = _validate.boolean("overwrite", overwrite)
+        self._cached = _validate.boolean("cached", cached)
         self.report: dict[str, int] = {"bytes": 0, "direct": 0}
         self._running = _Running()
 
@@ -197,15 +198,10 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
         name = f"rank{save.rank:05d}-{save.id}.safetensors"
         with _gc.held_off():
             packed = Packed(plan, planner, Stager(ACCELERATOR), copy=False)
-        written = _write_file(
-            save.path / name,
-            partial=save.path / f"{name}.partial",
-            rows=packed.rows,
-            control=[],
-            # Two files of one layout differ in this, and so in the checksum of the header, which the index notes.
-            metadata=[*METADATA, ("tensorferry.file", secrets.token_hex(16))],
-            threads=self._threads,
-            cached=self._cached,
+        # Two files of one layout differ in this, and so in the checksum of the header, which the index notes.
+        about = [*ABOUT, ("tensorferry.file", secrets.token_hex(16))]
+        written = Container(packed.rows, packed.owner, packed.private, about=about).write(
+            save.path / name, partial=save.path / f"{name}.partial", threads=self._threads, cached=self._cached
         )
         save.written = written
         self.report = {"bytes": written.bytes, "direct": written.direct}
@@ -225,8 +221,8 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
         metadata.storage_meta = StorageMeta(checkpoint_id=save.path, save_id=save.id)
         files = {place.source: place.header for place in places.values()}
         control = [
-            (index.ENTRY, index.encode(metadata, places)),
-            (commits.FILES, Commit(files, save.began).encode()),
+            (reserved.INDEX, index.encode(metadata, places)),
+            (reserved.INDEX_FILES, Commit(files, save.began).encode()),
         ]
         with _finishing, commits.holding(save.path, files):
             before = commits.committed(save.index)
@@ -236,13 +232,8 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
                     f"{save.path}: a save that began later was done before this one; what it saved is there, and this "
                     "one is of no use any more. Let one job save into a folder, and wait for one save before the next"
                 )
-            _write_file(
-                save.index,
-                partial=save.path / f"{save.index.name}.{save.id}.partial",
-                rows=Rows(torch.Tensor, torch.nn.Parameter, DTYPE_NAMES, native=False),
-                control=control,
-                metadata=METADATA,
-                threads=1,
+            Container(no_rows(), None, True, control, ABOUT).write(
+                save.index, partial=save.path / f"{save.index.name}.{save.id}.partial", threads=1
             )
             save.clean(before, set(files))
 

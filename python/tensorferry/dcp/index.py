@@ -26,13 +26,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ..allowlist import Allowed
 from ..errors import InvalidArgument, ProtocolError, TensorferryError
-from ..unpickling import unpickler
+from ..state.allowlist import Allowed
+from ..state.unpickling import unpickler
 
 VERSION = 1
-#: The entry the index stands in.
-ENTRY = "__tensorferry__/dcp"
 
 #: How an entry holds what the planner gave: elements of a tensor, or what ``torch.save`` made of an object or a tensor.
 ELEMENTS, OBJECT, PICKLED_TENSOR = "t", "b", "p"

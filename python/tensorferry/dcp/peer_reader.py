@@ -11,17 +11,18 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-from .. import arguments
+from .. import _validate
 from .._native import Remote, _fetch_slices
-from ..addresses import wants_same_host
-from ..allowlist import Allowed
 from ..errors import InvalidArgument, ProtocolError, TensorferryError
-from ..secret import shared_secret
-from ..tensors import room
+from ..memory.tensors import room
+from ..net.options import wants_same_host
+from ..net.secret import shared_secret
+from ..state.allowlist import Allowed
+from ..storage import reserved
+from ..storage.slices import Part
 from . import index
 from .peer_writer import SCHEME
 from .reader import SliceReader
-from .reading import Part
 
 logger = logging.getLogger("tensorferry")
 
@@ -62,9 +63,9 @@ class PeerReader(SliceReader):
     ) -> None:
         """See the class."""
         super().__init__(Allowed(safe_globals, trust_pickle))
-        self._string = None if metadata is None else arguments.text("metadata", metadata)
-        self._seconds = arguments.seconds("timeout", timeout)
-        self._lanes = None if lanes is None else arguments.whole("lanes", lanes, 1)
+        self._string = None if metadata is None else _validate.text("metadata", metadata)
+        self._seconds = _validate.seconds("timeout", timeout)
+        self._lanes = None if lanes is None else _validate.whole("lanes", lanes, 1)
         self._secret = shared_secret(secret)
         self._same_host = wants_same_host(same_host)
         self._failed: Exception | None = None
@@ -102,11 +103,11 @@ class PeerReader(SliceReader):
                 secret=self._secret,
             )
             sizes = dict(zip(remote.names, remote.sizes, strict=True))
-            if index.ENTRY not in sizes:
+            if reserved.INDEX not in sizes:
                 raise ProtocolError(f"{urls[0]} serves no index of a distributed checkpoint")
-            nbytes = sizes[index.ENTRY]
+            nbytes = sizes[reserved.INDEX]
             memory, start = room(nbytes)
-            self._fetch({source: [(index.ENTRY, "U8", nbytes, 0, nbytes, start, [])]})
+            self._fetch({source: [(reserved.INDEX, "U8", nbytes, 0, nbytes, start, [])]})
             self.report = dict.fromkeys(self.report, 0)
             metadata = index.decode(bytes(memory), "the publication", self._allowed)
         except TensorferryError as e:
@@ -123,9 +124,9 @@ class PeerReader(SliceReader):
         if len(words) < 3 or words[0] != SCHEME or not (words[1].isascii() and words[1].isdecimal()):
             raise InvalidArgument(
                 "PeerReader takes what metadata() of a PeerWriter gives after a save, not "
-                + arguments.shown(self._string)
+                + _validate.shown(self._string)
             )
-        return arguments.step_number(int(words[1][:20])), words[2:]
+        return _validate.step_number(int(words[1][:20])), words[2:]
 
     def _fetch(self, parts: dict[str, list[Part]]) -> None:
         named = set(self._sources()[1])
@@ -144,8 +145,8 @@ class PeerReader(SliceReader):
             secret=self._secret,
         )
         for key in self.report:
-            self.report[key] += report[key]
-        for source, trouble in report["troubles"].items():
+            self.report[key] += getattr(report, key)
+        for source, trouble in report.troubles.items():
             logger.warning("parts from %s went to other connections: %s", source, trouble)
 
     @classmethod

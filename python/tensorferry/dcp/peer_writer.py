@@ -15,16 +15,17 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from .. import _gc
-from ..accelerator import ACCELERATOR
-from ..addresses import wants_same_host
 from ..errors import InvalidArgument, TransportClosed
-from ..secret import shared_secret
-from ..serving import known_snapshot, serve, withdraw
-from ..staging import Stager
-from ..state import Snapshot
+from ..memory.accelerator import ACCELERATOR
+from ..memory.staging import Stager
+from ..net.options import ServerOptions
+from ..net.serve import serve, withdraw
+from ..state.snapshot import Snapshot, known_snapshot
+from ..storage import reserved
+from ..storage.container import Container
 from . import index
-from .folder import Folder
-from .writing import METADATA, Packed
+from .save_plan import ABOUT, Packed
+from .torch_view import Folder
 
 logger = logging.getLogger("tensorferry")
 
@@ -95,17 +96,16 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         self._timeout = timeout
         self._copy = known_snapshot(snapshot) == "copy"
         self._stager = Stager(ACCELERATOR)
-        known = shared_secret(secret)
-        self._server, self._url = serve(
-            timeout,
-            secret=known,
+        options = ServerOptions(
+            secret=secret,
             tls=tls,
-            same_host=wants_same_host(same_host),
+            same_host=same_host,
             interface=interface,
             advertise=advertise,
             max_bandwidth=max_bandwidth,
         )
-        self._plain = known is None and not tls
+        self._server, self._url = serve(timeout, options)
+        self._plain = options.secret is None and not options.tls
         self._urls: list[str] = []
         self._step = 0
         self._packed: Packed | None = None
@@ -242,15 +242,11 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         packed = self._packed
         assert packed is not None
         told = None if text is None else (text, entries)
-        self._server.publish(
-            self._step,
-            rows=packed.rows,
-            control=[] if text is None else [(index.ENTRY, text)],
-            metadata=METADATA,
-            owner=packed.owner,
-            private=packed.private,
-            alternate=Folder(packed, self._step, self._url, self._urls, told) if self._plain else None,
+        container = Container(
+            packed.rows, packed.owner, packed.private, [] if text is None else [(reserved.INDEX, text)], ABOUT
         )
+        folder = Folder(packed, self._step, self._url, self._urls, told) if self._plain else None
+        container.publish(self._server, self._step, alternate=folder)
         self._packed = None
         self._saved = True
 

@@ -10,8 +10,9 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from ..allowlist import Allowed
-from .reading import Part, Reading
+from ..state.allowlist import Allowed
+from ..storage.slices import Part
+from .load_plan import Reading
 
 
 class SliceReader(StorageReader):  # type: ignore[misc]  # mypy does not follow torch

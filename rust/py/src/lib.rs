@@ -20,6 +20,8 @@ use pyo3::prelude::*;
 /// The native module.
 #[pymodule]
 mod _native {
+    use pyo3::prelude::*;
+
     #[pymodule_export]
     use crate::filling::PyFilling;
     #[pymodule_export]
@@ -29,9 +31,9 @@ mod _native {
     #[pymodule_export]
     use crate::remote::{PyPool, PyRemote, check_machine_has};
     #[pymodule_export]
-    use crate::rows::PyRows;
+    use crate::report::PyReport;
     #[pymodule_export]
-    use crate::runtime::shutdown_runtime;
+    use crate::rows::PyRows;
     #[pymodule_export]
     use crate::secret::PySecret;
     #[pymodule_export]
@@ -42,4 +44,9 @@ mod _native {
     use crate::tree::unflatten;
     #[pymodule_export]
     use crate::waves::PyWaves;
+
+    #[pymodule_init]
+    fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        crate::runtime::shut_down_at_exit(module)
+    }
 }

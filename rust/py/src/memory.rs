@@ -128,7 +128,7 @@ impl PyHostView {
     unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
         let memory = slf.get();
         let len = ffi::Py_ssize_t::try_from(memory.nbytes)?;
-        // SAFETY: Python's part of the contract: `tensorferry.staging` gives the address and length of the memory of
+        // SAFETY: Python's part of the contract: `memory.staging` gives the address and length of the memory of
         // `owner`, which lives as long as `slf`, of which the filled view takes a reference.
         let status =
             unsafe { ffi::PyBuffer_FillInfo(view, slf.as_ptr(), memory.address as *mut c_void, len, 0, flags) };
@@ -389,10 +389,10 @@ const DLPACK: [(Dtype, u8, u8); 14] = [
     (Dtype::C64, 5, 64),
 ];
 
-/// Memory of a tensor, by address and size in bytes, as `tensorferry.tensors` reads them off it. The tensor belongs to
+/// Memory of a tensor, by address and size in bytes, as `memory.tensors` reads them off it. The tensor belongs to
 /// the owner that is published with the memory.
 pub(crate) fn borrowed(address: usize, nbytes: usize) -> Memory {
-    // SAFETY: Python's part of the contract: `tensorferry.state` publishes an owner that holds every tensor, and
+    // SAFETY: Python's part of the contract: `state.snapshot` publishes an owner that holds every tensor, and
     // withdraws before the trainer may free or reuse the memory.
     unsafe { Memory::borrowed(address, nbytes) }
 }
@@ -407,21 +407,21 @@ pub(crate) fn pool_made_by(limit: usize, make: Py<PyAny>) -> Arc<Pool> {
             Some(Made { address, owner: Box::new(Owner::new(owner)) })
         })?
     };
-    // SAFETY: Python's part of the contract: `tensorferry.host_memory` gives the address of a tensor of that size, which
+    // SAFETY: Python's part of the contract: `memory.host_pool` gives the address of a tensor of that size, which
     // nobody else knows, and the tensor as its owner.
     unsafe { Pool::made_by(limit, make) }
 }
 
 /// Destinations inside tensors of the receiver, by address; sizes were compared with the header in Python.
 pub(crate) fn given(addresses: Vec<Option<usize>>) -> Destination {
-    // SAFETY: Python's part of the contract: `tensorferry.state` passes addresses of contiguous tensors whose byte size
+    // SAFETY: Python's part of the contract: `state.load` passes addresses of contiguous tensors whose byte size
     // equals the entry's, no memory twice, and holds the tensors for the length of the call.
     unsafe { Destination::given(addresses) }
 }
 
 /// Brings a wave to `address`, in memory of as many bytes as the receive was begun with.
 pub(crate) fn fetch_wave(waves: &mut Waves, address: usize) -> Result<Option<Vec<Part>>, Error> {
-    // SAFETY: Python's part of the contract: `tensorferry.landing` passes the address of a slot of that size, holds its
+    // SAFETY: Python's part of the contract: `memory.bounce` passes the address of a slot of that size, holds its
     // memory for the length of the call, and gives no slot from which a copy is still under way.
     unsafe { waves.fetch(address) }
 }

@@ -7,14 +7,14 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict, PyList, PyRange, PyString, PyTuple};
+use pyo3::types::{PyBytes, PyList, PyRange, PyString, PyTuple};
 use tensorferry_core::{Arrived, Cancel, Destination, FetchOptions, Pool, Remote};
 use tensorferry_wire::container::{self, Entry, Header};
 use tensorferry_wire::manifest;
 
 use crate::errors;
 use crate::memory::{PyArena, given, pool_made_by};
-use crate::report::{self, seconds};
+use crate::report::{PyReport, seconds};
 use crate::runtime::{self, Origin, Watch};
 use crate::secret::PySecret;
 use crate::waves::{PyWaves, Teller};
@@ -217,18 +217,14 @@ impl PyRemote {
     /// Fetches and verifies the payload. Entries with an address go there, the others into a fresh arena, which is
     /// returned with a report.
     #[pyo3(signature = (addresses = None))]
-    fn fetch<'py>(
-        &self,
-        py: Python<'py>,
-        addresses: Option<Vec<Option<usize>>>,
-    ) -> PyResult<(PyArena, Bound<'py, PyDict>)> {
+    fn fetch(&self, py: Python<'_>, addresses: Option<Vec<Option<usize>>>) -> PyResult<(PyArena, PyReport)> {
         let (remote, teller) = self.take(py)?;
         let destination = addresses.map_or(Destination::Fresh, given);
         let tell = |py: Python<'_>| teller.tell(py);
         let watch = teller.progress.is_some().then_some(&tell as &Watch<'_>);
         let arrived = runtime::run(py, &self.cancel, watch, move || remote.fetch(destination))?;
         tell(py)?;
-        handed_over(py, arrived, &self.header)
+        Ok(handed_over(arrived, &self.header))
     }
 
     /// Begins a receive like `fetch`, in which the entries numbered in `passing` go by way of `most` bytes of memory that
@@ -248,13 +244,9 @@ impl PyRemote {
 }
 
 /// What has arrived, for Python: the arena and a report.
-pub(crate) fn handed_over<'py>(
-    py: Python<'py>,
-    arrived: Arrived,
-    header: &Arc<Header>,
-) -> PyResult<(PyArena, Bound<'py, PyDict>)> {
+pub(crate) fn handed_over(arrived: Arrived, header: &Arc<Header>) -> (PyArena, PyReport) {
     let (arena, offsets, report) = arrived.into_parts();
-    Ok((PyArena::new(arena, Arc::clone(header), offsets), report::tell(py, report)?))
+    (PyArena::new(arena, Arc::clone(header), offsets), PyReport(report))
 }
 
 /// Checks the manifest and says where its tree lies.

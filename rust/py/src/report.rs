@@ -1,10 +1,9 @@
-//! How a receive went, for Python and back; and lengths of time.
+//! How a receive went; and lengths of time.
 
-use std::net::IpAddr;
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
 use tensorferry_core::Report;
 
 use crate::errors;
@@ -15,35 +14,55 @@ pub(crate) fn seconds(py: Python<'_>, seconds: f64) -> PyResult<Duration> {
         .map_err(|_| errors::invalid(py, format!("{seconds} is no length of time in seconds")))
 }
 
-/// `report` as a dict.
-pub(crate) fn tell(py: Python<'_>, report: Report) -> PyResult<Bound<'_, PyDict>> {
-    let told = PyDict::new(py);
-    told.set_item("bytes", report.bytes)?;
-    told.set_item("wanted", report.wanted)?;
-    told.set_item("lanes", report.lanes)?;
-    told.set_item("retries", report.retries)?;
-    told.set_item("same_host", report.same_host)?;
-    let text = |(here, there): (IpAddr, IpAddr)| (here.to_string(), there.to_string());
-    told.set_item("routes", report.routes.into_iter().map(text).collect::<Vec<_>>())?;
-    told.set_item("troubles", report.troubles)?;
-    told.set_item("opening_seconds", report.opening.as_secs_f64())?;
-    told.set_item("fetching_seconds", report.fetching.as_secs_f64())?;
-    Ok(told)
-}
+/// The engine's report of a receive; `tensorferry_core::Report` says what the fields are.
+#[pyclass(name = "Report", module = "tensorferry._native", frozen)]
+pub(crate) struct PyReport(pub(crate) Report);
 
-/// What [`tell`] made, as far as a server counts it.
-pub(crate) fn read(py: Python<'_>, told: &Bound<'_, PyDict>) -> PyResult<Report> {
-    let missing = |name: &str| errors::invalid(py, format!("the report has no {name}"));
-    let get = |name: &str| told.get_item(name)?.ok_or_else(|| missing(name));
-    let routes: Vec<(String, String)> = get("routes")?.extract()?;
-    Ok(Report {
-        bytes: get("bytes")?.extract()?,
-        lanes: get("lanes")?.extract()?,
-        retries: get("retries")?.extract()?,
-        same_host: get("same_host")?.extract()?,
-        opening: seconds(py, get("opening_seconds")?.extract()?)?,
-        fetching: seconds(py, get("fetching_seconds")?.extract()?)?,
-        routes: routes.iter().filter_map(|(here, there)| Some((here.parse().ok()?, there.parse().ok()?))).collect(),
-        ..Report::default()
-    })
+#[pymethods]
+impl PyReport {
+    #[getter]
+    fn bytes(&self) -> u64 {
+        self.0.bytes
+    }
+
+    #[getter]
+    fn wanted(&self) -> u64 {
+        self.0.wanted
+    }
+
+    #[getter]
+    fn lanes(&self) -> usize {
+        self.0.lanes
+    }
+
+    #[getter]
+    fn retries(&self) -> u64 {
+        self.0.retries
+    }
+
+    #[getter]
+    fn same_host(&self) -> bool {
+        self.0.same_host
+    }
+
+    /// Pairs of addresses: the one here, and the source's.
+    #[getter]
+    fn routes(&self) -> Vec<(String, String)> {
+        self.0.routes.iter().map(|(here, there)| (here.to_string(), there.to_string())).collect()
+    }
+
+    #[getter]
+    fn troubles(&self) -> BTreeMap<String, String> {
+        self.0.troubles.clone()
+    }
+
+    #[getter]
+    fn opening_seconds(&self) -> f64 {
+        self.0.opening.as_secs_f64()
+    }
+
+    #[getter]
+    fn fetching_seconds(&self) -> f64 {
+        self.0.fetching.as_secs_f64()
+    }
 }

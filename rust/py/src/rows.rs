@@ -87,7 +87,7 @@ impl PyRows {
 
     /// Reads a tensor that fills a storage of its own from first to last byte and needs no pickle, and adds it as a
     /// row unless it is one. `None` for everything else, and where it takes Python to tell:
-    /// `tensorferry.tensors.is_plain` decides.
+    /// `memory.tensors.is_plain` decides.
     fn read(&self, value: &Bound<'_, PyAny>, path: [&str; 2]) -> PyResult<Option<i64>> {
         let py = value.py();
         // Tensors of zeros that autograd makes have bytes, and no memory.

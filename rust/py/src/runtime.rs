@@ -63,10 +63,15 @@ fn start() -> std::io::Result<Handle> {
     Ok(handle)
 }
 
+/// Registers [`shut_down`] with `atexit`, so that the runtime's threads are gone before the interpreter is.
+pub(crate) fn shut_down_at_exit(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    let hook = wrap_pyfunction!(shut_down, module)?;
+    module.py().import("atexit")?.call_method1("register", (hook,)).map(drop)
+}
+
 /// Ends the runtime. Called once, when the interpreter exits.
 #[pyfunction]
-#[pyo3(name = "_shutdown_runtime")]
-pub(crate) fn shutdown_runtime(py: Python<'_>) {
+fn shut_down(py: Python<'_>) {
     let owned = tensorferry_core::without_fork(|| RUNTIME.lock().unwrap_or_else(PoisonError::into_inner).take());
     match owned {
         Some(owned) if owned.pid == std::process::id() => {

@@ -5,13 +5,13 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict};
+use pyo3::types::PyBytes;
 use tensorferry_core::{Alternate, Error, Memory, Publication, Rendered, Server, ServerConfig, Stability, Withdrawn};
 
 use crate::errors;
 use crate::filling::PyFilling;
 use crate::memory::{Owner, borrowed};
-use crate::report::{self, seconds};
+use crate::report::{PyReport, seconds};
 use crate::rows::PyRows;
 use crate::runtime::{self, Origin, SIGNAL_POLL};
 use crate::secret::PySecret;
@@ -113,10 +113,9 @@ impl PyServer {
     }
 
     /// Counts a receive: `report` as `Remote.fetch` gives it, or `None` where it failed, and the seconds it took in all.
-    fn note_receive(&self, py: Python<'_>, report: Option<&Bound<'_, PyDict>>, took: f64) -> PyResult<()> {
+    fn note_receive(&self, py: Python<'_>, report: Option<&PyReport>, took: f64) -> PyResult<()> {
         let (server, took) = (self.server(py)?, seconds(py, took)?);
-        let report = report.map(|told| report::read(py, told)).transpose()?;
-        server.note_receive(report.as_ref(), took);
+        server.note_receive(report.map(|report| &report.0), took);
         Ok(())
     }
 

@@ -9,7 +9,7 @@ use tensorferry_wire::dtype::Dtype;
 
 use crate::errors;
 use crate::memory;
-use crate::report::{self, seconds};
+use crate::report::{PyReport, seconds};
 use crate::rows::PyRows;
 use crate::runtime;
 use crate::secret::PySecret;
@@ -122,15 +122,15 @@ pub(crate) fn read_file(
 #[pyfunction]
 #[pyo3(name = "_fetch_slices", signature = (orders, *, timeout, lanes = None, same_host = false, ahead = None,
                                             secret = None))]
-pub(crate) fn fetch_slices<'py>(
-    py: Python<'py>,
+pub(crate) fn fetch_slices(
+    py: Python<'_>,
     orders: Vec<(Vec<String>, i64, Vec<Part>)>,
     timeout: f64,
     lanes: Option<usize>,
     same_host: bool,
     ahead: Option<u64>,
     secret: Option<&PySecret>,
-) -> PyResult<Bound<'py, PyDict>> {
+) -> PyResult<PyReport> {
     let timeout = seconds(py, timeout.max(0.0))?;
     let order = |(urls, step, parts)| Ok(Order { urls, step, slices: slices(py, parts)? });
     let orders = orders.into_iter().map(order).collect::<PyResult<Vec<_>>>()?;
@@ -144,6 +144,5 @@ pub(crate) fn fetch_slices<'py>(
         cancel: cancel.clone(),
         ..defaults
     };
-    let report = runtime::run(py, &cancel, None, move || gather(orders, &options))?;
-    report::tell(py, report)
+    runtime::run(py, &cancel, None, move || gather(orders, &options)).map(PyReport)
 }

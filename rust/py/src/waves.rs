@@ -4,13 +4,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
 use tensorferry_core::{Cancel, Part, Waves};
 use tensorferry_wire::container::Header;
 
 use crate::errors;
 use crate::memory::{PyArena, fetch_wave};
 use crate::remote::handed_over;
+use crate::report::PyReport;
 use crate::runtime::{self, Origin, Watch};
 
 /// A receive that brings its bytes in waves.
@@ -76,9 +76,9 @@ impl PyWaves {
     }
 
     /// After the last wave: what `Remote.fetch` returns.
-    fn finish<'py>(&self, py: Python<'py>) -> PyResult<(PyArena, Bound<'py, PyDict>)> {
+    fn finish(&self, py: Python<'_>) -> PyResult<(PyArena, PyReport)> {
         let arrived = self.take(py)?.finish().map_err(|e| errors::to_py(py, &e))?;
         self.tell.tell(py)?;
-        handed_over(py, arrived, &self.header)
+        Ok(handed_over(arrived, &self.header))
     }
 }

@@ -57,7 +57,7 @@ def _load(reference: str) -> Any:
 
 
 def _tensorferry(timeout: timedelta, lanes: int, **more: Any) -> Any:
-    from ...transport import HTTPTransport
+    from ...torchft.transport import HTTPTransport
 
     return HTTPTransport(timeout, lanes, **more)
 

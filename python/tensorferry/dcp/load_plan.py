@@ -1,0 +1,335 @@
+"""What a load plan asks for, as slices of containers, and where they go."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+
+from ..errors import ProtocolError, StateMismatch, UnsafePickle
+from ..memory.accelerator import ACCELERATOR
+from ..memory.tensors import DTYPE_NAMES, address, byte_strides, obstacle, room, scratch, takes_bytes, view_as
+from ..state.allowlist import Allowed
+from ..state.unpickling import pickle_module
+from ..storage.slices import Part, contiguous_strides, runs
+from .index import ELEMENTS, PICKLED_TENSOR, Place
+
+#: Runs shorter than this are not scattered one by one: all bytes between the first and the last come along, and torch
+#: picks out the elements.
+_SHORT_RUN = 256
+#: Memory for what cannot go straight to its place, at most, unless one item needs more.
+_SCRATCH = 256 << 20
+
+
+class Reading:
+    """Reads one plan.
+
+    Args:
+        metadata: of the checkpoint, as ``index.decode`` gives it
+        planner: says where things go
+        fetch: reads parts of several containers: source to parts
+        allowed: which globals pickled objects may name
+    """
+
+    def __init__(
+        self,
+        metadata: Metadata,
+        planner: LoadPlanner,
+        fetch: Callable[[dict[str, list[Part]]], None],
+        allowed: Allowed,
+    ) -> None:
+        """See the class."""
+        self._metadata = metadata
+        self._planner = planner
+        self._fetch = fetch
+        self._allowed = allowed
+        self._parts: dict[str, list[Part]] = defaultdict(list)
+        self._then: list[Callable[[], None]] = []
+        self._keep: list[torch.Tensor] = []
+        self._held = 0
+        self._accelerator = ACCELERATOR
+        self._devices: set[torch.device] = set()
+
+    def run(self, plan: LoadPlan) -> None:
+        """Reads everything ``plan`` asks for.
+
+        Raises:
+            StateMismatch: a target has another shape than the plan says
+            CorruptCheckpoint: bytes do not match their checksums
+            UnsafePickle: an object is not on the allow-list
+            SystemRefused: the index announces an object that is larger than all memory of this machine
+            InvalidArgument: a graph is being captured on a device that is to be written to
+        """
+        objects, tensors = [], []
+        for item in plan.items:
+            place = self._place(item)
+            if item.type == LoadItemType.BYTE_IO:
+                objects.append((item, place))
+            else:
+                tensors.append((item, place, self._target(item)))
+        self._accelerator.check(self._devices)
+        for item, place in objects:
+            self._whole(place, partial(self._load_bytes, item))
+            if self._held > _SCRATCH:
+                self._flush()
+        direct = _without_aliases([(item, target) for item, _, target in tensors])
+        for (item, place, target), alone in zip(tensors, direct, strict=True):
+            self._tensor(item, place, target, alone)
+            if self._held > _SCRATCH:
+                self._flush()
+        self._flush()
+
+    def _flush(self) -> None:
+        parts, then = dict(self._parts), self._then
+        self._parts, self._then = defaultdict(list), []
+        if parts:
+            self._fetch(parts)
+        # Planners may copy to a device, too, when they are told that a tensor is read.
+        with self._accelerator.writing({*self._accelerator.in_use(), *self._devices}):
+            for step in then:
+                step()
+        self._keep.clear()
+        self._held = 0
+
+    def _place(self, item: ReadItem) -> Place:
+        place = self._metadata.storage_data.get(item.storage_index)
+        if place is None:
+            raise ProtocolError(f"the plan asks for {item.storage_index}, which the checkpoint does not have")
+        return place  # type: ignore[no-any-return]
+
+    def _target(self, item: ReadItem) -> torch.Tensor:
+        try:
+            target = self._planner.resolve_tensor(item)
+        except RuntimeError as e:
+            raise StateMismatch(f"{item.dest_index.fqn}: no part of it can be a target: {e}") from e
+        if target.layout is torch.strided:
+            # A copy into a detached sparse tensor would give new indices and values to the detached one alone.
+            target = target.detach()
+        if target.size() != item.lengths:
+            raise StateMismatch(
+                f"{item.dest_index.fqn}: the target has shape {list(target.size())}, and {list(item.lengths)} is to be "
+                "read into it"
+            )
+        if (why := obstacle(target)) is not None:
+            raise StateMismatch(f"{item.dest_index.fqn}: nothing can be read into the target: {why}")
+        self._devices.update(self._accelerator.holding([target]))
+        return target
+
+    def _scratch(self, nbytes: int) -> torch.Tensor:
+        memory = scratch(nbytes)
+        self._keep.append(memory)
+        self._held += nbytes
+        return memory
+
+    def _whole(self, place: Place, then: Callable[[bytes], None]) -> None:
+        """Reads a whole entry and goes on with its bytes."""
+        memory, start = room(place.nbytes)
+        self._held += place.nbytes
+        if place.nbytes:
+            part: Part = (place.entry, place.dtype, place.nbytes, 0, place.nbytes, start, [])
+            self._parts[place.source].append(part)
+        self._then.append(lambda: then(bytes(memory)))
+
+    def _tensor(self, item: ReadItem, place: Place, target: torch.Tensor, alone: bool) -> None:
+        def commit(read: torch.Tensor | None) -> None:
+            if read is not None:
+                with torch.no_grad():
+                    target.copy_(read)
+            self._planner.commit_tensor(item, target)
+
+        if place.kind == PICKLED_TENSOR:
+
+            def narrow(data: bytes) -> None:
+                fqn = item.storage_index.fqn
+                read = unpickled(data, fqn, self._allowed)
+                if not isinstance(read, torch.Tensor):
+                    raise ProtocolError(f"{fqn} is no tensor, and the index says that it is one")
+                try:
+                    for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                        if (start, length) != (0, read.shape[dim]):
+                            read = read.narrow(dim, start, length)
+                except Exception as e:
+                    raise ProtocolError(f"{fqn} cannot be read ({type(e).__name__}: {e})") from e
+                if read.shape != target.shape:
+                    raise ProtocolError(f"{fqn}: its entry {place.entry!r} holds no tensor of {list(target.shape)}")
+                commit(read)
+
+            self._whole(place, narrow)
+            return
+        dtype, shape, lengths = *self._chunk(item, place), list(item.lengths)
+        if not math.prod(lengths):
+            self._then.append(lambda: commit(None))
+            return
+        size = dtype.itemsize
+        strides = contiguous_strides(shape, size)
+        start = sum(offset * stride for offset, stride in zip(item.storage_offsets, strides, strict=True))
+        if alone and takes_bytes(target, dtype) and not self._accelerator.holding([target]):
+            run, repeats = runs(lengths, strides, byte_strides(target), size)
+            if run >= _SHORT_RUN or not repeats:
+                self._add(place, start, run, address(target), repeats)
+                self._then.append(lambda: commit(None))
+                return
+        packed = contiguous_strides(lengths, size)
+        run, repeats = runs(lengths, strides, packed, size)
+        if run >= _SHORT_RUN or not repeats:
+            memory = self._scratch(math.prod(lengths) * size)
+        else:
+            # One run from the first byte to the last.
+            packed, repeats = strides, []
+            run = sum((n - 1) * stride for n, stride in zip(lengths, strides, strict=True)) + size
+            memory = self._scratch(run)
+        self._add(place, start, run, address(memory), repeats)
+        self._then.append(lambda: commit(view_as(memory, dtype, lengths, packed)))
+
+    def _add(self, place: Place, start: int, run: int, to: int, repeats: list[tuple[int, int, int]]) -> None:
+        self._parts[place.source].append((place.entry, place.dtype, place.nbytes, start, run, to, repeats))
+
+    def _chunk(self, item: ReadItem, place: Place) -> tuple[torch.dtype, list[int]]:
+        """Dtype and shape of the chunk an item is a part of, compared with what the entry holds."""
+        fqn, offset = item.storage_index.fqn, item.storage_index.offset
+        stored = self._metadata.state_dict_metadata[fqn]
+        dtype = stored.properties.dtype
+        chunks = stored.chunks
+        hint = item.storage_index.index
+        if hint is not None and hint < len(chunks) and chunks[hint].offsets == offset:
+            shape = list(chunks[hint].sizes)
+        else:
+            shape = next(list(chunk.sizes) for chunk in chunks if chunk.offsets == offset)
+        matches = place.kind == ELEMENTS and place.dtype == DTYPE_NAMES.get(dtype, "U8")
+        if not matches or math.prod(shape) * dtype.itemsize != place.nbytes:
+            raise ProtocolError(
+                f"{fqn}: the index says {dtype} {shape}, and its entry {place.entry!r} has {place.nbytes} bytes of "
+                f"{place.dtype}"
+            )
+        inside = all(o + n <= dim for o, n, dim in zip(item.storage_offsets, item.lengths, shape, strict=True))
+        if not inside:
+            raise ProtocolError(f"{fqn}: the plan goes beyond a chunk of shape {shape}")
+        return dtype, shape
+
+    def _load_bytes(self, item: ReadItem, data: bytes) -> None:
+        self._planner.load_bytes(item, io.BytesIO(rewritten(data, item.storage_index.fqn, self._allowed)))
+
+
+def _without_aliases(targets: list[tuple[ReadItem, torch.Tensor]]) -> list[bool]:
+    """For each target, whether no other one of another tensor, and no part of the same, shares memory with it.
+
+    Those that may share some are written one after the other, by torch.
+    """
+    spans: dict[Any, tuple[int, int]] = {}
+    boxes: dict[Any, list[tuple[int, ReadItem]]] = defaultdict(list)
+    for number, (item, target) in enumerate(targets):
+        key = item.dest_index
+        boxes[key].append((number, item))
+        if target.device.type == "cpu" and target.layout is torch.strided and target.numel():
+            reach = sum((n - 1) * stride for n, stride in zip(target.shape, byte_strides(target), strict=True))
+            low, high = spans.get(key, (address(target), 0))
+            start = address(target)
+            spans[key] = (min(low, start), max(high, start + reach + target.element_size()))
+    alone = [True] * len(targets)
+    end, before = 0, None
+    for key, (low, high) in sorted(spans.items(), key=lambda entry: entry[1]):
+        if low < end:
+            for shared in (key, before):
+                for number, _ in boxes.get(shared, ()):
+                    alone[number] = False
+        if high > end:
+            end, before = high, key
+    for parts in boxes.values():
+        for number in _overlapping(parts):
+            alone[number] = False
+    return alone
+
+
+def _overlapping(parts: list[tuple[int, ReadItem]]) -> list[int]:
+    """The numbers of those parts of one tensor that another one overlaps."""
+    if len(parts) < 2:
+        return []
+    found = []
+    # Swept along the dimension with the most different places, so that few are open at a time.
+    rank = len(parts[0][1].dest_offsets)
+    sweep = max(range(rank), key=lambda dim: len({item.dest_offsets[dim] for _, item in parts}), default=None)
+    if sweep is None:
+        return [number for number, _ in parts]
+    ordered = sorted(parts, key=lambda part: part[1].dest_offsets[sweep])
+    active: list[tuple[int, ReadItem]] = []
+    for number, item in ordered:
+        at = item.dest_offsets[sweep]
+        active = [(n, other) for n, other in active if other.dest_offsets[sweep] + other.lengths[sweep] > at]
+        for n, other in active:
+            sides = zip(item.dest_offsets, item.lengths, other.dest_offsets, other.lengths, strict=True)
+            if all(a < c + d and c < a + b for a, b, c, d in sides):
+                found += [n, number]
+        active.append((number, item))
+    return found
+
+
+class _Archive:
+    """An archive of ``torch.save``, as torch reads it."""
+
+    def __init__(self, data: bytes) -> None:
+        self._reader = torch._C.PyTorchFileReader(io.BytesIO(data))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reader, name)
+
+    def get_storage_from_record(self, name: str, nbytes: int, dtype: Any) -> Any:
+        """A tensor over a record. torch 2.8 believes the pickle how long it is, and reaches beyond it."""
+        has = len(self._reader.get_record(name))
+        if has != nbytes:
+            raise ProtocolError(f"a storage of {nbytes} bytes has a record of {has}")
+        return self._reader.get_storage_from_record(name, nbytes, dtype)
+
+
+def unpickled(data: bytes, fqn: str, allowed: Allowed) -> Any:
+    """What ``torch.save`` made these bytes of, if its pickle asks for nothing that is not allowed.
+
+    Raises:
+        UnsafePickle: it does, or it is nothing ``torch.save`` writes
+        ProtocolError: it is damaged
+    """
+    try:
+        archive = _Archive(data)
+        is_object = archive.has_record("data.pkl") and not archive.has_record("constants.pkl")
+    except Exception:  # Whatever a wrong shape of an archive leads to.
+        is_object = False
+    if not is_object:
+        raise UnsafePickle(
+            f"{fqn} is an object that torch.save did not write: pass trust_pickle=True to the reader if you trust who "
+            "saved it"
+        )
+    module = pickle_module(allowed, lambda _: fqn)
+    try:
+        # What torch.load does with an archive of torch.save. torch.load itself would choose again what the bytes are,
+        # and runs the code of a TorchScript archive. Only one reader may look for the directory of an archive: two may
+        # find two.
+        return torch.serialization._load(archive, "cpu", module, encoding="utf-8")
+    except UnsafePickle:
+        raise
+    except Exception as e:
+        raise ProtocolError(f"{fqn} cannot be read ({type(e).__name__}: {e})") from e
+
+
+def rewritten(data: bytes, fqn: str, allowed: Allowed) -> bytes:
+    """The same object, as ``torch.save`` writes it here.
+
+    torch's planners read objects with an unpickler that knows no limits. What they get is no byte of what came.
+
+    Raises:
+        UnsafePickle, ProtocolError: as for :func:`unpickled`
+    """
+    if allowed.trusts:
+        return data
+    value = unpickled(data, fqn, allowed)
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+    except Exception as e:
+        raise ProtocolError(f"{fqn} cannot be handed to the planner ({type(e).__name__}: {e})") from e
+    return file.getvalue()

@@ -1,0 +1,136 @@
+"""What a save plan holds, as the entries of a container."""
+
+from __future__ import annotations
+
+import io
+from typing import Any, TypeAlias
+
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from ..errors import InvalidArgument, UnsupportedLeaf
+from ..memory.staging import Piece, Stager
+from ..memory.tensors import DTYPE_NAMES, address, dense, no_rows, reach, scratch, without_memory
+from ..storage import reserved
+from .index import ELEMENTS, OBJECT, PICKLED_TENSOR, Place
+
+#: What the containers of a distributed checkpoint say of themselves.
+ABOUT = (("tensorferry.dcp", "1"),)
+#: Dtype and shape.
+Elements: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
+
+
+class Packed:
+    """The entries for one rank's plan, and the memory behind them.
+
+    Attributes:
+        rows: an entry for each item of the plan
+        owner: keeps their memory alive
+        private: whether all memory is a copy that nobody else writes to
+        elements: dtype and shape of each entry that holds a tensor's elements, ``None`` for the others
+    """
+
+    def __init__(self, plan: SavePlan, planner: SavePlanner, stager: Stager, copy: bool) -> None:
+        """Resolves all items of ``plan``.
+
+        Args:
+            plan: this rank's part of the save
+            planner: gives the data of its items
+            stager: copies what is not in host memory
+            copy: copy what is there, too
+
+        Raises:
+            UnsupportedLeaf: an item cannot be written; it is named
+            InvalidArgument: a graph is being captured on a device that holds one
+        """
+        self.rows = no_rows()
+        self.owner: list[Any] = []
+        self.elements: list[Elements | None] = []
+        self._indices: list[MetadataIndex] = []
+        self._kinds: list[str] = []
+        self._taken: set[str] = set()
+        self._borrowed = False
+        self._accelerator = stager.accelerator
+        pieces: list[tuple[int, Piece]] = []
+        # The planner pickles objects, and may convert tensors; some tensors are made dense or pickled here.
+        with self._accelerator.reading(self._accelerator.in_use()) as also:
+            for number, item in enumerate(plan.items):
+                try:
+                    data = planner.resolve_data(item)
+                    self._indices.append(item.index)
+                    if item.type == WriteItemType.BYTE_IO:
+                        self._append_bytes(reserved.pickled_object(number), data.getvalue(), OBJECT)
+                    else:
+                        also(self._accelerator.holding([data]))
+                        self._append_tensor(item, data, number, copy, pieces)
+                except InvalidArgument:
+                    raise
+                except Exception as e:
+                    raise UnsupportedLeaf(f"{item.index.fqn} cannot be saved ({type(e).__name__}: {e})") from e
+            stager.copy([piece for _, piece in pieces])
+        for row, piece in pieces:
+            self.rows.place(row, piece.data_ptr())
+        self.private = not self._borrowed
+
+    def _append_bytes(self, name: str, data: bytes, kind: str) -> None:
+        memory = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else scratch(0)
+        self.owner.append(memory)
+        self.elements.append(None)
+        self._kinds.append(kind)
+        self.rows.append(memory, name, "U8", (len(data),), address(memory), len(data), 0)
+
+    def _append_tensor(
+        self, item: WriteItem, tensor: torch.Tensor, number: int, copy: bool, pieces: list[tuple[int, Piece]]
+    ) -> None:
+        if tensor.device.type != "meta" and (why := without_memory(tensor)) is not None:
+            raise ValueError(why)
+        memory = dense(tensor)
+        if memory is None:
+            file = io.BytesIO()
+            torch.save(tensor.detach(), file)
+            self._append_bytes(reserved.pickled_tensor(number), file.getvalue(), PICKLED_TENSOR)
+            return
+        dtype = DTYPE_NAMES.get(memory.dtype)
+        shape = tuple(memory.shape) if dtype else (memory.nbytes,)
+        owner: torch.Tensor | Piece = memory
+        start = address(memory)
+        if memory.nbytes and (copy or self._accelerator.device_of(memory.untyped_storage()) is not None):
+            owner = Piece(*reach(memory))
+            pieces.append((len(self.rows), owner))
+            start = 0
+        elif memory.data_ptr() == tensor.data_ptr():
+            self._borrowed = self._borrowed or memory.nbytes > 0
+        self.owner.append(owner)
+        self.elements.append((memory.dtype, tuple(memory.shape)))
+        self._kinds.append(ELEMENTS)
+        self.rows.append(owner, self._name(item), dtype or "U8", shape, start, memory.nbytes, 0)
+
+    def _name(self, item: WriteItem) -> str:
+        """The key; of a part of a tensor with what part it is."""
+        fqn, data = item.index.fqn, item.tensor_data
+        name: str = fqn.replace("\0", "~")
+        if reserved.is_reserved(name):
+            name = f"~{name}"
+        if data is not None and data.chunk.sizes != data.size:
+            ends = zip(data.chunk.offsets, data.chunk.sizes, strict=True)
+            name += f"[{','.join(f'{start}:{start + size}' for start, size in ends)}]"
+        unique, count = name, 1
+        while unique in self._taken:
+            count += 1
+            unique = f"{name}~{count}"
+        self._taken.add(unique)
+        return unique
+
+    def results(self, source: str, header: int | None = None) -> list[WriteResult]:
+        """What the coordinator is told: the place of each item, ``source`` naming this container.
+
+        ``header`` is the checksum of its header, if it is a file.
+        """
+        rows = self.rows
+        columns = zip(self._indices, self._kinds, rows.names, rows.dtypes, rows.sizes, strict=True)
+        return [
+            WriteResult(index, nbytes, Place(source, name, dtype, nbytes, kind, header))
+            for index, kind, name, dtype, nbytes in columns
+        ]

@@ -1,0 +1,132 @@
+"""What a job has published, as a folder that torch's own readers know: ``.metadata``, and a file for each rank.
+
+A rank's file is one ``torch.save`` archive after the other. Their elements are served from where they are; what an
+archive has before and behind them depends on dtype and shape alone, so every rank knows how long the archives of the
+others are.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import os
+import pickle
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+
+from ..errors import ProtocolError
+from ..state.allowlist import Allowed
+from . import index
+from .index import ELEMENTS, Place
+from .save_plan import Packed
+
+
+class Folder:
+    """Renders the files of the folder, when somebody asks for them.
+
+    Args:
+        packed: this rank's entries
+        step: the number of the publication
+        url: this rank's address
+        urls: of all ranks, the coordinator's first
+        text: the index, and how many entries all ranks have written; where this rank coordinates
+    """
+
+    def __init__(self, packed: Packed, step: int, url: str, urls: list[str], text: tuple[bytes, int] | None) -> None:
+        """See the class."""
+        self._packed = packed
+        self._step = step
+        self._url = url
+        self._files = {_name(number): url for number, url in enumerate(urls)}
+        self._text = text
+
+    def __call__(self, name: str) -> list[Any] | str | None:
+        """The parts of a file: bytes, and address and length of memory; the URL it is at; ``None`` if there is none.
+
+        Raises:
+            ProtocolError: the planner has written what its metadata does not speak of
+        """
+        file = name.removeprefix("dcp/")
+        if file == ".metadata" and self._text is not None:
+            return [self._metadata(*self._text)]
+        url = self._files.get(file)
+        if url is None or (url != self._url and self._text is None):
+            return None
+        return self._own() if url == self._url else f"{url}{self._step}/{name}"
+
+    def _own(self) -> list[Any]:
+        rows = self._packed.rows
+        parts: list[Any] = []
+        columns = sorted(zip(rows.names, self._packed.elements, rows.memory, rows.sizes, strict=True), key=_by_name)
+        for _, elements, memory, nbytes in columns:
+            around = _around(*elements) if elements else (b"", b"")
+            parts += [around[0], (memory.data_ptr() if nbytes else 0, nbytes), around[1]]
+        return parts
+
+    def _metadata(self, text: bytes, count: int) -> bytes:
+        metadata = index.decode(text, "the publication", Allowed((), trust=True))
+        places: dict[MetadataIndex, Place] = metadata.storage_data
+        if len(places) != count:
+            raise ProtocolError("the planner has written more than its metadata tells, so torch cannot read it by name")
+        shapes = {
+            (fqn, chunk.offsets): (stored.properties.dtype, tuple(chunk.sizes))
+            for fqn, stored in metadata.state_dict_metadata.items()
+            if isinstance(stored, TensorStorageMetadata)
+            for chunk in stored.chunks
+        }
+        of_source = defaultdict(list)
+        for key, place in places.items():
+            of_source[place.source].append((place.entry, key, place))
+        numbers = {url: name for name, url in self._files.items()}
+        metadata.storage_data = {}
+        for source, entries in of_source.items():
+            at = 0
+            for _, key, place in sorted(entries, key=_by_name):
+                around = _around(*shapes[key.fqn, key.offset]) if place.kind == ELEMENTS else (b"", b"")
+                length = place.nbytes + sum(map(len, around))
+                file = numbers[source.partition(" ")[2]]
+                metadata.storage_data[key] = _StorageInfo(file, at, length)
+                at += length
+        return pickle.dumps(metadata)
+
+
+def _name(number: int) -> str:
+    return f"__{number}_0.distcp"
+
+
+def _by_name(entry: tuple[Any, ...]) -> str:
+    return entry[0]  # type: ignore[no-any-return]
+
+
+class _Recorder:
+    """Takes what ``torch.save`` writes, but for elements, which it passes over."""
+
+    def __init__(self) -> None:
+        self.parts = [io.BytesIO()]
+
+    def write(self, data: Any) -> int:
+        return self.parts[-1].write(data)
+
+    def seek(self, offset: int, whence: int) -> None:
+        assert (whence, len(self.parts)) == (os.SEEK_CUR, 1), "torch.save passes over one storage"
+        del offset
+        self.parts.append(io.BytesIO())
+
+    def flush(self) -> None:
+        pass
+
+
+@functools.lru_cache(maxsize=4096)
+def _around(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
+    """What ``torch.save`` writes before and behind the elements of a tensor."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    recorder = _Recorder()
+    with FakeTensorMode(), torch.serialization.skip_data(materialize_fake_tensors=True):
+        torch.save(torch.empty(shape, dtype=dtype, device="cpu"), recorder)
+    before, *behind = (part.getvalue() for part in recorder.parts)
+    return before, behind[0] if behind else b""

@@ -1,0 +1,1 @@
+"""The network as users configure it and see it in the log. Nothing here imports torch."""

@@ -1,0 +1,69 @@
+"""The metadata strings of sources: several in one, and which of them a receiver may use."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable
+from urllib.parse import urlsplit
+
+from .. import _validate
+from ..errors import InvalidArgument, UnprovenSource
+
+logger = logging.getLogger("tensorferry")
+
+#: What ``metadata()`` looks like.
+_METADATA = re.compile(r"(http://|https://sha256-[0-9a-f]+@)[^/@]+/(\S+/)?")
+
+
+def join_metadata(metadata: Iterable[str]) -> str:
+    """One metadata string for several sources that hold the same state.
+
+    A receiver takes ranges from all of them, more from those that answer faster, and goes on with the others when one
+    dies or turns out to serve another state. The order does not matter.
+
+    Args:
+        metadata: what ``metadata()`` of each source's transport returned; all of this class, none of torchft's own
+
+    Raises:
+        InvalidArgument: there is none, or one that is no metadata of a tensorferry transport
+    """
+    given = _validate.several("metadata", metadata)
+    urls = [url for joined in given for url in _validate.text("each metadata", joined).split()]
+    for url in urls:
+        if not _METADATA.fullmatch(url) or is_stock(url):
+            raise InvalidArgument(f"{_validate.shown(url)} is not the metadata of a tensorferry transport")
+    if not urls:
+        raise InvalidArgument("there is no metadata to join")
+    return " ".join(dict.fromkeys(urls))
+
+
+def is_stock(metadata: str) -> bool:
+    """Whether ``metadata`` comes from torchft's own transport: its path has no random part.
+
+    Asking the source would do, too, but torchft logs a traceback for every path it does not know.
+    """
+    try:
+        url = urlsplit(metadata)
+        return url.path == "/checkpoint/" and url.scheme == "http" and bool(url.hostname) and url.port != 0
+    except ValueError:  # No URL at all: the engine says what is wrong with it.
+        return False
+
+
+def encrypted(sources: list[str]) -> list[str]:
+    """The sources that encrypt; the others are left out with a warning, or with an error if none is left."""
+    plain = [source for source in sources if not source.startswith("https://")]
+    if plain and len(plain) == len(sources):
+        raise UnprovenSource(
+            f"{_host(plain[0])} does not encrypt, and a transport with tls=True fetches from no source that "
+            "does not: start the source with tls=True as well, or receive without it. Stock torchft sources never "
+            "encrypt: while a fleet is upgraded replica by replica, run it without tls"
+        )
+    for source in plain:
+        logger.warning("%s does not encrypt and is left out: this transport has tls=True", _host(source))
+    return [source for source in sources if source not in plain]
+
+
+def _host(source: str) -> str:
+    """Where a source is, without the part of its metadata that lets in."""
+    return source.partition("//")[2].partition("/")[0] or source[:40]

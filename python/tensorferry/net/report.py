@@ -1,0 +1,74 @@
+"""What the log says of a receive."""
+
+from __future__ import annotations
+
+import logging
+from typing import NamedTuple
+
+from .._native import Report
+from .addresses import interface_speed
+
+logger = logging.getLogger("tensorferry")
+
+#: A receive this long shows how fast its way is, and this share of the interface's speed is worth a warning.
+_LONG_S = 2.0
+_SLOW = 0.1
+
+
+class InPlace(NamedTuple):
+    """How a receive and the live state fitted together.
+
+    Attributes:
+        landed: how many of the source's tensors have their counterpart in the live state
+        offered: how many tensors the source has
+        there: the path of one of the source's tensors, for messages
+        here: the path of one of the live state's, for messages
+    """
+
+    landed: int
+    offered: int
+    there: str
+    here: str
+
+
+def in_place(fit: InPlace | None) -> str:
+    """How many tensors came in place, as the end of a line; nothing where there was no live state."""
+    return "" if fit is None else f", {fit.landed} of {fit.offered} tensors in place"
+
+
+def tell(step: int, report: Report, fit: InPlace | None, seconds: float) -> None:
+    """What there is to say of a receive: trouble with sources, the way and the speed, and whether that is too slow."""
+    for source, trouble in report.troubles.items():
+        logger.warning("step %d: ranges of %s went to other connections: %s", step, source, trouble)
+    rate = report.bytes / max(report.fetching_seconds, 1e-9)
+    routes = [f"{here} <- {there}" for here, there in report.routes]
+    if report.same_host:
+        routes.append("shared memory")
+    logger.info(
+        "received step %d: %d bytes in %.3f s (%.2f GB/s; open %.3f s, fetch %.3f s), %d lanes over %s, %d retries%s",
+        step,
+        report.bytes,
+        seconds,
+        rate / 1e9,
+        report.opening_seconds,
+        report.fetching_seconds,
+        report.lanes,
+        ", ".join(routes) or "a connection that is gone",
+        report.retries,
+        in_place(fit),
+    )
+    # A short receive says nothing about a link.
+    if report.same_host or report.fetching_seconds < _LONG_S:
+        return
+    for here, there in report.routes:
+        interface = interface_speed(here)
+        if interface is not None and rate < interface[1] * _SLOW:
+            logger.warning(
+                "step %d came at %.3f GB/s from %s, though %s here is rated at %.3f GB/s: look at the way between, "
+                "or choose another one with interface= or advertise= at the source",
+                step,
+                rate / 1e9,
+                there,
+                interface[0],
+                interface[1] / 1e9,
+            )

@@ -1,0 +1,52 @@
+"""The secret that sources and receivers of one job share."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from .._native import Secret
+from ..errors import InvalidArgument
+
+_VARIABLE = "TENSORFERRY_SECRET"
+_FILE_VARIABLE = "TENSORFERRY_SECRET_FILE"
+
+
+def shared_secret(secret: str | bytes | None) -> Secret | None:
+    """The secret that was given, or that the environment names.
+
+    Args:
+        secret: the secret itself; ``None`` takes ``TENSORFERRY_SECRET``, or what the file ``TENSORFERRY_SECRET_FILE``
+            holds but for a line end behind it
+
+    Raises:
+        InvalidArgument: it is neither text nor bytes or has fewer than 16 bytes, both variables are set, or the file
+            cannot be read. An empty variable is an error, too: a secret that got lost must not open the door.
+    """
+    if secret is None:
+        secret = _from_environment()
+    if secret is None:
+        return None
+    # What was given stands in no message: it might be the secret.
+    if isinstance(secret, str):
+        try:
+            secret = secret.encode()
+        except UnicodeEncodeError:
+            raise InvalidArgument("secret is text that UTF-8 cannot say (a lone surrogate): pass bytes") from None
+    if not isinstance(secret, (bytes, bytearray, memoryview)):
+        raise InvalidArgument(f"secret is a string or bytes, not {type(secret).__name__}")
+    return Secret(bytes(secret))
+
+
+def _from_environment() -> bytes | None:
+    value, path = os.environ.get(_VARIABLE), os.environ.get(_FILE_VARIABLE)
+    if value is not None and path is not None:
+        raise InvalidArgument(f"{_VARIABLE} and {_FILE_VARIABLE} are both set: which one is meant?")
+    if value is not None:
+        return os.fsencode(value)
+    if path is None:
+        return None
+    try:
+        return Path(path).read_bytes().removesuffix(b"\n").removesuffix(b"\r")
+    except OSError as e:
+        raise InvalidArgument(f"{_FILE_VARIABLE} names a file that cannot be read: {e}") from e

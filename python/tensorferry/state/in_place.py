@@ -1,0 +1,319 @@
+"""The receiver's own tensors, found for the leaves of a state that comes, and filled."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .._validate import shown
+from ..errors import InvalidArgument, ProtocolError, StateMismatch
+from ..memory.accelerator import ACCELERATOR, Accelerator
+from ..memory.tensors import DTYPES, as_bytes, copy_into, obstacle
+from ..net.report import InPlace
+from . import aliases, tree
+from .aliases import Memory
+from .manifest import describe, dtype_and_shape
+
+if TYPE_CHECKING:
+    from .build import Builder
+
+#: How many leaves a message names of those that only one side has, or that share memory.
+_LISTED = 20
+
+
+def _is(value: Any, dtype: str, shape: list[int]) -> bool:
+    """Whether ``value`` is a tensor of this dtype and shape."""
+    try:
+        return isinstance(value, torch.Tensor) and (str(value.dtype), list(value.shape)) == (dtype, shape)
+    except Exception:  # As in manifest.dtype_and_shape.
+        return False
+
+
+def _shape(value: torch.Tensor) -> torch.Size | None:
+    try:
+        return value.shape
+    except Exception:  # As in manifest.dtype_and_shape.
+        return None
+
+
+def _shape_text(value: torch.Tensor) -> str:
+    try:
+        return f"{value.dtype} {list(value.shape)}"
+    except Exception:  # As in manifest.dtype_and_shape.
+        return f"a {type(value).__name__} without a shape"
+
+
+def _kind(value: torch.Tensor) -> list[str]:
+    """What else there is to say of a tensor: values are copied between two of which the same is said."""
+    try:
+        local = getattr(value, "_local_tensor", None)
+        said = [
+            "on the meta device" if value.device.type == "meta" else "",
+            "nested" if value.is_nested else "",
+            "quantised" if value.is_quantized else "",
+            str(value.layout).removeprefix("torch."),
+        ]
+        if isinstance(local, torch.Tensor):
+            said += [f"a DTensor of which {_shape_text(local)} is here", *_kind(local)]
+    except Exception:  # As in manifest.dtype_and_shape.
+        return [f"a {type(value).__name__} that does not say what it is"]
+    return [one for one in said if one]
+
+
+class Targets:
+    """The receiver's own tensors, to be filled in place.
+
+    Their storages are held, so that what is written to them goes nowhere else even if a tensor is given other memory
+    meanwhile.
+
+    Args:
+        live: the state they are in
+        accelerator: tells which of them are on a device
+        lands: whether bytes can go on to a device while others come; else they are copied when all are here
+        strict: whether each tensor of either state must have its counterpart in the other one
+
+    Attributes:
+        direct: for entries whose bytes have their last place in a tensor, that tensor
+        places: for those of them that are in host memory, its address
+        landing: for those that are on an accelerator, a tensor over its memory
+        fit: how the source's state fits, once it was compared
+
+    Raises:
+        InvalidArgument: ``live`` holds no tree in which there could be tensors
+    """
+
+    def __init__(
+        self, live: Any, accelerator: Accelerator = ACCELERATOR, lands: bool = False, strict: bool = False
+    ) -> None:
+        """Takes ``live`` apart; nothing is assigned yet."""
+        self.direct: dict[int, torch.Tensor] = {}
+        self.places: dict[int, int] = {}
+        self.landing: dict[int, torch.Tensor] = {}
+        self.fit = InPlace(0, 0, "", "")
+        self._accelerator = accelerator
+        self._lands = lands
+        self._strict = strict
+        self._live = flat = tree.flatten(live)
+        if flat.tree == "-1" and not isinstance(live, torch.Tensor):
+            raise InvalidArgument(
+                f"state_dict= gave {shown(live)}, into which nothing can be received: it has to return the live state, "
+                "a dict or another container with tensors in it"
+            )
+        self._memory = Memory(flat)
+        self._by_path = {
+            path: number
+            for number, path in tree.positions(flat.tree, flat.keys)
+            if number >= 0 or isinstance(flat.leaf(number), torch.Tensor)
+        }
+        self._offered: dict[int, tuple[str, str, list[int]]] = {}
+        self._waiting: Iterator[tuple[int | None, int]] = iter(())
+        self._pairs: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+
+    def assign(self, builder: Builder, names: list[str]) -> None:
+        """Finds a tensor of ours for each leaf of a container, after comparing everything.
+
+        Raises:
+            StateMismatch: naming every leaf that both sides have with another dtype or shape, that cannot be written to
+                here, or that shares memory here in another way than at the source
+            InvalidArgument: a graph is being captured on a device that is to be written to
+        """
+        plain = builder.plain
+        offered = {
+            number: (names[i], str(DTYPES[builder.dtypes[i]]), list(builder.shapes[i]))
+            for number, i in enumerate(plain)
+        }
+        keys, tensors = builder.manifest.described()
+        offered |= {-number - 1: (path, dtype, shape) for number, path, dtype, shape in tensors}
+        places = tree.positions(builder.manifest.tree, keys)
+        self._match(places, offered, builder.manifest.shared())
+        flat, owners = self._live, self._live.rows.owners
+        # Of tensors that share memory, one is filled directly.
+        group = {layout.leaf: number for number, group in enumerate(self._memory.groups) for layout in group}
+        used: set[int] = set()
+        filled: set[int] = set()
+        late = []
+        for number, path in places:
+            here = self._by_path.get(path)
+            if here is None:
+                continue
+            target = flat.leaf(here)
+            if number < 0 or here < 0 or not builder.size(plain[number]):
+                late.append(target)
+                continue
+            entry = plain[number]
+            storage = owners[here]
+            on_device = self._accelerator.device_of(storage) is not None
+            filled_already = here in used or group.get(here) in filled or entry in self.direct
+            # A tensor that was given other memory since it was looked at may have another size.
+            if filled_already or flat.rows.size(here) != builder.size(entry) or (on_device and not self._lands):
+                late.append(target)
+                continue
+            used.add(here)
+            if here in group:
+                filled.add(group[here])
+            self.direct[entry] = target
+            if on_device:
+                self.landing[entry] = as_bytes(storage)
+            else:
+                self.places[entry] = flat.rows.address(here)
+        self._accelerator.check(self._accelerator.holding(late))
+
+    def fill(self, state: Any) -> Any:
+        """Copies the tensors of ``state``, which is here already, into ours; returns it with ours in their places.
+
+        Raises:
+            StateMismatch: as for ``assign``
+        """
+        flat = tree.flatten(state)
+        names = flat.rows.names
+        offered = {n: (names[n], str(t.dtype), list(t.shape)) for n, t in enumerate(flat.plain)}
+        offered |= {-number - 1: (path, dtype, shape) for number, path, dtype, shape in describe(flat)}
+        self._match(tree.positions(flat.tree, flat.keys), offered, Memory(flat).groups)
+        filled = tree.unflatten(flat.tree, flat.plain, flat.objects, self.take)
+        self.write()
+        return filled
+
+    def _match(
+        self,
+        places: list[tuple[int, tuple[str, ...]]],
+        offered: dict[int, tuple[str, str, list[int]]],
+        theirs: aliases.Groups,
+    ) -> None:
+        """Compares what the source has, and where, with what we have; ``theirs`` shares memory there."""
+        wrong = []
+        landed: dict[int, int] = {}
+        twice = []
+        found = set()
+        for number, path in places:
+            here = self._by_path.get(path)
+            if here is None or number not in offered:
+                continue
+            found.add(number)
+            live = self._live.leaf(here)
+            name, dtype, shape = offered[number]
+            if not _is(live, dtype, shape):
+                wrong.append(f"{name}: {_shape_text(live)} here, {dtype} {shape} at the source")
+            elif number >= 0 and here < 0 and (kind := _kind(live)) != ["strided"]:
+                wrong.append(f"{name}: {', '.join(kind)} here, strided at the source")
+            elif (why := obstacle(live)) is not None:
+                wrong.append(f"{name}: cannot be written to here: {why}")
+            elif landed.setdefault(here, number) != number:
+                twice.append(((here, landed[here]), (here, number)))
+        if not wrong:
+            clashing = aliases.clashes(self._live, self._memory, theirs, landed, twice)
+            wrong = [self._clash(places, one, two) for one, two in itertools.islice(clashing, _LISTED)]
+        if self._strict:
+            wrong += self._unmatched(places, offered, found)
+        if wrong:
+            raise StateMismatch(
+                "nothing was overwritten: the source's state does not fit into this one; differing leaves:\n  "
+                + "\n  ".join(wrong)
+            )
+        there = next((tree.shown(path) for number, path in places if number in offered), "nowhere")
+        first = next(map(tree.shown, self._by_path), "nowhere")
+        self.fit = InPlace(len(found), len(offered), there, first)
+        self._offered = offered
+        self._waiting = iter([(self._by_path.get(path), number) for number, path in places])
+
+    def _clash(self, places: list[tuple[int, tuple[str, ...]]], *landed: aliases.Landed) -> str:
+        """What to say of two leaves, or of one, whose memory is shared."""
+        # The first place of each, in the order of the source's tree.
+        found: dict[aliases.Landed, str] = {}
+        for number, path in places:
+            one = (self._by_path.get(path, 0), number)
+            if path in self._by_path and one in landed:
+                found.setdefault(one, tree.shown(path))
+        paths = list(found.values())
+        if len(paths) == 1:
+            return f"{paths[0]}: several of its elements share memory here, in another way than at the source"
+        return (
+            f"{paths[0]} and {paths[1]}: they share memory here, and at the source they do not, or in another way; "
+            "only one of them would keep its values"
+        )
+
+    def _unmatched(
+        self,
+        places: list[tuple[int, tuple[str, ...]]],
+        offered: dict[int, tuple[str, str, list[int]]],
+        found: set[int],
+    ) -> list[str]:
+        """The tensors that only one side has."""
+        theirs = {path for number, path in places if number in offered}
+        only = [f"{name}: only at the source" for number, (name, *_) in offered.items() if number not in found]
+        only += [f"{tree.shown(path)}: only here" for path in self._by_path if path not in theirs]
+        return only[:_LISTED] + ([f"and {len(only) - _LISTED} more"] if len(only) > _LISTED else [])
+
+    def take(self, value: Any) -> Any:
+        """Our own tensor for the next place, which :meth:`write` fills with ``value``; or that where we have none.
+
+        Raises:
+            ProtocolError: it is not what the source's manifest said of it
+            StateMismatch: our tensor is one of another kind, or was given other memory since it was looked at
+        """
+        here, number = next(self._waiting)
+        if here is None:
+            return value
+        # Plain tensors are made of what was said of them.
+        if number < 0 and (offered := self._offered.get(number)) is not None and not _is(value, *offered[1:]):
+            raise ProtocolError(
+                f"the source announced {self._shown(here)} as a tensor, {offered[1]} {offered[2]}, and sent something "
+                "else"
+            )
+        if not isinstance(value, torch.Tensor):
+            return value
+        if number not in self._offered and (said := dtype_and_shape(value)) is not None:
+            raise ProtocolError(
+                f"the source did not announce that {self._shown(here)} is a tensor, and sent one, {said[0]} {said[1]}"
+            )
+        live = self._live.leaf(here)
+        if live is not value:
+            self._compare_kinds(live, value, here)
+        if self._memory.has_moved(here) or (
+            live is not value and self._memory.start(here) and _shape(live) != _shape(value)
+        ):
+            raise StateMismatch(
+                f"{self._shown(here)} was given other memory, or another shape, while its values were being received: "
+                "it does not have them, and other tensors of the live state may have new values already; change "
+                "nothing of it until recv_checkpoint has returned, and receive again"
+            )
+        if live is not value:
+            self._pairs.append((live, value, here))
+        return live
+
+    def _compare_kinds(self, live: torch.Tensor, value: torch.Tensor, here: int) -> None:
+        kinds = _kind(live), _kind(value)
+        if kinds[0] != kinds[1]:
+            raise StateMismatch(
+                f"{self._shown(here)} is {', '.join(kinds[0])} in this state and {', '.join(kinds[1])} at the source: "
+                "it cannot be received in place, and other tensors may have new values already"
+            )
+
+    def _shown(self, here: int) -> str:
+        return next(tree.shown(path) for path, number in self._by_path.items() if number == here)
+
+    def _uncopied(self, here: int, error: Exception) -> StateMismatch:
+        return StateMismatch(
+            f"{self._shown(here)} cannot take what the source has for it ({type(error).__name__}: {error}): it does "
+            "not have those values, and other tensors may have new ones already"
+        )
+
+    def write(self) -> None:
+        """Copies what is not in its place yet.
+
+        On accelerators that comes after what is queued there, and is done when this returns.
+
+        Raises:
+            StateMismatch: torch cannot copy one of them
+        """
+        pairs, self._pairs = self._pairs, []
+        with self._accelerator.writing(self._accelerator.holding([live for live, *_ in pairs])):
+            for live, value, here in pairs:
+                try:
+                    copy_into(live, value)
+                except torch.OutOfMemoryError:
+                    raise
+                except Exception as e:
+                    raise self._uncopied(here, e) from e

@@ -1,0 +1,73 @@
+"""Fetches a state: into fresh memory, or into the receiver's own tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .. import _gc
+from .._native import Remote, Report
+from ..errors import ProtocolError
+from ..memory.bounce import Landing
+from ..memory.tensors import DTYPES
+from ..net.report import InPlace
+from .allowlist import Allowed
+from .build import Builder
+from .in_place import Targets
+from .manifest import Manifest
+
+
+def receive(
+    remote: Remote, allowed: Allowed, live: Callable[[], Targets] | None, landing: Landing
+) -> tuple[Any, Report, InPlace | None]:
+    """Fetches what ``remote`` offers and builds the state.
+
+    Args:
+        remote: an opened checkpoint
+        allowed: which globals its pickle may name
+        live: takes the receiver's own state apart, which is filled in place
+        landing: what goes to an accelerator passes through it
+
+    Returns:
+        The state, a report of the transfer, and how the live state fitted, if there was one.
+    """
+    manifest, layout = remote.manifest, remote.tree
+    if manifest is None or layout is None:
+        raise ProtocolError(
+            "the source serves no state of an HTTPTransport: load what a PeerWriter publishes with a PeerReader, and a "
+            "file that tensorferry did not write with safetensors"
+        )
+    pickled = remote.pickle or b""
+    for dtype, name in remote.kinds.items():
+        if dtype not in DTYPES:
+            raise ProtocolError(f"entry {name!r} has dtype {dtype}, which this version does not build")
+    with _gc.held_off():
+        builder = Builder(Manifest(manifest, layout), remote, remote.plain)
+        targets = live() if live is not None else None
+        if targets is not None:
+            targets.assign(builder, remote.names)
+        addresses = builder.scattered_entries()
+        if targets is not None:
+            addresses |= targets.places
+    places = [addresses.get(i) for i in range(len(remote))] if addresses else None
+    if targets is not None and targets.landing:
+        waves = remote.waves(places, list(targets.landing), landing.size(targets.landing))
+        landing.bring(waves, targets.landing)
+        arena, report = waves.finish()
+    else:
+        arena, report = remote.fetch(places)
+
+    def memory(i: int) -> tuple[Any, int]:
+        part = arena.part(i)
+        if part is None:
+            raise ProtocolError(f"entry {remote.names[i]!r} stands for two things")
+        return part, 0
+
+    with _gc.held_off():
+        made = arena.tensors(torch.Tensor)
+        state = builder.build(pickled, allowed, memory, targets, made)
+        if targets is not None:
+            targets.write()
+    return state, report, None if targets is None else targets.fit

@@ -1,0 +1,205 @@
+"""One pickle for everything that is no plain tensor, with every storage diverted into the payload.
+
+Sending: ``dump`` pickles a list of objects; tensors inside it keep sharing storages with each other and with plain
+tensors, since a storage is written as a reference. Receiving: ``load`` unpickles with an allow-list.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.storage import TypedStorage
+
+from .._rebuild import rebuild_dtensor, with_grad
+from ..errors import ProtocolError, TensorferryError, UnsafePickle, UnsupportedLeaf
+from ..memory.tensors import byte_span, is_dtensor_over_view, rebuilds_without_grad, storage_key
+from .allowlist import Allowed
+from .reviewed import Refused
+from .tree import Flat
+from .unpickling import Unpickler, unpickler
+
+#: 4 rather than 5: numpy arrays pickled by 5 need a private function of numpy's, whose module moved between versions.
+PROTOCOL = 4
+
+
+class Storage:
+    """A storage that objects refer to, and which of its bytes any tensor can reach."""
+
+    def __init__(self, storage: torch.UntypedStorage, entry: int | None) -> None:
+        """``entry`` is the number of the plain tensor that fills this storage, if there is one."""
+        self.storage = storage
+        self.entry = entry
+        self.spans: list[tuple[int, int]] = []
+
+    def covered(self) -> list[tuple[int, int]]:
+        """The runs of bytes to send: the union of all spans, runs with small gaps joined."""
+        runs: list[tuple[int, int]] = []
+        for start, end in sorted(self.spans):
+            if runs and start <= runs[-1][1] + _JOIN_GAP:
+                runs[-1] = (runs[-1][0], max(runs[-1][1], end))
+            elif end > start:
+                runs.append((start, end))
+        return runs
+
+
+#: A gap of unreachable bytes smaller than this is sent along: an entry of its own costs as much.
+_JOIN_GAP = 512
+
+
+_GLOBALS = (type, types.FunctionType, types.BuiltinFunctionType)
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, flat: Flat) -> None:
+        super().__init__(file, PROTOCOL)
+        self.storages: list[Storage] = []
+        self._flat = flat
+        self._numbers: dict[int, int] = {}
+        self._looking: tuple[int, tuple[int, int]] | None = None
+        self._packed = False
+        self.globals: dict[tuple[str, str], str] = {}
+        self._paths = {id(value): path for value, path in zip(flat.objects, flat.object_paths, strict=True)}
+        self._path = ""
+
+    def persistent_id(self, value: Any) -> tuple[Any, ...] | None:
+        self._path = self._paths.get(id(value), self._path)
+        if isinstance(value, torch.Tensor):
+            leaf = self._flat.number_of(value)
+            if leaf is not None:
+                return ("leaf", leaf)
+            # The pickler comes to this tensor's storage next: remember which part of it the tensor sees.
+            span = byte_span(value)
+            self._looking = None if span is None else (_key_of(value), span)
+            self._packed = span is not None and value.is_quantized
+            return None
+        if isinstance(value, TypedStorage):
+            return ("typed", self._number(value._untyped_storage), str(value.dtype).removeprefix("torch."))
+        if isinstance(value, torch.UntypedStorage):
+            # Some dtypes have no typed storage; torch rebuilds their tensors from a typed one of bytes all the same.
+            of_tensor = self._looking is not None and self._looking[0] == storage_key(value)
+            return ("typed", self._number(value), "uint8") if of_tensor else ("untyped", self._number(value))
+        return None
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, _GLOBALS):
+            self.globals.setdefault((value.__module__ or "", value.__qualname__), self._path)
+            return NotImplemented
+        if isinstance(value, torch.Tensor) and rebuilds_without_grad(value):
+            return with_grad, (value.detach(),), value.__dict__ or None
+        if isinstance(value, torch.Tensor) and is_dtensor_over_view(value):
+            return rebuild_dtensor, (value._local_tensor, value._spec, value.requires_grad)
+        return NotImplemented
+
+    def _number(self, storage: torch.UntypedStorage) -> int:
+        key = storage_key(storage)
+        number = self._numbers.get(key)
+        if number is None:
+            if storage.nbytes() and not storage.data_ptr():
+                raise ValueError(f"its storage has {storage.nbytes()} bytes, but no memory")
+            number = self._numbers[key] = len(self.storages)
+            self.storages.append(Storage(storage, self._flat.filler(key)))
+        whole = (0, storage.nbytes())
+        span = whole if self._looking is None or self._looking[0] != key else self._looking[1]
+        if span[1] > whole[1]:
+            # Quantised elements can be packed, so that there are more of them than bytes. Otherwise the memory is gone:
+            # FSDP frees storages between steps, for one.
+            if not self._packed:
+                raise ValueError(f"its storage has {whole[1]} bytes and it needs {span[1]}: the memory was freed")
+            span = whole
+        self.storages[number].spans.append(span)
+        return number
+
+
+def _key_of(value: torch.Tensor) -> int:
+    try:
+        return storage_key(value.untyped_storage())
+    except Exception:  # As in byte_span.
+        return 0
+
+
+def dump(flat: Flat) -> tuple[bytes, list[Storage], dict[tuple[str, str], str]]:
+    """Pickles ``flat.objects``.
+
+    Returns:
+        The pickle, the storages it refers to, and the globals it names: module and name, and the path of the first
+        leaf that needs it.
+
+    Raises:
+        UnsupportedLeaf: an object cannot be pickled; the message names its path
+    """
+    file = io.BytesIO()
+    pickler = _Pickler(file, flat)
+    try:
+        pickler.dump(flat.objects)
+    except Exception as e:
+        raise _blame(flat, e) from e
+    return file.getvalue(), pickler.storages, pickler.globals
+
+
+def _blame(flat: Flat, error: Exception) -> UnsupportedLeaf:
+    """Finds the object that cannot be pickled by pickling them one by one."""
+    for value, path in zip(flat.objects, flat.object_paths, strict=True):
+        try:
+            _Pickler(io.BytesIO(), flat).dump(value)
+        except Exception as e:
+            return UnsupportedLeaf(
+                f"the state cannot be sent: {path or 'the root'} is a {type(value).__module__}."
+                f"{type(value).__qualname__} that cannot be pickled ({type(e).__name__}: {e}); leave it out of the "
+                "state, or give its class a __reduce__"
+            )
+    return UnsupportedLeaf(f"the state cannot be sent: {type(error).__name__}: {error}")
+
+
+def load(
+    data: bytes,
+    allowed: Allowed,
+    leaves: list[torch.Tensor],
+    storage: Callable[[int], torch.UntypedStorage],
+    needs: dict[str, str],
+) -> list[Any]:
+    """Unpickles what ``dump`` wrote.
+
+    Args:
+        data: the pickle; padding behind it is ignored
+        allowed: which globals it may name
+        leaves: the plain tensors
+        storage: gives storage ``n``
+        needs: for messages: which leaf needs a global
+
+    Raises:
+        UnsafePickle: it asks for something that is not allowed
+        ProtocolError: it is damaged or refers to what is not there
+    """
+    reader = unpickler(allowed, needs.get)(io.BytesIO(data))
+
+    def refer(pid: Any) -> Any:
+        match pid:
+            case ("leaf", int(n)) if 0 <= n < len(leaves):
+                return leaves[n]
+            case ("typed", int(n), str(name)) if isinstance(dtype := getattr(torch, name, None), torch.dtype):
+                return TypedStorage(wrap_storage=storage(n), dtype=dtype, _internal=True)
+            case ("untyped", int(n)):
+                return storage(n)
+        raise ProtocolError("the source's pickle refers to something that is no part of this checkpoint")
+
+    reader.persistent_load = refer
+    try:
+        objects = reader.load()
+        if isinstance(objects, list) and isinstance(reader, Unpickler):
+            # Some are keys of the tree's dicts, and will be hashed.
+            for value in objects:
+                reader.maybe_key(value)
+    except TensorferryError:
+        raise
+    except Refused as e:
+        raise UnsafePickle(f"the source's objects have {e}") from e
+    except Exception as e:
+        raise ProtocolError(f"the source's objects cannot be read here ({type(e).__name__}: {e})") from e
+    if not isinstance(objects, list):
+        raise ProtocolError("the source's pickle holds no list of objects")
+    return objects

@@ -1,0 +1,1316 @@
+"""The globals a pickle may name by default: one table, and for each what it may be asked to do.
+
+A function of this table never reaches a pickle itself: its name stands for a :class:`Function`, which Python cannot
+call and which has no attributes to set. A class stands for itself, since it can be a value (the factory of a
+``defaultdict``), and its :class:`Kind` says what a pickle may do with it. Both check what they are given before
+anything of torch, numpy or the standard library sees it. docs/pickles.md has the review, line by line.
+
+The table holds names; an object is looked up when a pickle first names it, in the module that stands here, so that
+nothing is imported that a receiver does not need. What a peer writes selects a row and nothing else.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import datetime
+import decimal
+import fractions
+import importlib
+import inspect
+import io
+import math
+import re
+import sys
+import types
+from collections.abc import Callable
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.storage import TypedStorage
+
+from .. import _rebuild
+
+if TYPE_CHECKING:
+    from .unpickling import Unpickler
+
+
+class Refused(Exception):
+    """A pickle asks for something that no sender of an honest state writes."""
+
+
+class Function:
+    """What stands for a function of the table while a pickle is read."""
+
+    __slots__ = ("name", "run")
+
+    def __init__(self, name: str, run: Callable[..., Any]) -> None:
+        """``run(unpickler, *arguments)`` does what the function does."""
+        self.name = name
+        self.run = run
+
+    def __reduce__(self) -> Any:
+        raise TypeError(f"{self.name} is no value")
+
+
+class Kind:
+    """What a pickle may do with a class of the table, each ``None`` if nothing.
+
+    Attributes:
+        cls: the class
+        call: ``call(unpickler, *arguments)`` makes an instance as the class would when called
+        new: as ``cls.__new__`` would
+        build: ``build(unpickler, instance, state)`` sets an instance's state and returns what stands for it now
+    """
+
+    __slots__ = ("build", "call", "cls", "new")
+
+    def __init__(
+        self,
+        cls: Any,
+        call: Callable[..., Any] | None = None,
+        new: Callable[..., Any] | None = None,
+        build: Callable[..., Any] | None = None,
+    ) -> None:
+        """See the class."""
+        self.cls = cls
+        self.call = call
+        self.new = new
+        self.build = build
+
+
+class Pending:
+    """Stands for an object that exists only once its state is known: nothing is ever half made.
+
+    Attributes:
+        place: where the pickle has memoized it
+    """
+
+    __slots__ = ("__weakref__", "_make", "place")
+
+    def __init__(self, make: Callable[[Unpickler, Any], Any]) -> None:
+        """``make(unpickler, state)`` gives the object."""
+        self._make: Callable[[Unpickler, Any], Any] | None = make
+        self.place = -1
+
+    def finish(self, unpickler: Unpickler, state: Any) -> Any:
+        """The object, of this state; once."""
+        make, self._make = self._make, None
+        if make is None:
+            raise Refused("two states for one object")
+        return make(unpickler, state)
+
+    def __reduce__(self) -> Any:
+        raise TypeError("an object without its state is no value")
+
+
+def need(true: object, otherwise: str) -> None:
+    """Refuses unless ``true``."""
+    if not true:
+        raise Refused(otherwise)
+
+
+def _are(kind: type, *values: Any) -> bool:
+    return all([type(value) is kind for value in values])
+
+
+def _sizes(values: Any, what: str) -> tuple[int, ...]:
+    """A shape or strides."""
+    need(type(values) in (tuple, list, torch.Size) and len(values) <= 64, f"{what} that is no short tuple")
+    need(_are(int, *values) and all([0 <= n < 1 << 62 for n in values]), f"{what} with something else than sizes")
+    return tuple(values)
+
+
+# Attributes. ---------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=4096)
+def _where(cls: Any, name: str) -> str:
+    """Where an attribute of this name goes: ``slot``, ``dict``, or nowhere, if it would hide a method."""
+    found = inspect.getattr_static(cls, name, None)
+    if inspect.ismemberdescriptor(found):
+        return "slot"
+    # Where torch has made a field a property since, the field of an older source is of no use, and does no harm.
+    return "" if callable(found) or isinstance(found, classmethod | staticmethod) else "dict"
+
+
+def _named(state: Any) -> dict[str, Any]:
+    """A state as Python's own ``__getstate__`` gives it, as one dict."""
+    need(type(state) in (dict, tuple, types.NoneType), "a state that is no dict")
+    parts = state if type(state) is tuple else (state,)
+    need(len(parts) in (1, 2), "a state of more than two parts")
+    named: dict[str, Any] = {}
+    for part in parts:
+        need(part is None or type(part) is dict, "a state that is no dict")
+        named |= part or {}
+    need(_are(str, *named), "attributes whose names are no text")
+    return named
+
+
+def set_attributes(instance: Any, state: Any) -> None:
+    """Sets attributes that hide no method of the class and that Python gives no meaning."""
+    cls: Any = type(instance)
+    for name, value in _named(state).items():
+        need(len(name) <= 1000 and not name.startswith("__"), "an attribute that Python gives a meaning")
+        where = _where(cls, name)
+        need(where, f"an attribute {name!r} that hides a method")
+        if where == "slot":
+            object.__setattr__(instance, name, value)
+        else:
+            instance.__dict__[name] = value
+
+
+def _build_attributes(_: Unpickler, instance: Any, state: Any) -> Any:
+    set_attributes(instance, state)
+    return instance
+
+
+def _record(cls: Any) -> Kind:
+    """A class of Python's that is its attributes and nothing else."""
+    return Kind(cls, new=lambda _: cls.__new__(cls), build=_build_attributes)
+
+
+def _named_tuple(cls: Any) -> Kind:
+    def new(_: Unpickler, *fields: Any) -> Any:
+        return cls._make(fields)
+
+    return Kind(cls, new=new)
+
+
+# The standard library. -----------------------------------------------------------------------------------------------
+
+
+def _value(cls: Any) -> Kind:
+    """A class that is a value, such as the factory of a defaultdict, and is asked for nothing."""
+    return Kind(cls)
+
+
+def _empty(cls: Any) -> Kind:
+    return Kind(cls, call=lambda _: cls(), new=lambda _: cls())
+
+
+def _of_items(cls: Any) -> Kind:
+    def call(unpickler: Unpickler, *items: Any) -> Any:
+        for values in items:
+            need(len(items) == 1 and type(values) in (list, tuple, set), f"a {cls.__name__} of no list")
+            unpickler.copies(len(values))
+            for value in values:
+                unpickler.key(value)
+        return cls(*items)
+
+    return Kind(cls, call=call)
+
+
+def _bytearray(cls: Any) -> Kind:
+    def call(unpickler: Unpickler, *args: Any) -> bytearray:
+        match args:
+            case ():
+                return bytearray()
+            case (bytes(data),) if type(data) is bytes:
+                unpickler.copies(len(data))
+                return bytearray(data)
+            case (str(text), "latin-1" | "latin1") if type(text) is str:
+                unpickler.copies(len(text))
+                return bytearray(text, "latin-1")
+        raise Refused("a bytearray of no bytes")
+
+    return Kind(cls, call=call)
+
+
+def _encode(unpickler: Unpickler, text: Any, codec: Any = "latin1") -> bytes:
+    need(type(text) is str and type(codec) is str and codec in ("latin1", "latin-1"), "another codec than Latin-1")
+    unpickler.copies(len(text))
+    return bytes(text.encode("latin-1"))
+
+
+def _complex(cls: Any) -> Kind:
+    def call(_: Unpickler, real: Any, imag: Any) -> complex:
+        need(_are(float, real, imag), "a complex number of no floats")
+        return complex(real, imag)
+
+    return Kind(cls, call=call)
+
+
+def _range(cls: Any) -> Kind:
+    def call(_: Unpickler, *args: Any) -> range:
+        need(_are(int, *args), "a range of no integers")
+        return range(*args)
+
+    return Kind(cls, call=call)
+
+
+def _slice(cls: Any) -> Kind:
+    def call(_: Unpickler, start: Any, stop: Any, step: Any) -> slice:
+        # Slices of slices of slices: Python runs out of stack when it lets go of them.
+        plain = (types.NoneType, bool, int, float, str)
+        need(all([type(end) in plain or _is_numpy_scalar(end) for end in (start, stop, step)]), "a slice of no numbers")
+        return slice(start, stop, step)
+
+    return Kind(cls, call=call)
+
+
+def _is_numpy_scalar(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.generic)
+
+
+def _counter(cls: Any) -> Kind:
+    def call(unpickler: Unpickler, *counts: Any) -> Any:
+        for known in counts:
+            need(len(counts) == 1 and type(known) is dict, "a Counter of no dict")
+            unpickler.copies(len(known))
+        return collections.Counter(*counts)
+
+    return Kind(cls, call=call)
+
+
+_FACTORIES = (
+    list, dict, set, frozenset, tuple, int, float, str, bool, bytes, complex, collections.OrderedDict,
+    collections.Counter, collections.deque,
+)  # fmt: skip
+
+
+def _defaultdict(cls: Any) -> Kind:
+    def call(unpickler: Unpickler, factory: Any = None) -> Any:
+        known = factory is None or any([factory is one for one in _FACTORIES]) or unpickler.is_users(factory)
+        need(known, "a defaultdict with another factory than a container, a number or text")
+        return collections.defaultdict(factory)
+
+    return Kind(cls, call=call)
+
+
+def _deque(cls: Any) -> Kind:
+    def call(unpickler: Unpickler, items: Any = (), maxlen: Any = None) -> Any:
+        need(type(items) in (tuple, list) and (maxlen is None or type(maxlen) is int), "a deque of no list")
+        unpickler.copies(len(items))
+        made = collections.deque(items, maxlen)
+        unpickler.nests(made, made)
+        return made
+
+    return Kind(cls, call=call)
+
+
+def _ordered_dict(cls: Any) -> Kind:
+    return Kind(cls, call=lambda _: collections.OrderedDict(), build=_build_attributes)
+
+
+def _namespace(cls: Any) -> Kind:
+    def build(_: Unpickler, instance: Any, state: Any) -> Any:
+        need("_make" not in _named(state), "an attribute that a namedtuple's class has")
+        set_attributes(instance, state)
+        return instance
+
+    return Kind(cls, call=lambda _: types.SimpleNamespace(), build=build)
+
+
+def _date_part(cls: Any, length: int) -> Kind:
+    def call(unpickler: Unpickler, packed: Any, *zone: Any) -> Any:
+        # Pickles of protocol 2 have the bytes as text.
+        need(type(packed) in (bytes, str) and len(packed) == length, f"a {cls.__name__} that is not its bytes")
+        need(
+            len(zone) < 2
+            and all([z is None or type(z) is datetime.timezone or unpickler.is_users(type(z)) for z in zone]),
+            "an unknown time zone",
+        )
+        # The bytes are hardly looked at. Replacing nothing makes it again of its fields, which are.
+        return cls(packed, *zone).replace()
+
+    return Kind(cls, call=call)
+
+
+def _timedelta(cls: Any) -> Kind:
+    def call(_: Unpickler, *args: Any) -> Any:
+        need(len(args) <= 3 and _are(int, *args), "a timedelta of no integers")
+        return datetime.timedelta(*args)
+
+    return Kind(cls, call=call)
+
+
+def _timezone(cls: Any) -> Kind:
+    def call(_: Unpickler, offset: Any, *name: Any) -> Any:
+        need(type(offset) is datetime.timedelta and len(name) < 2 and _are(str, *name), "a time zone of no offset")
+        return datetime.timezone(offset, *name)
+
+    return Kind(cls, call=call)
+
+
+_DECIMAL = re.compile(r"-?(\d{1,4300}(\.\d{0,4300})?(E[+-]?\d{1,4})?|Infinity|s?NaN\d{0,100})", re.ASCII)
+_FRACTION = re.compile(r"-?\d{1,4300}(/\d{1,4300})?", re.ASCII)
+
+
+def _decimal(cls: Any) -> Kind:
+    def call(_: Unpickler, text: Any) -> Any:
+        # Not 1e999999999, which a conversion to int would write out.
+        need(type(text) is str and _DECIMAL.fullmatch(text), "a Decimal that is no number of moderate size")
+        return decimal.Decimal(text)
+
+    return Kind(cls, call=call)
+
+
+def _fraction(cls: Any) -> Kind:
+    def call(_: Unpickler, *args: Any) -> Any:
+        match args:
+            case (str(text),) if type(text) is str and _FRACTION.fullmatch(text):
+                return fractions.Fraction(text)
+            case (int(), int()) if _are(int, *args) and max(abs(args[0]), abs(args[1])).bit_length() < 1 << 14:
+                return fractions.Fraction(*args)
+        raise Refused("a Fraction that is no quotient of moderate integers")
+
+    return Kind(cls, call=call)
+
+
+def _path(cls: Any) -> Kind:
+    def call(_: Unpickler, *parts: Any) -> Any:
+        need(_are(str, *parts), "a path of no text")
+        return cls(*parts)
+
+    return Kind(cls, call=call)
+
+
+def _uuid(cls: Any) -> Kind:
+    def build(_: Unpickler, instance: Any, state: Any) -> Any:
+        named = _named(state)
+        number, safe = named.get("int"), named.get("is_safe")
+        need(type(number) is int and 0 <= number < 1 << 128, "a UUID that is no number of 128 bits")
+        need(type(safe) in (int, types.NoneType), "a UUID of unknown making")
+        instance.__setstate__({"int": number} | ({} if safe is None else {"is_safe": safe}))
+        return instance
+
+    return Kind(cls, new=lambda _: cls.__new__(cls), build=build)
+
+
+def _bytes_io(cls: Any) -> Kind:
+    def build(unpickler: Unpickler, instance: Any, state: Any) -> Any:
+        need(type(state) is tuple and len(state) == 3, "a BytesIO that is not bytes and a position")
+        data, position, attributes = state
+        need(type(data) is bytes and type(position) is int and not attributes, "a BytesIO of no bytes")
+        need(0 <= position <= len(data), "a BytesIO whose position lies beyond its end")
+        unpickler.copies(len(data))
+        instance.__setstate__((data, position, None))
+        return instance
+
+    return Kind(cls, new=lambda _: io.BytesIO(), build=build)
+
+
+def _string_io(cls: Any) -> Kind:
+    def build(unpickler: Unpickler, instance: Any, state: Any) -> Any:
+        need(type(state) is tuple and len(state) == 4, "a StringIO that is not text and a position")
+        text, newline, position, attributes = state
+        need(type(text) is str and type(position) is int and not attributes, "a StringIO of no text")
+        need(newline in (None, "", "\n", "\r", "\r\n") and 0 <= position <= len(text), "a StringIO beyond its end")
+        unpickler.copies(len(text))
+        instance.__setstate__((text, newline, position, None))
+        return instance
+
+    return Kind(cls, new=lambda _: io.StringIO(), build=build)
+
+
+def _newobj(unpickler: Unpickler, cls: Any, *args: Any) -> Any:
+    return unpickler.instance(cls, args, {})
+
+
+def _newobj_ex(unpickler: Unpickler, cls: Any, args: Any, named: Any) -> Any:
+    need(type(args) is tuple and type(named) is dict, "arguments that are no tuple and dict")
+    return unpickler.instance(cls, args, named)
+
+
+# torch. --------------------------------------------------------------------------------------------------------------
+
+
+def _size(cls: Any) -> Kind:
+    def call(unpickler: Unpickler, values: Any = ()) -> torch.Size:
+        need(type(values) in (tuple, list) and _are(int, *values), "a Size of no integers")
+        unpickler.copies(len(values))
+        return torch.Size(values)
+
+    return Kind(cls, call=call)
+
+
+def _device(cls: Any) -> Kind:
+    def call(_: Unpickler, kind: Any, *index: Any) -> torch.device:
+        need(type(kind) is str and len(kind) < 100 and len(index) < 2 and _are(int, *index), "a device of no name")
+        return torch.device(kind, *index)
+
+    return Kind(cls, call=call)
+
+
+def _generator(cls: Any) -> Kind:
+    def call(_: Unpickler, device: Any) -> torch.Generator:
+        need(type(device) is torch.device, "a Generator of no device")
+        return torch.Generator(device)
+
+    def build(unpickler: Unpickler, instance: Any, state: Any) -> Any:
+        need(type(state) is tuple and len(state) == 3, "a Generator whose state is no seed, offset and tensor")
+        seed, offset, tensor = state
+        need(type(seed) is int and (offset is None or type(offset) is int), "a Generator of no seed")
+        need(_plain(tensor) and tensor.dtype is torch.uint8, "a Generator whose state is no tensor of bytes")
+        unpickler.makes(tensor, 1)
+        instance.__setstate__(state)
+        return instance
+
+    return Kind(cls, call=call, build=build)
+
+
+def _layout(_: Unpickler, name: Any) -> Any:
+    need(type(name) is str, "a layout of no name")
+    return torch.serialization._get_layout(name)
+
+
+def _no_hooks(hooks: Any) -> None:
+    need(hooks is None or (type(hooks) is collections.OrderedDict and not hooks), "hooks on a tensor")
+
+
+def _metadata(values: tuple[Any, ...], dtype: torch.dtype) -> None:
+    for known in values:
+        bits = type(known) is dict and known.keys() <= {"conj", "neg"} and _are(bool, *known.values())
+        need(len(values) == 1 and (known is None or bits), "metadata of a tensor that is not its conj and neg bits")
+        # On other dtypes torch's kernels do not expect them.
+        need(not (known or {}).get("conj") or dtype.is_complex, "a conj bit on numbers that are not complex")
+        need(not (known or {}).get("neg") or dtype.is_complex or dtype in _OF_COMPLEX, "a neg bit on other numbers")
+
+
+#: Of which dtypes the imaginary part of a conjugated tensor can be, which is what has a neg bit.
+_OF_COMPLEX = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+
+_QUANTISED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
+
+
+def _not_quantised(dtype: torch.dtype) -> None:
+    """Refuses a quantised tensor that would be without its scales: torch reads them where there are none."""
+    need(dtype not in _QUANTISED, "a quantised tensor without its scales")
+
+
+def _within(storage: Any, offset: Any, size: Any, stride: Any, bits: int) -> None:
+    """Refuses a tensor that reaches beyond its storage: torch would make the storage larger, or read what is behind."""
+    need(type(storage) is TypedStorage, "a tensor of no storage")
+    shape, steps = _sizes(size, "a shape"), _sizes(stride, "strides")
+    need(len(shape) == len(steps), "strides that do not belong to the shape")
+    need(type(offset) is int and 0 <= offset < 1 << 62, "an offset that is none")
+    need(math.prod([n or 1 for n in shape]) < 1 << 62, "a shape that is too large")
+    nbytes = storage._untyped_storage.nbytes()
+    reach = 0 if 0 in shape else 1 + sum([(n - 1) * step for n, step in zip(shape, steps, strict=True)])
+    need((offset + reach) * bits <= nbytes * 8, "a tensor that reaches beyond its storage")
+
+
+def _bits(dtype: torch.dtype) -> int:
+    return _PACKED.get(dtype) or int(dtype.itemsize) * 8
+
+
+#: Bits of quantised dtypes that share a byte.
+_PACKED = {torch.quint4x2: 4, torch.quint2x4: 2}
+
+
+def _rebuild_tensor(unpickler: Unpickler, storage: Any, offset: Any, size: Any, stride: Any) -> Tensor:
+    return _rebuild_tensor_v2(unpickler, storage, offset, size, stride, False, None)
+
+
+def _rebuild_tensor_v2(
+    _: Unpickler, storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, *metadata: Any
+) -> Tensor:
+    need(type(storage) is TypedStorage, "a tensor of no storage")
+    _not_quantised(storage.dtype)
+    _within(storage, offset, size, stride, storage.dtype.itemsize * 8)
+    need(type(grad) is bool, "a gradient that is neither required nor not")
+    _no_hooks(hooks)
+    _metadata(metadata, storage.dtype)
+    return torch._utils._rebuild_tensor_v2(storage, offset, size, stride, grad, hooks, *metadata)
+
+
+def _rebuild_tensor_v3(
+    _: Unpickler, storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, *metadata: Any
+) -> Tensor:
+    need(type(dtype) is torch.dtype, "a tensor of no dtype")
+    _not_quantised(dtype)
+    _within(storage, offset, size, stride, dtype.itemsize * 8)
+    need(type(grad) is bool, "a gradient that is neither required nor not")
+    _no_hooks(hooks)
+    _metadata(metadata, dtype)
+    return torch._utils._rebuild_tensor_v3(storage, offset, size, stride, grad, hooks, dtype, *metadata)
+
+
+def _rebuild_qtensor(
+    unpickler: Unpickler, storage: Any, offset: Any, size: Any, stride: Any, how: Any, grad: Any, hooks: Any
+) -> Tensor:
+    need(type(storage) is TypedStorage, "a tensor of no storage")
+    _within(storage, offset, size, stride, _bits(storage.dtype))
+    # torch first makes as many elements of its own.
+    need(math.prod(size) * _bits(storage.dtype) <= 8 * storage._untyped_storage.nbytes(), "elements that share memory")
+    need(type(grad) is bool and type(how) is tuple and how, "a quantised tensor of no scale")
+    _no_hooks(hooks)
+    match how:
+        case (torch.per_tensor_affine, float(), int()):
+            pass
+        case (torch.per_channel_affine | torch.per_channel_affine_float_qparams, scales, zeros, int(axis)):
+            need(_plain(scales) and _plain(zeros) and 0 <= axis < len(size), "channels that are no tensors")
+            need(scales.dim() == zeros.dim() == 1, "channels that are no row")
+            need(scales.numel() == zeros.numel() == size[axis], "scales for another number of channels")
+            need(scales.is_floating_point() and not zeros.is_complex(), "scales that are no numbers")
+            # torch converts both to eight bytes each.
+            unpickler.makes(scales, 8)
+            unpickler.makes(zeros, 8)
+        case _:
+            raise Refused("a quantised tensor of no known scheme")
+    unpickler.looks(math.prod(size) >> 6)
+    return torch._utils._rebuild_qtensor(storage, offset, size, stride, how, grad, hooks)
+
+
+def _rebuild_parameter(_: Unpickler, data: Any, grad: Any, hooks: Any) -> Tensor:
+    need(isinstance(data, Tensor) and type(grad) is bool, "a Parameter of no tensor")
+    _no_hooks(hooks)
+    return Parameter(data, grad)
+
+
+def _rebuild_parameter_with_state(unpickler: Unpickler, data: Any, grad: Any, hooks: Any, state: Any) -> Tensor:
+    made = _rebuild_parameter(unpickler, data, grad, hooks)
+    set_attributes(made, state)
+    return made
+
+
+def _plain(value: Any) -> bool:
+    """Whether this is a dense tensor of numbers in host memory."""
+    return (
+        type(value) in (Tensor, Parameter)
+        and value.layout is torch.strided
+        and value.device.type == "cpu"
+        and not value.is_nested
+        and not value.is_quantized
+    )
+
+
+def _indices(values: Any) -> bool:
+    return _plain(values) and values.dtype in (torch.int64, torch.int32)
+
+
+def _dense(values: Any) -> bool:
+    return type(values) in (Tensor, Parameter) and values.layout is torch.strided and not values.is_nested
+
+
+def _rebuild_sparse_tensor(unpickler: Unpickler, layout: Any, data: Any) -> Tensor:
+    need(type(layout) is torch.layout and type(data) is tuple and len(data) in (3, 4), "a sparse tensor of no parts")
+    if layout is torch.sparse_coo:
+        indices, values, size, *coalesced = data
+        need(_indices(indices) and _dense(values), "a sparse tensor of no tensors")
+        need(values.device.type == "cpu" and not values.is_quantized, "a sparse tensor of no numbers")
+        need(all([c is None or type(c) is bool for c in coalesced]), "a sparse tensor of no known order")
+        unpickler.looks(indices.numel() >> 6)
+        # Indices of their own: those of the pickle can share memory with another tensor, which somebody writes to.
+        return torch.sparse_coo_tensor(
+            unpickler.own(indices),
+            values,
+            _sizes(size, "a shape"),
+            check_invariants=True,
+            is_coalesced=coalesced[0] if coalesced else None,
+        )
+    need(len(data) == 4, "a sparse tensor of no four parts")
+    compressed, plain, values, size = data
+    need(_indices(compressed) and _indices(plain) and _dense(values), "a sparse tensor of no tensors")
+    need(values.device.type == "cpu" and not values.is_quantized, "a sparse tensor of no numbers")
+    unpickler.looks((compressed.numel() + plain.numel()) >> 6)
+    own = unpickler.own
+    return torch.sparse_compressed_tensor(
+        own(compressed), own(plain), values, _sizes(size, "a shape"), layout=layout, check_invariants=True
+    )
+
+
+def _rebuild_nested_tensor(unpickler: Unpickler, buffer: Any, sizes: Any, strides: Any, offsets: Any) -> Tensor:
+    need(_plain(buffer) and buffer.dim() == 1 and buffer.is_contiguous(), "a nested tensor of no buffer")
+    shapes = all([_plain(part) and part.dtype is torch.int64 for part in (sizes, strides, offsets)])
+    need(shapes and sizes.dim() == 2 and sizes.shape == strides.shape, "a nested tensor of no shapes")
+    need(offsets.shape == sizes.shape[:1], "a nested tensor of no offsets")
+    unpickler.looks(len(sizes) + sizes.numel())
+    # Shapes of its own, as indices.
+    sizes, strides, offsets = map(unpickler.own, (sizes, strides, offsets))
+    for shape, steps, offset in zip(sizes.tolist(), strides.tolist(), offsets.tolist(), strict=True):
+        need(min([offset, *shape, *steps]) >= 0, "a nested tensor with something else than sizes")
+        reach = 0 if 0 in shape else 1 + sum([(n - 1) * step for n, step in zip(shape, steps, strict=True)])
+        need(offset + reach <= buffer.numel(), "a nested tensor that reaches beyond its buffer")
+    return torch._nested_view_from_buffer(buffer, sizes, strides, offsets)
+
+
+_JAGGED = ("_values", "_offsets", "_lengths", "_ragged_idx", "_metadata_cache")
+
+
+def _rebuild_njt(unpickler: Unpickler, parts: Any) -> Tensor:
+    need(type(parts) is dict and _are(str, *parts), "a jagged tensor of no parts")
+    known = {"values", "offsets", "lengths", "_ragged_idx", "_metadata_cache", "requires_grad"}
+    need(parts.keys() <= known and {"values", "offsets"} <= parts.keys(), "a jagged tensor of other parts")
+    values, offsets, lengths = parts["values"], parts["offsets"], parts.get("lengths")
+    ragged, cached = parts.get("_ragged_idx", 1), parts.get("_metadata_cache") or {}
+    need(_dense(values) and _indices(offsets) and offsets.dim() == 1 and len(offsets) > 0, "a jagged tensor of no rows")
+    need(type(ragged) is int and 0 < ragged <= values.dim(), "a jagged tensor with no such dimension")
+    need(type(parts.get("requires_grad", False)) is bool, "a gradient that is neither required nor not")
+    need(type(cached) is dict and _are(str, *cached), "a jagged tensor with a cache of no names")
+    need(all([type(one) is int or _plain(one) for one in cached.values()]), "a jagged tensor with a cache of no sizes")
+    unpickler.looks(len(offsets) >> 6)
+    # The same offsets make the same copy: tensors that share them belong together.
+    offsets = unpickler.own(offsets)
+    rows, end = offsets.diff(), values.shape[ragged - 1]
+    need(bool((rows >= 0).all()) and offsets[0] >= 0 and offsets[-1] <= end, "rows beyond the values")
+    if lengths is not None:
+        need(_indices(lengths) and lengths.shape == rows.shape, "a jagged tensor of no lengths")
+        lengths = unpickler.own(lengths)
+        need(bool((lengths >= 0).all()) and bool((offsets[:-1] + lengths <= end).all()), "rows beyond the values")
+    module = importlib.import_module("torch.nested._internal.nested_tensor")
+    return module._rebuild_njt({**parts, "offsets": offsets, "lengths": lengths})
+
+
+def _rebuild_meta_tensor(_: Unpickler, dtype: Any, size: Any, stride: Any, grad: Any) -> Tensor:
+    need(type(dtype) is torch.dtype and type(grad) is bool, "a tensor of no dtype")
+    _not_quantised(dtype)
+    shape, steps = _sizes(size, "a shape"), _sizes(stride, "strides")
+    return torch._utils._rebuild_meta_tensor_no_storage(dtype, shape, steps, grad)
+
+
+def _rebuild_on_device(unpickler: Unpickler, data: Any, dtype: Any, device: Any, grad: Any) -> Tensor:
+    need(_plain(data) and type(dtype) is torch.dtype and type(grad) is bool, "a tensor of no data")
+    need(type(device) in (str, torch.device), "a device of no name")
+    _not_quantised(dtype)
+    unpickler.makes(data, dtype.itemsize)
+    return torch._utils._rebuild_device_tensor_from_cpu_tensor(data, dtype, device, grad)
+
+
+def _rebuild_wrapper(
+    unpickler: Unpickler,
+    cls: Any,
+    dtype: Any,
+    size: Any,
+    stride: Any,
+    offset: Any,
+    layout: Any,
+    device: Any,
+    grad: Any,
+) -> Tensor:
+    need(_is_wrapper(cls) or unpickler.is_users(cls), "a wrapper of no known class")
+    # A class that does not handle each operation itself would read memory that it does not have.
+    need(cls.__torch_dispatch__ is not Tensor.__torch_dispatch__, "a wrapper that handles no operations")
+    need(type(dtype) is torch.dtype and type(layout) is torch.layout and type(grad) is bool, "a wrapper of no dtype")
+    need(type(device) in (str, torch.device) and type(offset) is int and offset >= 0, "a wrapper of no device")
+    shape, steps = _sizes(size, "a shape"), _sizes(stride, "strides")
+    return torch._utils._rebuild_wrapper_subclass(cls, dtype, shape, steps, offset, layout, device, grad)
+
+
+def _is_wrapper(cls: Any) -> bool:
+    return id(cls) in _kinds and cls.__name__ in _WRAPPED
+
+
+#: What a tensor without memory of its own is made of: names of attributes, and of the classes they have to be of.
+_WRAPPED: dict[str, dict[str, str]] = {
+    "DTensor": {"_local_tensor": "Tensor", "_spec": "DTensorSpec"},
+    "MaskedTensor": {"_masked_data": "Tensor", "_masked_mask": "Tensor"},
+    "ShardedTensor": {},
+}
+
+
+def _is_a(value: Any, name: str) -> bool:
+    if name == "Tensor":
+        return isinstance(value, Tensor)
+    kind = _kinds.get(id(type(value)))
+    return kind is not None and kind.cls.__name__ == name
+
+
+def _rebuild_from_type(unpickler: Unpickler, rebuild: Any, cls: Any, args: Any, state: Any) -> Tensor:
+    """``torch._tensor._rebuild_from_type_v2``."""
+    need(type(rebuild) is Function and rebuild.run in _REBUILDING, "a tensor rebuilt by something else")
+    need(type(args) is tuple, "arguments that are no tuple")
+    made: Tensor = rebuild.run(unpickler, *args)
+    if id(cls) not in _kinds and unpickler.is_users(cls):
+        if type(made) is not cls:
+            need(issubclass(cls, Tensor) and type(made) in (Tensor, Parameter), "a tensor of another class")
+            made = made.as_subclass(cls)
+        if cls.__setstate__ is not Tensor.__setstate__:
+            cls.__setstate__(made, state)
+        else:
+            torch._utils._set_obj_state(made, state)
+        return made
+    if rebuild.run is _rebuild_wrapper:
+        need(type(made) is cls, "a tensor without memory as another class")
+        if cls.__name__ == "ShardedTensor":
+            _set_sharded(made, state)
+            return made
+        named = _named(state)
+        for name, kind in _WRAPPED[cls.__name__].items():
+            need(_is_a(named.get(name), kind), f"a {cls.__name__} without its {name}")
+        set_attributes(made, state)
+        return made
+    if rebuild.run is _rebuild_njt:
+        need(type(made) is cls, "a jagged tensor as another class")
+        # The constructor has set these, checked.
+        set_attributes(made, {name: value for name, value in _named(state).items() if name not in _JAGGED})
+        return made
+    need(type(made) is cls, "a tensor of another class")
+    set_attributes(made, state)
+    return made
+
+
+def _set_sharded(made: Any, state: Any) -> None:
+    need(type(state) is tuple and len(state) == 5, "a ShardedTensor of other parts")
+    shards, metadata, group, spec, remote = state
+    need(type(shards) is list and all([_is_a(shard, "Shard") for shard in shards]), "a ShardedTensor of no shards")
+    need(_is_a(metadata, "ShardedTensorMetadata") and _is_a(group, "ProcessGroupState"), "a ShardedTensor of no size")
+    need(_is_a(spec, "EnumerableShardingSpec") or _is_a(spec, "ChunkShardingSpec"), "a ShardedTensor of no layout")
+    # With remote references torch would ask the other ranks for theirs, and wait.
+    need(remote is False, "a ShardedTensor with remote references")
+    made.__setstate__(state)
+
+
+def _with_grad(_: Unpickler, value: Any) -> Tensor:
+    need(isinstance(value, Tensor), "a gradient of no tensor")
+    return _rebuild.with_grad(value)
+
+
+def _rebuild_dtensor(_: Unpickler, local: Any, spec: Any, grad: Any) -> Tensor:
+    need(_dense(local) and _is_a(spec, "DTensorSpec") and type(grad) is bool, "a DTensor of no tensor")
+    return _rebuild.rebuild_dtensor(local, spec, grad)
+
+
+def _uninitialized(cls: Any) -> Kind:
+    def call(_: Unpickler, grad: Any) -> Any:
+        need(type(grad) is bool, "a gradient that is neither required nor not")
+        return cls(grad)
+
+    return Kind(cls, call=call)
+
+
+def _tensor(cls: Any) -> Kind:
+    return Kind(cls, build=_build_attributes)
+
+
+def _structseq(cls: Any) -> Kind:
+    def call(_: Unpickler, fields: Any, named: Any) -> Any:
+        need(type(fields) is tuple and type(named) is dict and not named, f"a {cls.__name__} of other fields")
+        # Not of one another: Python lets go of such tuples by recursion.
+        plain = (types.NoneType, bool, int, float, complex)
+        need(all([type(f) in plain or isinstance(f, Tensor) for f in fields]), f"a {cls.__name__} of no tensors")
+        return cls(fields)
+
+    return Kind(cls, call=call)
+
+
+def _placement(cls: Any) -> Kind:
+    """``Shard``, ``Partial`` and the like, by their constructors: some are C++ objects, which must not be half made."""
+
+    def make(_: Unpickler, state: Any) -> Any:
+        fields = _named(state)
+        need(fields.keys() <= {"dim", "reduce_op", "split_factor"}, "a placement of other fields")
+        need(all([type(n) is (str if name == "reduce_op" else int) for name, n in fields.items()]), "no placement")
+        need(all([-(1 << 31) < n < 1 << 31 for n in fields.values() if type(n) is int]), "no placement")
+        return cls(**fields)
+
+    return Kind(cls, new=lambda _: Pending(make))
+
+
+def _replicate(cls: Any) -> Kind:
+    def build(_: Unpickler, instance: Any, state: Any) -> Any:
+        need(not _named(state), "a placement of other fields")
+        return instance
+
+    return Kind(cls, new=lambda _: cls(), build=build)
+
+
+def _mesh(cls: Any) -> Kind:
+    def build(_: Unpickler, instance: Any, state: Any) -> Any:
+        named = _named(state)
+        names = named.get("_dim_group_names", [])
+        need(type(names) is list and _are(str, *names) and len(names) < 100, "a mesh whose groups have no names")
+        set_attributes(instance, state)
+        if hasattr(cls, "__setstate__"):
+            # Looks for groups of these names in this process. No group is made, and nobody is spoken to.
+            instance.__setstate__({})
+        return instance
+
+    # Not by its constructor, which speaks to the other ranks.
+    return Kind(cls, new=lambda _: cls.__new__(cls), build=build)
+
+
+def _memory_format(cls: Any) -> Kind:
+    def call(_: Unpickler, number: Any) -> Any:
+        need(type(number) is int, "a memory format of no number")
+        return cls(number)
+
+    return Kind(cls, call=call)
+
+
+def _properties(cls: Any) -> Kind:
+    def build(_: Unpickler, instance: Any, state: Any) -> Any:
+        need(type(state) is tuple and len(state) in (5, 6), "properties of a tensor that are others")
+        instance.__setstate__(state)
+        return instance
+
+    return Kind(cls, new=lambda _: cls.__new__(cls), build=build)
+
+
+# numpy. --------------------------------------------------------------------------------------------------------------
+
+_DTYPE = re.compile(r"[biufcSUVmMO?]\d{0,9}", re.ASCII)
+
+
+def _dtype(cls: Any) -> Kind:
+    def call(_: Unpickler, text: Any, align: Any = False, copy: Any = False) -> Any:
+        # Text alone says dtypes such as "V8" without what they are made of: that comes as state.
+        need(type(text) is str and _DTYPE.fullmatch(text), "a dtype of unknown kind")
+        need(align in (False, 0, True) and copy in (False, 0, True), "a dtype of other arguments")
+        return Pending(lambda unpickler, state: _make_dtype(unpickler, text, state))
+
+    return Kind(cls, call=call)
+
+
+#: Structures in structures: numpy goes through them by recursion.
+_DEEPEST_DTYPE = 32
+
+
+def _shallow(unpickler: Unpickler, dtype: Any) -> None:
+    """Refuses a dtype of so many dtypes that numpy would take for ever, or more stack than there is."""
+    todo = [(dtype, 0)]
+    while todo:
+        item, depth = todo.pop()
+        need(depth < _DEEPEST_DTYPE, "a dtype that is nested too deep")
+        unpickler.looks(1)
+        parts = [item.base] if item.subdtype else [part[0] for part in (item.fields or {}).values()]
+        todo += [(part, depth + 1) for part in parts]
+
+
+def _make_dtype(unpickler: Unpickler, text: str, state: Any) -> Any:
+    """The dtype a pickle describes, by numpy's public constructor: what it makes is always whole."""
+    import numpy as np
+
+    need(type(state) is tuple and len(state) in (8, 9) and state[0] in (3, 4), "a dtype of an unknown version")
+    order, sub, names, fields, itemsize, alignment = state[1:7]
+    need(type(order) is str and order in "<>=|" and _are(int, itemsize, alignment), "a dtype of no byte order")
+    if sub is not None:
+        need(type(sub) is tuple and len(sub) == 2 and isinstance(sub[0], np.dtype), "a dtype of no elements")
+        _shallow(unpickler, sub[0])
+        made = np.dtype((sub[0], _sizes(sub[1], "a shape")))
+    elif names is not None:
+        need(type(names) is tuple and _are(str, *names) and type(fields) is dict, "a dtype of no fields")
+        parts = [fields.get(name) for name in names]
+        for part in parts:
+            whole = type(part) is tuple and len(part) in (2, 3)
+            need(whole and isinstance(part[0], np.dtype) and type(part[1]) is int, "a dtype of no fields")
+        for part in parts:
+            _shallow(unpickler, part[0])
+        known: dict[str, Any] = {
+            "names": list(names),
+            "formats": [p[0] for p in parts],
+            "offsets": [p[1] for p in parts],
+        }
+        if any(len(part) == 3 for part in parts):
+            known["titles"] = [part[2] if len(part) == 3 else None for part in parts]
+            need(all([t is None or type(t) is str for t in known["titles"]]), "a dtype with titles that are no text")
+        need(0 < itemsize < 1 << 31, "a dtype of no size")
+        aligned = alignment > 1
+        of: Any = np.dtype
+        made = of({**known, "itemsize": itemsize}, align=aligned)
+    elif text[0] in "mM" and len(state) == 9:
+        match state[8]:
+            case (None | {}, (bytes(unit), int(step), 1, *_)) if (
+                unit.isalpha() and len(unit) < 8 and 0 < step < 1 << 31
+            ):
+                made = np.dtype(text if unit == b"generic" else f"{text}[{step}{unit.decode()}]")
+            case _:
+                raise Refused("a time of no unit")
+    else:
+        # Of texts the pickle writes the length in characters here, and in bytes behind.
+        made = np.dtype(text)
+    need(made.hasobject is text.startswith("O") or names is not None or sub is not None, "a dtype of objects")
+    if order in "<>" and made.names is None and made.subdtype is None:
+        made = made.newbyteorder(order)
+    return made
+
+
+def _reconstruct(_: Unpickler, cls: Any, shape: Any, kind: Any) -> Any:
+    import numpy as np
+
+    need(cls is np.ndarray and shape == (0,) and _are(tuple, shape) and kind in (b"b", "b"), "an array of another kind")
+    return Pending(_make_array)
+
+
+def _make_array(unpickler: Unpickler, state: Any) -> Any:
+    import numpy as np
+
+    need(type(state) is tuple and len(state) == 5 and state[0] == 1, "an array of an unknown version")
+    _, shape, dtype, fortran, data = state
+    sizes = _sizes(shape, "a shape")
+    need(isinstance(dtype, np.dtype) and fortran in (False, True), "an array of no dtype")
+    count = math.prod(sizes)
+    made = np.ndarray((0,), np.int8)
+    if dtype.hasobject:
+        # Elements that are objects come as a list of them: their addresses are no business of a pickle's.
+        need(
+            dtype == np.dtype(object) and type(data) is list and len(data) == count,
+            "an array of objects, not in a list",
+        )
+        unpickler.copies(count)
+        # numpy lets go of them by recursion.
+        nested = [type(item) is np.ndarray and item.dtype.hasobject for item in data]
+        need(not any(nested), "an array of objects in an array of objects")
+    else:
+        need(
+            type(data) is bytes and len(data) == count * dtype.itemsize,
+            "an array with other bytes than its shape needs",
+        )
+        need(dtype.itemsize or not count, "an array of nothing")
+        unpickler.copies(len(data))
+    of: Any = made
+    of.__setstate__((1, sizes, dtype, bool(fortran), data))
+    return made
+
+
+def _scalar(_: Unpickler, dtype: Any, data: Any) -> Any:
+    import numpy as np
+
+    need(isinstance(dtype, np.dtype) and not dtype.hasobject, "a number of no dtype")
+    need(type(data) is bytes and len(data) == dtype.itemsize and data, "a number with other bytes than its dtype needs")
+    return np.frombuffer(data, dtype).copy()[0]
+
+
+def _words(value: Any, dtype: str, *count: int) -> bool:
+    import numpy as np
+
+    return type(value) is np.ndarray and value.dtype == np.dtype(dtype) and value.shape == count
+
+
+def _bit_state(name: str, state: Any) -> Any:
+    """The state of numpy's generator ``name``, checked: numpy reads behind its arrays if positions are wrong."""
+    need(
+        type(state) is dict and _are(str, *state) and state.get("bit_generator") == name, "a generator of another kind"
+    )
+    inner = state.get("state")
+    need(type(inner) is dict and _are(str, *inner), "a generator of no state")
+
+    def number(of: dict[str, Any], key: str, end: int) -> bool:
+        return type(of.get(key)) is int and 0 <= of[key] < end
+
+    if name == "MT19937":
+        need(_words(inner.get("key"), "uint32", 624) and number(inner, "pos", 625), "an MT19937 of another state")
+        return state
+    need(number(state, "has_uint32", 2) and number(state, "uinteger", 1 << 32), "a generator of another state")
+    if name in ("PCG64", "PCG64DXSM"):
+        need(number(inner, "state", 1 << 128) and number(inner, "inc", 1 << 128), "a PCG64 of another state")
+    elif name == "Philox":
+        need(_words(inner.get("counter"), "uint64", 4) and _words(inner.get("key"), "uint64", 2), "no Philox")
+        need(_words(state.get("buffer"), "uint64", 4) and number(state, "buffer_pos", 5), "no Philox")
+    else:
+        need(_words(inner.get("state"), "uint64", 4), "an SFC64 of another state")
+    return state
+
+
+_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
+
+
+def _bit_generator(cls: Any) -> Kind:
+    def build(_: Unpickler, instance: Any, state: Any) -> Any:
+        import numpy as np
+
+        if type(state) is dict:
+            instance.state = _bit_state(cls.__name__, state)
+            return instance
+        need(type(state) is tuple and len(state) == 2, "a generator of no state")
+        known, seed = state
+        need(seed is None or type(seed) is np.random.SeedSequence, "a generator of no seed")
+        _bit_state(cls.__name__, known)
+        instance.__setstate__((known, seed))
+        return instance
+
+    return Kind(cls, build=build)
+
+
+def _new_bit_generator(_: Unpickler, name: Any = "MT19937") -> Any:
+    import numpy as np
+
+    made = {one: getattr(np.random, one) for one in _GENERATORS}
+    found: Any = made.get(name) if type(name) is str else name
+    need(any([found is one for one in made.values()]), "a generator of another kind")
+    find("numpy.random", found.__name__)
+    return found(0)
+
+
+def _ready_bit_generator(unpickler: Unpickler, given: Any) -> Any:
+    import numpy as np
+
+    if type(given) is str:
+        return _new_bit_generator(unpickler, given)
+    need(type(given) in [getattr(np.random, one) for one in _GENERATORS], "a generator of another kind")
+    return given
+
+
+def _new_generator(unpickler: Unpickler, given: Any = "MT19937", *_: Any) -> Any:
+    import numpy as np
+
+    find("numpy.random", "Generator")
+    return np.random.Generator(_ready_bit_generator(unpickler, given))
+
+
+def _new_random_state(unpickler: Unpickler, given: Any = "MT19937", *_: Any) -> Any:
+    import numpy as np
+
+    ready = _ready_bit_generator(unpickler, given)
+    need(type(ready).__name__ == "MT19937", "a RandomState of another generator")
+    find("numpy.random", "RandomState")
+    return np.random.RandomState(ready)
+
+
+def _generator_state(cls: Any) -> Kind:
+    """``numpy.random.Generator`` and ``RandomState``, as numpy before 2 pickles their state."""
+
+    def build(_: Unpickler, instance: Any, state: Any) -> Any:
+        if state is None:
+            return instance
+        need(type(state) is dict, "a generator of no state")
+        if cls.__name__ == "Generator":
+            instance.bit_generator.state = _bit_state(type(instance.bit_generator).__name__, state)
+            return instance
+        _bit_state("MT19937", state)
+        need(type(state.get("has_gauss", 0)) is int and type(state.get("gauss", 0.0)) is float, "no RandomState")
+        instance.set_state(state)
+        return instance
+
+    return Kind(cls, build=build)
+
+
+def _new_seed_sequence(_: Unpickler, cls: Any, checksum: Any, state: Any) -> Any:
+    import numpy as np
+
+    need(cls is np.random.SeedSequence and type(checksum) is int and state is None, "a SeedSequence of another kind")
+    return Pending(_make_seed_sequence)
+
+
+def _make_seed_sequence(unpickler: Unpickler, state: Any) -> Any:
+    """A SeedSequence of these numbers, whose pool is what numpy makes of them."""
+    import numpy as np
+
+    need(type(state) is tuple and len(state) in (5, 6), "a SeedSequence of another state")
+    entropy, spawned, pool, size, key = state[:5]
+
+    def numbers(values: Any) -> bool:
+        kind = type(values)
+        if kind is int:
+            return bool(0 <= values < 1 << 4096)
+        if kind is np.ndarray:
+            return bool(values.ndim == 1 and values.dtype.kind in "ui" and len(values) <= 4096)
+        return kind in (list, tuple) and len(values) <= 1024 and all([type(n) is int and numbers(n) for n in values])
+
+    need(entropy is None or numbers(entropy), "a SeedSequence of no numbers")
+    need(type(key) is tuple and numbers(key) and type(spawned) is int and 0 <= spawned < 1 << 32, "no SeedSequence")
+    need(type(size) is int and 4 <= size <= 1024 and _words(pool, "uint32", size), "a SeedSequence of another pool")
+    unpickler.looks(size * size)
+    return np.random.SeedSequence(entropy, spawn_key=key, pool_size=size, n_children_spawned=spawned)
+
+
+# The table. ----------------------------------------------------------------------------------------------------------
+
+#: ``module -> name -> what makes its Kind out of the class``, and of functions what they do.
+_CLASSES: dict[str, dict[str, Callable[[Any], Kind]]] = {
+    "builtins": {
+        **dict.fromkeys(("bool", "float", "int", "str"), _value),
+        **dict.fromkeys(("bytes", "dict", "list", "object", "tuple"), _empty),
+        **dict.fromkeys(("frozenset", "set"), _of_items),
+        "bytearray": _bytearray,
+        "complex": _complex,
+        "range": _range,
+        "slice": _slice,
+    },
+    "collections": {
+        "Counter": _counter,
+        "OrderedDict": _ordered_dict,
+        "defaultdict": _defaultdict,
+        "deque": _deque,
+    },
+    "datetime": {
+        "date": lambda cls: _date_part(cls, 4),
+        "datetime": lambda cls: _date_part(cls, 10),
+        "time": lambda cls: _date_part(cls, 6),
+        "timedelta": _timedelta,
+        "timezone": _timezone,
+    },
+    "decimal": {"Decimal": _decimal},
+    "fractions": {"Fraction": _fraction},
+    "pathlib": dict.fromkeys(("Path", "PosixPath", "PurePath", "PurePosixPath"), _path),
+    "types": {"SimpleNamespace": _namespace},
+    "uuid": {"UUID": _uuid},
+    "_io": {"BytesIO": _bytes_io, "StringIO": _string_io},
+    "numpy": {"dtype": _dtype, "ndarray": _value},
+    "numpy.random": {
+        **dict.fromkeys(_GENERATORS, _bit_generator),
+        **dict.fromkeys(("Generator", "RandomState"), _generator_state),
+        "SeedSequence": _value,
+    },
+    "torch": {"Size": _size, "device": _device, "Generator": _generator, "Tensor": _tensor},
+    "torch.storage": {"TypedStorage": _value, "UntypedStorage": _value},
+    "torch.nn.parameter": {
+        "Parameter": _tensor,
+        "UninitializedBuffer": _uninitialized,
+        "UninitializedParameter": _uninitialized,
+    },
+    "torch.distributed.tensor": {"DTensor": _value},
+    "torch.distributed.tensor._dtensor_spec": {
+        "DTensorSpec": _record,
+        "ShardOrderEntry": _named_tuple,
+        "TensorMeta": _named_tuple,
+    },
+    "torch.distributed.tensor.placement_types": {
+        "Partial": _placement,
+        "Replicate": _replicate,
+        "Shard": _placement,
+        "_StridedShard": _placement,
+    },
+    "torch.distributed.device_mesh": {"DeviceMesh": _mesh},
+    "torch.distributed._mesh_layout": {"_FlatLayout": _record, "_MeshLayout": _record},
+    "torch.distributed._pycute.layout": {"Layout": _record},
+    "torch.distributed._shard.sharded_tensor.api": {
+        "ShardedTensor": _value,
+        "ShardedTensor.ProcessGroupState": _record,
+    },
+    "torch.distributed._shard.sharded_tensor.metadata": {
+        "MEM_FORMAT_ENCODING": _memory_format,
+        "ShardedTensorMetadata": _record,
+        "TensorProperties": _properties,
+    },
+    "torch.distributed._shard.sharded_tensor.shard": {"Shard": _record},
+    "torch.distributed._shard.metadata": {"ShardMetadata": _record},
+    "torch.distributed._shard.sharding_spec.chunk_sharding_spec": {"ChunkShardingSpec": _record},
+    "torch.distributed._shard.sharding_spec.api": {"EnumerableShardingSpec": _record},
+    "torch.distributed.remote_device": {"_remote_device": _record},
+    "torch.nested._internal.nested_tensor": {"NestedTensor": _value},
+    "torch.masked.maskedtensor.core": {"MaskedTensor": _value},
+    "torch._dynamo.decorators": {"_DimRange": _record},
+}
+
+_FUNCTIONS: dict[str, dict[str, Callable[..., Any]]] = {
+    "_codecs": {"encode": _encode},
+    "copyreg": {"__newobj__": _newobj, "__newobj_ex__": _newobj_ex},
+    "numpy._core.multiarray": {"_reconstruct": _reconstruct, "scalar": _scalar},
+    "numpy.random._pickle": {
+        "__bit_generator_ctor": _new_bit_generator,
+        "__generator_ctor": _new_generator,
+        "__randomstate_ctor": _new_random_state,
+    },
+    "numpy.random.bit_generator": {"__pyx_unpickle_SeedSequence": _new_seed_sequence},
+    "torch._utils": {
+        "_rebuild_device_tensor_from_cpu_tensor": _rebuild_on_device,
+        "_rebuild_meta_tensor_no_storage": _rebuild_meta_tensor,
+        "_rebuild_nested_tensor": _rebuild_nested_tensor,
+        "_rebuild_parameter": _rebuild_parameter,
+        "_rebuild_parameter_with_state": _rebuild_parameter_with_state,
+        "_rebuild_qtensor": _rebuild_qtensor,
+        "_rebuild_sparse_tensor": _rebuild_sparse_tensor,
+        "_rebuild_tensor": _rebuild_tensor,
+        "_rebuild_tensor_v2": _rebuild_tensor_v2,
+        "_rebuild_tensor_v3": _rebuild_tensor_v3,
+        "_rebuild_wrapper_subclass": _rebuild_wrapper,
+    },
+    "torch._tensor": {"_rebuild_from_type_v2": _rebuild_from_type},
+    "torch.nested._internal.nested_tensor": {"_rebuild_njt": _rebuild_njt},
+    "torch.serialization": {"_get_layout": _layout},
+    "tensorferry._rebuild": {"rebuild_dtensor": _rebuild_dtensor, "with_grad": _with_grad},
+}
+
+#: What ``_rebuild_from_type_v2`` may be told to call.
+_REBUILDING = frozenset(
+    run for name, run in _FUNCTIONS["torch._utils"].items() if name not in ("_rebuild_parameter_with_state",)
+) | {_rebuild_njt}
+
+#: Other names of the same, as older and newer versions of Python, numpy, torch and this package write them.
+_ALIASES: dict[tuple[str, str], tuple[str, str]] = {
+    **_rebuild.FORMER,
+    ("numpy.core.multiarray", "_reconstruct"): ("numpy._core.multiarray", "_reconstruct"),
+    ("numpy.core.multiarray", "scalar"): ("numpy._core.multiarray", "scalar"),
+    **{(f"numpy.random.{module}", name): ("numpy.random", name) for module, names in {
+        "_mt19937": ("MT19937",), "_pcg64": ("PCG64", "PCG64DXSM"), "_philox": ("Philox",), "_sfc64": ("SFC64",),
+        "bit_generator": ("SeedSequence",), "_generator": ("Generator",), "mtrand": ("RandomState",),
+    }.items() for name in names},
+    **{("pathlib._local", name): ("pathlib", name) for name in _CLASSES["pathlib"]},
+    ("torch", "UntypedStorage"): ("torch.storage", "UntypedStorage"),
+    ("torch._C", "Generator"): ("torch", "Generator"),
+    ("torch.distributed.tensor._api", "DTensor"): ("torch.distributed.tensor", "DTensor"),
+    **{("torch.distributed.tensor", name): ("torch.distributed.tensor.placement_types", name) for name in (
+        "Partial", "Replicate", "Shard",
+    )},
+    ("torch.distributed.device_mesh", "_MeshLayout"): ("torch.distributed._mesh_layout", "_MeshLayout"),
+}  # fmt: skip
+
+#: Values that are no classes, by name.
+_VALUES: dict[tuple[str, str], Any] = {
+    ("builtins", "Ellipsis"): ...,
+    ("builtins", "NotImplemented"): NotImplemented,
+    **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype | torch.qscheme)},
+}
+
+#: Never imported because a peer names them: taken where this process has them already.
+_NOT_FOR_A_PEER = ("torch._dynamo.decorators", "torch._dynamo")
+
+_found: dict[tuple[str, str], Any] = {}
+_kinds: dict[int, Kind] = {}
+
+
+def names() -> list[tuple[str, str]]:
+    """Every module and name of the table."""
+    own = [(module, name) for table in (_CLASSES, _FUNCTIONS) for module, rows in table.items() for name in rows]
+    return [*own, *_ALIASES, *_VALUES, *(("torch.return_types", name) for name in _structseqs())]
+
+
+def known(module: str, name: str) -> bool:
+    """Whether the table has this name."""
+    module, name = _ALIASES.get((module, name), (module, name))
+    listed = name in _CLASSES.get(module, ()) or name in _FUNCTIONS.get(module, ())
+    return listed or (module, name) in _VALUES or (module == "torch.return_types" and name in _structseqs())
+
+
+def find(module: str, name: str) -> Any:
+    """The object of this name, a :class:`Function` for a function.
+
+    Raises:
+        LookupError: the table has no such name, or this process no such object
+    """
+    key = _ALIASES.get((module, name), (module, name))
+    if key in _found:
+        return _found[key]
+    if key in _VALUES:
+        return _VALUES[key]
+    _found[key] = made = _make(*key)
+    return made
+
+
+def _make(module: str, name: str) -> Any:
+    if module == "torch.return_types":
+        cls = _structseqs()[name]
+        _kinds[id(cls)] = _structseq(cls)
+        return cls
+    if (run := _FUNCTIONS.get(module, {}).get(name)) is not None:
+        return Function(f"{module}.{name}", run)
+    kind = _CLASSES[module][name]
+    try:
+        found: Any = sys.modules[module] if module in _NOT_FOR_A_PEER else importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as e:
+        raise LookupError(f"{module}.{name} is not there") from e
+    # Two names can be one class, and the table says the same of both.
+    _kinds.setdefault(id(found), kind(found))
+    return found
+
+
+def kind_of(cls: Any) -> Kind | None:
+    """What a pickle may do with this class of the table; ``None`` if it is no class of the table."""
+    return _kinds.get(id(cls))
+
+
+@cache
+def _structseqs() -> dict[str, Any]:
+    """The tuples with names that torch's functions return."""
+    with contextlib.suppress(ImportError):
+        module = importlib.import_module("torch.return_types")
+        return {
+            name: cls
+            for name, cls in vars(module).items()
+            if isinstance(cls, type) and cls.__bases__ == (tuple,) and hasattr(cls, "n_sequence_fields")
+            and (cls.__module__, cls.__qualname__) == ("torch.return_types", name)
+        }  # fmt: skip
+    return {}
+
+
+# A leaf is one of these without its pickle having named them.
+find("torch", "Tensor")
+find("torch.nn.parameter", "Parameter")

@@ -1,0 +1,176 @@
+"""A state as the entries of a container."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias
+
+import torch
+
+from .. import _gc
+from .._native import Filling, Server
+from ..errors import InvalidArgument
+from ..memory.accelerator import Accelerator
+from ..memory.staging import Piece, Stager, host_view
+from ..memory.tensors import as_bytes, storage_over
+from ..storage import reserved
+from ..storage.container import Container
+from . import aliases, manifest, pickling, tree
+from .allowlist import Allowed
+from .build import Builder
+
+#: Host memory up to this size is copied along with an accelerator's, so that the whole snapshot is private.
+_SMALL_HOST_PART = 64 << 20
+
+Snapshot = Literal["borrow", "copy"]
+
+#: Memory of an entry: a whole storage where it is, or a part of one, possibly copied.
+Memory: TypeAlias = torch.UntypedStorage | Piece
+
+
+def known_snapshot(snapshot: Snapshot) -> Snapshot:
+    """``snapshot`` itself.
+
+    Raises:
+        InvalidArgument: it is no way to take one
+    """
+    if snapshot not in ("borrow", "copy"):
+        raise InvalidArgument(f'snapshot is "borrow" or "copy", not {snapshot!r}')
+    return snapshot
+
+
+class Packed:
+    """A state laid out for publishing: a row for each entry, and the memory behind it.
+
+    Accelerator memory is copied only when it is published, so that its first bytes can leave while later ones are on
+    their way to the host.
+
+    Attributes:
+        private: whether all memory is a copy that nobody else writes to
+        pickle_bytes: everything that is no plain tensor
+        globals: module and name of each class and function the pickle names, and the first leaf that needs it
+    """
+
+    def __init__(self, state: Any, stager: Stager, snapshot: Snapshot) -> None:
+        """Takes ``state`` apart and copies what has to be copied of host memory.
+
+        Raises:
+            UnsupportedLeaf: something in it cannot be carried
+        """
+        with _gc.held_off():
+            flat = tree.flatten(state)
+            self.pickle_bytes, storages, self.globals = _pickled(flat, stager.accelerator)
+            device = stager.accelerator.among(flat.plain, flat.accelerated)
+            self._lay_out(flat, storages)
+            copied = self._stage(stager, snapshot, device)
+        # If nothing had to be copied, the state itself stands in the memory that is served. But a private snapshot is
+        # of one moment, also where it has no bytes to copy: its objects are those of the pickle.
+        self._state = state if not self.private and all([m.buffer is None for m in copied]) else None
+
+    def _lay_out(self, flat: tree.Flat, storages: list[pickling.Storage]) -> None:
+        self.rows = flat.rows
+        shared = aliases.Memory(flat).groups
+        # Storages and no tensors: a trainer may give a tensor other memory (`p.data = ...`) while this is served.
+        self.memory: list[Memory] = self.rows.owners
+        # Of the leaves alone: rows of pieces are added below.
+        flags = self.rows.flags
+        self._pieces: list[int] = []
+        layout: manifest.Storages = []
+        for number, known in enumerate(storages):
+            parts: list[tuple[int, int]] = []
+            if known.entry is not None:
+                parts.append((known.entry, 0))
+            else:
+                for index, (start, end) in enumerate(known.covered()):
+                    parts.append((len(self.rows), start))
+                    self._pieces.append(len(self.rows))
+                    name = reserved.piece(number, index)
+                    self.rows.append(Piece(known.storage, start, end), name, "U8", (end - start,), 0, end - start, 0)
+            layout.append((known.storage.nbytes(), parts))
+        self._fields = manifest.encode(flat, flags, storages, layout, shared, self.globals)
+        self._tree = flat.tree
+        self.rows.forget()
+
+    def _stage(self, stager: Stager, snapshot: Snapshot, device: list[int]) -> list[Piece]:
+        accelerator = stager.accelerator
+        device = device + [i for i in self._pieces if accelerator.device_of(self.memory[i].storage) is not None]
+        copied = device
+        on_host = self.rows.nbytes - sum([self.rows.size(i) for i in device])
+        if snapshot == "copy" or (device and on_host <= _SMALL_HOST_PART):
+            known = set(device)
+            copied, on_host = device + [i for i in range(len(self.rows)) if i not in known], 0
+        pieces = {}
+        for i in copied:
+            memory = self.memory[i]
+            piece = memory if isinstance(memory, Piece) else Piece(memory, 0, memory.nbytes())
+            self.memory[i] = piece
+            pieces[i] = piece
+        self._staging = stager.begin(list(pieces.values()))
+        self._on_device = [(i, pieces[i]) for i in device if pieces[i].nbytes]
+        for i in {*copied, *self._pieces}:
+            self.rows.place(i, self.memory[i].data_ptr())
+        self.private = not on_host
+        return list(pieces.values())
+
+    def publish(self, server: Server, step: int, alternate: Callable[[str], list[Any] | None] | None) -> None:
+        """Hands everything to ``server``, to be served as ``step``, and copies what is on an accelerator.
+
+        When this returns, all of that is copied. Receivers get what is there meanwhile. If a copy fails, what was
+        published is withdrawn.
+
+        Raises:
+            Exception: whatever the device says when a copy fails
+        """
+        container = Container(self.rows, self.memory, self.private, self._control())
+        filling = container.publish(server, step, alternate=alternate, filled=not self._on_device)
+        if filling is not None:
+            self._fill(server, filling)
+        if self._state is not None:
+            # The server has its own, and nobody will ask again.
+            self.pickle_bytes = b""
+            self._fields = self._tree = ""
+
+    def manifest(self) -> bytes:
+        """The manifest as it travels, JSON, for as long as somebody can ask for it."""
+        return manifest.with_tree(self._fields, self._tree)
+
+    def _fill(self, server: Server, filling: Filling) -> None:
+        try:
+            starts = filling.starts
+            self._staging.run([(starts[i], piece) for i, piece in self._on_device], filling.ready)
+        except BaseException:
+            server.abandon(filling)
+            raise
+        filling.finish()
+
+    def _control(self) -> list[tuple[str, bytes]]:
+        control = [(reserved.MANIFEST, _padded(self.manifest(), b" "))]
+        return [*control, (reserved.PICKLE, _padded(self.pickle_bytes, b"\0"))] if self.pickle_bytes else control
+
+    def rebuild(self) -> Any:
+        """The state again, over the published memory: on the host, and if private, as of when it was published."""
+        if self._state is not None:
+            return self._state
+        plain = [i for i, name in enumerate(self.rows.names) if not name.startswith(reserved.PREFIX)]
+        builder = Builder(manifest.Manifest(self._fields, self._tree), self.rows, plain)
+        for k, storage in builder.scattered.items():
+            whole = as_bytes(storage)
+            for entry, lo in builder.manifest.storages[k][1]:
+                part = storage_over(*host_view(self.memory[entry]), self.rows.size(entry))
+                whole[lo : lo + part.nbytes()].copy_(as_bytes(part))
+        return builder.build(self.pickle_bytes, Allowed(trust=True), lambda i: host_view(self.memory[i]))
+
+
+def _pickled(
+    flat: tree.Flat, accelerator: Accelerator
+) -> tuple[bytes, list[pickling.Storage], dict[tuple[str, str], str]]:
+    if not flat.objects:
+        return b"", [], {}
+    tensors = [value for value in flat.objects if isinstance(value, torch.Tensor)]
+    # Objects may read a device while they are pickled.
+    with accelerator.reading({*accelerator.in_use(), *accelerator.holding(tensors)}):
+        return pickling.dump(flat)
+
+
+def _padded(data: bytes, fill: bytes) -> bytes:
+    return data + fill * (-len(data) % 64)

@@ -1,0 +1,322 @@
+"""The tree of a state: containers in an encoding of our own, leaves numbered.
+
+A pickled pytree spec of one torch version cannot be read by another, and a fleet is upgraded replica by replica. The
+grammar is described in docs/format.md and checked by ``rust/wire``.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import json
+from collections.abc import Callable, Container, Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from .._native import _unflatten
+from ..memory.tensors import DTYPE_NAMES, is_plain, no_rows, storage_key
+from ..storage.reserved import is_reserved
+
+#: Containers nested deeper than this are carried as one pickled object; it keeps cycles finite, too.
+MAX_DEPTH = 80
+
+_SAFE_INT = 2**53
+
+#: About as many characters of a key are shown. Parts of one that a stock source sent may be there a million times, and
+#: Python does not write longer integers.
+_LONGEST_KEY = 4000
+
+_CONTAINERS = (dict, list, tuple, collections.deque)
+
+Node = Any
+
+
+class Flat:
+    """A state taken apart.
+
+    Attributes:
+        tree: the containers as JSON, with numbers for leaves: ``n >= 0`` is ``plain[n]``, ``n < 0`` ``objects[-n - 1]``
+        rows: a row for each tensor that needs no pickle, under its key path, made unique
+        plain: those tensors
+        accelerated: numbers of those that are not in host memory
+        objects: everything else, to be pickled together
+        object_paths: where each object stands, for messages
+        keys: for each object that is a key of a dict, a text that tells it from other keys
+    """
+
+    def __init__(self, native: bool = True) -> None:
+        """An empty state; ``flatten`` fills it. Without ``native`` every tensor is read in Python, as on old torch."""
+        self.tree = ""
+        self.rows = no_rows(native)
+        self.plain: list[Tensor] = self.rows.memory
+        self.accelerated: list[int] = []
+        self.objects: list[Any] = []
+        self.object_paths: list[str] = []
+        self.keys: dict[str, str] = {}
+        self._storages: dict[int, int] = {}
+        self._looked_at = 0
+
+    def leaf(self, number: int) -> Any:
+        """The leaf that the tree calls ``number``."""
+        return self.plain[number] if number >= 0 else self.objects[-number - 1]
+
+    def filler(self, storage: int) -> int | None:
+        """The number of the plain tensor that fills the storage with this identity, if there is one."""
+        # Most states never ask: what it costs to look at every storage is spent when somebody does.
+        owners = self.rows.owners
+        for number in range(self._looked_at, len(self.rows)):
+            self._storages.setdefault(storage_key(owners[number]), number)
+        self._looked_at = len(self.rows)
+        return self._storages.get(storage)
+
+    def number_of(self, tensor: Tensor) -> int | None:
+        """The number of ``tensor`` if it is one of the plain ones."""
+        number = self.rows.number_of(tensor)
+        return number if number is not None and number >= 0 else None
+
+
+def flatten(state: Any, native: bool = True) -> Flat:
+    """Takes ``state`` apart. Tensors are not copied. For ``native`` see :class:`Flat`."""
+    flat = Flat(native)
+    flat.tree = _Walk(flat).node(state, "", 0)
+    if not flat.rows.names_are_regular():
+        flat.rows.rename(unique_names(flat.rows.names))
+    return flat
+
+
+class _Walk:
+    """Goes through a state and writes its tree as text.
+
+    Piece by piece rather than by one json.dumps at the end, which would hold the interpreter, and with it the training
+    loop of a healthy peer, for as long as it takes. A class and not functions that refer to each other: those would
+    keep everything they have seen until the garbage collector comes by.
+    """
+
+    def __init__(self, flat: Flat) -> None:
+        self._flat = flat
+        self._rows = flat.rows
+        # Containers we are inside of: one that holds itself is carried as an object, which may have cycles.
+        self._inside: set[int] = set()
+
+    def node(self, value: Any, path: str, depth: int) -> str:
+        kind = type(value)
+        if (
+            kind is Tensor
+            or kind is Parameter
+            or depth > MAX_DEPTH
+            or id(value) in self._inside
+            or not isinstance(value, _CONTAINERS)
+        ):
+            return str(self._rows.leaf(value, path, self._other))
+        self._inside.add(id(value))
+        node = self._container(value, kind, path, depth)
+        self._inside.discard(id(value))
+        return node
+
+    def _add_object(self, value: Any, path: str) -> int:
+        self._flat.objects.append(value)
+        self._flat.object_paths.append(path)
+        return -len(self._flat.objects)
+
+    def _reference(self, value: Any, path: str) -> int:
+        return -self._add_object(value, path) - 1
+
+    def _other(self, value: Any, path: str) -> int:
+        """What `rows` does not read itself. It asks once for each object: the same object twice is one leaf."""
+        kind = type(value)
+        if (kind is not Tensor and kind is not Parameter) or not is_plain(value):
+            return self._add_object(value, path)
+        if value.nbytes and self._flat.filler(storage_key(value.untyped_storage())) is not None:
+            return self._add_object(value, path)
+        if not value.is_cpu:
+            self._flat.accelerated.append(len(self._rows))
+        flag = (kind is Parameter) + 2 * value.requires_grad
+        name = DTYPE_NAMES[value.dtype]
+        storage = value.untyped_storage()
+        return self._rows.append(value, path, name, value.shape, storage.data_ptr(), value.nbytes, flag, storage)
+
+    def _container(self, value: Any, kind: Any, path: str, depth: int) -> str:
+        below = path + "." if path else ""
+        if kind is dict or kind is collections.OrderedDict:
+            node = self._dict(value, kind is collections.OrderedDict, below, depth + 1)
+            extra = getattr(value, "__dict__", None)
+            # `_metadata` of a module's state_dict is such an attribute.
+            return f'["a",{self._reference(extra, f"{path}.__dict__")},{node}]' if extra else node
+        if kind is list:
+            return self._elements('"l"', value, below, depth)
+        if kind is tuple:
+            return self._elements('"t"', value, below, depth)
+        if kind is collections.deque:
+            return self._elements(f'"q",{"null" if value.maxlen is None else value.maxlen}', value, below, depth)
+        if kind is collections.defaultdict:
+            factory = self._reference(value.default_factory, f"{path}.default_factory")
+            return f'["f",{factory},{self._dict(value, False, below, depth + 1)}]'
+        if is_namedtuple(kind):
+            head = f'"n",{self._reference(kind, f"{path}.__class__")}'
+            return self._elements(head, value, below, depth, kind._fields)
+        return str(self._rows.leaf(value, path, self._other))
+
+    def _dict(self, value: dict[Any, Any], ordered: bool, below: str, depth: int) -> str:
+        members = self._rows.members(list(value), list(value.values()), below, depth, self.node, self._other)
+        if members is not None:
+            return f'["o",{{{members}}}]' if ordered else f"{{{members}}}"
+        nodes = [
+            f"[{self._key(k, below)},{self.node(v, _as_text(below + _show(k, str)), depth)}]" for k, v in value.items()
+        ]
+        return f'["d","{"o" if ordered else "d"}",[{",".join(nodes)}]]'
+
+    def _elements(
+        self, head: str, value: Iterable[Any], below: str, depth: int, names: tuple[str, ...] | None = None
+    ) -> str:
+        return f"[{head}{self._rows.elements(list(value), names, below, depth + 1, self.node, self._other)}]"
+
+    def _key(self, value: Any, below: str) -> str:
+        kind = type(value)
+        plain_int = kind is int and -_SAFE_INT < value < _SAFE_INT
+        if value is None or kind is bool or plain_int or (kind is str and _is_text(value)):
+            return json.dumps(value)
+        text = _show(value, repr)
+        number = self._reference(value, f"{below}{text} (a key)")
+        self._flat.keys[str(number)] = f"{kind.__module__}.{kind.__qualname__} {text}"
+        return f'["r",{number}]'
+
+
+def _show(key: Any, show: Callable[[Any], str]) -> str:
+    """A key as text, by ``str`` or ``repr``; only what it is if that is long, or fails."""
+    kind = type(key)
+    if kind is str and show is str:
+        return str(key)
+    left, parts = _LONGEST_KEY, [key]
+    while parts and left >= 0:
+        part = parts.pop()
+        if isinstance(part, tuple | frozenset):
+            left -= len(part)
+            parts += part if left >= 0 else ()
+        elif isinstance(part, str | bytes):
+            left -= len(part)
+        elif isinstance(part, int):
+            left -= part.bit_length() >> 2
+    if left < 0:
+        return f"a {kind.__name__} that is too long to be shown"
+    try:
+        return show(key)
+    except Exception as e:  # Whatever the user's class says.
+        return f"a {kind.__name__} that cannot be shown ({type(e).__name__})"
+
+
+def next_free(path: str, taken: Container[str]) -> str:
+    """The first of ``path~2``, ``path~3``, ... that is not taken."""
+    return next(name for n in itertools.count(2) if (name := f"{path}~{n}") not in taken)
+
+
+def is_namedtuple(kind: type) -> bool:
+    """Whether ``kind`` was made by ``collections.namedtuple`` or ``typing.NamedTuple``, and is no subclass of one."""
+    return (
+        issubclass(kind, tuple)
+        and kind.__bases__ == (tuple,)
+        and isinstance(getattr(kind, "_fields", None), tuple)
+        and hasattr(kind, "_make")
+    )
+
+
+def unique_names(paths: list[str]) -> list[str]:
+    """Key paths as names in a container: text without NUL, none twice, none that the format keeps for itself."""
+    joined = "".join(paths)
+    if not _is_text(joined) or "\0" in joined:
+        paths = [_as_text(p).replace("\0", "\\x00") for p in paths]
+    taken = set(paths)
+    if len(taken) == len(paths) and not any(map(is_reserved, paths)):
+        return paths
+    used: set[str] = set()
+    names: list[str] = []
+    for path in paths:
+        name = ("~" + path if path else "root") if is_reserved(path) else path
+        if name in used or (name != path and name in taken):
+            name = next_free(name, taken | used)
+        used.add(name)
+        names.append(name)
+    return names
+
+
+def _is_text(value: str) -> bool:
+    """Whether ``value`` can be written as UTF-8: a lone surrogate cannot."""
+    if value.isascii():
+        return True
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _as_text(value: str) -> str:
+    """``value`` with whatever UTF-8 cannot say written out."""
+    return value.encode("utf-8", "backslashreplace").decode()
+
+
+def unflatten(
+    tree: str,
+    leaves: list[Any],
+    objects: list[Any],
+    take: Callable[[Any], Any] | None = None,
+    defaultdict: Callable[[Any], Any] | None = None,
+) -> Any:
+    """The state whose tree is this JSON text.
+
+    ``rust/wire`` has checked it: numbers are in range and nesting is bounded.
+
+    Args:
+        tree: the tree, as :class:`Flat` has it
+        leaves: what its numbers from 0 on stand for
+        objects: what the others stand for, and the classes, keys and attributes the tree refers to
+        take: called with each leaf, in the order of :func:`positions`; gives what stands in its place
+        defaultdict: makes an empty ``defaultdict`` of its factory, or refuses it; anything goes without
+
+    Raises:
+        ProtocolError: the objects are none of which the tree's containers can be made
+    """
+    return _unflatten(tree, leaves, objects, take, defaultdict)
+
+
+def positions(tree: str, keys: dict[str, str]) -> list[tuple[int, tuple[str, ...]]]:
+    """Every place in the tree where a leaf stands: its number, and a key path that no other place has.
+
+    Args:
+        tree: the tree as JSON text
+        keys: texts for keys that are objects, see :class:`Flat`
+    """
+    found: list[tuple[int, tuple[str, ...]]] = []
+    _visit(json.loads(tree), (), keys, found)
+    return found
+
+
+def shown(path: tuple[str, ...]) -> str:
+    """One of the key paths of :func:`positions`, for messages."""
+    keys = (key[1:] if key[0] in "s#" else key.rpartition(" ")[2] for key in path)
+    return ".".join(keys) or "the state itself"
+
+
+def _visit(node: Node, path: tuple[str, ...], keys: dict[str, str], found: list[tuple[int, tuple[str, ...]]]) -> None:
+    if type(node) is int:
+        found.append((node, path))
+    elif type(node) is dict:
+        for k, v in node.items():
+            _visit(v, (*path, "s" + k), keys, found)
+    elif node[0] in "fa":
+        _visit(node[2], path, keys, found)
+    elif node[0] == "o":
+        _visit(node[1], path, keys, found)
+    elif node[0] == "d":
+        for k, v in node[2]:
+            _visit(v, (*path, _key_text(k, keys)), keys, found)
+    else:
+        for i, v in enumerate(node[2 if node[0] in "nq" else 1 :]):
+            _visit(v, (*path, f"#{i}"), keys, found)
+
+
+def _key_text(key: Any, keys: dict[str, str]) -> str:
+    if type(key) is list:
+        return "r" + keys.get(str(key[1]), "")
+    return "s" + key if type(key) is str else f"{type(key).__name__} {key}"

@@ -1,0 +1,599 @@
+"""The one reader of pickles that come from somewhere else.
+
+It is a machine of its own, not the interpreter's: that one calls whatever a pickle puts before it, with any arguments,
+and lets it set the state of any object. This one asks the table of reviewed globals (``reviewed.py``) for each call,
+each new object and each state, and knows nothing else that could be done. docs/pickles.md says why.
+"""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import pickle
+import types
+import weakref
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from struct import unpack_from
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import torch
+from torch.serialization import StorageType
+
+from .._rebuild import FORMER
+from ..errors import ProtocolError, TensorferryError, UnsafePickle
+from . import reviewed
+from .reviewed import Function, Pending, Refused, need
+
+if TYPE_CHECKING:
+    from .allowlist import Allowed
+
+#: Tuples, frozensets and records in a key, one inside the other: Python hashes them by recursion.
+_DEEPEST = 900
+#: How many keys of one hash, all different, a pickle may have. Texts do not count: their hashes cannot be foreseen.
+_SAME_HASH = 64
+#: Parts of keys, and 64 elements of index tensors at a time, that are looked at for one pickle, beside one for each of
+#: its bytes.
+_LOOKS = 1_000_000
+#: How often the bytes of one storage may be copied into tensors of their own, by one pickle.
+_STORAGE_COPIES = 16
+#: Up to how many times as large as an index tensor its storage may be to be copied as a whole.
+_OWN_WHOLE = 4
+#: How much of a reference to something outside of the pickle there may be: torch prints it in its messages.
+_REFERENCE_PARTS, _REFERENCE_TEXT = 8, 4096
+
+_DICTS = (dict, OrderedDict, defaultdict, Counter)
+_PLAIN_KEYS = frozenset({str, bytes, bool, float, types.NoneType})
+#: How often as long as a pickle everything may be that is copied out of it. Protocol 2 has bytes as text, so that those
+#: of an array are copied twice.
+_COPIES = 4
+#: Up to here an integer is its own hash.
+_OWN_HASH = (1 << 61) - 1
+
+#: Python lets go of what these hold by recursion, without a limit.
+_RECURSIVE = (deque, defaultdict)
+#: How often one of these may lengthen a chain of them: a thread's stack has room for many times more.
+_CHAINED = 5_000
+
+_END = "it ends in the middle"
+
+
+class Unpickler:
+    """Reads pickles of protocol 2 to 5, as Python and torch write them.
+
+    ``find_class`` and ``persistent_load`` are there for torch to replace, as on ``pickle.Unpickler``. Subclasses set
+    ``allowed`` (:func:`unpickler`).
+    """
+
+    allowed: Allowed
+    #: The path of the leaf that needs a global, by module and name joined with a dot, for messages.
+    needs: Callable[[str], Any] = staticmethod(lambda _: None)
+
+    def __init__(self, file: BinaryIO, **_: Any) -> None:
+        """Reads ``file`` to its end. Other arguments, which torch gives, are about pickles of Python 2."""
+        self._data = data = file.read()
+        self._copies = _COPIES * len(data)
+        self._looks = _LOOKS + len(data)
+        self._hashes: dict[int, list[Any]] = {}
+        # Deques and defaultdicts that hold one another, kept so that no other object gets their ids.
+        self._holding: dict[int, Any] = {}
+        self._held: dict[int, Any] = {}
+        self._chained = 0
+        self._pending: list[weakref.ref[Pending]] = []
+        self._owned: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._copied: dict[int, torch.UntypedStorage] = {}
+        self._made: dict[int, tuple[torch.UntypedStorage, int]] = {}
+
+    def persistent_load(self, pid: Any) -> Any:  # noqa: ARG002
+        """The object that lies outside of the pickle."""
+        raise ProtocolError("the pickle refers to something outside of it")
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The object of a global; of a function what stands for it."""
+        return self.allowed.find(module, name, self.needs(f"{module}.{name}"))
+
+    def load(self) -> Any:
+        """The object that the pickle describes.
+
+        Raises:
+            UnsafePickle: it asks for something that is not allowed
+            ProtocolError: it is damaged
+        """
+        try:
+            value = self._run()
+        except TensorferryError:
+            raise
+        except Refused as e:
+            raise UnsafePickle(f"the checkpoint's pickle is one that no honest sender writes: it has {e}") from e
+        except IndexError as e:
+            raise ProtocolError(f"the pickle cannot be read: {_END}, or takes what it has not put down") from e
+        except Exception as e:
+            raise ProtocolError(f"the pickle cannot be read ({type(e).__name__}: {_text(e)})") from e
+        # The machine's stack and memo are gone: what is left is part of the result, wherever in it.
+        if any([pending() is not None for pending in self._pending]):
+            raise ProtocolError("the pickle has objects without their state")
+        return value
+
+    # What the table asks. --------------------------------------------------------------------------------------------
+
+    def is_users(self, value: Any) -> bool:
+        """Whether the user has allowed this very class or function."""
+        return self.allowed.is_users(value)
+
+    def copies(self, length: int) -> None:
+        """To be told before something is copied: all copies together are a few times the pickle's length at most.
+
+        Honest pickles keep this, since they describe each object once.
+        """
+        self._copies -= length
+        need(self._copies >= 0, "copies that are longer than itself")
+
+    def looks(self, count: int) -> None:
+        """To be told before so many numbers are looked at."""
+        self._looks -= count + 1
+        need(self._looks >= 0, "more keys and indices than anybody checks")
+
+    def makes(self, tensor: torch.Tensor, itemsize: int) -> None:
+        """To be told before as many elements of ``itemsize`` bytes are made as ``tensor`` has.
+
+        Its elements must not share memory: a few bytes could say any number of them.
+        """
+        memory = tensor.untyped_storage()
+        need(tensor.numel() * tensor.itemsize <= memory.nbytes(), "a tensor of more elements than its storage has")
+        key = memory._cdata
+        _, before = self._made.get(key, (memory, 0))
+        made = before + tensor.numel() * max(itemsize, tensor.itemsize)
+        # With the storage, so that no other one gets its number.
+        self._made[key] = (memory, made)
+        need(made <= _STORAGE_COPIES * memory.nbytes(), "many copies of one storage")
+
+    def own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy that shares memory with other such copies only, so that what was checked remains true.
+
+        It lies in its storage as ``tensor`` does, unless most of that is something else's, and is the same one each
+        time.
+        """
+        if id(tensor) in self._owned:
+            return self._owned[id(tensor)][1]
+        self.makes(tensor, tensor.itemsize)
+        memory = tensor.untyped_storage()
+        if memory.nbytes() > _OWN_WHOLE * tensor.numel() * tensor.itemsize:
+            copy = tensor.detach().clone()
+        else:
+            if memory._cdata not in self._copied:
+                self._copied[memory._cdata] = memory.clone()
+            whole = self._copied[memory._cdata]
+            copy = torch.empty(0, dtype=tensor.dtype)
+            copy.set_(whole, tensor.storage_offset(), tensor.size(), tensor.stride())
+        self._owned[id(tensor)] = (tensor, copy)
+        return copy
+
+    def key(self, value: Any) -> None:
+        """Refuses what cannot be hashed in reasonable time."""
+        kind = type(value)
+        if kind in _PLAIN_KEYS or (kind is int and -_OWN_HASH < value < _OWN_HASH):
+            return
+        self._hashable(value)
+        self._of_one_hash(value)
+
+    def maybe_key(self, value: Any) -> None:
+        """As :meth:`key`, of an object that need not be one: what cannot be hashed is none.
+
+        Instances of the user's own classes are left to these: most are values, and can be of any size.
+        """
+        kind = type(value)
+        if kind in _PLAIN_KEYS or (kind is int and -_OWN_HASH < value < _OWN_HASH) or _is_its_own_key(value):
+            return
+        if not isinstance(value, tuple | frozenset) and self.is_users(kind):
+            return
+        self._hashable(value)
+        try:
+            hash(value)
+        except Exception:
+            return
+        self._of_one_hash(value)
+
+    def _of_one_hash(self, value: Any) -> None:
+        same = self._hashes.setdefault(hash(value), [])
+        if not any([value is known or value == known for known in same]):
+            need(len(same) < _SAME_HASH, "keys that were chosen to have one hash")
+            same.append(value)
+
+    def _hashable(self, value: Any) -> None:
+        """Refuses what would take for ever to hash, or more stack than there is: tuples in tuples, records in records.
+
+        A class's ``__hash__`` may hash any of an instance's attributes, and make tuples of lists.
+        """
+        todo: list[tuple[Any, int, Any]] = [(value, 0, None)]
+        while todo:
+            item, depth, around = todo.pop()
+            need(depth < _DEEPEST, "a key that is nested too deep")
+            if type(item) is int:
+                self.looks(item.bit_length() >> 6)
+                continue
+            parts: Any = item
+            if not isinstance(item, tuple | frozenset | list):
+                if _is_around(item, around):
+                    continue
+                parts, around = _attributes(item), (item, around)
+                todo += [(part, depth + 1, around) for part in parts if isinstance(part, list)]
+            self.looks(len(parts))
+            todo += [(part, depth + 1, around) for part in parts if not _is_its_own_key(part)]
+
+    # What may be done with an object. --------------------------------------------------------------------------------
+
+    def instance(self, cls: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """``cls.__new__(cls, *args, **named)``, if that is allowed."""
+        kind = reviewed.kind_of(cls)
+        if kind is not None and kind.new is not None and not named:
+            return self._asked(kind.cls, kind.new, args)
+        if kind is not None or not isinstance(cls, type) or not self.is_users(cls):
+            raise self._refusal(cls, "an instance of")
+        return cls.__new__(cls, *args, **named)
+
+    def _call(self, function: Any, args: Any) -> Any:
+        need(type(args) is tuple, "arguments that are no tuple")
+        if type(function) is Function:
+            return self._asked(function.name, function.run, args)
+        kind = reviewed.kind_of(function)
+        if kind is not None and kind.call is not None:
+            return self._asked(kind.cls, kind.call, args)
+        if kind is not None or not self.is_users(function):
+            raise self._refusal(function, "a call of")
+        # An enum's class makes a new class of more than a value.
+        need(len(args) == 1 or not isinstance(function, enum.EnumMeta), "a member of an enum by more than its value")
+        return function(*args)
+
+    def _build(self, value: Any, state: Any) -> Any:
+        cls = type(value)
+        if cls is Pending:
+            return value.finish(self, state)
+        kind = reviewed.kind_of(cls)
+        if kind is not None and kind.build is not None:
+            return self._asked(cls, kind.build, (value, state))
+        if kind is not None or not self.is_users(cls) or isinstance(value, type):
+            raise self._refusal(cls, "a state for an instance of" if not isinstance(value, type) else "a state for")
+        if (setstate := getattr(value, "__setstate__", None)) is not None:
+            setstate(state)
+            return value
+        slots = None
+        if type(state) is tuple and len(state) == 2:
+            state, slots = state
+        if state:
+            value.__dict__.update(state)
+        for name, part in (slots or {}).items():
+            setattr(value, name, part)
+        return value
+
+    def _asked(self, what: Any, run: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        try:
+            made = run(self, *args)
+        except Refused as e:
+            raise self._refusal(what, f"{e} for") from e
+        if type(made) is Pending:
+            self._pending.append(weakref.ref(made))
+        return made
+
+    def _refusal(self, what: Any, asked: str) -> UnsafePickle:
+        name = what if type(what) is str else _name(what)
+        leaf = self.needs(name)
+        needed = f" for {leaf[:200]!r}" if isinstance(leaf, str) and leaf else ""
+        return UnsafePickle(
+            f"the checkpoint's pickle asks for {asked} {name}{needed}, which no honest sender writes; if it is your "
+            "own class or function, list it in safe_globals, and if you trust the source, pass trust_pickle=True"
+        )
+
+    # The machine. ----------------------------------------------------------------------------------------------------
+
+    def _run(self) -> Any:
+        made: Any
+        before: Any
+        data, at = self._data, 0
+        size = len(data)
+        stack: list[Any] = []
+        below: list[list[Any]] = []
+        memo: dict[int, Any] = {}
+        while True:
+            op = data[at]
+            at += 1
+            # The most frequent first; a table of methods would cost a call for each number of a state.
+            if op == 0x94:  # MEMOIZE
+                memo[len(memo)] = stack[-1]
+            elif op == 0x4B:  # BININT1
+                stack.append(data[at])
+                at += 1
+            elif op == 0x8C:  # SHORT_BINUNICODE
+                end = at + 1 + data[at]
+                need(end <= size, _END)
+                stack.append(str(data[at + 1 : end], "utf-8", "surrogatepass"))
+                at = end
+            elif op == 0x68:  # BINGET
+                stack.append(memo[data[at]])
+                at += 1
+            elif op == 0x6A:  # LONG_BINGET
+                stack.append(memo[unpack_from("<I", data, at)[0]])
+                at += 4
+            elif op == 0x47:  # BINFLOAT
+                stack.append(unpack_from(">d", data, at)[0])
+                at += 8
+            elif op == 0x4A:  # BININT
+                stack.append(unpack_from("<i", data, at)[0])
+                at += 4
+            elif op == 0x4D:  # BININT2
+                stack.append(data[at] | data[at + 1] << 8)
+                at += 2
+            elif op == 0x71:  # BINPUT
+                memo[data[at]] = stack[-1]
+                at += 1
+            elif op == 0x72:  # LONG_BINPUT
+                memo[unpack_from("<I", data, at)[0]] = stack[-1]
+                at += 4
+            elif op == 0x58 or op == 0x8D or op == 0x42 or op == 0x8E or op == 0x43 or op == 0x96:
+                # BINUNICODE, BINUNICODE8, BINBYTES, BINBYTES8, SHORT_BINBYTES, BYTEARRAY8
+                width = 1 if op == 0x43 else 4 if op in (0x58, 0x42) else 8
+                start = at + width
+                at = start + int.from_bytes(data[at:start], "little")
+                need(at <= size, _END)
+                part = data[start:at]
+                text = op == 0x58 or op == 0x8D
+                stack.append(str(part, "utf-8", "surrogatepass") if text else bytearray(part) if op == 0x96 else part)
+            elif op == 0x28:  # MARK
+                below.append(stack)
+                stack = []
+            elif op == 0x85:  # TUPLE1
+                stack[-1] = (stack[-1],)
+            elif op == 0x86:  # TUPLE2
+                last = stack.pop()
+                stack[-1] = (stack[-1], last)
+            elif op == 0x87:  # TUPLE3
+                last = stack.pop()
+                middle = stack.pop()
+                stack[-1] = (stack[-1], middle, last)
+            elif op == 0x74 or op == 0x6C or op == 0x91:  # TUPLE, LIST, FROZENSET
+                items = stack
+                stack = below.pop()
+                if op == 0x91:
+                    for item in items:
+                        self.key(item)
+                stack.append(tuple(items) if op == 0x74 else items if op == 0x6C else frozenset(items))
+            elif op == 0x29:  # EMPTY_TUPLE
+                stack.append(())
+            elif op == 0x5D:  # EMPTY_LIST
+                stack.append([])
+            elif op == 0x7D:  # EMPTY_DICT
+                stack.append({})
+            elif op == 0x8F:  # EMPTY_SET
+                stack.append(set())
+            elif op == 0x4E:  # NONE
+                stack.append(None)
+            elif op == 0x88 or op == 0x89:  # NEWTRUE, NEWFALSE
+                stack.append(op == 0x88)
+            elif op == 0x65:  # APPENDS
+                items = stack
+                stack = below.pop()
+                self._extend(stack[-1], items)
+            elif op == 0x61:  # APPEND
+                last = stack.pop()
+                self._extend(stack[-1], [last])
+            elif op == 0x75:  # SETITEMS
+                items = stack
+                stack = below.pop()
+                self._set_items(stack[-1], items)
+            elif op == 0x73:  # SETITEM
+                last = stack.pop()
+                middle = stack.pop()
+                self._set_items(stack[-1], [middle, last])
+            elif op == 0x90:  # ADDITEMS
+                items = stack
+                stack = below.pop()
+                self._add(stack[-1], items)
+            elif op == 0x51:  # BINPERSID
+                stack[-1] = self._outside(stack[-1])
+            elif op == 0x52:  # REDUCE
+                last = stack.pop()
+                stack[-1] = made = self._call(stack[-1], last)
+                if type(made) is Pending:
+                    made.place = self._place(at, memo)
+            elif op == 0x81:  # NEWOBJ
+                last = stack.pop()
+                need(type(last) is tuple, "arguments that are no tuple")
+                stack[-1] = made = self.instance(stack[-1], last, {})
+                if type(made) is Pending:
+                    made.place = self._place(at, memo)
+            elif op == 0x92:  # NEWOBJ_EX
+                last = stack.pop()
+                middle = stack.pop()
+                need(type(last) is dict and type(middle) is tuple, "arguments that are no tuple and dict")
+                stack[-1] = self.instance(stack[-1], middle, last)
+            elif op == 0x62:  # BUILD
+                last = stack.pop()
+                before = stack[-1]
+                stack[-1] = self._build(before, last)
+                if type(before) is Pending:
+                    self._replace(memo, before, stack[-1])
+            elif op == 0x93:  # STACK_GLOBAL
+                last = stack.pop()
+                stack[-1] = self._global(stack[-1], last)
+            elif op == 0x63:  # GLOBAL
+                middle_at = data.index(b"\n", at)
+                end = data.index(b"\n", middle_at + 1)
+                stack.append(self._global(data[at:middle_at].decode(), data[middle_at + 1 : end].decode()))
+                at = end + 1
+            elif op == 0x8A or op == 0x8B:  # LONG1, LONG4
+                start = at + (1 if op == 0x8A else 4)
+                at = start + int.from_bytes(data[at:start], "little")
+                need(at <= size, _END)
+                stack.append(int.from_bytes(data[start:at], "little", signed=True))
+            elif op == 0x2E:  # STOP
+                return stack.pop()
+            elif op == 0x80:  # PROTO
+                need(2 <= data[at] <= pickle.HIGHEST_PROTOCOL, "another protocol than 2 to 5")
+                at += 1
+            elif op == 0x95:  # FRAME: a hint for whoever reads from a file
+                at += 8
+            elif op == 0x30:  # POP
+                if stack:
+                    stack.pop()
+                else:
+                    stack = below.pop()
+            elif op == 0x31:  # POP_MARK
+                stack = below.pop()
+            elif op == 0x32:  # DUP
+                stack.append(stack[-1])
+            else:
+                raise Refused(f"the instruction {op:#04x}, which Python no longer writes")
+
+    def _outside(self, pid: Any) -> Any:
+        """What ``pid`` refers to: whoever looks for it may print it, and so it is short and has nothing inside."""
+        short = type(pid) is tuple and len(pid) <= _REFERENCE_PARTS
+        if not (short and all([_is_name(part) for part in pid])):
+            raise ProtocolError("the pickle has a reference that is no short tuple of names and numbers")
+        return self.persistent_load(pid)
+
+    def _replace(self, memo: dict[int, Any], pending: Pending, made: Any) -> None:
+        if memo.get(pending.place) is pending:
+            memo[pending.place] = made
+
+    def _place(self, at: int, memo: dict[int, Any]) -> int:
+        """The number under which the next instruction memoizes what was just made; -1 if it does not."""
+        match self._data[at]:
+            case 0x94:
+                return len(memo)
+            case 0x71:
+                return self._data[at + 1]
+            case 0x72:
+                return int(unpack_from("<I", self._data, at + 1)[0])
+        return -1
+
+    def _global(self, module: Any, name: Any) -> Any:
+        need(type(module) is str and type(name) is str, "a global that is not named by text")
+        return self.find_class(module, name)
+
+    def nests(self, value: Any, items: Iterable[Any]) -> None:
+        """To be told before a deque or defaultdict takes ``items``: refuses chains of them that are too long."""
+        for item in items:
+            if type(item) in _RECURSIVE:
+                self._chained += id(value) in self._held or id(item) in self._holding
+                need(self._chained <= _CHAINED, "deques and defaultdicts nested without end")
+                self._holding[id(value)] = value
+                self._held[id(item)] = item
+
+    def _extend(self, value: Any, items: list[Any]) -> None:
+        kind = type(value)
+        if kind is list or kind is deque:
+            if kind is deque:
+                self.nests(value, items)
+            value.extend(items)
+            return
+        self._users_container(value, "items")
+        if hasattr(value, "extend"):
+            value.extend(items)
+            return
+        for item in items:
+            value.append(item)
+
+    def _set_items(self, value: Any, items: list[Any]) -> None:
+        need(len(items) % 2 == 0, "a key without its value")
+        keys = items[::2]
+        key = self.key
+        for one in keys:
+            if type(one) is not str:
+                key(one)
+        if type(value) not in _DICTS:
+            self._users_container(value, "items")
+        if type(value) is defaultdict:
+            self.nests(value, items[1::2])
+        for one, item in zip(keys, items[1::2], strict=True):
+            value[one] = item
+
+    def _add(self, value: Any, items: list[Any]) -> None:
+        for item in items:
+            self.key(item)
+        if type(value) is not set:
+            self._users_container(value, "elements")
+        for item in items:
+            value.add(item)
+
+    def _users_container(self, value: Any, what: str) -> None:
+        if isinstance(value, type) or not self.is_users(type(value)):
+            raise self._refusal(type(value), f"{what} in an instance of")
+
+
+class _Trusting(pickle.Unpickler):
+    """Python's own, where the user trusts the source."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The object of a global, of this package by the name it has now."""
+        return super().find_class(*FORMER.get((module, name), (module, name)))
+
+
+def unpickler(allowed: Allowed, needs: Callable[[str], Any] | None = None) -> type[Any]:
+    """The class that reads what ``allowed`` allows: this one, or Python's if everything is.
+
+    Args:
+        allowed: which globals a pickle may name
+        needs: gives the path of the leaf that needs a global, for messages
+    """
+    if allowed.trusts:
+        return _Trusting
+    found = {"allowed": allowed, "needs": staticmethod(needs or (lambda _: None))}
+    return type("Unpickler", (Unpickler,), found)
+
+
+def pickle_module(allowed: Allowed, needs: Callable[[str], Any] | None = None) -> Any:
+    """The same as ``torch.load`` takes it: a module."""
+    return types.SimpleNamespace(Unpickler=unpickler(allowed, needs), __name__=__name__)
+
+
+def _is_its_own_key(value: Any) -> bool:
+    """Whether hashing this is no work: plain values, what is the same only as itself, and what has no hash."""
+    kind = type(value)
+    if kind in _PLAIN_KEYS or (kind is int and -_OWN_HASH < value < _OWN_HASH):
+        return True
+    hashing: Any = kind.__hash__
+    return hashing is None or hashing is object.__hash__ or isinstance(value, type | torch.Tensor)
+
+
+def _is_around(item: Any, around: Any) -> bool:
+    while around is not None:
+        known, around = around
+        if known is item:
+            return True
+    return False
+
+
+def _attributes(instance: Any) -> list[Any]:
+    found = list(vars(instance).values()) if hasattr(instance, "__dict__") else []
+    cls: Any = type(instance)
+    for slot in _slots(cls):
+        try:
+            found.append(slot.__get__(instance))
+        except AttributeError:  # Not set.
+            continue
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _slots(cls: Any) -> list[Any]:
+    return [slot for base in cls.__mro__ for slot in vars(base).values() if inspect.ismemberdescriptor(slot)]
+
+
+def _is_name(value: Any) -> bool:
+    kind = type(value)
+    if kind is str:
+        return len(value) <= _REFERENCE_TEXT
+    if kind is int:
+        return bool(-_OWN_HASH < value < _OWN_HASH)
+    return value is None or kind is bool or kind is StorageType or isinstance(value, type)
+
+
+def _name(value: Any) -> str:
+    cls = value if isinstance(value, type) else type(value)
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _text(error: BaseException) -> str:
+    """What an error says, unless saying it is part of the attack."""
+    args = error.args
+    return str(args[0])[:300] if args and type(args[0]) is str else ""

@@ -1,0 +1,1 @@
+"""Containers where they are kept. Nothing here imports torch."""

@@ -1,0 +1,368 @@
+"""torchft 0.2.0's own format, so that a fleet can be upgraded replica by replica.
+
+A body is a pickled list of entries and then the records in order, each storage as its raw bytes: what
+``torch.distributed._serialization`` writes and reads. Sending, the storages are served straight from memory; receiving,
+the pickle goes through the same allow-list as ours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import io
+import os
+import pickle
+import pickletools
+import socket
+import time
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+from torch.distributed import _serialization
+from torch.utils._pytree import tree_flatten
+
+from .._native import HostView, _check_machine_has, _resolve
+from ..errors import ConnectError, FetchTimeout, ProtocolError, SourceRefused, SystemRefused, UnsafePickle
+from ..memory.tensors import scratch
+from ..state.allowlist import Allowed
+from ..state.unpickling import pickle_module, unpickler
+
+_PROTOCOL = 2
+_READ = 1 << 20
+#: The longest name of a class or function in a pickle.
+_LINE = 1 << 16
+_MOST = 2**63 - 1
+
+
+class _Parts(list[Any]):
+    """The parts of a body, and what keeps their memory alive."""
+
+    keep: Any = None
+
+
+class _Recorder:
+    """Takes what ``torch.serialization`` writes, without writing it."""
+
+    def __init__(self) -> None:
+        self.records: list[tuple[str, Any, int]] = []
+
+    def write_record(self, key: str, data: Any, length: int) -> None:
+        self.records.append((key, data, length))
+
+    def serialization_id(self) -> str:
+        return "tensorferry"
+
+
+def body(value: Any) -> list[Any]:
+    """``value`` in torchft's format: bytes, and ``(address, nbytes)`` of each storage."""
+    recorder = _Recorder()
+    torch.serialization._save(value, recorder, pickle, _PROTOCOL, False)
+    storage = torch.UntypedStorage
+    entries = [_serialization._Entry(key, isinstance(data, storage), size) for key, data, size in recorder.records]
+    parts = _Parts([pickle.dumps(entries, protocol=_PROTOCOL)])
+    for _, data, size in recorder.records:
+        if isinstance(data, storage):
+            parts.append((data.data_ptr() if size else 0, size))
+        else:
+            parts.append(data.encode() if isinstance(data, str) else bytes(data))
+    parts.keep = recorder.records
+    return parts
+
+
+def bodies(state: Callable[[], Any], num_chunks: int) -> Callable[[str], list[Any] | None]:
+    """What a stock receiver may ask for: ``full``, ``metadata`` or the number of a chunk; ``None`` for anything else.
+
+    Args:
+        state: the state with all tensors on the host
+        num_chunks: into how many chunks its leaves are dealt
+    """
+
+    def render(name: str) -> list[Any] | None:
+        if name == "full":
+            return body(state())
+        values, spec = tree_flatten(state())
+        if name == "metadata":
+            return body(spec)
+        chunks = [values[i::num_chunks] for i in range(num_chunks)]
+        try:
+            return body(chunks[int(name)])
+        except (IndexError, ValueError):
+            return None
+
+    return render
+
+
+class _Deadline:
+    """When a receive has to be over, and what it waits for meanwhile."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+        self.waits_for = ""
+
+    def left(self) -> float:
+        """The seconds that are left.
+
+        Raises:
+            TimeoutError: there are none
+        """
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("timed out")
+        return left
+
+
+class _Socket(socket.socket):
+    """Keeps every call within one deadline: a source that drips bytes does not get more time with each of them."""
+
+    deadline: _Deadline
+
+    def recv_into(self, *args: Any) -> int:
+        self.settimeout(self.deadline.left())
+        return super().recv_into(*args)
+
+    def sendall(self, *args: Any) -> None:
+        self.settimeout(self.deadline.left())
+        super().sendall(*args)
+
+
+#: Those of receives under way. A forked child that kept one would keep it open when its receiver is gone.
+_sockets: weakref.WeakSet[_Socket] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for inherited in list(_sockets):
+        # Closing alone would wait for those who read from it, whose threads are not here.
+        if (descriptor := inherited.detach()) >= 0:
+            os.close(descriptor)
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+class _Connection(http.client.HTTPConnection):
+    """A connection whose every step has one deadline, the lookup of the host's name included."""
+
+    def __init__(self, host: str, port: int, deadline: _Deadline) -> None:
+        super().__init__(host, port)
+        self._deadline = deadline
+
+    def connect(self) -> None:
+        self._deadline.waits_for = f"no name server has answered where {self.host} is"
+        failure: OSError = ConnectError(f"{self.host} has no address")
+        addresses = _resolve(self.host, timeout=self._deadline.left())
+        for number, address in enumerate(addresses):
+            made = _Socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+            made.deadline = self._deadline
+            _sockets.add(made)
+            try:
+                self._deadline.waits_for = f"{address} has not answered a connection attempt"
+                made.settimeout(self._deadline.left() / (len(addresses) - number))
+                made.connect((address, self.port))
+                made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            except OSError as e:
+                made.close()
+                failure = e
+            except BaseException:
+                made.close()
+                raise
+            else:
+                self.sock = made
+                return
+        raise failure
+
+
+class _Reader(io.RawIOBase):
+    """The body of an answer."""
+
+    def __init__(self, response: http.client.HTTPResponse) -> None:
+        self._response = response
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        # One receive at a time.
+        data = self._response.read1(min(len(buffer), _READ))
+        buffer[: len(data)] = data
+        return len(data)
+
+
+class _Exact(io.BufferedReader):
+    """Reads exactly what is asked for: the format has no other way to say that it was cut short.
+
+    How much that is, the source says: never more than the machine has, and no line longer than a name can be.
+    """
+
+    _announced = 0
+
+    def readline(self, size: int | None = -1, /) -> bytes:
+        del size
+        line = super().readline(_LINE)
+        if not line.endswith(b"\n"):
+            raise ProtocolError(f"the source sent a name of more than {_LINE} bytes, or a part of one")
+        return line
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is None or size < 0:
+            raise ProtocolError(f"the source announced a record of {size} bytes")
+        self._announce(size)
+        data = super().read(size)
+        self._check_whole(size, len(data))
+        return data
+
+    def storage(self, size: int) -> torch.UntypedStorage:
+        """The next ``size`` bytes in memory of their own, which whoever receives them may write to.
+
+        Bytes objects are no such memory: Python shares those of one byte among all who have them.
+        """
+        self._announce(size)
+        storage = scratch(size).untyped_storage()
+        if size:
+            view: Any = HostView(storage, storage.data_ptr(), size)
+            self._check_whole(size, self.readinto(view))
+        return storage
+
+    def _announce(self, size: int) -> None:
+        # The next one may be as long again: all of them together are the state.
+        self._announced += size
+        _check_machine_has(min(self._announced, _MOST), "what the source announced")
+
+    def _check_whole(self, size: int, read: int) -> None:
+        if read < size:
+            raise ConnectError(f"the source closed the connection with {size - read} bytes of a record missing")
+
+
+def _records(stream: _Exact) -> list[tuple[str, bool, int]]:
+    """The list that a body begins with: what each record is called, whether it is a storage, and how long it is.
+
+    What a peer sent is looked at before anything is done with it, be it only to show it: a list may be a tensor of a
+    billion elements, and a number a tuple whose text never ends.
+    """
+    entries = unpickler(Allowed([_serialization._Entry]))(io.BytesIO(_pickled(stream))).load()
+    if type(entries) is not list:
+        raise ProtocolError("the source announced its records by something else than a list")
+    records = []
+    for number, entry in enumerate(entries):
+        fields = vars(entry) if type(entry) is _serialization._Entry else {}
+        key, is_storage, length = fields.get("key"), fields.get("is_storage"), fields.get("length")
+        if type(key) is not str or type(is_storage) is not bool or type(length) is not int or not 0 <= length <= _MOST:
+            raise ProtocolError(f"the source announced a record, number {number}, without a name, a kind or a length")
+        records.append((key, is_storage, length))
+    return records
+
+
+#: Instruction to the bytes that follow it, or to how many bytes say how many.
+_ARGUMENTS: dict[int, int] = {
+    op.code.encode("latin-1")[0]: 0 if op.arg is None else op.arg.n for op in pickletools.opcodes
+}
+#: Where pickletools says "as many as this many bytes say".
+_COUNTED = {pickletools.TAKEN_FROM_ARGUMENT1: 1, pickletools.TAKEN_FROM_ARGUMENT4: 4,
+            pickletools.TAKEN_FROM_ARGUMENT4U: 4, pickletools.TAKEN_FROM_ARGUMENT8U: 8}  # fmt: skip
+_MOST_RECORDS = 1 << 28
+
+
+def _pickled(stream: _Exact) -> bytes:
+    """The pickle at the head of a body, which has no length: all up to where it stops, and no byte more."""
+    found = bytearray()
+    while True:
+        op = stream.read(1)
+        found += op
+        count = _ARGUMENTS.get(op[0], 0)
+        if op == b"c":
+            found += stream.readline(1000) + stream.readline(1000)
+        elif count < 0:
+            if count not in _COUNTED:
+                raise ProtocolError(f"the list of records has the instruction {op!r}")
+            size = stream.read(_COUNTED[count])
+            found += size
+            count = int.from_bytes(size, "little")
+        if len(found) + count > _MOST_RECORDS:
+            raise ProtocolError(f"the list of records is longer than {_MOST_RECORDS} bytes")
+        if count > 0:
+            found += stream.read(count)
+        if op == b".":
+            return bytes(found)
+
+
+def _load(stream: _Exact, allowed: Allowed) -> Any:
+    file = _serialization._PseudoZipFile()
+    # Its read_from lays tensors over bytes objects, and torch 2.8's fails on storages without bytes (pytorch#180481).
+    for key, is_storage, length in _records(stream):
+        file.records[key] = (stream.storage(length) if is_storage else stream.read(length), length)
+    module = pickle_module(allowed)
+    if not allowed.trusts:
+        module.Unpickler = _checking(module.Unpickler, file.records)
+    return torch.serialization._load(file, "cpu", module, encoding="utf-8")
+
+
+def _checking(unpickler: type[Any], records: dict[str, tuple[Any, int]]) -> type[Any]:
+    """``unpickler``, looking at references to ``records`` before torch does, which shows what it does not know."""
+
+    class Checking(unpickler):  # type: ignore[misc]
+        @property
+        def persistent_load(self) -> Callable[[Any], Any]:
+            return self._refer
+
+        @persistent_load.setter
+        def persistent_load(self, load: Callable[[Any], Any]) -> None:
+            self._load_storage = load
+
+        def _refer(self, pid: Any) -> Any:
+            if type(pid) is not tuple or len(pid) != 5:
+                raise ProtocolError("the source's pickle refers to something that is no storage")
+            what, kind, key, location, count = pid
+            known = (
+                {type(what), type(key), type(location)} == {str}
+                and what == "storage"
+                and (kind is torch.UntypedStorage or type(kind) is torch.serialization.StorageType)
+                and type(count) is int
+                and 0 <= count <= _MOST
+                and isinstance(records.get(f"data/{key}", (None, 0))[0], torch.UntypedStorage)
+            )
+            if not known:
+                raise ProtocolError("the source's pickle refers to a storage that did not come")
+            return self._load_storage(pid)
+
+    return Checking
+
+
+def receive(metadata: str, step: int, timeout: timedelta, allowed: Allowed) -> Any:
+    """Fetches a state from torchft's own server.
+
+    Raises:
+        FetchTimeout, ConnectError, SourceRefused, UnsafePickle, ProtocolError: as for our own format
+        SystemRefused: the source announced more than this machine has memory for
+    """
+    deadline = _Deadline(timeout.total_seconds())
+    url = urlsplit(f"{metadata}{step}/full")
+    connection = _Connection(url.hostname or "", url.port or 80, deadline)
+    try:
+        connection.connect()
+        deadline.waits_for = "it is connected and has not begun to answer: nothing is allowed there yet, or it is stuck"
+        connection.request("GET", url.path)
+        with contextlib.closing(connection.getresponse()) as response:
+            if response.status != 200:
+                raise SourceRefused.of(response.status, response.reason)
+            deadline.waits_for = "it has not sent all of its answer"
+            stream = _Exact(_Reader(response), _READ)
+            return _load(stream, allowed)
+    except (SourceRefused, UnsafePickle, ConnectError, ProtocolError, SystemRefused):
+        raise
+    except TimeoutError as e:
+        raise FetchTimeout(
+            f"step {step} from {url.netloc}: timed out: the whole receive was given {timeout.total_seconds():.3f} s: "
+            f"{deadline.waits_for}"
+        ) from e
+    except OSError as e:
+        raise ConnectError(f"the connection to {url.netloc} broke: {e}") from e
+    except Exception as e:
+        raise ProtocolError(
+            f"what {url.netloc} sent for step {step} cannot be read ({type(e).__name__}: {e}); if the source failed to "
+            "pickle its state, the reason is in its log"
+        ) from e
+    finally:
+        connection.close()

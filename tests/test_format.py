@@ -1,0 +1,159 @@
+"""The formats on the network and on the disk stay what they are: bytes of commit 7b37416, read and written again."""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import json
+import re
+import subprocess
+import sys
+import threading
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import written_format
+from written_format import (
+    CONTAINER,
+    DIGESTS,
+    FIRST_CONTAINER,
+    FIRST_DIGESTS,
+    FOLDER,
+    SAFE_GLOBALS,
+    STEP,
+    STOCK,
+    TORCH,
+)
+
+from equality import assert_same_state
+from tensorferry.dcp import FileReader
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+pytestmark = [
+    pytest.mark.beyond_torchft,
+    pytest.mark.usefixtures("process_group"),
+    pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning"),
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning"),
+    pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning"),
+]
+
+TIMEOUT = timedelta(seconds=30)
+same_torch = pytest.mark.skipif(
+    not torch.__version__.startswith(f"{TORCH}."), reason=f"torch's part of the bytes is that of torch {TORCH}"
+)
+
+
+@contextlib.contextmanager
+def source(answers: dict[str, bytes], prefix: str) -> Iterator[str]:
+    """Serves these bodies over plain HTTP, as the only thing it does; gives the metadata under which they are."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            body = answers.get(self.path.partition("?")[0].removeprefix(prefix))
+            partial = body is not None and "Range" in self.headers
+            self.send_response(404 if body is None else 206 if partial else 200)
+            if body is not None:
+                self.send_header("ETag", '"kept"')
+            if body is not None and partial:
+                first, last = self.headers["Range"].removeprefix("bytes=").split("-")
+                whole, body = len(body), body[int(first) : int(last or len(body)) + 1]
+                self.send_header("Content-Range", f"bytes {first}-{int(first) + len(body) - 1}/{whole}")
+            self.send_header("Content-Length", str(len(body or b"")))
+            self.end_headers()
+            self.wfile.write(body or b"")
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}{prefix}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def receive(answers: dict[str, bytes], prefix: str, open_transport: Callable[..., Any], **options: Any) -> Any:
+    with source(answers, prefix) as metadata:
+        return open_transport(**options).recv_checkpoint(0, metadata, STEP, TIMEOUT)
+
+
+@pytest.mark.parametrize(("kept", "digests"), [(CONTAINER, DIGESTS), (FIRST_CONTAINER, FIRST_DIGESTS)])
+@pytest.mark.parametrize("trust", [False, True])
+def test_a_kept_container_is_received(
+    kept: Path, digests: Path, trust: bool, open_transport: Callable[..., Any]
+) -> None:
+    answers = {f"{STEP}.safetensors": kept.read_bytes(), f"{STEP}/digests": digests.read_bytes()}
+    options: dict[str, Any] = {"trust_pickle": True} if trust else {"safe_globals": SAFE_GLOBALS}
+    state = receive(answers, f"/{'a' * 32}/checkpoint/", open_transport, **options)
+    assert_same_state(state, written_format.transport_state())
+
+
+def test_a_kept_container_is_received_in_place(open_transport: Callable[..., Any]) -> None:
+    """Leaves that share memory are filled only where the manifest says that those of the source share theirs alike."""
+    expected = written_format.transport_state()
+    made = written_format.transport_state()
+    live = {name: made[name] for name in ("views", "tied", "state_dict")}
+    tensors = {(group, name): value for group, leaves in live.items() for name, value in leaves.items()}
+    with torch.no_grad():
+        for value in tensors.values():
+            value.zero_()
+    answers = {f"{STEP}.safetensors": CONTAINER.read_bytes(), f"{STEP}/digests": DIGESTS.read_bytes()}
+    options: dict[str, Any] = {"safe_globals": SAFE_GLOBALS, "state_dict": lambda: live}
+    state = receive(answers, f"/{'a' * 32}/checkpoint/", open_transport, **options)
+    for (group, name), value in tensors.items():
+        assert state[group][name] is value
+        assert torch.equal(value, expected[group][name]), (group, name)
+
+
+def test_a_kept_body_of_torchft_is_received(open_transport: Callable[..., Any]) -> None:
+    state = receive({f"{STEP}/full": STOCK.read_bytes()}, "/checkpoint/", open_transport)
+    assert_same_state(state, written_format.stock_state())
+
+
+def test_a_kept_folder_is_loaded() -> None:
+    expected = written_format.job_state()
+    # What is read into is dense.
+    expected["model"]["column"] = expected["model"]["column"].contiguous()
+    state = zeroed(expected)
+    dcp.load(state, storage_reader=FileReader(FOLDER))
+    assert_same_state(state, expected)
+
+
+def zeroed(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone() if value.is_quantized else torch.zeros_like(value)
+    if isinstance(value, dict):
+        return {key: zeroed(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(zeroed(one) for one in value)
+    return None
+
+
+@same_torch
+def test_the_same_bytes_are_written(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "ignore", written_format.__file__, str(tmp_path)]
+    subprocess.run(command, check=True, timeout=100)
+    kept = {path.relative_to(CONTAINER.parent) for path in (CONTAINER, DIGESTS, STOCK, *FOLDER.iterdir())}
+    assert {path.relative_to(tmp_path) for path in tmp_path.rglob("*.*") if path.is_file()} == kept
+    for path in kept:
+        assert (tmp_path / path).read_bytes() == (CONTAINER.parent / path).read_bytes(), path
+
+
+@pytest.mark.parametrize(("kept", "module"), [(CONTAINER, "_rebuild"), (FIRST_CONTAINER, "tensors")])
+def test_names_of_ours_in_a_pickle(kept: Path, module: str) -> None:
+    """What a pickle names has to be found by every later version: these are all there are."""
+    (manifest,) = re.findall(rb'{"version":1,"flags".*', kept.read_bytes().partition(b"\x80\x04\x95")[0])
+    named = {name for name in json.loads(manifest)["globals"] if name.startswith("tensorferry")}
+    assert named == {f"tensorferry.{module}.with_grad", f"tensorferry.{module}.rebuild_dtensor"}

@@ -1,0 +1,64 @@
+"""The public names of the package, which are there before what they need is loaded."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import pydoc
+import subprocess
+import sys
+
+import pytest
+
+import tensorferry
+from tensorferry import errors
+from tensorferry.torchft.transport import HTTPTransport
+
+pytestmark = pytest.mark.beyond_torchft
+
+
+def test_every_public_name_is_there_and_is_listed() -> None:
+    assert set(tensorferry.__all__) <= set(dir(tensorferry))
+    for name in tensorferry.__all__:
+        assert getattr(tensorferry, name).__name__ == name
+    assert set(errors.__all__) < set(tensorferry.__all__)
+    assert tensorferry.HTTPTransport is HTTPTransport
+    assert tensorferry.errors is errors
+
+
+def test_a_star_import_gives_all_of_them() -> None:
+    given: dict[str, object] = {}
+    exec("from tensorferry import *", given)
+    assert given.keys() - {"__builtins__"} == set(tensorferry.__all__)
+
+
+def test_a_name_that_is_none_of_them_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'tensorferry' has no attribute 'HTTPTransprot'"):
+        tensorferry.HTTPTransprot  # noqa: B018
+    with pytest.raises(ImportError, match="cannot import name 'HTTPTransprot'"):
+        exec("from tensorferry import HTTPTransprot")
+    assert not hasattr(tensorferry, "__wrapped__")
+
+
+def test_help_shows_what_they_are() -> None:
+    shown = pydoc.plain(pydoc.render_doc(tensorferry))
+    assert "class HTTPTransport" in shown
+    assert "class FetchTimeout" in shown
+    assert "join_metadata(metadata" in shown
+
+
+def test_errors_are_found_by_their_names_in_pickles() -> None:
+    error = pickle.loads(pickle.dumps(tensorferry.FetchTimeout("late")))
+    assert type(error) is errors.FetchTimeout
+    assert pickle.dumps(tensorferry.HTTPTransport) == pickle.dumps(HTTPTransport)
+    assert copy.copy(tensorferry.WrongStep) is errors.WrongStep
+
+
+def test_the_first_use_may_be_on_several_threads() -> None:
+    block = (
+        "import threading, tensorferry; found = []\n"
+        "threads = [threading.Thread(target=lambda: found.append(tensorferry.HTTPTransport)) for _ in range(4)]\n"
+        "[t.start() for t in threads]; [t.join() for t in threads]; assert len(set(map(id, found))) == 1, found\n"
+        "assert len(found) == 4"
+    )
+    subprocess.run([sys.executable, "-c", block], timeout=100, check=True)
