@@ -155,6 +155,26 @@ fn a_crowd_that_asks_for_nothing_delays_nobody() {
 }
 
 #[test]
+fn a_crowd_of_one_address_makes_room_for_itself_alone() {
+    let rig = crowded(&state(), 16, false);
+    let from = |address: [u8; 4]| {
+        let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
+        socket.bind(&std::net::SocketAddr::from((address, 0)).into()).unwrap();
+        socket.connect(&rig.server.address().into()).unwrap();
+        socket.set_read_timeout(Some(PATIENCE)).unwrap();
+        Raw { stream: socket.into(), buffer: Vec::new() }
+    };
+    // Four places for those that have shown nothing yet, and this one is the oldest.
+    let mut slow = from([127, 0, 0, 2]);
+    let mut crowd: Vec<_> = (0..3).map(|_| from([127, 0, 0, 3])).collect();
+    std::thread::sleep(Duration::from_millis(300));
+    crowd.extend((0..40).map(|_| from([127, 0, 0, 3])));
+    assert!(crowd[..30].iter_mut().all(Raw::is_ended));
+    slow.send("GET", &rig.path("7/header"), &[]);
+    assert_eq!(slow.answer().status, 200);
+}
+
+#[test]
 fn a_crowd_with_the_token_that_has_nothing_to_ask_delays_nobody() {
     let state = state();
     let rig = crowded(&state, 8, false);
