@@ -62,6 +62,14 @@ def record(module: str, name: str, **fields: Any) -> Raw:
     return build(new(global_(module, name)), fields)
 
 
+def structures(levels: int) -> Raw:
+    made = F4
+    for _ in range(levels):
+        state = (3, "|", None, ("a",), {"a": (made, 0)}, 4, 1, 0)
+        made = build(call(global_("numpy", "dtype"), "V4", False, True), state)
+    return made
+
+
 def quantised(dtype: str, **metadata: bool) -> Raw:
     return call(V2, persistent("typed", 0, dtype), 0, (4,), (1,), False, HOOKS, metadata)
 
@@ -123,6 +131,7 @@ ATTACKS: dict[str, Any] = {
     "a reference that is no tuple": Raw(say("leaf") + b"Q"),
     "a dtype twice, one with its state": Raw(DTYPE + b"2" + say((3, "<", None, None, None, -1, -1, 0)) + b"b\x86"),
     "a dtype given two states": Raw(DTYPE + b"q\x102" + say((3, "<", None, None, None, -1, -1, 0)) + b"b\x86h\x10" + say((3, "<", None, None, None, -1, -1, 0)) + b"b\x86"),
+    "one pending built twice": Raw(DTYPE + b"2" + say((3, "<", None, None, None, -1, -1, 0)) + b"b0" + say((3, "<", None, None, None, -1, -1, 0)) + b"b"),
     "one pending built twice for another": Raw(DTYPE + b"2" + say((3, "<", None, None, None, -1, -1, 0)) + b"b0" + say((3, "<", None, None, None, -1, -1, 0)) + b"b" + DTYPE + b"\x86"),
     "an array in itself": Raw(ARRAY + b"q\x20" + b"(K\x01K\x01\x85" + OBJECTS + b"\x89]h\x20atb"),
     "torch.os.system": call(global_("torch.return_types", "torch.os.system"), "true"),
@@ -139,6 +148,7 @@ ATTACKS: dict[str, Any] = {
     ),
     "ndarray called": call(global_("numpy", "ndarray"), (10**12,)),
     "dtype of objects by flags": build(call(global_("numpy", "dtype"), "V8", False, True), (3, "|", None, ("a",), {"a": (OBJECTS, 0)}, 4, 1, 27)),
+    "structures in structures": structures(100),
     "dtype of dtypes": call(global_("numpy", "dtype"), "f4,O", False, True),
     "array without state": ARRAY,
     "dtype without state": DTYPE,
@@ -397,6 +407,23 @@ def test_classes_of_the_users_own_are_read_as_python_reads_them() -> None:
         read(whole(build(global_("pickled_classes", "Holder"), (None, {"__init__": 3}))), allowed)
     with pytest.raises(tensorferry.UnsafePickle):
         read(whole(build(global_("pickled_classes", "a_function"), (None, {"__defaults__": (3,)}))), allowed)
+
+
+def test_an_allowed_class_allows_no_call_of_its_instances_and_no_state_for_its_own() -> None:
+    class Kind(type):
+        pass
+
+    class Made(metaclass=Kind):
+        def __call__(self) -> str:
+            return "called"
+
+    allowed = Allowed([Kind, Made])
+    cls = global_(Made.__module__, Made.__qualname__)
+    assert type(read(whole(new(cls)), allowed)[0]) is Made
+    for hostile in (call(new(cls)), build(cls, (None, {"__call__": 3}))):
+        with pytest.raises(tensorferry.UnsafePickle):
+            read(whole(hostile), allowed)
+    assert Made()() == "called"
 
 
 def test_torchs_own_list_of_the_users_classes_counts() -> None:

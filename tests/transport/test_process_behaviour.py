@@ -38,6 +38,7 @@ def test_fork_after_use(child: Child) -> None:
                 for use, arguments in (
                     (source.send_checkpoint, ([1], 2, STATE, LONG)),
                     (target.recv_checkpoint, (0, metadata, 1, timedelta(seconds=5))),
+                    (target.recv_checkpoint, (0, "http://127.0.0.1:9/checkpoint/", 1, timedelta(seconds=5))),
                 ):
                     try:
                         use(*arguments)

@@ -274,3 +274,84 @@ impl http_body::Body for ServedBody {
         })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::ptr::null_mut;
+
+    use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+    use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
+    use tensorferry_wire::digest;
+    use tensorferry_wire::dtype::Dtype;
+
+    use super::*;
+    use crate::memory::Item;
+    use crate::publication::{Publication, Stability};
+
+    /// Memory whose pages are all one: what is read from it is not what was written.
+    struct Forgetful {
+        start: *mut u8,
+        len: usize,
+    }
+
+    impl Forgetful {
+        fn new(len: usize) -> Self {
+            // SAFETY: a question without arguments.
+            let page = usize::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap();
+            let file = memfd_create("tensorferry-test", MemfdFlags::CLOEXEC).unwrap();
+            ftruncate(&file, page as u64).unwrap();
+            let protection = ProtFlags::READ | ProtFlags::WRITE;
+            // SAFETY: new memory, at no address in particular.
+            let start = unsafe { mmap_anonymous(null_mut(), len, protection, MapFlags::PRIVATE) }.unwrap();
+            for at in (0..len).step_by(page) {
+                // SAFETY: a page of the memory that was just made, which nobody uses.
+                unsafe { mmap(start.byte_add(at), page, protection, MapFlags::SHARED | MapFlags::FIXED, &file, 0) }
+                    .unwrap();
+            }
+            Self { start: start.cast(), len }
+        }
+
+        fn slot(&mut self) -> &mut [u8] {
+            // SAFETY: readable and writable memory of this length, which nobody else knows.
+            unsafe { std::slice::from_raw_parts_mut(self.start, self.len) }
+        }
+    }
+
+    impl Drop for Forgetful {
+        fn drop(&mut self) {
+            // SAFETY: the memory that `new` has made, of which no slice is left.
+            let _ = unsafe { munmap(self.start.cast(), self.len) };
+        }
+    }
+
+    #[test]
+    fn checksums_are_of_the_memory_that_was_read_and_not_of_the_slot() {
+        let payload: Vec<u8> = (0..2 * BLOCK_SIZE + 5).map(|at| (at >> 12) as u8).collect();
+        let shape = [payload.len() as u64];
+        let item = Item::bytes("w", Dtype::U8, &shape, payload.clone().into());
+        let publication = Publication::new(Vec::new(), vec![item], Stability::Private, Box::new(())).unwrap();
+        let lease = Lease::take(&Arc::new(publication), &Arc::default(), true).unwrap();
+        let segments = Arc::clone(lease.publication().content());
+        let mut body = MemoryBody {
+            at: 0,
+            end: segments.len(),
+            segments,
+            lease: Arc::clone(&lease),
+            rest: Vec::new().into_iter(),
+            digest: true,
+            digesting: None,
+            progress: Arc::default(),
+            throttle: None,
+            wait: None,
+            filling: None,
+            _open: Box::new(()),
+        };
+        let mut slot = Forgetful::new(256 << 10);
+        while !body.is_over() {
+            body.copy_next(slot.slot());
+        }
+        assert!(lease.digests_known(&[(0, 3)], BLOCK_SIZE), "they were taken on the way");
+        let expected: Vec<u64> = payload.chunks(1 << 20).map(digest::checksum).collect();
+        assert_eq!(lease.digests(&[(0, 3)], BLOCK_SIZE).unwrap().blocks, expected);
+    }
+}

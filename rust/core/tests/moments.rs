@@ -12,6 +12,7 @@ use tensorferry_core::{
     Arrived, Destination, Error, ErrorKind, FetchOptions, Item, Memory, Publication, Remote, Repeat, Secret,
     ServerConfig, Slice, Stability, Withdrawn,
 };
+use tensorferry_wire::container::MANIFEST_ENTRY;
 use tensorferry_wire::dtype::Dtype;
 
 const SECRET: &[u8] = b"of all that is shared here, this alone stays unsaid";
@@ -234,6 +235,54 @@ fn what_waves_brought_is_of_one_moment() {
             (_, Err(failed)) => panic!("{failed}"),
         }
     }
+}
+
+#[test]
+fn what_came_with_the_header_is_of_the_moment_too() {
+    let lent = Lent::new(LARGE);
+    let rig = Rig::new();
+    // The rest of the manifest's block is the beginning of the tensor.
+    // SAFETY: `lent` is there until the server is gone.
+    let memory = unsafe { Memory::borrowed(lent.memory.as_ptr() as usize, LARGE) };
+    let items = vec![
+        Item::bytes(MANIFEST_ENTRY, Dtype::U8, &[64], vec![b' '; 64].into()),
+        Item::new("w", Dtype::U8, &[LARGE as u64], memory),
+    ];
+    let publication = Publication::new(Vec::new(), items, Stability::Borrowed, Box::new(())).unwrap();
+    rig.server.store().publish(STEP, publication);
+    let remote = Remote::open(&[&rig.url()], STEP, lanes(2)).unwrap();
+    let entry = remote.header().entries().iter().position(|entry| entry.name == "w").unwrap();
+    lent.change(1);
+    let arrived = remote.fetch(Destination::Fresh).unwrap();
+    assert_eq!(moments(arrived.arena().bytes(arrived.offsets()[entry].unwrap(), LARGE)), [1]);
+    drop(rig);
+}
+
+#[test]
+fn what_comes_again_is_of_one_moment_with_the_rest() {
+    let lent = Lent::new(LARGE);
+    let rig = Rig::new();
+    rig.server.store().publish(STEP, lent.publication());
+    let most = 5 * BLOCK;
+    let remote = Remote::open(&[&rig.url()], STEP, lanes(2)).unwrap();
+    let mut waves = remote.waves(Destination::Fresh, &[0], most as u64).unwrap();
+    let (mut device, mut memory) = (vec![0xEE; LARGE], vec![0xEE; most]);
+    let mut count = 0;
+    // SAFETY: as many bytes as the receive was begun with, and nobody else's.
+    while let Some(parts) = unsafe { waves.fetch(memory.as_mut_ptr() as usize) }.unwrap() {
+        for part in parts {
+            let (start, len, at) = [part.start, part.len, part.at].map(|n| usize::try_from(n).unwrap()).into();
+            device[start..start + len].copy_from_slice(&memory[at..at + len]);
+        }
+        count += 1;
+        // Between two of the five waves that bring all of it, and between two of those that bring something again.
+        if [2, 6].contains(&count) {
+            lent.change(count);
+        }
+    }
+    waves.finish().unwrap();
+    assert_eq!((moments(&device), count > 7), (vec![6], true), "{count} waves");
+    drop(rig);
 }
 
 #[test]

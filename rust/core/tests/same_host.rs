@@ -4,7 +4,7 @@
 mod common;
 
 use std::io::{Read, Write};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use common::faults::{ALWAYS, Fault, Proxy};
 use common::local::{
@@ -346,4 +346,32 @@ fn a_shutdown_does_not_wait_for_receivers() {
     reader.await_all_slots();
     rig.server.shutdown(PATIENCE);
     assert_eq!(reader.stream.read(&mut [0]).unwrap(), 0);
+}
+
+#[test]
+fn a_receiver_that_stops_asking_is_let_go_and_so_is_one_that_drips() {
+    let rig = Rig::with_patience(Duration::from_millis(300));
+    rig.server.store().publish(STEP, state().publication(Stability::Private));
+    let name = name_of(&rig);
+    let path = rig.path(&format!("{STEP}/header"));
+    // Both have shown that they may ask, and so are no newcomers.
+    let [mut silent, mut dripping] = [(), ()].map(|()| {
+        let mut reader = LocalReader::connect(&name);
+        reader.request(&path);
+        let head = reader.head();
+        assert!(head.starts_with("HTTP/1.1 200"));
+        reader.message(&head);
+        reader
+    });
+    // The next request is given five seconds at least.
+    let started = Instant::now();
+    let mut head = b"GET / HTTP/1.1\r\nX: ".iter().chain(std::iter::repeat(&b'x'));
+    while started.elapsed() < PATIENCE && dripping.stream.write_all(&[*head.next().unwrap()]).is_ok() {
+        std::thread::sleep(Duration::from_millis(200));
+    }
+    let took = started.elapsed();
+    assert!((Duration::from_secs(4)..Duration::from_secs(12)).contains(&took), "{took:?}");
+    silent.stream.set_read_timeout(Some(Duration::from_secs(2))).unwrap();
+    assert_eq!(silent.stream.read(&mut [0]).unwrap(), 0, "one that is silent keeps its thread");
+    eventually("their threads have ended", || connections(&rig) == 1);
 }

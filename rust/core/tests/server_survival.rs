@@ -134,7 +134,7 @@ fn a_crowd_that_asks_for_nothing_delays_nobody() {
     let state = state();
     for tls in [false, true] {
         let rig = crowded(&state, 64, tls);
-        let crowd: Vec<_> = (0..200)
+        let mut crowd: Vec<_> = (0..200)
             .map(|i| {
                 let mut raw = Raw::to(&rig);
                 // What any server may be sent, and what proves nothing.
@@ -150,14 +150,37 @@ fn a_crowd_that_asks_for_nothing_delays_nobody() {
         let started = Instant::now();
         state.fetch(&[&rig.url()], FetchOptions { same_host: false, ..lanes(4) }).unwrap();
         assert!(started.elapsed() < AT_ONCE, "{:?}", started.elapsed());
-        drop(crowd);
+        // The oldest made room at once: in its handshake, too.
+        crowd[3].stream.set_read_timeout(Some(Duration::from_millis(500))).unwrap();
+        assert!(crowd[3].is_ended(), "tls={tls}");
     }
+}
+
+#[test]
+fn a_crowd_of_one_address_makes_room_for_itself_alone() {
+    let rig = crowded(&state(), 16, false);
+    let from = |address: [u8; 4]| {
+        let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
+        socket.bind(&std::net::SocketAddr::from((address, 0)).into()).unwrap();
+        socket.connect(&rig.server.address().into()).unwrap();
+        socket.set_read_timeout(Some(PATIENCE)).unwrap();
+        Raw { stream: socket.into(), buffer: Vec::new() }
+    };
+    // Four places for those that have shown nothing yet, and this one is the oldest.
+    let mut slow = from([127, 0, 0, 2]);
+    let mut crowd: Vec<_> = (0..3).map(|_| from([127, 0, 0, 3])).collect();
+    std::thread::sleep(Duration::from_millis(300));
+    crowd.extend((0..40).map(|_| from([127, 0, 0, 3])));
+    assert!(crowd[..30].iter_mut().all(Raw::is_ended));
+    slow.send("GET", &rig.path("7/header"), &[]);
+    assert_eq!(slow.answer().status, 200);
 }
 
 #[test]
 fn a_crowd_with_the_token_that_has_nothing_to_ask_delays_nobody() {
     let state = state();
     let rig = crowded(&state, 8, false);
+    let started = Instant::now();
     let crowd: Vec<_> = (0..20)
         .map(|_| {
             let mut raw = Raw::to(&rig);
@@ -166,7 +189,6 @@ fn a_crowd_with_the_token_that_has_nothing_to_ask_delays_nobody() {
             raw
         })
         .collect();
-    let started = Instant::now();
     state.fetch(&[&rig.url()], FetchOptions { same_host: false, ..lanes(2) }).unwrap();
     assert!(started.elapsed() < AT_ONCE, "{:?}", started.elapsed());
     drop(crowd);
@@ -179,14 +201,16 @@ fn a_crowd_takes_nothing_from_who_is_being_answered() {
     let mut reading = Raw::to(&rig);
     reading.send("GET", &rig.path("7.safetensors"), &[]);
     let length: usize = reading.head().header("content-length").unwrap().parse().unwrap();
-    let crowd: Vec<_> = (0..100).map(|_| Raw::to(&rig)).collect();
+    // Far more than there are places: each takes that of one that has its answer.
     let asking: Vec<_> = (0..20)
         .map(|_| {
             let mut raw = Raw::to(&rig);
             raw.send("GET", &rig.path("7/header"), &[]);
+            assert_eq!(raw.answer().status, 200);
             raw
         })
         .collect();
+    let crowd: Vec<_> = (0..100).map(|_| Raw::to(&rig)).collect();
     std::thread::sleep(Duration::from_millis(500));
     while reading.buffer.len() < length {
         assert!(reading.more(1 << 20) > 0, "cut after {} bytes", reading.buffer.len());
@@ -207,8 +231,11 @@ fn who_asks_waits_for_a_place_when_nobody_there_is_idle() {
     });
     let mut second = Raw::to(&rig);
     second.send("GET", &rig.path("7/header"), &[]);
+    // Nobody takes the place where it waits.
+    let newcomer = Raw::to(&rig);
     second.stream.set_read_timeout(Some(Duration::from_millis(300))).unwrap();
-    assert!(second.try_more(100).is_err(), "answered beyond the limit");
+    assert!(second.try_more(100).is_err_and(|e| e.kind() == std::io::ErrorKind::WouldBlock), "answered or cut off");
+    drop(newcomer);
     rig.server.store().publish(STEP, state().publication(Stability::Private));
     first.rest();
     drop(first);
@@ -221,7 +248,15 @@ fn who_does_not_ask_in_time_is_let_go_whatever_else_it_does() {
     for tls in [false, true] {
         let rig = crowded(&state(), 64, tls);
         let (mut idle, mut busy) = (Raw::to(&rig), Raw::to(&rig));
+        let mut asked = (!tls).then(|| Raw::to(&rig));
+        let mut header = || {
+            if let Some(raw) = &mut asked {
+                raw.send("GET", &rig.path("7/header"), &[]);
+                assert_eq!(raw.answer().status, 200);
+            }
+        };
         let started = Instant::now();
+        header();
         // The beginning of a handshake, byte by byte, or requests that prove nothing.
         let mut hello = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03".iter().chain(std::iter::repeat(&0));
         let healthz = b"GET /healthz HTTP/1.1\r\nHost: t\r\n\r\n";
@@ -235,6 +270,9 @@ fn who_does_not_ask_in_time_is_let_go_whatever_else_it_does() {
         let took = started.elapsed();
         assert!((Duration::from_secs(4)..Duration::from_secs(10)).contains(&took), "{took:?}");
         assert!(idle.is_ended());
+        // Who has asked in time is let be.
+        std::thread::sleep(Duration::from_millis(300));
+        header();
     }
 }
 
@@ -355,5 +393,6 @@ fn a_peer_that_reads_no_message_is_let_go() {
     socket.connect(&rig.server.address().into()).unwrap();
     let mut raw = Raw { stream: socket.into(), buffer: Vec::new() };
     raw.send("GET", &rig.path("7/header"), &[]);
+    assert_eq!(raw.head().status, 200);
     eventually("it is let go", || connections(&rig) == 1);
 }

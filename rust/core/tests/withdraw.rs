@@ -394,6 +394,20 @@ fn a_withdrawal_waits_only_for_whom_may_come_back() {
         assert_eq!(failed.kind(), ErrorKind::Changed, "{failed}");
         assert!(started.elapsed() < Duration::from_secs(2));
     }
+    // One that has only asked for digests, by the snapshot's name, may ask for bytes next.
+    store.publish(STEP, state.publication(Stability::Borrowed));
+    let etag = etag_of(&rig);
+    let mut compares = Raw::to(&rig);
+    compares.send("GET", &rig.path("7/digests"), &[("If-Match", &etag)]);
+    assert_eq!(compares.answer().status, 200);
+    std::thread::scope(|scope| {
+        let withdrawing = scope.spawn(withdraw);
+        eventually("the gate is closed", || !store.is_allowed());
+        std::thread::sleep(Duration::from_millis(300));
+        compares.send("GET", &rig.path("7.safetensors"), &[("If-Match", &etag), ("Range", "bytes=0-99")]);
+        assert_eq!(compares.answer().status, 206);
+        assert_eq!(withdrawing.join().unwrap().0, Withdrawn::Drained);
+    });
     // One whose connection breaks in an answer is given time to come by another one.
     store.publish(STEP, state.publication(Stability::Borrowed));
     let etag = etag_of(&rig);
@@ -462,9 +476,20 @@ fn a_lingering_snapshot_is_there_for_its_own_step_and_tag_alone() {
     let served = ask("8.safetensors", "*");
     assert_eq!((served.status, served.header("etag") == Some(&etag)), (206, false), "the old bytes as the new step");
     assert_eq!(ask("7.safetensors", "*").status, 400);
+    assert_eq!(ask("7.safetensors", served.header("etag").unwrap()).status, 400, "the new bytes as the old step");
     assert_eq!(ask("8.safetensors", &etag).status, 412);
     assert_eq!(ask("7.safetensors", &format!("W/{etag}")).status, 412);
     assert_eq!(ask("7.safetensors", &format!("\"x\", {etag}")).status, 206);
+    // With nothing served, whoever is content with anything waits at the gate.
+    store.withdraw(PATIENCE);
+    let mut waiting = Raw::to(&rig);
+    waiting.send("GET", &rig.path("7.safetensors"), &[("If-Match", "*"), range]);
+    waiting.stream.set_read_timeout(Some(Duration::from_millis(300))).unwrap();
+    assert!(waiting.try_more(100).is_err(), "the old bytes, or none, while nothing is served");
+    store.publish(STEP, new.publication(Stability::Private));
+    waiting.stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    let answer = waiting.answer();
+    assert_eq!((answer.status, answer.header("etag") == Some(&etag)), (206, false));
     drop(stuck);
 }
 

@@ -234,3 +234,40 @@ impl Publication {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use tensorferry_wire::digest::BLOCK_SIZE;
+    use tensorferry_wire::dtype::Dtype;
+
+    use super::super::Stability;
+    use super::*;
+    use crate::memory::Item;
+
+    #[test]
+    fn a_drain_ends_with_no_lease_to_be_had_and_no_digest_of_what_is_withdrawn() {
+        let items = || vec![Item::bytes("w", Dtype::U8, &[3 * BLOCK_SIZE], vec![7; 3 << 20].into())];
+        let cut = Arc::default();
+        for stability in [Stability::Private, Stability::Borrowed] {
+            let publication = Arc::new(Publication::new(Vec::new(), items(), stability, Box::new(())).unwrap());
+            let lease = Lease::take(&publication, &cut, true).unwrap();
+            assert!(lease.digests(&[(0, 3)], BLOCK_SIZE).is_some());
+            // The time is over before the reader is through.
+            assert!(!publication.drain(Instant::now()));
+            assert!(Lease::take(&publication, &cut, true).is_none(), "{stability:?}: one lease more");
+            assert!(lease.digests(&[(0, 3)], BLOCK_SIZE).is_none(), "{stability:?}: read after the withdrawal");
+            drop(lease);
+            assert!(publication.drain(Instant::now() + LINGER));
+            assert!(Lease::take(&publication, &cut, true).is_none());
+        }
+    }
+
+    #[test]
+    fn a_drain_that_waits_for_nobody_closes_as_well() {
+        let item = Item::bytes("w", Dtype::U8, &[1], vec![7].into());
+        let publication = Publication::new(Vec::new(), vec![item], Stability::Borrowed, Box::new(())).unwrap();
+        let publication = Arc::new(publication);
+        assert!(publication.drain(Instant::now() + LINGER));
+        assert!(Lease::take(&publication, &Arc::default(), true).is_none());
+    }
+}

@@ -131,8 +131,11 @@ impl Held {
         for (_, holder) in newcomers() {
             *from.entry(holder.from).or_insert(0_usize) += 1;
         }
-        let ripe = newcomers().filter(|(_, holder)| holder.since.elapsed() >= grace);
-        ripe.max_by_key(|(_, holder)| (from[&holder.from], holder.since.elapsed())).map(|(n, _)| *n)
+        // Whoever is alone at an origin stays, also in the moment in which none of the crowd's is old enough.
+        let most = from.values().copied().max();
+        let crowd = newcomers().filter(|(_, holder)| from.get(&holder.from).copied() == most);
+        let ripe = crowd.filter(|(_, holder)| holder.since.elapsed() >= grace);
+        ripe.max_by_key(|(_, holder)| holder.since.elapsed()).map(|(number, _)| *number)
     }
 
     /// Of those that have nothing to do, the one that has had nothing for longest.
