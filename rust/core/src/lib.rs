@@ -23,39 +23,27 @@
 //! # }
 //! ```
 
-mod arena;
-mod background;
-mod body;
 mod client;
 mod error;
 mod file;
-mod filling;
 mod fork;
-mod layout;
 mod memory;
+mod payload;
+mod priority;
 mod publication;
-mod random;
 mod same_host;
-mod secret;
 mod server;
-mod slices;
-mod store;
-mod streaming;
-mod throttle;
-mod tls;
+mod trust;
 
-pub use arena::{Arena, Hold, Made, Pool, check_machine_has};
-pub use background::give_way;
 #[cfg(fuzzing)]
 pub use client::fuzzing;
 pub use client::{Arrived, Cancel, Destination, FetchOptions, Order, Part, Remote, Report, Waves, gather, resolve};
 pub use error::{Error, ErrorKind};
 pub use file::{Container, DIRECT_FROM, FileOptions, FileReport, Written, write_file};
-pub use filling::Filling;
 pub use fork::without_fork;
-pub use memory::{Item, Memory};
-pub use publication::{Alternate, Publication, Rendered, Stability};
-pub use secret::Secret;
+pub use memory::{Arena, Hold, Item, Made, Memory, Pool, check_machine_has};
+pub use payload::{Repeat, Slice};
+pub use priority::give_way;
+pub use publication::{Alternate, Filling, Publication, Rendered, Stability, Store, Withdrawn};
 pub use server::{Server, ServerConfig};
-pub use slices::{Repeat, Slice};
-pub use store::{Store, Withdrawn};
+pub use trust::Secret;

@@ -5,7 +5,7 @@ use tensorferry_wire::digest::{BLOCK_SIZE, DigestTable};
 use super::blocks::named;
 use super::connection::{Connection, Head};
 use crate::error::{Error, ErrorKind};
-use crate::secret;
+use crate::trust::secret;
 
 /// The digests of `runs` of blocks of `grain` bytes of the checkpoint `key`, and the head they came with.
 pub(super) fn read_digests(

@@ -7,7 +7,7 @@ use std::time::Instant;
 use super::remote::default_lanes;
 use super::{FetchOptions, Remote, Report};
 use crate::error::{Error, ErrorKind};
-use crate::slices::Slice;
+use crate::payload::Slice;
 
 /// Sources that are fetched from at the same time, at most.
 const MAX_SOURCES: usize = 16;

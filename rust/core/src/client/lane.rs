@@ -12,10 +12,10 @@ use super::answers::{changed, check_blocks, check_range, read_digests};
 use super::blocks::{Checksums, block_len, named};
 use super::connection::Connection;
 use super::limits::Limits;
-use super::plan::{Plan, Queue, Taken};
 use super::received::Received;
 use super::watch::{Watch, pace, rate};
 use crate::error::{Error, ErrorKind};
+use crate::payload::{Plan, Queue, Taken};
 
 /// Failures in a row, without one block in between, after which a lane gives up.
 const MAX_FAILURES: u32 = 4;
@@ -185,7 +185,7 @@ impl Transfer<'_> {
                 let connection = peer.connect(self.limits)?;
                 if connection.is_same_host() {
                     // The trainer over there needs these cores.
-                    crate::background::give_way();
+                    crate::priority::give_way();
                 }
                 connection
             }
@@ -308,7 +308,7 @@ mod tests {
         };
         let algorithm = Algorithm::default();
         let payload_len = header.payload_len();
-        let header = header.encode(crate::arena::ALIGNMENT).unwrap();
+        let header = header.encode(crate::memory::ALIGNMENT).unwrap();
         let peers = [Peer::parse(&url, false, None).unwrap()];
         let plan = Plan::new(Vec::new(), payload_len, false).unwrap();
         let queue = Queue::new(&[(0, block_count(payload_len))], 1);

@@ -8,11 +8,10 @@ pub mod fuzzing;
 mod gather;
 mod lane;
 mod limits;
-mod names;
 mod peer;
-mod plan;
 mod received;
 mod remote;
+mod resolver;
 mod url;
 mod watch;
 mod waves;
@@ -26,13 +25,12 @@ use std::time::Duration;
 pub(crate) use self::blocks::checksum_blocks;
 pub use self::gather::{Order, gather};
 pub use self::limits::Cancel;
-pub use self::names::resolve;
 use self::peer::Peer;
-pub(crate) use self::plan::{Piece, Plan, Queue};
 pub use self::remote::Remote;
+pub use self::resolver::resolve;
 pub use self::waves::{Part, Waves};
-use crate::arena::{Arena, Pool};
-use crate::secret::Secret;
+use crate::memory::{Arena, Pool};
+use crate::trust::Secret;
 
 /// How a receive is limited.
 #[derive(Clone, Debug)]

@@ -8,7 +8,7 @@ use super::limits::Limits;
 use super::url::Source;
 use crate::error::Error;
 use crate::same_host;
-use crate::secret::Secret;
+use crate::trust::Secret;
 
 /// A source, and what is learned of it.
 #[derive(Debug)]

@@ -6,8 +6,8 @@ use std::sync::{Arc, OnceLock};
 use rustls::ClientConfig;
 
 use crate::error::{Error, ErrorKind};
-use crate::secret::Secret;
-use crate::tls::{self, Fingerprint};
+use crate::trust::Secret;
+use crate::trust::tls::{self, Fingerprint};
 
 /// How many characters of what is no address a message repeats.
 const SHOWN: usize = 200;

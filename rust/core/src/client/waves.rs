@@ -7,12 +7,12 @@ use std::time::Instant;
 
 use tensorferry_wire::digest::BLOCK_SIZE;
 
-use super::plan::{Piece, Plan};
 use super::received::Received;
 use super::remote::{Load, Passes, Placed, Remote};
 use super::{Arrived, Destination, Report};
-use crate::arena::Arena;
 use crate::error::{Error, ErrorKind};
+use crate::memory::Arena;
+use crate::payload::{Piece, Plan};
 
 /// Bytes of an entry that a wave has brought.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -17,8 +17,8 @@ use super::output::{Buffer, Output};
 use super::{CHUNK, DIRECT_FROM, FileOptions, FileReport, refused};
 use crate::client::checksum_blocks;
 use crate::error::{Error, ErrorKind};
-use crate::layout::{Layout, PAGE, Segments};
 use crate::memory::Item;
+use crate::payload::{Layout, PAGE, Segments};
 
 /// Writes `items` as a container to `path`, with checksums of all of it. The file appears under its name only when it is
 /// complete and on the disk; until then it is `partial`, in the same folder, a name that must be free. What was at `path`

@@ -6,8 +6,7 @@ use std::sync::{Mutex, PoisonError};
 
 use tensorferry_wire::digest::{BLOCK_SIZE, DigestTable, Hasher};
 
-use super::{Lease, Publication, Stability};
-use crate::filling::Abandoned;
+use super::{Abandoned, Lease, Publication, Stability};
 
 /// Bytes for which another thread is worth its while, and what each of them takes at a time.
 const THREAD_BYTES: u64 = 64 << 20;

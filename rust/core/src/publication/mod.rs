@@ -3,6 +3,8 @@
 mod alternate;
 mod digests;
 mod lease;
+mod readiness;
+mod store;
 
 use std::any::Any;
 use std::collections::HashMap;
@@ -17,11 +19,15 @@ pub use self::alternate::{Alternate, Rendered};
 use self::digests::BlockDigest;
 use self::lease::Readers;
 pub(crate) use self::lease::{LINGER, Lease};
+pub(crate) use self::readiness::Abandoned;
+use self::readiness::Filled;
+pub use self::readiness::Filling;
+pub(crate) use self::store::{Asked, Lookup};
+pub use self::store::{Store, Withdrawn};
 use crate::error::{Error, ErrorKind};
-use crate::filling::{Abandoned, Filled, Filling};
-use crate::layout::Layout;
-pub(crate) use crate::layout::Segments;
-use crate::memory::Item;
+use crate::memory::{ALIGNMENT, Item};
+use crate::payload::Layout;
+pub(crate) use crate::payload::Segments;
 
 /// Whether the memory of a publication can change while it is served.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -101,7 +107,7 @@ impl Publication {
         stability: Stability,
         owner: Box<dyn Any + Send + Sync>,
     ) -> Result<(Self, Vec<u64>), Error> {
-        let Layout { header, content, starts, .. } = Layout::new(metadata, items, crate::arena::ALIGNMENT)?;
+        let Layout { header, content, starts, .. } = Layout::new(metadata, items, ALIGNMENT)?;
         let payload_start = header.len() as u64;
         let content = Arc::new(content);
         let count = usize::try_from(digest::block_count(content.len() - payload_start))

@@ -16,7 +16,7 @@ use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
 };
 
-use crate::streaming;
+use crate::memory::nontemporal;
 
 /// What the source says when it passes the memory.
 const MAGIC: [u8; 8] = *b"tf-ring1";
@@ -219,7 +219,7 @@ impl Reader {
             let bytes = &mut cached[..part.len()];
             self.take(bytes);
             seen(bytes);
-            streaming::copy(bytes, part);
+            nontemporal::copy(bytes, part);
             self.cached = cached;
             into = rest;
         }

@@ -12,11 +12,11 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::{Notify, watch};
 use tokio_rustls::TlsAcceptor;
 
+use super::body::Progress;
 use super::local::{self, Local};
-use super::patient::Patient;
 use super::places::Place;
+use super::write_timeout::Patient;
 use super::{Shared, handler};
-use crate::body::Progress;
 use crate::fork::Unshared;
 
 /// One connection: how it is cut off, and how far it got.

@@ -6,7 +6,7 @@ use std::sync::{Mutex, PoisonError};
 use http::{HeaderMap, HeaderName, HeaderValue, Request, header};
 use tensorferry_wire::proof::{self, Nonce};
 
-use crate::secret::Secret;
+use crate::trust::Secret;
 
 /// Proofs that are remembered. Only who has the secret can make one be forgotten, by as many requests of his own: with
 /// ranges of 16 MiB that is a TiB.

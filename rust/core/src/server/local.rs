@@ -17,8 +17,8 @@ use tensorferry_wire::request::RING_HEADER;
 use tokio::runtime::Handle;
 use tokio::sync::watch;
 
+use super::body::{MemoryBody, ServedBody};
 use super::{Connection, handler};
-use crate::body::{MemoryBody, ServedBody};
 use crate::fork::Unshared;
 use crate::same_host::ring::Writer;
 

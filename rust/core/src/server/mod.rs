@@ -1,13 +1,15 @@
 //! The server: it listens, guards what it has, and answers over HTTP/1.1.
 
+mod body;
 mod connection;
 mod guard;
 mod handler;
 mod listeners;
 mod local;
 mod metrics;
-mod patient;
 mod places;
+mod throttle;
+mod write_timeout;
 
 use std::io;
 use std::net::SocketAddr;
@@ -19,19 +21,19 @@ use std::time::Duration;
 use tokio::runtime::Handle;
 use tokio::sync::watch;
 
+use self::body::Progress;
 use self::connection::Connection;
 use self::guard::Guard;
 use self::listeners::{accept_local, accept_network, listen, listen_same_host};
 use self::metrics::Metrics;
 use self::places::Places;
-use crate::body::Progress;
+use self::throttle::Throttle;
 use crate::client::Report;
 use crate::error::{Error, ErrorKind};
-use crate::secret::{self, Secret};
-use crate::store::Store;
-use crate::throttle::Throttle;
-use crate::tls::Identity;
-use crate::{random, same_host};
+use crate::publication::Store;
+use crate::same_host;
+use crate::trust::tls::Identity;
+use crate::trust::{Secret, random, secret};
 
 /// Connections of this machine that have shown their right to ask: each has a thread and shared memory of its own. Above
 /// this limit receivers of this machine take the network.

@@ -12,7 +12,7 @@ use super::body::Ring;
 use super::session::Session;
 use super::{Connection, is_timeout};
 use crate::client::limits::Limits;
-use crate::client::names;
+use crate::client::resolver;
 use crate::client::url::Source;
 use crate::error::{Error, ErrorKind};
 use crate::fork::Unshared;
@@ -29,7 +29,7 @@ impl Connection {
         let failed = |e| refused(source.authority(), e);
         let addresses = match source.addresses() {
             Some(known) => known.to_vec(),
-            None => names::addresses(source.host(), source.port(), limits)?.map_err(failed)?,
+            None => resolver::addresses(source.host(), source.port(), limits)?.map_err(failed)?,
         };
         let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
         for &address in &addresses {

@@ -22,7 +22,7 @@ use super::limits::{Limits, Pace};
 use super::url::Source;
 use crate::error::{Error, ErrorKind};
 use crate::fork::Unshared;
-use crate::random;
+use crate::trust::random;
 
 /// A response head longer than this is refused.
 const MAX_HEAD: usize = 16 << 10;

@@ -10,7 +10,7 @@ use socket2::Socket;
 
 use crate::client::limits::{Limits, Pace};
 use crate::error::{Error, ErrorKind};
-use crate::tls;
+use crate::trust::tls;
 
 /// Taken from the socket at once: many records, since TLS itself asks for a few KiB at a time.
 const AHEAD: usize = 256 << 10;

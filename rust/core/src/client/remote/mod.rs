@@ -20,12 +20,11 @@ pub(super) use self::verify::Passes;
 use super::blocks::block_len;
 use super::connection::Connection;
 use super::limits::Limits;
-use super::plan::{Piece, Plan};
 use super::received::Received;
 use super::{Arrived, Destination, Peer, Report};
-use crate::arena::{Arena, Places, Pool};
 use crate::error::{Error, ErrorKind};
-use crate::slices::{self, Slice};
+use crate::memory::{Arena, Places, Pool};
+use crate::payload::{Piece, Plan, Slice, slices};
 
 /// How often a source is asked for its header before it is given up.
 const OPEN_ATTEMPTS: u32 = 5;

@@ -11,7 +11,7 @@ use crate::client::limits::Limits;
 use crate::client::url::Source;
 use crate::client::{FetchOptions, Peer};
 use crate::error::{Error, ErrorKind};
-use crate::secret;
+use crate::trust::secret;
 
 /// How long one of several sources may be silent before the next one is asked; twice as long each time it is its turn.
 const OPEN_PATIENCE: Duration = Duration::from_secs(1);

@@ -7,13 +7,14 @@ use tensorferry_wire::digest::{BLOCK_SIZE, Hasher};
 
 use super::verify::{Passes, add};
 use super::{OPEN_ATTEMPTS, is_reserved};
-use crate::arena::check_machine_has;
 use crate::client::answers::{check_range, read_digests};
 use crate::client::blocks::block_len;
 use crate::client::connection::Connection;
 use crate::client::limits::Limits;
 use crate::error::{Error, ErrorKind};
-use crate::{same_host, secret};
+use crate::memory::check_machine_has;
+use crate::same_host;
+use crate::trust::secret;
 
 /// What the first requests to a source bring.
 pub(crate) struct Opened {

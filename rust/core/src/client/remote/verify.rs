@@ -13,7 +13,7 @@ use crate::client::answers::{changed, read_digests};
 use crate::client::blocks::{block_len, requests};
 use crate::client::connection::Connection;
 use crate::error::{Error, ErrorKind};
-use crate::slices;
+use crate::payload::slices;
 
 /// How often a block that does not match its checksum is fetched again before the transfer fails.
 const CORRUPT_RETRIES: u32 = 3;

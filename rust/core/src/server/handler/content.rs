@@ -11,8 +11,8 @@ use tensorferry_wire::request::{self, RangeSpec};
 use super::messages::{GONE, OCTETS, insert, joined, text};
 use super::waiting::runs_filled;
 use super::{Answer, Connection};
-use crate::body::{MemoryBody, ServedBody};
 use crate::publication::{Lease, Segments};
+use crate::server::body::{MemoryBody, ServedBody};
 use crate::server::metrics::Sending;
 
 /// Counts a request as open until its answer, body included, is dropped.

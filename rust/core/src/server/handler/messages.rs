@@ -6,7 +6,7 @@ use http::{Response, StatusCode};
 use hyper::ext::ReasonPhrase;
 
 use super::Answer;
-use crate::body::ServedBody;
+use crate::server::body::ServedBody;
 
 pub(super) const OCTETS: &str = "application/octet-stream";
 pub(super) const GONE: &str = "the snapshot asked for is no longer served";

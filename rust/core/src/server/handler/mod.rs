@@ -20,8 +20,8 @@ use self::messages::{FULL, GONE, bytes, elsewhere, insert, text};
 use self::waiting::{filled, lease};
 use super::Connection;
 use super::metrics::Metrics;
-use crate::body::ServedBody;
 use crate::publication::{Found, Lease};
+use crate::server::body::ServedBody;
 
 type Answer = Response<ServedBody>;
 

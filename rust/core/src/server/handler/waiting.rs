@@ -7,9 +7,7 @@ use http::{Method, Request, StatusCode};
 
 use super::messages::{GONE, joined, text};
 use super::{Answer, Connection};
-use crate::filling::Abandoned;
-use crate::publication::Lease;
-use crate::store::{Asked, Lookup};
+use crate::publication::{Abandoned, Asked, Lease, Lookup};
 
 /// Takes a lease on what `request`, for a part of the container if `contents` says so, asks for as `step`; waits for the gate
 /// if it has to.

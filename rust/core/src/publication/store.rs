@@ -9,10 +9,9 @@ use tensorferry_wire::digest::Algorithm;
 use tensorferry_wire::request;
 use tokio::sync::Notify;
 
+use super::{Filling, LINGER, Lease, Publication, Stability};
 use crate::error::Error;
-use crate::filling::Filling;
-use crate::publication::{LINGER, Lease, Publication, Stability};
-use crate::random;
+use crate::trust::random;
 
 /// Withdrawn private snapshots that may still be finishing transfers; the oldest is cut when there are more.
 const MAX_RETIRED: usize = 2;

@@ -7,7 +7,7 @@ use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use crate::error::{Error, ErrorKind};
-use crate::layout::PAGE;
+use crate::payload::PAGE;
 
 /// Where each tensor starts in an arena: torch's own CPU allocator aligns to the same.
 pub(crate) const ALIGNMENT: u64 = 64;

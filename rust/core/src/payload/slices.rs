@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use tensorferry_wire::container::{Entry, Header};
 use tensorferry_wire::dtype::Dtype;
 
-use crate::client::Piece;
+use super::Piece;
 use crate::error::{Error, ErrorKind};
 
 /// Runs of one slice, at most.

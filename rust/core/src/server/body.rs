@@ -11,10 +11,9 @@ use http_body::{Frame, SizeHint};
 use tensorferry_wire::digest::{BLOCK_SIZE, Hasher};
 use tokio::time::Sleep;
 
-use crate::filling::Abandoned;
+use super::throttle::Throttle;
 use crate::memory::Region;
-use crate::publication::{Lease, Segments};
-use crate::throttle::Throttle;
+use crate::publication::{Abandoned, Lease, Segments};
 
 /// Regions smaller than this are gathered by copying: one write of many tiny pieces costs more than the copy.
 const GATHER_BELOW: usize = 16 << 10;

@@ -7,12 +7,12 @@ use std::time::Duration;
 
 use tensorferry_wire::digest::{BLOCK_SIZE, GRAINS};
 
-use crate::arena::ALIGNMENT;
 use crate::error::{Error, ErrorKind};
+use crate::memory::ALIGNMENT;
 
 /// A page of memory.
 #[allow(clippy::cast_possible_truncation)]
-const PAGE: usize = crate::layout::PAGE as usize;
+const PAGE: usize = super::PAGE as usize;
 
 /// How often a lane with nothing to do looks at the others.
 const IDLE: Duration = Duration::from_millis(100);
@@ -204,12 +204,12 @@ impl Plan {
             if (pages.start..=pages.end).contains(&low) {
                 pages.end = high.max(pages.end);
             } else if last - first > ALIGNMENT {
-                crate::arena::populate(pages.start, pages.end);
+                crate::memory::populate(pages.start, pages.end);
                 pages = low..high;
             }
             // A scalar lies apart from what is around it in the payload, and a call would cost what a fault does.
         }
-        crate::arena::populate(pages.start, pages.end);
+        crate::memory::populate(pages.start, pages.end);
     }
 }
 
