@@ -23,6 +23,7 @@
 //! # }
 //! ```
 
+mod cancel;
 mod client;
 mod error;
 mod file;
@@ -31,19 +32,22 @@ mod memory;
 mod payload;
 mod priority;
 mod publication;
+mod report;
 mod same_host;
 mod server;
 mod trust;
 
+pub use cancel::Cancel;
 #[cfg(fuzzing)]
 pub use client::fuzzing;
-pub use client::{Arrived, Cancel, Destination, FetchOptions, Order, Part, Remote, Report, Waves, gather, resolve};
+pub use client::{Arrived, Destination, FetchOptions, Order, Part, Remote, Waves, gather, resolve};
 pub use error::{Error, ErrorKind};
 pub use file::{Container, DIRECT_FROM, FileOptions, FileReport, Written, write_file};
 pub use fork::without_fork;
-pub use memory::{Arena, Hold, Item, Made, Memory, Pool, check_machine_has};
-pub use payload::{Repeat, Slice};
+pub use memory::{Arena, Hold, Made, Memory, Pool, check_machine_has};
+pub use payload::{Item, Repeat, Slice};
 pub use priority::give_way;
 pub use publication::{Alternate, Filling, Publication, Rendered, Stability, Store, Withdrawn};
+pub use report::Report;
 pub use server::{Server, ServerConfig};
 pub use trust::Secret;

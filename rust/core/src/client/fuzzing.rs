@@ -8,9 +8,10 @@ use std::time::{Duration, Instant};
 use socket2::Socket;
 
 use super::connection::Connection;
-use super::limits::{Cancel, Limits};
+use super::limits::Limits;
 use super::remote::{Opened, Passes};
 use super::url::Source;
+use crate::cancel::Cancel;
 use crate::fork::Unshared;
 
 /// More than one input needs, and so long that one that waits is noticed.

@@ -81,20 +81,6 @@ fn remote_name<'a>(urls: &[&'a str]) -> String {
     urls.iter().filter_map(host).collect::<Vec<_>>().join(" ")
 }
 
-impl Report {
-    /// Adds what another transfer at the same time brought.
-    fn add(&mut self, other: Self) {
-        self.bytes += other.bytes;
-        self.wanted += other.wanted;
-        self.lanes += other.lanes;
-        self.same_host |= other.same_host;
-        self.retries += other.retries;
-        self.routes.extend(other.routes);
-        self.troubles.extend(other.troubles);
-        self.opening = self.opening.max(other.opening);
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -9,13 +9,13 @@ use tensorferry_wire::request::MAX_RUNS;
 
 use super::Peer;
 use super::answers::{changed, check_blocks, check_range, read_digests};
-use super::blocks::{Checksums, block_len, named};
+use super::blocks::{block_len, named};
 use super::connection::Connection;
 use super::limits::Limits;
 use super::received::Received;
 use super::watch::{Watch, pace, rate};
 use crate::error::{Error, ErrorKind};
-use crate::payload::{Plan, Queue, Taken};
+use crate::payload::{Checksums, Plan, Queue, Taken};
 
 /// Failures in a row, without one block in between, after which a lane gives up.
 const MAX_FAILURES: u32 = 4;

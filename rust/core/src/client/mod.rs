@@ -16,20 +16,18 @@ mod url;
 mod watch;
 mod waves;
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
-pub(crate) use self::blocks::checksum_blocks;
 pub use self::gather::{Order, gather};
-pub use self::limits::Cancel;
 use self::peer::Peer;
 pub use self::remote::Remote;
 pub use self::resolver::resolve;
 pub use self::waves::{Part, Waves};
+use crate::cancel::Cancel;
 use crate::memory::{Arena, Pool};
+use crate::report::Report;
 use crate::trust::Secret;
 
 /// How a receive is limited.
@@ -104,29 +102,6 @@ impl Destination {
             Self::Given(Addresses(addresses)) => Some(addresses),
         }
     }
-}
-
-/// How a transfer went.
-#[derive(Clone, Debug, Default)]
-pub struct Report {
-    /// Bytes of payload received, those that had to be fetched again included.
-    pub bytes: u64,
-    /// Bytes that had a destination, where only slices were asked for.
-    pub wanted: u64,
-    /// Connections used for them.
-    pub lanes: usize,
-    /// Whether a connection did without the network.
-    pub same_host: bool,
-    /// Ranges that had to be given to another connection, and runs of blocks that came damaged.
-    pub retries: u64,
-    /// The ways that bytes took over the network: the address here, and the source's.
-    pub routes: BTreeSet<(IpAddr, IpAddr)>,
-    /// For each source that a range had to be taken from and given to another connection, the last reason.
-    pub troubles: BTreeMap<String, String>,
-    /// Time in [`Remote::open`]: waiting for the source, and its header.
-    pub opening: Duration,
-    /// Time in [`Remote::fetch`].
-    pub fetching: Duration,
 }
 
 /// What has arrived and is verified.

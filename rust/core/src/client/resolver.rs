@@ -7,7 +7,8 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::limits::{Cancel, Limits};
+use super::limits::Limits;
+use crate::cancel::Cancel;
 use crate::error::{Error, ErrorKind};
 use crate::fork::without_fork;
 

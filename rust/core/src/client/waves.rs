@@ -9,10 +9,11 @@ use tensorferry_wire::digest::BLOCK_SIZE;
 
 use super::received::Received;
 use super::remote::{Load, Passes, Placed, Remote};
-use super::{Arrived, Destination, Report};
+use super::{Arrived, Destination};
 use crate::error::{Error, ErrorKind};
 use crate::memory::Arena;
 use crate::payload::{Piece, Plan};
+use crate::report::Report;
 
 /// Bytes of an entry that a wave has brought.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -9,7 +9,7 @@ use std::path::Path;
 
 pub use self::read::Container;
 pub use self::write::{Written, write_file};
-use crate::client::Cancel;
+use crate::cancel::Cancel;
 use crate::error::{Error, ErrorKind};
 
 /// Bytes that a thread writes or reads at a time.

@@ -6,8 +6,7 @@ use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-/// What addresses, lengths and places of direct writes are multiples of: enough for every disk there is.
-pub(super) const PAGE: usize = 4096;
+use crate::memory::PAGE;
 
 /// A file that is being written.
 pub(super) struct Output {

@@ -11,9 +11,8 @@ use tensorferry_wire::container::{DIGESTS_ENTRY, Header};
 use tensorferry_wire::digest::{self, Algorithm, FILE_GRAIN, TableHead};
 
 use super::{CHUNK, FileOptions, FileReport, refused};
-use crate::client::checksum_blocks;
 use crate::error::{Error, ErrorKind};
-use crate::payload::{Plan, Queue, Slice, slices};
+use crate::payload::{Plan, Queue, Slice, checksum_blocks, slices};
 
 /// As many slices as the system takes in one call.
 const MAX_SLICES: usize = 1024;

@@ -15,10 +15,9 @@ use tensorferry_wire::dtype::Dtype;
 
 use super::output::{Buffer, Output};
 use super::{CHUNK, DIRECT_FROM, FileOptions, FileReport, refused};
-use crate::client::checksum_blocks;
 use crate::error::{Error, ErrorKind};
-use crate::memory::Item;
-use crate::payload::{Layout, PAGE, Segments};
+use crate::memory::PAGE;
+use crate::payload::{Item, Layout, Segments, checksum_blocks};
 
 /// Writes `items` as a container to `path`, with checksums of all of it. The file appears under its name only when it is
 /// complete and on the disk; until then it is `partial`, in the same folder, a name that must be free. What was at `path`
@@ -43,7 +42,7 @@ pub fn write_file(
     let table_len = digest::table_len(len.div_ceil(FILE_GRAIN));
     let blank = Bytes::from(vec![0; usize::try_from(table_len).map_err(|_| too_large(path))?]);
     items.push(Item::bytes(DIGESTS_ENTRY, Dtype::U8, &[table_len], blank));
-    let layout = Layout::new(metadata, items, PAGE)?;
+    let layout = Layout::new(metadata, items, PAGE as u64)?;
     let file = OpenOptions::new()
         .write(true)
         .create_new(true)

@@ -1,8 +1,6 @@
 //! Memory that is not ours: raw regions whose owner promises to keep them alive. The only place that reads them.
 
 use bytes::Bytes;
-use tensorferry_wire::container::Shape;
-use tensorferry_wire::dtype::Dtype;
 
 /// A readable region of memory: an address and a length in bytes.
 ///
@@ -80,26 +78,5 @@ impl Memory {
 impl From<Bytes> for Memory {
     fn from(bytes: Bytes) -> Self {
         Self { region: Region { ptr: bytes.as_ptr(), len: bytes.len() }, bytes: Some(bytes) }
-    }
-}
-
-/// One entry of a container to publish: its name, type and shape as the header states them, and its memory.
-#[derive(Clone, Debug)]
-pub struct Item {
-    pub(crate) name: String,
-    pub(crate) dtype: Dtype,
-    pub(crate) shape: Shape,
-    pub(crate) memory: Memory,
-}
-
-impl Item {
-    /// An entry over `memory`. Whether the length fits dtype and shape is checked when it is published.
-    pub fn new(name: impl Into<String>, dtype: Dtype, shape: &[u64], memory: Memory) -> Self {
-        Self { name: name.into(), dtype, shape: Shape::from_slice(shape), memory }
-    }
-
-    /// An entry over owned bytes.
-    pub fn bytes(name: impl Into<String>, dtype: Dtype, shape: &[u64], bytes: Bytes) -> Self {
-        Self::new(name, dtype, shape, bytes.into())
     }
 }

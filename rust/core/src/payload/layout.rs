@@ -1,64 +1,31 @@
 //! Items laid out as a container: the header, and the payload as pieces of memory in their order.
 
 use bytes::Bytes;
-use tensorferry_wire::container::{self, Entry, Header};
+use tensorferry_wire::container::{self, Entry, Header, Shape};
+use tensorferry_wire::dtype::Dtype;
 
+use super::Segments;
 use crate::error::{Error, ErrorKind};
-use crate::memory::{Item, Memory, Region};
+use crate::memory::{Memory, PAGE, Region};
 
-/// A page of memory, and of a file.
-pub(crate) const PAGE: u64 = 4096;
-
-/// Contiguous bytes in memory pieces, addressed by offset.
-pub(crate) struct Segments {
-    starts: Vec<u64>,
-    regions: Vec<Region>,
-    len: u64,
-    /// What owns some of the regions; others belong to the publication's owner.
-    _owned: Vec<Bytes>,
+/// One entry of a container to publish: its name, type and shape as the header states them, and its memory.
+#[derive(Clone, Debug)]
+pub struct Item {
+    pub(crate) name: String,
+    pub(crate) dtype: Dtype,
+    pub(crate) shape: Shape,
+    pub(crate) memory: Memory,
 }
 
-impl Segments {
-    /// The `parts` in order.
-    pub(crate) fn new(mut parts: Vec<Memory>) -> Self {
-        let owned = parts.iter_mut().filter_map(Memory::take_owned).collect();
-        Self::over(parts.iter().map(Memory::region), owned)
+impl Item {
+    /// An entry over `memory`. Whether the length fits dtype and shape is checked when it is published.
+    pub fn new(name: impl Into<String>, dtype: Dtype, shape: &[u64], memory: Memory) -> Self {
+        Self { name: name.into(), dtype, shape: Shape::from_slice(shape), memory }
     }
 
-    /// The `regions` in order; `owned` is the memory of those that nobody else keeps.
-    fn over(regions: impl Iterator<Item = Region>, owned: Vec<Bytes>) -> Self {
-        let (mut starts, mut taken, mut len) = (Vec::new(), Vec::new(), 0);
-        for region in regions.filter(|region| region.len() > 0) {
-            starts.push(len);
-            taken.push(region);
-            len += region.len() as u64;
-        }
-        Self { starts, regions: taken, len, _owned: owned }
-    }
-
-    pub(crate) fn len(&self) -> u64 {
-        self.len
-    }
-
-    /// Calls `visit` with the regions that make up `[start, end)`, in order, until it returns false.
-    pub(crate) fn visit(&self, start: u64, end: u64, mut visit: impl FnMut(Region) -> bool) {
-        let mut at = start;
-        let mut index = self.starts.partition_point(|&s| s <= start).saturating_sub(1);
-        while at < end && index < self.regions.len() {
-            let (first, region) = (self.starts[index], self.regions[index]);
-            let last = first + region.len() as u64;
-            let stop = end.min(last);
-            if at < stop {
-                // Differences within one region fit usize, since its length is one.
-                #[allow(clippy::cast_possible_truncation)]
-                let part = region.slice((at - first) as usize, (stop - first) as usize);
-                if !visit(part) {
-                    return;
-                }
-                at = stop;
-            }
-            index += 1;
-        }
+    /// An entry over owned bytes.
+    pub fn bytes(name: impl Into<String>, dtype: Dtype, shape: &[u64], bytes: Bytes) -> Self {
+        Self::new(name, dtype, shape, bytes.into())
     }
 }
 
@@ -87,7 +54,7 @@ impl Layout {
             container::MANIFEST_ENTRY => 0,
             container::PICKLE_ENTRY => 1,
             container::DIGESTS_ENTRY => LAST,
-            _ if (item.memory.len() as u64).is_multiple_of(PAGE) => 2,
+            _ if (item.memory.len() as u64).is_multiple_of(PAGE as u64) => 2,
             _ => 6 - item.dtype.alignment().trailing_zeros(),
         };
         // There may be a million items: what is noted of each is small, and what was noted is used again.

@@ -3,8 +3,9 @@
 use std::any::Any;
 use std::sync::{Arc, PoisonError};
 
-use super::{Publication, Segments};
+use super::Publication;
 use crate::memory::Memory;
+use crate::payload::Segments;
 
 /// A body in another format than the container, laid over the same memory: built only when somebody asks for it.
 pub trait Alternate: Send + Sync {

@@ -25,9 +25,8 @@ pub use self::readiness::Filling;
 pub(crate) use self::store::{Asked, Lookup};
 pub use self::store::{Store, Withdrawn};
 use crate::error::{Error, ErrorKind};
-use crate::memory::{ALIGNMENT, Item};
-use crate::payload::Layout;
-pub(crate) use crate::payload::Segments;
+use crate::memory::ALIGNMENT;
+use crate::payload::{Item, Layout, Segments};
 
 /// Whether the memory of a publication can change while it is served.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

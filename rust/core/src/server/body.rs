@@ -13,7 +13,8 @@ use tokio::time::Sleep;
 
 use super::throttle::Throttle;
 use crate::memory::Region;
-use crate::publication::{Abandoned, Lease, Segments};
+use crate::payload::Segments;
+use crate::publication::{Abandoned, Lease};
 
 /// Regions smaller than this are gathered by copying: one write of many tiny pieces costs more than the copy.
 const GATHER_BELOW: usize = 16 << 10;

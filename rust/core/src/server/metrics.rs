@@ -7,7 +7,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::Connection;
-use crate::client::Report;
+use crate::report::Report;
 
 /// Counts since the server began.
 #[derive(Debug, Default)]

@@ -21,10 +21,11 @@ use super::blocks::block_len;
 use super::connection::Connection;
 use super::limits::Limits;
 use super::received::Received;
-use super::{Arrived, Destination, Peer, Report};
+use super::{Arrived, Destination, Peer};
 use crate::error::{Error, ErrorKind};
 use crate::memory::{Arena, Places, Pool};
 use crate::payload::{Piece, Plan, Slice, slices};
+use crate::report::Report;
 
 /// How often a source is asked for its header before it is given up.
 const OPEN_ATTEMPTS: u32 = 5;

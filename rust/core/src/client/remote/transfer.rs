@@ -4,11 +4,12 @@ use tensorferry_wire::digest::BLOCK_SIZE;
 
 use super::Remote;
 use super::verify::Passes;
+use crate::client::lane;
 use crate::client::received::Received;
 use crate::client::watch::Watch;
-use crate::client::{Report, lane};
 use crate::error::Error;
 use crate::payload::{Plan, Queue};
+use crate::report::Report;
 
 /// Blocks of 1 MiB in one request of a lane, at most.
 const MAX_RANGE_BLOCKS: u64 = 16;

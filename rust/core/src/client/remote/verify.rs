@@ -8,12 +8,12 @@ use tensorferry_wire::digest::{BLOCK_SIZE, DigestTable, Hasher};
 
 use super::Remote;
 use super::transfer::Load;
-use crate::client::Report;
 use crate::client::answers::{changed, read_digests};
 use crate::client::blocks::{block_len, requests};
 use crate::client::connection::Connection;
 use crate::error::{Error, ErrorKind};
 use crate::payload::slices;
+use crate::report::Report;
 
 /// How often a block that does not match its checksum is fetched again before the transfer fails.
 const CORRUPT_RETRIES: u32 = 3;

@@ -11,7 +11,8 @@ use tensorferry_wire::request::{self, RangeSpec};
 use super::messages::{GONE, OCTETS, insert, joined, text};
 use super::waiting::runs_filled;
 use super::{Answer, Connection};
-use crate::publication::{Lease, Segments};
+use crate::payload::Segments;
+use crate::publication::Lease;
 use crate::server::body::{MemoryBody, ServedBody};
 use crate::server::metrics::Sending;
 

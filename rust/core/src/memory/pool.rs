@@ -1,0 +1,164 @@
+//! Memory that is kept between receives.
+
+use std::any::Any;
+use std::collections::VecDeque;
+use std::fmt;
+use std::ptr::NonNull;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use super::mapping::{Held, Mapping};
+
+/// Memory of somebody else, who made it for a pool.
+pub struct Made {
+    /// Address of the first byte.
+    pub address: usize,
+    /// Keeps the memory; it may be dropped on any thread.
+    pub owner: Box<dyn Any + Send + Sync>,
+}
+
+/// Makes memory of so many bytes, or leaves it to the pool.
+type Maker = dyn Fn(usize) -> Option<Made> + Send + Sync;
+
+/// Memory that earlier receives have let go of, kept for later ones: it has its pages already, and page faults, not the
+/// network, bound a receive into fresh memory (docs/performance.md).
+pub struct Pool {
+    pub(super) limit: usize,
+    /// The one kept longest is in front.
+    kept: Mutex<VecDeque<Mapping>>,
+    maker: Option<Box<Maker>>,
+}
+
+impl fmt::Debug for Pool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Pool").field("limit", &self.limit).field("held", &self.held()).finish_non_exhaustive()
+    }
+}
+
+impl Pool {
+    /// A pool that keeps at most `limit` bytes.
+    #[must_use]
+    pub fn new(limit: usize) -> Arc<Self> {
+        Arc::new(Self { limit, kept: Mutex::default(), maker: None })
+    }
+
+    /// A pool that keeps at most `limit` bytes and asks `maker` for what it may keep: for memory that a device copies
+    /// from faster, say. What `maker` leaves to it is mapped as without one.
+    ///
+    /// # Safety
+    /// What `maker` gives has as many initialised bytes as it was asked for, which nobody else touches until the owner
+    /// is dropped.
+    #[must_use]
+    pub unsafe fn made_by(limit: usize, maker: impl Fn(usize) -> Option<Made> + Send + Sync + 'static) -> Arc<Self> {
+        Arc::new(Self { limit, kept: Mutex::default(), maker: Some(Box::new(maker)) })
+    }
+
+    /// Memory of `len` bytes from the maker, if it is such as may be kept.
+    pub(super) fn make(&self, len: usize) -> Option<Mapping> {
+        let maker = self.maker.as_ref().filter(|_| (1..=self.limit).contains(&len))?;
+        let Made { address, owner } = maker(len)?;
+        let start = NonNull::new(address as *mut u8)?;
+        Some(Mapping { start, usable: len, held: Held::Made { _owner: owner } })
+    }
+
+    fn kept(&self) -> MutexGuard<'_, VecDeque<Mapping>> {
+        self.kept.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Bytes kept now.
+    #[must_use]
+    pub fn held(&self) -> usize {
+        self.kept().iter().map(|m| m.usable).sum()
+    }
+
+    /// The smallest mapping that holds `len` bytes and is not much larger.
+    pub(super) fn take(&self, len: usize) -> Option<Mapping> {
+        let mut kept = self.kept();
+        let fits = |m: &Mapping| m.usable >= len && m.usable / 2 <= len;
+        let best = (0..kept.len()).filter(|&i| fits(&kept[i])).min_by_key(|&i| kept[i].usable)?;
+        kept.remove(best)
+    }
+
+    pub(super) fn put(&self, mapping: Mapping) {
+        if mapping.usable > self.limit {
+            return;
+        }
+        // What has to go is unmapped after the lock is free: that takes a while.
+        let mut gone = Vec::new();
+        let mut kept = self.kept();
+        kept.push_back(mapping);
+        let mut held: usize = kept.iter().map(|m| m.usable).sum();
+        while held > self.limit
+            && let Some(oldest) = kept.pop_front()
+        {
+            held -= oldest.usable;
+            gone.push(oldest);
+        }
+        drop(kept);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Arena;
+    use super::*;
+
+    #[test]
+    fn memory_is_kept_and_given_again() {
+        let pool = Pool::new(64 << 20);
+        let first = Arena::new(9 << 20, Some(Arc::clone(&pool))).unwrap();
+        let address = first.hold(0, 1).unwrap().0;
+        assert!(first.is_fresh());
+        assert_eq!(pool.held(), 0);
+        drop(first);
+        assert_eq!(pool.held(), 9 << 20);
+        let again = Arena::new(8 << 20, Some(Arc::clone(&pool))).unwrap();
+        assert_eq!((again.address_of(0, 1), again.len(), again.is_fresh()), (address, 8 << 20, false));
+        assert!(Arena::new(8 << 20, Some(pool)).unwrap().is_fresh());
+    }
+
+    #[test]
+    fn a_pool_keeps_no_more_than_it_may_and_gives_nothing_far_too_large() {
+        let pool = Pool::new(10 << 20);
+        for len in [4 << 20, 5 << 20, 6 << 20] {
+            drop(Arena::new(len, Some(Arc::clone(&pool))).unwrap());
+        }
+        assert_eq!(pool.held(), 6 << 20, "the oldest went");
+        drop(Arena::new(11 << 20, Some(Arc::clone(&pool))).unwrap());
+        assert_eq!(pool.held(), 6 << 20, "one that is larger than the limit is not kept");
+        drop(Arena::new(8 << 20, Some(Arc::clone(&pool))).unwrap());
+        assert!(Arena::new(1 << 20, Some(Arc::clone(&pool))).unwrap().is_fresh());
+        assert!(Arena::new(0, Some(pool)).unwrap().is_empty());
+    }
+
+    #[test]
+    fn a_maker_is_asked_for_what_may_be_kept_and_its_memory_is_kept_and_let_go_of() {
+        let asked = Arc::new(Mutex::new(Vec::new()));
+        let alive = Arc::new(());
+        let maker = {
+            let (asked, alive) = (Arc::clone(&asked), Arc::clone(&alive));
+            move |len| {
+                asked.lock().unwrap().push(len);
+                let memory = (len < 5 << 20).then(|| vec![7_u8; len].into_boxed_slice())?;
+                Some(Made { address: memory.as_ptr() as usize, owner: Box::new((memory, Arc::clone(&alive))) })
+            }
+        };
+        // SAFETY: initialised memory of that size, which the owner holds.
+        let pool = unsafe { Pool::made_by(6 << 20, maker) };
+        let first = Arena::new(4 << 20, Some(Arc::clone(&pool))).unwrap();
+        let address = first.hold(0, 1).unwrap().0;
+        assert!(!first.is_fresh() && first.bytes(0, 4 << 20).iter().all(|&b| b == 7));
+        drop(first);
+        assert_eq!(pool.held(), 4 << 20);
+        assert_eq!(Arena::new(3 << 20, Some(Arc::clone(&pool))).unwrap().address_of(0, 1), address);
+        assert_eq!(Arc::strong_count(&alive), 3, "one in the maker, one kept");
+        // Left to the pool; then it takes the place of what was kept.
+        let own = Arena::new(5 << 20, Some(Arc::clone(&pool))).unwrap();
+        assert!(own.is_fresh());
+        drop(own);
+        assert_eq!((pool.held(), Arc::strong_count(&alive)), (5 << 20, 2));
+        // Too large to be kept, or nothing at all: not asked for.
+        assert!(Arena::new(7 << 20, Some(Arc::clone(&pool))).unwrap().is_fresh());
+        drop(Arena::new(0, Some(pool)).unwrap());
+        assert_eq!(*asked.lock().unwrap(), [4 << 20, 5 << 20]);
+    }
+}

@@ -1,0 +1,73 @@
+//! The checksums of blocks, taken as the bytes come.
+
+use tensorferry_wire::digest::{Algorithm, Hasher};
+
+/// Takes the checksums of bytes as they come: one for each `grain` of them and one for the rest.
+pub(crate) struct Checksums<'a> {
+    algorithm: &'a Algorithm,
+    grain: usize,
+    digests: Vec<u64>,
+    open: Hasher,
+    filled: usize,
+}
+
+impl<'a> Checksums<'a> {
+    pub(crate) fn new(algorithm: &'a Algorithm, grain: u64) -> Self {
+        // A grain is at most 1 MiB.
+        let grain = usize::try_from(grain).unwrap_or(usize::MAX);
+        Self { algorithm, grain, digests: Vec::new(), open: algorithm.hasher(), filled: 0 }
+    }
+
+    pub(crate) fn update(&mut self, bytes: &[u8]) {
+        let mut bytes = bytes;
+        while !bytes.is_empty() {
+            let (part, rest) = bytes.split_at(bytes.len().min(self.grain - self.filled));
+            bytes = rest;
+            if part.len() == self.grain {
+                self.digests.push(self.algorithm.checksum(part));
+                continue;
+            }
+            self.open.update(part);
+            self.filled += part.len();
+            if self.filled == self.grain {
+                self.digests.push(std::mem::replace(&mut self.open, self.algorithm.hasher()).finish());
+                self.filled = 0;
+            }
+        }
+    }
+
+    pub(crate) fn finish(mut self) -> Vec<u64> {
+        if self.filled > 0 {
+            self.digests.push(self.open.finish());
+        }
+        self.digests
+    }
+}
+
+/// The checksums of bytes that lie in several slices, one for each `grain` of them and one for the rest.
+pub(crate) fn checksum_blocks<'a>(
+    algorithm: &Algorithm,
+    slices: impl IntoIterator<Item = &'a [u8]>,
+    grain: u64,
+) -> Vec<u64> {
+    let mut checksums = Checksums::new(algorithm, grain);
+    slices.into_iter().for_each(|slice| checksums.update(slice));
+    checksums.finish()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn checksums_do_not_depend_on_how_the_bytes_are_cut() {
+        let bytes: Vec<u8> = (0..20_000_u32).map(|i| (i * 31 % 251) as u8).collect();
+        for algorithm in [Algorithm::Crc64, Algorithm::Keyed([7; 32])] {
+            let expected: Vec<_> = bytes.chunks(4096).map(|block| algorithm.checksum(block)).collect();
+            for cut in [1, 100, 4095, 4096, 4097, 9000, 20_000] {
+                assert_eq!(checksum_blocks(&algorithm, bytes.chunks(cut), 4096), expected, "{cut}");
+            }
+        }
+        assert!(checksum_blocks(&Algorithm::Crc64, [&[][..], &[]], 4096).is_empty());
+    }
+}
