@@ -35,8 +35,8 @@ ROOMS: dict[str, set[str]] = {
 def code_of(text: str) -> str:
     """`text` without comments, string literals and unit tests."""
     text = re.split(r"^#\[cfg\(test\)\]$", text, maxsplit=1, flags=re.MULTILINE)[0]
-    text = re.sub(r"//[^\n]*", "", text)
-    return re.sub(r'"(?:[^"\\]|\\.)*"', '""', text)
+    literal_or_comment = r"""//[^\n]*|"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)'"""
+    return re.sub(literal_or_comment, "''", text)
 
 
 def members(code: str, at: int) -> Iterator[str]:

@@ -49,5 +49,5 @@ pub use payload::{Item, Repeat, Slice};
 pub use priority::give_way;
 pub use publication::{Alternate, Filling, Publication, Rendered, Stability, Store, Withdrawn};
 pub use report::Report;
-pub use server::{Server, ServerConfig};
+pub use server::{Door, Server, ServerConfig};
 pub use trust::Secret;

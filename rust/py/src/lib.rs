@@ -1,6 +1,7 @@
 //! `tensorferry._native`: a thin skin over `tensorferry-core`.
 
 mod columns;
+mod door;
 mod errors;
 mod filling;
 mod interfaces;

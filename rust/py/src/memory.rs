@@ -94,7 +94,7 @@ impl PyPart {
 
     /// # Safety
     /// Called by the interpreter, which passes a valid `view`.
-    #[allow(clippy::needless_pass_by_value)]
+    #[allow(clippy::needless_pass_by_value, reason = "what the interpreter calls takes its arguments by value")]
     unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
         let Self { address, nbytes, .. } = *slf.get();
         let len = ffi::Py_ssize_t::try_from(nbytes)?;
@@ -124,7 +124,7 @@ impl PyHostView {
 
     /// # Safety
     /// Called by the interpreter, which passes a valid `view`.
-    #[allow(clippy::needless_pass_by_value)]
+    #[allow(clippy::needless_pass_by_value, reason = "what the interpreter calls takes its arguments by value")]
     unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
         let memory = slf.get();
         let len = ffi::Py_ssize_t::try_from(memory.nbytes)?;

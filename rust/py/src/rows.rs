@@ -258,7 +258,7 @@ impl PyRows {
 
     /// The leaves whose memory overlaps, in groups: rows by their number, and `others`, each with its number, its address
     /// space (0 is host memory) and its first and last byte (exclusive). The rows in `without` are not looked at.
-    #[allow(clippy::needless_pass_by_value)]
+    #[allow(clippy::needless_pass_by_value, reason = "what Python calls takes values")]
     fn overlapping(&self, py: Python<'_>, others: Vec<Span>, without: Vec<usize>) -> Vec<Vec<i64>> {
         py.detach(|| self.columns().overlapping(others, &without))
     }
@@ -342,7 +342,7 @@ impl PyRows {
     }
 
     /// Adds a row as given. `owner` keeps its memory; by default `memory` does.
-    #[allow(clippy::too_many_arguments, clippy::needless_pass_by_value)]
+    #[allow(clippy::too_many_arguments, clippy::needless_pass_by_value, reason = "what Python calls takes values")]
     #[pyo3(signature = (memory, name, dtype, shape, address, nbytes, flag, owner = None))]
     fn append(
         &self,
@@ -376,7 +376,7 @@ impl PyRows {
     }
 
     /// Gives every row the name at its place in `names`.
-    #[allow(clippy::needless_pass_by_value)]
+    #[allow(clippy::needless_pass_by_value, reason = "what Python calls takes values")]
     fn rename(&self, names: Vec<String>) -> PyResult<()> {
         let mut columns = self.columns();
         if names.len() != columns.ends.len() {

@@ -1,6 +1,7 @@
 //! `Server`: publishes tensors' memory and serves it.
 
 use std::any::Any;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -8,6 +9,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 use tensorferry_core::{Alternate, Error, Memory, Publication, Rendered, Server, ServerConfig, Stability, Withdrawn};
 
+use crate::door::Doors;
 use crate::errors;
 use crate::filling::PyFilling;
 use crate::memory::{Owner, borrowed};
@@ -51,7 +53,9 @@ impl PyServer {
             .map_err(|_| errors::invalid(py, format!("bind={bind:?} is not an address and port")))?;
         let patience = seconds(py, patience)?;
         let secret = secret.map(|s| s.0.clone());
-        let config = ServerConfig { bind, patience, same_host, max_bandwidth, secret, tls, ..ServerConfig::default() };
+        let door = Arc::new(Doors);
+        let config =
+            ServerConfig { bind, patience, same_host, max_bandwidth, secret, tls, door, ..ServerConfig::default() };
         let inner = py
             .detach(|| Server::bind(&config, &runtime::handle().map_err(tensorferry_core::Error::from)?))
             .map_err(|e| errors::to_py(py, &e))?;
@@ -65,7 +69,7 @@ impl PyServer {
     /// Publishes `rows` and then `control`, name and bytes of each. `owner` keeps the memory of all rows alive. If that is
     /// not `filled` yet, what is returned says how much of it is.
     #[pyo3(signature = (step, *, rows, control, metadata, owner, private, alternate = None, filled = true))]
-    #[allow(clippy::too_many_arguments)]
+    #[allow(clippy::too_many_arguments, reason = "keywords in Python")]
     fn publish(
         &self,
         py: Python<'_>,

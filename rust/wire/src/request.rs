@@ -24,14 +24,9 @@ pub enum Resource<'a> {
     Header(&'a str),
     /// `/checkpoint/{key}/digests`: the [`crate::digest::DigestTable`].
     Digests(&'a str),
-    /// `/checkpoint/{key}/full`: the whole state as torchft 0.2.0 writes it.
-    StockFull(&'a str),
-    /// `/checkpoint/{key}/metadata`: the tree as torchft 0.2.0 writes it.
-    StockMetadata(&'a str),
-    /// `/checkpoint/{key}/{i}`: chunk `i` as torchft 0.2.0 writes it.
-    StockChunk(&'a str, i64),
-    /// `/checkpoint/{key}/dcp/{file}`: a file of a folder as torch's own distributed checkpoints are.
-    Folder(&'a str, &'a str),
+    /// `/checkpoint/{key}/{name}`: the state in another format. The name may have several segments, none of them empty;
+    /// which names there are is for the server to say.
+    Alternate(&'a str, &'a str),
 }
 
 /// A path that names nothing.
@@ -45,6 +40,15 @@ pub enum PathError {
     BadUrl(String),
 }
 
+impl PathError {
+    /// The error for a `path`, without its token, that names nothing. Its text is torchft's, which its users may match on.
+    #[must_use]
+    pub fn bad_url(path: &str) -> Self {
+        let shown: String = path.chars().take(200).map(|c| if c.is_ascii_graphic() { c } else { '?' }).collect();
+        Self::BadUrl(format!("invalid url format, expected /checkpoint/step/key but got {shown}"))
+    }
+}
+
 /// The resource that `path` (which may carry a query) names on a server whose paths begin with `/{token}`, or with
 /// nothing before them if `token` is empty. `/healthz` is there with and without the token.
 pub fn parse_path<'a>(path: &'a str, token: &str) -> Result<Resource<'a>, PathError> {
@@ -53,27 +57,22 @@ pub fn parse_path<'a>(path: &'a str, token: &str) -> Result<Resource<'a>, PathEr
         return Ok(Resource::Healthz);
     }
     let path = if token.is_empty() { path } else { strip_token(path, token).ok_or(PathError::NotFound)? };
-    let mut segments = path.strip_prefix('/').ok_or_else(|| bad_url(path))?.split('/');
-    match (segments.next(), segments.next(), segments.next(), segments.next()) {
-        (Some("healthz"), None, ..) => Ok(Resource::Healthz),
-        (Some("metrics"), None, ..) => Ok(Resource::Metrics),
-        (Some("checkpoint"), Some(key), Some("dcp"), Some(file))
-            if !key.is_empty() && !file.is_empty() && segments.next().is_none() =>
-        {
-            Ok(Resource::Folder(key, file))
-        }
-        (Some("checkpoint"), Some(file), None, _) => match file.strip_suffix(".safetensors") {
-            Some(key) if !key.is_empty() => Ok(Resource::Container(key)),
-            _ => Err(bad_url(path)),
-        },
-        (Some("checkpoint"), Some(key), Some(part), None) if !key.is_empty() => match part {
-            "header" => Ok(Resource::Header(key)),
-            "digests" => Ok(Resource::Digests(key)),
-            "full" => Ok(Resource::StockFull(key)),
-            "metadata" => Ok(Resource::StockMetadata(key)),
-            chunk => parse_step(chunk).map(|chunk| Resource::StockChunk(key, chunk)).ok_or_else(|| bad_url(path)),
-        },
-        _ => Err(bad_url(path)),
+    let found = match path.strip_prefix('/').unwrap_or_default() {
+        "healthz" => Some(Resource::Healthz),
+        "metrics" => Some(Resource::Metrics),
+        other => other.strip_prefix("checkpoint/").and_then(parse_checkpoint),
+    };
+    found.ok_or_else(|| PathError::bad_url(path))
+}
+
+/// The resource at `path` below `/checkpoint/`.
+fn parse_checkpoint(path: &str) -> Option<Resource<'_>> {
+    match path.split_once('/') {
+        None => path.strip_suffix(".safetensors").filter(|key| !key.is_empty()).map(Resource::Container),
+        Some((key, name)) if key.is_empty() || name.split('/').any(str::is_empty) => None,
+        Some((key, "header")) => Some(Resource::Header(key)),
+        Some((key, "digests")) => Some(Resource::Digests(key)),
+        Some((key, name)) => Some(Resource::Alternate(key, name)),
     }
 }
 
@@ -88,12 +87,6 @@ fn strip_token<'a>(path: &'a str, token: &str) -> Option<&'a str> {
     }
     let differing = given.bytes().zip(token.bytes()).fold(0, |bits, (a, b)| std::hint::black_box(bits | (a ^ b)));
     (differing == 0).then_some(rest)
-}
-
-/// The text is torchft's, for whoever matches on it; the token is never part of it.
-fn bad_url(path: &str) -> PathError {
-    let shown: String = path.chars().take(200).map(|c| if c.is_ascii_graphic() { c } else { '?' }).collect();
-    PathError::BadUrl(format!("invalid url format, expected /checkpoint/step/key but got {shown}"))
 }
 
 /// The number a key stands for: ASCII digits with an optional sign, as Python's `int()` reads them ("007" is 7).

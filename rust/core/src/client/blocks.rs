@@ -10,8 +10,7 @@ const MAX_BLOCKS: u64 = 1 << 12;
 
 /// A block's length as a memory size.
 pub(super) const fn block_len() -> usize {
-    // One MiB fits every usize there is.
-    #[allow(clippy::cast_possible_truncation)]
+    #[allow(clippy::cast_possible_truncation, reason = "one MiB fits every usize there is")]
     let len = BLOCK_SIZE as usize;
     len
 }

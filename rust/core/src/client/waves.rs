@@ -143,8 +143,7 @@ impl Waves {
         let index = self.passing.partition_point(|passing| passing.end <= start);
         for passing in self.passing[index..].iter().take_while(|passing| passing.start < end) {
             let (from, to) = (passing.start.max(start), passing.end.min(end));
-            // `wave_ends` lets no wave have more than fits.
-            #[allow(clippy::cast_possible_truncation)]
+            #[allow(clippy::cast_possible_truncation, reason = "`wave_ends` lets no wave have more than fits")]
             let place = address + at as usize;
             // SAFETY: the caller promises the memory from `address` on; parts lie in it one behind the other.
             pieces.push(unsafe { Piece::new(from, to - from, place) });

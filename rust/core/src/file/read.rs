@@ -185,12 +185,11 @@ impl Container {
     /// Reads and verifies blocks `[first, end)`; says how many bytes of the file that took.
     fn read_blocks(&self, plan: &Plan, first: u64, end: u64, sink: &mut Vec<u8>) -> Result<u64, Error> {
         let failed = |e| refused(&self.path, "cannot be read", e);
-        // A chunk has 8192 blocks at most.
-        #[allow(clippy::cast_possible_truncation)]
+        #[allow(clippy::cast_possible_truncation, reason = "a chunk has 8192 blocks at most")]
         let mut table = vec![0; 8 * (end - first) as usize];
         self.file.read_exact_at(&mut table, self.digests_at + 8 * first).map_err(failed)?;
         let (start, stop) = (plan.block_bounds(first).0, plan.block_bounds(end - 1).1);
-        #[allow(clippy::cast_possible_truncation)]
+        #[allow(clippy::cast_possible_truncation, reason = "no more than a chunk")]
         let len = (stop - start) as usize;
         if sink.len() < len {
             sink.resize(len, 0);

@@ -193,8 +193,7 @@ impl Arena {
         let backing = Arc::new(Backing { mapping: Some(mapping), pool, in_parts });
         let (base, mut at) = (self.len(), 0);
         for end in first.ends.iter().copied().chain(then.ends.iter().map(|end| first.len + end)) {
-            // Offsets into a mapping that exists.
-            #[allow(clippy::cast_possible_truncation)]
+            #[allow(clippy::cast_possible_truncation, reason = "offsets into a mapping that exists")]
             let (address, len) = (start + at as usize, (end - at) as usize);
             self.regions.push(Arc::new(Region { backing: Arc::clone(&backing), address, len }));
             self.ends.push(base + end);

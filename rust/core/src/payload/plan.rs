@@ -40,8 +40,7 @@ impl Piece {
     /// What of it lies in `[start, end)` of the payload.
     pub(crate) fn within(&self, start: u64, end: u64) -> Option<Self> {
         let (from, to) = (self.start.max(start), self.end().min(end));
-        // An offset into memory that exists.
-        #[allow(clippy::cast_possible_truncation)]
+        #[allow(clippy::cast_possible_truncation, reason = "an offset into memory that exists")]
         let address = self.address + from.checked_sub(self.start)? as usize;
         (from < to).then_some(Self { start: from, len: to - from, address })
     }
@@ -154,8 +153,7 @@ impl Plan {
         let mut sink = sink;
         let mut at = start;
         let mut index = self.pieces.partition_point(|p| p.end() <= start);
-        // Every length here is at most that of the range, which a sink has memory for.
-        #[allow(clippy::cast_possible_truncation)]
+        #[allow(clippy::cast_possible_truncation, reason = "no length is more than that of the sink")]
         while at < end {
             match self.pieces.get(index).filter(|p| p.start < end) {
                 Some(piece) if piece.start <= at => {
@@ -188,7 +186,7 @@ impl Plan {
         let mut pages = 0..0;
         for piece in self.pieces[index..].iter().take_while(|p| p.start < end) {
             let (first, last) = (piece.start.max(start), piece.end().min(end));
-            #[allow(clippy::cast_possible_truncation)]
+            #[allow(clippy::cast_possible_truncation, reason = "offsets into memory that exists")]
             let (address, len) = (piece.address + (first - piece.start) as usize, (last - first) as usize);
             let (low, high) = (address & !(PAGE - 1), (address + len).next_multiple_of(PAGE));
             if (pages.start..=pages.end).contains(&low) {

@@ -44,8 +44,10 @@ impl Segments {
             let last = first + region.len() as u64;
             let stop = end.min(last);
             if at < stop {
-                // Differences within one region fit usize, since its length is one.
-                #[allow(clippy::cast_possible_truncation)]
+                #[allow(
+                    clippy::cast_possible_truncation,
+                    reason = "differences within one region fit usize, since its length is one"
+                )]
                 let part = region.slice((at - first) as usize, (stop - first) as usize);
                 if !visit(part) {
                     return;

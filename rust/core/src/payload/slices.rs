@@ -76,8 +76,10 @@ impl Slice {
         }
         for repeat in &self.repeats {
             let step = |(start, address): (u64, usize)| {
-                // Whatever the steps add up to was found to fit above.
-                #[allow(clippy::cast_possible_truncation)]
+                #[allow(
+                    clippy::cast_possible_truncation,
+                    reason = "whatever the steps add up to was found to fit above"
+                )]
                 (0..repeat.count).map(move |i| (start + i * repeat.from, address + (i * repeat.to) as usize))
             };
             runs = runs.into_iter().flat_map(step).collect();

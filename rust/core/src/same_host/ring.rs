@@ -60,8 +60,10 @@ impl Layout {
 
     /// Where the slot used for the `turn`-th part starts.
     fn start(self, turn: u64) -> usize {
-        // Below `bytes`, which is the length of a mapping that exists.
-        #[allow(clippy::cast_possible_truncation)]
+        #[allow(
+            clippy::cast_possible_truncation,
+            reason = "below `bytes`, which is the length of a mapping that exists"
+        )]
         let start = ((turn % u64::from(self.slots)) * u64::from(self.slot_len)) as usize;
         start
     }

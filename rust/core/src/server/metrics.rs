@@ -163,7 +163,6 @@ impl Tallies {
         page.one("last_receive_lanes", "gauge", "Connections of the last one.", report.lanes);
         page.about("last_receive_seconds", "gauge", "Time of the last one, by what it went to.");
         page.phases("last_receive_seconds", *phases);
-        #[allow(clippy::cast_precision_loss, reason = "a speed needs no more digits")]
         let rate = report.bytes as f64 / phases.fetch.as_secs_f64().max(1e-9);
         page.one("last_receive_bytes_per_second", "gauge", "Speed of the last one while it fetched.", rate);
         page.about("last_receive_route", "gauge", "1 for each way the last one took: from address there to here.");

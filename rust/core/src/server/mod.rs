@@ -2,6 +2,7 @@
 
 mod body;
 mod connection;
+mod door;
 mod guard;
 mod handler;
 mod listeners;
@@ -23,6 +24,8 @@ use tokio::sync::watch;
 
 use self::body::Progress;
 use self::connection::Connection;
+use self::door::ContainersOnly;
+pub use self::door::Door;
 use self::guard::Guard;
 use self::listeners::{accept_local, accept_network, listen, listen_same_host};
 use self::metrics::Metrics;
@@ -66,6 +69,8 @@ pub struct ServerConfig {
     pub same_host: bool,
     /// Bytes per second that all connections together may send of checkpoints.
     pub max_bandwidth: Option<u64>,
+    /// Names the other formats that are served besides the container, and words refusals. By default there are none.
+    pub door: Arc<dyn Door>,
 }
 
 impl Default for ServerConfig {
@@ -79,6 +84,7 @@ impl Default for ServerConfig {
             max_connections: 512,
             same_host: true,
             max_bandwidth: None,
+            door: Arc::new(ContainersOnly),
         }
     }
 }
@@ -106,6 +112,7 @@ struct Shared {
     requests: AtomicU64,
     metrics: Metrics,
     connections: AtomicUsize,
+    door: Arc<dyn Door>,
 }
 
 impl Server {
@@ -135,6 +142,7 @@ impl Server {
             requests: AtomicU64::new(0),
             metrics: Metrics::default(),
             connections: AtomicUsize::new(0),
+            door: Arc::clone(&config.door),
         });
         let (stop, stopped) = watch::channel(false);
         let (done, ended) = std::sync::mpsc::channel();

@@ -16,8 +16,7 @@ pub(crate) struct Throttle {
 
 impl Throttle {
     pub(crate) fn new(bytes_per_second: u64) -> Self {
-        // A rate has no use for the digits that are lost beyond 2^53 bytes a second.
-        #[allow(clippy::cast_precision_loss)]
+        // The digits that are lost beyond 2^53 bytes a second matter to no rate.
         let bytes_per_second = bytes_per_second.max(1) as f64;
         Self { bytes_per_second, free: Mutex::new(Instant::now()) }
     }
@@ -29,7 +28,6 @@ impl Throttle {
 
     /// Counts `bytes` as sent now: whoever comes next waits for as long as they take.
     pub(crate) fn book(&self, bytes: usize, now: Instant) {
-        #[allow(clippy::cast_precision_loss)]
         let takes = Duration::try_from_secs_f64(bytes as f64 / self.bytes_per_second).unwrap_or(Duration::MAX);
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
         let begin = (*free).max(now.checked_sub(BURST).unwrap_or(now));

@@ -235,8 +235,10 @@ impl Remote {
             for block in first..end.min(have) {
                 let (start, stop) = plan.block_bounds(block);
                 plan.with_slices(start, stop, &mut sink, |slices| {
-                    // The prefix holds whole blocks and lies in memory, so offsets into it fit.
-                    #[allow(clippy::cast_possible_truncation)]
+                    #[allow(
+                        clippy::cast_possible_truncation,
+                        reason = "the prefix holds whole blocks and lies in memory, so offsets into it fit"
+                    )]
                     let mut at = start as usize;
                     for slice in slices {
                         let end = at + slice.len();

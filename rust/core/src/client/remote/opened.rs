@@ -81,8 +81,7 @@ impl Opened {
             return Err(protocol("the header is longer than the container"));
         }
         extend(&mut bytes, 0, payload_start)?;
-        // Both are lengths of memory that exists.
-        #[allow(clippy::cast_possible_truncation)]
+        #[allow(clippy::cast_possible_truncation, reason = "both are lengths of memory that exists")]
         let behind = bytes.split_off(payload_start as usize);
         let header = Header::decode(&bytes).map_err(invalid)?;
         let header_digest = algorithm.checksum(&bytes);

@@ -67,7 +67,13 @@ fn permitted<'r, B>(
     request: &'r Request<B>,
 ) -> Result<(Resource<'r>, Option<Nonce>), PathError> {
     let path = request.uri().path();
-    let found = request::parse_path(path, &connection.shared.token);
+    let door = &connection.shared.door;
+    let found = request::parse_path(path, &connection.shared.token).and_then(|found| match found {
+        Resource::Alternate(key, name) if door.alternate(name).is_none() => {
+            Err(PathError::bad_url(&format!("/checkpoint/{key}/{name}")))
+        }
+        found => Ok(found),
+    });
     let Some(guard) = &connection.shared.guard else { return Ok((found?, None)) };
     match found {
         Ok(Resource::Metrics) => Ok((Resource::Metrics, None)),
@@ -89,13 +95,7 @@ async fn resolve<B>(
     let key = match resource {
         Resource::Healthz => return text(StatusCode::OK, "ok"),
         Resource::Metrics => return metrics(connection),
-        Resource::Container(key)
-        | Resource::Header(key)
-        | Resource::Digests(key)
-        | Resource::StockFull(key)
-        | Resource::StockMetadata(key)
-        | Resource::StockChunk(key, _)
-        | Resource::Folder(key, _) => key,
+        Resource::Container(key) | Resource::Header(key) | Resource::Digests(key) | Resource::Alternate(key, _) => key,
     };
     let Some(step) = request::parse_step(key) else {
         return text(StatusCode::NOT_FOUND, &format!("no checkpoint is called {key}: steps are integers"));
@@ -120,10 +120,10 @@ async fn resolve<B>(
             conditional(request.headers(), &etag).unwrap_or(found)
         }
         Resource::Digests(_) => digests(connection, lease, request, nonce).await,
-        Resource::StockFull(_) => alternate(connection, lease, step, "full".to_owned(), request).await,
-        Resource::StockMetadata(_) => alternate(connection, lease, step, "metadata".to_owned(), request).await,
-        Resource::StockChunk(_, index) => alternate(connection, lease, step, index.to_string(), request).await,
-        Resource::Folder(_, file) => alternate(connection, lease, step, format!("dcp/{file}"), request).await,
+        Resource::Alternate(_, name) => {
+            let name = connection.shared.door.alternate(name).unwrap_or_default();
+            alternate(connection, lease, step, name, request).await
+        }
         Resource::Healthz | Resource::Metrics => text(StatusCode::NOT_FOUND, "not found"),
     };
     if let Some(name) = connection.shared.same_host.as_ref().filter(|_| !connection.same_host) {
@@ -132,8 +132,8 @@ async fn resolve<B>(
     found
 }
 
-/// A body in another format, of a state that is all there: torchft's own, or that of torch's checkpoints. It is built
-/// without a lease, since that can take long and reads no tensor memory.
+/// The body called `name`, in another format than the container, once the state is all there. It is built without a lease:
+/// building can take long, and reads no tensor memory.
 async fn alternate<B>(
     connection: &Arc<Connection>,
     lease: Arc<Lease>,
@@ -148,10 +148,7 @@ async fn alternate<B>(
     if let Err(refused) = filled(connection, all, StatusCode::SERVICE_UNAVAILABLE).await {
         return refused;
     }
-    let missing = match name.strip_prefix("dcp/") {
-        Some(file) => format!("there is no file {file} here"),
-        None => format!("list index out of range: there is no chunk {name}"),
-    };
+    let missing = connection.shared.door.missing(&name);
     let rendered = tokio::task::spawn_blocking(move || publication.render(&name)).await;
     let segments = match rendered {
         Ok(Ok(Some(Found::Here(segments)))) => segments,

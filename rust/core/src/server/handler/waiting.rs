@@ -32,10 +32,7 @@ pub(super) async fn lease<B>(
             let message = format!("invalid checkpoint requested, serving {serving} but got step={step}");
             Err(text(StatusCode::BAD_REQUEST, &message))
         }
-        Ok(Lookup::Nothing) => {
-            let message = format!("step {step} is allowed but no state was sent: call send_checkpoint first");
-            Err(text(StatusCode::NOT_FOUND, &message))
-        }
+        Ok(Lookup::Nothing) => Err(text(StatusCode::NOT_FOUND, &shared.door.unpublished(step))),
         Ok(Lookup::Closed) => Err(text(StatusCode::SERVICE_UNAVAILABLE, "this transport is shut down")),
         Err(_) => {
             let message = format!(
