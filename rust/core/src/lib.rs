@@ -40,14 +40,16 @@ mod trust;
 pub use cancel::Cancel;
 #[cfg(fuzzing)]
 pub use client::fuzzing;
-pub use client::{Arrived, Destination, FetchOptions, Order, Part, Remote, Waves, gather, resolve};
+pub use client::{
+    Arrived, Destination, FetchOptions, Remote, SliceRequest, StagedFetch, StagedRun, fetch_slices, resolve,
+};
 pub use error::{Error, ErrorKind};
 pub use file::{Container, DIRECT_FROM, FileOptions, FileReport, Written, write_file};
 pub use fork::without_fork;
-pub use memory::{Arena, Hold, Made, Memory, Pool, check_machine_has};
+pub use memory::{Allocation, Arena, ArenaPool, Hold, Memory, check_machine_has};
 pub use payload::{Item, Repeat, Slice};
-pub use priority::give_way;
-pub use publication::{Alternate, Filling, Publication, Rendered, Stability, Store, Withdrawn};
+pub use priority::lower_priority;
+pub use publication::{Alternate, Publication, Readiness, Rendered, Stability, Store, Withdrawn};
 pub use report::Report;
 pub use server::{Door, Server, ServerConfig};
 pub use trust::Secret;

@@ -8,7 +8,7 @@ const SLICE: u64 = 300_000;
 /// Makes the calling thread one that gives way: it gets less of a core that others want, and a little at a time.
 ///
 /// A refusal of the system leaves it as it was; kernels before 6.12 take the weight and ignore the slice.
-pub fn give_way() {
+pub fn lower_priority() {
     let attributes = libc::sched_attr {
         size: u32::try_from(size_of::<libc::sched_attr>()).unwrap_or(0),
         sched_policy: libc::SCHED_OTHER.cast_unsigned(),

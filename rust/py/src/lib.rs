@@ -3,9 +3,9 @@
 mod columns;
 mod door;
 mod errors;
-mod filling;
 mod interfaces;
 mod memory;
+mod readiness;
 mod remote;
 mod report;
 mod rows;
@@ -13,8 +13,8 @@ mod runtime;
 mod secret;
 mod server;
 mod slices;
+mod staged;
 mod tree;
-mod waves;
 
 use pyo3::prelude::*;
 
@@ -22,11 +22,11 @@ use pyo3::prelude::*;
 #[pymodule]
 mod _native {
     #[pymodule_export]
-    use crate::filling::PyFilling;
-    #[pymodule_export]
     use crate::interfaces::{interfaces, resolve};
     #[pymodule_export]
     use crate::memory::{PyArena, PyHostView, PyPart};
+    #[pymodule_export]
+    use crate::readiness::PyReadiness;
     #[pymodule_export]
     use crate::remote::{PyPool, PyRemote, check_machine_has};
     #[pymodule_export]
@@ -40,7 +40,7 @@ mod _native {
     #[pymodule_export]
     use crate::slices::{PyWritten, fetch_slices, file_entries, read_file, write_file};
     #[pymodule_export]
-    use crate::tree::unflatten;
+    use crate::staged::PyStagedFetch;
     #[pymodule_export]
-    use crate::waves::PyWaves;
+    use crate::tree::unflatten;
 }

@@ -7,7 +7,9 @@ use pyo3::ffi;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyList, PyType};
-use tensorferry_core::{Arena, Destination, Error, Hold, Made, Memory, Part, Pool, Repeat, Slice, Waves};
+use tensorferry_core::{
+    Allocation, Arena, ArenaPool, Destination, Error, Hold, Memory, Repeat, Slice, StagedFetch, StagedRun,
+};
 use tensorferry_wire::container::{Entry, Header};
 use tensorferry_wire::dtype::Dtype;
 
@@ -232,7 +234,7 @@ struct DlManaged {
 }
 
 /// Torch calls this when the last tensor over the memory is gone, on any thread, with or without the interpreter.
-unsafe extern "C" fn let_go(managed: *mut DlManaged) {
+unsafe extern "C" fn dlpack_deleter(managed: *mut DlManaged) {
     // SAFETY: made by `Box::into_raw` in `over`, and a deleter is called once.
     drop(unsafe { Box::from_raw(managed) });
 }
@@ -310,7 +312,7 @@ impl Exchange {
         };
         let (major, minor) = self.version;
         let context = std::ptr::null_mut();
-        let managed = DlManaged { major, minor, context, deleter: let_go, flags: 0, tensor, _hold: hold };
+        let managed = DlManaged { major, minor, context, deleter: dlpack_deleter, flags: 0, tensor, _hold: hold };
         let mut object = std::ptr::null_mut();
         // SAFETY: the interpreter is held. The tensor lies inside memory that `managed` keeps and to which Rust
         // does not write any more. Torch copies shape and strides. It takes `managed` over; should it refuse, nobody
@@ -399,17 +401,17 @@ pub(crate) fn borrowed(address: usize, nbytes: usize) -> Memory {
 
 /// A pool of memory that `make` makes: called with a number of bytes it returns an address and what holds the memory
 /// there, or `None`. Where it fails, the pool maps memory itself.
-pub(crate) fn pool_made_by(limit: usize, make: Py<PyAny>) -> Arc<Pool> {
+pub(crate) fn pool_with_allocator(limit: usize, make: Py<PyAny>) -> Arc<ArenaPool> {
     let make = move |nbytes: usize| {
         Python::try_attach(|py| {
             let given = make.call1(py, (nbytes,)).and_then(|g| g.extract::<Option<(usize, Py<PyAny>)>>(py));
             let (address, owner) = given.inspect_err(|e| e.clone_ref(py).write_unraisable(py, None)).ok()??;
-            Some(Made { address, owner: Box::new(Owner::new(owner)) })
+            Some(Allocation { address, owner: Box::new(Owner::new(owner)) })
         })?
     };
     // SAFETY: Python's part of the contract: `tensorferry.host_memory` gives the address of a tensor of that size, which
     // nobody else knows, and the tensor as its owner.
-    unsafe { Pool::made_by(limit, make) }
+    unsafe { ArenaPool::with_allocator(limit, make) }
 }
 
 /// Destinations inside tensors of the receiver, by address; sizes were compared with the header in Python.
@@ -420,7 +422,7 @@ pub(crate) fn given(addresses: Vec<Option<usize>>) -> Destination {
 }
 
 /// Brings a wave to `address`, in memory of as many bytes as the receive was begun with.
-pub(crate) fn fetch_wave(waves: &mut Waves, address: usize) -> Result<Option<Vec<Part>>, Error> {
+pub(crate) fn fetch_wave(waves: &mut StagedFetch, address: usize) -> Result<Option<Vec<StagedRun>>, Error> {
     // SAFETY: Python's part of the contract: `tensorferry.landing` passes the address of a slot of that size, holds its
     // memory for the length of the call, and gives no slot from which a copy is still under way.
     unsafe { waves.fetch(address) }

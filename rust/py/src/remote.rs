@@ -8,16 +8,16 @@ use std::sync::{Arc, Mutex, PoisonError};
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList, PyRange, PyString, PyTuple};
-use tensorferry_core::{Arrived, Cancel, Destination, FetchOptions, Pool, Remote};
+use tensorferry_core::{ArenaPool, Arrived, Cancel, Destination, FetchOptions, Remote};
 use tensorferry_wire::container::{self, Entry, Header};
 use tensorferry_wire::manifest;
 
 use crate::errors;
-use crate::memory::{PyArena, given, pool_made_by};
+use crate::memory::{PyArena, given, pool_with_allocator};
 use crate::report::{self, seconds};
-use crate::runtime::{self, Origin, Watch};
+use crate::runtime::{self, OnTick, Origin};
 use crate::secret::PySecret;
-use crate::waves::{PyWaves, Teller};
+use crate::staged::{ProgressReporter, PyStagedFetch};
 
 /// A checkpoint whose header is here and whose payload is still at its source.
 #[pyclass(name = "Remote", module = "tensorferry._native", frozen)]
@@ -36,7 +36,7 @@ pub(crate) struct PyRemote {
 
 /// Memory of earlier receives, kept for later ones.
 #[pyclass(name = "Pool", module = "tensorferry._native", frozen)]
-pub(crate) struct PyPool(Arc<Pool>);
+pub(crate) struct PyPool(Arc<ArenaPool>);
 
 #[pymethods]
 impl PyPool {
@@ -45,7 +45,7 @@ impl PyPool {
     #[new]
     #[pyo3(signature = (limit, make = None))]
     fn new(limit: usize, make: Option<Py<PyAny>>) -> Self {
-        Self(make.map_or_else(|| Pool::new(limit), |make| pool_made_by(limit, make)))
+        Self(make.map_or_else(|| ArenaPool::new(limit), |make| pool_with_allocator(limit, make)))
     }
 
     /// Bytes kept now.
@@ -80,11 +80,11 @@ impl PyRemote {
     }
 
     /// The checkpoint itself, to be fetched once.
-    fn take(&self, py: Python<'_>) -> PyResult<(Remote, Teller)> {
+    fn take(&self, py: Python<'_>) -> PyResult<(Remote, ProgressReporter)> {
         self.origin.check(py)?;
         let remote = self.remote.lock().unwrap_or_else(PoisonError::into_inner).take();
         let remote = remote.ok_or_else(|| errors::invalid(py, "this checkpoint was fetched already"))?;
-        let teller = Teller {
+        let teller = ProgressReporter {
             received: Arc::clone(&self.received),
             total: remote.header().payload_len(),
             progress: self.progress.as_ref().map(|call| call.clone_ref(py)),
@@ -225,7 +225,7 @@ impl PyRemote {
         let (remote, teller) = self.take(py)?;
         let destination = addresses.map_or(Destination::Fresh, given);
         let tell = |py: Python<'_>| teller.tell(py);
-        let watch = teller.progress.is_some().then_some(&tell as &Watch<'_>);
+        let watch = teller.progress.is_some().then_some(&tell as &OnTick<'_>);
         let arrived = runtime::run(py, &self.cancel, watch, move || remote.fetch(destination))?;
         tell(py)?;
         handed_over(py, arrived, &self.header)
@@ -239,11 +239,11 @@ impl PyRemote {
         addresses: Option<Vec<Option<usize>>>,
         passing: Vec<usize>,
         most: u64,
-    ) -> PyResult<PyWaves> {
+    ) -> PyResult<PyStagedFetch> {
         let (remote, teller) = self.take(py)?;
         let destination = addresses.map_or(Destination::Fresh, given);
         let waves = py.detach(move || remote.waves(destination, &passing, most)).map_err(|e| errors::to_py(py, &e))?;
-        Ok(PyWaves::new(self.cancel.clone(), teller, Arc::clone(&self.header), waves))
+        Ok(PyStagedFetch::new(self.cancel.clone(), teller, Arc::clone(&self.header), waves))
     }
 }
 

@@ -55,7 +55,7 @@ fn start() -> std::io::Result<Handle> {
     let runtime = Builder::new_multi_thread()
         .worker_threads(workers)
         .thread_name("tensorferry")
-        .on_thread_start(tensorferry_core::give_way)
+        .on_thread_start(tensorferry_core::lower_priority)
         .enable_all()
         .build()?;
     let handle = runtime.handle().clone();
@@ -77,7 +77,7 @@ pub(crate) fn shutdown_runtime(py: Python<'_>) {
 }
 
 /// What is called now and then while work goes on.
-pub(crate) type Watch<'a> = dyn Fn(Python<'_>) -> PyResult<()> + 'a;
+pub(crate) type OnTick<'a> = dyn Fn(Python<'_>) -> PyResult<()> + 'a;
 
 /// Runs `work` without holding the interpreter. On the main thread a signal cancels it: `cancel` is pulled, `work` is
 /// waited for, and the handler's exception (`KeyboardInterrupt`) is raised. `watch` is called now and then meanwhile; an
@@ -85,7 +85,7 @@ pub(crate) type Watch<'a> = dyn Fn(Python<'_>) -> PyResult<()> + 'a;
 pub(crate) fn run<T: Send>(
     py: Python<'_>,
     cancel: &Cancel,
-    watch: Option<&Watch<'_>>,
+    watch: Option<&OnTick<'_>>,
     work: impl FnOnce() -> Result<T, Error> + Send,
 ) -> PyResult<T> {
     run_until(py, || cancel.cancel(), watch, work)
@@ -95,7 +95,7 @@ pub(crate) fn run<T: Send>(
 pub(crate) fn run_until<T: Send>(
     py: Python<'_>,
     cancel: impl Fn() + Send + Sync,
-    watch: Option<&Watch<'_>>,
+    watch: Option<&OnTick<'_>>,
     work: impl FnOnce() -> Result<T, Error> + Send,
 ) -> PyResult<T> {
     let result = if is_main_thread() || watch.is_some() {

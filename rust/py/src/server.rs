@@ -11,8 +11,8 @@ use tensorferry_core::{Alternate, Error, Memory, Publication, Rendered, Server, 
 
 use crate::door::Doors;
 use crate::errors;
-use crate::filling::PyFilling;
 use crate::memory::{Owner, borrowed};
+use crate::readiness::PyReadiness;
 use crate::report::{self, seconds};
 use crate::rows::PyRows;
 use crate::runtime::{self, Origin, SIGNAL_POLL};
@@ -81,7 +81,7 @@ impl PyServer {
         private: bool,
         alternate: Option<Py<PyAny>>,
         filled: bool,
-    ) -> PyResult<Option<PyFilling>> {
+    ) -> PyResult<Option<PyReadiness>> {
         let server = self.server(py)?;
         let stability = if private { Stability::Private } else { Stability::Borrowed };
         let owner = Box::new(Owner::new(owner));
@@ -92,8 +92,8 @@ impl PyServer {
             let (mut publication, filling) = if filled {
                 (Publication::new(metadata, items, stability, owner)?, None)
             } else {
-                let (publication, filling) = Publication::filling(metadata, items, stability, owner)?;
-                (publication, Some(PyFilling::new(filling)))
+                let (publication, filling) = Publication::with_readiness(metadata, items, stability, owner)?;
+                (publication, Some(PyReadiness::new(filling)))
             };
             if let Some(alternate) = alternate {
                 publication = publication.with_alternate(alternate);
@@ -105,7 +105,7 @@ impl PyServer {
     }
 
     /// Withdraws the publication that `filling` was to fill, and cannot.
-    fn abandon(&self, py: Python<'_>, filling: &PyFilling) -> PyResult<()> {
+    fn abandon(&self, py: Python<'_>, filling: &PyReadiness) -> PyResult<()> {
         let (server, filling) = (self.server(py)?, filling.take(py)?);
         py.detach(|| server.store().abandon(filling));
         Ok(())

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
-use tensorferry_core::{Cancel, Container, FetchOptions, FileOptions, Order, Repeat, Slice, Written, gather};
+use tensorferry_core::{Cancel, Container, FetchOptions, FileOptions, Repeat, Slice, SliceRequest, Written};
 use tensorferry_wire::dtype::Dtype;
 
 use crate::errors;
@@ -15,10 +15,10 @@ use crate::runtime;
 use crate::secret::PySecret;
 
 /// `(entry, dtype, nbytes, start, run, address, [(count, from, to), ...])`.
-type Part = (String, String, u64, u64, u64, usize, Vec<(u64, u64, u64)>);
+type SliceTuple = (String, String, u64, u64, u64, usize, Vec<(u64, u64, u64)>);
 
-fn slices(py: Python<'_>, parts: Vec<Part>) -> PyResult<Vec<Slice>> {
-    let slice = |(entry, dtype, nbytes, start, run, address, repeats): Part| {
+fn slices(py: Python<'_>, parts: Vec<SliceTuple>) -> PyResult<Vec<Slice>> {
+    let slice = |(entry, dtype, nbytes, start, run, address, repeats): SliceTuple| {
         let known = Dtype::from_name(&dtype)
             .ok_or_else(|| errors::invalid(py, format!("{entry:?} is of an unknown dtype {dtype:?}")))?;
         let repeats = repeats.into_iter().map(|(count, from, to)| Repeat { count, from, to }).collect();
@@ -100,7 +100,7 @@ pub(crate) fn file_entries(
 pub(crate) fn read_file(
     py: Python<'_>,
     path: PathBuf,
-    parts: Vec<Part>,
+    parts: Vec<SliceTuple>,
     threads: Option<usize>,
     header: Option<u64>,
 ) -> PyResult<Bound<'_, PyDict>> {
@@ -124,7 +124,7 @@ pub(crate) fn read_file(
                                             secret = None))]
 pub(crate) fn fetch_slices<'py>(
     py: Python<'py>,
-    orders: Vec<(Vec<String>, i64, Vec<Part>)>,
+    orders: Vec<(Vec<String>, i64, Vec<SliceTuple>)>,
     timeout: f64,
     lanes: Option<usize>,
     same_host: bool,
@@ -132,7 +132,7 @@ pub(crate) fn fetch_slices<'py>(
     secret: Option<&PySecret>,
 ) -> PyResult<Bound<'py, PyDict>> {
     let timeout = seconds(py, timeout.max(0.0))?;
-    let order = |(urls, step, parts)| Ok(Order { urls, step, slices: slices(py, parts)? });
+    let order = |(urls, step, parts)| Ok(SliceRequest { urls, step, slices: slices(py, parts)? });
     let orders = orders.into_iter().map(order).collect::<PyResult<Vec<_>>>()?;
     let cancel = Cancel::new();
     let defaults = FetchOptions::within(timeout);
@@ -144,6 +144,6 @@ pub(crate) fn fetch_slices<'py>(
         cancel: cancel.clone(),
         ..defaults
     };
-    let report = runtime::run(py, &cancel, None, move || gather(orders, &options))?;
+    let report = runtime::run(py, &cancel, None, move || tensorferry_core::fetch_slices(orders, &options))?;
     report::tell(py, report)
 }

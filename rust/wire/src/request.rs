@@ -1,6 +1,6 @@
 //! What a request asks for: its path, its ranges, its conditions. And what an answer says it holds.
 
-use crate::digest::{BLOCK_SIZE, GRAINS};
+use crate::digest::{BLOCK_SIZE, BLOCK_SIZES};
 
 /// The header in which a source says under which name processes of its own machine reach it.
 pub const SAME_HOST_HEADER: &str = "tensorferry-same-host";
@@ -152,9 +152,9 @@ fn position(text: &str) -> Option<u64> {
 /// `first..end`, and how many bytes each has. Whether there are such blocks is not checked.
 #[must_use]
 pub fn parse_blocks(query: &str) -> Option<(u64, u64, u64)> {
-    let (blocks, grain) = split_blocks(query)?;
+    let (blocks, block_size) = split_blocks(query)?;
     let (first, end) = parse_run(blocks)?;
-    Some((first, end, grain))
+    Some((first, end, block_size))
 }
 
 /// Reads the query of a request for parts of a container, `blocks={first}-{end},{first}-{end},...` with or without
@@ -162,7 +162,7 @@ pub fn parse_blocks(query: &str) -> Option<(u64, u64, u64)> {
 /// one before. And how many bytes a block has. Whether there are such blocks is not checked.
 #[must_use]
 pub fn parse_runs(query: &str) -> Option<(Vec<(u64, u64)>, u64)> {
-    let (blocks, grain) = split_blocks(query)?;
+    let (blocks, block_size) = split_blocks(query)?;
     let (mut runs, mut behind) = (Vec::new(), 0);
     for run in blocks.split(',') {
         let (first, end) = parse_run(run).filter(|run| run.0 < run.1)?;
@@ -172,17 +172,20 @@ pub fn parse_runs(query: &str) -> Option<(Vec<(u64, u64)>, u64)> {
         runs.push((first, end));
         behind = end;
     }
-    Some((runs, grain))
+    Some((runs, block_size))
 }
 
 /// The blocks a query names, and how many bytes each of them has.
 fn split_blocks(query: &str) -> Option<(&str, u64)> {
-    let (blocks, grain) = query.split_once('&').map_or((query, None), |(blocks, grain)| (blocks, Some(grain)));
-    let grain = match grain {
-        Some(grain) => position(grain.strip_prefix("grain=")?).filter(|grain| GRAINS.contains(grain))?,
+    let (blocks, block_size) =
+        query.split_once('&').map_or((query, None), |(blocks, block_size)| (blocks, Some(block_size)));
+    let block_size = match block_size {
+        Some(block_size) => {
+            position(block_size.strip_prefix("grain=")?).filter(|block_size| BLOCK_SIZES.contains(block_size))?
+        }
         None => BLOCK_SIZE,
     };
-    Some((blocks.strip_prefix("blocks=")?, grain))
+    Some((blocks.strip_prefix("blocks=")?, block_size))
 }
 
 fn parse_run(run: &str) -> Option<(u64, u64)> {

@@ -16,14 +16,14 @@ pub(super) const fn block_len() -> usize {
 }
 
 /// `runs` as a request names them.
-pub(super) fn named(runs: &[(u64, u64)]) -> String {
+pub(super) fn format_runs(runs: &[(u64, u64)]) -> String {
     let runs: Vec<_> = runs.iter().map(|(first, end)| format!("{first}-{end}")).collect();
     runs.join(",")
 }
 
 /// Which digests to ask for at a time: just those that are wanted, in parts.
-pub(super) fn requests(runs: &[(u64, u64)], grain: u64) -> Vec<Vec<(u64, u64)>> {
-    let most = if grain == BLOCK_SIZE { MAX_BLOCKS } else { MAX_DIGESTS };
+pub(super) fn requests(runs: &[(u64, u64)], block_size: u64) -> Vec<Vec<(u64, u64)>> {
+    let most = if block_size == BLOCK_SIZE { MAX_BLOCKS } else { MAX_DIGESTS };
     let mut requests = Vec::new();
     let (mut asked, mut left) = (Vec::new(), most);
     for &(start, end) in runs {

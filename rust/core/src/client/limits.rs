@@ -10,12 +10,12 @@ const LEAST_PACE: u64 = 1 << 10;
 
 /// How fast an answer comes, for noticing a connection on which bytes drip.
 #[derive(Debug, Default)]
-pub(super) struct Pace {
+pub(super) struct StallDetector {
     since: Option<Instant>,
     got: u64,
 }
 
-impl Pace {
+impl StallDetector {
     /// Notes `bytes` of an answer; whether what came in a time of `stall` is next to nothing.
     pub(super) fn is_stuck(&mut self, bytes: usize, stall: Duration) -> bool {
         let now = Instant::now();
@@ -92,7 +92,7 @@ mod tests {
     fn next_to_nothing_is_no_progress_and_slow_is() {
         let stall = Duration::from_millis(40);
         let run = |bytes: usize| {
-            let mut pace = Pace::default();
+            let mut pace = StallDetector::default();
             let noted = |_| {
                 std::thread::sleep(Duration::from_millis(10));
                 pace.is_stuck(bytes, stall)
@@ -101,7 +101,7 @@ mod tests {
         };
         assert!(run(1));
         assert!(!run(1000));
-        let mut pace = Pace::default();
+        let mut pace = StallDetector::default();
         assert!(!pace.is_stuck(1, stall), "the first byte comes whenever it comes");
     }
 }

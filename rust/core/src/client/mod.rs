@@ -3,30 +3,30 @@
 mod answers;
 mod blocks;
 mod connection;
+mod fetch_slices;
 #[cfg(fuzzing)]
 pub mod fuzzing;
-mod gather;
 mod lane;
+mod ledger;
 mod limits;
-mod peer;
-mod received;
 mod remote;
 mod resolver;
+mod source;
+mod staged;
+mod stragglers;
 mod url;
-mod watch;
-mod waves;
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
-pub use self::gather::{Order, gather};
-use self::peer::Peer;
+pub use self::fetch_slices::{SliceRequest, fetch_slices};
 pub use self::remote::Remote;
 pub use self::resolver::resolve;
-pub use self::waves::{Part, Waves};
+use self::source::Source;
+pub use self::staged::{StagedFetch, StagedRun};
 use crate::cancel::Cancel;
-use crate::memory::{Arena, Pool};
+use crate::memory::{Arena, ArenaPool};
 use crate::report::Report;
 use crate::trust::Secret;
 
@@ -46,7 +46,7 @@ pub struct FetchOptions {
     /// With a secret, only who proves to know it is fetched from.
     pub secret: Option<Secret>,
     /// Where memory for what arrives comes from, and goes back to.
-    pub pool: Option<Arc<Pool>>,
+    pub pool: Option<Arc<ArenaPool>>,
     /// Counts the bytes of payload as they arrive, for another thread to look at.
     pub progress: Arc<AtomicU64>,
     /// Ends the transfer from another thread.

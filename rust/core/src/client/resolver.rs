@@ -17,18 +17,18 @@ const MOST: usize = 16;
 /// How often somebody who waits looks whether it was cancelled.
 const CANCEL_POLL: Duration = Duration::from_millis(50);
 
-type Found = Result<Vec<IpAddr>, (io::ErrorKind, String)>;
+type Addresses = Result<Vec<IpAddr>, (io::ErrorKind, String)>;
 
 /// A name that a thread looks up, for everybody who wants to know.
 #[derive(Debug)]
-struct Lookup {
+struct NameLookup {
     name: String,
-    found: Mutex<Option<Found>>,
+    found: Mutex<Option<Addresses>>,
     done: Condvar,
 }
 
 /// Those that are under way, and the process whose threads look them up: a forked child has none.
-static UNDER_WAY: Mutex<(u32, Vec<Arc<Lookup>>)> = Mutex::new((0, Vec::new()));
+static UNDER_WAY: Mutex<(u32, Vec<Arc<NameLookup>>)> = Mutex::new((0, Vec::new()));
 
 /// The addresses of `name`, which may be one. No name server is asked for an address, or for the name of one that is
 /// looked up already.
@@ -90,7 +90,7 @@ fn left(limits: &Limits, waited: impl FnOnce() -> String) -> Result<Duration, Er
 }
 
 /// The lookup of `name`, begun if it is not under way; `None` while there are too many.
-fn begin(name: &str) -> io::Result<Option<Arc<Lookup>>> {
+fn begin(name: &str) -> io::Result<Option<Arc<NameLookup>>> {
     with_those_under_way(|under_way| {
         if let Some(lookup) = under_way.iter().find(|lookup| lookup.name == name) {
             return Ok(Some(Arc::clone(lookup)));
@@ -98,7 +98,7 @@ fn begin(name: &str) -> io::Result<Option<Arc<Lookup>>> {
         if under_way.len() >= MOST {
             return Ok(None);
         }
-        let lookup = Arc::new(Lookup { name: name.to_owned(), found: Mutex::default(), done: Condvar::new() });
+        let lookup = Arc::new(NameLookup { name: name.to_owned(), found: Mutex::default(), done: Condvar::new() });
         let thread = thread::Builder::new().name("tensorferry-name".to_owned());
         thread.spawn({
             let lookup = Arc::clone(&lookup);
@@ -109,7 +109,7 @@ fn begin(name: &str) -> io::Result<Option<Arc<Lookup>>> {
     })
 }
 
-fn with_those_under_way<R>(work: impl FnOnce(&mut Vec<Arc<Lookup>>) -> R) -> R {
+fn with_those_under_way<R>(work: impl FnOnce(&mut Vec<Arc<NameLookup>>) -> R) -> R {
     without_fork(|| {
         let mut under_way = UNDER_WAY.lock().unwrap_or_else(PoisonError::into_inner);
         let (process, lookups) = &mut *under_way;
@@ -121,7 +121,7 @@ fn with_those_under_way<R>(work: impl FnOnce(&mut Vec<Arc<Lookup>>) -> R) -> R {
     })
 }
 
-impl Lookup {
+impl NameLookup {
     fn run(self: Arc<Self>) {
         let found = (self.name.as_str(), 0).to_socket_addrs();
         let found = found.map(|found| found.map(|address| address.ip()).collect());
@@ -151,7 +151,7 @@ mod tests {
     #[test]
     fn who_waits_gives_up_at_the_deadline_and_at_once_when_cancelled() {
         // As if a name server were silent: nobody looks this name up.
-        let silent = Arc::new(Lookup { name: "silent".into(), found: Mutex::default(), done: Condvar::new() });
+        let silent = Arc::new(NameLookup { name: "silent".into(), found: Mutex::default(), done: Condvar::new() });
         with_those_under_way(|under_way| under_way.push(Arc::clone(&silent)));
         let late = resolve("silent", Duration::from_millis(150), &Cancel::new()).unwrap_err();
         assert!(late.is_timeout() && late.to_string().contains("no name server has answered within 0.1"), "{late}");

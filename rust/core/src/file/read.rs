@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use tensorferry_wire::container::{DIGESTS_ENTRY, Header};
-use tensorferry_wire::digest::{self, Algorithm, FILE_GRAIN, TableHead};
+use tensorferry_wire::digest::{self, Algorithm, FILE_BLOCK_SIZE, TableHead};
 
 use super::{CHUNK, FileOptions, FileReport, refused};
 use crate::error::{Error, ErrorKind};
@@ -70,13 +70,13 @@ impl Container {
             ));
         };
         let covered = entry.start;
-        let blocks = covered.div_ceil(FILE_GRAIN);
+        let blocks = covered.div_ceil(FILE_BLOCK_SIZE);
         if entry.end != header.payload_len() || entry.nbytes() != digest::table_len(blocks) {
             return Err(corrupt("its checksums do not cover it".to_owned()));
         }
         let mut head = [0; TableHead::LEN];
         file.read_exact_at(&mut head, start + covered).map_err(failed)?;
-        let head = TableHead::decode(&head, FILE_GRAIN).map_err(|e| corrupt(format!("its checksums: {e}")))?;
+        let head = TableHead::decode(&head, FILE_BLOCK_SIZE).map_err(|e| corrupt(format!("its checksums: {e}")))?;
         if head.payload_len != covered {
             return Err(corrupt("its checksums are of something else".to_owned()));
         }
@@ -150,10 +150,10 @@ impl Container {
         let mut report = FileReport { bytes: self.payload_start + TableHead::LEN as u64, ..FileReport::default() };
         let placed = slices::place(slices, &self.header).map_err(|e| e.at(&self.path.display().to_string()))?;
         for layer in placed {
-            let plan = Plan::new(layer, self.covered, false)?.grained(FILE_GRAIN);
+            let plan = Plan::new(layer, self.covered, false)?.with_block_size(FILE_BLOCK_SIZE);
             let runs = plan.wanted_blocks(0);
-            let chunks = runs.iter().map(|(first, end)| (end - first).div_ceil(CHUNK / FILE_GRAIN)).sum();
-            let queue = Queue::new(&runs, CHUNK / FILE_GRAIN);
+            let chunks = runs.iter().map(|(first, end)| (end - first).div_ceil(CHUNK / FILE_BLOCK_SIZE)).sum();
+            let queue = Queue::new(&runs, CHUNK / FILE_BLOCK_SIZE);
             let bytes = AtomicU64::new(0);
             let work = || {
                 let mut sink = Vec::new();
@@ -197,7 +197,7 @@ impl Container {
         plan.with_slices(start, stop, sink, |parts| read_into(&self.file, parts, self.payload_start + start))
             .map_err(failed)?;
         let found = plan.with_slices(start, stop, sink, |parts| {
-            checksum_blocks(&Algorithm::Crc64, parts.iter().map(|p| &**p), FILE_GRAIN)
+            checksum_blocks(&Algorithm::Crc64, parts.iter().map(|p| &**p), FILE_BLOCK_SIZE)
         });
         let expected = table.as_chunks().0.iter().map(|word| u64::from_le_bytes(*word));
         if let Some(at) = expected.zip(&found).position(|(expected, &found)| expected != found) {

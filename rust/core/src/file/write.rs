@@ -10,7 +10,7 @@ use std::sync::{Mutex, PoisonError};
 
 use bytes::Bytes;
 use tensorferry_wire::container::DIGESTS_ENTRY;
-use tensorferry_wire::digest::{self, Algorithm, DigestTable, FILE_GRAIN};
+use tensorferry_wire::digest::{self, Algorithm, DigestTable, FILE_BLOCK_SIZE};
 use tensorferry_wire::dtype::Dtype;
 
 use super::output::{Buffer, Output};
@@ -39,7 +39,7 @@ pub fn write_file(
     options: &FileOptions,
 ) -> Result<Written, Error> {
     let len: u64 = items.iter().map(|item| item.memory.region().len() as u64).sum();
-    let table_len = digest::table_len(len.div_ceil(FILE_GRAIN));
+    let table_len = digest::table_len(len.div_ceil(FILE_BLOCK_SIZE));
     let blank = Bytes::from(vec![0; usize::try_from(table_len).map_err(|_| too_large(path))?]);
     items.push(Item::bytes(DIGESTS_ENTRY, Dtype::U8, &[table_len], blank));
     let layout = Layout::new(metadata, items, PAGE as u64)?;
@@ -96,7 +96,7 @@ fn write_partial(
             Failure::Other(e) => e,
         })?;
     let table = DigestTable { header, payload_len: len, blocks };
-    let table = table.encode_grained(&Algorithm::Crc64, FILE_GRAIN);
+    let table = table.encode_with_block_size(&Algorithm::Crc64, FILE_BLOCK_SIZE);
     let at = layout.digests.map_or(len, |(at, _)| at);
     output.cached().write_all_at(&table, start + at).map_err(failed)?;
     output.cached().sync_all().map_err(failed)?;
@@ -156,7 +156,7 @@ fn write_payload(
                 buffer.extend(unsafe { region.as_slice() });
                 true
             });
-            let digests = checksum_blocks(&Algorithm::Crc64, [buffer.filled()], FILE_GRAIN);
+            let digests = checksum_blocks(&Algorithm::Crc64, [buffer.filled()], FILE_BLOCK_SIZE);
             if let Err(e) = output.write(buffer.filled(), at) {
                 return fail(Failure::System(e));
             }

@@ -1,10 +1,10 @@
-//! Memory for what arrives: anonymous mappings or what a pool's maker gives, fresh or kept from an earlier receive.
+//! Memory for what arrives: anonymous mappings or what a pool's allocator gives, fresh or kept from an earlier receive.
 
 use std::fmt;
 use std::sync::Arc;
 
 use super::mapping::{Held, Mapping};
-use super::{PAGE, Pool, check_machine_has};
+use super::{ArenaPool, PAGE, check_machine_has};
 use crate::error::{Error, ErrorKind};
 
 /// Where each tensor starts in an arena: torch's own CPU allocator aligns to the same.
@@ -19,7 +19,7 @@ const REGION: u64 = 1 << 20;
 
 /// Where entries go in an arena, in bytes from its beginning, and which of its pages go back to the system together.
 #[derive(Debug, Default)]
-pub(crate) struct Places {
+pub(crate) struct ArenaLayout {
     large: Regions,
     scalars: Regions,
 }
@@ -53,8 +53,8 @@ impl Regions {
     }
 }
 
-impl Places {
-    /// A place for an entry of `nbytes` bytes, to be passed to [`Places::offset`] when all have one. Entries that follow
+impl ArenaLayout {
+    /// A place for an entry of `nbytes` bytes, to be passed to [`ArenaLayout::offset`] when all have one. Entries that follow
     /// one another here are neighbours, but for scalars, which come behind all others.
     pub(crate) fn add(&mut self, nbytes: u64) -> u64 {
         if nbytes > SCALAR { self.large.add(nbytes) } else { self.scalars.add(nbytes) }
@@ -76,7 +76,7 @@ impl Places {
 struct Backing {
     // Taken only by Drop.
     mapping: Option<Mapping>,
-    pool: Option<Arc<Pool>>,
+    pool: Option<Arc<ArenaPool>>,
     /// Whether pages go back to the system before all of it does: not where it is kept with its pages.
     in_parts: bool,
 }
@@ -90,13 +90,13 @@ impl Drop for Backing {
 }
 
 /// Whole pages of an arena, which go back to the system when nobody holds them any more.
-struct Region {
+struct ArenaRegion {
     backing: Arc<Backing>,
     address: usize,
     len: usize,
 }
 
-impl Drop for Region {
+impl Drop for ArenaRegion {
     fn drop(&mut self) {
         // The last region goes with the mapping.
         if self.backing.in_parts && self.len > 0 && Arc::strong_count(&self.backing) > 1 {
@@ -109,7 +109,7 @@ impl Drop for Region {
 
 /// Keeps a part of an arena, and with it no more than the region that part lies in.
 #[derive(Clone)]
-pub struct Hold(#[allow(dead_code, reason = "only to be dropped")] Arc<Region>);
+pub struct Hold(#[allow(dead_code, reason = "only to be dropped")] Arc<ArenaRegion>);
 
 impl fmt::Debug for Hold {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -119,7 +119,7 @@ impl fmt::Debug for Hold {
 
 /// The memory of one receive: regions, each of which lives as long as this or as somebody holds it ([`Arena::hold`]).
 pub struct Arena {
-    regions: Vec<Arc<Region>>,
+    regions: Vec<Arc<ArenaRegion>>,
     /// Where each region ends in the arena.
     ends: Vec<u64>,
     fresh: bool,
@@ -137,9 +137,9 @@ impl Arena {
     ///
     /// # Errors
     /// [`ErrorKind::System`] when the machine has not so much memory, or the system refuses a mapping of that size.
-    pub fn new(len: u64, pool: Option<Arc<Pool>>) -> Result<Self, Error> {
+    pub fn new(len: u64, pool: Option<Arc<ArenaPool>>) -> Result<Self, Error> {
         let large = Regions { len, ends: Vec::from_iter((len > 0).then_some(len)) };
-        Self::of(&Places { large, scalars: Regions::default() }, pool)
+        Self::of(&ArenaLayout { large, scalars: Regions::default() }, pool)
     }
 
     /// Memory for storages of `sizes` bytes, and where each begins in it: fresh zeros, of which the system gives no page
@@ -150,7 +150,7 @@ impl Arena {
     pub fn sparse(sizes: &[u64]) -> Result<(Self, Vec<u64>), Error> {
         let total = sizes.iter().try_fold(0_u64, |sum, &n| sum.checked_add(n)).filter(|&n| n < 1 << 62);
         check_machine_has(total.unwrap_or(u64::MAX), "the memory that the source's views look into")?;
-        let mut places = Places::default();
+        let mut places = ArenaLayout::default();
         let mut offsets: Vec<_> = sizes.iter().map(|&nbytes| places.add(nbytes)).collect();
         places.close();
         for (offset, &nbytes) in offsets.iter_mut().zip(sizes) {
@@ -163,8 +163,8 @@ impl Arena {
     }
 
     /// Memory for `places`. What pools keep has no scalars in it: somebody who holds one must not hold all the rest.
-    pub(crate) fn of(places: &Places, pool: Option<Arc<Pool>>) -> Result<Self, Error> {
-        let Places { large, scalars } = places;
+    pub(crate) fn of(places: &ArenaLayout, pool: Option<Arc<ArenaPool>>) -> Result<Self, Error> {
+        let ArenaLayout { large, scalars } = places;
         let len = large.len + scalars.len;
         check_machine_has(len, "the received state")?;
         let (mut arena, none) = (Self { regions: Vec::new(), ends: Vec::new(), fresh: true }, Regions::default());
@@ -186,7 +186,7 @@ impl Arena {
     }
 
     /// Adds the regions of `first` and those of `then` behind them, which lie in `mapping`.
-    fn append(&mut self, first: &Regions, mapping: Mapping, pool: Option<Arc<Pool>>, then: &Regions) {
+    fn append(&mut self, first: &Regions, mapping: Mapping, pool: Option<Arc<ArenaPool>>, then: &Regions) {
         let start = mapping.start.as_ptr() as usize;
         let kept = pool.as_ref().is_some_and(|pool| mapping.usable <= pool.limit);
         let in_parts = !kept && matches!(mapping.held, Held::Own { .. });
@@ -195,7 +195,7 @@ impl Arena {
         for end in first.ends.iter().copied().chain(then.ends.iter().map(|end| first.len + end)) {
             #[allow(clippy::cast_possible_truncation, reason = "offsets into a mapping that exists")]
             let (address, len) = (start + at as usize, (end - at) as usize);
-            self.regions.push(Arc::new(Region { backing: Arc::clone(&backing), address, len }));
+            self.regions.push(Arc::new(ArenaRegion { backing: Arc::clone(&backing), address, len }));
             self.ends.push(base + end);
             at = end;
         }
@@ -220,7 +220,7 @@ impl Arena {
 
     /// The region that `[at, at + len)` lies in, and the address of its first byte. Nothing for no bytes, nor for such as
     /// lie in several regions, as no entry does.
-    fn find(&self, at: u64, len: u64) -> Option<(&Arc<Region>, usize)> {
+    fn find(&self, at: u64, len: u64) -> Option<(&Arc<ArenaRegion>, usize)> {
         let index = self.ends.partition_point(|&end| end <= at);
         let region = self.regions.get(index)?;
         let before = index.checked_sub(1).map_or(0, |before| self.ends[before]);
@@ -248,7 +248,7 @@ impl Arena {
     pub fn bytes(&self, at: u64, len: usize) -> &[u8] {
         let Some((_, address)) = self.find(at, len as u64) else { return &[] };
         // SAFETY: the region is inside a mapping that is readable and initialised (zeroed by the kernel, or as
-        // `Pool::made_by` has it), which lives as long as the region.
+        // `ArenaPool::with_allocator` has it), which lives as long as the region.
         unsafe { std::slice::from_raw_parts(address as *const u8, len) }
     }
 }
@@ -274,7 +274,7 @@ mod tests {
     fn entries_lie_in_regions_whose_pages_go_with_the_last_hold() {
         const MIB: u64 = 1 << 20;
         let sizes = [3 * MIB, 4, MIB + 5, 700 << 10, 700 << 10, 0, 64, 100];
-        let mut places = Places::default();
+        let mut places = ArenaLayout::default();
         let at: Vec<_> = sizes.iter().map(|&n| places.add(n)).collect();
         places.close();
         let at: Vec<_> = at.into_iter().zip(sizes).map(|(at, n)| places.offset(at, n)).collect();
@@ -305,8 +305,8 @@ mod tests {
 
     #[test]
     fn scalars_do_not_hold_what_a_pool_keeps() {
-        let pool = Pool::new(64 << 20);
-        let mut places = Places::default();
+        let pool = ArenaPool::new(64 << 20);
+        let mut places = ArenaLayout::default();
         let (large, small) = (places.add(9 << 20), places.add(4));
         places.close();
         let arena = Arena::of(&places, Some(Arc::clone(&pool))).unwrap();

@@ -25,7 +25,7 @@ pub(super) enum Held {
         size: usize,
     },
     /// Only to be dropped.
-    Made {
+    Allocation {
         _owner: Box<dyn Any + Send + Sync>,
     },
 }

@@ -7,11 +7,11 @@ pub(crate) mod nontemporal;
 mod pool;
 mod region;
 
-pub(crate) use self::arena::{ALIGNMENT, Places};
+pub(crate) use self::arena::{ALIGNMENT, ArenaLayout};
 pub use self::arena::{Arena, Hold};
 pub use self::machine::check_machine_has;
 pub(crate) use self::mapping::populate;
-pub use self::pool::{Made, Pool};
+pub use self::pool::{Allocation, ArenaPool};
 pub use self::region::Memory;
 pub(crate) use self::region::Region;
 

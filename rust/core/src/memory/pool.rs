@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use super::mapping::{Held, Mapping};
 
 /// Memory of somebody else, who made it for a pool.
-pub struct Made {
+pub struct Allocation {
     /// Address of the first byte.
     pub address: usize,
     /// Keeps the memory; it may be dropped on any thread.
@@ -17,47 +17,50 @@ pub struct Made {
 }
 
 /// Makes memory of so many bytes, or leaves it to the pool.
-type Maker = dyn Fn(usize) -> Option<Made> + Send + Sync;
+type Allocator = dyn Fn(usize) -> Option<Allocation> + Send + Sync;
 
 /// Memory that earlier receives have let go of, kept for later ones: it has its pages already, and page faults, not the
 /// network, bound a receive into fresh memory (docs/performance.md).
-pub struct Pool {
+pub struct ArenaPool {
     pub(super) limit: usize,
     /// The one kept longest is in front.
     kept: Mutex<VecDeque<Mapping>>,
-    maker: Option<Box<Maker>>,
+    allocator: Option<Box<Allocator>>,
 }
 
-impl fmt::Debug for Pool {
+impl fmt::Debug for ArenaPool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Pool").field("limit", &self.limit).field("held", &self.held()).finish_non_exhaustive()
     }
 }
 
-impl Pool {
+impl ArenaPool {
     /// A pool that keeps at most `limit` bytes.
     #[must_use]
     pub fn new(limit: usize) -> Arc<Self> {
-        Arc::new(Self { limit, kept: Mutex::default(), maker: None })
+        Arc::new(Self { limit, kept: Mutex::default(), allocator: None })
     }
 
-    /// A pool that keeps at most `limit` bytes and asks `maker` for what it may keep: for memory that a device copies
-    /// from faster, say. What `maker` leaves to it is mapped as without one.
+    /// A pool that keeps at most `limit` bytes and asks `allocator` for what it may keep: for memory that a device copies
+    /// from faster, say. What `allocator` leaves to it is mapped as without one.
     ///
     /// # Safety
-    /// What `maker` gives has as many initialised bytes as it was asked for, which nobody else touches until the owner
+    /// What `allocator` gives has as many initialised bytes as it was asked for, which nobody else touches until the owner
     /// is dropped.
     #[must_use]
-    pub unsafe fn made_by(limit: usize, maker: impl Fn(usize) -> Option<Made> + Send + Sync + 'static) -> Arc<Self> {
-        Arc::new(Self { limit, kept: Mutex::default(), maker: Some(Box::new(maker)) })
+    pub unsafe fn with_allocator(
+        limit: usize,
+        allocator: impl Fn(usize) -> Option<Allocation> + Send + Sync + 'static,
+    ) -> Arc<Self> {
+        Arc::new(Self { limit, kept: Mutex::default(), allocator: Some(Box::new(allocator)) })
     }
 
-    /// Memory of `len` bytes from the maker, if it is such as may be kept.
+    /// Memory of `len` bytes from the allocator, if it is such as may be kept.
     pub(super) fn make(&self, len: usize) -> Option<Mapping> {
-        let maker = self.maker.as_ref().filter(|_| (1..=self.limit).contains(&len))?;
-        let Made { address, owner } = maker(len)?;
+        let allocator = self.allocator.as_ref().filter(|_| (1..=self.limit).contains(&len))?;
+        let Allocation { address, owner } = allocator(len)?;
         let start = NonNull::new(address as *mut u8)?;
-        Some(Mapping { start, usable: len, held: Held::Made { _owner: owner } })
+        Some(Mapping { start, usable: len, held: Held::Allocation { _owner: owner } })
     }
 
     fn kept(&self) -> MutexGuard<'_, VecDeque<Mapping>> {
@@ -104,7 +107,7 @@ mod tests {
 
     #[test]
     fn memory_is_kept_and_given_again() {
-        let pool = Pool::new(64 << 20);
+        let pool = ArenaPool::new(64 << 20);
         let first = Arena::new(9 << 20, Some(Arc::clone(&pool))).unwrap();
         let address = first.hold(0, 1).unwrap().0;
         assert!(first.is_fresh());
@@ -118,7 +121,7 @@ mod tests {
 
     #[test]
     fn a_pool_keeps_no_more_than_it_may_and_gives_nothing_far_too_large() {
-        let pool = Pool::new(10 << 20);
+        let pool = ArenaPool::new(10 << 20);
         for len in [4 << 20, 5 << 20, 6 << 20] {
             drop(Arena::new(len, Some(Arc::clone(&pool))).unwrap());
         }
@@ -134,23 +137,23 @@ mod tests {
     fn a_maker_is_asked_for_what_may_be_kept_and_its_memory_is_kept_and_let_go_of() {
         let asked = Arc::new(Mutex::new(Vec::new()));
         let alive = Arc::new(());
-        let maker = {
+        let allocator = {
             let (asked, alive) = (Arc::clone(&asked), Arc::clone(&alive));
             move |len| {
                 asked.lock().unwrap().push(len);
                 let memory = (len < 5 << 20).then(|| vec![7_u8; len].into_boxed_slice())?;
-                Some(Made { address: memory.as_ptr() as usize, owner: Box::new((memory, Arc::clone(&alive))) })
+                Some(Allocation { address: memory.as_ptr() as usize, owner: Box::new((memory, Arc::clone(&alive))) })
             }
         };
         // SAFETY: initialised memory of that size, which the owner holds.
-        let pool = unsafe { Pool::made_by(6 << 20, maker) };
+        let pool = unsafe { ArenaPool::with_allocator(6 << 20, allocator) };
         let first = Arena::new(4 << 20, Some(Arc::clone(&pool))).unwrap();
         let address = first.hold(0, 1).unwrap().0;
         assert!(!first.is_fresh() && first.bytes(0, 4 << 20).iter().all(|&b| b == 7));
         drop(first);
         assert_eq!(pool.held(), 4 << 20);
         assert_eq!(Arena::new(3 << 20, Some(Arc::clone(&pool))).unwrap().address_of(0, 1), address);
-        assert_eq!(Arc::strong_count(&alive), 3, "one in the maker, one kept");
+        assert_eq!(Arc::strong_count(&alive), 3, "one in the allocator, one kept");
         // Left to the pool; then it takes the place of what was kept.
         let own = Arena::new(5 << 20, Some(Arc::clone(&pool))).unwrap();
         assert!(own.is_fresh());

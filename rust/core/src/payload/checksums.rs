@@ -2,34 +2,34 @@
 
 use tensorferry_wire::digest::{Algorithm, Hasher};
 
-/// Takes the checksums of bytes as they come: one for each `grain` of them and one for the rest.
+/// Takes the checksums of bytes as they come: one for each `block_size` of them and one for the rest.
 pub(crate) struct Checksums<'a> {
     algorithm: &'a Algorithm,
-    grain: usize,
+    block_size: usize,
     digests: Vec<u64>,
     open: Hasher,
     filled: usize,
 }
 
 impl<'a> Checksums<'a> {
-    pub(crate) fn new(algorithm: &'a Algorithm, grain: u64) -> Self {
-        // A grain is at most 1 MiB.
-        let grain = usize::try_from(grain).unwrap_or(usize::MAX);
-        Self { algorithm, grain, digests: Vec::new(), open: algorithm.hasher(), filled: 0 }
+    pub(crate) fn new(algorithm: &'a Algorithm, block_size: u64) -> Self {
+        // A block has at most 1 MiB.
+        let block_size = usize::try_from(block_size).unwrap_or(usize::MAX);
+        Self { algorithm, block_size, digests: Vec::new(), open: algorithm.hasher(), filled: 0 }
     }
 
     pub(crate) fn update(&mut self, bytes: &[u8]) {
         let mut bytes = bytes;
         while !bytes.is_empty() {
-            let (part, rest) = bytes.split_at(bytes.len().min(self.grain - self.filled));
+            let (part, rest) = bytes.split_at(bytes.len().min(self.block_size - self.filled));
             bytes = rest;
-            if part.len() == self.grain {
+            if part.len() == self.block_size {
                 self.digests.push(self.algorithm.checksum(part));
                 continue;
             }
             self.open.update(part);
             self.filled += part.len();
-            if self.filled == self.grain {
+            if self.filled == self.block_size {
                 self.digests.push(std::mem::replace(&mut self.open, self.algorithm.hasher()).finish());
                 self.filled = 0;
             }
@@ -44,13 +44,13 @@ impl<'a> Checksums<'a> {
     }
 }
 
-/// The checksums of bytes that lie in several slices, one for each `grain` of them and one for the rest.
+/// The checksums of bytes that lie in several slices, one for each `block_size` of them and one for the rest.
 pub(crate) fn checksum_blocks<'a>(
     algorithm: &Algorithm,
     slices: impl IntoIterator<Item = &'a [u8]>,
-    grain: u64,
+    block_size: u64,
 ) -> Vec<u64> {
-    let mut checksums = Checksums::new(algorithm, grain);
+    let mut checksums = Checksums::new(algorithm, block_size);
     slices.into_iter().for_each(|slice| checksums.update(slice));
     checksums.finish()
 }

@@ -2,7 +2,7 @@
 
 use std::io::IoSliceMut;
 
-use tensorferry_wire::digest::{BLOCK_SIZE, GRAINS};
+use tensorferry_wire::digest::{BLOCK_SIZE, BLOCK_SIZES};
 
 use crate::error::{Error, ErrorKind};
 use crate::memory::{self, ALIGNMENT, PAGE};
@@ -52,7 +52,7 @@ pub(crate) struct Plan {
     pieces: Vec<Piece>,
     payload_len: u64,
     /// Bytes per block, that is, per checksum.
-    grain: u64,
+    block_size: u64,
     /// Whether the destination is memory that nobody touched yet.
     pub(crate) fresh: bool,
 }
@@ -73,37 +73,37 @@ impl Plan {
                 merged.push(piece);
             }
         }
-        Ok(Self { pieces: merged, payload_len, grain: BLOCK_SIZE, fresh })
+        Ok(Self { pieces: merged, payload_len, block_size: BLOCK_SIZE, fresh })
     }
 
-    /// The same with blocks of `grain` bytes.
-    pub(crate) fn grained(self, grain: u64) -> Self {
-        Self { grain, ..self }
+    /// The same with blocks of `block_size` bytes.
+    pub(crate) fn with_block_size(self, block_size: u64) -> Self {
+        Self { block_size, ..self }
     }
 
     /// The coarsest blocks that hold hardly more than what is wanted, at most a 64th; the finest if there are none.
-    pub(crate) fn fitting_grain(&self) -> u64 {
+    pub(crate) fn fitting_block_size(&self) -> u64 {
         let wanted: u64 = self.pieces.iter().map(|p| p.len).sum();
-        let held = |grain| {
+        let held = |block_size| {
             let (mut bytes, mut end) = (0, 0);
             for piece in &self.pieces {
-                let (first, last) = (piece.start / grain, piece.end().div_ceil(grain));
-                bytes += grain * last.saturating_sub(first.max(end));
+                let (first, last) = (piece.start / block_size, piece.end().div_ceil(block_size));
+                bytes += block_size * last.saturating_sub(first.max(end));
                 end = last.max(end);
             }
             bytes
         };
-        let fits = |grain: &u64| held(*grain) <= wanted + wanted / 64;
-        GRAINS.into_iter().find(fits).unwrap_or(GRAINS[GRAINS.len() - 1])
+        let fits = |block_size: &u64| held(*block_size) <= wanted + wanted / 64;
+        BLOCK_SIZES.into_iter().find(fits).unwrap_or(BLOCK_SIZES[BLOCK_SIZES.len() - 1])
     }
 
-    pub(crate) fn grain(&self) -> u64 {
-        self.grain
+    pub(crate) fn block_size(&self) -> u64 {
+        self.block_size
     }
 
     /// How many blocks are received at once: as many as one of 1 MiB has.
     pub(crate) fn stride(&self) -> u64 {
-        BLOCK_SIZE / self.grain
+        BLOCK_SIZE / self.block_size
     }
 
     /// Payload bytes that have a destination.
@@ -116,9 +116,9 @@ impl Plan {
     pub(crate) fn wanted_blocks(&self, gap: u64) -> Vec<(u64, u64)> {
         let mut runs: Vec<(u64, u64)> = Vec::new();
         for piece in &self.pieces {
-            let (first, end) = (piece.start / self.grain, piece.end().div_ceil(self.grain));
+            let (first, end) = (piece.start / self.block_size, piece.end().div_ceil(self.block_size));
             match runs.last_mut() {
-                Some(run) if first <= run.1 + gap / self.grain => run.1 = run.1.max(end),
+                Some(run) if first <= run.1 + gap / self.block_size => run.1 = run.1.max(end),
                 _ => runs.push((first, end)),
             }
         }
@@ -133,11 +133,11 @@ impl Plan {
 
     /// The bytes of whole blocks in `runs`.
     pub(crate) fn held(&self, runs: &[(u64, u64)]) -> u64 {
-        runs.iter().map(|(first, end)| end - first).sum::<u64>() * self.grain
+        runs.iter().map(|(first, end)| end - first).sum::<u64>() * self.block_size
     }
 
     pub(crate) fn block_bounds(&self, block: u64) -> (u64, u64) {
-        (block * self.grain, ((block + 1) * self.grain).min(self.payload_len))
+        (block * self.block_size, ((block + 1) * self.block_size).min(self.payload_len))
     }
 
     /// Calls `with` with the destination slices of payload `[start, end)`; bytes nobody wants go to `sink`, which must

@@ -23,11 +23,11 @@ pub(super) struct Readers {
     /// When the last one left; `None` if there never was one.
     left: Option<Instant>,
     withdrawn: bool,
-    connections: Vec<Reader>,
+    connections: Vec<ReadingConnection>,
 }
 
 /// A connection that holds leases, or held some.
-struct Reader {
+struct ReadingConnection {
     /// What ends the connection; nobody has it any more when the connection is gone.
     cut: Weak<Notify>,
     active: usize,
@@ -43,7 +43,7 @@ struct Reader {
     gone: Option<Instant>,
 }
 
-impl Reader {
+impl ReadingConnection {
     fn is(&self, cut: &Weak<Notify>) -> bool {
         self.cut.ptr_eq(cut)
     }
@@ -106,7 +106,8 @@ impl Lease {
             reader.active += 1;
             reader.receives |= receives;
         } else {
-            let over = |reader: &Reader| reader.is_gone() && now.saturating_duration_since(reader.left) >= LINGER;
+            let over =
+                |reader: &ReadingConnection| reader.is_gone() && now.saturating_duration_since(reader.left) >= LINGER;
             readers.connections.retain(|reader| reader.active > 0 || !over(reader));
             // A receiver whose connection is gone has come back by this one.
             if let Some(gone) = readers.connections.iter().position(|r| r.active == 0 && receives && r.is_gone()) {
@@ -114,7 +115,7 @@ impl Lease {
             }
             let cut = connection.clone();
             let (broken, through, gone) = (false, false, None);
-            readers.connections.push(Reader { cut, active: 1, receives, left: now, broken, through, gone });
+            readers.connections.push(ReadingConnection { cut, active: 1, receives, left: now, broken, through, gone });
         }
         drop(readers);
         let (broken, through) = Default::default();

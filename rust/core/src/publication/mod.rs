@@ -20,8 +20,8 @@ use self::digests::BlockDigest;
 use self::lease::Readers;
 pub(crate) use self::lease::{LINGER, Lease};
 pub(crate) use self::readiness::Abandoned;
-use self::readiness::Filled;
-pub use self::readiness::Filling;
+pub use self::readiness::Readiness;
+use self::readiness::ReadinessWatch;
 pub(crate) use self::store::{Asked, Lookup};
 pub use self::store::{Store, Withdrawn};
 use crate::error::{Error, ErrorKind};
@@ -47,7 +47,7 @@ pub struct Publication {
     etag: String,
     content: Arc<Segments>,
     /// How far the memory is filled; `None` where it always was.
-    filled: Option<Filled>,
+    filled: Option<ReadinessWatch>,
     blocks: Vec<BlockDigest>,
     alternate: Option<Box<dyn Alternate>>,
     rendered: Mutex<HashMap<String, RenderedBody>>,
@@ -82,19 +82,19 @@ impl Publication {
         Ok(Self::lay_out(metadata, items, stability, owner)?.0)
     }
 
-    /// The same over memory that is filled only after it is published. Until the [`Filling`] says that bytes are final,
+    /// The same over memory that is filled only after it is published. Until the [`Readiness`] says that bytes are final,
     /// nobody reads them; control entries and whatever else comes early in the payload are sent meanwhile.
     ///
     /// # Errors
     /// As [`Publication::new`].
-    pub fn filling(
+    pub fn with_readiness(
         metadata: Vec<(String, String)>,
         items: Vec<Item>,
         stability: Stability,
         owner: Box<dyn Any + Send + Sync>,
-    ) -> Result<(Self, Filling), Error> {
+    ) -> Result<(Self, Readiness), Error> {
         let (mut publication, starts) = Self::lay_out(metadata, items, stability, owner)?;
-        let filling = Filling::new(publication.payload_start, starts);
+        let filling = Readiness::new(publication.payload_start, starts);
         publication.filled = Some(filling.readers());
         Ok((publication, filling))
     }
@@ -188,7 +188,7 @@ impl Publication {
     }
 
     /// Whether it is `filling` that fills its memory.
-    pub(crate) fn is_filled_by(&self, filling: &Filling) -> bool {
+    pub(crate) fn is_filled_by(&self, filling: &Readiness) -> bool {
         self.filled.as_ref().is_some_and(|filled| filled.is_by(filling))
     }
 }

@@ -8,26 +8,26 @@ use tokio::sync::watch;
 /// Beyond every byte of a container.
 const ALL: u64 = u64::MAX;
 
-/// Held by whoever fills the memory of a publication (see [`crate::Publication::filling`]): says how much of it is final.
+/// Held by whoever fills the memory of a publication (see [`crate::Publication::with_readiness`]): says how much of it is final.
 ///
-/// Dropped before [`Filling::finish`], it ends every reader that comes to what is missing;
+/// Dropped before [`Readiness::finish`], it ends every reader that comes to what is missing;
 /// [`crate::Store::abandon`] withdraws the publication besides.
 #[derive(Debug)]
-pub struct Filling {
+pub struct Readiness {
     ready: watch::Sender<u64>,
     payload_start: u64,
     starts: Vec<u64>,
 }
 
-impl Filling {
+impl Readiness {
     /// For a container whose items start at `starts` of the payload, of which nothing is final but the header.
     pub(crate) fn new(payload_start: u64, starts: Vec<u64>) -> Self {
         Self { ready: watch::Sender::new(payload_start), payload_start, starts }
     }
 
     /// What its readers wait on.
-    pub(crate) fn readers(&self) -> Filled {
-        Filled(self.ready.subscribe())
+    pub(crate) fn readers(&self) -> ReadinessWatch {
+        ReadinessWatch(self.ready.subscribe())
     }
 
     /// Where each item starts in the payload, in bytes, in the order in which they were given.
@@ -60,9 +60,9 @@ impl Filling {
 
 /// How far a publication is filled, as its readers see it.
 #[derive(Clone, Debug)]
-pub(crate) struct Filled(watch::Receiver<u64>);
+pub(crate) struct ReadinessWatch(watch::Receiver<u64>);
 
-impl Filled {
+impl ReadinessWatch {
     /// Whether the first `end` bytes of the container are final.
     pub(crate) fn is_ready(&self, end: u64) -> bool {
         *self.0.borrow() >= end
@@ -74,7 +74,7 @@ impl Filled {
     }
 
     /// Whether `filling` is the other end.
-    pub(crate) fn is_by(&self, filling: &Filling) -> bool {
+    pub(crate) fn is_by(&self, filling: &Readiness) -> bool {
         self.0.same_channel(&filling.ready.subscribe())
     }
 }

@@ -9,7 +9,7 @@ use tensorferry_wire::digest::Algorithm;
 use tensorferry_wire::request;
 use tokio::sync::Notify;
 
-use super::{Filling, LINGER, Lease, Publication, Stability};
+use super::{LINGER, Lease, Publication, Readiness, Stability};
 use crate::error::Error;
 use crate::trust::random;
 
@@ -178,7 +178,7 @@ impl Store {
 
     /// Withdraws the publication that `filling` was to fill: it cannot be. The gate is closed if it was the one served, and
     /// its readers are cut. One that was withdrawn or replaced before stays so.
-    pub fn abandon(&self, filling: Filling) {
+    pub fn abandon(&self, filling: Readiness) {
         let is_it = |publication: &Arc<Publication>| publication.is_filled_by(&filling);
         let mut state = self.state();
         let current = state.current.take_if(|current| is_it(current));

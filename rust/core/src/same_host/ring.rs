@@ -32,12 +32,12 @@ const MAX_LEN: u64 = 64 << 20;
 
 /// How the memory is divided.
 #[derive(Clone, Copy, Debug)]
-struct Layout {
+struct RingLayout {
     slots: u32,
     slot_len: u32,
 }
 
-impl Layout {
+impl RingLayout {
     fn decode(hello: &[u8; HELLO]) -> io::Result<Self> {
         let invalid = || io::Error::new(io::ErrorKind::InvalidData, "not the shared memory of a source");
         let number = |at: usize| hello[at..].first_chunk().map_or(0, |bytes| u32::from_le_bytes(*bytes));
@@ -74,14 +74,14 @@ impl Layout {
 struct Shared {
     start: NonNull<u8>,
     len: usize,
-    layout: Layout,
+    layout: RingLayout,
 }
 
 // SAFETY: a mapping belongs to no thread; the writer's slots are only reached through `&mut`.
 unsafe impl Send for Shared {}
 
 impl Shared {
-    fn map(fd: &OwnedFd, layout: Layout, protection: ProtFlags) -> io::Result<Self> {
+    fn map(fd: &OwnedFd, layout: RingLayout, protection: ProtFlags) -> io::Result<Self> {
         let len = usize::try_from(layout.bytes()).map_err(|_| io::ErrorKind::OutOfMemory)?;
         let flags = MapFlags::SHARED | MapFlags::POPULATE;
         // SAFETY: a new mapping with no address hint touches no existing memory.
@@ -100,17 +100,17 @@ impl Drop for Shared {
 
 /// The source's end.
 #[derive(Debug)]
-pub(crate) struct Writer {
+pub(crate) struct RingWriter {
     shared: Shared,
     turn: u64,
     /// Slots that the receiver has not given back yet.
     lent: u32,
 }
 
-impl Writer {
+impl RingWriter {
     /// New memory, passed over `socket`.
     pub(crate) fn pass(socket: impl AsFd) -> io::Result<Self> {
-        let layout = Layout { slots: SLOTS, slot_len: SLOT_LEN };
+        let layout = RingLayout { slots: SLOTS, slot_len: SLOT_LEN };
         let fd = rustix::fs::memfd_create("tensorferry", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
         rustix::fs::ftruncate(&fd, layout.bytes())?;
         // Ours is the last mapping that can write.
@@ -169,7 +169,7 @@ impl Writer {
 
 /// The receiver's end.
 #[derive(Debug)]
-pub(crate) struct Reader {
+pub(crate) struct RingReader {
     shared: Shared,
     turn: u64,
     /// Bytes taken out of the slot in turn.
@@ -178,7 +178,7 @@ pub(crate) struct Reader {
     cached: Vec<u8>,
 }
 
-impl Reader {
+impl RingReader {
     /// The memory that the source passes over `socket`.
     pub(crate) fn receive(socket: impl AsFd) -> io::Result<Self> {
         let invalid = |why: &str| io::Error::new(io::ErrorKind::InvalidData, why.to_owned());
@@ -192,7 +192,7 @@ impl Reader {
             _ => None,
         });
         let fd = passed.filter(|_| got.bytes == HELLO).ok_or_else(|| invalid("the source passed no shared memory"))?;
-        let layout = Layout::decode(&hello)?;
+        let layout = RingLayout::decode(&hello)?;
         let len = u64::try_from(rustix::fs::fstat(&fd)?.st_size).unwrap_or(0);
         if !rustix::fs::fcntl_get_seals(&fd)?.contains(SealFlags::SHRINK) || len < layout.bytes() {
             return Err(invalid("the shared memory of the source could shrink under us"));

@@ -15,12 +15,12 @@ use tokio_rustls::TlsAcceptor;
 use super::body::Progress;
 use super::local::{self, Local};
 use super::places::Place;
-use super::write_timeout::Patient;
+use super::write_timeout::WriteTimeout;
 use super::{Shared, handler};
 use crate::fork::Unshared;
 
 /// One connection: how it is cut off, and how far it got.
-pub(super) struct Connection {
+pub(super) struct ConnectionContext {
     pub(super) shared: Arc<Shared>,
     pub(super) cut: Arc<Notify>,
     pub(super) same_host: bool,
@@ -57,10 +57,10 @@ async fn serve(
     place: Place,
     stopped: watch::Receiver<bool>,
 ) {
-    let connection = Arc::new(Connection::new(shared, place, false));
+    let connection = Arc::new(ConnectionContext::new(shared, place, false));
     let serving =
         http1::Builder::new().timer(TokioTimer::new()).header_read_timeout(connection.patience()).serve_connection(
-            TokioIo::new(Patient::new(stream, connection.patience())),
+            TokioIo::new(WriteTimeout::new(stream, connection.patience())),
             service_fn(|request| {
                 let connection = Arc::clone(&connection);
                 async move { handler::answer(&connection, &request).await }
@@ -79,7 +79,7 @@ pub(super) async fn serve_local(
     place: Place,
     stopped: watch::Receiver<bool>,
 ) {
-    let connection = Arc::new(Connection::new(shared, place, true));
+    let connection = Arc::new(ConnectionContext::new(shared, place, true));
     let Ok(socket) = Unshared::make(|| stream.try_clone()) else { return };
     let (end, over) = watch::channel(false);
     let mut serving = tokio::task::spawn_blocking({
@@ -97,7 +97,7 @@ pub(super) async fn serve_local(
     }
 }
 
-impl Connection {
+impl ConnectionContext {
     fn new(shared: Arc<Shared>, place: Place, same_host: bool) -> Self {
         shared.connections.fetch_add(1, Ordering::Relaxed);
         let own = Arc::new(Progress::default());
@@ -140,7 +140,7 @@ impl Connection {
     }
 }
 
-impl Drop for Connection {
+impl Drop for ConnectionContext {
     fn drop(&mut self) {
         self.shared.connections.fetch_sub(1, Ordering::Relaxed);
     }

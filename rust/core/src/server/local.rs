@@ -18,9 +18,9 @@ use tokio::runtime::Handle;
 use tokio::sync::watch;
 
 use super::body::{MemoryBody, ServedBody};
-use super::{Connection, handler};
+use super::{ConnectionContext, handler};
 use crate::fork::Unshared;
-use crate::same_host::ring::Writer;
+use crate::same_host::ring::RingWriter;
 
 /// A request's head that is longer is not one of ours.
 const MAX_HEAD: usize = 16 << 10;
@@ -29,8 +29,8 @@ const MAX_HEADERS: usize = 32;
 /// A connection from this machine.
 pub(super) struct Local {
     stream: Unshared<UnixStream>,
-    connection: Arc<Connection>,
-    ring: Writer,
+    connection: Arc<ConnectionContext>,
+    ring: RingWriter,
     /// Becomes true when the connection is to end; its socket is shut down right after.
     over: watch::Receiver<bool>,
     runtime: Handle,
@@ -40,13 +40,13 @@ impl Local {
     /// Serves `stream` until the receiver leaves, stops asking or breaks the rules, or `over` is told.
     pub(super) fn serve(
         stream: Unshared<UnixStream>,
-        connection: Arc<Connection>,
+        connection: Arc<ConnectionContext>,
         over: watch::Receiver<bool>,
     ) -> io::Result<()> {
         stream.set_nonblocking(false)?;
         stream.set_read_timeout(Some(connection.patience()))?;
         stream.set_write_timeout(Some(connection.patience()))?;
-        let ring = Writer::pass(&stream)?;
+        let ring = RingWriter::pass(&stream)?;
         let mut local = Self { stream, connection, ring, over, runtime: Handle::current() };
         let mut head = Vec::with_capacity(1 << 10);
         while let Some(request) = local.read_request(&mut head)? {

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::Connection;
+use super::ConnectionContext;
 use crate::report::Report;
 
 /// Counts since the server began.
@@ -62,13 +62,13 @@ pub(super) struct Sending {
 }
 
 impl Sending {
-    pub(super) fn new(connection: &Connection, len: u64) -> Self {
+    pub(super) fn new(connection: &ConnectionContext, len: u64) -> Self {
         let before = connection.progress[0].bytes.load(Ordering::Relaxed);
         Self { since: Instant::now(), bounds: (before, before + len) }
     }
 
     /// The body is gone. One of which nothing was sent, as in the answer to HEAD, does not count.
-    pub(super) fn end(&self, connection: &Connection) {
+    pub(super) fn end(&self, connection: &ConnectionContext) {
         let sent = connection.progress[0].bytes.load(Ordering::Relaxed);
         if sent > self.bounds.0 {
             connection.shared.metrics.note_body(sent >= self.bounds.1, self.since.elapsed());
@@ -115,7 +115,7 @@ impl Metrics {
     }
 
     /// Everything, `connection` being the one that asks.
-    pub(super) fn render(connection: &Connection) -> String {
+    pub(super) fn render(connection: &ConnectionContext) -> String {
         let shared = &connection.shared;
         let mut page = Page(String::new());
         let load = |count: &AtomicU64| count.load(Ordering::Relaxed);

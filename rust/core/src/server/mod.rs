@@ -1,9 +1,9 @@
 //! The server: it listens, guards what it has, and answers over HTTP/1.1.
 
+mod auth;
 mod body;
 mod connection;
 mod door;
-mod guard;
 mod handler;
 mod listeners;
 mod local;
@@ -22,11 +22,11 @@ use std::time::Duration;
 use tokio::runtime::Handle;
 use tokio::sync::watch;
 
+use self::auth::RequestAuth;
 use self::body::Progress;
-use self::connection::Connection;
+use self::connection::ConnectionContext;
 use self::door::ContainersOnly;
 pub use self::door::Door;
-use self::guard::Guard;
 use self::listeners::{accept_local, accept_network, listen, listen_same_host};
 use self::metrics::Metrics;
 use self::places::Places;
@@ -102,7 +102,7 @@ pub struct Server {
 struct Shared {
     store: Store,
     token: String,
-    guard: Option<Guard>,
+    auth: Option<RequestAuth>,
     identity: Option<Identity>,
     /// Where processes of this machine and user may fetch around the network.
     same_host: Option<same_host::Name>,
@@ -133,7 +133,7 @@ impl Server {
         let shared = Arc::new(Shared {
             store: Store::new(secret::algorithm(config.secret.as_ref()))?,
             token,
-            guard: config.secret.clone().map(Guard::new),
+            auth: config.secret.clone().map(RequestAuth::new),
             identity: if config.tls { Some(Identity::new()?) } else { None },
             same_host: local.is_some().then_some(name),
             patience: config.patience,

@@ -4,14 +4,14 @@ use std::io::{IoSliceMut, Write};
 
 use super::{Connection, Head};
 use crate::error::Error;
-use crate::same_host::ring::Reader;
+use crate::same_host::ring::RingReader;
 
 /// As many slices as the system takes in one call.
 const MAX_SLICES: usize = 1024;
 
 /// What a source on this machine shares with us, and how much of it may be read.
 pub(super) struct Ring {
-    pub(super) reader: Reader,
+    pub(super) reader: RingReader,
     /// Slots that are filled.
     pub(super) announced: u64,
     /// Whether the body of the last answer comes through it.

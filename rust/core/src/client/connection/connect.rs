@@ -13,10 +13,10 @@ use super::session::Session;
 use super::{Connection, is_timeout};
 use crate::client::limits::Limits;
 use crate::client::resolver;
-use crate::client::url::Source;
+use crate::client::url::SourceUrl;
 use crate::error::{Error, ErrorKind};
 use crate::fork::Unshared;
-use crate::same_host::{self, ring::Reader};
+use crate::same_host::{self, ring::RingReader};
 
 /// How often a thread that waits for a connection looks whether it was cancelled.
 const CANCEL_POLL: Duration = Duration::from_millis(50);
@@ -24,19 +24,19 @@ const CANCEL_POLL: Duration = Duration::from_millis(50);
 const HELLO: Duration = Duration::from_millis(500);
 
 impl Connection {
-    /// Connects to `source`, trying each of its addresses.
-    pub(crate) fn open(source: &Arc<Source>, limits: &Limits) -> Result<Self, Error> {
-        let failed = |e| refused(source.authority(), e);
-        let addresses = match source.addresses() {
+    /// Connects to the source at `url`, trying each of its addresses.
+    pub(crate) fn open(url: &Arc<SourceUrl>, limits: &Limits) -> Result<Self, Error> {
+        let failed = |e| refused(url.authority(), e);
+        let addresses = match url.addresses() {
             Some(known) => known.to_vec(),
-            None => resolver::addresses(source.host(), source.port(), limits)?.map_err(failed)?,
+            None => resolver::addresses(url.host(), url.port(), limits)?.map_err(failed)?,
         };
         let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
         for &address in &addresses {
             match connect(address, limits)? {
                 Ok(stream) => {
-                    source.learn(&addresses);
-                    return Self::over(stream, source, limits).secured();
+                    url.learn(&addresses);
+                    return Self::over(stream, url, limits).secured();
                 }
                 Err(e) => last = e,
             }
@@ -44,9 +44,9 @@ impl Connection {
         Err(failed(last))
     }
 
-    /// Connects to `source` under the `name` it has on this machine.
+    /// Connects to the source at `url` under the `name` it has on this machine.
     pub(crate) fn open_same_host(
-        source: &Arc<Source>,
+        url: &Arc<SourceUrl>,
         name: &same_host::Name,
         limits: &Limits,
     ) -> Result<Self, io::Error> {
@@ -54,15 +54,15 @@ impl Connection {
         let stream = Unshared::make(|| name.connect())?;
         stream.set_read_timeout(Some(HELLO.min(limits.stall).min(left)))?;
         // From here on who cancels ends the wait, too.
-        let mut connection = Self::over(stream, source, limits);
-        let reader = Reader::receive(&*connection.stream)?;
+        let mut connection = Self::over(stream, url, limits);
+        let reader = RingReader::receive(&*connection.stream)?;
         connection.ring = Some(Ring { reader, announced: 0, in_use: false });
         Ok(connection)
     }
 
     /// The same connection after the TLS handshake, where the source wants one.
     fn secured(mut self) -> Result<Self, Error> {
-        let Some(config) = self.source.tls() else { return Ok(self) };
+        let Some(config) = self.url.tls() else { return Ok(self) };
         let mut session = Session::new(config)?;
         self.wait_at_most(self.limits.stall)?;
         // As a whole: a peer can drip a handshake for ever.
@@ -77,7 +77,7 @@ impl Connection {
     }
 
     fn refused_handshake(&self, e: &io::Error) -> Error {
-        let peer = self.source.authority();
+        let peer = self.url.authority();
         match e.get_ref().and_then(|inner| inner.downcast_ref()) {
             Some(rustls::Error::InvalidCertificate(why)) => {
                 let why = match why {

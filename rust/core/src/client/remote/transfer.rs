@@ -5,8 +5,8 @@ use tensorferry_wire::digest::BLOCK_SIZE;
 use super::Remote;
 use super::verify::Passes;
 use crate::client::lane;
-use crate::client::received::Received;
-use crate::client::watch::Watch;
+use crate::client::ledger::BlockLedger;
+use crate::client::stragglers::StragglerMonitor;
 use crate::error::Error;
 use crate::payload::{Plan, Queue};
 use crate::report::Report;
@@ -25,7 +25,7 @@ pub(in crate::client) struct Load<'a> {
     pub(in crate::client) missing: &'a [(u64, u64)],
     /// Those that have to be as they are at the source when the last of them has come.
     pub(in crate::client) held: &'a [(u64, u64)],
-    pub(in crate::client) received: &'a Received,
+    pub(in crate::client) received: &'a BlockLedger,
 }
 
 impl Remote {
@@ -36,7 +36,7 @@ impl Remote {
             return Ok(());
         }
         for load in loads {
-            let joined = load.missing.len() > MANY_RUNS && load.plan.grain() < BLOCK_SIZE;
+            let joined = load.missing.len() > MANY_RUNS && load.plan.block_size() < BLOCK_SIZE;
             let asked = if joined { &load.plan.wanted_blocks(JOIN_GAP)[..] } else { load.missing };
             self.run_lanes(load.plan, asked, true, load.received, report)?;
         }
@@ -57,7 +57,7 @@ impl Remote {
         plan: &Plan,
         runs: &[(u64, u64)],
         spread: bool,
-        received: &Received,
+        received: &BlockLedger,
         report: &mut Report,
     ) -> Result<(), Error> {
         let blocks: u64 = runs.iter().map(|(a, b)| b - a).sum();
@@ -70,7 +70,7 @@ impl Remote {
         let transfer = lane::Transfer {
             plan,
             queue: &queue,
-            peers: &self.peers,
+            sources: &self.sources,
             primary: self.primary,
             spread,
             key: &self.key,
@@ -80,7 +80,7 @@ impl Remote {
             algorithm: &self.algorithm,
             limits: &self.limits,
             received,
-            watch: Watch::new(lanes),
+            watch: StragglerMonitor::new(lanes),
             alive: lanes.into(),
         };
         let builder = |index| std::thread::Builder::new().name(format!("tensorferry-lane-{index}"));
@@ -96,7 +96,7 @@ impl Remote {
     /// On one machine each lane has a thread on either side that copies: more of them than cores are in each other's way.
     fn default_lanes(&self) -> usize {
         let cores = std::thread::available_parallelism().map_or(2, std::num::NonZero::get);
-        let local = self.peers.len() == 1 && self.peers[0].same_host().is_some();
+        let local = self.sources.len() == 1 && self.sources[0].same_host().is_some();
         if local { cores.clamp(2, 4) } else { default_lanes() }
     }
 }

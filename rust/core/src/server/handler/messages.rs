@@ -5,7 +5,7 @@ use http::header::{self, HeaderMap, HeaderName, HeaderValue};
 use http::{Response, StatusCode};
 use hyper::ext::ReasonPhrase;
 
-use super::Answer;
+use super::ServedResponse;
 use crate::server::body::ServedBody;
 
 pub(super) const OCTETS: &str = "application/octet-stream";
@@ -26,7 +26,7 @@ pub(super) fn insert(headers: &mut HeaderMap, name: HeaderName, value: &str) {
 }
 
 /// A small body.
-pub(super) fn bytes(body: Bytes) -> Answer {
+pub(super) fn bytes(body: Bytes) -> ServedResponse {
     let mut answer = Response::new(ServedBody::Message(Some(body)));
     answer.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static(OCTETS));
     answer.headers_mut().insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
@@ -34,7 +34,7 @@ pub(super) fn bytes(body: Bytes) -> Answer {
 }
 
 /// A short message; for errors it is also the reason phrase, which is all that a stock torchft peer shows of it.
-pub(super) fn text(status: StatusCode, message: &str) -> Answer {
+pub(super) fn text(status: StatusCode, message: &str) -> ServedResponse {
     let mut answer = Response::new(ServedBody::Message(Some(Bytes::from(format!("{}\n", message.trim_end())))));
     *answer.status_mut() = status;
     answer.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static("text/plain; charset=utf-8"));
@@ -48,7 +48,7 @@ pub(super) fn text(status: StatusCode, message: &str) -> Answer {
 }
 
 /// Sends whoever asks to another server.
-pub(super) fn elsewhere(url: &str) -> Answer {
+pub(super) fn elsewhere(url: &str) -> ServedResponse {
     let mut answer = text(StatusCode::TEMPORARY_REDIRECT, "another rank serves this");
     insert(answer.headers_mut(), header::LOCATION, url);
     answer

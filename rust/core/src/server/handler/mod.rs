@@ -18,14 +18,17 @@ use self::content::{blocks, conditional, memory};
 use self::digests::digests;
 use self::messages::{FULL, GONE, bytes, elsewhere, insert, text};
 use self::waiting::{filled, lease};
-use super::Connection;
+use super::ConnectionContext;
 use super::metrics::Metrics;
 use crate::publication::{Found, Lease};
 use crate::server::body::ServedBody;
 
-type Answer = Response<ServedBody>;
+type ServedResponse = Response<ServedBody>;
 
-pub(super) async fn answer<B>(connection: &Arc<Connection>, request: &Request<B>) -> Result<Answer, Infallible> {
+pub(super) async fn answer<B>(
+    connection: &Arc<ConnectionContext>,
+    request: &Request<B>,
+) -> Result<ServedResponse, Infallible> {
     connection.shared.requests.fetch_add(1, Ordering::Relaxed);
     let head = match *request.method() {
         Method::GET => false,
@@ -63,7 +66,7 @@ pub(super) async fn answer<B>(connection: &Arc<Connection>, request: &Request<B>
 /// more than who lacks the token. Liveness is for everybody; counters are for whoever has the random part of the path,
 /// since no scraper can sign.
 fn permitted<'r, B>(
-    connection: &Connection,
+    connection: &ConnectionContext,
     request: &'r Request<B>,
 ) -> Result<(Resource<'r>, Option<Nonce>), PathError> {
     let path = request.uri().path();
@@ -74,24 +77,24 @@ fn permitted<'r, B>(
         }
         found => Ok(found),
     });
-    let Some(guard) = &connection.shared.guard else { return Ok((found?, None)) };
+    let Some(auth) = &connection.shared.auth else { return Ok((found?, None)) };
     match found {
         Ok(Resource::Metrics) => Ok((Resource::Metrics, None)),
         Ok(Resource::Healthz) if path == "/healthz" => Ok((Resource::Healthz, None)),
         Err(PathError::NotFound) => Err(PathError::NotFound),
         found => {
-            let nonce = guard.admit(request).ok_or(PathError::NotFound)?;
+            let nonce = auth.admit(request).ok_or(PathError::NotFound)?;
             Ok((found?, Some(nonce)))
         }
     }
 }
 
 async fn resolve<B>(
-    connection: &Arc<Connection>,
+    connection: &Arc<ConnectionContext>,
     resource: Resource<'_>,
     request: &Request<B>,
     nonce: Option<&Nonce>,
-) -> Answer {
+) -> ServedResponse {
     let key = match resource {
         Resource::Healthz => return text(StatusCode::OK, "ok"),
         Resource::Metrics => return metrics(connection),
@@ -135,12 +138,12 @@ async fn resolve<B>(
 /// The body called `name`, in another format than the container, once the state is all there. It is built without a lease:
 /// building can take long, and reads no tensor memory.
 async fn alternate<B>(
-    connection: &Arc<Connection>,
+    connection: &Arc<ConnectionContext>,
     lease: Arc<Lease>,
     step: i64,
     name: String,
     asked: &Request<B>,
-) -> Answer {
+) -> ServedResponse {
     let publication = lease.publication_arc();
     let etag = publication.etag().to_owned();
     drop(lease);
@@ -165,7 +168,7 @@ async fn alternate<B>(
 }
 
 /// Counters in the Prometheus text format.
-fn metrics(connection: &Connection) -> Answer {
+fn metrics(connection: &ConnectionContext) -> ServedResponse {
     let mut answer = text(StatusCode::OK, &Metrics::render(connection));
     answer.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static("text/plain; version=0.0.4"));
     answer

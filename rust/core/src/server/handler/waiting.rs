@@ -6,17 +6,17 @@ use http::header;
 use http::{Method, Request, StatusCode};
 
 use super::messages::{GONE, joined, text};
-use super::{Answer, Connection};
+use super::{ConnectionContext, ServedResponse};
 use crate::publication::{Abandoned, Asked, Lease, Lookup};
 
 /// Takes a lease on what `request`, for a part of the container if `contents` says so, asks for as `step`; waits for the gate
 /// if it has to.
 pub(super) async fn lease<B>(
-    connection: &Arc<Connection>,
+    connection: &Arc<ConnectionContext>,
     step: i64,
     request: &Request<B>,
     contents: bool,
-) -> Result<Arc<Lease>, Answer> {
+) -> Result<Arc<Lease>, ServedResponse> {
     let shared = &connection.shared;
     // `*` is content with whatever there is (RFC 9110, section 13.1.1), and so names nothing.
     let named = joined(request.headers(), header::IF_MATCH).filter(|tags| tags.trim() != "*");
@@ -47,10 +47,10 @@ pub(super) async fn lease<B>(
 /// Waits until bytes are final, no longer than a request waits for the gate. `abandoned` is the status if they never will
 /// be.
 pub(super) async fn filled(
-    connection: &Connection,
+    connection: &ConnectionContext,
     ready: impl Future<Output = Result<(), Abandoned>>,
     abandoned: StatusCode,
-) -> Result<(), Answer> {
+) -> Result<(), ServedResponse> {
     let patience = connection.shared.patience;
     match tokio::time::timeout(patience, ready).await {
         Ok(Ok(())) => Ok(()),
@@ -63,13 +63,13 @@ pub(super) async fn filled(
     }
 }
 
-/// The same for the blocks of `grain` bytes in `runs`.
+/// The same for the blocks of `block_size` bytes in `runs`.
 pub(super) async fn runs_filled(
-    connection: &Connection,
+    connection: &ConnectionContext,
     lease: &Lease,
     runs: &[(u64, u64)],
-    grain: u64,
-) -> Result<(), Answer> {
+    block_size: u64,
+) -> Result<(), ServedResponse> {
     let last = runs.iter().map(|run| run.1).max().unwrap_or(0);
-    filled(connection, lease.blocks_ready(last, grain), StatusCode::PRECONDITION_FAILED).await
+    filled(connection, lease.blocks_ready(last, block_size), StatusCode::PRECONDITION_FAILED).await
 }

@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use tensorferry_wire::digest::BLOCK_SIZE;
 
-use super::received::Received;
+use super::ledger::BlockLedger;
 use super::remote::{Load, Passes, Placed, Remote};
 use super::{Arrived, Destination};
 use crate::error::{Error, ErrorKind};
@@ -17,7 +17,7 @@ use crate::report::Report;
 
 /// Bytes of an entry that a wave has brought.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Part {
+pub struct StagedRun {
     /// The entry's number in the header.
     pub entry: usize,
     /// The first of its bytes that are here.
@@ -30,7 +30,7 @@ pub struct Part {
 
 /// An entry that comes by way of the waves' memory: its number and its bytes of the payload.
 #[derive(Clone, Copy, Debug)]
-struct Passing {
+struct StagedEntry {
     entry: usize,
     start: u64,
     end: u64,
@@ -38,7 +38,7 @@ struct Passing {
 
 /// A receive under way.
 #[derive(Debug)]
-pub struct Waves {
+pub struct StagedFetch {
     remote: Remote,
     arena: Arena,
     fresh: bool,
@@ -46,7 +46,7 @@ pub struct Waves {
     /// What has a place of its own, in payload order.
     pieces: Vec<Piece>,
     /// What has none, in payload order.
-    passing: Vec<Passing>,
+    passing: Vec<StagedEntry>,
     /// The block at which each wave ends.
     ends: Vec<u64>,
     /// The blocks of the waves that are still to come.
@@ -55,7 +55,7 @@ pub struct Waves {
     again: bool,
     /// Whether all is here as it was at the source at one moment.
     settled: bool,
-    received: Received,
+    received: BlockLedger,
     passes: Passes,
     started: Instant,
     report: Report,
@@ -68,7 +68,7 @@ impl Remote {
     /// # Errors
     /// [`ErrorKind::Invalid`] when there are several sources: what a wave brought must not be taken back because sources
     /// turn out to differ. [`ErrorKind::System`] when there is no memory.
-    pub fn waves(self, destination: Destination, passing: &[usize], most: u64) -> Result<Waves, Error> {
+    pub fn waves(self, destination: Destination, passing: &[usize], most: u64) -> Result<StagedFetch, Error> {
         let started = Instant::now();
         let entries = self.header().entries();
         if most < BLOCK_SIZE || passing.iter().any(|&entry| entry >= entries.len()) || self.has_several_sources() {
@@ -78,7 +78,7 @@ impl Remote {
         let mut addresses = destination.addresses();
         let mut through: Vec<_> = passing
             .iter()
-            .map(|&entry| Passing { entry, start: entries[entry].start, end: entries[entry].end })
+            .map(|&entry| StagedEntry { entry, start: entries[entry].start, end: entries[entry].end })
             .filter(|passing| passing.start < passing.end)
             .collect();
         through.sort_unstable_by_key(|passing| passing.start);
@@ -99,7 +99,7 @@ impl Remote {
         let report = self.begin();
         self.choose_way(self.header().payload_len());
         let waiting = std::iter::once(0).chain(ends.iter().copied()).zip(ends.iter().copied()).collect();
-        Ok(Waves {
+        Ok(StagedFetch {
             received: self.received()?,
             settled: self.is_here(),
             remote: self,
@@ -118,7 +118,7 @@ impl Remote {
     }
 }
 
-impl Waves {
+impl StagedFetch {
     /// Brings the next wave; what of it passes through is at `address` then, verified. `None` when everything has come as it
     /// was at one moment: what the source has changed since it came comes once more.
     ///
@@ -128,7 +128,7 @@ impl Waves {
     /// # Safety
     /// `address` must be that of writable memory of as many bytes as were named when the receive began, which nobody else
     /// uses until this returns.
-    pub unsafe fn fetch(&mut self, address: usize) -> Result<Option<Vec<Part>>, Error> {
+    pub unsafe fn fetch(&mut self, address: usize) -> Result<Option<Vec<StagedRun>>, Error> {
         if self.waiting.is_empty() && !self.settled {
             self.settle()?;
         }
@@ -147,7 +147,7 @@ impl Waves {
             let place = address + at as usize;
             // SAFETY: the caller promises the memory from `address` on; parts lie in it one behind the other.
             pieces.push(unsafe { Piece::new(from, to - from, place) });
-            parts.push(Part { entry: passing.entry, start: from - passing.start, len: to - from, at });
+            parts.push(StagedRun { entry: passing.entry, start: from - passing.start, len: to - from, at });
             at += to - from;
         }
         let plan = Plan::new(pieces, payload_len, self.fresh)?;
@@ -196,7 +196,7 @@ impl Waves {
 }
 
 /// The blocks at which waves end: each has at most `most` bytes that pass through, and all together are the payload.
-fn wave_ends(passing: &[Passing], payload_len: u64, most: u64) -> Vec<u64> {
+fn wave_ends(passing: &[StagedEntry], payload_len: u64, most: u64) -> Vec<u64> {
     let mut ends = Vec::new();
     // Bytes of the wave, and of them those of its last block.
     let (mut held, mut in_block, mut last) = (0, 0, None);
@@ -231,7 +231,7 @@ mod tests {
     fn waves_hold_what_they_may_and_together_everything() {
         const MIB: u64 = BLOCK_SIZE;
         let passing = |spans: &[(u64, u64)]| {
-            let one = |(entry, &(start, end)): (usize, &(u64, u64))| Passing { entry, start, end };
+            let one = |(entry, &(start, end)): (usize, &(u64, u64))| StagedEntry { entry, start, end };
             spans.iter().enumerate().map(one).collect::<Vec<_>>()
         };
         let whole = passing(&[(0, 10 * MIB + 5)]);

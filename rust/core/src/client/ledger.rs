@@ -11,7 +11,7 @@ use crate::error::{Error, ErrorKind};
 
 /// What the lanes of a transfer have received: the checksum of every block, and counters.
 #[derive(Debug)]
-pub(super) struct Received {
+pub(super) struct BlockLedger {
     /// Runs of blocks that are to come, and how many blocks come before each.
     runs: Vec<(u64, u64, usize)>,
     digests: Vec<AtomicU64>,
@@ -28,7 +28,7 @@ pub(super) struct Received {
     troubles: Mutex<BTreeMap<String, String>>,
 }
 
-impl Received {
+impl BlockLedger {
     /// For the blocks in `runs`, which are ascending. Fails when there are too many for this machine to count.
     pub(super) fn new(wanted: &[(u64, u64)], progress: Arc<AtomicU64>) -> Result<Self, Error> {
         let (mut runs, mut blocks) = (Vec::with_capacity(wanted.len()), 0_usize);

@@ -14,7 +14,7 @@ const MAX_SOURCES: usize = 16;
 
 /// What to fetch from one container.
 #[derive(Clone, Debug)]
-pub struct Order {
+pub struct SliceRequest {
     /// Where it is served; several sources must serve the same snapshot.
     pub urls: Vec<String>,
     /// Under which number.
@@ -28,14 +28,14 @@ pub struct Order {
 ///
 /// # Errors
 /// As [`Remote::open`] and [`Remote::fetch_slices`].
-pub fn gather(orders: Vec<Order>, options: &FetchOptions) -> Result<Report, Error> {
+pub fn fetch_slices(orders: Vec<SliceRequest>, options: &FetchOptions) -> Result<Report, Error> {
     let started = Instant::now();
     let deadline = started.checked_add(options.timeout);
     let threads = orders.len().clamp(1, MAX_SOURCES);
     let lanes = (options.lanes.unwrap_or_else(default_lanes) / threads).max(1);
     let waiting = Mutex::new(VecDeque::from(orders));
     let outcome: Mutex<Result<Report, Error>> = Mutex::new(Ok(Report::default()));
-    let one = |order: Order| -> Result<Report, Error> {
+    let one = |order: SliceRequest| -> Result<Report, Error> {
         let timeout = deadline.map_or(options.timeout, |deadline| deadline.saturating_duration_since(Instant::now()));
         let options = FetchOptions { lanes: Some(lanes), timeout, ..options.clone() };
         let urls: Vec<_> = order.urls.iter().map(String::as_str).collect();
@@ -44,8 +44,9 @@ pub fn gather(orders: Vec<Order>, options: &FetchOptions) -> Result<Report, Erro
     };
     std::thread::scope(|scope| {
         for index in 0..threads {
-            let spawned =
-                std::thread::Builder::new().name(format!("tensorferry-gather-{index}")).spawn_scoped(scope, || {
+            let spawned = std::thread::Builder::new().name(format!("tensorferry-fetch_slices-{index}")).spawn_scoped(
+                scope,
+                || {
                     loop {
                         let next = waiting.lock().unwrap_or_else(PoisonError::into_inner).pop_front();
                         let Some(order) = next else { return };
@@ -62,7 +63,8 @@ pub fn gather(orders: Vec<Order>, options: &FetchOptions) -> Result<Report, Erro
                             }
                         }
                     }
-                });
+                },
+            );
             if let Err(e) = spawned {
                 let error = Error::caused(ErrorKind::System, "cannot start a thread for a source", e);
                 *outcome.lock().unwrap_or_else(PoisonError::into_inner) = Err(error);

@@ -14,18 +14,18 @@ const REMEMBERED: usize = 1 << 16;
 
 /// Lets requests in that prove to know the secret.
 #[derive(Debug)]
-pub(super) struct Guard {
+pub(super) struct RequestAuth {
     secret: Secret,
-    seen: Mutex<Seen>,
+    seen: Mutex<ReplayCache>,
 }
 
 #[derive(Debug, Default)]
-struct Seen {
+struct ReplayCache {
     nonces: HashSet<Nonce>,
     order: VecDeque<Nonce>,
 }
 
-impl Guard {
+impl RequestAuth {
     pub(super) fn new(secret: Secret) -> Self {
         Self { secret, seen: Mutex::default() }
     }
@@ -39,14 +39,14 @@ impl Guard {
         let path = request.uri().path_and_query()?.as_str();
         let field = |name| one(request.headers(), name).ok();
         let (range, if_match) = (field(header::RANGE)?, field(header::IF_MATCH)?);
-        let asked = proof::Request { method: request.method().as_str(), path, range, if_match };
+        let asked = proof::SignedRequest { method: request.method().as_str(), path, range, if_match };
         let field = field(header::AUTHORIZATION)??;
         let nonce = self.secret.key().verify_request(&asked, field)?;
         self.seen.lock().unwrap_or_else(PoisonError::into_inner).is_new(nonce).then_some(nonce)
     }
 }
 
-impl Seen {
+impl ReplayCache {
     fn is_new(&mut self, nonce: Nonce) -> bool {
         if !self.nonces.insert(nonce) {
             return false;
@@ -77,7 +77,7 @@ mod tests {
 
     #[test]
     fn a_nonce_is_new_once_and_memory_is_bounded() {
-        let mut seen = Seen::default();
+        let mut seen = ReplayCache::default();
         let nonce = |i: usize| (i as u128).to_le_bytes();
         for i in 0..REMEMBERED {
             assert!(seen.is_new(nonce(i)));

@@ -17,7 +17,7 @@ use crate::same_host;
 use crate::trust::secret;
 
 /// What the first requests to a source bring.
-pub(crate) struct Opened {
+pub(crate) struct FirstFetch {
     pub(crate) connection: Connection,
     pub(crate) header: Header,
     pub(crate) header_digest: u64,
@@ -27,7 +27,7 @@ pub(crate) struct Opened {
     pub(crate) same_host: Option<same_host::Name>,
 }
 
-impl Opened {
+impl FirstFetch {
     /// Asks the source at the other end for the first `ahead` bytes: the whole of a small container, the header of most
     /// others. Its first answer may take `patience` to begin. `begun` is the entity tag of the snapshot that it began to
     /// send before, and of none other is anything taken then; it is set as soon as the source has named one. `passes` is
@@ -62,7 +62,7 @@ impl Opened {
         let etag = head.etag.clone().ok_or_else(|| protocol("the source's answer has no ETag"))?;
         *begun = Some(etag.clone());
         let mut bytes = connection.body(&head, ahead)?;
-        let algorithm = secret::algorithm(connection.source().secret());
+        let algorithm = secret::algorithm(connection.url().secret());
         // `bytes` are those of the container from `first` on, and shall be until `end`.
         let mut extend = |bytes: &mut Vec<u8>, first: u64, end: u64| -> Result<(), Error> {
             let start = first + bytes.len() as u64;

@@ -14,7 +14,7 @@ use common::local::{LocalReader, name_of};
 use common::raw::{Answer, Raw, get};
 use common::{BLOCK, PATIENCE, Rig, STEP, State, eventually, lanes, noise};
 use tensorferry_core::{
-    Alternate, Destination, Error, ErrorKind, FetchOptions, Filling, Item, Memory, Publication, Remote, Rendered,
+    Alternate, Destination, Error, ErrorKind, FetchOptions, Item, Memory, Publication, Readiness, Remote, Rendered,
     ServerConfig, Stability, Withdrawn,
 };
 use tensorferry_wire::digest::{DigestTable, checksum};
@@ -29,7 +29,7 @@ const FILLING: &str = "tensorferry-filling";
 struct Filler {
     memory: Arc<Mutex<Vec<u8>>>,
     expected: Vec<u8>,
-    filling: Option<Filling>,
+    filling: Option<Readiness>,
     filled: usize,
 }
 
@@ -55,7 +55,7 @@ impl Filler {
             Item::new(name, Dtype::U8, &[(end - start) as u64], memory)
         };
         let items = vec![item("a", 0, len / 3), item("b", len / 3, len)];
-        let (publication, filling) = Publication::filling(Vec::new(), items, stability, owner).unwrap();
+        let (publication, filling) = Publication::with_readiness(Vec::new(), items, stability, owner).unwrap();
         assert_eq!(filling.starts(), [0, (len / 3) as u64]);
         let publication = match alternate {
             Some(alternate) => publication.with_alternate(alternate),
@@ -65,7 +65,7 @@ impl Filler {
         Self { memory, expected: noise(len, 3), filling: Some(filling), filled: 0 }
     }
 
-    fn filling(&self) -> &Filling {
+    fn filling(&self) -> &Readiness {
         self.filling.as_ref().unwrap()
     }
 
@@ -243,7 +243,7 @@ fn digests_wait_for_the_blocks_they_are_of() {
     assert_eq!(DigestTable::decode(&tables[1]).unwrap().blocks, expected[2..3]);
     let fine = [checksum(&filler.expected[768 * 4096..769 * 4096])];
     let algorithm = tensorferry_wire::digest::Algorithm::Crc64;
-    assert_eq!(DigestTable::decode_grained(&tables[2], &algorithm, 4096).unwrap().blocks, fine);
+    assert_eq!(DigestTable::decode_with_block_size(&tables[2], &algorithm, 4096).unwrap().blocks, fine);
     assert_eq!(DigestTable::decode(&tables[3]).unwrap().blocks, expected[4..]);
 }
 

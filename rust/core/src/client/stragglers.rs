@@ -17,7 +17,7 @@ const SLOWER: u64 = 10;
 
 /// The lanes of one transfer.
 #[derive(Debug)]
-pub(super) struct Watch {
+pub(super) struct StragglerMonitor {
     started: Instant,
     lanes: Vec<Lane>,
     /// Bytes of all lanes.
@@ -39,7 +39,7 @@ struct Lane {
     cut: AtomicBool,
 }
 
-impl Watch {
+impl StragglerMonitor {
     pub(super) fn new(lanes: usize) -> Self {
         Self {
             started: Instant::now(),
@@ -97,7 +97,7 @@ pub(super) fn rate(bytes: u64, elapsed: Duration) -> u64 {
 }
 
 /// `rate`, in bytes per second, as people read it.
-pub(super) fn pace(rate: u64) -> String {
+pub(super) fn format_rate(rate: u64) -> String {
     match rate {
         0..1_000 => format!("{rate} B/s"),
         1_000..1_000_000 => format!("{}.{} kB/s", rate / 1_000, rate / 100 % 10),
@@ -111,7 +111,7 @@ mod tests {
 
     #[test]
     fn rates_are_readable() {
-        assert_eq!([0, 999, 1_250, 53_626_265].map(pace), ["0 B/s", "999 B/s", "1.2 kB/s", "53.6 MB/s"]);
+        assert_eq!([0, 999, 1_250, 53_626_265].map(format_rate), ["0 B/s", "999 B/s", "1.2 kB/s", "53.6 MB/s"]);
         assert_eq!(rate(3 << 20, Duration::from_millis(1500)), 2 << 20);
     }
 }

@@ -1,32 +1,32 @@
-//! `Filling`: says how much of a publication's memory is final, while it is being filled.
+//! `Readiness`: says how much of a publication's memory is final, while it is being filled.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use pyo3::prelude::*;
-use tensorferry_core::Filling;
+use tensorferry_core::Readiness;
 
 use crate::errors;
 
 /// The end of a publication that fills its memory.
 #[pyclass(name = "Filling", module = "tensorferry._native", frozen)]
-pub(crate) struct PyFilling(Mutex<Option<Filling>>);
+pub(crate) struct PyReadiness(Mutex<Option<Readiness>>);
 
-impl PyFilling {
-    pub(crate) fn new(filling: Filling) -> Self {
+impl PyReadiness {
+    pub(crate) fn new(filling: Readiness) -> Self {
         Self(Mutex::new(Some(filling)))
     }
 
-    fn filling(&self) -> MutexGuard<'_, Option<Filling>> {
+    fn filling(&self) -> MutexGuard<'_, Option<Readiness>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(crate) fn take(&self, py: Python<'_>) -> PyResult<Filling> {
+    pub(crate) fn take(&self, py: Python<'_>) -> PyResult<Readiness> {
         self.filling().take().ok_or_else(|| errors::invalid(py, "this publication is filled, or was given up"))
     }
 }
 
 #[pymethods]
-impl PyFilling {
+impl PyReadiness {
     /// Where each row starts in the payload, and behind the rows each control entry.
     #[getter]
     fn starts(&self) -> Vec<u64> {

@@ -9,12 +9,12 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use common::faults::{ALWAYS, Fault, Proxy};
 use common::{BLOCK, Rig, STEP, State, lanes};
-use tensorferry_core::{Arrived, Destination, Error, ErrorKind, FetchOptions, Remote, Stability, Waves};
+use tensorferry_core::{Arrived, Destination, Error, ErrorKind, FetchOptions, Remote, Stability, StagedFetch};
 
 const POISON: u8 = 0xA5;
 
 /// Brings all waves, through memory that is poisoned before each; returns what passed, the number of waves and the rest.
-fn run(mut waves: Waves, most: usize, count: usize) -> Result<(Vec<Vec<u8>>, usize, Arrived), Error> {
+fn run(mut waves: StagedFetch, most: usize, count: usize) -> Result<(Vec<Vec<u8>>, usize, Arrived), Error> {
     let (mut passed, mut turns) = (vec![Vec::new(); count], 0);
     loop {
         let mut memory = vec![POISON; most];

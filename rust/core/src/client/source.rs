@@ -5,15 +5,15 @@ use std::sync::{Arc, OnceLock};
 
 use super::connection::Connection;
 use super::limits::Limits;
-use super::url::Source;
+use super::url::SourceUrl;
 use crate::error::Error;
 use crate::same_host;
 use crate::trust::Secret;
 
 /// A source, and what is learned of it.
 #[derive(Debug)]
-pub(super) struct Peer {
-    pub(super) source: Arc<Source>,
+pub(super) struct Source {
+    pub(super) url: Arc<SourceUrl>,
     /// The entity tag its answers carry, once it is known to serve what we fetch.
     pub(super) etag: OnceLock<String>,
     /// Where it can be reached without the network.
@@ -22,10 +22,10 @@ pub(super) struct Peer {
     same_host_off: AtomicBool,
 }
 
-impl Peer {
+impl Source {
     pub(super) fn parse(url: &str, same_host: bool, secret: Option<&Secret>) -> Result<Self, Error> {
         Ok(Self {
-            source: Arc::new(Source::parse(url)?.sharing(secret.cloned())),
+            url: Arc::new(SourceUrl::parse(url)?.sharing(secret.cloned())),
             etag: OnceLock::new(),
             same_host: OnceLock::new(),
             same_host_off: AtomicBool::new(!same_host),
@@ -51,19 +51,19 @@ impl Peer {
     /// A new connection by the shortest way that works.
     pub(super) fn connect(&self, limits: &Limits) -> Result<Connection, Error> {
         if let Some(name) = self.same_host() {
-            match Connection::open_same_host(&self.source, name, limits) {
+            match Connection::open_same_host(&self.url, name, limits) {
                 Ok(connection) => return Ok(connection),
                 // The source runs elsewhere, in another network namespace or as another user.
                 Err(_) => self.give_up_same_host(),
             }
         }
-        Connection::open(&self.source, limits)
+        Connection::open(&self.url, limits)
     }
 
     /// Whether `connection` leads here, can be used again, and is the shortest way.
     pub(super) fn may_reuse(&self, connection: &Connection) -> bool {
         connection.is_reusable()
-            && Arc::ptr_eq(connection.source(), &self.source)
+            && Arc::ptr_eq(connection.url(), &self.url)
             && (connection.is_same_host() || self.same_host().is_none())
     }
 }
