@@ -3,6 +3,26 @@
 //! container can be a file, too: written in parallel and committed by a rename, read by the verified slice. It knows
 //! nothing of Python or tensors; `tensorferry._native` is a thin skin over it.
 //!
+//! # Rooms
+//!
+//! Each module may use those to its right, and no others; a test holds this (`tests/test_rooms_rust.py`).
+//!
+//! | room | what it does | uses |
+//! |---|---|---|
+//! | `server` | listens, authorises, answers | `publication`, `same_host`, `payload`, `trust`, `memory` |
+//! | `client` | opens sources, fetches over lanes, verifies | `payload`, `same_host`, `trust`, `memory` |
+//! | `file` | writes and reads containers at rest | `payload`, `memory` |
+//! | `publication` | containers over memory, their readers, the store | `payload`, `trust`, `memory` |
+//! | `same_host` | the route between processes of one machine | `memory` |
+//! | `payload` | layout, plans, queues, slices, checksums | `memory` |
+//! | `trust` | the shared secret, TLS, random numbers | |
+//! | `memory` | borrowed regions, arenas, pools, copies | |
+//!
+//! Below them are `error`, `report`, `cancel`, `priority` and `fork`, which concern the whole process. Server, client
+//! and file never use one another.
+//!
+//! # Example
+//!
 //! ```
 //! use std::time::Duration;
 //! use bytes::Bytes;

@@ -48,7 +48,7 @@ fn what_passes_and_what_stays_are_complete() {
             let options = FetchOptions { same_host, ..lanes(2) };
             let remote = Remote::open(&[&rig.url()], STEP, options).unwrap();
             let header = remote.header().clone();
-            let waves = remote.waves(Destination::Fresh, &passing, most as u64).unwrap();
+            let waves = remote.staged(Destination::Fresh, &passing, most as u64).unwrap();
             let (passed, turns, arrived) = run(waves, most, header.entries().len()).unwrap();
             state.check(&header, &arrived);
             for (index, entry) in header.entries().iter().enumerate() {
@@ -73,7 +73,7 @@ fn a_small_checkpoint_that_came_with_its_header_passes_too() {
     let rig = Rig::serving(&state);
     let remote = Remote::open(&[&rig.url()], STEP, lanes(1)).unwrap();
     let header = remote.header().clone();
-    let waves = remote.waves(Destination::Fresh, &[0, 1], BLOCK as u64).unwrap();
+    let waves = remote.staged(Destination::Fresh, &[0, 1], BLOCK as u64).unwrap();
     let (passed, turns, arrived) = run(waves, BLOCK, 3).unwrap();
     state.check(&header, &arrived);
     assert!(turns == 1 && passed[0] == *state.bytes("w0") && passed[1] == *state.bytes("w1"));
@@ -87,7 +87,7 @@ fn damage_never_passes() {
         let options = FetchOptions { same_host: false, ..lanes(1) };
         let remote = Remote::open(&[proxy.url()], STEP, options).unwrap();
         proxy.arm(times);
-        run(remote.waves(Destination::Fresh, &[0], 4 * BLOCK as u64).unwrap(), 4 * BLOCK, 1)
+        run(remote.staged(Destination::Fresh, &[0], 4 * BLOCK as u64).unwrap(), 4 * BLOCK, 1)
     };
     let (passed, _, arrived) = receive(&Proxy::new(&rig.url(), Fault::Flip(5 * BLOCK + 123), 0), 1).unwrap();
     assert!(passed[0] == *state.bytes("w0") && arrived.report().retries == 1);
@@ -125,7 +125,7 @@ fn connections_are_used_again_from_wave_to_wave() {
     let (url, made) = counted(&rig);
     let options = FetchOptions { same_host: false, ..lanes(2) };
     let remote = Remote::open(&[&url], STEP, options).unwrap();
-    let waves = remote.waves(Destination::Fresh, &[0], 2 * BLOCK as u64).unwrap();
+    let waves = remote.staged(Destination::Fresh, &[0], 2 * BLOCK as u64).unwrap();
     let (passed, turns, _) = run(waves, 2 * BLOCK, 1).unwrap();
     assert!(turns == 16 && passed[0] == *state.bytes("w0"));
     assert_eq!(made.load(Ordering::SeqCst), 2, "as many as there are lanes");
@@ -136,7 +136,7 @@ fn what_makes_no_sense_is_refused() {
     let state = State::of(&[BLOCK, 5], 1);
     let rig = Rig::serving(&state);
     let waves = |urls: &[&str], passing: &[usize], most| {
-        Remote::open(urls, STEP, lanes(1)).unwrap().waves(Destination::Fresh, passing, most)
+        Remote::open(urls, STEP, lanes(1)).unwrap().staged(Destination::Fresh, passing, most)
     };
     let (url, other) = (rig.url(), Rig::serving(&state));
     for refused in [

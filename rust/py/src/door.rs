@@ -1,12 +1,16 @@
 //! What the doors of the Python package serve besides the container, and how they word refusals.
+//!
+//! The engine knows one resource for other formats and nothing of their names. They are listed here: the bodies that
+//! torchft 0.2.0 asks for, and the files of a distributed checkpoint. Which of them a publication has is decided by the
+//! callable it was published with.
 
 use tensorferry_core::Door;
 
 /// The folder below which the files of torch's distributed checkpoints are served.
 const DCP: &str = "dcp";
 
-/// The transport for torchft, with the bodies torchft 0.2.0 asks for, and the folder of torch's distributed checkpoints.
-/// Which of them a publication really has is for the callable it was published with.
+/// The transport for torchft, with the bodies torchft 0.2.0 asks for, and the folder of torch's distributed
+/// checkpoints. Which of them a publication really has is for the callable it was published with.
 #[derive(Debug)]
 pub(crate) struct Doors;
 

@@ -1,4 +1,21 @@
 //! `tensorferry._native`: a thin skin over `tensorferry-core`.
+//!
+//! One file holds one class or a few functions of the same subject. What the engine can do is documented there; what is
+//! documented here is what the crossing adds: which thread holds the interpreter, what keeps memory alive, and what is
+//! raised.
+//!
+//! Rules that hold in every file:
+//!
+//! * **The interpreter.** Nothing that may block runs while it is held. `runtime::run` is the only way to wait; it also
+//!   looks for signals on the main thread.
+//! * **Errors.** Engine errors become exceptions in `errors`, and nowhere else. No panic crosses into Python on
+//!   purpose.
+//! * **Forks.** Objects that own threads or sockets note the process they were made in, and raise `ForkedProcess`
+//!   elsewhere.
+//! * **Unsafe code** is in `memory`, whole.
+//!
+//! The Python-visible names and signatures are in `python/tensorferry/_native.pyi`, which a test compares with this
+//! module.
 
 mod columns;
 mod door;

@@ -1,4 +1,4 @@
-//! How a receive went, for Python and back; and lengths of time.
+//! How a receive went, as a dict for Python and back again; and lengths of time.
 
 use std::net::IpAddr;
 use std::time::Duration;
@@ -10,12 +10,15 @@ use tensorferry_core::Report;
 use crate::errors;
 
 /// A length of time that Python gave in seconds.
+///
+/// # Errors
+/// `InvalidArgument` for a negative number, one that is not finite, or one that is too large.
 pub(crate) fn seconds(py: Python<'_>, seconds: f64) -> PyResult<Duration> {
     Duration::try_from_secs_f64(seconds)
         .map_err(|_| errors::invalid(py, format!("{seconds} is no length of time in seconds")))
 }
 
-/// `report` as a dict.
+/// `report` as a dict, times in seconds and addresses as text.
 pub(crate) fn tell(py: Python<'_>, report: Report) -> PyResult<Bound<'_, PyDict>> {
     let told = PyDict::new(py);
     told.set_item("bytes", report.bytes)?;
@@ -31,7 +34,10 @@ pub(crate) fn tell(py: Python<'_>, report: Report) -> PyResult<Bound<'_, PyDict>
     Ok(told)
 }
 
-/// What [`tell`] made, as far as a server counts it.
+/// The report that [`tell`] made a dict of, as far as a server counts it.
+///
+/// # Errors
+/// `InvalidArgument` for a dict without one of the fields.
 pub(crate) fn read(py: Python<'_>, told: &Bound<'_, PyDict>) -> PyResult<Report> {
     let missing = |name: &str| errors::invalid(py, format!("the report has no {name}"));
     let get = |name: &str| told.get_item(name)?.ok_or_else(|| missing(name));

@@ -1,4 +1,7 @@
 //! `Server`: publishes tensors' memory and serves it.
+//!
+//! A server owns sockets and uses threads of the runtime; it is dropped without the interpreter, and not at all in a
+//! forked child, where there is nothing to stop.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -18,7 +21,7 @@ use crate::rows::PyRows;
 use crate::runtime::{self, Origin, SIGNAL_POLL};
 use crate::secret::PySecret;
 
-/// A server for one checkpoint at a time.
+/// A server for one checkpoint at a time. Every method raises `ForkedProcess` in a forked child.
 #[pyclass(name = "Server", module = "tensorferry._native", frozen)]
 pub(crate) struct PyServer {
     origin: Origin,
@@ -35,6 +38,11 @@ impl PyServer {
 
 #[pymethods]
 impl PyServer {
+    /// Binds to `bind` (`"address:port"`, every interface by default) and starts to serve; the gate is closed.
+    /// `patience` seconds is how long a request waits for it, `max_bandwidth` the limit in bytes per second.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for an address that cannot be parsed, `SystemRefused` when it cannot be bound.
     #[new]
     #[pyo3(signature = (*, patience, bind = None, same_host = true, max_bandwidth = None, secret = None, tls = false))]
     #[allow(clippy::too_many_arguments, reason = "keywords in Python")]
@@ -62,12 +70,20 @@ impl PyServer {
         Ok(Self { origin: Origin::here(), inner: Some(inner) })
     }
 
+    /// The URL prefix of checkpoints for peers that reach this machine as `host`.
     fn url(&self, py: Python<'_>, host: &str) -> PyResult<String> {
         Ok(self.server(py)?.url(host))
     }
 
-    /// Publishes `rows` and then `control`, name and bytes of each. `owner` keeps the memory of all rows alive. If that is
-    /// not `filled` yet, what is returned says how much of it is.
+    /// Publishes `rows` and then `control`, name and bytes of each, as `step`, and opens the gate.
+    ///
+    /// `owner` keeps the memory of all rows alive and is released when nobody reads it any more. `private` says that
+    /// nothing writes to that memory. `alternate` renders other formats: called with a name, it returns a list of
+    /// parts, the URL of a server that has the body, or `None`. Unless the memory is `filled`, the producer's handle is
+    /// returned.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when the rows make no valid container.
     #[pyo3(signature = (step, *, rows, control, metadata, owner, private, alternate = None, filled = true))]
     #[allow(clippy::too_many_arguments, reason = "keywords in Python")]
     fn publish(
@@ -104,7 +120,7 @@ impl PyServer {
         .map_err(|e: Error| errors::to_py(py, &e))
     }
 
-    /// Withdraws the publication that `filling` was to fill, and cannot.
+    /// Withdraws the publication of `filling`, whose memory cannot be completed.
     fn abandon(&self, py: Python<'_>, filling: &PyReadiness) -> PyResult<()> {
         let (server, filling) = (self.server(py)?, filling.take(py)?);
         py.detach(|| server.store().abandon(filling));
@@ -116,7 +132,8 @@ impl PyServer {
         self.server(py).map(drop)
     }
 
-    /// Counts a receive: `report` as `Remote.fetch` gives it, or `None` where it failed, and the seconds it took in all.
+    /// Counts a receive: `report` as `Remote.fetch` gives it, or `None` where it failed, and the seconds it took in
+    /// all.
     fn note_receive(&self, py: Python<'_>, report: Option<&Bound<'_, PyDict>>, took: f64) -> PyResult<()> {
         let (server, took) = (self.server(py)?, seconds(py, took)?);
         let report = report.map(|told| report::read(py, told)).transpose()?;
@@ -124,12 +141,15 @@ impl PyServer {
         Ok(())
     }
 
+    /// Opens the gate for what is published, which is served as `step` from now on.
     fn allow(&self, py: Python<'_>, step: i64) -> PyResult<()> {
         self.server(py)?.store().allow(step);
         Ok(())
     }
 
-    /// Closes the gate; says how many readers had to be cut off. A signal whose handler raises cuts them off at once.
+    /// Closes the gate and withdraws what is served; returns how many readers had to be cut off after `patience`
+    /// seconds. A signal whose handler raises cuts them off at once. When this returns, borrowed memory is not read any
+    /// more.
     fn withdraw(&self, py: Python<'_>, patience: f64) -> PyResult<usize> {
         let (server, patience) = (self.server(py)?, seconds(py, patience)?);
         let cut = || {
@@ -141,21 +161,25 @@ impl PyServer {
         })
     }
 
+    /// The step that is, or was last, served.
     #[getter]
     fn step(&self, py: Python<'_>) -> PyResult<Option<i64>> {
         Ok(self.server(py)?.store().step())
     }
 
+    /// Whether the gate is open.
     #[getter]
     fn allowed(&self, py: Python<'_>) -> PyResult<bool> {
         Ok(self.server(py)?.store().is_allowed())
     }
 
+    /// Bytes of bodies sent so far.
     #[getter]
     fn bytes_served(&self, py: Python<'_>) -> PyResult<u64> {
         Ok(self.server(py)?.bytes_served())
     }
 
+    /// Ends all transfers and waits for at most `patience` seconds until the port is free. A signal ends only the wait.
     fn shutdown(&self, py: Python<'_>, patience: f64) -> PyResult<()> {
         let (server, patience) = (self.server(py)?, seconds(py, patience)?);
         // Everything is ended at once; a signal ends only the wait for the port.
@@ -184,7 +208,7 @@ impl Drop for PyServer {
     }
 }
 
-/// `bytes`, copied, or `(address, nbytes)`, borrowed.
+/// A part of a rendered body: `bytes`, which are copied, or `(address, nbytes)`, borrowed from the list's owner.
 fn memory(part: &Bound<'_, PyAny>) -> PyResult<Memory> {
     if let Ok(bytes) = part.cast::<PyBytes>() {
         return Ok(Bytes::copy_from_slice(bytes.as_bytes()).into());

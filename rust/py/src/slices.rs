@@ -1,4 +1,7 @@
 //! Containers in files, and slices of them and of what other processes serve.
+//!
+//! The functions here take whole lists and make one call into the engine each: a reshard has tens of thousands of
+//! slices.
 
 use std::path::PathBuf;
 
@@ -17,6 +20,10 @@ use crate::secret::PySecret;
 /// `(entry, dtype, nbytes, start, run, address, [(count, from, to), ...])`.
 type SliceTuple = (String, String, u64, u64, u64, usize, Vec<(u64, u64, u64)>);
 
+/// The engine's slices for what Python gave.
+///
+/// # Errors
+/// `InvalidArgument` for a dtype that no container has.
 fn slices(py: Python<'_>, parts: Vec<SliceTuple>) -> PyResult<Vec<Slice>> {
     let slice = |(entry, dtype, nbytes, start, run, address, repeats): SliceTuple| {
         let known = Dtype::from_name(&dtype)
@@ -52,8 +59,13 @@ impl PyWritten {
     }
 }
 
-/// Writes `rows` and then `control`, name and bytes of each, as a container with checksums; until it is complete it is
-/// `partial`. The memory of the rows is held by the caller.
+/// Writes `rows` and then `control`, name and bytes of each, as a container with checksums to `path`. Until it is
+/// complete it is called `partial`, a name in the same folder that must be free. The caller holds the memory of the
+/// rows.
+///
+/// # Errors
+/// `InvalidArgument` when the rows make no valid container, `SystemRefused` when the system does; nothing is left
+/// behind.
 #[pyfunction]
 #[pyo3(name = "_write_file", signature = (path, *, partial, rows, control, metadata, threads = None, cached = false))]
 #[allow(clippy::too_many_arguments, reason = "Python's keywords")]
@@ -76,7 +88,11 @@ pub(crate) fn write_file(
     Ok(PyWritten(written))
 }
 
-/// The bytes of entries of the container at `path`, verified; `None` for those it does not have. It is opened once.
+/// The bytes of the entries called `names` of the container at `path`, verified; `None` for those it does not have.
+///
+/// # Errors
+/// `CorruptCheckpoint` when a block does not match its checksum, `ProtocolError` when it is no container with
+/// checksums.
 #[pyfunction]
 #[pyo3(name = "_file_entries")]
 pub(crate) fn file_entries(
@@ -94,7 +110,10 @@ pub(crate) fn file_entries(
 }
 
 /// Reads slices of the container at `path` into their places, verified. With `header`, only if that is the checksum of
-/// its header.
+/// its header. Returns the bytes read and the bytes wanted.
+///
+/// # Errors
+/// `CorruptCheckpoint` when a block, or the header, is not what was written; the memory may hold anything then.
 #[pyfunction]
 #[pyo3(name = "_read_file", signature = (path, parts, *, threads = None, header = None))]
 pub(crate) fn read_file(
@@ -118,7 +137,12 @@ pub(crate) fn read_file(
     Ok(told)
 }
 
-/// Fetches slices from several sources at once: `(urls, step, parts)` for each.
+/// Fetches slices from several sources at once: `(urls, step, parts)` for each. Returns one report for all of them.
+///
+/// `ahead` is how many bytes the first request to each source asks for, header included.
+///
+/// # Errors
+/// The first error of any source, as an exception; the others are cancelled.
 #[pyfunction]
 #[pyo3(name = "_fetch_slices", signature = (orders, *, timeout, lanes = None, same_host = false, ahead = None,
                                             secret = None))]

@@ -1,4 +1,6 @@
-//! `StagedFetch`: a receive of which some entries pass through memory of Python's, wave by wave.
+//! `Waves`: a receive of which some entries pass through memory that Python gives, wave by wave.
+//!
+//! It is what a receive onto a device uses: Python copies one wave from pinned memory while the next one arrives.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -13,7 +15,7 @@ use crate::memory::{PyArena, fetch_wave};
 use crate::remote::handed_over;
 use crate::runtime::{self, OnTick, Origin};
 
-/// A receive that brings its bytes in waves.
+/// A receive through a buffer, wave by wave. After an exception it is over.
 #[pyclass(name = "Waves", module = "tensorferry._native", frozen)]
 pub(crate) struct PyStagedFetch {
     origin: Origin,
@@ -26,7 +28,7 @@ pub(crate) struct PyStagedFetch {
 /// Entry, first byte, bytes, and where they lie in the memory of the wave.
 type Run = (usize, u64, u64, u64);
 
-/// Tells Python how far a receive is.
+/// Reports to Python how far a receive is.
 pub(crate) struct ProgressReporter {
     pub(crate) received: Arc<AtomicU64>,
     pub(crate) total: u64,
@@ -35,6 +37,10 @@ pub(crate) struct ProgressReporter {
 }
 
 impl ProgressReporter {
+    /// Calls `progress`, if there is one, with the bytes here and the bytes in all.
+    ///
+    /// # Errors
+    /// What `progress` raises.
     pub(crate) fn tell(&self, py: Python<'_>) -> PyResult<()> {
         // Bytes that had to be fetched again count once.
         let received = self.received.load(Ordering::Relaxed).min(self.total);
@@ -51,7 +57,10 @@ impl PyStagedFetch {
         self.waves.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The receive; after a failure there is none.
+    /// The receive, which the caller puts back unless it fails.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when there is none any more, `ForkedProcess` in a forked child.
     fn take(&self, py: Python<'_>) -> PyResult<StagedFetch> {
         self.origin.check(py)?;
         self.waves().take().ok_or_else(|| errors::invalid(py, "this receive is over"))
@@ -60,8 +69,11 @@ impl PyStagedFetch {
 
 #[pymethods]
 impl PyStagedFetch {
-    /// Brings the next wave to `address`: `(entry, first byte, bytes, offset from the address)` for each run of an entry's
-    /// bytes that is there now, verified. `None` when everything has come.
+    /// Brings the next wave to `address`: `(entry, first byte, bytes, offset from the address)` for each run of an
+    /// entry's bytes that is there now, verified. `None` when everything has come.
+    ///
+    /// # Errors
+    /// The engine's errors as exceptions, and whatever `progress` or a signal handler raises; the receive is over then.
     fn fetch(&self, py: Python<'_>, address: usize) -> PyResult<Option<Vec<Run>>> {
         let mut waves = self.take(py)?;
         let tell = |py: Python<'_>| self.tell.tell(py);
@@ -75,7 +87,10 @@ impl PyStagedFetch {
         Ok(parts.map(|parts| parts.into_iter().map(told).collect()))
     }
 
-    /// After the last wave: what `Remote.fetch` returns.
+    /// After the last wave: the arena and the report that `Remote.fetch` would have returned.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when there are waves that were not fetched.
     fn finish<'py>(&self, py: Python<'py>) -> PyResult<(PyArena, Bound<'py, PyDict>)> {
         let arrived = self.take(py)?.finish().map_err(|e| errors::to_py(py, &e))?;
         self.tell.tell(py)?;

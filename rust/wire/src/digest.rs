@@ -1,7 +1,7 @@
 //! Checksums of the payload: one for each 1 MiB block, and one for the header.
 //!
-//! CRC-64/NVME finds damage, not malice: who wants to forge a block can forge its checksum. With a shared secret they are
-//! keyed BLAKE3 instead, of which the first 64 bits are kept: who does not have the key can only guess, with one chance
+//! CRC-64/NVME finds damage, not malice: an attacker who forges a block can forge its checksum. With a shared secret they are
+//! keyed BLAKE3 instead, of which the first 64 bits are kept: without the key one can only guess, with one chance
 //! in 2^64 for each block that is tried against a receiver. A keyed table proves nothing by itself: its answer carries a
 //! proof of full length ([`crate::proof`]).
 //!
@@ -10,7 +10,7 @@
 //!
 //! A table, all little-endian: magic `TFDIGST1`, u32 algorithm (1 is CRC-64/NVME, 2 keyed BLAKE3), u32 block
 //! size, u64 payload length, u64 checksum of the header bytes, u64 count, one u64 per block, then the CRC-64/NVME of
-//! everything before it. A table may hold a run of the blocks only; which one is for whoever asked to remember.
+//! everything before it. A table may hold a run of the blocks only; which one is up to the caller to remember.
 
 use crc_fast::CrcAlgorithm::Crc64Nvme;
 
@@ -203,7 +203,7 @@ impl DigestTable {
         self.encode_with_block_size(algorithm, BLOCK_SIZE)
     }
 
-    /// The same, its blocks having `block_size` bytes, one of [`BLOCK_SIZES`].
+    /// The same with blocks of `block_size` bytes, one of [`BLOCK_SIZES`].
     #[must_use]
     pub fn encode_with_block_size(&self, algorithm: &Algorithm, block_size: u64) -> Vec<u8> {
         let mut out = Vec::with_capacity(HEAD + 8 * self.blocks.len() + 8);
@@ -227,7 +227,7 @@ impl DigestTable {
         Self::decode_as(bytes, &Algorithm::Crc64)
     }
 
-    /// Reads a table whose checksums must be of `wanted`, and checks it against itself: for damage, not for who wrote it.
+    /// Reads a table whose checksums must be of `wanted`, and checks it against itself: for damage, not for its author.
     pub fn decode_as(bytes: &[u8], wanted: &Algorithm) -> Result<Self, DigestError> {
         Self::decode_with_block_size(bytes, wanted, BLOCK_SIZE)
     }
@@ -269,7 +269,7 @@ impl DigestTable {
     }
 }
 
-/// What a table says before its checksums, for whoever reads only some of them: they are not covered by the table's own
+/// What a table says before its checksums, for a reader of only some of them: they are not covered by the table's own
 /// checksum then, and a damaged one shows as a block that does not match.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TableHead {

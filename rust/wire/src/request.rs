@@ -32,7 +32,7 @@ pub enum Resource<'a> {
 /// A path that names nothing.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum PathError {
-    /// The token is missing or wrong: whoever asks learns nothing more.
+    /// The token is missing or wrong: the peer learns nothing more.
     #[error("not found")]
     NotFound,
     /// The token is right, the rest is not a path of ours. The text is printable ASCII of bounded length.
@@ -226,7 +226,7 @@ fn is_any(header: &str) -> bool {
     header.trim_matches(OWS) == "*"
 }
 
-/// The entity tags of a list, up to the first thing that is none.
+/// The entity tags of a list, up to the first item that is not an entity tag.
 struct ETags<'a>(&'a str);
 
 impl<'a> Iterator for ETags<'a> {

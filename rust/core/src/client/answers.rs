@@ -1,4 +1,7 @@
-//! What the answers to lanes and to questions for digests have to be.
+//! Checks that an answer is the one that was asked for.
+//!
+//! A source can send anything. What is checked here, before a byte of the body is used: the status, that a range or the
+//! blocks are those asked for, that a digest table is of the right length and proven where there is a secret.
 
 use tensorferry_wire::digest::{BLOCK_SIZE, DigestTable};
 

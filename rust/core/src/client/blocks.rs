@@ -1,4 +1,6 @@
-//! Blocks: their length, and which of the source's digests to ask for.
+//! Blocks as the client asks for them: their length in memory, and how runs of them are cut into requests.
+//!
+//! Limits here follow from what a source is ready to do for one request: compute so many digests, name so many runs.
 
 use tensorferry_wire::digest::BLOCK_SIZE;
 use tensorferry_wire::request::MAX_RUNS;

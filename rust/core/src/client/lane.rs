@@ -1,4 +1,8 @@
 //! A lane: one thread with one connection that works through the queue of ranges.
+//!
+//! A range that fails goes back into the queue, without the blocks that had come. The lane then tries the next source,
+//! waits a little longer each time, and gives up after [`MAX_FAILURES`] failures in a row; the last lane to give up
+//! fails the transfer. A lane whose thread panics counts as one that gave up.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
@@ -56,8 +60,8 @@ pub(super) struct Transfer<'a> {
 }
 
 impl Transfer<'_> {
-    /// Runs `lanes` lanes, the first ones on `connections`, each in a thread that is made as `builder` says. Returns the
-    /// connections that are still good.
+    /// Runs `lanes` lanes, the first ones on `connections`, each in a thread that is made as `builder` says. Returns
+    /// the connections that are still good.
     pub(super) fn run_all(
         &self,
         lanes: usize,

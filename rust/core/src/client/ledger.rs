@@ -1,4 +1,8 @@
-//! What the lanes of a transfer have received, and how.
+//! What the lanes of a transfer have received, block by block.
+//!
+//! A [`BlockLedger`] keeps the checksum of each block that has come and the source it came from, besides the counters
+//! of the transfer. Lanes write to it without a lock: the queue gives each block to one lane at a time, so the entry of
+//! a block has one writer.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
@@ -20,7 +24,7 @@ pub(super) struct BlockLedger {
     bytes: AtomicU64,
     retries: AtomicU64,
     same_host: AtomicBool,
-    /// All bytes of the receive so far, for whoever watches it.
+    /// All bytes of the receive so far, for a thread that reports progress.
     progress: Arc<AtomicU64>,
     /// The ways that bytes took over the network.
     routes: Mutex<BTreeSet<(IpAddr, IpAddr)>>,

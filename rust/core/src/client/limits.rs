@@ -1,4 +1,8 @@
-//! When a transfer must be over.
+//! When a transfer must be over, and what counts as stuck.
+//!
+//! [`Limits`] is the deadline of a whole receive with the limit on silence; every blocking call asks it how long it may
+//! take. [`StallDetector`] covers what a socket's timeout does not see: a connection on which single bytes keep
+//! arriving.
 
 use std::time::{Duration, Instant};
 

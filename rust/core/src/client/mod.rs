@@ -1,4 +1,24 @@
 //! The receiving side: open a source, learn what it has, fetch it over several lanes into its final place, verify it.
+//!
+//! | module | holds |
+//! |---|---|
+//! | `remote` | [`Remote`]: a checkpoint at its sources, from the header to the verified payload |
+//! | `fetch_slices` | parts of checkpoints from several sources at once |
+//! | `staged` | [`StagedFetch`]: entries that pass through a bounded buffer |
+//! | `lane`, `stragglers`, `ledger` | one thread with one connection; lanes that are too slow; what has come |
+//! | `source`, `url`, `resolver` | where a source is and how to reach it |
+//! | `connection` | blocking HTTP/1.1 over TCP, TLS or shared memory |
+//! | `limits` | one deadline for everything, and what counts as stuck |
+//!
+//! Everything here blocks and runs in threads of its own: measured faster than an asynchronous client, and it needs no
+//! runtime.
+//!
+//! Invariants:
+//!
+//! * nothing is handed out as received before it matches the digests of the source, asked for after the last byte has
+//!   come;
+//! * a receive ends at its deadline, whatever a source, a resolver or a handshake does;
+//! * lengths that a source announces take no memory before bytes arrive.
 
 mod answers;
 mod blocks;
@@ -30,20 +50,35 @@ use crate::memory::{Arena, ArenaPool};
 use crate::report::Report;
 use crate::trust::Secret;
 
-/// How a receive is limited.
+/// How a receive is limited, and what it may use.
+///
+/// ```
+/// use std::time::Duration;
+/// use tensorferry_core::{ArenaPool, FetchOptions};
+///
+/// let options = FetchOptions {
+///     lanes: Some(4),
+///     pool: Some(ArenaPool::new(1 << 30)),
+///     ..FetchOptions::within(Duration::from_secs(60))
+/// };
+/// assert_eq!(options.stall, Duration::from_secs(15));
+/// ```
 #[derive(Clone, Debug)]
 pub struct FetchOptions {
-    /// The ONE deadline of the whole receive, from [`Remote::open`] on.
+    /// The one deadline of the whole receive, from [`Remote::open`] on. Retries, handshakes and name lookups are within
+    /// it.
     pub timeout: Duration,
     /// No byte on a connection for this long means it is stuck, and its range goes to another lane.
     pub stall: Duration,
     /// Connections; `None` chooses by the number of cores.
     pub lanes: Option<usize>,
-    /// Bytes that are asked for along with the header: a container that is no longer arrives in one answer.
+    /// How many bytes the first request asks for, header included: a container that is not longer arrives in one
+    /// answer.
     pub ahead: u64,
-    /// Fetch around the network when the source runs on this machine under the same user.
+    /// Whether to fetch through shared memory when the source runs on this machine as the same user.
     pub same_host: bool,
-    /// With a secret, only who proves to know it is fetched from.
+    /// The shared secret: requests are signed with it, and only a source that proves to know it is fetched from. `None`
+    /// fetches without.
     pub secret: Option<Secret>,
     /// Where memory for what arrives comes from, and goes back to.
     pub pool: Option<Arc<ArenaPool>>,
@@ -104,7 +139,7 @@ impl Destination {
     }
 }
 
-/// What has arrived and is verified.
+/// What has arrived and is verified: the memory, where each entry lies in it, and a report.
 #[derive(Debug)]
 pub struct Arrived {
     arena: Arena,

@@ -1,5 +1,11 @@
-//! Addresses of hosts, within a deadline. The system's resolver knows no deadline and cannot be stopped: each name is
-//! looked up in a thread that is left to itself when nobody waits for it any more.
+//! Addresses of hosts, within a deadline.
+//!
+//! The system's resolver knows no deadline and cannot be stopped. Each name is therefore looked up in a thread that is
+//! left to itself when nobody waits for it any more. Invariants:
+//!
+//! * at most [`MOST`] lookups are under way, the abandoned ones included, and each name at most once;
+//! * addresses and names with a scope never reach the resolver;
+//! * a forked child starts with an empty list, since the threads of its parent do not exist there.
 
 use std::io;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr, ToSocketAddrs};
@@ -14,12 +20,12 @@ use crate::fork::without_fork;
 
 /// Names that are looked up at the same time, those that nobody waits for any more included.
 const MOST: usize = 16;
-/// How often somebody who waits looks whether it was cancelled.
+/// How often a waiting thread looks whether it was cancelled.
 const CANCEL_POLL: Duration = Duration::from_millis(50);
 
 type Addresses = Result<Vec<IpAddr>, (io::ErrorKind, String)>;
 
-/// A name that a thread looks up, for everybody who wants to know.
+/// A lookup under way: one thread, and any number that wait for its result.
 #[derive(Debug)]
 struct NameLookup {
     name: String,
@@ -30,12 +36,23 @@ struct NameLookup {
 /// Those that are under way, and the process whose threads look them up: a forked child has none.
 static UNDER_WAY: Mutex<(u32, Vec<Arc<NameLookup>>)> = Mutex::new((0, Vec::new()));
 
-/// The addresses of `name`, which may be one. No name server is asked for an address, or for the name of one that is
-/// looked up already.
+/// The addresses of `name`, which may be an address itself: that is returned without a lookup. Lookups of the same name
+/// at the same time are shared.
+///
+/// ```
+/// use std::time::Duration;
+/// use tensorferry_core::{Cancel, resolve};
+///
+/// # fn main() -> Result<(), tensorferry_core::Error> {
+/// let found = resolve("192.0.2.7", Duration::from_secs(1), &Cancel::new())?;
+/// assert_eq!(found, ["192.0.2.7".parse::<std::net::IpAddr>().unwrap()]);
+/// # Ok(())
+/// # }
+/// ```
 ///
 /// # Errors
-/// [`ErrorKind::Timeout`] when no name server answers within `timeout`, [`ErrorKind::Connect`] when the name is unknown,
-/// [`ErrorKind::Cancelled`].
+/// [`ErrorKind::Timeout`] when no name server answers within `timeout`, [`ErrorKind::Connect`] when the name is
+/// unknown, [`ErrorKind::Cancelled`].
 pub fn resolve(name: &str, timeout: Duration, cancel: &Cancel) -> Result<Vec<IpAddr>, Error> {
     let started = Instant::now();
     let deadline = started

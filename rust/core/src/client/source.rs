@@ -1,4 +1,7 @@
-//! A source as one receive knows it: what its answers told, and the way that leads there.
+//! A source as one receive knows it: its URL, what its answers have said, and the route that leads there.
+//!
+//! What is learned is written once and shared by all lanes: the entity tag, the socket of this machine, and whether
+//! that socket is out of use. A lane that fails over the socket makes all lanes take the network.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -10,7 +13,7 @@ use crate::error::Error;
 use crate::same_host;
 use crate::trust::Secret;
 
-/// A source, and what is learned of it.
+/// A source of one receive, and what its answers have said about it.
 #[derive(Debug)]
 pub(super) struct Source {
     pub(super) url: Arc<SourceUrl>,
@@ -48,7 +51,7 @@ impl Source {
         self.same_host_off.store(true, Ordering::Relaxed);
     }
 
-    /// A new connection by the shortest way that works.
+    /// A new connection, over the socket of this machine where that works and over the network otherwise.
     pub(super) fn connect(&self, limits: &Limits) -> Result<Connection, Error> {
         if let Some(name) = self.same_host() {
             match Connection::open_same_host(&self.url, name, limits) {
@@ -60,7 +63,7 @@ impl Source {
         Connection::open(&self.url, limits)
     }
 
-    /// Whether `connection` leads here, can be used again, and is the shortest way.
+    /// Whether `connection` leads here, can be used again, and takes the best route there is.
     pub(super) fn may_reuse(&self, connection: &Connection) -> bool {
         connection.is_reusable()
             && Arc::ptr_eq(connection.url(), &self.url)

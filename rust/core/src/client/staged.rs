@@ -1,6 +1,15 @@
-//! A receive in waves: some entries come by way of memory that is given anew for each wave and is not their last place,
-//! because the network cannot write to that. What a wave brought is verified before it is handed on, and can be moved
-//! while the next wave comes.
+//! A receive through a bounded buffer.
+//!
+//! Entries whose final place the network cannot write to, those of a device for one, come through memory that the
+//! caller gives for each wave of blocks and copies from while the next wave comes. Entries with a place of their own
+//! are written there as ever.
+//!
+//! Invariants:
+//!
+//! * no wave needs more memory than was named at the beginning;
+//! * a wave is verified against the digests of the source before it is handed out;
+//! * a source that changes its state while it is fetched makes the waves concerned come once more: what the caller has
+//!   after the last wave is the state at one moment.
 
 use std::collections::VecDeque;
 use std::time::Instant;
@@ -62,13 +71,13 @@ pub struct StagedFetch {
 }
 
 impl Remote {
-    /// Begins a receive that ends where [`Remote::fetch`] does, except that the entries numbered in `passing` go by way of
-    /// memory of `most` bytes, at least one MiB, that is given for each wave.
+    /// Begins a receive that ends where [`Remote::fetch`] does, except that the entries numbered in `passing` go by way
+    /// of memory of `most` bytes, at least one MiB, that is given for each wave.
     ///
     /// # Errors
-    /// [`ErrorKind::Invalid`] when there are several sources: what a wave brought must not be taken back because sources
-    /// turn out to differ. [`ErrorKind::System`] when there is no memory.
-    pub fn waves(self, destination: Destination, passing: &[usize], most: u64) -> Result<StagedFetch, Error> {
+    /// [`ErrorKind::Invalid`] when there are several sources: what a wave brought must not be taken back because
+    /// sources turn out to differ. [`ErrorKind::System`] when there is no memory.
+    pub fn staged(self, destination: Destination, passing: &[usize], most: u64) -> Result<StagedFetch, Error> {
         let started = Instant::now();
         let entries = self.header().entries();
         if most < BLOCK_SIZE || passing.iter().any(|&entry| entry >= entries.len()) || self.has_several_sources() {
@@ -119,15 +128,15 @@ impl Remote {
 }
 
 impl StagedFetch {
-    /// Brings the next wave; what of it passes through is at `address` then, verified. `None` when everything has come as it
-    /// was at one moment: what the source has changed since it came comes once more.
+    /// Brings the next wave; what of it passes through is at `address` then, verified. `None` when everything has come
+    /// as it was at one moment: what the source has changed since it came comes once more.
     ///
     /// # Errors
     /// As [`Remote::fetch`].
     ///
     /// # Safety
-    /// `address` must be that of writable memory of as many bytes as were named when the receive began, which nobody else
-    /// uses until this returns.
+    /// `address` must be that of writable memory of as many bytes as were named when the receive began, which nobody
+    /// else uses until this returns.
     pub unsafe fn fetch(&mut self, address: usize) -> Result<Option<Vec<StagedRun>>, Error> {
         if self.waiting.is_empty() && !self.settled {
             self.settle()?;

@@ -1,5 +1,10 @@
-//! What idle lanes see of the busy ones: a connection that is far slower than the others holds up the whole transfer,
-//! though bytes arrive on it and it never counts as stuck.
+//! What idle lanes do about slow ones.
+//!
+//! A connection that is far slower than the others holds up the whole transfer, though bytes arrive on it and it never
+//! counts as stuck. A lane that has nothing left to do takes the range of such a lane away, by shutting down its
+//! connection, and fetches it itself.
+//!
+//! A range is taken away once: if the next lane is as slow, the source is, and nothing would be gained.
 
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -15,7 +20,7 @@ const AT_LEAST: Duration = Duration::from_secs(1);
 /// How many times slower than the average a lane is that loses its range.
 const SLOWER: u64 = 10;
 
-/// The lanes of one transfer.
+/// What each lane of one transfer is doing, for finding those that are far slower than the average.
 #[derive(Debug)]
 pub(super) struct StragglerMonitor {
     started: Instant,
@@ -58,6 +63,7 @@ impl StragglerMonitor {
             Some((Instant::now(), end, Arc::downgrade(socket)));
     }
 
+    /// Counts bytes that lane `index` has received.
     pub(super) fn count(&self, index: usize, bytes: u64) {
         self.lanes[index].got.fetch_add(bytes, Ordering::Relaxed);
         self.total.fetch_add(bytes, Ordering::Relaxed);

@@ -1,4 +1,7 @@
-//! Where a source is: the parts of the URL its metadata gives.
+//! Where a source is: the parts of the URL that its metadata gives.
+//!
+//! The grammar is narrower than that of RFC 3986: a scheme, an optional fingerprint, host and port, and a path that
+//! ends with a slash. Everything else is refused with a message that repeats a bounded part of it.
 
 use std::net::SocketAddr;
 use std::sync::{Arc, OnceLock};
@@ -12,7 +15,7 @@ use crate::trust::tls::{self, Fingerprint};
 /// How many characters of what is no address a message repeats.
 const SHOWN: usize = 200;
 
-/// A parsed `http://host:port/prefix/` or `https://sha256-…@host:port/prefix/`, and what is shared with who is there.
+/// A parsed `http://host:port/prefix/` or `https://sha256-…@host:port/prefix/`, and what is known of the source there.
 #[derive(Clone, Debug)]
 pub(crate) struct SourceUrl {
     host: String,

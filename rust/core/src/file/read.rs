@@ -1,4 +1,7 @@
 //! Reading: slices straight into memory, and no block of it unverified.
+//!
+//! [`Container::open`] verifies the header. [`Container::read`] reads whole blocks, those of the slices and no others,
+//! and compares each with its checksum before it returns.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, IoSliceMut};
@@ -140,12 +143,13 @@ impl Container {
         Error::new(ErrorKind::Invalid, format!("{}: {name:?} is too large for this machine", self.path.display()))
     }
 
-    /// Reads `slices` into their places, and no more of the file than the blocks of 512 bytes they lie in.
+    /// Reads `slices` into their places, and no more of the file than the blocks of 512 bytes they lie in. Several
+    /// threads share the work; each verifies what it has read before it goes on.
     ///
     /// # Errors
     /// [`ErrorKind::Corrupt`] when a block does not match its checksum: file, entry and block are named;
-    /// [`ErrorKind::Protocol`] when the container has other entries than the slices speak of. The memory may hold anything
-    /// then.
+    /// [`ErrorKind::Protocol`] when the container has other entries than the slices speak of. The memory may hold
+    /// anything then.
     pub fn read(&self, slices: &[Slice], options: &FileOptions) -> Result<FileReport, Error> {
         let mut report = FileReport { bytes: self.payload_start + TableHead::LEN as u64, ..FileReport::default() };
         let placed = slices::place(slices, &self.header).map_err(|e| e.at(&self.path.display().to_string()))?;

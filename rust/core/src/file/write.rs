@@ -1,4 +1,8 @@
-//! Writing: beside its place first, by several threads, each checksumming what it writes.
+//! Writing a container: several threads, each checksumming what it writes.
+//!
+//! The file grows under a temporary name and takes its room before the first byte, so that a full disk is known at
+//! once. The rename at the end, and the synchronisation of the folder, are what commits it. After an error nothing is
+//! left behind.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -19,14 +23,37 @@ use crate::error::{Error, ErrorKind};
 use crate::memory::PAGE;
 use crate::payload::{Item, Layout, Segments, checksum_blocks};
 
-/// Writes `items` as a container to `path`, with checksums of all of it. The file appears under its name only when it is
-/// complete and on the disk; until then it is `partial`, in the same folder, a name that must be free. What was at `path`
-/// before is replaced at that moment.
+/// Writes `items` as a container to `path`, with checksums of all of it. The file appears under its name only when it
+/// is complete and on the disk; until then it is `partial`, in the same folder, a name that must be free. What was at
+/// `path` before is replaced at that moment.
 ///
-/// From its creation on the file is locked (`flock`, shared) for as long as the [`Written`] that is returned lives, where
-/// the file system has locks: so others can tell a file whose writer is at work from one whose writer was killed.
+/// From its creation on the file is locked (`flock`, shared) for as long as the [`Written`] that is returned lives,
+/// where the file system has locks: so others can tell a file whose writer is at work from one whose writer was killed.
 ///
 /// Borrowed memory of the items must stay readable until this returns.
+///
+/// ```
+/// use bytes::Bytes;
+/// use tensorferry_core::{Container, FileOptions, Item, write_file};
+/// use tensorferry_wire::dtype::Dtype;
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let folder = std::env::temp_dir().join(format!("tensorferry-doc-{}", std::process::id()));
+/// # std::fs::create_dir_all(&folder)?;
+/// let (path, partial) = (folder.join("a.safetensors"), folder.join(".a.partial"));
+/// let items = vec![Item::bytes("w", Dtype::U8, &[4], Bytes::from_static(b"abcd"))];
+/// let options = FileOptions::default();
+/// let written = write_file(&path, &partial, Vec::new(), items, &options)?;
+/// assert_eq!(written.report.bytes, std::fs::metadata(&path)?.len());
+/// assert!(!partial.exists());
+///
+/// let container = Container::open(&path)?;
+/// container.expect(written.header)?;
+/// assert_eq!(container.entry("w", &options)?.as_deref(), Some(&b"abcd"[..]));
+/// # std::fs::remove_dir_all(&folder)?;
+/// # Ok(())
+/// # }
+/// ```
 ///
 /// # Errors
 /// [`ErrorKind::Invalid`] when the items make no valid container; [`ErrorKind::System`] when the system refuses, a full
@@ -54,7 +81,7 @@ pub fn write_file(
     let written = write_partial(file, partial, &layout, (len, header), options);
     let written = written.and_then(|output| commit(partial, path).map(|()| output));
     let output = written.inspect_err(|_| {
-        // The error is what there is to tell.
+        // What matters is the first error.
         let _ = fs::remove_file(partial);
     })?;
     let report = FileReport { bytes: layout.content.len(), wanted: len, direct: output.past_the_cache() };

@@ -1,4 +1,16 @@
-//! Memory for what arrives: anonymous mappings or what a pool's allocator gives, fresh or kept from an earlier receive.
+//! The memory of one receive.
+//!
+//! An [`Arena`] is laid out before the first byte arrives: [`ArenaLayout`] assigns a place to each entry, and the arena
+//! makes one mapping, or two, for all of them. Tensors are then laid over it without a copy.
+//!
+//! Invariants:
+//!
+//! * every entry starts at a multiple of [`ALIGNMENT`] and lies within one region;
+//! * a region consists of whole pages, and its pages go back to the system when nobody holds it any more, so that one
+//!   surviving counter of an optimizer does not keep gigabytes of parameters;
+//! * scalars lie behind all other entries, and never in memory that a pool keeps;
+//! * while a receive fills the arena, each byte has exactly one writer (`payload::plan` sees to that); afterwards Rust
+//!   does not write to it any more.
 
 use std::fmt;
 use std::sync::Arc;
@@ -44,7 +56,7 @@ impl Regions {
         at
     }
 
-    /// What comes from here on is in another region.
+    /// Ends the region under way, at a page.
     fn close(&mut self) {
         self.len = self.len.next_multiple_of(PAGE as u64);
         if self.len > self.ends.last().copied().unwrap_or(0) {
@@ -54,13 +66,14 @@ impl Regions {
 }
 
 impl ArenaLayout {
-    /// A place for an entry of `nbytes` bytes, to be passed to [`ArenaLayout::offset`] when all have one. Entries that follow
-    /// one another here are neighbours, but for scalars, which come behind all others.
+    /// A place for an entry of `nbytes` bytes, to be passed to [`ArenaLayout::offset`] when all have one. Entries that
+    /// follow one another here are neighbours, but for scalars, which come behind all others.
     pub(crate) fn add(&mut self, nbytes: u64) -> u64 {
         if nbytes > SCALAR { self.large.add(nbytes) } else { self.scalars.add(nbytes) }
     }
 
-    /// There are no more entries.
+    /// Ends the layout: to be called once, after the last [`ArenaLayout::add`] and before the first
+    /// [`ArenaLayout::offset`].
     pub(crate) fn close(&mut self) {
         self.large.close();
         self.scalars.close();
@@ -107,7 +120,8 @@ impl Drop for ArenaRegion {
     }
 }
 
-/// Keeps a part of an arena, and with it no more than the region that part lies in.
+/// Keeps a part of an arena, and with it no more than the region that part lies in. Cloning and dropping it are cheap
+/// and may happen on any thread.
 #[derive(Clone)]
 pub struct Hold(#[allow(dead_code, reason = "only to be dropped")] Arc<ArenaRegion>);
 
@@ -117,7 +131,22 @@ impl fmt::Debug for Hold {
     }
 }
 
-/// The memory of one receive: regions, each of which lives as long as this or as somebody holds it ([`Arena::hold`]).
+/// The memory of one receive: regions, each of which lives as long as the arena or as somebody holds it
+/// ([`Arena::hold`]).
+///
+/// ```
+/// use tensorferry_core::Arena;
+///
+/// # fn main() -> Result<(), tensorferry_core::Error> {
+/// let (arena, offsets) = Arena::sparse(&[4, 3 << 20])?;
+/// let (address, hold) = arena.hold(offsets[1], 3 << 20).expect("it was laid out for this");
+/// drop(arena);
+/// // The large entry is still there; the scalar beside it is not.
+/// assert_eq!(address % 64, 0);
+/// drop(hold);
+/// # Ok(())
+/// # }
+/// ```
 pub struct Arena {
     regions: Vec<Arc<ArenaRegion>>,
     /// Where each region ends in the arena.
@@ -142,8 +171,8 @@ impl Arena {
         Self::of(&ArenaLayout { large, scalars: Regions::default() }, pool)
     }
 
-    /// Memory for storages of `sizes` bytes, and where each begins in it: fresh zeros, of which the system gives no page
-    /// before it is touched.
+    /// Memory for storages of `sizes` bytes, and where each begins in it: fresh zeros, of which the system gives no
+    /// page before it is touched.
     ///
     /// # Errors
     /// [`ErrorKind::System`] when the machine has less memory than all of them together.
@@ -162,7 +191,7 @@ impl Arena {
         Ok((arena, offsets))
     }
 
-    /// Memory for `places`. What pools keep has no scalars in it: somebody who holds one must not hold all the rest.
+    /// Memory for `places`. What pools keep has no scalars in it: a tensor over one must not keep all the rest.
     pub(crate) fn of(places: &ArenaLayout, pool: Option<Arc<ArenaPool>>) -> Result<Self, Error> {
         let ArenaLayout { large, scalars } = places;
         let len = large.len + scalars.len;
@@ -218,8 +247,8 @@ impl Arena {
         self.len() == 0
     }
 
-    /// The region that `[at, at + len)` lies in, and the address of its first byte. Nothing for no bytes, nor for such as
-    /// lie in several regions, as no entry does.
+    /// The region that `[at, at + len)` lies in, and the address of its first byte. Nothing for no bytes, nor for such
+    /// as lie in several regions, as no entry does.
     fn find(&self, at: u64, len: u64) -> Option<(&Arc<ArenaRegion>, usize)> {
         let index = self.ends.partition_point(|&end| end <= at);
         let region = self.regions.get(index)?;

@@ -1,11 +1,23 @@
 //! How much memory the machine has.
+//!
+//! A source announces lengths before it sends bytes, and a hostile or damaged one can announce any number. Everything
+//! that allocates in proportion to such a number asks here first.
 
 use std::sync::OnceLock;
 
 use crate::error::{Error, ErrorKind};
 
-/// Refuses `len` bytes for `what` where the machine, swap included, has fewer: a source can announce any number, and what
-/// is kept for each MiB of it would cost memory already.
+/// Refuses `len` bytes for `what` where the machine, swap included, has fewer.
+///
+/// A source can announce any length, and already what is kept for each MiB of it would cost memory. Where the system
+/// does not say how much memory there is, nothing is refused.
+///
+/// ```
+/// use tensorferry_core::check_machine_has;
+///
+/// assert!(check_machine_has(4096, "a page").is_ok());
+/// assert!(check_machine_has(u64::MAX, "the received state").is_err());
+/// ```
 ///
 /// # Errors
 /// [`ErrorKind::System`], naming `what`.

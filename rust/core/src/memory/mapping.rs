@@ -1,4 +1,8 @@
-//! Anonymous mappings, and memory of somebody else in their place.
+//! Anonymous mappings, and memory from an allocator in their place.
+//!
+//! A [`Mapping`] owns its memory and gives it back when it is dropped: to the kernel if it mapped it, to the
+//! allocator's owner otherwise. From 2 MiB on it starts at a huge page and asks for more of them, which makes the first
+//! touch of a large receive several times cheaper.
 
 use std::any::Any;
 use std::fmt;
@@ -42,7 +46,7 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Zeros; of huge pages, if it is that long and `dense`: all of it will be touched.
+    /// `len` zeroed bytes. `dense` says that all of them will be touched: from 2 MiB on they then lie in huge pages.
     pub(super) fn new(len: u64, dense: bool) -> std::io::Result<Self> {
         let len = usize::try_from(len).map_err(|_| std::io::ErrorKind::OutOfMemory)?;
         if len == 0 {
@@ -86,8 +90,8 @@ impl Drop for Mapping {
     }
 }
 
-/// Asks the kernel for the pages of `[start, end)` at once instead of fault by fault. Only a hint: an old kernel that does
-/// not know it leaves the pages to be faulted in one by one.
+/// Asks the kernel for the pages of `[start, end)` at once instead of fault by fault. Only a hint: an old kernel that
+/// does not know it leaves the pages to be faulted in one by one.
 pub(crate) fn populate(start: usize, end: usize) {
     // SAFETY: MADV_POPULATE_WRITE only makes pages present and writable; contents stay as they are, and an address
     // outside a mapping is answered with an error.

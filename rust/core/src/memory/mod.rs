@@ -1,4 +1,17 @@
-//! Memory: what is borrowed to be read, what is made for bytes that arrive, and the copies between the two.
+//! Memory: what is borrowed to be read, what is allocated for bytes that arrive, and copies between the two.
+//!
+//! | module | holds |
+//! |---|---|
+//! | `region` | [`Memory`]: bytes a publication serves, owned or borrowed by address |
+//! | `arena` | [`Arena`]: the memory of one receive, released region by region |
+//! | `pool` | [`ArenaPool`]: memory kept from one receive to the next |
+//! | `mapping` | anonymous mappings, the only callers of `mmap` for received bytes |
+//! | `shared` | memory that two processes map |
+//! | `machine` | refusal of lengths that no memory of this machine could hold |
+//! | `nontemporal` | copies that leave the cache alone |
+//!
+//! Nearly all unsafe code of the engine is in this room. A caller that hands an address to it promises that the memory
+//! stays readable, or writable by nobody else, for as long as the documentation of that function says.
 
 mod arena;
 mod machine;

@@ -1,4 +1,14 @@
-//! Memory that is kept between receives.
+//! Memory that is kept from one receive for the next.
+//!
+//! A receive into fresh memory is bound by page faults, not by the network (docs/performance.md). An [`ArenaPool`]
+//! keeps mappings with their pages instead of unmapping them.
+//!
+//! Invariants:
+//!
+//! * the pool never keeps more bytes than its limit; the mapping kept longest goes first;
+//! * a mapping is given out only to a request of at least half its size, so that small receives do not hold large
+//!   memory;
+//! * mappings are unmapped outside the lock, since that takes a while.
 
 use std::any::Any;
 use std::collections::VecDeque;
@@ -8,22 +18,36 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::mapping::{Held, Mapping};
 
-/// Memory of somebody else, who made it for a pool.
+/// Memory that an allocator has provided for a pool.
 pub struct Allocation {
     /// Address of the first byte.
     pub address: usize,
-    /// Keeps the memory; it may be dropped on any thread.
+    /// Keeps the memory until it is dropped, which may happen on any thread.
     pub owner: Box<dyn Any + Send + Sync>,
 }
 
-/// Makes memory of so many bytes, or leaves it to the pool.
+/// Provides memory of the given length, or `None` to leave it to the pool.
 type Allocator = dyn Fn(usize) -> Option<Allocation> + Send + Sync;
 
-/// Memory that earlier receives have let go of, kept for later ones: it has its pages already, and page faults, not the
+/// Memory that earlier receives have released, kept for later ones: it has its pages already, and page faults, not the
 /// network, bound a receive into fresh memory (docs/performance.md).
+///
+/// ```
+/// use std::sync::Arc;
+/// use tensorferry_core::{Arena, ArenaPool};
+///
+/// # fn main() -> Result<(), tensorferry_core::Error> {
+/// let pool = ArenaPool::new(64 << 20);
+/// drop(Arena::new(8 << 20, Some(Arc::clone(&pool)))?);
+/// assert_eq!(pool.held(), 8 << 20);
+/// let again = Arena::new(8 << 20, Some(Arc::clone(&pool)))?;
+/// assert_eq!((again.len(), pool.held()), (8 << 20, 0));
+/// # Ok(())
+/// # }
+/// ```
 pub struct ArenaPool {
     pub(super) limit: usize,
-    /// The one kept longest is in front.
+    /// In the order in which they were released, the oldest first.
     kept: Mutex<VecDeque<Mapping>>,
     allocator: Option<Box<Allocator>>,
 }
@@ -35,18 +59,18 @@ impl fmt::Debug for ArenaPool {
 }
 
 impl ArenaPool {
-    /// A pool that keeps at most `limit` bytes.
+    /// A pool that keeps at most `limit` bytes. A larger mapping is never kept; with a limit of 0 none is.
     #[must_use]
     pub fn new(limit: usize) -> Arc<Self> {
         Arc::new(Self { limit, kept: Mutex::default(), allocator: None })
     }
 
-    /// A pool that keeps at most `limit` bytes and asks `allocator` for what it may keep: for memory that a device copies
-    /// from faster, say. What `allocator` leaves to it is mapped as without one.
+    /// A pool that keeps at most `limit` bytes and asks `allocator` for memory that it may keep: pinned memory, which a
+    /// device copies from faster, for one. Where `allocator` returns `None`, memory is mapped as without one.
     ///
     /// # Safety
-    /// What `allocator` gives has as many initialised bytes as it was asked for, which nobody else touches until the owner
-    /// is dropped.
+    /// An [`Allocation`] must have as many initialised bytes as were asked for, which nobody else touches until its
+    /// owner is dropped.
     #[must_use]
     pub unsafe fn with_allocator(
         limit: usize,
@@ -55,7 +79,7 @@ impl ArenaPool {
         Arc::new(Self { limit, kept: Mutex::default(), allocator: Some(Box::new(allocator)) })
     }
 
-    /// Memory of `len` bytes from the allocator, if it is such as may be kept.
+    /// Memory of `len` bytes from the allocator, if the pool could keep so much.
     pub(super) fn make(&self, len: usize) -> Option<Mapping> {
         let allocator = self.allocator.as_ref().filter(|_| (1..=self.limit).contains(&len))?;
         let Allocation { address, owner } = allocator(len)?;
@@ -81,6 +105,7 @@ impl ArenaPool {
         kept.remove(best)
     }
 
+    /// Takes `mapping` back, and releases the oldest ones as long as there is more than the limit.
     pub(super) fn put(&self, mapping: Mapping) {
         if mapping.usable > self.limit {
             return;

@@ -1,10 +1,21 @@
-//! Memory that is not ours: raw regions whose owner promises to keep them alive. The only place that reads them.
+//! Borrowed memory: addresses whose owner promises to keep them readable.
+//!
+//! [`Memory`] is what callers hand in; [`Region`] is what the engine passes around afterwards, a plain address and
+//! length. A region carries no lifetime. These promises replace it:
+//!
+//! * the caller of [`Memory::borrowed`] keeps it readable until the owner given to the publication is dropped;
+//! * the publication drops that owner only when the last lease on it is gone (see `publication::lease`);
+//! * a reader through [`Region::as_slice`] holds such a lease, or runs inside [`crate::write_file`], whose caller
+//!   waits.
+//!
+//! The bytes may change while they are read, if they are a trainer's. Readers copy or checksum them and never branch on
+//! them; a change in the middle shows as a checksum that does not match.
 
 use bytes::Bytes;
 
 /// A readable region of memory: an address and a length in bytes.
 ///
-/// A region says nothing about lifetime. Whoever builds a [`crate::Publication`] from regions hands over an owner that
+/// A region says nothing about lifetime. The builder of a [`crate::Publication`] hands over an owner that
 /// keeps them readable until the publication is gone or withdrawn.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Region {
@@ -44,6 +55,17 @@ impl Region {
 }
 
 /// Bytes a publication serves: owned by it, or borrowed from memory its owner keeps alive.
+///
+/// ```
+/// use bytes::Bytes;
+/// use tensorferry_core::Memory;
+///
+/// let owned = Memory::from(Bytes::from_static(b"weights"));
+/// let weights = vec![0_u8; 1024];
+/// // SAFETY: `weights` outlives the publication that this becomes part of.
+/// let borrowed = unsafe { Memory::borrowed(weights.as_ptr() as usize, weights.len()) };
+/// # drop((owned, borrowed));
+/// ```
 #[derive(Clone, Debug)]
 pub struct Memory {
     region: Region,
@@ -54,14 +76,14 @@ impl Memory {
     /// Memory at `address`, `len` bytes long. Zero-length memory may have any address, null included.
     ///
     /// # Safety
-    /// The memory must stay readable until the owner given to the [`crate::Publication`] it becomes part of is dropped, or
-    /// until [`crate::write_file`] has returned.
+    /// The memory must stay readable until the owner given to the [`crate::Publication`] it becomes part of is dropped,
+    /// or until [`crate::write_file`] has returned.
     #[must_use]
     pub unsafe fn borrowed(address: usize, len: usize) -> Self {
         Self { region: Region { ptr: address as *const u8, len }, bytes: None }
     }
 
-    /// What keeps it, if it is not borrowed. It must outlive the region.
+    /// Takes out the owner of memory that is not borrowed; the caller keeps it for as long as it uses the region.
     pub(crate) fn take_owned(&mut self) -> Option<Bytes> {
         self.bytes.take()
     }

@@ -1,4 +1,7 @@
-//! The checksums of blocks, taken as the bytes come.
+//! The checksums of blocks, taken while the bytes pass and are in cache.
+//!
+//! One pass computes both what a receiver compares with its source and what a file carries; only the size of a block
+//! differs. How the bytes are cut on their way does not change the result.
 
 use tensorferry_wire::digest::{Algorithm, Hasher};
 
@@ -18,6 +21,7 @@ impl<'a> Checksums<'a> {
         Self { algorithm, block_size, digests: Vec::new(), open: algorithm.hasher(), filled: 0 }
     }
 
+    /// Takes the next bytes. Whole blocks are checksummed in one call each, without the state of an unfinished one.
     pub(crate) fn update(&mut self, bytes: &[u8]) {
         let mut bytes = bytes;
         while !bytes.is_empty() {
@@ -36,6 +40,7 @@ impl<'a> Checksums<'a> {
         }
     }
 
+    /// The checksums, the last of them of what is left below a whole block.
     pub(crate) fn finish(mut self) -> Vec<u64> {
         if self.filled > 0 {
             self.digests.push(self.open.finish());

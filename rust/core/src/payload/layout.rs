@@ -1,4 +1,8 @@
-//! Items laid out as a container: the header, and the payload as pieces of memory in their order.
+//! Items laid out as a container: the header, and the payload as regions of memory in their order.
+//!
+//! The order in the payload is not that of the items. Reserved entries come first, because a receiver needs them before
+//! it can place anything; then entries of whole pages; then the rest by descending alignment; checksums last. So a file
+//! that is mapped has every tensor aligned, and rows often begin where a block of checksums does.
 
 use bytes::Bytes;
 use tensorferry_wire::container::{self, Entry, Header, Shape};
@@ -9,6 +13,15 @@ use crate::error::{Error, ErrorKind};
 use crate::memory::{Memory, PAGE, Region};
 
 /// One entry of a container to publish: its name, type and shape as the header states them, and its memory.
+///
+/// ```
+/// use bytes::Bytes;
+/// use tensorferry_core::Item;
+/// use tensorferry_wire::dtype::Dtype;
+///
+/// let item = Item::bytes("layer.0.bias", Dtype::F32, &[2], Bytes::from(vec![0; 8]));
+/// # drop(item);
+/// ```
 #[derive(Clone, Debug)]
 pub struct Item {
     pub(crate) name: String,
@@ -18,7 +31,7 @@ pub struct Item {
 }
 
 impl Item {
-    /// An entry over `memory`. Whether the length fits dtype and shape is checked when it is published.
+    /// An entry over `memory`. Whether its length fits `dtype` and `shape` is checked when it is published or written.
     pub fn new(name: impl Into<String>, dtype: Dtype, shape: &[u64], memory: Memory) -> Self {
         Self { name: name.into(), dtype, shape: Shape::from_slice(shape), memory }
     }
@@ -46,8 +59,8 @@ const LAST: u32 = u32::MAX;
 
 impl Layout {
     /// Items keep their order in the header; in the payload the reserved entries come first, then those of whole pages,
-    /// whose rows so often begin where a block of checksums does, and the rest by descending alignment: a mapped file has
-    /// every tensor aligned. Checksums come last. The payload starts at a multiple of `align`.
+    /// whose rows so often begin where a block of checksums does, and the rest by descending alignment: a mapped file
+    /// has every tensor aligned. Checksums come last. The payload starts at a multiple of `align`.
     pub(crate) fn new(metadata: Vec<(String, String)>, items: Vec<Item>, align: u64) -> Result<Self, Error> {
         let invalid = |e: container::HeaderError| Error::caused(ErrorKind::Invalid, "cannot publish this state", e);
         let rank = |item: &Item| match item.name.as_str() {

@@ -1,4 +1,15 @@
-//! The payload of a container: how items are laid out in it, which of its bytes go where, and in which order.
+//! The payload of a container: how items are laid out in it, which of its bytes go where, and in which order they come.
+//!
+//! | module | holds |
+//! |---|---|
+//! | `layout` | [`Item`]s laid out as one container, header first |
+//! | `segments` | contiguous bytes that lie in several regions of memory |
+//! | `plan` | destinations for bytes of a payload, in payload order |
+//! | `queue` | ranges of blocks still to come, shared by the threads that bring them |
+//! | `slices` | parts of entries and their destinations, as a reshard asks for |
+//! | `checksums` | the checksums of blocks, taken while the bytes pass |
+//!
+//! Publications, the client and files all build on this room; it knows neither sockets nor files.
 
 mod checksums;
 mod layout;

@@ -1,4 +1,17 @@
-//! What to fetch and where it goes: pieces of payload with their destinations.
+//! Where the bytes of a payload go.
+//!
+//! A [`Plan`] is a list of [`Piece`]s, runs of payload bytes with the address each goes to. Threads ask it for the
+//! destination slices of a range of blocks and receive straight into them; bytes of a block that nobody wants go to a
+//! sink, so that its checksum can still be taken.
+//!
+//! Invariants, established by [`Plan::new`]:
+//!
+//! * pieces are sorted and do not overlap in the payload, so that no byte has two destinations;
+//! * pieces lie within the payload;
+//! * neighbours in the payload and in memory are merged.
+//!
+//! That no two threads hold slices of the same bytes at once is up to the caller: `payload::queue` gives each range of
+//! blocks to one thread at a time.
 
 use std::io::IoSliceMut;
 
@@ -76,7 +89,7 @@ impl Plan {
         Ok(Self { pieces: merged, payload_len, block_size: BLOCK_SIZE, fresh })
     }
 
-    /// The same with blocks of `block_size` bytes.
+    /// The same plan with checksums for blocks of `block_size` bytes.
     pub(crate) fn with_block_size(self, block_size: u64) -> Self {
         Self { block_size, ..self }
     }
@@ -101,7 +114,7 @@ impl Plan {
         self.block_size
     }
 
-    /// How many blocks are received at once: as many as one of 1 MiB has.
+    /// How many blocks are received in one go: those of 1 MiB of payload.
     pub(crate) fn stride(&self) -> u64 {
         BLOCK_SIZE / self.block_size
     }
@@ -111,8 +124,8 @@ impl Plan {
         self.pieces.iter().map(|p| p.len).sum()
     }
 
-    /// The blocks that hold at least one wanted byte, as ascending runs `[first, end)`. Runs with at most `gap` bytes of
-    /// blocks between them are one.
+    /// The blocks that hold at least one wanted byte, as ascending runs `[first, end)`. Runs with at most `gap` bytes
+    /// of blocks between them are one.
     pub(crate) fn wanted_blocks(&self, gap: u64) -> Vec<(u64, u64)> {
         let mut runs: Vec<(u64, u64)> = Vec::new();
         for piece in &self.pieces {
@@ -136,6 +149,7 @@ impl Plan {
         runs.iter().map(|(first, end)| end - first).sum::<u64>() * self.block_size
     }
 
+    /// The first byte of the payload in `block`, and the one behind its last.
     pub(crate) fn block_bounds(&self, block: u64) -> (u64, u64) {
         (block * self.block_size, ((block + 1) * self.block_size).min(self.payload_len))
     }
@@ -179,7 +193,8 @@ impl Plan {
         with(&mut slices)
     }
 
-    /// Asks for the pages behind payload `[start, end)` ahead of the bytes.
+    /// Asks the kernel for the pages behind payload `[start, end)` before the bytes arrive: one call instead of a fault
+    /// for each page.
     pub(crate) fn populate(&self, start: u64, end: u64) {
         let index = self.pieces.partition_point(|p| p.end() <= start);
         // Many pieces may share a page: one call for as many as follow one another.

@@ -1,4 +1,11 @@
 //! The ranges of whole blocks that are still to come, shared by the threads that bring them.
+//!
+//! Invariants:
+//!
+//! * a block is in the queue or in one [`Taken`] range, never in both: at most one thread works on it;
+//! * a [`Taken`] that is dropped gives back what was not done, also when its thread panics;
+//! * [`Queue::take`] returns `None` only when nothing is left that could come back, or after a failure;
+//! * the first failure is the one reported.
 
 use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -76,10 +83,12 @@ impl Queue {
         self.done.notify_all();
     }
 
+    /// Whether some thread has reported a failure, so that the others may stop in the middle of a range.
     pub(crate) fn has_failed(&self) -> bool {
         self.state().failed.is_some()
     }
 
+    /// The outcome, once every thread has left: the first failure, or an error if ranges are left over.
     pub(crate) fn finish(self) -> Result<(), Error> {
         let state = self.state.into_inner().unwrap_or_else(PoisonError::into_inner);
         match state.failed {
@@ -90,8 +99,8 @@ impl Queue {
     }
 }
 
-/// A range of blocks that a lane works on. When it is dropped, be it by a panic, what is left goes back for another lane:
-/// nobody waits for a lane that is gone.
+/// A range of blocks that a lane works on. When it is dropped, be it by a panic, what is left goes back for another
+/// lane: nobody waits for a lane that is gone.
 #[derive(Debug)]
 pub(crate) struct Taken<'a> {
     queue: &'a Queue,

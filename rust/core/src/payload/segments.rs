@@ -1,4 +1,9 @@
-//! Contiguous bytes that lie in several pieces of memory.
+//! Contiguous bytes that lie in several regions of memory, addressed by their offset.
+//!
+//! A server sends a container as if it were one buffer, while its bytes are those of thousands of tensors. [`Segments`]
+//! finds the regions of a range by binary search and hands them out in order, without copying.
+//!
+//! Invariants: no region is empty, `starts` is strictly ascending, and the regions follow one another without a gap.
 
 use bytes::Bytes;
 
@@ -14,7 +19,7 @@ pub(crate) struct Segments {
 }
 
 impl Segments {
-    /// The `parts` in order.
+    /// The bytes of `parts` in order, with whatever owns them.
     pub(crate) fn new(mut parts: Vec<Memory>) -> Self {
         let owned = parts.iter_mut().filter_map(Memory::take_owned).collect();
         Self::over(parts.iter().map(Memory::region), owned)

@@ -1,4 +1,8 @@
-//! Parts of a container's entries, and where in memory they go: what a reshard asks for.
+//! Parts of a container's entries and where in memory they go: what a reshard asks for.
+//!
+//! A [`Slice`] describes a rectangular part of a tensor as a run of bytes that repeats over any number of dimensions,
+//! with one stride in the entry and another in memory. [`place`] checks slices against the header of the container that
+//! answers and turns them into the pieces of one or several plans.
 
 use std::collections::HashMap;
 
@@ -11,18 +15,31 @@ use crate::error::{Error, ErrorKind};
 /// Runs of one slice, at most.
 const MAX_RUNS: u64 = 1 << 32;
 
-/// One dimension that runs are repeated over.
+/// One dimension over which a run of bytes is repeated: `count` times, with a stride in the entry and one in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Repeat {
-    /// How many times.
+    /// How often the run, or the block of inner repetitions, occurs.
     pub count: u64,
-    /// Bytes from one to the next within the entry.
+    /// Stride within the entry, in bytes.
     pub from: u64,
-    /// Bytes from one to the next in memory.
+    /// Stride in memory, in bytes.
     pub to: u64,
 }
 
 /// Bytes of an entry and the memory they go to: a run of bytes, repeated over any number of dimensions.
+///
+/// Columns 2 and 3 of a matrix of four rows and eight columns of bytes, into memory where they are contiguous:
+///
+/// ```
+/// use tensorferry_core::{Repeat, Slice};
+/// use tensorferry_wire::dtype::Dtype;
+///
+/// let mut columns = [0_u8; 8];
+/// let rows = Repeat { count: 4, from: 8, to: 2 };
+/// // SAFETY: four runs of two bytes fill `columns`, which nobody else uses until the slice has been read.
+/// let slice = unsafe { Slice::new("w", (Dtype::U8, 32), (2, 2), columns.as_mut_ptr() as usize, vec![rows]) };
+/// # drop(slice);
+/// ```
 #[derive(Clone, Debug)]
 pub struct Slice {
     entry: String,
@@ -36,8 +53,8 @@ pub struct Slice {
 
 impl Slice {
     /// The run of `run` bytes at `start` of the entry called `entry`, and its repetitions, the outermost first, go to
-    /// `address`. The entry must be of `dtype` and have `nbytes` bytes; that, and that all runs lie inside it, is checked
-    /// when the container is there.
+    /// `address`. The entry must be of `dtype` and have `nbytes` bytes. That it does, and that all runs lie inside it,
+    /// is checked against the header of the container that answers.
     ///
     /// # Safety
     /// All runs from `address` on must be writable memory, and no two of them, of this slice or another, may overlap.
@@ -88,8 +105,8 @@ impl Slice {
     }
 }
 
-/// The destinations of `slices` in a container with this header, as few layers as possible: within a layer no byte of the
-/// payload is wanted twice.
+/// The destinations of `slices` in a container with this header, as few layers as possible: within a layer no byte of
+/// the payload is wanted twice.
 pub(crate) fn place(slices: &[Slice], header: &Header) -> Result<Vec<Vec<Piece>>, Error> {
     let known: HashMap<&str, &Entry> = header.entries().iter().map(|e| (e.name.as_str(), e)).collect();
     let mut pieces = Vec::with_capacity(slices.len());

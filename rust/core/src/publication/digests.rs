@@ -1,5 +1,10 @@
-//! The checksums of a publication's blocks. Those of a private copy are taken once: when they are first needed, or as the
-//! blocks are sent. Borrowed memory may change: its checksums are taken anew whenever they are asked for.
+//! The checksums of a publication's blocks.
+//!
+//! Those of a private copy are computed once, when they are first asked for or while the block is sent and is in cache
+//! anyway. Borrowed memory may change, so its checksums are computed anew whenever they are asked for: a receiver that
+//! compares them with what it got notices a change in the middle.
+//!
+//! Computing checks for a withdrawal after each MiB, so that a withdrawal waits for no more than that.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -46,8 +51,8 @@ impl Publication {
         })
     }
 
-    /// Puts the checksums of the blocks of `block_size` bytes called `numbers` into `digests`; says whether that was not cut short
-    /// by a withdrawal.
+    /// Puts the checksums of the blocks of `block_size` bytes called `numbers` into `digests`; says whether that was
+    /// not cut short by a withdrawal.
     fn digest_blocks(&self, numbers: &[u64], block_size: u64, digests: &mut [u64]) -> bool {
         // A look for each MiB, so that a withdrawal waits for no more than that.
         let look = usize::try_from(BLOCK_SIZE / block_size).unwrap_or(1);
@@ -77,8 +82,8 @@ impl Publication {
 }
 
 impl Lease {
-    /// The block that starts at byte `offset` of the container, if it ends before `end` and its checksum is taken when it is
-    /// sent: of a private copy, and not yet known.
+    /// The block that starts at byte `offset` of the container, if it ends before `end` and its checksum is taken when
+    /// it is sent: of a private copy, and not yet known.
     pub(crate) fn block_to_digest(&self, offset: u64, end: u64) -> Option<usize> {
         let publication = self.publication();
         let relative = offset.checked_sub(publication.payload_start)?;
@@ -114,8 +119,9 @@ impl Lease {
         }
     }
 
-    /// The digests of the blocks in `runs`, of `block_size` bytes each, of which there must be so many: of borrowed memory as it is
-    /// now. `None` when the publication was withdrawn meanwhile. Takes several threads where there is much to read.
+    /// The digests of the blocks in `runs`, of `block_size` bytes each, of which there must be so many: of borrowed
+    /// memory as it is now. `None` when the publication was withdrawn meanwhile. Takes several threads where there is
+    /// much to read.
     pub(crate) fn digests(&self, runs: &[(u64, u64)], block_size: u64) -> Option<DigestTable> {
         let publication = self.publication();
         let numbers: Vec<u64> = runs.iter().flat_map(|&(first, end)| first..end).collect();

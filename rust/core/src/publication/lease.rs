@@ -1,5 +1,17 @@
-//! The readers of a publication: while one holds a lease, its memory may be read; who withdraws it waits for them, or
-//! ends their connections.
+//! The readers of a publication.
+//!
+//! While a reader holds a [`Lease`], the memory of the publication may be read. Withdrawing waits for the leases to
+//! end, or ends their connections: a lease belongs to a connection, named by the handle that cuts it.
+//!
+//! A receive is a sequence of requests, mostly over several connections, and HTTP does not say when it is over. The
+//! drain therefore remembers connections whose lease has ended and judges by three signs: an answer with which receives
+//! end (digests up to the last block), a connection that is closed, and silence for [`LINGER`].
+//!
+//! Invariants:
+//!
+//! * no lease is given after [`Publication::close`];
+//! * [`Publication::cut_and_wait`] returns only when no lease is left;
+//! * dropping the last lease wakes the threads that wait for it.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, MutexGuard, PoisonError, Weak};
@@ -16,7 +28,7 @@ const RECONNECT: Duration = Duration::from_millis(100);
 /// How often a drain looks for connections that have ended.
 const LOOK: Duration = Duration::from_millis(5);
 
-/// Who reads.
+/// The readers of one publication: how many leases there are, and the connections that hold or held them.
 #[derive(Default)]
 pub(super) struct Readers {
     active: usize,
@@ -52,8 +64,8 @@ impl ReadingConnection {
         self.cut.strong_count() == 0
     }
 
-    /// Whether its receiver may be expected to ask for more. `over` is when a receiver that is gone was through: others gone
-    /// that have asked for nothing since were connections of the same.
+    /// Whether its receiver may be expected to ask for more. `over` is when a receiver that is gone was through: others
+    /// gone that have asked for nothing since were connections of the same.
     fn is_awaited(&self, now: Instant, over: Option<Instant>) -> bool {
         let (since, patience) = match self.gone {
             None => (self.left, LINGER),
@@ -74,7 +86,7 @@ impl Readers {
         }
     }
 
-    /// Whether a receive that was begun is not over, as far as can be told from its connections.
+    /// Whether a receive that was begun is not over, judging by its connections.
     fn is_amid_receive(&self) -> bool {
         let now = Instant::now();
         let over =
@@ -83,7 +95,7 @@ impl Readers {
     }
 }
 
-/// A reader's hold on a publication: while one exists, its memory may be read.
+/// A reader's hold on a publication: while one exists, the publication's memory may be read, and its owner is kept.
 pub(crate) struct Lease {
     publication: Arc<Publication>,
     connection: Weak<Notify>,
@@ -92,8 +104,8 @@ pub(crate) struct Lease {
 }
 
 impl Lease {
-    /// A lease for the connection that `cut` ends, or `None` when the publication was withdrawn. `receives` says that the
-    /// request is one of a receive, which may take more of them.
+    /// A lease for the connection that `cut` ends, or `None` when the publication was withdrawn. `receives` says that
+    /// the request is one of a receive, which may take more of them.
     pub(crate) fn take(publication: &Arc<Publication>, cut: &Arc<Notify>, receives: bool) -> Option<Arc<Self>> {
         let connection = Arc::downgrade(cut);
         let mut readers = publication.readers();
@@ -122,12 +134,12 @@ impl Lease {
         Some(Arc::new(Self { publication: Arc::clone(publication), connection, broken, through }))
     }
 
-    /// The answer is one with which a receive ends if all is well.
+    /// Notes that this answer is one with which a receive ends if all is well.
     pub(crate) fn note_last(&self) {
         self.through.store(true, Ordering::Relaxed);
     }
 
-    /// The answer that was read under this lease ended before its end.
+    /// Notes that the answer read under this lease was broken off: its receiver may come back for the rest.
     pub(crate) fn break_off(&self) {
         self.broken.store(true, Ordering::Relaxed);
     }
@@ -163,12 +175,12 @@ impl Publication {
         self.readers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// No lease is given from here on.
+    /// Closes the publication: no lease is given from here on. Leases that exist go on.
     pub(crate) fn close(&self) {
         self.readers().withdrawn = true;
     }
 
-    /// Whether that is so.
+    /// Whether the publication was closed.
     pub(super) fn is_withdrawn(&self) -> bool {
         self.readers().withdrawn
     }
@@ -198,8 +210,8 @@ impl Publication {
         readers.is_amid_receive()
     }
 
-    /// Waits until the receives that were begun are over, at most until `deadline`, and gives no lease from then on. Says
-    /// whether no reader is left.
+    /// Waits until the receives that were begun are over, at most until `deadline`, and gives no lease from then on.
+    /// Says whether no reader is left.
     ///
     /// A receive is a sequence of requests. It counts as over when nothing is being read and its connections are closed
     /// (with a moment to come back by another one, longer if an answer broke), or nobody has asked for [`LINGER`].

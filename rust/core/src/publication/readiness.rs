@@ -1,5 +1,13 @@
-//! A publication whose memory is still being filled, from the first byte of the payload to the last: its readers get what
-//! is final, and wait for the rest.
+//! Publications that are served while their memory is still being written.
+//!
+//! A source that copies from a device publishes first and copies then; receivers get the bytes as they become final.
+//! The producer holds a [`Readiness`] and moves one mark forward, from the first byte of the payload to the last.
+//!
+//! Invariants:
+//!
+//! * bytes before the mark are final: nobody writes to them any more;
+//! * the mark never moves back;
+//! * a request for bytes behind the mark waits, and fails when the [`Readiness`] is dropped before it was finished.
 
 use std::fmt;
 
@@ -8,10 +16,10 @@ use tokio::sync::watch;
 /// Beyond every byte of a container.
 const ALL: u64 = u64::MAX;
 
-/// Held by whoever fills the memory of a publication (see [`crate::Publication::with_readiness`]): says how much of it is final.
+/// Producer handle of a publication that is still being written (see [`crate::Publication::with_readiness`]).
 ///
-/// Dropped before [`Readiness::finish`], it ends every reader that comes to what is missing;
-/// [`crate::Store::abandon`] withdraws the publication besides.
+/// If it is dropped before [`Readiness::finish`], every reader that comes to a byte that is not final fails;
+/// [`crate::Store::abandon`] also withdraws the publication.
 #[derive(Debug)]
 pub struct Readiness {
     ready: watch::Sender<u64>,
@@ -25,7 +33,7 @@ impl Readiness {
         Self { ready: watch::Sender::new(payload_start), payload_start, starts }
     }
 
-    /// What its readers wait on.
+    /// The other end of this handle, for the publication and its readers.
     pub(crate) fn readers(&self) -> ReadinessWatch {
         ReadinessWatch(self.ready.subscribe())
     }
@@ -51,14 +59,14 @@ impl Readiness {
         self.ready.send_replace(ALL);
     }
 
-    /// Whether the publication is still there for somebody to read.
+    /// Whether the publication still exists. A producer may stop copying when it does not.
     #[must_use]
     pub fn is_wanted(&self) -> bool {
         !self.ready.is_closed()
     }
 }
 
-/// How far a publication is filled, as its readers see it.
+/// How much of a publication is final, as its readers see it. Clones watch the same mark.
 #[derive(Clone, Debug)]
 pub(crate) struct ReadinessWatch(watch::Receiver<u64>);
 
@@ -73,7 +81,7 @@ impl ReadinessWatch {
         self.0.wait_for(|ready| *ready >= end).await.map(drop).map_err(|_| Abandoned)
     }
 
-    /// Whether `filling` is the other end.
+    /// Whether `filling` is the producer's end of this.
     pub(crate) fn is_by(&self, filling: &Readiness) -> bool {
         self.0.same_channel(&filling.ready.subscribe())
     }

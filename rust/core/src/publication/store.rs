@@ -1,4 +1,16 @@
-//! What is served now: at most one publication, behind a gate that is open or closed.
+//! The snapshot store of a server: at most one publication, behind a gate that is open or closed.
+//!
+//! A request names a step and, from its second on, the entity tag of the snapshot it began with. What it finds:
+//!
+//! | the gate | the request names no tag | it names the tag of what is served | it names another tag |
+//! |---|---|---|---|
+//! | open | the publication if the step is right, else 400 | the publication | 412 |
+//! | closed | waits | the publication while it drains or lingers | 412 |
+//!
+//! A publication that is withdrawn in the middle of transfers is *drained* (borrowed memory: the withdrawal waits) or
+//! *lingers* (a private copy: the withdrawal returns, the transfers finish from it). At most [`MAX_RETIRED`] linger.
+//!
+//! Publications are dropped outside the lock, since dropping runs the owner's code.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -18,8 +30,25 @@ const MAX_RETIRED: usize = 2;
 /// How long a request for a step ahead of the one served waits before it is refused.
 const AHEAD_GRACE: Duration = Duration::from_secs(1);
 
-/// The snapshot store of one server. Its methods never wait for a receiver, except [`Store::withdraw`], which does for at
-/// most the time it is given.
+/// The snapshot store of one server. Its methods never wait for a receiver, except [`Store::withdraw`], which does for
+/// at most the time it is given.
+///
+/// ```
+/// use std::time::Duration;
+/// use tensorferry_core::{Publication, Server, ServerConfig, Stability, Withdrawn};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let runtime = tokio::runtime::Runtime::new()?;
+/// let server = Server::bind(&ServerConfig::default(), runtime.handle())?;
+/// let store = server.store();
+/// assert!(!store.is_allowed());
+/// store.publish(7, Publication::new(Vec::new(), Vec::new(), Stability::Borrowed, Box::new(()))?);
+/// assert_eq!((store.step(), store.is_allowed()), (Some(7), true));
+/// // From here on the trainer may change the memory: nobody reads it any more.
+/// assert_eq!(store.withdraw(Duration::from_secs(5)), Withdrawn::Clean);
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug)]
 pub struct Store {
     generation: String,
@@ -126,10 +155,11 @@ impl Store {
         self.changed.notify_waiters();
     }
 
-    /// Closes the gate and withdraws what is served. A private copy is let go of at once, its running transfers, next
-    /// requests included, finish from it. Borrowed memory is drained: running transfers, next requests included, may
-    /// finish for at most `patience`, then their connections are cut; when this returns, not one more byte of that memory
-    /// is read.
+    /// Closes the gate and withdraws what is served.
+    ///
+    /// A private copy is released at once; receives that have begun, with their next requests, finish from it. Borrowed
+    /// memory is drained: receives that have begun may finish for at most `patience`, then their connections are cut.
+    /// When this returns, not one more byte of borrowed memory is read.
     pub fn withdraw(&self, patience: Duration) -> Withdrawn {
         let mut state = self.state();
         state.allowed = false;
@@ -176,8 +206,8 @@ impl Store {
         ended
     }
 
-    /// Withdraws the publication that `filling` was to fill: it cannot be. The gate is closed if it was the one served, and
-    /// its readers are cut. One that was withdrawn or replaced before stays so.
+    /// Withdraws the publication of `filling`, whose memory cannot be completed. The gate is closed if that publication
+    /// was the one served, and its readers are cut off. Nothing changes for one that was withdrawn or replaced before.
     pub fn abandon(&self, filling: Readiness) {
         let is_it = |publication: &Arc<Publication>| publication.is_filled_by(&filling);
         let mut state = self.state();
@@ -186,7 +216,7 @@ impl Store {
         let gone: Vec<_> = state.retired().filter(is_it).chain(current).collect();
         state.lingering.retain(|former| !is_it(&former.publication));
         drop(state);
-        // Those who wait for bytes of it stop waiting.
+        // Requests that wait for bytes of it fail now.
         drop(filling);
         for publication in gone {
             publication.close();
@@ -233,7 +263,7 @@ impl Store {
         readers
     }
 
-    /// Lets go of withdrawn snapshots whose transfers are over. Runs for as long as the server does.
+    /// Releases withdrawn snapshots whose transfers are over. Runs for as long as the server does.
     pub(crate) async fn sweep(&self) {
         loop {
             self.lingering.notified().await;
@@ -243,7 +273,7 @@ impl Store {
         }
     }
 
-    /// Whether there is something left to look after.
+    /// One look at the lingering snapshots; returns whether any is left.
     fn sweep_once(&self) -> bool {
         let over = |former: &Former| former.publication.idle_for().is_some_and(|idle| idle >= LINGER);
         let mut state = self.state();
@@ -327,8 +357,8 @@ impl State {
         self.retired.push(Arc::downgrade(publication));
     }
 
-    /// Takes no new transfer for `publication`, but remembers it for as long as it has some. Returns what the caller must
-    /// drop outside the lock, since dropping may run foreign code.
+    /// Takes no new transfer for `publication`, but remembers it for as long as it has some. Returns what the caller
+    /// must drop outside the lock, since dropping may run foreign code.
     fn retire(&mut self, publication: Arc<Publication>) -> Vec<Arc<Publication>> {
         self.remember(&publication);
         let in_use = publication.idle_for().is_none_or(|idle| idle < LINGER);

@@ -1,9 +1,14 @@
-//! Memory that a source shares with one receiver on its machine: a few slots, filled in turn. The source copies a part of
-//! the payload into a slot and sends one byte over their socket; the receiver copies it to its place and sends one byte
-//! back. No receiver ever sees the memory of the tensors itself.
+//! The ring: memory that a source shares with one receiver on its machine, a few slots that are filled in turn.
 //!
-//! The source makes the memory, sealed so that it cannot shrink under the receiver, and so that nobody else can write to
-//! it: the receiver maps it for reading alone.
+//! The source copies a part of the payload into a slot and sends one byte over their socket; the receiver copies it to
+//! its place and sends one byte back. No receiver ever maps the memory of the tensors itself.
+//!
+//! Invariants:
+//!
+//! * a slot is written only while the source has it, and read only while the receiver has it;
+//! * the memory is sealed: it cannot shrink under the receiver, and nobody but the source can write to it;
+//! * a source that breaks these rules can only make checksums fail, since the receiver copies out of the slot first and
+//!   checksums the copy.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;

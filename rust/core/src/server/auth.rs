@@ -1,4 +1,8 @@
-//! Who may ask: with a shared secret, whoever proves to know it, and each proof once.
+//! Authorisation by the shared secret: a request must carry a proof for itself, and each proof is good once.
+//!
+//! A proof covers method, path, `Range` and `If-Match`, so that what is signed is what is answered. [`ReplayCache`]
+//! remembers nonces up to a fixed number; forgetting one takes as many signed requests, which only somebody with the
+//! secret can make.
 
 use std::collections::{HashSet, VecDeque};
 use std::sync::{Mutex, PoisonError};
@@ -8,17 +12,18 @@ use tensorferry_wire::proof::{self, Nonce};
 
 use crate::trust::Secret;
 
-/// Proofs that are remembered. Only who has the secret can make one be forgotten, by as many requests of his own: with
-/// ranges of 16 MiB that is a TiB.
+/// Nonces that are remembered. Only a peer with the secret can have one forgotten, by making as many signed requests:
+/// with ranges of 16 MiB that is a TiB.
 const REMEMBERED: usize = 1 << 16;
 
-/// Lets requests in that prove to know the secret.
+/// Admits requests that prove knowledge of the shared secret.
 #[derive(Debug)]
 pub(super) struct RequestAuth {
     secret: Secret,
     seen: Mutex<ReplayCache>,
 }
 
+/// The nonces of requests that were admitted, so that none is admitted twice; the oldest is forgotten first.
 #[derive(Debug, Default)]
 struct ReplayCache {
     nonces: HashSet<Nonce>,
@@ -61,7 +66,7 @@ impl ReplayCache {
     }
 }
 
-/// A field that is there twice, or is no text.
+/// A header field that occurs twice, or whose value is not text: what was signed is not clear.
 struct Unclear;
 
 /// The one value of a field, if it is there: what a proof covers must be what the answer is made from.

@@ -1,4 +1,10 @@
-//! The response body: frames straight out of the publication's memory.
+//! The response body: frames straight out of a publication's memory.
+//!
+//! Large regions are handed to hyper without a copy, each frame holding a lease; regions below [`GATHER_BELOW`] are
+//! gathered into frames, since writing many tiny pieces costs more than copying them. A frame ends where a block of
+//! digests does, so that the block's checksum is taken while it is in cache.
+//!
+//! A [`MemoryBody`] that is dropped before its end tells its lease so: the receiver may come back for the rest.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -30,7 +36,7 @@ pub(crate) struct Progress {
     pub(crate) bytes: AtomicU64,
 }
 
-/// A body that is either a message of ours or a part of a publication.
+/// The body of a response: a short message, or memory of a publication.
 pub(crate) enum ServedBody {
     Message(Option<Bytes>),
     Memory(Box<MemoryBody>),
@@ -113,8 +119,8 @@ impl MemoryBody {
         }
     }
 
-    /// Copies the next bytes into `into`, as many as there is room for, and checksums them on the way where that has to be
-    /// done; returns how many.
+    /// Copies the next bytes into `into`, as many as there is room for, and checksums them on the way where that has to
+    /// be done; returns how many.
     pub(crate) fn copy_next(&mut self, into: &mut [u8]) -> usize {
         let mut filled = 0;
         while filled < into.len() && !self.is_over() {

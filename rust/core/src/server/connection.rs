@@ -1,4 +1,9 @@
-//! One connection: served over the network, with or without TLS, or to a process of this machine, until it has to end.
+//! One connection, from the handshake to its end: served over the network, with or without TLS, or to a process of this
+//! machine.
+//!
+//! A connection ends for one of five reasons: the peer leaves, it asks for nothing in time, its place goes to another
+//! one, a withdrawal cuts it, or its transfer stalls. Whichever it is, dropping the [`ConnectionContext`] counts it
+//! out.
 
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
@@ -19,7 +24,7 @@ use super::write_timeout::WriteTimeout;
 use super::{Shared, handler};
 use crate::fork::Unshared;
 
-/// One connection: how it is cut off, and how far it got.
+/// What the requests of one connection share: the server, the handle that cuts the connection, and its counters.
 pub(super) struct ConnectionContext {
     pub(super) shared: Arc<Shared>,
     pub(super) cut: Arc<Notify>,
@@ -30,8 +35,8 @@ pub(super) struct ConnectionContext {
     pub(super) place: Place,
 }
 
-/// Serves a connection from the network, after the handshake where there is one: a peer that does not get it done in
-/// time, or does not speak TLS, is let go.
+/// Serves a connection from the network, after the handshake where there is one: a peer that does not complete it
+/// in time, or does not speak TLS, is disconnected.
 pub(super) async fn serve_network(
     stream: Unshared<tokio::net::TcpStream>,
     shared: Arc<Shared>,
@@ -116,8 +121,8 @@ impl ConnectionContext {
         self.shared.patience.max(Duration::from_secs(5))
     }
 
-    /// Ends when the connection has to: it has not asked for anything in time, another one needs its place, the publication
-    /// it reads is withdrawn, its transfer has stalled, or the server stops.
+    /// Ends when the connection has to: it has not asked for anything in time, another one needs its place, the
+    /// publication it reads is withdrawn, its transfer has stalled, or the server stops.
     async fn to_be_ended(&self, mut stopped: watch::Receiver<bool>) {
         tokio::select! {
             () = self.cut.notified() => {}

@@ -37,7 +37,7 @@ pub(super) struct Local {
 }
 
 impl Local {
-    /// Serves `stream` until the receiver leaves, stops asking or breaks the rules, or `over` is told.
+    /// Serves `stream` until the receiver leaves, stops asking or breaks the rules, or `over` becomes true.
     pub(super) fn serve(
         stream: Unshared<UnixStream>,
         connection: Arc<ConnectionContext>,
@@ -55,7 +55,7 @@ impl Local {
         Ok(())
     }
 
-    /// The next request, or `None` when the receiver has left or sends what is none.
+    /// The next request, or `None` when the receiver has left or sends something else.
     fn read_request(&mut self, head: &mut Vec<u8>) -> io::Result<Option<Request<()>>> {
         while self.ring.lent() > 0 {
             self.take_back()?;

@@ -1,4 +1,7 @@
-//! What a server did, and what was received beside it, in the Prometheus text format.
+//! Counters of a server, and of the receives of the same process, in the Prometheus text format.
+//!
+//! Receives are counted here too because a trainer has one address to scrape, and what heals it is as interesting as
+//! what it served. The names of the series are documented and do not change.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;

@@ -1,4 +1,7 @@
-//! A cap on what a server sends, over all its connections.
+//! A limit on the bytes per second that a server sends over all its connections.
+//!
+//! It hands out time instead of tokens: each frame moves the moment at which the next one may leave. After a pause at
+//! most [`BURST`] of the full rate may leave at once.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -21,12 +24,12 @@ impl Throttle {
         Self { bytes_per_second, free: Mutex::new(Instant::now()) }
     }
 
-    /// How long whoever wants to send has to wait first.
+    /// How long a sender has to wait before its next frame.
     pub(crate) fn delay(&self, now: Instant) -> Duration {
         self.free.lock().unwrap_or_else(PoisonError::into_inner).saturating_duration_since(now)
     }
 
-    /// Counts `bytes` as sent now: whoever comes next waits for as long as they take.
+    /// Counts `bytes` as sent at `now`: the next sender waits for as long as they take at the full rate.
     pub(crate) fn book(&self, bytes: usize, now: Instant) {
         let takes = Duration::try_from_secs_f64(bytes as f64 / self.bytes_per_second).unwrap_or(Duration::MAX);
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);

@@ -1,4 +1,7 @@
-//! A connection whose peer has to read: a write that makes no headway for too long ends it, whatever is being written.
+//! A stream whose writes fail when the peer takes nothing for too long.
+//!
+//! hyper limits how long a request may take to arrive, but not how long a response may take to leave. Without this, a
+//! peer that asks for much and reads nothing holds a connection, and with it a lease, for ever.
 
 use std::io::{self, IoSlice};
 use std::pin::Pin;

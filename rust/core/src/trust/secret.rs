@@ -1,4 +1,7 @@
-//! The shared secret: who has it may fetch, and who has it may be fetched from.
+//! The shared secret: proves to a source that a receiver may fetch, and to a receiver that its source is the right one.
+//!
+//! Nothing prints it: neither `Debug` nor messages nor URLs. Proofs are made and checked by `tensorferry_wire::proof`,
+//! in time that does not depend on where two of them differ.
 
 use std::fmt;
 use std::sync::Arc;
@@ -8,8 +11,20 @@ use tensorferry_wire::proof::Key;
 
 use crate::error::{Error, ErrorKind};
 
-/// What sources and receivers of one job know and nobody else does. It shows itself nowhere: not in messages, not in
-/// `Debug`, not in URLs.
+/// The shared secret of the sources and receivers of one job.
+///
+/// ```
+/// use tensorferry_core::{Secret, ServerConfig};
+///
+/// # fn main() -> Result<(), tensorferry_core::Error> {
+/// let secret = Secret::new(b"at least sixteen bytes of it")?;
+/// assert_eq!(format!("{secret:?}"), "Secret(..)");
+/// let config = ServerConfig { secret: Some(secret), ..ServerConfig::default() };
+/// # drop(config);
+/// assert!(Secret::new(b"short").is_err());
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone)]
 pub struct Secret(Arc<Key>);
 
@@ -34,7 +49,7 @@ impl fmt::Debug for Secret {
     }
 }
 
-/// How blocks are checksummed with or without a secret.
+/// The algorithm for blocks: keyed with the secret where there is one, CRC-64/NVME otherwise.
 pub(crate) fn algorithm(secret: Option<&Secret>) -> Algorithm {
     secret.map_or(Algorithm::Crc64, |secret| secret.key().digests().clone())
 }

@@ -1,5 +1,10 @@
-//! TLS between source and receiver: version 1.3, a self-signed certificate for each server, and its SHA-256 fingerprint
-//! in the server's URL. There is no authority: who was told the URL knows the certificate.
+//! TLS between source and receiver: version 1.3, a self-signed certificate for each server, and the certificate's
+//! SHA-256 fingerprint in the server's URL.
+//!
+//! There is no authority. A receiver learns the URL from the metadata that the source published, and with it which
+//! certificate to accept; it accepts no other. The key is made when the server starts and never leaves the process.
+//!
+//! The crypto provider is passed explicitly: installing a default for the process would be up to the application.
 
 use std::fmt;
 use std::sync::Arc;
@@ -14,7 +19,7 @@ use rustls::{CertificateError, ClientConfig, DigitallySignedStruct, OtherError, 
 
 use crate::error::{Error, ErrorKind};
 
-/// The name every certificate bears. Nothing depends on it.
+/// The name in every certificate. Nothing depends on it: certificates are told apart by their fingerprints.
 pub(crate) const NAME: &str = "tensorferry";
 const PREFIX: &str = "sha256-";
 
@@ -54,7 +59,7 @@ pub(crate) struct Identity {
 }
 
 impl Identity {
-    /// A new key, which nobody else has and which is never written anywhere.
+    /// A new key and a certificate for it. The key stays in the memory of this process.
     pub(crate) fn new() -> Result<Self, Error> {
         let made = rcgen::generate_simple_self_signed([NAME.to_owned()])
             .map_err(|e| Error::caused(ErrorKind::System, "cannot make a certificate", e))?;
@@ -70,7 +75,7 @@ impl Identity {
     }
 }
 
-/// A client that talks to the server with this fingerprint and to no other.
+/// The configuration of a client that accepts the certificate with this fingerprint and no other.
 pub(crate) fn client(pinned: Fingerprint) -> Result<Arc<ClientConfig>, Error> {
     let provider = provider();
     let verifier = Arc::new(Pinned { pinned, provider: Arc::clone(&provider) });
@@ -95,7 +100,7 @@ fn provider() -> Arc<CryptoProvider> {
     Arc::new(CryptoProvider { cipher_suites: suites.to_vec(), ..ring_provider::default_provider() })
 }
 
-/// Takes one certificate; whether the peer has its key is verified as ever.
+/// Accepts one certificate. That the peer has its key is verified by the signature of the handshake, as always.
 #[derive(Debug)]
 struct Pinned {
     pinned: Fingerprint,

@@ -1,4 +1,7 @@
 //! The body of an answer: received straight into its place, from the socket or through memory shared with the source.
+//!
+//! From the socket, one system call fills up to [`MAX_SLICES`] destinations. Through shared memory, the source
+//! announces each slot with one byte over the socket, and gets one back when the slot has been read.
 
 use std::io::{IoSliceMut, Write};
 

@@ -1,4 +1,6 @@
-//! The ways to connect, within the limits of a transfer: TCP, TLS over it, and a socket of this machine.
+//! Connecting, within the limits of a transfer: TCP, TLS over it, and a socket of this machine.
+//!
+//! A connection attempt waits in short steps, so that a cancellation is noticed while a host does not answer at all.
 
 use std::io;
 use std::net::SocketAddr;
@@ -53,7 +55,7 @@ impl Connection {
         let left = limits.left().map_err(|_| io::ErrorKind::TimedOut)?;
         let stream = Unshared::make(|| name.connect())?;
         stream.set_read_timeout(Some(HELLO.min(limits.stall).min(left)))?;
-        // From here on who cancels ends the wait, too.
+        // From here on a cancellation ends the wait, too.
         let mut connection = Self::over(stream, url, limits);
         let reader = RingReader::receive(&*connection.stream)?;
         connection.ring = Some(Ring { reader, announced: 0, in_use: false });
@@ -105,8 +107,8 @@ fn refused(peer: &str, e: io::Error) -> Error {
     Error::caused(ErrorKind::Connect, format!("cannot connect to {peer}"), e)
 }
 
-/// Connects without blocking longer than it takes to notice a cancellation. A host that does not answer at all counts as
-/// stuck after the stall limit. The outer error ends the whole transfer, the inner one only this address.
+/// Connects without blocking longer than it takes to notice a cancellation. A host that does not answer at all counts
+/// as stuck after the stall limit. The outer error ends the whole transfer, the inner one only this address.
 fn connect(address: SocketAddr, limits: &Limits) -> Result<io::Result<Unshared<Socket>>, Error> {
     let mut connected = true;
     let start = || {

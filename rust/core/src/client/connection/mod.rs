@@ -1,5 +1,14 @@
-//! One blocking HTTP/1.1 connection to a source. The head is parsed here and the payload is received straight into its
-//! place: measured faster than reading bodies through an asynchronous client.
+//! One blocking HTTP/1.1 connection to a source.
+//!
+//! The head of an answer is parsed here and the payload is received straight into its place: measured faster than
+//! reading bodies through an asynchronous client.
+//!
+//! Invariants:
+//!
+//! * no call blocks longer than the limits allow; the socket's timeout is set before each;
+//! * a connection is used again only when the last answer was read to its end and did not close it;
+//! * an answer with a `Transfer-Encoding`, two lengths or an overlong head is refused: there is one way to read each
+//!   answer.
 
 mod body;
 mod connect;
@@ -121,9 +130,9 @@ impl Connection {
         self.reusable && self.remaining == 0
     }
 
-    /// Sends one GET for `path` (below the source's prefix unless it begins with a slash), on a new connection where the source ends each after one
-    /// answer, and reads the head of the answer. `patience` is how long
-    /// the answer may take to begin: a source that has nothing to serve yet keeps the request waiting.
+    /// Sends one GET for `path` and reads the head of the answer, on a new connection where the last answer ended this
+    /// one. `path` is below the source's prefix unless it begins with a slash. `patience` is how long the answer may
+    /// take to begin: a source that has nothing to serve yet keeps the request waiting.
     pub(crate) fn get(
         &mut self,
         path: &str,
@@ -211,7 +220,7 @@ impl Connection {
         }
     }
 
-    /// Checks that whoever sent `body` in answer to the last request knows the secret, where there is one.
+    /// Checks that the sender of `body`, the answer to the last request, knows the secret, where there is one.
     pub(crate) fn check_proof(&self, head: &Head, body: &[u8]) -> Result<(), Error> {
         let (Some(secret), Some((nonce, path))) = (self.url.secret(), &self.asked) else { return Ok(()) };
         let etag = head.etag.as_deref().unwrap_or("");

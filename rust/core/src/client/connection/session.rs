@@ -1,4 +1,7 @@
 //! TLS on a blocking connection, within the limits of its transfer.
+//!
+//! One TLS record can take many receives, so the deadline is checked before each of them, and bytes that drip are
+//! noticed below TLS, where they can be counted.
 
 use std::io::{self, Read, Write};
 use std::sync::Arc;

@@ -1,4 +1,6 @@
-//! The first requests to a source: its header, the entries the header needs, and the digests of both.
+//! The first requests to a source: they bring the header, the reserved entries, and all of a small container.
+//!
+//! Nothing of it is trusted before its digests match. Memory grows with what has arrived, not with what was announced.
 
 use std::time::Duration;
 
@@ -29,9 +31,9 @@ pub(crate) struct FirstFetch {
 
 impl FirstFetch {
     /// Asks the source at the other end for the first `ahead` bytes: the whole of a small container, the header of most
-    /// others. Its first answer may take `patience` to begin. `begun` is the entity tag of the snapshot that it began to
-    /// send before, and of none other is anything taken then; it is set as soon as the source has named one. `passes` is
-    /// what earlier attempts have shown.
+    /// others. Its first answer may take `patience` to begin. `begun` is the entity tag of the snapshot that it began
+    /// to send before, and of none other is anything taken then; it is set as soon as the source has named one.
+    /// `passes` is what earlier attempts have shown.
     pub(crate) fn read(
         mut connection: Connection,
         step: i64,

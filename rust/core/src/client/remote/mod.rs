@@ -1,4 +1,8 @@
-//! A checkpoint at its source: fetched over lanes, verified against its digests.
+//! A checkpoint at its sources: opened, fetched over lanes, verified against its digests.
+//!
+//! [`Remote::open`] (module `open`) asks the sources in turn until one answers and reads header and reserved entries
+//! (`first_fetch`). A fetch lays out the memory, makes a plan of it, lets lanes bring what is missing (`transfer`), and
+//! compares the checksums with those of the source until all match at one moment (`verify`).
 
 mod first_fetch;
 mod open;
@@ -81,8 +85,9 @@ impl Remote {
     ///
     /// # Errors
     /// As [`Remote::open`]; also [`ErrorKind::Corrupt`] when bytes do not match their checksum time and again,
-    /// [`ErrorKind::Torn`] when the source keeps changing what it serves, [`ErrorKind::Changed`] when the source moved on, [`ErrorKind::System`] when there is no memory. Memory given as
-    /// destination may then hold some of the new bytes.
+    /// [`ErrorKind::Torn`] when the source keeps changing what it serves, [`ErrorKind::Changed`] when the source moved
+    /// on, [`ErrorKind::System`] when there is no memory. Memory given as destination may then hold some of the new
+    /// bytes.
     pub fn fetch(mut self, destination: Destination) -> Result<Arrived, Error> {
         let started = Instant::now();
         let placed = self.place(destination.addresses().as_deref(), &[])?;

@@ -1,4 +1,8 @@
-//! Opening a checkpoint: which of its sources answers, and until when each is asked.
+//! Opening a checkpoint: which of its sources answers, and how long each is asked.
+//!
+//! Sources are asked one at a time, each with a share of the time that is left, so that one that is stuck does not use
+//! up the deadline. One that says nothing is asked again later and given twice as long; a refused connection is retried
+//! once.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -21,14 +25,39 @@ const NEXT_PATIENCE: Duration = Duration::from_secs(1);
 const WHY_PATIENCE: Duration = Duration::from_secs(1);
 
 impl Remote {
-    /// Asks the sources in `urls` for `step`; they must serve the same snapshot. Waits while nothing is allowed yet.
+    /// Asks the sources in `urls` for `step`; they must serve the same snapshot. Waits while the gate is closed there.
+    ///
+    /// What returns has the header and the reserved entries, verified; [`Remote::fetch`] brings the rest.
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use bytes::Bytes;
+    /// use tensorferry_core::{Destination, FetchOptions, Item, Publication, Remote, Server, ServerConfig, Stability};
+    /// use tensorferry_wire::dtype::Dtype;
+    ///
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// # let runtime = tokio::runtime::Runtime::new()?;
+    /// # let server = Server::bind(&ServerConfig::default(), runtime.handle())?;
+    /// let item = Item::bytes("w", Dtype::U8, &[3], Bytes::from_static(b"abc"));
+    /// server.store().publish(3, Publication::new(Vec::new(), vec![item], Stability::Private, Box::new(()))?);
+    ///
+    /// let remote = Remote::open(&[&server.url("127.0.0.1")], 3, FetchOptions::within(Duration::from_secs(10)))?;
+    /// assert_eq!(remote.header().entries()[0].name, "w");
+    /// let mut weights = [0_u8; 3];
+    /// // SAFETY: as many bytes as the entry has, which nobody else uses until `fetch` has returned.
+    /// let destination = unsafe { Destination::given(vec![Some(weights.as_mut_ptr() as usize)]) };
+    /// let report = remote.fetch(destination)?.report().clone();
+    /// assert_eq!((&weights, report.bytes), (b"abc", 3));
+    /// # Ok(())
+    /// # }
+    /// ```
     ///
     /// # Errors
     /// [`ErrorKind::Timeout`] at the deadline; [`ErrorKind::Connect`] when no source can be reached;
     /// [`ErrorKind::Changed`] when what the source had begun to send is gone and nothing takes its place;
     /// [`ErrorKind::Status`] when it refuses, 400 for a step it does not serve; [`ErrorKind::Foreign`] when it is a
-    /// stock torchft server; [`ErrorKind::Unproven`] when it does not know the secret; [`ErrorKind::Protocol`] when what
-    /// it says is not valid.
+    /// stock torchft server; [`ErrorKind::Unproven`] when it does not know the secret; [`ErrorKind::Protocol`] when
+    /// what it says is not valid.
     pub fn open(urls: &[&str], step: i64, options: FetchOptions) -> Result<Self, Error> {
         let started = Instant::now();
         let deadline = started
@@ -110,11 +139,11 @@ impl Remote {
                     });
                 }
                 Err(e) if e.is_timeout() && gone.is_some() => {
-                    // Who waits here waits for something else than what was asked for, and may do so for ever.
+                    // This wait is for another snapshot than the one that was begun, and may last for ever.
                     last = gone.take().unwrap_or(e);
                 }
                 Err(e) => {
-                    // Not a refusal, which is what the source has to say. Nobody there is worth one more try and no more.
+                    // A refusal by status is the source's answer and stays. A refused connection is retried once.
                     let refused = matches!(e.kind(), ErrorKind::Status(_));
                     let repairable = e.is_transient() || e.kind() == ErrorKind::Changed;
                     let most = if nobody { 2 } else { OPEN_ATTEMPTS };
@@ -149,7 +178,7 @@ fn reason(e: &Error) -> String {
     e.waited_for().map_or_else(|| e.to_string().trim_start_matches("timed out: ").to_owned(), str::to_owned)
 }
 
-/// Why the source at `url` keeps a request waiting, as its own counters tell: they need no proof and no checkpoint.
+/// Why the source at `url` keeps a request waiting, read from its counters: they need no proof and no checkpoint.
 fn why(url: &Arc<SourceUrl>, limits: &Limits, patience: Duration) -> String {
     let limits = limits.at_most((patience / 4).clamp(Duration::from_millis(50), WHY_PATIENCE));
     counters(url, &limits).unwrap_or_else(|| "it accepts connections and answers nothing".to_owned())

@@ -1,4 +1,7 @@
-//! A transfer: the lanes bring blocks, and those that do not match their checksums are brought again.
+//! A transfer: lanes bring blocks, and blocks that do not match their digests are brought again.
+//!
+//! How many lanes and how large their requests are follows from the number of cores and blocks; both are measured
+//! choices.
 
 use tensorferry_wire::digest::BLOCK_SIZE;
 
@@ -29,8 +32,8 @@ pub(in crate::client) struct Load<'a> {
 }
 
 impl Remote {
-    /// Brings what is missing of `loads`, and again what does not match its digest, until everything held does at one moment:
-    /// the digests of all of it are asked for after the last byte has come.
+    /// Brings what is missing of `loads`, and again what does not match its digest, until everything held does at one
+    /// moment: the digests of all of it are asked for after the last byte has come.
     pub(in crate::client) fn transfer(&mut self, loads: &[Load<'_>], report: &mut Report) -> Result<(), Error> {
         if loads.iter().all(|load| load.missing.is_empty()) {
             return Ok(());
@@ -93,7 +96,8 @@ impl Remote {
         queue.finish()
     }
 
-    /// On one machine each lane has a thread on either side that copies: more of them than cores are in each other's way.
+    /// On one machine each lane has a thread on either side that copies: more of them than cores are in each other's
+    /// way.
     fn default_lanes(&self) -> usize {
         let cores = std::thread::available_parallelism().map_or(2, std::num::NonZero::get);
         let local = self.sources.len() == 1 && self.sources[0].same_host().is_some();

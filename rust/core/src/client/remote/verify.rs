@@ -1,4 +1,8 @@
-//! Holding what came against the digests of the source.
+//! Comparing what came with the digests of the source.
+//!
+//! A block that does not match is fetched again. [`Passes`] tells two causes apart: if the source's own digests stay
+//! the same, bytes are damaged on their way, and a few attempts must do; if they change, the source changes its state
+//! while it serves it, and gets more attempts, since it may come to rest.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -70,8 +74,8 @@ pub(super) fn add(all: &mut Hasher, digests: &[u64]) {
 }
 
 impl Remote {
-    /// One pass over all of `loads`: the runs of blocks of each that differ from what the source has now. Fails when that
-    /// has gone on for too long.
+    /// One pass over all of `loads`: the runs of blocks of each that differ from what the source has now. Fails when
+    /// that has gone on for too long.
     pub(in crate::client) fn differing(
         &mut self,
         loads: &[Load<'_>],
@@ -106,7 +110,8 @@ impl Remote {
         Ok(differing)
     }
 
-    /// Compares the checksums of the blocks held with the source's, which are added to `all`; returns the runs that differ.
+    /// Compares the checksums of the blocks held with the source's, which are added to `all`; returns the runs that
+    /// differ.
     fn mismatched(&mut self, load: &Load<'_>, all: &mut Hasher) -> Result<Vec<(u64, u64)>, Error> {
         let (block_size, received) = (load.plan.block_size(), load.received);
         let mut differ: Vec<(u64, u64)> = Vec::new();
@@ -118,7 +123,7 @@ impl Remote {
                     continue;
                 }
                 let from = &self.sources[received.origin(block)];
-                // Whatever it was: the network is the way that has to work.
+                // Whatever the cause: the network is the route that has to work.
                 from.give_up_same_host();
                 received.note_trouble(
                     from.url.authority(),
@@ -148,8 +153,8 @@ impl Remote {
         Ok(self.prefix_digests().eq(table.blocks))
     }
 
-    /// The source's digests of `runs` of blocks, from any source that serves this snapshot; that one is the primary from then
-    /// on.
+    /// The source's digests of `runs` of blocks, from any source that serves this snapshot; that one is the primary
+    /// from then on.
     fn digests(&mut self, runs: &[(u64, u64)], block_size: u64) -> Result<DigestTable, Error> {
         let mut last = Error::new(ErrorKind::Connect, "no source is left");
         for turn in 0..=self.sources.len() {

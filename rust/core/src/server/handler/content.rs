@@ -1,4 +1,13 @@
-//! Bytes of memory: the whole, one range of it or runs of blocks, with the conditions and ranges of RFC 9110.
+//! Answers that are bytes of memory: all of it, one range, or runs of blocks, under the conditions of RFC 9110.
+//!
+//! | request | answer |
+//! |---|---|
+//! | no `Range`, or one that is not understood | 200 with everything |
+//! | one satisfiable range | 206 |
+//! | a range behind the end | 416 |
+//! | `?blocks=first-end,...` | 200 with those blocks, one run behind the other |
+//! | `If-Match` with another entity tag | 412 |
+//! | `If-None-Match` with this one | 304 |
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

@@ -1,4 +1,7 @@
-//! The digest table, or a part of it: as it is, or with a proof of the shared secret.
+//! The digest table of a publication, all of it or the blocks that are asked for.
+//!
+//! With a shared secret the table is keyed and the answer carries a proof for exactly this request and body, so that a
+//! receiver knows that its source knows the secret.
 
 use std::sync::Arc;
 

@@ -47,7 +47,7 @@ pub(super) fn text(status: StatusCode, message: &str) -> ServedResponse {
     answer
 }
 
-/// Sends whoever asks to another server.
+/// Redirects the request to another server, at `url`.
 pub(super) fn elsewhere(url: &str) -> ServedResponse {
     let mut answer = text(StatusCode::TEMPORARY_REDIRECT, "another rank serves this");
     insert(answer.headers_mut(), header::LOCATION, url);

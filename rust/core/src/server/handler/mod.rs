@@ -1,4 +1,8 @@
 //! One request, one answer.
+//!
+//! [`answer`] goes through the steps every request takes: the method, the path with its random part, the proof of the
+//! secret, a place among the connections that may ask, the resource itself. Refusals are ordinary answers with a short
+//! text, which is also the reason phrase, since that is all torchft's own receiver shows.
 
 mod content;
 mod digests;
@@ -62,9 +66,10 @@ pub(super) async fn answer<B>(
     Ok(answer)
 }
 
-/// The resource that may be asked for, and the nonce of the proof where one is needed. Who lacks the secret learns no
-/// more than who lacks the token. Liveness is for everybody; counters are for whoever has the random part of the path,
-/// since no scraper can sign.
+/// The resource that the request may have, and the nonce of its proof where one is needed.
+///
+/// A peer without the secret gets the same 404 as one without the token. Liveness is open to everybody; counters need
+/// the random part of the path alone, since no scraper can sign requests.
 fn permitted<'r, B>(
     connection: &ConnectionContext,
     request: &'r Request<B>,
@@ -135,8 +140,8 @@ async fn resolve<B>(
     found
 }
 
-/// The body called `name`, in another format than the container, once the state is all there. It is built without a lease:
-/// building can take long, and reads no tensor memory.
+/// The body called `name`, in another format than the container, once the state is all there. It is built without a
+/// lease: building can take long, and reads no tensor memory.
 async fn alternate<B>(
     connection: &Arc<ConnectionContext>,
     lease: Arc<Lease>,

@@ -1,4 +1,6 @@
-//! What an answer may have to wait for: the gate, and bytes that are still copied. No longer than the server's patience.
+//! What an answer may have to wait for: the gate, and bytes that are not final yet.
+//!
+//! Both waits end after the server's patience, with 503, and both hold nothing of a publication meanwhile.
 
 use std::sync::Arc;
 
@@ -9,8 +11,8 @@ use super::messages::{GONE, joined, text};
 use super::{ConnectionContext, ServedResponse};
 use crate::publication::{Abandoned, Asked, Lease, Lookup};
 
-/// Takes a lease on what `request`, for a part of the container if `contents` says so, asks for as `step`; waits for the gate
-/// if it has to.
+/// Takes a lease on what `request`, for a part of the container if `contents` says so, asks for as `step`; waits for
+/// the gate if it has to.
 pub(super) async fn lease<B>(
     connection: &Arc<ConnectionContext>,
     step: i64,
@@ -44,8 +46,8 @@ pub(super) async fn lease<B>(
     }
 }
 
-/// Waits until bytes are final, no longer than a request waits for the gate. `abandoned` is the status if they never will
-/// be.
+/// Waits until bytes are final, no longer than a request waits for the gate. `abandoned` is the status if they never
+/// will be.
 pub(super) async fn filled(
     connection: &ConnectionContext,
     ready: impl Future<Output = Result<(), Abandoned>>,
