@@ -18,7 +18,7 @@ pub(super) fn read_digests(
     runs: &[(u64, u64)],
     block_size: u64,
 ) -> Result<(DigestTable, Head), Error> {
-    let blocks = runs.iter().map(|(first, end)| end - first).sum();
+    let blocks: u64 = runs.iter().map(|(first, end)| end - first).sum();
     let grained = if block_size == BLOCK_SIZE { String::new() } else { format!("&grain={block_size}") };
     let path = format!("{key}/digests?blocks={}{grained}", format_runs(runs));
     let head = connection.get(&path, None, etag, None)?;

@@ -187,11 +187,11 @@ mod tests {
 
     #[test]
     fn a_name_more_than_may_be_looked_up_waits_for_its_turn() {
-        let silent = |n| Lookup { name: format!("silent {n}"), found: Mutex::default(), done: Condvar::new() };
+        let silent = |n| NameLookup { name: format!("silent {n}"), found: Mutex::default(), done: Condvar::new() };
         let others: Vec<_> = (0..MOST).map(|n| Arc::new(silent(n))).collect();
         with_those_under_way(|under_way| under_way.extend(others.iter().cloned()));
         let late = resolve("localhost", Duration::from_millis(150), &Cancel::new());
-        let is_other = |lookup: &Arc<Lookup>| others.iter().any(|other| Arc::ptr_eq(other, lookup));
+        let is_other = |lookup: &Arc<NameLookup>| others.iter().any(|other| Arc::ptr_eq(other, lookup));
         with_those_under_way(|under_way| under_way.retain(|lookup| !is_other(lookup)));
         let late = late.unwrap_err();
         assert!(late.is_timeout() && late.to_string().contains("other names are being looked up"), "{late}");

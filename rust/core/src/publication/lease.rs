@@ -255,7 +255,7 @@ mod tests {
 
     use super::super::Stability;
     use super::*;
-    use crate::memory::Item;
+    use crate::payload::Item;
 
     #[test]
     fn a_drain_ends_with_no_lease_to_be_had_and_no_digest_of_what_is_withdrawn() {

@@ -291,7 +291,7 @@ mod tests {
     use tensorferry_wire::dtype::Dtype;
 
     use super::*;
-    use crate::memory::Item;
+    use crate::payload::Item;
     use crate::publication::{Publication, Stability};
 
     /// Memory whose pages are all one: what is read from it is not what was written.
@@ -332,7 +332,8 @@ mod tests {
 
     #[test]
     fn checksums_are_of_the_memory_that_was_read_and_not_of_the_slot() {
-        let payload: Vec<u8> = (0..2 * BLOCK_SIZE + 5).map(|at| (at >> 12) as u8).collect();
+        let payload: Vec<u8> =
+            (0..2 * BLOCK_SIZE + 5).map(|at| u8::try_from(at >> 12 & 0xFF).unwrap_or_default()).collect();
         let shape = [payload.len() as u64];
         let item = Item::bytes("w", Dtype::U8, &shape, payload.clone().into());
         let publication = Publication::new(Vec::new(), vec![item], Stability::Private, Box::new(())).unwrap();
