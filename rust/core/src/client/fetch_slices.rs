@@ -70,7 +70,7 @@ pub fn fetch_slices(requests: Vec<SliceRequest>, options: &FetchOptions) -> Resu
     };
     std::thread::scope(|scope| {
         for index in 0..threads {
-            let spawned = std::thread::Builder::new().name(format!("tensorferry-fetch_slices-{index}")).spawn_scoped(
+            let spawned = std::thread::Builder::new().name(format!("tensorferry-slices-{index}")).spawn_scoped(
                 scope,
                 || {
                     loop {
