@@ -1,4 +1,4 @@
-"""The HTTP interface for any client: ranges, conditional requests, resources and errors."""
+"""What any HTTP client gets: ranges, conditions, resources, and errors."""
 
 from __future__ import annotations
 
@@ -241,6 +241,7 @@ class TestHTTP:
         with pytest.raises(urllib.error.HTTPError, match="no state was sent: call send_checkpoint first") as refused:
             urllib.request.urlopen(server.url("127.0.0.1") + "10.safetensors")
         assert refused.value.code == 404
+        refused.value.close()
         server.shutdown(TIMEOUT.total_seconds())
 
     @pytest.mark.parametrize("method", ["GET", "HEAD"])
