@@ -70,14 +70,8 @@ pub fn fetch_slices(requests: Vec<SliceRequest>, options: &FetchOptions) -> Resu
     };
     std::thread::scope(|scope| {
         for index in 0..threads {
-<<<<<<< HEAD
             let spawned =
                 std::thread::Builder::new().name(format!("tensorferry-slices-{index}")).spawn_scoped(scope, || {
-=======
-            let spawned = std::thread::Builder::new().name(format!("tensorferry-slices-{index}")).spawn_scoped(
-                scope,
-                || {
->>>>>>> rust13
                     loop {
                         let next = waiting.lock().unwrap_or_else(PoisonError::into_inner).pop_front();
                         let Some(request) = next else { return };

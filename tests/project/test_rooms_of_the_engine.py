@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-RUST = Path(__file__).resolve().parent.parent / "rust"
+RUST = Path(__file__).resolve().parents[2] / "rust"
 CORE = RUST / "core" / "src"
 
 # Each room of `tensorferry_core` with those it may use. A room is a folder or a file below `src`, and `lib.rs` is the
