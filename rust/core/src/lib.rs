@@ -5,7 +5,7 @@
 //!
 //! # Rooms
 //!
-//! Each module may use those to its right, and no others; a test holds this (`tests/test_rooms_rust.py`).
+//! Each module may use those to its right, and no others; a test holds this (`tests/project/test_rooms_of_the_engine.py`).
 //!
 //! | room | what it does | uses |
 //! |---|---|---|
