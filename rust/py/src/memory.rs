@@ -7,7 +7,7 @@
 //!   call.
 //! * **Rust to Python.** Tensors laid over received memory keep the region they lie in (`Hold`), and Rust does not
 //!   write to it any more.
-//! * **DLPack.** Torch's exchange table describes tensors and makes them without a call through the interpreter for
+//! * **`DLPack`.** Torch's exchange table describes tensors and makes them without a call through the interpreter for
 //!   each property. It is looked up at run time, and everything works without it.
 //!
 //! Objects are released where the interpreter may be waited for, never on a thread of the runtime.

@@ -70,9 +70,8 @@ pub fn fetch_slices(requests: Vec<SliceRequest>, options: &FetchOptions) -> Resu
     };
     std::thread::scope(|scope| {
         for index in 0..threads {
-            let spawned = std::thread::Builder::new().name(format!("tensorferry-fetch_slices-{index}")).spawn_scoped(
-                scope,
-                || {
+            let spawned =
+                std::thread::Builder::new().name(format!("tensorferry-slices-{index}")).spawn_scoped(scope, || {
                     loop {
                         let next = waiting.lock().unwrap_or_else(PoisonError::into_inner).pop_front();
                         let Some(request) = next else { return };
@@ -89,8 +88,7 @@ pub fn fetch_slices(requests: Vec<SliceRequest>, options: &FetchOptions) -> Resu
                             }
                         }
                     }
-                },
-            );
+                });
             if let Err(e) = spawned {
                 let error = Error::caused(ErrorKind::System, "cannot start a thread for a source", e);
                 *outcome.lock().unwrap_or_else(PoisonError::into_inner) = Err(error);

@@ -10,7 +10,7 @@
 //! | `machine` | refusal of lengths that no memory of this machine could hold |
 //! | `nontemporal` | copies that leave the cache alone |
 //!
-//! Nearly all unsafe code of the engine is in this room. A caller that hands an address to it promises that the memory
+//! Most unsafe code of the engine is in this room. A caller that hands an address to it promises that the memory
 //! stays readable, or writable by nobody else, for as long as the documentation of that function says.
 
 mod arena;
@@ -19,6 +19,7 @@ mod mapping;
 pub(crate) mod nontemporal;
 mod pool;
 mod region;
+mod shared;
 
 pub(crate) use self::arena::{ALIGNMENT, ArenaLayout};
 pub use self::arena::{Arena, Hold};
@@ -27,6 +28,7 @@ pub(crate) use self::mapping::populate;
 pub use self::pool::{Allocation, ArenaPool};
 pub use self::region::Memory;
 pub(crate) use self::region::Region;
+pub(crate) use self::shared::{SharedMemory, SharedView};
 
 /// A page of memory, and of a file.
 pub(crate) const PAGE: usize = 4096;
