@@ -94,34 +94,80 @@ class Reader:
         return int(re.search(r"(?i)^content-length: *(\d+)", self.head, re.MULTILINE).group(1))
 
 
-class SlowRelay:
+class Listener:
+    """A port of its own, each of whose connections is served by `serve` in a thread.
+
+    `close` ends the connections and the threads and leaves nothing of them: a socket that nobody closed would fail
+    whichever test is running when it is collected.
+    """
+
+    def __init__(self, serve: Callable[[socket.socket], None]) -> None:
+        self._serve = serve
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self.metadata = f"http://127.0.0.1:{self.port}/{'0' * 32}/checkpoint/"
+        self.closed = threading.Event()
+        self._lock = threading.Lock()
+        self._sockets: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
+        self.start(self._accept)
+
+    def start(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Runs `function` in a thread that `close` waits for."""
+        thread = threading.Thread(target=function, args=arguments, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def own(self, opened: socket.socket) -> socket.socket:
+        """Has `close` close a socket."""
+        with self._lock:
+            self._sockets.append(opened)
+            if not self.closed.is_set():
+                return opened
+        opened.close()
+        raise ConnectionAbortedError("the listener is closed")
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                self.start(self._answer, self.own(self._listener.accept()[0]))
+
+    def _answer(self, connection: socket.socket) -> None:
+        with contextlib.suppress(OSError), connection:
+            self._serve(connection)
+
+    def close(self) -> None:
+        with self._lock:
+            self.closed.set()
+        for one in (self._listener, *self._sockets):
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
+        for thread in self._threads:
+            thread.join(10)
+
+    def __enter__(self) -> Listener:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class SlowRelay(Listener):
     """Stands before a source and passes its answers on: `budget` bytes at full speed, then one every 50 ms, or none."""
 
     def __init__(self, metadata: str, budget: int, *, drip: bool) -> None:
         parts = urllib.parse.urlsplit(metadata)
         self.source = ("127.0.0.1", parts.port)
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.metadata = parts._replace(netloc=f"127.0.0.1:{self.listener.getsockname()[1]}").geturl()
         self.budget = budget
         self.drip = drip
-        self.closed = threading.Event()
-        self.sockets = [self.listener]
-        self.threads: list[threading.Thread] = []
-        self._start(self._accept)
+        super().__init__(self._relay)
+        self.metadata = parts._replace(netloc=f"127.0.0.1:{self.port}").geturl()
 
-    def _start(self, function: Callable[..., None], *arguments: Any) -> None:
-        self.threads.append(threading.Thread(target=function, args=arguments, daemon=True))
-        self.threads[-1].start()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                client, _ = self.listener.accept()
-                self.sockets.append(client)
-                server = socket.create_connection(self.source)
-                self.sockets.append(server)
-                self._start(self._requests, client, server)
-                self._start(self._answers, server, client)
+    def _relay(self, client: socket.socket) -> None:
+        server = self.own(socket.create_connection(self.source))
+        self.start(self._requests, client, server)
+        self._answers(server, client)
 
     def _requests(self, client: socket.socket, server: socket.socket) -> None:
         with contextlib.suppress(OSError):
@@ -141,15 +187,6 @@ class SlowRelay:
                     if self.drip:
                         client.sendall(bytes([byte]))
             client.shutdown(socket.SHUT_WR)
-
-    def close(self) -> None:
-        self.closed.set()
-        for one in self.sockets:
-            with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
-            one.close()
-        for thread in self.threads:
-            thread.join(10)
 
 
 def connect(transport: Any) -> http.client.HTTPConnection:

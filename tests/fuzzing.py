@@ -31,6 +31,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import tensorferry
+from exchange import Listener
 from tensorferry import HTTPTransport, state, stock
 from tensorferry.allowlist import Allowed
 from tensorferry.dcp import FileReader, FileWriter, PeerReader, PeerWriter, index
@@ -322,7 +323,6 @@ class Stock:
 
     def __init__(self, chance: random.Random) -> None:
         self._chance = chance
-        self._listener = socket.create_server(("127.0.0.1", 0))
         self._body = b""
         recorder = stock._Recorder()
         torch.serialization._save(sample(), recorder, pickle, 2, False)
@@ -333,18 +333,12 @@ class Stock:
                 self._raw += ctypes.string_at(data.data_ptr(), size) if size else b""
             else:
                 self._raw += data.encode() if isinstance(data, str) else bytes(data)
-        threading.Thread(target=self._serve, daemon=True).start()
+        self._listener = Listener(self._serve)
 
-    def _serve(self) -> None:
-        while True:
-            connection, _ = self._listener.accept()
-            with connection:
-                try:
-                    connection.settimeout(5)
-                    connection.recv(1 << 16)
-                    connection.sendall(b"HTTP/1.0 200 OK\r\n\r\n" + self._body)
-                except OSError:
-                    pass
+    def _serve(self, connection: socket.socket) -> None:
+        connection.settimeout(5)
+        connection.recv(1 << 16)
+        connection.sendall(b"HTTP/1.0 200 OK\r\n\r\n" + self._body)
 
     def __call__(self) -> None:
         chance = self._chance
@@ -361,7 +355,7 @@ class Stock:
         if chance.random() < 0.1:
             body = body[: chance.randrange(len(body))]
         self._body = body
-        port = self._listener.getsockname()[1]
+        port = self._listener.port
         stock.receive(f"http://127.0.0.1:{port}/checkpoint/", 1, TIMEOUT, Allowed())
 
     def shown(self) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from exchange import Listener
 from tensorferry.testing import (
     Answer,
     Delay,
@@ -35,43 +36,22 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nX: Body\r\n\r\n" % len(BODY)
 REQUEST = b"GET /1/full HTTP/1.1\r\nHost: a\r\n\r\n"
 
 
-class Source:
+class Source(Listener):
     """Answers every request with the same body; keeps connections open, and what it was asked."""
 
     def __init__(self, body: bytes = BODY) -> None:
         self.answer = HEAD + body
         self.asked: list[bytes] = []
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self.listener.getsockname()[1]
-        self.metadata = f"http://127.0.0.1:{self.port}/0f/checkpoint/"
-        self._connections: list[socket.socket] = []
-        threading.Thread(target=self._accept, daemon=True).start()
+        super().__init__(self._serve_all)
 
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                connection, _ = self.listener.accept()
-                self._connections.append(connection)
-                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
-
-    def _serve(self, connection: socket.socket) -> None:
-        with contextlib.suppress(OSError), connection:
-            request = b""
-            while data := connection.recv(65536):
-                request += data
-                if request.endswith(b"\r\n\r\n"):
-                    self.asked.append(request)
-                    request = b""
-                    connection.sendall(self.answer)
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self.listener.shutdown(socket.SHUT_RDWR)
-        self.listener.close()
-        for connection in self._connections:
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-            connection.close()
+    def _serve_all(self, connection: socket.socket) -> None:
+        request = b""
+        while data := connection.recv(65536):
+            request += data
+            if request.endswith(b"\r\n\r\n"):
+                self.asked.append(request)
+                request = b""
+                connection.sendall(self.answer)
 
 
 @pytest.fixture

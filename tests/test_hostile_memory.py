@@ -9,7 +9,6 @@ import mmap
 import pickle
 import socket
 import struct
-import threading
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -19,6 +18,7 @@ import torch
 from torch.distributed._serialization import _Entry as Entry
 
 import tensorferry
+from exchange import Listener
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -106,31 +106,19 @@ ANSWERS: dict[str, Callable[[], Iterator[bytes]]] = {
 @pytest.fixture
 def answering() -> Iterator[Callable[[Callable[[], Iterator[bytes]]], str]]:
     """A source that says the same to everybody, whatever they ask, as fast as they read."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    over = threading.Event()
+    with contextlib.ExitStack() as listeners:
 
-    def serve(connection: socket.socket, answer: Iterator[bytes]) -> None:
-        with connection, contextlib.suppress(OSError):
-            connection.settimeout(5)
-            connection.recv(1 << 16)
-            for piece in answer:
-                connection.sendall(piece)
-                if over.is_set():
-                    return
+        def start(make: Callable[[], Iterator[bytes]]) -> str:
+            return listeners.enter_context(Listener(lambda connection: say(connection, make()))).metadata
 
-    def accept(make: Callable[[], Iterator[bytes]]) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                threading.Thread(target=serve, args=(listener.accept()[0], make()), daemon=True).start()
+        yield start
 
-    def start(make: Callable[[], Iterator[bytes]]) -> str:
-        threading.Thread(target=accept, args=(make,), daemon=True).start()
-        return f"http://127.0.0.1:{listener.getsockname()[1]}/{'0' * 32}/checkpoint/"
 
-    yield start
-    over.set()
-    listener.shutdown(socket.SHUT_RDWR)
-    listener.close()
+def say(connection: socket.socket, answer: Iterator[bytes]) -> None:
+    connection.settimeout(5)
+    connection.recv(1 << 16)
+    for piece in answer:
+        connection.sendall(piece)
 
 
 @pytest.mark.parametrize("name", ANSWERS)
@@ -220,34 +208,23 @@ STOCK = {
 @pytest.mark.parametrize("name", [*STOCK, "a name without end"])
 def test_a_stock_source_is_not_read_beyond_what_can_be(name: str, child: Child) -> None:
     body = pickle.dumps(STOCK[name], 2) if name in STOCK else b"\x80\x02c" + b"a" * 100_000
-    listener = socket.create_server(("127.0.0.1", 0))
-
-    def serve() -> None:
-        connection, _ = listener.accept()
-        with connection, contextlib.suppress(OSError):
-            connection.recv(1 << 16)
-            connection.sendall(b"HTTP/1.0 200 OK\r\n\r\n" + body)
-            for piece in forever(bytes(1 << 20) if name in STOCK else b"a" * (1 << 20)):
-                connection.sendall(piece)
-
-    threading.Thread(target=serve, daemon=True).start()
-    script = (
-        PEAK
-        + f"""
+    endless = forever(bytes(1 << 20) if name in STOCK else b"a" * (1 << 20))
+    answer = then(b"HTTP/1.0 200 OK\r\n\r\n" + body, endless)
+    with Listener(lambda connection: say(connection, answer)) as listener:
+        script = (
+            PEAK
+            + f"""
 from tensorferry import stock
 from tensorferry.allowlist import Allowed
 reset()
 before = peak()
 try:
-    stock.receive("http://127.0.0.1:{listener.getsockname()[1]}/checkpoint/", 1, timedelta(seconds=20), Allowed())
+    stock.receive("{listener.metadata}", 1, timedelta(seconds=20), Allowed())
 except (tensorferry.ProtocolError, tensorferry.SystemRefused) as error:
     print(peak() - before)
 """
-    )
-    try:
+        )
         assert int(child.run(script)) < 24
-    finally:
-        listener.close()
 
 
 @pytest.mark.parametrize("crowd", ["silent", "slow heads", "answers not read"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import threading
 import time
 import urllib.error
 from datetime import timedelta
@@ -14,7 +13,18 @@ import pytest
 import torch
 
 from equality import assert_same_state
-from exchange import TIMED_OUT, TIMEOUT, SlowRelay, big_state, connect, in_background, path, receive, small_state
+from exchange import (
+    TIMED_OUT,
+    TIMEOUT,
+    Listener,
+    SlowRelay,
+    big_state,
+    connect,
+    in_background,
+    path,
+    receive,
+    small_state,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -203,26 +213,16 @@ def test_metadata_that_is_none(metadata: str, open_transport: Callable[..., Any]
 @contextlib.contextmanager
 def answering(answer: bytes) -> Iterator[str]:
     """A source that sends `answer` to each request, and no more."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    connections = []
 
-    def serve() -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                connections.append(listener.accept()[0])
-                connections[-1].recv(4096)
-                connections[-1].sendall(answer)
+    def serve(connection: socket.socket) -> None:
+        connection.recv(4096)
+        connection.sendall(answer)
+        # It stays open.
+        while connection.recv(4096):
+            pass
 
-    thread = threading.Thread(target=serve, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}/{'0' * 32}/checkpoint/"
-    finally:
-        listener.shutdown(socket.SHUT_RDWR)
-        listener.close()
-        thread.join(10)
-        for connection in connections:
-            connection.close()
+    with Listener(serve) as listener:
+        yield listener.metadata
 
 
 def timeout_of(target: Any, metadata: str, step: int, seconds: float = 1) -> str:
@@ -306,20 +306,13 @@ def test_a_timeout_says_that_nobody_answers_a_connection_attempt(open_transport:
 
 @pytest.mark.beyond_torchft
 def test_a_stock_source_that_drips_its_head(open_transport: Callable[..., Any]) -> None:
-    done = threading.Event()
+    def drip(connection: socket.socket) -> None:
+        connection.recv(4096)
+        for byte in b"HTTP/1.0 200 OK\r\nX: " + b"a" * 1000:
+            if listener.closed.wait(0.1):
+                return
+            connection.sendall(bytes([byte]))
 
-    def drip(listener: socket.socket) -> None:
-        with contextlib.suppress(OSError), listener.accept()[0] as connection:
-            connection.recv(4096)
-            for byte in b"HTTP/1.0 200 OK\r\nX: " + b"a" * 1000:
-                if done.wait(0.1):
-                    return
-                connection.sendall(bytes([byte]))
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=drip, args=(listener,), daemon=True)
-        thread.start()
-        message = timeout_of(open_transport(), f"http://127.0.0.1:{listener.getsockname()[1]}/checkpoint/", 7)
-        done.set()
-        thread.join(10)
+    with Listener(drip) as listener:
+        message = timeout_of(open_transport(), f"http://127.0.0.1:{listener.port}/checkpoint/", 7)
     assert "step 7" in message

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import ranks
 from ranks import context
 
@@ -26,6 +27,8 @@ class Job(ranks.Job):
     """``world`` processes; ``run`` has all of them call a function with a dict of their own and what it is given."""
 
     def __init__(self, world, daemon=True):
+        # Torch's ranks send each other their plans by its object collectives, which turn tensors into arrays.
+        pytest.importorskip("numpy", reason="torch.distributed's object collectives need numpy")
         super().__init__(f"{world} ranks", world, _Rank, _PATIENCE_S, daemon)
 
     def run(self, function, *arguments):

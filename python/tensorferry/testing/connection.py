@@ -112,13 +112,13 @@ class Connection:
             source = socket.socket(family, kind, protocol)
             source.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER)
             _prepare(source)
+            self._source = source
             try:
                 await self.loop.sock_connect(source, address)
             except OSError as e:
                 source.close()
                 error = e
                 continue
-            self._source = source
             return
         raise error
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
 import socket
 import threading
@@ -46,6 +45,7 @@ class FaultProxy:
         """How often each class of fault struck."""
         self._loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._closing = asyncio.Event()
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=256)
         self._listener.setblocking(False)
         self._thread = threading.Thread(target=self._run, name="fault-proxy", daemon=True)
@@ -117,35 +117,42 @@ class FaultProxy:
     def close(self) -> None:
         """Ends all connections. It may be called again."""
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._cancel)
+            self._loop.call_soon_threadsafe(self._closing.set)
             self._thread.join(10)
         elif not self._loop.is_closed():
             self._loop.close()
         self._listener.close()
 
-    def _cancel(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-
     def _run(self) -> None:
-        accepting = self._loop.create_task(self._accept())
-        self._tasks.add(accepting)
-
-        async def until_closed() -> None:
-            with contextlib.suppress(asyncio.CancelledError, OSError):
-                await accepting
-            await asyncio.gather(*self._tasks, return_exceptions=True)
-
         try:
-            self._loop.run_until_complete(until_closed())
+            self._loop.run_until_complete(self._until_closed())
         finally:
             self._loop.close()
 
-    async def _accept(self) -> None:
-        while True:
-            client, _ = await self._loop.sock_accept(self._listener)
-            number = self.counters.connections
-            self.counters.connections += 1
-            task = self._loop.create_task(Connection(self._play, number, client).run())
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+    async def _until_closed(self) -> None:
+        # No task accepts: one that is cancelled loses the connection it was just given.
+        self._loop.add_reader(self._listener, self._accept)
+        await self._closing.wait()
+        self._loop.remove_reader(self._listener)
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _accept(self) -> None:
+        try:
+            client, _ = self._listener.accept()
+        except OSError:  # The peer has left again, or no descriptor is free.
+            return
+        number = self.counters.connections
+        self.counters.connections += 1
+        connection = Connection(self._play, number, client)
+        task = self._loop.create_task(connection.run())
+        self._tasks.add(task)
+
+        def done(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            # A task that was cancelled before its first step has closed nothing.
+            client.close()
+
+        task.add_done_callback(done)

@@ -4,6 +4,8 @@
 mod common;
 
 use std::io::Write;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use common::faults::Liar;
@@ -31,6 +33,24 @@ fn lied_to_for(timeout: Duration, what: &str, liar: &Liar) -> tensorferry_core::
     let took = started.elapsed();
     assert!(took < timeout + Duration::from_secs(1), "{what}: took {took:?}");
     failed
+}
+
+#[test]
+fn a_source_that_is_full_is_asked_again_and_one_that_refuses_is_not() {
+    for (headers, asked) in [("Retry-After: 1\r\n", 5), ("", 1)] {
+        let count = Arc::new(AtomicUsize::new(0));
+        let liar = Liar::new({
+            let count = Arc::clone(&count);
+            move |mut stream, _, _| {
+                count.fetch_add(1, Ordering::SeqCst);
+                let answer = format!("HTTP/1.1 503 no place is left\r\n{headers}Content-Length: 0\r\n\r\n");
+                stream.write_all(answer.as_bytes())
+            }
+        });
+        let failed = lied_to("no place", &liar);
+        assert_eq!(count.load(Ordering::SeqCst), asked, "{failed}");
+        assert!(failed.to_string().contains("no place is left"), "{failed}");
+    }
 }
 
 #[test]

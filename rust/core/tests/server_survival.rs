@@ -3,7 +3,7 @@
 
 mod common;
 
-use std::io::Write;
+use std::io::{Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixStream};
@@ -260,6 +260,21 @@ fn a_crowd_on_the_local_socket_keeps_nobody_from_it() {
     // Nor from the network.
     state.fetch(&[&rig.url()], lanes(2)).unwrap();
     drop((crowd, asking));
+}
+
+#[test]
+fn a_local_connection_that_says_nothing_is_given_nothing() {
+    let rig = crowded(&state(), 64, false);
+    let address = SocketAddr::from_abstract_name(name_of(&rig)).unwrap();
+    let mut silent = UnixStream::connect_addr(&address).unwrap();
+    silent.set_read_timeout(Some(Duration::from_millis(500))).unwrap();
+    let mut greeting = [0; 16];
+    let nothing = silent.read(&mut greeting).unwrap_err();
+    assert_eq!(nothing.kind(), std::io::ErrorKind::WouldBlock, "it got {greeting:?}");
+    silent.write_all(b"\r\n").unwrap();
+    silent.set_read_timeout(Some(PATIENCE)).unwrap();
+    silent.read_exact(&mut greeting).unwrap();
+    assert!(greeting.starts_with(b"tf-ring1"));
 }
 
 #[test]

@@ -19,6 +19,8 @@ use std::os::unix::net::UnixListener;
 use socket2::{Domain, SockAddr, Socket, Type};
 
 const PREFIX: &str = "tensorferry-";
+/// What a receiver says first. To HTTP it is nothing: an empty line before a request (RFC 9112, section 2.2).
+pub(crate) const GREETING: &[u8] = b"\r\n";
 /// Random characters behind the prefix.
 const RANDOM: usize = 32;
 
@@ -59,7 +61,7 @@ impl Name {
         socket.set_nonblocking(true)?;
         socket.connect(&self.address()?)?;
         socket.set_nonblocking(false)?;
-        if peer_user(&socket)? != own_user() {
+        if peer(&socket)?.uid != own_user() {
             return Err(io::ErrorKind::PermissionDenied.into());
         }
         Ok(socket)
@@ -78,15 +80,15 @@ pub(crate) fn own_user() -> u32 {
     unsafe { libc::geteuid() }
 }
 
-/// The effective user of the process at the other end, as the kernel noted it.
-pub(crate) fn peer_user(socket: &impl AsRawFd) -> io::Result<u32> {
+/// The process at the other end and its effective user, as the kernel noted them when it connected or listened.
+pub(crate) fn peer(socket: &impl AsRawFd) -> io::Result<libc::ucred> {
     let mut found = libc::ucred { pid: 0, uid: u32::MAX, gid: u32::MAX };
     let mut len = libc::socklen_t::try_from(size_of_val(&found)).unwrap_or(0);
     // SAFETY: the option fills a `ucred` and the length says how long that is.
     let failed = unsafe {
         libc::getsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, libc::SO_PEERCRED, (&raw mut found).cast(), &raw mut len)
     };
-    if failed == 0 { Ok(found.uid) } else { Err(io::Error::last_os_error()) }
+    if failed == 0 { Ok(found) } else { Err(io::Error::last_os_error()) }
 }
 
 #[cfg(test)]

@@ -5,6 +5,10 @@
 //! one, a withdrawal cuts it, or its transfer stalls. Whichever it is, dropping the [`ConnectionContext`] counts it
 //! out.
 
+use std::io;
+use std::mem::MaybeUninit;
+use std::net::Shutdown;
+use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -13,12 +17,13 @@ use std::time::Duration;
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
-use tokio::io::{AsyncRead, AsyncWrite};
+use socket2::SockRef;
+use tokio::io::{AsyncRead, AsyncWrite, Interest};
 use tokio::sync::{Notify, watch};
 use tokio_rustls::TlsAcceptor;
 
 use super::body::Progress;
-use super::local::{self, Local};
+use super::local::Local;
 use super::places::Place;
 use super::write_timeout::WriteTimeout;
 use super::{Shared, handler};
@@ -78,14 +83,23 @@ async fn serve(
     }
 }
 
+/// Serves a process of this machine. It speaks first: one that never says anything costs no thread and no memory.
 pub(super) async fn serve_local(
-    stream: Unshared<UnixStream>,
+    socket: Unshared<tokio::net::UnixStream>,
     shared: Arc<Shared>,
     place: Place,
-    stopped: watch::Receiver<bool>,
+    mut stopped: watch::Receiver<bool>,
 ) {
+    let spoken = tokio::select! {
+        spoken = spoken(&socket) => spoken,
+        () = place.wasted() => return,
+        () = place.cut.notified() => return,
+        _ = stopped.wait_for(|s| *s) => return,
+    };
+    // The runtime keeps the socket to end the connection with; the thread that serves it has a descriptor of its own.
+    let same = Unshared::make(|| socket.as_fd().try_clone_to_owned().map(UnixStream::from));
+    let (Ok(()), Ok(stream)) = (spoken, same) else { return };
     let connection = Arc::new(ConnectionContext::new(shared, place, true));
-    let Ok(socket) = Unshared::make(|| stream.try_clone()) else { return };
     let (end, over) = watch::channel(false);
     let mut serving = tokio::task::spawn_blocking({
         let connection = Arc::clone(&connection);
@@ -96,10 +110,17 @@ pub(super) async fn serve_local(
         _ = &mut serving => {}
         () = connection.to_be_ended(stopped) => {
             end.send_replace(true);
-            local::shut_down(&socket);
+            let _ = SockRef::from(&*socket).shutdown(Shutdown::Both);
             let _ = serving.await;
         }
     }
+}
+
+/// Waits until the other end has said something, which stays to be read.
+async fn spoken(socket: &tokio::net::UnixStream) -> io::Result<()> {
+    // A socket is called readable now and then when there is nothing to be read.
+    let peek = || SockRef::from(socket).peek(&mut [MaybeUninit::uninit()]).map(drop);
+    socket.async_io(Interest::READABLE, peek).await
 }
 
 impl ConnectionContext {

@@ -8,7 +8,6 @@ use std::future::poll_fn;
 use std::io;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
 use std::sync::Arc;
-use std::task::Poll;
 use std::time::Duration;
 
 use socket2::{Domain, Protocol, Socket, Type};
@@ -16,7 +15,7 @@ use tokio::sync::watch;
 
 use super::Shared;
 use super::connection::{serve_local, serve_network};
-use super::places::Places;
+use super::places::{Origin, Places};
 use crate::fork::Unshared;
 use crate::same_host;
 
@@ -59,8 +58,8 @@ pub(super) async fn accept_network(
         match next(&places, accepting, &mut stopped).await {
             Some(Ok(stream)) => {
                 let _ = stream.set_nodelay(true);
-                let from = stream.peer_addr().ok().map(|address| address.ip().to_canonical());
-                if let Some(place) = places.enter(from) {
+                let from = stream.peer_addr().map(|address| Origin::Address(address.ip().to_canonical()));
+                if let Some(place) = places.enter(from.unwrap_or(Origin::Unknown)) {
                     tokio::spawn(serve_network(stream, Arc::clone(&shared), place, stopped.clone()));
                 }
             }
@@ -78,16 +77,13 @@ pub(super) async fn accept_local(
     mut stopped: watch::Receiver<bool>,
 ) {
     loop {
-        let accepting = poll_fn(|context| {
-            Unshared::poll_make(|| match listener.poll_accept(context) {
-                Poll::Ready(accepted) => Poll::Ready(accepted.and_then(|(stream, _)| stream.into_std())),
-                Poll::Pending => Poll::Pending,
-            })
-        });
+        let accepting =
+            poll_fn(|context| Unshared::poll_make(|| listener.poll_accept(context).map_ok(|(stream, _)| stream)));
         match next(&places, accepting, &mut stopped).await {
             Some(Ok(stream)) => {
-                if same_host::peer_user(&*stream).is_ok_and(|user| user == same_host::own_user())
-                    && let Some(place) = places.enter(None)
+                if let Ok(peer) = same_host::peer(&*stream)
+                    && peer.uid == same_host::own_user()
+                    && let Some(place) = places.enter(Origin::Process(peer.pid))
                 {
                     tokio::spawn(serve_local(stream, Arc::clone(&shared), place, stopped.clone()));
                 }

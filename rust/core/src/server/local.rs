@@ -4,7 +4,6 @@
 use std::fmt::Write as _;
 use std::future::poll_fn;
 use std::io::{self, Read, Write};
-use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::Instant;
@@ -37,7 +36,8 @@ pub(super) struct Local {
 }
 
 impl Local {
-    /// Serves `stream` until the receiver leaves, stops asking or breaks the rules, or `over` becomes true.
+    /// Serves `stream`, whose receiver has greeted, until it leaves, stops asking or breaks the rules, or `over` becomes
+    /// true.
     pub(super) fn serve(
         stream: Unshared<UnixStream>,
         connection: Arc<ConnectionContext>,
@@ -138,11 +138,6 @@ impl Local {
             }
         }
     }
-}
-
-/// Ends the blocking calls of the thread that serves a connection.
-pub(super) fn shut_down(stream: &UnixStream) {
-    let _ = stream.shutdown(Shutdown::Both);
 }
 
 /// What `work` comes to, unless the connection ends before.

@@ -14,6 +14,15 @@ pub(super) const FIRST_REQUEST: Duration = Duration::from_secs(5);
 /// How often those who wait for a place look again.
 const LOOK: Duration = Duration::from_millis(10);
 
+/// Where a connection comes from: those from one origin share what all of them may have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Origin {
+    Address(IpAddr),
+    /// A process of this machine.
+    Process(i32),
+    Unknown,
+}
+
 /// The places of one listening socket.
 #[derive(Debug)]
 pub(super) struct Places {
@@ -37,7 +46,7 @@ struct Held {
 
 #[derive(Debug)]
 struct Holder {
-    from: Option<IpAddr>,
+    from: Origin,
     /// When it came; once it has asked, when its last answer was made.
     since: Instant,
     proven: bool,
@@ -86,7 +95,7 @@ impl Places {
     }
 
     /// A place for a newcomer, maybe that of another one. `None` if all of them are held by who has to wait.
-    pub(super) fn enter(self: &Arc<Self>, from: Option<IpAddr>) -> Option<Place> {
+    pub(super) fn enter(self: &Arc<Self>, from: Origin) -> Option<Place> {
         let mut held = self.held();
         if held.count(false) >= self.newcomers {
             let oldest = held.oldest_newcomer(self.grace)?;
@@ -115,7 +124,7 @@ impl Held {
         self.connections.values().filter(|holder| holder.proven == proven).count()
     }
 
-    /// The newcomer that goes first: of those from the address that has most of them, the oldest.
+    /// The newcomer that goes first: of those from the origin that has most of them, the oldest.
     fn oldest_newcomer(&self, grace: Duration) -> Option<u64> {
         let newcomers = || self.connections.iter().filter(|(_, holder)| !holder.proven && holder.asking == 0);
         let mut from = HashMap::new();
@@ -123,7 +132,7 @@ impl Held {
             *from.entry(holder.from).or_insert(0_usize) += 1;
         }
         let ripe = newcomers().filter(|(_, holder)| holder.since.elapsed() >= grace);
-        ripe.max_by_key(|(_, holder)| (from.get(&holder.from).copied(), holder.since.elapsed())).map(|(n, _)| *n)
+        ripe.max_by_key(|(_, holder)| (from[&holder.from], holder.since.elapsed())).map(|(n, _)| *n)
     }
 
     /// Of those that have nothing to do, the one that has had nothing for longest.
@@ -197,5 +206,25 @@ impl Drop for Place {
     fn drop(&mut self) {
         self.places.held().connections.remove(&self.number);
         self.places.freed.notify_waiters();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_origin_that_holds_most_places_loses_one_first() {
+        let places = Places::new(4, Duration::ZERO, 1, false);
+        let crowd = Origin::Process(1);
+        let _held: Vec<_> = (0..4).map(|_| places.enter(crowd).unwrap()).collect();
+        // The oldest of all from here on, but the only one of its process.
+        let other = places.enter(Origin::Process(2)).unwrap();
+        for _ in 0..20 {
+            places.enter(crowd).unwrap();
+        }
+        let _more: Vec<_> = (0..20).map(|_| places.enter(crowd).unwrap()).collect();
+        assert!(places.held().connections.contains_key(&other.number));
+        assert_eq!(places.held().count(false), 4);
     }
 }

@@ -39,6 +39,7 @@ impl LocalReader {
     pub(crate) fn connect(name: &str) -> Self {
         let stream = UnixStream::connect_addr(&SocketAddr::from_abstract_name(name).unwrap()).unwrap();
         stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        (&stream).write_all(b"\r\n").unwrap();
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
         let mut hello = [0; 16];

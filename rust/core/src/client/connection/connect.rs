@@ -2,7 +2,7 @@
 //!
 //! A connection attempt waits in short steps, so that a cancellation is noticed while a host does not answer at all.
 
-use std::io;
+use std::io::{self, Write};
 use std::net::SocketAddr;
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
@@ -18,7 +18,7 @@ use crate::client::resolver;
 use crate::client::url::SourceUrl;
 use crate::error::{Error, ErrorKind};
 use crate::fork::Unshared;
-use crate::same_host::{self, ring::RingReader};
+use crate::same_host::{self, GREETING, ring::RingReader};
 
 /// How often a thread that waits for a connection looks whether it was cancelled.
 const CANCEL_POLL: Duration = Duration::from_millis(50);
@@ -57,6 +57,7 @@ impl Connection {
         stream.set_read_timeout(Some(HELLO.min(limits.stall).min(left)))?;
         // From here on a cancellation ends the wait, too.
         let mut connection = Self::over(stream, url, limits);
+        (&*connection.stream).write_all(GREETING)?;
         let reader = RingReader::receive(&*connection.stream)?;
         connection.ring = Some(Ring { reader, announced: 0, in_use: false });
         Ok(connection)

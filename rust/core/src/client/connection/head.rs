@@ -20,6 +20,8 @@ pub(crate) struct Head {
     /// `(start, end, total)` of a 206 answer.
     pub(crate) content_range: Option<(u64, u64, u64)>,
     pub(crate) etag: Option<String>,
+    /// Whether the source says when to ask again: what it refuses now it may grant then.
+    pub(crate) retry_after: bool,
     /// What shows that the source knows the shared secret.
     pub(crate) proof: Option<String>,
     /// Where the source can be reached without the network, if it says so.
@@ -70,6 +72,7 @@ impl Head {
             content_length: None,
             content_range: None,
             etag: None,
+            retry_after: false,
             proof: None,
             same_host: None,
             in_ring: false,
@@ -89,6 +92,8 @@ impl Head {
                 head.content_range = request::parse_content_range(value());
             } else if header.name.eq_ignore_ascii_case("etag") {
                 head.etag = Some(value().to_owned());
+            } else if header.name.eq_ignore_ascii_case("retry-after") {
+                head.retry_after = true;
             } else if header.name.eq_ignore_ascii_case(proof::PROOF_HEADER) {
                 head.proof = Some(value().to_owned());
             } else if header.name.eq_ignore_ascii_case(request::SAME_HOST_HEADER) {

@@ -247,6 +247,7 @@ impl Connection {
         let detail = if detail.trim().is_empty() { head.reason.as_str() } else { detail.trim() };
         let kind = match head.status {
             412 => ErrorKind::Changed,
+            503 if head.retry_after => ErrorKind::Connect,
             status => ErrorKind::Status(status),
         };
         if head.status == 404 && detail == "not found" {

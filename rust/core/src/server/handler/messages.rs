@@ -10,7 +10,6 @@ use crate::server::body::ServedBody;
 
 pub(super) const OCTETS: &str = "application/octet-stream";
 pub(super) const GONE: &str = "the snapshot asked for is no longer served";
-pub(super) const FULL: &str = "no place is left for another connection";
 
 /// All values of a header, as one.
 pub(super) fn joined(headers: &HeaderMap, name: HeaderName) -> Option<String> {
@@ -44,6 +43,13 @@ pub(super) fn text(status: StatusCode, message: &str) -> ServedResponse {
             answer.extensions_mut().insert(reason);
         }
     }
+    answer
+}
+
+/// The answer to an authorised request for which there is no place now; a moment later there may be.
+pub(super) fn full() -> ServedResponse {
+    let mut answer = text(StatusCode::SERVICE_UNAVAILABLE, "no place is left for another connection");
+    answer.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
     answer
 }
 

@@ -20,7 +20,7 @@ use tensorferry_wire::request::{self, PathError, Resource};
 
 use self::content::{blocks, conditional, memory};
 use self::digests::digests;
-use self::messages::{FULL, GONE, bytes, elsewhere, insert, text};
+use self::messages::{GONE, bytes, elsewhere, full, insert, text};
 use self::waiting::{filled, lease};
 use super::ConnectionContext;
 use super::metrics::Metrics;
@@ -51,7 +51,7 @@ pub(super) async fn answer<B>(
         Ok(_) => Some(connection.place.begin().await),
     };
     let mut answer = match permitted {
-        Ok(_) if matches!(asking, Some(None)) => text(StatusCode::SERVICE_UNAVAILABLE, FULL),
+        Ok(_) if matches!(asking, Some(None)) => full(),
         Ok((resource, nonce)) => resolve(connection, resource, request, nonce.as_ref()).await,
         Err(PathError::NotFound) => text(StatusCode::NOT_FOUND, "not found"),
         Err(PathError::BadUrl(message)) => text(StatusCode::BAD_REQUEST, &message),
