@@ -14,7 +14,7 @@ from equality import assert_same_state
 from exchange import TIMEOUT, in_background, receive, until
 from tensorferry import InvalidArgument, join_metadata
 from tensorferry.dcp import FileReader, FileWriter, PeerReader, PeerWriter
-from tensorferry.memory.pinned import _forget_failure, locked
+from tensorferry.memory.pinned import _forget_failure, pinned
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -213,7 +213,7 @@ def test_locked_memory_is_what_cuda_takes_for_such() -> None:
     there = torch.arange(MIB, device="cuda").to(torch.uint8)
     # Were it not unlocked, the next one at its address would be refused, and torch's allocator asked.
     for _ in range(3):
-        memory = locked(5 * MIB + 123)
+        memory = pinned(5 * MIB + 123)
         assert memory.is_pinned()
         assert memory[MIB:].is_pinned()
         assert by_torch() <= before
@@ -224,7 +224,7 @@ def test_locked_memory_is_what_cuda_takes_for_such() -> None:
 
 
 def test_a_refusal_is_not_left_for_the_trainers_next_kernel() -> None:
-    memory = locked(MIB)
+    memory = pinned(MIB)
     assert int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), MIB, 1)), "it was locked twice"
     _forget_failure()
     assert int(torch.ones(10, device="cuda").add_(1).sum()) == 20

@@ -501,7 +501,7 @@ fn requests_that_are_let_in_during_a_drain_read_nothing_after_it() {
         let rig = Rig::new();
         rig.server.store().publish(STEP, trained.publication());
         let (etag, over) = (etag_of(&rig), std::sync::atomic::AtomicBool::new(false));
-        let len = trained.expected.len();
+        let (len, rounds) = (trained.expected.len(), std::sync::atomic::AtomicUsize::new(0));
         let read = || {
             let mut bytes = Vec::new();
             let from = format!("bytes=-{len}");
@@ -512,12 +512,13 @@ fn requests_that_are_let_in_during_a_drain_read_nothing_after_it() {
                     raw.send("GET", &rig.path(tail), &headers);
                     bytes.push(raw.rest().to_vec());
                 }
+                rounds.fetch_add(1, Ordering::SeqCst);
             }
             bytes
         };
         let answers: Vec<_> = std::thread::scope(|scope| {
             let readers: Vec<_> = (0..3).map(|_| scope.spawn(read)).collect();
-            std::thread::sleep(Duration::from_millis(100));
+            eventually("every kind of answer was read", || rounds.load(Ordering::SeqCst) > 3);
             rig.server.store().withdraw(Duration::from_millis(10 * round));
             trained.train();
             over.store(true, Ordering::SeqCst);
