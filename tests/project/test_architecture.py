@@ -1,8 +1,8 @@
 """What docs/architecture.md and CONTRIBUTING.md name exists: every path, and every name written behind one.
 
-Paths are written as pytest writes them: ``state/tree.py::flatten``, ``client/lane.rs::Transfer::run_all``. One that does
-not begin at the root of the repository is below the Python package or the sources of the engine. Code of Python is read,
-not imported; of Rust, whose layout rustfmt fixes, the declarations are.
+Paths are written as pytest writes them: ``state/tree.py::flatten``, ``client/lane.rs::Transfer::run_all``. One that
+does not begin at the root of the repository is below the Python package or the sources of the engine. Python modules
+are parsed and not imported. Of Rust files the declarations are read line by line, which rustfmt's layout allows.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ FOREIGN = {"StorageWriter", "StorageReader", "Metadata"}
 
 
 def code_of(document: str) -> list[str]:
-    """Everything in backticks, without blocks of code and what they would be about: options, calls, placeholders."""
+    """Everything in backticks, without blocks of code."""
     text = re.sub(r"^```.*?^```", "", (ROOT / document).read_text(), flags=re.MULTILINE | re.DOTALL)
     return re.findall(r"`([^`\n]+)`", text)
 
 
 def paths_of(document: str) -> list[tuple[str, str]]:
-    """Each path, and the name behind it, which may be empty."""
+    """Each path in backticks, and the name behind it, which may be empty. Placeholders (``<door>``) are no paths."""
     named = [token.partition("::") for token in code_of(document)]
     is_path = re.compile(r"[\w.-]+(/[\w.-]+)*(/|\.(py|pyi|rs|md|toml|sh))")
     return [(path, name) for path, _, name in named if is_path.fullmatch(path)]
@@ -70,10 +70,8 @@ def rust_names(path: Path) -> frozenset[str]:
             around = ""
         if item := re.match(r"(?:pub(?:\([^)]*\))? )?(?:unsafe )?(?:struct|enum|trait|type|const|static) (\w+)", line):
             names.add(item[1])
-        if block := re.match(r"(?:unsafe )?impl(?:<[^>]*>)? (?:[^{]* for )?(?:\w+::)*(\w+)", line):
-            around = block[1]
-        elif block := re.match(r"(?:pub(?:\([^)]*\))? )?trait (\w+)", line):
-            around = block[1]
+        if block := re.match(r"(?:unsafe )?impl(?:<[^>]*>)? (?:[^{]* for )?(?:\w+::)*(\w+)|.*\btrait (\w+)", line):
+            around = block[1] or block[2]
         if function := re.match(r"(\s*)(?:pub(?:\([^)]*\))? )?(?:(?:async|const|unsafe) )*fn (\w+)", line):
             names.add(function[2] if not function[1] else f"{around}::{function[2]}")
     return frozenset(names)
@@ -101,7 +99,9 @@ def test_classes_in_documents_exist(document: str) -> None:
     named = {token.split("(")[0].split(".")[0] for token in code_of(document)}
     classes = {name for name in named if re.fullmatch(r"[A-Z]\w*[a-z]\w*", name)} - FOREIGN
     sources = [*(ROOT / "python").rglob("*.py"), *(ROOT / "rust").rglob("src/**/*.rs")]
-    declared = {name for source in sources for name in re.findall(r"\b(?:class|struct|enum|trait) (\w+)", source.read_text())}
+    declared = {
+        name for source in sources for name in re.findall(r"\b(?:class|struct|enum|trait) (\w+)", source.read_text())
+    }
     assert classes <= declared
 
 
