@@ -70,7 +70,9 @@ def rust_names(path: Path) -> frozenset[str]:
             around = ""
         if item := re.match(r"(?:pub(?:\([^)]*\))? )?(?:unsafe )?(?:struct|enum|trait|type|const|static) (\w+)", line):
             names.add(item[1])
-        if block := re.match(r"(?:unsafe )?impl(?:<[^>]*>)? (?:[^{]* for )?(?:\w+::)*(\w+)|.*\btrait (\w+)", line):
+        if block := re.match(
+            r"(?:unsafe )?impl(?:<[^>]*>)? (?:[^{]* for )?(?:\w+::)*(\w+)|(?:pub(?:\([^)]*\))? )?trait (\w+)", line
+        ):
             around = block[1] or block[2]
         if function := re.match(r"(\s*)(?:pub(?:\([^)]*\))? )?(?:(?:async|const|unsafe) )*fn (\w+)", line):
             names.add(function[2] if not function[1] else f"{around}::{function[2]}")
