@@ -1,4 +1,4 @@
-"""The HTTP interface for any client: ranges, conditional requests, resources and errors."""
+"""What any HTTP client gets: ranges, conditions, resources, and errors."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 import shutil
 import socket
 import subprocess
+import urllib.error
 import urllib.request
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ import torch
 from equality import assert_same_state
 from exchange import TIMEOUT, connect, path, receive
 from tensorferry import WrongStep
+from tensorferry._native import Server
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -211,6 +213,36 @@ class TestHTTP:
     def test_no_such_resource(self, site: Site, resource: str) -> None:
         assert 400 <= site("GET", resource)[0].status < 500
         assert 400 <= site("HEAD", resource)[0].status < 500
+
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "FULL", "full/1", "full/", "1x", "1_0", "%201", "-", "99999999999999999999", "../2/full", "header/0",
+            "dcp", "dcp/", "dcp/a/b", "dcp/.metadata/", "DCP/.metadata",
+        ],
+    )  # fmt: skip
+    def test_no_such_format(self, site: Site, name: str) -> None:
+        response, _ = site("GET", f"1/{name}")
+        assert response.status == 400
+        assert response.reason == f"invalid url format, expected /checkpoint/step/key but got /checkpoint/1/{name}"
+
+    def test_formats_are_refused_in_their_own_words(self, site: Site) -> None:
+        for name, words in (
+            ("99", "list index out of range: there is no chunk 99"),
+            ("dcp/x", "there is no file x here"),
+        ):
+            response, _ = site("GET", f"1/{name}")
+            assert (response.status, response.reason) == (404, words)
+        assert site("GET", "1/+000")[1] == site("GET", "1/0")[1], "an index as int() reads it"
+
+    def test_a_step_without_a_state_is_404(self) -> None:
+        server = Server(patience=TIMEOUT.total_seconds(), bind="127.0.0.1:0")
+        server.allow(10)
+        with pytest.raises(urllib.error.HTTPError, match="no state was sent: call send_checkpoint first") as refused:
+            urllib.request.urlopen(server.url("127.0.0.1") + "10.safetensors")
+        assert refused.value.code == 404
+        refused.value.close()
+        server.shutdown(TIMEOUT.total_seconds())
 
     @pytest.mark.parametrize("method", ["GET", "HEAD"])
     def test_without_the_random_part_all_is_404(self, site: Site, method: str) -> None:

@@ -1,12 +1,27 @@
-//! One error for the whole engine: a kind callers can act on, a message that says what to do, and the cause.
+//! The one error type of the engine.
+//!
+//! An [`Error`] is opaque: callers see its [`ErrorKind`], which groups errors by what can be done about them, and a
+//! message that names the source, the file or the argument concerned. Every public function of the crate returns this
+//! type, so that the binding needs a single conversion.
+//!
+//! Invariants, kept by the constructors here:
+//!
+//! * a message never holds the shared secret or the random part of a path;
+//! * [`ErrorKind::Timeout`] is the only kind that says what was waited for;
+//! * [`ErrorKind`] is exhaustive on purpose: a new kind must be given an exception class by the binding before it
+//!   compiles.
 
 use std::fmt;
 
 /// What went wrong, grouped by what a caller can do about it.
+///
+/// Asking again, or asking another source, may help with [`Timeout`](Self::Timeout), [`Connect`](Self::Connect),
+/// [`Protocol`](Self::Protocol), [`Corrupt`](Self::Corrupt), [`Torn`](Self::Torn) and [`System`](Self::System), and
+/// with a [`Status`](Self::Status) from 500 on. The others stay as they are until the caller or the source changes
+/// something.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
 pub enum ErrorKind {
-    /// The overall deadline passed, or no byte arrived for the stall limit.
+    /// The overall deadline passed, or no byte arrived for the stall limit. The message says what was waited for.
     Timeout,
     /// No connection to any source could be made, or every source went away.
     Connect,
@@ -33,7 +48,18 @@ pub enum ErrorKind {
     System,
 }
 
-/// An error of the engine.
+/// An error of the engine: a kind, a message for people, and the cause if there is one.
+///
+/// ```
+/// use std::time::Duration;
+/// use tensorferry_core::{ErrorKind, FetchOptions, Remote};
+///
+/// let options = FetchOptions::within(Duration::from_secs(1));
+/// let error = Remote::open(&["ftp://node-7/"], 3, options).unwrap_err();
+/// assert_eq!(error.kind(), ErrorKind::Invalid);
+/// assert!(!error.is_timeout());
+/// assert!(error.to_string().contains("node-7"));
+/// ```
 #[derive(Debug)]
 pub struct Error {
     kind: ErrorKind,
@@ -56,12 +82,13 @@ impl Error {
         Self { kind, message: message.into(), waited_for: None, cause: Some(cause.into()) }
     }
 
-    /// An error for something a source sent that is not valid.
+    /// An error for something a source sent that is not valid, with the reason as its cause. For callers that parse
+    /// what they have received.
     pub fn protocol(cause: impl std::error::Error + Send + Sync + 'static) -> Self {
         Self::caused(ErrorKind::Protocol, "what the source sent is not valid", cause)
     }
 
-    /// An error for an argument that cannot be used.
+    /// An error for an argument that cannot be used. For callers that check arguments before they reach the engine.
     pub fn invalid(message: impl Into<String>) -> Self {
         Self::new(ErrorKind::Invalid, message)
     }
@@ -78,8 +105,8 @@ impl Error {
         self.kind == ErrorKind::Timeout
     }
 
-    /// Whether asking again, or asking another source, may help. What the system refuses now it may grant a moment later,
-    /// or has granted to another lane.
+    /// Whether asking again, or asking another source, may help. What the system refuses now it may grant a moment
+    /// later, or has granted to another lane.
     pub(crate) fn is_transient(&self) -> bool {
         match self.kind {
             ErrorKind::Timeout
@@ -89,7 +116,11 @@ impl Error {
             | ErrorKind::Torn
             | ErrorKind::System => true,
             ErrorKind::Status(code) => code >= 500,
-            _ => false,
+            ErrorKind::Foreign
+            | ErrorKind::Unproven
+            | ErrorKind::Changed
+            | ErrorKind::Cancelled
+            | ErrorKind::Invalid => false,
         }
     }
 

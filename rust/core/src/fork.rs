@@ -1,8 +1,19 @@
-//! What a forked child must not keep: the sockets of its parent. A child that holds them keeps a port accepting for which
-//! nobody answers any more once the parent is gone, and keeps connections open whose other ends wait.
+//! Sockets that a forked child must not keep.
 //!
-//! A child finds `/dev/null` at the descriptors instead. They stay taken, so that whatever of the parent's memory is
-//! dropped in the child closes a descriptor that is its own, and never one that the child has opened since.
+//! A child that holds its parent's sockets keeps a port accepting for which nobody answers any more once the parent is
+//! gone, and keeps connections open whose other ends wait. Data loaders fork trainers all the time, so this is the
+//! ordinary case.
+//!
+//! Every socket of the engine is made through [`Unshared::make`], which notes its descriptor in one table. Handlers
+//! that `pthread_atfork` installs keep three invariants:
+//!
+//! * a fork never falls between the making of a socket and the note of its descriptor: both happen under the table's
+//!   lock, which the forking thread takes as well;
+//! * in the child every noted descriptor refers to `/dev/null`. The numbers stay taken, so that memory of the parent
+//!   that is dropped in the child closes a descriptor of its own, and never one that the child has opened since;
+//! * the child's handler makes only system calls that are allowed there, and allocates nothing.
+//!
+//! [`without_fork`] uses the same lock for other state that a child must find unlocked.
 
 use std::cell::UnsafeCell;
 use std::fs::File;
@@ -16,8 +27,8 @@ use std::task::{Context, Poll};
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-/// The descriptors that are this process's alone. A mutex of the system's threads and not one of Rust's: the thread that
-/// forks locks it before, and unlocks it on both sides after.
+/// The descriptors that are this process's alone. A mutex of the system's threads and not one of Rust's: the thread
+/// that forks locks it before, and unlocks it on both sides after.
 struct Table {
     lock: UnsafeCell<libc::pthread_mutex_t>,
     descriptors: UnsafeCell<Vec<RawFd>>,
@@ -76,7 +87,7 @@ extern "C" fn after_in_child() {
     locked.descriptors().clear();
 }
 
-/// Sees to it that children are looked after from now on.
+/// Opens `/dev/null` and installs the handlers, once in the life of the process.
 fn install() -> io::Result<()> {
     if NOTHING.get().is_some() {
         return Ok(());
@@ -95,18 +106,21 @@ fn install() -> io::Result<()> {
     Ok(())
 }
 
-/// Does `work` while no thread forks: what it locks and unlocks is unlocked in every child.
+/// Does `work` while no thread forks: a lock that `work` takes and releases is free in every child.
+///
+/// `work` must not fork, must not block for long, and must not make a socket of the engine, which takes the same lock.
 pub fn without_fork<R>(work: impl FnOnce() -> R) -> R {
     let _locked = Locked::new();
     work()
 }
 
-/// A socket that no forked child keeps.
+/// A socket that no forked child keeps. Dropping it takes it out of the table and closes it, both under the lock.
 #[derive(Debug)]
 pub(crate) struct Unshared<S: AsRawFd>(ManuallyDrop<S>);
 
 impl<S: AsRawFd> Unshared<S> {
-    /// The socket that `make` makes. No fork comes between its making and its being known, so `make` must not block.
+    /// The socket that `make` opens. No fork falls between its opening and its entry in the table, so `make` must not
+    /// block.
     pub(crate) fn make(make: impl FnOnce() -> io::Result<S>) -> io::Result<Self> {
         match Self::poll_make(|| Poll::Ready(make())) {
             Poll::Ready(socket) => socket,
@@ -114,7 +128,7 @@ impl<S: AsRawFd> Unshared<S> {
         }
     }
 
-    /// The same, if there is one to be made now.
+    /// The same for a `make` that may have nothing to open yet, such as an accept.
     pub(crate) fn poll_make(make: impl FnOnce() -> Poll<io::Result<S>>) -> Poll<io::Result<Self>> {
         install()?;
         let mut locked = Locked::new();

@@ -3,6 +3,26 @@
 //! container can be a file, too: written in parallel and committed by a rename, read by the verified slice. It knows
 //! nothing of Python or tensors; `tensorferry._native` is a thin skin over it.
 //!
+//! # Rooms
+//!
+//! Each module may use those to its right, and no others; a test holds this (`tests/project/test_rooms_of_the_engine.py`).
+//!
+//! | room | what it does | uses |
+//! |---|---|---|
+//! | `server` | listens, authorises, answers | `publication`, `same_host`, `payload`, `trust`, `memory` |
+//! | `client` | opens sources, fetches over lanes, verifies | `payload`, `same_host`, `trust`, `memory` |
+//! | `file` | writes and reads containers at rest | `payload`, `memory` |
+//! | `publication` | containers over memory, their readers, the store | `payload`, `trust`, `memory` |
+//! | `same_host` | the route between processes of one machine | `memory` |
+//! | `payload` | layout, plans, queues, slices, checksums | `memory` |
+//! | `trust` | the shared secret, TLS, random numbers | |
+//! | `memory` | borrowed regions, arenas, pools, copies | |
+//!
+//! Below them are `error`, `report`, `cancel`, `priority` and `fork`, which concern the whole process. Server, client
+//! and file never use one another.
+//!
+//! # Example
+//!
 //! ```
 //! use std::time::Duration;
 //! use bytes::Bytes;
@@ -23,39 +43,33 @@
 //! # }
 //! ```
 
-mod arena;
-mod background;
-mod body;
+mod cancel;
 mod client;
 mod error;
 mod file;
-mod filling;
 mod fork;
-mod layout;
 mod memory;
+mod payload;
+mod priority;
 mod publication;
-mod random;
+mod report;
 mod same_host;
-mod secret;
 mod server;
-mod slices;
-mod store;
-mod streaming;
-mod throttle;
-mod tls;
+mod trust;
 
-pub use arena::{Arena, Hold, Made, Pool, check_machine_has};
-pub use background::give_way;
+pub use cancel::Cancel;
 #[cfg(fuzzing)]
 pub use client::fuzzing;
-pub use client::{Arrived, Cancel, Destination, FetchOptions, Order, Part, Remote, Report, Waves, gather, resolve};
+pub use client::{
+    Arrived, Destination, FetchOptions, Remote, SliceRequest, StagedFetch, StagedRun, fetch_slices, resolve,
+};
 pub use error::{Error, ErrorKind};
 pub use file::{Container, DIRECT_FROM, FileOptions, FileReport, Written, write_file};
-pub use filling::Filling;
 pub use fork::without_fork;
-pub use memory::{Item, Memory};
-pub use publication::{Alternate, Publication, Rendered, Stability};
-pub use secret::Secret;
-pub use server::{Server, ServerConfig};
-pub use slices::{Repeat, Slice};
-pub use store::{Store, Withdrawn};
+pub use memory::{Allocation, Arena, ArenaPool, Hold, Memory, check_machine_has};
+pub use payload::{Item, Repeat, Slice};
+pub use priority::lower_priority;
+pub use publication::{Alternate, Publication, Readiness, Rendered, Stability, Store, Withdrawn};
+pub use report::Report;
+pub use server::{Door, Server, ServerConfig};
+pub use trust::Secret;

@@ -293,7 +293,7 @@ fn digests_are_those_of_the_payload() {
     }
     let body = get(&rig, &rig.path("7/digests?blocks=3-5,9-10&grain=512"), &[]).body;
     let expected = [3, 4, 9].map(|block| checksum(&payload[block * 512..(block + 1) * 512]));
-    assert_eq!(DigestTable::decode_grained(&body, &Algorithm::Crc64, 512).unwrap().blocks, expected);
+    assert_eq!(DigestTable::decode_with_block_size(&body, &Algorithm::Crc64, 512).unwrap().blocks, expected);
 }
 
 #[test]

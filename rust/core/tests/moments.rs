@@ -212,7 +212,7 @@ fn what_waves_brought_is_of_one_moment() {
         let (result, last) = during((LARGE, LARGE / 3), change, &slow(), |rig, options| {
             let most = 5 * BLOCK;
             let remote = Remote::open(&[&rig.url()], STEP, options)?;
-            let mut waves = remote.waves(Destination::Fresh, &[0], most as u64)?;
+            let mut waves = remote.staged(Destination::Fresh, &[0], most as u64)?;
             let (mut device, mut memory) = (vec![0xEE; LARGE], vec![0xEE; most]);
             let mut brought = 0;
             // SAFETY: as many bytes as the receive was begun with, and nobody else's.
@@ -265,7 +265,7 @@ fn what_comes_again_is_of_one_moment_with_the_rest() {
     rig.server.store().publish(STEP, lent.publication());
     let most = 5 * BLOCK;
     let remote = Remote::open(&[&rig.url()], STEP, lanes(2)).unwrap();
-    let mut waves = remote.waves(Destination::Fresh, &[0], most as u64).unwrap();
+    let mut waves = remote.staged(Destination::Fresh, &[0], most as u64).unwrap();
     let (mut device, mut memory) = (vec![0xEE; LARGE], vec![0xEE; most]);
     let mut count = 0;
     // SAFETY: as many bytes as the receive was begun with, and nobody else's.

@@ -50,7 +50,7 @@ fn fetch(url: &str, options: FetchOptions) -> Result<(), Error> {
 fn proof_with(secret: &[u8], path: &str, range: Option<&str>, if_match: Option<&str>) -> String {
     static NEXT: AtomicUsize = AtomicUsize::new(1);
     let nonce = (NEXT.fetch_add(1, Ordering::Relaxed) as u128).to_le_bytes();
-    let asked = proof::Request { method: "GET", path, range, if_match };
+    let asked = proof::SignedRequest { method: "GET", path, range, if_match };
     Key::new(secret).unwrap().sign_request(&asked, &nonce)
 }
 

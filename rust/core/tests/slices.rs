@@ -5,9 +5,9 @@ mod common;
 
 use common::faults::{ALWAYS, Fault, Proxy};
 use common::{BLOCK, Rig, STEP, State, lanes};
-use tensorferry_core::gather;
+use tensorferry_core::fetch_slices;
 use tensorferry_core::{
-    Error, ErrorKind, FetchOptions, Order, Remote, Repeat, Report, Secret, ServerConfig, Slice, Stability,
+    Error, ErrorKind, FetchOptions, Remote, Repeat, Report, Secret, ServerConfig, Slice, SliceRequest, Stability,
 };
 use tensorferry_wire::dtype::Dtype;
 
@@ -210,22 +210,22 @@ fn slices_of_many_sources_are_gathered_and_the_first_failure_ends_it() {
     let rigs: Vec<_> = states.iter().map(Rig::serving).collect();
     let part = |i: usize| [("w0", 3, (BLOCK / 2 + i) as u64, vec![])];
     let mut buffers: Vec<_> = (0..5).map(|i| expected(&states[i], &part(i)[0]).1).collect();
-    let orders = |buffers: &mut [Vec<u8>], step: i64| -> Vec<Order> {
-        let order = |(i, buffer): (usize, &mut Vec<u8>)| Order {
+    let orders = |buffers: &mut [Vec<u8>], step: i64| -> Vec<SliceRequest> {
+        let order = |(i, buffer): (usize, &mut Vec<u8>)| SliceRequest {
             urls: vec![rigs[i].url()],
             step: if i == 3 { step } else { STEP },
             slices: slices(&states[i], &part(i), std::slice::from_mut(buffer)),
         };
         buffers.iter_mut().enumerate().map(order).collect()
     };
-    let report = gather(orders(&mut buffers, STEP), &sliced(4)).unwrap();
+    let report = fetch_slices(orders(&mut buffers, STEP), &sliced(4)).unwrap();
     for (i, buffer) in buffers.iter().enumerate() {
         assert!(*buffer == expected(&states[i], &part(i)[0]).0, "source {i}");
     }
     assert_eq!(report.wanted, (0..5).map(|i| (BLOCK / 2 + i) as u64).sum::<u64>());
-    let refused = gather(orders(&mut buffers, STEP + 1), &sliced(4)).unwrap_err();
+    let refused = fetch_slices(orders(&mut buffers, STEP + 1), &sliced(4)).unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::Status(400), "{refused}");
-    assert_eq!(gather(Vec::new(), &sliced(4)).unwrap().bytes, 0);
+    assert_eq!(fetch_slices(Vec::new(), &sliced(4)).unwrap().bytes, 0);
 }
 
 #[test]

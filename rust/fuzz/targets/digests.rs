@@ -2,7 +2,7 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use tensorferry_wire::digest::{Algorithm, DigestTable, GRAINS, Hasher, block_count, checksum};
+use tensorferry_wire::digest::{Algorithm, DigestTable, BLOCK_SIZES, Hasher, block_count, checksum};
 
 fuzz_target!(|bytes: &[u8]| {
     let check = |bytes: &[u8]| {
@@ -10,10 +10,10 @@ fuzz_target!(|bytes: &[u8]| {
             assert!(table.blocks.len() as u64 <= block_count(table.payload_len));
             assert_eq!(table.encode(), bytes);
         }
-        for grain in GRAINS {
-            if let Ok(table) = DigestTable::decode_grained(bytes, &Algorithm::Crc64, grain) {
-                assert!(table.blocks.len() as u64 <= table.payload_len.div_ceil(grain));
-                assert_eq!(table.encode_grained(&Algorithm::Crc64, grain), bytes);
+        for block_size in BLOCK_SIZES {
+            if let Ok(table) = DigestTable::decode_with_block_size(bytes, &Algorithm::Crc64, block_size) {
+                assert!(table.blocks.len() as u64 <= table.payload_len.div_ceil(block_size));
+                assert_eq!(table.encode_with_block_size(&Algorithm::Crc64, block_size), bytes);
             }
         }
         let keyed = Algorithm::Keyed([7; 32]);

@@ -2,7 +2,7 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use tensorferry_wire::digest::GRAINS;
+use tensorferry_wire::digest::BLOCK_SIZES;
 use tensorferry_wire::request::{
     MAX_RUNS, RangeSpec, etag_matches_strong, etag_matches_weak, parse_blocks, parse_content_range, parse_path,
     parse_range, parse_runs, parse_step,
@@ -31,11 +31,11 @@ fuzz_target!(|bytes: &[u8]| {
     if let Some((start, end, total)) = parse_content_range(text) {
         assert!(start < end && end <= total);
     }
-    if let Some((first, end, grain)) = parse_blocks(text) {
-        assert!(first <= end && GRAINS.contains(&grain));
+    if let Some((first, end, block_size)) = parse_blocks(text) {
+        assert!(first <= end && BLOCK_SIZES.contains(&block_size));
     }
-    if let Some((runs, grain)) = parse_runs(text) {
-        assert!(!runs.is_empty() && runs.len() <= MAX_RUNS && grain.is_power_of_two());
+    if let Some((runs, block_size)) = parse_runs(text) {
+        assert!(!runs.is_empty() && runs.len() <= MAX_RUNS && block_size.is_power_of_two());
         assert!(runs.iter().all(|run| run.0 < run.1) && runs.windows(2).all(|pair| pair[0].1 <= pair[1].0));
     }
     if etag_matches_strong(text, "\"a\"") {

@@ -1,4 +1,6 @@
-//! What there is to say of the tensors of a state, column by column.
+//! The columns behind [`crate::rows::PyRows`]: what is known of the tensors of a state, without Python objects.
+//!
+//! Names and dimensions are concatenated instead of one allocation each: 100,000 tensors take a handful of allocations.
 
 use std::borrow::Cow;
 use std::collections::{HashMap, HashSet};
@@ -32,6 +34,7 @@ pub(crate) struct Columns {
 /// What is found by an address of this process. No peer chooses those: they need no keyed hash.
 pub(crate) type ByAddress<T> = HashMap<usize, T, BuildHasherDefault<AddressHasher>>;
 
+/// One multiplication for each address.
 #[derive(Default)]
 pub(crate) struct AddressHasher(u64);
 
@@ -68,6 +71,10 @@ pub(crate) struct Row<'a> {
 }
 
 impl Columns {
+    /// Adds a row, whose name comes in two parts; returns its number.
+    ///
+    /// # Errors
+    /// `OverflowError` for more than 255 dimensions.
     pub(crate) fn push(&mut self, name: [&str; 2], row: &Row<'_>) -> PyResult<i64> {
         let rank = u8::try_from(row.shape.len()).map_err(|_| PyOverflowError::new_err("more than 255 dimensions"))?;
         let number = self.ends.len();
@@ -85,8 +92,8 @@ impl Columns {
         Ok(i64::try_from(number)?)
     }
 
-    /// The leaves whose memory overlaps, in groups: rows by their number, and `others` by theirs. The rows in `without` are
-    /// not looked at.
+    /// The leaves whose memory overlaps, in groups: rows by their number, and `others` by theirs. The rows in `without`
+    /// are not looked at.
     pub(crate) fn overlapping(&self, others: Vec<Span>, without: &[usize]) -> Vec<Vec<i64>> {
         let without: HashSet<_> = without.iter().collect();
         let rows = self.addresses.iter().zip(&self.sizes).zip(0_i64..).enumerate();
@@ -115,15 +122,18 @@ impl Columns {
         groups
     }
 
+    /// The name of row `row`, which must exist.
     fn name(&self, row: usize) -> &str {
         let start = row.checked_sub(1).map_or(0, |before| self.ends[before]);
         &self.names[start..self.ends[row]]
     }
 
+    /// All names, in the order of the rows.
     pub(crate) fn names(&self) -> impl Iterator<Item = &str> {
         (0..self.ends.len()).map(|row| self.name(row))
     }
 
+    /// All shapes, in the order of the rows.
     pub(crate) fn shapes(&self) -> impl Iterator<Item = &[u64]> {
         let mut rest = self.dims.as_slice();
         self.ranks.iter().map(move |&rank| {

@@ -1,10 +1,14 @@
 //! The one conversion from the engine's errors to the exceptions of `tensorferry.errors`.
+//!
+//! The match over `ErrorKind` has no catch-all arm: a new kind in the engine does not compile before it has a class
+//! here.
 
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyType;
 use tensorferry_core::{Error, ErrorKind};
 
+/// An exception of the class called `class` in `tensorferry.errors`, or the one that looking for it raised.
 fn raise(py: Python<'_>, class: &str, message: String) -> PyErr {
     static MODULE: PyOnceLock<Py<PyModule>> = PyOnceLock::new();
     let module = MODULE.get_or_try_init(py, || py.import("tensorferry.errors").map(Bound::unbind));
@@ -15,7 +19,7 @@ fn raise(py: Python<'_>, class: &str, message: String) -> PyErr {
     }
 }
 
-/// The exception for an error of the engine.
+/// The exception for an error of the engine, with its whole message.
 pub(crate) fn to_py(py: Python<'_>, error: &Error) -> PyErr {
     let message = error.to_string();
     let class = match error.kind() {
@@ -29,12 +33,13 @@ pub(crate) fn to_py(py: Python<'_>, error: &Error) -> PyErr {
         ErrorKind::Cancelled => "TransferCancelled",
         ErrorKind::Invalid => "InvalidArgument",
         ErrorKind::System => "SystemRefused",
-        // `ErrorKind` is open to new kinds; until they have a class of their own they are the source's fault.
-        ErrorKind::Foreign | ErrorKind::Protocol | _ => "ProtocolError",
+        // Python asks a foreign source in torchft's own protocol before it comes to this.
+        ErrorKind::Foreign | ErrorKind::Protocol => "ProtocolError",
     };
     raise(py, class, message)
 }
 
+/// The exception for an HTTP status: which class it is depends on the status, and Python decides.
 fn refused(py: Python<'_>, status: u16, message: String) -> PyErr {
     let made = py
         .import("tensorferry.errors")

@@ -1,4 +1,6 @@
-//! The addresses of this host, and of others.
+//! Addresses of this host, and of others by name.
+//!
+//! Python's own resolver calls know no deadline; the engine's do.
 
 use pyo3::prelude::*;
 use tensorferry_core::Cancel;
@@ -6,7 +8,10 @@ use tensorferry_core::Cancel;
 use crate::report::seconds;
 use crate::runtime;
 
-/// The addresses of a host by its name, looked up within `timeout` seconds.
+/// The addresses of the host called `name`, looked up within `timeout` seconds, as text.
+///
+/// # Errors
+/// `FetchTimeout` when no name server answers in time, `ConnectError` when the name is unknown.
 #[pyfunction]
 #[pyo3(name = "_resolve", signature = (name, *, timeout))]
 pub(crate) fn resolve(py: Python<'_>, name: &str, timeout: f64) -> PyResult<Vec<String>> {

@@ -1,10 +1,28 @@
 //! `tensorferry._native`: a thin skin over `tensorferry-core`.
+//!
+//! One file holds one class or a few functions of the same subject. What the engine can do is documented there; what is
+//! documented here is what the crossing adds: which thread holds the interpreter, what keeps memory alive, and what is
+//! raised.
+//!
+//! Rules that hold in every file:
+//!
+//! * **The interpreter.** Nothing that may block runs while it is held. `runtime::run` is the only way to wait; it also
+//!   looks for signals on the main thread.
+//! * **Errors.** Engine errors become exceptions in `errors`, and nowhere else. No panic crosses into Python on
+//!   purpose.
+//! * **Forks.** Objects that own threads or sockets note the process they were made in, and raise `ForkedProcess`
+//!   elsewhere.
+//! * **Unsafe code** is in `memory`, whole.
+//!
+//! The Python-visible names and signatures are in `python/tensorferry/_native.pyi`, which a test compares with this
+//! module.
 
 mod columns;
+mod door;
 mod errors;
-mod filling;
 mod interfaces;
 mod memory;
+mod readiness;
 mod remote;
 mod report;
 mod rows;
@@ -12,8 +30,8 @@ mod runtime;
 mod secret;
 mod server;
 mod slices;
+mod staged;
 mod tree;
-mod waves;
 
 use pyo3::prelude::*;
 
@@ -23,11 +41,11 @@ mod _native {
     use pyo3::prelude::*;
 
     #[pymodule_export]
-    use crate::filling::PyFilling;
-    #[pymodule_export]
     use crate::interfaces::{interfaces, resolve};
     #[pymodule_export]
     use crate::memory::{PyArena, PyHostView, PyPart};
+    #[pymodule_export]
+    use crate::readiness::PyReadiness;
     #[pymodule_export]
     use crate::remote::{PyPool, PyRemote, check_machine_has};
     #[pymodule_export]
@@ -41,9 +59,9 @@ mod _native {
     #[pymodule_export]
     use crate::slices::{PyWritten, fetch_slices, file_entries, read_file, write_file};
     #[pymodule_export]
-    use crate::tree::unflatten;
+    use crate::staged::PyStagedFetch;
     #[pymodule_export]
-    use crate::waves::PyWaves;
+    use crate::tree::unflatten;
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {

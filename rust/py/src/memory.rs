@@ -1,4 +1,16 @@
 //! All unsafe code of the binding: memory that Python owns and Rust reads or fills, and the other way round.
+//!
+//! Three contracts meet here, and each `SAFETY` comment says which one it relies on:
+//!
+//! * **Python to Rust.** The Python package passes addresses and lengths that it read off tensors. It keeps the
+//!   tensors, or their storages, alive: through the `owner` of a publication, or by holding them for the length of a
+//!   call.
+//! * **Rust to Python.** Tensors laid over received memory keep the region they lie in (`Hold`), and Rust does not
+//!   write to it any more.
+//! * **`DLPack`.** Torch's exchange table describes tensors and makes them without a call through the interpreter for
+//!   each property. It is looked up at run time, and everything works without it.
+//!
+//! Objects are released where the interpreter may be waited for, never on a thread of the runtime.
 
 use std::ffi::{c_int, c_void};
 use std::sync::Arc;
@@ -7,7 +19,9 @@ use pyo3::ffi;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyList, PyType};
-use tensorferry_core::{Arena, Destination, Error, Hold, Made, Memory, Part, Pool, Repeat, Slice, Waves};
+use tensorferry_core::{
+    Allocation, Arena, ArenaPool, Destination, Error, Hold, Memory, Repeat, Slice, StagedFetch, StagedRun,
+};
 use tensorferry_wire::container::{Entry, Header};
 use tensorferry_wire::dtype::Dtype;
 
@@ -34,7 +48,11 @@ impl PyArena {
 
 #[pymethods]
 impl PyArena {
-    /// Memory for storages of `sizes` bytes, all zero, of which no page is there before it is touched.
+    /// Memory for storages of `sizes` bytes, all zero. The system gives a page when it is first touched, so storages
+    /// that a source only announced cost nothing.
+    ///
+    /// # Errors
+    /// `SystemRefused` when the machine has less memory than all of them together.
     #[new]
     fn sparse(py: Python<'_>, sizes: Vec<u64>) -> PyResult<Self> {
         let (arena, offsets) = Arena::sparse(&sizes).map_err(|e| errors::to_py(py, &e))?;
@@ -42,15 +60,17 @@ impl PyArena {
         Ok(Self { arena, header: None, places })
     }
 
-    /// The memory of the entry of this number, `None` if it is not here or has no bytes.
+    /// The memory of entry `number`, `None` if the entry is not in this arena or has no bytes.
     fn part(&self, number: usize) -> Option<PyPart> {
         let (at, nbytes) = self.places.get(number).copied().flatten()?;
         let (address, hold) = self.arena.hold(at, nbytes)?;
         Some(PyPart { address, nbytes: usize::try_from(nbytes).ok()?, _hold: hold })
     }
 
-    /// Tensors over the plain entries, each with a storage of its own; `tensor` is torch's class. `None` stands for what
-    /// is not in the arena, is empty, or cannot be made this way: where that is, is told as well.
+    /// Tensors over the plain entries, each with a storage of its own; `tensor` is torch's class.
+    ///
+    /// `None` stands for an entry that is not in the arena, is empty, or cannot be made without Python; the indices of
+    /// those entries are returned as well. Other threads of the interpreter get a turn after every `TURN` tensors.
     fn tensors<'py>(&self, tensor: &Bound<'py, PyType>) -> PyResult<(Bound<'py, PyList>, Vec<usize>)> {
         let py = tensor.py();
         let exchange = Exchange::of(tensor);
@@ -94,7 +114,7 @@ impl PyPart {
 
     /// # Safety
     /// Called by the interpreter, which passes a valid `view`.
-    #[allow(clippy::needless_pass_by_value)]
+    #[allow(clippy::needless_pass_by_value, reason = "what the interpreter calls takes its arguments by value")]
     unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
         let Self { address, nbytes, .. } = *slf.get();
         let len = ffi::Py_ssize_t::try_from(nbytes)?;
@@ -124,12 +144,12 @@ impl PyHostView {
 
     /// # Safety
     /// Called by the interpreter, which passes a valid `view`.
-    #[allow(clippy::needless_pass_by_value)]
+    #[allow(clippy::needless_pass_by_value, reason = "what the interpreter calls takes its arguments by value")]
     unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
         let memory = slf.get();
         let len = ffi::Py_ssize_t::try_from(memory.nbytes)?;
-        // SAFETY: Python's part of the contract: `memory.staging` gives the address and length of the memory of
-        // `owner`, which lives as long as `slf`, of which the filled view takes a reference.
+        // SAFETY: Python's part of the contract: address and length are those of the memory of `owner`, which lives as
+        // long as `slf`, of which the filled view takes a reference.
         let status =
             unsafe { ffi::PyBuffer_FillInfo(view, slf.as_ptr(), memory.address as *mut c_void, len, 0, flags) };
         if status == 0 { Ok(()) } else { Err(PyErr::fetch(slf.py())) }
@@ -140,10 +160,11 @@ impl PyHostView {
 /// healthy peer is among them.
 pub(crate) const TURN: usize = 1024;
 
-/// How many entries of a list are let go of at a time.
+/// How many entries of a list are released at a time.
 const RELEASE_STEP: usize = 4096;
 
-/// The object that keeps published memory alive. It may be let go of on any thread.
+/// The object that keeps published memory alive. It may be dropped on any thread, with or without the interpreter: on a
+/// thread of the runtime the release moves to a blocking thread, since the interpreter may be held for long.
 pub(crate) struct Owner(Option<Py<PyAny>>);
 
 impl Owner {
@@ -171,6 +192,7 @@ impl Drop for Owner {
     }
 }
 
+/// Releases `object` under the interpreter; a long list a part at a time.
 fn release(object: Py<PyAny>) {
     // While the interpreter exits this does nothing, and the object goes with the process.
     Python::try_attach(|py| {
@@ -199,9 +221,12 @@ struct ExchangeTable {
     stream: *const c_void,
 }
 
+/// Fills in a description of a tensor; returns something else than 0, with an exception set, where it cannot.
 type Describe = unsafe extern "C" fn(*mut c_void, *mut DlTensor) -> c_int;
+/// Makes a tensor and takes over the memory; returns something else than 0, with an exception set, where it cannot.
 type ToObject = unsafe extern "C" fn(*mut DlManaged, *mut *mut ffi::PyObject) -> c_int;
 
+/// A tensor as `DLPack` describes it. `shape` and `strides` have `rank` numbers each, counted in elements.
 #[repr(C)]
 struct DlTensor {
     data: *mut c_void,
@@ -216,6 +241,7 @@ struct DlTensor {
     byte_offset: u64,
 }
 
+/// Host memory, among the kinds of devices.
 const DL_CPU: c_int = 1;
 
 /// A tensor whose memory lives until `deleter` is called.
@@ -232,7 +258,7 @@ struct DlManaged {
 }
 
 /// Torch calls this when the last tensor over the memory is gone, on any thread, with or without the interpreter.
-unsafe extern "C" fn let_go(managed: *mut DlManaged) {
+unsafe extern "C" fn dlpack_deleter(managed: *mut DlManaged) {
     // SAFETY: made by `Box::into_raw` in `over`, and a deleter is called once.
     drop(unsafe { Box::from_raw(managed) });
 }
@@ -248,13 +274,14 @@ pub(crate) struct Exchange {
 pub(crate) struct Described {
     pub(crate) address: usize,
     pub(crate) nbytes: usize,
-    /// `None` where elements are one byte each: what `DLPack` says of those does not tell apart dtypes that torch does.
+    /// `None` where elements are one byte each: `DLPack` does not distinguish all dtypes of that size that torch has.
     pub(crate) dtype: Option<Dtype>,
     dims: [u64; Self::MOST],
     rank: usize,
 }
 
 impl Described {
+    /// Dimensions, at most: a tensor with more is described in Python.
     const MOST: usize = 8;
 
     pub(crate) fn shape(&self) -> &[u64] {
@@ -310,7 +337,7 @@ impl Exchange {
         };
         let (major, minor) = self.version;
         let context = std::ptr::null_mut();
-        let managed = DlManaged { major, minor, context, deleter: let_go, flags: 0, tensor, _hold: hold };
+        let managed = DlManaged { major, minor, context, deleter: dlpack_deleter, flags: 0, tensor, _hold: hold };
         let mut object = std::ptr::null_mut();
         // SAFETY: the interpreter is held. The tensor lies inside memory that `managed` keeps and to which Rust
         // does not write any more. Torch copies shape and strides. It takes `managed` over; should it refuse, nobody
@@ -370,8 +397,8 @@ impl Exchange {
     }
 }
 
-/// What `DLPack` calls a dtype: a code and a number of bits. The float8 kinds are missing: not every version of torch knows
-/// them, and memory it refuses is lost.
+/// What `DLPack` calls a dtype: a code and a number of bits. The float8 kinds are missing: not every version of torch
+/// knows them, and memory it refuses is lost.
 const DLPACK: [(Dtype, u8, u8); 14] = [
     (Dtype::F32, 2, 32),
     (Dtype::BF16, 4, 16),
@@ -389,40 +416,40 @@ const DLPACK: [(Dtype, u8, u8); 14] = [
     (Dtype::C64, 5, 64),
 ];
 
-/// Memory of a tensor, by address and size in bytes, as `memory.tensors` reads them off it. The tensor belongs to
-/// the owner that is published with the memory.
+/// Memory of a tensor, by address and size in bytes, as Python reads them off it. The tensor belongs to the owner that
+/// is published with the memory.
 pub(crate) fn borrowed(address: usize, nbytes: usize) -> Memory {
-    // SAFETY: Python's part of the contract: `state.snapshot` publishes an owner that holds every tensor, and
-    // withdraws before the trainer may free or reuse the memory.
+    // SAFETY: Python's part of the contract: every publication has an owner that holds every tensor, and is
+    // withdrawn before the trainer may free or reuse the memory.
     unsafe { Memory::borrowed(address, nbytes) }
 }
 
 /// A pool of memory that `make` makes: called with a number of bytes it returns an address and what holds the memory
 /// there, or `None`. Where it fails, the pool maps memory itself.
-pub(crate) fn pool_made_by(limit: usize, make: Py<PyAny>) -> Arc<Pool> {
+pub(crate) fn pool_with_allocator(limit: usize, make: Py<PyAny>) -> Arc<ArenaPool> {
     let make = move |nbytes: usize| {
         Python::try_attach(|py| {
             let given = make.call1(py, (nbytes,)).and_then(|g| g.extract::<Option<(usize, Py<PyAny>)>>(py));
             let (address, owner) = given.inspect_err(|e| e.clone_ref(py).write_unraisable(py, None)).ok()??;
-            Some(Made { address, owner: Box::new(Owner::new(owner)) })
+            Some(Allocation { address, owner: Box::new(Owner::new(owner)) })
         })?
     };
-    // SAFETY: Python's part of the contract: `memory.host_pool` gives the address of a tensor of that size, which
-    // nobody else knows, and the tensor as its owner.
-    unsafe { Pool::made_by(limit, make) }
+    // SAFETY: Python's part of the contract: `make` returns the address of a tensor of that size, which nobody
+    // else knows, and the tensor as its owner.
+    unsafe { ArenaPool::with_allocator(limit, make) }
 }
 
 /// Destinations inside tensors of the receiver, by address; sizes were compared with the header in Python.
 pub(crate) fn given(addresses: Vec<Option<usize>>) -> Destination {
-    // SAFETY: Python's part of the contract: `state.load` passes addresses of contiguous tensors whose byte size
-    // equals the entry's, no memory twice, and holds the tensors for the length of the call.
+    // SAFETY: Python's part of the contract: the addresses are those of contiguous tensors whose byte size equals the
+    // entry's, no memory occurs twice, and the caller holds the tensors for the length of the call.
     unsafe { Destination::given(addresses) }
 }
 
 /// Brings a wave to `address`, in memory of as many bytes as the receive was begun with.
-pub(crate) fn fetch_wave(waves: &mut Waves, address: usize) -> Result<Option<Vec<Part>>, Error> {
-    // SAFETY: Python's part of the contract: `memory.bounce` passes the address of a slot of that size, holds its
-    // memory for the length of the call, and gives no slot from which a copy is still under way.
+pub(crate) fn fetch_wave(waves: &mut StagedFetch, address: usize) -> Result<Option<Vec<StagedRun>>, Error> {
+    // SAFETY: Python's part of the contract: the address is that of a buffer of that size, which the caller holds for
+    // the length of the call, and from which no copy is under way any more.
     unsafe { waves.fetch(address) }
 }
 
@@ -434,8 +461,8 @@ pub(crate) fn slice(
     address: usize,
     repeats: Vec<Repeat>,
 ) -> Slice {
-    // SAFETY: Python's part of the contract: `tensorferry.dcp` gives addresses of tensors that all runs lie in, lets no two
-    // slices write to the same memory, and holds the tensors for the length of the call.
+    // SAFETY: Python's part of the contract: all runs lie in tensors that the caller holds for the length of the call, and
+    // no two slices write to the same memory.
     unsafe { Slice::new(entry, kind, part, address, repeats) }
 }
 

@@ -1,4 +1,7 @@
-//! `Remote`: a checkpoint at its source, and fetching it.
+//! `Remote`: a checkpoint at its source, and fetching it; `Pool`: memory kept from one receive for the next.
+//!
+//! A `Remote` is fetched once. Its header outlives the fetch, so the columns (`names`, `dtypes`, `shapes`, `sizes`)
+//! stay readable; the manifest and the pickle are part of what is handed over, and are not.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -8,16 +11,16 @@ use std::sync::{Arc, Mutex, PoisonError};
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList, PyRange, PyString, PyTuple};
-use tensorferry_core::{Arrived, Cancel, Destination, FetchOptions, Pool, Remote};
+use tensorferry_core::{ArenaPool, Arrived, Cancel, Destination, FetchOptions, Remote};
 use tensorferry_wire::container::{self, Entry, Header};
 use tensorferry_wire::manifest;
 
 use crate::errors;
-use crate::memory::{PyArena, given, pool_made_by};
+use crate::memory::{PyArena, given, pool_with_allocator};
 use crate::report::{PyReport, seconds};
-use crate::runtime::{self, Origin, Watch};
+use crate::runtime::{self, OnTick, Origin};
 use crate::secret::PySecret;
-use crate::waves::{PyWaves, Teller};
+use crate::staged::{ProgressReporter, PyStagedFetch};
 
 /// A checkpoint whose header is here and whose payload is still at its source.
 #[pyclass(name = "Remote", module = "tensorferry._native", frozen)]
@@ -34,18 +37,19 @@ pub(crate) struct PyRemote {
     remote: Mutex<Option<Remote>>,
 }
 
-/// Memory of earlier receives, kept for later ones.
+/// Memory of earlier receives, kept for later ones. Several transports may share one pool.
 #[pyclass(name = "Pool", module = "tensorferry._native", frozen)]
-pub(crate) struct PyPool(Arc<Pool>);
+pub(crate) struct PyPool(Arc<ArenaPool>);
 
 #[pymethods]
 impl PyPool {
-    /// Keeps at most `limit` bytes. `make` is asked for new memory: called with a number of bytes it returns an address
-    /// and the object that holds the memory there, or `None` where an ordinary mapping will do.
+    /// A pool that keeps at most `limit` bytes. `make`, if given, is asked for new memory: called with a number of
+    /// bytes, it returns an address and the object that holds the memory there, or `None` where an ordinary mapping
+    /// will do. An exception of it is reported as unraisable and counts as `None`.
     #[new]
     #[pyo3(signature = (limit, make = None))]
     fn new(limit: usize, make: Option<Py<PyAny>>) -> Self {
-        Self(make.map_or_else(|| Pool::new(limit), |make| pool_made_by(limit, make)))
+        Self(make.map_or_else(|| ArenaPool::new(limit), |make| pool_with_allocator(limit, make)))
     }
 
     /// Bytes kept now.
@@ -55,7 +59,10 @@ impl PyPool {
     }
 }
 
-/// Raises `SystemRefused` where the machine, swap included, has less memory than `nbytes`; `what` is to have it.
+/// Checks that the machine, swap included, has `nbytes` bytes of memory; `what` names their purpose in the message.
+///
+/// # Errors
+/// `SystemRefused` where it has fewer.
 #[pyfunction]
 #[pyo3(name = "_check_machine_has")]
 pub(crate) fn check_machine_has(py: Python<'_>, nbytes: u64, what: &str) -> PyResult<()> {
@@ -63,6 +70,10 @@ pub(crate) fn check_machine_has(py: Python<'_>, nbytes: u64, what: &str) -> PyRe
 }
 
 impl PyRemote {
+    /// Reads something of the checkpoint while it has not been fetched.
+    ///
+    /// # Errors
+    /// `InvalidArgument` once it was fetched, `ForkedProcess` in a forked child.
     fn with<T>(&self, py: Python<'_>, read: impl FnOnce(&Remote) -> PyResult<T>) -> PyResult<T> {
         self.origin.check(py)?;
         match &*self.remote.lock().unwrap_or_else(PoisonError::into_inner) {
@@ -79,12 +90,15 @@ impl PyRemote {
         })
     }
 
-    /// The checkpoint itself, to be fetched once.
-    fn take(&self, py: Python<'_>) -> PyResult<(Remote, Teller)> {
+    /// The checkpoint itself, to be fetched once, and what reports the progress of that.
+    ///
+    /// # Errors
+    /// `InvalidArgument` once it was fetched, `ForkedProcess` in a forked child.
+    fn take(&self, py: Python<'_>) -> PyResult<(Remote, ProgressReporter)> {
         self.origin.check(py)?;
         let remote = self.remote.lock().unwrap_or_else(PoisonError::into_inner).take();
         let remote = remote.ok_or_else(|| errors::invalid(py, "this checkpoint was fetched already"))?;
-        let teller = Teller {
+        let teller = ProgressReporter {
             received: Arc::clone(&self.received),
             total: remote.header().payload_len(),
             progress: self.progress.as_ref().map(|call| call.clone_ref(py)),
@@ -92,6 +106,7 @@ impl PyRemote {
         Ok((remote, teller))
     }
 
+    /// One value for each entry, in the order of the header.
     fn column<'py, T>(&self, py: Python<'py>, value: impl FnMut(&Entry) -> PyResult<T>) -> PyResult<Bound<'py, PyList>>
     where
         T: IntoPyObject<'py>,
@@ -102,7 +117,13 @@ impl PyRemote {
 
 #[pymethods]
 impl PyRemote {
-    /// Opens a checkpoint: waits until one of `urls` serves `step`, and reads its header.
+    /// Opens a checkpoint: waits until one of `urls` serves `step`, and reads its header and manifest.
+    ///
+    /// `timeout` seconds is the one deadline of the receive, fetching included. `lanes` is the number of connections,
+    /// `pool` provides memory, `progress` is called with the bytes here and the bytes in all, `secret` signs requests.
+    ///
+    /// # Errors
+    /// The engine's errors as exceptions, `ProtocolError` for a manifest that is not valid among them.
     #[staticmethod]
     #[allow(clippy::too_many_arguments, reason = "keywords in Python")]
     #[pyo3(signature = (urls, step, *, timeout, lanes = None, same_host = true, pool = None, progress = None,
@@ -162,21 +183,25 @@ impl PyRemote {
         self.with(py, |remote| Ok(remote.reserved(container::PICKLE_ENTRY).map(|b| PyBytes::new(py, b))))
     }
 
+    /// The names of the entries, in the order of the header, as are the columns that follow.
     #[getter]
     fn names<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         self.column(py, |e| Ok(PyString::new(py, &e.name)))
     }
 
+    /// The dtype of each entry, by the name that a container has for it.
     #[getter]
     fn dtypes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         self.column(py, |e| Ok(PyString::intern(py, e.dtype.name())))
     }
 
+    /// The shape of each entry.
     #[getter]
     fn shapes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         self.column(py, |e| PyTuple::new(py, e.shape.iter()))
     }
 
+    /// The size of each entry in bytes.
     #[getter]
     fn sizes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         self.column(py, |e| Ok(e.end - e.start))
@@ -216,40 +241,49 @@ impl PyRemote {
 
     /// Fetches and verifies the payload. Entries with an address go there, the others into a fresh arena, which is
     /// returned with a report.
+    ///
+    /// `addresses` has one item for each entry of the header. The caller holds the memory behind them until this
+    /// returns; after an exception it may hold some of the new bytes.
+    ///
+    /// # Errors
+    /// The engine's errors as exceptions, and whatever `progress` or a signal handler raises.
     #[pyo3(signature = (addresses = None))]
     fn fetch(&self, py: Python<'_>, addresses: Option<Vec<Option<usize>>>) -> PyResult<(PyArena, PyReport)> {
         let (remote, teller) = self.take(py)?;
         let destination = addresses.map_or(Destination::Fresh, given);
         let tell = |py: Python<'_>| teller.tell(py);
-        let watch = teller.progress.is_some().then_some(&tell as &Watch<'_>);
+        let watch = teller.progress.is_some().then_some(&tell as &OnTick<'_>);
         let arrived = runtime::run(py, &self.cancel, watch, move || remote.fetch(destination))?;
         tell(py)?;
         Ok(handed_over(arrived, &self.header))
     }
 
-    /// Begins a receive like `fetch`, in which the entries numbered in `passing` go by way of `most` bytes of memory that
-    /// is given for each wave.
+    /// Begins a receive like `fetch`, in which the entries numbered in `passing` come through a buffer of `most` bytes
+    /// that is given to each call of `Waves.fetch`.
+    ///
+    /// # Errors
+    /// `InvalidArgument` with several sources, or a buffer of less than 1 MiB.
     fn waves(
         &self,
         py: Python<'_>,
         addresses: Option<Vec<Option<usize>>>,
         passing: Vec<usize>,
         most: u64,
-    ) -> PyResult<PyWaves> {
+    ) -> PyResult<PyStagedFetch> {
         let (remote, teller) = self.take(py)?;
         let destination = addresses.map_or(Destination::Fresh, given);
-        let waves = py.detach(move || remote.waves(destination, &passing, most)).map_err(|e| errors::to_py(py, &e))?;
-        Ok(PyWaves::new(self.cancel.clone(), teller, Arc::clone(&self.header), waves))
+        let waves = py.detach(move || remote.staged(destination, &passing, most)).map_err(|e| errors::to_py(py, &e))?;
+        Ok(PyStagedFetch::new(self.cancel.clone(), teller, Arc::clone(&self.header), waves))
     }
 }
 
-/// What has arrived, for Python: the arena and a report.
+/// What has arrived, as Python gets it: the arena and a report.
 pub(crate) fn handed_over(arrived: Arrived, header: &Arc<Header>) -> (PyArena, PyReport) {
     let (arena, offsets, report) = arrived.into_parts();
     (PyArena::new(arena, Arc::clone(header), offsets), PyReport(report))
 }
 
-/// Checks the manifest and says where its tree lies.
+/// Checks the manifest against the header; returns where its tree lies, `None` where there is no manifest.
 fn check_manifest(remote: &Remote) -> Result<Option<Range<usize>>, tensorferry_core::Error> {
     let header: &Header = remote.header();
     let manifest = remote.reserved(container::MANIFEST_ENTRY).map(|json| manifest::validate(json, header));

@@ -9,6 +9,9 @@ use tensorferry_core::Report;
 use crate::errors;
 
 /// A length of time that Python gave in seconds.
+///
+/// # Errors
+/// `InvalidArgument` for a negative number, one that is not finite, or one that is too large.
 pub(crate) fn seconds(py: Python<'_>, seconds: f64) -> PyResult<Duration> {
     Duration::try_from_secs_f64(seconds)
         .map_err(|_| errors::invalid(py, format!("{seconds} is no length of time in seconds")))

@@ -1,4 +1,15 @@
-//! `Rows`: the tensors of a state as the rows of a container, read off them while Python walks the state.
+//! `Rows`: the tensors of a state as the rows of a container, read while Python walks the state.
+//!
+//! A state has up to hundreds of thousands of tensors, and a few calls through the interpreter for each of them would
+//! take longer than sending them. `Rows` therefore reads plain tensors itself, through `DLPack`'s table, and asks Python
+//! about everything else.
+//!
+//! Invariants:
+//!
+//! * row `i` of every column is about the same tensor;
+//! * `owners[i]` keeps the memory of row `i`, whatever becomes of the tensor it was read from;
+//! * an object is one leaf, however often it occurs in the state;
+//! * other threads get a turn after every `TURN` leaves.
 
 use std::fmt::Write as _;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -24,7 +35,7 @@ pub(crate) struct PyRows {
     dtypes: Vec<(Py<PyAny>, Dtype)>,
     /// `None`: this torch does not offer it, and every tensor is read in Python.
     exchange: Option<Exchange>,
-    /// `object.__getstate__`: tells of attributes without making a dict for them, which an object would keep.
+    /// `object.__getstate__`: returns attributes without making a dict for them, which an object would keep.
     attributes: Py<PyAny>,
     memory: Py<PyList>,
     /// What keeps the memory of each row: of a tensor its storage, since a tensor can be given another one at any time.
@@ -35,11 +46,13 @@ pub(crate) struct PyRows {
 }
 
 impl PyRows {
+    /// The columns; the interpreter is not needed for them.
     fn columns(&self) -> MutexGuard<'_, Columns> {
         self.columns.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The rows as items to publish, and behind them `control`, name and bytes of each. Called without the interpreter: a peer's training loop would wait for this long.
+    /// The rows as items to publish, and behind them `control`, name and bytes of each. To be called without the
+    /// interpreter, for which a peer's training loop would have to wait long.
     pub(crate) fn items(&self, control: Vec<(String, Vec<u8>)>) -> Vec<Item> {
         let columns = self.columns();
         let mut items = Vec::with_capacity(columns.ends.len() + control.len());
@@ -54,6 +67,7 @@ impl PyRows {
         items
     }
 
+    /// Whether `value` is a tensor or a parameter, and not of a subclass.
     fn is_tensor(&self, value: &Bound<'_, PyAny>) -> bool {
         let kind = value.get_type_ptr();
         kind == self.tensor.as_ptr().cast() || kind == self.parameter.as_ptr().cast()
@@ -74,7 +88,7 @@ impl PyRows {
         Ok(number)
     }
 
-    /// What there is to say of a tensor in host memory that was read here, or could be.
+    /// The description of `value` by `DLPack`, `None` for what is no plain tensor in host memory.
     fn describe(&self, value: &Bound<'_, PyAny>) -> Option<Described> {
         self.exchange.as_ref().filter(|_| self.is_tensor(value))?.describe(value)
     }
@@ -86,7 +100,7 @@ impl PyRows {
     }
 
     /// Reads a tensor that fills a storage of its own from first to last byte and needs no pickle, and adds it as a
-    /// row unless it is one. `None` for everything else, and where it takes Python to tell:
+    /// row unless it is one. `None` for everything else, and where only Python can decide:
     /// `memory.tensors.is_plain` decides.
     fn read(&self, value: &Bound<'_, PyAny>, path: [&str; 2]) -> PyResult<Option<i64>> {
         let py = value.py();
@@ -130,14 +144,15 @@ impl PyRows {
         Ok(Some(number))
     }
 
-    /// What a container calls the dtype of a tensor whose elements are one byte each: torch has several kinds of those that
-    /// `DLPack` does not tell apart.
+    /// What a container calls the dtype of a tensor whose elements are one byte each: torch has several kinds of those
+    /// that `DLPack` does not tell apart.
     fn byte_dtype(&self, value: &Bound<'_, PyAny>) -> PyResult<Option<Dtype>> {
         let kind = value.getattr(intern!(value.py(), "dtype"))?;
         let known = self.dtypes.iter().find(|(known, _)| kind.is(known)).map(|&(_, dtype)| dtype);
         Ok(known.filter(|dtype| dtype.bits() == 8))
     }
 
+    /// Counts a leaf, and lets other threads of the interpreter run after every `TURN` of them.
     fn turn(&self, py: Python<'_>) {
         // The interpreter is held: nobody counts at the same time.
         let leaves = self.leaves.load(Ordering::Relaxed) + 1;
@@ -162,7 +177,8 @@ impl PyRows {
     }
 }
 
-/// What Python does: `node(value, path, depth)` gives the text of a node, `other(value, path)` the number of a leaf.
+/// What is left to Python: `node(value, path, depth)` returns the text of a node, `other(value, path)` the number of a
+/// leaf.
 struct Walk<'a, 'py> {
     node: &'a Bound<'py, PyAny>,
     other: &'a Bound<'py, PyAny>,
@@ -171,7 +187,8 @@ struct Walk<'a, 'py> {
 
 #[pymethods]
 impl PyRows {
-    /// No rows. `tensor` and `parameter` are torch's classes, `dtypes` gives the name a container has for a dtype.
+    /// No rows yet. `tensor` and `parameter` are torch's classes, `dtypes` maps torch's dtypes to the names a container
+    /// has for them. Without `native`, every tensor is described by Python.
     #[new]
     #[pyo3(signature = (tensor, parameter, dtypes, *, native = true))]
     fn new(
@@ -201,7 +218,7 @@ impl PyRows {
         self.columns().ends.len()
     }
 
-    /// What is behind each row.
+    /// The object each row was read from.
     #[getter]
     fn memory(&self, py: Python<'_>) -> Py<PyList> {
         self.memory.clone_ref(py)
@@ -225,22 +242,26 @@ impl PyRows {
         self.columns().sizes.iter().sum()
     }
 
+    /// The name of each row.
     #[getter]
     fn names<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         PyList::new(py, self.columns().names().collect::<Vec<_>>())
     }
 
+    /// The dtype of each row, by the name that a container has for it.
     #[getter]
     fn dtypes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         PyList::new(py, self.columns().dtypes.iter().map(|d| PyString::intern(py, d.name())))
     }
 
+    /// The shape of each row.
     #[getter]
     fn shapes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         let shapes: Vec<_> = self.columns().shapes().map(|s| PyTuple::new(py, s)).collect::<PyResult<_>>()?;
         PyList::new(py, shapes)
     }
 
+    /// The size of each row in bytes.
     #[getter]
     fn sizes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         PyList::new(py, &self.columns().sizes)
@@ -256,14 +277,20 @@ impl PyRows {
         self.columns().addresses.get(row).copied().ok_or_else(|| PyIndexError::new_err("there is no such row"))
     }
 
-    /// The leaves whose memory overlaps, in groups: rows by their number, and `others`, each with its number, its address
-    /// space (0 is host memory) and its first and last byte (exclusive). The rows in `without` are not looked at.
-    #[allow(clippy::needless_pass_by_value)]
+    /// The leaves whose memory overlaps, in groups: rows by their number, and `others`, each with its number, its
+    /// address space (0 is host memory) and its first and last byte (exclusive). The rows in `without` are not looked
+    /// at.
+    #[allow(clippy::needless_pass_by_value, reason = "what Python calls takes values")]
     fn overlapping(&self, py: Python<'_>, others: Vec<Span>, without: Vec<usize>) -> Vec<Vec<i64>> {
         py.detach(|| self.columns().overlapping(others, &without))
     }
 
-    /// The members of a JSON object for a dict with these keys and values, `None` if a key is no text.
+    /// The members of a JSON object for a dict with these keys and values, `None` if a key is not text.
+    ///
+    /// `below` is the path of the dict, `depth` how deep it lies; `node` and `other` are what [`Walk`] describes.
+    ///
+    /// # Errors
+    /// `RuntimeError` when the dict changed meanwhile, and whatever `node` and `other` raise.
     fn members(
         &self,
         keys: &Bound<'_, PyList>,
@@ -294,7 +321,11 @@ impl PyRows {
         Ok(Some(text))
     }
 
-    /// The elements of a JSON array for `values`, a comma before each. Paths end in `names`, or else in the index.
+    /// The elements of a JSON array for `values`, a comma before each. Their paths end in `names`, or in the index
+    /// where there are none.
+    ///
+    /// # Errors
+    /// Whatever `node` and `other` raise.
     fn elements(
         &self,
         values: &Bound<'_, PyList>,
@@ -322,7 +353,7 @@ impl PyRows {
         self.number(value, [path, ""], other)
     }
 
-    /// The number `value` was given as a leaf, `None` if it is none.
+    /// The number that `value` was given as a leaf, `None` if it is not a leaf.
     fn number_of(&self, value: &Bound<'_, PyAny>) -> PyResult<Option<i64>> {
         if let Some(number) = self.columns().seen.get(&(value.as_ptr() as usize)).copied() {
             return Ok(Some(number));
@@ -332,7 +363,8 @@ impl PyRows {
         Ok(row.map(|(row, _)| i64::try_from(row)).transpose()?)
     }
 
-    /// Forgets which objects are leaves, and lets go of them: called before the state may change.
+    /// Forgets which objects are leaves, and releases them. To be called before the state may change: an address may
+    /// then belong to another object.
     fn forget(&self, py: Python<'_>) -> PyResult<()> {
         let memory = self.memory.bind(py);
         memory.del_slice(0, memory.len())?;
@@ -341,8 +373,11 @@ impl PyRows {
         Ok(())
     }
 
-    /// Adds a row as given. `owner` keeps its memory; by default `memory` does.
-    #[allow(clippy::too_many_arguments, clippy::needless_pass_by_value)]
+    /// Adds a row as given and returns its number. `owner` keeps its memory; by default `memory` does.
+    ///
+    /// # Errors
+    /// `ValueError` for a dtype that no container has.
+    #[allow(clippy::too_many_arguments, clippy::needless_pass_by_value, reason = "what Python calls takes values")]
     #[pyo3(signature = (memory, name, dtype, shape, address, nbytes, flag, owner = None))]
     fn append(
         &self,
@@ -362,7 +397,7 @@ impl PyRows {
         Ok(number)
     }
 
-    /// Row `row` is at `address` now.
+    /// Notes that row `row` was copied to `address`.
     fn place(&self, row: usize, address: usize) -> PyResult<()> {
         let mut columns = self.columns();
         let place = columns.addresses.get_mut(row).ok_or_else(|| PyIndexError::new_err("there is no such row"))?;
@@ -376,7 +411,10 @@ impl PyRows {
     }
 
     /// Gives every row the name at its place in `names`.
-    #[allow(clippy::needless_pass_by_value)]
+    ///
+    /// # Errors
+    /// `ValueError` unless there is one name for each row.
+    #[allow(clippy::needless_pass_by_value, reason = "what Python calls takes values")]
     fn rename(&self, names: Vec<String>) -> PyResult<()> {
         let mut columns = self.columns();
         if names.len() != columns.ends.len() {
@@ -394,6 +432,7 @@ impl PyRows {
     }
 }
 
+/// The dtype that a container calls `dtype`.
 fn named(dtype: &str) -> PyResult<Dtype> {
     Dtype::from_name(dtype).ok_or_else(|| PyValueError::new_err(format!("a container has no dtype {dtype}")))
 }

@@ -1,4 +1,11 @@
 //! The one runtime of the process, and the one way to wait without holding the interpreter.
+//!
+//! The runtime starts on first use and ends in an exit handler. A forked child finds it without threads, forgets it,
+//! and starts its own when it needs one.
+//!
+//! [`run`] is how every blocking call is made. Python handles signals on the main thread alone, and only while it runs
+//! Python code, so there the work moves to a second thread and the main thread looks for signals in between. On other
+//! threads the work runs where it is called.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
@@ -12,6 +19,7 @@ use crate::errors;
 /// How often a waiting main thread looks for a signal.
 pub(crate) const SIGNAL_POLL: Duration = Duration::from_millis(50);
 
+/// The runtime, and the process whose threads it consists of.
 struct Owned {
     pid: u32,
     runtime: Runtime,
@@ -24,6 +32,7 @@ static RUNTIME: Mutex<Option<Owned>> = Mutex::new(None);
 pub(crate) struct Origin(u32);
 
 impl Origin {
+    /// The process that runs now.
     pub(crate) fn here() -> Self {
         Self(std::process::id())
     }
@@ -32,18 +41,25 @@ impl Origin {
         self.0 == std::process::id()
     }
 
-    /// An error in a forked child, where the threads behind an object are gone.
+    /// Checks that this is still the process the object was made in.
+    ///
+    /// # Errors
+    /// `ForkedProcess` in a forked child, where the threads behind the object do not exist.
     pub(crate) fn check(self, py: Python<'_>) -> PyResult<()> {
         if self.is_here() { Ok(()) } else { Err(errors::forked(py)) }
     }
 }
 
 /// The handle of the runtime, which is started on first use. A forked child gets one of its own.
+///
+/// # Errors
+/// The system's error when it starts no thread.
 pub(crate) fn handle() -> std::io::Result<Handle> {
     // A child would find the lock as it is now.
     tensorferry_core::without_fork(start)
 }
 
+/// The runtime of this process, started if there is none. A fork must not come in between.
 fn start() -> std::io::Result<Handle> {
     let mut owned = RUNTIME.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(owned) = owned.as_ref().filter(|o| o.pid == std::process::id()) {
@@ -55,7 +71,7 @@ fn start() -> std::io::Result<Handle> {
     let runtime = Builder::new_multi_thread()
         .worker_threads(workers)
         .thread_name("tensorferry")
-        .on_thread_start(tensorferry_core::give_way)
+        .on_thread_start(tensorferry_core::lower_priority)
         .enable_all()
         .build()?;
     let handle = runtime.handle().clone();
@@ -81,26 +97,31 @@ fn shut_down(py: Python<'_>) {
     }
 }
 
-/// What is called now and then while work goes on.
-pub(crate) type Watch<'a> = dyn Fn(Python<'_>) -> PyResult<()> + 'a;
+/// Called on the waiting thread every `SIGNAL_POLL` while work goes on; an exception ends the work.
+pub(crate) type OnTick<'a> = dyn Fn(Python<'_>) -> PyResult<()> + 'a;
 
-/// Runs `work` without holding the interpreter. On the main thread a signal cancels it: `cancel` is pulled, `work` is
-/// waited for, and the handler's exception (`KeyboardInterrupt`) is raised. `watch` is called now and then meanwhile; an
-/// exception of it does the same.
+/// Runs `work` without holding the interpreter.
+///
+/// On the main thread a signal whose handler raises ends it: the work is cancelled and waited for, and the handler's
+/// exception (`KeyboardInterrupt`, mostly) is raised. An exception of `watch`, which is called now and then, does the
+/// same.
+///
+/// # Errors
+/// The error of `work` as an exception, or the exception of a signal handler or of `watch`.
 pub(crate) fn run<T: Send>(
     py: Python<'_>,
     cancel: &Cancel,
-    watch: Option<&Watch<'_>>,
+    watch: Option<&OnTick<'_>>,
     work: impl FnOnce() -> Result<T, Error> + Send,
 ) -> PyResult<T> {
     run_until(py, || cancel.cancel(), watch, work)
 }
 
-/// The same for work that `cancel` ends.
+/// The same for work that is ended by calling `cancel`.
 pub(crate) fn run_until<T: Send>(
     py: Python<'_>,
     cancel: impl Fn() + Send + Sync,
-    watch: Option<&Watch<'_>>,
+    watch: Option<&OnTick<'_>>,
     work: impl FnOnce() -> Result<T, Error> + Send,
 ) -> PyResult<T> {
     let result = if is_main_thread() || watch.is_some() {
@@ -124,7 +145,7 @@ pub(crate) fn run_until<T: Send>(
                     Err(std::sync::mpsc::RecvTimeoutError::Timeout) => {
                         let watched = py.check_signals().and_then(|()| watch.map_or(Ok(()), |watch| watch(py)));
                         if let Err(interrupt) = watched {
-                            // Detached: the work may need the interpreter to let go of something.
+                            // Detached: the work may need the interpreter to release an object.
                             let _ = py.detach(|| {
                                 cancel();
                                 waiting.lock().unwrap_or_else(PoisonError::into_inner).recv()

@@ -5,12 +5,16 @@ use tensorferry_core::Secret;
 
 use crate::errors;
 
-/// A shared secret. Nothing can be read from it.
+/// A shared secret. Nothing can be read from it, and it is not shown by `repr`.
 #[pyclass(name = "Secret", module = "tensorferry._native", frozen)]
 pub(crate) struct PySecret(pub(crate) Secret);
 
 #[pymethods]
 impl PySecret {
+    /// The secret made of the bytes `secret`.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for fewer than 16 bytes.
     #[new]
     fn new(py: Python<'_>, secret: &[u8]) -> PyResult<Self> {
         Secret::new(secret).map(Self).map_err(|e| errors::to_py(py, &e))

@@ -1,6 +1,10 @@
 //! `Server`: publishes tensors' memory and serves it.
+//!
+//! A server owns sockets and uses threads of the runtime; it is dropped without the interpreter, and not at all in a
+//! forked child, where there is nothing to stop.
 
 use std::any::Any;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -8,15 +12,16 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use tensorferry_core::{Alternate, Error, Memory, Publication, Rendered, Server, ServerConfig, Stability, Withdrawn};
 
+use crate::door::Doors;
 use crate::errors;
-use crate::filling::PyFilling;
 use crate::memory::{Owner, borrowed};
+use crate::readiness::PyReadiness;
 use crate::report::{PyReport, seconds};
 use crate::rows::PyRows;
 use crate::runtime::{self, Origin, SIGNAL_POLL};
 use crate::secret::PySecret;
 
-/// A server for one checkpoint at a time.
+/// A server for one checkpoint at a time. Every method raises `ForkedProcess` in a forked child.
 #[pyclass(name = "Server", module = "tensorferry._native", frozen)]
 pub(crate) struct PyServer {
     origin: Origin,
@@ -33,6 +38,11 @@ impl PyServer {
 
 #[pymethods]
 impl PyServer {
+    /// Binds to `bind` (`"address:port"`, every interface by default) and starts to serve; the gate is closed.
+    /// `patience` seconds is how long a request waits for it, `max_bandwidth` the limit in bytes per second.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for an address that cannot be parsed, `SystemRefused` when it cannot be bound.
     #[new]
     #[pyo3(signature = (*, patience, bind = None, same_host = true, max_bandwidth = None, secret = None, tls = false))]
     #[allow(clippy::too_many_arguments, reason = "keywords in Python")]
@@ -51,21 +61,31 @@ impl PyServer {
             .map_err(|_| errors::invalid(py, format!("bind={bind:?} is not an address and port")))?;
         let patience = seconds(py, patience)?;
         let secret = secret.map(|s| s.0.clone());
-        let config = ServerConfig { bind, patience, same_host, max_bandwidth, secret, tls, ..ServerConfig::default() };
+        let door = Arc::new(Doors);
+        let config =
+            ServerConfig { bind, patience, same_host, max_bandwidth, secret, tls, door, ..ServerConfig::default() };
         let inner = py
             .detach(|| Server::bind(&config, &runtime::handle().map_err(tensorferry_core::Error::from)?))
             .map_err(|e| errors::to_py(py, &e))?;
         Ok(Self { origin: Origin::here(), inner: Some(inner) })
     }
 
+    /// The URL prefix of checkpoints for peers that reach this machine as `host`.
     fn url(&self, py: Python<'_>, host: &str) -> PyResult<String> {
         Ok(self.server(py)?.url(host))
     }
 
-    /// Publishes `rows` and then `control`, name and bytes of each. `owner` keeps the memory of all rows alive. If that is
-    /// not `filled` yet, what is returned says how much of it is.
+    /// Publishes `rows` and then `control`, name and bytes of each, as `step`, and opens the gate.
+    ///
+    /// `owner` keeps the memory of all rows alive and is released when nobody reads it any more. `private` says that
+    /// nothing writes to that memory. `alternate` renders other formats: called with a name, it returns a list of
+    /// parts, the URL of a server that has the body, or `None`. Unless the memory is `filled`, the producer's handle is
+    /// returned.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when the rows make no valid container.
     #[pyo3(signature = (step, *, rows, control, metadata, owner, private, alternate = None, filled = true))]
-    #[allow(clippy::too_many_arguments)]
+    #[allow(clippy::too_many_arguments, reason = "keywords in Python")]
     fn publish(
         &self,
         py: Python<'_>,
@@ -77,7 +97,7 @@ impl PyServer {
         private: bool,
         alternate: Option<Py<PyAny>>,
         filled: bool,
-    ) -> PyResult<Option<PyFilling>> {
+    ) -> PyResult<Option<PyReadiness>> {
         let server = self.server(py)?;
         let stability = if private { Stability::Private } else { Stability::Borrowed };
         let owner = Box::new(Owner::new(owner));
@@ -88,8 +108,8 @@ impl PyServer {
             let (mut publication, filling) = if filled {
                 (Publication::new(metadata, items, stability, owner)?, None)
             } else {
-                let (publication, filling) = Publication::filling(metadata, items, stability, owner)?;
-                (publication, Some(PyFilling::new(filling)))
+                let (publication, filling) = Publication::with_readiness(metadata, items, stability, owner)?;
+                (publication, Some(PyReadiness::new(filling)))
             };
             if let Some(alternate) = alternate {
                 publication = publication.with_alternate(alternate);
@@ -100,8 +120,8 @@ impl PyServer {
         .map_err(|e: Error| errors::to_py(py, &e))
     }
 
-    /// Withdraws the publication that `filling` was to fill, and cannot.
-    fn abandon(&self, py: Python<'_>, filling: &PyFilling) -> PyResult<()> {
+    /// Withdraws the publication of `filling`, whose memory cannot be completed.
+    fn abandon(&self, py: Python<'_>, filling: &PyReadiness) -> PyResult<()> {
         let (server, filling) = (self.server(py)?, filling.take(py)?);
         py.detach(|| server.store().abandon(filling));
         Ok(())
@@ -112,19 +132,23 @@ impl PyServer {
         self.server(py).map(drop)
     }
 
-    /// Counts a receive: `report` as `Remote.fetch` gives it, or `None` where it failed, and the seconds it took in all.
+    /// Counts a receive: `report` as `Remote.fetch` gives it, or `None` where it failed, and the seconds it took in
+    /// all.
     fn note_receive(&self, py: Python<'_>, report: Option<&PyReport>, took: f64) -> PyResult<()> {
         let (server, took) = (self.server(py)?, seconds(py, took)?);
         server.note_receive(report.map(|report| &report.0), took);
         Ok(())
     }
 
+    /// Opens the gate for what is published, which is served as `step` from now on.
     fn allow(&self, py: Python<'_>, step: i64) -> PyResult<()> {
         self.server(py)?.store().allow(step);
         Ok(())
     }
 
-    /// Closes the gate; says how many readers had to be cut off. A signal whose handler raises cuts them off at once.
+    /// Closes the gate and withdraws what is served; returns how many readers had to be cut off after `patience`
+    /// seconds. A signal whose handler raises cuts them off at once. When this returns, borrowed memory is not read any
+    /// more.
     fn withdraw(&self, py: Python<'_>, patience: f64) -> PyResult<usize> {
         let (server, patience) = (self.server(py)?, seconds(py, patience)?);
         let cut = || {
@@ -136,21 +160,25 @@ impl PyServer {
         })
     }
 
+    /// The step that is, or was last, served.
     #[getter]
     fn step(&self, py: Python<'_>) -> PyResult<Option<i64>> {
         Ok(self.server(py)?.store().step())
     }
 
+    /// Whether the gate is open.
     #[getter]
     fn allowed(&self, py: Python<'_>) -> PyResult<bool> {
         Ok(self.server(py)?.store().is_allowed())
     }
 
+    /// Bytes of bodies sent so far.
     #[getter]
     fn bytes_served(&self, py: Python<'_>) -> PyResult<u64> {
         Ok(self.server(py)?.bytes_served())
     }
 
+    /// Ends all transfers and waits for at most `patience` seconds until the port is free. A signal ends only the wait.
     fn shutdown(&self, py: Python<'_>, patience: f64) -> PyResult<()> {
         let (server, patience) = (self.server(py)?, seconds(py, patience)?);
         // Everything is ended at once; a signal ends only the wait for the port.
@@ -179,7 +207,7 @@ impl Drop for PyServer {
     }
 }
 
-/// `bytes`, copied, or `(address, nbytes)`, borrowed.
+/// A part of a rendered body: `bytes`, which are copied, or `(address, nbytes)`, borrowed from the list's owner.
 fn memory(part: &Bound<'_, PyAny>) -> PyResult<Memory> {
     if let Ok(bytes) = part.cast::<PyBytes>() {
         return Ok(Bytes::copy_from_slice(bytes.as_bytes()).into());

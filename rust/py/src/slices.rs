@@ -1,10 +1,13 @@
 //! Containers in files, and slices of them and of what other processes serve.
+//!
+//! The functions here take whole lists and make one call into the engine each: a reshard has tens of thousands of
+//! slices.
 
 use std::path::PathBuf;
 
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
-use tensorferry_core::{Cancel, Container, FetchOptions, FileOptions, Order, Repeat, Slice, Written, gather};
+use tensorferry_core::{Cancel, Container, FetchOptions, FileOptions, Repeat, Slice, SliceRequest, Written};
 use tensorferry_wire::dtype::Dtype;
 
 use crate::errors;
@@ -15,10 +18,14 @@ use crate::runtime;
 use crate::secret::PySecret;
 
 /// `(entry, dtype, nbytes, start, run, address, [(count, from, to), ...])`.
-type Part = (String, String, u64, u64, u64, usize, Vec<(u64, u64, u64)>);
+type SliceTuple = (String, String, u64, u64, u64, usize, Vec<(u64, u64, u64)>);
 
-fn slices(py: Python<'_>, parts: Vec<Part>) -> PyResult<Vec<Slice>> {
-    let slice = |(entry, dtype, nbytes, start, run, address, repeats): Part| {
+/// The engine's slices for what Python gave.
+///
+/// # Errors
+/// `InvalidArgument` for a dtype that no container has.
+fn slices(py: Python<'_>, parts: Vec<SliceTuple>) -> PyResult<Vec<Slice>> {
+    let slice = |(entry, dtype, nbytes, start, run, address, repeats): SliceTuple| {
         let known = Dtype::from_name(&dtype)
             .ok_or_else(|| errors::invalid(py, format!("{entry:?} is of an unknown dtype {dtype:?}")))?;
         let repeats = repeats.into_iter().map(|(count, from, to)| Repeat { count, from, to }).collect();
@@ -52,8 +59,13 @@ impl PyWritten {
     }
 }
 
-/// Writes `rows` and then `control`, name and bytes of each, as a container with checksums; until it is complete it is
-/// `partial`. The memory of the rows is held by the caller.
+/// Writes `rows` and then `control`, name and bytes of each, as a container with checksums to `path`. Until it is
+/// complete it is called `partial`, a name in the same folder that must be free. The caller holds the memory of the
+/// rows.
+///
+/// # Errors
+/// `InvalidArgument` when the rows make no valid container, `SystemRefused` when the system does; nothing is left
+/// behind.
 #[pyfunction]
 #[pyo3(name = "_write_file", signature = (path, *, partial, rows, control, metadata, threads = None, cached = false))]
 #[allow(clippy::too_many_arguments, reason = "Python's keywords")]
@@ -76,7 +88,11 @@ pub(crate) fn write_file(
     Ok(PyWritten(written))
 }
 
-/// The bytes of entries of the container at `path`, verified; `None` for those it does not have. It is opened once.
+/// The bytes of the entries called `names` of the container at `path`, verified; `None` for those it does not have.
+///
+/// # Errors
+/// `CorruptCheckpoint` when a block does not match its checksum, `ProtocolError` when it is no container with
+/// checksums.
 #[pyfunction]
 #[pyo3(name = "_file_entries")]
 pub(crate) fn file_entries(
@@ -94,13 +110,16 @@ pub(crate) fn file_entries(
 }
 
 /// Reads slices of the container at `path` into their places, verified. With `header`, only if that is the checksum of
-/// its header.
+/// its header. Returns the bytes read and the bytes wanted.
+///
+/// # Errors
+/// `CorruptCheckpoint` when a block, or the header, is not what was written; the memory may hold anything then.
 #[pyfunction]
 #[pyo3(name = "_read_file", signature = (path, parts, *, threads = None, header = None))]
 pub(crate) fn read_file(
     py: Python<'_>,
     path: PathBuf,
-    parts: Vec<Part>,
+    parts: Vec<SliceTuple>,
     threads: Option<usize>,
     header: Option<u64>,
 ) -> PyResult<Bound<'_, PyDict>> {
@@ -118,13 +137,18 @@ pub(crate) fn read_file(
     Ok(told)
 }
 
-/// Fetches slices from several sources at once: `(urls, step, parts)` for each.
+/// Fetches slices from several sources at once: `(urls, step, parts)` for each. Returns one report for all of them.
+///
+/// `ahead` is how many bytes the first request to each source asks for, header included.
+///
+/// # Errors
+/// The first error of any source, as an exception; the others are cancelled.
 #[pyfunction]
 #[pyo3(name = "_fetch_slices", signature = (orders, *, timeout, lanes = None, same_host = false, ahead = None,
                                             secret = None))]
 pub(crate) fn fetch_slices(
     py: Python<'_>,
-    orders: Vec<(Vec<String>, i64, Vec<Part>)>,
+    orders: Vec<(Vec<String>, i64, Vec<SliceTuple>)>,
     timeout: f64,
     lanes: Option<usize>,
     same_host: bool,
@@ -132,7 +156,7 @@ pub(crate) fn fetch_slices(
     secret: Option<&PySecret>,
 ) -> PyResult<PyReport> {
     let timeout = seconds(py, timeout.max(0.0))?;
-    let order = |(urls, step, parts)| Ok(Order { urls, step, slices: slices(py, parts)? });
+    let order = |(urls, step, parts)| Ok(SliceRequest { urls, step, slices: slices(py, parts)? });
     let orders = orders.into_iter().map(order).collect::<PyResult<Vec<_>>>()?;
     let cancel = Cancel::new();
     let defaults = FetchOptions::within(timeout);
@@ -144,5 +168,5 @@ pub(crate) fn fetch_slices(
         cancel: cancel.clone(),
         ..defaults
     };
-    runtime::run(py, &cancel, None, move || gather(orders, &options)).map(PyReport)
+    runtime::run(py, &cancel, None, move || tensorferry_core::fetch_slices(orders, &options)).map(PyReport)
 }

@@ -1,4 +1,8 @@
-//! A state out of its tree: the text becomes containers and leaves in one pass, with nothing of it in between.
+//! A state out of its tree: the JSON text becomes containers and leaves in one pass, with nothing in between.
+//!
+//! The text was checked by `tensorferry_wire::manifest` before; what remains is checked here, because it depends on
+//! Python objects: that a namedtuple's class is one, that a dict's attributes hide nothing, that keys can be hashed.
+//! Whatever a source chose that cannot be made raises `ProtocolError`.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -21,9 +25,15 @@ const SHARED_KEYS: usize = 256;
 /// hundred thousand with one hash.
 const KEYS_BELOW: u64 = 1 << 53;
 
-/// The state whose tree is the JSON text `tree`, read as `rust/wire` has checked it. A leaf `n >= 0` is `leaves[n]`,
-/// another one `objects[-n - 1]`; `take`, if there is one, is called with each leaf in the order of the text and gives
-/// what stands in its place. `defaultdict` makes an empty one of an object that is to be its factory, or refuses it.
+/// The state whose tree is the JSON text `tree`, which `tensorferry_wire::manifest` has checked.
+///
+/// A leaf `n >= 0` stands for `leaves[n]`, a negative one for `objects[-n - 1]`. `take`, if there is one, is called
+/// with each leaf in the order of the text and returns what takes its place. `defaultdict` is called with an object
+/// that is to be the factory of a `defaultdict`, and returns an empty one or raises.
+///
+/// # Errors
+/// `ProtocolError` for a tree that is malformed or has something that cannot be made; whatever `take` raises.
+///
 #[pyfunction]
 #[pyo3(name = "_unflatten", signature = (tree, leaves, objects, take = None, defaultdict = None))]
 pub(crate) fn unflatten<'py>(
@@ -48,6 +58,7 @@ pub(crate) fn unflatten<'py>(
     })
 }
 
+/// Why a tree cannot become a state: the text, or what Python said of an object.
 enum Broken {
     Json(JsonError),
     Python(PyErr),
@@ -67,6 +78,7 @@ impl From<PyErr> for Broken {
 
 type Result<T> = std::result::Result<T, Broken>;
 
+/// Reads a tree from its first character to its last.
 struct Reader<'a, 'py> {
     py: Python<'py>,
     cursor: Cursor<'a>,
@@ -81,7 +93,8 @@ struct Reader<'a, 'py> {
 }
 
 impl<'py> Reader<'_, 'py> {
-    /// One node of at most `depth` nested arrays and objects. The recursion ends with `depth`.
+    /// One node of at most `depth` nested arrays and objects, of whatever kind. The recursion ends with `depth`, so
+    /// that a source cannot choose how much of the stack it takes.
     fn node(&mut self, depth: usize) -> Result<Bound<'py, PyAny>> {
         let deeper = depth.checked_sub(1);
         match (self.cursor.peek(), deeper) {
@@ -92,6 +105,7 @@ impl<'py> Reader<'_, 'py> {
         }
     }
 
+    /// A leaf: a number of the list of leaves, or, negative, one of the list of objects.
     fn leaf(&mut self) -> Result<Bound<'py, PyAny>> {
         let value = if self.cursor.eat(b'-') {
             let number = self.cursor.adjacent_unsigned()?;
@@ -110,7 +124,7 @@ impl<'py> Reader<'_, 'py> {
         })
     }
 
-    /// Fills a dict with the members of an object.
+    /// Fills `dict` with the members of an object, and returns it.
     fn members(&mut self, dict: Bound<'py, PyAny>, depth: usize) -> Result<Bound<'py, PyAny>> {
         self.cursor.expect(b'{', "an object")?;
         let mut first = true;
@@ -122,6 +136,7 @@ impl<'py> Reader<'_, 'py> {
         Ok(dict)
     }
 
+    /// A key as a Python string, of which short ones are made once.
     fn text(&mut self, key: Cow<'_, str>) -> Bound<'py, PyString> {
         if key.len() > SHARED_KEY {
             return PyString::new(self.py, &key);
@@ -136,6 +151,7 @@ impl<'py> Reader<'_, 'py> {
         made
     }
 
+    /// A container that JSON has no notation for: an array whose first item names its kind.
     fn tagged(&mut self, depth: usize) -> Result<Bound<'py, PyAny>> {
         let py = self.py;
         self.cursor.expect(b'[', "an array")?;
@@ -205,8 +221,8 @@ impl<'py> Reader<'_, 'py> {
         }
     }
 
-    /// Gives an `OrderedDict`, which is all that has some in a tree, attributes that hide none of its own. An object that
-    /// the pickle made may be a class or a function, whose attributes are everybody's.
+    /// Gives an `OrderedDict`, which is all that has some in a tree, attributes that hide none of its own. An object
+    /// that the pickle made may be a class or a function, whose attributes are everybody's.
     fn set_attributes(&self, value: &Bound<'py, PyAny>, attributes: &Bound<'py, PyAny>) -> Result<()> {
         let class = self.collections.getattr(intern!(self.py, "OrderedDict"))?;
         let Ok(attributes) = attributes.cast_exact::<PyDict>() else {
@@ -232,7 +248,7 @@ impl<'py> Reader<'_, 'py> {
         Broken::Python(errors::protocol(self.py, format!("the source's tree has a {what}")))
     }
 
-    /// The nodes up to the end of an array, each behind a comma.
+    /// The nodes up to the end of an array, each behind a comma. The end is read as well.
     fn elements(&mut self, depth: usize) -> Result<Vec<Bound<'py, PyAny>>> {
         let mut nodes = Vec::new();
         while self.cursor.more(&mut false, b']')? {
@@ -257,6 +273,7 @@ impl<'py> Reader<'_, 'py> {
         Ok(())
     }
 
+    /// The key of a dict: text, a truth value, `None`, an integer, or a reference to an object.
     fn key(&mut self) -> Result<Bound<'py, PyAny>> {
         let py = self.py;
         Ok(match self.cursor.peek() {
@@ -288,11 +305,13 @@ impl<'py> Reader<'_, 'py> {
         })
     }
 
+    /// An object of the pickle, by its number.
     fn object(&mut self) -> Result<Bound<'py, PyAny>> {
         self.comma()?;
         Ok(self.objects.get_item(place(self.cursor.unsigned()?))?)
     }
 
+    /// The comma before the next item of an array.
     fn comma(&mut self) -> Result<()> {
         Ok(self.cursor.expect(b',', "a comma")?)
     }
@@ -303,7 +322,8 @@ impl<'py> Reader<'_, 'py> {
         Ok(value)
     }
 
-    /// What was made of objects that the source chose: they may say in any way that they are none for it.
+    /// The result of making `what` from objects that the source chose. An exception, whatever its class, becomes a
+    /// `ProtocolError` with the original as its cause; exits and interrupts are passed on.
     fn made<T>(&self, what: &str, made: PyResult<T>) -> Result<T> {
         made.map_err(|e| {
             if !e.is_instance_of::<PyException>(self.py) {

@@ -1,16 +1,16 @@
 //! Checksums of the payload: one for each 1 MiB block, and one for the header.
 //!
-//! CRC-64/NVME finds damage, not malice: who wants to forge a block can forge its checksum. With a shared secret they are
-//! keyed BLAKE3 instead, of which the first 64 bits are kept: who does not have the key can only guess, with one chance
+//! CRC-64/NVME finds damage, not malice: an attacker who forges a block can forge its checksum. With a shared secret they are
+//! keyed BLAKE3 instead, of which the first 64 bits are kept: without the key one can only guess, with one chance
 //! in 2^64 for each block that is tried against a receiver. A keyed table proves nothing by itself: its answer carries a
 //! proof of full length ([`crate::proof`]).
 //!
-//! Who wants slices asks for checksums of a finer grain, and a file carries such ([`FILE_GRAIN`]): to verify a slice, the
+//! A receiver of slices asks for the checksums of smaller blocks, and a file carries such ([`FILE_BLOCK_SIZE`]): to verify a slice, the
 //! blocks it begins and ends in have to be read whole.
 //!
 //! A table, all little-endian: magic `TFDIGST1`, u32 algorithm (1 is CRC-64/NVME, 2 keyed BLAKE3), u32 block
 //! size, u64 payload length, u64 checksum of the header bytes, u64 count, one u64 per block, then the CRC-64/NVME of
-//! everything before it. A table may hold a run of the blocks only; which one is for whoever asked to remember.
+//! everything before it. A table may hold a run of the blocks only; which one is up to the caller to remember.
 
 use crc_fast::CrcAlgorithm::Crc64Nvme;
 
@@ -19,9 +19,9 @@ pub const BLOCK_SIZE: u64 = 1 << 20;
 
 /// Bytes of payload per checksum in a file: rows of tensors, and parts of rows, so often begin and end where such blocks do
 /// that hardly more than what is wanted has to be read. The table is 1.6 % of the file.
-pub const FILE_GRAIN: u64 = 512;
+pub const FILE_BLOCK_SIZE: u64 = 512;
 /// Grains of checksums that can be asked for, coarsest first.
-pub const GRAINS: [u64; 4] = [BLOCK_SIZE, 64 << 10, 4096, FILE_GRAIN];
+pub const BLOCK_SIZES: [u64; 4] = [BLOCK_SIZE, 64 << 10, 4096, FILE_BLOCK_SIZE];
 
 const MAGIC: &[u8; 8] = b"TFDIGST1";
 const CRC64: u32 = 1;
@@ -200,17 +200,17 @@ impl DigestTable {
     /// The table as it goes over the wire, its checksums being of `algorithm`.
     #[must_use]
     pub fn encode_as(&self, algorithm: &Algorithm) -> Vec<u8> {
-        self.encode_grained(algorithm, BLOCK_SIZE)
+        self.encode_with_block_size(algorithm, BLOCK_SIZE)
     }
 
-    /// The same, its blocks having `grain` bytes, one of [`GRAINS`].
+    /// The same with blocks of `block_size` bytes, one of [`BLOCK_SIZES`].
     #[must_use]
-    pub fn encode_grained(&self, algorithm: &Algorithm, grain: u64) -> Vec<u8> {
+    pub fn encode_with_block_size(&self, algorithm: &Algorithm, block_size: u64) -> Vec<u8> {
         let mut out = Vec::with_capacity(HEAD + 8 * self.blocks.len() + 8);
         out.extend_from_slice(MAGIC);
         out.extend_from_slice(&algorithm.number().to_le_bytes());
-        let grain = if GRAINS.contains(&grain) { grain } else { 0 };
-        out.extend_from_slice(&((grain & 0xFFFF_FFFF) as u32).to_le_bytes());
+        let block_size = if BLOCK_SIZES.contains(&block_size) { block_size } else { 0 };
+        out.extend_from_slice(&((block_size & 0xFFFF_FFFF) as u32).to_le_bytes());
         for word in [self.payload_len, self.header, self.blocks.len() as u64] {
             out.extend_from_slice(&word.to_le_bytes());
         }
@@ -227,13 +227,13 @@ impl DigestTable {
         Self::decode_as(bytes, &Algorithm::Crc64)
     }
 
-    /// Reads a table whose checksums must be of `wanted`, and checks it against itself: for damage, not for who wrote it.
+    /// Reads a table whose checksums must be of `wanted`, and checks it against itself: for damage, not for its author.
     pub fn decode_as(bytes: &[u8], wanted: &Algorithm) -> Result<Self, DigestError> {
-        Self::decode_grained(bytes, wanted, BLOCK_SIZE)
+        Self::decode_with_block_size(bytes, wanted, BLOCK_SIZE)
     }
 
-    /// The same for a table whose blocks must have `grain` bytes.
-    pub fn decode_grained(bytes: &[u8], wanted: &Algorithm, grain: u64) -> Result<Self, DigestError> {
+    /// The same for a table whose blocks must have `block_size` bytes.
+    pub fn decode_with_block_size(bytes: &[u8], wanted: &Algorithm, block_size: u64) -> Result<Self, DigestError> {
         if !bytes.starts_with(MAGIC) {
             return Err(DigestError::Magic);
         }
@@ -244,14 +244,14 @@ impl DigestTable {
             rest.map(|word| u64::from_le_bytes(*word)).ok_or_else(|| short.clone())
         };
         let (kind, payload_len, header, count) = (word(8)?, word(16)?, word(24)?, word(32)?);
-        let (algorithm, block_size) = split(kind);
+        let (algorithm, found) = split(kind);
         if algorithm != wanted.number() {
             return Err(DigestError::Algorithm(algorithm));
         }
-        if u64::from(block_size) != grain || !GRAINS.contains(&grain) {
-            return Err(DigestError::BlockSize(block_size));
+        if u64::from(found) != block_size || !BLOCK_SIZES.contains(&block_size) {
+            return Err(DigestError::BlockSize(found));
         }
-        if count > payload_len.div_ceil(grain) {
+        if count > payload_len.div_ceil(block_size) {
             return Err(DigestError::Count { count, payload_len });
         }
         // count <= 2^52, since a block has at least 2^12 bytes
@@ -269,7 +269,7 @@ impl DigestTable {
     }
 }
 
-/// What a table says before its checksums, for whoever reads only some of them: they are not covered by the table's own
+/// What a table says before its checksums, for a reader of only some of them: they are not covered by the table's own
 /// checksum then, and a damaged one shows as a block that does not match.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TableHead {
@@ -285,20 +285,20 @@ impl TableHead {
     /// Bytes of a table before its first checksum.
     pub const LEN: usize = HEAD;
 
-    /// Reads the head of a table of CRC-64/NVME that covers a whole payload in blocks of `grain` bytes.
-    pub fn decode(bytes: &[u8; HEAD], grain: u64) -> Result<Self, DigestError> {
+    /// Reads the head of a table of CRC-64/NVME that covers a whole payload in blocks of `block_size` bytes.
+    pub fn decode(bytes: &[u8; HEAD], block_size: u64) -> Result<Self, DigestError> {
         if !bytes.starts_with(MAGIC) {
             return Err(DigestError::Magic);
         }
         let [_, kind, payload_len, header, count] = words(bytes);
-        let (algorithm, block_size) = split(kind);
+        let (algorithm, found) = split(kind);
         if algorithm != CRC64 {
             return Err(DigestError::Algorithm(algorithm));
         }
-        if u64::from(block_size) != grain || !GRAINS.contains(&grain) {
-            return Err(DigestError::BlockSize(block_size));
+        if u64::from(found) != block_size || !BLOCK_SIZES.contains(&block_size) {
+            return Err(DigestError::BlockSize(found));
         }
-        if count != payload_len.div_ceil(grain) {
+        if count != payload_len.div_ceil(block_size) {
             return Err(DigestError::Count { count, payload_len });
         }
         Ok(Self { header, payload_len, count })

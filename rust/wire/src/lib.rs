@@ -9,7 +9,7 @@
 //! - [`json`]: a cursor over the two JSON documents.
 //! - [`distinct`]: texts that must differ.
 //! - [`digest`]: checksums of the payload, block by block.
-//! - [`proof`]: who knows the shared secret.
+//! - [`proof`]: proofs that a peer knows the shared secret.
 //! - [`request`]: paths, ranges and entity tags of the HTTP resource.
 //!
 //! ```

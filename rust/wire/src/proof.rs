@@ -11,10 +11,10 @@
 //!   stands in `Tensorferry-Proof`. Covering the nonce makes it fresh: what was recorded earlier proves nothing.
 //!
 //! ```
-//! use tensorferry_wire::proof::{Key, Request};
+//! use tensorferry_wire::proof::{Key, SignedRequest};
 //!
 //! let key = Key::new(b"at least sixteen bytes")?;
-//! let request = Request { method: "GET", path: "/0f/checkpoint/7/digests", range: None, if_match: None };
+//! let request = SignedRequest { method: "GET", path: "/0f/checkpoint/7/digests", range: None, if_match: None };
 //! let field = key.sign_request(&request, &[7; 16]);
 //! assert_eq!(key.verify_request(&request, &field), Some([7; 16]));
 //! assert_eq!(Key::new(b"another sixteen bytes")?.verify_request(&request, &field), None);
@@ -45,7 +45,7 @@ pub struct SecretTooShort(pub usize);
 
 /// What a request asks for, as far as its proof covers it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Request<'a> {
+pub struct SignedRequest<'a> {
     /// `GET` or `HEAD`.
     pub method: &'a str,
     /// The path with its query.
@@ -58,7 +58,7 @@ pub struct Request<'a> {
 
 /// What an answer says, as far as its proof covers it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Answer<'a> {
+pub struct SignedAnswer<'a> {
     /// The nonce of the request.
     pub nonce: &'a Nonce,
     /// The path with the query of the request.
@@ -108,7 +108,7 @@ impl Key {
 
     /// The value of the `Authorization` field of `request`.
     #[must_use]
-    pub fn sign_request(&self, request: &Request<'_>, nonce: &Nonce) -> String {
+    pub fn sign_request(&self, request: &SignedRequest<'_>, nonce: &Nonce) -> String {
         let tag = hmac::sign(&self.requests, &request.message(nonce));
         format!("{SCHEME}{}.{}", hex(nonce), hex(tag.as_ref()))
     }
@@ -116,7 +116,7 @@ impl Key {
     /// The nonce of a `request` whose `Authorization` field is `field`, or `None` when that is no proof for it. How long
     /// this takes does not depend on how much of a proof is right.
     #[must_use]
-    pub fn verify_request(&self, request: &Request<'_>, field: &str) -> Option<Nonce> {
+    pub fn verify_request(&self, request: &SignedRequest<'_>, field: &str) -> Option<Nonce> {
         let (nonce, tag) = field.strip_prefix(SCHEME)?.split_once('.')?;
         let (nonce, tag) = (unhex::<16>(nonce)?, unhex::<32>(tag)?);
         hmac::verify(&self.requests, &request.message(&nonce), &tag).ok()?;
@@ -125,18 +125,18 @@ impl Key {
 
     /// The value of [`PROOF_HEADER`] of `answer`.
     #[must_use]
-    pub fn sign_answer(&self, answer: &Answer<'_>) -> String {
+    pub fn sign_answer(&self, answer: &SignedAnswer<'_>) -> String {
         hex(hmac::sign(&self.answers, &answer.message()).as_ref())
     }
 
     /// Whether `field` proves `answer`.
     #[must_use]
-    pub fn verify_answer(&self, answer: &Answer<'_>, field: &str) -> bool {
+    pub fn verify_answer(&self, answer: &SignedAnswer<'_>, field: &str) -> bool {
         unhex::<32>(field).is_some_and(|tag| hmac::verify(&self.answers, &answer.message(), &tag).is_ok())
     }
 }
 
-impl Request<'_> {
+impl SignedRequest<'_> {
     fn message(&self, nonce: &Nonce) -> Vec<u8> {
         let mut message = Vec::new();
         for field in [nonce, self.method.as_bytes(), self.path.as_bytes()] {
@@ -148,7 +148,7 @@ impl Request<'_> {
     }
 }
 
-impl Answer<'_> {
+impl SignedAnswer<'_> {
     fn message(&self) -> Vec<u8> {
         let mut message = Vec::with_capacity(self.body.len() + 256);
         for field in [self.nonce, self.path.as_bytes(), self.etag.as_bytes(), self.body] {

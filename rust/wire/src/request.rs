@@ -1,6 +1,6 @@
 //! What a request asks for: its path, its ranges, its conditions. And what an answer says it holds.
 
-use crate::digest::{BLOCK_SIZE, GRAINS};
+use crate::digest::{BLOCK_SIZE, BLOCK_SIZES};
 
 /// The header in which a source says under which name processes of its own machine reach it.
 pub const SAME_HOST_HEADER: &str = "tensorferry-same-host";
@@ -24,25 +24,29 @@ pub enum Resource<'a> {
     Header(&'a str),
     /// `/checkpoint/{key}/digests`: the [`crate::digest::DigestTable`].
     Digests(&'a str),
-    /// `/checkpoint/{key}/full`: the whole state as torchft 0.2.0 writes it.
-    StockFull(&'a str),
-    /// `/checkpoint/{key}/metadata`: the tree as torchft 0.2.0 writes it.
-    StockMetadata(&'a str),
-    /// `/checkpoint/{key}/{i}`: chunk `i` as torchft 0.2.0 writes it.
-    StockChunk(&'a str, i64),
-    /// `/checkpoint/{key}/dcp/{file}`: a file of a folder as torch's own distributed checkpoints are.
-    Folder(&'a str, &'a str),
+    /// `/checkpoint/{key}/{name}`: the state in another format. The name may have several segments, none of them empty;
+    /// which names there are is for the server to say.
+    Alternate(&'a str, &'a str),
 }
 
 /// A path that names nothing.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum PathError {
-    /// The token is missing or wrong: whoever asks learns nothing more.
+    /// The token is missing or wrong: the peer learns nothing more.
     #[error("not found")]
     NotFound,
     /// The token is right, the rest is not a path of ours. The text is printable ASCII of bounded length.
     #[error("{0}")]
     BadUrl(String),
+}
+
+impl PathError {
+    /// The error for a `path`, without its token, that names nothing. Its text is torchft's, which its users may match on.
+    #[must_use]
+    pub fn bad_url(path: &str) -> Self {
+        let shown: String = path.chars().take(200).map(|c| if c.is_ascii_graphic() { c } else { '?' }).collect();
+        Self::BadUrl(format!("invalid url format, expected /checkpoint/step/key but got {shown}"))
+    }
 }
 
 /// The resource that `path` (which may carry a query) names on a server whose paths begin with `/{token}`, or with
@@ -53,27 +57,22 @@ pub fn parse_path<'a>(path: &'a str, token: &str) -> Result<Resource<'a>, PathEr
         return Ok(Resource::Healthz);
     }
     let path = if token.is_empty() { path } else { strip_token(path, token).ok_or(PathError::NotFound)? };
-    let mut segments = path.strip_prefix('/').ok_or_else(|| bad_url(path))?.split('/');
-    match (segments.next(), segments.next(), segments.next(), segments.next()) {
-        (Some("healthz"), None, ..) => Ok(Resource::Healthz),
-        (Some("metrics"), None, ..) => Ok(Resource::Metrics),
-        (Some("checkpoint"), Some(key), Some("dcp"), Some(file))
-            if !key.is_empty() && !file.is_empty() && segments.next().is_none() =>
-        {
-            Ok(Resource::Folder(key, file))
-        }
-        (Some("checkpoint"), Some(file), None, _) => match file.strip_suffix(".safetensors") {
-            Some(key) if !key.is_empty() => Ok(Resource::Container(key)),
-            _ => Err(bad_url(path)),
-        },
-        (Some("checkpoint"), Some(key), Some(part), None) if !key.is_empty() => match part {
-            "header" => Ok(Resource::Header(key)),
-            "digests" => Ok(Resource::Digests(key)),
-            "full" => Ok(Resource::StockFull(key)),
-            "metadata" => Ok(Resource::StockMetadata(key)),
-            chunk => parse_step(chunk).map(|chunk| Resource::StockChunk(key, chunk)).ok_or_else(|| bad_url(path)),
-        },
-        _ => Err(bad_url(path)),
+    let found = match path.strip_prefix('/').unwrap_or_default() {
+        "healthz" => Some(Resource::Healthz),
+        "metrics" => Some(Resource::Metrics),
+        other => other.strip_prefix("checkpoint/").and_then(parse_checkpoint),
+    };
+    found.ok_or_else(|| PathError::bad_url(path))
+}
+
+/// The resource at `path` below `/checkpoint/`.
+fn parse_checkpoint(path: &str) -> Option<Resource<'_>> {
+    match path.split_once('/') {
+        None => path.strip_suffix(".safetensors").filter(|key| !key.is_empty()).map(Resource::Container),
+        Some((key, name)) if key.is_empty() || name.split('/').any(str::is_empty) => None,
+        Some((key, "header")) => Some(Resource::Header(key)),
+        Some((key, "digests")) => Some(Resource::Digests(key)),
+        Some((key, name)) => Some(Resource::Alternate(key, name)),
     }
 }
 
@@ -88,12 +87,6 @@ fn strip_token<'a>(path: &'a str, token: &str) -> Option<&'a str> {
     }
     let differing = given.bytes().zip(token.bytes()).fold(0, |bits, (a, b)| std::hint::black_box(bits | (a ^ b)));
     (differing == 0).then_some(rest)
-}
-
-/// The text is torchft's, for whoever matches on it; the token is never part of it.
-fn bad_url(path: &str) -> PathError {
-    let shown: String = path.chars().take(200).map(|c| if c.is_ascii_graphic() { c } else { '?' }).collect();
-    PathError::BadUrl(format!("invalid url format, expected /checkpoint/step/key but got {shown}"))
 }
 
 /// The number a key stands for: ASCII digits with an optional sign, as Python's `int()` reads them ("007" is 7).
@@ -159,9 +152,9 @@ fn position(text: &str) -> Option<u64> {
 /// `first..end`, and how many bytes each has. Whether there are such blocks is not checked.
 #[must_use]
 pub fn parse_blocks(query: &str) -> Option<(u64, u64, u64)> {
-    let (blocks, grain) = split_blocks(query)?;
+    let (blocks, block_size) = split_blocks(query)?;
     let (first, end) = parse_run(blocks)?;
-    Some((first, end, grain))
+    Some((first, end, block_size))
 }
 
 /// Reads the query of a request for parts of a container, `blocks={first}-{end},{first}-{end},...` with or without
@@ -169,7 +162,7 @@ pub fn parse_blocks(query: &str) -> Option<(u64, u64, u64)> {
 /// one before. And how many bytes a block has. Whether there are such blocks is not checked.
 #[must_use]
 pub fn parse_runs(query: &str) -> Option<(Vec<(u64, u64)>, u64)> {
-    let (blocks, grain) = split_blocks(query)?;
+    let (blocks, block_size) = split_blocks(query)?;
     let (mut runs, mut behind) = (Vec::new(), 0);
     for run in blocks.split(',') {
         let (first, end) = parse_run(run).filter(|run| run.0 < run.1)?;
@@ -179,17 +172,20 @@ pub fn parse_runs(query: &str) -> Option<(Vec<(u64, u64)>, u64)> {
         runs.push((first, end));
         behind = end;
     }
-    Some((runs, grain))
+    Some((runs, block_size))
 }
 
 /// The blocks a query names, and how many bytes each of them has.
 fn split_blocks(query: &str) -> Option<(&str, u64)> {
-    let (blocks, grain) = query.split_once('&').map_or((query, None), |(blocks, grain)| (blocks, Some(grain)));
-    let grain = match grain {
-        Some(grain) => position(grain.strip_prefix("grain=")?).filter(|grain| GRAINS.contains(grain))?,
+    let (blocks, block_size) =
+        query.split_once('&').map_or((query, None), |(blocks, block_size)| (blocks, Some(block_size)));
+    let block_size = match block_size {
+        Some(block_size) => {
+            position(block_size.strip_prefix("grain=")?).filter(|block_size| BLOCK_SIZES.contains(block_size))?
+        }
         None => BLOCK_SIZE,
     };
-    Some((blocks.strip_prefix("blocks=")?, grain))
+    Some((blocks.strip_prefix("blocks=")?, block_size))
 }
 
 fn parse_run(run: &str) -> Option<(u64, u64)> {
@@ -230,7 +226,7 @@ fn is_any(header: &str) -> bool {
     header.trim_matches(OWS) == "*"
 }
 
-/// The entity tags of a list, up to the first thing that is none.
+/// The entity tags of a list, up to the first item that is not an entity tag.
 struct ETags<'a>(&'a str);
 
 impl<'a> Iterator for ETags<'a> {

@@ -3,7 +3,8 @@
 
 use proptest::prelude::*;
 use tensorferry_wire::digest::{
-    Algorithm, BLOCK_SIZE, DigestError, DigestTable, FILE_GRAIN, GRAINS, TableHead, block_count, checksum, table_len,
+    Algorithm, BLOCK_SIZE, BLOCK_SIZES, DigestError, DigestTable, FILE_BLOCK_SIZE, TableHead, block_count, checksum,
+    table_len,
 };
 
 fn table() -> DigestTable {
@@ -38,36 +39,36 @@ fn layout_is_fixed() {
 
 #[test]
 fn a_table_of_another_grain_is_read_as_such_only() {
-    let fine = DigestTable { header: 7, payload_len: 3 * FILE_GRAIN + 1, blocks: vec![1, 2, 3, 4] };
-    let bytes = fine.encode_grained(&Algorithm::Crc64, FILE_GRAIN);
+    let fine = DigestTable { header: 7, payload_len: 3 * FILE_BLOCK_SIZE + 1, blocks: vec![1, 2, 3, 4] };
+    let bytes = fine.encode_with_block_size(&Algorithm::Crc64, FILE_BLOCK_SIZE);
     assert_eq!(bytes.len() as u64, table_len(4));
-    assert_eq!(DigestTable::decode_grained(&bytes, &Algorithm::Crc64, FILE_GRAIN), Ok(fine.clone()));
+    assert_eq!(DigestTable::decode_with_block_size(&bytes, &Algorithm::Crc64, FILE_BLOCK_SIZE), Ok(fine.clone()));
     for other in [BLOCK_SIZE, 64 << 10, 0, 1, u64::MAX] {
-        let refused = DigestTable::decode_grained(&bytes, &Algorithm::Crc64, other);
+        let refused = DigestTable::decode_with_block_size(&bytes, &Algorithm::Crc64, other);
         assert_eq!(refused, Err(DigestError::BlockSize(512)), "{other}");
     }
     let head: &[u8; 40] = bytes.first_chunk().unwrap();
-    let expected = TableHead { header: 7, payload_len: 3 * FILE_GRAIN + 1, count: 4 };
-    assert_eq!(TableHead::decode(head, FILE_GRAIN), Ok(expected));
+    let expected = TableHead { header: 7, payload_len: 3 * FILE_BLOCK_SIZE + 1, count: 4 };
+    assert_eq!(TableHead::decode(head, FILE_BLOCK_SIZE), Ok(expected));
     assert_eq!(TableHead::decode(head, BLOCK_SIZE), Err(DigestError::BlockSize(512)));
     for (at, error) in [
         (0, DigestError::Magic),
         (8, DigestError::Algorithm(0)),
-        (32, DigestError::Count { count: 5, payload_len: 3 * FILE_GRAIN + 1 }),
+        (32, DigestError::Count { count: 5, payload_len: 3 * FILE_BLOCK_SIZE + 1 }),
     ] {
         let mut damaged = *head;
         damaged[at] ^= 1;
-        assert_eq!(TableHead::decode(&damaged, FILE_GRAIN), Err(error), "{at}");
+        assert_eq!(TableHead::decode(&damaged, FILE_BLOCK_SIZE), Err(error), "{at}");
     }
     let one_too_many = DigestTable { blocks: vec![0; 5], ..fine };
-    let refused = one_too_many.encode_grained(&Algorithm::Crc64, FILE_GRAIN);
+    let refused = one_too_many.encode_with_block_size(&Algorithm::Crc64, FILE_BLOCK_SIZE);
     assert_eq!(
-        DigestTable::decode_grained(&refused, &Algorithm::Crc64, FILE_GRAIN),
-        Err(DigestError::Count { count: 5, payload_len: 3 * FILE_GRAIN + 1 })
+        DigestTable::decode_with_block_size(&refused, &Algorithm::Crc64, FILE_BLOCK_SIZE),
+        Err(DigestError::Count { count: 5, payload_len: 3 * FILE_BLOCK_SIZE + 1 })
     );
-    // A grain that nobody can ask for makes no table that anybody reads.
-    let none = table().encode_grained(&Algorithm::Crc64, 4097);
-    assert!(GRAINS.iter().all(|&g| DigestTable::decode_grained(&none, &Algorithm::Crc64, g).is_err()));
+    // A block size that nobody can ask for makes no table that anybody reads.
+    let none = table().encode_with_block_size(&Algorithm::Crc64, 4097);
+    assert!(BLOCK_SIZES.iter().all(|&g| DigestTable::decode_with_block_size(&none, &Algorithm::Crc64, g).is_err()));
 }
 
 #[test]

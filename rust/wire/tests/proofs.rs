@@ -3,10 +3,10 @@
 
 use proptest::prelude::*;
 use tensorferry_wire::digest::{Algorithm, DigestTable};
-use tensorferry_wire::proof::{Answer, Key, Nonce, Request, SecretTooShort};
+use tensorferry_wire::proof::{Key, Nonce, SecretTooShort, SignedAnswer, SignedRequest};
 
 const NONCE: Nonce = *b"0123456789abcdef";
-const REQUEST: Request<'static> = Request {
+const REQUEST: SignedRequest<'static> = SignedRequest {
     method: "GET",
     path: "/0f/checkpoint/7.safetensors",
     range: Some("bytes=0-9"),
@@ -32,18 +32,18 @@ fn a_request_is_good_for_itself_alone() {
     assert_eq!(key().verify_request(&REQUEST, &field), Some(NONCE));
     assert_eq!(other().verify_request(&REQUEST, &field), None);
     let others = [
-        Request { method: "HEAD", ..REQUEST },
-        Request { path: "/0f/checkpoint/8.safetensors", ..REQUEST },
-        Request { path: "/1f/checkpoint/7.safetensors", ..REQUEST },
-        Request { path: "/0f/checkpoint/7.safetensors?blocks=0-1", ..REQUEST },
-        Request { range: Some("bytes=0-8"), ..REQUEST },
-        Request { range: Some(""), ..REQUEST },
-        Request { range: None, ..REQUEST },
-        Request { if_match: Some("\"a-2\""), ..REQUEST },
-        Request { if_match: None, ..REQUEST },
-        Request { range: REQUEST.if_match, if_match: REQUEST.range, ..REQUEST },
+        SignedRequest { method: "HEAD", ..REQUEST },
+        SignedRequest { path: "/0f/checkpoint/8.safetensors", ..REQUEST },
+        SignedRequest { path: "/1f/checkpoint/7.safetensors", ..REQUEST },
+        SignedRequest { path: "/0f/checkpoint/7.safetensors?blocks=0-1", ..REQUEST },
+        SignedRequest { range: Some("bytes=0-8"), ..REQUEST },
+        SignedRequest { range: Some(""), ..REQUEST },
+        SignedRequest { range: None, ..REQUEST },
+        SignedRequest { if_match: Some("\"a-2\""), ..REQUEST },
+        SignedRequest { if_match: None, ..REQUEST },
+        SignedRequest { range: REQUEST.if_match, if_match: REQUEST.range, ..REQUEST },
         // the same characters, the border elsewhere
-        Request { method: "GET/", path: "0f/checkpoint/7.safetensors", ..REQUEST },
+        SignedRequest { method: "GET/", path: "0f/checkpoint/7.safetensors", ..REQUEST },
     ];
     for request in others {
         assert_eq!(key().verify_request(&request, &field), None, "{request:?}");
@@ -81,21 +81,21 @@ fn what_is_no_proof_is_refused() {
 fn an_answer_is_good_for_its_request_its_snapshot_and_its_table_alone() {
     let body = table(1, &[2, 3]);
     let path = "/0f/checkpoint/7/digests?blocks=0-2";
-    let answer = Answer { nonce: &NONCE, path, etag: "\"a-1\"", body: &body };
+    let answer = SignedAnswer { nonce: &NONCE, path, etag: "\"a-1\"", body: &body };
     let field = key().sign_answer(&answer);
     assert!(key().verify_answer(&answer, &field));
     assert!(!other().verify_answer(&answer, &field));
     let (other_header, other_block) = (table(9, &[2, 3]), table(1, &[3, 2]));
     let others = [
-        Answer { nonce: b"0123456789abcdeg", ..answer },
-        Answer { path: "/0f/checkpoint/8/digests?blocks=0-2", ..answer },
-        Answer { path: "/0f/checkpoint/7/digests?blocks=2-4", ..answer },
-        Answer { etag: "\"a-2\"", ..answer },
-        Answer { etag: "", ..answer },
-        Answer { body: &other_header, ..answer },
-        Answer { body: &other_block, ..answer },
-        Answer { body: &body[..body.len() - 1], ..answer },
-        Answer { body: b"", ..answer },
+        SignedAnswer { nonce: b"0123456789abcdeg", ..answer },
+        SignedAnswer { path: "/0f/checkpoint/8/digests?blocks=0-2", ..answer },
+        SignedAnswer { path: "/0f/checkpoint/7/digests?blocks=2-4", ..answer },
+        SignedAnswer { etag: "\"a-2\"", ..answer },
+        SignedAnswer { etag: "", ..answer },
+        SignedAnswer { body: &other_header, ..answer },
+        SignedAnswer { body: &other_block, ..answer },
+        SignedAnswer { body: &body[..body.len() - 1], ..answer },
+        SignedAnswer { body: b"", ..answer },
     ];
     for answer in others {
         assert!(!key().verify_answer(&answer, &field), "{answer:?}");
@@ -108,10 +108,10 @@ fn an_answer_is_good_for_its_request_its_snapshot_and_its_table_alone() {
 #[test]
 fn a_proof_for_a_request_is_none_for_an_answer() {
     // Were the two made with one key, the fields of one could be laid out as those of the other.
-    let request = Request { method: "p", path: "e", range: Some("body"), if_match: None };
+    let request = SignedRequest { method: "p", path: "e", range: Some("body"), if_match: None };
     let field = key().sign_request(&request, &NONCE);
     let tag = field.split_once('.').unwrap().1;
-    assert!(!key().verify_answer(&Answer { nonce: &NONCE, path: "p", etag: "e", body: b"body" }, tag));
+    assert!(!key().verify_answer(&SignedAnswer { nonce: &NONCE, path: "p", etag: "e", body: b"body" }, tag));
 }
 
 #[test]
@@ -138,7 +138,7 @@ fn a_key_does_not_show_itself() {
 proptest! {
     #[test]
     fn no_text_is_a_proof_and_none_panics(field in "\\PC*", tail in "[0-9a-f.]{0,120}") {
-        let answer = Answer { nonce: &NONCE, path: "/", etag: "", body: b"" };
+        let answer = SignedAnswer { nonce: &NONCE, path: "/", etag: "", body: b"" };
         prop_assert!(!key().verify_answer(&answer, &field));
         prop_assert!(!key().verify_answer(&answer, &tail));
         prop_assert_eq!(key().verify_request(&REQUEST, &field), None);

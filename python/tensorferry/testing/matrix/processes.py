@@ -253,7 +253,7 @@ class Processes:
 def _context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     # Has no effect on a fork server that already runs: processes then start more slowly.
-    context.set_forkserver_preload([source_main.__module__, "tensorferry.transport", "torchft.checkpointing"])
+    context.set_forkserver_preload([source_main.__module__, "tensorferry.torchft.transport", "torchft.checkpointing"])
     return context
 
 

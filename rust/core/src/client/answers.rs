@@ -1,34 +1,37 @@
-//! What the answers to lanes and to questions for digests have to be.
+//! Checks that an answer is the one that was asked for.
+//!
+//! A source can send anything. What is checked here, before a byte of the body is used: the status, that a range or the
+//! blocks are those asked for, that a digest table is of the right length and proven where there is a secret.
 
 use tensorferry_wire::digest::{BLOCK_SIZE, DigestTable};
 
-use super::blocks::named;
+use super::blocks::format_runs;
 use super::connection::{Connection, Head};
 use crate::error::{Error, ErrorKind};
-use crate::secret;
+use crate::trust::secret;
 
-/// The digests of `runs` of blocks of `grain` bytes of the checkpoint `key`, and the head they came with.
+/// The digests of `runs` of blocks of `block_size` bytes of the checkpoint `key`, and the head they came with.
 pub(super) fn read_digests(
     connection: &mut Connection,
     key: &str,
     etag: Option<&str>,
     runs: &[(u64, u64)],
-    grain: u64,
+    block_size: u64,
 ) -> Result<(DigestTable, Head), Error> {
-    let blocks = runs.iter().map(|(first, end)| end - first).sum();
-    let grained = if grain == BLOCK_SIZE { String::new() } else { format!("&grain={grain}") };
-    let path = format!("{key}/digests?blocks={}{grained}", named(runs));
+    let blocks: u64 = runs.iter().map(|(first, end)| end - first).sum();
+    let grained = if block_size == BLOCK_SIZE { String::new() } else { format!("&grain={block_size}") };
+    let path = format!("{key}/digests?blocks={}{grained}", format_runs(runs));
     let head = connection.get(&path, None, etag, None)?;
     if head.status != 200 {
         return Err(connection.refuse(&head));
     }
     let body = connection.body(&head, (blocks + 64) * 8)?;
-    let algorithm = secret::algorithm(connection.source().secret());
+    let algorithm = secret::algorithm(connection.url().secret());
     if head.proof.is_none() {
         connection.check_proof(&head, &body)?;
     }
     // Damage first, which is worth another try; whether it is proven only then.
-    let table = DigestTable::decode_grained(&body, &algorithm, grain)
+    let table = DigestTable::decode_with_block_size(&body, &algorithm, block_size)
         .map_err(|e| Error::caused(ErrorKind::Protocol, "the digests of the source are not valid", e))?;
     connection.check_proof(&head, &body)?;
     if table.blocks.len() as u64 != blocks {

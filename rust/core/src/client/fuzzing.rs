@@ -8,9 +8,10 @@ use std::time::{Duration, Instant};
 use socket2::Socket;
 
 use super::connection::Connection;
-use super::limits::{Cancel, Limits};
-use super::remote::{Opened, Passes};
-use super::url::Source;
+use super::limits::Limits;
+use super::remote::{FirstFetch, Passes};
+use super::url::SourceUrl;
+use crate::cancel::Cancel;
 use crate::fork::Unshared;
 
 /// More than one input needs, and so long that one that waits is noticed.
@@ -18,8 +19,8 @@ const LONG: Duration = Duration::from_secs(60);
 const LIMIT: u64 = 1 << 16;
 
 /// Nobody is there: a connection that is made anew fails.
-static NOBODY: LazyLock<Arc<Source>> =
-    LazyLock::new(|| Arc::new(Source::parse("http://127.0.0.1:1/").expect("a valid address")));
+static NOBODY: LazyLock<Arc<SourceUrl>> =
+    LazyLock::new(|| Arc::new(SourceUrl::parse("http://127.0.0.1:1/").expect("a valid address")));
 
 /// A connection on which `answers` come, and then the end.
 fn answering(answers: &[u8]) -> (Connection, UnixStream, Limits) {
@@ -51,7 +52,7 @@ pub fn fetch(answers: &[u8]) {
 /// Opens a checkpoint of which `answers` are all that comes.
 pub fn open(answers: &[u8]) {
     let (connection, _theirs, limits) = answering(answers);
-    if let Ok(opened) = Opened::read(connection, 7, 1 << 20, &limits, LONG, &mut None, &mut Passes::default()) {
+    if let Ok(opened) = FirstFetch::read(connection, 7, 1 << 20, &limits, LONG, &mut None, &mut Passes::default()) {
         assert!(opened.prefix.len() as u64 <= opened.header.payload_len());
         assert!(opened.payload_start as usize + opened.prefix.len() <= answers.len());
     }
@@ -59,7 +60,7 @@ pub fn open(answers: &[u8]) {
 
 /// Reads `url` as the address of a source.
 pub fn address(url: &str) {
-    if let Ok(source) = Source::parse(url) {
+    if let Ok(source) = SourceUrl::parse(url) {
         assert!(!source.host().is_empty() && source.prefix().starts_with('/'));
         assert!(url.contains(source.authority()) && url.ends_with(source.prefix().trim_start_matches('/')));
         assert_eq!(source.tls().is_some(), url.starts_with("https://"));

@@ -1,4 +1,8 @@
 //! A lane: one thread with one connection that works through the queue of ranges.
+//!
+//! A range that fails goes back into the queue, without the blocks that had come. The lane then tries the next source,
+//! waits a little longer each time, and gives up after [`MAX_FAILURES`] failures in a row; the last lane to give up
+//! fails the transfer. A lane whose thread panics counts as one that gave up.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
@@ -7,15 +11,15 @@ use std::time::Duration;
 use tensorferry_wire::digest::{Algorithm, BLOCK_SIZE};
 use tensorferry_wire::request::MAX_RUNS;
 
-use super::Peer;
+use super::Source;
 use super::answers::{changed, check_blocks, check_range, read_digests};
-use super::blocks::{Checksums, block_len, named};
+use super::blocks::{block_len, format_runs};
 use super::connection::Connection;
+use super::ledger::BlockLedger;
 use super::limits::Limits;
-use super::plan::{Plan, Queue, Taken};
-use super::received::Received;
-use super::watch::{Watch, pace, rate};
+use super::stragglers::{StragglerMonitor, format_rate, rate};
 use crate::error::{Error, ErrorKind};
+use crate::payload::{Checksums, Plan, Queue, Taken};
 
 /// Failures in a row, without one block in between, after which a lane gives up.
 const MAX_FAILURES: u32 = 4;
@@ -39,7 +43,7 @@ impl Drop for Present<'_> {
 pub(super) struct Transfer<'a> {
     pub(super) plan: &'a Plan,
     pub(super) queue: &'a Queue,
-    pub(super) peers: &'a [Peer],
+    pub(super) sources: &'a [Source],
     pub(super) primary: usize,
     /// Whether the lanes begin at different sources, or all at the primary one.
     pub(super) spread: bool,
@@ -50,14 +54,14 @@ pub(super) struct Transfer<'a> {
     pub(super) header_digest: u64,
     pub(super) algorithm: &'a Algorithm,
     pub(super) limits: &'a Limits,
-    pub(super) received: &'a Received,
-    pub(super) watch: Watch,
+    pub(super) received: &'a BlockLedger,
+    pub(super) watch: StragglerMonitor,
     pub(super) alive: AtomicUsize,
 }
 
 impl Transfer<'_> {
-    /// Runs `lanes` lanes, the first ones on `connections`, each in a thread that is made as `builder` says. Returns the
-    /// connections that are still good.
+    /// Runs `lanes` lanes, the first ones on `connections`, each in a thread that is made as `builder` says. Returns
+    /// the connections that are still good.
     pub(super) fn run_all(
         &self,
         lanes: usize,
@@ -90,8 +94,8 @@ impl Transfer<'_> {
         while let Some(mut range) = self.queue.take(|| self.watch.cut_slow()) {
             let first = range.at;
             // After a failure the lane tries the next source, and stays there.
-            let origin = (self.primary + turn) % self.peers.len();
-            let peer = &self.peers[origin];
+            let origin = (self.primary + turn) % self.sources.len();
+            let source = &self.sources[origin];
             let result = self.fetch_range(index, origin, &mut connection, &mut range, &mut sink);
             let slow = self.watch.end(index);
             let Err(mut error) = result else {
@@ -99,11 +103,11 @@ impl Transfer<'_> {
                 continue;
             };
             if let Some(rate) = slow {
-                let text = format!("timed out: at {} it is far slower than the other connections", pace(rate));
+                let text = format!("timed out: at {} it is far slower than the other connections", format_rate(rate));
                 error = Error::new(ErrorKind::Timeout, text);
             }
             if error.kind() != ErrorKind::Cancelled {
-                error = self.placed(error, peer, &range);
+                error = self.placed(error, source, &range);
             }
             // Whatever it was: the network is the way that has to work.
             let connection = connection.take();
@@ -111,12 +115,12 @@ impl Transfer<'_> {
             let filling = error.is_timeout() && connection.as_ref().is_some_and(Connection::is_filling);
             let around_the_network = !filling && connection.is_some_and(|c| c.is_same_host());
             if around_the_network {
-                peer.give_up_same_host();
+                source.give_up_same_host();
             }
             turn += 1;
             // A lane that was merely slow is not at fault twice.
             failures = if range.at > first || slow.is_some() || filling { 1 } else { failures + 1 };
-            let elsewhere = (self.peers.len() > 1 || around_the_network) && error.kind() != ErrorKind::Cancelled;
+            let elsewhere = (self.sources.len() > 1 || around_the_network) && error.kind() != ErrorKind::Cancelled;
             let over = self.limits.left().is_err();
             if over || !(error.is_transient() || elsewhere) {
                 self.queue.fail(error);
@@ -124,7 +128,7 @@ impl Transfer<'_> {
             }
             self.received.note_retry();
             if !around_the_network {
-                self.received.note_trouble(peer.source.authority(), error.to_string());
+                self.received.note_trouble(source.url.authority(), error.to_string());
             }
             if failures >= MAX_FAILURES {
                 self.leave(error);
@@ -146,11 +150,11 @@ impl Transfer<'_> {
     }
 
     /// `error` with what was being fetched, from where, and how far the transfer has come.
-    fn placed(&self, error: Error, peer: &Peer, range: &Taken<'_>) -> Error {
+    fn placed(&self, error: Error, source: &Source, range: &Taken<'_>) -> Error {
         let (start, stop) = (self.plan.block_bounds(range.at).0, self.plan.block_bounds(range.end - 1).1);
         let bytes = self.received.bytes();
-        let pace = pace(rate(bytes, self.limits.started.elapsed()));
-        let source = peer.source.authority();
+        let pace = format_rate(rate(bytes, self.limits.started.elapsed()));
+        let source = source.url.authority();
         error.at(&format!(
             "{} from {source}, payload bytes {start}-{stop}, after {bytes} of {} bytes at {pace}",
             self.path(),
@@ -158,7 +162,7 @@ impl Transfer<'_> {
         ))
     }
 
-    /// Lane `index` fetches `range` from the peer of number `origin`, moving its beginning past each block that is
+    /// Lane `index` fetches `range` from the source of number `origin`, moving its beginning past each block that is
     /// complete.
     fn fetch_range(
         &self,
@@ -175,24 +179,24 @@ impl Transfer<'_> {
             *at = end;
             return Ok(());
         }
-        let peer = &self.peers[origin];
+        let source = &self.sources[origin];
         // One that is of no use is kept until another one stands: a source that drains its snapshot takes a receiver
         // without a connection for one that is through.
         let old = connection.take();
         let connection = connection.insert(match old {
-            Some(ours) if peer.may_reuse(&ours) => ours,
+            Some(ours) if source.may_reuse(&ours) => ours,
             _old => {
-                let connection = peer.connect(self.limits)?;
+                let connection = source.connect(self.limits)?;
                 if connection.is_same_host() {
                     // The trainer over there needs these cores.
-                    crate::background::give_way();
+                    crate::priority::lower_priority();
                 }
                 connection
             }
         });
         self.received.note_way(connection.route(), connection.is_same_host());
         self.watch.begin(index, end, connection.socket());
-        let etag = self.etag(peer, connection)?;
+        let etag = self.etag(source, connection)?;
         self.ask(connection, &runs, etag)?;
         for &(first, end) in &runs {
             *at = first;
@@ -217,7 +221,7 @@ impl Transfer<'_> {
             let head = connection.get(&self.path(), Some((start, stop)), Some(etag), None)?;
             return check_range(connection, &head, start, stop, self.payload_start + self.payload_len);
         }
-        let path = format!("{}?blocks={}&grain={}", self.path(), named(runs), self.plan.grain());
+        let path = format!("{}?blocks={}&grain={}", self.path(), format_runs(runs), self.plan.block_size());
         let head = connection.get(&path, None, Some(etag), None)?;
         check_blocks(connection, &head, runs.iter().map(bounds).map(|(start, stop)| stop - start).sum())
     }
@@ -240,7 +244,7 @@ impl Transfer<'_> {
             let next = (*at + self.plan.stride()).min(end);
             let (start, stop) = (self.plan.block_bounds(*at).0, self.plan.block_bounds(next - 1).1);
             // Right after the receive, while the bytes are in cache.
-            let mut checksums = Checksums::new(self.algorithm, self.plan.grain());
+            let mut checksums = Checksums::new(self.algorithm, self.plan.block_size());
             let received = |bytes: &[u8]| {
                 self.received.count(bytes.len() as u64);
                 self.watch.count(index, bytes.len() as u64);
@@ -258,17 +262,17 @@ impl Transfer<'_> {
         Ok(())
     }
 
-    /// The entity tag of `peer`, once it has shown that it serves the snapshot we fetch.
-    fn etag<'p>(&self, peer: &'p Peer, connection: &mut Connection) -> Result<&'p str, Error> {
-        if let Some(etag) = peer.etag.get() {
+    /// The entity tag of `source`, once it has shown that it serves the snapshot we fetch.
+    fn etag<'p>(&self, source: &'p Source, connection: &mut Connection) -> Result<&'p str, Error> {
+        if let Some(etag) = source.etag.get() {
             return Ok(etag);
         }
         let (table, head) = read_digests(connection, self.key, None, &[(0, 0)], BLOCK_SIZE)?;
         if table.header != self.header_digest || table.payload_len != self.payload_len {
-            return Err(changed().at(peer.source.authority()));
+            return Err(changed().at(source.url.authority()));
         }
-        peer.learn(head.same_host);
-        Ok(peer.etag.get_or_init(|| head.etag.unwrap_or_default()))
+        source.learn(head.same_host);
+        Ok(source.etag.get_or_init(|| head.etag.unwrap_or_default()))
     }
 }
 
@@ -308,15 +312,15 @@ mod tests {
         };
         let algorithm = Algorithm::default();
         let payload_len = header.payload_len();
-        let header = header.encode(crate::arena::ALIGNMENT).unwrap();
-        let peers = [Peer::parse(&url, false, None).unwrap()];
+        let header = header.encode(crate::memory::ALIGNMENT).unwrap();
+        let sources = [Source::parse(&url, false, None).unwrap()];
         let plan = Plan::new(Vec::new(), payload_len, false).unwrap();
         let queue = Queue::new(&[(0, block_count(payload_len))], 1);
-        let received = Received::new(&[(0, 12)], Arc::default()).expect("twelve blocks");
+        let received = BlockLedger::new(&[(0, 12)], Arc::default()).expect("twelve blocks");
         let transfer = Transfer {
             plan: &plan,
             queue: &queue,
-            peers: &peers,
+            sources: &sources,
             primary: 0,
             spread: true,
             key: "1",
@@ -326,7 +330,7 @@ mod tests {
             algorithm: &algorithm,
             limits: &limits,
             received: &received,
-            watch: Watch::new(known),
+            watch: StragglerMonitor::new(known),
             alive: AtomicUsize::new(LANES),
         };
         // A stack of more than all addresses there are.

@@ -1,74 +1,25 @@
-//! When a transfer must be over, and how another thread ends it.
+//! When a transfer must be over, and what counts as stuck.
+//!
+//! [`Limits`] is the deadline of a whole receive with the limit on silence; every blocking call asks it how long it may
+//! take. [`StallDetector`] covers what a socket's timeout does not see: a connection on which single bytes keep
+//! arriving.
 
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use socket2::Socket;
-
+use crate::cancel::Cancel;
 use crate::error::{Error, ErrorKind};
-use crate::fork::Unshared;
-
-/// Ends a transfer from another thread: every socket that takes part in it is shut down.
-#[derive(Clone, Debug, Default)]
-pub struct Cancel {
-    inner: Arc<CancelState>,
-}
-
-#[derive(Debug, Default)]
-struct CancelState {
-    cancelled: AtomicBool,
-    sockets: Mutex<Vec<Weak<Unshared<Socket>>>>,
-}
-
-impl Cancel {
-    /// A token nobody has cancelled yet.
-    #[must_use]
-    pub fn new() -> Self {
-        Self::default()
-    }
-
-    /// Cancels the transfers that use this token; they end with [`ErrorKind::Cancelled`].
-    pub fn cancel(&self) {
-        self.inner.cancelled.store(true, Ordering::SeqCst);
-        self.shut_down();
-    }
-
-    /// Whether it was cancelled.
-    #[must_use]
-    pub fn is_cancelled(&self) -> bool {
-        self.inner.cancelled.load(Ordering::SeqCst)
-    }
-
-    fn shut_down(&self) {
-        let mut sockets = self.inner.sockets.lock().unwrap_or_else(PoisonError::into_inner);
-        for socket in sockets.drain(..).filter_map(|s| s.upgrade()) {
-            let _ = socket.shutdown(std::net::Shutdown::Both);
-        }
-    }
-
-    pub(super) fn watch(&self, socket: &Arc<Unshared<Socket>>) {
-        let mut sockets = self.inner.sockets.lock().unwrap_or_else(PoisonError::into_inner);
-        sockets.retain(|s| s.strong_count() > 0);
-        sockets.push(Arc::downgrade(socket));
-        drop(sockets);
-        if self.is_cancelled() {
-            self.shut_down();
-        }
-    }
-}
 
 /// Fewer bytes in a second than this are no progress: a connection with so little is as stuck as a silent one.
 const LEAST_PACE: u64 = 1 << 10;
 
 /// How fast an answer comes, for noticing a connection on which bytes drip.
 #[derive(Debug, Default)]
-pub(super) struct Pace {
+pub(super) struct StallDetector {
     since: Option<Instant>,
     got: u64,
 }
 
-impl Pace {
+impl StallDetector {
     /// Notes `bytes` of an answer; whether what came in a time of `stall` is next to nothing.
     pub(super) fn is_stuck(&mut self, bytes: usize, stall: Duration) -> bool {
         let now = Instant::now();
@@ -145,7 +96,7 @@ mod tests {
     fn next_to_nothing_is_no_progress_and_slow_is() {
         let stall = Duration::from_millis(40);
         let run = |bytes: usize| {
-            let mut pace = Pace::default();
+            let mut pace = StallDetector::default();
             let noted = |_| {
                 std::thread::sleep(Duration::from_millis(10));
                 pace.is_stuck(bytes, stall)
@@ -154,7 +105,7 @@ mod tests {
         };
         assert!(run(1));
         assert!(!run(1000));
-        let mut pace = Pace::default();
+        let mut pace = StallDetector::default();
         assert!(!pace.is_stuck(1, stall), "the first byte comes whenever it comes");
     }
 }

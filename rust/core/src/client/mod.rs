@@ -1,56 +1,87 @@
 //! The receiving side: open a source, learn what it has, fetch it over several lanes into its final place, verify it.
+//!
+//! | module | holds |
+//! |---|---|
+//! | `remote` | [`Remote`]: a checkpoint at its sources, from the header to the verified payload |
+//! | `fetch_slices` | parts of checkpoints from several sources at once |
+//! | `staged` | [`StagedFetch`]: entries that pass through a bounded buffer |
+//! | `lane`, `stragglers`, `ledger` | one thread with one connection; lanes that are too slow; what has come |
+//! | `source`, `url`, `resolver` | where a source is and how to reach it |
+//! | `connection` | blocking HTTP/1.1 over TCP, TLS or shared memory |
+//! | `limits` | one deadline for everything, and what counts as stuck |
+//!
+//! Everything here blocks and runs in threads of its own: measured faster than an asynchronous client, and it needs no
+//! runtime.
+//!
+//! Invariants:
+//!
+//! * nothing is handed out as received before it matches the digests of the source, asked for after the last byte has
+//!   come;
+//! * a receive ends at its deadline, whatever a source, a resolver or a handshake does;
+//! * lengths that a source announces take no memory before bytes arrive.
 
 mod answers;
 mod blocks;
 mod connection;
+mod fetch_slices;
 #[cfg(fuzzing)]
 pub mod fuzzing;
-mod gather;
 mod lane;
+mod ledger;
 mod limits;
-mod names;
-mod peer;
-mod plan;
-mod received;
 mod remote;
+mod resolver;
+mod source;
+mod staged;
+mod stragglers;
 mod url;
-mod watch;
-mod waves;
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
-pub(crate) use self::blocks::checksum_blocks;
-pub use self::gather::{Order, gather};
-pub use self::limits::Cancel;
-pub use self::names::resolve;
-use self::peer::Peer;
-pub(crate) use self::plan::{Piece, Plan, Queue};
+pub use self::fetch_slices::{SliceRequest, fetch_slices};
 pub use self::remote::Remote;
-pub use self::waves::{Part, Waves};
-use crate::arena::{Arena, Pool};
-use crate::secret::Secret;
+pub use self::resolver::resolve;
+use self::source::Source;
+pub use self::staged::{StagedFetch, StagedRun};
+use crate::cancel::Cancel;
+use crate::memory::{Arena, ArenaPool};
+use crate::report::Report;
+use crate::trust::Secret;
 
-/// How a receive is limited.
+/// How a receive is limited, and what it may use.
+///
+/// ```
+/// use std::time::Duration;
+/// use tensorferry_core::{ArenaPool, FetchOptions};
+///
+/// let options = FetchOptions {
+///     lanes: Some(4),
+///     pool: Some(ArenaPool::new(1 << 30)),
+///     ..FetchOptions::within(Duration::from_secs(60))
+/// };
+/// assert_eq!(options.stall, Duration::from_secs(15));
+/// ```
 #[derive(Clone, Debug)]
 pub struct FetchOptions {
-    /// The ONE deadline of the whole receive, from [`Remote::open`] on.
+    /// The one deadline of the whole receive, from [`Remote::open`] on. Retries, handshakes and name lookups are within
+    /// it.
     pub timeout: Duration,
     /// No byte on a connection for this long means it is stuck, and its range goes to another lane.
     pub stall: Duration,
     /// Connections; `None` chooses by the number of cores.
     pub lanes: Option<usize>,
-    /// Bytes that are asked for along with the header: a container that is no longer arrives in one answer.
+    /// How many bytes the first request asks for, header included: a container that is not longer arrives in one
+    /// answer.
     pub ahead: u64,
-    /// Fetch around the network when the source runs on this machine under the same user.
+    /// Whether to fetch through shared memory when the source runs on this machine as the same user.
     pub same_host: bool,
-    /// With a secret, only who proves to know it is fetched from.
+    /// The shared secret: requests are signed with it, and only a source that proves to know it is fetched from. `None`
+    /// fetches without.
     pub secret: Option<Secret>,
     /// Where memory for what arrives comes from, and goes back to.
-    pub pool: Option<Arc<Pool>>,
+    pub pool: Option<Arc<ArenaPool>>,
     /// Counts the bytes of payload as they arrive, for another thread to look at.
     pub progress: Arc<AtomicU64>,
     /// Ends the transfer from another thread.
@@ -108,30 +139,7 @@ impl Destination {
     }
 }
 
-/// How a transfer went.
-#[derive(Clone, Debug, Default)]
-pub struct Report {
-    /// Bytes of payload received, those that had to be fetched again included.
-    pub bytes: u64,
-    /// Bytes that had a destination, where only slices were asked for.
-    pub wanted: u64,
-    /// Connections used for them.
-    pub lanes: usize,
-    /// Whether a connection did without the network.
-    pub same_host: bool,
-    /// Ranges that had to be given to another connection, and runs of blocks that came damaged.
-    pub retries: u64,
-    /// The ways that bytes took over the network: the address here, and the source's.
-    pub routes: BTreeSet<(IpAddr, IpAddr)>,
-    /// For each source that a range had to be taken from and given to another connection, the last reason.
-    pub troubles: BTreeMap<String, String>,
-    /// Time in [`Remote::open`]: waiting for the source, and its header.
-    pub opening: Duration,
-    /// Time in [`Remote::fetch`].
-    pub fetching: Duration,
-}
-
-/// What has arrived and is verified.
+/// What has arrived and is verified: the memory, where each entry lies in it, and a report.
 #[derive(Debug)]
 pub struct Arrived {
     arena: Arena,

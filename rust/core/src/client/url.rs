@@ -1,4 +1,7 @@
-//! Where a source is: the parts of the URL its metadata gives.
+//! Where a source is: the parts of the URL that its metadata gives.
+//!
+//! The grammar is narrower than that of RFC 3986: a scheme, an optional fingerprint, host and port, and a path that
+//! ends with a slash. Everything else is refused with a message that repeats a bounded part of it.
 
 use std::net::SocketAddr;
 use std::sync::{Arc, OnceLock};
@@ -6,15 +9,15 @@ use std::sync::{Arc, OnceLock};
 use rustls::ClientConfig;
 
 use crate::error::{Error, ErrorKind};
-use crate::secret::Secret;
-use crate::tls::{self, Fingerprint};
+use crate::trust::Secret;
+use crate::trust::tls::{self, Fingerprint};
 
 /// How many characters of what is no address a message repeats.
 const SHOWN: usize = 200;
 
-/// A parsed `http://host:port/prefix/` or `https://sha256-…@host:port/prefix/`, and what is shared with who is there.
+/// A parsed `http://host:port/prefix/` or `https://sha256-…@host:port/prefix/`, and what is known of the source there.
 #[derive(Clone, Debug)]
-pub(crate) struct Source {
+pub(crate) struct SourceUrl {
     host: String,
     port: u16,
     authority: String,
@@ -25,7 +28,7 @@ pub(crate) struct Source {
     addresses: OnceLock<Vec<SocketAddr>>,
 }
 
-impl Source {
+impl SourceUrl {
     pub(crate) fn parse(url: &str) -> Result<Self, Error> {
         let invalid = |why: &str| {
             let start: String = url.chars().take(SHOWN).collect();
@@ -123,15 +126,15 @@ mod tests {
 
     #[test]
     fn names_and_both_families_parse() {
-        let source = Source::parse("http://node-7:4000/0f/checkpoint/").unwrap();
-        assert_eq!((source.host(), source.port(), source.prefix()), ("node-7", 4000, "/0f/checkpoint/"));
-        let source = Source::parse("http://[::1]:80/checkpoint/").unwrap();
-        assert_eq!((source.host(), source.port(), source.authority()), ("::1", 80, "[::1]:80"));
-        assert_eq!(Source::parse("http://h").unwrap().prefix(), "/");
+        let url = SourceUrl::parse("http://node-7:4000/0f/checkpoint/").unwrap();
+        assert_eq!((url.host(), url.port(), url.prefix()), ("node-7", 4000, "/0f/checkpoint/"));
+        let url = SourceUrl::parse("http://[::1]:80/checkpoint/").unwrap();
+        assert_eq!((url.host(), url.port(), url.authority()), ("::1", 80, "[::1]:80"));
+        assert_eq!(SourceUrl::parse("http://h").unwrap().prefix(), "/");
         let pinned = "https://sha256-ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad@[::1]:5/0f/";
-        let source = Source::parse(pinned).unwrap();
-        assert_eq!((source.host(), source.port(), source.authority(), source.prefix()), ("::1", 5, "[::1]:5", "/0f/"));
-        assert!(source.tls().is_some());
+        let url = SourceUrl::parse(pinned).unwrap();
+        assert_eq!((url.host(), url.port(), url.authority(), url.prefix()), ("::1", 5, "[::1]:5", "/0f/"));
+        assert!(url.tls().is_some());
     }
 
     #[test]
@@ -152,8 +155,8 @@ mod tests {
             "http://h/\r\n",
             "http://h/0f/checkpoint",
         ] {
-            assert_eq!(Source::parse(bad).unwrap_err().kind(), ErrorKind::Invalid, "{bad}");
+            assert_eq!(SourceUrl::parse(bad).unwrap_err().kind(), ErrorKind::Invalid, "{bad}");
         }
-        assert!(Source::parse(&"\u{e9}".repeat(100_000)).unwrap_err().to_string().len() < 1000);
+        assert!(SourceUrl::parse(&"\u{e9}".repeat(100_000)).unwrap_err().to_string().len() < 1000);
     }
 }

@@ -1,5 +1,13 @@
-//! Containers at rest: written from memory by several threads and put in their place by a rename; read slice by slice, every
-//! block of 512 bytes held against its checksum.
+//! Containers at rest.
+//!
+//! A file is written from memory by several threads under a temporary name, with a checksum for every block of 512
+//! bytes, and put in its place by a rename. It is read slice by slice, and no block is used unverified.
+//!
+//! Invariants:
+//!
+//! * a file under its final name is complete and on the disk;
+//! * a file that is being written is locked, so that others can tell it from one whose writer was killed;
+//! * what is checksummed is what is written: bytes are copied first, so a change of the memory in between does no harm.
 
 mod output;
 mod read;
@@ -9,18 +17,18 @@ use std::path::Path;
 
 pub use self::read::Container;
 pub use self::write::{Written, write_file};
-use crate::client::Cancel;
+use crate::cancel::Cancel;
 use crate::error::{Error, ErrorKind};
 
 /// Bytes that a thread writes or reads at a time.
 const CHUNK: u64 = 4 << 20;
 
-/// Files with so many bytes of payload are written past the page cache where the file system can: that is faster, less work
-/// for the processor, and takes no memory from others (docs/performance.md). Smaller ones save little, and who reads them
-/// next finds them in the cache.
+/// Files with so many bytes of payload are written past the page cache where the file system can: that is faster, less
+/// work for the processor, and takes no memory from others (docs/performance.md). Smaller ones save little, and their
+/// next reader finds them in the cache.
 pub const DIRECT_FROM: u64 = 64 << 20;
 
-/// How a file is written or read.
+/// How a file is written or read. The defaults choose the number of threads, and write large files past the page cache.
 #[derive(Clone, Debug, Default)]
 pub struct FileOptions {
     /// Threads; `None` chooses by the number of cores.

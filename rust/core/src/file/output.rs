@@ -1,4 +1,7 @@
 //! Where the bytes of a file go: past the page cache where that can be done, and through it where not.
+//!
+//! Writing past the cache needs addresses, lengths and offsets that are multiples of a page. Whatever does not fit, the
+//! ends of a chunk for one, goes through the cache; a file system that refuses direct writes is asked once.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -6,8 +9,7 @@ use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-/// What addresses, lengths and places of direct writes are multiples of: enough for every disk there is.
-pub(super) const PAGE: usize = 4096;
+use crate::memory::PAGE;
 
 /// A file that is being written.
 pub(super) struct Output {
@@ -40,7 +42,8 @@ impl Output {
         self.written.load(Ordering::Relaxed)
     }
 
-    /// Writes `bytes` at `at`. What lies in whole pages of the file goes directly, if its memory is aligned to pages, too.
+    /// Writes `bytes` at `at`. What lies in whole pages of the file goes directly, if its memory is aligned to pages,
+    /// too.
     pub(super) fn write(&self, bytes: &[u8], at: u64) -> io::Result<()> {
         let whole = if at.is_multiple_of(PAGE as u64) { bytes.len() / PAGE * PAGE } else { 0 };
         let (pages, rest) = bytes.split_at(whole);
@@ -50,7 +53,8 @@ impl Output {
         self.cached.write_all_at(rest, at + whole as u64)
     }
 
-    /// Whether `pages` were written. A file system that cannot do it says so with the first write, or when it is opened.
+    /// Whether `pages` were written. A file system that cannot do it says so with the first write, or when it is
+    /// opened.
     fn write_directly(&self, pages: &[u8], at: u64) -> io::Result<bool> {
         let Some(direct) = self.direct.as_ref().filter(|_| !self.refused.load(Ordering::Relaxed)) else {
             return Ok(false);

@@ -1,4 +1,7 @@
 //! Reading: slices straight into memory, and no block of it unverified.
+//!
+//! [`Container::open`] verifies the header. [`Container::read`] reads whole blocks, those of the slices and no others,
+//! and compares each with its checksum before it returns.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, IoSliceMut};
@@ -8,12 +11,11 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use tensorferry_wire::container::{DIGESTS_ENTRY, Header};
-use tensorferry_wire::digest::{self, Algorithm, FILE_GRAIN, TableHead};
+use tensorferry_wire::digest::{self, Algorithm, FILE_BLOCK_SIZE, TableHead};
 
 use super::{CHUNK, FileOptions, FileReport, refused};
-use crate::client::{Plan, Queue, checksum_blocks};
 use crate::error::{Error, ErrorKind};
-use crate::slices::{self, Slice};
+use crate::payload::{Plan, Queue, Slice, checksum_blocks, slices};
 
 /// As many slices as the system takes in one call.
 const MAX_SLICES: usize = 1024;
@@ -71,13 +73,13 @@ impl Container {
             ));
         };
         let covered = entry.start;
-        let blocks = covered.div_ceil(FILE_GRAIN);
+        let blocks = covered.div_ceil(FILE_BLOCK_SIZE);
         if entry.end != header.payload_len() || entry.nbytes() != digest::table_len(blocks) {
             return Err(corrupt("its checksums do not cover it".to_owned()));
         }
         let mut head = [0; TableHead::LEN];
         file.read_exact_at(&mut head, start + covered).map_err(failed)?;
-        let head = TableHead::decode(&head, FILE_GRAIN).map_err(|e| corrupt(format!("its checksums: {e}")))?;
+        let head = TableHead::decode(&head, FILE_BLOCK_SIZE).map_err(|e| corrupt(format!("its checksums: {e}")))?;
         if head.payload_len != covered {
             return Err(corrupt("its checksums are of something else".to_owned()));
         }
@@ -141,20 +143,21 @@ impl Container {
         Error::new(ErrorKind::Invalid, format!("{}: {name:?} is too large for this machine", self.path.display()))
     }
 
-    /// Reads `slices` into their places, and no more of the file than the blocks of 512 bytes they lie in.
+    /// Reads `slices` into their places, and no more of the file than the blocks of 512 bytes they lie in. Several
+    /// threads share the work; each verifies what it has read before it goes on.
     ///
     /// # Errors
     /// [`ErrorKind::Corrupt`] when a block does not match its checksum: file, entry and block are named;
-    /// [`ErrorKind::Protocol`] when the container has other entries than the slices speak of. The memory may hold anything
-    /// then.
+    /// [`ErrorKind::Protocol`] when the container has other entries than the slices speak of. The memory may hold
+    /// anything then.
     pub fn read(&self, slices: &[Slice], options: &FileOptions) -> Result<FileReport, Error> {
         let mut report = FileReport { bytes: self.payload_start + TableHead::LEN as u64, ..FileReport::default() };
         let placed = slices::place(slices, &self.header).map_err(|e| e.at(&self.path.display().to_string()))?;
         for layer in placed {
-            let plan = Plan::new(layer, self.covered, false)?.grained(FILE_GRAIN);
+            let plan = Plan::new(layer, self.covered, false)?.with_block_size(FILE_BLOCK_SIZE);
             let runs = plan.wanted_blocks(0);
-            let chunks = runs.iter().map(|(first, end)| (end - first).div_ceil(CHUNK / FILE_GRAIN)).sum();
-            let queue = Queue::new(&runs, CHUNK / FILE_GRAIN);
+            let chunks = runs.iter().map(|(first, end)| (end - first).div_ceil(CHUNK / FILE_BLOCK_SIZE)).sum();
+            let queue = Queue::new(&runs, CHUNK / FILE_BLOCK_SIZE);
             let bytes = AtomicU64::new(0);
             let work = || {
                 let mut sink = Vec::new();
@@ -186,12 +189,11 @@ impl Container {
     /// Reads and verifies blocks `[first, end)`; says how many bytes of the file that took.
     fn read_blocks(&self, plan: &Plan, first: u64, end: u64, sink: &mut Vec<u8>) -> Result<u64, Error> {
         let failed = |e| refused(&self.path, "cannot be read", e);
-        // A chunk has 8192 blocks at most.
-        #[allow(clippy::cast_possible_truncation)]
+        #[allow(clippy::cast_possible_truncation, reason = "a chunk has 8192 blocks at most")]
         let mut table = vec![0; 8 * (end - first) as usize];
         self.file.read_exact_at(&mut table, self.digests_at + 8 * first).map_err(failed)?;
         let (start, stop) = (plan.block_bounds(first).0, plan.block_bounds(end - 1).1);
-        #[allow(clippy::cast_possible_truncation)]
+        #[allow(clippy::cast_possible_truncation, reason = "no more than a chunk")]
         let len = (stop - start) as usize;
         if sink.len() < len {
             sink.resize(len, 0);
@@ -199,7 +201,7 @@ impl Container {
         plan.with_slices(start, stop, sink, |parts| read_into(&self.file, parts, self.payload_start + start))
             .map_err(failed)?;
         let found = plan.with_slices(start, stop, sink, |parts| {
-            checksum_blocks(&Algorithm::Crc64, parts.iter().map(|p| &**p), FILE_GRAIN)
+            checksum_blocks(&Algorithm::Crc64, parts.iter().map(|p| &**p), FILE_BLOCK_SIZE)
         });
         let expected = table.as_chunks().0.iter().map(|word| u64::from_le_bytes(*word));
         if let Some(at) = expected.zip(&found).position(|(expected, &found)| expected != found) {

@@ -1,4 +1,8 @@
-//! Writing: beside its place first, by several threads, each checksumming what it writes.
+//! Writing a container: several threads, each checksumming what it writes.
+//!
+//! The file grows under a temporary name and takes its room before the first byte, so that a full disk is known at
+//! once. The rename at the end, and the synchronisation of the folder, are what commits it. After an error nothing is
+//! left behind.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -10,24 +14,46 @@ use std::sync::{Mutex, PoisonError};
 
 use bytes::Bytes;
 use tensorferry_wire::container::DIGESTS_ENTRY;
-use tensorferry_wire::digest::{self, Algorithm, DigestTable, FILE_GRAIN};
+use tensorferry_wire::digest::{self, Algorithm, DigestTable, FILE_BLOCK_SIZE};
 use tensorferry_wire::dtype::Dtype;
 
 use super::output::{Buffer, Output};
 use super::{CHUNK, DIRECT_FROM, FileOptions, FileReport, refused};
-use crate::client::checksum_blocks;
 use crate::error::{Error, ErrorKind};
-use crate::layout::{Layout, PAGE, Segments};
-use crate::memory::Item;
+use crate::memory::PAGE;
+use crate::payload::{Item, Layout, Segments, checksum_blocks};
 
-/// Writes `items` as a container to `path`, with checksums of all of it. The file appears under its name only when it is
-/// complete and on the disk; until then it is `partial`, in the same folder, a name that must be free. What was at `path`
-/// before is replaced at that moment.
+/// Writes `items` as a container to `path`, with checksums of all of it. The file appears under its name only when it
+/// is complete and on the disk; until then it is `partial`, in the same folder, a name that must be free. What was at
+/// `path` before is replaced at that moment.
 ///
-/// From its creation on the file is locked (`flock`, shared) for as long as the [`Written`] that is returned lives, where
-/// the file system has locks: so others can tell a file whose writer is at work from one whose writer was killed.
+/// From its creation on the file is locked (`flock`, shared) for as long as the [`Written`] that is returned lives,
+/// where the file system has locks: so others can tell a file whose writer is at work from one whose writer was killed.
 ///
 /// Borrowed memory of the items must stay readable until this returns.
+///
+/// ```
+/// use bytes::Bytes;
+/// use tensorferry_core::{Container, FileOptions, Item, write_file};
+/// use tensorferry_wire::dtype::Dtype;
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let folder = std::env::temp_dir().join(format!("tensorferry-doc-{}", std::process::id()));
+/// # std::fs::create_dir_all(&folder)?;
+/// let (path, partial) = (folder.join("a.safetensors"), folder.join(".a.partial"));
+/// let items = vec![Item::bytes("w", Dtype::U8, &[4], Bytes::from_static(b"abcd"))];
+/// let options = FileOptions::default();
+/// let written = write_file(&path, &partial, Vec::new(), items, &options)?;
+/// assert_eq!(written.report.bytes, std::fs::metadata(&path)?.len());
+/// assert!(!partial.exists());
+///
+/// let container = Container::open(&path)?;
+/// container.expect(written.header)?;
+/// assert_eq!(container.entry("w", &options)?.as_deref(), Some(&b"abcd"[..]));
+/// # std::fs::remove_dir_all(&folder)?;
+/// # Ok(())
+/// # }
+/// ```
 ///
 /// # Errors
 /// [`ErrorKind::Invalid`] when the items make no valid container; [`ErrorKind::System`] when the system refuses, a full
@@ -40,10 +66,10 @@ pub fn write_file(
     options: &FileOptions,
 ) -> Result<Written, Error> {
     let len: u64 = items.iter().map(|item| item.memory.region().len() as u64).sum();
-    let table_len = digest::table_len(len.div_ceil(FILE_GRAIN));
+    let table_len = digest::table_len(len.div_ceil(FILE_BLOCK_SIZE));
     let blank = Bytes::from(vec![0; usize::try_from(table_len).map_err(|_| too_large(path))?]);
     items.push(Item::bytes(DIGESTS_ENTRY, Dtype::U8, &[table_len], blank));
-    let layout = Layout::new(metadata, items, PAGE)?;
+    let layout = Layout::new(metadata, items, PAGE as u64)?;
     let file = OpenOptions::new()
         .write(true)
         .create_new(true)
@@ -55,7 +81,7 @@ pub fn write_file(
     let written = write_partial(file, partial, &layout, (len, header), options);
     let written = written.and_then(|output| commit(partial, path).map(|()| output));
     let output = written.inspect_err(|_| {
-        // The error is what there is to tell.
+        // What matters is the first error.
         let _ = fs::remove_file(partial);
     })?;
     let report = FileReport { bytes: layout.content.len(), wanted: len, direct: output.past_the_cache() };
@@ -97,7 +123,7 @@ fn write_partial(
             Failure::Other(e) => e,
         })?;
     let table = DigestTable { header, payload_len: len, blocks };
-    let table = table.encode_grained(&Algorithm::Crc64, FILE_GRAIN);
+    let table = table.encode_with_block_size(&Algorithm::Crc64, FILE_BLOCK_SIZE);
     let at = layout.digests.map_or(len, |(at, _)| at);
     output.cached().write_all_at(&table, start + at).map_err(failed)?;
     output.cached().sync_all().map_err(failed)?;
@@ -157,7 +183,7 @@ fn write_payload(
                 buffer.extend(unsafe { region.as_slice() });
                 true
             });
-            let digests = checksum_blocks(&Algorithm::Crc64, [buffer.filled()], FILE_GRAIN);
+            let digests = checksum_blocks(&Algorithm::Crc64, [buffer.filled()], FILE_BLOCK_SIZE);
             if let Err(e) = output.write(buffer.filled(), at) {
                 return fail(Failure::System(e));
             }

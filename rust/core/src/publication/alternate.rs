@@ -1,17 +1,40 @@
-//! Bodies in another format than the container: built only when somebody asks for them, and kept.
+//! Bodies in other formats than the container: rendered when somebody first asks for them, and kept with the
+//! publication.
+//!
+//! The engine knows neither the formats nor their names. A [`crate::Door`] says which names there are; the
+//! [`Alternate`] given to a publication renders them.
 
 use std::any::Any;
 use std::sync::{Arc, PoisonError};
 
-use super::{Publication, Segments};
+use super::Publication;
 use crate::memory::Memory;
+use crate::payload::Segments;
 
-/// A body in another format than the container, laid over the same memory: built only when somebody asks for it.
+/// Bodies in another format than the container, laid over the same memory, each built only when somebody asks for it.
+///
+/// Which names a server passes on is up to its [`crate::Door`].
+///
+/// ```
+/// use bytes::Bytes;
+/// use tensorferry_core::{Alternate, Rendered};
+///
+/// struct Greeting;
+///
+/// impl Alternate for Greeting {
+///     fn render(&self, name: &str) -> Result<Option<Rendered>, String> {
+///         let body = || Rendered::Body { parts: vec![Bytes::from_static(b"hello").into()], owner: Box::new(()) };
+///         Ok((name == "greeting").then(body))
+///     }
+/// }
+/// # assert!(matches!(Greeting.render("greeting"), Ok(Some(_))));
+/// ```
 pub trait Alternate: Send + Sync {
-    /// Builds the body called `name`, or `None` when there is none of that name.
+    /// Builds the body called `name`, or returns `None` when this publication has none of that name. Called on a
+    /// blocking thread, once for each name; nothing is being sent under a lease meanwhile.
     ///
     /// # Errors
-    /// A message for the one who asked.
+    /// A message, with which the request is answered (500).
     fn render(&self, name: &str) -> Result<Option<Rendered>, String>;
 }
 

@@ -1,13 +1,17 @@
-//! The checksums of a publication's blocks. Those of a private copy are taken once: when they are first needed, or as the
-//! blocks are sent. Borrowed memory may change: its checksums are taken anew whenever they are asked for.
+//! The checksums of a publication's blocks.
+//!
+//! Those of a private copy are computed once, when they are first asked for or while the block is sent and is in cache
+//! anyway. Borrowed memory may change, so its checksums are computed anew whenever they are asked for: a receiver that
+//! compares them with what it got notices a change in the middle.
+//!
+//! Computing checks for a withdrawal after each MiB, so that a withdrawal waits for no more than that.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use tensorferry_wire::digest::{BLOCK_SIZE, DigestTable, Hasher};
 
-use super::{Lease, Publication, Stability};
-use crate::filling::Abandoned;
+use super::{Abandoned, Lease, Publication, Stability};
 
 /// Bytes for which another thread is worth its while, and what each of them takes at a time.
 const THREAD_BYTES: u64 = 64 << 20;
@@ -47,18 +51,18 @@ impl Publication {
         })
     }
 
-    /// Puts the checksums of the blocks of `grain` bytes called `numbers` into `digests`; says whether that was not cut short
-    /// by a withdrawal.
-    fn digest_blocks(&self, numbers: &[u64], grain: u64, digests: &mut [u64]) -> bool {
+    /// Puts the checksums of the blocks of `block_size` bytes called `numbers` into `digests`; says whether that was
+    /// not cut short by a withdrawal.
+    fn digest_blocks(&self, numbers: &[u64], block_size: u64, digests: &mut [u64]) -> bool {
         // A look for each MiB, so that a withdrawal waits for no more than that.
-        let look = usize::try_from(BLOCK_SIZE / grain).unwrap_or(1);
+        let look = usize::try_from(BLOCK_SIZE / block_size).unwrap_or(1);
         for (index, (&number, digest)) in numbers.iter().zip(digests).enumerate() {
             if index.is_multiple_of(look) && self.is_withdrawn() {
                 return false;
             }
             *digest = match usize::try_from(number) {
-                Ok(number) if grain == BLOCK_SIZE => self.digest_block(number),
-                _ => self.digest_payload(number * grain, grain),
+                Ok(number) if block_size == BLOCK_SIZE => self.digest_block(number),
+                _ => self.digest_payload(number * block_size, block_size),
             };
         }
         true
@@ -78,8 +82,8 @@ impl Publication {
 }
 
 impl Lease {
-    /// The block that starts at byte `offset` of the container, if it ends before `end` and its checksum is taken when it is
-    /// sent: of a private copy, and not yet known.
+    /// The block that starts at byte `offset` of the container, if it ends before `end` and its checksum is taken when
+    /// it is sent: of a private copy, and not yet known.
     pub(crate) fn block_to_digest(&self, offset: u64, end: u64) -> Option<usize> {
         let publication = self.publication();
         let relative = offset.checked_sub(publication.payload_start)?;
@@ -115,24 +119,25 @@ impl Lease {
         }
     }
 
-    /// The digests of the blocks in `runs`, of `grain` bytes each, of which there must be so many: of borrowed memory as it is
-    /// now. `None` when the publication was withdrawn meanwhile. Takes several threads where there is much to read.
-    pub(crate) fn digests(&self, runs: &[(u64, u64)], grain: u64) -> Option<DigestTable> {
+    /// The digests of the blocks in `runs`, of `block_size` bytes each, of which there must be so many: of borrowed
+    /// memory as it is now. `None` when the publication was withdrawn meanwhile. Takes several threads where there is
+    /// much to read.
+    pub(crate) fn digests(&self, runs: &[(u64, u64)], block_size: u64) -> Option<DigestTable> {
         let publication = self.publication();
         let numbers: Vec<u64> = runs.iter().flat_map(|&(first, end)| first..end).collect();
         let mut blocks = vec![0; numbers.len()];
-        let threads = if self.digests_known(runs, grain) {
+        let threads = if self.digests_known(runs, block_size) {
             1
         } else {
-            (numbers.len() as u64 * grain / THREAD_BYTES).clamp(1, most_threads())
+            (numbers.len() as u64 * block_size / THREAD_BYTES).clamp(1, most_threads())
         };
-        let part = usize::try_from(PART_BYTES / grain).unwrap_or(1);
+        let part = usize::try_from(PART_BYTES / block_size).unwrap_or(1);
         let parts: Mutex<Vec<_>> = Mutex::new(numbers.chunks(part).zip(blocks.chunks_mut(part)).collect());
         let whole = AtomicBool::new(true);
         let compute = || loop {
             let next = parts.lock().unwrap_or_else(PoisonError::into_inner).pop();
             let Some((numbers, digests)) = next else { return };
-            whole.fetch_and(publication.digest_blocks(numbers, grain, digests), Ordering::Relaxed);
+            whole.fetch_and(publication.digest_blocks(numbers, block_size, digests), Ordering::Relaxed);
         };
         std::thread::scope(|scope| {
             for _ in 1..threads {
@@ -149,28 +154,28 @@ impl Lease {
         })
     }
 
-    /// Waits until the first `end` blocks of `grain` bytes are final.
+    /// Waits until the first `end` blocks of `block_size` bytes are final.
     pub(crate) fn blocks_ready(
         &self,
         end: u64,
-        grain: u64,
+        block_size: u64,
     ) -> impl Future<Output = Result<(), Abandoned>> + Send + use<> {
         let publication = self.publication();
-        let end = publication.payload_start.saturating_add(end.saturating_mul(grain));
+        let end = publication.payload_start.saturating_add(end.saturating_mul(block_size));
         publication.ready(end.min(publication.content.len()))
     }
 
-    /// How many blocks of `grain` bytes the payload has.
-    pub(crate) fn block_count(&self, grain: u64) -> u64 {
-        self.publication().payload_len().div_ceil(grain)
+    /// How many blocks of `block_size` bytes the payload has.
+    pub(crate) fn block_count(&self, block_size: u64) -> u64 {
+        self.publication().payload_len().div_ceil(block_size)
     }
 
     /// Whether the digests of these blocks are known already and cannot have changed, so that asking costs nothing.
-    pub(crate) fn digests_known(&self, runs: &[(u64, u64)], grain: u64) -> bool {
+    pub(crate) fn digests_known(&self, runs: &[(u64, u64)], block_size: u64) -> bool {
         let known = |&(first, end): &(u64, u64)| {
             let (Ok(first), Ok(end)) = (usize::try_from(first), usize::try_from(end)) else { return false };
             self.publication().blocks[first..end].iter().all(|b| b.get().is_some())
         };
-        grain == BLOCK_SIZE && self.publication().stability == Stability::Private && runs.iter().all(known)
+        block_size == BLOCK_SIZE && self.publication().stability == Stability::Private && runs.iter().all(known)
     }
 }

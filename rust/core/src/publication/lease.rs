@@ -1,5 +1,17 @@
-//! The readers of a publication: while one holds a lease, its memory may be read; who withdraws it waits for them, or
-//! ends their connections.
+//! The readers of a publication.
+//!
+//! While a reader holds a [`Lease`], the memory of the publication may be read. Withdrawing waits for the leases to
+//! end, or ends their connections: a lease belongs to a connection, named by the handle that cuts it.
+//!
+//! A receive is a sequence of requests, mostly over several connections, and HTTP does not say when it is over. The
+//! drain therefore remembers connections whose lease has ended and judges by three signs: an answer with which receives
+//! end (digests up to the last block), a connection that is closed, and silence for [`LINGER`].
+//!
+//! Invariants:
+//!
+//! * no lease is given after [`Publication::close`];
+//! * [`Publication::cut_and_wait`] returns only when no lease is left;
+//! * dropping the last lease wakes the threads that wait for it.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, MutexGuard, PoisonError, Weak};
@@ -16,18 +28,18 @@ const RECONNECT: Duration = Duration::from_millis(100);
 /// How often a drain looks for connections that have ended.
 const LOOK: Duration = Duration::from_millis(5);
 
-/// Who reads.
+/// The readers of one publication: how many leases there are, and the connections that hold or held them.
 #[derive(Default)]
 pub(super) struct Readers {
     active: usize,
     /// When the last one left; `None` if there never was one.
     left: Option<Instant>,
     withdrawn: bool,
-    connections: Vec<Reader>,
+    connections: Vec<ReadingConnection>,
 }
 
 /// A connection that holds leases, or held some.
-struct Reader {
+struct ReadingConnection {
     /// What ends the connection; nobody has it any more when the connection is gone.
     cut: Weak<Notify>,
     active: usize,
@@ -43,7 +55,7 @@ struct Reader {
     gone: Option<Instant>,
 }
 
-impl Reader {
+impl ReadingConnection {
     fn is(&self, cut: &Weak<Notify>) -> bool {
         self.cut.ptr_eq(cut)
     }
@@ -52,8 +64,8 @@ impl Reader {
         self.cut.strong_count() == 0
     }
 
-    /// Whether its receiver may be expected to ask for more. `over` is when a receiver that is gone was through: others gone
-    /// that have asked for nothing since were connections of the same.
+    /// Whether its receiver may be expected to ask for more. `over` is when a receiver that is gone was through: others
+    /// gone that have asked for nothing since were connections of the same.
     fn is_awaited(&self, now: Instant, over: Option<Instant>) -> bool {
         let (since, patience) = match self.gone {
             None => (self.left, LINGER),
@@ -74,7 +86,7 @@ impl Readers {
         }
     }
 
-    /// Whether a receive that was begun is not over, as far as can be told from its connections.
+    /// Whether a receive that was begun is not over, judging by its connections.
     fn is_amid_receive(&self) -> bool {
         let now = Instant::now();
         let over =
@@ -83,7 +95,7 @@ impl Readers {
     }
 }
 
-/// A reader's hold on a publication: while one exists, its memory may be read.
+/// A reader's hold on a publication: while one exists, the publication's memory may be read, and its owner is kept.
 pub(crate) struct Lease {
     publication: Arc<Publication>,
     connection: Weak<Notify>,
@@ -92,8 +104,8 @@ pub(crate) struct Lease {
 }
 
 impl Lease {
-    /// A lease for the connection that `cut` ends, or `None` when the publication was withdrawn. `receives` says that the
-    /// request is one of a receive, which may take more of them.
+    /// A lease for the connection that `cut` ends, or `None` when the publication was withdrawn. `receives` says that
+    /// the request is one of a receive, which may take more of them.
     pub(crate) fn take(publication: &Arc<Publication>, cut: &Arc<Notify>, receives: bool) -> Option<Arc<Self>> {
         let connection = Arc::downgrade(cut);
         let mut readers = publication.readers();
@@ -106,7 +118,8 @@ impl Lease {
             reader.active += 1;
             reader.receives |= receives;
         } else {
-            let over = |reader: &Reader| reader.is_gone() && now.saturating_duration_since(reader.left) >= LINGER;
+            let over =
+                |reader: &ReadingConnection| reader.is_gone() && now.saturating_duration_since(reader.left) >= LINGER;
             readers.connections.retain(|reader| reader.active > 0 || !over(reader));
             // A receiver whose connection is gone has come back by this one.
             if let Some(gone) = readers.connections.iter().position(|r| r.active == 0 && receives && r.is_gone()) {
@@ -114,19 +127,19 @@ impl Lease {
             }
             let cut = connection.clone();
             let (broken, through, gone) = (false, false, None);
-            readers.connections.push(Reader { cut, active: 1, receives, left: now, broken, through, gone });
+            readers.connections.push(ReadingConnection { cut, active: 1, receives, left: now, broken, through, gone });
         }
         drop(readers);
         let (broken, through) = Default::default();
         Some(Arc::new(Self { publication: Arc::clone(publication), connection, broken, through }))
     }
 
-    /// The answer is one with which a receive ends if all is well.
+    /// Notes that this answer is one with which a receive ends if all is well.
     pub(crate) fn note_last(&self) {
         self.through.store(true, Ordering::Relaxed);
     }
 
-    /// The answer that was read under this lease ended before its end.
+    /// Notes that the answer read under this lease was broken off: its receiver may come back for the rest.
     pub(crate) fn break_off(&self) {
         self.broken.store(true, Ordering::Relaxed);
     }
@@ -162,12 +175,12 @@ impl Publication {
         self.readers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// No lease is given from here on.
+    /// Closes the publication: no lease is given from here on. Leases that exist go on.
     pub(crate) fn close(&self) {
         self.readers().withdrawn = true;
     }
 
-    /// Whether that is so.
+    /// Whether the publication was closed.
     pub(super) fn is_withdrawn(&self) -> bool {
         self.readers().withdrawn
     }
@@ -197,8 +210,8 @@ impl Publication {
         readers.is_amid_receive()
     }
 
-    /// Waits until the receives that were begun are over, at most until `deadline`, and gives no lease from then on. Says
-    /// whether no reader is left.
+    /// Waits until the receives that were begun are over, at most until `deadline`, and gives no lease from then on.
+    /// Says whether no reader is left.
     ///
     /// A receive is a sequence of requests. It counts as over when nothing is being read and its connections are closed
     /// (with a moment to come back by another one, longer if an answer broke), or nobody has asked for [`LINGER`].
@@ -242,7 +255,7 @@ mod tests {
 
     use super::super::Stability;
     use super::*;
-    use crate::memory::Item;
+    use crate::payload::Item;
 
     #[test]
     fn a_drain_ends_with_no_lease_to_be_had_and_no_digest_of_what_is_withdrawn() {

@@ -1,8 +1,26 @@
-//! A publication: one immutable container laid over memory, with its digests and the readers it has.
+//! Publications: immutable containers laid over memory, their digests, their readers, and the store that serves one of
+//! them.
+//!
+//! | module | holds |
+//! |---|---|
+//! | `store` | [`Store`]: at most one publication behind a gate that is open or closed |
+//! | `lease` | the readers: memory may be read exactly while a lease exists |
+//! | `readiness` | [`Readiness`]: how much of a publication's memory is final |
+//! | `digests` | checksums of blocks, computed once or on demand |
+//! | `alternate` | bodies in other formats, built when they are first asked for |
+//!
+//! Invariants:
+//!
+//! * the header, the entity tag and the layout of a publication never change;
+//! * its owner is dropped only when nobody holds a lease and the store has released it;
+//! * after [`Store::withdraw`] returns, not one more byte of borrowed memory is read;
+//! * an entity tag is never used for a second publication.
 
 mod alternate;
 mod digests;
 mod lease;
+mod readiness;
+mod store;
 
 use std::any::Any;
 use std::collections::HashMap;
@@ -17,22 +35,39 @@ pub use self::alternate::{Alternate, Rendered};
 use self::digests::BlockDigest;
 use self::lease::Readers;
 pub(crate) use self::lease::{LINGER, Lease};
+pub(crate) use self::readiness::Abandoned;
+pub use self::readiness::Readiness;
+use self::readiness::ReadinessWatch;
+pub(crate) use self::store::{Asked, Lookup};
+pub use self::store::{Store, Withdrawn};
 use crate::error::{Error, ErrorKind};
-use crate::filling::{Abandoned, Filled, Filling};
-use crate::layout::Layout;
-pub(crate) use crate::layout::Segments;
-use crate::memory::Item;
+use crate::memory::ALIGNMENT;
+use crate::payload::{Item, Layout, Segments};
 
-/// Whether the memory of a publication can change while it is served.
+/// Whether the memory of a publication can change while it is served. It decides what a withdrawal does, and whether
+/// checksums are kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stability {
-    /// A private copy: nothing writes to it, and readers may finish after it is withdrawn.
+    /// A private copy: nothing writes to it. Readers may finish after a withdrawal, which does not wait for them, and a
+    /// block's checksum is computed once.
     Private,
-    /// Memory of the trainer: once it is withdrawn, not one more byte of it is read.
+    /// Memory of the trainer: a withdrawal waits for readers or cuts them off, and not one more byte is read after it.
+    /// Checksums are computed anew whenever they are asked for.
     Borrowed,
 }
 
 /// One immutable container over memory, ready to be served to many receivers.
+///
+/// ```
+/// use bytes::Bytes;
+/// use tensorferry_core::{ErrorKind, Item, Publication, Stability};
+/// use tensorferry_wire::dtype::Dtype;
+///
+/// let item = |name| Item::bytes(name, Dtype::F32, &[2], Bytes::from(vec![0; 8]));
+/// let publish = |items| Publication::new(Vec::new(), items, Stability::Private, Box::new(()));
+/// assert!(publish(vec![item("a"), item("b")]).is_ok());
+/// assert_eq!(publish(vec![item("a"), item("a")]).unwrap_err().kind(), ErrorKind::Invalid);
+/// ```
 pub struct Publication {
     header: Bytes,
     header_digest: u64,
@@ -42,7 +77,7 @@ pub struct Publication {
     etag: String,
     content: Arc<Segments>,
     /// How far the memory is filled; `None` where it always was.
-    filled: Option<Filled>,
+    filled: Option<ReadinessWatch>,
     blocks: Vec<BlockDigest>,
     alternate: Option<Box<dyn Alternate>>,
     rendered: Mutex<HashMap<String, RenderedBody>>,
@@ -77,19 +112,36 @@ impl Publication {
         Ok(Self::lay_out(metadata, items, stability, owner)?.0)
     }
 
-    /// The same over memory that is filled only after it is published. Until the [`Filling`] says that bytes are final,
-    /// nobody reads them; control entries and whatever else comes early in the payload are sent meanwhile.
+    /// The same over memory that is still being written when it is published. Nobody reads bytes that the [`Readiness`]
+    /// has not declared final; those at the beginning of the payload, control entries among them, are sent meanwhile.
+    ///
+    /// ```
+    /// use bytes::Bytes;
+    /// use tensorferry_core::{Item, Publication, Stability};
+    /// use tensorferry_wire::dtype::Dtype;
+    ///
+    /// # fn main() -> Result<(), tensorferry_core::Error> {
+    /// let items = vec![Item::bytes("w", Dtype::U8, &[8192], Bytes::from(vec![0; 8192]))];
+    /// let (publication, readiness) = Publication::with_readiness(Vec::new(), items, Stability::Private, Box::new(()))?;
+    /// // ... publish it, copy the first half from the device ...
+    /// readiness.raise(4096);
+    /// // ... and the second.
+    /// readiness.finish();
+    /// # drop(publication);
+    /// # Ok(())
+    /// # }
+    /// ```
     ///
     /// # Errors
     /// As [`Publication::new`].
-    pub fn filling(
+    pub fn with_readiness(
         metadata: Vec<(String, String)>,
         items: Vec<Item>,
         stability: Stability,
         owner: Box<dyn Any + Send + Sync>,
-    ) -> Result<(Self, Filling), Error> {
+    ) -> Result<(Self, Readiness), Error> {
         let (mut publication, starts) = Self::lay_out(metadata, items, stability, owner)?;
-        let filling = Filling::new(publication.payload_start, starts);
+        let filling = Readiness::new(publication.payload_start, starts);
         publication.filled = Some(filling.readers());
         Ok((publication, filling))
     }
@@ -101,7 +153,7 @@ impl Publication {
         stability: Stability,
         owner: Box<dyn Any + Send + Sync>,
     ) -> Result<(Self, Vec<u64>), Error> {
-        let Layout { header, content, starts, .. } = Layout::new(metadata, items, crate::arena::ALIGNMENT)?;
+        let Layout { header, content, starts, .. } = Layout::new(metadata, items, ALIGNMENT)?;
         let payload_start = header.len() as u64;
         let content = Arc::new(content);
         let count = usize::try_from(digest::block_count(content.len() - payload_start))
@@ -125,7 +177,8 @@ impl Publication {
         Ok((publication, starts))
     }
 
-    /// Gives it its entity tag and the way it is checksummed. Nothing of it was checksummed before.
+    /// Sets the entity tag and the algorithm for checksums, right before it is served: nothing has been checksummed
+    /// yet.
     pub(crate) fn seal(&mut self, etag: String, algorithm: &Algorithm) {
         self.etag = etag;
         self.algorithm = algorithm.clone();
@@ -171,7 +224,7 @@ impl Publication {
         self.filled.as_ref().is_none_or(|filled| filled.is_ready(end))
     }
 
-    /// Waits until they are. Whoever waits holds nothing of the publication by it.
+    /// Waits until they are. The future holds no part of the publication, so a withdrawal does not wait for it.
     pub(crate) fn ready(&self, end: u64) -> impl Future<Output = Result<(), Abandoned>> + Send + use<> {
         let filled = self.filled.clone();
         async move {
@@ -183,7 +236,7 @@ impl Publication {
     }
 
     /// Whether it is `filling` that fills its memory.
-    pub(crate) fn is_filled_by(&self, filling: &Filling) -> bool {
+    pub(crate) fn is_filled_by(&self, filling: &Readiness) -> bool {
         self.filled.as_ref().is_some_and(|filled| filled.is_by(filling))
     }
 }

@@ -1,9 +1,13 @@
-//! The way between two processes of one user on one machine: the same HTTP over a Unix-domain socket. Nothing but the
-//! socket differs, so every promise about snapshots, digests and deadlines holds as it stands. Whether it is faster is
-//! another matter (docs/performance.md).
+//! The route between two processes of one user on one machine: the same HTTP over a Unix-domain socket.
 //!
-//! A source tells the socket's name to those who may fetch from it. The name is random and lives in the source's network
-//! namespace: who can connect to it is on the same machine.
+//! Nothing but the socket differs, so every promise about snapshots, digests and deadlines holds as it stands. Whether
+//! it is faster is another matter (docs/performance.md).
+//!
+//! A source announces the socket's name in its answers. The name is random and lives in the source's network namespace,
+//! and both sides check the user of the other: a peer is on the same machine and runs as the same user.
+//!
+//! The room is used by both server and client and knows neither: it holds the name of a socket and the ring of shared
+//! memory that bodies pass through.
 
 pub(crate) mod ring;
 

@@ -1,22 +1,24 @@
-//! Memory that a source shares with one receiver on its machine: a few slots, filled in turn. The source copies a part of
-//! the payload into a slot and sends one byte over their socket; the receiver copies it to its place and sends one byte
-//! back. No receiver ever sees the memory of the tensors itself.
+//! The ring: memory that a source shares with one receiver on its machine, a few slots that are filled in turn.
 //!
-//! The source makes the memory, sealed so that it cannot shrink under the receiver, and so that nobody else can write to
-//! it: the receiver maps it for reading alone.
+//! The source copies a part of the payload into a slot and sends one byte over their socket; the receiver copies it to
+//! its place and sends one byte back. No receiver ever maps the memory of the tensors itself.
+//!
+//! Invariants:
+//!
+//! * a slot is written only while the source has it, and read only while the receiver has it;
+//! * the memory is sealed: it cannot shrink under the receiver, and nobody but the source can write to it;
+//! * a source that breaks these rules can only make checksums fail, since the receiver copies out of the slot first and
+//!   checksums the copy.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, OwnedFd};
-use std::ptr::NonNull;
+use std::os::fd::AsFd;
 
-use rustix::fs::{MemfdFlags, SealFlags};
-use rustix::mm::{MapFlags, ProtFlags};
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
 };
 
-use crate::streaming;
+use crate::memory::{SharedMemory, SharedView, nontemporal};
 
 /// What the source says when it passes the memory.
 const MAGIC: [u8; 8] = *b"tf-ring1";
@@ -32,12 +34,12 @@ const MAX_LEN: u64 = 64 << 20;
 
 /// How the memory is divided.
 #[derive(Clone, Copy, Debug)]
-struct Layout {
+struct RingLayout {
     slots: u32,
     slot_len: u32,
 }
 
-impl Layout {
+impl RingLayout {
     fn decode(hello: &[u8; HELLO]) -> io::Result<Self> {
         let invalid = || io::Error::new(io::ErrorKind::InvalidData, "not the shared memory of a source");
         let number = |at: usize| hello[at..].first_chunk().map_or(0, |bytes| u32::from_le_bytes(*bytes));
@@ -60,82 +62,51 @@ impl Layout {
 
     /// Where the slot used for the `turn`-th part starts.
     fn start(self, turn: u64) -> usize {
-        // Below `bytes`, which is the length of a mapping that exists.
-        #[allow(clippy::cast_possible_truncation)]
+        #[allow(
+            clippy::cast_possible_truncation,
+            reason = "below `bytes`, which is the length of a mapping that exists"
+        )]
         let start = ((turn % u64::from(self.slots)) * u64::from(self.slot_len)) as usize;
         start
     }
 }
 
-/// A shared mapping.
-#[derive(Debug)]
-struct Shared {
-    start: NonNull<u8>,
-    len: usize,
-    layout: Layout,
-}
-
-// SAFETY: a mapping belongs to no thread; the writer's slots are only reached through `&mut`.
-unsafe impl Send for Shared {}
-
-impl Shared {
-    fn map(fd: &OwnedFd, layout: Layout, protection: ProtFlags) -> io::Result<Self> {
-        let len = usize::try_from(layout.bytes()).map_err(|_| io::ErrorKind::OutOfMemory)?;
-        let flags = MapFlags::SHARED | MapFlags::POPULATE;
-        // SAFETY: a new mapping with no address hint touches no existing memory.
-        let start = unsafe { rustix::mm::mmap(std::ptr::null_mut(), len, protection, flags, fd, 0)? };
-        let start = NonNull::new(start.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
-        Ok(Self { start, len, layout })
-    }
-}
-
-impl Drop for Shared {
-    fn drop(&mut self) {
-        // SAFETY: exactly the mapping made in `map`, of which no slice is left.
-        let _ = unsafe { rustix::mm::munmap(self.start.as_ptr().cast(), self.len) };
-    }
-}
-
 /// The source's end.
 #[derive(Debug)]
-pub(crate) struct Writer {
-    shared: Shared,
+pub(crate) struct RingWriter {
+    memory: SharedMemory,
+    layout: RingLayout,
     turn: u64,
     /// Slots that the receiver has not given back yet.
     lent: u32,
 }
 
-impl Writer {
+impl RingWriter {
     /// New memory, passed over `socket`.
     pub(crate) fn pass(socket: impl AsFd) -> io::Result<Self> {
-        let layout = Layout { slots: SLOTS, slot_len: SLOT_LEN };
-        let fd = rustix::fs::memfd_create("tensorferry", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
-        rustix::fs::ftruncate(&fd, layout.bytes())?;
-        // Ours is the last mapping that can write.
-        let shared = Shared::map(&fd, layout, ProtFlags::READ | ProtFlags::WRITE)?;
-        let fixed = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
-        match rustix::fs::fcntl_add_seals(&fd, fixed | SealFlags::FUTURE_WRITE) {
-            // A kernel before 5.1: a receiver there can spoil what comes to itself, and nothing else.
-            Err(rustix::io::Errno::INVAL) => rustix::fs::fcntl_add_seals(&fd, fixed)?,
-            sealed => sealed?,
-        }
+        let layout = RingLayout { slots: SLOTS, slot_len: SLOT_LEN };
+        let (memory, fd) = SharedMemory::new(layout.bytes())?;
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let mut control = SendAncillaryBuffer::new(&mut space);
         let passed = [fd.as_fd()];
         control.push(SendAncillaryMessage::ScmRights(&passed));
         let hello = layout.encode();
         let sent = rustix::net::sendmsg(socket, &[IoSlice::new(&hello)], &mut control, SendFlags::NOSIGNAL)?;
-        if sent == hello.len() { Ok(Self { shared, turn: 0, lent: 0 }) } else { Err(io::ErrorKind::WriteZero.into()) }
+        if sent == hello.len() {
+            Ok(Self { memory, layout, turn: 0, lent: 0 })
+        } else {
+            Err(io::ErrorKind::WriteZero.into())
+        }
     }
 
     /// Bytes of a slot.
     pub(crate) fn slot_len(&self) -> u64 {
-        self.shared.layout.slot_len.into()
+        self.layout.slot_len.into()
     }
 
     /// How many slots must come back before the next one can be filled: none, or one.
     pub(crate) fn is_full(&self) -> bool {
-        self.lent == self.shared.layout.slots
+        self.lent == self.layout.slots
     }
 
     /// Slots the receiver has.
@@ -151,13 +122,7 @@ impl Writer {
     /// Lets `fill` write the next slot, which must be free, and lends it to the receiver.
     pub(crate) fn lend<R>(&mut self, fill: impl FnOnce(&mut [u8]) -> R) -> R {
         assert!(!self.is_full(), "the receiver has every slot");
-        let layout = self.shared.layout;
-        // SAFETY: the slot lies in the mapping, which this process alone writes to and only through this exclusive
-        // reference; the receiver reads a slot only while it has it.
-        let slot = unsafe {
-            let start = self.shared.start.as_ptr().add(layout.start(self.turn));
-            std::slice::from_raw_parts_mut(start, layout.slot_len as usize)
-        };
+        let slot = self.memory.slice_mut(self.layout.start(self.turn), self.layout.slot_len as usize);
         let result = fill(slot);
         self.turn += 1;
         self.lent += 1;
@@ -167,8 +132,9 @@ impl Writer {
 
 /// The receiver's end.
 #[derive(Debug)]
-pub(crate) struct Reader {
-    shared: Shared,
+pub(crate) struct RingReader {
+    memory: SharedView,
+    layout: RingLayout,
     turn: u64,
     /// Bytes taken out of the slot in turn.
     taken: usize,
@@ -176,7 +142,7 @@ pub(crate) struct Reader {
     cached: Vec<u8>,
 }
 
-impl Reader {
+impl RingReader {
     /// The memory that the source passes over `socket`.
     pub(crate) fn receive(socket: impl AsFd) -> io::Result<Self> {
         let invalid = |why: &str| io::Error::new(io::ErrorKind::InvalidData, why.to_owned());
@@ -190,22 +156,20 @@ impl Reader {
             _ => None,
         });
         let fd = passed.filter(|_| got.bytes == HELLO).ok_or_else(|| invalid("the source passed no shared memory"))?;
-        let layout = Layout::decode(&hello)?;
-        let len = u64::try_from(rustix::fs::fstat(&fd)?.st_size).unwrap_or(0);
-        if !rustix::fs::fcntl_get_seals(&fd)?.contains(SealFlags::SHRINK) || len < layout.bytes() {
-            return Err(invalid("the shared memory of the source could shrink under us"));
-        }
-        Ok(Self { shared: Shared::map(&fd, layout, ProtFlags::READ)?, turn: 0, taken: 0, cached: vec![0; CACHED] })
+        let layout = RingLayout::decode(&hello)?;
+        let memory = SharedView::new(&fd, layout.bytes())?
+            .ok_or_else(|| invalid("the shared memory of the source could shrink under us"))?;
+        Ok(Self { memory, layout, turn: 0, taken: 0, cached: vec![0; CACHED] })
     }
 
     /// Bytes of the slot in turn that nobody has taken.
     pub(crate) fn left(&self) -> usize {
-        self.shared.layout.slot_len as usize - self.taken
+        self.layout.slot_len as usize - self.taken
     }
 
     /// Slots that `bytes` more of the payload come in, with the one that was begun.
     pub(crate) fn parts(&self, bytes: u64) -> u64 {
-        (self.taken as u64 + bytes).div_ceil(u64::from(self.shared.layout.slot_len))
+        (self.taken as u64 + bytes).div_ceil(u64::from(self.layout.slot_len))
     }
 
     /// Copies the next bytes of the slot in turn, which must have been announced, as many as `into` is long: no more
@@ -219,7 +183,7 @@ impl Reader {
             let bytes = &mut cached[..part.len()];
             self.take(bytes);
             seen(bytes);
-            streaming::copy(bytes, part);
+            nontemporal::copy(bytes, part);
             self.cached = cached;
             into = rest;
         }
@@ -227,12 +191,7 @@ impl Reader {
 
     fn take(&mut self, into: &mut [u8]) {
         assert!(into.len() <= self.left(), "{} bytes of a slot that has {}", into.len(), self.left());
-        let start = self.shared.layout.start(self.turn) + self.taken;
-        // SAFETY: source and length lie in the mapping, which cannot shrink; `into` is ours alone. A source that breaks
-        // the rules and writes meanwhile changes what is copied, which the checksum then shows.
-        unsafe {
-            std::ptr::copy_nonoverlapping(self.shared.start.as_ptr().add(start), into.as_mut_ptr(), into.len());
-        }
+        self.memory.copy(self.layout.start(self.turn) + self.taken, into);
         self.taken += into.len();
     }
 

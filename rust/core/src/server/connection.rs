@@ -1,4 +1,9 @@
-//! One connection: served over the network, with or without TLS, or to a process of this machine, until it has to end.
+//! One connection, from the handshake to its end: served over the network, with or without TLS, or to a process of this
+//! machine.
+//!
+//! A connection ends for one of five reasons: the peer leaves, it asks for nothing in time, its place goes to another
+//! one, a withdrawal cuts it, or its transfer stalls. Whichever it is, dropping the [`ConnectionContext`] counts it
+//! out.
 
 use std::io;
 use std::mem::MaybeUninit;
@@ -17,15 +22,15 @@ use tokio::io::{AsyncRead, AsyncWrite, Interest};
 use tokio::sync::{Notify, watch};
 use tokio_rustls::TlsAcceptor;
 
+use super::body::Progress;
 use super::local::Local;
-use super::patient::Patient;
 use super::places::Place;
+use super::write_timeout::WriteTimeout;
 use super::{Shared, handler};
-use crate::body::Progress;
 use crate::fork::Unshared;
 
-/// One connection: how it is cut off, and how far it got.
-pub(super) struct Connection {
+/// What the requests of one connection share: the server, the handle that cuts the connection, and its counters.
+pub(super) struct ConnectionContext {
     pub(super) shared: Arc<Shared>,
     pub(super) cut: Arc<Notify>,
     pub(super) same_host: bool,
@@ -35,8 +40,8 @@ pub(super) struct Connection {
     pub(super) place: Place,
 }
 
-/// Serves a connection from the network, after the handshake where there is one: a peer that does not get it done in
-/// time, or does not speak TLS, is let go.
+/// Serves a connection from the network, after the handshake where there is one: a peer that does not complete it
+/// in time, or does not speak TLS, is disconnected.
 pub(super) async fn serve_network(
     stream: Unshared<tokio::net::TcpStream>,
     shared: Arc<Shared>,
@@ -62,10 +67,10 @@ async fn serve(
     place: Place,
     stopped: watch::Receiver<bool>,
 ) {
-    let connection = Arc::new(Connection::new(shared, place, false));
+    let connection = Arc::new(ConnectionContext::new(shared, place, false));
     let serving =
         http1::Builder::new().timer(TokioTimer::new()).header_read_timeout(connection.patience()).serve_connection(
-            TokioIo::new(Patient::new(stream, connection.patience())),
+            TokioIo::new(WriteTimeout::new(stream, connection.patience())),
             service_fn(|request| {
                 let connection = Arc::clone(&connection);
                 async move { handler::answer(&connection, &request).await }
@@ -94,7 +99,7 @@ pub(super) async fn serve_local(
     // The runtime keeps the socket to end the connection with; the thread that serves it has a descriptor of its own.
     let same = Unshared::make(|| socket.as_fd().try_clone_to_owned().map(UnixStream::from));
     let (Ok(()), Ok(stream)) = (spoken, same) else { return };
-    let connection = Arc::new(Connection::new(shared, place, true));
+    let connection = Arc::new(ConnectionContext::new(shared, place, true));
     let (end, over) = watch::channel(false);
     let mut serving = tokio::task::spawn_blocking({
         let connection = Arc::clone(&connection);
@@ -118,7 +123,7 @@ async fn spoken(socket: &tokio::net::UnixStream) -> io::Result<()> {
     socket.async_io(Interest::READABLE, peek).await
 }
 
-impl Connection {
+impl ConnectionContext {
     fn new(shared: Arc<Shared>, place: Place, same_host: bool) -> Self {
         shared.connections.fetch_add(1, Ordering::Relaxed);
         let own = Arc::new(Progress::default());
@@ -137,8 +142,8 @@ impl Connection {
         self.shared.patience.max(Duration::from_secs(5))
     }
 
-    /// Ends when the connection has to: it has not asked for anything in time, another one needs its place, the publication
-    /// it reads is withdrawn, its transfer has stalled, or the server stops.
+    /// Ends when the connection has to: it has not asked for anything in time, another one needs its place, the
+    /// publication it reads is withdrawn, its transfer has stalled, or the server stops.
     async fn to_be_ended(&self, mut stopped: watch::Receiver<bool>) {
         tokio::select! {
             () = self.cut.notified() => {}
@@ -161,7 +166,7 @@ impl Connection {
     }
 }
 
-impl Drop for Connection {
+impl Drop for ConnectionContext {
     fn drop(&mut self) {
         self.shared.connections.fetch_sub(1, Ordering::Relaxed);
     }

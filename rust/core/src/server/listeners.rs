@@ -1,4 +1,8 @@
-//! Where connections come from: the listening sockets, and the loop that accepts.
+//! Where connections come from: the listening sockets, and the loops that accept.
+//!
+//! Without room for another connection nothing is accepted: connections then wait in the kernel's queue instead of in
+//! the server's memory. Running out of descriptors is treated the same way, after ending one connection that has shown
+//! nothing.
 
 use std::future::poll_fn;
 use std::io;

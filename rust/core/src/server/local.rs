@@ -16,10 +16,10 @@ use tensorferry_wire::request::RING_HEADER;
 use tokio::runtime::Handle;
 use tokio::sync::watch;
 
-use super::{Connection, handler};
-use crate::body::{MemoryBody, ServedBody};
+use super::body::{MemoryBody, ServedBody};
+use super::{ConnectionContext, handler};
 use crate::fork::Unshared;
-use crate::same_host::ring::Writer;
+use crate::same_host::ring::RingWriter;
 
 /// A request's head that is longer is not one of ours.
 const MAX_HEAD: usize = 16 << 10;
@@ -28,24 +28,25 @@ const MAX_HEADERS: usize = 32;
 /// A connection from this machine.
 pub(super) struct Local {
     stream: Unshared<UnixStream>,
-    connection: Arc<Connection>,
-    ring: Writer,
+    connection: Arc<ConnectionContext>,
+    ring: RingWriter,
     /// Becomes true when the connection is to end; its socket is shut down right after.
     over: watch::Receiver<bool>,
     runtime: Handle,
 }
 
 impl Local {
-    /// Serves `stream`, whose receiver has greeted, until it leaves, stops asking or breaks the rules, or `over` is told.
+    /// Serves `stream`, whose receiver has greeted, until it leaves, stops asking or breaks the rules, or `over` becomes
+    /// true.
     pub(super) fn serve(
         stream: Unshared<UnixStream>,
-        connection: Arc<Connection>,
+        connection: Arc<ConnectionContext>,
         over: watch::Receiver<bool>,
     ) -> io::Result<()> {
         stream.set_nonblocking(false)?;
         stream.set_read_timeout(Some(connection.patience()))?;
         stream.set_write_timeout(Some(connection.patience()))?;
-        let ring = Writer::pass(&stream)?;
+        let ring = RingWriter::pass(&stream)?;
         let mut local = Self { stream, connection, ring, over, runtime: Handle::current() };
         let mut head = Vec::with_capacity(1 << 10);
         while let Some(request) = local.read_request(&mut head)? {
@@ -54,7 +55,7 @@ impl Local {
         Ok(())
     }
 
-    /// The next request, or `None` when the receiver has left or sends what is none.
+    /// The next request, or `None` when the receiver has left or sends something else.
     fn read_request(&mut self, head: &mut Vec<u8>) -> io::Result<Option<Request<()>>> {
         while self.ring.lent() > 0 {
             self.take_back()?;

@@ -1,4 +1,7 @@
-//! What a server did, and what was received beside it, in the Prometheus text format.
+//! Counters of a server, and of the receives of the same process, in the Prometheus text format.
+//!
+//! Receives are counted here too because a trainer has one address to scrape, and what heals it is as interesting as
+//! what it served. The names of the series are documented and do not change.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -6,8 +9,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::Connection;
-use crate::client::Report;
+use super::ConnectionContext;
+use crate::report::Report;
 
 /// Counts since the server began.
 #[derive(Debug, Default)]
@@ -62,13 +65,13 @@ pub(super) struct Sending {
 }
 
 impl Sending {
-    pub(super) fn new(connection: &Connection, len: u64) -> Self {
+    pub(super) fn new(connection: &ConnectionContext, len: u64) -> Self {
         let before = connection.progress[0].bytes.load(Ordering::Relaxed);
         Self { since: Instant::now(), bounds: (before, before + len) }
     }
 
     /// The body is gone. One of which nothing was sent, as in the answer to HEAD, does not count.
-    pub(super) fn end(&self, connection: &Connection) {
+    pub(super) fn end(&self, connection: &ConnectionContext) {
         let sent = connection.progress[0].bytes.load(Ordering::Relaxed);
         if sent > self.bounds.0 {
             connection.shared.metrics.note_body(sent >= self.bounds.1, self.since.elapsed());
@@ -115,7 +118,7 @@ impl Metrics {
     }
 
     /// Everything, `connection` being the one that asks.
-    pub(super) fn render(connection: &Connection) -> String {
+    pub(super) fn render(connection: &ConnectionContext) -> String {
         let shared = &connection.shared;
         let mut page = Page(String::new());
         let load = |count: &AtomicU64| count.load(Ordering::Relaxed);
@@ -163,7 +166,6 @@ impl Tallies {
         page.one("last_receive_lanes", "gauge", "Connections of the last one.", report.lanes);
         page.about("last_receive_seconds", "gauge", "Time of the last one, by what it went to.");
         page.phases("last_receive_seconds", *phases);
-        #[allow(clippy::cast_precision_loss, reason = "a speed needs no more digits")]
         let rate = report.bytes as f64 / phases.fetch.as_secs_f64().max(1e-9);
         page.one("last_receive_bytes_per_second", "gauge", "Speed of the last one while it fetched.", rate);
         page.about("last_receive_route", "gauge", "1 for each way the last one took: from address there to here.");

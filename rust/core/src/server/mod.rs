@@ -1,13 +1,28 @@
-//! The server: it listens, guards what it has, and answers over HTTP/1.1.
+//! The server: it listens, authorises requests, and answers over HTTP/1.1.
+//!
+//! A connection passes through these modules:
+//!
+//! 1. `listeners` accepts it, once `places` has room for it;
+//! 2. `connection` serves it, over hyper on the network or by `local` on this machine;
+//! 3. `auth` checks each request's proof of the shared secret, where there is one;
+//! 4. `handler` finds the resource, waits for the gate, and takes a lease;
+//! 5. `body` sends the publication's memory, within the limit of `throttle`;
+//! 6. `metrics` counts.
+//!
+//! Invariants: memory of a publication is sent only under a lease; a connection that is cut ends at its next poll;
+//! nothing that a peer sends makes the server keep more than a bounded amount of memory for it.
 
+mod auth;
+mod body;
 mod connection;
-mod guard;
+mod door;
 mod handler;
 mod listeners;
 mod local;
 mod metrics;
-mod patient;
 mod places;
+mod throttle;
+mod write_timeout;
 
 use std::io;
 use std::net::SocketAddr;
@@ -19,22 +34,24 @@ use std::time::Duration;
 use tokio::runtime::Handle;
 use tokio::sync::watch;
 
-use self::connection::Connection;
-use self::guard::Guard;
+use self::auth::RequestAuth;
+use self::body::Progress;
+use self::connection::ConnectionContext;
+use self::door::ContainersOnly;
+pub use self::door::Door;
 use self::listeners::{accept_local, accept_network, listen, listen_same_host};
 use self::metrics::Metrics;
 use self::places::Places;
-use crate::body::Progress;
-use crate::client::Report;
+use self::throttle::Throttle;
 use crate::error::{Error, ErrorKind};
-use crate::secret::{self, Secret};
-use crate::store::Store;
-use crate::throttle::Throttle;
-use crate::tls::Identity;
-use crate::{random, same_host};
+use crate::publication::Store;
+use crate::report::Report;
+use crate::same_host;
+use crate::trust::tls::Identity;
+use crate::trust::{Secret, random, secret};
 
-/// Connections of this machine that have shown their right to ask: each has a thread and shared memory of its own. Above
-/// this limit receivers of this machine take the network.
+/// Connections of this machine that have shown their right to ask: each has a thread and shared memory of its own.
+/// Above this limit receivers of this machine take the network.
 const MAX_LOCAL: usize = 32;
 /// Those that have not.
 const MAX_LOCAL_NEWCOMERS: usize = 32;
@@ -43,7 +60,23 @@ const LOCAL_GRACE: Duration = Duration::from_millis(10);
 /// How long connections of the network that have asked for nothing keep their place at least.
 const GRACE: Duration = Duration::from_millis(50);
 
-/// How a server is set up.
+/// How a server is set up. Fields that are not named keep the defaults, which suit a trainer on a cluster:
+///
+/// ```
+/// use std::time::Duration;
+/// use tensorferry_core::{Secret, ServerConfig};
+///
+/// # fn main() -> Result<(), tensorferry_core::Error> {
+/// let config = ServerConfig {
+///     patience: Duration::from_secs(30),
+///     secret: Some(Secret::new(b"at least sixteen bytes of it")?),
+///     max_bandwidth: Some(1 << 30),
+///     ..ServerConfig::default()
+/// };
+/// # assert!(config.capability && config.same_host && !config.tls);
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone, Debug)]
 pub struct ServerConfig {
     /// Where to listen; `None` is every interface, IPv6 and IPv4, on a port the system picks.
@@ -56,14 +89,16 @@ pub struct ServerConfig {
     pub secret: Option<Secret>,
     /// Encrypt what goes over the network, with a certificate of its own whose fingerprint is in the URL.
     pub tls: bool,
-    /// Connections from the network that are held at once. A quarter of them is for those that have not asked for anything
-    /// yet that they may have: the oldest of these makes room for the newest. The rest is for the others: one that is
-    /// idle makes room for one that asks, and if none is, whoever asks waits.
+    /// Connections from the network that are held at once. A quarter of the places is for connections that have not
+    /// made an authorised request yet; the oldest of these makes room for the newest. The rest is for connections that
+    /// have: an idle one makes room for one with a request, and while none is idle, the request waits.
     pub max_connections: usize,
     /// Whether processes of this machine and user may fetch around the network.
     pub same_host: bool,
     /// Bytes per second that all connections together may send of checkpoints.
     pub max_bandwidth: Option<u64>,
+    /// Names the other formats that are served besides the container, and words refusals. By default there are none.
+    pub door: Arc<dyn Door>,
 }
 
 impl Default for ServerConfig {
@@ -77,11 +112,33 @@ impl Default for ServerConfig {
             max_connections: 512,
             same_host: true,
             max_bandwidth: None,
+            door: Arc::new(ContainersOnly),
         }
     }
 }
 
 /// A running server. Dropping it ends it without waiting.
+///
+/// The threads are those of the runtime it was bound to. Nothing is served until the [`Store`] has a publication:
+///
+/// ```
+/// use std::io::{Read, Write};
+/// use std::time::Duration;
+/// use tensorferry_core::{Server, ServerConfig};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let runtime = tokio::runtime::Runtime::new()?;
+/// let config = ServerConfig { bind: Some(([127, 0, 0, 1], 0).into()), ..ServerConfig::default() };
+/// let server = Server::bind(&config, runtime.handle())?;
+/// let mut peer = std::net::TcpStream::connect(server.address())?;
+/// peer.write_all(b"GET /healthz HTTP/1.1\r\nConnection: close\r\n\r\n")?;
+/// let mut answer = String::new();
+/// peer.read_to_string(&mut answer)?;
+/// assert!(answer.starts_with("HTTP/1.1 200 OK"));
+/// server.shutdown(Duration::from_secs(5));
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug)]
 pub struct Server {
     address: SocketAddr,
@@ -94,7 +151,7 @@ pub struct Server {
 struct Shared {
     store: Store,
     token: String,
-    guard: Option<Guard>,
+    auth: Option<RequestAuth>,
     identity: Option<Identity>,
     /// Where processes of this machine and user may fetch around the network.
     same_host: Option<same_host::Name>,
@@ -104,6 +161,7 @@ struct Shared {
     requests: AtomicU64,
     metrics: Metrics,
     connections: AtomicUsize,
+    door: Arc<dyn Door>,
 }
 
 impl Server {
@@ -124,7 +182,7 @@ impl Server {
         let shared = Arc::new(Shared {
             store: Store::new(secret::algorithm(config.secret.as_ref()))?,
             token,
-            guard: config.secret.clone().map(Guard::new),
+            auth: config.secret.clone().map(RequestAuth::new),
             identity: if config.tls { Some(Identity::new()?) } else { None },
             same_host: local.is_some().then_some(name),
             patience: config.patience,
@@ -133,6 +191,7 @@ impl Server {
             requests: AtomicU64::new(0),
             metrics: Metrics::default(),
             connections: AtomicUsize::new(0),
+            door: Arc::clone(&config.door),
         });
         let (stop, stopped) = watch::channel(false);
         let (done, ended) = std::sync::mpsc::channel();
@@ -192,7 +251,8 @@ impl Server {
         self.shared.progress.bytes.load(Ordering::Relaxed)
     }
 
-    /// Tells of a receive of this process, for `/metrics`: how it went, or that it failed, and what it took in all.
+    /// Counts a receive of this process for `/metrics`: its report, or `None` if it failed, and how long it took in
+    /// all.
     pub fn note_receive(&self, report: Option<&Report>, took: Duration) {
         self.shared.metrics.note_receive(report, took);
     }

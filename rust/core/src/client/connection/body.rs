@@ -1,17 +1,20 @@
 //! The body of an answer: received straight into its place, from the socket or through memory shared with the source.
+//!
+//! From the socket, one system call fills up to [`MAX_SLICES`] destinations. Through shared memory, the source
+//! announces each slot with one byte over the socket, and gets one back when the slot has been read.
 
 use std::io::{IoSliceMut, Write};
 
 use super::{Connection, Head};
 use crate::error::Error;
-use crate::same_host::ring::Reader;
+use crate::same_host::ring::RingReader;
 
 /// As many slices as the system takes in one call.
 const MAX_SLICES: usize = 1024;
 
 /// What a source on this machine shares with us, and how much of it may be read.
 pub(super) struct Ring {
-    pub(super) reader: Reader,
+    pub(super) reader: RingReader,
     /// Slots that are filled.
     pub(super) announced: u64,
     /// Whether the body of the last answer comes through it.

@@ -1,4 +1,6 @@
-//! The ways to connect, within the limits of a transfer: TCP, TLS over it, and a socket of this machine.
+//! Connecting, within the limits of a transfer: TCP, TLS over it, and a socket of this machine.
+//!
+//! A connection attempt waits in short steps, so that a cancellation is noticed while a host does not answer at all.
 
 use std::io::{self, Write};
 use std::net::SocketAddr;
@@ -12,11 +14,11 @@ use super::body::Ring;
 use super::session::Session;
 use super::{Connection, is_timeout};
 use crate::client::limits::Limits;
-use crate::client::names;
-use crate::client::url::Source;
+use crate::client::resolver;
+use crate::client::url::SourceUrl;
 use crate::error::{Error, ErrorKind};
 use crate::fork::Unshared;
-use crate::same_host::{self, GREETING, ring::Reader};
+use crate::same_host::{self, GREETING, ring::RingReader};
 
 /// How often a thread that waits for a connection looks whether it was cancelled.
 const CANCEL_POLL: Duration = Duration::from_millis(50);
@@ -24,19 +26,19 @@ const CANCEL_POLL: Duration = Duration::from_millis(50);
 const HELLO: Duration = Duration::from_millis(500);
 
 impl Connection {
-    /// Connects to `source`, trying each of its addresses.
-    pub(crate) fn open(source: &Arc<Source>, limits: &Limits) -> Result<Self, Error> {
-        let failed = |e| refused(source.authority(), e);
-        let addresses = match source.addresses() {
+    /// Connects to the source at `url`, trying each of its addresses.
+    pub(crate) fn open(url: &Arc<SourceUrl>, limits: &Limits) -> Result<Self, Error> {
+        let failed = |e| refused(url.authority(), e);
+        let addresses = match url.addresses() {
             Some(known) => known.to_vec(),
-            None => names::addresses(source.host(), source.port(), limits)?.map_err(failed)?,
+            None => resolver::addresses(url.host(), url.port(), limits)?.map_err(failed)?,
         };
         let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
         for &address in &addresses {
             match connect(address, limits)? {
                 Ok(stream) => {
-                    source.learn(&addresses);
-                    return Self::over(stream, source, limits).secured();
+                    url.learn(&addresses);
+                    return Self::over(stream, url, limits).secured();
                 }
                 Err(e) => last = e,
             }
@@ -44,26 +46,26 @@ impl Connection {
         Err(failed(last))
     }
 
-    /// Connects to `source` under the `name` it has on this machine.
+    /// Connects to the source at `url` under the `name` it has on this machine.
     pub(crate) fn open_same_host(
-        source: &Arc<Source>,
+        url: &Arc<SourceUrl>,
         name: &same_host::Name,
         limits: &Limits,
     ) -> Result<Self, io::Error> {
         let left = limits.left().map_err(|_| io::ErrorKind::TimedOut)?;
         let stream = Unshared::make(|| name.connect())?;
         stream.set_read_timeout(Some(HELLO.min(limits.stall).min(left)))?;
-        // From here on who cancels ends the wait, too.
-        let mut connection = Self::over(stream, source, limits);
+        // From here on a cancellation ends the wait, too.
+        let mut connection = Self::over(stream, url, limits);
         (&*connection.stream).write_all(GREETING)?;
-        let reader = Reader::receive(&*connection.stream)?;
+        let reader = RingReader::receive(&*connection.stream)?;
         connection.ring = Some(Ring { reader, announced: 0, in_use: false });
         Ok(connection)
     }
 
     /// The same connection after the TLS handshake, where the source wants one.
     fn secured(mut self) -> Result<Self, Error> {
-        let Some(config) = self.source.tls() else { return Ok(self) };
+        let Some(config) = self.url.tls() else { return Ok(self) };
         let mut session = Session::new(config)?;
         self.wait_at_most(self.limits.stall)?;
         // As a whole: a peer can drip a handshake for ever.
@@ -78,7 +80,7 @@ impl Connection {
     }
 
     fn refused_handshake(&self, e: &io::Error) -> Error {
-        let peer = self.source.authority();
+        let peer = self.url.authority();
         match e.get_ref().and_then(|inner| inner.downcast_ref()) {
             Some(rustls::Error::InvalidCertificate(why)) => {
                 let why = match why {
@@ -106,8 +108,8 @@ fn refused(peer: &str, e: io::Error) -> Error {
     Error::caused(ErrorKind::Connect, format!("cannot connect to {peer}"), e)
 }
 
-/// Connects without blocking longer than it takes to notice a cancellation. A host that does not answer at all counts as
-/// stuck after the stall limit. The outer error ends the whole transfer, the inner one only this address.
+/// Connects without blocking longer than it takes to notice a cancellation. A host that does not answer at all counts
+/// as stuck after the stall limit. The outer error ends the whole transfer, the inner one only this address.
 fn connect(address: SocketAddr, limits: &Limits) -> Result<io::Result<Unshared<Socket>>, Error> {
     let mut connected = true;
     let start = || {

@@ -1,4 +1,7 @@
 //! The head of an answer: what its status line and its headers say.
+//!
+//! Only headers of this protocol are read. Two lengths that differ, or a transfer encoding, are errors: a reader that
+//! goes on in spite of them can be made to see another body than the source sent.
 
 use tensorferry_wire::{proof, request};
 

@@ -1,5 +1,14 @@
-//! One blocking HTTP/1.1 connection to a source. The head is parsed here and the payload is received straight into its
-//! place: measured faster than reading bodies through an asynchronous client.
+//! One blocking HTTP/1.1 connection to a source.
+//!
+//! The head of an answer is parsed here and the payload is received straight into its place: measured faster than
+//! reading bodies through an asynchronous client.
+//!
+//! Invariants:
+//!
+//! * no call blocks longer than the limits allow; the socket's timeout is set before each;
+//! * a connection is used again only when the last answer was read to its end and did not close it;
+//! * an answer with a `Transfer-Encoding`, two lengths or an overlong head is refused: there is one way to read each
+//!   answer.
 
 mod body;
 mod connect;
@@ -18,11 +27,11 @@ use self::body::Ring;
 pub(crate) use self::head::Head;
 use self::head::Parsed;
 use self::session::Session;
-use super::limits::{Limits, Pace};
-use super::url::Source;
+use super::limits::{Limits, StallDetector};
+use super::url::SourceUrl;
 use crate::error::{Error, ErrorKind};
 use crate::fork::Unshared;
-use crate::random;
+use crate::trust::random;
 
 /// A response head longer than this is refused.
 const MAX_HEAD: usize = 16 << 10;
@@ -39,7 +48,7 @@ enum Stage {
 pub(crate) struct Connection {
     stream: Arc<Unshared<Socket>>,
     tls: Option<Box<Session>>,
-    source: Arc<Source>,
+    url: Arc<SourceUrl>,
     limits: Limits,
     /// Bytes received behind the last head that belong to the body.
     ahead: Vec<u8>,
@@ -54,7 +63,7 @@ pub(crate) struct Connection {
     timeout: Option<Duration>,
     /// What the source has done last, for the message when nothing more comes.
     stage: Stage,
-    pace: Pace,
+    stall_detector: StallDetector,
     /// What is shared with a source on this machine.
     ring: Option<Ring>,
     /// The nonce and the path of the last request, where there is a secret to prove.
@@ -62,13 +71,13 @@ pub(crate) struct Connection {
 }
 
 impl Connection {
-    pub(super) fn over(stream: Unshared<Socket>, source: &Arc<Source>, limits: &Limits) -> Self {
+    pub(super) fn over(stream: Unshared<Socket>, url: &Arc<SourceUrl>, limits: &Limits) -> Self {
         let stream = Arc::new(stream);
         limits.cancel.watch(&stream);
         Self {
             stream,
             tls: None,
-            source: Arc::clone(source),
+            url: Arc::clone(url),
             limits: limits.clone(),
             ahead: Vec::new(),
             taken: 0,
@@ -78,7 +87,7 @@ impl Connection {
             timeout: None,
             copying: false,
             stage: Stage::Connected,
-            pace: Pace::default(),
+            stall_detector: StallDetector::default(),
             ring: None,
             asked: None,
         }
@@ -112,8 +121,8 @@ impl Connection {
         &self.stream
     }
 
-    pub(crate) fn source(&self) -> &Arc<Source> {
-        &self.source
+    pub(crate) fn url(&self) -> &Arc<SourceUrl> {
+        &self.url
     }
 
     /// Whether another request may be sent on this connection.
@@ -121,9 +130,9 @@ impl Connection {
         self.reusable && self.remaining == 0
     }
 
-    /// Sends one GET for `path` (below the source's prefix unless it begins with a slash), on a new connection where the source ends each after one
-    /// answer, and reads the head of the answer. `patience` is how long
-    /// the answer may take to begin: a source that has nothing to serve yet keeps the request waiting.
+    /// Sends one GET for `path` and reads the head of the answer, on a new connection where the last answer ended this
+    /// one. `path` is below the source's prefix unless it begins with a slash. `patience` is how long the answer may
+    /// take to begin: a source that has nothing to serve yet keeps the request waiting.
     pub(crate) fn get(
         &mut self,
         path: &str,
@@ -134,13 +143,13 @@ impl Connection {
         use std::fmt::Write as _;
         if !self.is_reusable() {
             // The last answer announced that it ends the connection.
-            *self = Self::open(&self.source, &self.limits)?;
+            *self = Self::open(&self.url, &self.limits)?;
         }
-        let path = if path.starts_with('/') { path.to_owned() } else { format!("{}{path}", self.source.prefix()) };
+        let path = if path.starts_with('/') { path.to_owned() } else { format!("{}{path}", self.url.prefix()) };
         let range = range.map(|(start, end)| format!("bytes={start}-{}", end - 1));
         let mut request = format!(
             "GET {path} HTTP/1.1\r\nHost: {}\r\nUser-Agent: tensorferry/{}\r\n",
-            self.source.authority(),
+            self.url.authority(),
             env!("CARGO_PKG_VERSION"),
         );
         if let Some(range) = &range {
@@ -149,15 +158,15 @@ impl Connection {
         if let Some(etag) = if_match {
             let _ = write!(request, "If-Match: {etag}\r\n");
         }
-        if let Some(secret) = self.source.secret() {
+        if let Some(secret) = self.url.secret() {
             let nonce: Nonce = random::bytes()?;
-            let asked = proof::Request { method: "GET", path: &path, range: range.as_deref(), if_match };
+            let asked = proof::SignedRequest { method: "GET", path: &path, range: range.as_deref(), if_match };
             let _ = write!(request, "Authorization: {}\r\n", secret.key().sign_request(&asked, &nonce));
             self.asked = Some((nonce, path));
         }
         request.push_str("\r\n");
         (self.reusable, self.filling, self.stage) = (false, false, Stage::Connected);
-        self.pace = Pace::default();
+        self.stall_detector = StallDetector::default();
         self.wait_at_most(self.limits.stall)?;
         let sent = match &mut self.tls {
             None => (&*self.stream).write_all(request.as_bytes()),
@@ -211,11 +220,11 @@ impl Connection {
         }
     }
 
-    /// Checks that whoever sent `body` in answer to the last request knows the secret, where there is one.
+    /// Checks that the sender of `body`, the answer to the last request, knows the secret, where there is one.
     pub(crate) fn check_proof(&self, head: &Head, body: &[u8]) -> Result<(), Error> {
-        let (Some(secret), Some((nonce, path))) = (self.source.secret(), &self.asked) else { return Ok(()) };
+        let (Some(secret), Some((nonce, path))) = (self.url.secret(), &self.asked) else { return Ok(()) };
         let etag = head.etag.as_deref().unwrap_or("");
-        let answer = proof::Answer { nonce, path, etag, body };
+        let answer = proof::SignedAnswer { nonce, path, etag, body };
         match &head.proof {
             Some(proof) if secret.key().verify_answer(&answer, proof) => Ok(()),
             Some(_) => Err(Error::new(
@@ -242,7 +251,7 @@ impl Connection {
             status => ErrorKind::Status(status),
         };
         if head.status == 404 && detail == "not found" {
-            let secret = match self.source.secret() {
+            let secret = match self.url.secret() {
                 None => "asks for a shared secret (secret=, TENSORFERRY_SECRET), and this receiver has none",
                 Some(_) => "has another shared secret than this receiver",
             };
@@ -255,7 +264,7 @@ impl Connection {
     /// Receives into the first of `parts`, or into as many as it takes.
     fn receive(&mut self, parts: &mut [IoSliceMut<'_>]) -> Result<usize, Error> {
         let got = self.receive_anything(parts)?;
-        if self.pace.is_stuck(got, self.limits.stall) {
+        if self.stall_detector.is_stuck(got, self.limits.stall) {
             return Err(self.broken(&io::ErrorKind::TimedOut.into()));
         }
         Ok(got)
@@ -272,7 +281,7 @@ impl Connection {
                 self.limits.left()?;
                 Err(Error::new(
                     ErrorKind::Connect,
-                    format!("{} closed the connection in the middle of an answer", self.source.authority()),
+                    format!("{} closed the connection in the middle of an answer", self.url.authority()),
                 ))
             }
             Ok(n) => Ok(n),
@@ -295,7 +304,7 @@ impl Connection {
     }
 
     fn broken(&self, e: &io::Error) -> Error {
-        let peer = self.source.authority();
+        let peer = self.url.authority();
         if let Err(over) = self.limits.left() {
             return over.waiting_for(|| format!("{peer} {}", self.state()));
         }
@@ -318,7 +327,7 @@ impl Connection {
     }
 
     fn protocol(&self, what: impl AsRef<str>) -> Error {
-        Error::new(ErrorKind::Protocol, format!("{} broke the protocol: {}", self.source.authority(), what.as_ref()))
+        Error::new(ErrorKind::Protocol, format!("{} broke the protocol: {}", self.url.authority(), what.as_ref()))
     }
 }
 

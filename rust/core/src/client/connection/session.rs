@@ -1,4 +1,7 @@
 //! TLS on a blocking connection, within the limits of its transfer.
+//!
+//! One TLS record can take many receives, so the deadline is checked before each of them, and bytes that drip are
+//! noticed below TLS, where they can be counted.
 
 use std::io::{self, Read, Write};
 use std::sync::Arc;
@@ -8,9 +11,9 @@ use rustls::pki_types::ServerName;
 use rustls::{ClientConfig, ClientConnection, Stream};
 use socket2::Socket;
 
-use crate::client::limits::{Limits, Pace};
+use crate::client::limits::{Limits, StallDetector};
 use crate::error::{Error, ErrorKind};
-use crate::tls;
+use crate::trust::tls;
 
 /// Taken from the socket at once: many records, since TLS itself asks for a few KiB at a time.
 const AHEAD: usize = 256 << 10;
@@ -18,16 +21,16 @@ const AHEAD: usize = 256 << 10;
 /// A TLS session over a socket that somebody else holds.
 pub(super) struct Session {
     tls: ClientConnection,
-    received: Received,
+    received: RecordBuffer,
 }
 
 /// Bytes from the socket that TLS has not seen yet.
-struct Received {
+struct RecordBuffer {
     buffer: Vec<u8>,
     at: usize,
     end: usize,
     /// How they come: what TLS hands on comes in whole records, and one of them can drip for ever.
-    pace: Pace,
+    stall_detector: StallDetector,
 }
 
 /// The socket as TLS sees it. One record can take many receives: each of them is kept within the deadline.
@@ -36,7 +39,7 @@ struct Wire<'a> {
     limits: &'a Limits,
     /// What the socket's timeout is now.
     timeout: &'a mut Option<Duration>,
-    received: &'a mut Received,
+    received: &'a mut RecordBuffer,
 }
 
 impl Session {
@@ -44,7 +47,10 @@ impl Session {
         let failed = |e: &dyn std::error::Error| Error::new(ErrorKind::System, format!("cannot set up TLS: {e}"));
         let name = ServerName::try_from(tls::NAME).map_err(|e| failed(&e))?;
         let tls = ClientConnection::new(Arc::clone(config), name).map_err(|e| failed(&e))?;
-        Ok(Self { tls, received: Received { buffer: Vec::new(), at: 0, end: 0, pace: Pace::default() } })
+        Ok(Self {
+            tls,
+            received: RecordBuffer { buffer: Vec::new(), at: 0, end: 0, stall_detector: StallDetector::default() },
+        })
     }
 
     /// Agrees with the server on keys, and checks its certificate.
@@ -83,7 +89,7 @@ impl Session {
         timeout: &mut Option<Duration>,
         bytes: &[u8],
     ) -> io::Result<()> {
-        self.received.pace = Pace::default();
+        self.received.stall_detector = StallDetector::default();
         let mut wire = Wire { socket, limits, timeout, received: &mut self.received };
         let mut stream = Stream::new(&mut self.tls, &mut wire);
         stream.write_all(bytes)?;
@@ -112,7 +118,7 @@ impl Read for Wire<'_> {
             self.received.buffer.resize(AHEAD, 0);
             match (&mut &*self.socket).read(&mut self.received.buffer) {
                 Ok(0) => return Ok(0),
-                Ok(got) if self.received.pace.is_stuck(got, self.limits.stall) => {
+                Ok(got) if self.received.stall_detector.is_stuck(got, self.limits.stall) => {
                     return Err(io::ErrorKind::TimedOut.into());
                 }
                 Ok(got) => (self.received.at, self.received.end) = (0, got),

@@ -1,7 +1,11 @@
-//! A checkpoint at its source: fetched over lanes, verified against its digests.
+//! A checkpoint at its sources: opened, fetched over lanes, verified against its digests.
+//!
+//! [`Remote::open`] (module `open`) asks the sources in turn until one answers and reads header and reserved entries
+//! (`first_fetch`). A fetch lays out the memory, makes a plan of it, lets lanes bring what is missing (`transfer`), and
+//! compares the checksums with those of the source until all match at one moment (`verify`).
 
+mod first_fetch;
 mod open;
-mod opened;
 mod transfer;
 mod verify;
 
@@ -14,18 +18,18 @@ use tensorferry_wire::container::{self, Entry, Header};
 use tensorferry_wire::digest::{Algorithm, BLOCK_SIZE};
 
 #[cfg(fuzzing)]
-pub(super) use self::opened::Opened;
+pub(super) use self::first_fetch::FirstFetch;
 pub(super) use self::transfer::{Load, default_lanes};
 pub(super) use self::verify::Passes;
 use super::blocks::block_len;
 use super::connection::Connection;
+use super::ledger::BlockLedger;
 use super::limits::Limits;
-use super::plan::{Piece, Plan};
-use super::received::Received;
-use super::{Arrived, Destination, Peer, Report};
-use crate::arena::{Arena, Places, Pool};
+use super::{Arrived, Destination, Source};
 use crate::error::{Error, ErrorKind};
-use crate::slices::{self, Slice};
+use crate::memory::{Arena, ArenaLayout, ArenaPool};
+use crate::payload::{Piece, Plan, Slice, slices};
+use crate::report::Report;
 
 /// How often a source is asked for its header before it is given up.
 const OPEN_ATTEMPTS: u32 = 5;
@@ -34,10 +38,10 @@ const SAME_HOST_BYTES: u64 = 16 << 20;
 
 /// A checkpoint at its source: the header is here and verified, the payload is not fetched yet.
 pub struct Remote {
-    peers: Vec<Peer>,
-    /// The peer that the others are held against.
+    sources: Vec<Source>,
+    /// The source that the others are held against.
     primary: usize,
-    /// The peer that header and prefix came from.
+    /// The source that header and prefix came from.
     opener: usize,
     key: String,
     header: Arc<Header>,
@@ -48,7 +52,7 @@ pub struct Remote {
     prefix: Vec<u8>,
     limits: Limits,
     lanes: Option<usize>,
-    pool: Option<Arc<Pool>>,
+    pool: Option<Arc<ArenaPool>>,
     progress: Arc<AtomicU64>,
     /// The way the header came.
     route: Option<(IpAddr, IpAddr)>,
@@ -59,7 +63,7 @@ pub struct Remote {
 
 impl std::fmt::Debug for Remote {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Remote").field("peers", &self.peers).field("key", &self.key).finish_non_exhaustive()
+        f.debug_struct("Remote").field("sources", &self.sources).field("key", &self.key).finish_non_exhaustive()
     }
 }
 
@@ -81,8 +85,9 @@ impl Remote {
     ///
     /// # Errors
     /// As [`Remote::open`]; also [`ErrorKind::Corrupt`] when bytes do not match their checksum time and again,
-    /// [`ErrorKind::Torn`] when the source keeps changing what it serves, [`ErrorKind::Changed`] when the source moved on, [`ErrorKind::System`] when there is no memory. Memory given as
-    /// destination may then hold some of the new bytes.
+    /// [`ErrorKind::Torn`] when the source keeps changing what it serves, [`ErrorKind::Changed`] when the source moved
+    /// on, [`ErrorKind::System`] when there is no memory. Memory given as destination may then hold some of the new
+    /// bytes.
     pub fn fetch(mut self, destination: Destination) -> Result<Arrived, Error> {
         let started = Instant::now();
         let placed = self.place(destination.addresses().as_deref(), &[])?;
@@ -121,8 +126,8 @@ impl Remote {
     }
 
     /// What has come of all blocks: those that came along with the header.
-    pub(super) fn received(&self) -> Result<Received, Error> {
-        let received = Received::new(&self.blocks(), Arc::clone(&self.progress))?;
+    pub(super) fn received(&self) -> Result<BlockLedger, Error> {
+        let received = BlockLedger::new(&self.blocks(), Arc::clone(&self.progress))?;
         for (block, digest) in (0..).zip(self.prefix_digests()) {
             received.note(block, digest, self.opener);
         }
@@ -131,7 +136,7 @@ impl Remote {
 
     /// Whether more than one source was named.
     pub(super) fn has_several_sources(&self) -> bool {
-        self.peers.len() > 1
+        self.sources.len() > 1
     }
 
     /// Fetches and verifies parts of entries, and as little besides as whole blocks of digests allow.
@@ -150,10 +155,10 @@ impl Remote {
                 self.copy_prefix(&plan);
                 continue;
             }
-            let grain = plan.fitting_grain();
-            let plan = plan.grained(grain);
+            let block_size = plan.fitting_block_size();
+            let plan = plan.with_block_size(block_size);
             let wanted = plan.wanted_blocks(0);
-            let received = Received::new(&wanted, Arc::clone(&self.progress))?;
+            let received = BlockLedger::new(&wanted, Arc::clone(&self.progress))?;
             layers.push((plan, wanted, received));
         }
         self.choose_way(layers.iter().map(|(plan, wanted, _)| plan.held(wanted)).sum());
@@ -182,7 +187,7 @@ impl Remote {
     /// Leaves shared memory alone where all that is still to come has so few bytes.
     pub(super) fn choose_way(&self, bytes: u64) {
         if bytes < SAME_HOST_BYTES {
-            self.peers.iter().for_each(Peer::give_up_same_host);
+            self.sources.iter().for_each(Source::give_up_same_host);
         }
     }
 
@@ -199,7 +204,7 @@ impl Remote {
             here[index] = false;
         }
         let mut offsets = vec![None; entries.len()];
-        let mut places = Places::default();
+        let mut places = ArenaLayout::default();
         // In payload order, so that neighbours on the wire are neighbours in memory and one receive fills many.
         for (index, entry) in self.header.in_payload_order() {
             if address_of(index).is_none() && here[index] && !is_reserved(entry) {
@@ -235,8 +240,10 @@ impl Remote {
             for block in first..end.min(have) {
                 let (start, stop) = plan.block_bounds(block);
                 plan.with_slices(start, stop, &mut sink, |slices| {
-                    // The prefix holds whole blocks and lies in memory, so offsets into it fit.
-                    #[allow(clippy::cast_possible_truncation)]
+                    #[allow(
+                        clippy::cast_possible_truncation,
+                        reason = "the prefix holds whole blocks and lies in memory, so offsets into it fit"
+                    )]
                     let mut at = start as usize;
                     for slice in slices {
                         let end = at + slice.len();

@@ -1,17 +1,21 @@
-//! Opening a checkpoint: which of its sources answers, and until when each is asked.
+//! Opening a checkpoint: which of its sources answers, and how long each is asked.
+//!
+//! Sources are asked one at a time, each with a share of the time that is left, so that one that is stuck does not use
+//! up the deadline. One that says nothing is asked again later and given twice as long; a refused connection is retried
+//! once.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::opened::Opened;
+use super::first_fetch::FirstFetch;
 use super::{OPEN_ATTEMPTS, Passes, Remote};
 use crate::client::connection::Connection;
 use crate::client::limits::Limits;
-use crate::client::url::Source;
-use crate::client::{FetchOptions, Peer};
+use crate::client::url::SourceUrl;
+use crate::client::{FetchOptions, Source};
 use crate::error::{Error, ErrorKind};
-use crate::secret;
+use crate::trust::secret;
 
 /// How long one of several sources may be silent before the next one is asked; twice as long each time it is its turn.
 const OPEN_PATIENCE: Duration = Duration::from_secs(1);
@@ -21,30 +25,55 @@ const NEXT_PATIENCE: Duration = Duration::from_secs(1);
 const WHY_PATIENCE: Duration = Duration::from_secs(1);
 
 impl Remote {
-    /// Asks the sources in `urls` for `step`; they must serve the same snapshot. Waits while nothing is allowed yet.
+    /// Asks the sources in `urls` for `step`; they must serve the same snapshot. Waits while the gate is closed there.
+    ///
+    /// What returns has the header and the reserved entries, verified; [`Remote::fetch`] brings the rest.
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use bytes::Bytes;
+    /// use tensorferry_core::{Destination, FetchOptions, Item, Publication, Remote, Server, ServerConfig, Stability};
+    /// use tensorferry_wire::dtype::Dtype;
+    ///
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// # let runtime = tokio::runtime::Runtime::new()?;
+    /// # let server = Server::bind(&ServerConfig::default(), runtime.handle())?;
+    /// let item = Item::bytes("w", Dtype::U8, &[3], Bytes::from_static(b"abc"));
+    /// server.store().publish(3, Publication::new(Vec::new(), vec![item], Stability::Private, Box::new(()))?);
+    ///
+    /// let remote = Remote::open(&[&server.url("127.0.0.1")], 3, FetchOptions::within(Duration::from_secs(10)))?;
+    /// assert_eq!(remote.header().entries()[0].name, "w");
+    /// let mut weights = [0_u8; 3];
+    /// // SAFETY: as many bytes as the entry has, which nobody else uses until `fetch` has returned.
+    /// let destination = unsafe { Destination::given(vec![Some(weights.as_mut_ptr() as usize)]) };
+    /// let report = remote.fetch(destination)?.report().clone();
+    /// assert_eq!((&weights, report.bytes), (b"abc", 3));
+    /// # Ok(())
+    /// # }
+    /// ```
     ///
     /// # Errors
     /// [`ErrorKind::Timeout`] at the deadline; [`ErrorKind::Connect`] when no source can be reached;
     /// [`ErrorKind::Changed`] when what the source had begun to send is gone and nothing takes its place;
     /// [`ErrorKind::Status`] when it refuses, 400 for a step it does not serve; [`ErrorKind::Foreign`] when it is a
-    /// stock torchft server; [`ErrorKind::Unproven`] when it does not know the secret; [`ErrorKind::Protocol`] when what
-    /// it says is not valid.
+    /// stock torchft server; [`ErrorKind::Unproven`] when it does not know the secret; [`ErrorKind::Protocol`] when
+    /// what it says is not valid.
     pub fn open(urls: &[&str], step: i64, options: FetchOptions) -> Result<Self, Error> {
         let started = Instant::now();
         let deadline = started
             .checked_add(options.timeout)
             .ok_or_else(|| Error::new(ErrorKind::Invalid, "the timeout is too long to be counted"))?;
         let limits = Limits { started, deadline, stall: options.stall, cancel: options.cancel };
-        let peers = urls.iter().map(|url| Peer::parse(url, options.same_host, options.secret.as_ref()));
-        let peers = peers.collect::<Result<Vec<_>, Error>>()?;
+        let sources = urls.iter().map(|url| Source::parse(url, options.same_host, options.secret.as_ref()));
+        let sources = sources.collect::<Result<Vec<_>, Error>>()?;
         let mut last = Error::new(ErrorKind::Invalid, "no source was named");
         // What was waited for at each source that did not answer in time.
-        let mut waited: Vec<Option<String>> = vec![None; peers.len()];
+        let mut waited: Vec<Option<String>> = vec![None; sources.len()];
         // Of each source: the snapshot it has begun to send, and what it said when that was gone.
-        let mut begun: Vec<(Option<String>, Option<Error>)> = peers.iter().map(|_| (None, None)).collect();
-        let mut passes: Vec<Passes> = peers.iter().map(|_| Passes::default()).collect();
+        let mut begun: Vec<(Option<String>, Option<Error>)> = sources.iter().map(|_| (None, None)).collect();
+        let mut passes: Vec<Passes> = sources.iter().map(|_| Passes::default()).collect();
         // Each in turn, so that one that is stuck costs a share of the time and not all of it.
-        let mut standing: VecDeque<_> = (0..peers.len()).map(|index| (index, 0_u32, 0_u32)).collect();
+        let mut standing: VecDeque<_> = (0..sources.len()).map(|index| (index, 0_u32, 0_u32)).collect();
         while let Some((primary, asked, failures)) = standing.pop_front() {
             if asked > 0 && !limits.pause(Duration::from_millis(20 << asked.min(5)), || false) {
                 return Err(match limits.left() {
@@ -52,7 +81,7 @@ impl Remote {
                     _ => last,
                 });
             }
-            let source = &peers[primary].source;
+            let url = &sources[primary].url;
             let others = u32::try_from(standing.len()).unwrap_or(u32::MAX);
             let mut share = limits.share(others + 1);
             if others > 0 {
@@ -65,15 +94,15 @@ impl Remote {
             if gone.is_some() {
                 patience = patience.min(NEXT_PATIENCE);
             }
-            let (opened, nobody) = match Connection::open(source, &share) {
+            let (opened, nobody) = match Connection::open(url, &share) {
                 Ok(connection) => {
                     let passes = &mut passes[primary];
-                    let opened = Opened::read(connection, step, options.ahead, &share, patience, etag, passes);
+                    let opened = FirstFetch::read(connection, step, options.ahead, &share, patience, etag, passes);
                     if let Err(e) = &opened
                         && e.is_timeout()
                         && (limits.left().is_ok() || waited[primary].is_none())
                     {
-                        waited[primary] = Some(format!("{}: {}", reason(e), why(source, &limits, patience)));
+                        waited[primary] = Some(format!("{}: {}", reason(e), why(url, &limits, patience)));
                     }
                     (opened, false)
                 }
@@ -87,10 +116,10 @@ impl Remote {
             };
             match opened {
                 Ok(opened) => {
-                    let _ = peers[primary].etag.set(opened.etag);
-                    peers[primary].learn(opened.same_host);
+                    let _ = sources[primary].etag.set(opened.etag);
+                    sources[primary].learn(opened.same_host);
                     return Ok(Self {
-                        peers,
+                        sources,
                         primary,
                         opener: primary,
                         key: step.to_string(),
@@ -110,11 +139,11 @@ impl Remote {
                     });
                 }
                 Err(e) if e.is_timeout() && gone.is_some() => {
-                    // Who waits here waits for something else than what was asked for, and may do so for ever.
+                    // This wait is for another snapshot than the one that was begun, and may last for ever.
                     last = gone.take().unwrap_or(e);
                 }
                 Err(e) => {
-                    // Not a refusal, which is what the source has to say. Nobody there is worth one more try and no more.
+                    // A refusal by status is the source's answer and stays. A refused connection is retried once.
                     let refused = matches!(e.kind(), ErrorKind::Status(_));
                     let repairable = e.is_transient() || e.kind() == ErrorKind::Changed;
                     let most = if nobody { 2 } else { OPEN_ATTEMPTS };
@@ -123,7 +152,7 @@ impl Remote {
                         standing.push_back((primary, asked + 1, failures));
                     }
                     let changed = e.kind() == ErrorKind::Changed;
-                    last = e.at(&format!("step {step} from {}", source.authority()));
+                    last = e.at(&format!("step {step} from {}", url.authority()));
                     if changed {
                         *etag = None;
                         *gone = Some(Error::new(ErrorKind::Changed, last.to_string()));
@@ -149,15 +178,15 @@ fn reason(e: &Error) -> String {
     e.waited_for().map_or_else(|| e.to_string().trim_start_matches("timed out: ").to_owned(), str::to_owned)
 }
 
-/// Why `source` keeps a request waiting, as its own counters tell: they need no proof and no checkpoint.
-fn why(source: &Arc<Source>, limits: &Limits, patience: Duration) -> String {
+/// Why the source at `url` keeps a request waiting, read from its counters: they need no proof and no checkpoint.
+fn why(url: &Arc<SourceUrl>, limits: &Limits, patience: Duration) -> String {
     let limits = limits.at_most((patience / 4).clamp(Duration::from_millis(50), WHY_PATIENCE));
-    counters(source, &limits).unwrap_or_else(|| "it accepts connections and answers nothing".to_owned())
+    counters(url, &limits).unwrap_or_else(|| "it accepts connections and answers nothing".to_owned())
 }
 
-fn counters(source: &Arc<Source>, limits: &Limits) -> Option<String> {
-    let path = format!("{}metrics", source.prefix().strip_suffix("checkpoint/")?);
-    let mut connection = Connection::open(source, limits).ok()?;
+fn counters(url: &Arc<SourceUrl>, limits: &Limits) -> Option<String> {
+    let path = format!("{}metrics", url.prefix().strip_suffix("checkpoint/")?);
+    let mut connection = Connection::open(url, limits).ok()?;
     let head = connection.get(&path, None, None, None).ok()?;
     let body = connection.body(&head, 1 << 20).ok().filter(|_| head.status == 200)?;
     let page = String::from_utf8_lossy(&body);

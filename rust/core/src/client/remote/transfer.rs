@@ -1,14 +1,18 @@
-//! A transfer: the lanes bring blocks, and those that do not match their checksums are brought again.
+//! A transfer: lanes bring blocks, and blocks that do not match their digests are brought again.
+//!
+//! How many lanes and how large their requests are follows from the number of cores and blocks; both are measured
+//! choices.
 
 use tensorferry_wire::digest::BLOCK_SIZE;
 
 use super::Remote;
 use super::verify::Passes;
-use crate::client::plan::{Plan, Queue};
-use crate::client::received::Received;
-use crate::client::watch::Watch;
-use crate::client::{Report, lane};
+use crate::client::lane;
+use crate::client::ledger::BlockLedger;
+use crate::client::stragglers::StragglerMonitor;
 use crate::error::Error;
+use crate::payload::{Plan, Queue};
+use crate::report::Report;
 
 /// Blocks of 1 MiB in one request of a lane, at most.
 const MAX_RANGE_BLOCKS: u64 = 16;
@@ -24,18 +28,18 @@ pub(in crate::client) struct Load<'a> {
     pub(in crate::client) missing: &'a [(u64, u64)],
     /// Those that have to be as they are at the source when the last of them has come.
     pub(in crate::client) held: &'a [(u64, u64)],
-    pub(in crate::client) received: &'a Received,
+    pub(in crate::client) received: &'a BlockLedger,
 }
 
 impl Remote {
-    /// Brings what is missing of `loads`, and again what does not match its digest, until everything held does at one moment:
-    /// the digests of all of it are asked for after the last byte has come.
+    /// Brings what is missing of `loads`, and again what does not match its digest, until everything held does at one
+    /// moment: the digests of all of it are asked for after the last byte has come.
     pub(in crate::client) fn transfer(&mut self, loads: &[Load<'_>], report: &mut Report) -> Result<(), Error> {
         if loads.iter().all(|load| load.missing.is_empty()) {
             return Ok(());
         }
         for load in loads {
-            let joined = load.missing.len() > MANY_RUNS && load.plan.grain() < BLOCK_SIZE;
+            let joined = load.missing.len() > MANY_RUNS && load.plan.block_size() < BLOCK_SIZE;
             let asked = if joined { &load.plan.wanted_blocks(JOIN_GAP)[..] } else { load.missing };
             self.run_lanes(load.plan, asked, true, load.received, report)?;
         }
@@ -56,7 +60,7 @@ impl Remote {
         plan: &Plan,
         runs: &[(u64, u64)],
         spread: bool,
-        received: &Received,
+        received: &BlockLedger,
         report: &mut Report,
     ) -> Result<(), Error> {
         let blocks: u64 = runs.iter().map(|(a, b)| b - a).sum();
@@ -69,7 +73,7 @@ impl Remote {
         let transfer = lane::Transfer {
             plan,
             queue: &queue,
-            peers: &self.peers,
+            sources: &self.sources,
             primary: self.primary,
             spread,
             key: &self.key,
@@ -79,7 +83,7 @@ impl Remote {
             algorithm: &self.algorithm,
             limits: &self.limits,
             received,
-            watch: Watch::new(lanes),
+            watch: StragglerMonitor::new(lanes),
             alive: lanes.into(),
         };
         let builder = |index| std::thread::Builder::new().name(format!("tensorferry-lane-{index}"));
@@ -92,10 +96,11 @@ impl Remote {
         queue.finish()
     }
 
-    /// On one machine each lane has a thread on either side that copies: more of them than cores are in each other's way.
+    /// On one machine each lane has a thread on either side that copies: more of them than cores are in each other's
+    /// way.
     fn default_lanes(&self) -> usize {
         let cores = std::thread::available_parallelism().map_or(2, std::num::NonZero::get);
-        let local = self.peers.len() == 1 && self.peers[0].same_host().is_some();
+        let local = self.sources.len() == 1 && self.sources[0].same_host().is_some();
         if local { cores.clamp(2, 4) } else { default_lanes() }
     }
 }

@@ -1,4 +1,8 @@
-//! Holding what came against the digests of the source.
+//! Comparing what came with the digests of the source.
+//!
+//! A block that does not match is fetched again. [`Passes`] tells two causes apart: if the source's own digests stay
+//! the same, bytes are damaged on their way, and a few attempts must do; if they change, the source changes its state
+//! while it serves it, and gets more attempts, since it may come to rest.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,12 +12,12 @@ use tensorferry_wire::digest::{BLOCK_SIZE, DigestTable, Hasher};
 
 use super::Remote;
 use super::transfer::Load;
-use crate::client::Report;
 use crate::client::answers::{changed, read_digests};
 use crate::client::blocks::{block_len, requests};
 use crate::client::connection::Connection;
 use crate::error::{Error, ErrorKind};
-use crate::slices;
+use crate::payload::slices;
+use crate::report::Report;
 
 /// How often a block that does not match its checksum is fetched again before the transfer fails.
 const CORRUPT_RETRIES: u32 = 3;
@@ -70,8 +74,8 @@ pub(super) fn add(all: &mut Hasher, digests: &[u64]) {
 }
 
 impl Remote {
-    /// One pass over all of `loads`: the runs of blocks of each that differ from what the source has now. Fails when that
-    /// has gone on for too long.
+    /// One pass over all of `loads`: the runs of blocks of each that differ from what the source has now. Fails when
+    /// that has gone on for too long.
     pub(in crate::client) fn differing(
         &mut self,
         loads: &[Load<'_>],
@@ -81,7 +85,7 @@ impl Remote {
         let mut all = Hasher::new();
         let mut differing = Vec::with_capacity(loads.len());
         for load in loads {
-            if load.plan.grain() < BLOCK_SIZE {
+            if load.plan.block_size() < BLOCK_SIZE {
                 report.bytes += 8 * load.held.iter().map(|(a, b)| b - a).sum::<u64>();
             }
             let runs = self.mismatched(load, &mut all)?;
@@ -91,7 +95,7 @@ impl Remote {
         }
         let first = |(load, runs): (&Load<'_>, &Vec<(u64, u64)>)| Some(load.plan.block_bounds(runs.first()?.0));
         let Some(first) = loads.iter().zip(&differing).find_map(first) else { return Ok(differing) };
-        let etag = self.peers[self.primary].etag.get().map_or("", String::as_str);
+        let etag = self.sources[self.primary].etag.get().map_or("", String::as_str);
         passes.note(etag, &all);
         let most = if passes.changes > 0 { CHANGE_RETRIES } else { CORRUPT_RETRIES };
         let bytes = |load: &Load<'_>, runs| load.plan.held(runs);
@@ -106,22 +110,23 @@ impl Remote {
         Ok(differing)
     }
 
-    /// Compares the checksums of the blocks held with the source's, which are added to `all`; returns the runs that differ.
+    /// Compares the checksums of the blocks held with the source's, which are added to `all`; returns the runs that
+    /// differ.
     fn mismatched(&mut self, load: &Load<'_>, all: &mut Hasher) -> Result<Vec<(u64, u64)>, Error> {
-        let (grain, received) = (load.plan.grain(), load.received);
+        let (block_size, received) = (load.plan.block_size(), load.received);
         let mut differ: Vec<(u64, u64)> = Vec::new();
-        for asked in requests(load.held, grain) {
-            let table = self.digests(&asked, grain)?;
+        for asked in requests(load.held, block_size) {
+            let table = self.digests(&asked, block_size)?;
             add(all, &table.blocks);
             for (block, &theirs) in asked.iter().flat_map(|&(a, b)| a..b).zip(&table.blocks) {
                 if received.digest(block) == Some(theirs) {
                     continue;
                 }
-                let from = &self.peers[received.origin(block)];
-                // Whatever it was: the network is the way that has to work.
+                let from = &self.sources[received.origin(block)];
+                // Whatever the cause: the network is the route that has to work.
                 from.give_up_same_host();
                 received.note_trouble(
-                    from.source.authority(),
+                    from.url.authority(),
                     format!(
                         "block {block} of its bytes did not match the checksum: damaged on the way, of another snapshot, \
                          or changed while it was served (see snapshot=\"copy\")"
@@ -148,28 +153,28 @@ impl Remote {
         Ok(self.prefix_digests().eq(table.blocks))
     }
 
-    /// The source's digests of `runs` of blocks, from any peer that serves this snapshot; that one is the primary from then
-    /// on.
-    fn digests(&mut self, runs: &[(u64, u64)], grain: u64) -> Result<DigestTable, Error> {
+    /// The source's digests of `runs` of blocks, from any source that serves this snapshot; that one is the primary
+    /// from then on.
+    fn digests(&mut self, runs: &[(u64, u64)], block_size: u64) -> Result<DigestTable, Error> {
         let mut last = Error::new(ErrorKind::Connect, "no source is left");
-        for turn in 0..=self.peers.len() {
-            let index = (self.primary + turn.saturating_sub(1)) % self.peers.len();
-            let peer = &self.peers[index];
-            let ours = |c: &Connection| turn == 0 && c.is_reusable() && Arc::ptr_eq(c.source(), &peer.source);
+        for turn in 0..=self.sources.len() {
+            let index = (self.primary + turn.saturating_sub(1)) % self.sources.len();
+            let source = &self.sources[index];
+            let ours = |c: &Connection| turn == 0 && c.is_reusable() && Arc::ptr_eq(c.url(), &source.url);
             let reused = self.connections.iter().position(ours).map(|at| self.connections.swap_remove(at));
             let attempt = match reused {
                 Some(connection) => Ok(connection),
                 None if turn == 0 => continue,
                 // It said nothing a moment ago, and there are others.
-                None if turn == 1 && last.is_timeout() && self.peers.len() > 1 => continue,
-                None => Connection::open(&peer.source, &self.limits),
+                None if turn == 1 && last.is_timeout() && self.sources.len() > 1 => continue,
+                None => Connection::open(&source.url, &self.limits),
             };
             let answer = attempt.and_then(|mut connection| {
-                let etag = peer.etag.get().map(String::as_str);
+                let etag = source.etag.get().map(String::as_str);
                 if index != self.opener && !self.has_prefix(&mut connection, etag)? {
                     return Err(changed());
                 }
-                let (table, _) = read_digests(&mut connection, &self.key, etag, runs, grain)?;
+                let (table, _) = read_digests(&mut connection, &self.key, etag, runs, block_size)?;
                 Ok((connection, table))
             });
             match answer {

@@ -1,4 +1,13 @@
-//! Bytes of memory: the whole, one range of it or runs of blocks, with the conditions and ranges of RFC 9110.
+//! Answers that are bytes of memory: all of it, one range, or runs of blocks, under the conditions of RFC 9110.
+//!
+//! | request | answer |
+//! |---|---|
+//! | no `Range`, or one that is not understood | 200 with everything |
+//! | one satisfiable range | 206 |
+//! | a range behind the end | 416 |
+//! | `?blocks=first-end,...` | 200 with those blocks, one run behind the other |
+//! | `If-Match` with another entity tag | 412 |
+//! | `If-None-Match` with this one | 304 |
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -10,13 +19,14 @@ use tensorferry_wire::request::{self, RangeSpec};
 
 use super::messages::{GONE, OCTETS, insert, joined, text};
 use super::waiting::runs_filled;
-use super::{Answer, Connection};
-use crate::body::{MemoryBody, ServedBody};
-use crate::publication::{Lease, Segments};
+use super::{ConnectionContext, ServedResponse};
+use crate::payload::Segments;
+use crate::publication::Lease;
+use crate::server::body::{MemoryBody, ServedBody};
 use crate::server::metrics::Sending;
 
 /// Counts a request as open until its answer, body included, is dropped.
-struct Open(Arc<Connection>, Sending);
+struct Open(Arc<ConnectionContext>, Sending);
 
 impl Drop for Open {
     fn drop(&mut self) {
@@ -26,7 +36,7 @@ impl Drop for Open {
 }
 
 /// 412 and 304 as the conditions in `headers` ask for, or `None` when the request goes on.
-pub(super) fn conditional(headers: &HeaderMap, etag: &str) -> Option<Answer> {
+pub(super) fn conditional(headers: &HeaderMap, etag: &str) -> Option<ServedResponse> {
     if let Some(value) = joined(headers, header::IF_MATCH)
         && !request::etag_matches_strong(&value, etag)
     {
@@ -45,12 +55,12 @@ pub(super) fn conditional(headers: &HeaderMap, etag: &str) -> Option<Answer> {
 
 /// The whole of `segments` or the one range of it that `request` asks for, on the conditions it makes.
 pub(super) fn memory<B>(
-    connection: &Arc<Connection>,
+    connection: &Arc<ConnectionContext>,
     lease: Arc<Lease>,
     segments: Arc<Segments>,
     digest: bool,
     request: &Request<B>,
-) -> Answer {
+) -> ServedResponse {
     let headers = request.headers();
     // Ranges are defined for GET alone (RFC 9110, section 14.2).
     let range = joined(headers, header::RANGE).filter(|_| request.method() == Method::GET);
@@ -85,42 +95,43 @@ pub(super) fn memory<B>(
 
 /// The runs of blocks that `query` names, one after the other.
 pub(super) async fn blocks<B>(
-    connection: &Arc<Connection>,
+    connection: &Arc<ConnectionContext>,
     lease: Arc<Lease>,
     asked: &Request<B>,
     query: &str,
-) -> Answer {
+) -> ServedResponse {
     if let Some(refused) = conditional(asked.headers(), lease.publication().etag()) {
         return refused;
     }
-    let known = |(runs, grain): &(Vec<(u64, u64)>, u64)| runs.iter().all(|run| run.1 <= lease.block_count(*grain));
-    let Some((runs, grain)) = request::parse_runs(query).filter(known) else {
+    let known =
+        |(runs, block_size): &(Vec<(u64, u64)>, u64)| runs.iter().all(|run| run.1 <= lease.block_count(*block_size));
+    let Some((runs, block_size)) = request::parse_runs(query).filter(known) else {
         return no_such_blocks(&lease, query);
     };
-    if let Err(refused) = runs_filled(connection, &lease, &runs, grain).await {
+    if let Err(refused) = runs_filled(connection, &lease, &runs, block_size).await {
         return refused;
     }
     let segments = Arc::clone(lease.publication().content());
     let (start, len) = (lease.publication().payload_start(), segments.len());
-    let runs = runs.into_iter().map(|(first, end)| (start + first * grain, (start + end * grain).min(len)));
+    let runs = runs.into_iter().map(|(first, end)| (start + first * block_size, (start + end * block_size).min(len)));
     let runs = runs.collect();
     body(connection, lease, segments, false, runs)
 }
 
 /// The refusal of a `query` for blocks that are not there.
-pub(super) fn no_such_blocks(lease: &Lease, query: &str) -> Answer {
+pub(super) fn no_such_blocks(lease: &Lease, query: &str) -> ServedResponse {
     let count = lease.block_count(BLOCK_SIZE);
     text(StatusCode::BAD_REQUEST, &format!("there are {count} blocks of 1 MiB, not {query}"))
 }
 
 /// An answer of `runs` of bytes of `segments`.
 fn body(
-    connection: &Arc<Connection>,
+    connection: &Arc<ConnectionContext>,
     lease: Arc<Lease>,
     segments: Arc<Segments>,
     digest: bool,
     runs: Vec<(u64, u64)>,
-) -> Answer {
+) -> ServedResponse {
     let etag = lease.publication().etag().to_owned();
     let total = runs.iter().map(|(start, end)| end - start).sum();
     let mut rest = runs.into_iter();

@@ -1,4 +1,7 @@
-//! The digest table, or a part of it: as it is, or with a proof of the shared secret.
+//! The digest table of a publication, all of it or the blocks that are asked for.
+//!
+//! With a shared secret the table is keyed and the answer carries a proof for exactly this request and body, so that a
+//! receiver knows that its source knows the secret.
 
 use std::sync::Arc;
 
@@ -12,7 +15,7 @@ use tensorferry_wire::request;
 use super::content::{conditional, no_such_blocks};
 use super::messages::{GONE, bytes, insert, text};
 use super::waiting::runs_filled;
-use super::{Answer, Connection};
+use super::{ConnectionContext, ServedResponse};
 use crate::publication::Lease;
 
 /// Digests of blocks below 1 MiB that one request may ask for: computing them holds up a thread.
@@ -20,22 +23,23 @@ const MAX_FINE_DIGESTS: u64 = 1 << 20;
 
 /// The digest table, or what `?blocks=first-end` asks for, maybe of blocks of another size: `&grain=4096`.
 pub(super) async fn digests<B>(
-    connection: &Connection,
+    connection: &ConnectionContext,
     lease: Arc<Lease>,
     asked: &Request<B>,
     nonce: Option<&Nonce>,
-) -> Answer {
+) -> ServedResponse {
     let etag = lease.publication().etag().to_owned();
     if let Some(refused) = conditional(asked.headers(), &etag) {
         return refused;
     }
-    let (runs, grain) = match asked.uri().query().filter(|q| q.starts_with("blocks=")) {
+    let (runs, block_size) = match asked.uri().query().filter(|q| q.starts_with("blocks=")) {
         None => (vec![(0, lease.block_count(BLOCK_SIZE))], BLOCK_SIZE),
         Some(query) => {
-            let one = request::parse_blocks(query).map(|(first, end, grain)| (vec![(first, end)], grain));
-            let known = |(runs, grain): &(Vec<(u64, u64)>, u64)| {
-                let few = *grain == BLOCK_SIZE || runs.iter().map(|run| run.1 - run.0).sum::<u64>() <= MAX_FINE_DIGESTS;
-                runs.iter().all(|run| run.1 <= lease.block_count(*grain)) && few
+            let one = request::parse_blocks(query).map(|(first, end, block_size)| (vec![(first, end)], block_size));
+            let known = |(runs, block_size): &(Vec<(u64, u64)>, u64)| {
+                let few =
+                    *block_size == BLOCK_SIZE || runs.iter().map(|run| run.1 - run.0).sum::<u64>() <= MAX_FINE_DIGESTS;
+                runs.iter().all(|run| run.1 <= lease.block_count(*block_size)) && few
             };
             let Some(found) = one.or_else(|| request::parse_runs(query)).filter(known) else {
                 return no_such_blocks(&lease, query);
@@ -43,16 +47,16 @@ pub(super) async fn digests<B>(
             found
         }
     };
-    if let Err(refused) = runs_filled(connection, &lease, &runs, grain).await {
+    if let Err(refused) = runs_filled(connection, &lease, &runs, block_size).await {
         return refused;
     }
-    if runs.iter().any(|run| run.1 == lease.block_count(grain)) {
+    if runs.iter().any(|run| run.1 == lease.block_count(block_size)) {
         lease.note_last();
     }
-    let table = if lease.digests_known(&runs, grain) {
-        lease.digests(&runs, grain)
+    let table = if lease.digests_known(&runs, block_size) {
+        lease.digests(&runs, block_size)
     } else {
-        match tokio::task::spawn_blocking(move || lease.digests(&runs, grain)).await {
+        match tokio::task::spawn_blocking(move || lease.digests(&runs, block_size)).await {
             Ok(table) => table,
             Err(_) => return text(StatusCode::INTERNAL_SERVER_ERROR, "the digests could not be computed"),
         }
@@ -60,15 +64,15 @@ pub(super) async fn digests<B>(
     let Some(table) = table else {
         return text(StatusCode::PRECONDITION_FAILED, GONE);
     };
-    let (Some(guard), Some(nonce)) = (&connection.shared.guard, nonce) else {
-        let mut found = bytes(Bytes::from(table.encode_grained(&Algorithm::Crc64, grain)));
+    let (Some(auth), Some(nonce)) = (&connection.shared.auth, nonce) else {
+        let mut found = bytes(Bytes::from(table.encode_with_block_size(&Algorithm::Crc64, block_size)));
         insert(found.headers_mut(), header::ETAG, &etag);
         return found;
     };
-    let key = guard.secret().key();
-    let body = table.encode_grained(key.digests(), grain);
+    let key = auth.secret().key();
+    let body = table.encode_with_block_size(key.digests(), block_size);
     let path = asked.uri().path_and_query().map_or("", |p| p.as_str());
-    let proof = key.sign_answer(&proof::Answer { nonce, path, etag: &etag, body: &body });
+    let proof = key.sign_answer(&proof::SignedAnswer { nonce, path, etag: &etag, body: &body });
     let mut found = bytes(Bytes::from(body));
     insert(found.headers_mut(), header::ETAG, &etag);
     insert(found.headers_mut(), HeaderName::from_static(proof::PROOF_HEADER), &proof);

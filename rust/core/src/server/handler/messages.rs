@@ -5,8 +5,8 @@ use http::header::{self, HeaderMap, HeaderName, HeaderValue};
 use http::{Response, StatusCode};
 use hyper::ext::ReasonPhrase;
 
-use super::Answer;
-use crate::body::ServedBody;
+use super::ServedResponse;
+use crate::server::body::ServedBody;
 
 pub(super) const OCTETS: &str = "application/octet-stream";
 pub(super) const GONE: &str = "the snapshot asked for is no longer served";
@@ -25,7 +25,7 @@ pub(super) fn insert(headers: &mut HeaderMap, name: HeaderName, value: &str) {
 }
 
 /// A small body.
-pub(super) fn bytes(body: Bytes) -> Answer {
+pub(super) fn bytes(body: Bytes) -> ServedResponse {
     let mut answer = Response::new(ServedBody::Message(Some(body)));
     answer.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static(OCTETS));
     answer.headers_mut().insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
@@ -33,7 +33,7 @@ pub(super) fn bytes(body: Bytes) -> Answer {
 }
 
 /// A short message; for errors it is also the reason phrase, which is all that a stock torchft peer shows of it.
-pub(super) fn text(status: StatusCode, message: &str) -> Answer {
+pub(super) fn text(status: StatusCode, message: &str) -> ServedResponse {
     let mut answer = Response::new(ServedBody::Message(Some(Bytes::from(format!("{}\n", message.trim_end())))));
     *answer.status_mut() = status;
     answer.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static("text/plain; charset=utf-8"));
@@ -47,14 +47,14 @@ pub(super) fn text(status: StatusCode, message: &str) -> Answer {
 }
 
 /// The answer to a good request for which there is no place now; a moment later there may be.
-pub(super) fn full() -> Answer {
+pub(super) fn full() -> ServedResponse {
     let mut answer = text(StatusCode::SERVICE_UNAVAILABLE, "no place is left for another connection");
     answer.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
     answer
 }
 
-/// Sends whoever asks to another server.
-pub(super) fn elsewhere(url: &str) -> Answer {
+/// Redirects the request to another server, at `url`.
+pub(super) fn elsewhere(url: &str) -> ServedResponse {
     let mut answer = text(StatusCode::TEMPORARY_REDIRECT, "another rank serves this");
     insert(answer.headers_mut(), header::LOCATION, url);
     answer

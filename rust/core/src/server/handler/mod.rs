@@ -1,4 +1,8 @@
 //! One request, one answer.
+//!
+//! [`answer`] goes through the steps every request takes: the method, the path with its random part, the proof of the
+//! secret, a place among the connections that may ask, the resource itself. Refusals are ordinary answers with a short
+//! text, which is also the reason phrase, since that is all torchft's own receiver shows.
 
 mod content;
 mod digests;
@@ -18,14 +22,17 @@ use self::content::{blocks, conditional, memory};
 use self::digests::digests;
 use self::messages::{GONE, bytes, elsewhere, full, insert, text};
 use self::waiting::{filled, lease};
-use super::Connection;
+use super::ConnectionContext;
 use super::metrics::Metrics;
-use crate::body::ServedBody;
 use crate::publication::{Found, Lease};
+use crate::server::body::ServedBody;
 
-type Answer = Response<ServedBody>;
+type ServedResponse = Response<ServedBody>;
 
-pub(super) async fn answer<B>(connection: &Arc<Connection>, request: &Request<B>) -> Result<Answer, Infallible> {
+pub(super) async fn answer<B>(
+    connection: &Arc<ConnectionContext>,
+    request: &Request<B>,
+) -> Result<ServedResponse, Infallible> {
     connection.shared.requests.fetch_add(1, Ordering::Relaxed);
     let head = match *request.method() {
         Method::GET => false,
@@ -59,43 +66,44 @@ pub(super) async fn answer<B>(connection: &Arc<Connection>, request: &Request<B>
     Ok(answer)
 }
 
-/// The resource that may be asked for, and the nonce of the proof where one is needed. Who lacks the secret learns no
-/// more than who lacks the token. Liveness is for everybody; counters are for whoever has the random part of the path,
-/// since no scraper can sign.
+/// The resource that the request may have, and the nonce of its proof where one is needed.
+///
+/// A peer without the secret gets the same 404 as one without the token. Liveness is open to everybody; counters need
+/// the random part of the path alone, since no scraper can sign requests.
 fn permitted<'r, B>(
-    connection: &Connection,
+    connection: &ConnectionContext,
     request: &'r Request<B>,
 ) -> Result<(Resource<'r>, Option<Nonce>), PathError> {
     let path = request.uri().path();
-    let found = request::parse_path(path, &connection.shared.token);
-    let Some(guard) = &connection.shared.guard else { return Ok((found?, None)) };
+    let door = &connection.shared.door;
+    let found = request::parse_path(path, &connection.shared.token).and_then(|found| match found {
+        Resource::Alternate(key, name) if door.alternate(name).is_none() => {
+            Err(PathError::bad_url(&format!("/checkpoint/{key}/{name}")))
+        }
+        found => Ok(found),
+    });
+    let Some(auth) = &connection.shared.auth else { return Ok((found?, None)) };
     match found {
         Ok(Resource::Metrics) => Ok((Resource::Metrics, None)),
         Ok(Resource::Healthz) if path == "/healthz" => Ok((Resource::Healthz, None)),
         Err(PathError::NotFound) => Err(PathError::NotFound),
         found => {
-            let nonce = guard.admit(request).ok_or(PathError::NotFound)?;
+            let nonce = auth.admit(request).ok_or(PathError::NotFound)?;
             Ok((found?, Some(nonce)))
         }
     }
 }
 
 async fn resolve<B>(
-    connection: &Arc<Connection>,
+    connection: &Arc<ConnectionContext>,
     resource: Resource<'_>,
     request: &Request<B>,
     nonce: Option<&Nonce>,
-) -> Answer {
+) -> ServedResponse {
     let key = match resource {
         Resource::Healthz => return text(StatusCode::OK, "ok"),
         Resource::Metrics => return metrics(connection),
-        Resource::Container(key)
-        | Resource::Header(key)
-        | Resource::Digests(key)
-        | Resource::StockFull(key)
-        | Resource::StockMetadata(key)
-        | Resource::StockChunk(key, _)
-        | Resource::Folder(key, _) => key,
+        Resource::Container(key) | Resource::Header(key) | Resource::Digests(key) | Resource::Alternate(key, _) => key,
     };
     let Some(step) = request::parse_step(key) else {
         return text(StatusCode::NOT_FOUND, &format!("no checkpoint is called {key}: steps are integers"));
@@ -120,10 +128,10 @@ async fn resolve<B>(
             conditional(request.headers(), &etag).unwrap_or(found)
         }
         Resource::Digests(_) => digests(connection, lease, request, nonce).await,
-        Resource::StockFull(_) => alternate(connection, lease, step, "full".to_owned(), request).await,
-        Resource::StockMetadata(_) => alternate(connection, lease, step, "metadata".to_owned(), request).await,
-        Resource::StockChunk(_, index) => alternate(connection, lease, step, index.to_string(), request).await,
-        Resource::Folder(_, file) => alternate(connection, lease, step, format!("dcp/{file}"), request).await,
+        Resource::Alternate(_, name) => {
+            let name = connection.shared.door.alternate(name).unwrap_or_default();
+            alternate(connection, lease, step, name, request).await
+        }
         Resource::Healthz | Resource::Metrics => text(StatusCode::NOT_FOUND, "not found"),
     };
     if let Some(name) = connection.shared.same_host.as_ref().filter(|_| !connection.same_host) {
@@ -132,15 +140,15 @@ async fn resolve<B>(
     found
 }
 
-/// A body in another format, of a state that is all there: torchft's own, or that of torch's checkpoints. It is built
-/// without a lease, since that can take long and reads no tensor memory.
+/// The body called `name`, in another format than the container, once the state is all there. It is built without a
+/// lease: building can take long, and reads no tensor memory.
 async fn alternate<B>(
-    connection: &Arc<Connection>,
+    connection: &Arc<ConnectionContext>,
     lease: Arc<Lease>,
     step: i64,
     name: String,
     asked: &Request<B>,
-) -> Answer {
+) -> ServedResponse {
     let publication = lease.publication_arc();
     let etag = publication.etag().to_owned();
     drop(lease);
@@ -148,10 +156,7 @@ async fn alternate<B>(
     if let Err(refused) = filled(connection, all, StatusCode::SERVICE_UNAVAILABLE).await {
         return refused;
     }
-    let missing = match name.strip_prefix("dcp/") {
-        Some(file) => format!("there is no file {file} here"),
-        None => format!("list index out of range: there is no chunk {name}"),
-    };
+    let missing = connection.shared.door.missing(&name);
     let rendered = tokio::task::spawn_blocking(move || publication.render(&name)).await;
     let segments = match rendered {
         Ok(Ok(Some(Found::Here(segments)))) => segments,
@@ -168,7 +173,7 @@ async fn alternate<B>(
 }
 
 /// Counters in the Prometheus text format.
-fn metrics(connection: &Connection) -> Answer {
+fn metrics(connection: &ConnectionContext) -> ServedResponse {
     let mut answer = text(StatusCode::OK, &Metrics::render(connection));
     answer.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static("text/plain; version=0.0.4"));
     answer

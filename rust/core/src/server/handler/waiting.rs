@@ -1,4 +1,6 @@
-//! What an answer may have to wait for: the gate, and bytes that are still copied. No longer than the server's patience.
+//! What an answer may have to wait for: the gate, and bytes that are not final yet.
+//!
+//! Both waits end after the server's patience, with 503, and both hold nothing of a publication meanwhile.
 
 use std::sync::Arc;
 
@@ -6,19 +8,17 @@ use http::header;
 use http::{Method, Request, StatusCode};
 
 use super::messages::{GONE, joined, text};
-use super::{Answer, Connection};
-use crate::filling::Abandoned;
-use crate::publication::Lease;
-use crate::store::{Asked, Lookup};
+use super::{ConnectionContext, ServedResponse};
+use crate::publication::{Abandoned, Asked, Lease, Lookup};
 
-/// Takes a lease on what `request`, for a part of the container if `contents` says so, asks for as `step`; waits for the gate
-/// if it has to.
+/// Takes a lease on what `request`, for a part of the container if `contents` says so, asks for as `step`; waits for
+/// the gate if it has to.
 pub(super) async fn lease<B>(
-    connection: &Arc<Connection>,
+    connection: &Arc<ConnectionContext>,
     step: i64,
     request: &Request<B>,
     contents: bool,
-) -> Result<Arc<Lease>, Answer> {
+) -> Result<Arc<Lease>, ServedResponse> {
     let shared = &connection.shared;
     // `*` is content with whatever there is (RFC 9110, section 13.1.1), and so names nothing.
     let named = joined(request.headers(), header::IF_MATCH).filter(|tags| tags.trim() != "*");
@@ -34,10 +34,7 @@ pub(super) async fn lease<B>(
             let message = format!("invalid checkpoint requested, serving {serving} but got step={step}");
             Err(text(StatusCode::BAD_REQUEST, &message))
         }
-        Ok(Lookup::Nothing) => {
-            let message = format!("step {step} is allowed but no state was sent: call send_checkpoint first");
-            Err(text(StatusCode::NOT_FOUND, &message))
-        }
+        Ok(Lookup::Nothing) => Err(text(StatusCode::NOT_FOUND, &shared.door.unpublished(step))),
         Ok(Lookup::Closed) => Err(text(StatusCode::SERVICE_UNAVAILABLE, "this transport is shut down")),
         Err(_) => {
             let message = format!(
@@ -49,13 +46,13 @@ pub(super) async fn lease<B>(
     }
 }
 
-/// Waits until bytes are final, no longer than a request waits for the gate. `abandoned` is the status if they never will
-/// be.
+/// Waits until bytes are final, no longer than a request waits for the gate. `abandoned` is the status if they never
+/// will be.
 pub(super) async fn filled(
-    connection: &Connection,
+    connection: &ConnectionContext,
     ready: impl Future<Output = Result<(), Abandoned>>,
     abandoned: StatusCode,
-) -> Result<(), Answer> {
+) -> Result<(), ServedResponse> {
     let patience = connection.shared.patience;
     match tokio::time::timeout(patience, ready).await {
         Ok(Ok(())) => Ok(()),
@@ -68,13 +65,13 @@ pub(super) async fn filled(
     }
 }
 
-/// The same for the blocks of `grain` bytes in `runs`.
+/// The same for the blocks of `block_size` bytes in `runs`.
 pub(super) async fn runs_filled(
-    connection: &Connection,
+    connection: &ConnectionContext,
     lease: &Lease,
     runs: &[(u64, u64)],
-    grain: u64,
-) -> Result<(), Answer> {
+    block_size: u64,
+) -> Result<(), ServedResponse> {
     let last = runs.iter().map(|run| run.1).max().unwrap_or(0);
-    filled(connection, lease.blocks_ready(last, grain), StatusCode::PRECONDITION_FAILED).await
+    filled(connection, lease.blocks_ready(last, block_size), StatusCode::PRECONDITION_FAILED).await
 }

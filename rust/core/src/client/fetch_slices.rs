@@ -1,0 +1,119 @@
+//! Slices of several checkpoints, fetched at the same time.
+//!
+//! Each [`SliceRequest`] has its own sources and is received by its own [`Remote`]; a few run at once and share one
+//! deadline. The first failure cancels the others.
+
+use std::collections::VecDeque;
+use std::sync::{Mutex, PoisonError};
+use std::time::Instant;
+
+use super::remote::default_lanes;
+use super::{FetchOptions, Remote, Report};
+use crate::error::{Error, ErrorKind};
+use crate::payload::Slice;
+
+/// Sources that are fetched from at the same time, at most.
+const MAX_SOURCES: usize = 16;
+
+/// What to fetch from one container: its sources, its step, and the slices.
+#[derive(Clone, Debug)]
+pub struct SliceRequest {
+    /// Where it is served; several sources must serve the same snapshot.
+    pub urls: Vec<String>,
+    /// The step it is served as.
+    pub step: i64,
+    /// Which bytes go where.
+    pub slices: Vec<Slice>,
+}
+
+/// Fetches what `requests` ask for, several sources at a time; the lanes are divided among them. The first failure ends
+/// everything, by `options.cancel`.
+///
+/// ```
+/// use std::time::Duration;
+/// use bytes::Bytes;
+/// use tensorferry_core::{FetchOptions, Item, Publication, Server, ServerConfig, Slice, SliceRequest, Stability};
+/// use tensorferry_core::fetch_slices;
+/// use tensorferry_wire::dtype::Dtype;
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let runtime = tokio::runtime::Runtime::new()?;
+/// # let server = Server::bind(&ServerConfig::default(), runtime.handle())?;
+/// let item = Item::bytes("w", Dtype::U8, &[8], Bytes::from_static(b"abcdefgh"));
+/// server.store().publish(3, Publication::new(Vec::new(), vec![item], Stability::Private, Box::new(()))?);
+///
+/// let mut middle = [0_u8; 4];
+/// // SAFETY: the run of four bytes fills `middle`, which nobody else uses until the slices have been fetched.
+/// let slice = unsafe { Slice::new("w", (Dtype::U8, 8), (2, 4), middle.as_mut_ptr() as usize, Vec::new()) };
+/// let request = SliceRequest { urls: vec![server.url("127.0.0.1")], step: 3, slices: vec![slice] };
+/// let report = fetch_slices(vec![request], &FetchOptions::within(Duration::from_secs(10)))?;
+/// assert_eq!((&middle, report.wanted), (b"cdef", 4));
+/// # Ok(())
+/// # }
+/// ```
+///
+/// # Errors
+/// As [`Remote::open`] and [`Remote::fetch_slices`].
+pub fn fetch_slices(requests: Vec<SliceRequest>, options: &FetchOptions) -> Result<Report, Error> {
+    let started = Instant::now();
+    let deadline = started.checked_add(options.timeout);
+    let threads = requests.len().clamp(1, MAX_SOURCES);
+    let lanes = (options.lanes.unwrap_or_else(default_lanes) / threads).max(1);
+    let waiting = Mutex::new(VecDeque::from(requests));
+    let outcome: Mutex<Result<Report, Error>> = Mutex::new(Ok(Report::default()));
+    let one = |request: SliceRequest| -> Result<Report, Error> {
+        let timeout = deadline.map_or(options.timeout, |deadline| deadline.saturating_duration_since(Instant::now()));
+        let options = FetchOptions { lanes: Some(lanes), timeout, ..options.clone() };
+        let urls: Vec<_> = request.urls.iter().map(String::as_str).collect();
+        let remote = Remote::open(&urls, request.step, options)?;
+        remote.fetch_slices(&request.slices).map_err(|e| e.at(&format!("slices from {}", remote_name(&urls))))
+    };
+    std::thread::scope(|scope| {
+        for index in 0..threads {
+            let spawned =
+                std::thread::Builder::new().name(format!("tensorferry-slices-{index}")).spawn_scoped(scope, || {
+                    loop {
+                        let next = waiting.lock().unwrap_or_else(PoisonError::into_inner).pop_front();
+                        let Some(request) = next else { return };
+                        let result = one(request);
+                        let mut outcome = outcome.lock().unwrap_or_else(PoisonError::into_inner);
+                        match (outcome.as_mut(), result) {
+                            (Err(_), _) => return,
+                            (Ok(all), Ok(report)) => all.add(report),
+                            (Ok(_), Err(e)) => {
+                                *outcome = Err(e);
+                                drop(outcome);
+                                options.cancel.cancel();
+                                return;
+                            }
+                        }
+                    }
+                });
+            if let Err(e) = spawned {
+                let error = Error::caused(ErrorKind::System, "cannot start a thread for a source", e);
+                *outcome.lock().unwrap_or_else(PoisonError::into_inner) = Err(error);
+                options.cancel.cancel();
+            }
+        }
+    });
+    let mut report = outcome.into_inner().unwrap_or_else(PoisonError::into_inner)?;
+    report.fetching = started.elapsed().saturating_sub(report.opening);
+    Ok(report)
+}
+
+/// The sources as messages name them: without fingerprint and path.
+fn remote_name<'a>(urls: &[&'a str]) -> String {
+    let host = |url: &&'a str| url.split('/').nth(2).and_then(|authority| authority.rsplit('@').next());
+    urls.iter().filter_map(host).collect::<Vec<_>>().join(" ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sources_are_named_without_what_lets_in() {
+        let urls = ["https://sha256-ab12@10.0.0.1:5/secret/checkpoint/", "http://[::1]:7/secret/checkpoint/"];
+        assert_eq!(remote_name(&urls), "10.0.0.1:5 [::1]:7");
+    }
+}

@@ -1,0 +1,134 @@
+//! What the lanes of a transfer have received, block by block.
+//!
+//! A [`BlockLedger`] keeps the checksum of each block that has come and the source it came from, besides the counters
+//! of the transfer. Lanes write to it without a lock: the queue gives each block to one lane at a time, so the entry of
+//! a block has one writer.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use tensorferry_wire::request::MAX_RUNS;
+
+use crate::error::{Error, ErrorKind};
+
+/// What the lanes of a transfer have received: the checksum of every block, and counters.
+#[derive(Debug)]
+pub(super) struct BlockLedger {
+    /// Runs of blocks that are to come, and how many blocks come before each.
+    runs: Vec<(u64, u64, usize)>,
+    digests: Vec<AtomicU64>,
+    /// Which peer each block came from.
+    origins: Vec<AtomicUsize>,
+    bytes: AtomicU64,
+    retries: AtomicU64,
+    same_host: AtomicBool,
+    /// All bytes of the receive so far, for a thread that reports progress.
+    progress: Arc<AtomicU64>,
+    /// The ways that bytes took over the network.
+    routes: Mutex<BTreeSet<(IpAddr, IpAddr)>>,
+    /// The last trouble with each source that had some.
+    troubles: Mutex<BTreeMap<String, String>>,
+}
+
+impl BlockLedger {
+    /// For the blocks in `runs`, which are ascending. Fails when there are too many for this machine to count.
+    pub(super) fn new(wanted: &[(u64, u64)], progress: Arc<AtomicU64>) -> Result<Self, Error> {
+        let (mut runs, mut blocks) = (Vec::with_capacity(wanted.len()), 0_usize);
+        for &(first, end) in wanted {
+            runs.push((first, end, blocks));
+            let more = usize::try_from(end - first).ok();
+            blocks = more
+                .and_then(|more| blocks.checked_add(more))
+                .ok_or_else(|| Error::new(ErrorKind::System, "too many blocks for this machine"))?;
+        }
+        Ok(Self {
+            runs,
+            digests: std::iter::repeat_with(AtomicU64::default).take(blocks).collect(),
+            origins: std::iter::repeat_with(AtomicUsize::default).take(blocks).collect(),
+            bytes: AtomicU64::new(0),
+            retries: AtomicU64::new(0),
+            same_host: AtomicBool::new(false),
+            progress,
+            routes: Mutex::default(),
+            troubles: Mutex::default(),
+        })
+    }
+
+    /// The runs that lie in `[at, end)`, as many as one request may ask for.
+    pub(super) fn within(&self, at: u64, end: u64) -> Vec<(u64, u64)> {
+        let first = self.runs.partition_point(|run| run.1 <= at);
+        let runs = self.runs[first..].iter().map(|&(start, stop, _)| (start.max(at), stop.min(end)));
+        runs.take_while(|run| run.0 < run.1).take(MAX_RUNS).collect()
+    }
+
+    fn index(&self, block: u64) -> Option<usize> {
+        let after = self.runs.partition_point(|run| run.0 <= block);
+        let &(first, end, before) = self.runs.get(after.checked_sub(1)?)?;
+        (block < end).then_some(before + usize::try_from(block - first).ok()?)
+    }
+
+    pub(super) fn note(&self, block: u64, digest: u64, origin: usize) {
+        let Some(index) = self.index(block) else { return };
+        if let (Some(known), Some(from)) = (self.digests.get(index), self.origins.get(index)) {
+            known.store(digest, Ordering::Relaxed);
+            from.store(origin, Ordering::Relaxed);
+        }
+    }
+
+    pub(super) fn digest(&self, block: u64) -> Option<u64> {
+        self.digests.get(self.index(block)?).map(|d| d.load(Ordering::Relaxed))
+    }
+
+    pub(super) fn origin(&self, block: u64) -> usize {
+        self.index(block).and_then(|i| self.origins.get(i)).map_or(0, |o| o.load(Ordering::Relaxed))
+    }
+
+    /// Bytes since they were last taken.
+    pub(super) fn bytes(&self) -> u64 {
+        self.bytes.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn take_bytes(&self) -> u64 {
+        self.bytes.swap(0, Ordering::Relaxed)
+    }
+
+    pub(super) fn take_retries(&self) -> u64 {
+        self.retries.swap(0, Ordering::Relaxed)
+    }
+
+    pub(super) fn count(&self, bytes: u64) {
+        self.bytes.fetch_add(bytes, Ordering::Relaxed);
+        self.progress.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    pub(super) fn note_retry(&self) {
+        self.retries.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// A range is about to come by `route`, or around the network.
+    pub(super) fn note_way(&self, route: Option<(IpAddr, IpAddr)>, same_host: bool) {
+        self.same_host.fetch_or(same_host, Ordering::Relaxed);
+        if let Some(route) = route {
+            self.routes.lock().unwrap_or_else(PoisonError::into_inner).insert(route);
+        }
+    }
+
+    pub(super) fn note_trouble(&self, source: &str, what: String) {
+        self.troubles.lock().unwrap_or_else(PoisonError::into_inner).insert(source.to_owned(), what);
+    }
+
+    pub(super) fn take_routes(&self) -> BTreeSet<(IpAddr, IpAddr)> {
+        std::mem::take(&mut self.routes.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    pub(super) fn take_troubles(&self) -> BTreeMap<String, String> {
+        std::mem::take(&mut self.troubles.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Whether a connection did without the network.
+    pub(super) fn came_same_host(&self) -> bool {
+        self.same_host.load(Ordering::Relaxed)
+    }
+}

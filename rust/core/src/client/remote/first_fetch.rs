@@ -1,0 +1,125 @@
+//! The first requests to a source: they bring the header, the reserved entries, and all of a small container.
+//!
+//! Nothing of it is trusted before its digests match. Memory grows with what has arrived, not with what was announced.
+
+use std::time::Duration;
+
+use tensorferry_wire::container::{self, Header};
+use tensorferry_wire::digest::{BLOCK_SIZE, Hasher};
+
+use super::verify::{Passes, add};
+use super::{OPEN_ATTEMPTS, is_reserved};
+use crate::client::answers::{check_range, read_digests};
+use crate::client::blocks::block_len;
+use crate::client::connection::Connection;
+use crate::client::limits::Limits;
+use crate::error::{Error, ErrorKind};
+use crate::memory::check_machine_has;
+use crate::same_host;
+use crate::trust::secret;
+
+/// What the first requests to a source bring.
+pub(crate) struct FirstFetch {
+    pub(crate) connection: Connection,
+    pub(crate) header: Header,
+    pub(crate) header_digest: u64,
+    pub(crate) payload_start: u64,
+    pub(crate) etag: String,
+    pub(crate) prefix: Vec<u8>,
+    pub(crate) same_host: Option<same_host::Name>,
+}
+
+impl FirstFetch {
+    /// Asks the source at the other end for the first `ahead` bytes: the whole of a small container, the header of most
+    /// others. Its first answer may take `patience` to begin. `begun` is the entity tag of the snapshot that it began
+    /// to send before, and of none other is anything taken then; it is set as soon as the source has named one.
+    /// `passes` is what earlier attempts have shown.
+    pub(crate) fn read(
+        mut connection: Connection,
+        step: i64,
+        ahead: u64,
+        limits: &Limits,
+        patience: Duration,
+        begun: &mut Option<String>,
+        passes: &mut Passes,
+    ) -> Result<Self, Error> {
+        let path = format!("{step}.safetensors");
+        let ahead = ahead.max(64);
+        let head = connection.get(&path, Some((0, ahead)), begun.as_deref(), Some(limits.left()?.min(patience)))?;
+        if head.status != 206 {
+            let foreign = head.http_10 && head.status == 500;
+            let refused = connection.refuse(&head);
+            return Err(if foreign {
+                Error::new(ErrorKind::Foreign, "the source is a stock torchft server")
+            } else {
+                refused
+            });
+        }
+        let protocol = |what: &str| Error::new(ErrorKind::Protocol, what.to_owned());
+        let total = match head.content_range {
+            Some((0, end, total)) if end == ahead.min(total) => total,
+            _ => return Err(protocol("the source answered with another range than asked for")),
+        };
+        let same_host = head.same_host.clone();
+        let etag = head.etag.clone().ok_or_else(|| protocol("the source's answer has no ETag"))?;
+        *begun = Some(etag.clone());
+        let mut bytes = connection.body(&head, ahead)?;
+        let algorithm = secret::algorithm(connection.url().secret());
+        // `bytes` are those of the container from `first` on, and shall be until `end`.
+        let mut extend = |bytes: &mut Vec<u8>, first: u64, end: u64| -> Result<(), Error> {
+            let start = first + bytes.len() as u64;
+            if start >= end {
+                return Ok(());
+            }
+            let head = connection.get(&path, Some((start, end)), Some(&etag), None)?;
+            check_range(&mut connection, &head, start, end, total)?;
+            connection.append_body(&head, end - start, bytes)
+        };
+        let length = *bytes.first_chunk().ok_or_else(|| protocol("the container is shorter than eight bytes"))?;
+        let invalid =
+            |e: container::HeaderError| Error::caused(ErrorKind::Protocol, "the source's header is not valid", e);
+        let payload_start = Header::total_len(length).map_err(invalid)?;
+        if payload_start > total {
+            return Err(protocol("the header is longer than the container"));
+        }
+        extend(&mut bytes, 0, payload_start)?;
+        #[allow(clippy::cast_possible_truncation, reason = "both are lengths of memory that exists")]
+        let behind = bytes.split_off(payload_start as usize);
+        let header = Header::decode(&bytes).map_err(invalid)?;
+        let header_digest = algorithm.checksum(&bytes);
+        // The pages of a long text are here already: they take what comes next.
+        let mut prefix = bytes;
+        prefix.clear();
+        prefix.extend_from_slice(&behind);
+        let payload_len = header.payload_len();
+        if payload_start + payload_len != total {
+            return Err(protocol("the container has another length than its header says"));
+        }
+        if (prefix.len() as u64) < payload_len {
+            let control = header.entries().iter().filter(|e| is_reserved(e)).map(|e| e.end).max();
+            let wanted = control.unwrap_or(0).next_multiple_of(BLOCK_SIZE).min(payload_len);
+            check_machine_has(wanted, "what the header of the source needs")?;
+            prefix.truncate(usize::try_from(wanted).unwrap_or(usize::MAX));
+            extend(&mut prefix, payload_start, payload_start + wanted)?;
+        }
+        prefix.shrink_to_fit();
+        let blocks = (prefix.len() as u64).div_ceil(BLOCK_SIZE);
+        let (table, _) = read_digests(&mut connection, &step.to_string(), Some(&etag), &[(0, blocks)], BLOCK_SIZE)?;
+        if table.header != header_digest || table.payload_len != payload_len {
+            return Err(Error::new(
+                ErrorKind::Corrupt,
+                format!("corrupt: the header did not match its checksum {OPEN_ATTEMPTS} times"),
+            ));
+        }
+        let blocks = prefix.chunks(block_len()).zip(&table.blocks);
+        if let Some(first) =
+            (0..).zip(blocks).find_map(|(i, (b, theirs))| (algorithm.checksum(b) != *theirs).then_some(i))
+        {
+            let mut all = Hasher::new();
+            add(&mut all, &table.blocks);
+            passes.note(&etag, &all);
+            return Err(passes.error(&header, (first * BLOCK_SIZE, ((first + 1) * BLOCK_SIZE).min(payload_len))));
+        }
+        Ok(Self { connection, header, header_digest, payload_start, etag, prefix, same_host })
+    }
+}

@@ -1,0 +1,123 @@
+//! What idle lanes do about slow ones.
+//!
+//! A connection that is far slower than the others holds up the whole transfer, though bytes arrive on it and it never
+//! counts as stuck. A lane that has nothing left to do takes the range of such a lane away, by shutting down its
+//! connection, and fetches it itself.
+//!
+//! A range is taken away once: if the next lane is as slow, the source is, and nothing would be gained.
+
+use std::collections::HashSet;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use socket2::Socket;
+
+use crate::fork::Unshared;
+
+/// A lane is not judged before it has had a range for this long.
+const AT_LEAST: Duration = Duration::from_secs(1);
+/// How many times slower than the average a lane is that loses its range.
+const SLOWER: u64 = 10;
+
+/// What each lane of one transfer is doing, for finding those that are far slower than the average.
+#[derive(Debug)]
+pub(super) struct StragglerMonitor {
+    started: Instant,
+    lanes: Vec<Lane>,
+    /// Bytes of all lanes.
+    total: AtomicU64,
+    /// Ends of ranges that were taken from a slow lane. Once is enough: if the next lane is as slow, it is the source.
+    taken: Mutex<HashSet<u64>>,
+}
+
+/// A range that a lane is fetching: since when, its end, and the lane's connection.
+type Range = (Instant, u64, Weak<Unshared<Socket>>);
+
+#[derive(Debug, Default)]
+struct Lane {
+    /// `None` while it has none.
+    range: Mutex<Option<Range>>,
+    /// Bytes of that range.
+    got: AtomicU64,
+    /// Whether it lost the range for being slow.
+    cut: AtomicBool,
+}
+
+impl StragglerMonitor {
+    pub(super) fn new(lanes: usize) -> Self {
+        Self {
+            started: Instant::now(),
+            lanes: std::iter::repeat_with(Lane::default).take(lanes).collect(),
+            total: AtomicU64::new(0),
+            taken: Mutex::default(),
+        }
+    }
+
+    /// Lane `index` fetches the range up to `end` over `socket`.
+    pub(super) fn begin(&self, index: usize, end: u64, socket: &Arc<Unshared<Socket>>) {
+        let lane = &self.lanes[index];
+        lane.got.store(0, Ordering::Relaxed);
+        lane.cut.store(false, Ordering::Relaxed);
+        *lane.range.lock().unwrap_or_else(PoisonError::into_inner) =
+            Some((Instant::now(), end, Arc::downgrade(socket)));
+    }
+
+    /// Counts bytes that lane `index` has received.
+    pub(super) fn count(&self, index: usize, bytes: u64) {
+        self.lanes[index].got.fetch_add(bytes, Ordering::Relaxed);
+        self.total.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// The range of lane `index` is over; whether it was taken away, and the bytes per second it had come to.
+    pub(super) fn end(&self, index: usize) -> Option<u64> {
+        let lane = &self.lanes[index];
+        let (since, ..) = lane.range.lock().unwrap_or_else(PoisonError::into_inner).take()?;
+        let cut = lane.cut.swap(false, Ordering::Relaxed);
+        cut.then(|| rate(lane.got.load(Ordering::Relaxed), since.elapsed()))
+    }
+
+    /// Called by a lane that has nothing to do: takes ranges from lanes that are far slower than the average.
+    pub(super) fn cut_slow(&self) {
+        let average = rate(self.total.load(Ordering::Relaxed), self.started.elapsed()) / self.lanes.len() as u64;
+        for lane in &self.lanes {
+            let range = lane.range.lock().unwrap_or_else(PoisonError::into_inner);
+            let Some((since, end, socket)) = range.as_ref() else { continue };
+            let (elapsed, got) = (since.elapsed(), lane.got.load(Ordering::Relaxed));
+            if elapsed >= AT_LEAST
+                && rate(got, elapsed).saturating_mul(SLOWER) < average
+                && let Some(socket) = socket.upgrade()
+                && self.taken.lock().unwrap_or_else(PoisonError::into_inner).insert(*end)
+            {
+                lane.cut.store(true, Ordering::Relaxed);
+                let _ = socket.shutdown(std::net::Shutdown::Both);
+            }
+        }
+    }
+}
+
+/// Bytes per second.
+pub(super) fn rate(bytes: u64, elapsed: Duration) -> u64 {
+    let rate = u128::from(bytes) * 1000 / elapsed.as_millis().max(1);
+    u64::try_from(rate).unwrap_or(u64::MAX)
+}
+
+/// `rate`, in bytes per second, as people read it.
+pub(super) fn format_rate(rate: u64) -> String {
+    match rate {
+        0..1_000 => format!("{rate} B/s"),
+        1_000..1_000_000 => format!("{}.{} kB/s", rate / 1_000, rate / 100 % 10),
+        _ => format!("{}.{} MB/s", rate / 1_000_000, rate / 100_000 % 10),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rates_are_readable() {
+        assert_eq!([0, 999, 1_250, 53_626_265].map(format_rate), ["0 B/s", "999 B/s", "1.2 kB/s", "53.6 MB/s"]);
+        assert_eq!(rate(3 << 20, Duration::from_millis(1500)), 2 << 20);
+    }
+}

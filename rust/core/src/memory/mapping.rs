@@ -1,0 +1,99 @@
+//! Anonymous mappings, and memory from an allocator in their place.
+//!
+//! A [`Mapping`] owns its memory and gives it back when it is dropped: to the kernel if it mapped it, to the
+//! allocator's owner otherwise. From 2 MiB on it starts at a huge page and asks for more of them, which makes the first
+//! touch of a large receive several times cheaper.
+
+use std::any::Any;
+use std::fmt;
+use std::ptr::NonNull;
+
+/// A huge page where the kernel has them (x86-64, and aarch64 with 4 KiB pages).
+const HUGE: usize = 2 << 20;
+
+/// Memory of one or more receives.
+pub(super) struct Mapping {
+    /// What can be used of it starts here, at a huge page if it is our own and that large.
+    pub(super) start: NonNull<u8>,
+    pub(super) usable: usize,
+    pub(super) held: Held,
+}
+
+/// What a mapping goes back to.
+pub(super) enum Held {
+    Nothing,
+    /// An anonymous, private mapping, a little larger than what is used of it: zeros, whose pages are taken from the
+    /// system only when they are touched.
+    Own {
+        base: usize,
+        size: usize,
+    },
+    /// Only to be dropped.
+    Allocation {
+        _owner: Box<dyn Any + Send + Sync>,
+    },
+}
+
+impl fmt::Debug for Mapping {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Mapping").field("start", &self.start).field("usable", &self.usable).finish_non_exhaustive()
+    }
+}
+
+// SAFETY: a mapping is owned memory; writes go through destinations handed out while it is being filled.
+unsafe impl Send for Mapping {}
+// SAFETY: shared access only reads, or writes disjoint destinations (see `client::plan`).
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    /// `len` zeroed bytes. `dense` says that all of them will be touched: from 2 MiB on they then lie in huge pages.
+    pub(super) fn new(len: u64, dense: bool) -> std::io::Result<Self> {
+        let len = usize::try_from(len).map_err(|_| std::io::ErrorKind::OutOfMemory)?;
+        if len == 0 {
+            return Ok(Self { start: NonNull::dangling(), usable: 0, held: Held::Nothing });
+        }
+        let slack = if dense && len >= HUGE { HUGE } else { 0 };
+        let size = len.checked_add(slack).ok_or(std::io::ErrorKind::OutOfMemory)?;
+        // SAFETY: a fresh anonymous mapping with no address hint touches no existing memory.
+        let base = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                size,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
+                -1,
+                0,
+            )
+        };
+        if base == libc::MAP_FAILED {
+            return Err(std::io::Error::last_os_error());
+        }
+        let mut start = base.cast::<u8>();
+        if slack > 0 {
+            let ahead = (base as usize).next_multiple_of(HUGE) - base as usize;
+            // SAFETY: `ahead` is below the slack the mapping was made longer by.
+            start = unsafe { start.add(ahead) };
+            // SAFETY: inside our own mapping, and only advice: a kernel without huge pages ignores it.
+            unsafe { libc::madvise(start.cast(), len, libc::MADV_HUGEPAGE) };
+        }
+        let start = NonNull::new(start).ok_or(std::io::ErrorKind::OutOfMemory)?;
+        Ok(Self { start, usable: len, held: Held::Own { base: base as usize, size } })
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        if let Held::Own { base, size } = self.held {
+            // SAFETY: exactly the mapping made in `new`; whoever holds it holds no slice of it any more.
+            unsafe { libc::munmap(base as *mut libc::c_void, size) };
+        }
+    }
+}
+
+/// Asks the kernel for the pages of `[start, end)` at once instead of fault by fault. Only a hint: an old kernel that
+/// does not know it leaves the pages to be faulted in one by one.
+pub(crate) fn populate(start: usize, end: usize) {
+    // SAFETY: MADV_POPULATE_WRITE only makes pages present and writable; contents stay as they are, and an address
+    // outside a mapping is answered with an error.
+    unsafe { libc::madvise(start as *mut libc::c_void, end - start, libc::MADV_POPULATE_WRITE) };
+}

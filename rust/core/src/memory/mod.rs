@@ -1,0 +1,34 @@
+//! Memory: what is borrowed to be read, what is allocated for bytes that arrive, and copies between the two.
+//!
+//! | module | holds |
+//! |---|---|
+//! | `region` | [`Memory`]: bytes a publication serves, owned or borrowed by address |
+//! | `arena` | [`Arena`]: the memory of one receive, released region by region |
+//! | `pool` | [`ArenaPool`]: memory kept from one receive to the next |
+//! | `mapping` | anonymous mappings, the only callers of `mmap` for received bytes |
+//! | `shared` | memory that two processes map |
+//! | `machine` | refusal of lengths that no memory of this machine could hold |
+//! | `nontemporal` | copies that leave the cache alone |
+//!
+//! Most unsafe code of the engine is in this room. A caller that hands an address to it promises that the memory
+//! stays readable, or writable by nobody else, for as long as the documentation of that function says.
+
+mod arena;
+mod machine;
+mod mapping;
+pub(crate) mod nontemporal;
+mod pool;
+mod region;
+mod shared;
+
+pub(crate) use self::arena::{ALIGNMENT, ArenaLayout};
+pub use self::arena::{Arena, Hold};
+pub use self::machine::check_machine_has;
+pub(crate) use self::mapping::populate;
+pub use self::pool::{Allocation, ArenaPool};
+pub use self::region::Memory;
+pub(crate) use self::region::Region;
+pub(crate) use self::shared::{SharedMemory, SharedView};
+
+/// A page of memory, and of a file.
+pub(crate) const PAGE: usize = 4096;

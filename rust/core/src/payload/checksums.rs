@@ -1,0 +1,78 @@
+//! The checksums of blocks, taken while the bytes pass and are in cache.
+//!
+//! One pass computes both what a receiver compares with its source and what a file carries; only the size of a block
+//! differs. How the bytes are cut on their way does not change the result.
+
+use tensorferry_wire::digest::{Algorithm, Hasher};
+
+/// Takes the checksums of bytes as they come: one for each `block_size` of them and one for the rest.
+pub(crate) struct Checksums<'a> {
+    algorithm: &'a Algorithm,
+    block_size: usize,
+    digests: Vec<u64>,
+    open: Hasher,
+    filled: usize,
+}
+
+impl<'a> Checksums<'a> {
+    pub(crate) fn new(algorithm: &'a Algorithm, block_size: u64) -> Self {
+        // A block has at most 1 MiB.
+        let block_size = usize::try_from(block_size).unwrap_or(usize::MAX);
+        Self { algorithm, block_size, digests: Vec::new(), open: algorithm.hasher(), filled: 0 }
+    }
+
+    /// Takes the next bytes. Whole blocks are checksummed in one call each, without the state of an unfinished one.
+    pub(crate) fn update(&mut self, bytes: &[u8]) {
+        let mut bytes = bytes;
+        while !bytes.is_empty() {
+            let (part, rest) = bytes.split_at(bytes.len().min(self.block_size - self.filled));
+            bytes = rest;
+            if part.len() == self.block_size {
+                self.digests.push(self.algorithm.checksum(part));
+                continue;
+            }
+            self.open.update(part);
+            self.filled += part.len();
+            if self.filled == self.block_size {
+                self.digests.push(std::mem::replace(&mut self.open, self.algorithm.hasher()).finish());
+                self.filled = 0;
+            }
+        }
+    }
+
+    /// The checksums, the last of them of what is left below a whole block.
+    pub(crate) fn finish(mut self) -> Vec<u64> {
+        if self.filled > 0 {
+            self.digests.push(self.open.finish());
+        }
+        self.digests
+    }
+}
+
+/// The checksums of bytes that lie in several slices, one for each `block_size` of them and one for the rest.
+pub(crate) fn checksum_blocks<'a>(
+    algorithm: &Algorithm,
+    slices: impl IntoIterator<Item = &'a [u8]>,
+    block_size: u64,
+) -> Vec<u64> {
+    let mut checksums = Checksums::new(algorithm, block_size);
+    slices.into_iter().for_each(|slice| checksums.update(slice));
+    checksums.finish()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn checksums_do_not_depend_on_how_the_bytes_are_cut() {
+        let bytes: Vec<u8> = (0..20_000_u32).map(|i| (i * 31 % 251) as u8).collect();
+        for algorithm in [Algorithm::Crc64, Algorithm::Keyed([7; 32])] {
+            let expected: Vec<_> = bytes.chunks(4096).map(|block| algorithm.checksum(block)).collect();
+            for cut in [1, 100, 4095, 4096, 4097, 9000, 20_000] {
+                assert_eq!(checksum_blocks(&algorithm, bytes.chunks(cut), 4096), expected, "{cut}");
+            }
+        }
+        assert!(checksum_blocks(&Algorithm::Crc64, [&[][..], &[]], 4096).is_empty());
+    }
+}

@@ -1,0 +1,27 @@
+//! The payload of a container: how items are laid out in it, which of its bytes go where, and in which order they come.
+//!
+//! | module | holds |
+//! |---|---|
+//! | `layout` | [`Item`]s laid out as one container, header first |
+//! | `segments` | contiguous bytes that lie in several regions of memory |
+//! | `plan` | destinations for bytes of a payload, in payload order |
+//! | `queue` | ranges of blocks still to come, shared by the threads that bring them |
+//! | `slices` | parts of entries and their destinations, as a reshard asks for |
+//! | `checksums` | the checksums of blocks, taken while the bytes pass |
+//!
+//! Publications, the client and files all build on this room; it knows neither sockets nor files.
+
+mod checksums;
+mod layout;
+mod plan;
+mod queue;
+mod segments;
+pub(crate) mod slices;
+
+pub(crate) use self::checksums::{Checksums, checksum_blocks};
+pub use self::layout::Item;
+pub(crate) use self::layout::Layout;
+pub(crate) use self::plan::{Piece, Plan};
+pub(crate) use self::queue::{Queue, Taken};
+pub(crate) use self::segments::Segments;
+pub use self::slices::{Repeat, Slice};

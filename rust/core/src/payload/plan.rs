@@ -1,0 +1,240 @@
+//! Where the bytes of a payload go.
+//!
+//! A [`Plan`] is a list of [`Piece`]s, runs of payload bytes with the address each goes to. Threads ask it for the
+//! destination slices of a range of blocks and receive straight into them; bytes of a block that nobody wants go to a
+//! sink, so that its checksum can still be taken.
+//!
+//! Invariants, established by [`Plan::new`]:
+//!
+//! * pieces are sorted and do not overlap in the payload, so that no byte has two destinations;
+//! * pieces lie within the payload;
+//! * neighbours in the payload and in memory are merged.
+//!
+//! That no two threads hold slices of the same bytes at once is up to the caller: `payload::queue` gives each range of
+//! blocks to one thread at a time.
+
+use std::io::IoSliceMut;
+
+use tensorferry_wire::digest::{BLOCK_SIZE, BLOCK_SIZES};
+
+use crate::error::{Error, ErrorKind};
+use crate::memory::{self, ALIGNMENT, PAGE};
+
+/// One run of payload bytes and the address they go to.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Piece {
+    pub(crate) start: u64,
+    pub(crate) len: u64,
+    address: usize,
+}
+
+impl Piece {
+    /// `[start, start + len)` of the payload goes to `address`.
+    ///
+    /// # Safety
+    /// The memory must be writable, and nobody else may use it, until the plan made of this piece is gone.
+    pub(crate) unsafe fn new(start: u64, len: u64, address: usize) -> Self {
+        Self { start, len, address }
+    }
+
+    fn end(&self) -> u64 {
+        self.start + self.len
+    }
+
+    /// Takes `next` in if that goes on where this ends, in the payload and in memory.
+    pub(crate) fn join(&mut self, next: &Self) -> bool {
+        let goes_on = self.end() == next.start && self.address as u64 + self.len == next.address as u64;
+        if goes_on {
+            self.len += next.len;
+        }
+        goes_on
+    }
+
+    /// What of it lies in `[start, end)` of the payload.
+    pub(crate) fn within(&self, start: u64, end: u64) -> Option<Self> {
+        let (from, to) = (self.start.max(start), self.end().min(end));
+        #[allow(clippy::cast_possible_truncation, reason = "an offset into memory that exists")]
+        let address = self.address + from.checked_sub(self.start)? as usize;
+        (from < to).then_some(Self { start: from, len: to - from, address })
+    }
+}
+
+/// Destinations for a payload, in payload order.
+#[derive(Debug)]
+pub(crate) struct Plan {
+    pieces: Vec<Piece>,
+    payload_len: u64,
+    /// Bytes per block, that is, per checksum.
+    block_size: u64,
+    /// Whether the destination is memory that nobody touched yet.
+    pub(crate) fresh: bool,
+}
+
+impl Plan {
+    /// Sorts `pieces` and merges neighbours; overlapping or out of range pieces are refused.
+    pub(crate) fn new(mut pieces: Vec<Piece>, payload_len: u64, fresh: bool) -> Result<Self, Error> {
+        pieces.retain(|p| p.len > 0);
+        pieces.sort_unstable_by_key(|p| p.start);
+        let mut merged: Vec<Piece> = Vec::with_capacity(pieces.len().min(1 << 16));
+        for piece in pieces {
+            let end = piece.start.checked_add(piece.len).filter(|&end| end <= payload_len);
+            let before = merged.last_mut();
+            if end.is_none() || before.as_ref().is_some_and(|b| b.end() > piece.start) {
+                return Err(Error::new(ErrorKind::Invalid, "two destinations for one byte, or one past the payload"));
+            }
+            if !before.is_some_and(|before| before.join(&piece)) {
+                merged.push(piece);
+            }
+        }
+        Ok(Self { pieces: merged, payload_len, block_size: BLOCK_SIZE, fresh })
+    }
+
+    /// The same plan with checksums for blocks of `block_size` bytes.
+    pub(crate) fn with_block_size(self, block_size: u64) -> Self {
+        Self { block_size, ..self }
+    }
+
+    /// The coarsest blocks that hold hardly more than what is wanted, at most a 64th; the finest if there are none.
+    pub(crate) fn fitting_block_size(&self) -> u64 {
+        let wanted: u64 = self.pieces.iter().map(|p| p.len).sum();
+        let held = |block_size| {
+            let (mut bytes, mut end) = (0, 0);
+            for piece in &self.pieces {
+                let (first, last) = (piece.start / block_size, piece.end().div_ceil(block_size));
+                bytes += block_size * last.saturating_sub(first.max(end));
+                end = last.max(end);
+            }
+            bytes
+        };
+        let fits = |block_size: &u64| held(*block_size) <= wanted + wanted / 64;
+        BLOCK_SIZES.into_iter().find(fits).unwrap_or(BLOCK_SIZES[BLOCK_SIZES.len() - 1])
+    }
+
+    pub(crate) fn block_size(&self) -> u64 {
+        self.block_size
+    }
+
+    /// How many blocks are received in one go: those of 1 MiB of payload.
+    pub(crate) fn stride(&self) -> u64 {
+        BLOCK_SIZE / self.block_size
+    }
+
+    /// Payload bytes that have a destination.
+    pub(crate) fn wanted(&self) -> u64 {
+        self.pieces.iter().map(|p| p.len).sum()
+    }
+
+    /// The blocks that hold at least one wanted byte, as ascending runs `[first, end)`. Runs with at most `gap` bytes
+    /// of blocks between them are one.
+    pub(crate) fn wanted_blocks(&self, gap: u64) -> Vec<(u64, u64)> {
+        let mut runs: Vec<(u64, u64)> = Vec::new();
+        for piece in &self.pieces {
+            let (first, end) = (piece.start / self.block_size, piece.end().div_ceil(self.block_size));
+            match runs.last_mut() {
+                Some(run) if first <= run.1 + gap / self.block_size => run.1 = run.1.max(end),
+                _ => runs.push((first, end)),
+            }
+        }
+        runs
+    }
+
+    /// The wanted blocks of block `have` and those behind it, as runs.
+    pub(crate) fn missing_blocks(&self, have: u64) -> Vec<(u64, u64)> {
+        let runs = self.wanted_blocks(0).into_iter();
+        runs.map(|(first, end)| (first.max(have), end)).filter(|(first, end)| first < end).collect()
+    }
+
+    /// The bytes of whole blocks in `runs`.
+    pub(crate) fn held(&self, runs: &[(u64, u64)]) -> u64 {
+        runs.iter().map(|(first, end)| end - first).sum::<u64>() * self.block_size
+    }
+
+    /// The first byte of the payload in `block`, and the one behind its last.
+    pub(crate) fn block_bounds(&self, block: u64) -> (u64, u64) {
+        (block * self.block_size, ((block + 1) * self.block_size).min(self.payload_len))
+    }
+
+    /// Calls `with` with the destination slices of payload `[start, end)`; bytes nobody wants go to `sink`, which must
+    /// be as long.
+    pub(crate) fn with_slices<R>(
+        &self,
+        start: u64,
+        end: u64,
+        sink: &mut [u8],
+        with: impl FnOnce(&mut [IoSliceMut<'_>]) -> R,
+    ) -> R {
+        let mut slices = Vec::with_capacity(16);
+        let mut sink = sink;
+        let mut at = start;
+        let mut index = self.pieces.partition_point(|p| p.end() <= start);
+        #[allow(clippy::cast_possible_truncation, reason = "no length is more than that of the sink")]
+        while at < end {
+            match self.pieces.get(index).filter(|p| p.start < end) {
+                Some(piece) if piece.start <= at => {
+                    let stop = piece.end().min(end);
+                    let address = piece.address + (at - piece.start) as usize;
+                    // SAFETY: `Piece::new` promises writable memory of ours alone; ranges of one plan are handed to one
+                    // lane at a time and pieces do not overlap, so no two slices to the same bytes exist at once.
+                    slices.push(IoSliceMut::new(unsafe {
+                        std::slice::from_raw_parts_mut(address as *mut u8, (stop - at) as usize)
+                    }));
+                    at = stop;
+                    index += 1;
+                }
+                next => {
+                    let stop = next.map_or(end, |p| p.start);
+                    let (gap, rest) = sink.split_at_mut((stop - at) as usize);
+                    slices.push(IoSliceMut::new(gap));
+                    sink = rest;
+                    at = stop;
+                }
+            }
+        }
+        with(&mut slices)
+    }
+
+    /// Asks the kernel for the pages behind payload `[start, end)` before the bytes arrive: one call instead of a fault
+    /// for each page.
+    pub(crate) fn populate(&self, start: u64, end: u64) {
+        let index = self.pieces.partition_point(|p| p.end() <= start);
+        // Many pieces may share a page: one call for as many as follow one another.
+        let mut pages = 0..0;
+        for piece in self.pieces[index..].iter().take_while(|p| p.start < end) {
+            let (first, last) = (piece.start.max(start), piece.end().min(end));
+            #[allow(clippy::cast_possible_truncation, reason = "offsets into memory that exists")]
+            let (address, len) = (piece.address + (first - piece.start) as usize, (last - first) as usize);
+            let (low, high) = (address & !(PAGE - 1), (address + len).next_multiple_of(PAGE));
+            if (pages.start..=pages.end).contains(&low) {
+                pages.end = high.max(pages.end);
+            } else if last - first > ALIGNMENT {
+                memory::populate(pages.start, pages.end);
+                pages = low..high;
+            }
+            // A scalar lies apart from what is around it in the payload, and a call would cost what a fault does.
+        }
+        memory::populate(pages.start, pages.end);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn neighbours_in_payload_and_memory_are_one_piece_and_no_others_are() {
+        // SAFETY: nobody writes to these addresses.
+        let piece = |start, len, address| unsafe { Piece::new(start, len, address) };
+        for (next, joined) in [
+            (piece(164, 8, 1064), true),
+            (piece(164, 0, 1064), true),
+            (piece(165, 8, 1064), false),
+            (piece(164, 8, 1065), false),
+            (piece(163, 8, 1063), false),
+            (piece(165, 8, 1065), false),
+        ] {
+            let mut first = piece(100, 64, 1000);
+            assert_eq!(first.join(&next), joined, "{next:?}");
+            assert_eq!(first.len, if joined { 64 + next.len } else { 64 }, "{next:?}");
+        }
+    }
+}

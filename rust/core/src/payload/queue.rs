@@ -1,0 +1,167 @@
+//! The ranges of whole blocks that are still to come, shared by the threads that bring them.
+//!
+//! Invariants:
+//!
+//! * a block is in the queue or in one [`Taken`] range, never in both: at most one thread works on it;
+//! * a [`Taken`] that is dropped gives back what was not done, also when its thread panics;
+//! * [`Queue::take`] returns `None` only when nothing is left that could come back, or after a failure;
+//! * the first failure is the one reported.
+
+use std::collections::VecDeque;
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use crate::error::{Error, ErrorKind};
+
+/// How often a lane with nothing to do looks at the others.
+const IDLE: Duration = Duration::from_millis(100);
+
+/// Ranges of whole blocks that still have to come, shared by all lanes.
+#[derive(Debug)]
+pub(crate) struct Queue {
+    state: Mutex<QueueState>,
+    done: Condvar,
+}
+
+#[derive(Debug)]
+struct QueueState {
+    waiting: VecDeque<(u64, u64)>,
+    running: usize,
+    failed: Option<Error>,
+}
+
+impl Queue {
+    /// Cuts runs of blocks into ranges of at most `blocks_per_range`.
+    pub(crate) fn new(runs: &[(u64, u64)], blocks_per_range: u64) -> Self {
+        let mut waiting = VecDeque::new();
+        for &(first, end) in runs {
+            let mut at = first;
+            while at < end {
+                let stop = (at + blocks_per_range).min(end);
+                waiting.push_back((at, stop));
+                at = stop;
+            }
+        }
+        Self { state: Mutex::new(QueueState { waiting, running: 0, failed: None }), done: Condvar::new() }
+    }
+
+    fn state(&self) -> MutexGuard<'_, QueueState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The next range; waits while others still have some that may come back, and calls `idle` now and then meanwhile.
+    /// `None` when all is done or has failed.
+    pub(crate) fn take(&self, idle: impl Fn()) -> Option<Taken<'_>> {
+        let mut state = self.state();
+        loop {
+            if state.failed.is_some() {
+                return None;
+            }
+            if let Some((at, end)) = state.waiting.pop_front() {
+                state.running += 1;
+                return Some(Taken { queue: self, at, end });
+            }
+            if state.running == 0 {
+                return None;
+            }
+            let waited = self.done.wait_timeout(state, IDLE).unwrap_or_else(PoisonError::into_inner);
+            state = if waited.1.timed_out() {
+                drop(waited.0);
+                idle();
+                self.state()
+            } else {
+                waited.0
+            };
+        }
+    }
+
+    /// Ends the transfer; the first error is the one reported.
+    pub(crate) fn fail(&self, error: Error) {
+        let mut state = self.state();
+        state.failed.get_or_insert(error);
+        drop(state);
+        self.done.notify_all();
+    }
+
+    /// Whether some thread has reported a failure, so that the others may stop in the middle of a range.
+    pub(crate) fn has_failed(&self) -> bool {
+        self.state().failed.is_some()
+    }
+
+    /// The outcome, once every thread has left: the first failure, or an error if ranges are left over.
+    pub(crate) fn finish(self) -> Result<(), Error> {
+        let state = self.state.into_inner().unwrap_or_else(PoisonError::into_inner);
+        match state.failed {
+            Some(error) => Err(error),
+            None if state.waiting.is_empty() => Ok(()),
+            None => Err(Error::new(ErrorKind::Connect, "every lane gave up before all bytes had come")),
+        }
+    }
+}
+
+/// A range of blocks that a lane works on. When it is dropped, be it by a panic, what is left goes back for another
+/// lane: nobody waits for a lane that is gone.
+#[derive(Debug)]
+pub(crate) struct Taken<'a> {
+    queue: &'a Queue,
+    /// The first block that is not here yet.
+    pub(crate) at: u64,
+    pub(crate) end: u64,
+}
+
+impl Drop for Taken<'_> {
+    fn drop(&mut self) {
+        let mut state = self.queue.state();
+        state.running -= 1;
+        if self.at < self.end {
+            state.waiting.push_front((self.at, self.end));
+        }
+        drop(state);
+        self.queue.done.notify_all();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+
+    use super::*;
+
+    #[test]
+    fn what_is_left_of_a_range_comes_back_and_what_is_done_does_not() {
+        let queue = Queue::new(&[(0, 5), (9, 10)], 3);
+        let bounds = |taken: &Taken<'_>| (taken.at, taken.end);
+        let mut first = queue.take(|| ()).unwrap();
+        assert_eq!(bounds(&first), (0, 3));
+        first.at = 2;
+        drop(first);
+        for expected in [(2, 3), (3, 5), (9, 10)] {
+            let mut taken = queue.take(|| ()).unwrap();
+            assert_eq!(bounds(&taken), expected);
+            taken.at = taken.end;
+        }
+        assert!(queue.take(|| ()).is_none());
+        queue.finish().unwrap();
+    }
+
+    #[test]
+    fn a_panic_gives_the_range_back_to_those_who_wait() {
+        let queue = Queue::new(&[(0, 4)], 4);
+        let (holds, held) = mpsc::channel();
+        std::thread::scope(|scope| {
+            let panics = scope.spawn(|| {
+                let mut taken = queue.take(|| ()).unwrap();
+                taken.at = 1;
+                holds.send(()).unwrap();
+                std::thread::sleep(Duration::from_millis(50));
+                panic!("as this test has it");
+            });
+            held.recv().unwrap();
+            let mut taken = queue.take(|| ()).unwrap();
+            assert_eq!((taken.at, taken.end), (1, 4));
+            taken.at = taken.end;
+            assert!(panics.join().is_err());
+        });
+        queue.finish().unwrap();
+    }
+}

@@ -1,0 +1,378 @@
+//! The snapshot store of a server: at most one publication, behind a gate that is open or closed.
+//!
+//! A request names a step and, from its second on, the entity tag of the snapshot it began with. What it finds:
+//!
+//! | the gate | the request names no tag | it names the tag of what is served | it names another tag |
+//! |---|---|---|---|
+//! | open | the publication if the step is right, else 400 | the publication | 412 |
+//! | closed | waits | the publication while it drains or lingers | 412 |
+//!
+//! A publication that is withdrawn in the middle of transfers is *drained* (borrowed memory: the withdrawal waits) or
+//! *lingers* (a private copy: the withdrawal returns, the transfers finish from it). At most [`MAX_RETIRED`] linger.
+//!
+//! Publications are dropped outside the lock, since dropping runs the owner's code.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use tensorferry_wire::digest::Algorithm;
+use tensorferry_wire::request;
+use tokio::sync::Notify;
+
+use super::{LINGER, Lease, Publication, Readiness, Stability};
+use crate::error::Error;
+use crate::trust::random;
+
+/// Withdrawn private snapshots that may still be finishing transfers; the oldest is cut when there are more.
+const MAX_RETIRED: usize = 2;
+/// How long a request for a step ahead of the one served waits before it is refused.
+const AHEAD_GRACE: Duration = Duration::from_secs(1);
+
+/// The snapshot store of one server. Its methods never wait for a receiver, except [`Store::withdraw`], which does for
+/// at most the time it is given.
+///
+/// ```
+/// use std::time::Duration;
+/// use tensorferry_core::{Publication, Server, ServerConfig, Stability, Withdrawn};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let runtime = tokio::runtime::Runtime::new()?;
+/// let server = Server::bind(&ServerConfig::default(), runtime.handle())?;
+/// let store = server.store();
+/// assert!(!store.is_allowed());
+/// store.publish(7, Publication::new(Vec::new(), Vec::new(), Stability::Borrowed, Box::new(()))?);
+/// assert_eq!((store.step(), store.is_allowed()), (Some(7), true));
+/// // From here on the trainer may change the memory: nobody reads it any more.
+/// assert_eq!(store.withdraw(Duration::from_secs(5)), Withdrawn::Clean);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug)]
+pub struct Store {
+    generation: String,
+    /// How everything published here is checksummed.
+    algorithm: Algorithm,
+    sequence: AtomicU64,
+    state: Mutex<State>,
+    changed: Notify,
+    /// Told when something lingers.
+    lingering: Notify,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    allowed: bool,
+    closed: bool,
+    step: Option<i64>,
+    current: Option<Arc<Publication>>,
+    // Weak: a reader's lease keeps its publication alive, and nothing else should.
+    retired: Vec<Weak<Publication>>,
+    /// Private snapshots that were withdrawn in the middle of transfers, oldest first.
+    lingering: VecDeque<Former>,
+    /// Borrowed memory whose withdrawal waits for receives to end.
+    draining: Vec<Former>,
+}
+
+/// A snapshot that is withdrawn and still answers receives it has begun.
+#[derive(Debug)]
+struct Former {
+    /// The step it was served as.
+    step: Option<i64>,
+    publication: Arc<Publication>,
+}
+
+/// How a withdrawal ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Withdrawn {
+    /// No reader was in the middle of a transfer, or readers may go on with a private copy.
+    Clean,
+    /// Readers of borrowed memory were waited for, and finished.
+    Drained,
+    /// The time was over: this many readers were cut off.
+    Cut(usize),
+}
+
+/// What a request for a step finds.
+pub(crate) enum Lookup {
+    Found(Arc<Lease>),
+    WrongStep(Option<i64>),
+    Nothing,
+    /// The request names a snapshot that is not served and never will be again.
+    Gone,
+    Closed,
+}
+
+/// A request as the store sees it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Asked<'a> {
+    pub(crate) step: i64,
+    /// The entity tags it names, one of which the answer must have; `None` where any will do.
+    pub(crate) named: Option<&'a str>,
+    /// Whether it is one of a receive, which may take more of them.
+    pub(crate) receives: bool,
+}
+
+impl Store {
+    pub(crate) fn new(algorithm: Algorithm) -> Result<Self, Error> {
+        Ok(Self {
+            generation: format!("{:016x}", u64::from_be_bytes(random::bytes()?)),
+            algorithm,
+            sequence: AtomicU64::new(1),
+            state: Mutex::default(),
+            changed: Notify::new(),
+            lingering: Notify::new(),
+        })
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Serves `publication` as `step` from now on and opens the gate. A publication that was served before goes on
+    /// serving the transfers it has begun; no new one starts from it.
+    pub fn publish(&self, step: i64, mut publication: Publication) {
+        let sequence = self.sequence.fetch_add(1, Ordering::Relaxed);
+        publication.seal(format!("\"{}-{sequence}\"", self.generation), &self.algorithm);
+        let mut state = self.state();
+        let old = state.current.replace(Arc::new(publication));
+        let gone = old.map(|old| state.retire(old));
+        state.step = Some(step);
+        state.allowed = true;
+        drop(state);
+        drop(gone);
+        self.changed.notify_waiters();
+        self.lingering.notify_one();
+    }
+
+    /// Opens the gate and serves what is there under the number `step`.
+    pub fn allow(&self, step: i64) {
+        let mut state = self.state();
+        state.step = Some(step);
+        state.allowed = true;
+        drop(state);
+        self.changed.notify_waiters();
+    }
+
+    /// Closes the gate and withdraws what is served.
+    ///
+    /// A private copy is released at once; receives that have begun, with their next requests, finish from it. Borrowed
+    /// memory is drained: receives that have begun may finish for at most `patience`, then their connections are cut.
+    /// When this returns, not one more byte of borrowed memory is read.
+    pub fn withdraw(&self, patience: Duration) -> Withdrawn {
+        let mut state = self.state();
+        state.allowed = false;
+        let gone = match state.current.take() {
+            Some(current) if current.stability() == Stability::Borrowed => {
+                let step = state.step;
+                state.remember(&current);
+                state.draining.push(Former { step, publication: current });
+                None
+            }
+            current => current.map(|current| state.retire(current)),
+        };
+        let borrowed: Vec<_> = state.retired().filter(|p| p.stability() == Stability::Borrowed).collect();
+        drop(state);
+        drop(gone);
+        self.lingering.notify_one();
+        if borrowed.is_empty() {
+            return Withdrawn::Clean;
+        }
+        let deadline = Instant::now().checked_add(patience);
+        let mut ended = Withdrawn::Clean;
+        for publication in &borrowed {
+            let waited_for = publication.is_amid_receive();
+            let finished = match deadline {
+                Some(deadline) => publication.drain(deadline),
+                None => publication.drain(Instant::now() + Duration::from_hours(24 * 365)),
+            };
+            if !finished {
+                let left = publication.active();
+                publication.cut_and_wait();
+                let before = if let Withdrawn::Cut(n) = ended { n } else { 0 };
+                ended = Withdrawn::Cut(before + left);
+            } else if waited_for && ended == Withdrawn::Clean {
+                ended = Withdrawn::Drained;
+            }
+        }
+        let drained = |former: &Former| borrowed.iter().any(|p| Arc::ptr_eq(p, &former.publication));
+        let mut state = self.state();
+        let (gone, left): (Vec<_>, Vec<_>) = state.draining.drain(..).partition(drained);
+        state.draining = left;
+        drop(state);
+        // Outside the lock, too.
+        drop((gone, borrowed));
+        ended
+    }
+
+    /// Withdraws the publication of `filling`, whose memory cannot be completed. The gate is closed if that publication
+    /// was the one served, and its readers are cut off. Nothing changes for one that was withdrawn or replaced before.
+    pub fn abandon(&self, filling: Readiness) {
+        let is_it = |publication: &Arc<Publication>| publication.is_filled_by(&filling);
+        let mut state = self.state();
+        let current = state.current.take_if(|current| is_it(current));
+        state.allowed &= current.is_none();
+        let gone: Vec<_> = state.retired().filter(is_it).chain(current).collect();
+        state.lingering.retain(|former| !is_it(&former.publication));
+        drop(state);
+        // Requests that wait for bytes of it fail now.
+        drop(filling);
+        for publication in gone {
+            publication.close();
+            publication.cut_and_wait();
+        }
+    }
+
+    /// Refuses every request from now on and ends all transfers.
+    pub fn close(&self) {
+        let mut state = self.state();
+        state.closed = true;
+        state.allowed = false;
+        let current = state.current.take();
+        let lingering = std::mem::take(&mut state.lingering);
+        let lingering = lingering.into_iter().map(|former| former.publication);
+        let all: Vec<_> = current.into_iter().chain(lingering).chain(state.retired()).collect();
+        drop(state);
+        self.changed.notify_waiters();
+        for publication in all {
+            publication.close();
+            publication.cut_and_wait();
+        }
+    }
+
+    /// The step served, whether or not the gate is open.
+    #[must_use]
+    pub fn step(&self) -> Option<i64> {
+        self.state().step
+    }
+
+    /// Whether the gate is open.
+    #[must_use]
+    pub fn is_allowed(&self) -> bool {
+        self.state().allowed
+    }
+
+    /// Transfers running now, withdrawn snapshots included.
+    #[must_use]
+    pub fn active(&self) -> usize {
+        let state = self.state();
+        let readers = state.current.iter().map(|p| p.active()).sum::<usize>()
+            + state.retired().map(|p| p.active()).sum::<usize>();
+        drop(state);
+        readers
+    }
+
+    /// Releases withdrawn snapshots whose transfers are over. Runs for as long as the server does.
+    pub(crate) async fn sweep(&self) {
+        loop {
+            self.lingering.notified().await;
+            while self.sweep_once() {
+                tokio::time::sleep(LINGER / 4).await;
+            }
+        }
+    }
+
+    /// One look at the lingering snapshots; returns whether any is left.
+    fn sweep_once(&self) -> bool {
+        let over = |former: &Former| former.publication.idle_for().is_some_and(|idle| idle >= LINGER);
+        let mut state = self.state();
+        let (gone, kept): (VecDeque<_>, VecDeque<_>) = state.lingering.drain(..).partition(over);
+        let left = !kept.is_empty();
+        state.lingering = kept;
+        drop(state);
+        for former in &gone {
+            former.publication.close();
+        }
+        // Outside the lock: dropping may run foreign code.
+        drop(gone);
+        left
+    }
+
+    /// What `asked` asks for. A request that names a snapshot gets it while it is served, drained or lingers, and else
+    /// learns at once that it is gone: entity tags are never used again. Any other waits until the gate is open. A step
+    /// ahead of the one served is given a moment: a peer that is faster than the source may ask before the source has
+    /// withdrawn the step before.
+    pub(crate) async fn lookup(&self, asked: Asked<'_>, cut: &Arc<Notify>) -> Lookup {
+        let grace = tokio::time::Instant::now() + AHEAD_GRACE;
+        let step = asked.step;
+        loop {
+            let mut ahead = false;
+            let changed = self.changed.notified();
+            tokio::pin!(changed);
+            changed.as_mut().enable();
+            {
+                let state = self.state();
+                if state.closed {
+                    return Lookup::Closed;
+                }
+                if let Some(named) = asked.named {
+                    return state.named(named, asked, cut);
+                }
+                if state.allowed {
+                    ahead = state.step < Some(step) && tokio::time::Instant::now() < grace;
+                    if state.step != Some(step) && !ahead {
+                        return Lookup::WrongStep(state.step);
+                    }
+                    if !ahead {
+                        let Some(current) = &state.current else { return Lookup::Nothing };
+                        if let Some(lease) = Lease::take(current, cut, asked.receives) {
+                            return Lookup::Found(lease);
+                        }
+                    }
+                }
+            }
+            if ahead {
+                // Either the store changes or the grace is over: both lead to another look.
+                let _ = tokio::time::timeout_at(grace, changed).await;
+            } else {
+                changed.await;
+            }
+        }
+    }
+}
+
+impl State {
+    fn retired(&self) -> impl Iterator<Item = Arc<Publication>> {
+        self.retired.iter().filter_map(Weak::upgrade)
+    }
+
+    /// What a request that names `tags` finds.
+    fn named(&self, tags: &str, asked: Asked<'_>, cut: &Arc<Notify>) -> Lookup {
+        let matches = |publication: &Publication| request::etag_matches_strong(tags, publication.etag());
+        let former = || self.draining.iter().chain(&self.lingering);
+        let found = match &self.current {
+            Some(current) if matches(current) && self.step != Some(asked.step) => {
+                return Lookup::WrongStep(self.step);
+            }
+            Some(current) if matches(current) => Some(current),
+            _ => former().find(|f| f.step == Some(asked.step) && matches(&f.publication)).map(|f| &f.publication),
+        };
+        found.and_then(|publication| Lease::take(publication, cut, asked.receives)).map_or(Lookup::Gone, Lookup::Found)
+    }
+
+    /// Remembers a publication that is not served any more for as long as it has readers.
+    fn remember(&mut self, publication: &Arc<Publication>) {
+        self.retired.retain(|p| p.strong_count() > 0);
+        self.retired.push(Arc::downgrade(publication));
+    }
+
+    /// Takes no new transfer for `publication`, but remembers it for as long as it has some. Returns what the caller
+    /// must drop outside the lock, since dropping may run foreign code.
+    fn retire(&mut self, publication: Arc<Publication>) -> Vec<Arc<Publication>> {
+        self.remember(&publication);
+        let in_use = publication.idle_for().is_none_or(|idle| idle < LINGER);
+        if publication.stability() == Stability::Borrowed || !publication.was_read() || !in_use {
+            publication.close();
+            return vec![publication];
+        }
+        self.lingering.push_back(Former { step: self.step, publication });
+        let excess = self.lingering.len().saturating_sub(MAX_RETIRED);
+        let gone: Vec<_> = self.lingering.drain(..excess).map(|former| former.publication).collect();
+        for publication in &gone {
+            publication.close();
+            publication.cut();
+        }
+        gone
+    }
+}

@@ -1,0 +1,46 @@
+//! How a receive went: what the client counts, the binding hands to Python, and a server shows under `/metrics`.
+//!
+//! It is a room of its own because both the client, which makes reports, and the server, which counts them, use it, and
+//! neither of these may import the other.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
+use std::time::Duration;
+
+/// How a transfer went. Counters cover the payload; headers and digests of 1 MiB blocks are not in them.
+#[derive(Clone, Debug, Default)]
+pub struct Report {
+    /// Bytes of payload received, those that had to be fetched again included.
+    pub bytes: u64,
+    /// Bytes that had a destination, where only slices were asked for.
+    pub wanted: u64,
+    /// Connections used for them.
+    pub lanes: usize,
+    /// Whether a connection did without the network.
+    pub same_host: bool,
+    /// Ranges that had to be given to another connection, and runs of blocks that came damaged.
+    pub retries: u64,
+    /// The routes that bytes took over the network: the address here, and the source's.
+    pub routes: BTreeSet<(IpAddr, IpAddr)>,
+    /// For each source that a range had to be taken from and given to another connection, the last reason.
+    pub troubles: BTreeMap<String, String>,
+    /// Time in [`crate::Remote::open`]: waiting for the source, and its header.
+    pub opening: Duration,
+    /// Time in [`crate::Remote::fetch`].
+    pub fetching: Duration,
+}
+
+impl Report {
+    /// Adds what another transfer brought at the same time: counts are summed, and of the times to open the longer one
+    /// counts. The caller sets the time of fetching, since only it knows when all of them began.
+    pub(crate) fn add(&mut self, other: Self) {
+        self.bytes += other.bytes;
+        self.wanted += other.wanted;
+        self.lanes += other.lanes;
+        self.same_host |= other.same_host;
+        self.retries += other.retries;
+        self.routes.extend(other.routes);
+        self.troubles.extend(other.troubles);
+        self.opening = self.opening.max(other.opening);
+    }
+}

@@ -1,0 +1,52 @@
+//! What a server leaves to the part of a program that it serves for: which other formats there are, and what to say.
+
+use std::fmt::Debug;
+
+/// The part of a program that a server works for. It names the formats besides the container in which a checkpoint may
+/// be asked for (see [`crate::Alternate`], which builds them), and words the refusals that its users read.
+///
+/// The methods run on the server's threads and must not block.
+///
+/// ```
+/// use std::sync::Arc;
+/// use tensorferry_core::{Door, ServerConfig};
+///
+/// #[derive(Debug)]
+/// struct Greetings;
+///
+/// impl Door for Greetings {
+///     fn alternate(&self, path: &str) -> Option<String> {
+///         (path == "greeting").then(|| path.to_owned())
+///     }
+/// }
+///
+/// let config = ServerConfig { door: Arc::new(Greetings), ..ServerConfig::default() };
+/// assert_eq!(config.door.alternate("greeting").as_deref(), Some("greeting"));
+/// assert_eq!(config.door.alternate("farewell"), None);
+/// ```
+pub trait Door: Debug + Send + Sync {
+    /// The name under which [`crate::Alternate::render`] is asked for `path`, which is what stands behind
+    /// `/checkpoint/{step}/`: one or several segments, none of them empty. `None` where there is no such path: the
+    /// request is answered with 400 without a look at what is served.
+    fn alternate(&self, path: &str) -> Option<String> {
+        let _ = path;
+        None
+    }
+
+    /// The refusal (404) of a body that the publication cannot be rendered as, though [`Door::alternate`] knows its
+    /// `name`.
+    fn missing(&self, name: &str) -> String {
+        format!("there is no {name} here")
+    }
+
+    /// The refusal (404) of `step` while the gate is open for it and nothing has been published.
+    fn unpublished(&self, step: i64) -> String {
+        format!("step {step} is allowed but no state was sent")
+    }
+}
+
+/// The door of a server that serves containers and nothing else.
+#[derive(Debug)]
+pub(super) struct ContainersOnly;
+
+impl Door for ContainersOnly {}

@@ -1,0 +1,230 @@
+//! TLS between source and receiver: version 1.3, a self-signed certificate for each server, and the certificate's
+//! SHA-256 fingerprint in the server's URL.
+//!
+//! There is no authority. A receiver learns the URL from the metadata that the source published, and with it which
+//! certificate to accept; it accepts no other. The key is made when the server starts and never leaves the process.
+//!
+//! The crypto provider is passed explicitly: installing a default for the process would be up to the application.
+
+use std::fmt;
+use std::sync::Arc;
+
+use ring::digest::{SHA256, digest};
+use rustls::client::Resumption;
+use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
+use rustls::crypto::{CryptoProvider, ring as ring_provider, verify_tls12_signature, verify_tls13_signature};
+use rustls::pki_types::{CertificateDer, PrivatePkcs8KeyDer, ServerName, UnixTime};
+use rustls::version::TLS13;
+use rustls::{CertificateError, ClientConfig, DigitallySignedStruct, OtherError, ServerConfig, SignatureScheme};
+
+use crate::error::{Error, ErrorKind};
+
+/// The name in every certificate. Nothing depends on it: certificates are told apart by their fingerprints.
+pub(crate) const NAME: &str = "tensorferry";
+const PREFIX: &str = "sha256-";
+
+/// The SHA-256 of a certificate, as it stands in a URL: `sha256-` and 64 hexadecimal digits.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Fingerprint(String);
+
+impl Fingerprint {
+    fn of(certificate: &[u8]) -> Self {
+        use std::fmt::Write as _;
+        let mut text = PREFIX.to_owned();
+        for byte in digest(&SHA256, certificate).as_ref() {
+            let _ = write!(text, "{byte:02x}");
+        }
+        Self(text)
+    }
+
+    /// A fingerprint as a URL has it.
+    pub(crate) fn parse(text: &str) -> Option<Self> {
+        let digits = text.strip_prefix(PREFIX)?;
+        let valid = digits.len() == 64 && digits.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'));
+        valid.then(|| Self(text.to_owned()))
+    }
+}
+
+impl fmt::Display for Fingerprint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+/// A server's certificate and key.
+#[derive(Clone, Debug)]
+pub(crate) struct Identity {
+    pub(crate) config: Arc<ServerConfig>,
+    pub(crate) fingerprint: Fingerprint,
+}
+
+impl Identity {
+    /// A new key and a certificate for it. The key stays in the memory of this process.
+    pub(crate) fn new() -> Result<Self, Error> {
+        let made = rcgen::generate_simple_self_signed([NAME.to_owned()])
+            .map_err(|e| Error::caused(ErrorKind::System, "cannot make a certificate", e))?;
+        let certificate = made.cert.der().clone();
+        let fingerprint = Fingerprint::of(&certificate);
+        let key = PrivatePkcs8KeyDer::from(made.signing_key.serialize_der());
+        let mut config = ServerConfig::builder_with_provider(provider())
+            .with_protocol_versions(&[&TLS13])
+            .and_then(|builder| builder.with_no_client_auth().with_single_cert(vec![certificate], key.into()))
+            .map_err(|e| Error::caused(ErrorKind::System, "cannot set up TLS", e))?;
+        config.send_tls13_tickets = 0;
+        Ok(Self { config: Arc::new(config), fingerprint })
+    }
+}
+
+/// The configuration of a client that accepts the certificate with this fingerprint and no other.
+pub(crate) fn client(pinned: Fingerprint) -> Result<Arc<ClientConfig>, Error> {
+    let provider = provider();
+    let verifier = Arc::new(Pinned { pinned, provider: Arc::clone(&provider) });
+    let mut config = ClientConfig::builder_with_provider(provider)
+        .with_protocol_versions(&[&TLS13])
+        .map_err(|e| Error::caused(ErrorKind::System, "cannot set up TLS", e))?
+        .dangerous()
+        .with_custom_certificate_verifier(verifier)
+        .with_no_client_auth();
+    config.enable_sni = false;
+    config.resumption = Resumption::disabled();
+    Ok(Arc::new(config))
+}
+
+/// ring, with the cipher in front that takes least time; both ends are ours, and none of the three is weak.
+fn provider() -> Arc<CryptoProvider> {
+    let suites = [
+        ring_provider::cipher_suite::TLS13_AES_128_GCM_SHA256,
+        ring_provider::cipher_suite::TLS13_AES_256_GCM_SHA384,
+        ring_provider::cipher_suite::TLS13_CHACHA20_POLY1305_SHA256,
+    ];
+    Arc::new(CryptoProvider { cipher_suites: suites.to_vec(), ..ring_provider::default_provider() })
+}
+
+/// Accepts one certificate. That the peer has its key is verified by the signature of the handshake, as always.
+#[derive(Debug)]
+struct Pinned {
+    pinned: Fingerprint,
+    provider: Arc<CryptoProvider>,
+}
+
+/// A peer showed another certificate than the pinned one.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "its certificate has the fingerprint {found}, where its metadata says {pinned}: another process has taken the \
+     address, or somebody is in between"
+)]
+struct WrongCertificate {
+    found: Fingerprint,
+    pinned: Fingerprint,
+}
+
+impl ServerCertVerifier for Pinned {
+    fn verify_server_cert(
+        &self,
+        certificate: &CertificateDer<'_>,
+        _intermediates: &[CertificateDer<'_>],
+        _name: &ServerName<'_>,
+        _ocsp: &[u8],
+        _now: UnixTime,
+    ) -> Result<ServerCertVerified, rustls::Error> {
+        let found = Fingerprint::of(certificate);
+        if found == self.pinned {
+            return Ok(ServerCertVerified::assertion());
+        }
+        let wrong = WrongCertificate { found, pinned: self.pinned.clone() };
+        Err(CertificateError::Other(OtherError(Arc::new(wrong))).into())
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signed: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        verify_tls12_signature(message, certificate, signed, &self.provider.signature_verification_algorithms)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signed: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        verify_tls13_signature(message, certificate, signed, &self.provider.signature_verification_algorithms)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.provider.signature_verification_algorithms.supported_schemes()
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test that cannot go on should panic")]
+mod tests {
+    use rustls::pki_types::PrivateKeyDer;
+    use rustls::server::{ClientHello, ResolvesServerCert};
+    use rustls::sign::CertifiedKey;
+    use rustls::{ClientConnection, ServerConnection};
+
+    use super::*;
+
+    /// Shows a certificate whatever its key is.
+    #[derive(Debug)]
+    struct Shows(Arc<CertifiedKey>);
+
+    impl ResolvesServerCert for Shows {
+        fn resolve(&self, _hello: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
+            Some(Arc::clone(&self.0))
+        }
+    }
+
+    /// What a client that pinned `certificate` says to a server that shows it and signs with `key`.
+    fn handshake(certificate: &CertificateDer<'static>, key: &rcgen::KeyPair) -> Result<(), rustls::Error> {
+        let key = PrivateKeyDer::from(PrivatePkcs8KeyDer::from(key.serialize_der()));
+        let key = provider().key_provider.load_private_key(key).unwrap();
+        let shown = Arc::new(CertifiedKey::new(vec![certificate.clone()], key));
+        let builder = ServerConfig::builder_with_provider(provider()).with_protocol_versions(&[&TLS13]).unwrap();
+        let config = builder.with_no_client_auth().with_cert_resolver(Arc::new(Shows(shown)));
+        let mut server = ServerConnection::new(Arc::new(config)).unwrap();
+        let name = ServerName::try_from(NAME).unwrap();
+        let mut client = ClientConnection::new(client(Fingerprint::of(certificate)).unwrap(), name).unwrap();
+        while client.is_handshaking() {
+            let mut sent = Vec::new();
+            client.write_tls(&mut sent).unwrap();
+            server.read_tls(&mut sent.as_slice()).unwrap();
+            server.process_new_packets().unwrap();
+            let mut sent = Vec::new();
+            while server.wants_write() {
+                server.write_tls(&mut sent).unwrap();
+            }
+            let mut sent = sent.as_slice();
+            while !sent.is_empty() {
+                client.read_tls(&mut sent).unwrap();
+                client.process_new_packets()?;
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn who_shows_the_certificate_must_have_its_key() {
+        let made = rcgen::generate_simple_self_signed([NAME.to_owned()]).unwrap();
+        handshake(made.cert.der(), &made.signing_key).unwrap();
+        let other = rcgen::KeyPair::generate().unwrap();
+        let refused = handshake(made.cert.der(), &other).unwrap_err();
+        assert_eq!(refused, CertificateError::BadSignature.into());
+    }
+
+    #[test]
+    fn fingerprints_are_read_as_they_are_written() {
+        let own = Identity::new().unwrap().fingerprint;
+        assert_eq!(Fingerprint::parse(&own.to_string()), Some(own.clone()));
+        assert_ne!(Identity::new().unwrap().fingerprint, own, "each server has a certificate of its own");
+        // what `printf abc | sha256sum` says
+        let known = "sha256-ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad";
+        assert_eq!(Fingerprint::of(b"abc").to_string(), known);
+        for bad in ["", "sha256-", &known[..70], &format!("{known}0"), &known.to_uppercase(), &known[7..]] {
+            assert_eq!(Fingerprint::parse(bad), None, "{bad}");
+        }
+    }
+}

@@ -1,0 +1,481 @@
+//! A publication whose memory is filled while it is served: what is final goes out, what is not is waited for, and nobody
+//! is held up by that.
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
+
+mod common;
+
+use std::io::Read;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use common::local::{LocalReader, name_of};
+use common::raw::{Answer, Raw, get};
+use common::{BLOCK, PATIENCE, Rig, STEP, State, eventually, lanes, noise};
+use tensorferry_core::{
+    Alternate, Destination, Error, ErrorKind, FetchOptions, Item, Memory, Publication, Readiness, Remote, Rendered,
+    ServerConfig, Stability, Withdrawn,
+};
+use tensorferry_wire::digest::{DigestTable, checksum};
+use tensorferry_wire::dtype::Dtype;
+
+const LARGE: usize = 24 * BLOCK;
+const POISON: u8 = 0xA5;
+/// The only header that says so.
+const FILLING: &str = "tensorferry-filling";
+
+/// Memory of two entries that starts as poison and is filled with `expected`, and who publishes it.
+struct Filler {
+    memory: Arc<Mutex<Vec<u8>>>,
+    expected: Vec<u8>,
+    filling: Option<Readiness>,
+    filled: usize,
+}
+
+impl Filler {
+    /// Publishes it on `rig`.
+    fn on(rig: &Rig, len: usize, stability: Stability) -> Self {
+        Self::with(rig, len, stability, Box::new(()), None)
+    }
+
+    fn with(
+        rig: &Rig,
+        len: usize,
+        stability: Stability,
+        owner: Box<dyn std::any::Any + Send + Sync>,
+        alternate: Option<Box<dyn Alternate>>,
+    ) -> Self {
+        let memory = Arc::new(Mutex::new(vec![POISON; len]));
+        let address = memory.lock().unwrap().as_mut_ptr() as usize;
+        let owner = Box::new((owner, Arc::clone(&memory)));
+        let item = |name: &str, start: usize, end: usize| {
+            // SAFETY: the owner keeps it, and its length does not change.
+            let memory = unsafe { Memory::borrowed(address + start, end - start) };
+            Item::new(name, Dtype::U8, &[(end - start) as u64], memory)
+        };
+        let items = vec![item("a", 0, len / 3), item("b", len / 3, len)];
+        let (publication, filling) = Publication::with_readiness(Vec::new(), items, stability, owner).unwrap();
+        assert_eq!(filling.starts(), [0, (len / 3) as u64]);
+        let publication = match alternate {
+            Some(alternate) => publication.with_alternate(alternate),
+            None => publication,
+        };
+        rig.server.store().publish(STEP, publication);
+        Self { memory, expected: noise(len, 3), filling: Some(filling), filled: 0 }
+    }
+
+    fn filling(&self) -> &Readiness {
+        self.filling.as_ref().unwrap()
+    }
+
+    /// Writes the bytes up to `len` and says so.
+    fn fill(&mut self, len: usize) {
+        let bytes = &self.expected[self.filled..len];
+        // SAFETY: inside the memory; readers do not look at it before they are told below.
+        unsafe {
+            let target = self.memory.lock().unwrap().as_mut_ptr().add(self.filled);
+            std::ptr::copy_nonoverlapping(bytes.as_ptr(), target, bytes.len());
+        }
+        self.filled = len;
+        self.filling().raise(len as u64);
+    }
+
+    fn finish(&mut self) {
+        self.fill(self.expected.len());
+        self.filling.take().unwrap().finish();
+    }
+
+    fn state(&self) -> State {
+        let third = self.expected.len() / 3;
+        State(vec![
+            ("a".to_owned(), self.expected[..third].to_vec().into()),
+            ("b".to_owned(), self.expected[third..].to_vec().into()),
+        ])
+    }
+}
+
+/// Asks for the whole container and reads its head.
+fn begin(rig: &Rig) -> (Raw, Answer, usize) {
+    let mut raw = Raw::to(rig);
+    raw.send("GET", &rig.path("7.safetensors"), &[]);
+    let head = raw.head();
+    assert_eq!(head.status, 200);
+    let length = head.header("content-length").unwrap().parse().unwrap();
+    (raw, head, length)
+}
+
+/// The same through shared memory.
+fn begin_locally(rig: &Rig) -> LocalReader {
+    let mut local = LocalReader::connect(&name_of(rig));
+    local.request(&rig.path("7.safetensors"));
+    local.head();
+    local
+}
+
+/// Reads on to `length` bytes of the body.
+fn read_to(raw: &mut Raw, length: usize) {
+    while raw.buffer.len() < length {
+        assert!(raw.more(length - raw.buffer.len()) > 0, "the connection ended after {} bytes", raw.buffer.len());
+    }
+}
+
+/// Whether nothing more comes for a moment. Can only be wrong if something comes that must not.
+fn is_silent(raw: &mut Raw) -> bool {
+    raw.stream.set_read_timeout(Some(Duration::from_millis(150))).unwrap();
+    let silent = raw.try_more(1).is_err();
+    raw.stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    silent
+}
+
+fn in_background(fetch: impl FnOnce() -> Result<(), Error> + Send + 'static) -> JoinHandle<Result<(), Error>> {
+    std::thread::spawn(fetch)
+}
+
+#[test]
+fn bytes_are_sent_up_to_the_mark_and_not_further() {
+    let rig = Rig::new();
+    let mut filler = Filler::on(&rig, LARGE, Stability::Private);
+    filler.fill(5 * BLOCK / 2);
+    let (mut reader, head, length) = begin(&rig);
+    assert_eq!(head.header(FILLING), Some("1"));
+    let start = length - LARGE;
+    read_to(&mut reader, start + 2 * BLOCK);
+    assert!(is_silent(&mut reader), "a byte of a block that is not final");
+    // Less than before, and nothing new: neither takes anything back.
+    filler.filling().raise(BLOCK as u64);
+    let second = format!("bytes={}-{}", start + BLOCK, start + 2 * BLOCK - 1);
+    assert!(get(&rig, &rig.path("7.safetensors"), &[("Range", &second)]).header(FILLING).is_none());
+    filler.fill(5 * BLOCK);
+    read_to(&mut reader, start + 5 * BLOCK);
+    assert!(is_silent(&mut reader));
+    // Whoever wants no more than what is there gets it as ever.
+    let part = get(&rig, &rig.path("7.safetensors"), &[("Range", &format!("bytes={start}-{}", start + BLOCK - 1))]);
+    assert!(part.status == 206 && part.header(FILLING).is_none() && part.body == filler.expected[..BLOCK]);
+    assert_eq!(get(&rig, &rig.path("7/header"), &[]).body.len(), start);
+    filler.finish();
+    read_to(&mut reader, length);
+    assert!(reader.buffer[start..] == filler.expected, "wrong bytes");
+    assert_eq!(begin(&rig).1.header(FILLING), None);
+}
+
+#[test]
+fn receives_go_along_with_the_filling_and_are_verified() {
+    let config = ServerConfig { bind: Some(([127, 0, 0, 1], 0).into()), ..ServerConfig::default() };
+    for (tls, same_host) in [(false, false), (false, true), (true, false)] {
+        for stability in [Stability::Private, Stability::Borrowed] {
+            let rig = Rig::configured(&ServerConfig { tls, ..config.clone() });
+            let mut filler = Filler::on(&rig, LARGE, stability);
+            let (url, state) = (rig.url(), filler.state());
+            let receives: Vec<_> = [1, 3]
+                .map(|count| {
+                    let (url, state) = (url.clone(), state.clone());
+                    in_background(move || {
+                        let options = FetchOptions { same_host, ..lanes(count) };
+                        let arrived = state.fetch(&[&url], options)?;
+                        assert_eq!((arrived.report().same_host, arrived.report().retries), (same_host, 0));
+                        Ok(())
+                    })
+                })
+                .into();
+            let mut sent = 0;
+            for len in [BLOCK, 7 * BLOCK / 2, 11 * BLOCK, LARGE - 1] {
+                filler.fill(len);
+                // One of them got some of it, with later ones not even written.
+                eventually("bytes come before all is there", || rig.server.bytes_served() > sent);
+                sent = rig.server.bytes_served().max(len as u64);
+            }
+            filler.finish();
+            for receive in receives {
+                receive.join().unwrap().unwrap();
+            }
+            drop(rig);
+        }
+    }
+}
+
+#[test]
+fn slots_of_shared_memory_are_lent_up_to_the_mark() {
+    let rig = Rig::new();
+    let mut filler = Filler::on(&rig, LARGE, Stability::Private);
+    let mut local = LocalReader::connect(&name_of(&rig));
+    // The header takes a part of the first.
+    let slot = local.slot_len;
+    filler.fill(slot);
+    let header = get(&rig, &rig.path("7/header"), &[]).body.len();
+    local.request(&rig.path("7.safetensors"));
+    assert!(local.head().contains(FILLING));
+    let mut lent = |count: usize| {
+        local.stream.read_exact(&mut vec![0; count]).unwrap();
+        local.stream.set_read_timeout(Some(Duration::from_millis(150))).unwrap();
+        assert!(local.stream.read(&mut [0]).is_err(), "a slot that is not final");
+        local.stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        local.content()
+    };
+    assert!(lent(1)[header..slot] == filler.expected[..slot - header]);
+    filler.fill(3 * slot);
+    assert!(lent(2)[header..3 * slot] == filler.expected[..3 * slot - header]);
+    filler.finish();
+    lent(1);
+}
+
+#[test]
+fn digests_wait_for_the_blocks_they_are_of() {
+    let rig = Rig::new();
+    let mut filler = Filler::on(&rig, 4 * BLOCK + 5, Stability::Private);
+    filler.fill(3 * BLOCK - 1);
+    let ask = |query: &str| {
+        let mut raw = Raw::to(&rig);
+        raw.send("GET", &rig.path(&format!("7/digests{query}")), &[]);
+        raw
+    };
+    let expected: Vec<u64> = filler.expected.chunks(BLOCK).map(checksum).collect();
+    let early = DigestTable::decode(&ask("?blocks=0-2").answer().body).unwrap();
+    assert_eq!(early.blocks, expected[..2]);
+    assert!(DigestTable::decode(&ask("?blocks=0-0").answer().body).unwrap().blocks.is_empty());
+    let mut late = [ask(""), ask("?blocks=2-3"), ask("?blocks=768-769&grain=4096"), ask("?blocks=4-5")];
+    for raw in &mut late {
+        assert!(is_silent(raw));
+    }
+    filler.finish();
+    let tables: Vec<_> = late.map(|mut raw| raw.answer().body).into();
+    assert_eq!(DigestTable::decode(&tables[0]).unwrap().blocks, expected);
+    assert_eq!(DigestTable::decode(&tables[1]).unwrap().blocks, expected[2..3]);
+    let fine = [checksum(&filler.expected[768 * 4096..769 * 4096])];
+    let algorithm = tensorferry_wire::digest::Algorithm::Crc64;
+    assert_eq!(DigestTable::decode_with_block_size(&tables[2], &algorithm, 4096).unwrap().blocks, fine);
+    assert_eq!(DigestTable::decode(&tables[3]).unwrap().blocks, expected[4..]);
+}
+
+/// Notes how often it is asked.
+struct Noting(Arc<AtomicUsize>);
+
+impl Alternate for Noting {
+    fn render(&self, _: &str) -> Result<Option<Rendered>, String> {
+        self.0.fetch_add(1, Ordering::SeqCst);
+        Ok(Some(Rendered::Body { parts: vec![bytes::Bytes::from_static(b"other").into()], owner: Box::new(()) }))
+    }
+}
+
+#[test]
+fn other_formats_are_built_when_all_is_there() {
+    let rig = Rig::new();
+    let asked = Arc::new(AtomicUsize::new(0));
+    let alternate: Box<dyn Alternate> = Box::new(Noting(Arc::clone(&asked)));
+    let mut filler = Filler::with(&rig, LARGE, Stability::Private, Box::new(()), Some(alternate));
+    filler.fill(LARGE - 1);
+    let mut raw = Raw::to(&rig);
+    raw.send("GET", &rig.path("7/full"), &[]);
+    assert!(is_silent(&mut raw));
+    assert_eq!(asked.load(Ordering::SeqCst), 0, "it reads what is not there");
+    filler.finish();
+    assert_eq!(raw.answer().body, b"other");
+}
+
+/// A private copy whose first block is there, and a reader that has that and waits for the rest of `length` bytes.
+fn half_read(rig: &Rig) -> (Filler, Raw, usize) {
+    let mut filler = Filler::on(rig, LARGE, Stability::Private);
+    filler.fill(BLOCK);
+    let (mut reader, _, length) = begin(rig);
+    read_to(&mut reader, length - LARGE + BLOCK);
+    (filler, reader, length)
+}
+
+#[test]
+fn a_private_copy_that_is_withdrawn_is_filled_for_those_who_have_begun() {
+    let rig = Rig::new();
+    let (mut filler, mut reader, length) = half_read(&rig);
+    assert_eq!(rig.server.store().withdraw(PATIENCE), Withdrawn::Clean);
+    assert!(filler.filling().is_wanted());
+    filler.finish();
+    read_to(&mut reader, length);
+    assert!(reader.buffer.ends_with(&filler.expected));
+}
+
+#[test]
+fn what_nobody_reads_is_not_wanted_once_it_is_withdrawn() {
+    let rig = Rig::new();
+    let filler = Filler::on(&rig, LARGE, Stability::Private);
+    assert!(filler.filling().is_wanted());
+    rig.server.store().withdraw(PATIENCE);
+    assert!(!filler.filling().is_wanted());
+}
+
+#[test]
+fn borrowed_memory_is_withdrawn_from_those_who_wait_for_it() {
+    let rig = Rig::new();
+    let mut filler = Filler::on(&rig, LARGE, Stability::Borrowed);
+    filler.fill(BLOCK);
+    let (mut reader, ..) = begin(&rig);
+    let _local = begin_locally(&rig);
+    let mut digests = Raw::to(&rig);
+    digests.send("GET", &rig.path("7/digests"), &[]);
+    eventually("all three wait", || rig.server.store().active() == 3);
+    assert_eq!(rig.server.store().withdraw(Duration::ZERO), Withdrawn::Cut(3));
+    assert_eq!(rig.server.store().active(), 0);
+    filler.memory.lock().unwrap().fill(POISON);
+    filler.filling().raise(LARGE as u64);
+    assert!(!reader.rest().windows(64).any(|w| w == [POISON; 64]));
+    assert!(digests.is_ended());
+}
+
+#[test]
+fn a_shutdown_does_not_wait_for_the_filling() {
+    let rig = Rig::new();
+    let asked = Arc::new(AtomicUsize::new(0));
+    let alternate: Box<dyn Alternate> = Box::new(Noting(Arc::clone(&asked)));
+    let mut filler = Filler::with(&rig, LARGE, Stability::Private, Box::new(()), Some(alternate));
+    filler.fill(BLOCK);
+    let (mut reader, ..) = begin(&rig);
+    let _local = begin_locally(&rig);
+    let mut others = ["7/digests", "7/full"].map(|path| {
+        let mut raw = Raw::to(&rig);
+        raw.send("GET", &rig.path(path), &[]);
+        raw
+    });
+    eventually("they wait", || rig.server.store().active() >= 3);
+    rig.server.shutdown(PATIENCE);
+    assert_eq!(rig.server.store().active(), 0);
+    reader.rest();
+    assert!(others.iter_mut().all(Raw::is_ended));
+    assert_eq!(asked.load(Ordering::SeqCst), 0);
+    eventually("nobody wants it", || !filler.filling().is_wanted());
+}
+
+/// Notes that it was dropped.
+struct Owner(Arc<AtomicUsize>);
+
+impl Drop for Owner {
+    fn drop(&mut self) {
+        self.0.fetch_add(1, Ordering::SeqCst);
+    }
+}
+
+#[test]
+fn one_that_is_given_up_ends_its_readers_with_an_error_and_leaves_no_trace() {
+    for same_host in [false, true] {
+        let rig = Rig::new();
+        let dropped = Arc::new(AtomicUsize::new(0));
+        let owner = Box::new(Owner(Arc::clone(&dropped)));
+        let mut filler = Filler::with(&rig, LARGE, Stability::Private, owner, None);
+        filler.fill(BLOCK);
+        let url = rig.url();
+        let receive = in_background(move || {
+            let options = FetchOptions { same_host, ..lanes(2) };
+            Remote::open(&[&url], STEP, options)?.fetch(Destination::Fresh).map(drop)
+        });
+        let (mut reader, _, length) = begin(&rig);
+        let mut digests = Raw::to(&rig);
+        digests.send("GET", &rig.path("7/digests"), &[]);
+        eventually("they wait", || rig.server.store().active() >= 4);
+        let store = rig.server.store();
+        store.abandon(filler.filling.take().unwrap());
+        assert!(reader.rest().len() < length);
+        // It does not come to its deadline: the snapshot is gone, and the source says so.
+        let failed = receive.join().unwrap().unwrap_err();
+        assert_eq!(failed.kind(), ErrorKind::Changed, "{failed}");
+        assert!(digests.is_ended() || digests.buffer.starts_with(b"HTTP/1.1 412"));
+        assert!(!store.is_allowed());
+        eventually("the owner is let go of", || dropped.load(Ordering::SeqCst) == 1);
+        // Others wait for the next one, as after a withdrawal.
+        let mut waiting = Raw::to(&rig);
+        waiting.send("GET", &rig.path("7.safetensors"), &[]);
+        let next = State::of(&[BLOCK], 5);
+        store.publish(STEP, next.publication(Stability::Private));
+        assert!(waiting.answer().body.ends_with(next.bytes("w0")));
+        drop(rig);
+    }
+}
+
+#[test]
+fn a_receive_without_one_byte_learns_at_once_that_the_source_gave_up() {
+    // Everything that a receive asks for first, or a part of it; and whether the source sends another one then.
+    for (same_host, filled, next) in [
+        (false, 0, false),
+        (true, 0, false),
+        (false, BLOCK / 2, false),
+        (true, BLOCK / 2, false),
+        (false, 0, true),
+        (true, 0, true),
+    ] {
+        let rig = Rig::new();
+        let mut filler = Filler::on(&rig, LARGE, Stability::Private);
+        filler.fill(filled);
+        let replacement = State::of(&[BLOCK], 5);
+        let (url, expected) = (rig.url(), replacement.clone());
+        let receive = in_background(move || {
+            let options = FetchOptions { same_host, ..lanes(2) };
+            expected.fetch(&[&url], options).map(drop)
+        });
+        eventually("it waits", || rig.server.store().active() >= 1);
+        let given_up = Instant::now();
+        rig.server.store().abandon(filler.filling.take().unwrap());
+        if next {
+            rig.server.store().publish(STEP, replacement.publication(Stability::Private));
+            receive.join().unwrap().unwrap();
+        } else {
+            let failed = receive.join().unwrap().unwrap_err();
+            assert_eq!(failed.kind(), ErrorKind::Changed, "{failed}");
+            assert!(failed.to_string().contains("no longer served"), "{failed}");
+            assert!(given_up.elapsed() < PATIENCE / 2, "it waited for {:?}", given_up.elapsed());
+        }
+        drop(rig);
+    }
+}
+
+#[test]
+fn giving_up_one_that_was_replaced_leaves_the_new_one_alone() {
+    let rig = Rig::new();
+    let (mut filler, mut reader, length) = half_read(&rig);
+    let next = State::of(&[BLOCK], 5);
+    rig.server.store().publish(STEP, next.publication(Stability::Private));
+    rig.server.store().abandon(filler.filling.take().unwrap());
+    assert!(reader.rest().len() < length);
+    assert!(rig.server.store().is_allowed());
+    next.fetch(&[&rig.url()], lanes(1)).unwrap();
+}
+
+#[test]
+fn a_filling_that_is_dropped_ends_those_who_come_to_what_is_missing() {
+    let rig = Rig::new();
+    let mut filler = Filler::on(&rig, LARGE, Stability::Private);
+    filler.fill(BLOCK);
+    let (mut reader, _, length) = begin(&rig);
+    let mut local = begin_locally(&rig);
+    filler.filling = None;
+    assert!(reader.rest().len() < length);
+    let mut left = Vec::new();
+    let _ = local.stream.read_to_end(&mut left);
+    assert!(left.len() < 2 * LARGE / BLOCK);
+    // What is there can still be had.
+    let start = length - LARGE;
+    let range = format!("bytes=0-{}", start + BLOCK - 1);
+    let part = get(&rig, &rig.path("7.safetensors"), &[("Range", &range)]);
+    assert!(part.status == 206 && part.body.ends_with(&filler.expected[..BLOCK]));
+}
+
+#[test]
+fn a_receiver_that_hears_nothing_while_the_source_copies_does_not_give_up() {
+    for same_host in [false, true] {
+        let rig = Rig::new();
+        let filler = Arc::new(Mutex::new(Filler::on(&rig, LARGE, Stability::Private)));
+        filler.lock().unwrap().fill(2 * BLOCK);
+        let (url, state) = (rig.url(), filler.lock().unwrap().state());
+        let receive = in_background(move || {
+            let options = FetchOptions { stall: Duration::from_millis(100), same_host, ..lanes(1) };
+            let arrived = state.fetch(&[&url], options)?;
+            assert!(arrived.report().same_host == same_host && arrived.report().retries > 8);
+            Ok(())
+        });
+        let requests = || {
+            let metrics = get(&rig, &rig.path("7.safetensors").replace("checkpoint/7.safetensors", "metrics"), &[]);
+            let line = metrics.text().lines().find(|l| l.starts_with("tensorferry_answers_total{code=\"206\"}"));
+            line.map_or(0, |l| l.rsplit(' ').next().unwrap().parse::<u32>().unwrap())
+        };
+        // More than the failures in a row after which a lane leaves.
+        eventually("it asks again", || requests() > 12);
+        filler.lock().unwrap().finish();
+        receive.join().unwrap().unwrap();
+        drop(rig);
+    }
+}

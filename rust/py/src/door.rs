@@ -1,0 +1,40 @@
+//! What the doors of the Python package serve besides the container, and how they word refusals.
+//!
+//! The engine knows one resource for other formats and nothing of their names. They are listed here: the bodies that
+//! torchft 0.2.0 asks for, and the files of a distributed checkpoint. Which of them a publication has is decided by the
+//! callable it was published with.
+
+use tensorferry_core::Door;
+
+/// The folder below which the files of torch's distributed checkpoints are served.
+const DCP: &str = "dcp";
+
+/// The transport for torchft, with the bodies torchft 0.2.0 asks for, and the folder of torch's distributed
+/// checkpoints. Which of them a publication really has is for the callable it was published with.
+#[derive(Debug)]
+pub(crate) struct Doors;
+
+impl Door for Doors {
+    /// `full`, `metadata` and the index of a chunk are torchft's, the index read as Python's `int()` reads it;
+    /// `dcp/{file}` is a file of a distributed checkpoint.
+    fn alternate(&self, path: &str) -> Option<String> {
+        match path.split_once('/') {
+            Some((DCP, file)) if !file.contains('/') => Some(path.to_owned()),
+            Some(_) => None,
+            None if matches!(path, "full" | "metadata") => Some(path.to_owned()),
+            None => path.parse::<i64>().ok().map(|index| index.to_string()),
+        }
+    }
+
+    fn missing(&self, name: &str) -> String {
+        match name.split_once('/') {
+            Some((_, file)) => format!("there is no file {file} here"),
+            // As Python says it to torchft's own server.
+            None => format!("list index out of range: there is no chunk {name}"),
+        }
+    }
+
+    fn unpublished(&self, step: i64) -> String {
+        format!("step {step} is allowed but no state was sent: call send_checkpoint first")
+    }
+}

@@ -1,0 +1,99 @@
+//! `Waves`: a receive of which some entries pass through memory that Python gives, wave by wave.
+//!
+//! It is what a receive onto a device uses: Python copies one wave from pinned memory while the next one arrives.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use pyo3::prelude::*;
+use tensorferry_core::{Cancel, StagedFetch, StagedRun};
+use tensorferry_wire::container::Header;
+
+use crate::errors;
+use crate::memory::{PyArena, fetch_wave};
+use crate::remote::handed_over;
+use crate::report::PyReport;
+use crate::runtime::{self, OnTick, Origin};
+
+/// A receive through a buffer, wave by wave. After an exception it is over.
+#[pyclass(name = "Waves", module = "tensorferry._native", frozen)]
+pub(crate) struct PyStagedFetch {
+    origin: Origin,
+    cancel: Cancel,
+    tell: ProgressReporter,
+    header: Arc<Header>,
+    waves: Mutex<Option<StagedFetch>>,
+}
+
+/// Entry, first byte, bytes, and where they lie in the memory of the wave.
+type Run = (usize, u64, u64, u64);
+
+/// Reports to Python how far a receive is.
+pub(crate) struct ProgressReporter {
+    pub(crate) received: Arc<AtomicU64>,
+    pub(crate) total: u64,
+    /// Called with the bytes here and the bytes in all, now and then and at the end.
+    pub(crate) progress: Option<Py<PyAny>>,
+}
+
+impl ProgressReporter {
+    /// Calls `progress`, if there is one, with the bytes here and the bytes in all.
+    ///
+    /// # Errors
+    /// What `progress` raises.
+    pub(crate) fn tell(&self, py: Python<'_>) -> PyResult<()> {
+        // Bytes that had to be fetched again count once.
+        let received = self.received.load(Ordering::Relaxed).min(self.total);
+        self.progress.as_ref().map_or(Ok(()), |call| call.call1(py, (received, self.total)).map(drop))
+    }
+}
+
+impl PyStagedFetch {
+    pub(crate) fn new(cancel: Cancel, tell: ProgressReporter, header: Arc<Header>, waves: StagedFetch) -> Self {
+        Self { origin: Origin::here(), cancel, tell, header, waves: Mutex::new(Some(waves)) }
+    }
+
+    fn waves(&self) -> MutexGuard<'_, Option<StagedFetch>> {
+        self.waves.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The receive, which the caller puts back unless it fails.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when there is none any more, `ForkedProcess` in a forked child.
+    fn take(&self, py: Python<'_>) -> PyResult<StagedFetch> {
+        self.origin.check(py)?;
+        self.waves().take().ok_or_else(|| errors::invalid(py, "this receive is over"))
+    }
+}
+
+#[pymethods]
+impl PyStagedFetch {
+    /// Brings the next wave to `address`: `(entry, first byte, bytes, offset from the address)` for each run of an
+    /// entry's bytes that is there now, verified. `None` when everything has come.
+    ///
+    /// # Errors
+    /// The engine's errors as exceptions, and whatever `progress` or a signal handler raises; the receive is over then.
+    fn fetch(&self, py: Python<'_>, address: usize) -> PyResult<Option<Vec<Run>>> {
+        let mut waves = self.take(py)?;
+        let tell = |py: Python<'_>| self.tell.tell(py);
+        let watch = self.tell.progress.is_some().then_some(&tell as &OnTick<'_>);
+        let (waves, parts) = runtime::run(py, &self.cancel, watch, move || {
+            let parts = fetch_wave(&mut waves, address)?;
+            Ok((waves, parts))
+        })?;
+        *self.waves() = Some(waves);
+        let told = |part: StagedRun| (part.entry, part.start, part.len, part.at);
+        Ok(parts.map(|parts| parts.into_iter().map(told).collect()))
+    }
+
+    /// After the last wave: the arena and the report that `Remote.fetch` would have returned.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when there are waves that were not fetched.
+    fn finish(&self, py: Python<'_>) -> PyResult<(PyArena, PyReport)> {
+        let arrived = self.take(py)?.finish().map_err(|e| errors::to_py(py, &e))?;
+        self.tell.tell(py)?;
+        Ok(handed_over(arrived, &self.header))
+    }
+}
