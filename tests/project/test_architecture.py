@@ -13,6 +13,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import test_rooms
+import test_rooms_of_the_engine as rooms_of_the_engine
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = ("docs/architecture.md", "CONTRIBUTING.md")
@@ -112,6 +114,28 @@ def test_every_room_is_on_the_map() -> None:
     for base in BASES[1:]:
         rooms = [path.name for path in base.iterdir() if path.is_dir() and not path.name.startswith("__")]
         assert [room for room in rooms if f"| `{room}/` |" not in text] == []
+
+
+def rows_of(heading: str) -> dict[str, set[str]]:
+    """Each folder in the first column of the table below ``heading``, and those in the last column."""
+    section = (ROOT / "docs/architecture.md").read_text().partition(f"\n### {heading}\n")[2].partition("\n#")[0]
+    rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| `")]
+    return {row[0].strip(" `/"): set(re.findall(r"`(\w+)/`", row[-1])) for row in rows}
+
+
+def test_the_map_of_the_package_is_the_rule_for_its_imports() -> None:
+    said = rows_of("Rooms of the Python package")
+    assert {name: said[name] for name in test_rooms.ROOMS} == {
+        name: set(others - test_rooms.GROUND) for name, others in test_rooms.ROOMS.items()
+    }
+    assert {name: said[name] for name in said.keys() - test_rooms.ROOMS.keys()} == {
+        name: set(others) for name, others in test_rooms.DOORS.items() if name in said
+    }
+
+
+def test_the_map_of_the_engine_is_the_rule_for_its_rooms() -> None:
+    said = rows_of("Rooms of the engine")
+    assert said == {name: others & said.keys() for name, others in rooms_of_the_engine.ROOMS.items() if name in said}
 
 
 @pytest.mark.parametrize(
