@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import concurrent.futures
+import re
 import threading
 import time
+import urllib.request
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,7 @@ import torch
 
 import tensorferry
 from exchange import TIMEOUT
+from tensorferry.dcp import PeerReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -143,3 +146,31 @@ def test_who_came_too_late_learns_it_at_once(open_transport: Callable[..., Any])
     with pytest.raises(tensorferry.SourceChanged):
         target.recv_checkpoint(0, source.metadata(), 1, timedelta(seconds=30))
     assert time.monotonic() - started < 15
+
+
+def connections(source: Any) -> int:
+    """How many connections a source has, beside the one that asks."""
+    with urllib.request.urlopen(source.metadata().replace("checkpoint/", "metrics"), timeout=20) as answer:
+        (count,) = re.findall(rb"^tensorferry_connections (\d+)$", answer.read(), re.MULTILINE)
+    return int(count) - 1
+
+
+@pytest.mark.parametrize("door", ["transport", "reader"])
+def test_a_failed_receive_keeps_no_connection_while_its_exception_is_kept(
+    door: str, open_transport: Callable[..., Any]
+) -> None:
+    source = open_transport(timeout=TIMEOUT)
+    source.send_checkpoint([1], 1, {"w": torch.ones(3 * MIB)}, TIMEOUT)
+    # Either fails when it knows the header.
+    if door == "transport":
+        target = open_transport(state_dict=lambda: {"w": torch.ones(7)}, strict=True)
+        with pytest.raises(tensorferry.StateMismatch) as kept:
+            target.recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
+    else:
+        reader = PeerReader(f"tensorferry-dcp/1 1 {source.metadata()}")
+        with pytest.raises(tensorferry.ProtocolError, match="no index") as kept:
+            reader.read_metadata()
+    end = time.monotonic() + 10
+    while connections(source) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not connections(source), kept.value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -102,7 +103,8 @@ class PeerReader(SliceReader):
                 same_host=self._same_host,
                 secret=self._secret,
             )
-            sizes = dict(zip(remote.names, remote.sizes, strict=True))
+            with contextlib.closing(remote):
+                sizes = dict(zip(remote.names, remote.sizes, strict=True))
             if reserved.INDEX not in sizes:
                 raise ProtocolError(f"{urls[0]} serves no index of a distributed checkpoint")
             nbytes = sizes[reserved.INDEX]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -284,7 +285,8 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         )
         # Bytes of several sources may turn out to be of another snapshot when all are here.
         live = None if self._state_dict is None else lambda: self._targets(lands=len(sources) == 1)
-        return receive(remote, self._allowed, live, self._landing)
+        with contextlib.closing(remote):
+            return receive(remote, self._allowed, live, self._landing)
 
     def allow_checkpoint(self, step: int) -> None:
         """Serves what is published under the number ``step``; waiting requests go on.

@@ -275,6 +275,16 @@ impl PyRemote {
         let waves = py.detach(move || remote.staged(destination, &passing, most)).map_err(|e| errors::to_py(py, &e))?;
         Ok(PyStagedFetch::new(self.cancel.clone(), teller, Arc::clone(&self.header), waves))
     }
+
+    /// Ends every connection of this receive, also of its waves. A source would wait at a withdrawal for one that is
+    /// open, and an exception keeps this object, and so the connections, for as long as somebody keeps its traceback.
+    fn close(&self, py: Python<'_>) {
+        // In a forked child they are the parent's.
+        if self.origin.check(py).is_ok() {
+            drop(self.remote.lock().unwrap_or_else(PoisonError::into_inner).take());
+            self.cancel.cancel();
+        }
+    }
 }
 
 /// What has arrived, as Python gets it: the arena and a report.

@@ -46,7 +46,7 @@ pub(super) fn text(status: StatusCode, message: &str) -> ServedResponse {
     answer
 }
 
-/// The answer to a good request for which there is no place now; a moment later there may be.
+/// The answer to an authorised request for which there is no place now; a moment later there may be.
 pub(super) fn full() -> ServedResponse {
     let mut answer = text(StatusCode::SERVICE_UNAVAILABLE, "no place is left for another connection");
     answer.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
