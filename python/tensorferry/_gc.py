@@ -25,7 +25,7 @@ _holders = _Holders()
 
 
 @contextmanager
-def held_off() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """No cyclic collection inside; threads may nest and overlap."""
     holders = _holders
     with holders.lock:

@@ -5,16 +5,16 @@ from typing import Any, final
 
 __all__ = [
     "Arena",
-    "Filling",
+    "ArenaPart",
+    "ArenaPool",
     "HostView",
-    "Part",
-    "Pool",
+    "Readiness",
     "Remote",
     "Report",
     "Rows",
     "Secret",
     "Server",
-    "Waves",
+    "StagedFetch",
     "Written",
     "_check_machine_has",
     "_fetch_slices",
@@ -26,16 +26,16 @@ __all__ = [
     "_write_file",
 ]
 
-_Part = tuple[str, str, int, int, int, int, list[tuple[int, int, int]]]
+_SliceTuple = tuple[str, str, int, int, int, int, list[tuple[int, int, int]]]
 
 @final
 class Arena:
     def __new__(cls, sizes: list[int]) -> Arena: ...
-    def part(self, number: int) -> Part | None: ...
+    def part(self, number: int) -> ArenaPart | None: ...
     def tensors(self, tensor: type) -> tuple[list[Any], list[int]]: ...
 
 @final
-class Part:
+class ArenaPart:
     @property
     def address(self) -> int: ...
     def __len__(self) -> int: ...
@@ -43,7 +43,7 @@ class Part:
         def __buffer__(self, flags: int, /) -> memoryview: ...
 
 @final
-class Filling:
+class Readiness:
     @property
     def starts(self) -> list[int]: ...
     def ready(self, nbytes: int) -> bool: ...
@@ -56,8 +56,8 @@ class HostView:
         def __buffer__(self, flags: int, /) -> memoryview: ...
 
 @final
-class Pool:
-    def __new__(cls, limit: int, make: Callable[[int], tuple[int, object] | None] | None = None) -> Pool: ...
+class ArenaPool:
+    def __new__(cls, limit: int, make: Callable[[int], tuple[int, object] | None] | None = None) -> ArenaPool: ...
     @property
     def held(self) -> int: ...
 
@@ -95,8 +95,8 @@ class Server:
         private: bool,
         alternate: Callable[[str], list[Any] | str | None] | None = None,
         filled: bool = True,
-    ) -> Filling | None: ...
-    def abandon(self, filling: Filling) -> None: ...
+    ) -> Readiness | None: ...
+    def abandon(self, filling: Readiness) -> None: ...
     def check_process(self) -> None: ...
     def note_receive(self, report: Report | None, took: float) -> None: ...
     def allow(self, step: int) -> None: ...
@@ -134,7 +134,7 @@ class Remote:
         timeout: float,
         lanes: int | None = None,
         same_host: bool = True,
-        pool: Pool | None = None,
+        pool: ArenaPool | None = None,
         progress: Callable[[int, int], object] | None = None,
         secret: Secret | None = None,
     ) -> Remote: ...
@@ -159,11 +159,11 @@ class Remote:
     def __len__(self) -> int: ...
     def size(self, number: int) -> int: ...
     def fetch(self, addresses: list[int | None] | None = None) -> tuple[Arena, Report]: ...
-    def waves(self, addresses: list[int | None] | None, passing: list[int], most: int) -> Waves: ...
+    def staged(self, addresses: list[int | None] | None, staged: list[int], most: int) -> StagedFetch: ...
     def close(self) -> None: ...
 
 @final
-class Waves:
+class StagedFetch:
     def fetch(self, address: int) -> list[tuple[int, int, int, int]] | None: ...
     def finish(self) -> tuple[Arena, Report]: ...
 
@@ -247,10 +247,10 @@ def _write_file(
 ) -> Written: ...
 def _file_entries(path: str | PathLike[str], names: list[str]) -> list[bytes | None]: ...
 def _read_file(
-    path: str | PathLike[str], parts: list[_Part], *, threads: int | None = None, header: int | None = None
+    path: str | PathLike[str], parts: list[_SliceTuple], *, threads: int | None = None, header: int | None = None
 ) -> dict[str, int]: ...
 def _fetch_slices(
-    orders: list[tuple[list[str], int, list[_Part]]],
+    orders: list[tuple[list[str], int, list[_SliceTuple]]],
     *,
     timeout: float,
     lanes: int | None = None,

@@ -37,7 +37,7 @@ def patience(name: str, value: timedelta) -> float:
     return number
 
 
-def whole(name: str, value: Any, least: int, most: int = _MOST) -> int:
+def integer(name: str, value: Any, least: int, most: int = _MOST) -> int:
     """``value`` as an integer from ``least`` to ``most``.
 
     Raises:
@@ -46,10 +46,10 @@ def whole(name: str, value: Any, least: int, most: int = _MOST) -> int:
     try:
         number = operator.index(value)
     except TypeError:
-        raise InvalidArgument(f"{name} is a whole number, not {shown(value)}") from None
+        raise InvalidArgument(f"{name} is a whole number, not {brief(value)}") from None
     if not least <= number <= most:
         limits = f"{least} or more" if number < least else f"at most {most}"
-        raise InvalidArgument(f"{name} is {limits}, not {shown(number)}")
+        raise InvalidArgument(f"{name} is {limits}, not {brief(number)}")
     return number
 
 
@@ -59,7 +59,7 @@ def step_number(value: Any) -> int:
     Raises:
         InvalidArgument: it is no whole number of 64 bits
     """
-    return whole("step", value, -_MOST - 1)
+    return integer("step", value, -_MOST - 1)
 
 
 def boolean(name: str, value: Any) -> bool:
@@ -71,7 +71,7 @@ def boolean(name: str, value: Any) -> bool:
     return _one(name, value, bool, "True or False")
 
 
-def text(name: str, value: Any) -> str:
+def string(name: str, value: Any) -> str:
     """``value``, which is a string.
 
     Raises:
@@ -87,29 +87,29 @@ def function(name: str, value: Callable[..., Any] | None) -> Callable[..., Any] 
         InvalidArgument: it cannot be called
     """
     if value is not None and not callable(value):
-        raise InvalidArgument(f"{name} is a function, or None, not {shown(value)}")
+        raise InvalidArgument(f"{name} is a function, or None, not {brief(value)}")
     return value
 
 
-def several(name: str, value: Iterable[Any]) -> list[Any]:
+def items(name: str, value: Iterable[Any]) -> list[Any]:
     """The members of ``value``, which is no string.
 
     Raises:
         InvalidArgument: it cannot be iterated over, or is a string
     """
     if isinstance(value, (str, bytes)) or not isinstance(value, Iterable) or isinstance(value, type):
-        raise InvalidArgument(f"{name} is a list or another iterable, not {shown(value)}")
+        raise InvalidArgument(f"{name} is a list or another iterable, not {brief(value)}")
     return list(value)
 
 
 def _one(name: str, value: Any, kind: type[T], what: str) -> T:
     """``value``, which is of this kind; a message calls it ``what``."""
     if not isinstance(value, kind):
-        raise InvalidArgument(f"{name} is {what}, not {shown(value)}")
+        raise InvalidArgument(f"{name} is {what}, not {brief(value)}")
     return value
 
 
-def shown(value: Any) -> str:
+def brief(value: Any) -> str:
     """``value`` as a message repeats it: not all of something long."""
     said = repr(value)
     return said if len(said) <= _SHOWN else f"{said[:_SHOWN]}... ({type(value).__name__})"

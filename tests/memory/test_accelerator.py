@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tensorferry import InvalidArgument
-from tensorferry.memory.accelerator import ACCELERATOR, Accelerator, Streams, settled
+from tensorferry.memory.accelerator import ACCELERATOR, Accelerator, Streams, drain_after_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -122,7 +122,7 @@ class Target:
 def test_copies_wait_for_the_callers_stream_and_for_the_default_one_of_each_device(fake: Torch) -> None:
     """torchft calls on a stream of its own, which does not wait for the trainer's."""
     fake.set_stream(Stream(CUDA[0], fake, "recovery"))
-    streams = Streams(ACCELERATOR).behind([CUDA[1], CUDA[0], CUDA[1]])
+    streams = Streams(ACCELERATOR).synced([CUDA[1], CUDA[0], CUDA[1]])
     assert sorted(streams[CUDA[0]].waited) == ["default 0", "recovery"]
     assert set(streams[CUDA[1]].waited) == {"default 1"}
     assert fake.device() == 0
@@ -140,7 +140,7 @@ def test_copies_wait_for_the_default_stream_of_every_kind_of_device(
 ) -> None:
     device = backend(monkeypatch, kind, default_stream=fake.default_stream)
     fake.set_stream(Stream(device, fake, "recovery"))
-    (stream,) = Streams(ACCELERATOR).behind([device]).values()
+    (stream,) = Streams(ACCELERATOR).synced([device]).values()
     assert sorted(stream.waited) == ["default 0", "recovery"]
     assert fake.done == []
 
@@ -165,7 +165,7 @@ def test_the_whole_device_is_waited_for_where_nobody_tells_the_default_stream(
     functions: dict[str, Any] | None, fake: Torch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = torch.device("privateuseone", 0) if functions is None else backend(monkeypatch, "xpu", **functions)
-    Streams(ACCELERATOR).behind([device])
+    Streams(ACCELERATOR).synced([device])
     assert fake.done == [str(device)]
 
 
@@ -222,7 +222,7 @@ def test_devices_in_use(fake: Torch, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_graph_of_any_kind_of_device_is_disturbed(kind: str, fake: Torch, monkeypatch: pytest.MonkeyPatch) -> None:
     device = backend(monkeypatch, kind, default_stream=fake.default_stream, is_current_stream_capturing=lambda: True)
     with pytest.raises(InvalidArgument, match=f"a graph is being captured on {kind}:0"):
-        Streams(ACCELERATOR).behind([device])
+        Streams(ACCELERATOR).synced([device])
     for region in (ACCELERATOR.reading, ACCELERATOR.writing):
         with pytest.raises(InvalidArgument, match="graph is being captured"), region([device]):
             pass
@@ -233,7 +233,7 @@ def test_nothing_is_copied_while_a_graph_is_captured(fake: Torch) -> None:
     fake.captures = True
     streams = Streams(ACCELERATOR)
     with pytest.raises(InvalidArgument, match=r"graph is being captured on cuda:1.*before the capture, or after it"):
-        streams.behind([CUDA[1]])
+        streams.synced([CUDA[1]])
     # Had it waited for the captured stream, it would have become a part of the graph.
     assert all(stream.waited == [] for stream in streams._made.values())
 
@@ -286,5 +286,5 @@ def test_after_a_failure_every_stream_is_waited_for(trouble: BaseException | Non
                 raise troubles.pop()
             over.append(stream)
 
-    assert settled(Interrupted(), ["a", "b"]) is certain
+    assert drain_after_error(Interrupted(), ["a", "b"]) is certain
     assert sorted(over) == (["a", "b"] if certain else ["a"])

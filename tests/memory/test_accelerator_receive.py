@@ -354,7 +354,7 @@ def test_a_receive_that_fails_leaves_old_and_verified_bytes(
     # The device is well, and so is the memory, once nothing holds the error with all it knows.
     del received
     gc.collect()
-    assert len(target._landing._pool._free) == 1
+    assert len(target._bounce._pool._free) == 1
 
 
 @pytest.mark.parametrize("same_host", [False, True])
@@ -372,7 +372,7 @@ def test_a_copy_that_fails_ends_the_receive(
     device.fails = lambda _: False
     device.side[0].error = None
     gc.collect()
-    assert target._landing._pool._free == [], "the device may still read from it"
+    assert target._bounce._pool._free == [], "the device may still read from it"
     receive(target, source, 1)
     assert_same_state(live, sent)
 

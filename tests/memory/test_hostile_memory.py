@@ -152,7 +152,7 @@ def test_storages_that_are_only_announced_take_no_memory(
         manifest = json.loads(packed.manifest())
         return [(reserved.MANIFEST, snapshot._padded(json.dumps(manifest | {"storages": storages}).encode(), b" "))]
 
-    monkeypatch.setattr(snapshot.Packed, "_control", control)
+    monkeypatch.setattr(snapshot.StateSnapshot, "_control", control)
     source = tensorferry.HTTPTransport(timedelta(seconds=60))
     source.send_checkpoint([1], 1, {"w": torch.ones(3)}, timedelta(seconds=60))
     try:

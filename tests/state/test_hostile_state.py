@@ -59,7 +59,7 @@ def test_a_manifest_that_makes_no_sense_is_a_protocol_error(
             (reserved.PICKLE, snapshot._padded(pickle.dumps(OBJECTS, 4), b"\0")),
         ]
 
-    monkeypatch.setattr(snapshot.Packed, "_control", control)
+    monkeypatch.setattr(snapshot.StateSnapshot, "_control", control)
     live = {"a": torch.zeros(3)}
     source = open_transport()
     source.send_checkpoint([1], 1, published, TIMEOUT)

@@ -189,7 +189,7 @@ class Manifests:
         self._source = HTTPTransport(TIMEOUT, 0)
         self._targets = [HTTPTransport(TIMEOUT, 0), HTTPTransport(TIMEOUT, 0, state_dict=lambda: self._live)]
         self._step = 0
-        snapshot.Packed._control = self._control  # type: ignore[method-assign,assignment]
+        snapshot.StateSnapshot._control = self._control  # type: ignore[method-assign,assignment]
 
     def _control(self) -> list[tuple[str, bytes]]:
         pickled = self._packed.pickle_bytes
@@ -201,7 +201,7 @@ class Manifests:
         self._source.disallow_checkpoint()
         chance = self._chance
         self._step += 1
-        kept = snapshot.Packed.publish
+        kept = snapshot.StateSnapshot.publish
 
         def publish(packed: Any, *arguments: Any) -> None:
             self._packed = packed
@@ -221,11 +221,11 @@ class Manifests:
             self._bad = ("", flipped(text, chance) if chance.random() < 0.1 else text)
             kept(packed, *arguments)
 
-        snapshot.Packed.publish = publish  # type: ignore[method-assign]
+        snapshot.StateSnapshot.publish = publish  # type: ignore[method-assign]
         try:
             self._source.send_checkpoint([1], self._step, sample(), TIMEOUT)
         finally:
-            snapshot.Packed.publish = kept  # type: ignore[method-assign]
+            snapshot.StateSnapshot.publish = kept  # type: ignore[method-assign]
         chance.choice(self._targets).recv_checkpoint(0, self._source.metadata(), self._step, TIMEOUT)
 
     def shown(self) -> str:

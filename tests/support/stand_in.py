@@ -179,7 +179,7 @@ class StandIn(Accelerator):
         storages = [part.untyped_storage() for tensor in tensors for part in parts(tensor)]
         return [device for device in dict.fromkeys(map(self.device_of, storages)) if device is not None]
 
-    def among(self, memory: Sequence[Any], found: list[int]) -> list[int]:
+    def device_indices(self, memory: Sequence[Any], found: list[int]) -> list[int]:
         assert not found, "nothing is on a real one"
         tensors = ((i, m) for i, m in enumerate(memory) if isinstance(m, torch.Tensor))
         return [i for i, tensor in tensors if self.device_of(tensor.untyped_storage()) is not None]
@@ -191,7 +191,7 @@ class StandIn(Accelerator):
         return torch.full((nbytes,), POISON, dtype=torch.uint8)
 
     @contextlib.contextmanager
-    def on(self, devices: Iterable[torch.device]) -> Iterator[None]:
+    def device_guard(self, devices: Iterable[torch.device]) -> Iterator[None]:
         before = self._has_device()
         self._own.has = before or bool(list(devices))
         try:
@@ -247,10 +247,10 @@ class StandIn(Accelerator):
             self.side[-1].hold()
         return self.side[-1]
 
-    def follow(self, stream: Stream, device: torch.device) -> None:
+    def wait_for_pending(self, stream: Stream, device: torch.device) -> None:
         assert self._has_device()
         self.followed += 1
-        super().follow(stream, device)
+        super().wait_for_pending(stream, device)
 
     @contextlib.contextmanager
     def reading(self, devices: Iterable[torch.device]) -> Iterator[Also]:

@@ -204,7 +204,7 @@ def test_a_child_that_was_forked_in_the_middle_of_a_send(child: Child) -> None:
                     source.send_checkpoint([1], 2, STATE, LONG)
                 except tensorferry.ForkedProcess:
                     code = 0
-                with _gc.held_off():
+                with _gc.gc_paused():
                     assert not gc.isenabled()
                 assert gc.isenabled()
                 send_and_receive(*open_pair(), 1)
@@ -234,10 +234,10 @@ def test_a_child_that_was_forked_in_the_middle_of_a_send(child: Child) -> None:
 def test_a_child_that_is_forked_while_it_holds_the_collector_off(child: Child) -> None:
     child.run("""
         from tensorferry import _gc
-        with _gc.held_off():
+        with _gc.gc_paused():
             pid = os.fork()
         assert gc.isenabled()
-        with _gc.held_off():
+        with _gc.gc_paused():
             assert not gc.isenabled()
         assert gc.isenabled()
         if pid == 0:

@@ -28,10 +28,10 @@ from ..state.allowlist import Allowed
 from ..storage import commits, reserved
 from ..storage.commits import Commit, new_id
 from ..storage.container import Container
-from ..storage.slices import Part
+from ..storage.slices import SliceTuple
 from . import index
 from .reader import SliceReader
-from .save_plan import ABOUT, Packed
+from .save_plan import ABOUT, PlanSnapshot
 
 #: Held while an index is written: saves of one process may overlap.
 _finishing = threading.Lock()
@@ -49,10 +49,10 @@ _NAME = 255
 
 def _folder(path: Any) -> Path:
     if not isinstance(path, (str, os.PathLike)) or not str(path) or "\0" in str(path):
-        raise InvalidArgument(f"path is a folder's path, not {_validate.shown(path)}")
+        raise InvalidArgument(f"path is a folder's path, not {_validate.brief(path)}")
     if "://" in str(path):
         raise InvalidArgument(
-            f"{_validate.shown(path)} is no folder of this machine: checkpoints go to file systems only"
+            f"{_validate.brief(path)} is no folder of this machine: checkpoints go to file systems only"
         )
     return Path(path)
 
@@ -74,7 +74,7 @@ def _make(folder: Path) -> None:
 
 
 def _threads(threads: int | None) -> int | None:
-    return None if threads is None else _validate.whole("threads", threads, 1)
+    return None if threads is None else _validate.integer("threads", threads, 1)
 
 
 class _InFolder:
@@ -196,8 +196,8 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
             done.set_result([])
             return done
         name = f"rank{save.rank:05d}-{save.id}.safetensors"
-        with _gc.held_off():
-            packed = Packed(plan, planner, Stager(ACCELERATOR), copy=False)
+        with _gc.gc_paused():
+            packed = PlanSnapshot(plan, planner, Stager(ACCELERATOR), copy=False)
         # Two files of one layout differ in this, and so in the checksum of the header, which the index notes.
         about = [*ABOUT, ("tensorferry.file", secrets.token_hex(16))]
         written = Container(packed.rows, packed.owner, packed.private, about=about).write(
@@ -430,7 +430,7 @@ class FileReader(_InFolder, SliceReader):
             )
         return IncompleteCheckpoint(f"there is no checkpoint in {self._path}: it has no {INDEX}")
 
-    def _fetch(self, parts: dict[str, list[Part]]) -> None:
+    def _fetch(self, parts: dict[str, list[SliceTuple]]) -> None:
         for name, of_file in parts.items():
             if Path(name).name != name or name in ("", "..") or "\0" in name or len(name.encode()) > _NAME:
                 raise ProtocolError(f"{self._path}: its index names a file outside of it, {name!r}")

@@ -15,10 +15,10 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 
 from ..errors import ProtocolError, StateMismatch, UnsafePickle
 from ..memory.accelerator import ACCELERATOR
-from ..memory.tensors import DTYPE_NAMES, address, byte_strides, obstacle, room, scratch, takes_bytes, view_as
+from ..memory.tensors import DTYPE_NAMES, address, byte_strides, room, scratch, takes_bytes, view_as, why_not_writable
 from ..state.allowlist import Allowed
 from ..state.unpickling import pickle_module
-from ..storage.slices import Part, contiguous_strides, runs
+from ..storage.slices import SliceTuple, contiguous_strides, runs
 from .index import ELEMENTS, PICKLED_TENSOR, Place
 
 #: Runs shorter than this are not scattered one by one: all bytes between the first and the last come along, and torch
@@ -42,7 +42,7 @@ class Reading:
         self,
         metadata: Metadata,
         planner: LoadPlanner,
-        fetch: Callable[[dict[str, list[Part]]], None],
+        fetch: Callable[[dict[str, list[SliceTuple]]], None],
         allowed: Allowed,
     ) -> None:
         """See the class."""
@@ -50,7 +50,7 @@ class Reading:
         self._planner = planner
         self._fetch = fetch
         self._allowed = allowed
-        self._parts: dict[str, list[Part]] = defaultdict(list)
+        self._parts: dict[str, list[SliceTuple]] = defaultdict(list)
         self._then: list[Callable[[], None]] = []
         self._keep: list[torch.Tensor] = []
         self._held = 0
@@ -117,7 +117,7 @@ class Reading:
                 f"{item.dest_index.fqn}: the target has shape {list(target.size())}, and {list(item.lengths)} is to be "
                 "read into it"
             )
-        if (why := obstacle(target)) is not None:
+        if (why := why_not_writable(target)) is not None:
             raise StateMismatch(f"{item.dest_index.fqn}: nothing can be read into the target: {why}")
         self._devices.update(self._accelerator.holding([target]))
         return target
@@ -133,7 +133,7 @@ class Reading:
         memory, start = room(place.nbytes)
         self._held += place.nbytes
         if place.nbytes:
-            part: Part = (place.entry, place.dtype, place.nbytes, 0, place.nbytes, start, [])
+            part: SliceTuple = (place.entry, place.dtype, place.nbytes, 0, place.nbytes, start, [])
             self._parts[place.source].append(part)
         self._then.append(lambda: then(bytes(memory)))
 

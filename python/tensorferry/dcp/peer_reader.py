@@ -20,7 +20,7 @@ from ..net.options import wants_same_host
 from ..net.secret import shared_secret
 from ..state.allowlist import Allowed
 from ..storage import reserved
-from ..storage.slices import Part
+from ..storage.slices import SliceTuple
 from . import index
 from .peer_writer import SCHEME
 from .reader import SliceReader
@@ -64,9 +64,9 @@ class PeerReader(SliceReader):
     ) -> None:
         """See the class."""
         super().__init__(Allowed(safe_globals, trust_pickle))
-        self._string = None if metadata is None else _validate.text("metadata", metadata)
+        self._string = None if metadata is None else _validate.string("metadata", metadata)
         self._seconds = _validate.seconds("timeout", timeout)
-        self._lanes = None if lanes is None else _validate.whole("lanes", lanes, 1)
+        self._lanes = None if lanes is None else _validate.integer("lanes", lanes, 1)
         self._secret = shared_secret(secret)
         self._same_host = wants_same_host(same_host)
         self._failed: Exception | None = None
@@ -126,11 +126,11 @@ class PeerReader(SliceReader):
         if len(words) < 3 or words[0] != SCHEME or not (words[1].isascii() and words[1].isdecimal()):
             raise InvalidArgument(
                 "PeerReader takes what metadata() of a PeerWriter gives after a save, not "
-                + _validate.shown(self._string)
+                + _validate.brief(self._string)
             )
         return _validate.step_number(int(words[1][:20])), words[2:]
 
-    def _fetch(self, parts: dict[str, list[Part]]) -> None:
+    def _fetch(self, parts: dict[str, list[SliceTuple]]) -> None:
         named = set(self._sources()[1])
         orders = []
         for source, of_source in parts.items():

@@ -20,12 +20,12 @@ from ..memory.accelerator import ACCELERATOR
 from ..memory.staging import Stager
 from ..net.options import ServerOptions
 from ..net.serve import serve, withdraw
-from ..state.snapshot import Snapshot, known_snapshot
+from ..state.snapshot import SnapshotMode, snapshot_mode
 from ..storage import reserved
 from ..storage.container import Container
 from . import index
-from .save_plan import ABOUT, Packed
-from .torch_view import Folder
+from .save_plan import ABOUT, PlanSnapshot
+from .torch_view import TorchView
 
 logger = logging.getLogger("tensorferry")
 
@@ -83,7 +83,7 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         self,
         timeout: timedelta = timedelta(minutes=5),
         *,
-        snapshot: Snapshot = "borrow",
+        snapshot: SnapshotMode = "borrow",
         secret: str | bytes | None = None,
         tls: bool = False,
         same_host: bool | None = None,
@@ -94,7 +94,7 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         """See the class."""
         super().__init__()
         self._timeout = timeout
-        self._copy = known_snapshot(snapshot) == "copy"
+        self._copy = snapshot_mode(snapshot) == "copy"
         self._stager = Stager(ACCELERATOR)
         options = ServerOptions(
             secret=secret,
@@ -108,7 +108,7 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         self._plain = options.secret is None and not options.tls
         self._urls: list[str] = []
         self._step = 0
-        self._packed: Packed | None = None
+        self._packed: PlanSnapshot | None = None
         self._coordinates = False
         self._saved = False
         self._is_closed = False
@@ -216,8 +216,8 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
                 "the plan was made for another PeerWriter: with enable_plan_caching, make one writer and keep it"
             )
         self._urls = urls
-        with _gc.held_off():
-            self._packed = Packed(plan, planner, self._stager, self._copy)
+        with _gc.gc_paused():
+            self._packed = PlanSnapshot(plan, planner, self._stager, self._copy)
         done: Future[list[WriteResult]] = Future()
         done.set_result(self._packed.results(f"{self._step} {self._url}"))
         return done
@@ -245,7 +245,7 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         container = Container(
             packed.rows, packed.owner, packed.private, [] if text is None else [(reserved.INDEX, text)], ABOUT
         )
-        folder = Folder(packed, self._step, self._url, self._urls, told) if self._plain else None
+        folder = TorchView(packed, self._step, self._url, self._urls, told) if self._plain else None
         container.publish(self._server, self._step, alternate=folder)
         self._packed = None
         self._saved = True

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ..state.allowlist import Allowed
-from ..storage.slices import Part
+from ..storage.slices import SliceTuple
 from .load_plan import Reading
 
 
@@ -58,5 +58,5 @@ class SliceReader(StorageReader):  # type: ignore[misc]  # mypy does not follow 
         return done
 
     @abstractmethod
-    def _fetch(self, parts: dict[str, list[Part]]) -> None:
+    def _fetch(self, parts: dict[str, list[SliceTuple]]) -> None:
         """Brings parts of several containers to their places: source to parts."""

@@ -22,7 +22,7 @@ ABOUT = (("tensorferry.dcp", "1"),)
 Elements: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
 
 
-class Packed:
+class PlanSnapshot:
     """The entries for one rank's plan, and the memory behind them.
 
     Attributes:

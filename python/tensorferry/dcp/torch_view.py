@@ -22,10 +22,10 @@ from ..errors import ProtocolError
 from ..state.allowlist import Allowed
 from . import index
 from .index import ELEMENTS, Place
-from .save_plan import Packed
+from .save_plan import PlanSnapshot
 
 
-class Folder:
+class TorchView:
     """Renders the files of the folder, when somebody asks for them.
 
     Args:
@@ -36,7 +36,9 @@ class Folder:
         text: the index, and how many entries all ranks have written; where this rank coordinates
     """
 
-    def __init__(self, packed: Packed, step: int, url: str, urls: list[str], text: tuple[bytes, int] | None) -> None:
+    def __init__(
+        self, packed: PlanSnapshot, step: int, url: str, urls: list[str], text: tuple[bytes, int] | None
+    ) -> None:
         """See the class."""
         self._packed = packed
         self._step = step

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from ..errors import InvalidArgument
-from .pinned import locked
+from .pinned import pinned
 
 
 class Event(Protocol):
@@ -72,7 +72,7 @@ class Accelerator:
         found = {getattr(tensor, "_local_tensor", tensor).device for tensor in tensors}
         return [device for device in found if device.type not in ("cpu", "meta")]
 
-    def among(self, memory: Sequence[Any], found: list[int]) -> list[int]:
+    def device_indices(self, memory: Sequence[Any], found: list[int]) -> list[int]:
         """Numbers of those tensors in ``memory`` that are on a device: ``found`` while they were looked at."""
         del memory
         return found
@@ -83,9 +83,9 @@ class Accelerator:
         Raises:
             RuntimeError: the system refuses
         """
-        return locked(nbytes)
+        return pinned(nbytes)
 
-    def on(self, devices: Iterable[torch.device]) -> AbstractContextManager[Any]:
+    def device_guard(self, devices: Iterable[torch.device]) -> AbstractContextManager[Any]:
         """Makes one of ``devices`` the calling thread's own for a while; without any it does nothing.
 
         Streams and events are made, recorded and destroyed in it. torch goes back to the thread's own device after each
@@ -128,7 +128,7 @@ class Accelerator:
         captures = getattr(_module(device), "is_current_stream_capturing", None)
         if captures is None:
             return False
-        with self.on([device]):
+        with self.device_guard([device]):
             return bool(captures())
 
     def check(self, devices: Iterable[torch.device]) -> None:
@@ -145,7 +145,7 @@ class Accelerator:
                     "nothing to copy or to write to yet; send or receive before the capture, or after it"
                 )
 
-    def follow(self, stream: Any, device: torch.device) -> None:
+    def wait_for_pending(self, stream: Any, device: torch.device) -> None:
         """Lets ``stream`` wait for what is queued on ``device``: on its caller's stream and on the default one.
 
         A trainer's thread mostly uses the default stream. torchft calls from a thread of its own, on a stream of its
@@ -185,20 +185,20 @@ class Accelerator:
         try:
             yield lambda more: self._order(ordered, more)
         except BaseException:
-            settled(self, [self.current_stream(device) for device in ordered])
+            drain_after_error(self, [self.current_stream(device) for device in ordered])
             raise
         for device in ordered:
             self.synchronize(self.current_stream(device))
 
     def _order(self, ordered: set[torch.device], devices: Iterable[torch.device]) -> None:
         for device in set(devices) - ordered:
-            with self.on([device]):
-                self.follow(self.current_stream(device), device)
+            with self.device_guard([device]):
+                self.wait_for_pending(self.current_stream(device), device)
             ordered.add(device)
 
     def copy(self, stream: Any, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Queues copies on ``stream``: to the first of each pair, from the second."""
-        with self.on([stream.device]):
+        with self.device_guard([stream.device]):
             # Not "with stream": it remembers what to go back to in the stream itself, where a second thread finds it.
             before = torch.accelerator.current_stream(stream.device)
             torch.accelerator.set_stream(stream)
@@ -231,19 +231,19 @@ class Streams:
         self._accelerator = accelerator
         self._made: dict[torch.device, Any] = {}
 
-    def behind(self, devices: Iterable[torch.device]) -> dict[torch.device, Any]:
+    def synced(self, devices: Iterable[torch.device]) -> dict[torch.device, Any]:
         """The streams of ``devices``; what they do from now on comes after all that the caller has queued there."""
         streams = {}
         for device in dict.fromkeys(devices):
-            with self._accelerator.on([device]):
+            with self._accelerator.device_guard([device]):
                 if device not in self._made:
                     self._made[device] = self._accelerator.stream(device)
                 streams[device] = self._made[device]
-                self._accelerator.follow(streams[device], device)
+                self._accelerator.wait_for_pending(streams[device], device)
         return streams
 
 
-def settled(accelerator: Accelerator, streams: Iterable[Any]) -> bool:
+def drain_after_error(accelerator: Accelerator, streams: Iterable[Any]) -> bool:
     """Waits for all that is queued on ``streams`` after something went wrong; whether it is certain that it is over."""
     certain, waiting = True, list(streams)
     while waiting:

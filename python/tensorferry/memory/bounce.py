@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from .._native import Waves
-from .accelerator import Accelerator, Event, Streams, settled
-from .host_pool import HostMemory, Pool
+from .._native import StagedFetch
+from .accelerator import Accelerator, Event, Streams, drain_after_error
+from .host_pool import HostMemory, HostPool
 from .tensors import as_bytes
 
 #: Bytes that come before they are copied on.
@@ -18,7 +18,7 @@ SLOT = 64 << 20
 _LEAST = 1 << 20
 
 
-class Landing:
+class BounceBuffers:
     """Memory that received bytes pass through on their way to an accelerator, kept from receive to receive.
 
     Two slots: while what came into one is copied to the accelerator, on a stream of its own, the network fills the
@@ -31,14 +31,14 @@ class Landing:
     def __init__(self, accelerator: Accelerator) -> None:
         """Streams and memory are made when they are first needed."""
         self.accelerator = accelerator
-        self._pool = Pool(HostMemory(accelerator))
+        self._pool = HostPool(HostMemory(accelerator))
         self._streams = Streams(accelerator)
 
     def size(self, targets: Mapping[int, torch.Tensor]) -> int:
         """Bytes of a slot for a receive into ``targets``."""
         return max(_LEAST, min(SLOT, _nbytes(targets)))
 
-    def bring(self, waves: Waves, targets: Mapping[int, torch.Tensor]) -> None:
+    def bring(self, waves: StagedFetch, targets: Mapping[int, torch.Tensor]) -> None:
         """Brings everything; when it returns, all copies are made.
 
         Only bytes that match their checksums are copied. What is queued on the stream in use here and on the default
@@ -57,24 +57,24 @@ class Landing:
             device = accelerator.device_of(target.untyped_storage())
             assert device is not None
             devices[number] = device
-        streams = self._streams.behind(devices.values())
+        streams = self._streams.synced(devices.values())
         # What fits into one slot needs no second one.
         count = 1 if _nbytes(targets) <= size else 2
         buffer = self._pool.take(count * size)
         slots = [buffer.memory[number * size : (number + 1) * size] for number in range(count)]
         try:
-            with accelerator.on(streams):
+            with accelerator.device_guard(streams):
                 self._waves(waves, targets, devices, streams, slots)
             for stream in streams.values():
                 accelerator.synchronize(stream)
         except BaseException:
             # The copies that are under way read from the slots.
-            buffer.sound = settled(accelerator, streams.values())
+            buffer.sound = drain_after_error(accelerator, streams.values())
             raise
 
     def _waves(
         self,
-        waves: Waves,
+        waves: StagedFetch,
         targets: Mapping[int, torch.Tensor],
         devices: Mapping[int, torch.device],
         streams: Mapping[torch.device, Any],

@@ -72,7 +72,7 @@ class HostMemory:
             return None
 
 
-class Pool:
+class HostPool:
     """Host buffers that go from one snapshot, or one receive, to the next.
 
     Args:
@@ -115,8 +115,8 @@ class Buffer:
         sound: whether it can be used again; not if a device may still write to it
     """
 
-    def __init__(self, pool: Pool, memory: torch.Tensor) -> None:
-        """See :meth:`Pool.take`."""
+    def __init__(self, pool: HostPool, memory: torch.Tensor) -> None:
+        """See :meth:`HostPool.take`."""
         self._pool = pool
         self.memory = memory
         self.sound = True

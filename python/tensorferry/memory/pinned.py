@@ -20,7 +20,7 @@ import torch
 _PORTABLE = 1
 
 
-def locked(nbytes: int) -> torch.Tensor:
+def pinned(nbytes: int) -> torch.Tensor:
     """Page-locked host memory, 1-D uint8 of ``nbytes`` bytes; unlocked when its storage is gone.
 
     Raises:
@@ -28,7 +28,7 @@ def locked(nbytes: int) -> torch.Tensor:
     """
     if nbytes and torch.cuda.is_available():
         with contextlib.suppress(_Refused):
-            return torch.frombuffer(_Locked.of(nbytes), dtype=torch.uint8)
+            return torch.frombuffer(_Pinned.of(nbytes), dtype=torch.uint8)
     return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
@@ -36,7 +36,7 @@ class _Refused(Exception):
     """The runtime does not lock memory that it did not make."""
 
 
-class _Locked(mmap.mmap):
+class _Pinned(mmap.mmap):
     """Zeros of this process alone, locked, and unlocked before they are unmapped."""
 
     _address = 0
@@ -44,7 +44,7 @@ class _Locked(mmap.mmap):
     _process = 0
 
     @classmethod
-    def of(cls, nbytes: int) -> _Locked:
+    def of(cls, nbytes: int) -> _Pinned:
         try:
             memory = cls(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             # As with the memory CUDA makes: after a fork one side's pages would not be those a device was told of.

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from .._native import HostView
-from .accelerator import Accelerator, Event, Streams, settled
-from .host_pool import Buffer, HostMemory, Pool
+from .accelerator import Accelerator, Event, Streams, drain_after_error
+from .host_pool import Buffer, HostMemory, HostPool
 from .tensors import as_bytes
 
 #: Where each copied piece starts in its buffer.
@@ -92,8 +92,8 @@ class Stager:
     def __init__(self, accelerator: Accelerator) -> None:
         """Streams and buffers are made when they are first needed."""
         self.accelerator = accelerator
-        self._pinned = Pool(HostMemory(accelerator))
-        self._pageable = Pool(HostMemory(None))
+        self._pinned = HostPool(HostMemory(accelerator))
+        self._pageable = HostPool(HostMemory(None))
         self._streams = Streams(accelerator)
 
     def copy(self, pieces: Sequence[Piece]) -> None:
@@ -119,7 +119,7 @@ class Stager:
             else:
                 pending.append(piece)
                 devices.append(device)
-        streams = self._streams.behind(devices)
+        streams = self._streams.synced(devices)
         _place(pending, self._pinned)
         _place(on_host, self._pageable)
         for piece in on_host:
@@ -134,7 +134,7 @@ class Stager:
         self._pageable.close()
 
 
-def _place(pieces: list[Piece], pool: Pool) -> None:
+def _place(pieces: list[Piece], pool: HostPool) -> None:
     """Gives all of ``pieces`` places in one buffer."""
     offsets, total = [], 0
     for piece in pieces:
@@ -181,12 +181,12 @@ class Staging:
             Exception: whatever the device says when a copy fails; then, too, nothing is read any more
         """
         try:
-            with self._accelerator.on(self._streams):
+            with self._accelerator.device_guard(self._streams):
                 self._run(sorted(placed, key=lambda one: one[0]), ready)
             for stream in self._streams.values():
                 self._accelerator.synchronize(stream)
         except BaseException:
-            sound = settled(self._accelerator, self._streams.values())
+            sound = drain_after_error(self._accelerator, self._streams.values())
             for piece in self.pending:
                 if piece.buffer is not None:
                     piece.buffer.sound = sound

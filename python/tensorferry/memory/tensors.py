@@ -119,7 +119,7 @@ def without_memory(value: Tensor) -> str | None:
     return None if local.data_ptr() else "it has bytes, but no memory"
 
 
-def obstacle(value: Tensor) -> str | None:
+def why_not_writable(value: Tensor) -> str | None:
     """Why nothing can be written to ``value``, ``None`` if something can."""
     if (why := without_memory(value)) is not None:
         return why

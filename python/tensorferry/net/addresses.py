@@ -36,7 +36,7 @@ def listening_address(interface: str | None) -> str | None:
     Raises:
         InvalidArgument: this host has no such address
     """
-    chosen = _validate.text("interface", interface or os.environ.get("TENSORFERRY_INTERFACE") or "")
+    chosen = _validate.string("interface", interface or os.environ.get("TENSORFERRY_INTERFACE") or "")
     return None if not chosen else _own_address(chosen)
 
 
@@ -62,14 +62,14 @@ def advertised_host(advertise: str | None, listening: str | None) -> str:
         What was asked for; else the address that is listened on; else the host's name, as torchft has it, if it
         resolves to more than this machine itself within a second; else the address of the interface that leads out.
     """
-    chosen = _validate.text("advertise", advertise or os.environ.get("TENSORFERRY_ADVERTISE") or "")
+    chosen = _validate.string("advertise", advertise or os.environ.get("TENSORFERRY_ADVERTISE") or "")
     if chosen:
         if _NETWORK.fullmatch(chosen) or any(name == chosen for name, _ in _interfaces()):
             return _own_address(chosen)
         address = _parse(chosen)
         if address.is_unspecified if address is not None else not _NAME.fullmatch(chosen):
             raise InvalidArgument(
-                f"{_validate.shown(chosen)} cannot be advertised: a name or an address is wanted, without scheme and "
+                f"{_validate.brief(chosen)} cannot be advertised: a name or an address is wanted, without scheme and "
                 "port, or an interface or a network of this host"
             )
         return chosen
@@ -103,7 +103,7 @@ def _own_address(wanted: str) -> str:
         named = [a for _, a in found if network is not None and a.version == network.version and a in network]
     if not named:
         have = ", ".join(f"{name} {address}" for name, address in found)
-        raise InvalidArgument(f"this host has no interface or address {_validate.shown(wanted)}; it has {have}")
+        raise InvalidArgument(f"this host has no interface or address {_validate.brief(wanted)}; it has {have}")
     # IPv4 first: what a peer can reach is decided by its own addresses, and every cluster has these.
     return str(min(named, key=lambda address: (address.is_link_local, address.version)))
 

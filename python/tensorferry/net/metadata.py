@@ -28,11 +28,11 @@ def join_metadata(metadata: Iterable[str]) -> str:
     Raises:
         InvalidArgument: there is none, or one that is no metadata of a tensorferry transport
     """
-    given = _validate.several("metadata", metadata)
-    urls = [url for joined in given for url in _validate.text("each metadata", joined).split()]
+    given = _validate.items("metadata", metadata)
+    urls = [url for joined in given for url in _validate.string("each metadata", joined).split()]
     for url in urls:
         if not _METADATA.fullmatch(url) or is_stock(url):
-            raise InvalidArgument(f"{_validate.shown(url)} is not the metadata of a tensorferry transport")
+            raise InvalidArgument(f"{_validate.brief(url)} is not the metadata of a tensorferry transport")
     if not urls:
         raise InvalidArgument("there is no metadata to join")
     return " ".join(dict.fromkeys(urls))

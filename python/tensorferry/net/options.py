@@ -43,7 +43,7 @@ class ServerOptions:
         self.tls = _validate.boolean("tls", tls)
         self.same_host = wants_same_host(same_host)
         if max_bandwidth is not None:
-            max_bandwidth = _validate.whole("max_bandwidth (bytes per second)", max_bandwidth, 1)
+            max_bandwidth = _validate.integer("max_bandwidth (bytes per second)", max_bandwidth, 1)
         self.max_bandwidth = max_bandwidth
         self.listening = listening_address(interface)
         self.advertise = advertise
@@ -59,5 +59,5 @@ def wants_same_host(asked: bool | None) -> bool:
         return _validate.boolean("same_host", asked)
     said = os.environ.get("TENSORFERRY_SAME_HOST", "")
     if said not in ("", "0", "1"):
-        raise InvalidArgument(f"TENSORFERRY_SAME_HOST is 0 or 1, not {_validate.shown(said)}")
+        raise InvalidArgument(f"TENSORFERRY_SAME_HOST is 0 or 1, not {_validate.brief(said)}")
     return said != "0"

@@ -36,7 +36,7 @@ def in_place(fit: InPlace | None) -> str:
     return "" if fit is None else f", {fit.landed} of {fit.offered} tensors in place"
 
 
-def tell(step: int, report: Report, fit: InPlace | None, seconds: float) -> None:
+def log_receive(step: int, report: Report, fit: InPlace | None, seconds: float) -> None:
     """What there is to say of a receive: trouble with sources, the way and the speed, and whether that is too slow."""
     for source, trouble in report.troubles.items():
         logger.warning("step %d: ranges of %s went to other connections: %s", step, source, trouble)

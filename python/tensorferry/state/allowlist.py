@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import _weights_only_unpickler
 
-from .._validate import boolean, several, shown
+from .._validate import boolean, brief, items
 from ..errors import InvalidArgument, UnsafePickle
 from . import reviewed
 
@@ -37,10 +37,10 @@ class Allowed:
         """
         self._trust = boolean("trust_pickle", trust)
         self._extra: dict[tuple[str, str], Any] = {}
-        for value in several("safe_globals", extra):
+        for value in items("safe_globals", extra):
             module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
             if not isinstance(module, str) or not isinstance(name, str):
-                raise InvalidArgument(f"safe_globals takes classes and functions, not {shown(value)}")
+                raise InvalidArgument(f"safe_globals takes classes and functions, not {brief(value)}")
             # What was reviewed keeps its checks: they let through what an honest sender writes.
             if not reviewed.known(module, name):
                 self._extra[module, name] = value

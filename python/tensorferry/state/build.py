@@ -14,11 +14,11 @@ from ..errors import ProtocolError
 from ..memory.tensors import DTYPES, over, parameter, storage_over
 from . import pickling, tree
 from .allowlist import Allowed
-from .in_place import Targets
+from .in_place import InPlaceTargets
 from .manifest import Manifest
 
 
-class Builder:
+class StateBuilder:
     """Builds a state from entries whose memory is known."""
 
     def __init__(self, manifest: Manifest, entries: Remote | Rows, plain: Sequence[int]) -> None:
@@ -64,7 +64,7 @@ class Builder:
         pickled: bytes,
         allowed: Allowed,
         memory: Callable[[int], tuple[Any, int]],
-        targets: Targets | None = None,
+        targets: InPlaceTargets | None = None,
         made: tuple[list[torch.Tensor | None], Sequence[int]] | None = None,
     ) -> Any:
         """The state.
@@ -106,7 +106,7 @@ class Builder:
     def _leaves(
         self,
         memory: Callable[[int], tuple[Any, int]],
-        targets: Targets | None,
+        targets: InPlaceTargets | None,
         made: list[torch.Tensor | None],
         missing: Sequence[int],
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._validate import shown
+from .._validate import brief
 from ..errors import InvalidArgument, ProtocolError, StateMismatch
 from ..memory.accelerator import ACCELERATOR, Accelerator
-from ..memory.tensors import DTYPES, as_bytes, copy_into, obstacle
+from ..memory.tensors import DTYPES, as_bytes, copy_into, why_not_writable
 from ..net.report import InPlace
 from . import aliases, tree
 from .aliases import Memory
 from .manifest import describe, dtype_and_shape
 
 if TYPE_CHECKING:
-    from .build import Builder
+    from .build import StateBuilder
 
 #: How many leaves a message names of those that only one side has, or that share memory.
 _LISTED = 20
@@ -63,7 +63,7 @@ def _kind(value: torch.Tensor) -> list[str]:
     return [one for one in said if one]
 
 
-class Targets:
+class InPlaceTargets:
     """The receiver's own tensors, to be filled in place.
 
     Their storages are held, so that what is written to them goes nowhere else even if a tensor is given other memory
@@ -78,7 +78,7 @@ class Targets:
     Attributes:
         direct: for entries whose bytes have their last place in a tensor, that tensor
         places: for those of them that are in host memory, its address
-        landing: for those that are on an accelerator, a tensor over its memory
+        staged: for those that are on an accelerator, a tensor over its memory
         fit: how the source's state fits, once it was compared
 
     Raises:
@@ -91,7 +91,7 @@ class Targets:
         """Takes ``live`` apart; nothing is assigned yet."""
         self.direct: dict[int, torch.Tensor] = {}
         self.places: dict[int, int] = {}
-        self.landing: dict[int, torch.Tensor] = {}
+        self.staged: dict[int, torch.Tensor] = {}
         self.fit = InPlace(0, 0, "", "")
         self._accelerator = accelerator
         self._lands = lands
@@ -99,7 +99,7 @@ class Targets:
         self._live = flat = tree.flatten(live)
         if flat.tree == "-1" and not isinstance(live, torch.Tensor):
             raise InvalidArgument(
-                f"state_dict= gave {shown(live)}, into which nothing can be received: it has to return the live state, "
+                f"state_dict= gave {brief(live)}, into which nothing can be received: it has to return the live state, "
                 "a dict or another container with tensors in it"
             )
         self._memory = Memory(flat)
@@ -112,7 +112,7 @@ class Targets:
         self._waiting: Iterator[tuple[int | None, int]] = iter(())
         self._pairs: list[tuple[torch.Tensor, torch.Tensor, int]] = []
 
-    def assign(self, builder: Builder, names: list[str]) -> None:
+    def assign(self, builder: StateBuilder, names: list[str]) -> None:
         """Finds a tensor of ours for each leaf of a container, after comparing everything.
 
         Raises:
@@ -156,7 +156,7 @@ class Targets:
                 filled.add(group[here])
             self.direct[entry] = target
             if on_device:
-                self.landing[entry] = as_bytes(storage)
+                self.staged[entry] = as_bytes(storage)
             else:
                 self.places[entry] = flat.rows.address(here)
         self._accelerator.check(self._accelerator.holding(late))
@@ -198,7 +198,7 @@ class Targets:
                 wrong.append(f"{name}: {_shape_text(live)} here, {dtype} {shape} at the source")
             elif number >= 0 and here < 0 and (kind := _kind(live)) != ["strided"]:
                 wrong.append(f"{name}: {', '.join(kind)} here, strided at the source")
-            elif (why := obstacle(live)) is not None:
+            elif (why := why_not_writable(live)) is not None:
                 wrong.append(f"{name}: cannot be written to here: {why}")
             elif landed.setdefault(here, number) != number:
                 twice.append(((here, landed[here]), (here, number)))

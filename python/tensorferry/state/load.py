@@ -10,17 +10,17 @@ import torch
 from .. import _gc
 from .._native import Remote, Report
 from ..errors import ProtocolError
-from ..memory.bounce import Landing
+from ..memory.bounce import BounceBuffers
 from ..memory.tensors import DTYPES
 from ..net.report import InPlace
 from .allowlist import Allowed
-from .build import Builder
-from .in_place import Targets
+from .build import StateBuilder
+from .in_place import InPlaceTargets
 from .manifest import Manifest
 
 
 def receive(
-    remote: Remote, allowed: Allowed, live: Callable[[], Targets] | None, landing: Landing
+    remote: Remote, allowed: Allowed, live: Callable[[], InPlaceTargets] | None, bounce: BounceBuffers
 ) -> tuple[Any, Report, InPlace | None]:
     """Fetches what ``remote`` offers and builds the state.
 
@@ -28,7 +28,7 @@ def receive(
         remote: an opened checkpoint
         allowed: which globals its pickle may name
         live: takes the receiver's own state apart, which is filled in place
-        landing: what goes to an accelerator passes through it
+        bounce: what goes to an accelerator passes through it
 
     Returns:
         The state, a report of the transfer, and how the live state fitted, if there was one.
@@ -43,8 +43,8 @@ def receive(
     for dtype, name in remote.kinds.items():
         if dtype not in DTYPES:
             raise ProtocolError(f"entry {name!r} has dtype {dtype}, which this version does not build")
-    with _gc.held_off():
-        builder = Builder(Manifest(manifest, layout), remote, remote.plain)
+    with _gc.gc_paused():
+        builder = StateBuilder(Manifest(manifest, layout), remote, remote.plain)
         targets = live() if live is not None else None
         if targets is not None:
             targets.assign(builder, remote.names)
@@ -52,9 +52,9 @@ def receive(
         if targets is not None:
             addresses |= targets.places
     places = [addresses.get(i) for i in range(len(remote))] if addresses else None
-    if targets is not None and targets.landing:
-        waves = remote.waves(places, list(targets.landing), landing.size(targets.landing))
-        landing.bring(waves, targets.landing)
+    if targets is not None and targets.staged:
+        waves = remote.staged(places, list(targets.staged), bounce.size(targets.staged))
+        bounce.bring(waves, targets.staged)
         arena, report = waves.finish()
     else:
         arena, report = remote.fetch(places)
@@ -65,7 +65,7 @@ def receive(
             raise ProtocolError(f"entry {remote.names[i]!r} stands for two things")
         return part, 0
 
-    with _gc.held_off():
+    with _gc.gc_paused():
         made = arena.tensors(torch.Tensor)
         state = builder.build(pickled, allowed, memory, targets, made)
         if targets is not None:

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from .. import _gc
-from .._native import Filling, Server
+from .._native import Readiness, Server
 from ..errors import InvalidArgument
 from ..memory.accelerator import Accelerator
 from ..memory.staging import Piece, Stager, host_view
@@ -17,18 +17,18 @@ from ..storage import reserved
 from ..storage.container import Container
 from . import aliases, manifest, pickling, tree
 from .allowlist import Allowed
-from .build import Builder
+from .build import StateBuilder
 
 #: Host memory up to this size is copied along with an accelerator's, so that the whole snapshot is private.
 _SMALL_HOST_PART = 64 << 20
 
-Snapshot = Literal["borrow", "copy"]
+SnapshotMode = Literal["borrow", "copy"]
 
 #: Memory of an entry: a whole storage where it is, or a part of one, possibly copied.
 Memory: TypeAlias = torch.UntypedStorage | Piece
 
 
-def known_snapshot(snapshot: Snapshot) -> Snapshot:
+def snapshot_mode(snapshot: SnapshotMode) -> SnapshotMode:
     """``snapshot`` itself.
 
     Raises:
@@ -39,7 +39,7 @@ def known_snapshot(snapshot: Snapshot) -> Snapshot:
     return snapshot
 
 
-class Packed:
+class StateSnapshot:
     """A state laid out for publishing: a row for each entry, and the memory behind it.
 
     Accelerator memory is copied only when it is published, so that its first bytes can leave while later ones are on
@@ -51,16 +51,16 @@ class Packed:
         globals: module and name of each class and function the pickle names, and the first leaf that needs it
     """
 
-    def __init__(self, state: Any, stager: Stager, snapshot: Snapshot) -> None:
+    def __init__(self, state: Any, stager: Stager, snapshot: SnapshotMode) -> None:
         """Takes ``state`` apart and copies what has to be copied of host memory.
 
         Raises:
             UnsupportedLeaf: something in it cannot be carried
         """
-        with _gc.held_off():
+        with _gc.gc_paused():
             flat = tree.flatten(state)
             self.pickle_bytes, storages, self.globals = _pickled(flat, stager.accelerator)
-            device = stager.accelerator.among(flat.plain, flat.accelerated)
+            device = stager.accelerator.device_indices(flat.plain, flat.accelerated)
             self._lay_out(flat, storages)
             copied = self._stage(stager, snapshot, device)
         # If nothing had to be copied, the state itself stands in the memory that is served. But a private snapshot is
@@ -91,7 +91,7 @@ class Packed:
         self._tree = flat.tree
         self.rows.forget()
 
-    def _stage(self, stager: Stager, snapshot: Snapshot, device: list[int]) -> list[Piece]:
+    def _stage(self, stager: Stager, snapshot: SnapshotMode, device: list[int]) -> list[Piece]:
         accelerator = stager.accelerator
         device = device + [i for i in self._pieces if accelerator.device_of(self.memory[i].storage) is not None]
         copied = device
@@ -134,7 +134,7 @@ class Packed:
         """The manifest as it travels, JSON, for as long as somebody can ask for it."""
         return manifest.with_tree(self._fields, self._tree)
 
-    def _fill(self, server: Server, filling: Filling) -> None:
+    def _fill(self, server: Server, filling: Readiness) -> None:
         try:
             starts = filling.starts
             self._staging.run([(starts[i], piece) for i, piece in self._on_device], filling.ready)
@@ -152,7 +152,7 @@ class Packed:
         if self._state is not None:
             return self._state
         plain = [i for i, name in enumerate(self.rows.names) if not name.startswith(reserved.PREFIX)]
-        builder = Builder(manifest.Manifest(self._fields, self._tree), self.rows, plain)
+        builder = StateBuilder(manifest.Manifest(self._fields, self._tree), self.rows, plain)
         for k, storage in builder.scattered.items():
             whole = as_bytes(storage)
             for entry, lo in builder.manifest.storages[k][1]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 
-from .._native import Filling, Rows, Server, Written, _write_file
+from .._native import Readiness, Rows, Server, Written, _write_file
 
 #: Version of the format, of containers and of manifests.
 VERSION = 1
@@ -45,7 +45,7 @@ class Container:
         *,
         alternate: Callable[[str], list[Any] | str | None] | None = None,
         filled: bool = True,
-    ) -> Filling | None:
+    ) -> Readiness | None:
         """Hands it to ``server``, to be served as ``step`` in place of what is served now.
 
         Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TypeAlias
 
 #: ``(entry, dtype, nbytes, start, run, address, repeats)``, as the native module wants it.
-Part: TypeAlias = tuple[str, str, int, int, int, int, list[tuple[int, int, int]]]
+SliceTuple: TypeAlias = tuple[str, str, int, int, int, int, list[tuple[int, int, int]]]
 
 
 def contiguous_strides(shape: list[int], size: int) -> list[int]:

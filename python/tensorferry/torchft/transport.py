@@ -11,20 +11,20 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from .. import _validate
-from .._native import Pool, Remote, Report
+from .._native import ArenaPool, Remote, Report
 from ..errors import InvalidArgument, TransportClosed, UnprovenSource
 from ..memory.accelerator import ACCELERATOR
-from ..memory.bounce import Landing
+from ..memory.bounce import BounceBuffers
 from ..memory.host_pool import HostMemory
 from ..memory.staging import Stager
 from ..net.metadata import encrypted, is_stock
 from ..net.options import ServerOptions
-from ..net.report import InPlace, in_place, tell
+from ..net.report import InPlace, in_place, log_receive
 from ..net.serve import serve, withdraw
 from ..state.allowlist import Allowed, refusal
-from ..state.in_place import Targets
+from ..state.in_place import InPlaceTargets
 from ..state.load import receive
-from ..state.snapshot import Packed, Snapshot, known_snapshot
+from ..state.snapshot import SnapshotMode, StateSnapshot, snapshot_mode
 from . import compat
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         *,
         state_dict: Callable[[], T] | None = None,
         strict: bool = False,
-        snapshot: Snapshot = "borrow",
+        snapshot: SnapshotMode = "borrow",
         safe_globals: Iterable[Any] = (),
         trust_pickle: bool = False,
         secret: str | bytes | None = None,
@@ -119,14 +119,14 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         reuse_bytes: int = 0,
         progress: Callable[[int, int], object] | None = None,
     ) -> None:
-        reuse_bytes = _validate.whole("reuse_bytes", reuse_bytes, 0)
+        reuse_bytes = _validate.integer("reuse_bytes", reuse_bytes, 0)
         self._timeout = timeout
-        self._num_chunks = _validate.whole("num_chunks", num_chunks, 0)
+        self._num_chunks = _validate.integer("num_chunks", num_chunks, 0)
         self._state_dict = _validate.function("state_dict", state_dict)
         self._strict = _validate.boolean("strict", strict)
         if strict and state_dict is None:
             raise InvalidArgument("strict=True compares with the live state: pass state_dict=, which gives it")
-        self._snapshot = known_snapshot(snapshot)
+        self._snapshot = snapshot_mode(snapshot)
         self._allowed = Allowed(safe_globals, trust_pickle)
         self._options = ServerOptions(
             secret=secret,
@@ -137,12 +137,12 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             max_bandwidth=max_bandwidth,
         )
         self._stager = Stager(ACCELERATOR)
-        self._landing = Landing(ACCELERATOR)
+        self._bounce = BounceBuffers(ACCELERATOR)
         self._sending = threading.Lock()
         self._warned: set[tuple[str, str]] = set()
         self._warned_of_misses = False
         self._is_closed = False
-        self._pool = Pool(reuse_bytes, HostMemory(ACCELERATOR).lend) if reuse_bytes else None
+        self._pool = ArenaPool(reuse_bytes, HostMemory(ACCELERATOR).lend) if reuse_bytes else None
         self._progress = _validate.function("progress", progress)
         self._server, self._address = serve(timeout, self._options)
         self._checkpoint_lock = _Gate(self)
@@ -191,7 +191,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         self._check_open()
         started = time.perf_counter()
         with self._sending:
-            packed = Packed(state_dict, self._stager, self._snapshot)
+            packed = StateSnapshot(state_dict, self._stager, self._snapshot)
             packed.publish(self._server, step, compat.bodies(packed.rebuild, self._num_chunks))
         self._warn_of_refusals(packed.globals)
         logger.debug("step %d is published (%.4f s)", step, time.perf_counter() - started)
@@ -235,7 +235,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         self._check_open()
         step, seconds_given = _validate.step_number(step), _validate.seconds("timeout", timeout)
         started = time.perf_counter()
-        sources = _validate.text("metadata", metadata).split()
+        sources = _validate.string("metadata", metadata).split()
         if self._options.tls:
             sources = encrypted(sources)
         if len(sources) == 1 and is_stock(sources[0]):
@@ -262,14 +262,14 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             raise
         seconds = time.perf_counter() - started
         self._server.note_receive(report, seconds)
-        tell(step, report, fit, seconds)
+        log_receive(step, report, fit, seconds)
         self._warn_of_misses(fit)
         return cast(T, state)
 
-    def _targets(self, lands: bool = False) -> Targets:
-        """The live state as it is now. ``lands``: see :class:`Targets`."""
+    def _targets(self, lands: bool = False) -> InPlaceTargets:
+        """The live state as it is now. ``lands``: see :class:`InPlaceTargets`."""
         assert self._state_dict is not None
-        return Targets(self._state_dict(), self._landing.accelerator, lands, self._strict)
+        return InPlaceTargets(self._state_dict(), self._bounce.accelerator, lands, self._strict)
 
     def _fetch(self, sources: list[str], step: int, timeout: float) -> tuple[Any, Report, InPlace | None]:
         """The state, and how its transfer went."""
@@ -286,7 +286,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         # Bytes of several sources may turn out to be of another snapshot when all are here.
         live = None if self._state_dict is None else lambda: self._targets(lands=len(sources) == 1)
         with contextlib.closing(remote):
-            return receive(remote, self._allowed, live, self._landing)
+            return receive(remote, self._allowed, live, self._bounce)
 
     def allow_checkpoint(self, step: int) -> None:
         """Serves what is published under the number ``step``; waiting requests go on.
@@ -332,7 +332,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         self._is_closed = True
         self._server.shutdown(5.0 if wait else 0.0)
         self._stager.close()
-        self._landing.close()
+        self._bounce.close()
 
     @property
     def _disallowed(self) -> bool:

@@ -93,7 +93,7 @@ impl PyArena {
 }
 
 /// The memory of one entry, as a writable buffer: `torch.frombuffer` lays tensors over it without copying.
-#[pyclass(name = "Part", module = "tensorferry._native", frozen)]
+#[pyclass(name = "ArenaPart", module = "tensorferry._native", frozen)]
 pub(crate) struct PyPart {
     address: usize,
     nbytes: usize,

@@ -1,4 +1,4 @@
-//! `Filling`: how much of a publication's memory is final, while it is being written.
+//! `Readiness`: how much of a publication's memory is final, while it is being written.
 //!
 //! Python copies from a device in the background and reports each part as it lands. The engine's handle is consumed by
 //! `finish` and by `Server.abandon`, so the Python object holds it in a mutex and is empty afterwards.
@@ -11,7 +11,7 @@ use tensorferry_core::Readiness;
 use crate::errors;
 
 /// Producer handle of a publication that is still being written. Empty after `finish`, or when it was abandoned.
-#[pyclass(name = "Filling", module = "tensorferry._native", frozen)]
+#[pyclass(name = "Readiness", module = "tensorferry._native", frozen)]
 pub(crate) struct PyReadiness(Mutex<Option<Readiness>>);
 
 impl PyReadiness {

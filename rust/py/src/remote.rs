@@ -1,4 +1,4 @@
-//! `Remote`: a checkpoint at its source, and fetching it; `Pool`: memory kept from one receive for the next.
+//! `Remote`: a checkpoint at its source, and fetching it; `ArenaPool`: memory kept from one receive for the next.
 //!
 //! A `Remote` is fetched once. Its header outlives the fetch, so the columns (`names`, `dtypes`, `shapes`, `sizes`)
 //! stay readable; the manifest and the pickle are part of what is handed over, and are not.
@@ -38,7 +38,7 @@ pub(crate) struct PyRemote {
 }
 
 /// Memory of earlier receives, kept for later ones. Several transports may share one pool.
-#[pyclass(name = "Pool", module = "tensorferry._native", frozen)]
+#[pyclass(name = "ArenaPool", module = "tensorferry._native", frozen)]
 pub(crate) struct PyPool(Arc<ArenaPool>);
 
 #[pymethods]
@@ -258,21 +258,21 @@ impl PyRemote {
         Ok(handed_over(arrived, &self.header))
     }
 
-    /// Begins a receive like `fetch`, in which the entries numbered in `passing` come through a buffer of `most` bytes
-    /// that is given to each call of `Waves.fetch`.
+    /// Begins a receive like `fetch`, in which the entries numbered in `staged` come through a buffer of `most` bytes
+    /// that is given to each call of `StagedFetch.fetch`.
     ///
     /// # Errors
     /// `InvalidArgument` with several sources, or a buffer of less than 1 MiB.
-    fn waves(
+    fn staged(
         &self,
         py: Python<'_>,
         addresses: Option<Vec<Option<usize>>>,
-        passing: Vec<usize>,
+        staged: Vec<usize>,
         most: u64,
     ) -> PyResult<PyStagedFetch> {
         let (remote, teller) = self.take(py)?;
         let destination = addresses.map_or(Destination::Fresh, given);
-        let waves = py.detach(move || remote.staged(destination, &passing, most)).map_err(|e| errors::to_py(py, &e))?;
+        let waves = py.detach(move || remote.staged(destination, &staged, most)).map_err(|e| errors::to_py(py, &e))?;
         Ok(PyStagedFetch::new(self.cancel.clone(), teller, Arc::clone(&self.header), waves))
     }
 

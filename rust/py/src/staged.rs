@@ -1,4 +1,4 @@
-//! `Waves`: a receive of which some entries pass through memory that Python gives, wave by wave.
+//! `StagedFetch`: a receive of which some entries pass through memory that Python gives, wave by wave.
 //!
 //! It is what a receive onto a device uses: Python copies one wave from pinned memory while the next one arrives.
 
@@ -16,7 +16,7 @@ use crate::report::PyReport;
 use crate::runtime::{self, OnTick, Origin};
 
 /// A receive through a buffer, wave by wave. After an exception it is over.
-#[pyclass(name = "Waves", module = "tensorferry._native", frozen)]
+#[pyclass(name = "StagedFetch", module = "tensorferry._native", frozen)]
 pub(crate) struct PyStagedFetch {
     origin: Origin,
     cancel: Cancel,

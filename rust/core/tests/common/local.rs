@@ -163,6 +163,8 @@ pub(crate) fn shared_memory(len: u64, sealed: bool) -> OwnedFd {
 
 /// The greeting of a source, with or without memory.
 pub(crate) fn greet(stream: &UnixStream, slots: u32, slot_len: u32, memory: Option<&OwnedFd>) {
+    // A socket that is closed with something unread takes the greeting back.
+    let _ = (&*stream).read_exact(&mut [0; 2]);
     let mut hello = MAGIC.to_vec();
     hello.extend([slots.to_le_bytes(), slot_len.to_le_bytes()].concat());
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];

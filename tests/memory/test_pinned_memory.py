@@ -19,7 +19,7 @@ from exchange import TIMEOUT, receive, until
 from stand_in import StandIn, stand_in
 from tensorferry.memory.accelerator import Accelerator
 from tensorferry.memory.host_pool import HostMemory
-from tensorferry.memory.pinned import locked
+from tensorferry.memory.pinned import pinned
 from tensorferry.memory.staging import Piece, Stager
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def flags_of(address: int) -> list[str]:
 
 
 def test_locked_to_the_byte_and_unlocked_before_it_is_unmapped(runtime: Runtime) -> None:
-    memory = locked(5 * MIB + 123)
+    memory = pinned(5 * MIB + 123)
     address = memory.data_ptr()
     assert runtime.locked == {address: 5 * MIB + 123}
     assert (memory.shape, memory.dtype) == ((5 * MIB + 123,), torch.uint8)
@@ -117,7 +117,7 @@ def test_a_runtime_that_does_not_lock_is_asked_to_make_it(runtime: Runtime, monk
     # A kernel: zeros are none in newer torch.
     monkeypatch.setattr(torch, "ones", lambda *shape, device: asked.append((shape, device)))
     runtime.answer = REFUSED
-    locked(MIB)
+    pinned(MIB)
     assert made == [((MIB,), {"dtype": torch.uint8, "device": "cpu", "pin_memory": True})]
     assert asked == [((1,), "cuda")]
     gc.collect()
@@ -128,9 +128,9 @@ def test_no_context_is_made_where_the_process_has_none(runtime: Runtime) -> None
     """A thread without a current device would use device 0, where a context takes some hundred megabytes."""
     runtime.contexts.clear()
     runtime.contexts.add(3)
-    memory = [locked(MIB)]
+    memory = [pinned(MIB)]
     with runtime.on(2):
-        memory.append(locked(MIB))
+        memory.append(pinned(MIB))
     assert len(runtime.locked) == 2
     forget = threading.Thread(target=memory.clear)
     forget.start()
@@ -145,7 +145,7 @@ def test_the_device_in_use_is_taken_if_it_has_a_context(runtime: Runtime) -> Non
     runtime.cudaHostRegister = lambda *_: used.append(runtime.device()) or 0  # type: ignore[method-assign]
     runtime.cudaHostUnregister = lambda *_: used.append(runtime.device()) or 0  # type: ignore[method-assign]
     with runtime.on(2):
-        memory = locked(MIB)
+        memory = pinned(MIB)
     del memory
     assert used == [2, 2]
 
@@ -158,9 +158,9 @@ def test_memory_that_cannot_be_mapped(
     def refuse(*_: Any) -> None:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    monkeypatch.setattr("tensorferry.memory.pinned._Locked.madvise", refuse)
+    monkeypatch.setattr("tensorferry.memory.pinned._Pinned.madvise", refuse)
     with stand_in() as device:
-        device.pinned = locked  # type: ignore[method-assign]
+        device.pinned = pinned  # type: ignore[method-assign]
         memory = HostMemory(device)
         assert [memory.make(10).nbytes, memory.make(20).nbytes] == [10, 20]
     assert [record.message for record in caplog.records if "cannot pin 10 bytes" in record.message]
@@ -185,7 +185,7 @@ assert ctypes.string_at(address, nbytes) == bytes([5]) * nbytes
 
 def test_a_forked_child_lets_go_of_it(runtime: Runtime) -> None:
     """What it has mapped at that address since stays, and the device, which is not its own, is not asked."""
-    kept = [locked(MIB)]
+    kept = [pinned(MIB)]
     address = kept[0].data_ptr()
     kept[0].fill_(7)
     child = os.fork()
