@@ -181,6 +181,29 @@ WITHOUT_NUMPY = [
 ]
 
 
+def anchors(document: Path) -> set[str]:
+    """What a link may have behind ``#``: the headings, as they are written in addresses."""
+    headings = re.findall(r"^#+ (.+)$", document.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", [*DOCUMENTS, "CHANGELOG.md"])
+def test_links_lead_somewhere(document: str):
+    page = ROOT / document
+    for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text()):
+        path, _, anchor = target.partition("#")
+        place = (page.parent / path).resolve() if path else page
+        assert place.exists(), target
+        assert not anchor or anchor in anchors(place), target
+
+
+def test_the_readme_links_each_page():
+    text = (ROOT / "README.md").read_text()
+    assert [page for page in DOCUMENTS if page != "README.md" and f"| [{page}]({page}) |" not in text] == [
+        "CONTRIBUTING.md"
+    ]
+
+
 def test_the_readme_begins_with_the_swap():
     code = [block.code for block in blocks("python") if block.document == "README.md"]
     assert code[0].startswith("from tensorferry import HTTPTransport")
