@@ -283,7 +283,7 @@ def test_what_fails_before_anything_is_published_changes_nothing(
     def lost(*_: Any) -> None:
         raise RuntimeError("the device is lost")
 
-    monkeypatch.setattr(device, "follow", lost)
+    monkeypatch.setattr(device, "wait_for_pending", lost)
     with pytest.raises(RuntimeError, match="the device is lost"):
         send(source, 2, state)
     assert_same_state(receive(open_transport(), source, 1), before)
