@@ -252,6 +252,18 @@ def test_many_paths_do_not_lead_far_out_together(tmp_path, monkeypatch):
         from_keys(tmp_path)
 
 
+def test_an_index_of_another_version_is_refused_by_its_number():
+    text = {
+        "version": index.VERSION + 1,
+        "sources": ["f"],
+        "state": {"o": ["b", [0, "e", "U8", 1, "b"]]},
+        "planner": None,
+    }
+    with pytest.raises(tensorferry.ProtocolError, match=f"here: .*version {index.VERSION + 1}.*upgrade the older side"):
+        index.decode(json.dumps(text).encode(), "here", Allowed())
+    index.decode(json.dumps(text | {"version": index.VERSION}).encode(), "here", Allowed())
+
+
 @pytest.mark.parametrize(
     "kept", [{"x": FAR}, {"o": {"rank": 3, "shape": (2, 3)}}, {"o": (512, 1024)}, {"o": 0.5}, [1, 2], "text"], ids=str
 )
