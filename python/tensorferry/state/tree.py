@@ -19,7 +19,7 @@ from .._native import _unflatten
 from ..memory.tensors import DTYPE_NAMES, is_plain, no_rows, storage_key
 from ..storage.reserved import is_reserved
 
-#: Containers nested deeper than this are sent as one pickled object.
+#: Containers nested deeper than this are sent as one pickled object. The limit also ends cycles.
 MAX_DEPTH = 80
 
 _SAFE_INT = 2**53
@@ -217,7 +217,7 @@ def next_free(path: str, taken: Container[str]) -> str:
 
 
 def is_namedtuple(kind: type) -> bool:
-    """Whether ``kind`` is a class made by ``collections.namedtuple`` or ``typing.NamedTuple``, not a subclass of one."""
+    """Whether ``kind`` is a class from ``collections.namedtuple`` or ``typing.NamedTuple``, not a subclass of one."""
     return (
         issubclass(kind, tuple)
         and kind.__bases__ == (tuple,)
