@@ -40,7 +40,7 @@ _MOST, _DIMENSIONS = 2**63, 64
 #: A nested state has at most ``_DEEPEST`` levels, and its lists have at most ``_SLOTS`` places in all, or
 #: ``_SLOTS_PER_PATH`` for each path if that is more.
 _DEEPEST, _SLOTS, _SLOTS_PER_PATH = 256, 1 << 20, 16
-#: Types of keys that torch does not walk into as a path; of these only ``int`` can be a place in a list.
+#: Types of values that torch does not take for a path. As keys in a path, only integers are places in a list.
 _NOT_WALKED = (str, int, bool, type(None), torch.dtype)
 _DTYPES = {name: dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
 
