@@ -1,6 +1,7 @@
 """Streams live PyTorch training state between processes, zero-copy, over HTTP.
 
-``from tensorferry import HTTPTransport`` takes the place of ``from torchft.checkpointing import HTTPTransport``.
+``from tensorferry import HTTPTransport`` replaces ``from torchft.checkpointing import HTTPTransport``. The public names
+are imported on first use.
 """
 
 from typing import TYPE_CHECKING

@@ -68,7 +68,7 @@ class ProtocolError(TensorferryError, ValueError):
 
 
 class CorruptCheckpoint(TensorferryError, ValueError):
-    """Bytes did not match their checksum, and neither did they when they were fetched again."""
+    """Bytes did not match their checksum, not even when they were fetched again."""
 
 
 class TornCheckpoint(CorruptCheckpoint):

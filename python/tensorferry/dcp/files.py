@@ -253,7 +253,7 @@ class _Running(threading.local):
     """The save of the calling thread: one writer may run several saves at once, each in its own thread.
 
     Attributes:
-        path: the folder of the next save, if ``reset`` was given one
+        path: the folder of the next save, once ``reset`` was called for it
         save: the save that has begun
     """
 

@@ -18,7 +18,7 @@ from .accelerator import Accelerator, Event, Streams, drain_after_error
 from .host_pool import Buffer, HostMemory, HostPool
 from .tensors import as_bytes
 
-#: Where each copied piece starts in its buffer.
+#: Pieces start at multiples of this many bytes in their buffer.
 _ALIGNMENT = 64
 #: Bytes that are copied off an accelerator at a time; progress is reported after each such batch.
 PART = 64 << 20

@@ -1,4 +1,4 @@
-"""The secret that sources and receivers of one job share."""
+"""Reads the secret that the sources and receivers of one job share, from an argument or the environment."""
 
 from __future__ import annotations
 

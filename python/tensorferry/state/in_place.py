@@ -235,7 +235,7 @@ class InPlaceTargets:
 
     def _clash(self, places: list[tuple[int, tuple[str, ...]]], *landed: aliases.Landed) -> str:
         """Returns the message about two leaves that share memory, or about one whose own elements do."""
-        # The first place of each, in the order of the source's tree.
+        # The first place of each of the two leaves, in the order of the source's tree.
         found: dict[aliases.Landed, str] = {}
         for number, path in places:
             one = (self._by_path.get(path, 0), number)

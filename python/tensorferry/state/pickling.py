@@ -28,10 +28,15 @@ PROTOCOL = 4
 
 
 class Storage:
-    """A storage to which objects refer, and the spans of its bytes that their tensors can reach."""
+    """A storage to which objects refer.
+
+    Attributes:
+        storage: the storage
+        entry: the number of the plain tensor that fills it, or ``None``
+        spans: the bytes ``[start, end)`` that each of the objects' tensors can reach
+    """
 
     def __init__(self, storage: torch.UntypedStorage, entry: int | None) -> None:
-        """``entry`` is the number of the plain tensor that fills this storage, if there is one."""
         self.storage = storage
         self.entry = entry
         self.spans: list[tuple[int, int]] = []

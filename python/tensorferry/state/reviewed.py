@@ -346,7 +346,7 @@ _FRACTION = re.compile(r"-?\d{1,4300}(/\d{1,4300})?", re.ASCII)
 
 def _decimal(cls: Any) -> Kind:
     def call(_: Unpickler, text: Any) -> Any:
-        # Not 1e999999999, which a conversion to int would write out.
+        # Refuses 1e999999999, which a conversion to int would write out in full.
         need(type(text) is str and _DECIMAL.fullmatch(text), "a Decimal that is no number of moderate size")
         return decimal.Decimal(text)
 
@@ -551,7 +551,7 @@ def _rebuild_qtensor(
             need(scales.dim() == zeros.dim() == 1, "channels that are no row")
             need(scales.numel() == zeros.numel() == size[axis], "scales for another number of channels")
             need(scales.is_floating_point() and not zeros.is_complex(), "scales that are no numbers")
-            # torch converts both to eight bytes each.
+            # torch converts the elements of both to eight bytes each.
             unpickler.makes(scales, 8)
             unpickler.makes(zeros, 8)
         case _:
@@ -648,7 +648,7 @@ def _rebuild_njt(unpickler: Unpickler, parts: Any) -> Tensor:
     need(type(cached) is dict and _are(str, *cached), "a jagged tensor with a cache of no names")
     need(all([type(one) is int or _plain(one) for one in cached.values()]), "a jagged tensor with a cache of no sizes")
     unpickler.looks(len(offsets) >> 6)
-    # The same offsets make the same copy: tensors that share them belong together.
+    # own() returns the same copy for the same offsets: jagged tensors that share them belong together.
     offsets = unpickler.own(offsets)
     rows, end = offsets.diff(), values.shape[ragged - 1]
     need(bool((rows >= 0).all()) and offsets[0] >= 0 and offsets[-1] <= end, "rows beyond the values")
@@ -1184,6 +1184,7 @@ _CLASSES: dict[str, dict[str, Callable[[Any], Kind]]] = {
     "torch._dynamo.decorators": {"_DimRange": _record},
 }
 
+#: The functions: module, name, and the checked function that runs in place of the named one.
 _FUNCTIONS: dict[str, dict[str, Callable[..., Any]]] = {
     "_codecs": {"encode": _encode},
     "copyreg": {"__newobj__": _newobj, "__newobj_ex__": _newobj_ex},

@@ -50,7 +50,7 @@ _PLAIN_KEYS = frozenset({str, bytes, bool, float, types.NoneType})
 #: Everything that is copied out of a pickle may together be this many times as long as the pickle. Protocol 2 writes
 #: bytes as text, so that those of an array are copied twice.
 _COPIES = 4
-#: A smaller integer is its own hash.
+#: An integer of a smaller absolute value is its own hash.
 _OWN_HASH = (1 << 61) - 1
 
 #: Python frees nested objects of these types recursively, without a limit.
