@@ -1,6 +1,7 @@
 """Streams live PyTorch training state between processes, zero-copy, over HTTP.
 
-``from tensorferry import HTTPTransport`` takes the place of ``from torchft.checkpointing import HTTPTransport``.
+``from tensorferry import HTTPTransport`` replaces ``from torchft.checkpointing import HTTPTransport``. The public names
+are imported on first use.
 """
 
 from typing import TYPE_CHECKING
@@ -56,13 +57,13 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-#: Where the public names are that are no errors.
+#: The module of each public name that is not an error class.
 _PLACES = {"HTTPTransport": ".torchft.transport", "join_metadata": ".net.metadata"}
 
-if not TYPE_CHECKING:  # A type checker would take any name for one of ours.
+if not TYPE_CHECKING:  # With a module __getattr__, a type checker would accept any name.
 
     def __getattr__(name: str) -> object:
-        """Imports a public name when it is first used: neither torch nor the native module is loaded before."""
+        """Imports a public name on first use, so that ``import tensorferry`` loads neither torch nor ``_native``."""
         from importlib import import_module
 
         if name == "errors":

@@ -1,4 +1,4 @@
-"""Holds off the cyclic garbage collector where hundreds of thousands of objects are made at once.
+"""Pauses the cyclic garbage collector while hundreds of thousands of objects are created in a loop.
 
 A full collection in such a loop costs more than the loop (measured: 0.4 us a tensor became 4).
 """
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 
 class _Holders:
-    """The threads of one process that hold it off."""
+    """Counts the threads of one process that have paused the collector."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -26,7 +26,10 @@ _holders = _Holders()
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """No cyclic collection inside; threads may nest and overlap."""
+    """Pauses cyclic collection while the block runs.
+
+    Blocks may be nested, and blocks of several threads may overlap: collection resumes after the last one.
+    """
     holders = _holders
     with holders.lock:
         if holders.count == 0:
@@ -36,7 +39,7 @@ def gc_paused() -> Iterator[None]:
     try:
         yield
     finally:
-        # In a child that was forked inside, its collector runs already.
+        # In a child that was forked inside the block, _begin_anew has resumed the collector already.
         if holders is _holders:
             with holders.lock:
                 holders.count -= 1
@@ -45,7 +48,10 @@ def gc_paused() -> Iterator[None]:
 
 
 def _begin_anew() -> None:
-    """A forked child has none of the threads that would let the collector run again, and maybe a lock that one held."""
+    """Resumes the collector in a forked child.
+
+    The threads that paused it do not exist there, and one of them may have held the lock: the child gets a new one.
+    """
     global _holders
     before, _holders = _holders, _Holders()
     if before.count and before.was_enabled:

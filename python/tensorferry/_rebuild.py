@@ -1,7 +1,7 @@
-"""The functions of this package that a pickle on the network names.
+"""The functions of this package that pickles on the network refer to.
 
-A receiver finds them by the name of this module and their own, and it may run another version: neither name, and no
-parameter, may change. :data:`FORMER` has the names that earlier versions wrote.
+A receiver, which may run another version, looks them up by module and function name. So the name of this module, the
+names of its functions and their parameters must never change. :data:`FORMER` has the names that earlier versions wrote.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ if TYPE_CHECKING:
 
 
 def with_grad(value: Tensor) -> Tensor:
-    """``value``, requiring a gradient."""
+    """Sets ``requires_grad`` on ``value`` and returns it."""
     return value.requires_grad_()
 
 
 def rebuild_dtensor(local: Tensor, spec: Any, requires_grad: bool) -> Tensor:
-    """A DTensor over ``local``."""
+    """Returns a DTensor whose local tensor is ``local``; ``spec`` is its ``DTensorSpec``."""
     from torch.distributed.tensor import DTensor
 
     return DTensor(local, spec, requires_grad=requires_grad)
 
 
-#: Module and name as earlier versions wrote them, and what they are called now.
+#: ``(module, name)`` as earlier versions wrote it, mapped to the current one.
 FORMER: dict[tuple[str, str], tuple[str, str]] = {
     ("tensorferry.tensors", function.__name__): (__name__, function.__name__)
     for function in (with_grad, rebuild_dtensor)

@@ -1,4 +1,7 @@
-"""What callers give, looked at before it is used: an error that names the argument instead of one from deep inside."""
+"""Validates public arguments before they are used, so that the error names the argument.
+
+Every function takes the argument's name, for the message, and its value; it returns the checked value.
+"""
 
 from __future__ import annotations
 
@@ -11,26 +14,26 @@ from .errors import InvalidArgument
 
 T = TypeVar("T")
 
-#: The largest 64-bit number with a sign.
+#: The largest signed 64-bit integer.
 _MOST = (1 << 63) - 1
-#: How much of a wrong string a message repeats.
+#: How many characters of a wrong value a message repeats.
 _SHOWN = 120
 
 
 def seconds(name: str, value: timedelta) -> float:
-    """The length of ``value`` in seconds.
+    """Returns the length of ``value`` in seconds.
 
     Raises:
-        InvalidArgument: it is no ``timedelta``
+        InvalidArgument: ``value`` is not a ``timedelta``
     """
     return _one(name, value, timedelta, "a datetime.timedelta, such as timedelta(seconds=60)").total_seconds()
 
 
 def patience(name: str, value: timedelta) -> float:
-    """The length of ``value`` in seconds, for as long as something may be waited for.
+    """Returns the length of ``value``, a time to wait, in seconds.
 
     Raises:
-        InvalidArgument: it is no ``timedelta``, or a negative one
+        InvalidArgument: ``value`` is not a ``timedelta``, or is negative
     """
     if (number := seconds(name, value)) < 0:
         raise InvalidArgument(f"{name} is no time before now: {value}")
@@ -38,10 +41,10 @@ def patience(name: str, value: timedelta) -> float:
 
 
 def integer(name: str, value: Any, least: int, most: int = _MOST) -> int:
-    """``value`` as an integer from ``least`` to ``most``.
+    """Returns ``value`` as an integer from ``least`` to ``most``, both inclusive.
 
     Raises:
-        InvalidArgument: it is none
+        InvalidArgument: ``value`` is not an integer, or out of range
     """
     try:
         number = operator.index(value)
@@ -54,16 +57,16 @@ def integer(name: str, value: Any, least: int, most: int = _MOST) -> int:
 
 
 def step_number(value: Any) -> int:
-    """``value`` as the number of a step.
+    """Returns ``value`` as a step number.
 
     Raises:
-        InvalidArgument: it is no whole number of 64 bits
+        InvalidArgument: ``value`` is not a signed 64-bit integer
     """
     return integer("step", value, -_MOST - 1)
 
 
 def boolean(name: str, value: Any) -> bool:
-    """``value``, which is ``True`` or ``False``.
+    """Returns ``value``, which must be ``True`` or ``False``.
 
     Raises:
         InvalidArgument: it is neither
@@ -72,19 +75,19 @@ def boolean(name: str, value: Any) -> bool:
 
 
 def string(name: str, value: Any) -> str:
-    """``value``, which is a string.
+    """Returns ``value``, which must be a string.
 
     Raises:
-        InvalidArgument: it is none
+        InvalidArgument: it is not
     """
     return _one(name, value, str, "a string")
 
 
 def function(name: str, value: Callable[..., Any] | None) -> Callable[..., Any] | None:
-    """``value``, which can be called, or is ``None``.
+    """Returns ``value``, which must be callable or ``None``.
 
     Raises:
-        InvalidArgument: it cannot be called
+        InvalidArgument: it is neither
     """
     if value is not None and not callable(value):
         raise InvalidArgument(f"{name} is a function, or None, not {brief(value)}")
@@ -92,10 +95,10 @@ def function(name: str, value: Callable[..., Any] | None) -> Callable[..., Any] 
 
 
 def items(name: str, value: Iterable[Any]) -> list[Any]:
-    """The members of ``value``, which is no string.
+    """Returns the items of the iterable ``value`` as a list.
 
     Raises:
-        InvalidArgument: it cannot be iterated over, or is a string
+        InvalidArgument: ``value`` is not iterable, or is a string or ``bytes``
     """
     if isinstance(value, (str, bytes)) or not isinstance(value, Iterable) or isinstance(value, type):
         raise InvalidArgument(f"{name} is a list or another iterable, not {brief(value)}")
@@ -103,13 +106,13 @@ def items(name: str, value: Iterable[Any]) -> list[Any]:
 
 
 def _one(name: str, value: Any, kind: type[T], what: str) -> T:
-    """``value``, which is of this kind; a message calls it ``what``."""
+    """Returns ``value``, which must be an instance of ``kind``; the error message says that ``what`` is expected."""
     if not isinstance(value, kind):
         raise InvalidArgument(f"{name} is {what}, not {brief(value)}")
     return value
 
 
 def brief(value: Any) -> str:
-    """``value`` as a message repeats it: not all of something long."""
+    """Returns the ``repr`` of ``value`` for a message, shortened if it is long."""
     said = repr(value)
     return said if len(said) <= _SHOWN else f"{said[:_SHOWN]}... ({type(value).__name__})"

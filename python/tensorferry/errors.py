@@ -1,7 +1,7 @@
-"""What can go wrong, grouped by what a user can do about it.
+"""The exceptions of this package, one class for each thing that a user can do about a failure.
 
-Every class is a :class:`TensorferryError` and also the builtin or ``urllib`` class that callers of torchft's
-``HTTPTransport`` already catch.
+Every class is a :class:`TensorferryError` and also derives from the builtin or ``urllib`` class that callers of
+torchft's ``HTTPTransport`` already catch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = [
 
 
 class TensorferryError(Exception):
-    """Anything tensorferry raises on its own account."""
+    """The base class of all errors that tensorferry raises itself."""
 
 
 class FetchTimeout(TensorferryError, URLError, TimeoutError):
@@ -42,7 +42,7 @@ class FetchTimeout(TensorferryError, URLError, TimeoutError):
 
 
 class ConnectError(TensorferryError, URLError, ConnectionError):
-    """No source could be reached, or every source went away."""
+    """No source could be reached, or the connections to all of them were lost."""
 
 
 class SourceRefused(TensorferryError, HTTPError):
@@ -50,54 +50,54 @@ class SourceRefused(TensorferryError, HTTPError):
 
     @staticmethod
     def of(code: int, message: str) -> SourceRefused:
-        """The error for an answer with this status and message."""
+        """Returns the error for an HTTP response with status ``code`` and this message."""
         wrong_step = code == 400 and "invalid checkpoint requested" in message
         return (WrongStep if wrong_step else SourceRefused)("", code, message, Message(), None)
 
 
 class WrongStep(SourceRefused):
-    """The source serves another step than the one asked for."""
+    """The source serves another step than the requested one."""
 
 
 class SourceChanged(TensorferryError, RuntimeError):
-    """The source went on to another snapshot while this one was being fetched."""
+    """The source replaced or withdrew the snapshot while it was being fetched."""
 
 
 class ProtocolError(TensorferryError, ValueError):
-    """What the source sent is not valid."""
+    """The data that the source sent is not valid."""
 
 
 class CorruptCheckpoint(TensorferryError, ValueError):
-    """Bytes did not match their checksum, also when they were fetched again."""
+    """Bytes did not match their checksum, not even when they were fetched again."""
 
 
 class TornCheckpoint(CorruptCheckpoint):
-    """The source changed its state while it was served, and no moment could be found at which all that came was true.
+    """The source changed its state while serving it; no one moment was found at which all received bytes were valid.
 
-    The source has to call ``disallow_checkpoint()`` before it changes the state, or to serve a private copy:
-    ``snapshot="copy"``.
+    The source has to call ``disallow_checkpoint()`` before it changes the state, or to serve a private copy
+    (``snapshot="copy"``).
     """
 
 
 class StateMismatch(TensorferryError, ValueError):
-    """The receiver's own tensors cannot take what the source has.
+    """The source's state cannot be received into the receiver's own tensors.
 
-    They differ in shape, dtype or kind (dense or sparse, say), cannot be written to, share memory that the source's do
-    not share, or were given other memory while bytes came; or, with ``strict=True``, one side has tensors that the
-    other one lacks.
+    The receiver's tensors differ in shape, dtype or kind (dense or sparse, say), cannot be written to, share memory
+    that the source's tensors do not share, or were given other memory during the receive; or, with ``strict=True``, one
+    side has tensors that the other one lacks.
     """
 
 
 class UnprovenSource(TensorferryError, URLError, PermissionError):
-    """The source cannot prove who it is: it does not know the shared secret, or shows another certificate."""
+    """The source cannot prove its identity: it does not know the shared secret, or shows another certificate."""
 
 
 class UnsupportedLeaf(TensorferryError, TypeError):
-    """A leaf of the state cannot be carried; the message names its path."""
+    """A leaf of the state cannot be sent; the message names its path."""
 
 
 class UnsafePickle(TensorferryError, pickle.UnpicklingError):
-    """The source's pickle asks for something that is not on the allow-list."""
+    """The source's pickle needs something that is not on the allow-list."""
 
 
 class ForkedProcess(TensorferryError, RuntimeError):
@@ -109,11 +109,11 @@ class TransportClosed(TensorferryError, RuntimeError):
 
 
 class IncompleteCheckpoint(TensorferryError, FileNotFoundError):
-    """There is no checkpoint here, or only what an interrupted save has left."""
+    """The folder holds no checkpoint, or only what an interrupted save has left."""
 
 
 class InvalidArgument(TensorferryError, ValueError):
-    """An argument cannot be used."""
+    """An argument has a wrong type or value, or cannot be used in this situation."""
 
 
 class SystemRefused(TensorferryError, OSError):

@@ -1,8 +1,8 @@
 """Storage for ``torch.distributed.checkpoint``: files, and the memory of a running job.
 
-``FileWriter`` and ``FileReader`` take the place of ``FileSystemWriter`` and ``FileSystemReader``. ``PeerWriter``
-publishes what a job holds, and ``PeerReader`` of another job, of any size and with other placements, loads from there.
-docs/dcp.md tells more.
+``FileWriter`` and ``FileReader`` replace ``FileSystemWriter`` and ``FileSystemReader``. A ``PeerWriter`` publishes the
+state of a running job from its memory; a ``PeerReader`` in another job, of any world size and with any placements,
+loads it. docs/dcp.md is the guide.
 """
 
 from .files import FileReader, FileWriter

@@ -1,4 +1,7 @@
-"""Checkpoints in a folder: one container for each rank, and the index, which comes last."""
+"""Checkpoints in a folder: one container file for each rank, and an index file, which is written last.
+
+A folder holds a checkpoint exactly if it has a complete index; ``storage/commits.py`` says which files may be removed.
+"""
 
 from __future__ import annotations
 
@@ -33,17 +36,17 @@ from . import index
 from .reader import SliceReader
 from .save_plan import ABOUT, PlanSnapshot
 
-#: Held while an index is written: saves of one process may overlap.
+#: Held while an index is written, because saves of one process may overlap.
 _finishing = threading.Lock()
 
 INDEX = "index.safetensors"
 _RANK_INDEX = "index-rank{:05d}.safetensors"
-#: What torch's own writer calls its index, of all ranks or of one, and its data.
+#: The names of the files of torch's own writer: the index of all ranks, and with a rank's number its index and data.
 _TORCH_INDEX = ".metadata"
 _TORCH_FILES = re.compile(r"\.metadata|__(?P<rank>\d+)(\.metadata|_\d+\.distcp)")
 
 
-#: The longest name of a file, in bytes.
+#: The longest file name, in bytes.
 _NAME = 255
 
 
@@ -58,7 +61,7 @@ def _folder(path: Any) -> Path:
 
 
 def _make(folder: Path) -> None:
-    """Makes the folder and those above it, and makes sure that all their names are on the disk."""
+    """Creates the folder and its missing parents, and syncs their directory entries to the disk."""
     missing = []
     for level in (folder, *folder.parents):
         if level.is_dir():
@@ -78,18 +81,18 @@ def _threads(threads: int | None) -> int | None:
 
 
 class _InFolder:
-    """A checkpoint that is known by its folder."""
+    """The ``checkpoint_id`` of a writer or reader: the path of a folder."""
 
     _path: Path
 
     @property
     def checkpoint_id(self) -> Path:
-        """The folder."""
+        """The checkpoint's folder."""
         return self._path
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether this can be a folder here."""
+        """Whether ``checkpoint_id`` can be a local folder: a URL cannot."""
         return isinstance(checkpoint_id, os.PathLike) or "://" not in str(checkpoint_id)
 
 
@@ -97,19 +100,23 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
     """Writes a checkpoint into a folder, for ``torch.distributed.checkpoint.save`` and ``async_save``.
 
     Each rank writes one safetensors file, with a checksum of every 512 bytes, and the coordinator writes
-    ``index.safetensors`` last. A folder may be saved into again and again: the checkpoint that is there stays whole
-    until the index of the new one takes its place, in one step, and is removed then.
+    ``index.safetensors`` last. A folder may be saved into repeatedly: the old checkpoint stays whole until the index of
+    the new one replaces the old index, in one step, and is removed afterwards.
 
     Args:
-        path: the folder; ``checkpoint_id`` of a save takes its place
-        threads: threads a rank writes with; ``None`` chooses by the number of cores
-        overwrite: with ``False``, a folder that has a checkpoint is refused
-        cached: write large files, too, through the page cache: that takes longer, but who reads them soon after on this
-            machine reads memory. By default a file of 64 MiB or more goes past it where the file system can
+        path: the folder; the ``checkpoint_id`` of a save overrides it
+        threads: threads with which a rank writes; ``None`` chooses by the number of cores
+        overwrite: ``False`` refuses a folder that has a checkpoint
+        cached: write large files through the page cache, too. That takes longer, but a load soon after on this machine
+            reads from memory. By default files of 64 MiB or more bypass the page cache where the file system supports
+            it
 
     Attributes:
-        report: what the last save wrote on this rank besides the index: ``bytes``, and ``direct``, those of them that
-            went past the page cache
+        report: what the last save wrote on this rank, without the index: ``bytes``, and of these ``direct``, the bytes
+            that bypassed the page cache
+
+    Raises:
+        InvalidArgument: an argument cannot be used; it is named
     """
 
     def __init__(
@@ -120,7 +127,6 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
         overwrite: bool = True,
         cached: bool = False,
     ) -> None:
-        """See the class."""
         super().__init__()
         self._path = _folder(path)
         self._threads = _threads(threads)
@@ -130,22 +136,22 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
         self._running = _Running()
 
     def __getstate__(self) -> dict[str, Any]:
-        """What another process needs to save for this one: no save that is running here."""
+        """Returns what another process needs to save with a copy of this writer; running saves are left out."""
         return {name: value for name, value in self.__dict__.items() if name != "_running"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """See :meth:`__getstate__`."""
+        """Restores a copy, which has no running save."""
         self.__dict__.update(state)
         self._running = _Running()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begins a new save, into ``checkpoint_id`` if it is given."""
+        """Begins a new save, into the folder ``checkpoint_id`` if it is given."""
         if checkpoint_id:
             self._path = _folder(checkpoint_id)
         self._running.path = self._path
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Learns which rank this is."""
+        """Creates the record of this save, from the rank and role that torch passes."""
         del args
         coordinated = kwargs.get("use_collectives", True)
         self._running.save = _Save(
@@ -154,12 +160,12 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
         self._running.path = None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Makes the folder.
+        """Creates the folder.
 
         Raises:
-            SystemRefused: the system refuses
-            InvalidArgument: it has a checkpoint and ``overwrite`` is ``False``, or one of coordinated ranks where this
-                save has none
+            SystemRefused: the folder cannot be created or listed
+            InvalidArgument: the folder has a checkpoint and ``overwrite`` is ``False``, or it has one with an index for
+                all ranks while this save has no coordinator
         """
         save = self._running.save
         try:
@@ -179,7 +185,7 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Nothing to do: each rank chooses a name of its own."""
+        """Returns ``plans`` unchanged: each rank chooses the name of its file itself."""
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -187,7 +193,7 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
 
         Raises:
             UnsupportedLeaf: an item cannot be written; it is named
-            SystemRefused: the system refuses, a full disk for one
+            SystemRefused: the system refuses, for example because the disk is full
         """
         save = self._running.save
         done: Future[list[WriteResult]] = Future()
@@ -198,7 +204,7 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
         name = f"rank{save.rank:05d}-{save.id}.safetensors"
         with _gc.gc_paused():
             packed = PlanSnapshot(plan, planner, Stager(ACCELERATOR), copy=False)
-        # Two files of one layout differ in this, and so in the checksum of the header, which the index notes.
+        # A random entry in the header, so that the checksum of the header, which the index records, is unique.
         about = [*ABOUT, ("tensorferry.file", secrets.token_hex(16))]
         written = Container(packed.rows, packed.owner, packed.private, about=about).write(
             save.path / name, partial=save.path / f"{name}.partial", threads=self._threads, cached=self._cached
@@ -209,11 +215,12 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Writes the index, which makes the checkpoint one, and removes what it replaces.
+        """Writes the index, which commits the checkpoint, and removes the files of the checkpoint that it replaces.
 
         Raises:
-            IncompleteCheckpoint: a save that began later was done before this one, or somebody removed a file of it
-            SystemRefused: the system refuses
+            IncompleteCheckpoint: a save that began later has finished before this one, or a file of this save was
+                removed meanwhile
+            SystemRefused: the index cannot be written
         """
         save = self._running.save
         places = {result.index: result.storage_data for of_rank in results for result in of_rank}
@@ -238,16 +245,16 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
             save.clean(before, set(files))
 
     def storage_meta(self) -> StorageMeta:
-        """Where the checkpoint goes."""
+        """Returns the folder of the checkpoint, as torch's ``StorageMeta``."""
         return StorageMeta(checkpoint_id=self._running.path or self._path)
 
 
 class _Running(threading.local):
-    """The save of this thread: one writer may be in several at once, each on a thread of its own.
+    """The save of the calling thread: one writer may run several saves at once, each in its own thread.
 
     Attributes:
-        path: where the next one goes, if it was told
-        save: the one that has begun
+        path: the folder of the next save, once ``reset`` was called for it
+        save: the save that has begun
     """
 
     def __init__(self) -> None:
@@ -256,19 +263,19 @@ class _Running(threading.local):
 
 
 class _Save:
-    """One save: what this rank has to know of it from its beginning to its end.
+    """What this rank records about one save, from its beginning to its end.
 
     Args:
         path: the folder
-        rank: of this process
-        coordinated: whether one index is about the files of all ranks
-        writes_index: whether this rank writes one
+        rank: the rank of this process
+        coordinated: whether one index names the files of all ranks
+        writes_index: whether this rank writes an index
 
     Attributes:
-        id: sets the names of its files apart
+        id: the unique id in the names of its files
         began: when it began, in nanoseconds since the epoch
-        before: what the folder held then
-        written: this rank's file, which is locked for as long as the save may still get to its index
+        before: the commit of the folder's index at that time
+        written: this rank's file; while this object lives, the file is locked
     """
 
     def __init__(self, path: Path, rank: int, coordinated: bool, writes_index: bool) -> None:
@@ -281,13 +288,13 @@ class _Save:
         self._of_torch: list[str] = []
 
     def begin(self, names: set[str]) -> None:
-        """Notes what there is, of which some goes when the index is there."""
+        """Records which files of the folder the new index will replace; ``names`` are all its files."""
         self.began = time.time_ns()
         self.before = commits.committed(self.index)
         self._of_torch = sorted(filter(self._is_replaced, names))
 
     def is_index(self, name: str) -> bool:
-        """Whether a file of this name is the index of a checkpoint that this one would take the place of."""
+        """Whether a file of this name is the index of a checkpoint that this save would replace."""
         if name == self.index.name or (self._is_replaced(name) and name.endswith(".metadata")):
             return True
         return self.coordinated and name.startswith("index-rank") and name.endswith(".safetensors")
@@ -297,8 +304,13 @@ class _Save:
         return found is not None and (self.coordinated or found["rank"] == str(self.rank))
 
     def clean(self, before: Commit | None, files: set[str]) -> None:
-        """Removes what the index has replaced, and what saves have left that were killed."""
-        # The indexes go first: with them a checkpoint is gone, and nobody loads an old state.
+        """Removes the files that the new index has replaced, and those that killed saves have left.
+
+        Args:
+            before: the commit of the index that was replaced
+            files: the files of this save
+        """
+        # The other indexes go first: without its index a checkpoint cannot be loaded by mistake.
         commits.remove(self.path, sorted(self._of_torch))
         if self.coordinated:
             for rank_index in sorted(self.path.glob("index-rank*.safetensors")):
@@ -315,24 +327,28 @@ class _Save:
 
 
 def _digest(text: bytes) -> str:
-    """Which index it is."""
+    """Returns a digest that identifies an index."""
     return hashlib.blake2b(text, digest_size=16).hexdigest()
 
 
 class FileReader(_InFolder, SliceReader):
     """Reads a checkpoint that ``FileWriter`` wrote, for ``torch.distributed.checkpoint.load``.
 
-    Each rank reads the slices its plan needs, straight into its tensors where it can, and verifies every block of them.
+    Each rank reads the slices that its plan needs, directly into its tensors where possible, and verifies the checksums
+    of all blocks that it reads.
 
     Args:
-        path: the folder; ``checkpoint_id`` of a load takes its place
-        threads: threads a rank reads with; ``None`` chooses by the number of cores
+        path: the folder; the ``checkpoint_id`` of a load overrides it
+        threads: threads with which a rank reads; ``None`` chooses by the number of cores
         safe_globals: classes and functions that pickled objects may name besides the default list
-        trust_pickle: let pickled objects name anything; then whoever can write to the folder can run code here
+        trust_pickle: let pickled objects name anything; anyone who can write to the folder can then run code here
 
     Attributes:
-        report: what the last load read besides the index: ``bytes`` of files, and ``wanted``, those of them that had a
-            destination
+        report: what the last load read, without the index: ``bytes`` of files, and of these ``wanted``, the bytes that
+            the plan asked for
+
+    Raises:
+        InvalidArgument: an argument cannot be used; it is named
     """
 
     def __init__(
@@ -343,7 +359,6 @@ class FileReader(_InFolder, SliceReader):
         safe_globals: Iterable[Any] = (),
         trust_pickle: bool = False,
     ) -> None:
-        """See the class."""
         super().__init__(Allowed(safe_globals, trust_pickle))
         self._path = _folder(path)
         self._threads = _threads(threads)
@@ -354,7 +369,7 @@ class FileReader(_InFolder, SliceReader):
         self.report: dict[str, int] = {"bytes": 0, "wanted": 0}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begins a new load, from ``checkpoint_id`` if it is given."""
+        """Begins a new load, from the folder ``checkpoint_id`` if it is given."""
         if checkpoint_id:
             self._path = _folder(checkpoint_id)
         self._metadata = None
@@ -364,9 +379,9 @@ class FileReader(_InFolder, SliceReader):
         """Reads the index.
 
         Raises:
-            IncompleteCheckpoint: there is none, or the save that was to write one was interrupted
-            CorruptCheckpoint: it does not match its checksums
-            ProtocolError: it is no index of this version
+            IncompleteCheckpoint: there is no index, for example because the save was interrupted
+            CorruptCheckpoint: the index does not match its checksums
+            ProtocolError: the file is not an index of this version
             InvalidArgument: torch's own writer has saved into the same folder since
         """
         del args
@@ -401,14 +416,14 @@ class FileReader(_InFolder, SliceReader):
             )
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Tells the coordinator which index this rank has read."""
+        """Adds the digest of this rank's index to the plan, for the coordinator."""
         return dataclasses.replace(plan, storage_data=self._digest) if self._shared else plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Makes sure that all ranks load one checkpoint.
+        """Checks that all ranks have read the same index.
 
         Raises:
-            SourceChanged: a save was done between the first and the last rank that read the index
+            SourceChanged: a save replaced the index after some ranks had read it
         """
         if len({plan.storage_data for plan in plans if isinstance(plan.storage_data, str)}) > 1:
             raise self._replaced()

@@ -1,7 +1,7 @@
-"""The index of a checkpoint: what torch calls ``Metadata``, in an encoding of our own.
+"""The index of a distributed checkpoint: torch's ``Metadata`` as JSON.
 
-A pickled ``Metadata`` of one torch version cannot be read by another, and a job that is fetched from need not run the
-same one. docs/format.md has the grammar.
+It is not a pickle, because a pickled ``Metadata`` of one torch version cannot be read by another, and the jobs on both
+sides need not run the same one. docs/format.md has the grammar.
 """
 
 from __future__ import annotations
@@ -32,29 +32,30 @@ from ..state.unpickling import unpickler
 
 VERSION = 1
 
-#: How an entry holds what the planner gave: elements of a tensor, or what ``torch.save`` made of an object or a tensor.
+#: The kinds of entries: the elements of a tensor; an object, or a tensor, as ``torch.save`` writes it.
 ELEMENTS, OBJECT, PICKLED_TENSOR = "t", "b", "p"
 
-#: Sizes and places in memory are below this, and tensors have no more dimensions.
+#: Sizes and offsets in an index are below the first; tensors have at most as many dimensions as the second.
 _MOST, _DIMENSIONS = 2**63, 64
-#: A nested state has no more levels, and no more places in its lists: so many, or so many for each path.
+#: A nested state has at most ``_DEEPEST`` levels, and its lists have at most ``_SLOTS`` places in all, or
+#: ``_SLOTS_PER_PATH`` for each path if that is more.
 _DEEPEST, _SLOTS, _SLOTS_PER_PATH = 256, 1 << 20, 16
-#: What is no path, and in a path no place in a list but an integer's.
+#: Types of values that torch does not take for a path. As keys in a path, only integers are places in a list.
 _NOT_WALKED = (str, int, bool, type(None), torch.dtype)
 _DTYPES = {name: dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a chunk or an object is.
+    """Where a chunk or an object is stored.
 
     Attributes:
-        source: a file's name, or step and URL of a publication
+        source: the name of a file, or step and URL of a publication, separated by a space
         entry: the name of the entry in that container
         dtype: the entry's element type, by its name in a container
-        nbytes: the entry's length
+        nbytes: the entry's length in bytes
         kind: one of ``ELEMENTS``, ``OBJECT``, ``PICKLED_TENSOR``
-        header: the checksum of the header of the file, while it is being saved
+        header: during a save, the checksum of the file's header; otherwise ``None``
     """
 
     source: str
@@ -66,10 +67,11 @@ class Place:
 
 
 def encode(metadata: Metadata, places: dict[MetadataIndex, Place]) -> bytes:
-    """The index of ``metadata`` whose chunks and objects are at ``places``.
+    """Encodes ``metadata``, whose chunks and objects are stored at ``places``.
 
     Raises:
-        InvalidArgument: the planner's metadata speaks of something that was not written, or its keys are no strings
+        InvalidArgument: the planner's metadata refers to something that no rank has written, or has a key that is not a
+            string
     """
     sources = sorted({place.source for place in places.values()})
     number = {source: i for i, source in enumerate(sources)}
@@ -96,7 +98,7 @@ def encode(metadata: Metadata, places: dict[MetadataIndex, Place]) -> bytes:
 
 
 def _planner_data(data: Any) -> Any:
-    """The paths of a flattened state as they are; what other planners keep, pickled."""
+    """Encodes a planner's data: the paths of a flattened state as lists, anything else as a pickle in base64."""
     if data is None:
         return None
     if isinstance(data, dict) and _are_paths(data):
@@ -105,7 +107,7 @@ def _planner_data(data: Any) -> Any:
 
 
 def _are_paths(data: dict[Any, Any]) -> bool:
-    """Whether these are the paths of a flattened state."""
+    """Whether ``data`` holds the paths of a flattened state, by key."""
     return all(
         isinstance(fqn, str)
         and isinstance(path, tuple)
@@ -115,9 +117,10 @@ def _are_paths(data: dict[Any, Any]) -> bool:
 
 
 def _can_be_walked(paths: list[Sequence[Any]]) -> bool:
-    """Whether the nested state that ``paths`` lead into is hardly larger than they are.
+    """Whether the nested state that torch builds from ``paths`` is not much larger than the paths themselves.
 
-    torch makes a list as long as the last place in it says. Those of a state have about as many places as paths.
+    torch creates a list as long as the largest index in it requires. In an honest state, lists have about as many
+    places as there are paths.
     """
     numbers: dict[tuple[int, Any], int] = {}
     lengths: dict[int, int] = {}
@@ -133,35 +136,38 @@ def _can_be_walked(paths: list[Sequence[Any]]) -> bool:
 
 
 def _leads_nowhere(data: Any, keys: Iterable[str]) -> bool:
-    """Whether torch, which takes what planners keep of ``keys`` for paths, would make of it what it should not."""
+    """Whether a planner's data is unsafe for torch, which takes the data of ``keys`` for paths into a nested state."""
     if not isinstance(data, Mapping):
         return False
     paths: list[list[Any]] = []
     for kept in (data[key] for key in keys if key in data):
         if type(kept) in (dict, OrderedDict):
-            # torch asks it for 0, 1, ... and -1, in whatever order they stand here.
+            # torch looks up 0, 1, ... and -1 in it, in whatever order they stand here.
             paths.append([None, *kept.values()])
         elif isinstance(kept, (tuple, list, bytes)):
             paths.append(list(kept))
         elif type(kept) not in (*_NOT_WALKED, float):
             return True
-    # Whatever compares like a number is a place in a list to torch.
+    # torch takes everything that compares like a number for a place in a list.
     if not all(type(key) in _NOT_WALKED or isinstance(key, (tuple, list, dict, bytes)) for p in paths for key in p):
         return True
     return not _can_be_walked([[key if type(key) in (int, str) else None for key in path] for path in paths])
 
 
 def decode(text: bytes, where: str, allowed: Allowed) -> Metadata:
-    """The index as torch's planners want it; ``storage_data`` gives the place of each chunk and object.
+    """Decodes an index to the ``Metadata`` for torch's planners.
 
     Args:
-        text: what ``encode`` made
-        where: what messages call it
-        allowed: which globals a planner's own data may name
+        text: the result of :func:`encode`
+        where: how messages name the index
+        allowed: the globals that a planner's pickled data may name
+
+    Returns:
+        The metadata; its ``storage_data`` maps each chunk and object to its :class:`Place`.
 
     Raises:
-        ProtocolError: it is no index, of another version, or makes no sense
-        UnsafePickle: a planner's data names something that is not allowed
+        ProtocolError: ``text`` is not an index, is of another version, or contradicts itself
+        UnsafePickle: the planner's data names something that is not allowed
     """
     try:
         index = json.loads(text)
@@ -194,7 +200,7 @@ def decode(text: bytes, where: str, allowed: Allowed) -> Metadata:
         planner = _read_planner_data(index["planner"], state, where, allowed)
     except TensorferryError:
         raise
-    except Exception as e:  # Whatever a wrong shape of JSON leads to.
+    except Exception as e:  # JSON of another structure can raise anything.
         raise ProtocolError(f"{where}: its index cannot be read ({type(e).__name__}: {str(e)[:300]})") from e
     return Metadata(state, planner_data=planner, storage_data=places.known)
 
@@ -206,9 +212,9 @@ def _whole(number: Any) -> int:
 
 
 def _sizes(numbers: Any) -> torch.Size:
-    """A shape, or a place in one, of which torch can make a tensor."""
+    """Checks a shape, or the offsets of a chunk, and returns it as a ``torch.Size``."""
     whole = [_whole(number) for number in numbers]
-    # Eight bytes an element; a dimension of no length counts, too, as strides go.
+    # With eight bytes for an element. A dimension of size 0 counts as 1, since strides are computed like that.
     if math.prod([max(number, 1) for number in whole]) >= _MOST // 8 or len(whole) > _DIMENSIONS:
         raise ValueError("a shape that no tensor has")
     return torch.Size(whole)
@@ -229,7 +235,7 @@ def _dtype(name: Any) -> torch.dtype:
 
 
 class _Places:
-    """Where chunks and objects are, each in an entry of its own."""
+    """Collects the places of chunks and objects, and checks that each is in an entry of its own."""
 
     def __init__(self, sources: list[str]) -> None:
         self.known: dict[MetadataIndex, Place] = {}

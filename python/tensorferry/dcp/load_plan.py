@@ -1,4 +1,4 @@
-"""What a load plan asks for, as slices of containers, and where they go."""
+"""Carries out a load plan: computes the slices of containers that it needs, and reads them into its targets."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ from ..state.unpickling import pickle_module
 from ..storage.slices import SliceTuple, contiguous_strides, runs
 from .index import ELEMENTS, PICKLED_TENSOR, Place
 
-#: Runs shorter than this are not scattered one by one: all bytes between the first and the last come along, and torch
-#: picks out the elements.
+#: Runs of fewer bytes than this are not read one by one: all bytes from the first run to the last are read into a
+#: temporary buffer, and torch copies the elements out of it.
 _SHORT_RUN = 256
-#: Memory for what cannot go straight to its place, at most, unless one item needs more.
+#: Bytes of temporary memory at most for items that cannot be read directly into their targets, unless one item needs
+#: more.
 _SCRATCH = 256 << 20
 
 
 class Reading:
-    """Reads one plan.
+    """Reads one load plan.
 
     Args:
-        metadata: of the checkpoint, as ``index.decode`` gives it
-        planner: says where things go
-        fetch: reads parts of several containers: source to parts
-        allowed: which globals pickled objects may name
+        metadata: the checkpoint's metadata, as ``index.decode`` returns it
+        planner: provides the targets
+        fetch: reads slices of several containers, given by source, to memory addresses
+        allowed: the globals that pickled objects may name
     """
 
     def __init__(
@@ -45,7 +46,6 @@ class Reading:
         fetch: Callable[[dict[str, list[SliceTuple]]], None],
         allowed: Allowed,
     ) -> None:
-        """See the class."""
         self._metadata = metadata
         self._planner = planner
         self._fetch = fetch
@@ -58,13 +58,14 @@ class Reading:
         self._devices: set[torch.device] = set()
 
     def run(self, plan: LoadPlan) -> None:
-        """Reads everything ``plan`` asks for.
+        """Reads all items of ``plan`` into their targets.
 
         Raises:
-            StateMismatch: a target has another shape than the plan says
+            StateMismatch: a target has another shape than the plan says, or cannot be written to
             CorruptCheckpoint: bytes do not match their checksums
-            UnsafePickle: an object is not on the allow-list
-            SystemRefused: the index announces an object that is larger than all memory of this machine
+            ProtocolError: plan, index and containers contradict each other, or an object is damaged
+            UnsafePickle: an object needs something that is not on the allow-list
+            SystemRefused: the index announces an object that is larger than the memory of this machine
             InvalidArgument: a graph is being captured on a device that is to be written to
         """
         objects, tensors = [], []
@@ -91,7 +92,7 @@ class Reading:
         self._parts, self._then = defaultdict(list), []
         if parts:
             self._fetch(parts)
-        # Planners may copy to a device, too, when they are told that a tensor is read.
+        # Planners may copy to a device as well, in commit_tensor.
         with self._accelerator.writing({*self._accelerator.in_use(), *self._devices}):
             for step in then:
                 step()
@@ -110,7 +111,8 @@ class Reading:
         except RuntimeError as e:
             raise StateMismatch(f"{item.dest_index.fqn}: no part of it can be a target: {e}") from e
         if target.layout is torch.strided:
-            # A copy into a detached sparse tensor would give new indices and values to the detached one alone.
+            # Only strided tensors: a copy into a detached sparse tensor would set indices and values of the detached
+            # one alone.
             target = target.detach()
         if target.size() != item.lengths:
             raise StateMismatch(
@@ -129,7 +131,7 @@ class Reading:
         return memory
 
     def _whole(self, place: Place, then: Callable[[bytes], None]) -> None:
-        """Reads a whole entry and goes on with its bytes."""
+        """Schedules the read of a whole entry, and a call of ``then`` with its bytes."""
         memory, start = room(place.nbytes)
         self._held += place.nbytes
         if place.nbytes:
@@ -181,7 +183,7 @@ class Reading:
         if run >= _SHORT_RUN or not repeats:
             memory = self._scratch(math.prod(lengths) * size)
         else:
-            # One run from the first byte to the last.
+            # Reads one run from the first byte to the last.
             packed, repeats = strides, []
             run = sum((n - 1) * stride for n, stride in zip(lengths, strides, strict=True)) + size
             memory = self._scratch(run)
@@ -192,7 +194,11 @@ class Reading:
         self._parts[place.source].append((place.entry, place.dtype, place.nbytes, start, run, to, repeats))
 
     def _chunk(self, item: ReadItem, place: Place) -> tuple[torch.dtype, list[int]]:
-        """Dtype and shape of the chunk an item is a part of, compared with what the entry holds."""
+        """Returns dtype and shape of the chunk that contains an item.
+
+        Raises:
+            ProtocolError: the entry does not hold such a chunk, or the item goes beyond it
+        """
         fqn, offset = item.storage_index.fqn, item.storage_index.offset
         stored = self._metadata.state_dict_metadata[fqn]
         dtype = stored.properties.dtype
@@ -218,9 +224,9 @@ class Reading:
 
 
 def _without_aliases(targets: list[tuple[ReadItem, torch.Tensor]]) -> list[bool]:
-    """For each target, whether no other one of another tensor, and no part of the same, shares memory with it.
+    """Returns for each target whether no other target can share memory with it, of the same tensor or another one.
 
-    Those that may share some are written one after the other, by torch.
+    Targets that may share memory are not read directly: torch copies them one after the other.
     """
     spans: dict[Any, tuple[int, int]] = {}
     boxes: dict[Any, list[tuple[int, ReadItem]]] = defaultdict(list)
@@ -248,11 +254,11 @@ def _without_aliases(targets: list[tuple[ReadItem, torch.Tensor]]) -> list[bool]
 
 
 def _overlapping(parts: list[tuple[int, ReadItem]]) -> list[int]:
-    """The numbers of those parts of one tensor that another one overlaps."""
+    """Returns the numbers of those parts of one tensor that overlap with another part of it."""
     if len(parts) < 2:
         return []
     found = []
-    # Swept along the dimension with the most different places, so that few are open at a time.
+    # Sweeps along the dimension with the most different offsets, so that few parts are active at a time.
     rank = len(parts[0][1].dest_offsets)
     sweep = max(range(rank), key=lambda dim: len({item.dest_offsets[dim] for _, item in parts}), default=None)
     if sweep is None:
@@ -271,7 +277,7 @@ def _overlapping(parts: list[tuple[int, ReadItem]]) -> list[int]:
 
 
 class _Archive:
-    """An archive of ``torch.save``, as torch reads it."""
+    """Torch's reader of ``torch.save`` archives, with a check of the lengths of storages."""
 
     def __init__(self, data: bytes) -> None:
         self._reader = torch._C.PyTorchFileReader(io.BytesIO(data))
@@ -280,7 +286,13 @@ class _Archive:
         return getattr(self._reader, name)
 
     def get_storage_from_record(self, name: str, nbytes: int, dtype: Any) -> Any:
-        """A tensor over a record. torch 2.8 believes the pickle how long it is, and reaches beyond it."""
+        """Returns a tensor over a record, after checking its length.
+
+        torch 2.8 takes the length from the pickle and would read beyond the record.
+
+        Raises:
+            ProtocolError: the record does not have ``nbytes`` bytes
+        """
         has = len(self._reader.get_record(name))
         if has != nbytes:
             raise ProtocolError(f"a storage of {nbytes} bytes has a record of {has}")
@@ -288,16 +300,21 @@ class _Archive:
 
 
 def unpickled(data: bytes, fqn: str, allowed: Allowed) -> Any:
-    """What ``torch.save`` made these bytes of, if its pickle asks for nothing that is not allowed.
+    """Loads the object that ``torch.save`` has written as ``data``.
+
+    Args:
+        data: the archive
+        fqn: the object's name, for messages
+        allowed: the globals that its pickle may name
 
     Raises:
-        UnsafePickle: it does, or it is nothing ``torch.save`` writes
-        ProtocolError: it is damaged
+        UnsafePickle: the pickle asks for something that is not allowed, or ``torch.save`` does not write such data
+        ProtocolError: the data is damaged
     """
     try:
         archive = _Archive(data)
         is_object = archive.has_record("data.pkl") and not archive.has_record("constants.pkl")
-    except Exception:  # Whatever a wrong shape of an archive leads to.
+    except Exception:  # A malformed archive can raise anything.
         is_object = False
     if not is_object:
         raise UnsafePickle(
@@ -306,9 +323,9 @@ def unpickled(data: bytes, fqn: str, allowed: Allowed) -> Any:
         )
     module = pickle_module(allowed, lambda _: fqn)
     try:
-        # What torch.load does with an archive of torch.save. torch.load itself would choose again what the bytes are,
-        # and runs the code of a TorchScript archive. Only one reader may look for the directory of an archive: two may
-        # find two.
+        # This is what torch.load does with an archive of torch.save. torch.load itself would determine the kind of
+        # archive once more, and it runs the code of a TorchScript archive. Only one reader may search the archive for
+        # its directory: two readers may find different ones.
         return torch.serialization._load(archive, "cpu", module, encoding="utf-8")
     except UnsafePickle:
         raise
@@ -317,9 +334,10 @@ def unpickled(data: bytes, fqn: str, allowed: Allowed) -> Any:
 
 
 def rewritten(data: bytes, fqn: str, allowed: Allowed) -> bytes:
-    """The same object, as ``torch.save`` writes it here.
+    """Loads a received object and returns it as ``torch.save`` of this process writes it.
 
-    torch's planners read objects with an unpickler that knows no limits. What they get is no byte of what came.
+    torch's planners unpickle objects without any limits, so they must not get bytes that a peer or a file brought.
+    With ``trust_pickle=True`` the data is returned unchanged.
 
     Raises:
         UnsafePickle, ProtocolError: as for :func:`unpickled`

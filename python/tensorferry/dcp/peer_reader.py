@@ -1,4 +1,4 @@
-"""The reader of checkpoints that are no files: fetched from the ranks of another job that hold them."""
+"""Loads a checkpoint from the memory of another job: each rank fetches slices from the ranks that hold them."""
 
 from __future__ import annotations
 
@@ -27,28 +27,32 @@ from .reader import SliceReader
 
 logger = logging.getLogger("tensorferry")
 
-#: Bytes asked for along with a header. Most of what follows it is of no use to who wants slices.
+#: Bytes requested along with a header. A reader of slices does not need most of what follows the header.
 _AHEAD = 64 << 10
 
 
 class PeerReader(SliceReader):
     """Loads what a ``PeerWriter`` of another job has published, with ``torch.distributed.checkpoint.load``.
 
-    Each rank fetches the slices its plan needs from the ranks that hold them, several at a time, straight into its
-    tensors where it can. World size and placements of the two jobs do not matter to each other.
+    Each rank fetches the slices that its plan needs from the ranks that hold them, several at a time, directly into its
+    tensors where possible. The two jobs may differ in world size and placements.
 
     Args:
-        metadata: of the writer; ``checkpoint_id`` of a load takes its place
-        timeout: the deadline of a load, from its beginning on
+        metadata: what ``metadata()`` of the writer returned; the ``checkpoint_id`` of a load overrides it
+        timeout: the deadline of a load, counted from its beginning
         lanes: connections of this rank; ``None`` chooses by the number of cores
         secret: as for ``HTTPTransport``
         same_host: as for ``HTTPTransport``
         safe_globals: classes and functions that pickled objects may name besides the default list
-        trust_pickle: let pickled objects name anything; then whoever can answer as a source can run code here
+        trust_pickle: let pickled objects name anything; anyone who can answer in place of a source can then run code
+            here
 
     Attributes:
-        report: what the last load fetched besides the index: ``bytes``, and ``wanted``, the bytes of them that had a
-        destination; ``retries``
+        report: what the last load fetched, without the index: ``bytes``, of these ``wanted``, the bytes that the plan
+            asked for, and ``retries``
+
+    Raises:
+        InvalidArgument: an argument cannot be used; it is named
     """
 
     def __init__(
@@ -62,7 +66,6 @@ class PeerReader(SliceReader):
         safe_globals: Iterable[Any] = (),
         trust_pickle: bool = False,
     ) -> None:
-        """See the class."""
         super().__init__(Allowed(safe_globals, trust_pickle))
         self._string = None if metadata is None else _validate.string("metadata", metadata)
         self._seconds = _validate.seconds("timeout", timeout)
@@ -74,7 +77,7 @@ class PeerReader(SliceReader):
         self.report: dict[str, int] = {"bytes": 0, "wanted": 0, "retries": 0}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begins a new load, of ``checkpoint_id`` if it is given."""
+        """Begins a new load, from the metadata ``checkpoint_id`` if it is given."""
         if checkpoint_id:
             self._string = str(checkpoint_id)
         self._metadata = self._failed = None
@@ -84,12 +87,13 @@ class PeerReader(SliceReader):
         """Fetches the index.
 
         Raises:
-            InvalidArgument: there is no metadata string, or it is none of a ``PeerWriter``
-            TensorferryError: as ``HTTPTransport.recv_checkpoint`` does
+            InvalidArgument: there is no metadata, or it is not that of a ``PeerWriter``
+            TensorferryError: as for ``HTTPTransport.recv_checkpoint``
         """
         del args
         if kwargs.get("rank") is not None and self._failed is not None:
-            # torch asks a second time, for an index of this rank alone. There is none, and waiting again helps nobody.
+            # torch calls this a second time for an index of this rank alone. There is none, and a second wait would be
+            # in vain.
             raise self._failed
         self._until = time.monotonic() + self._seconds
         try:
@@ -153,5 +157,5 @@ class PeerReader(SliceReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether this is the metadata of a ``PeerWriter``."""
+        """Whether ``checkpoint_id`` is the metadata of a ``PeerWriter``."""
         return str(checkpoint_id).startswith(SCHEME + " ")

@@ -1,4 +1,4 @@
-"""The writer of checkpoints that are no files: what the ranks of a job hold, served from where it is."""
+"""Publishes a checkpoint from memory: every rank of a job serves its part from where it is."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from .torch_view import TorchView
 
 logger = logging.getLogger("tensorferry")
 
-#: The writers of this process by their addresses.
+#: The writers of this process, by URL.
 _writers: weakref.WeakValueDictionary[str, PeerWriter] = weakref.WeakValueDictionary()
-#: How the metadata of a publication begins; then come its step and the addresses of the ranks.
+#: The first word of a publication's metadata; its step and the URLs of the ranks follow.
 SCHEME = "tensorferry-dcp/1"
 _NOTHING = (
     "nothing is published, or the last save has failed: call torch.distributed.checkpoint.save with this writer first"
@@ -39,10 +39,10 @@ _NOTHING = (
 
 
 class _Done(StorageMeta):  # type: ignore[misc]  # mypy does not follow torch
-    """Tells every rank that a save has succeeded.
+    """Notifies every rank of a successful save when it is unpickled there.
 
-    torch tells the writers of other ranks than the coordinator nothing after ``write_data``. But if no rank has failed,
-    it sends all of them the metadata that ``finish`` was given: what is in it is unpickled there.
+    After ``write_data``, torch calls no more methods of the writers on ranks other than the coordinator. But if no rank
+    has failed, it sends all of them the metadata that ``finish`` was given, and they unpickle this object with it.
     """
 
     def __init__(self, step: int, urls: list[str]) -> None:
@@ -62,16 +62,17 @@ def _heard(step: int, urls: list[str]) -> StorageMeta:
 
 
 class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow torch
-    """Publishes what each rank would save, with ``torch.distributed.checkpoint.save``, for readers of other jobs.
+    """Publishes with ``torch.distributed.checkpoint.save`` what each rank would save, for readers in other jobs.
 
-    Each rank serves its own part from a server of its own, once all ranks have succeeded: a save that fails publishes
-    nothing on any rank, and what was published before stays. Nothing is copied that is in host memory: until
-    ``withdraw``, tensors may not change. Make one writer and keep it: every save replaces what is published.
+    Each rank serves its own part from its own server, once all ranks have succeeded. A save that fails publishes
+    nothing on any rank, and the previous publication stays. By default tensors in host memory are not copied: they must
+    not change until ``withdraw`` returns. Make one writer and keep it: every save replaces the publication.
 
     Args:
-        timeout: how long a request waits for a checkpoint, and ``withdraw`` for readers of borrowed memory
-        snapshot: ``"borrow"`` serves CPU tensors from where they are, ``"copy"`` takes a private copy in the save: then
-            they may change at once. Accelerator tensors are always copied.
+        timeout: how long a request waits for a checkpoint, and how long ``withdraw`` waits for readers of borrowed
+            memory
+        snapshot: ``"borrow"`` serves CPU tensors from where they are; ``"copy"`` takes a private copy during the save,
+            after which they may change. Accelerator tensors are always copied.
         secret, tls, same_host, interface, advertise, max_bandwidth: as for ``HTTPTransport``
 
     Raises:
@@ -91,7 +92,6 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         advertise: str | None = None,
         max_bandwidth: int | None = None,
     ) -> None:
-        """See the class."""
         super().__init__()
         self._timeout = timeout
         self._copy = snapshot_mode(snapshot) == "copy"
@@ -115,26 +115,26 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         _writers[self._url] = self
 
     def metadata(self) -> str:
-        """What a ``PeerReader`` needs: one string, the same on every rank once a save is over.
+        """Returns the string that a ``PeerReader`` needs; after a save it is the same on every rank.
 
-        It holds random parts: without a shared secret, whoever has it can read the state.
+        It has random parts: without a shared secret, anyone who knows the string can read the state.
 
         Raises:
-            InvalidArgument: nothing was saved yet
+            InvalidArgument: nothing is published, or the last save has failed
         """
         if not self._saved:
             raise InvalidArgument(_NOTHING)
         return " ".join([SCHEME, str(self._step), *self._urls])
 
     def folder(self) -> str:
-        """The ``checkpoint_id`` under which torch's own reader loads the state, without this package.
+        """Returns the ``checkpoint_id`` with which torch's own reader loads the state, without this package.
 
-        It is the address of a folder that is made when it is read, the same on every rank. torch needs fsspec and
-        aiohttp for it, and reads whole chunks, without checksums.
+        It is the URL of a folder whose files are rendered on request, the same on every rank. torch needs fsspec and
+        aiohttp to read it, and reads whole chunks, without checksums.
 
         Raises:
-            InvalidArgument: nothing was saved yet, or the writer has a secret or TLS, which torch's reader cannot deal
-                with
+            InvalidArgument: nothing is published, the last save has failed, or the writer has a secret or TLS, which
+                torch's reader does not support
         """
         if not self._plain:
             raise InvalidArgument("torch's reader knows no shared secret and no pinned certificate: use a PeerReader")
@@ -143,18 +143,18 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         return f"{self._urls[0]}{self._step}/dcp"
 
     def withdraw(self) -> None:
-        """Ends the publication on this rank; from now on requests wait.
+        """Withdraws the publication of this rank; from now on requests wait.
 
-        Private copies are let go of at once and running transfers finish from them. Borrowed memory is drained: running
-        transfers may finish for at most the timeout and are cut off then. When this returns, the state may be changed:
-        nothing of it is read any more. It does not raise because of a reader.
+        With private copies this returns at once, and running transfers finish from them. With borrowed memory it waits
+        for running transfers, at most for the timeout, and then cuts them off. When this returns, the state is not read
+        any more and may be changed. Errors are logged and not raised, except ``ForkedProcess``.
         """
         self._packed = None
         self._saved = False
         withdraw(self._server, self._timeout)
 
     def shutdown(self) -> None:
-        """Ends the server and all transfers."""
+        """Stops the server and all transfers."""
         self._is_closed = True
         self._packed = None
         self._saved = False
@@ -162,7 +162,7 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         self._stager.close()
 
     def __getstate__(self) -> Any:
-        """Refused: what another process publishes would be its own memory, under an address nobody knows here.
+        """Always raises: a copy in another process would publish that process's memory, under another address.
 
         Raises:
             InvalidArgument: always
@@ -173,7 +173,7 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         )
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing to do: a publication has no name but its address."""
+        """Does nothing: a publication has no name but its URLs."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Begins a save."""
@@ -181,11 +181,11 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         self._coordinates = is_coordinator
         self._saved = False
         self._packed = None
-        # Every rank counts every save.
+        # Every rank counts every save, so the step is the same on all ranks.
         self._step += 1
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Tells the coordinator this rank's address.
+        """Adds this rank's URL to the plan, for the coordinator.
 
         Raises:
             TransportClosed: the writer was shut down
@@ -195,20 +195,20 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         return dataclasses.replace(plan, storage_data=self._url)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Tells every rank the addresses of all, the coordinator's first."""
+        """Adds the URLs of all ranks to every plan, the coordinator's first."""
         urls = [plan.storage_data for plan in plans]
         if not all(isinstance(url, str) for url in urls):
-            # Planners that reuse plans leave some of them out; the addresses are the same as before then.
+            # Planners that cache plans leave some of them out; the URLs are the same as before then.
             urls = self._urls
         urls = [self._url, *(url for url in urls if url != self._url)]
         return [dataclasses.replace(plan, storage_data=urls) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Publishes this rank's part.
+        """Takes the snapshot of this rank's part; it is published when all ranks have succeeded.
 
         Raises:
-            UnsupportedLeaf: an item cannot be carried; it is named
-            InvalidArgument: the planner reuses a plan that another writer took part in
+            UnsupportedLeaf: an item cannot be sent; it is named
+            InvalidArgument: the planner reuses a plan that was made for another writer
         """
         urls = plan.storage_data
         if not isinstance(urls, list) or self._url not in urls:
@@ -223,19 +223,19 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Publishes the index along with this rank's part."""
+        """Publishes the index along with the coordinator's part."""
         places = {result.index: result.storage_data for of_rank in results for result in of_rank}
         metadata.storage_data = places
         self._publish(index.encode(metadata, places), len(places))
         metadata.storage_meta = _Done(self._step, self._urls)
 
     def _succeeded(self, step: int) -> None:
-        """The save ``step`` is over on all ranks."""
+        """Publishes this rank's part of the save ``step``, which has succeeded on all ranks."""
         try:
             if step == self._step and not self._saved and self._packed is not None:
                 self._publish(None)
         except Exception:
-            # Where this is called, torch is about to tell its caller that all went well.
+            # Not raised: this is called while torch unpickles metadata, when the save has succeeded already.
             logger.exception("cannot publish what was saved: readers will find that this rank's part is missing")
 
     def _publish(self, text: bytes | None, entries: int = 0) -> None:
@@ -251,11 +251,11 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         self._saved = True
 
     def storage_meta(self) -> StorageMeta:
-        """Nothing that could be of use elsewhere."""
+        """Returns an empty ``StorageMeta``."""
         return StorageMeta()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Nothing is chosen by name."""
+        """Returns ``False``: a publication is not chosen by a ``checkpoint_id``."""
         del checkpoint_id
         return False

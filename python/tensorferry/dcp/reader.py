@@ -1,4 +1,4 @@
-"""What the readers of distributed checkpoints have in common: torch's side of a load."""
+"""The base class of ``FileReader`` and ``PeerReader``: torch's side of a load."""
 
 from __future__ import annotations
 
@@ -16,40 +16,39 @@ from .load_plan import Reading
 
 
 class SliceReader(StorageReader):  # type: ignore[misc]  # mypy does not follow torch
-    """Loads by slices of containers, which a subclass brings.
+    """Loads a checkpoint by slices of containers, which a subclass reads.
 
     Args:
-        allowed: which globals pickled objects may name
+        allowed: the globals that pickled objects may name
     """
 
     def __init__(self, allowed: Allowed) -> None:
-        """See the class."""
         super().__init__()
         self._allowed = allowed
         self._metadata: Metadata | None = None
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Keeps the index."""
+        """Keeps the metadata from the index."""
         del is_coordinator, args, kwargs
         self._metadata = metadata
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Nothing to do."""
+        """Returns ``plan`` unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Nothing to do: ranks read what they need, whoever reads the same."""
+        """Returns ``plans`` unchanged: each rank reads what it needs, even if other ranks read the same."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Reads what ``plan`` asks for.
+        """Reads all items of ``plan`` into their targets.
 
         Raises:
             CorruptCheckpoint: a block of a file does not match its checksum; file, tensor and block are named
-            StateMismatch: a target has another shape than the plan says
-            UnsafePickle: an object is not on the allow-list
+            StateMismatch: a target has another shape than the plan says, or cannot be written to
+            UnsafePickle: an object needs something that is not on the allow-list
             InvalidArgument: a graph is being captured on a device that is to be written to
-            TensorferryError: from peers, as ``HTTPTransport.recv_checkpoint`` does
+            TensorferryError: with peers, as for ``HTTPTransport.recv_checkpoint``
         """
         assert self._metadata is not None
         Reading(self._metadata, planner, self._fetch, self._allowed).run(plan)
@@ -59,4 +58,4 @@ class SliceReader(StorageReader):  # type: ignore[misc]  # mypy does not follow 
 
     @abstractmethod
     def _fetch(self, parts: dict[str, list[SliceTuple]]) -> None:
-        """Brings parts of several containers to their places: source to parts."""
+        """Reads slices of several containers, given by source, to their memory addresses."""

@@ -1,4 +1,4 @@
-"""What a save plan holds, as the entries of a container."""
+"""Turns the items of a save plan into the entries of a container."""
 
 from __future__ import annotations
 
@@ -16,35 +16,33 @@ from ..memory.tensors import DTYPE_NAMES, address, dense, no_rows, reach, scratc
 from ..storage import reserved
 from .index import ELEMENTS, OBJECT, PICKLED_TENSOR, Place
 
-#: What the containers of a distributed checkpoint say of themselves.
+#: The ``__metadata__`` of the containers of a distributed checkpoint, besides that of every container.
 ABOUT = (("tensorferry.dcp", "1"),)
-#: Dtype and shape.
+#: The dtype and the shape of an entry with a tensor's elements.
 Elements: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
 
 
 class PlanSnapshot:
     """The entries for one rank's plan, and the memory behind them.
 
+    Args:
+        plan: this rank's part of the save
+        planner: resolves the data of its items
+        stager: copies accelerator memory to the host
+        copy: copy host memory, too
+
     Attributes:
         rows: an entry for each item of the plan
         owner: keeps their memory alive
-        private: whether all memory is a copy that nobody else writes to
+        private: whether all memory is a copy to which nothing else writes
         elements: dtype and shape of each entry that holds a tensor's elements, ``None`` for the others
+
+    Raises:
+        UnsupportedLeaf: an item cannot be written; it is named
+        InvalidArgument: a graph is being captured on a device that holds an item
     """
 
     def __init__(self, plan: SavePlan, planner: SavePlanner, stager: Stager, copy: bool) -> None:
-        """Resolves all items of ``plan``.
-
-        Args:
-            plan: this rank's part of the save
-            planner: gives the data of its items
-            stager: copies what is not in host memory
-            copy: copy what is there, too
-
-        Raises:
-            UnsupportedLeaf: an item cannot be written; it is named
-            InvalidArgument: a graph is being captured on a device that holds one
-        """
         self.rows = no_rows()
         self.owner: list[Any] = []
         self.elements: list[Elements | None] = []
@@ -54,7 +52,7 @@ class PlanSnapshot:
         self._borrowed = False
         self._accelerator = stager.accelerator
         pieces: list[tuple[int, Piece]] = []
-        # The planner pickles objects, and may convert tensors; some tensors are made dense or pickled here.
+        # The planner pickles objects and may convert tensors; this class makes some tensors dense and pickles others.
         with self._accelerator.reading(self._accelerator.in_use()) as also:
             for number, item in enumerate(plan.items):
                 try:
@@ -108,7 +106,7 @@ class PlanSnapshot:
         self.rows.append(owner, self._name(item), dtype or "U8", shape, start, memory.nbytes, 0)
 
     def _name(self, item: WriteItem) -> str:
-        """The key; of a part of a tensor with what part it is."""
+        """Returns a unique entry name: the item's key, and for a part of a tensor the slice in brackets."""
         fqn, data = item.index.fqn, item.tensor_data
         name: str = fqn.replace("\0", "~")
         if reserved.is_reserved(name):
@@ -124,9 +122,11 @@ class PlanSnapshot:
         return unique
 
     def results(self, source: str, header: int | None = None) -> list[WriteResult]:
-        """What the coordinator is told: the place of each item, ``source`` naming this container.
+        """Returns the results for the coordinator: the place of each item.
 
-        ``header`` is the checksum of its header, if it is a file.
+        Args:
+            source: the name of this container, see :class:`Place`
+            header: the checksum of the container's header, if it is a file
         """
         rows = self.rows
         columns = zip(self._indices, self._kinds, rows.names, rows.dtypes, rows.sizes, strict=True)

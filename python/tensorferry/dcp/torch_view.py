@@ -1,8 +1,8 @@
-"""What a job has published, as a folder that torch's own readers know: ``.metadata``, and a file for each rank.
+"""Presents a publication as a folder that torch's own readers can load: ``.metadata``, and a file for each rank.
 
-A rank's file is one ``torch.save`` archive after the other. Their elements are served from where they are; what an
-archive has before and behind them depends on dtype and shape alone, so every rank knows how long the archives of the
-others are.
+A rank's file is a sequence of ``torch.save`` archives. The elements of tensors are served from where they are. The
+bytes of an archive before and behind the elements depend only on dtype and shape, so that the coordinator can compute
+the lengths of the archives of all ranks.
 """
 
 from __future__ import annotations
@@ -26,20 +26,19 @@ from .save_plan import PlanSnapshot
 
 
 class TorchView:
-    """Renders the files of the folder, when somebody asks for them.
+    """Renders the files of the folder on request.
 
     Args:
         packed: this rank's entries
-        step: the number of the publication
-        url: this rank's address
-        urls: of all ranks, the coordinator's first
-        text: the index, and how many entries all ranks have written; where this rank coordinates
+        step: the step of the publication
+        url: this rank's URL
+        urls: the URLs of all ranks, the coordinator's first
+        text: on the coordinator, the index and how many entries all ranks have written; ``None`` on the other ranks
     """
 
     def __init__(
         self, packed: PlanSnapshot, step: int, url: str, urls: list[str], text: tuple[bytes, int] | None
     ) -> None:
-        """See the class."""
         self._packed = packed
         self._step = step
         self._url = url
@@ -47,10 +46,14 @@ class TorchView:
         self._text = text
 
     def __call__(self, name: str) -> list[Any] | str | None:
-        """The parts of a file: bytes, and address and length of memory; the URL it is at; ``None`` if there is none.
+        """Renders a file of the folder.
+
+        Returns:
+            The parts of the file: bytes, or address and length of memory. For a file of another rank, on the
+            coordinator, the URL where it is. ``None`` if there is no such file.
 
         Raises:
-            ProtocolError: the planner has written what its metadata does not speak of
+            ProtocolError: the planner has written items that its metadata does not describe
         """
         file = name.removeprefix("dcp/")
         if file == ".metadata" and self._text is not None:
@@ -105,7 +108,7 @@ def _by_name(entry: tuple[Any, ...]) -> str:
 
 
 class _Recorder:
-    """Takes what ``torch.save`` writes, but for elements, which it passes over."""
+    """Stands in for the file that ``torch.save`` writes; keeps all bytes except the elements, which torch skips."""
 
     def __init__(self) -> None:
         self.parts = [io.BytesIO()]
@@ -124,7 +127,7 @@ class _Recorder:
 
 @functools.lru_cache(maxsize=4096)
 def _around(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
-    """What ``torch.save`` writes before and behind the elements of a tensor."""
+    """Returns the bytes that ``torch.save`` writes before and behind the elements of a tensor."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     recorder = _Recorder()

@@ -1,1 +1,1 @@
-"""Memory of tensors: on the host, on an accelerator, and on the way between them."""
+"""The memory of tensors: on the host, on an accelerator, and the copies between the two."""

@@ -1,10 +1,10 @@
-"""What is asked of an accelerator: which memory is its own, streams, events and copies.
+"""The interface to accelerators: where memory lies, streams, events and copies.
 
-Everything that touches a device goes through one object of this class: copies of bytes through
-:meth:`Accelerator.copy`, and what torch or code of others does with device memory for us through
-:meth:`Accelerator.reading` and :meth:`Accelerator.writing`. So the order of copies, their overlap with the network and
-what happens when one fails can be tested with a stand-in, on machines that have no accelerator, and the stand-in sees
-what goes past it.
+Everything that touches a device goes through one :class:`Accelerator` object: copies of bytes through
+:meth:`Accelerator.copy`, and work that torch or other code does with device memory through :meth:`Accelerator.reading`
+and :meth:`Accelerator.writing`. Tests replace the object by a stand-in. So the order of copies, their overlap with the
+network and the handling of a failed copy can be tested on machines without an accelerator, and the stand-in detects
+accesses to device memory that do not go through it.
 """
 
 from __future__ import annotations
@@ -23,34 +23,36 @@ class Event(Protocol):
     """A point in a stream."""
 
     def query(self) -> bool:
-        """Whether all that was queued before it is done."""
+        """Whether all work that was queued before this point is done."""
 
     def synchronize(self) -> None:
-        """Waits until it is."""
+        """Waits until all work that was queued before this point is done."""
 
 
-#: Puts more devices in order, in the middle of :meth:`Accelerator.reading` or :meth:`Accelerator.writing`.
+#: Adds devices to a running :meth:`Accelerator.reading` or :meth:`Accelerator.writing`.
 Also: TypeAlias = Callable[[Iterable[torch.device]], None]
 
 
 class Accelerator:
-    """The accelerators torch knows, whichever they are.
+    """The accelerators of this process, as torch offers them: of any backend.
 
     Attributes:
-        refused: whether page-locked memory was refused, and that was told
+        refused: whether the system has refused page-locked memory; a warning was logged then
     """
 
     refused = False
 
     def is_available(self) -> bool:
-        """Whether there is one."""
+        """Whether this process has an accelerator."""
         return bool(torch.accelerator.is_available())
 
     def in_use(self) -> list[torch.device]:
-        """The devices on which something may be queued that code of others reads or writes, without asking a device.
+        """Returns the devices on which work may be queued, without a call to any device.
 
-        For CUDA these are all on which this process has a context, for others the calling thread's own. Left out is one
-        on whose stream in use a graph is being captured: what needs it is refused when it is known to.
+        Code that is not ours, such as a pickled object's ``__reduce__``, may read or write memory of any of them. For
+        CUDA these are all devices on which this process has a context, for other backends the calling thread's current
+        device. A device is left out while a graph is being captured on its current stream: whatever turns out to need
+        that device is refused at that point.
         """
         device = torch.accelerator.current_accelerator()
         module = None if device is None else _module(device)
@@ -63,22 +65,25 @@ class Accelerator:
         return [one for one in (torch.device(device.type, i) for i in used) if not self.is_capturing(one)]
 
     def device_of(self, storage: torch.UntypedStorage) -> torch.device | None:
-        """The device a storage lies on, ``None`` for host memory."""
+        """Returns the device that a storage lies on; ``None`` for host memory."""
         device = storage.device
         return None if device.type == "cpu" else device
 
     def holding(self, tensors: Iterable[torch.Tensor]) -> list[torch.device]:
-        """The devices that the memory of ``tensors`` lies on, DTensors and others without a storage included."""
+        """Returns the devices on which ``tensors`` lie; DTensors and others without a storage are allowed."""
         found = {getattr(tensor, "_local_tensor", tensor).device for tensor in tensors}
         return [device for device in found if device.type not in ("cpu", "meta")]
 
     def device_indices(self, memory: Sequence[Any], found: list[int]) -> list[int]:
-        """Numbers of those tensors in ``memory`` that are on a device: ``found`` while they were looked at."""
+        """Returns the indices of those tensors in ``memory`` that are on a device.
+
+        They are ``found``, which the caller collected while it flattened the state; a stand-in may answer otherwise.
+        """
         del memory
         return found
 
     def pinned(self, nbytes: int) -> torch.Tensor:
-        """Page-locked host memory, 1-D uint8.
+        """Returns ``nbytes`` bytes of page-locked host memory as a 1-D uint8 tensor.
 
         Raises:
             RuntimeError: the system refuses
@@ -86,45 +91,47 @@ class Accelerator:
         return pinned(nbytes)
 
     def device_guard(self, devices: Iterable[torch.device]) -> AbstractContextManager[Any]:
-        """Makes one of ``devices`` the calling thread's own for a while; without any it does nothing.
+        """While the block runs, makes the first of ``devices`` the calling thread's current device.
 
-        Streams and events are made, recorded and destroyed in it. torch goes back to the thread's own device after each
-        of these, and for CUDA that makes a context there, of some hundred megabytes: a thread that nobody has told of a
-        device has device 0, whichever one its process uses.
+        Without any device it does nothing. Streams and events are created, recorded and destroyed inside such a block.
+        Otherwise torch would switch back to the thread's previous current device after each of these calls, and for
+        CUDA that creates a context there, of some hundred megabytes: in a thread that never set a device it is
+        device 0, whichever device the process uses.
         """
         index = next((device.index for device in devices), None)
         guard: AbstractContextManager[Any] = torch.accelerator.device_index(index)
         return guard
 
     def stream(self, device: torch.device) -> Any:
-        """A new stream of ``device``."""
+        """Creates a new stream on ``device``."""
         return torch.Stream(device)
 
     def current_stream(self, device: torch.device) -> Any:
-        """The stream the calling thread uses on ``device``."""
+        """Returns the stream that the calling thread uses on ``device``."""
         return torch.accelerator.current_stream(device)
 
     def default_stream(self, device: torch.device) -> Any | None:
-        """The stream that threads use on ``device`` until they take another one; ``None`` where torch does not tell.
+        """Returns the stream that threads use on ``device`` unless they set another; ``None`` if torch cannot name it.
 
-        CUDA, ROCm and MTIA do, and so do backends from elsewhere that have taken over the name. XPU does not.
+        torch names it for CUDA, ROCm and MTIA, and for out-of-tree backends that have adopted the function's name. It
+        does not for XPU.
         """
         name = getattr(_module(device), "default_stream", None)
         if name is None:
             return None
         try:
             stream = name(device)
-        except Exception:  # Modules of other backends have the name as they like.
+        except Exception:  # In the modules of other backends, the name can stand for anything.
             return None
-        # What no stream of torch's can wait for is of no use.
+        # A stream of torch's cannot wait for an object of any other class.
         return stream if isinstance(stream, torch.Stream) else None
 
     def synchronize_device(self, device: torch.device) -> None:
-        """Waits for all that is queued on any stream of ``device``."""
+        """Waits for all work that is queued on any stream of ``device``."""
         torch.accelerator.synchronize(device)
 
     def is_capturing(self, device: torch.device) -> bool:
-        """Whether a graph is being captured on the stream the calling thread uses on ``device``."""
+        """Whether a graph is being captured on the stream that the calling thread uses on ``device``."""
         captures = getattr(_module(device), "is_current_stream_capturing", None)
         if captures is None:
             return False
@@ -132,10 +139,10 @@ class Accelerator:
             return bool(captures())
 
     def check(self, devices: Iterable[torch.device]) -> None:
-        """Refuses to work with ``devices`` where that cannot be done.
+        """Raises if memory of ``devices`` cannot be read or written now.
 
         Raises:
-            InvalidArgument: a graph is being captured on the stream in use
+            InvalidArgument: a graph is being captured on the current stream of one of them
         """
         for device in devices:
             if self.is_capturing(device):
@@ -146,14 +153,14 @@ class Accelerator:
                 )
 
     def wait_for_pending(self, stream: Any, device: torch.device) -> None:
-        """Lets ``stream`` wait for what is queued on ``device``: on its caller's stream and on the default one.
+        """Makes ``stream`` wait for the work queued on the calling thread's current stream and on the default stream.
 
-        A trainer's thread mostly uses the default stream. torchft calls from a thread of its own, on a stream of its
-        own that waits for nothing. Where torch does not tell which stream is the default one, the calling thread waits
-        for the whole device.
+        A trainer's thread mostly uses the default stream, but torchft calls from another thread, on another stream that
+        does not wait for the default one. Where torch cannot name the default stream, the calling thread waits for the
+        whole device.
 
         Raises:
-            InvalidArgument: a graph is being captured on the caller's stream
+            InvalidArgument: a graph is being captured on the calling thread's stream
         """
         self.check([device])
         default = self.default_stream(device)
@@ -166,12 +173,13 @@ class Accelerator:
 
     @contextmanager
     def reading(self, devices: Iterable[torch.device]) -> Iterator[Also]:
-        """For what torch, or code of others, does with memory of ``devices`` on the calling thread's streams.
+        """A block in which torch, or code that is not ours, reads memory of ``devices`` on the thread's own streams.
 
-        It comes after what is queued on the default streams. More devices can be added as they become known.
+        What the block queues there runs after the work that is queued on the default streams now. The block gets a
+        function that adds further devices.
 
         Raises:
-            InvalidArgument: a graph is being captured on the caller's stream
+            InvalidArgument: a graph is being captured on the calling thread's stream
         """
         ordered: set[torch.device] = set()
         self._order(ordered, devices)
@@ -179,7 +187,10 @@ class Accelerator:
 
     @contextmanager
     def writing(self, devices: Iterable[torch.device]) -> Iterator[Also]:
-        """As :meth:`reading`, and at the end all of it is done: whatever is queued next, on any stream, comes later."""
+        """Like :meth:`reading`, for a block that writes, and waits at its end until all of its work is done.
+
+        So whatever is queued afterwards, on any stream, finds what was written.
+        """
         ordered: set[torch.device] = set()
         self._order(ordered, devices)
         try:
@@ -197,9 +208,9 @@ class Accelerator:
             ordered.add(device)
 
     def copy(self, stream: Any, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Queues copies on ``stream``: to the first of each pair, from the second."""
+        """Queues copies on ``stream``; each pair is ``(target, source)``."""
         with self.device_guard([stream.device]):
-            # Not "with stream": it remembers what to go back to in the stream itself, where a second thread finds it.
+            # Not "with stream": that stores the stream to return to in the stream object, which threads share.
             before = torch.accelerator.current_stream(stream.device)
             torch.accelerator.set_stream(stream)
             try:
@@ -209,30 +220,33 @@ class Accelerator:
                 torch.accelerator.set_stream(before)
 
     def record(self, stream: Any) -> Event:
-        """The point in ``stream`` behind all that is queued there."""
+        """Records an event in ``stream``, behind all work that is queued there."""
         event: Event = stream.record_event()
         return event
 
     def synchronize(self, stream: Any) -> None:
-        """Waits for all that is queued on ``stream``."""
+        """Waits for all work that is queued on ``stream``."""
         stream.synchronize()
 
 
 def _module(device: torch.device) -> Any:
-    """The module torch has for devices of this type, ``None`` if it has none."""
+    """Returns torch's module for devices of this type, such as ``torch.cuda``; ``None`` if there is none."""
     return getattr(torch, device.type, None)
 
 
 class Streams:
-    """One stream of our own for each device, made when it is first needed."""
+    """One stream of our own for each device, created when it is first needed."""
 
     def __init__(self, accelerator: Accelerator) -> None:
-        """None yet."""
         self._accelerator = accelerator
         self._made: dict[torch.device, Any] = {}
 
     def synced(self, devices: Iterable[torch.device]) -> dict[torch.device, Any]:
-        """The streams of ``devices``; what they do from now on comes after all that the caller has queued there."""
+        """Returns our streams of ``devices``, each of which waits for the work that is queued there already.
+
+        That is the work on the calling thread's stream and on the default stream, see
+        :meth:`Accelerator.wait_for_pending`.
+        """
         streams = {}
         for device in dict.fromkeys(devices):
             with self._accelerator.device_guard([device]):
@@ -244,19 +258,23 @@ class Streams:
 
 
 def drain_after_error(accelerator: Accelerator, streams: Iterable[Any]) -> bool:
-    """Waits for all that is queued on ``streams`` after something went wrong; whether it is certain that it is over."""
+    """Waits for all work that is queued on ``streams`` after an error.
+
+    Returns:
+        Whether all of it has certainly ended; not if a device reported an error while it was waited for.
+    """
     certain, waiting = True, list(streams)
     while waiting:
         try:
             accelerator.synchronize(waiting[-1])
             waiting.pop()
-        except Exception:  # Whatever the device says: it was told already, or will be.
+        except Exception:  # Whatever the device reports: the caller raises an error already.
             certain = False
             waiting.pop()
-        except BaseException:  # Who interrupts again waits, too: something else is raised already.
+        except BaseException:  # A second Ctrl-C must not skip the wait; the caller raises an error already.
             continue
     return certain
 
 
-#: The real ones.
+#: The real accelerators.
 ACCELERATOR = Accelerator()

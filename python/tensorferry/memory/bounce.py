@@ -1,4 +1,4 @@
-"""Where received bytes go that belong on an accelerator: page-locked host memory they pass through, wave by wave."""
+"""Receives into accelerator memory through bounce buffers: page-locked host memory that is filled in waves."""
 
 from __future__ import annotations
 
@@ -12,44 +12,44 @@ from .accelerator import Accelerator, Event, Streams, drain_after_error
 from .host_pool import HostMemory, HostPool
 from .tensors import as_bytes
 
-#: Bytes that come before they are copied on.
+#: The largest size of a slot: bytes that are received before they are copied on.
 SLOT = 64 << 20
-#: A slot's least size: a block of the container.
+#: The smallest size of a slot: one block of the container.
 _LEAST = 1 << 20
 
 
 class BounceBuffers:
-    """Memory that received bytes pass through on their way to an accelerator, kept from receive to receive.
+    """Host memory through which received bytes pass to an accelerator, kept from receive to receive.
 
-    Two slots: while what came into one is copied to the accelerator, on a stream of its own, the network fills the
-    other. However large a state is, no more of it than that is in host memory.
+    It has two slots: while the bytes in one are copied to the accelerator, on a separate stream, the network fills the
+    other. However large a state is, at most two slots of it are in host memory. Streams and memory are created when
+    they are first needed.
 
     Args:
-        accelerator: does what a device has to do
+        accelerator: the accelerators, or a stand-in
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
-        """Streams and memory are made when they are first needed."""
         self.accelerator = accelerator
         self._pool = HostPool(HostMemory(accelerator))
         self._streams = Streams(accelerator)
 
     def size(self, targets: Mapping[int, torch.Tensor]) -> int:
-        """Bytes of a slot for a receive into ``targets``."""
+        """Returns the size of a slot in bytes for a receive into ``targets``."""
         return max(_LEAST, min(SLOT, _nbytes(targets)))
 
     def bring(self, waves: StagedFetch, targets: Mapping[int, torch.Tensor]) -> None:
-        """Brings everything; when it returns, all copies are made.
+        """Receives everything into ``targets``; when it returns, all copies are done.
 
-        Only bytes that match their checksums are copied. What is queued on the stream in use here and on the default
-        stream comes first.
+        Only bytes that match their checksums are copied. The copies run after the work that is queued on the calling
+        thread's stream and on the default stream.
 
         Args:
-            waves: a receive begun with the entries in ``targets`` and with the size from :meth:`size`
-            targets: for each such entry the tensor that takes its bytes and fills its storage
+            waves: a receive that was begun for the entries in ``targets``, with the slot size from :meth:`size`
+            targets: for each entry the accelerator tensor that takes its bytes and fills its own storage
 
         Raises:
-            Exception: as a receive does, or whatever the device says; some tensors may hold new bytes then
+            Exception: any error of a receive, or whatever the device raises; some tensors may hold new bytes then
         """
         accelerator, size = self.accelerator, self.size(targets)
         devices: dict[int, torch.device] = {}
@@ -58,7 +58,7 @@ class BounceBuffers:
             assert device is not None
             devices[number] = device
         streams = self._streams.synced(devices.values())
-        # What fits into one slot needs no second one.
+        # A state that fits into one slot needs no second one.
         count = 1 if _nbytes(targets) <= size else 2
         buffer = self._pool.take(count * size)
         slots = [buffer.memory[number * size : (number + 1) * size] for number in range(count)]
@@ -68,7 +68,7 @@ class BounceBuffers:
             for stream in streams.values():
                 accelerator.synchronize(stream)
         except BaseException:
-            # The copies that are under way read from the slots.
+            # The copies under way read from the slots: the memory may be reused only once they have ended.
             buffer.sound = drain_after_error(accelerator, streams.values())
             raise
 
@@ -80,7 +80,7 @@ class BounceBuffers:
         streams: Mapping[torch.device, Any],
         slots: list[torch.Tensor],
     ) -> None:
-        """Queues every copy, each wave's when its bytes are in one of ``slots``."""
+        """Receives wave after wave into ``slots`` in turn, and queues the copies of each."""
         busy: list[list[Event]] = [[] for _ in slots]
         turn = 0
         while True:
@@ -99,7 +99,7 @@ class BounceBuffers:
             turn = (turn + 1) % len(slots)
 
     def close(self) -> None:
-        """Lets go of the memory."""
+        """Releases the memory."""
         self._pool.close()
 
 

@@ -1,6 +1,6 @@
-"""Host memory for bytes on their way to or from an accelerator.
+"""Host memory for bytes on their way to or from an accelerator, and pools that reuse it.
 
-It is kept and used again: pinning it costs far more than filling it.
+It is reused because pinning memory costs far more than filling it.
 """
 
 from __future__ import annotations
@@ -14,27 +14,26 @@ from .accelerator import Accelerator
 
 logger = logging.getLogger("tensorferry")
 
-#: A kept buffer may be this many times larger than what is asked for.
+#: A kept buffer is reused if it is at most this many times larger than the requested size.
 _SLACK = 1.25
-#: Held while it is decided who warns.
+#: Held while a thread checks and sets ``Accelerator.refused``, so that only one thread logs the warning.
 _warning = threading.Lock()
 
 
 class HostMemory:
-    """Makes host memory.
+    """Allocates host memory: page-locked if possible, pageable otherwise.
 
     Args:
-        accelerator: gives page-locked memory, from which it copies at full speed; where there is none, pageable memory,
-            and where the system refuses, that. One warning tells so, however much memory is refused to whomever.
-            Nothing is asked of it before memory is. ``None``: pageable memory from the beginning.
+        accelerator: allocates page-locked memory, from which it copies at full speed. Memory is pageable if there is no
+            accelerator, or if the system refuses; one warning in all is logged for refusals. The accelerator is not
+            used before the first allocation. With ``None``, all memory is pageable.
     """
 
     def __init__(self, accelerator: Accelerator | None) -> None:
-        """Nothing is made yet."""
         self._accelerator = accelerator
 
     def make(self, nbytes: int) -> torch.Tensor:
-        """Memory of ``nbytes`` bytes, 1-D uint8; what it holds is arbitrary."""
+        """Returns ``nbytes`` bytes of uninitialised memory as a 1-D uint8 tensor."""
         locked = self._locked(nbytes)
         if locked is not None:
             return locked
@@ -42,12 +41,12 @@ class HostMemory:
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def lend(self, nbytes: int) -> tuple[int, torch.Tensor] | None:
-        """Address and owner of page-locked memory of ``nbytes`` bytes; ``None`` where there is none."""
+        """Returns the address and the owner of ``nbytes`` bytes of page-locked memory; ``None`` if there is none."""
         locked = self._locked(nbytes)
         return None if locked is None else (locked.data_ptr(), locked)
 
     def _locked(self, nbytes: int) -> torch.Tensor | None:
-        # Another thread may be refused meanwhile, and forget it.
+        # Read once: another thread may set it to None meanwhile, when its memory is refused.
         accelerator = self._accelerator
         if accelerator is None:
             return None
@@ -55,7 +54,8 @@ class HostMemory:
             if not accelerator.is_available():
                 self._accelerator = None
                 return None
-            # Kept memory outlives the mode of who first needs it: torch refuses to write to an inference tensor later.
+            # The memory is reused outside of the caller's inference mode, where torch refuses writes to inference
+            # tensors.
             with torch.inference_mode(False):
                 return accelerator.pinned(nbytes)
         except RuntimeError as e:
@@ -73,50 +73,49 @@ class HostMemory:
 
 
 class HostPool:
-    """Host buffers that go from one snapshot, or one receive, to the next.
+    """Host buffers that are reused from one snapshot or receive to the next. It begins empty.
 
     Args:
-        source: makes what is not there yet
+        source: allocates a buffer if no free one fits
     """
 
     def __init__(self, source: HostMemory) -> None:
-        """An empty pool."""
         self._source = source
         self._free: list[torch.Tensor] = []
         self._lock = threading.Lock()
         self._keep = True
 
     def take(self, nbytes: int) -> Buffer:
-        """A buffer of at least ``nbytes`` bytes; it comes back when its last reference is gone."""
+        """Returns a buffer of at least ``nbytes`` bytes; it returns to the pool when its last reference is gone."""
         with self._lock:
             fitting = [t for t in self._free if nbytes <= t.nbytes <= nbytes * _SLACK + (1 << 20)]
             memory = min(fitting, key=lambda t: t.nbytes) if fitting else None
-            # What does not fit will not fit next time either: a state hardly changes in size.
+            # Free buffers that do not fit now are dropped: a state hardly changes in size, so they will not fit later.
             self._free = [t for t in self._free if fitting and t is not memory]
         return Buffer(self, memory if memory is not None else self._source.make(nbytes))
 
     def give_back(self, memory: torch.Tensor) -> None:
-        """Keeps ``memory`` for who asks next."""
+        """Returns ``memory`` to the pool for reuse; a closed pool drops it."""
         with self._lock:
             if self._keep:
                 self._free.append(memory)
 
     def close(self) -> None:
-        """Keeps nothing from now on."""
+        """Drops all free buffers, and from now on those that are given back."""
         with self._lock:
             self._keep = False
             self._free.clear()
 
 
 class Buffer:
-    """Memory taken from a pool, as a 1-D uint8 CPU tensor; returned when this object is gone.
+    """Memory that was taken from a pool; it is given back when this object is gone. Made by :meth:`HostPool.take`.
 
     Attributes:
-        sound: whether it can be used again; not if a device may still write to it
+        memory: a 1-D uint8 CPU tensor
+        sound: whether the memory may be reused; set to false if a device may still read or write it
     """
 
     def __init__(self, pool: HostPool, memory: torch.Tensor) -> None:
-        """See :meth:`HostPool.take`."""
         self._pool = pool
         self.memory = memory
         self.sound = True

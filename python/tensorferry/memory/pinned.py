@@ -1,8 +1,7 @@
-"""Page-locked host memory of exactly the size that is asked for.
+"""Page-locked host memory of exactly the requested size.
 
-torch's own allocator of such memory rounds up to a power of two: a state of 5 GiB would hold 8 GiB that nobody else can
-use. So where the CUDA runtime (or ROCm's, under the same names) can lock memory that is there already, it is mapped and
-locked here.
+torch's allocator of page-locked memory rounds up to a power of two: a state of 5 GiB would lock 8 GiB. So where the
+CUDA runtime (or ROCm's, under the same names) can lock existing memory, this module maps memory and locks it.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _PORTABLE = 1
 
 
 def pinned(nbytes: int) -> torch.Tensor:
-    """Page-locked host memory, 1-D uint8 of ``nbytes`` bytes; unlocked when its storage is gone.
+    """Returns ``nbytes`` bytes of page-locked host memory as a 1-D uint8 tensor; unlocked when its storage is gone.
 
     Raises:
         RuntimeError: the system refuses
@@ -33,11 +32,11 @@ def pinned(nbytes: int) -> torch.Tensor:
 
 
 class _Refused(Exception):
-    """The runtime does not lock memory that it did not make."""
+    """The runtime does not lock memory that it did not allocate."""
 
 
 class _Pinned(mmap.mmap):
-    """Zeros of this process alone, locked, and unlocked before they are unmapped."""
+    """A private anonymous mapping that is page-locked, and is unlocked before it is unmapped."""
 
     _address = 0
     _device = 0
@@ -47,11 +46,12 @@ class _Pinned(mmap.mmap):
     def of(cls, nbytes: int) -> _Pinned:
         try:
             memory = cls(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            # As with the memory CUDA makes: after a fork one side's pages would not be those a device was told of.
+            # Not inherited by forked children, like memory that CUDA allocates: with copy-on-write, one side's pages
+            # would no longer be the ones that the device knows.
             memory.madvise(mmap.MADV_DONTFORK)
         except OSError as e:
             raise RuntimeError(f"cannot map {nbytes} bytes: {e}") from e
-        # Advice, which a kernel without huge pages refuses: fewer pages are locked faster.
+        # With huge pages there are fewer pages to lock, which is faster. A kernel without them refuses the advice.
         with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
         address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
@@ -64,12 +64,12 @@ class _Pinned(mmap.mmap):
         return memory
 
     def __del__(self) -> None:
-        # While the interpreter exits, the memory goes with the process.
+        # While the interpreter exits, nothing is done: the memory goes with the process.
         if not self._address or sys.is_finalizing():
             return
         if self._process != os.getpid():
-            # A forked child has neither the mapping nor the device. Never unmapped there: what it has mapped since may
-            # be at the same address.
+            # A forked child has neither the mapping nor the device. The extra reference keeps the object from ever
+            # being unmapped there: another mapping of the child may be at the same address.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
             return
         with torch.cuda.device(self._device):
@@ -81,10 +81,10 @@ def _cudart() -> Any:
 
 
 def _device() -> int:
-    """A device on which this process has a context: this thread's own if it has one there.
+    """Returns a device on which this process has a context: the calling thread's current one if it has.
 
-    The runtime makes a context, of some hundred megabytes, on whichever device the calling thread has. That is device 0
-    for a thread that nobody has told, as those are in which receives take memory and publications let go of it.
+    The runtime creates a context, of some hundred megabytes, on the calling thread's current device. That is device 0
+    in a thread that never set one, such as those in which receives allocate memory and publications release it.
     """
     own: int = torch.cuda.current_device()
     devices = (own, *range(torch.cuda.device_count()))
@@ -92,7 +92,7 @@ def _device() -> int:
 
 
 def _forget_failure() -> None:
-    """The runtime keeps its last error for whoever asks next: better a kernel that nobody needs than the trainer's."""
+    """Clears the runtime's last error, which the next kernel launch would report: a dummy kernel, not the trainer's."""
     with contextlib.suppress(RuntimeError):
-        # Zeros would be no kernel: newer torch has the driver clear them, which asks for no error but its own.
+        # Not zeros: newer torch lets the driver clear the memory, which launches no kernel and leaves the last error.
         torch.ones(1, device="cuda")

@@ -1,7 +1,8 @@
 """Private copies of tensor memory: accelerator memory to pinned host memory, or host memory to host memory.
 
-Copies off an accelerator run on a stream of their own that waits for what is queued there already, so what is
-published is the state as of the call. They can be served while they are made: :meth:`Staging.run` tells how far it is.
+Copies off an accelerator run on a separate stream that waits for the work that is queued there already, so the copy is
+the state as of the call. The copies can be served while they are still being made: :meth:`Staging.run` reports its
+progress.
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ from .accelerator import Accelerator, Event, Streams, drain_after_error
 from .host_pool import Buffer, HostMemory, HostPool
 from .tensors import as_bytes
 
-#: Where each copied piece starts in its buffer.
+#: Pieces start at multiples of this many bytes in their buffer.
 _ALIGNMENT = 64
-#: As much is copied off an accelerator at a time; then those who wait for it are told.
+#: Bytes that are copied off an accelerator at a time; progress is reported after each such batch.
 PART = 64 << 20
-#: Batches of copies that wait behind the one under way.
+#: How many batches of copies are queued behind the one under way.
 _QUEUED = 4
 
 
 class Piece:
-    """Bytes ``[start, end)`` of a storage, and the place in a buffer they are copied to."""
+    """Bytes ``[start, end)`` of a storage, and the place in a host buffer to which they are copied."""
 
     __slots__ = ("buffer", "end", "offset", "start", "storage")
 
     def __init__(self, storage: torch.UntypedStorage, start: int, end: int) -> None:
-        """Nothing is copied yet."""
+        """A piece without a buffer yet; :meth:`aim` assigns one."""
         self.storage: torch.UntypedStorage | None = storage
         self.start = start
         self.end = end
@@ -40,19 +41,24 @@ class Piece:
 
     @property
     def nbytes(self) -> int:
-        """Length in bytes."""
+        """The length in bytes."""
         return self.end - self.start
 
     def aim(self, buffer: Buffer, offset: int) -> None:
-        """The bytes are, or will be, at ``offset`` of ``buffer``."""
+        """Sets the destination: the bytes are, or will be, at ``offset`` in ``buffer``."""
         self.buffer, self.offset = buffer, offset
 
     def release(self) -> None:
-        """Lets go of the storage: its bytes are in the buffer, or nobody wants them."""
+        """Releases the storage: its bytes are in the buffer already, or are not needed any more."""
         self.storage = None
 
     def parts(self, most: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Where each part of at most ``most`` bytes starts in the piece, its place in the buffer, and its bytes now."""
+        """Splits the piece into parts of at most ``most`` bytes.
+
+        Yields:
+            The byte of the piece at which the part starts, and two 1-D uint8 tensors: its place in the buffer, and its
+            bytes in the storage
+        """
         assert self.storage is not None
         assert self.buffer is not None
         source = as_bytes(self.storage)
@@ -62,7 +68,7 @@ class Piece:
             yield at, target, source[self.start + at : self.start + end]
 
     def data_ptr(self) -> int:
-        """Where the bytes are, or will be, on the host; 0 if there are none."""
+        """Returns the host address where the bytes are, or will be; 0 if the piece is empty and has no buffer."""
         if self.buffer is not None:
             return int(self.buffer.memory.data_ptr()) + self.offset
         assert self.storage is not None
@@ -70,7 +76,7 @@ class Piece:
 
 
 def host_view(memory: torch.UntypedStorage | Piece) -> tuple[HostView, int]:
-    """A buffer object and an offset in it, from which tensors over the same host memory can be built."""
+    """Returns a buffer object and an offset in it, from which tensors over the same host memory can be built."""
     start = 0
     if not isinstance(memory, Piece):
         whole = as_bytes(memory)
@@ -83,29 +89,29 @@ def host_view(memory: torch.UntypedStorage | Piece) -> tuple[HostView, int]:
 
 
 class Stager:
-    """Copies pieces of storages into host memory of its own.
+    """Copies pieces of storages into private host memory. Streams and buffers are created when they are first needed.
 
     Args:
-        accelerator: does what a device has to do
+        accelerator: the accelerators, or a stand-in
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
-        """Streams and buffers are made when they are first needed."""
         self.accelerator = accelerator
         self._pinned = HostPool(HostMemory(accelerator))
         self._pageable = HostPool(HostMemory(None))
         self._streams = Streams(accelerator)
 
     def copy(self, pieces: Sequence[Piece]) -> None:
-        """Copies the bytes of ``pieces``; when it returns, they are private and complete."""
+        """Copies the bytes of ``pieces``; when it returns, all copies are complete."""
         staging = self.begin(pieces)
         staging.run([(0, piece) for piece in staging.pending])
 
     def begin(self, pieces: Sequence[Piece]) -> Staging:
-        """Gives every piece its place in host memory, and copies those that lie in host memory.
+        """Assigns every piece its place in host memory, and copies those whose storage lies in host memory.
 
-        Those on an accelerator are copied as they are now, with all that is queued on the stream in use here and on the
-        default stream.
+        Returns:
+            The copies of the pieces on accelerators, still to be run. They will hold the bytes as of this call,
+            including the effect of the work that is queued on the calling thread's stream and on the default stream.
         """
         on_host: list[Piece] = []
         pending: list[Piece] = []
@@ -129,13 +135,13 @@ class Stager:
         return Staging(self.accelerator, streams, pending)
 
     def close(self) -> None:
-        """Lets go of every kept buffer."""
+        """Releases the free buffers; buffers in use are not reused any more."""
         self._pinned.close()
         self._pageable.close()
 
 
 def _place(pieces: list[Piece], pool: HostPool) -> None:
-    """Gives all of ``pieces`` places in one buffer."""
+    """Assigns all of ``pieces`` places in one buffer."""
     offsets, total = [], 0
     for piece in pieces:
         offsets.append(total)
@@ -147,7 +153,7 @@ def _place(pieces: list[Piece], pool: HostPool) -> None:
 
 
 class _Batch:
-    """Copies that are queued together, on one device, and which bytes of a payload they bring."""
+    """Copies that are queued together on one device, and the payload bytes ``[start, end)`` that they complete."""
 
     def __init__(self, device: torch.device, start: int) -> None:
         self.device = device
@@ -157,28 +163,27 @@ class _Batch:
 
 
 class Staging:
-    """Copies off accelerators that are still to be made.
+    """Copies off accelerators that are still to be made. Made by :meth:`Stager.begin`.
 
     Attributes:
-        pending: the pieces to be copied; where each of them goes is settled
+        pending: the pieces to be copied; each has its place in a buffer
     """
 
     def __init__(self, accelerator: Accelerator, streams: dict[torch.device, Any], pending: list[Piece]) -> None:
-        """See :meth:`Stager.begin`."""
         self._accelerator = accelerator
         self._streams = streams
         self.pending = pending
 
     def run(self, placed: Sequence[tuple[int, Piece]], ready: Callable[[int], bool] | None = None) -> None:
-        """Copies everything; when it returns, nothing of the storages is read any more.
+        """Makes all copies; when it returns, the storages are not read any more.
 
         Args:
-            placed: each pending piece, and at which byte of a payload it begins; copied in that order
-            ready: called with numbers of payload bytes, ever larger: of these, all that is to be copied is there. If it
-                says that nobody wants the rest, that is left out.
+            placed: each pending piece with the payload byte at which it begins; pieces are copied in the order of these
+            ready: called with a growing number of payload bytes, below which everything is copied. If it returns false,
+                the rest is not needed and is left out.
 
         Raises:
-            Exception: whatever the device says when a copy fails; then, too, nothing is read any more
+            Exception: whatever the device raises when a copy fails; the storages are not read any more then either
         """
         try:
             with self._accelerator.device_guard(self._streams):
@@ -223,7 +228,7 @@ class Staging:
         is_wanted(end)
 
     def _batches(self, placed: list[tuple[int, Piece]]) -> Iterator[_Batch]:
-        """Everything in order, cut and gathered into batches of at most :data:`PART` bytes."""
+        """Yields all copies in order, in batches of at most :data:`PART` bytes; larger pieces are split."""
         batch: _Batch | None = None
         for start, piece in placed:
             assert piece.storage is not None

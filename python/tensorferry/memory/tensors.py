@@ -1,4 +1,4 @@
-"""The one place that turns torch tensors into memory, and memory into torch tensors."""
+"""Converts torch tensors into memory (address, length, strides), and memory into torch tensors."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch.nn import Parameter
 
 from .._native import Arena, Rows, _check_machine_has
 
-#: What a container can say of a dtype. What is missing here (complex128, the rarer float8 kinds, sub-byte and quantised
-#: dtypes) travels as bytes, its dtype in the pickle: older safetensors readers refuse a file for one dtype they do not
-#: know.
+#: The dtypes that a container can name. Tensors of other dtypes (complex128, the rarer float8 kinds, sub-byte and
+#: quantised dtypes) travel as bytes, with their dtype in the pickle: older safetensors readers refuse a whole file for
+#: one dtype that they do not know.
 DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -31,30 +31,31 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.int64: "I64",
     torch.uint64: "U64",
 }
-#: Dtypes that torch pickles by their untyped storage.
+#: Dtypes of which torch pickles the untyped storage, because they have no typed one.
 _UNTYPED = torch.storage._new_dtypes()
 
 DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
-#: Memory of this size or more is mapped on its own: with many small objects, a process would run out of mappings.
+#: Bytes from which on memory is mapped on its own. Smaller objects are not: a process would run out of mappings.
 _MAPPED = 1 << 20
 
 _strided = torch.strided
 
 
 def no_rows(native: bool = False) -> Rows:
-    """A container without entries yet.
+    """Returns an empty table of container entries.
 
-    With ``native`` it reads tensors that are plain itself where it knows how torch lays them out.
+    Args:
+        native: let the native module read plain tensors itself if it knows this torch's memory layout of them
     """
     return Rows(Tensor, Parameter, DTYPE_NAMES, native=native)
 
 
 def is_plain(value: Tensor) -> bool:
-    """Whether dtype, shape and the bytes of its storage are all there is to say of ``value``.
+    """Whether ``value`` is fully described by its dtype, its shape and the bytes of its storage.
 
-    Such a tensor fills a storage of its own from first byte to last and needs no pickle. ``value`` is exactly a
-    ``Tensor`` or a ``Parameter``.
+    Such a tensor fills its own storage from the first byte to the last and needs no pickle. The caller makes sure that
+    the type of ``value`` is exactly ``Tensor`` or ``Parameter``, not a subclass.
     """
     return bool(
         value.layout is _strided
@@ -74,7 +75,7 @@ def is_plain(value: Tensor) -> bool:
 
 
 def _has_default_strides(shape: torch.Size, value: Tensor) -> bool:
-    """Whether a contiguous tensor has the strides its shape implies: only dimensions of size 0 or 1 leave a choice."""
+    """Whether a contiguous tensor has the strides that its shape implies; with sizes of 0 or 1 it may have others."""
     if 1 not in shape and 0 not in shape:
         return True
     expected, step = [], 1
@@ -85,12 +86,12 @@ def _has_default_strides(shape: torch.Size, value: Tensor) -> bool:
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
-    """The identity of a storage: the same for every tensor and wrapper that looks into it, while it lives."""
+    """Returns the identity of a storage: the same for all its tensors and wrappers, unique while the storage lives."""
     return int(storage._cdata)
 
 
 def byte_span(value: Tensor) -> tuple[int, int] | None:
-    """First and last byte (exclusive) of its storage that ``value`` can reach, ``None`` if that cannot be told."""
+    """Returns the first and the last byte (exclusive) of its storage that ``value`` can reach; ``None`` if unknown."""
     try:
         if value.layout is not _strided or value.is_nested:
             return None
@@ -100,16 +101,16 @@ def byte_span(value: Tensor) -> tuple[int, int] | None:
             return start, start
         reach = sum((dim - 1) * stride for dim, stride in zip(value.shape, value.stride(), strict=True))
         return start, start + (reach + 1) * size
-    except Exception:  # Subclasses may have no strides, offset or storage, and say so in any way they like.
+    except Exception:  # Subclasses without strides, offset or storage may raise anything.
         return None
 
 
 def without_memory(value: Tensor) -> str | None:
-    """Why there is no memory behind ``value``, ``None`` if there is, or nobody can tell."""
+    """Returns why ``value`` has no memory behind it; ``None`` if it has, or if that is unknown."""
     if value.device.type == "meta":
         return "it is on the meta device, which has no memory"
     local = getattr(value, "_local_tensor", value)
-    # Subclasses may have their memory anywhere.
+    # Of subclasses it is unknown where their memory is.
     span = byte_span(local) if type(local) in (Tensor, Parameter) else None
     if span is None or span[0] == span[1]:
         return None
@@ -120,7 +121,7 @@ def without_memory(value: Tensor) -> str | None:
 
 
 def why_not_writable(value: Tensor) -> str | None:
-    """Why nothing can be written to ``value``, ``None`` if something can."""
+    """Returns why values cannot be written to ``value``; ``None`` if they can."""
     if (why := without_memory(value)) is not None:
         return why
     local = getattr(value, "_local_tensor", value)
@@ -132,23 +133,29 @@ def why_not_writable(value: Tensor) -> str | None:
 
 
 def is_dtensor_over_view(value: Tensor) -> bool:
-    """Whether ``value`` is a DTensor whose local part begins inside its storage: torch's own pickling gets it wrong."""
+    """Whether ``value`` is a DTensor whose local part does not begin at its storage's start.
+
+    torch's own pickling gets such a DTensor wrong.
+    """
     local: Any = getattr(value, "_local_tensor", None)
     return type(value).__name__ == "DTensor" and type(local) is Tensor and bool(local.storage_offset() > 0)
 
 
 def rebuilds_without_grad(value: Tensor) -> bool:
-    """Whether torch can pickle ``value`` but not read it back: dtypes without a typed storage, requiring a gradient."""
+    """Whether torch can pickle ``value`` but not read it back.
+
+    That is so for tensors that require a gradient and have a dtype without a typed storage.
+    """
     return type(value) is Tensor and value.dtype in _UNTYPED and bool(value.requires_grad)
 
 
 def as_bytes(storage: torch.UntypedStorage) -> Tensor:
-    """A 1-D uint8 tensor over the whole storage, on its device."""
+    """Returns a 1-D uint8 tensor over the whole storage, on the storage's device."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def over(buffer: Any, offset: int, dtype: torch.dtype, shape: tuple[int, ...], nbytes: int) -> Tensor:
-    """A tensor over ``nbytes`` bytes of ``buffer``, with a storage of its own that holds just these bytes."""
+    """Returns a tensor over ``nbytes`` bytes of ``buffer``, from byte ``offset``; its storage is just these bytes."""
     if nbytes == 0:
         return torch.empty(shape, dtype=dtype, device="cpu")
     flat = torch.frombuffer(buffer, dtype=dtype, count=nbytes // dtype.itemsize, offset=offset)
@@ -156,22 +163,22 @@ def over(buffer: Any, offset: int, dtype: torch.dtype, shape: tuple[int, ...], n
 
 
 def storage_over(buffer: Any, offset: int, nbytes: int) -> torch.UntypedStorage:
-    """A storage over ``nbytes`` bytes of ``buffer``."""
+    """Returns a storage over ``nbytes`` bytes of ``buffer``, from byte ``offset``."""
     if nbytes == 0:
         return torch.UntypedStorage(0)
     return torch.frombuffer(buffer, dtype=torch.uint8, count=nbytes, offset=offset).untyped_storage()
 
 
 def parameter(value: Tensor, requires_grad: bool) -> Parameter:
-    """``value`` as a Parameter over the same memory."""
+    """Returns a Parameter over the memory of ``value``."""
     return Parameter(value, requires_grad=requires_grad)
 
 
 def dense(value: Tensor) -> Tensor | None:
-    """``value`` with its elements one after the other: itself where they are, else a copy on the same device.
+    """Returns ``value`` with contiguous elements: detached if it has them, else a copy on the same device.
 
-    ``None`` where bytes, dtype and shape do not say all there is to say: sparse, nested, quantised and meta tensors,
-    and subclasses that are no plain memory.
+    ``None`` if bytes, dtype and shape do not describe ``value`` fully: for sparse, nested, quantised and meta tensors,
+    and for subclasses of ``Tensor`` other than ``Parameter``.
     """
     value = value.detach()
     if type(value) is not Tensor or value.layout is not _strided or value.is_nested or value.is_quantized:
@@ -182,23 +189,27 @@ def dense(value: Tensor) -> Tensor | None:
 
 
 def reach(value: Tensor) -> tuple[torch.UntypedStorage, int, int]:
-    """The storage a dense tensor lies in, and its first and last byte (exclusive) there."""
+    """Returns the storage of a dense tensor, and its first and last byte (exclusive) there."""
     start = value.storage_offset() * value.element_size()
     return value.untyped_storage(), start, start + value.nbytes
 
 
 def address(value: Tensor) -> int:
-    """Where a tensor's memory begins; 0 if it has none."""
+    """Returns the address of a tensor's first element; 0 if it has no elements."""
     return int(value.data_ptr()) if value.numel() else 0
 
 
 def byte_strides(value: Tensor) -> list[int]:
-    """Bytes from one element to the next in each dimension."""
+    """Returns the strides of a tensor in bytes."""
     return [int(stride) * value.element_size() for stride in value.stride()]
 
 
 def takes_bytes(value: Tensor, dtype: torch.dtype) -> bool:
-    """Whether elements of ``dtype`` can be written as bytes to where ``value`` is, each to a place of its own."""
+    """Whether elements of ``dtype`` can be written as bytes to the host memory of ``value``.
+
+    They cannot if its dtype differs, its bits mean something else (conjugated, negated, quantised), or elements share
+    memory.
+    """
     if type(value) is not Tensor or value.device.type != "cpu" or value.dtype != dtype or value.layout is not _strided:
         return False
     if value.is_conj() or value.is_neg() or value.is_quantized or value.is_nested:
@@ -214,23 +225,24 @@ def takes_bytes(value: Tensor, dtype: torch.dtype) -> bool:
 
 
 def scratch(nbytes: int) -> Tensor:
-    """Memory of ``nbytes`` bytes, 1-D.
+    """Returns ``nbytes`` bytes of uninitialised host memory as a 1-D uint8 tensor.
 
     Raises:
-        SystemRefused: this machine has not so much
+        SystemRefused: this machine does not have that much memory
     """
     _check_machine_has(nbytes, "what is to be read")
-    # Not where torch.set_default_device says: bytes go there by address.
+    # On the CPU, whatever torch.set_default_device says: bytes are written there by address.
     return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
 def room(nbytes: int) -> tuple[Any, int]:
-    """A buffer of ``nbytes`` bytes for what is read and is no tensor, and where it begins; 0 if it has none.
+    """Returns a buffer of ``nbytes`` bytes for data that is not a tensor, and its address (0 if it is empty).
 
-    Somebody else may have said how many. From ``_MAPPED`` on no page is there before a byte comes to it.
+    A peer or a file may have announced ``nbytes``: from ``_MAPPED`` on, a page takes memory only when the first byte is
+    written to it.
 
     Raises:
-        SystemRefused: this machine has not so much
+        SystemRefused: this machine does not have that much memory
     """
     _check_machine_has(nbytes, "what is to be read")
     if nbytes >= _MAPPED and (part := Arena([nbytes]).part(0)) is not None:
@@ -240,17 +252,17 @@ def room(nbytes: int) -> tuple[Any, int]:
 
 
 def view_as(flat: Tensor, dtype: torch.dtype, shape: list[int], strides: list[int]) -> Tensor:
-    """Bytes seen as elements of ``dtype``; ``strides`` are in bytes."""
+    """Returns a view of the bytes ``flat`` as a tensor of this dtype and shape; ``strides`` are in bytes."""
     size = dtype.itemsize
     whole = flat[: len(flat) // size * size].view(dtype)
     return whole.as_strided(shape, [stride // size for stride in strides])
 
 
 def copy_into(target: Tensor, source: Tensor) -> None:
-    """Writes the values of ``source`` into ``target``, which has the same dtype and shape, on its own device."""
+    """Copies the values of ``source`` into ``target``, which has the same dtype and shape and may be on a device."""
     with torch.no_grad():
         if type(target) is not Tensor and type(target) is type(source) and hasattr(target, "_local_tensor"):
-            # A DTensor that came over the network has its local part on the host, whatever its mesh says.
+            # A received DTensor has its local part on the host, whatever device its mesh has.
             target._local_tensor.copy_(source._local_tensor)
         else:
             target.copy_(source)

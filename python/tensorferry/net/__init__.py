@@ -1,1 +1,1 @@
-"""The network as users configure it and see it in the log. Nothing here imports torch."""
+"""Network settings, servers and the log lines of a receive. No module in this package imports torch."""

@@ -1,4 +1,4 @@
-"""Where a transport listens, and under which name or address peers reach it."""
+"""The address on which a server listens, and the name or address under which peers reach it."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from ..errors import ConnectError, FetchTimeout, InvalidArgument
 
 logger = logging.getLogger("tensorferry")
 
-#: Names as resolvers take them: others are written in punycode.
+#: Host names as resolvers accept them; other names have to be written in punycode.
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_.])?")
 _NETWORK = re.compile(r"[0-9A-Fa-f.:]+/[0-9]+")
 
-#: Seconds in which a name server has to say where this host's own name leads.
+#: Seconds that a name server has to resolve this host's own name.
 _NAME_PATIENCE_S = 1.0
 
 _Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def listening_address(interface: str | None) -> str | None:
-    """The address of this host that ``interface`` chooses; ``None`` listens on all.
+    """Returns the address of this host that ``interface`` selects; ``None`` means all addresses.
 
     Args:
-        interface: an interface's name, an address of this host, or a network such as ``10.0.0.0/8`` one of its
-            addresses is in; by default what ``TENSORFERRY_INTERFACE`` says
+        interface: the name of an interface, an address of this host, or a network such as ``10.0.0.0/8`` that contains
+            one of its addresses; ``None`` takes the value of ``TENSORFERRY_INTERFACE``
 
     Raises:
         InvalidArgument: this host has no such address
@@ -41,26 +41,28 @@ def listening_address(interface: str | None) -> str | None:
 
 
 def port_on(listening: str | None) -> str | None:
-    """Any free port of the address ``listening``, as the server takes it; ``None`` is all addresses."""
+    """Returns ``listening`` with port 0 (any free port) as the server's bind address; ``None`` means all addresses."""
     if listening is None:
         return None
     return f"[{listening}]:0" if ":" in listening else f"{listening}:0"
 
 
 def advertised_host(advertise: str | None, listening: str | None) -> str:
-    """The name or address that stands in the metadata.
+    """Returns the name or address of this host for the metadata.
 
     Args:
-        advertise: a name or an address, taken as it is, or an interface of this host or a network one of its addresses
-            is in; by default what ``TENSORFERRY_ADVERTISE`` says
-        listening: the only address that is listened on
+        advertise: a name or an address, used as it is; or an interface of this host, or a network that contains one of
+            its addresses. ``None`` takes the value of ``TENSORFERRY_ADVERTISE``
+        listening: the only address on which the server listens; ``None`` if it listens on all
 
     Raises:
-        InvalidArgument: this can be no host's name or address, or this host has none in that network
+        InvalidArgument: ``advertise`` cannot be the name or address of a host, or this host has no address in that
+            network
 
     Returns:
-        What was asked for; else the address that is listened on; else the host's name, as torchft has it, if it
-        resolves to more than this machine itself within a second; else the address of the interface that leads out.
+        The first of these that there is: what ``advertise`` selects; ``listening``; the host's name, as in torchft, if
+        it resolves within a second to an address that other hosts can use; the address of the interface with the
+        default route.
     """
     chosen = _validate.string("advertise", advertise or os.environ.get("TENSORFERRY_ADVERTISE") or "")
     if chosen:
@@ -80,13 +82,16 @@ def advertised_host(advertise: str | None, listening: str | None) -> str:
 
 
 def interface_speed(address: str) -> tuple[str, float] | None:
-    """The interface that has ``address`` and what it is rated at, in bytes per second; ``None`` where nobody says."""
+    """Returns the name of the interface with ``address`` and its rated speed in bytes per second.
+
+    ``None`` if no interface has that address, or the system does not report a speed.
+    """
     wanted = _parse(address)
     for name, text in _interfaces():
         if _parse(text) == wanted:
             try:
                 mbit = int(Path(f"/sys/class/net/{name}/speed").read_text())
-            except (OSError, ValueError):  # Virtual interfaces have no speed, and say so in several ways.
+            except (OSError, ValueError):  # Virtual interfaces have no speed; drivers report that in several ways.
                 return None
             return (name, mbit * 125_000.0) if mbit > 0 else None
     return None
@@ -104,7 +109,7 @@ def _own_address(wanted: str) -> str:
     if not named:
         have = ", ".join(f"{name} {address}" for name, address in found)
         raise InvalidArgument(f"this host has no interface or address {_validate.brief(wanted)}; it has {have}")
-    # IPv4 first: what a peer can reach is decided by its own addresses, and every cluster has these.
+    # IPv4 first: whether a peer can reach an address depends on the peer's own, and every cluster has IPv4.
     return str(min(named, key=lambda address: (address.is_link_local, address.version)))
 
 
@@ -116,7 +121,7 @@ def _parse(text: str) -> _Address | None:
 
 
 def _leads_here(name: str) -> bool:
-    """Whether ``name`` resolves to an address that other hosts can use, too."""
+    """Whether ``name`` resolves to an address that other hosts can use: neither loopback nor link-local."""
     try:
         found = _resolve(name, timeout=_NAME_PATIENCE_S)
     except FetchTimeout as e:
@@ -133,8 +138,8 @@ def _leads_here(name: str) -> bool:
 
 
 def _outward_address() -> str:
-    # Connecting a datagram socket sends nothing; it only chooses the interface. The addresses are reserved for
-    # examples.
+    # Connecting a datagram socket sends nothing; it only selects the interface. The target addresses are reserved for
+    # documentation.
     for family, target in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
         try:
             with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -1,4 +1,4 @@
-"""The metadata strings of sources: several in one, and which of them a receiver may use."""
+"""The metadata strings of sources: joins several into one, and selects the sources that a receiver may use."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from ..errors import InvalidArgument, UnprovenSource
 
 logger = logging.getLogger("tensorferry")
 
-#: What ``metadata()`` looks like.
+#: The form of what ``metadata()`` returns.
 _METADATA = re.compile(r"(http://|https://sha256-[0-9a-f]+@)[^/@]+/(\S+/)?")
 
 
 def join_metadata(metadata: Iterable[str]) -> str:
-    """One metadata string for several sources that hold the same state.
+    """Joins the metadata of several sources that hold the same state into one string.
 
-    A receiver takes ranges from all of them, more from those that answer faster, and goes on with the others when one
-    dies or turns out to serve another state. The order does not matter.
+    A receiver fetches ranges from all of them, more from the faster ones, and goes on with the others when one dies or
+    turns out to serve another state. The order does not matter.
 
     Args:
-        metadata: what ``metadata()`` of each source's transport returned; all of this class, none of torchft's own
+        metadata: what ``metadata()`` of each source's transport returned; metadata of torchft's own transport cannot be
+            joined
 
     Raises:
-        InvalidArgument: there is none, or one that is no metadata of a tensorferry transport
+        InvalidArgument: ``metadata`` is empty, or an item is not the metadata of a tensorferry transport
     """
     given = _validate.items("metadata", metadata)
     urls = [url for joined in given for url in _validate.string("each metadata", joined).split()]
@@ -39,19 +40,23 @@ def join_metadata(metadata: Iterable[str]) -> str:
 
 
 def is_stock(metadata: str) -> bool:
-    """Whether ``metadata`` comes from torchft's own transport: its path has no random part.
+    """Whether ``metadata`` comes from torchft's own transport, whose URL path has no random part.
 
-    Asking the source would do, too, but torchft logs a traceback for every path it does not know.
+    A request to the source would show it as well, but torchft logs a traceback for every path it does not know.
     """
     try:
         url = urlsplit(metadata)
         return url.path == "/checkpoint/" and url.scheme == "http" and bool(url.hostname) and url.port != 0
-    except ValueError:  # No URL at all: the engine says what is wrong with it.
+    except ValueError:  # Not a URL: the native client raises an error that says what is wrong with it.
         return False
 
 
 def encrypted(sources: list[str]) -> list[str]:
-    """The sources that encrypt; the others are left out with a warning, or with an error if none is left."""
+    """Returns the sources that encrypt, and logs a warning for each of the others.
+
+    Raises:
+        UnprovenSource: there are sources, and none of them encrypts
+    """
     plain = [source for source in sources if not source.startswith("https://")]
     if plain and len(plain) == len(sources):
         raise UnprovenSource(
@@ -65,5 +70,5 @@ def encrypted(sources: list[str]) -> list[str]:
 
 
 def _host(source: str) -> str:
-    """Where a source is, without the part of its metadata that lets in."""
+    """Returns a source's host and port, without the random path in its metadata that grants access."""
     return source.partition("//")[2].partition("/")[0] or source[:40]

@@ -1,4 +1,4 @@
-"""The keywords about serving that all doors with a server share."""
+"""The keyword arguments about serving that ``HTTPTransport`` and ``PeerWriter`` share."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ class ServerOptions:
             traceback shows it; ``None`` disables authentication
         tls: whether to encrypt
         same_host: whether processes of this machine may use shared memory
-        listening: the one address to listen on; ``None`` is all
-        advertise: the name, address, interface or network peers are given; ``None`` leaves the choice to this host
-        max_bandwidth: bytes per second for all receivers together; ``None`` is no limit
+        listening: the one address to listen on; ``None`` means all
+        advertise: the name, address, interface or network to put into the metadata; ``None`` lets
+            ``advertised_host`` choose
+        max_bandwidth: bytes per second for all receivers together; ``None`` means no limit
 
     Raises:
         InvalidArgument: an argument cannot be used; it is named
@@ -38,7 +39,7 @@ class ServerOptions:
         advertise: str | None,
         max_bandwidth: int | None,
     ) -> None:
-        """Checks the arguments, and reads the environment variables that take the place of those not given."""
+        """Checks the arguments, and reads the environment variables for those that are ``None``."""
         self.secret = shared_secret(secret)
         self.tls = _validate.boolean("tls", tls)
         self.same_host = wants_same_host(same_host)
@@ -50,10 +51,14 @@ class ServerOptions:
 
 
 def wants_same_host(asked: bool | None) -> bool:
-    """Whether shared memory may replace the network: what was asked for, or ``TENSORFERRY_SAME_HOST`` (``0`` is no).
+    """Whether shared memory may replace the network.
+
+    Args:
+        asked: the answer, if the user gave one; ``None`` reads ``TENSORFERRY_SAME_HOST`` (``0`` means no, ``1`` or
+            unset means yes)
 
     Raises:
-        InvalidArgument: it is neither, or the variable neither ``0`` nor ``1``
+        InvalidArgument: ``asked`` is not a ``bool``, or the variable neither ``0`` nor ``1``
     """
     if asked is not None:
         return _validate.boolean("same_host", asked)

@@ -1,4 +1,4 @@
-"""What the log says of a receive."""
+"""The log lines about a receive."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from .addresses import interface_speed
 
 logger = logging.getLogger("tensorferry")
 
-#: A receive this long shows how fast its way is, and this share of the interface's speed is worth a warning.
+#: A receive of at least this many seconds shows how fast the link is; a warning is logged if its rate is below this
+#: share of the interface's rated speed.
 _LONG_S = 2.0
 _SLOW = 0.1
 
 
 class InPlace(NamedTuple):
-    """How a receive and the live state fitted together.
+    """How the source's state matched the receiver's live state.
 
     Attributes:
-        landed: how many of the source's tensors have their counterpart in the live state
+        landed: how many of the source's tensors have a counterpart in the live state
         offered: how many tensors the source has
         there: the path of one of the source's tensors, for messages
-        here: the path of one of the live state's, for messages
+        here: the path of one of the live state's tensors, for messages
     """
 
     landed: int
@@ -32,12 +33,19 @@ class InPlace(NamedTuple):
 
 
 def in_place(fit: InPlace | None) -> str:
-    """How many tensors came in place, as the end of a line; nothing where there was no live state."""
+    """Returns the end of a log line: how many tensors were received in place; empty without a live state."""
     return "" if fit is None else f", {fit.landed} of {fit.offered} tensors in place"
 
 
 def log_receive(step: int, report: Report, fit: InPlace | None, seconds: float) -> None:
-    """What there is to say of a receive: trouble with sources, the way and the speed, and whether that is too slow."""
+    """Logs a receive: troubles with sources, its routes and its speed, and a warning if it was too slow.
+
+    Args:
+        step: the step that was received
+        report: the native client's report
+        fit: how the live state matched, if there was one
+        seconds: duration of the whole receive
+    """
     for source, trouble in report.troubles.items():
         logger.warning("step %d: ranges of %s went to other connections: %s", step, source, trouble)
     rate = report.bytes / max(report.fetching_seconds, 1e-9)

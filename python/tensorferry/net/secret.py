@@ -1,4 +1,4 @@
-"""The secret that sources and receivers of one job share."""
+"""Reads the secret that the sources and receivers of one job share, from an argument or the environment."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ _FILE_VARIABLE = "TENSORFERRY_SECRET_FILE"
 
 
 def shared_secret(secret: str | bytes | None) -> Secret | None:
-    """The secret that was given, or that the environment names.
+    """Returns the secret from the argument or from the environment; ``None`` if neither has one.
 
     Args:
-        secret: the secret itself; ``None`` takes ``TENSORFERRY_SECRET``, or what the file ``TENSORFERRY_SECRET_FILE``
-            holds but for a line end behind it
+        secret: the secret itself; ``None`` takes ``TENSORFERRY_SECRET``, or the content of the file that
+            ``TENSORFERRY_SECRET_FILE`` names, without a line end at its end
 
     Raises:
-        InvalidArgument: it is neither text nor bytes or has fewer than 16 bytes, both variables are set, or the file
-            cannot be read. An empty variable is an error, too: a secret that got lost must not open the door.
+        InvalidArgument: the secret is neither text nor bytes or has fewer than 16 bytes, both variables are set, or the
+            file cannot be read. An empty variable is an error, too: a lost secret must not disable authentication.
     """
     if secret is None:
         secret = _from_environment()
     if secret is None:
         return None
-    # What was given stands in no message: it might be the secret.
+    # No message repeats the value: it might be the secret.
     if isinstance(secret, str):
         try:
             secret = secret.encode()

@@ -1,4 +1,4 @@
-"""The server behind a door: opened from what its user says, and withdrawn without harm to the trainer."""
+"""Starts the server behind ``HTTPTransport`` and ``PeerWriter``, and withdraws what it publishes."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ logger = logging.getLogger("tensorferry")
 
 
 def serve(timeout: timedelta, options: ServerOptions) -> tuple[Server, str]:
-    """A server that serves nothing yet, and its URL as peers see it.
+    """Starts a server that serves nothing yet; returns it and its URL for peers.
 
     Args:
-        timeout: how long a request waits for something to be served
-        options: where it listens, what it is called and what protects it
+        timeout: how long a request waits until something is served
+        options: where the server listens, the host that peers are given and what protects it
 
     Raises:
         SystemRefused: no port can be opened
-        InvalidArgument: ``timeout`` is no time to wait, or this host cannot be advertised as was asked
+        InvalidArgument: ``timeout`` is not a time to wait, or ``options.advertise`` cannot be used on this host
     """
     server = Server(
         patience=_validate.patience("timeout", timeout),
@@ -37,9 +37,9 @@ def serve(timeout: timedelta, options: ServerOptions) -> tuple[Server, str]:
 
 
 def withdraw(server: Server, timeout: timedelta) -> None:
-    """Withdraws what ``server`` publishes; readers of borrowed memory may finish for at most ``timeout``.
+    """Withdraws what ``server`` publishes; readers of borrowed memory have at most ``timeout`` to finish.
 
-    Whatever goes wrong is logged and not raised.
+    All errors but ``ForkedProcess`` are logged and not raised, so that a trainer is not stopped by them.
 
     Raises:
         ForkedProcess: this process was forked from the one that made the server

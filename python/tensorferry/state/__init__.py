@@ -1,1 +1,1 @@
-"""A state_dict as a container, and a container as a state_dict: tree, manifest, pickle and tensors."""
+"""Converts a state_dict to a container and back: tree, manifest, pickle and tensors."""

@@ -1,4 +1,4 @@
-"""Which leaves of a state share memory, found by address, and whether the leaves of two states share theirs alike."""
+"""Finds by address which leaves of a state share memory, and compares that sharing between two states."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .tree import Flat
 
 
 class Layout(NamedTuple):
-    """How a leaf looks into memory that it shares.
+    """How a leaf lies in memory that it shares with other leaves.
 
     Attributes:
         leaf: its number in the tree
-        offset: bytes from the first shared byte to its first element
-        strides: bytes from one element to the next in each dimension, 0 in dimensions of one element
-        bits: 1 if its elements are the conjugates of what is in memory, plus 2 if they are the negatives
+        offset: bytes from the first byte of its group to its first element
+        strides: strides in bytes; 0 in dimensions of one element
+        bits: 1 if the leaf has the conj bit, plus 2 if it has the neg bit
     """
 
     leaf: int
@@ -28,27 +28,31 @@ class Layout(NamedTuple):
     bits: int
 
     def looks_like(self, other: Layout) -> bool:
-        """Whether both find the same elements if they begin at the same place."""
+        """Whether both have the same strides and bits: with the same offset they would have the same elements."""
         return self.strides == other.strides and self.bits == other.bits
 
     def is_at(self, other: Layout) -> bool:
-        """Whether both find the same elements in one memory."""
+        """Whether both have the same elements, in one group."""
         return self.offset == other.offset and self.looks_like(other)
 
 
-#: Leaves that share memory, each group apart from all others. A leaf that shares memory with itself is a group, too.
+#: Groups of leaves that share memory; no two groups share any. A leaf whose own elements share memory is a group, too.
 Groups: TypeAlias = list[list[Layout]]
 
 
 class Memory:
-    """Where the tensors of a state lie. It holds their storages: no other tensor can get the same memory meanwhile.
+    """The addresses of all tensors among the leaves of a state, as of the constructor's call.
+
+    The object holds the storages, so that no other tensor can get the same memory meanwhile.
+
+    Args:
+        flat: the state
 
     Attributes:
-        groups: those that share memory
+        groups: the leaves that share memory
     """
 
     def __init__(self, flat: Flat) -> None:
-        """Looks at every tensor among the leaves of ``flat``."""
         self._flat = flat
         self._starts: dict[int, int] = {}
         self._storages: list[torch.UntypedStorage] = []
@@ -71,17 +75,17 @@ class Memory:
         self.groups: Groups = [self._group(numbers) for numbers in groups]
 
     def start(self, number: int) -> int:
-        """Where the first element of a tensor lay when it was looked at; 0 where that cannot be told."""
+        """Returns the address that a leaf's first element had in the constructor; 0 if it was unknown."""
         start = self._starts.get(number, 0)
         return start if start or number < 0 else self._flat.rows.address(number)
 
     def has_moved(self, number: int) -> bool:
-        """Whether a tensor lies elsewhere now: somebody has given it other memory."""
+        """Whether a leaf has another address now, because it was given other memory."""
         start, value = self.start(number), self._flat.leaf(number)
         return bool(start) and (value if number >= 0 else _local(value)).data_ptr() != start
 
     def layout(self, number: int, origin: int) -> Layout:
-        """How the tensor looks into memory that begins at ``origin``."""
+        """Returns the layout of a leaf, with its offset relative to the address ``origin``."""
         value = _local(self._flat.leaf(number))
         size = value.element_size()
         strides = tuple(step * size if dim > 1 else 0 for step, dim in zip(value.stride(), value.shape, strict=True))
@@ -92,27 +96,28 @@ class Memory:
         return [self.layout(number, origin) for number in numbers]
 
 
-#: A leaf of the receiver and the leaf of the source whose values it gets.
+#: The number of a receiver's leaf, and of the source's leaf whose values it gets.
 Landed: TypeAlias = tuple[int, int]
 
 
 def clashes(
     flat: Flat, memory: Memory, theirs: Groups, landed: dict[int, int], twice: list[tuple[Landed, Landed]]
 ) -> Iterator[tuple[Landed, Landed]]:
-    """The leaves of the receiver that would not keep what they get, because others share their memory.
+    """Finds leaves of the receiver that would lose their values, because another leaf that is written shares memory.
 
-    Two of them may share memory if the leaves of the source share theirs alike: then both get the same values there.
-    What the source shares and the receiver does not is no clash: the values are written to each place.
+    Two of the receiver's leaves may share memory if the source's leaves share theirs in the same way: the shared
+    elements then get the same values from both. If only the source's leaves share memory, there is no clash: the values
+    are written to both places.
 
     Args:
         flat: the receiver's state
-        memory: of its leaves
+        memory: the memory of the receiver's leaves
         theirs: which leaves of the source share memory
-        landed: each leaf of the receiver that gets the values of a leaf of the source, and which one
-        twice: leaves of the receiver that get the values of two leaves of the source
+        landed: for each leaf of the receiver that is written, the leaf of the source whose values it gets
+        twice: leaves of the receiver that would get the values of two leaves of the source
 
     Yields:
-        Two that clash; the same one twice if several of its elements share memory
+        Two leaves that clash; the same leaf twice if its own elements share memory
     """
     there = {layout.leaf: (number, layout) for number, group in enumerate(theirs) for layout in group}
     for one, two in twice:
@@ -126,12 +131,12 @@ def clashes(
             yield from _within(flat, sorted(members, key=lambda member: member[0].offset), there)
 
 
-#: Number of the group and layout of each leaf of the source that shares memory.
+#: For each leaf of the source that shares memory: the number of its group, and its layout.
 _There: TypeAlias = dict[int, tuple[int, Layout]]
 
 
 def _apart(here: Layout, leaf: int, there: _There) -> tuple[int, int] | None:
-    """How far the source's leaf is from ours, in which group; ``None`` if it looks into memory in another way."""
+    """Returns the source leaf's group, and its offset minus ours; ``None`` if strides or bits differ."""
     number, layout = there.get(leaf, (0, None))
     return (number, layout.offset - here.offset) if layout is not None and layout.looks_like(here) else None
 
@@ -150,7 +155,7 @@ def _alike(one: tuple[Layout, int], two: tuple[Layout, int], there: _There) -> b
 
 
 def _within(flat: Flat, members: list[tuple[Layout, int]], there: _There) -> Iterator[tuple[Landed, Landed]]:
-    """The clashes among members of a group, which are in the order of their offsets."""
+    """Yields the clashes within a group, whose members are sorted by offset."""
     active: list[tuple[int, tuple[Layout, int]]] = []
     for member in members:
         layout, leaf = member
@@ -166,12 +171,15 @@ def _within(flat: Flat, members: list[tuple[Layout, int]], there: _There) -> Ite
 
 
 def _local(value: torch.Tensor) -> torch.Tensor:
-    """The tensor whose memory ``value`` has."""
+    """Returns the tensor that holds the memory of ``value``: the local one of a DTensor, else ``value`` itself."""
     return getattr(value, "_local_tensor", value)
 
 
 def _reach(value: torch.Tensor) -> tuple[torch.UntypedStorage, int, int] | None:
-    """Its storage, and the first and last byte (exclusive) that it can reach; ``None`` if it has none, or hides it."""
+    """Returns a tensor's storage and the addresses of the first and last byte (exclusive) that it can reach.
+
+    ``None`` if it has no memory, or does not reveal it.
+    """
     try:
         local = _local(value)
         span = None if local.is_quantized else byte_span(local)
@@ -179,25 +187,25 @@ def _reach(value: torch.Tensor) -> tuple[torch.UntypedStorage, int, int] | None:
             return None
         storage = local.untyped_storage()
         start = storage.data_ptr()
-    except Exception:  # Subclasses may have no storage, or one without memory, and say so in any way they like.
+    except Exception:  # Subclasses without a storage, or with one without memory, may raise anything.
         return None
     return (storage, start + span[0], start + span[1]) if start and span[1] <= storage.nbytes() else None
 
 
 def _steps(value: torch.Tensor) -> list[tuple[int, int]]:
-    """Of each dimension of more than one element: the bytes of a step, and how many elements there are."""
+    """Returns the stride in bytes and the size of each dimension with more than one element."""
     local = _local(value)
     size = local.element_size()
     return [(step * size, dim) for step, dim in zip(local.stride(), local.shape, strict=True) if dim > 1]
 
 
 def _extent(value: torch.Tensor) -> int:
-    """Bytes from the first to the last one of its elements."""
+    """Returns the number of bytes from the start of the first element to the end of the last."""
     return sum([(dim - 1) * step for step, dim in _steps(value)], int(_local(value).element_size()))
 
 
 def _folds(value: torch.Tensor) -> bool:
-    """Whether two elements of ``value`` may be at one place."""
+    """Whether elements of ``value`` may share memory; true in some cases where they do not."""
     end = _local(value).element_size()
     for step, dim in sorted(_steps(value)):
         if step < end:
@@ -209,8 +217,8 @@ def _folds(value: torch.Tensor) -> bool:
 def _meet(first: torch.Tensor, second: torch.Tensor, at: int) -> bool:
     """Whether two tensors, of which the second begins ``at`` bytes behind the first, have a byte in common.
 
-    It is exact where both are boxes in one grid, as the columns of a matrix are, or every other element of a vector.
-    Elsewhere they are said to meet if one begins before the other ends.
+    The answer is exact if both are boxes in one grid, as the columns of a matrix are, or every other element of a
+    vector. Otherwise it is true if the second begins before the first ends.
     """
     grid = sorted({1, *(step for value in (first, second) for step, _ in _steps(value))}, reverse=True)
     if grid[-1] == 0 or any(outer % inner for outer, inner in itertools.pairwise(grid)):
@@ -224,7 +232,10 @@ def _meet(first: torch.Tensor, second: torch.Tensor, at: int) -> bool:
 
 
 def _box(value: torch.Tensor, at: int, grid: list[int]) -> list[tuple[int, int]]:
-    """First and last place (exclusive) in each dimension of a grid with these steps, the last of which is one byte."""
+    """Returns the first and last coordinate (exclusive) of a tensor in each dimension of a grid.
+
+    ``at`` is the byte at which the tensor begins; ``grid`` has the grid's strides in bytes, the last of which is 1.
+    """
     lengths = dict.fromkeys(grid, 1)
     lengths[1] = _local(value).element_size()
     for step, dim in _steps(value):

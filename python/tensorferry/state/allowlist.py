@@ -1,7 +1,7 @@
-"""Which globals a pickle from somewhere else may name.
+"""The allow-list: the globals that a received pickle may name.
 
-Those of the reviewed table (``reviewed.py``), classes of the user's own (``safe_globals=[...]``, or
-``torch.serialization.add_safe_globals``), or everything (``trust_pickle=True``).
+These are the globals of the reviewed table (``reviewed.py``) and those that the user has listed (``safe_globals=[...]``
+or ``torch.serialization.add_safe_globals``); with ``trust_pickle=True``, all.
 """
 
 from __future__ import annotations
@@ -17,31 +17,29 @@ from .._validate import boolean, brief, items
 from ..errors import InvalidArgument, UnsafePickle
 from . import reviewed
 
-#: Modules that torch does not let a user's list name either.
+#: Modules that torch does not accept from a user's list either.
 _NEVER = ("sys", "os", "posix", "nt")
 
 
 class Allowed:
-    """The globals a pickle may name.
+    """The globals that a pickle may name.
 
     Args:
         extra: classes and functions to allow besides the default list
-        trust: allow everything: then whoever can answer as the source can run code here
+        trust: allow everything; anyone who can answer in place of the source can then run code here
+
+    Raises:
+        InvalidArgument: an item of ``extra`` is not a class or function, or ``trust`` is not a ``bool``
     """
 
     def __init__(self, extra: Iterable[Any] = (), trust: bool = False) -> None:
-        """See the class.
-
-        Raises:
-            InvalidArgument: ``extra`` holds something else
-        """
         self._trust = boolean("trust_pickle", trust)
         self._extra: dict[tuple[str, str], Any] = {}
         for value in items("safe_globals", extra):
             module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
             if not isinstance(module, str) or not isinstance(name, str):
                 raise InvalidArgument(f"safe_globals takes classes and functions, not {brief(value)}")
-            # What was reviewed keeps its checks: they let through what an honest sender writes.
+            # A reviewed global keeps its checks, even if the user lists it: they accept what an honest sender writes.
             if not reviewed.known(module, name):
                 self._extra[module, name] = value
         self._users = {id(value) for value in self._extra.values()}
@@ -52,7 +50,7 @@ class Allowed:
         return self._trust
 
     def allows(self, module: str, name: str) -> bool:
-        """Whether ``module.name`` may be named."""
+        """Whether a pickle may name ``module.name``."""
         return (
             self._trust
             or (module, name) in self._extra
@@ -61,19 +59,19 @@ class Allowed:
         )
 
     def is_users(self, value: Any) -> bool:
-        """Whether the user has allowed this very class or function, here or in torch's list."""
+        """Whether the user has allowed exactly this class or function, in ``extra`` or in torch's list."""
         if id(value) in self._users:
             return True
         users = _torch_users()
         return bool(users) and any([value is one for one in users.values()])
 
     def defaultdict(self, factory: Any) -> Any:
-        """An empty ``defaultdict`` with a factory that a pickle may give one.
+        """Returns an empty ``defaultdict`` with this factory.
 
         Raises:
-            Refused: it may not
+            Refused: a pickle may not use this factory
         """
-        # An instance of the user's own class may be a factory, too.
+        # An instance of a class that the user has allowed may be a factory, too.
         if self._trust or self.is_users(type(factory)):
             return collections.defaultdict(factory)
         kind = reviewed.kind_of(reviewed.find("collections", "defaultdict"))
@@ -82,14 +80,19 @@ class Allowed:
         return kind.call(self, factory)
 
     def find(self, module: str, name: str, leaf: object = None) -> Any:
-        """The object of this name, as reviewed or as the user gave it; ``leaf`` is the path of what needs it, if known.
+        """Returns the object that a global stands for: from the reviewed table, or as the user gave it.
 
-        Nothing is imported or looked up because of what a peer writes: the name selects an object, or none.
+        A peer's text only selects a row of these lists: it never names a module to import or an attribute to look up.
+
+        Args:
+            module: the global's module
+            name: its qualified name
+            leaf: the path of a leaf that needs it, if known, for the message
 
         Raises:
-            UnsafePickle: it is not allowed
+            UnsafePickle: the global is not allowed
         """
-        # Old pickle protocols, torchft's among them, write the names that Python 2 had.
+        # Pickles of old protocols, such as torchft's, have the names of Python 2.
         module, name = _compat_pickle.NAME_MAPPING.get((module, name), (module, name))
         module = _compat_pickle.IMPORT_MAPPING.get(module, module)
         if (module, name) in self._extra:
@@ -106,7 +109,7 @@ class Allowed:
 
 
 def refusal(module: str, name: str, leaf: object = None) -> str:
-    """What to tell who meets a global that is not allowed, which the leaf at path ``leaf`` needs."""
+    """Returns the message for a global that is not allowed; ``leaf`` is the path of a leaf that needs it, if known."""
     module, name = module[:200], name[:200]
     needed = f" for {leaf[:200]!r}" if isinstance(leaf, str) and leaf else ""
     return (
@@ -120,12 +123,12 @@ _read: tuple[Any, dict[str, Any]] = (None, {})
 
 
 def _torch_users() -> dict[str, Any]:
-    """What the user told torch: ``torch.serialization.add_safe_globals``.
+    """Returns by name what the user has given to ``torch.serialization.add_safe_globals``.
 
-    torch puts classes of its own there as well, so what is torch's and was not reviewed does not count.
+    torch adds classes of its own to the same list: classes of torch do not count.
     """
     global _read
-    # torch makes a new set for each change.
+    # torch creates a new set on each change, so its identity shows whether the cached answer is current.
     marked = _weights_only_unpickler._marked_safe_globals_set
     if _read[0] is not marked:
         _read = (marked, _users_of(_weights_only_unpickler._get_user_allowed_globals()))

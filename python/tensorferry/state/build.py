@@ -1,4 +1,4 @@
-"""A state made of the entries of a container."""
+"""Builds a state from the entries of a container."""
 
 from __future__ import annotations
 
@@ -19,16 +19,24 @@ from .manifest import Manifest
 
 
 class StateBuilder:
-    """Builds a state from entries whose memory is known."""
+    """Builds a state from a manifest and from entries whose memory is known.
+
+    Args:
+        manifest: the state's manifest
+        entries: the entries of the container
+        plain: the numbers of those entries that are plain tensors, in ascending order
+
+    Attributes:
+        scattered: by number, the storages that no single entry fills; their memory is allocated here
+    """
 
     def __init__(self, manifest: Manifest, entries: Remote | Rows, plain: Sequence[int]) -> None:
-        """For the ``entries`` of a container, of which those with the numbers ``plain`` are plain tensors."""
         self.manifest = manifest
         self.plain = plain
         self.size = entries.size
         self._entries = entries
-        # Storages of which not every byte was sent, or that lie in several pieces: memory of their own, zero, of which
-        # only the pages that bytes come to are ever there. A view of a few bytes may look into many gigabytes.
+        # Storages that were sent in part or in several pieces get memory of their own. It is zeroed, and only pages
+        # that are written take memory: a view of a few bytes may have a storage of many gigabytes.
         scattered = {
             k: nbytes
             for k, (nbytes, pieces) in enumerate(manifest.storages)
@@ -39,10 +47,10 @@ class StateBuilder:
             k: storage_over(memory.part(i), 0, nbytes) for i, (k, nbytes) in enumerate(scattered.items()) if memory
         }
 
-    # Columns of Python objects are made only where somebody asks: with many small tensors they are what takes memory.
+    # These columns of Python objects are created on demand: with many small tensors they would dominate memory use.
     @cached_property
     def dtypes(self) -> list[str]:
-        """What the container calls each entry's dtype."""
+        """The container's name for the dtype of each entry."""
         return self._entries.dtypes
 
     @cached_property
@@ -51,7 +59,7 @@ class StateBuilder:
         return self._entries.shapes
 
     def scattered_entries(self) -> dict[int, int]:
-        """Entry to address, for the pieces of scattered storages."""
+        """Returns the address of each entry that is a piece of a scattered storage."""
         return {
             entry: self.scattered[k].data_ptr() + lo
             for k in self.scattered
@@ -67,14 +75,18 @@ class StateBuilder:
         targets: InPlaceTargets | None = None,
         made: tuple[list[torch.Tensor | None], Sequence[int]] | None = None,
     ) -> Any:
-        """The state.
+        """Builds the state and returns it.
 
         Args:
-            pickled: everything that is no plain tensor
-            allowed: which globals it may name
-            memory: gives the buffer and offset of an entry
-            targets: filled in place
-            made: the plain tensors that exist already, and the places of those that do not
+            pickled: the pickle of everything that is not a plain tensor
+            allowed: the globals that the pickle may name
+            memory: returns the buffer of an entry and the offset in it
+            targets: the receiver's own tensors, where it receives in place
+            made: the plain tensors, ``None`` for those that do not exist yet; and the places of these in the list
+
+        Raises:
+            ProtocolError: pickle and manifest contradict each other, or a tensor cannot be built
+            UnsafePickle: the pickle asks for something that is not allowed
         """
         received, leaves = self._leaves(memory, targets, *(made or ([None] * len(self.plain), range(len(self.plain)))))
         rows = self.manifest.storages
@@ -110,7 +122,7 @@ class StateBuilder:
         made: list[torch.Tensor | None],
         missing: Sequence[int],
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The tensors over the received memory, and those that stand in the state: Parameters over the same."""
+        """Returns the tensors over the received memory, and the leaves for the state: these tensors or Parameters."""
         flags = self.manifest.flags
         direct = targets.direct if targets is not None else {}
         for number in missing:

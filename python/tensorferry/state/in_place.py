@@ -1,4 +1,7 @@
-"""The receiver's own tensors, found for the leaves of a state that comes, and filled."""
+"""Receives into the receiver's own tensors: finds one for each leaf of the source's state, compares, and fills it.
+
+Nothing is overwritten before the two states have been compared.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from .manifest import describe, dtype_and_shape
 if TYPE_CHECKING:
     from .build import StateBuilder
 
-#: How many leaves a message names of those that only one side has, or that share memory.
+#: How many leaves a message names that exist on one side only, or that share memory.
 _LISTED = 20
 
 
@@ -47,7 +50,7 @@ def _shape_text(value: torch.Tensor) -> str:
 
 
 def _kind(value: torch.Tensor) -> list[str]:
-    """What else there is to say of a tensor: values are copied between two of which the same is said."""
+    """Returns what describes a tensor besides dtype and shape: values can be copied if this is equal for both."""
     try:
         local = getattr(value, "_local_tensor", None)
         said = [
@@ -66,29 +69,28 @@ def _kind(value: torch.Tensor) -> list[str]:
 class InPlaceTargets:
     """The receiver's own tensors, to be filled in place.
 
-    Their storages are held, so that what is written to them goes nowhere else even if a tensor is given other memory
-    meanwhile.
+    Their storages are held: if a tensor is given other memory meanwhile, writes still go to memory that is alive.
 
     Args:
-        live: the state they are in
-        accelerator: tells which of them are on a device
-        lands: whether bytes can go on to a device while others come; else they are copied when all are here
-        strict: whether each tensor of either state must have its counterpart in the other one
+        live: the state with these tensors
+        accelerator: knows which of them are on a device
+        lands: whether bytes may be copied to a device while others are still being received; otherwise they are copied
+            at the end
+        strict: whether each tensor of either state must have a counterpart in the other one
 
     Attributes:
-        direct: for entries whose bytes have their last place in a tensor, that tensor
-        places: for those of them that are in host memory, its address
-        staged: for those that are on an accelerator, a tensor over its memory
-        fit: how the source's state fits, once it was compared
+        direct: for each entry that is received without a copy into its final place, the tensor with that place
+        places: for those of these entries whose tensor is in host memory, its address
+        staged: for those whose tensor is on an accelerator, a 1-D uint8 tensor over its storage
+        fit: how the source's state matches, once it has been compared
 
     Raises:
-        InvalidArgument: ``live`` holds no tree in which there could be tensors
+        InvalidArgument: ``live`` is neither a tensor nor a container that can hold tensors
     """
 
     def __init__(
         self, live: Any, accelerator: Accelerator = ACCELERATOR, lands: bool = False, strict: bool = False
     ) -> None:
-        """Takes ``live`` apart; nothing is assigned yet."""
         self.direct: dict[int, torch.Tensor] = {}
         self.places: dict[int, int] = {}
         self.staged: dict[int, torch.Tensor] = {}
@@ -113,11 +115,15 @@ class InPlaceTargets:
         self._pairs: list[tuple[torch.Tensor, torch.Tensor, int]] = []
 
     def assign(self, builder: StateBuilder, names: list[str]) -> None:
-        """Finds a tensor of ours for each leaf of a container, after comparing everything.
+        """Compares the two states, then finds one of our tensors for each leaf of a container.
+
+        Args:
+            builder: the container's manifest and entries
+            names: the names of its entries
 
         Raises:
-            StateMismatch: naming every leaf that both sides have with another dtype or shape, that cannot be written to
-                here, or that shares memory here in another way than at the source
+            StateMismatch: a leaf differs in dtype or shape, cannot be written to here, or shares memory here in another
+                way than at the source; the message names all such leaves
             InvalidArgument: a graph is being captured on a device that is to be written to
         """
         plain = builder.plain
@@ -130,7 +136,7 @@ class InPlaceTargets:
         places = tree.positions(builder.manifest.tree, keys)
         self._match(places, offered, builder.manifest.shared())
         flat, owners = self._live, self._live.rows.owners
-        # Of tensors that share memory, one is filled directly.
+        # Only one of several tensors that share memory is filled directly.
         group = {layout.leaf: number for number, group in enumerate(self._memory.groups) for layout in group}
         used: set[int] = set()
         filled: set[int] = set()
@@ -147,7 +153,7 @@ class InPlaceTargets:
             storage = owners[here]
             on_device = self._accelerator.device_of(storage) is not None
             filled_already = here in used or group.get(here) in filled or entry in self.direct
-            # A tensor that was given other memory since it was looked at may have another size.
+            # A tensor that was given other memory since it was flattened may have another size.
             if filled_already or flat.rows.size(here) != builder.size(entry) or (on_device and not self._lands):
                 late.append(target)
                 continue
@@ -162,10 +168,10 @@ class InPlaceTargets:
         self._accelerator.check(self._accelerator.holding(late))
 
     def fill(self, state: Any) -> Any:
-        """Copies the tensors of ``state``, which is here already, into ours; returns it with ours in their places.
+        """Copies the tensors of a received ``state`` into ours; returns it with our tensors in place of its own.
 
         Raises:
-            StateMismatch: as for ``assign``
+            StateMismatch: as for :meth:`assign`
         """
         flat = tree.flatten(state)
         names = flat.rows.names
@@ -182,7 +188,16 @@ class InPlaceTargets:
         offered: dict[int, tuple[str, str, list[int]]],
         theirs: aliases.Groups,
     ) -> None:
-        """Compares what the source has, and where, with what we have; ``theirs`` shares memory there."""
+        """Compares the source's state with ours, and sets ``fit``.
+
+        Args:
+            places: the source's leaves and their paths, as of ``tree.positions``
+            offered: path, dtype and shape of each of the source's tensors, by leaf number
+            theirs: the source's leaves that share memory
+
+        Raises:
+            StateMismatch: as for :meth:`assign`
+        """
         wrong = []
         landed: dict[int, int] = {}
         twice = []
@@ -219,8 +234,8 @@ class InPlaceTargets:
         self._waiting = iter([(self._by_path.get(path), number) for number, path in places])
 
     def _clash(self, places: list[tuple[int, tuple[str, ...]]], *landed: aliases.Landed) -> str:
-        """What to say of two leaves, or of one, whose memory is shared."""
-        # The first place of each, in the order of the source's tree.
+        """Returns the message about two leaves that share memory, or about one whose own elements do."""
+        # The first place of each of the two leaves, in the order of the source's tree.
         found: dict[aliases.Landed, str] = {}
         for number, path in places:
             one = (self._by_path.get(path, 0), number)
@@ -240,23 +255,25 @@ class InPlaceTargets:
         offered: dict[int, tuple[str, str, list[int]]],
         found: set[int],
     ) -> list[str]:
-        """The tensors that only one side has."""
+        """Returns a line for each tensor that only one side has."""
         theirs = {path for number, path in places if number in offered}
         only = [f"{name}: only at the source" for number, (name, *_) in offered.items() if number not in found]
         only += [f"{tree.shown(path)}: only here" for path in self._by_path if path not in theirs]
         return only[:_LISTED] + ([f"and {len(only) - _LISTED} more"] if len(only) > _LISTED else [])
 
     def take(self, value: Any) -> Any:
-        """Our own tensor for the next place, which :meth:`write` fills with ``value``; or that where we have none.
+        """Returns what belongs at the next place of the tree: our tensor for it, or ``value`` if we have none.
+
+        Our tensor has the received values already, or :meth:`write` copies them from ``value``.
 
         Raises:
-            ProtocolError: it is not what the source's manifest said of it
-            StateMismatch: our tensor is one of another kind, or was given other memory since it was looked at
+            ProtocolError: ``value`` is not what the source's manifest announced
+            StateMismatch: our tensor is of another kind, or was given other memory during the receive
         """
         here, number = next(self._waiting)
         if here is None:
             return value
-        # Plain tensors are made of what was said of them.
+        # Plain tensors need no check: they were built from the manifest.
         if number < 0 and (offered := self._offered.get(number)) is not None and not _is(value, *offered[1:]):
             raise ProtocolError(
                 f"the source announced {self._shown(here)} as a tensor, {offered[1]} {offered[2]}, and sent something "
@@ -301,9 +318,9 @@ class InPlaceTargets:
         )
 
     def write(self) -> None:
-        """Copies what is not in its place yet.
+        """Copies the values that were not received directly into their final place.
 
-        On accelerators that comes after what is queued there, and is done when this returns.
+        On an accelerator the copies run after the work that is queued there, and they are done when this returns.
 
         Raises:
             StateMismatch: torch cannot copy one of them

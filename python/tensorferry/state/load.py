@@ -1,4 +1,4 @@
-"""Fetches a state: into fresh memory, or into the receiver's own tensors."""
+"""Fetches a state into fresh memory or into the receiver's own tensors."""
 
 from __future__ import annotations
 
@@ -22,16 +22,22 @@ from .manifest import Manifest
 def receive(
     remote: Remote, allowed: Allowed, live: Callable[[], InPlaceTargets] | None, bounce: BounceBuffers
 ) -> tuple[Any, Report, InPlace | None]:
-    """Fetches what ``remote`` offers and builds the state.
+    """Fetches the checkpoint ``remote`` and builds the state.
 
     Args:
         remote: an opened checkpoint
-        allowed: which globals its pickle may name
-        live: takes the receiver's own state apart, which is filled in place
-        bounce: what goes to an accelerator passes through it
+        allowed: the globals that its pickle may name
+        live: returns the receiver's own tensors to be filled in place; ``None`` receives into fresh memory
+        bounce: the buffers through which bytes reach an accelerator
 
     Returns:
-        The state, a report of the transfer, and how the live state fitted, if there was one.
+        The state, a report of the transfer, and how the live state matched, if there was one.
+
+    Raises:
+        ProtocolError: the source serves something else than a state, or one that contradicts itself
+        StateMismatch: the state does not fit into the receiver's own tensors
+        UnsafePickle: its pickle asks for something that is not allowed
+        TensorferryError: the transfer failed
     """
     manifest, layout = remote.manifest, remote.tree
     if manifest is None or layout is None:

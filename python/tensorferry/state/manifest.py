@@ -1,7 +1,7 @@
-"""The manifest of a container: everything a receiver has to know of a state besides its entries and its pickle.
+"""The manifest of a container: everything that a receiver needs besides the entries and the pickle to build a state.
 
-docs/format.md has the fields. ``rust/wire`` checks those that lead to memory (``tree``, ``flags``, ``objects``,
-``storages``) before this module sees them; the others are checked here.
+docs/format.md lists the fields. ``rust/wire`` checks those that lead to memory (``tree``, ``flags``, ``objects``,
+``storages``) before this module sees them; this module checks the others.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .aliases import Groups, Layout
 from .pickling import Storage
 from .tree import Flat
 
-#: Of each storage its size, and the entries that hold bytes of it, with the place of their first byte in it.
+#: For each storage its size in bytes, and the entries that hold bytes of it, each with the offset of its first byte.
 Storages: TypeAlias = list[tuple[int, list[tuple[int, int]]]]
 
 
@@ -31,15 +31,15 @@ def encode(
     shared: Groups,
     names: dict[tuple[str, str], str],
 ) -> str:
-    """The manifest of a state as JSON, but for the tree.
+    """Returns the manifest of a state as JSON, without the tree.
 
     Args:
         flat: the state
-        flags: a digit for each plain leaf, as :class:`Manifest` has it
-        storages: those that the pickle refers to
+        flags: a digit for each plain leaf, see :class:`Manifest`
+        storages: the storages to which the pickle refers
         layout: the entries that hold their bytes
         shared: the leaves that share memory
-        names: module and name of each class and function the pickle names, and the first leaf that needs it
+        names: for each class and function that the pickle names, as ``(module, name)``, the first leaf that needs it
     """
     fields = {
         "version": VERSION,
@@ -56,14 +56,14 @@ def encode(
 
 
 def with_tree(fields: str, tree: str) -> bytes:
-    """The manifest as it travels: ``fields`` from :func:`encode`, and the tree, which is JSON already and long."""
+    """Returns the complete manifest: ``fields`` from :func:`encode` with the tree, which is JSON already, inserted."""
     return f'{fields[:-1]},"tree":{tree}}}'.encode()
 
 
 def describe(flat: Flat) -> list[list[Any]]:
-    """``[object, path, dtype, shape]`` of every leaf that is a tensor but no plain one.
+    """Returns ``[object, path, dtype, shape]`` for every leaf that is a tensor but not a plain one.
 
-    By these a receiver compares before it fetches.
+    A receiver compares them with its own tensors before it fetches.
     """
     described = []
     for number, (value, path) in enumerate(zip(flat.objects, flat.object_paths, strict=True)):
@@ -75,15 +75,18 @@ def describe(flat: Flat) -> list[list[Any]]:
 
 
 def dtype_and_shape(value: torch.Tensor) -> tuple[str, list[int]] | None:
-    """Dtype and shape, if there are any."""
+    """Returns the dtype and the shape of a tensor; ``None`` if it has no shape."""
     try:
         return str(value.dtype), [int(dim) for dim in value.shape]
-    except Exception:  # Nested tensors and uninitialised parameters have no shape, and say so in many ways.
+    except Exception:  # Nested tensors and uninitialised parameters have no shape, and raise various errors.
         return None
 
 
 def _shards(flat: Flat, storages: list[Storage]) -> dict[str, dict[str, Any]]:
-    """Where each DTensor's local part lies in the whole: a job with other placements can read slices by this."""
+    """Returns by path where each DTensor's local part lies in the global tensor.
+
+    A job with other placements can read slices with this.
+    """
     if "torch.distributed.tensor" not in sys.modules:
         return {}
     from torch.distributed.tensor import DTensor
@@ -108,22 +111,23 @@ def _shards(flat: Flat, storages: list[Storage]) -> dict[str, dict[str, Any]]:
 
 
 class Manifest:
-    """A manifest that came.
+    """A decoded manifest: one that ``rust/wire`` has checked, or one from :func:`encode`.
 
     Args:
-        fields: the JSON, of which the tree is not read
-        tree: the tree as JSON
+        fields: the JSON text; a tree in it is ignored
+        tree: the tree as JSON text
 
     Attributes:
-        tree: the same
-        flags: a digit for each plain leaf, or nothing: 1 for a Parameter, plus 2 if it requires a gradient
-        objects: how many objects the pickle has
-        storages: size and entries of each storage that the pickle refers to
-        needs: for each class and function the pickle names the first leaf that needs it; for messages only
+        tree: the tree as JSON text
+        flags: empty if all plain leaves are tensors without a gradient; otherwise a digit for each plain leaf: 1 for a
+            Parameter, plus 2 if it requires a gradient
+        objects: the number of objects in the pickle
+        storages: size and entries of each storage to which the pickle refers
+        needs: for each class and function that the pickle names, the first leaf that needs it; unchecked, for messages
+            only
     """
 
     def __init__(self, fields: str | bytes, tree: str) -> None:
-        """Reads what ``rust/wire`` has checked, or what :func:`encode` has made."""
         self._fields: dict[str, Any] = json.loads(fields)
         self.tree = tree
         self.flags: str = self._fields["flags"]
@@ -133,10 +137,10 @@ class Manifest:
         self.needs: dict[str, Any] = needs if isinstance(needs, dict) else {}
 
     def described(self) -> tuple[dict[str, str], list[tuple[int, str, str, list[int]]]]:
-        """The texts of keys that are objects, and the tensors among the objects: number, path, dtype and shape of each.
+        """Returns the texts of keys that are objects, and number, path, dtype and shape of each tensor in the pickle.
 
         Raises:
-            ProtocolError: they are not there, or are something else
+            ProtocolError: these fields are missing or malformed
         """
         keys, tensors = self._fields.get("keys"), self._fields.get("tensors")
         if not isinstance(keys, dict) or not all(isinstance(text, str) for text in keys.values()):
@@ -151,10 +155,10 @@ class Manifest:
         return keys, found
 
     def shared(self) -> Groups:
-        """The groups of leaves that share memory at the source.
+        """Returns the groups of leaves that share memory at the source.
 
         Raises:
-            ProtocolError: they are something else
+            ProtocolError: the field is malformed
         """
         groups = []
         try:

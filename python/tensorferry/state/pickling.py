@@ -1,7 +1,7 @@
-"""One pickle for everything that is no plain tensor, with every storage diverted into the payload.
+"""The pickle of everything in a state that is not a plain tensor. Storages are not in it: they travel in the payload.
 
-Sending: ``dump`` pickles a list of objects; tensors inside it keep sharing storages with each other and with plain
-tensors, since a storage is written as a reference. Receiving: ``load`` unpickles with an allow-list.
+A sender pickles a list of objects with ``dump``. A storage is written as a reference, so that tensors in the pickle
+still share storages with each other and with plain tensors. A receiver unpickles with ``load`` and an allow-list.
 """
 
 from __future__ import annotations
@@ -23,21 +23,26 @@ from .reviewed import Refused
 from .tree import Flat
 from .unpickling import Unpickler, unpickler
 
-#: 4 rather than 5: numpy arrays pickled by 5 need a private function of numpy's, whose module moved between versions.
+#: 4 rather than 5: with 5, numpy arrays refer to a private function of numpy, whose module moved between versions.
 PROTOCOL = 4
 
 
 class Storage:
-    """A storage that objects refer to, and which of its bytes any tensor can reach."""
+    """A storage to which objects refer.
+
+    Attributes:
+        storage: the storage
+        entry: the number of the plain tensor that fills it, or ``None``
+        spans: the bytes ``[start, end)`` that each of the objects' tensors can reach
+    """
 
     def __init__(self, storage: torch.UntypedStorage, entry: int | None) -> None:
-        """``entry`` is the number of the plain tensor that fills this storage, if there is one."""
         self.storage = storage
         self.entry = entry
         self.spans: list[tuple[int, int]] = []
 
     def covered(self) -> list[tuple[int, int]]:
-        """The runs of bytes to send: the union of all spans, runs with small gaps joined."""
+        """Returns the runs of bytes to send: the union of all spans, with runs joined over small gaps."""
         runs: list[tuple[int, int]] = []
         for start, end in sorted(self.spans):
             if runs and start <= runs[-1][1] + _JOIN_GAP:
@@ -47,7 +52,7 @@ class Storage:
         return runs
 
 
-#: A gap of unreachable bytes smaller than this is sent along: an entry of its own costs as much.
+#: A gap of at most this many unreachable bytes is sent along: a separate entry would cost as much.
 _JOIN_GAP = 512
 
 
@@ -72,7 +77,7 @@ class _Pickler(pickle.Pickler):
             leaf = self._flat.number_of(value)
             if leaf is not None:
                 return ("leaf", leaf)
-            # The pickler comes to this tensor's storage next: remember which part of it the tensor sees.
+            # The pickler comes to this tensor's storage next: note the span that the tensor can reach.
             span = byte_span(value)
             self._looking = None if span is None else (_key_of(value), span)
             self._packed = span is not None and value.is_quantized
@@ -80,7 +85,8 @@ class _Pickler(pickle.Pickler):
         if isinstance(value, TypedStorage):
             return ("typed", self._number(value._untyped_storage), str(value.dtype).removeprefix("torch."))
         if isinstance(value, torch.UntypedStorage):
-            # Some dtypes have no typed storage; torch rebuilds their tensors from a typed one of bytes all the same.
+            # Tensors of dtypes without a typed storage are pickled with an untyped one; torch rebuilds them from a
+            # typed storage of bytes.
             of_tensor = self._looking is not None and self._looking[0] == storage_key(value)
             return ("typed", self._number(value), "uint8") if of_tensor else ("untyped", self._number(value))
         return None
@@ -106,8 +112,8 @@ class _Pickler(pickle.Pickler):
         whole = (0, storage.nbytes())
         span = whole if self._looking is None or self._looking[0] != key else self._looking[1]
         if span[1] > whole[1]:
-            # Quantised elements can be packed, so that there are more of them than bytes. Otherwise the memory is gone:
-            # FSDP frees storages between steps, for one.
+            # Packed quantised dtypes have more elements than bytes. For others the memory was freed, as FSDP does with
+            # storages between steps.
             if not self._packed:
                 raise ValueError(f"its storage has {whole[1]} bytes and it needs {span[1]}: the memory was freed")
             span = whole
@@ -126,8 +132,8 @@ def dump(flat: Flat) -> tuple[bytes, list[Storage], dict[tuple[str, str], str]]:
     """Pickles ``flat.objects``.
 
     Returns:
-        The pickle, the storages it refers to, and the globals it names: module and name, and the path of the first
-        leaf that needs it.
+        The pickle; the storages to which it refers; and for each global that it names, as ``(module, name)``, the path
+        of the first leaf that needs it.
 
     Raises:
         UnsupportedLeaf: an object cannot be pickled; the message names its path
@@ -142,7 +148,7 @@ def dump(flat: Flat) -> tuple[bytes, list[Storage], dict[tuple[str, str], str]]:
 
 
 def _blame(flat: Flat, error: Exception) -> UnsupportedLeaf:
-    """Finds the object that cannot be pickled by pickling them one by one."""
+    """Pickles the objects one by one to find the one that fails; returns the error that names it."""
     for value, path in zip(flat.objects, flat.object_paths, strict=True):
         try:
             _Pickler(io.BytesIO(), flat).dump(value)
@@ -166,14 +172,17 @@ def load(
 
     Args:
         data: the pickle; padding behind it is ignored
-        allowed: which globals it may name
+        allowed: the globals that the pickle may name
         leaves: the plain tensors
-        storage: gives storage ``n``
-        needs: for messages: which leaf needs a global
+        storage: returns the storage with a number
+        needs: for each global the path of a leaf that needs it, for messages
+
+    Returns:
+        The objects.
 
     Raises:
-        UnsafePickle: it asks for something that is not allowed
-        ProtocolError: it is damaged or refers to what is not there
+        UnsafePickle: the pickle asks for something that is not allowed
+        ProtocolError: the pickle is damaged, or refers to a tensor or storage that does not exist
     """
     reader = unpickler(allowed, needs.get)(io.BytesIO(data))
 
@@ -191,7 +200,7 @@ def load(
     try:
         objects = reader.load()
         if isinstance(objects, list) and isinstance(reader, Unpickler):
-            # Some are keys of the tree's dicts, and will be hashed.
+            # Some of the objects are keys of dicts in the tree, and will be hashed.
             for value in objects:
                 reader.maybe_key(value)
     except TensorferryError:

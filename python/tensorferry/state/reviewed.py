@@ -1,12 +1,12 @@
-"""The globals a pickle may name by default: one table, and for each what it may be asked to do.
+"""The globals that a pickle may name by default: one table, and for each of them what a pickle may do with it.
 
-A function of this table never reaches a pickle itself: its name stands for a :class:`Function`, which Python cannot
-call and which has no attributes to set. A class stands for itself, since it can be a value (the factory of a
-``defaultdict``), and its :class:`Kind` says what a pickle may do with it. Both check what they are given before
-anything of torch, numpy or the standard library sees it. docs/pickles.md has the review, line by line.
+A pickle never gets a function of this table: its name yields a :class:`Function`, which is not callable and has no
+attributes to set. A class of the table stands for itself, since it can be a value (the factory of a ``defaultdict``);
+its :class:`Kind` says what a pickle may do with it. Both check all arguments before any code of torch, numpy or the
+standard library sees them. docs/pickles.md has the review, line by line.
 
-The table holds names; an object is looked up when a pickle first names it, in the module that stands here, so that
-nothing is imported that a receiver does not need. What a peer writes selects a row and nothing else.
+The table holds names. When a pickle first names a row, its object is looked up in the module that the row names, so
+that a receiver imports only what it needs. A peer's text selects a row and nothing else.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ if TYPE_CHECKING:
 
 
 class Refused(Exception):
-    """A pickle asks for something that no sender of an honest state writes."""
+    """A pickle asks for something that an honest sender never writes."""
 
 
 class Function:
-    """What stands for a function of the table while a pickle is read."""
+    """Stands for a function of the table while a pickle is read."""
 
     __slots__ = ("name", "run")
 
     def __init__(self, name: str, run: Callable[..., Any]) -> None:
-        """``run(unpickler, *arguments)`` does what the function does."""
+        """``run(unpickler, *arguments)`` checks the arguments and does what the function does."""
         self.name = name
         self.run = run
 
@@ -57,13 +57,13 @@ class Function:
 
 
 class Kind:
-    """What a pickle may do with a class of the table, each ``None`` if nothing.
+    """What a pickle may do with a class of the table; an attribute that is ``None`` is not allowed.
 
     Attributes:
         cls: the class
-        call: ``call(unpickler, *arguments)`` makes an instance as the class would when called
-        new: as ``cls.__new__`` would
-        build: ``build(unpickler, instance, state)`` sets an instance's state and returns what stands for it now
+        call: ``call(unpickler, *arguments)`` creates an instance like a call of the class
+        new: ``new(unpickler, *arguments)`` creates one like ``cls.__new__``
+        build: ``build(unpickler, instance, state)`` sets an instance's state and returns the object to use from now on
     """
 
     __slots__ = ("build", "call", "cls", "new")
@@ -75,7 +75,6 @@ class Kind:
         new: Callable[..., Any] | None = None,
         build: Callable[..., Any] | None = None,
     ) -> None:
-        """See the class."""
         self.cls = cls
         self.call = call
         self.new = new
@@ -83,21 +82,25 @@ class Kind:
 
 
 class Pending:
-    """Stands for an object that exists only once its state is known: nothing is ever half made.
+    """Stands for an object that is created only once its state is known, so that no object exists without its state.
 
     Attributes:
-        place: where the pickle has memoized it
+        place: the number under which the pickle has memoized it; -1 if it has not
     """
 
     __slots__ = ("__weakref__", "_make", "place")
 
     def __init__(self, make: Callable[[Unpickler, Any], Any]) -> None:
-        """``make(unpickler, state)`` gives the object."""
+        """``make(unpickler, state)`` creates the object."""
         self._make: Callable[[Unpickler, Any], Any] | None = make
         self.place = -1
 
     def finish(self, unpickler: Unpickler, state: Any) -> Any:
-        """The object, of this state; once."""
+        """Creates the object with this state.
+
+        Raises:
+            Refused: it was created already
+        """
         make, self._make = self._make, None
         if make is None:
             raise Refused("two states for one object")
@@ -108,7 +111,7 @@ class Pending:
 
 
 def need(true: object, otherwise: str) -> None:
-    """Refuses unless ``true``."""
+    """Raises ``Refused(otherwise)`` unless ``true``; ``otherwise`` says what the pickle has."""
     if not true:
         raise Refused(otherwise)
 
@@ -118,7 +121,7 @@ def _are(kind: type, *values: Any) -> bool:
 
 
 def _sizes(values: Any, what: str) -> tuple[int, ...]:
-    """A shape or strides."""
+    """Checks a shape or strides; ``what`` names it in the message. Returns a tuple of integers."""
     need(type(values) in (tuple, list, torch.Size) and len(values) <= 64, f"{what} that is no short tuple")
     need(_are(int, *values) and all([0 <= n < 1 << 62 for n in values]), f"{what} with something else than sizes")
     return tuple(values)
@@ -129,16 +132,16 @@ def _sizes(values: Any, what: str) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def _where(cls: Any, name: str) -> str:
-    """Where an attribute of this name goes: ``slot``, ``dict``, or nowhere, if it would hide a method."""
+    """Returns where an attribute is stored: ``"slot"`` or ``"dict"``; ``""`` if it would hide a method."""
     found = inspect.getattr_static(cls, name, None)
     if inspect.ismemberdescriptor(found):
         return "slot"
-    # Where torch has made a field a property since, the field of an older source is of no use, and does no harm.
+    # If a newer torch has replaced a field by a property, the value from an older source has no effect.
     return "" if callable(found) or isinstance(found, classmethod | staticmethod) else "dict"
 
 
 def _named(state: Any) -> dict[str, Any]:
-    """A state as Python's own ``__getstate__`` gives it, as one dict."""
+    """Returns a state, in the forms of Python's own ``__getstate__``, as one dict of attributes."""
     need(type(state) in (dict, tuple, types.NoneType), "a state that is no dict")
     parts = state if type(state) is tuple else (state,)
     need(len(parts) in (1, 2), "a state of more than two parts")
@@ -151,7 +154,7 @@ def _named(state: Any) -> dict[str, Any]:
 
 
 def set_attributes(instance: Any, state: Any) -> None:
-    """Sets attributes that hide no method of the class and that Python gives no meaning."""
+    """Sets attributes from a state; refuses those that would hide a method or whose name begins with ``__``."""
     cls: Any = type(instance)
     for name, value in _named(state).items():
         need(len(name) <= 1000 and not name.startswith("__"), "an attribute that Python gives a meaning")
@@ -169,7 +172,7 @@ def _build_attributes(_: Unpickler, instance: Any, state: Any) -> Any:
 
 
 def _record(cls: Any) -> Kind:
-    """A class of Python's that is its attributes and nothing else."""
+    """For a Python class whose instances consist of their attributes only."""
     return Kind(cls, new=lambda _: cls.__new__(cls), build=_build_attributes)
 
 
@@ -184,7 +187,7 @@ def _named_tuple(cls: Any) -> Kind:
 
 
 def _value(cls: Any) -> Kind:
-    """A class that is a value, such as the factory of a defaultdict, and is asked for nothing."""
+    """For a class that a pickle may only use as a value, such as the factory of a defaultdict."""
     return Kind(cls)
 
 
@@ -244,7 +247,7 @@ def _range(cls: Any) -> Kind:
 
 def _slice(cls: Any) -> Kind:
     def call(_: Unpickler, start: Any, stop: Any, step: Any) -> slice:
-        # Slices of slices of slices: Python runs out of stack when it lets go of them.
+        # Not nested slices: Python runs out of stack when it frees them.
         plain = (types.NoneType, bool, int, float, str)
         need(all([type(end) in plain or _is_numpy_scalar(end) for end in (start, stop, step)]), "a slice of no numbers")
         return slice(start, stop, step)
@@ -308,14 +311,14 @@ def _namespace(cls: Any) -> Kind:
 
 def _date_part(cls: Any, length: int) -> Kind:
     def call(unpickler: Unpickler, packed: Any, *zone: Any) -> Any:
-        # Pickles of protocol 2 have the bytes as text.
+        # Pickles of protocol 2 hold the bytes as text.
         need(type(packed) in (bytes, str) and len(packed) == length, f"a {cls.__name__} that is not its bytes")
         need(
             len(zone) < 2
             and all([z is None or type(z) is datetime.timezone or unpickler.is_users(type(z)) for z in zone]),
             "an unknown time zone",
         )
-        # The bytes are hardly looked at. Replacing nothing makes it again of its fields, which are.
+        # The constructor hardly checks the bytes. replace() builds the object again from its fields, which are checked.
         return cls(packed, *zone).replace()
 
     return Kind(cls, call=call)
@@ -343,7 +346,7 @@ _FRACTION = re.compile(r"-?\d{1,4300}(/\d{1,4300})?", re.ASCII)
 
 def _decimal(cls: Any) -> Kind:
     def call(_: Unpickler, text: Any) -> Any:
-        # Not 1e999999999, which a conversion to int would write out.
+        # Refuses 1e999999999, which a conversion to int would write out in full.
         need(type(text) is str and _DECIMAL.fullmatch(text), "a Decimal that is no number of moderate size")
         return decimal.Decimal(text)
 
@@ -467,24 +470,24 @@ def _metadata(values: tuple[Any, ...], dtype: torch.dtype) -> None:
     for known in values:
         bits = type(known) is dict and known.keys() <= {"conj", "neg"} and _are(bool, *known.values())
         need(len(values) == 1 and (known is None or bits), "metadata of a tensor that is not its conj and neg bits")
-        # On other dtypes torch's kernels do not expect them.
+        # torch's kernels do not expect these bits on other dtypes.
         need(not (known or {}).get("conj") or dtype.is_complex, "a conj bit on numbers that are not complex")
         need(not (known or {}).get("neg") or dtype.is_complex or dtype in _OF_COMPLEX, "a neg bit on other numbers")
 
 
-#: Of which dtypes the imaginary part of a conjugated tensor can be, which is what has a neg bit.
+#: Real dtypes that can have a neg bit: those of the imaginary part of a conjugated tensor.
 _OF_COMPLEX = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 _QUANTISED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 
 
 def _not_quantised(dtype: torch.dtype) -> None:
-    """Refuses a quantised tensor that would be without its scales: torch reads them where there are none."""
+    """Refuses a quantised dtype where no scales are given: torch would read scales that are not there."""
     need(dtype not in _QUANTISED, "a quantised tensor without its scales")
 
 
 def _within(storage: Any, offset: Any, size: Any, stride: Any, bits: int) -> None:
-    """Refuses a tensor that reaches beyond its storage: torch would make the storage larger, or read what is behind."""
+    """Refuses a tensor that reaches beyond its storage: torch would enlarge the storage, or read beyond its end."""
     need(type(storage) is TypedStorage, "a tensor of no storage")
     shape, steps = _sizes(size, "a shape"), _sizes(stride, "strides")
     need(len(shape) == len(steps), "strides that do not belong to the shape")
@@ -499,7 +502,7 @@ def _bits(dtype: torch.dtype) -> int:
     return _PACKED.get(dtype) or int(dtype.itemsize) * 8
 
 
-#: Bits of quantised dtypes that share a byte.
+#: Bits of an element of the quantised dtypes with several elements in a byte.
 _PACKED = {torch.quint4x2: 4, torch.quint2x4: 2}
 
 
@@ -536,7 +539,7 @@ def _rebuild_qtensor(
 ) -> Tensor:
     need(type(storage) is TypedStorage, "a tensor of no storage")
     _within(storage, offset, size, stride, _bits(storage.dtype))
-    # torch first makes as many elements of its own.
+    # torch first creates a tensor with as many elements.
     need(math.prod(size) * _bits(storage.dtype) <= 8 * storage._untyped_storage.nbytes(), "elements that share memory")
     need(type(grad) is bool and type(how) is tuple and how, "a quantised tensor of no scale")
     _no_hooks(hooks)
@@ -548,7 +551,7 @@ def _rebuild_qtensor(
             need(scales.dim() == zeros.dim() == 1, "channels that are no row")
             need(scales.numel() == zeros.numel() == size[axis], "scales for another number of channels")
             need(scales.is_floating_point() and not zeros.is_complex(), "scales that are no numbers")
-            # torch converts both to eight bytes each.
+            # torch converts the elements of both to eight bytes each.
             unpickler.makes(scales, 8)
             unpickler.makes(zeros, 8)
         case _:
@@ -570,7 +573,7 @@ def _rebuild_parameter_with_state(unpickler: Unpickler, data: Any, grad: Any, ho
 
 
 def _plain(value: Any) -> bool:
-    """Whether this is a dense tensor of numbers in host memory."""
+    """Whether ``value`` is a dense tensor of numbers in host memory."""
     return (
         type(value) in (Tensor, Parameter)
         and value.layout is torch.strided
@@ -596,7 +599,7 @@ def _rebuild_sparse_tensor(unpickler: Unpickler, layout: Any, data: Any) -> Tens
         need(values.device.type == "cpu" and not values.is_quantized, "a sparse tensor of no numbers")
         need(all([c is None or type(c) is bool for c in coalesced]), "a sparse tensor of no known order")
         unpickler.looks(indices.numel() >> 6)
-        # Indices of their own: those of the pickle can share memory with another tensor, which somebody writes to.
+        # Private indices: those of the pickle can share memory with another tensor, to which the user may write.
         return torch.sparse_coo_tensor(
             unpickler.own(indices),
             values,
@@ -621,7 +624,7 @@ def _rebuild_nested_tensor(unpickler: Unpickler, buffer: Any, sizes: Any, stride
     need(shapes and sizes.dim() == 2 and sizes.shape == strides.shape, "a nested tensor of no shapes")
     need(offsets.shape == sizes.shape[:1], "a nested tensor of no offsets")
     unpickler.looks(len(sizes) + sizes.numel())
-    # Shapes of its own, as indices.
+    # Private shapes, for the same reason as private indices.
     sizes, strides, offsets = map(unpickler.own, (sizes, strides, offsets))
     for shape, steps, offset in zip(sizes.tolist(), strides.tolist(), offsets.tolist(), strict=True):
         need(min([offset, *shape, *steps]) >= 0, "a nested tensor with something else than sizes")
@@ -645,7 +648,7 @@ def _rebuild_njt(unpickler: Unpickler, parts: Any) -> Tensor:
     need(type(cached) is dict and _are(str, *cached), "a jagged tensor with a cache of no names")
     need(all([type(one) is int or _plain(one) for one in cached.values()]), "a jagged tensor with a cache of no sizes")
     unpickler.looks(len(offsets) >> 6)
-    # The same offsets make the same copy: tensors that share them belong together.
+    # own() returns the same copy for the same offsets: jagged tensors that share them belong together.
     offsets = unpickler.own(offsets)
     rows, end = offsets.diff(), values.shape[ragged - 1]
     need(bool((rows >= 0).all()) and offsets[0] >= 0 and offsets[-1] <= end, "rows beyond the values")
@@ -696,7 +699,7 @@ def _is_wrapper(cls: Any) -> bool:
     return id(cls) in _kinds and cls.__name__ in _WRAPPED
 
 
-#: What a tensor without memory of its own is made of: names of attributes, and of the classes they have to be of.
+#: The parts of each tensor class without memory of its own: names of attributes, and the name of the class of each.
 _WRAPPED: dict[str, dict[str, str]] = {
     "DTensor": {"_local_tensor": "Tensor", "_spec": "DTensorSpec"},
     "MaskedTensor": {"_masked_data": "Tensor", "_masked_mask": "Tensor"},
@@ -712,7 +715,7 @@ def _is_a(value: Any, name: str) -> bool:
 
 
 def _rebuild_from_type(unpickler: Unpickler, rebuild: Any, cls: Any, args: Any, state: Any) -> Tensor:
-    """``torch._tensor._rebuild_from_type_v2``."""
+    """Does what ``torch._tensor._rebuild_from_type_v2`` does."""
     need(type(rebuild) is Function and rebuild.run in _REBUILDING, "a tensor rebuilt by something else")
     need(type(args) is tuple, "arguments that are no tuple")
     made: Tensor = rebuild.run(unpickler, *args)
@@ -737,7 +740,7 @@ def _rebuild_from_type(unpickler: Unpickler, rebuild: Any, cls: Any, args: Any, 
         return made
     if rebuild.run is _rebuild_njt:
         need(type(made) is cls, "a jagged tensor as another class")
-        # The constructor has set these, checked.
+        # The constructor has set and checked these.
         set_attributes(made, {name: value for name, value in _named(state).items() if name not in _JAGGED})
         return made
     need(type(made) is cls, "a tensor of another class")
@@ -751,7 +754,7 @@ def _set_sharded(made: Any, state: Any) -> None:
     need(type(shards) is list and all([_is_a(shard, "Shard") for shard in shards]), "a ShardedTensor of no shards")
     need(_is_a(metadata, "ShardedTensorMetadata") and _is_a(group, "ProcessGroupState"), "a ShardedTensor of no size")
     need(_is_a(spec, "EnumerableShardingSpec") or _is_a(spec, "ChunkShardingSpec"), "a ShardedTensor of no layout")
-    # With remote references torch would ask the other ranks for theirs, and wait.
+    # With remote references torch would contact the other ranks and wait for them.
     need(remote is False, "a ShardedTensor with remote references")
     made.__setstate__(state)
 
@@ -781,7 +784,7 @@ def _tensor(cls: Any) -> Kind:
 def _structseq(cls: Any) -> Kind:
     def call(_: Unpickler, fields: Any, named: Any) -> Any:
         need(type(fields) is tuple and type(named) is dict and not named, f"a {cls.__name__} of other fields")
-        # Not of one another: Python lets go of such tuples by recursion.
+        # Not nested in one another: Python frees such tuples recursively.
         plain = (types.NoneType, bool, int, float, complex)
         need(all([type(f) in plain or isinstance(f, Tensor) for f in fields]), f"a {cls.__name__} of no tensors")
         return cls(fields)
@@ -790,7 +793,7 @@ def _structseq(cls: Any) -> Kind:
 
 
 def _placement(cls: Any) -> Kind:
-    """``Shard``, ``Partial`` and the like, by their constructors: some are C++ objects, which must not be half made."""
+    """For ``Shard``, ``Partial`` and the like, created by their constructors: some are C++ objects that need it."""
 
     def make(_: Unpickler, state: Any) -> Any:
         fields = _named(state)
@@ -817,11 +820,11 @@ def _mesh(cls: Any) -> Kind:
         need(type(names) is list and _are(str, *names) and len(names) < 100, "a mesh whose groups have no names")
         set_attributes(instance, state)
         if hasattr(cls, "__setstate__"):
-            # Looks for groups of these names in this process. No group is made, and nobody is spoken to.
+            # It looks up groups with these names in this process. It creates no group and contacts no other rank.
             instance.__setstate__({})
         return instance
 
-    # Not by its constructor, which speaks to the other ranks.
+    # Not by its constructor, which contacts the other ranks.
     return Kind(cls, new=lambda _: cls.__new__(cls), build=build)
 
 
@@ -849,7 +852,7 @@ _DTYPE = re.compile(r"[biufcSUVmMO?]\d{0,9}", re.ASCII)
 
 def _dtype(cls: Any) -> Kind:
     def call(_: Unpickler, text: Any, align: Any = False, copy: Any = False) -> Any:
-        # Text alone says dtypes such as "V8" without what they are made of: that comes as state.
+        # The text of a dtype such as "V8" does not say what its parts are: those come with the state.
         need(type(text) is str and _DTYPE.fullmatch(text), "a dtype of unknown kind")
         need(align in (False, 0, True) and copy in (False, 0, True), "a dtype of other arguments")
         return Pending(lambda unpickler, state: _make_dtype(unpickler, text, state))
@@ -857,12 +860,12 @@ def _dtype(cls: Any) -> Kind:
     return Kind(cls, call=call)
 
 
-#: Structures in structures: numpy goes through them by recursion.
+#: How deep dtypes may be nested: numpy walks them recursively.
 _DEEPEST_DTYPE = 32
 
 
 def _shallow(unpickler: Unpickler, dtype: Any) -> None:
-    """Refuses a dtype of so many dtypes that numpy would take for ever, or more stack than there is."""
+    """Refuses a dtype of so many nested dtypes that numpy would take too long or too much stack."""
     todo = [(dtype, 0)]
     while todo:
         item, depth = todo.pop()
@@ -873,7 +876,7 @@ def _shallow(unpickler: Unpickler, dtype: Any) -> None:
 
 
 def _make_dtype(unpickler: Unpickler, text: str, state: Any) -> Any:
-    """The dtype a pickle describes, by numpy's public constructor: what it makes is always whole."""
+    """Creates the dtype that a state describes, by numpy's public constructor, which only makes valid ones."""
     import numpy as np
 
     need(type(state) is tuple and len(state) in (8, 9) and state[0] in (3, 4), "a dtype of an unknown version")
@@ -912,7 +915,7 @@ def _make_dtype(unpickler: Unpickler, text: str, state: Any) -> Any:
             case _:
                 raise Refused("a time of no unit")
     else:
-        # Of texts the pickle writes the length in characters here, and in bytes behind.
+        # For strings, the text has the length in characters; itemsize, which is not needed, has it in bytes.
         made = np.dtype(text)
     need(made.hasobject is text.startswith("O") or names is not None or sub is not None, "a dtype of objects")
     if order in "<>" and made.names is None and made.subdtype is None:
@@ -937,13 +940,13 @@ def _make_array(unpickler: Unpickler, state: Any) -> Any:
     count = math.prod(sizes)
     made = np.ndarray((0,), np.int8)
     if dtype.hasobject:
-        # Elements that are objects come as a list of them: their addresses are no business of a pickle's.
+        # Objects have to come as a list: as bytes they would be addresses, which a pickle must not choose.
         need(
             dtype == np.dtype(object) and type(data) is list and len(data) == count,
             "an array of objects, not in a list",
         )
         unpickler.copies(count)
-        # numpy lets go of them by recursion.
+        # numpy frees nested ones recursively.
         nested = [type(item) is np.ndarray and item.dtype.hasobject for item in data]
         need(not any(nested), "an array of objects in an array of objects")
     else:
@@ -973,7 +976,10 @@ def _words(value: Any, dtype: str, *count: int) -> bool:
 
 
 def _bit_state(name: str, state: Any) -> Any:
-    """The state of numpy's generator ``name``, checked: numpy reads behind its arrays if positions are wrong."""
+    """Checks the state of numpy's bit generator ``name`` and returns it.
+
+    With a wrong position in it, numpy would read beyond its arrays.
+    """
     need(
         type(state) is dict and _are(str, *state) and state.get("bit_generator") == name, "a generator of another kind"
     )
@@ -1053,7 +1059,7 @@ def _new_random_state(unpickler: Unpickler, given: Any = "MT19937", *_: Any) -> 
 
 
 def _generator_state(cls: Any) -> Kind:
-    """``numpy.random.Generator`` and ``RandomState``, as numpy before 2 pickles their state."""
+    """For ``numpy.random.Generator`` and ``RandomState``, whose state numpy before version 2 pickles separately."""
 
     def build(_: Unpickler, instance: Any, state: Any) -> Any:
         if state is None:
@@ -1078,7 +1084,7 @@ def _new_seed_sequence(_: Unpickler, cls: Any, checksum: Any, state: Any) -> Any
 
 
 def _make_seed_sequence(unpickler: Unpickler, state: Any) -> Any:
-    """A SeedSequence of these numbers, whose pool is what numpy makes of them."""
+    """Creates a SeedSequence from its numbers; numpy computes the pool from them."""
     import numpy as np
 
     need(type(state) is tuple and len(state) in (5, 6), "a SeedSequence of another state")
@@ -1101,7 +1107,7 @@ def _make_seed_sequence(unpickler: Unpickler, state: Any) -> Any:
 
 # The table. ----------------------------------------------------------------------------------------------------------
 
-#: ``module -> name -> what makes its Kind out of the class``, and of functions what they do.
+#: The classes: module, name, and the function that creates the ``Kind`` of the class.
 _CLASSES: dict[str, dict[str, Callable[[Any], Kind]]] = {
     "builtins": {
         **dict.fromkeys(("bool", "float", "int", "str"), _value),
@@ -1178,6 +1184,7 @@ _CLASSES: dict[str, dict[str, Callable[[Any], Kind]]] = {
     "torch._dynamo.decorators": {"_DimRange": _record},
 }
 
+#: The functions: module, name, and the checked function that runs in place of the named one.
 _FUNCTIONS: dict[str, dict[str, Callable[..., Any]]] = {
     "_codecs": {"encode": _encode},
     "copyreg": {"__newobj__": _newobj, "__newobj_ex__": _newobj_ex},
@@ -1207,12 +1214,12 @@ _FUNCTIONS: dict[str, dict[str, Callable[..., Any]]] = {
     "tensorferry._rebuild": {"rebuild_dtensor": _rebuild_dtensor, "with_grad": _with_grad},
 }
 
-#: What ``_rebuild_from_type_v2`` may be told to call.
+#: The functions that a pickle may pass to ``_rebuild_from_type_v2``.
 _REBUILDING = frozenset(
     run for name, run in _FUNCTIONS["torch._utils"].items() if name not in ("_rebuild_parameter_with_state",)
 ) | {_rebuild_njt}
 
-#: Other names of the same, as older and newer versions of Python, numpy, torch and this package write them.
+#: Other names of rows, as older and newer versions of Python, numpy, torch and this package write them.
 _ALIASES: dict[tuple[str, str], tuple[str, str]] = {
     **_rebuild.FORMER,
     ("numpy.core.multiarray", "_reconstruct"): ("numpy._core.multiarray", "_reconstruct"),
@@ -1231,14 +1238,14 @@ _ALIASES: dict[tuple[str, str], tuple[str, str]] = {
     ("torch.distributed.device_mesh", "_MeshLayout"): ("torch.distributed._mesh_layout", "_MeshLayout"),
 }  # fmt: skip
 
-#: Values that are no classes, by name.
+#: Values that are neither classes nor functions, by name.
 _VALUES: dict[tuple[str, str], Any] = {
     ("builtins", "Ellipsis"): ...,
     ("builtins", "NotImplemented"): NotImplemented,
     **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype | torch.qscheme)},
 }
 
-#: Never imported because a peer names them: taken where this process has them already.
+#: Modules that are not imported for a pickle: their rows exist only if this process has imported them already.
 _NOT_FOR_A_PEER = ("torch._dynamo.decorators", "torch._dynamo")
 
 _found: dict[tuple[str, str], Any] = {}
@@ -1246,23 +1253,23 @@ _kinds: dict[int, Kind] = {}
 
 
 def names() -> list[tuple[str, str]]:
-    """Every module and name of the table."""
+    """Returns module and name of every row of the table, aliases included."""
     own = [(module, name) for table in (_CLASSES, _FUNCTIONS) for module, rows in table.items() for name in rows]
     return [*own, *_ALIASES, *_VALUES, *(("torch.return_types", name) for name in _structseqs())]
 
 
 def known(module: str, name: str) -> bool:
-    """Whether the table has this name."""
+    """Whether the table has a row with this name."""
     module, name = _ALIASES.get((module, name), (module, name))
     listed = name in _CLASSES.get(module, ()) or name in _FUNCTIONS.get(module, ())
     return listed or (module, name) in _VALUES or (module == "torch.return_types" and name in _structseqs())
 
 
 def find(module: str, name: str) -> Any:
-    """The object of this name, a :class:`Function` for a function.
+    """Returns the object of a row; for a function, a :class:`Function`.
 
     Raises:
-        LookupError: the table has no such name, or this process no such object
+        LookupError: the table has no such row, or the object does not exist in this process
     """
     key = _ALIASES.get((module, name), (module, name))
     if key in _found:
@@ -1287,19 +1294,19 @@ def _make(module: str, name: str) -> Any:
             found = getattr(found, part)
     except (ImportError, AttributeError) as e:
         raise LookupError(f"{module}.{name} is not there") from e
-    # Two names can be one class, and the table says the same of both.
+    # Two names can stand for one class; their rows are the same.
     _kinds.setdefault(id(found), kind(found))
     return found
 
 
 def kind_of(cls: Any) -> Kind | None:
-    """What a pickle may do with this class of the table; ``None`` if it is no class of the table."""
+    """Returns what a pickle may do with a class; ``None`` if the class is not in the table."""
     return _kinds.get(id(cls))
 
 
 @cache
 def _structseqs() -> dict[str, Any]:
-    """The tuples with names that torch's functions return."""
+    """Returns by name the tuple classes with named fields that torch's functions return."""
     with contextlib.suppress(ImportError):
         module = importlib.import_module("torch.return_types")
         return {
@@ -1311,6 +1318,6 @@ def _structseqs() -> dict[str, Any]:
     return {}
 
 
-# A leaf is one of these without its pickle having named them.
+# A pickle can have leaves of these classes, as references, without naming the classes.
 find("torch", "Tensor")
 find("torch.nn.parameter", "Parameter")

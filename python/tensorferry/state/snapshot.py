@@ -1,4 +1,4 @@
-"""A state as the entries of a container."""
+"""Takes a snapshot of a state: the entries of a container, and the memory behind them."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ from . import aliases, manifest, pickling, tree
 from .allowlist import Allowed
 from .build import StateBuilder
 
-#: Host memory up to this size is copied along with an accelerator's, so that the whole snapshot is private.
+#: If a state is on an accelerator and at most this many of its bytes are in host memory, these are copied as well, so
+#: that the whole snapshot is private.
 _SMALL_HOST_PART = 64 << 20
 
 SnapshotMode = Literal["borrow", "copy"]
 
-#: Memory of an entry: a whole storage where it is, or a part of one, possibly copied.
+#: The memory of an entry: a whole storage that is served from where it is, or a piece of one, possibly copied.
 Memory: TypeAlias = torch.UntypedStorage | Piece
 
 
 def snapshot_mode(snapshot: SnapshotMode) -> SnapshotMode:
-    """``snapshot`` itself.
+    """Returns ``snapshot`` after checking it.
 
     Raises:
-        InvalidArgument: it is no way to take one
+        InvalidArgument: it is neither ``"borrow"`` nor ``"copy"``
     """
     if snapshot not in ("borrow", "copy"):
         raise InvalidArgument(f'snapshot is "borrow" or "copy", not {snapshot!r}')
@@ -42,37 +43,43 @@ def snapshot_mode(snapshot: SnapshotMode) -> SnapshotMode:
 class StateSnapshot:
     """A state laid out for publishing: a row for each entry, and the memory behind it.
 
-    Accelerator memory is copied only when it is published, so that its first bytes can leave while later ones are on
-    their way to the host.
+    The constructor copies the host memory that has to be copied. Accelerator memory is copied by :meth:`publish`, so
+    that its first bytes can be sent while later ones are still being copied to the host.
+
+    Args:
+        state: any tree of tensors and picklable objects
+        stager: makes the copies
+        snapshot: whether host memory is served from where it is (``"borrow"``) or copied
 
     Attributes:
-        private: whether all memory is a copy that nobody else writes to
-        pickle_bytes: everything that is no plain tensor
-        globals: module and name of each class and function the pickle names, and the first leaf that needs it
+        rows: the entries of the container
+        memory: the memory of each entry
+        private: whether all memory is a copy to which nothing else writes
+        pickle_bytes: the pickle of everything that is not a plain tensor
+        globals: for each class and function that the pickle names, as ``(module, name)``, the first leaf that needs it
+
+    Raises:
+        UnsupportedLeaf: a leaf of the state cannot be sent
+        InvalidArgument: a graph is being captured on the current stream of a device that holds a part of the state
     """
 
     def __init__(self, state: Any, stager: Stager, snapshot: SnapshotMode) -> None:
-        """Takes ``state`` apart and copies what has to be copied of host memory.
-
-        Raises:
-            UnsupportedLeaf: something in it cannot be carried
-        """
         with _gc.gc_paused():
             flat = tree.flatten(state)
             self.pickle_bytes, storages, self.globals = _pickled(flat, stager.accelerator)
             device = stager.accelerator.device_indices(flat.plain, flat.accelerated)
             self._lay_out(flat, storages)
             copied = self._stage(stager, snapshot, device)
-        # If nothing had to be copied, the state itself stands in the memory that is served. But a private snapshot is
-        # of one moment, also where it has no bytes to copy: its objects are those of the pickle.
+        # If nothing was copied, rebuild() can return the state itself. Not so for a private snapshot without any bytes:
+        # it is the state of one moment, and its objects are those of the pickle.
         self._state = state if not self.private and all([m.buffer is None for m in copied]) else None
 
     def _lay_out(self, flat: tree.Flat, storages: list[pickling.Storage]) -> None:
         self.rows = flat.rows
         shared = aliases.Memory(flat).groups
-        # Storages and no tensors: a trainer may give a tensor other memory (`p.data = ...`) while this is served.
+        # Storages, not tensors: a trainer may give a tensor other memory (`p.data = ...`) while this is served.
         self.memory: list[Memory] = self.rows.owners
-        # Of the leaves alone: rows of pieces are added below.
+        # Read before the rows of pieces are added below: only leaves have flags.
         flags = self.rows.flags
         self._pieces: list[int] = []
         layout: manifest.Storages = []
@@ -113,25 +120,30 @@ class StateSnapshot:
         return list(pieces.values())
 
     def publish(self, server: Server, step: int, alternate: Callable[[str], list[Any] | None] | None) -> None:
-        """Hands everything to ``server``, to be served as ``step``, and copies what is on an accelerator.
+        """Publishes the snapshot on ``server`` as ``step``, and copies accelerator memory to the host.
 
-        When this returns, all of that is copied. Receivers get what is there meanwhile. If a copy fails, what was
-        published is withdrawn.
+        Receivers can fetch bytes as soon as they are copied; when this returns, all are. If a copy fails, the
+        publication is withdrawn.
+
+        Args:
+            server: serves the snapshot
+            step: the step number
+            alternate: as for :meth:`Container.publish`
 
         Raises:
-            Exception: whatever the device says when a copy fails
+            Exception: whatever the device raises when a copy fails
         """
         container = Container(self.rows, self.memory, self.private, self._control())
         filling = container.publish(server, step, alternate=alternate, filled=not self._on_device)
         if filling is not None:
             self._fill(server, filling)
         if self._state is not None:
-            # The server has its own, and nobody will ask again.
+            # The server has its own copies, and rebuild() returns the state itself.
             self.pickle_bytes = b""
             self._fields = self._tree = ""
 
     def manifest(self) -> bytes:
-        """The manifest as it travels, JSON, for as long as somebody can ask for it."""
+        """Returns the complete manifest as JSON; not valid after ``publish`` if nothing was copied."""
         return manifest.with_tree(self._fields, self._tree)
 
     def _fill(self, server: Server, filling: Readiness) -> None:
@@ -148,7 +160,10 @@ class StateSnapshot:
         return [*control, (reserved.PICKLE, _padded(self.pickle_bytes, b"\0"))] if self.pickle_bytes else control
 
     def rebuild(self) -> Any:
-        """The state again, over the published memory: on the host, and if private, as of when it was published."""
+        """Returns the state with all tensors on the host, over the published memory where possible.
+
+        If the snapshot is private, this is the state as of the snapshot.
+        """
         if self._state is not None:
             return self._state
         plain = [i for i, name in enumerate(self.rows.names) if not name.startswith(reserved.PREFIX)]
@@ -167,7 +182,7 @@ def _pickled(
     if not flat.objects:
         return b"", [], {}
     tensors = [value for value in flat.objects if isinstance(value, torch.Tensor)]
-    # Objects may read a device while they are pickled.
+    # Objects may read device memory while they are pickled.
     with accelerator.reading({*accelerator.in_use(), *accelerator.holding(tensors)}):
         return pickling.dump(flat)
 

@@ -1,7 +1,7 @@
-"""The tree of a state: containers in an encoding of our own, leaves numbered.
+"""The tree of a state: its containers as JSON, with numbers for the leaves.
 
-A pickled pytree spec of one torch version cannot be read by another, and a fleet is upgraded replica by replica. The
-grammar is described in docs/format.md and checked by ``rust/wire``.
+The encoding does not depend on torch: a pickled pytree spec of one torch version cannot be read by another, and a fleet
+is upgraded replica by replica. docs/format.md describes the grammar, and ``rust/wire`` checks received trees.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from .._native import _unflatten
 from ..memory.tensors import DTYPE_NAMES, is_plain, no_rows, storage_key
 from ..storage.reserved import is_reserved
 
-#: Containers nested deeper than this are carried as one pickled object; it keeps cycles finite, too.
+#: Containers nested deeper than this are sent as one pickled object. The limit also ends cycles.
 MAX_DEPTH = 80
 
 _SAFE_INT = 2**53
 
-#: About as many characters of a key are shown. Parts of one that a stock source sent may be there a million times, and
-#: Python does not write longer integers.
+#: About how many characters of a key messages show. A key from a stock source may repeat a part a million times, and
+#: Python does not convert longer integers to text.
 _LONGEST_KEY = 4000
 
 _CONTAINERS = (dict, list, tuple, collections.deque)
@@ -34,20 +34,22 @@ Node = Any
 
 
 class Flat:
-    """A state taken apart.
+    """A flattened state: its tree and its leaves. Made by :func:`flatten`.
+
+    Args:
+        native: let the native module read plain tensors; otherwise every tensor is read in Python
 
     Attributes:
         tree: the containers as JSON, with numbers for leaves: ``n >= 0`` is ``plain[n]``, ``n < 0`` ``objects[-n - 1]``
-        rows: a row for each tensor that needs no pickle, under its key path, made unique
+        rows: a row for each plain tensor (one that needs no pickle), with its key path, made unique, as its name
         plain: those tensors
-        accelerated: numbers of those that are not in host memory
-        objects: everything else, to be pickled together
-        object_paths: where each object stands, for messages
-        keys: for each object that is a key of a dict, a text that tells it from other keys
+        accelerated: the numbers of those of them that are not in host memory
+        objects: all other leaves, which are pickled together
+        object_paths: the key path of each object, for messages
+        keys: for each object that is a key of a dict, a text that distinguishes it from other keys
     """
 
     def __init__(self, native: bool = True) -> None:
-        """An empty state; ``flatten`` fills it. Without ``native`` every tensor is read in Python, as on old torch."""
         self.tree = ""
         self.rows = no_rows(native)
         self.plain: list[Tensor] = self.rows.memory
@@ -59,12 +61,12 @@ class Flat:
         self._looked_at = 0
 
     def leaf(self, number: int) -> Any:
-        """The leaf that the tree calls ``number``."""
+        """Returns the leaf with this number in the tree."""
         return self.plain[number] if number >= 0 else self.objects[-number - 1]
 
     def filler(self, storage: int) -> int | None:
-        """The number of the plain tensor that fills the storage with this identity, if there is one."""
-        # Most states never ask: what it costs to look at every storage is spent when somebody does.
+        """Returns the number of the plain tensor that fills the storage with this identity, or ``None``."""
+        # The storages are looked up on demand only: most states never need it.
         owners = self.rows.owners
         for number in range(self._looked_at, len(self.rows)):
             self._storages.setdefault(storage_key(owners[number]), number)
@@ -72,13 +74,13 @@ class Flat:
         return self._storages.get(storage)
 
     def number_of(self, tensor: Tensor) -> int | None:
-        """The number of ``tensor`` if it is one of the plain ones."""
+        """Returns the number of ``tensor`` if it is one of the plain tensors, else ``None``."""
         number = self.rows.number_of(tensor)
         return number if number is not None and number >= 0 else None
 
 
 def flatten(state: Any, native: bool = True) -> Flat:
-    """Takes ``state`` apart. Tensors are not copied. For ``native`` see :class:`Flat`."""
+    """Flattens ``state``; tensors are not copied. For ``native`` see :class:`Flat`."""
     flat = Flat(native)
     flat.tree = _Walk(flat).node(state, "", 0)
     if not flat.rows.names_are_regular():
@@ -87,17 +89,17 @@ def flatten(state: Any, native: bool = True) -> Flat:
 
 
 class _Walk:
-    """Goes through a state and writes its tree as text.
+    """Walks a state and writes its tree as text.
 
-    Piece by piece rather than by one json.dumps at the end, which would hold the interpreter, and with it the training
-    loop of a healthy peer, for as long as it takes. A class and not functions that refer to each other: those would
-    keep everything they have seen until the garbage collector comes by.
+    The text is built piece by piece: one json.dumps at the end would hold the GIL, and so stop the training loop of a
+    healthy peer, for its whole duration. This is a class because closures that refer to each other would keep
+    everything they have seen alive until the next garbage collection.
     """
 
     def __init__(self, flat: Flat) -> None:
         self._flat = flat
         self._rows = flat.rows
-        # Containers we are inside of: one that holds itself is carried as an object, which may have cycles.
+        # The containers around the current node. One that contains itself is sent as an object, which may have cycles.
         self._inside: set[int] = set()
 
     def node(self, value: Any, path: str, depth: int) -> str:
@@ -124,7 +126,10 @@ class _Walk:
         return -self._add_object(value, path) - 1
 
     def _other(self, value: Any, path: str) -> int:
-        """What `rows` does not read itself. It asks once for each object: the same object twice is one leaf."""
+        """Adds a leaf that `rows` does not read itself, and returns its number.
+
+        `rows` calls this once for each object: an object that stands in several places is one leaf.
+        """
         kind = type(value)
         if (kind is not Tensor and kind is not Parameter) or not is_plain(value):
             return self._add_object(value, path)
@@ -142,7 +147,7 @@ class _Walk:
         if kind is dict or kind is collections.OrderedDict:
             node = self._dict(value, kind is collections.OrderedDict, below, depth + 1)
             extra = getattr(value, "__dict__", None)
-            # `_metadata` of a module's state_dict is such an attribute.
+            # Attributes of the dict itself, such as `_metadata` of a module's state_dict.
             return f'["a",{self._reference(extra, f"{path}.__dict__")},{node}]' if extra else node
         if kind is list:
             return self._elements('"l"', value, below, depth)
@@ -184,7 +189,7 @@ class _Walk:
 
 
 def _show(key: Any, show: Callable[[Any], str]) -> str:
-    """A key as text, by ``str`` or ``repr``; only what it is if that is long, or fails."""
+    """Returns a key as text, by ``str`` or ``repr``; if that is too long or fails, a text with its type."""
     kind = type(key)
     if kind is str and show is str:
         return str(key)
@@ -202,17 +207,17 @@ def _show(key: Any, show: Callable[[Any], str]) -> str:
         return f"a {kind.__name__} that is too long to be shown"
     try:
         return show(key)
-    except Exception as e:  # Whatever the user's class says.
+    except Exception as e:  # The key's class may raise anything.
         return f"a {kind.__name__} that cannot be shown ({type(e).__name__})"
 
 
 def next_free(path: str, taken: Container[str]) -> str:
-    """The first of ``path~2``, ``path~3``, ... that is not taken."""
+    """Returns the first of ``path~2``, ``path~3``, ... that is not in ``taken``."""
     return next(name for n in itertools.count(2) if (name := f"{path}~{n}") not in taken)
 
 
 def is_namedtuple(kind: type) -> bool:
-    """Whether ``kind`` was made by ``collections.namedtuple`` or ``typing.NamedTuple``, and is no subclass of one."""
+    """Whether ``kind`` is a class from ``collections.namedtuple`` or ``typing.NamedTuple``, not a subclass of one."""
     return (
         issubclass(kind, tuple)
         and kind.__bases__ == (tuple,)
@@ -222,7 +227,7 @@ def is_namedtuple(kind: type) -> bool:
 
 
 def unique_names(paths: list[str]) -> list[str]:
-    """Key paths as names in a container: text without NUL, none twice, none that the format keeps for itself."""
+    """Returns the key paths as entry names of a container: valid text without NUL, unique, and not reserved."""
     joined = "".join(paths)
     if not _is_text(joined) or "\0" in joined:
         paths = [_as_text(p).replace("\0", "\\x00") for p in paths]
@@ -241,7 +246,7 @@ def unique_names(paths: list[str]) -> list[str]:
 
 
 def _is_text(value: str) -> bool:
-    """Whether ``value`` can be written as UTF-8: a lone surrogate cannot."""
+    """Whether ``value`` can be encoded as UTF-8: a lone surrogate cannot."""
     if value.isascii():
         return True
     try:
@@ -252,7 +257,7 @@ def _is_text(value: str) -> bool:
 
 
 def _as_text(value: str) -> str:
-    """``value`` with whatever UTF-8 cannot say written out."""
+    """Returns ``value`` with backslash escapes in place of characters that UTF-8 cannot encode."""
     return value.encode("utf-8", "backslashreplace").decode()
 
 
@@ -263,29 +268,29 @@ def unflatten(
     take: Callable[[Any], Any] | None = None,
     defaultdict: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """The state whose tree is this JSON text.
+    """Builds the state from its tree and its leaves.
 
-    ``rust/wire`` has checked it: numbers are in range and nesting is bounded.
+    ``rust/wire`` has checked the tree: numbers are in range and nesting is bounded.
 
     Args:
-        tree: the tree, as :class:`Flat` has it
-        leaves: what its numbers from 0 on stand for
-        objects: what the others stand for, and the classes, keys and attributes the tree refers to
-        take: called with each leaf, in the order of :func:`positions`; gives what stands in its place
-        defaultdict: makes an empty ``defaultdict`` of its factory, or refuses it; anything goes without
+        tree: the tree as JSON text, see :class:`Flat`
+        leaves: the leaves with the numbers 0, 1, ...
+        objects: the leaves with negative numbers, and the classes, keys and attributes to which the tree refers
+        take: called with each leaf, in the order of :func:`positions`; returns what is put in its place
+        defaultdict: creates an empty ``defaultdict`` from its factory, or raises; ``None`` accepts every factory
 
     Raises:
-        ProtocolError: the objects are none of which the tree's containers can be made
+        ProtocolError: the tree's containers cannot be built from these objects
     """
     return _unflatten(tree, leaves, objects, take, defaultdict)
 
 
 def positions(tree: str, keys: dict[str, str]) -> list[tuple[int, tuple[str, ...]]]:
-    """Every place in the tree where a leaf stands: its number, and a key path that no other place has.
+    """Lists every place of a leaf in the tree: the leaf's number, and a key path that no other place has.
 
     Args:
         tree: the tree as JSON text
-        keys: texts for keys that are objects, see :class:`Flat`
+        keys: the texts of keys that are objects, see :class:`Flat`
     """
     found: list[tuple[int, tuple[str, ...]]] = []
     _visit(json.loads(tree), (), keys, found)
@@ -293,7 +298,7 @@ def positions(tree: str, keys: dict[str, str]) -> list[tuple[int, tuple[str, ...
 
 
 def shown(path: tuple[str, ...]) -> str:
-    """One of the key paths of :func:`positions`, for messages."""
+    """Returns a key path of :func:`positions` as text for messages."""
     keys = (key[1:] if key[0] in "s#" else key.rpartition(" ")[2] for key in path)
     return ".".join(keys) or "the state itself"
 

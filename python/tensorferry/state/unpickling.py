@@ -1,8 +1,9 @@
-"""The one reader of pickles that come from somewhere else.
+"""The one reader of pickles that a peer or a file brings.
 
-It is a machine of its own, not the interpreter's: that one calls whatever a pickle puts before it, with any arguments,
-and lets it set the state of any object. This one asks the table of reviewed globals (``reviewed.py``) for each call,
-each new object and each state, and knows nothing else that could be done. docs/pickles.md says why.
+It executes pickle instructions itself instead of using Python's unpickler, which calls whatever a pickle names, with
+any arguments, and sets the state of any object. This reader consults the table of reviewed globals (``reviewed.py``)
+for each call, each new object and each state, and can do nothing else. It also bounds the time, the memory and the
+stack that a pickle can use. docs/pickles.md gives the reasons.
 """
 
 from __future__ import annotations
@@ -29,31 +30,32 @@ from .reviewed import Function, Pending, Refused, need
 if TYPE_CHECKING:
     from .allowlist import Allowed
 
-#: Tuples, frozensets and records in a key, one inside the other: Python hashes them by recursion.
+#: How deep tuples, frozensets and records may be nested in a key: Python hashes them recursively.
 _DEEPEST = 900
-#: How many keys of one hash, all different, a pickle may have. Texts do not count: their hashes cannot be foreseen.
+#: How many different keys with the same hash a pickle may have. Strings do not count: their hashes are random.
 _SAME_HASH = 64
-#: Parts of keys, and 64 elements of index tensors at a time, that are looked at for one pickle, beside one for each of
-#: its bytes.
+#: How many checks one pickle may cause, besides one for each of its bytes. A check is of one part of a key, or of 64
+#: elements of an index tensor.
 _LOOKS = 1_000_000
-#: How often the bytes of one storage may be copied into tensors of their own, by one pickle.
+#: How often one pickle may have the bytes of a storage copied into new tensors.
 _STORAGE_COPIES = 16
-#: Up to how many times as large as an index tensor its storage may be to be copied as a whole.
+#: The storage of an index tensor is copied as a whole if it is at most this many times larger than the tensor.
 _OWN_WHOLE = 4
-#: How much of a reference to something outside of the pickle there may be: torch prints it in its messages.
+#: How many parts a reference to something outside of the pickle may have, and how many characters each of them: torch
+#: prints references in its messages.
 _REFERENCE_PARTS, _REFERENCE_TEXT = 8, 4096
 
 _DICTS = (dict, OrderedDict, defaultdict, Counter)
 _PLAIN_KEYS = frozenset({str, bytes, bool, float, types.NoneType})
-#: How often as long as a pickle everything may be that is copied out of it. Protocol 2 has bytes as text, so that those
-#: of an array are copied twice.
+#: Everything that is copied out of a pickle may together be this many times as long as the pickle. Protocol 2 writes
+#: bytes as text, so that those of an array are copied twice.
 _COPIES = 4
-#: Up to here an integer is its own hash.
+#: An integer of a smaller absolute value is its own hash.
 _OWN_HASH = (1 << 61) - 1
 
-#: Python lets go of what these hold by recursion, without a limit.
+#: Python frees nested objects of these types recursively, without a limit.
 _RECURSIVE = (deque, defaultdict)
-#: How often one of these may lengthen a chain of them: a thread's stack has room for many times more.
+#: How often a pickle may lengthen a chain of nested ones: a thread's stack has room for many times more.
 _CHAINED = 5_000
 
 _END = "it ends in the middle"
@@ -62,21 +64,21 @@ _END = "it ends in the middle"
 class Unpickler:
     """Reads pickles of protocol 2 to 5, as Python and torch write them.
 
-    ``find_class`` and ``persistent_load`` are there for torch to replace, as on ``pickle.Unpickler``. Subclasses set
-    ``allowed`` (:func:`unpickler`).
+    torch replaces ``find_class`` and ``persistent_load``, as on ``pickle.Unpickler``. Subclasses set ``allowed``
+    (:func:`unpickler`).
     """
 
     allowed: Allowed
-    #: The path of the leaf that needs a global, by module and name joined with a dot, for messages.
+    #: Takes a global as ``"module.name"``; returns the path of a leaf that needs it, for messages.
     needs: Callable[[str], Any] = staticmethod(lambda _: None)
 
     def __init__(self, file: BinaryIO, **_: Any) -> None:
-        """Reads ``file`` to its end. Other arguments, which torch gives, are about pickles of Python 2."""
+        """Reads ``file`` to its end. Other arguments that torch passes concern pickles of Python 2 and are ignored."""
         self._data = data = file.read()
         self._copies = _COPIES * len(data)
         self._looks = _LOOKS + len(data)
         self._hashes: dict[int, list[Any]] = {}
-        # Deques and defaultdicts that hold one another, kept so that no other object gets their ids.
+        # Deques and defaultdicts that hold one another, by id; kept alive so that no other object gets their ids.
         self._holding: dict[int, Any] = {}
         self._held: dict[int, Any] = {}
         self._chained = 0
@@ -86,19 +88,19 @@ class Unpickler:
         self._made: dict[int, tuple[torch.UntypedStorage, int]] = {}
 
     def persistent_load(self, pid: Any) -> Any:  # noqa: ARG002
-        """The object that lies outside of the pickle."""
+        """Returns the object outside of the pickle to which ``pid`` refers; raises here, and is replaced by torch."""
         raise ProtocolError("the pickle refers to something outside of it")
 
     def find_class(self, module: str, name: str) -> Any:
-        """The object of a global; of a function what stands for it."""
+        """Returns the object of a global: a class itself, and a ``Function`` in place of a function of the table."""
         return self.allowed.find(module, name, self.needs(f"{module}.{name}"))
 
     def load(self) -> Any:
-        """The object that the pickle describes.
+        """Returns the object that the pickle describes.
 
         Raises:
-            UnsafePickle: it asks for something that is not allowed
-            ProtocolError: it is damaged
+            UnsafePickle: the pickle asks for something that is not allowed
+            ProtocolError: the pickle is damaged
         """
         try:
             value = self._run()
@@ -110,49 +112,59 @@ class Unpickler:
             raise ProtocolError(f"the pickle cannot be read: {_END}, or takes what it has not put down") from e
         except Exception as e:
             raise ProtocolError(f"the pickle cannot be read ({type(e).__name__}: {_text(e)})") from e
-        # The machine's stack and memo are gone: what is left is part of the result, wherever in it.
+        # Stack and memo are gone: a Pending that is still alive is part of the result.
         if any([pending() is not None for pending in self._pending]):
             raise ProtocolError("the pickle has objects without their state")
         return value
 
-    # What the table asks. --------------------------------------------------------------------------------------------
+    # What the functions of the table call. ---------------------------------------------------------------------------
 
     def is_users(self, value: Any) -> bool:
-        """Whether the user has allowed this very class or function."""
+        """Whether the user has allowed exactly this class or function."""
         return self.allowed.is_users(value)
 
     def copies(self, length: int) -> None:
-        """To be told before something is copied: all copies together are a few times the pickle's length at most.
+        """Counts a copy of ``length`` bytes or items; called before it is made.
 
-        Honest pickles keep this, since they describe each object once.
+        All copies together may be a few times as long as the pickle. Honest pickles keep this limit, since they
+        describe each object once.
+
+        Raises:
+            Refused: the limit is exceeded
         """
         self._copies -= length
         need(self._copies >= 0, "copies that are longer than itself")
 
     def looks(self, count: int) -> None:
-        """To be told before so many numbers are looked at."""
+        """Counts ``count`` checks of keys or indices; called before they are made.
+
+        Raises:
+            Refused: the limit is exceeded
+        """
         self._looks -= count + 1
         need(self._looks >= 0, "more keys and indices than anybody checks")
 
     def makes(self, tensor: torch.Tensor, itemsize: int) -> None:
-        """To be told before as many elements of ``itemsize`` bytes are made as ``tensor`` has.
+        """Counts a new tensor of elements of ``itemsize`` bytes, as many as ``tensor`` has; called before it is made.
 
-        Its elements must not share memory: a few bytes could say any number of them.
+        Raises:
+            Refused: elements of ``tensor`` share memory, so that a few bytes could describe any number of them; or its
+                storage was copied too often
         """
         memory = tensor.untyped_storage()
         need(tensor.numel() * tensor.itemsize <= memory.nbytes(), "a tensor of more elements than its storage has")
         key = memory._cdata
         _, before = self._made.get(key, (memory, 0))
         made = before + tensor.numel() * max(itemsize, tensor.itemsize)
-        # With the storage, so that no other one gets its number.
+        # The storage is kept as well, so that no other one gets its address.
         self._made[key] = (memory, made)
         need(made <= _STORAGE_COPIES * memory.nbytes(), "many copies of one storage")
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy that shares memory with other such copies only, so that what was checked remains true.
+        """Returns a private copy of a tensor of indices or shapes, so that no later write can invalidate their check.
 
-        It lies in its storage as ``tensor`` does, unless most of that is something else's, and is the same one each
-        time.
+        It has the layout of ``tensor`` in a copy of the whole storage, unless ``tensor`` is only a small part of that.
+        Such copies may share memory with each other. The same tensor always gets the same copy.
         """
         if id(tensor) in self._owned:
             return self._owned[id(tensor)][1]
@@ -170,7 +182,11 @@ class Unpickler:
         return copy
 
     def key(self, value: Any) -> None:
-        """Refuses what cannot be hashed in reasonable time."""
+        """Checks a key of a dict or an element of a set.
+
+        Raises:
+            Refused: it cannot be hashed in reasonable time, or too many keys have the same hash
+        """
         kind = type(value)
         if kind in _PLAIN_KEYS or (kind is int and -_OWN_HASH < value < _OWN_HASH):
             return
@@ -178,9 +194,9 @@ class Unpickler:
         self._of_one_hash(value)
 
     def maybe_key(self, value: Any) -> None:
-        """As :meth:`key`, of an object that need not be one: what cannot be hashed is none.
+        """Like :meth:`key`, for an object that may be used as a key later; unhashable objects pass.
 
-        Instances of the user's own classes are left to these: most are values, and can be of any size.
+        Instances of classes that the user has allowed are not checked: most are not keys, and can have any size.
         """
         kind = type(value)
         if kind in _PLAIN_KEYS or (kind is int and -_OWN_HASH < value < _OWN_HASH) or _is_its_own_key(value):
@@ -201,9 +217,9 @@ class Unpickler:
             same.append(value)
 
     def _hashable(self, value: Any) -> None:
-        """Refuses what would take for ever to hash, or more stack than there is: tuples in tuples, records in records.
+        """Refuses objects whose hash would take too long or too much stack: tuples in tuples, records in records.
 
-        A class's ``__hash__`` may hash any of an instance's attributes, and make tuples of lists.
+        A class's ``__hash__`` may hash any of an instance's attributes, and convert lists to tuples first.
         """
         todo: list[tuple[Any, int, Any]] = [(value, 0, None)]
         while todo:
@@ -221,10 +237,14 @@ class Unpickler:
             self.looks(len(parts))
             todo += [(part, depth + 1, around) for part in parts if not _is_its_own_key(part)]
 
-    # What may be done with an object. --------------------------------------------------------------------------------
+    # Calls, new objects and states. ----------------------------------------------------------------------------------
 
     def instance(self, cls: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """``cls.__new__(cls, *args, **named)``, if that is allowed."""
+        """Returns ``cls.__new__(cls, *args, **named)``, if that is allowed.
+
+        Raises:
+            UnsafePickle: it is not allowed
+        """
         kind = reviewed.kind_of(cls)
         if kind is not None and kind.new is not None and not named:
             return self._asked(kind.cls, kind.new, args)
@@ -241,7 +261,7 @@ class Unpickler:
             return self._asked(kind.cls, kind.call, args)
         if kind is not None or not self.is_users(function):
             raise self._refusal(function, "a call of")
-        # An enum's class makes a new class of more than a value.
+        # Called with more than one value, an enum class would create a new class.
         need(len(args) == 1 or not isinstance(function, enum.EnumMeta), "a member of an enum by more than its value")
         return function(*args)
 
@@ -284,7 +304,7 @@ class Unpickler:
             "own class or function, list it in safe_globals, and if you trust the source, pass trust_pickle=True"
         )
 
-    # The machine. ----------------------------------------------------------------------------------------------------
+    # The interpreter of pickle instructions. -------------------------------------------------------------------------
 
     def _run(self) -> Any:
         made: Any
@@ -297,7 +317,7 @@ class Unpickler:
         while True:
             op = data[at]
             at += 1
-            # The most frequent first; a table of methods would cost a call for each number of a state.
+            # The most frequent instructions first; a table of methods would cost a call for each number of a state.
             if op == 0x94:  # MEMOIZE
                 memo[len(memo)] = stack[-1]
             elif op == 0x4B:  # BININT1
@@ -430,7 +450,7 @@ class Unpickler:
             elif op == 0x80:  # PROTO
                 need(2 <= data[at] <= pickle.HIGHEST_PROTOCOL, "another protocol than 2 to 5")
                 at += 1
-            elif op == 0x95:  # FRAME: a hint for whoever reads from a file
+            elif op == 0x95:  # FRAME: a hint for readers of files
                 at += 8
             elif op == 0x30:  # POP
                 if stack:
@@ -445,7 +465,10 @@ class Unpickler:
                 raise Refused(f"the instruction {op:#04x}, which Python no longer writes")
 
     def _outside(self, pid: Any) -> Any:
-        """What ``pid`` refers to: whoever looks for it may print it, and so it is short and has nothing inside."""
+        """Returns the object to which ``pid`` refers.
+
+        ``persistent_load`` may print ``pid``, so it has to be short and without nested parts.
+        """
         short = type(pid) is tuple and len(pid) <= _REFERENCE_PARTS
         if not (short and all([_is_name(part) for part in pid])):
             raise ProtocolError("the pickle has a reference that is no short tuple of names and numbers")
@@ -456,7 +479,7 @@ class Unpickler:
             memo[pending.place] = made
 
     def _place(self, at: int, memo: dict[int, Any]) -> int:
-        """The number under which the next instruction memoizes what was just made; -1 if it does not."""
+        """Returns the number under which the instruction at ``at`` memoizes the object just made; -1 if it does not."""
         match self._data[at]:
             case 0x94:
                 return len(memo)
@@ -471,7 +494,11 @@ class Unpickler:
         return self.find_class(module, name)
 
     def nests(self, value: Any, items: Iterable[Any]) -> None:
-        """To be told before a deque or defaultdict takes ``items``: refuses chains of them that are too long."""
+        """Checks the new ``items`` of the deque or defaultdict ``value``.
+
+        Raises:
+            Refused: the pickle has too long chains of deques and defaultdicts in each other
+        """
         for item in items:
             if type(item) in _RECURSIVE:
                 self._chained += id(value) in self._held or id(item) in self._holding
@@ -521,19 +548,19 @@ class Unpickler:
 
 
 class _Trusting(pickle.Unpickler):
-    """Python's own, where the user trusts the source."""
+    """Python's unpickler, for ``trust_pickle=True``."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """The object of a global, of this package by the name it has now."""
+        """Returns the object of a global; maps names of earlier versions of this package to the current ones."""
         return super().find_class(*FORMER.get((module, name), (module, name)))
 
 
 def unpickler(allowed: Allowed, needs: Callable[[str], Any] | None = None) -> type[Any]:
-    """The class that reads what ``allowed`` allows: this one, or Python's if everything is.
+    """Returns the unpickler class for ``allowed``: a subclass of :class:`Unpickler`, or Python's with ``trust_pickle``.
 
     Args:
-        allowed: which globals a pickle may name
-        needs: gives the path of the leaf that needs a global, for messages
+        allowed: the globals that a pickle may name
+        needs: takes a global as ``"module.name"``, and returns the path of a leaf that needs it, for messages
     """
     if allowed.trusts:
         return _Trusting
@@ -542,12 +569,12 @@ def unpickler(allowed: Allowed, needs: Callable[[str], Any] | None = None) -> ty
 
 
 def pickle_module(allowed: Allowed, needs: Callable[[str], Any] | None = None) -> Any:
-    """The same as ``torch.load`` takes it: a module."""
+    """Returns that class as the ``pickle_module`` that ``torch.load`` takes."""
     return types.SimpleNamespace(Unpickler=unpickler(allowed, needs), __name__=__name__)
 
 
 def _is_its_own_key(value: Any) -> bool:
-    """Whether hashing this is no work: plain values, what is the same only as itself, and what has no hash."""
+    """Whether a value needs no check as a key: it is plain, equal only to itself, or unhashable."""
     kind = type(value)
     if kind in _PLAIN_KEYS or (kind is int and -_OWN_HASH < value < _OWN_HASH):
         return True
@@ -569,7 +596,7 @@ def _attributes(instance: Any) -> list[Any]:
     for slot in _slots(cls):
         try:
             found.append(slot.__get__(instance))
-        except AttributeError:  # Not set.
+        except AttributeError:  # The attribute is not set.
             continue
     return found
 
@@ -594,6 +621,6 @@ def _name(value: Any) -> str:
 
 
 def _text(error: BaseException) -> str:
-    """What an error says, unless saying it is part of the attack."""
+    """Returns an error's message if that is a plain string: converting anything else to text could be an attack."""
     args = error.args
     return str(args[0])[:300] if args and type(args[0]) is str else ""

@@ -1,1 +1,1 @@
-"""Containers where they are kept. Nothing here imports torch."""
+"""Containers, the names of their entries, slices of them, and folders of them. No module here imports torch."""

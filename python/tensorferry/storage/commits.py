@@ -1,13 +1,15 @@
-"""Which files of a folder its index names, and which of the others nobody needs any more.
+"""The files of a checkpoint folder: which of them its index names, and which of the others can be removed.
 
 A folder may have several writers: saves of one job that overlap, two jobs that were given the same path, a coordinator
-that was thought dead. Three rules keep what they leave whole, without a lock that all of them would have to know:
+that was thought dead. Three rules keep every committed checkpoint whole, without a lock that all writers would have to
+share:
 
-- Every file a save writes has a name that nobody else chooses.
-- A save removes files that the index named which it has replaced. No save that is still at work has files among them.
+- Every file that a save writes has a unique name.
+- A save removes the files that the index it replaced had named. None of them belongs to a save that still runs.
 - Other files are removed only if their writer is dead. Writers keep their files locked (``flock``) until their save is
-  over. A lock that is free says so where it was taken on this machine, which is why names tell the machine; of files
-  from other machines, which may share no locks with this one, only those that nobody has touched for a day are removed.
+  over. If the writer ran on this machine, a free lock proves that it is dead; file names therefore contain the
+  machine's id. Other machines may not share locks with this one: their files are removed only after a day without a
+  write.
 """
 
 from __future__ import annotations
@@ -40,40 +42,40 @@ _OURS = re.compile(
     r"|index(-rank\d{5,})?\.safetensors(\.(?P<partial>[0-9a-f]{20}))?)(\.partial)?"
 )
 _RANDOM_DIGITS = 12
-#: A file that was written to so lately may belong to a writer that is about to lock it.
+#: Seconds since the last write within which a writer may still be about to lock its file.
 _GRACE_S = 60.0
-#: After so long without a write, the writer of a file is dead, wherever it ran.
+#: Seconds without a write after which the writer of a file counts as dead, wherever it ran.
 _ABANDONED_S = 24 * 3600.0
-#: Files that are locked at a time.
+#: How many files are locked at a time.
 _BATCH = 64
 
 
 @dataclass(frozen=True)
 class Commit:
-    """What an index says of its files.
+    """What an index records about its files.
 
     Attributes:
-        files: names of the files, and the checksum of the header of each; ``None`` where the index is of a version that
-            did not note it
-        began: when the save began, in nanoseconds since the epoch by the clock of who coordinated it
+        files: the name of each file, mapped to the checksum of its header; ``None`` if the index was written by a
+            version that did not record checksums
+        began: when the save began, in nanoseconds since the epoch, by the coordinator's clock
     """
 
     files: dict[str, int | None]
     began: int = 0
 
     def encode(self) -> bytes:
-        """As it stands in the index."""
+        """Returns the bytes of the index's entry ``INDEX_FILES``."""
         files = {name: f"{header or 0:016x}" for name, header in self.files.items()}
         return json.dumps({"began": self.began, "files": files}, separators=(",", ":")).encode()
 
 
 def read(path: Path) -> tuple[bytes, Commit]:
-    """The index in the file ``path``, still encoded, and what it says of its files. The file is opened once.
+    """Reads the index file ``path``; returns the index, still encoded, and its commit. The file is opened once.
 
     Raises:
-        ProtocolError: it is no index
-        CorruptCheckpoint: it does not match its checksums
-        SystemRefused: it cannot be read
+        ProtocolError: the file is not an index
+        CorruptCheckpoint: the file does not match its checksums
+        SystemRefused: the file cannot be read
     """
     text, files = _file_entries(path, [INDEX, INDEX_FILES])
     if text is None:
@@ -95,14 +97,14 @@ def _decode(path: Path, text: bytes, files: bytes | None) -> Commit:
 
 
 def files_of(path: Path) -> Commit:
-    """What the index ``path`` says of its files.
+    """Returns the commit of the index ``path``.
 
-    Only files of ranks are in it, whatever the index says: what it names may be removed.
+    It holds only files with the names of rank files, whatever the index says, since its files may be removed.
 
     Raises:
-        TensorferryError: it cannot be read
+        TensorferryError: the index cannot be read
     """
-    # Of an index of many tensors, this is the small part.
+    # In an index of many tensors, this entry is the small one.
     (files,) = _file_entries(path, [INDEX_FILES])
     found = read(path)[1] if files is None else _decode(path, b"", files)
     ranks = (name for name in found.files if (match := _OURS.fullmatch(name)) and match["rank"])
@@ -110,7 +112,7 @@ def files_of(path: Path) -> Commit:
 
 
 def committed(path: Path) -> Commit | None:
-    """As :func:`files_of`, ``None`` if there is no index. One that is broken names no files."""
+    """Like :func:`files_of`, but returns ``None`` if there is no index, and no files if it cannot be read."""
     if not path.is_file():
         return None
     try:
@@ -122,7 +124,7 @@ def committed(path: Path) -> Commit | None:
 
 @functools.cache
 def _machine() -> str:
-    """The running kernel, which is who knows of locks: 8 hexadecimal digits."""
+    """Returns 8 hexadecimal digits that identify the running kernel, which is what holds the locks."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
     except OSError:
@@ -131,18 +133,24 @@ def _machine() -> str:
 
 
 def new_id() -> str:
-    """What sets the names of one writer's files apart: 20 hexadecimal digits, which begin with the machine's."""
+    """Returns a new unique id for the file names of one save: the machine's 8 hexadecimal digits and 12 random ones."""
     return _machine() + secrets.token_hex(_RANDOM_DIGITS // 2)
 
 
 def is_ours(name: str) -> bool:
-    """Whether a file of this name was written by a save of this package, or is the beginning of one that was."""
+    """Whether a file of this name was written by a save of this package, completely or in part."""
     return _OURS.fullmatch(name) is not None
 
 
 @contextlib.contextmanager
 def holding(folder: Path, names: Iterable[str]) -> Iterator[None]:
-    """Keeps files of this machine from being removed as somebody's leftovers, whose writer may be dead already.
+    """While the block runs, keeps other saves from removing these files, even if their writer is dead already.
+
+    It locks those of the files that were written on this machine.
+
+    Args:
+        folder: the folder of the files
+        names: their names
 
     Raises:
         IncompleteCheckpoint: one of the files is gone
@@ -162,26 +170,26 @@ def holding(folder: Path, names: Iterable[str]) -> Iterator[None]:
 
 
 def remove(folder: Path, names: Iterable[str]) -> None:
-    """Removes files that nobody needs; what cannot be removed is logged."""
+    """Removes files that are no longer needed; logs those that cannot be removed."""
     for name in names:
         try:
             (folder / name).unlink(missing_ok=True)
         except OSError as e:
-            # The checkpoint is there all the same.
+            # Only a warning: the new checkpoint is complete all the same.
             logger.warning("cannot remove %s, which is of no use any more: %s", folder / name, e)
 
 
 def remove_leftovers(
     folder: Path, now: float, rank: int | None, kept: set[str], needed: Callable[[], set[str]]
 ) -> None:
-    """Removes what saves have left whose writers are dead.
+    """Removes the files that killed saves have left.
 
     Args:
-        folder: where
-        now: the time by the clock of the file system
-        rank: only what this rank has written, where ranks save without each other
-        kept: files that are of use
-        needed: gives the files that are of use by now, though nobody writes to them
+        folder: the checkpoint folder
+        now: the current time in seconds, by the clock of the file system
+        rank: removes files of this rank only, where ranks save without a coordinator; ``None`` removes those of all
+        kept: names of files that are not removed
+        needed: returns the names of the files that the current index names; called with the candidates locked
     """
     try:
         entries = sorted(os.listdir(folder))
@@ -195,7 +203,7 @@ def remove_leftovers(
             if not dead:
                 continue
             try:
-                # Only with the locks: who has let go of them may have written its index just before.
+                # Read only after locking: a writer that has released its locks may have written its index just before.
                 spared = needed()
             except TensorferryError as e:
                 logger.warning("what killed saves have left in %s stays there: %s", folder, e)
@@ -211,7 +219,7 @@ def _may_be_left(name: str, rank: int | None) -> bool:
 
 
 def _is_dead(path: Path, now: float, stack: contextlib.ExitStack) -> bool:
-    """Whether nobody writes to the file any more; it is locked then, until the end of ``stack``."""
+    """Whether the file's writer is dead. The file stays locked until ``stack`` is closed."""
     found = _OURS.fullmatch(path.name)
     assert found is not None
     try:
@@ -219,7 +227,7 @@ def _is_dead(path: Path, now: float, stack: contextlib.ExitStack) -> bool:
         age = now - about.st_mtime
         if not stat.S_ISREG(about.st_mode) or age < _GRACE_S:
             return False
-        # For writing: NFS gives a lock like this to nobody else.
+        # Opened for writing, because NFS grants an exclusive lock only then.
         file = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW)
     except OSError:
         return False

@@ -1,4 +1,4 @@
-"""A container whose entries lie in memory, and where it can go: to a server, or into a file."""
+"""A container whose entries lie in memory, and its two destinations: a server or a file."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any
 
 from .._native import Readiness, Rows, Server, Written, _write_file
 
-#: Version of the format, of containers and of manifests.
+#: Version of the format of containers and manifests.
 VERSION = 1
-#: What every container says of itself in ``__metadata__``.
+#: Keys and values in the ``__metadata__`` of every container.
 _METADATA = (("format", "pt"), ("tensorferry.version", str(VERSION)))
 
 
 @dataclass(frozen=True)
 class Container:
-    """Entries, and the memory behind them.
+    """The entries of a container, and the memory behind them.
 
     Attributes:
-        rows: the entries that lie in memory
+        rows: the entries whose bytes lie in memory
         owner: keeps that memory alive
-        private: whether nobody else writes to it
-        control: name and bytes of the entries that come first
-        about: further keys and values of ``__metadata__``
+        private: whether nothing else writes to that memory
+        control: name and bytes of each control entry; they come before ``rows``
+        about: further keys and values for ``__metadata__``
     """
 
     rows: Rows
@@ -35,7 +35,7 @@ class Container:
 
     @property
     def metadata(self) -> list[tuple[str, str]]:
-        """Keys and values of ``__metadata__``."""
+        """All keys and values of the container's ``__metadata__``."""
         return [*_METADATA, *self.about]
 
     def publish(
@@ -46,16 +46,17 @@ class Container:
         alternate: Callable[[str], list[Any] | str | None] | None = None,
         filled: bool = True,
     ) -> Readiness | None:
-        """Hands it to ``server``, to be served as ``step`` in place of what is served now.
+        """Publishes the container on ``server`` as ``step``, in place of what is served now.
 
         Args:
-            server: serves it until something else is published or it is withdrawn
-            step: its number
-            alternate: what the server answers to requests for other names below the step's; ``None`` if nothing
+            server: serves the container until it is withdrawn or another one is published
+            step: the step number
+            alternate: called with the name in requests for other resources of the step; returns the parts of the
+                answer, or a URL to redirect to, or ``None`` if there is no such resource
             filled: whether all bytes are in memory already
 
         Returns:
-            What tells the server how many bytes are there, if not all are.
+            If ``filled`` is false, the handle with which the caller reports how many bytes are ready; else ``None``.
         """
         return server.publish(
             step,
@@ -71,16 +72,19 @@ class Container:
     def write(
         self, path: PathLike[str], *, partial: PathLike[str], threads: int | None = None, cached: bool = False
     ) -> Written:
-        """Writes it into the file ``path``, which is there when all of it is on the disk.
+        """Writes the container to the file ``path``, which appears only when all of it is on the disk.
 
         Args:
-            path: takes the place of a file of that name
-            partial: the name of the file while it is written
-            threads: threads to write with; ``None`` chooses by the number of cores
-            cached: write large files, too, through the page cache
+            path: the file; an existing one is replaced
+            partial: the name of the file while it is being written
+            threads: threads that write; ``None`` chooses by the number of cores
+            cached: write large files through the page cache, too
+
+        Returns:
+            How much was written; while this object lives, the file stays locked.
 
         Raises:
-            SystemRefused: the system refuses, a full disk for one
+            SystemRefused: the system refuses, for example because the disk is full
         """
         return _write_file(
             path,

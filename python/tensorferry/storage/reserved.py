@@ -1,36 +1,36 @@
-"""Names of a container's entries that the format keeps for itself; docs/format.md has what they hold."""
+"""The names of container entries that the format reserves; docs/format.md describes what they hold."""
 
 from __future__ import annotations
 
 PREFIX = "__tensorferry__/"
-#: A state's tree and the layout of its memory, as JSON.
+#: The tree of a state and the layout of its memory, as JSON.
 MANIFEST = f"{PREFIX}manifest"
-#: What of a state is no plain tensor.
+#: The pickle of everything in a state that is not a plain tensor.
 PICKLE = f"{PREFIX}pickle"
 #: The index of a distributed checkpoint.
 INDEX = f"{PREFIX}dcp"
-#: Which files an index is about. Indexes of older versions do not have it.
+#: The files that an index refers to. Indexes of older versions do not have this entry.
 INDEX_FILES = f"{PREFIX}files"
 
-#: safetensors keeps this key for the container's own metadata.
+#: safetensors reserves this key for the container's own metadata.
 _METADATA = "__metadata__"
 
 
 def piece(storage: int, number: int) -> str:
-    """The entry of a piece of a storage that no plain tensor fills."""
+    """Returns the entry name of a piece of a storage that no plain tensor fills."""
     return f"{PREFIX}storage/{storage}/{number}"
 
 
 def pickled_object(number: int) -> str:
-    """The entry of an object in a distributed checkpoint."""
+    """Returns the entry name of an object in a distributed checkpoint."""
     return f"{PREFIX}objects/{number}"
 
 
 def pickled_tensor(number: int) -> str:
-    """The entry of a tensor in a distributed checkpoint that is more than its elements."""
+    """Returns the entry name of a tensor in a distributed checkpoint that had to be pickled."""
     return f"{PREFIX}tensors/{number}"
 
 
 def is_reserved(name: str) -> bool:
-    """Whether no tensor of a user's may be called ``name``."""
+    """Whether a user's tensor may not be called ``name``."""
     return not name or name == _METADATA or name.startswith(PREFIX)

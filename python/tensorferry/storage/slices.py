@@ -1,15 +1,17 @@
-"""Slices of entries as runs of bytes."""
+"""Slices of container entries, expressed as runs of bytes."""
 
 from __future__ import annotations
 
 from typing import TypeAlias
 
-#: ``(entry, dtype, nbytes, start, run, address, repeats)``, as the native module wants it.
+#: ``(entry, dtype, nbytes, start, run, address, repeats)``, as the native module takes it: of the ``entry`` with this
+#: dtype and length, runs of ``run`` bytes, the first one from byte ``start`` to memory ``address``; ``repeats`` is as
+#: :func:`runs` returns it.
 SliceTuple: TypeAlias = tuple[str, str, int, int, int, int, list[tuple[int, int, int]]]
 
 
 def contiguous_strides(shape: list[int], size: int) -> list[int]:
-    """The strides, in bytes, of elements that lie one after the other."""
+    """Returns the strides, in bytes, of a contiguous tensor of this shape with elements of ``size`` bytes."""
     strides = []
     for dim in reversed(shape):
         strides.append(size)
@@ -18,7 +20,18 @@ def contiguous_strides(shape: list[int], size: int) -> list[int]:
 
 
 def runs(lengths: list[int], strides: list[int], to: list[int], size: int) -> tuple[int, list[tuple[int, int, int]]]:
-    """A box of elements as runs of bytes: the length of one, and ``(count, from, to)`` where it repeats."""
+    """Expresses the copy of a box of elements as runs of contiguous bytes.
+
+    Args:
+        lengths: elements of the box in each dimension
+        strides: bytes from one element to the next in each dimension, in the entry
+        to: the same in the destination
+        size: bytes of one element
+
+    Returns:
+        The length of a run in bytes, and ``(count, from, to)`` for each level of repetition, the innermost last: how
+        often it repeats, and the bytes from one repetition to the next in the entry and in the destination.
+    """
     dims = [(n, a, b) for n, a, b in zip(lengths, strides, to, strict=True) if n > 1]
     run = size
     while dims and dims[-1][1] == run and dims[-1][2] == run:

@@ -1,1 +1,1 @@
-"""The door for torchft: ``HTTPTransport``, and torchft 0.2.0's own bytes for peers that still speak them."""
+"""For torchft: ``HTTPTransport``, and torchft 0.2.0's own format for peers that still run torchft's transport."""

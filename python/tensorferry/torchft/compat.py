@@ -1,8 +1,8 @@
-"""torchft 0.2.0's own format, so that a fleet can be upgraded replica by replica.
+"""Sends and receives torchft 0.2.0's own format, so that a fleet can be upgraded replica by replica.
 
-A body is a pickled list of entries and then the records in order, each storage as its raw bytes: what
-``torch.distributed._serialization`` writes and reads. Sending, the storages are served straight from memory; receiving,
-the pickle goes through the same allow-list as ours.
+A body is what ``torch.distributed._serialization`` writes and reads: a pickled list of entries, then the records in
+order, where a storage is its raw bytes. A sender serves the storages directly from memory. A receiver unpickles with
+the same allow-list as for tensorferry's own format.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from ..state.unpickling import pickle_module, unpickler
 
 _PROTOCOL = 2
 _READ = 1 << 20
-#: The longest name of a class or function in a pickle.
+#: Bytes of the longest name of a class or function in a pickle.
 _LINE = 1 << 16
 _MOST = 2**63 - 1
 
 
 class _Parts(list[Any]):
-    """The parts of a body, and what keeps their memory alive."""
+    """The parts of a body; ``keep`` keeps their memory alive."""
 
     keep: Any = None
 
 
 class _Recorder:
-    """Takes what ``torch.serialization`` writes, without writing it."""
+    """Stands in for the file that ``torch.serialization`` writes, and collects the records instead."""
 
     def __init__(self) -> None:
         self.records: list[tuple[str, Any, int]] = []
@@ -58,7 +58,7 @@ class _Recorder:
 
 
 def body(value: Any) -> list[Any]:
-    """``value`` in torchft's format: bytes, and ``(address, nbytes)`` of each storage."""
+    """Returns the parts of ``value`` in torchft's format: bytes, and ``(address, nbytes)`` for each storage."""
     recorder = _Recorder()
     torch.serialization._save(value, recorder, pickle, _PROTOCOL, False)
     storage = torch.UntypedStorage
@@ -74,11 +74,14 @@ def body(value: Any) -> list[Any]:
 
 
 def bodies(state: Callable[[], Any], num_chunks: int) -> Callable[[str], list[Any] | None]:
-    """What a stock receiver may ask for: ``full``, ``metadata`` or the number of a chunk; ``None`` for anything else.
+    """Returns a function that renders the resources which a stock receiver may request.
+
+    The function takes ``full``, ``metadata`` or the number of a chunk, and returns the parts of that body; for any
+    other name it returns ``None``.
 
     Args:
-        state: the state with all tensors on the host
-        num_chunks: into how many chunks its leaves are dealt
+        state: returns the state with all tensors on the host
+        num_chunks: the number of chunks over which the leaves are distributed
     """
 
     def render(name: str) -> list[Any] | None:
@@ -97,17 +100,17 @@ def bodies(state: Callable[[], Any], num_chunks: int) -> Callable[[str], list[An
 
 
 class _Deadline:
-    """When a receive has to be over, and what it waits for meanwhile."""
+    """The deadline of a receive; ``waits_for`` says for the error message what the receive is waiting for."""
 
     def __init__(self, seconds: float) -> None:
         self._end = time.monotonic() + seconds
         self.waits_for = ""
 
     def left(self) -> float:
-        """The seconds that are left.
+        """Returns the seconds that are left.
 
         Raises:
-            TimeoutError: there are none
+            TimeoutError: the deadline has passed
         """
         left = self._end - time.monotonic()
         if left <= 0:
@@ -116,7 +119,7 @@ class _Deadline:
 
 
 class _Socket(socket.socket):
-    """Keeps every call within one deadline: a source that drips bytes does not get more time with each of them."""
+    """A socket whose calls share one deadline: a source that sends byte by byte does not gain time with each byte."""
 
     deadline: _Deadline
 
@@ -129,13 +132,14 @@ class _Socket(socket.socket):
         super().sendall(*args)
 
 
-#: Those of receives under way. A forked child that kept one would keep it open when its receiver is gone.
+#: The sockets of receives under way. They are closed in a forked child, which would otherwise keep the connection open
+#: after the receiver has ended.
 _sockets: weakref.WeakSet[_Socket] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
     for inherited in list(_sockets):
-        # Closing alone would wait for those who read from it, whose threads are not here.
+        # socket.close() takes effect only once the files over the socket are closed, by threads that do not exist here.
         if (descriptor := inherited.detach()) >= 0:
             os.close(descriptor)
 
@@ -144,7 +148,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 class _Connection(http.client.HTTPConnection):
-    """A connection whose every step has one deadline, the lookup of the host's name included."""
+    """An HTTP connection with one deadline for all its steps, including the lookup of the host's name."""
 
     def __init__(self, host: str, port: int, deadline: _Deadline) -> None:
         super().__init__(host, port)
@@ -176,7 +180,7 @@ class _Connection(http.client.HTTPConnection):
 
 
 class _Reader(io.RawIOBase):
-    """The body of an answer."""
+    """The body of an HTTP response as a raw stream."""
 
     def __init__(self, response: http.client.HTTPResponse) -> None:
         self._response = response
@@ -185,16 +189,16 @@ class _Reader(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        # One receive at a time.
+        # read1 makes at most one receive call.
         data = self._response.read1(min(len(buffer), _READ))
         buffer[: len(data)] = data
         return len(data)
 
 
 class _Exact(io.BufferedReader):
-    """Reads exactly what is asked for: the format has no other way to say that it was cut short.
+    """Reads exactly the requested number of bytes, or raises: the format itself has no sign that a body was cut short.
 
-    How much that is, the source says: never more than the machine has, and no line longer than a name can be.
+    The source announces the sizes. They may not exceed this machine's memory, nor a line the length of a name.
     """
 
     _announced = 0
@@ -215,9 +219,9 @@ class _Exact(io.BufferedReader):
         return data
 
     def storage(self, size: int) -> torch.UntypedStorage:
-        """The next ``size`` bytes in memory of their own, which whoever receives them may write to.
+        """Reads the next ``size`` bytes into a new storage that the user may write to.
 
-        Bytes objects are no such memory: Python shares those of one byte among all who have them.
+        A storage over a ``bytes`` object would not do: Python shares ``bytes`` objects of length 1 process-wide.
         """
         self._announce(size)
         storage = scratch(size).untyped_storage()
@@ -227,7 +231,7 @@ class _Exact(io.BufferedReader):
         return storage
 
     def _announce(self, size: int) -> None:
-        # The next one may be as long again: all of them together are the state.
+        # The sum counts: the records together make up the state, and each one may be as long as the last.
         self._announced += size
         _check_machine_has(min(self._announced, _MOST), "what the source announced")
 
@@ -237,10 +241,10 @@ class _Exact(io.BufferedReader):
 
 
 def _records(stream: _Exact) -> list[tuple[str, bool, int]]:
-    """The list that a body begins with: what each record is called, whether it is a storage, and how long it is.
+    """Reads the list at the head of a body: each record's name, whether it is a storage, and its length in bytes.
 
-    What a peer sent is looked at before anything is done with it, be it only to show it: a list may be a tensor of a
-    billion elements, and a number a tuple whose text never ends.
+    Types are checked before a value is used at all, even in a message: instead of the list, a hostile source may send a
+    tensor of a billion elements, and instead of a number a tuple whose text is endless.
     """
     entries = unpickler(Allowed([_serialization._Entry]))(io.BytesIO(_pickled(stream))).load()
     if type(entries) is not list:
@@ -255,18 +259,18 @@ def _records(stream: _Exact) -> list[tuple[str, bool, int]]:
     return records
 
 
-#: Instruction to the bytes that follow it, or to how many bytes say how many.
+#: For each pickle instruction, the length of its argument in bytes, or one of pickletools' negative constants.
 _ARGUMENTS: dict[int, int] = {
     op.code.encode("latin-1")[0]: 0 if op.arg is None else op.arg.n for op in pickletools.opcodes
 }
-#: Where pickletools says "as many as this many bytes say".
+#: For pickletools' constants of counted arguments, the width of the count in bytes.
 _COUNTED = {pickletools.TAKEN_FROM_ARGUMENT1: 1, pickletools.TAKEN_FROM_ARGUMENT4: 4,
             pickletools.TAKEN_FROM_ARGUMENT4U: 4, pickletools.TAKEN_FROM_ARGUMENT8U: 8}  # fmt: skip
 _MOST_RECORDS = 1 << 28
 
 
 def _pickled(stream: _Exact) -> bytes:
-    """The pickle at the head of a body, which has no length: all up to where it stops, and no byte more."""
+    """Reads the pickle at the head of a body up to its STOP instruction; its length is not announced."""
     found = bytearray()
     while True:
         op = stream.read(1)
@@ -290,7 +294,8 @@ def _pickled(stream: _Exact) -> bytes:
 
 def _load(stream: _Exact, allowed: Allowed) -> Any:
     file = _serialization._PseudoZipFile()
-    # Its read_from lays tensors over bytes objects, and torch 2.8's fails on storages without bytes (pytorch#180481).
+    # Not by its read_from: that builds tensors over bytes objects, and in torch 2.8 it fails on storages of 0 bytes
+    # (pytorch#180481).
     for key, is_storage, length in _records(stream):
         file.records[key] = (stream.storage(length) if is_storage else stream.read(length), length)
     module = pickle_module(allowed)
@@ -300,7 +305,10 @@ def _load(stream: _Exact, allowed: Allowed) -> Any:
 
 
 def _checking(unpickler: type[Any], records: dict[str, tuple[Any, int]]) -> type[Any]:
-    """``unpickler``, looking at references to ``records`` before torch does, which shows what it does not know."""
+    """Returns a subclass of ``unpickler`` that checks references to ``records`` before torch sees them.
+
+    torch itself would put an unknown reference into its message, however large it is.
+    """
 
     class Checking(unpickler):  # type: ignore[misc]
         @property
@@ -331,10 +339,16 @@ def _checking(unpickler: type[Any], records: dict[str, tuple[Any, int]]) -> type
 
 
 def receive(metadata: str, step: int, timeout: timedelta, allowed: Allowed) -> Any:
-    """Fetches a state from torchft's own server.
+    """Fetches a state from torchft's own transport.
+
+    Args:
+        metadata: the source's metadata
+        step: the step to fetch
+        timeout: the deadline for the whole receive
+        allowed: the globals that the pickle may name
 
     Raises:
-        FetchTimeout, ConnectError, SourceRefused, UnsafePickle, ProtocolError: as for our own format
+        FetchTimeout, ConnectError, SourceRefused, UnsafePickle, ProtocolError: as for tensorferry's own format
         SystemRefused: the source announced more than this machine has memory for
     """
     deadline = _Deadline(timeout.total_seconds())

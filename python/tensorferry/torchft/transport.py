@@ -1,4 +1,4 @@
-"""The drop-in for torchft's ``HTTPTransport``."""
+"""``HTTPTransport``, the drop-in replacement for torchft's class of the same name."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ else:
     try:
         from torchft.checkpointing.transport import CheckpointTransport
     except ImportError:
-        # Without torchft the class stands on its own; it has the same methods.
+        # Without torchft, HTTPTransport has the same methods and a base class of its own.
         T_co = TypeVar("T_co")
 
         class CheckpointTransport(Generic[T_co]):
@@ -48,52 +48,53 @@ T = TypeVar("T")
 
 
 class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft has no types
-    """Streams training state to replicas that heal, and receives it from healthy ones.
+    """Streams training state to healing replicas, and receives it from healthy ones.
 
-    Takes the place of ``torchft.checkpointing.HTTPTransport``. It starts a server at once; nothing is served until
-    ``send_checkpoint``.
+    It replaces ``torchft.checkpointing.HTTPTransport``. The constructor starts a server, which serves nothing until
+    ``send_checkpoint`` is called.
 
     Args:
         timeout: how long a request waits for a checkpoint to be allowed, and how long ``disallow_checkpoint`` lets
             readers of borrowed memory finish before it cuts them off
         num_chunks: connections a receive uses; 0 chooses by the number of cores. A stock torchft receiver that heals
             from here must use the same number.
-        state_dict: gives the live state; ``recv_checkpoint`` then writes into its tensors and returns them. A tensor is
-            found by its path, so it has to be the state that the source sends: for torchft's Manager
-            ``{"user": {"default": ...}}``. Tensors it does not have are received into fresh memory; the log says how
-            many came in place. What is queued on the stream in use there and on the device's default stream comes
-            before what is written to an accelerator, and when ``recv_checkpoint`` returns, all of that is done:
-            whatever is queued next, on any stream, finds it.
-        strict: with ``state_dict``, refuse a state of which not every tensor has its counterpart in the live one, or
-            the other way round; nothing is overwritten then
-        snapshot: ``"borrow"`` serves CPU tensors from where they are, ``"copy"`` takes a private copy in
-            ``send_checkpoint``: for states that change while they are served, as BatchNorm's buffers do with torchft's
+        state_dict: returns the live state; ``recv_checkpoint`` then writes into its tensors and returns them. Tensors
+            are matched by path, so the live state must have the structure of the state that the source sends: for
+            torchft's Manager ``{"user": {"default": ...}}``. Tensors without a counterpart in it are received into
+            fresh memory; the log says how many came in place. Writes to an accelerator run after the work that is
+            queued on the calling thread's stream and on the device's default stream. When ``recv_checkpoint`` returns,
+            they are done: work that is queued afterwards, on any stream, finds the new values.
+        strict: with ``state_dict``, raise ``StateMismatch`` and overwrite nothing unless every tensor of the source's
+            state has a counterpart in the live state, and the other way round
+        snapshot: ``"borrow"`` serves CPU tensors from where they are; ``"copy"`` takes a private copy in
+            ``send_checkpoint``, for states that change while they are served, as BatchNorm's buffers do with torchft's
             sync quorum. Accelerator tensors are always copied.
-        safe_globals: classes and functions a received pickle may name besides the default list
-        trust_pickle: let a received pickle name anything; then whoever can answer as the source can run code here
-        secret: what sources and receivers of this job share, 16 bytes or more. With it, who has the metadata can do
-            nothing without it, and what a source says is only believed if it proves to know it, before anything is
-            unpickled. Stock torchft peers cannot take part. By default what ``TENSORFERRY_SECRET`` or the file
-            ``TENSORFERRY_SECRET_FILE`` holds; docs/security.md says what it protects against.
-        tls: encrypt what others fetch from here over the network, and fetch from nobody who does not. The certificate
-            is made for this transport and its fingerprint stands in the metadata; a receiver needs no setting to fetch
-            from such a source, but without it takes plain ones, too. Stock torchft peers cannot take part. What
-            processes of this machine share stays plain.
+        safe_globals: classes and functions that a received pickle may name besides the default list
+        trust_pickle: let a received pickle name anything; anyone who can answer in place of the source can then run
+            code here
+        secret: a secret of 16 bytes or more that the sources and receivers of this job share. With it, the metadata
+            alone gives no access, and a receiver unpickles nothing before the source has proved that it knows the
+            secret. Stock torchft peers cannot take part. ``None`` takes ``TENSORFERRY_SECRET`` or the content of the
+            file ``TENSORFERRY_SECRET_FILE``, if set; docs/security.md says what the secret protects against.
+        tls: encrypt what receivers fetch from here over the network, and refuse sources that do not encrypt. The
+            certificate is made for this transport, and its fingerprint is part of the metadata. A receiver without
+            ``tls`` can fetch from encrypting sources as well as from plain ones. Stock torchft peers cannot take part.
+            Shared memory between processes of one machine is not encrypted.
         same_host: move the bytes through shared memory instead of the network where source and receiver run on one
-            machine, in one network namespace and under one user. Both sides must want it; ``None`` is what
-            ``TENSORFERRY_SAME_HOST`` says (``0`` is no), by default yes.
-        interface: listen only here: an interface's name, an address of this host, or a network (``10.0.0.0/8``) one of
-            its addresses is in. By default what ``TENSORFERRY_INTERFACE`` says, or everywhere.
-        advertise: the name or address peers use, or one of this host's interfaces or networks. By default what
-            ``TENSORFERRY_ADVERTISE`` says; else the address listened on, the host's name if it leads to more than the
-            loopback interface, or the address of the interface that leads out.
-        max_bandwidth: bytes per second that all receivers together may take from here; ``None`` is no limit
-        reuse_bytes: keep up to this many bytes of received memory, once all its tensors are gone, for the next receive:
-            fresh memory costs page faults, which take longer than the bytes do. It is page-locked where there is an
-            accelerator, so that what is received is copied there at full speed; forked children cannot read it then,
-            and copies out of it with ``non_blocking=True`` have to be over before its tensors are let go of
-        progress: called with the bytes that are here and the bytes there are, some times a second during a receive and
-            once at its end; what it raises ends the receive
+            machine, in one network namespace and under one user. Both sides must agree. ``None`` takes
+            ``TENSORFERRY_SAME_HOST`` (``0`` means no), by default yes.
+        interface: listen only on this interface: its name, an address of this host, or a network (``10.0.0.0/8``) that
+            contains one of its addresses. ``None`` takes ``TENSORFERRY_INTERFACE``; by default all.
+        advertise: the name or address that peers use, or one of this host's interfaces or networks. ``None`` takes
+            ``TENSORFERRY_ADVERTISE``; by default the address listened on, the host's name if it resolves to an address
+            that other hosts can use, or the address of the interface with the default route.
+        max_bandwidth: bytes per second that all receivers together may take from here; ``None`` means no limit
+        reuse_bytes: keep up to this many bytes of received memory for the next receive, once all tensors in it are
+            gone: fresh memory costs page faults, which take longer than the transfer. With an accelerator the memory is
+            page-locked, so that copies from it run at full speed. Forked children cannot read it then, and copies from
+            it with ``non_blocking=True`` must have ended before its tensors are deleted
+        progress: called with the number of bytes received and the number of all bytes, a few times a second during a
+            receive and once at its end; an exception from it ends the receive
 
     Raises:
         SystemRefused: no port can be opened
@@ -148,45 +149,46 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         self._checkpoint_lock = _Gate(self)
 
     def address(self) -> str:
-        """The URL to which ``{step}.safetensors`` or, for stock peers, ``{step}/full`` is appended."""
+        """Returns the URL to which ``{step}.safetensors`` or, by stock peers, ``{step}/full`` is appended."""
         return self._address
 
     def metadata(self) -> str:
-        """What a receiver needs to fetch from here.
+        """Returns the string that a receiver passes to ``recv_checkpoint`` to fetch from here.
 
-        It holds a random part: without a shared secret, whoever has it can read the state.
+        It has a random part: without a shared secret, anyone who knows the string can read the state.
         """
         return self._address
 
     def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta) -> None:
-        """Publishes ``state_dict`` as ``step`` and returns; receivers fetch it on their own.
+        """Publishes ``state_dict`` as ``step`` and returns without waiting for receivers.
 
-        Accelerator tensors are copied to the host first, as they are with all that is queued on the stream in use here
-        and on the device's default stream; receivers get what is copied while the rest is. When this returns, nothing
-        of them is read any more.
+        Accelerator tensors are copied to the host. The copies include the effect of the work that is queued on the
+        calling thread's stream and on the device's default stream. Receivers can fetch the first bytes while the rest
+        is still being copied. When this method returns, accelerator memory is not read any more.
 
         Args:
-            dst_ranks: ignored, as in torchft: who has the metadata may fetch
-            step: the step it is served as
+            dst_ranks: ignored, as in torchft: any receiver with the metadata may fetch
+            step: the step number under which the state is served
             state_dict: any tree of tensors and picklable objects
-            timeout: ignored: nothing here waits for a receiver
+            timeout: ignored: this method does not wait for receivers
 
-        The memory that the tensors have now is what is served: one that is given other memory later (``p.data = x``,
-        ``module.half()``) does not change that. Only what frees or moves a storage itself must wait until
-        ``disallow_checkpoint`` has returned, or be kept off with ``snapshot="copy"``: ``storage.resize_()``, as FSDP1
-        does it, ``tensor.resize_()`` to more, and ``share_memory_()``.
+        The memory that CPU tensors have now is served, even if a tensor is given other memory later (``p.data = x``,
+        ``module.half()``). But an operation that frees or moves a storage itself must wait until
+        ``disallow_checkpoint`` has returned, or needs ``snapshot="copy"``: ``storage.resize_()``, as FSDP1 does,
+        ``tensor.resize_()`` to a larger size, and ``share_memory_()``.
 
         Raises:
-            UnsupportedLeaf: a leaf cannot be carried; its path is named, and what was served before is still served
-            InvalidArgument: the step is no whole number of 64 bits, or a graph is being captured on the stream in use
-                and the state is on an accelerator
+            UnsupportedLeaf: a leaf cannot be sent; the message names its path, and what was served before is still
+                served
+            InvalidArgument: the step is not a signed 64-bit integer, or the state is on an accelerator while a graph is
+                being captured on its current stream
             TransportClosed: after :meth:`shutdown`
             Exception: whatever torch raises when a copy off the accelerator fails; then nothing is served any more, and
-                receivers that have begun get an error at once, those to which no byte came included
+                all receivers that have begun get an error at once, even those that have received no byte yet
         """
         del dst_ranks, timeout
         step = _validate.step_number(step)
-        # Before the lock, which a thread of the parent may have held when this process was forked.
+        # Checked before the lock is taken: a thread of the parent may have held it when this process was forked.
         self._server.check_process()
         self._check_open()
         started = time.perf_counter()
@@ -197,37 +199,38 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         logger.debug("step %d is published (%.4f s)", step, time.perf_counter() - started)
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
-        """Fetches ``step`` from the transport whose ``metadata()`` this is.
+        """Fetches ``step`` from the transport that returned ``metadata``.
 
         Args:
             src_rank: ignored, as in torchft
-            metadata: from the source, of this class or of torchft's own; or of several sources that hold the same
-                state, joined by :func:`join_metadata`
+            metadata: what ``metadata()`` of the source returned, a transport of this class or torchft's own; or the
+                metadata of several sources with the same state, joined by :func:`join_metadata`
             step: the step to fetch
             timeout: the deadline for the whole receive
 
         Returns:
-            The state with its tensors on the CPU, or with ``state_dict=`` in the receiver's own tensors. If it fails in
-            the middle, some of these may hold new values already; on an accelerator only bytes that were verified.
+            The state, with its tensors on the CPU or, with ``state_dict=``, in the receiver's own tensors. If the
+            receive fails, some of these may hold new values already; on an accelerator only verified bytes. A state
+            that is returned is the source's state at one moment.
 
         Raises:
             FetchTimeout: the deadline passed, or the source sent nothing for too long
-            ConnectError: the source cannot be reached or went away
+            ConnectError: the source cannot be reached, or the connection to it was lost
             WrongStep: the source serves another step
             CorruptCheckpoint: bytes did not match their checksums
-            TornCheckpoint: the source kept changing its state while it served it; what is returned was all there at one
-                moment
-            SourceChanged: the source withdrew the state before all of it was here
+            TornCheckpoint: the source kept changing its state while serving it
+            SourceChanged: the source withdrew the state before all of it was received
             ForkedProcess: this process was forked from the one that made the transport
             UnprovenSource: the source does not know the shared secret, shows another certificate than its metadata
-                names, or, where this transport has ``tls=True``, does not encrypt
+                names, or, if this transport has ``tls=True``, does not encrypt
             StateMismatch: the live state's tensors differ in dtype or shape, cannot be written to, or share memory that
-                the source's do not share; or ``strict`` is set and one side has tensors that the other one lacks. Then
-                nothing was overwritten. Or a tensor was given other memory while its values came: then some were.
+                the source's tensors do not share; or ``strict`` is set and one side has tensors that the other one
+                lacks. Nothing was overwritten then. Or a tensor was given other memory during the receive; then some
+                tensors were overwritten.
             UnsafePickle: the state holds objects that are not on the allow-list
-            InvalidArgument: the metadata names no source, an argument is of the wrong kind, ``state_dict`` gives
-                nothing that tensors could be in, or a graph is being captured on the stream in use and the live state
-                is on an accelerator
+            InvalidArgument: the metadata names no source, an argument has a wrong type, ``state_dict`` returns
+                something that cannot hold tensors, or the live state is on an accelerator while a graph is being
+                captured on its current stream
             TransportClosed: after :meth:`shutdown`
         """
         del src_rank
@@ -267,12 +270,12 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         return cast(T, state)
 
     def _targets(self, lands: bool = False) -> InPlaceTargets:
-        """The live state as it is now. ``lands``: see :class:`InPlaceTargets`."""
+        """Returns the tensors of the live state as receive targets; for ``lands`` see :class:`InPlaceTargets`."""
         assert self._state_dict is not None
         return InPlaceTargets(self._state_dict(), self._bounce.accelerator, lands, self._strict)
 
     def _fetch(self, sources: list[str], step: int, timeout: float) -> tuple[Any, Report, InPlace | None]:
-        """The state, and how its transfer went."""
+        """Fetches a state; returns it with the transfer's report and, with ``state_dict=``, how the live state fit."""
         remote = Remote.open(
             sources,
             step,
@@ -283,16 +286,16 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             progress=self._progress,
             secret=self._options.secret,
         )
-        # Bytes of several sources may turn out to be of another snapshot when all are here.
+        # With several sources it may turn out only at the end that one of them served another snapshot.
         live = None if self._state_dict is None else lambda: self._targets(lands=len(sources) == 1)
         with contextlib.closing(remote):
             return receive(remote, self._allowed, live, self._bounce)
 
     def allow_checkpoint(self, step: int) -> None:
-        """Serves what is published under the number ``step``; waiting requests go on.
+        """Serves the published state as ``step``, and answers the requests that are waiting for it.
 
         Raises:
-            InvalidArgument: the step is no whole number of 64 bits
+            InvalidArgument: the step is not a signed 64-bit integer
             TransportClosed: after :meth:`shutdown`
         """
         step = _validate.step_number(step)
@@ -300,20 +303,21 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         self._server.allow(step)
 
     def disallow_checkpoint(self) -> None:
-        """Withdraws what is published; from now on requests wait.
+        """Withdraws the published state; from now on requests wait.
 
-        A private copy (accelerator state, ``snapshot="copy"``) is let go of at once and running transfers finish from
-        it. Borrowed CPU memory is drained: receives that have begun may finish for at most the transport's timeout and
-        are cut off then; one that asks for nothing for two seconds is not waited for. When this returns, the state may
-        be changed: nothing of it is read any more. It does not raise into the trainer.
+        With a private copy (accelerator state, ``snapshot="copy"``) this returns at once, and running transfers finish
+        from the copy. With borrowed CPU memory it waits for the receives that have begun, at most for the transport's
+        timeout, and then cuts them off; a receive that requests nothing for two seconds is not waited for. When this
+        returns, the state is not read any more and may be changed. Errors are logged and not raised, except
+        ``ForkedProcess``.
         """
         withdraw(self._server, self._timeout)
 
     def __getstate__(self) -> Any:
-        """Refused: a transport is threads, memory and an open port of its own process.
+        """Always raises: the threads, the memory and the open port of a transport belong to its own process.
 
         Raises:
-            TypeError: always, as Python has it for what cannot be pickled or copied
+            TypeError: always, as Python does for objects that cannot be pickled or copied
         """
         raise TypeError(
             "an HTTPTransport serves the memory of its own process and can neither be copied nor sent to another one: "
@@ -321,13 +325,13 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         )
 
     def shutdown(self, wait: bool = True) -> None:
-        """Ends the server and all transfers from it; a receive that has begun goes on.
+        """Stops the server and all transfers from it; a receive of this transport that has begun goes on.
 
-        From then on the transport neither sends nor receives. ``disallow_checkpoint``, ``shutdown`` and ``metadata``
-        can still be called.
+        Afterwards the transport neither sends nor receives. ``disallow_checkpoint``, ``shutdown`` and ``metadata`` can
+        still be called.
 
         Args:
-            wait: return only when the port is closed
+            wait: wait until the port is closed
         """
         self._is_closed = True
         self._server.shutdown(5.0 if wait else 0.0)
@@ -344,14 +348,14 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         return -1 if step is None else step
 
     def _check_open(self) -> None:
-        """Raises :class:`TransportClosed` after the shutdown."""
+        """Raises :class:`TransportClosed` if the transport was shut down."""
         if self._is_closed:
             raise TransportClosed(
                 "this HTTPTransport was shut down and neither sends nor receives any more: make a new one"
             )
 
     def _warn_of_misses(self, fit: InPlace | None) -> None:
-        """Says once that nothing at all came in place: then the live state has another shape than the source's."""
+        """Warns once if no tensor came in place: the live state then has another structure than the source's."""
         if fit is None or fit.landed or not fit.offered or self._warned_of_misses:
             return
         self._warned_of_misses = True
@@ -365,7 +369,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         )
 
     def _warn_of_refusals(self, globals_: dict[tuple[str, str], str]) -> None:
-        """Says on the healthy side already what a receiver with the same list will refuse."""
+        """Warns on the sending side already of what a receiver with the same allow-list will refuse."""
         for module, name in globals_.keys() - self._warned:
             if not self._allowed.allows(module, name):
                 self._warned.add((module, name))
@@ -373,11 +377,11 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
 
 
 class _Gate:
-    """What torchft's own test asks of the lock its transport has."""
+    """Has the one method of the transport's lock that torchft's own test calls."""
 
     def __init__(self, transport: HTTPTransport[Any]) -> None:
         self._transport = transport
 
     def w_locked(self) -> bool:
-        """Whether requests are kept waiting."""
+        """Whether requests wait because nothing is allowed."""
         return self._transport._disallowed
