@@ -42,8 +42,8 @@ const MAX_DIGITS: usize = 4300;
 pub type Result<T> = std::result::Result<T, JsonError>;
 
 /// A position in a JSON text. Methods that read skip the whitespace before what they read (except
-/// [`Cursor::adjacent_unsigned`]) and leave the whitespace after it. A method that fails reports the place of the fault;
-/// the cursor's own position then means nothing, and the caller stops reading.
+/// [`Cursor::adjacent_unsigned`]) and leave the whitespace after it. A method that fails reports the place of the
+/// fault; the cursor's own position then means nothing, and the caller stops reading.
 #[derive(Debug, Clone)]
 pub struct Cursor<'a> {
     text: &'a str,

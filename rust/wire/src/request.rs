@@ -57,8 +57,8 @@ pub enum PathError {
 }
 
 impl PathError {
-    /// The error for a `path`, given without its token, that names no resource. Its text is that of torchft, whose users
-    /// may match on it.
+    /// The error for a `path`, given without its token, that names no resource. Its text is that of torchft, because
+    /// users of torchft may match on it.
     #[must_use]
     pub fn bad_url(path: &str) -> Self {
         let shown: String = path.chars().take(200).map(|c| if c.is_ascii_graphic() { c } else { '?' }).collect();
