@@ -75,7 +75,7 @@ def open_peer():
 
 @pytest.fixture
 def ran(tmp_path):
-    """A file that is there if code of an archive has run."""
+    """Returns the path of a file that exists only if code of an archive has run."""
     return tmp_path / "ran"
 
 
@@ -148,7 +148,7 @@ def test_a_storage_is_as_long_as_its_record():
 
 
 def peak():
-    """Most memory of this process since the last call, in MiB."""
+    """Returns the peak memory of this process since the last call, in MiB."""
     with open("/proc/self/status") as status:
         most = int(status.read().split("VmHWM:")[1].split()[0]) >> 10
     with open("/proc/self/clear_refs", "w") as clear:
@@ -157,7 +157,7 @@ def peak():
 
 
 def index_with(monkeypatch, change):
-    """Lets ``change`` have its way with the next indexes."""
+    """Applies ``change`` to the next indexes that are written."""
     encode = index.encode
 
     def changed(*given):

@@ -20,12 +20,12 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = ("docs/architecture.md", "CONTRIBUTING.md")
 BASES = (ROOT, ROOT / "python" / "tensorferry", ROOT / "rust" / "core" / "src")
 
-#: Names in backticks that are those of others.
+#: Names in backticks that belong to other projects.
 FOREIGN = {"StorageWriter", "StorageReader", "Metadata"}
 
 
 def code_of(document: str) -> list[str]:
-    """Everything in backticks, without blocks of code."""
+    """Returns all texts in backticks, without blocks of code."""
     text = re.sub(r"^```.*?^```", "", (ROOT / document).read_text(), flags=re.MULTILINE | re.DOTALL)
     return re.findall(r"`([^`\n]+)`", text)
 

@@ -60,7 +60,7 @@ def modules(root: Path) -> dict[str, Path]:
 
 
 def imported(name: str, source: str, is_package: bool, known: set[str]) -> Iterator[tuple[int, str]]:
-    """Line and name of each module of this package that the source of module ``name`` imports."""
+    """Yields line and name of each module of this package that the source of module ``name`` imports."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             targets = [alias.name for alias in node.names]

@@ -53,7 +53,7 @@ def members(code: str, at: int) -> Iterator[str]:
 
 
 def rooms_used(module: tuple[str, ...], text: str) -> set[str]:
-    """The rooms that the file of the module `crate::<module>` names, by `crate::` or by way of `super::`."""
+    """Returns the rooms that the file of the module `crate::<module>` names, by `crate::` or through `super::`."""
     code, used = code_of(text), set()
     for path in re.finditer(r"\b(?:crate|super)(?:::super)*\b(?=::)", code):
         supers = path[0].count("super")
@@ -90,7 +90,7 @@ def test_no_room_uses_one_above_it_and_no_two_one_another() -> None:
     found = [path for path in CORE.rglob("*.rs") if path != CORE / "lib.rs"]
     assert len(found) > 40
     assert [offence for path in found for offence in offences(path, path.read_text())] == []
-    # What is allowed goes one way, whatever the files do with it today.
+    # The allowed uses must have no cycle, whether or not the files make use of all of them.
     order: list[str] = []
     while len(order) < len(ROOMS):
         free = [room for room, needed in ROOMS.items() if room not in order and needed <= set(order)]

@@ -121,7 +121,7 @@ fn what_one_source_vouched_for_is_not_completed_from_another() {
     let (ours, theirs) = (State::of(&[24 * BLOCK], 1), State::of(&[24 * BLOCK], 2));
     let (first, second) = (Rig::serving(&ours), Rig::serving(&theirs));
     for _ in 0..3 {
-        // Half of the bytes come from each source; the first sends digests, which show which bytes are its own, then dies.
+        // Half of the bytes come from each source; the first sends digests, which identify its own bytes, and dies.
         let dying = gone_after_the_digests(&first, 24);
         let (dying_url, second_url) = (dying.url(), second.url());
         let remote = Remote::open(&[&dying_url, &second_url], STEP, quick(PATIENCE, 2)).unwrap();
