@@ -111,7 +111,7 @@ class Measured:
 
 
 def odd(how: str) -> tuple[Any, torch.Tensor, Any]:
-    """Returns a value other than a dense tensor, the tensors of its memory, and its value after 7 is written to them."""
+    """Returns a value other than a dense tensor, the tensor of its memory, and its value after 7 is written there."""
     base = torch.zeros(6, 4)
     if how == "transposed":
         return base.t(), base, torch.full((4, 6), 7.0)

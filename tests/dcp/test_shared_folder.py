@@ -62,7 +62,7 @@ def age(path, seconds):
 
 @pytest.fixture
 def delays(tmp_path):
-    """Returns the library that delays system calls by random times."""
+    """Builds the library that delays calls by random times, and returns its path."""
     compiler = shutil.which("cc") or shutil.which("c++")
     if compiler is None:
         pytest.skip("there is no C compiler to build tests/dcp/delays.c with")

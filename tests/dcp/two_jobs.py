@@ -46,7 +46,7 @@ def save_for_ever(folder, job, log):
 
 
 def whole(folder):
-    """Loads the folder: returns the number that all tensors hold, or what is wrong."""
+    """Loads the folder and returns the number that all tensors hold; raises if they do not hold one number."""
     metadata = FileReader(folder).read_metadata()
     found = {name: torch.zeros(about.size, dtype=torch.int64) for name, about in metadata.state_dict_metadata.items()}
     dcp.load(found, storage_reader=FileReader(folder), no_dist=True)

@@ -155,7 +155,7 @@ def refuse(_: Any) -> None:
         {},
         {"default_stream": refuse},
         {"default_stream": lambda: None},
-        # A device type for whose work torch's streams cannot wait.
+        # An object of a type that torch's streams cannot wait for.
         {"default_stream": lambda _: object()},
         None,
     ],

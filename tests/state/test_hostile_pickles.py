@@ -444,7 +444,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "pickles.md"
 
 
 def documented() -> set[str]:
-    """Returns the names in the first columns of the document's tables: ``module`` of the row above, and names in it."""
+    """Returns the names in the first column of the document's tables, in backticks; a row may omit its module."""
     found = set()
     module = ""
     for line in DOCUMENT.read_text().splitlines():

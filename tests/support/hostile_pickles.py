@@ -99,7 +99,7 @@ _watching = False
 
 def _audit(event: str, args: tuple[Any, ...]) -> None:
     if _watching and event.startswith(_FORBIDDEN):
-        # warnings and tracebacks check whether source files exist; no other code may do that.
+        # Warnings and tracebacks open source files; the recorded event shows whether it was one of those.
         _TRACE.append(f"{event}{args!r:.200}")
         raise RuntimeError(f"the pickle led to {event}")
 
