@@ -1,4 +1,4 @@
-"""Memory of this process: pages nobody has touched, pages that the machine has ready, and the peak."""
+"""Memory of this process: pages that were never touched, pages that the machine has ready, and the peak."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _BLOCK = 4 << 20
 
 
 def fresh(nbytes: int, *, huge: bool = False) -> mmap.mmap:
-    """Return private pages that nobody has touched yet, as huge ones where asked for and to be had."""
+    """Return private pages that were never touched, as huge ones if requested and available."""
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if huge:
         memory.madvise(mmap.MADV_HUGEPAGE)

@@ -20,7 +20,7 @@ Events = queue.SimpleQueue["tuple[Child, dict[str, Any]]"]
 
 
 def end(process: subprocess.Popen[Any]) -> None:
-    """SIGKILL for a process that leads a session of its own, and for whatever it has left behind there."""
+    """Kill a process that leads a session of its own, and every process that it left in that session."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -71,7 +71,7 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """The process, for the one who kills it."""
+        """Return the process's id, for callers that kill it."""
         return self.process.pid
 
     @property
@@ -107,12 +107,12 @@ class Child:
             self.process.stdin.flush()
 
     def kill(self) -> None:
-        """SIGKILL, by its pid; its end is then no surprise."""
+        """Kill the process; its end then counts as expected."""
         self.expected_to_go = True
         self.process.kill()
 
     def stop(self) -> None:
-        """Make sure it is gone, and close what belonged to it."""
+        """Make sure that the process is gone, and close its pipes."""
         self.expected_to_go = True
         end(self.process)
         self.reader.join()

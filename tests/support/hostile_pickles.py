@@ -99,7 +99,7 @@ _watching = False
 
 def _audit(event: str, args: tuple[Any, ...]) -> None:
     if _watching and event.startswith(_FORBIDDEN):
-        # Warnings and tracebacks open source files; the recorded event shows whether it was one of those.
+        # The event is recorded as well, because the code that led to it may catch this exception.
         _TRACE.append(f"{event}{args!r:.200}")
         raise RuntimeError(f"the pickle led to {event}")
 
