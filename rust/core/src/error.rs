@@ -13,7 +13,7 @@
 
 use std::fmt;
 
-/// What went wrong, grouped by what a caller can do about it.
+/// The kind of a failure, grouped by what a caller can do about it.
 ///
 /// Asking again, or asking another source, may help with [`Timeout`](Self::Timeout), [`Connect`](Self::Connect),
 /// [`Protocol`](Self::Protocol), [`Corrupt`](Self::Corrupt), [`Torn`](Self::Torn) and [`System`](Self::System), and

@@ -1,4 +1,4 @@
-//! The columns behind [`crate::rows::PyRows`]: what is known of the tensors of a state, without Python objects.
+//! The columns behind [`crate::rows::PyRows`]: descriptions of the tensors of a state, without Python objects.
 //!
 //! Names and dimensions are concatenated instead of one allocation each: 100,000 tensors take a handful of allocations.
 
@@ -61,7 +61,7 @@ pub(crate) type Span = (i64, u32, usize, usize);
 /// The address space of host memory.
 const HOST: u32 = 0;
 
-/// What a row says beside its name.
+/// The fields of a row apart from its name.
 pub(crate) struct Row<'a> {
     pub(crate) dtype: Dtype,
     pub(crate) shape: &'a [u64],

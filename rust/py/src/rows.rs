@@ -154,7 +154,7 @@ impl PyRows {
 
     /// Counts a leaf, and lets other threads of the interpreter run after every `TURN` of them.
     fn turn(&self, py: Python<'_>) {
-        // The interpreter is held: nobody counts at the same time.
+        // The interpreter is held, so no other thread counts at the same time.
         let leaves = self.leaves.load(Ordering::Relaxed) + 1;
         self.leaves.store(leaves % TURN, Ordering::Relaxed);
         if leaves >= TURN {
@@ -162,7 +162,7 @@ impl PyRows {
         }
     }
 
-    /// Text for one child: of a tensor its number, of everything else what `node` gives.
+    /// The text for one child: the number of a tensor, or the text that `node` returns for anything else.
     fn child(&self, text: &mut String, value: &Bound<'_, PyAny>, path: [&str; 2], by: &Walk<'_, '_>) -> PyResult<()> {
         if self.is_tensor(value) {
             let number = self.number(value, path, by.other)?;

@@ -167,7 +167,7 @@ mod tests {
 
     #[test]
     fn who_waits_gives_up_at_the_deadline_and_at_once_when_cancelled() {
-        // As if a name server were silent: nobody looks this name up.
+        // As if a name server were silent: no thread looks this name up.
         let silent = Arc::new(NameLookup { name: "silent".into(), found: Mutex::default(), done: Condvar::new() });
         with_those_under_way(|under_way| under_way.push(Arc::clone(&silent)));
         let late = resolve("silent", Duration::from_millis(150), &Cancel::new()).unwrap_err();

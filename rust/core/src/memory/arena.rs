@@ -6,7 +6,7 @@
 //! Invariants:
 //!
 //! * every entry starts at a multiple of [`ALIGNMENT`] and lies within one region;
-//! * a region consists of whole pages, and its pages go back to the system when nobody holds it any more, so that one
+//! * a region consists of whole pages, and its pages go back to the system when it has no owner any more, so that one
 //!   surviving counter of an optimizer does not keep gigabytes of parameters;
 //! * scalars lie behind all other entries, and never in memory that a pool keeps;
 //! * while a receive fills the arena, each byte has exactly one writer (`payload::plan` sees to that); afterwards Rust
@@ -102,7 +102,7 @@ impl Drop for Backing {
     }
 }
 
-/// Whole pages of an arena, which go back to the system when nobody holds them any more.
+/// Whole pages of an arena, which go back to the system when they have no owner any more.
 struct ArenaRegion {
     backing: Arc<Backing>,
     address: usize,
@@ -230,7 +230,7 @@ impl Arena {
         }
     }
 
-    /// Whether nobody has touched this memory yet.
+    /// Whether this memory was never touched.
     pub(crate) fn is_fresh(&self) -> bool {
         self.fresh
     }

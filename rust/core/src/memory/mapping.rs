@@ -19,7 +19,7 @@ pub(super) struct Mapping {
     pub(super) held: Held,
 }
 
-/// What a mapping goes back to.
+/// How a mapping is returned when it is dropped.
 pub(super) enum Held {
     Nothing,
     /// An anonymous, private mapping, a little larger than what is used of it: zeros, whose pages are taken from the

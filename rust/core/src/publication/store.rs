@@ -44,7 +44,7 @@ const AHEAD_GRACE: Duration = Duration::from_secs(1);
 /// assert!(!store.is_allowed());
 /// store.publish(7, Publication::new(Vec::new(), Vec::new(), Stability::Borrowed, Box::new(()))?);
 /// assert_eq!((store.step(), store.is_allowed()), (Some(7), true));
-/// // From here on the trainer may change the memory: nobody reads it any more.
+/// // From here on the trainer may change the memory: it is not read any more.
 /// assert_eq!(store.withdraw(Duration::from_secs(5)), Withdrawn::Clean);
 /// # Ok(())
 /// # }
@@ -94,7 +94,7 @@ pub enum Withdrawn {
     Cut(usize),
 }
 
-/// What a request for a step finds.
+/// The result of a request for a step.
 pub(crate) enum Lookup {
     Found(Arc<Lease>),
     WrongStep(Option<i64>),
@@ -337,7 +337,7 @@ impl State {
         self.retired.iter().filter_map(Weak::upgrade)
     }
 
-    /// What a request that names `tags` finds.
+    /// The result of a request that names `tags`.
     fn named(&self, tags: &str, asked: Asked<'_>, cut: &Arc<Notify>) -> Lookup {
         let matches = |publication: &Publication| request::etag_matches_strong(tags, publication.etag());
         let former = || self.draining.iter().chain(&self.lingering);

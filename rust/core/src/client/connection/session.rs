@@ -18,7 +18,7 @@ use crate::trust::tls;
 /// Taken from the socket at once: many records, since TLS itself asks for a few KiB at a time.
 const AHEAD: usize = 256 << 10;
 
-/// A TLS session over a socket that somebody else holds.
+/// A TLS session over a socket that is owned elsewhere.
 pub(super) struct Session {
     tls: ClientConnection,
     received: RecordBuffer,
@@ -37,7 +37,7 @@ struct RecordBuffer {
 struct Wire<'a> {
     socket: &'a Socket,
     limits: &'a Limits,
-    /// What the socket's timeout is now.
+    /// The socket's current timeout.
     timeout: &'a mut Option<Duration>,
     received: &'a mut RecordBuffer,
 }

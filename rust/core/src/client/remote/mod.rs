@@ -264,7 +264,7 @@ pub(super) struct Placed {
 }
 
 impl Placed {
-    /// Whether something goes to memory that nobody has touched.
+    /// Whether any bytes go to memory that was never touched.
     pub(super) fn is_fresh(&self) -> bool {
         self.arena.is_fresh() && self.offsets.iter().any(Option::is_some)
     }

@@ -1,4 +1,4 @@
-//! Comparing what came with the digests of the source.
+//! Comparing received blocks with the digests of the source.
 //!
 //! A block that does not match is fetched again. [`Passes`] tells two causes apart: if the source's own digests stay
 //! the same, bytes are damaged on their way, and a few attempts must do; if they change, the source changes its state
