@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from contenders import Contender
     from states import Row
 
-_LARGE_STATE = 16 << 20  # below this, fresh memory is no matter
+_LARGE_STATE = 16 << 20  # below this, fresh memory makes no difference
 _WATCH_S = 1.0
 
 

@@ -28,8 +28,8 @@ class Ballast:
 
     The host of a virtual machine backs a page when it is first touched, and may take pages back once they have been
     free for two seconds (free page reporting): fresh memory then costs 0.1 s or 6 s per GiB by that alone. Ballast
-    let go of just before a receive makes fresh memory cost what it does on a machine of one's own. It is of small
-    and of huge pages, as the contenders use both and the kernel hands them out from different lists.
+    that is released just before a receive makes fresh memory cost what it does on a machine that is not shared. It is
+    of small and of huge pages, as the contenders use both and the kernel hands them out from different lists.
     """
 
     def __init__(self) -> None:

@@ -177,7 +177,7 @@ def _obey(pipe: Connection, agent: Agent, loop: MainLoop | None) -> None:
                 pipe.send((True, getattr(agent, command)(**arguments)))
             except Exception:
                 pipe.send((False, traceback.format_exc()))
-    except (EOFError, OSError):  # the parent is gone: nobody is left to answer
+    except (EOFError, OSError):  # the parent is gone, so no answer is needed
         pass
     finally:
         if loop is not None:

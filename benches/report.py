@@ -14,7 +14,7 @@ Sample = dict[str, Any]
 _ORDERS = ("first", "second")
 _RAW_KINDS = {"touched": "touched memory", "fresh": "fresh memory", "huge": "fresh huge pages"}
 _STREAMS = (1, 2)
-QUIET = 0.1  # share of the machine that others may use before a reader is told
+QUIET = 0.1  # share of the machine that other processes may use without a note in the report
 
 
 def spread(values: Iterable[float | None]) -> dict[str, float] | None:

@@ -90,11 +90,11 @@ class Child:
         with self.event_file.open("w", buffering=1, encoding="utf-8") as copy:
             for line in self.process.stdout:
                 if not line.endswith(b"\n"):
-                    break  # killed while it wrote
+                    break  # it was killed while writing
                 copy.write(line.decode())
                 self.events.put((self, json.loads(line)))
             status = self.process.wait()
-            self.logger.join(5)  # what it said last is known when it is known to be gone
+            self.logger.join(5)  # its last words are logged before its end is reported
             gone = {"event": "gone", "at": time.monotonic(), "status": status}
             copy.write(json.dumps(gone) + "\n")
         self.events.put((self, gone))

@@ -16,7 +16,7 @@ from verdict import Heal, Log, Rank, heal_problems, heals_of, problems_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-# How far a replica may train ahead of what is known here: the last lease is the step at which all of them stop.
+# How many steps a replica may train ahead of the steps reported here; the last lease is the step at which all stop.
 LEASE = 40
 
 
@@ -31,7 +31,7 @@ class Scenario:
         kill: how many of them are killed at once; 0 leaves it at the first heals, at step 0
         pad_mib: size of the ring of past weights, on top of model and optimizer
         kill_at_step: the step the victims have committed when they are killed
-        settle_steps: how many steps the healed replicas train before the job is told to end
+        settle_steps: how many steps the healed replicas train before the job is ended
         deadline: seconds for all of it
         path: folders that ``transport`` may be imported from
 

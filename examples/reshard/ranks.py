@@ -126,7 +126,7 @@ def _serve(
             method, arguments = order
             try:
                 orders.send((True, getattr(held, method)(*arguments)))
-            except BaseException:  # torch's CheckpointException is no Exception.
+            except BaseException:  # torch's CheckpointException is not an Exception
                 orders.send((False, traceback.format_exc()))
     held.end()
     dist.destroy_process_group()

@@ -24,7 +24,7 @@ class _Rank:
 
 
 class Job(ranks.Job):
-    """``world`` processes; ``run`` has all of them call a function with a dict of their own and what it is given."""
+    """``world`` processes; ``run`` makes each call a function with a dict of its own and the given arguments."""
 
     def __init__(self, world, daemon=True):
         # torch's ranks exchange their plans with its object collectives, which convert tensors to numpy arrays.

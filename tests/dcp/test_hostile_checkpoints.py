@@ -55,9 +55,9 @@ def script(path):
 
 
 def two_directories(archive, name, other):
-    """The archive with a second directory behind the first, in which ``name`` is called otherwise.
+    """Returns the archive with a second directory behind the first, in which ``name`` has another name.
 
-    Readers that go back from the end find the second, those that go where the end points find the first.
+    Readers that search backwards from the end find the second; those that follow the end record find the first.
     """
     end = archive.rfind(b"PK\5\6")
     length, start = struct.unpack_from("<II", archive, end + 12)
@@ -99,7 +99,7 @@ def hostile(ran):
 
 def test_no_form_of_archive_but_torch_saves_own_is_read(ran):
     torch.jit.load(io.BytesIO(script(ran)))
-    assert ran.exists()  # It is an attack.
+    assert ran.exists()  # without our checks, the attack works
     ran.unlink()
     for name, data in hostile(ran).items():
         with pytest.raises(tensorferry.UnsafePickle):

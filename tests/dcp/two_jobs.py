@@ -1,7 +1,7 @@
 """Two jobs that save into one folder over and over, with random delays, and are killed at random.
 
-Run with ``delays.c`` loaded. Prints what came of it as JSON: how often the folder held a whole checkpoint of either job
-when everything stood still, and everything that was wrong.
+Run with ``delays.c`` loaded. Prints the outcome as JSON: how often the folder held a whole checkpoint of either job
+when no process was running, and everything that was wrong.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What README and docs show runs: Python in an environment of the wheel and torch alone, without numpy. Verbs and
-options exist, and addresses answer.
+"""The examples in README and docs run: Python in an environment of only the wheel and torch, without numpy. Verbs
+and options exist, and addresses answer.
 
-A block of Python runs as it stands. ``needs=NAME`` behind the language says that it takes a package which that
-environment does not have: then it runs in this one. What a block takes for granted stands in :data:`SURROUNDINGS`.
+A block of Python runs as it stands. ``needs=NAME`` behind the language says that it needs a package which that
+environment does not have: then it runs in this one. :data:`SURROUNDINGS` has the code that a block presupposes.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""The rooms of the Rust crates, and which of them may use which: an architecture that nothing holds is a picture.
+"""The rooms of the Rust crates and which of them may use which: without a test, the architecture would erode.
 
 Unit tests inside a file may use any room: a client is tested against a server.
 """
@@ -33,14 +33,14 @@ ROOMS: dict[str, set[str]] = {
 
 
 def code_of(text: str) -> str:
-    """`text` without comments, string literals and unit tests."""
+    """Returns `text` without comments, string literals and unit tests."""
     text = re.split(r"^#\[cfg\(test\)\]$", text, maxsplit=1, flags=re.MULTILINE)[0]
     literal_or_comment = r"""//[^\n]*|"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)'"""
     return re.sub(literal_or_comment, "''", text)
 
 
 def members(code: str, at: int) -> Iterator[str]:
-    """The first names of the items in the braces that open at `code[at]`."""
+    """Returns the first names of the items in the braces that open at `code[at]`."""
     depth, begin = 0, at + 1
     for index in range(at, len(code)):
         depth += {"{": 1, "}": -1}.get(code[index], 0)

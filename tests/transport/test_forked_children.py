@@ -1,7 +1,7 @@
 """A forked child keeps nothing of its parent's transports that a peer could notice.
 
-Every test runs in processes of its own. A child here stays alive for as long as the test does, as a DataLoader's worker
-may that nobody has told that its parent is gone.
+Every test runs in processes of its own. A child here stays alive for as long as the test does, like a DataLoader's
+worker that has not noticed that its parent is gone.
 """
 
 from __future__ import annotations

@@ -175,8 +175,8 @@ impl RingReader {
     /// Copies the next bytes of the slot in turn, which must have been announced, as many as `into` is long: no more
     /// than are left. `seen` is given them while they are in cache.
     ///
-    /// The bytes are copied through private memory, so `seen` gets exactly those that are written to `into`, even if the
-    /// source changes the slot meanwhile.
+    /// The bytes are copied through private memory, so `seen` gets exactly those that are written to `into`, even if
+    /// the source changes the slot meanwhile.
     pub(crate) fn copy(&mut self, mut into: &mut [u8], mut seen: impl FnMut(&[u8])) {
         while !into.is_empty() {
             let (part, rest) = into.split_at_mut(into.len().min(CACHED));
