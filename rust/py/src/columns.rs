@@ -31,7 +31,7 @@ pub(crate) struct Columns {
     pub(crate) starts: ByAddress<usize>,
 }
 
-/// What is found by an address of this process. No peer chooses those: they need no keyed hash.
+/// A map from addresses of this process. No peer chooses addresses, so they need no keyed hash.
 pub(crate) type ByAddress<T> = HashMap<usize, T, BuildHasherDefault<AddressHasher>>;
 
 /// One multiplication for each address.

@@ -13,7 +13,7 @@ const HUGE: usize = 2 << 20;
 
 /// Memory of one or more receives.
 pub(super) struct Mapping {
-    /// What can be used of it starts here, at a huge page if it is our own and that large.
+    /// The start of the usable part: at a huge page if the mapping is our own and large enough for one.
     pub(super) start: NonNull<u8>,
     pub(super) usable: usize,
     pub(super) held: Held,

@@ -48,7 +48,7 @@ pub(crate) struct MemoryBody {
     pub(crate) lease: Arc<Lease>,
     pub(crate) at: u64,
     pub(crate) end: u64,
-    /// What comes behind that: none of it empty.
+    /// The ranges that follow, none of them empty.
     pub(crate) rest: std::vec::IntoIter<(u64, u64)>,
     /// Whether this is the container itself, whose blocks may be checksummed right before they are sent.
     pub(crate) digest: bool,

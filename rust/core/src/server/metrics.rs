@@ -60,7 +60,7 @@ impl Drop for Waiting<'_> {
 #[derive(Debug)]
 pub(super) struct Sending {
     since: Instant,
-    /// What the connection had sent of bodies before it, and will have sent after it.
+    /// How many bytes of bodies the connection had sent before this answer, and will have sent after it.
     bounds: (u64, u64),
 }
 

@@ -57,14 +57,14 @@ struct Holder {
     cut: Arc<Notify>,
 }
 
-/// What one connection holds.
+/// The place of one connection.
 #[derive(Debug)]
 pub(super) struct Place {
     places: Arc<Places>,
     number: u64,
     pub(super) since: Instant,
     pub(super) open: Arc<AtomicUsize>,
-    /// Told when the connection has to end.
+    /// Notified when the connection has to end.
     pub(super) cut: Arc<Notify>,
 }
 

@@ -178,7 +178,7 @@ mod tests {
         }
     }
 
-    /// What a client that pinned `certificate` says to a server that shows it and signs with `key`.
+    /// The result of a client that pinned `certificate` with a server that shows it and signs with `key`.
     fn handshake(certificate: &CertificateDer<'static>, key: &rcgen::KeyPair) -> Result<(), rustls::Error> {
         let key = PrivateKeyDer::from(PrivatePkcs8KeyDer::from(key.serialize_der()));
         let key = provider().key_provider.load_private_key(key).unwrap();

@@ -20,7 +20,7 @@ pub(crate) struct Head {
     /// `(start, end, total)` of a 206 answer.
     pub(crate) content_range: Option<(u64, u64, u64)>,
     pub(crate) etag: Option<String>,
-    /// Whether the source says when to ask again: what it refuses now it may grant then.
+    /// Whether the source says when to try again: it may then accept a request that it refuses now.
     pub(crate) retry_after: bool,
     /// The proof that the source knows the shared secret.
     pub(crate) proof: Option<String>,
@@ -35,7 +35,7 @@ pub(crate) struct Head {
     pub(super) keep_alive: bool,
 }
 
-/// What the bytes that have come of an answer are, with the length of the head in them.
+/// How much of a head the bytes received of an answer hold, with the length of the head.
 pub(super) enum Parsed {
     /// The beginning of a head.
     Partial,

@@ -116,7 +116,7 @@ impl Connection {
         Some((here.to_canonical(), there.to_canonical()))
     }
 
-    /// What another thread ends this connection with.
+    /// The socket, with which another thread can end this connection.
     pub(crate) fn socket(&self) -> &Arc<Unshared<Socket>> {
         &self.stream
     }

@@ -64,7 +64,7 @@ impl Session {
         while self.tls.is_handshaking() {
             self.tls.complete_io(&mut wire)?;
         }
-        // What ends the handshake may still have to be sent.
+        // The last message of the handshake may still have to be sent.
         while self.tls.wants_write() {
             self.tls.write_tls(&mut wire)?;
         }
