@@ -291,8 +291,8 @@ impl Store {
 
     /// Finds the snapshot that `asked` requests. A request that names a snapshot gets it while it is served, drained or
     /// lingers, and otherwise learns at once that it is gone, because entity tags are never reused. Any other request
-    /// waits until the gate is open. A request for a step ahead of the one served waits a moment before it is refused: a
-    /// peer that is faster than the source may send it before the source has withdrawn the step before.
+    /// waits until the gate is open. A request for a step ahead of the one served waits a moment before it is refused:
+    /// a peer that is faster than the source may send it before the source has withdrawn the step before.
     pub(crate) async fn lookup(&self, asked: Asked<'_>, cut: &Arc<Notify>) -> Lookup {
         let grace = tokio::time::Instant::now() + AHEAD_GRACE;
         let step = asked.step;
