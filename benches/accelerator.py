@@ -1,4 +1,4 @@
-"""What copies between an accelerator and the network reach, beside the plain copies they are made of.
+"""The rates of copies between an accelerator and the network, beside those of the plain copies they consist of.
 
     python benches/accelerator.py [--mib 4096] [--tensors 64] [--rounds 7]
 
@@ -38,7 +38,7 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def transfer(source: HTTPTransport, target: HTTPTransport, state: dict[str, torch.Tensor]) -> None:
-    """From the call of `send_checkpoint` to the return of `recv_checkpoint`, which waits for it."""
+    """Return the seconds from the call of `send_checkpoint` to the return of `recv_checkpoint`, which waits for it."""
     with ThreadPoolExecutor(1) as pool:
         received = pool.submit(target.recv_checkpoint, 0, source.metadata(), 1, TIMEOUT)
         source.send_checkpoint([1], 1, state, TIMEOUT)
@@ -83,7 +83,7 @@ def main() -> int:
     for round_number in range(options.rounds + 1):
         for name, work in ways.items():
             took = timed(work)
-            # The first round makes memory and streams.
+            # The first round allocates memory and streams, so it is not counted.
             if round_number:
                 seconds[name].append(took)
     for transport in transports:

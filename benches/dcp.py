@@ -30,7 +30,7 @@ _PATIENCE_S = 300
 
 
 def measure(row: str, contender: str, scale: float, folder: Path) -> dict[str, Any]:
-    """One save and one load, by fresh processes."""
+    """Measure one save and one load, by fresh processes."""
     path = folder / "checkpoint"
     worlds = WORLDS[row]
     saving, loading = (
@@ -66,7 +66,7 @@ def _median(samples: list[dict[str, Any]], key: str) -> float:
 
 
 def as_text(results: dict[str, Any]) -> str:
-    """The tables."""
+    """Return the tables."""
     lines = []
     for row in results["rows"]:
         count = SHAPES[row["name"]][1]

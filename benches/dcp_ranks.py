@@ -1,4 +1,4 @@
-"""What the ranks of benches/dcp.py do: build a state, save it, load it, and say what that took."""
+"""The ranks of benches/dcp.py: they build a state, save it, load it, and return the costs."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ MIB = 1 << 20
 TIMEOUT = timedelta(minutes=5)
 #: Rows and columns of each tensor of a row, and how many.
 SHAPES = {"large": ((2048, 8192), 8), "small": ((8,), 1000), "reshard": ((4096, 4096), 8)}
-#: Contenders that know nothing of ranks.
+#: Contenders that support only one rank.
 ALONE = ("torch.save", "safetensors")
-#: Contenders that map files: what they read cannot be counted.
+#: Contenders that map files, so that the bytes they read cannot be counted.
 MAPPED = ("HuggingFaceStorage", "safetensors")
 
 
 def state(row: str, scale: float, seed: int) -> dict[str, torch.Tensor]:
-    """The state of a row: float32 tensors, by rows over all ranks if there are several."""
+    """Return the state of a row: float32 tensors, sharded by rows over all ranks if there are several."""
     shape, count = SHAPES[row]
     if len(shape) == 2:
         shape = (max(4, int(shape[0] * scale)), shape[1])
@@ -60,19 +60,19 @@ class Rank:
 
     def __init__(self, rank: int, world: int) -> None:
         del rank
-        # torch imports much on the first use of its checkpoints, which is nobody's work here.
+        # torch imports many modules when its checkpoints are first used, which must not be measured.
         if world > 1:
             state("small", 1.0, 0)
         self.held: dict[str, Any] = {}
         self.writer: PeerWriter | None = None
 
     def build(self, row: str, scale: float, seed: int) -> int:
-        """Makes the state; gives its bytes on this rank."""
+        """Make the state; return its bytes on this rank."""
         self.held = state(row, scale, seed)
         return sum(_local(value).nbytes for value in self.held.values())
 
     def save(self, contender: str, path: Path) -> dict[str, Any]:
-        """Saves the state, and says what that took."""
+        """Save the state; return the costs."""
         with _watched() as told:
             if contender == "tensorferry files":
                 dcp.save(self.held, storage_writer=FileWriter(path))
@@ -97,7 +97,7 @@ class Rank:
         return told
 
     def load(self, contender: str, path: Path, metadata: str | None) -> dict[str, Any]:
-        """Loads into the state, and says what that took."""
+        """Load into the state; return the costs."""
         report = None
         with _watched() as told:
             if contender == "tensorferry files":
@@ -130,12 +130,12 @@ class Rank:
             value.copy_(loaded[name])
 
     def equals(self, row: str, scale: float, seed: int) -> bool:
-        """Whether the state is that of `seed` now."""
+        """Return whether the state is now that of `seed`."""
         expected = state(row, scale, seed)
         return all(torch.equal(_local(self.held[name]), _local(value)) for name, value in expected.items())
 
     def end(self) -> None:
-        """Ends what was published."""
+        """End the publication."""
         if self.writer is not None:
             self.writer.withdraw()
             self.writer.shutdown()
@@ -148,7 +148,7 @@ def _synchronise(path: Path) -> None:
 
 @contextlib.contextmanager
 def _watched() -> Any:
-    """Seconds, bytes read by system calls, and how far peak memory rose above what was held."""
+    """Yield a dict that gets the seconds, the bytes read by system calls, and the rise of peak memory."""
     Path("/proc/self/clear_refs").write_text("5")
     before, read = _memory("VmRSS"), _read_bytes()
     told: dict[str, Any] = {}

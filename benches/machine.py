@@ -1,4 +1,4 @@
-"""What a reader must know about the machine to judge the numbers."""
+"""Facts about the machine that a reader needs to judge the numbers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def facts() -> dict[str, Any]:
 
 
 def others_busy(seconds: float = 0.5) -> float:
-    """Return the share of all cores that is in use while we sleep: other people's work."""
+    """Return the share of all cores that is in use while this process sleeps: the work of other processes."""
 
     def ticks() -> tuple[int, int]:
         numbers = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]

@@ -16,10 +16,10 @@ _STEP_S = 0.2e-3
 
 
 def _account() -> Callable[[], tuple[int, int]]:
-    """Return what tells how long the calling thread has run or waited for a core, in ns, and how often it slept.
+    """Return a function that reports how long the calling thread has run or waited for a core, in ns, and its sleeps.
 
-    A step that never slept and yet took longer than that was halted together with the whole (virtual) machine:
-    the kernel takes a host's pauses out of what it charges a running thread with.
+    A step without a sleep that took longer than that was halted together with the whole (virtual) machine: the
+    kernel does not count a host's pauses as running time of a thread.
     """
     queue = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)  # ns run, ns waited, number of turns
 
@@ -31,7 +31,7 @@ def _account() -> Callable[[], tuple[int, int]]:
 
 
 class MainLoop:
-    """Runs steps of about 0.2 ms, each one torch operator, until told to stop."""
+    """Runs steps of about 0.2 ms, each of one torch operator, until `stop` is called."""
 
     def __init__(self) -> None:
         self._wanted = threading.Event()
@@ -71,17 +71,17 @@ class MainLoop:
             self._ends.append(clock())
 
     def begin(self) -> None:
-        """Start stepping; return once it does."""
+        """Start the steps; return once they run."""
         self._wanted.set()
         self._running.wait()
 
     def stop(self) -> None:
-        """End `run`."""
+        """Make `run` return."""
         self._stop = True
         self._wanted.set()
 
     def during(self, windows: list[tuple[int, int]]) -> dict[str, float]:
-        """Return what the steps that touch some windows of time were like.
+        """Return the gaps and the rate of the steps that overlap some windows of time.
 
         Returns:
             worst_s: the longest gap between the ends of two steps.

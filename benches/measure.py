@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from contenders import Contender
     from states import Row
 
-_LARGE_STATE = 16 << 20  # below this, fresh memory is no matter
+_LARGE_STATE = 16 << 20  # below this, fresh memory makes no difference
 _WATCH_S = 1.0
 
 
@@ -32,17 +32,17 @@ class Lab:
 
     @property
     def watch_s(self) -> float:
-        """How long a main loop is watched at least."""
+        """Return how many seconds a main loop is watched at least."""
         return min(_WATCH_S, 5 * self.scale)
 
     def hold(self, nbytes: int) -> None:
-        """Begin to have memory for a state of that size ready; `release` hands it over."""
+        """Begin to hold memory for a state of that size, until `release`."""
         if nbytes >= _LARGE_STATE and not self._holding:
             self.ballast.post("hold_memory", nbytes=nbytes + nbytes // 8 + _LARGE_STATE)
             self._holding = True
 
     def release(self) -> None:
-        """Leave the memory that was held to whoever asks for some next."""
+        """Release the held memory, so that the next allocation of any process can have its pages."""
         if self._holding:
             self._holding = False
             self.ballast.wait()
@@ -50,7 +50,7 @@ class Lab:
 
     @contextmanager
     def peers(self, what: str, *busy: bool) -> Iterator[list[Peer]]:
-        """Give one fresh process per flag; those whose flag is set run a main loop."""
+        """Yield one fresh process per flag; those whose flag is set run a main loop."""
         peers = [Peer(self.context, self.log, busy=flag) for flag in busy]
         try:
             yield peers

@@ -1,4 +1,4 @@
-"""Memory of this process: pages nobody has touched, pages that the machine has ready, and the peak."""
+"""Memory of this process: pages that were never touched, pages that the machine has ready, and the peak."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _BLOCK = 4 << 20
 
 
 def fresh(nbytes: int, *, huge: bool = False) -> mmap.mmap:
-    """Return private pages that nobody has touched yet, as huge ones where asked for and to be had."""
+    """Return private pages that were never touched, as huge ones if requested and available."""
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if huge:
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -28,8 +28,8 @@ class Ballast:
 
     The host of a virtual machine backs a page when it is first touched, and may take pages back once they have been
     free for two seconds (free page reporting): fresh memory then costs 0.1 s or 6 s per GiB by that alone. Ballast
-    let go of just before a receive makes fresh memory cost what it does on a machine of one's own. It is of small
-    and of huge pages, as the contenders use both and the kernel hands them out from different lists.
+    that is released just before a receive makes fresh memory cost what it does on a machine that is not shared. It is
+    of small and of huge pages, as the contenders use both and the kernel hands them out from different lists.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The two processes of a measurement: a fresh source and a fresh receiver, told what to do over a pipe."""
+"""The two processes of a measurement: a fresh source and a fresh receiver, which take commands from a pipe."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class PeerError(Exception):
 
 
 class Agent:
-    """What a child can be told to do; each public method is one command and returns plain data."""
+    """The commands of a child: each public method is one, and returns plain data."""
 
     def __init__(self, loop: MainLoop | None) -> None:
         self._loop = loop
@@ -49,7 +49,7 @@ class Agent:
         self._ballast = Ballast()
 
     def facts(self) -> dict[str, Any]:
-        """Versions as a child sees them; None for a library that is not there."""
+        """Return versions as a child sees them; None for a library that is not installed."""
         return {
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -58,11 +58,11 @@ class Agent:
         }
 
     def hold_memory(self, nbytes: int) -> None:
-        """Be the ballast."""
+        """Hold the ballast."""
         self._ballast.hold(nbytes)
 
     def release_memory(self) -> None:
-        """Leave the ballast to whoever needs memory next."""
+        """Release the ballast, so that the next allocation of any process can have its pages."""
         self._ballast.release()
 
     def build(self, row: str, scale: float, seed: int) -> dict[str, int]:
@@ -80,7 +80,7 @@ class Agent:
         return urlunsplit(parts._replace(netloc=f"127.0.0.1:{parts.port}"))
 
     def send(self, which: str) -> dict[str, Any]:
-        """Offer a state; return when that call began and ended."""
+        """Send a state; return when that call began and ended."""
         gc.collect()
         self._peak = PeakMemory()
         begin = time.perf_counter_ns()
@@ -92,11 +92,11 @@ class Agent:
         self._transport.disallow_checkpoint()
 
     def extra_memory(self) -> int | None:
-        """Peak above the level at the last `send`."""
+        """Return the peak of memory above the level at the last `send`."""
         return self._peak.extra()
 
     def receive(self, metadata: str, which: str, repeats: int, at_least_s: float) -> dict[str, Any]:
-        """Receive `repeats` times, and on until `at_least_s` have gone into it; the last result is kept."""
+        """Receive `repeats` times or more, for at least `at_least_s` seconds; the last result is kept."""
         self._live = self._states.get(which)
         windows: list[tuple[int, int]] = []
         spent = 0
@@ -112,12 +112,12 @@ class Agent:
         return {"s": seconds, "windows": windows, "extra": peak.extra()}
 
     def forget(self) -> None:
-        """Drop the received state, so that its memory goes back to where it came from."""
+        """Drop the received state, so that its memory is returned."""
         self._received = None
         gc.collect()
 
     def digest(self, received: bool) -> str:
-        """Digest of the state that was built, or of the one received."""
+        """Return the digest of the state that was built, or of the one received."""
         return digest(self._received if received else self._states["state"])
 
     def close(self) -> None:
@@ -140,7 +140,7 @@ class Agent:
         threading.Thread(target=serve, daemon=True).start()
 
     def raw_floor(self, port: int, nbytes: int, streams: int) -> dict[str, float]:
-        """Be the raw receiver: seconds into fresh and into touched memory."""
+        """Be the raw receiver; return the seconds into fresh and into touched memory."""
         return floor(port, nbytes, streams)
 
     def raw_receive(self, port: int, nbytes: int, streams: int, at_least_s: float) -> list[tuple[int, int]]:
@@ -155,7 +155,7 @@ class Agent:
         return windows
 
     def loop_begin(self, unloaded_s: float) -> dict[str, float]:
-        """Start the main loop; return how it does while nothing else happens."""
+        """Start the main loop; return its gaps and rate while nothing else happens."""
         assert self._loop is not None
         self._loop.begin()
         time.sleep(0.1)
@@ -164,7 +164,7 @@ class Agent:
         return self._loop.during([(begin, time.perf_counter_ns())])
 
     def loop_during(self, windows: list[tuple[int, int]]) -> dict[str, float]:
-        """Return how the main loop did during some windows of time."""
+        """Return the gaps and the rate of the main loop in some windows of time."""
         assert self._loop is not None
         return self._loop.during(windows)
 
@@ -177,7 +177,7 @@ def _obey(pipe: Connection, agent: Agent, loop: MainLoop | None) -> None:
                 pipe.send((True, getattr(agent, command)(**arguments)))
             except Exception:
                 pipe.send((False, traceback.format_exc()))
-    except (EOFError, OSError):  # the parent is gone: nobody is left to answer
+    except (EOFError, OSError):  # the parent is gone, so no answer is needed
         pass
     finally:
         if loop is not None:
@@ -200,7 +200,7 @@ def _child(pipe: Connection, log: str, busy: bool) -> None:
 
 
 class Peer:
-    """A child process; its orders are answered in turn."""
+    """A child process, which answers commands in the order they were sent."""
 
     def __init__(self, context: Any, log: str, *, busy: bool = False) -> None:
         self._pipe, theirs = context.Pipe()
@@ -209,11 +209,11 @@ class Peer:
         theirs.close()
 
     def post(self, command: str, **arguments: Any) -> None:
-        """Give an order without waiting for its answer."""
+        """Send a command without waiting for its answer."""
         self._pipe.send((command, arguments))
 
     def wait(self) -> Any:
-        """Return the answer to the oldest order; raise PeerError if there is none in time or it failed."""
+        """Return the answer to the oldest command; raise PeerError if there is none in time or it failed."""
         try:
             if not self._pipe.poll(_ANSWER_S):
                 raise PeerError(f"no answer within {_ANSWER_S:.0f} s")
@@ -225,12 +225,12 @@ class Peer:
         return answer
 
     def ask(self, command: str, **arguments: Any) -> Any:
-        """Give an order and return its answer."""
+        """Send a command and return its answer."""
         self.post(command, **arguments)
         return self.wait()
 
     def end(self, patience_s: float = 10.0) -> bool:
-        """End the process; return whether it went by itself."""
+        """End the process; return whether it exited by itself."""
         with contextlib.suppress(OSError):
             self._pipe.send(None)
         self._process.join(patience_s)
@@ -243,7 +243,7 @@ class Peer:
 
 
 def context(start: str, *, optimizers: bool) -> Any:
-    """Return the way children start.
+    """Return the multiprocessing context in which children start.
 
     "forkserver": forked from a process that has imported torch and the transports and done nothing else, so that a
     measurement does not wait for those imports; "spawn": a new interpreter each time. `optimizers`: whether states

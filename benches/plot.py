@@ -1,4 +1,4 @@
-"""The picture of the results: how many times faster than torchft's best each contender receives each row."""
+"""Draws the results: how many times faster than torchft's best each contender receives each row."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _GAP = 0.16  # between rows, as a share of a row's place
 
 
 def _bars(results: dict[str, Any]) -> list[list[dict[str, Any]]]:
-    """Return each row's lines that are drawn, torchft's first; of torchft's only the first receive."""
+    """Return the lines to draw of each row, torchft's first; of torchft's only those of the first receive."""
     rows = []
     for row in results["rows"]:
         lines = [line for line in row["summary"]["lines"] if line["speedup"]]

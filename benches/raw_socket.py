@@ -21,7 +21,7 @@ def _slices(memory: memoryview, streams: int) -> list[memoryview]:
 
 
 class RawSender:
-    """Answers each byte asked for on a connection with that stream's share of the memory."""
+    """Answers each byte that arrives on a connection with that stream's share of the memory."""
 
     def __init__(self, nbytes: int) -> None:
         self._memory = fresh(nbytes)

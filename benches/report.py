@@ -14,7 +14,7 @@ Sample = dict[str, Any]
 _ORDERS = ("first", "second")
 _RAW_KINDS = {"touched": "touched memory", "fresh": "fresh memory", "huge": "fresh huge pages"}
 _STREAMS = (1, 2)
-QUIET = 0.1  # share of the machine that others may use before a reader is told
+QUIET = 0.1  # share of the machine that other processes may use without a note in the report
 
 
 def spread(values: Iterable[float | None]) -> dict[str, float] | None:
@@ -36,7 +36,7 @@ def _seconds(order: str) -> Callable[[Sample], float | None]:
 
 
 def _pairs(above: dict[int, float], below: dict[int, float]) -> dict[str, float] | None:
-    """Spread of above/below, round by round: only what was measured side by side is divided."""
+    """Return the spread of above/below, round by round: only samples of one round are divided by each other."""
     return spread(above[number] / below[number] for number in above if number in below)
 
 
@@ -55,7 +55,7 @@ def best_of_theirs(samples: list[Sample], order: str) -> str | None:
 
 
 def summarise_transfers(samples: list[Sample], floors: list[Sample]) -> dict[str, Any]:
-    """Return one line per contender and order of receive, each compared with torchft's best and with raw sockets."""
+    """Return a line per contender and order of receive, each compared with torchft's best and with raw sockets."""
     best = {order: best_of_theirs(samples, order) for order in _ORDERS}
     floors = [sample for sample in floors if "error" not in sample]
     raw_fresh = {sample["round"]: _raw(sample, "fresh", "huge") for sample in floors}
@@ -98,7 +98,7 @@ def summarise_transfers(samples: list[Sample], floors: list[Sample]) -> dict[str
 
 
 def _times_state(samples: list[Sample], field: str) -> dict[str, float] | None:
-    """Peak memory as a multiple of the state, for states big enough that the process itself does not drown them."""
+    """Return peak memory as a multiple of the state; None for states that are small beside the process itself."""
     return spread(s[field] / s["bytes"] for s in samples if s.get(field) is not None and s["bytes"] >= 16 << 20)
 
 

@@ -55,7 +55,7 @@ def _arguments() -> argparse.Namespace:
 
 
 class Bench:
-    """Walks rows, rounds and contenders; keeps every sample."""
+    """Measures all rows, rounds and contenders, and keeps every sample."""
 
     def __init__(self, options: argparse.Namespace, lab: Lab, have_ours: bool) -> None:
         self._options, self._lab, self._have_ours = options, lab, have_ours
@@ -129,7 +129,7 @@ class Bench:
 
 
 def _in_turn(turns: list[Any], number: int) -> list[Any]:
-    """Go forwards in even rounds, backwards in odd ones."""
+    """Return the contenders forwards in even rounds, backwards in odd ones."""
     return turns[::-1] if number % 2 else turns
 
 

@@ -24,7 +24,7 @@ TIMEOUT = timedelta(seconds=30)
 
 
 class Wire:
-    """Events out, orders in."""
+    """Writes events to the first stdout and reads orders from stdin."""
 
     def __init__(self) -> None:
         # Anything else that prints to stdout, a C library included, must not get between the events.
@@ -102,7 +102,7 @@ def main() -> None:
 
     torch.set_num_threads(1)
     trainee = Trainee(args.seed, args.width, args.pad_mib)
-    # The group's own store: rank 0 keeps it, the others are told its port.
+    # The group's own store: rank 0 keeps it, and the others receive its port.
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False) if args.rank == 0 else None
     wire.emit("loaded", pid=os.getpid(), store=store and store.port, weights=state_digest(trainee.model.state_dict()))
 

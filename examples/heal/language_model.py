@@ -1,4 +1,4 @@
-"""What the replicas train: a small byte-level transformer, with AdamW, a schedule and a ring of past weights."""
+"""The replicas' model: a small byte-level transformer, with AdamW, a schedule and a ring of past weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BATCH = 8
 
 
 def corpus() -> bytes:
-    """Real text that is there wherever Python is: the sources of its standard library, some 500 kB of them."""
+    """Return real text that every Python has: some 500 kB of the sources of its standard library."""
     files = sorted(Path(os.__file__).parent.glob("[a-d]*.py"))
     return b"".join(path.read_bytes() for path in files)[:500_000]
 
@@ -34,7 +34,7 @@ class LanguageModel(nn.Module):
         self.head = nn.Linear(width, 256)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits of the next byte at each position."""
+        """Return the logits of the next byte at each position."""
         mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
         x = self.bytes(tokens) + self.positions
         for layer in self.layers:
@@ -43,7 +43,7 @@ class LanguageModel(nn.Module):
 
 
 class Trainee:
-    """Everything that must survive: the model, its optimizer, its schedule and a ring of past weights.
+    """The state that must survive: the model, its optimizer, its schedule and a ring of past weights.
 
     Args:
         seed: picks the first weights, so that replicas differ until one heals from another
@@ -65,7 +65,7 @@ class Trainee:
         self.draw = torch.Generator().manual_seed(seed)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything, by reference."""
+        """Return the whole state, by reference."""
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -82,7 +82,7 @@ class Trainee:
             mine.copy_(theirs)
 
     def backward(self) -> tuple[float, torch.Tensor]:
-        """One batch of this replica's own; returns the loss and all gradients as one vector."""
+        """Run one batch of this replica's own; return the loss and all gradients as one vector."""
         starts = torch.randint(len(self.text) - CONTEXT - 1, (BATCH,), generator=self.draw)
         windows = torch.stack([self.text[start : start + CONTEXT + 1] for start in starts]).long()
         self.optimizer.zero_grad()

@@ -20,7 +20,7 @@ Events = queue.SimpleQueue["tuple[Child, dict[str, Any]]"]
 
 
 def end(process: subprocess.Popen[Any]) -> None:
-    """SIGKILL for a process that leads a session of its own, and for whatever it has left behind there."""
+    """Kill a process that leads a session of its own, and every process that it left in that session."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -71,7 +71,7 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """The process, for the one who kills it."""
+        """Return the process's id, for callers that kill it."""
         return self.process.pid
 
     @property
@@ -90,11 +90,11 @@ class Child:
         with self.event_file.open("w", buffering=1, encoding="utf-8") as copy:
             for line in self.process.stdout:
                 if not line.endswith(b"\n"):
-                    break  # killed while it wrote
+                    break  # it was killed while writing
                 copy.write(line.decode())
                 self.events.put((self, json.loads(line)))
             status = self.process.wait()
-            self.logger.join(5)  # what it said last is known when it is known to be gone
+            self.logger.join(5)  # its last words are logged before its end is reported
             gone = {"event": "gone", "at": time.monotonic(), "status": status}
             copy.write(json.dumps(gone) + "\n")
         self.events.put((self, gone))
@@ -107,12 +107,12 @@ class Child:
             self.process.stdin.flush()
 
     def kill(self) -> None:
-        """SIGKILL, by its pid; its end is then no surprise."""
+        """Kill the process; its end then counts as expected."""
         self.expected_to_go = True
         self.process.kill()
 
     def stop(self) -> None:
-        """Make sure it is gone, and close what belonged to it."""
+        """Make sure that the process is gone, and close its pipes."""
         self.expected_to_go = True
         end(self.process)
         self.reader.join()

@@ -1,4 +1,4 @@
-"""Directs a heal: starts a Lighthouse and replica groups, kills some, restarts them with other weights, compares."""
+"""Directs a heal: starts a Lighthouse and replica groups, kills some, restarts them and compares the results."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from verdict import Heal, Log, Rank, heal_problems, heals_of, problems_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-# How far a replica may train ahead of what is known here: the last lease is the step at which all of them stop.
+# How many steps a replica may train ahead of the steps reported here; the last lease is the step at which all stop.
 LEASE = 40
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """One job and what happens to it.
+    """One job and the faults it gets.
 
     Args:
         transport: ``torchft``, ``tensorferry``, or ``module:Class``
@@ -31,7 +31,7 @@ class Scenario:
         kill: how many of them are killed at once; 0 leaves it at the first heals, at step 0
         pad_mib: size of the ring of past weights, on top of model and optimizer
         kill_at_step: the step the victims have committed when they are killed
-        settle_steps: how many steps the healed replicas train before the job is told to end
+        settle_steps: how many steps the healed replicas train before the job is ended
         deadline: seconds for all of it
         path: folders that ``transport`` may be imported from
 
@@ -58,13 +58,13 @@ class Scenario:
 
     @property
     def min_replicas(self) -> int:
-        """The survivors must be enough to go on without the others."""
+        """Return the number of replicas that must be enough to go on: all but those that are killed."""
         return self.replicas - self.kill
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of it: ``problems`` is empty when every heal was intact and all replicas ended equal."""
+    """The result of a run: ``problems`` is empty if every heal was intact and all replicas ended equal."""
 
     problems: list[str]
     heals: list[Heal]
@@ -74,7 +74,7 @@ class Outcome:
 
 
 class ScenarioError(RuntimeError):
-    """The job broke down, or did not get on in time."""
+    """The job broke down, or made no progress in time."""
 
 
 def run(scenario: Scenario, tell: Callable[[float, str], None] = lambda *_: None) -> Outcome:
@@ -82,7 +82,7 @@ def run(scenario: Scenario, tell: Callable[[float, str], None] = lambda *_: None
 
     Args:
         scenario: the job
-        tell: is told what happens, with the seconds since the start
+        tell: is called with each event's text and the seconds since the start
 
     """
     scenario.directory.mkdir(parents=True, exist_ok=True)
@@ -211,7 +211,7 @@ class Director:
             if status := child.seen["gone"]["status"]:
                 raise ScenarioError(f"{child.name} trained to the end and then left with status {status}")
 
-    # Its parts.
+    # The parts of the story.
 
     def spawn(self, name: str, command: list[str]) -> Child:
         """Start a script; whatever happens, it is stopped at the end."""
@@ -276,7 +276,7 @@ class Director:
             self.take_in(child, event)
 
     def take_in(self, child: Child, event: dict[str, Any]) -> None:
-        """Note an event, and act on it where it cannot wait."""
+        """Record an event, and act at once on those that cannot wait."""
         child.seen[event["event"]] = event
         if child in self.names:
             self.history[self.names[child]].append(event)
@@ -288,7 +288,7 @@ class Director:
             self.lend(event["step"] + LEASE)
 
     def dump_stacks(self) -> None:
-        """Leave in the log where every replica hangs."""
+        """Write to the log where every replica hangs."""
         for child in self.living.values():
             with contextlib.suppress(ProcessLookupError):
                 child.process.send_signal(signal.SIGUSR1)

@@ -43,7 +43,7 @@ def show(path: Path) -> str:
 
 
 def perform(args: argparse.Namespace, transport: str) -> Outcome:
-    """Run the job once and tell how it went."""
+    """Run the job once and print its course."""
     directory = args.logs / transport
     print(f"\n{NAMES[transport]}   (torchft's own output: {show(directory / 'torchft.log')})", flush=True)
     outcome = run(
@@ -72,7 +72,7 @@ def perform(args: argparse.Namespace, transport: str) -> Outcome:
 
 
 def compare(outcomes: dict[str, Outcome]) -> None:
-    """One row per transport: how long its receives took."""
+    """Print one row per transport: how long its receives took."""
     print(f"\n{'':27}{'first heals, at step 0':>24}{'heal after the kill':>24}{'source held up':>18}")
     for transport, outcome in outcomes.items():
         first = [heal for heal in outcome.heals if heal.receiver.life == 0]

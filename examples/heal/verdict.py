@@ -15,7 +15,7 @@ class Rank:
     life: int
 
     def __str__(self) -> str:
-        """As in the names of its files."""
+        """Return the name that the rank's files have."""
         return f"replica{self.replica}.rank{self.rank}.life{self.life}"
 
 
@@ -34,7 +34,7 @@ class Heal:
 
     @property
     def intact(self) -> bool:
-        """Whether what arrived is what was sent."""
+        """Return whether the received state equals the sent one."""
         return self.sent_digest == self.received_digest
 
 
@@ -71,7 +71,7 @@ def heals_of(log: Log) -> list[Heal]:
 
 
 def problems_of(log: Log, replicas: int, group_world_size: int) -> list[str]:
-    """Everything that is wrong with a finished run; an empty list is the proof that it went well."""
+    """Return everything that is wrong with a finished run; an empty list proves that it went well."""
     problems = heal_problems(log)
     for rank in range(group_world_size):
         problems += _disagreements(log, rank, replicas)

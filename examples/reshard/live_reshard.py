@@ -12,17 +12,17 @@ from functools import partial
 from ranks import Job, RankFailed
 from sharded_rank import Rank
 
-#: Sums over ranks come in another order when there are other numbers of them.
+#: Sums over ranks are computed in another order when the number of ranks differs.
 _TOLERANCE = 1e-4
 
 
 def proof(digests: dict[str, str]) -> str:
-    """One digest of all."""
+    """Return one digest of all values."""
     return hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()[:16]
 
 
 def tell(text: str) -> None:
-    """One line of the story."""
+    """Print one line of the story."""
     print(text, flush=True)
 
 
@@ -39,7 +39,7 @@ def main() -> int:
 
 
 def run(large: Job, small: Job) -> int:
-    """The story; 0 if every bit arrived and both jobs go on alike."""
+    """Run the story; return 0 if every bit arrived and both jobs continue with the same loss."""
     tell(f"The large job, 4 ranks, has trained for 20 steps: loss {large('train', 20)[0]:.5f}.")
     tell(f"The small job, 2 ranks, begins with other weights: loss {small('train', 1)[0]:.5f}.")
     before, other = large("digest")[0], small("digest")[0]

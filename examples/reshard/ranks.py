@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from multiprocessing.connection import Connection
 
-#: Imported once, by the process that all ranks are forked off. Only what is installed: it knows no other folders.
+#: Imported once, by the process that all ranks are forked from. Only installed modules: it knows no other folders.
 _PRELOAD = [
     "torch._dynamo",
     "torch.distributed._shard.sharded_tensor",
@@ -31,11 +31,11 @@ _PRELOAD = [
 
 
 class RankFailed(Exception):
-    """A rank did not do what it was told."""
+    """A rank failed to run a method, or did not answer in time."""
 
 
 def context() -> Any:
-    """How the processes start. Whoever asks first starts the process they are forked off."""
+    """Return the multiprocessing context; the first call starts the process that the ranks are forked from."""
     found = multiprocessing.get_context("forkserver")
     found.set_forkserver_preload(_PRELOAD)
     return found
@@ -70,7 +70,7 @@ class Job:
             self._processes.append(process)
 
     def __call__(self, method: str, *arguments: Any) -> list[Any]:
-        """What `method` returns on each rank."""
+        """Call `method` on every rank and return their results."""
         for pipe in self._pipes:
             pipe.send((method, arguments))
         results, failures = [], []
@@ -103,7 +103,7 @@ class Job:
         self._folder.cleanup()
 
     def __enter__(self) -> Job:
-        """Nothing more to do."""
+        """Return the job."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -114,7 +114,7 @@ class Job:
 def _serve(
     orders: Connection, rank: int, world: int, store: str, patience: float, make: Callable[[int, int], Any]
 ) -> None:
-    """Does what it is told until it is told nothing more."""
+    """Run in a rank: call the requested methods until the requests end."""
     os.environ |= {"OMP_NUM_THREADS": "1", "LOCAL_RANK": str(rank)}
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -126,7 +126,7 @@ def _serve(
             method, arguments = order
             try:
                 orders.send((True, getattr(held, method)(*arguments)))
-            except BaseException:  # torch's CheckpointException is no Exception.
+            except BaseException:  # torch's CheckpointException is not an Exception
                 orders.send((False, traceback.format_exc()))
     held.end()
     dist.destroy_process_group()

@@ -21,7 +21,7 @@ WIDTH = 257  # no number of ranks divides it evenly
 
 
 class Rank:
-    """What the rank holds: a model sharded by FSDP2 over all ranks of its job, and AdamW with a schedule."""
+    """A rank's state: a model sharded by FSDP2 over all ranks of its job, and AdamW with a schedule."""
 
     def __init__(self, rank: int, world: int, seed: int) -> None:
         self.rank = rank
@@ -39,7 +39,7 @@ class Rank:
         self.writer: PeerWriter | None = None
 
     def train(self, steps: int) -> float:
-        """Trains; every rank sees the whole batch, so that the number of ranks makes no difference to the result."""
+        """Train; every rank sees the whole batch, so that the number of ranks makes no difference to the result."""
         loss = torch.tensor(0.0)
         for _ in range(steps):
             self.step += 1
@@ -52,23 +52,23 @@ class Rank:
         return loss.item()
 
     def state(self) -> dict[str, Any]:
-        """Weights, optimizer and step, as torch's checkpoints want them."""
+        """Return weights, optimizer and step in the form that torch's checkpoints expect."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer, "step": self.step}
 
     def publish(self) -> str:
-        """Publishes the state where it is; gives what a reader needs."""
+        """Publish the state without a copy; return the metadata that a reader needs."""
         self.writer = PeerWriter(TIMEOUT, interface="127.0.0.1")
         dcp.save(self.state(), storage_writer=self.writer)
         return self.writer.metadata()
 
     def withdraw(self) -> None:
-        """Ends the publication: the state may change again."""
+        """End the publication, so that the state may change again."""
         assert self.writer is not None
         self.writer.withdraw()
 
     def load(self, metadata: str) -> dict[str, int]:
-        """Loads what another job has published, and says how many bytes that took."""
+        """Load what another job has published; return how many bytes that took."""
         state = self.state()
         reader = PeerReader(metadata, timeout=TIMEOUT)
         dcp.load(state, storage_reader=reader)
@@ -77,7 +77,7 @@ class Rank:
         return reader.report
 
     def digest(self) -> dict[str, str]:
-        """SHA-256 of every tensor, put together from all ranks, and of everything else."""
+        """Return the SHA-256 of every tensor, assembled from all ranks, and of everything else."""
         found: dict[str, str] = {}
         for path, value in torch.utils._pytree.tree_flatten_with_path(self.state())[0]:
             name = ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
@@ -89,6 +89,6 @@ class Rank:
         return found
 
     def end(self) -> None:
-        """Ends the publication for good."""
+        """Shut the publication down for good."""
         if self.writer is not None:
             self.writer.shutdown()

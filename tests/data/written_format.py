@@ -74,7 +74,7 @@ def ramp(count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def in_order(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """The same, one behind the other in memory: a manifest lists leaves that share memory in the order of addresses."""
+    """Returns the same, contiguous in memory: a manifest lists leaves that share memory in the order of addresses."""
     memory, at, placed = bytearray(sum(one.nbytes + 64 for one in tensors)), 0, []
     for one in tensors:
         placed.append(torch.frombuffer(memory, dtype=one.dtype, count=one.numel(), offset=at).copy_(one))
@@ -83,7 +83,7 @@ def in_order(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 
 def transport_state() -> dict[str, Any]:
-    """A state with one of everything the format has a word for. It needs a process group of one process."""
+    """Returns a state that uses every element of the format. It needs a process group of one process."""
     mesh = DeviceMesh("cpu", [0])
     base, weights, ends, column = in_order(torch.arange(24.0), ramp(12), torch.arange(4096.0), torch.arange(3.0))
     tied = torch.nn.Parameter(weights.view(3, 4))
@@ -161,7 +161,7 @@ def transport_state() -> dict[str, Any]:
 
 
 def stock_state() -> dict[str, Any]:
-    """A state that torchft's own transport can carry, too."""
+    """Returns a state that torchft's own transport can send as well."""
     base = torch.arange(12.0)
     weight = torch.nn.Parameter(torch.arange(4.0))
     user = {"weight": weight, "again": weight, "views": [base[:8], base[4:]], "scalar": torch.tensor(1)}
@@ -169,7 +169,7 @@ def stock_state() -> dict[str, Any]:
 
 
 def deep(levels: int) -> Any:
-    """Lists in lists, more than the tree takes apart."""
+    """Returns lists nested deeper than the tree represents."""
     value: Any = torch.arange(2.0)
     for _ in range(levels):
         value = [value]
@@ -177,7 +177,7 @@ def deep(levels: int) -> Any:
 
 
 def job_state() -> dict[str, Any]:
-    """A state for ``torch.distributed.checkpoint``. It needs a process group of one process."""
+    """Returns a state for ``torch.distributed.checkpoint``. It needs a process group of one process."""
     mesh = DeviceMesh("cpu", [0])
     return {
         "model": {
@@ -197,7 +197,7 @@ def job_state() -> dict[str, Any]:
 
 
 def served(state: Any, *names: str) -> list[bytes]:
-    """What a transport answers to requests for these names when it has published ``state``."""
+    """Returns a transport's answers to requests for these names when it has published ``state``."""
     transport: HTTPTransport[Any] = HTTPTransport(timedelta(seconds=30), interface="127.0.0.1")
     bodies = []
     try:
@@ -212,18 +212,18 @@ def served(state: Any, *names: str) -> list[bytes]:
 
 
 def container() -> list[bytes]:
-    """The container of :func:`transport_state`, and the checksums of its blocks, as they travel."""
+    """Returns the container of :func:`transport_state` and the checksums of its blocks, as they are sent."""
     return served(transport_state(), f"{STEP}.safetensors", f"{STEP}/digests?blocks=0-1")
 
 
 def stock_body() -> bytes:
-    """What a receiver of torchft's own class gets of :func:`stock_state`."""
+    """Returns the body that a receiver of torchft's own class gets for :func:`stock_state`."""
     return served(stock_state(), f"{STEP}/full")[0]
 
 
 @contextlib.contextmanager
 def fixed() -> Iterator[None]:
-    """Takes the chance out of a save into a folder."""
+    """Fixes everything random in a save into a folder."""
     with (
         mock.patch("tensorferry.dcp.files.new_id", return_value="0123456789abcdef0123"),
         mock.patch("secrets.token_hex", lambda nbytes: "5a" * nbytes),
@@ -239,7 +239,7 @@ def write_folder(path: Path) -> None:
 
 
 def main(folder: Path = HERE) -> None:
-    """Writes all of it into ``folder``."""
+    """Writes all of the files into ``folder``."""
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:
         for path, data in zip((CONTAINER, DIGESTS), container(), strict=True):
@@ -252,7 +252,7 @@ def main(folder: Path = HERE) -> None:
 
 
 if __name__ == "__main__":
-    # Pickles name the module that a class is in: not the one that was run.
+    # Pickles name the module of a class, which must not be that of the program that was run.
     sys.path.insert(0, str(HERE))
     import written_format
 

@@ -24,13 +24,13 @@ class _Rank:
 
 
 class Job(ranks.Job):
-    """``world`` processes; ``run`` has all of them call a function with a dict of their own and what it is given."""
+    """``world`` processes; ``run`` makes each call a function with a dict of its own and the given arguments."""
 
     def __init__(self, world, daemon=True):
-        # Torch's ranks send each other their plans by its object collectives, which turn tensors into arrays.
+        # torch's ranks exchange their plans with its object collectives, which convert tensors to numpy arrays.
         pytest.importorskip("numpy", reason="torch.distributed's object collectives need numpy")
         super().__init__(f"{world} ranks", world, _Rank, _PATIENCE_S, daemon)
 
     def run(self, function, *arguments):
-        """What each rank returns; ``RankFailed`` with every rank's traceback if one fails."""
+        """Returns what each rank returns; raises ``RankFailed`` with every rank's traceback if one fails."""
         return self("run", function, *arguments)

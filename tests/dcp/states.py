@@ -36,7 +36,7 @@ TIMEOUT = timedelta(seconds=60)
 
 
 def whole(name, dtype, shape):
-    """The tensor of that name, the same in every process."""
+    """Returns the tensor of that name, which is the same in every process."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     size = dtype.itemsize * max(1, torch.Size(shape).numel())
     raw = torch.randint(0, 2 if dtype is torch.bool else 256, (size,), generator=generator, dtype=torch.uint8)
@@ -45,7 +45,7 @@ def whole(name, dtype, shape):
 
 @functools.cache
 def layouts(world):
-    """Meshes and placements for a job of that size, by name."""
+    """Returns meshes and placements for a job of that size, by name."""
     line = init_device_mesh("cpu", (world,))
     found = {
         "rows": (line, [Shard(0)]),
@@ -64,7 +64,7 @@ def layouts(world):
 
 
 def _sharded(value):
-    """The same over all ranks, by rows, in torch's older class."""
+    """Returns the same tensor, sharded by rows over all ranks with torch's older class."""
     rank, world = dist.get_rank(), dist.get_world_size()
     first, end = len(value) * rank // world, len(value) * (rank + 1) // world
     offsets = [first] + [0] * (value.dim() - 1)
@@ -75,7 +75,7 @@ def _sharded(value):
 
 
 def state(turn, blank):
-    """Every dtype and shape, its placements chosen by ``turn``; with ``blank`` zeros, to be overwritten."""
+    """Returns every dtype and shape in placements chosen by ``turn``; zeros, to be overwritten, with ``blank``."""
     world = dist.get_world_size()
     kinds = list(layouts(world).items())
     found = {}
@@ -95,7 +95,7 @@ def state(turn, blank):
 
 
 def local(value):
-    """The part of a tensor that is on this rank."""
+    """Returns the part of a tensor that is on this rank."""
     if isinstance(value, DTensor):
         return value.to_local()
     if isinstance(value, ShardedTensor):
@@ -111,13 +111,13 @@ def same_bits(a, b):
 
 
 def compare(found, expected):
-    """The names of what differs."""
+    """Returns the names of tensors and values that differ."""
     differ = [k for k, v in expected.items() if isinstance(v, torch.Tensor) and not same_bits(found[k], v)]
     return differ + [k for k, v in expected.items() if not isinstance(v, torch.Tensor) and found[k] != v]
 
 
 def save(kept, turn, ours, theirs):
-    """Saves the state of ``turn`` to files, with torch's writer too, and publishes it; gives its string."""
+    """Saves the state of ``turn`` to files, also with torch's writer, and publishes it; returns the metadata."""
     held = state(turn, blank=False)
     dcp.save(held, storage_writer=FileWriter(ours))
     if theirs is not None:
@@ -129,7 +129,7 @@ def save(kept, turn, ours, theirs):
 
 
 def load(kept, turn, ours, theirs, metadata):
-    """Loads what ``save`` saved, in placements of ``turn``, from everywhere; gives what differs."""
+    """Loads what ``save`` saved into placements of ``turn``, from files and peers; returns what differs."""
     del kept
     expected = state(turn, blank=False)
     problems = []
@@ -147,6 +147,6 @@ def load(kept, turn, ours, theirs, metadata):
 
 
 def end(kept):
-    """Ends what ``save`` published."""
+    """Ends the publication that ``save`` began."""
     kept["writer"].withdraw()
     kept["writer"].shutdown()

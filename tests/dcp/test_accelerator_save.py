@@ -41,7 +41,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
 
 @pytest.fixture(autouse=True)
 def _simulated(device: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Saves and loads happen where all that torch does with memory of the device is seen."""
+    """Runs saves and loads in the simulation, which sees every use of the device's memory by torch."""
     for name in ("save", "load"):
         monkeypatch.setattr(dcp, name, device.simulated(getattr(dcp, name)))
 
@@ -55,7 +55,7 @@ def writer(device: StandIn) -> Iterator[ours.PeerWriter]:
 
 
 def weights(seed: float = 1.0) -> dict[str, Any]:
-    """Four for devices, and one on the host."""
+    """Returns four tensors for devices, and one on the host."""
     state = {f"w{i}": torch.full((3 * MIB // 4,), seed + i) for i in range(4)}
     return {**state, "host": torch.full((1000,), seed)}
 
@@ -111,7 +111,7 @@ class Measured:
 
 
 def odd(how: str) -> tuple[Any, torch.Tensor, Any]:
-    """A value other than a dense tensor, the tensors of its memory, and what is saved once 7 is written to them."""
+    """Returns a value other than a dense tensor, the tensor of its memory, and its value after 7 is written there."""
     base = torch.zeros(6, 4)
     if how == "transposed":
         return base.t(), base, torch.full((4, 6), 7.0)
@@ -137,7 +137,7 @@ def odd(how: str) -> tuple[Any, torch.Tensor, Any]:
 def test_what_is_queued_is_saved_of_what_is_no_dense_tensor(
     how: str, own_stream: bool, known: bool, has_default: bool, device: StandIn, tmp_path: Path
 ) -> None:
-    """Torch makes it dense, or pickles it, on the caller's stream, which does not wait for the trainer's."""
+    """torch makes the value dense, or pickles it, on the caller's stream, which does not wait for the trainer's."""
     value, memory, expected = odd(how)
     if how in ("in an object", "read") and not known:
         pytest.skip("nobody knows of the device before the object is pickled")
@@ -145,7 +145,7 @@ def test_what_is_queued_is_saved_of_what_is_no_dense_tensor(
     device.has_default, device.known = has_default, known
     device.trainer.hold()
     device.trainer.queue(functools.partial(memory.fill_, 7))
-    # An object that is not flattened: planners hand it over as bytes.
+    # An object that is not flattened: planners pass it on as bytes.
     state = {"w": Opaque(value) if how == "in an object" else value}
 
     def write() -> None:
@@ -154,7 +154,7 @@ def test_what_is_queued_is_saved_of_what_is_no_dense_tensor(
 
     with in_background(write) as saving:
         until(lambda: device.followed > 0 or saving.done(), "it is about to read")
-        # Can only be wrong if it does not wait.
+        # This fails only if the save does not wait; a slow machine cannot make it fail.
         with pytest.raises(TimeoutError):
             saving.result(0.3)
         device.trainer.let_go()
@@ -173,7 +173,7 @@ def test_what_is_queued_is_saved_of_what_is_no_dense_tensor(
 
 
 class Opaque:
-    """An object that planners hand over as bytes."""
+    """An object that planners pass on as bytes."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -209,7 +209,7 @@ def test_a_load_comes_after_what_is_queued_and_is_over_when_it_returns(
         with pytest.raises(TimeoutError):
             reading.result(0.3)
         if own_stream and has_default:
-            # The copies are queued on it, and it takes its time.
+            # The copies are queued on this stream, which runs them late.
             device.callers[0].hold()
         device.trainer.let_go()
         if own_stream and has_default:
@@ -221,7 +221,7 @@ def test_a_load_comes_after_what_is_queued_and_is_over_when_it_returns(
 
 
 def test_a_planner_that_copies_to_the_device_itself(device: StandIn, tmp_path: Path) -> None:
-    """Its tensors are read into host memory, and it copies them to the device in `commit_tensor`."""
+    """The planner's tensors are read into host memory, and it copies them to the device in `commit_tensor`."""
     live = torch.zeros(6, 4)
     device.adopt(live)
     save({"w": torch.full((6, 4), 3.0)}, ours.FileWriter(tmp_path))
@@ -289,7 +289,7 @@ def test_a_copy_that_fails_ends_the_save_and_leaves_what_was_published(
     with pytest.raises(dcp.api.CheckpointException, match="the device is lost"):
         save(state, writer)
     assert_equal(load(ours.PeerReader(before)), weights())
-    # The device may still write to the memory: it is not used again, once nothing holds the error.
+    # The device may still write to the memory, so it is not reused, even when nothing references the error any more.
     device.fails = lambda _: False
     device.side[0].error = None
     gc.collect()

@@ -24,7 +24,7 @@ SHAPE = (23, 300)
 
 
 class Banded(torch.Tensor):
-    """Rows of something larger, as two bands, by the methods that torch looks for."""
+    """Two bands of rows of a larger tensor, described by the methods that torch looks for."""
 
     @staticmethod
     def of(rows, first, height):
@@ -72,7 +72,7 @@ def banded(value):
 
 
 def padded(value):
-    """This rank's rows in a buffer that has padding between them, in another order."""
+    """Returns a buffer with this rank's rows in another order and with padding between them."""
     first, end = _share()
     middle = (first + end) // 2
     parts = [(middle, end, 1), (first, middle, end - middle + 3)]
@@ -87,7 +87,7 @@ def padded(value):
 
 
 def wrapped(value):
-    """Columns, two shards of them on each rank, as TorchRec has its tables."""
+    """Returns a tensor of which each rank has two shards of columns, as TorchRec shards its tables."""
     rank, world = dist.get_rank(), dist.get_world_size()
     edges = [SHAPE[1] * i // (2 * world) for i in range(2 * rank, 2 * rank + 3)]
     shards = [value[:, a:b].clone() for a, b in itertools.pairwise(edges)]
@@ -97,14 +97,14 @@ def wrapped(value):
 
 
 def shards(value):
-    """The memory behind it."""
+    """Returns the tensors that hold the memory of ``value``."""
     if isinstance(value, DTensor):
         return value.to_local().local_shards()
     return [value.as_subclass(torch.Tensor)]
 
 
 def kinds():
-    """By name, how a tensor is spread. torch 2.8 does not know the attributes."""
+    """Returns functions that shard a tensor, by name. torch 2.8 does not know the attributes."""
     known = {"methods": banded, "wrapper": wrapped}
     return known | ({"attributes": padded} if hasattr(dcp, "CheckpointableTensor") else {})
 
@@ -127,7 +127,7 @@ def _load(kept, folder, metadata):
     for way, reader in (("files", FileReader(folder)), ("peers", PeerReader(metadata, timeout=TIMEOUT))):
         for turned in (False, True):
             spreads = list(kinds().values())
-            # The second time each is loaded into what another one spreads.
+            # The second time, each is loaded into a tensor that is sharded by another function.
             spreads = spreads[1:] + spreads[:1] if turned else spreads
             expected = {
                 kind: spread(made(kind, torch.float32, SHAPE)) for kind, spread in zip(kinds(), spreads, strict=True)

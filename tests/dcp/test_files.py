@@ -109,7 +109,7 @@ def test_large_files_go_past_the_page_cache_unless_they_shall_not(tmp_path):
         writer = FileWriter(tmp_path, cached=cached)
         dcp.save(state, storage_writer=writer)
         assert writer.report["bytes"] > state["large"].nbytes
-        # A file system that cannot do it gets it through the cache.
+        # On a file system without direct writes the bytes go through the cache.
         assert writer.report["direct"] in ({0} if cached else {0, state["large"].nbytes})
         found = {name: torch.zeros_like(value) for name, value in state.items()}
         dcp.load(found, storage_reader=FileReader(tmp_path))
@@ -151,7 +151,7 @@ def test_targets_of_any_layout_are_filled_and_nothing_beside_them(tmp_path):
     assert all(torch.equal(found[name], saved[name]) for name in saved)
     around[5:29, 300:1300] = -1
     assert (around == -1).all()
-    # Two names for one memory: the last one wins, as with torch's reader, and nothing is torn.
+    # Two names for one memory: the last one wins, as with torch's reader, and values are not mixed.
     found = {"rows": shared[:24], "tied": shared[1:4]}
     dcp.load(found, storage_reader=FileReader(tmp_path))
     assert torch.equal(shared[4:24], base[4:])
@@ -176,7 +176,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
 
 
 class Thing:
-    """Not on the list."""
+    """A class that is not on the allow-list."""
 
     value = 3
 
@@ -291,7 +291,7 @@ def test_a_kill_at_any_moment_loses_nothing_and_leaves_nothing_wrong(tmp_path, p
                 dcp.load(state, storage_reader=reader)
             continue
         dcp.load(state, storage_reader=reader)
-        # The next save may have been complete although its message has not arrived yet.
+        # The next save may have completed although its message had not arrived.
         assert state["number"] in (last, last + 1), "an older checkpoint came back"
         assert all((state[f"t{i}"] == state["number"]).all() for i in range(6))
         whole += 1
@@ -314,7 +314,7 @@ def _async(kept, folder, kind):
 
 @pytest.mark.parametrize("kind", ["thread", pytest.param("process", marks=pytest.mark.slow)])
 def test_async_save(kind, tmp_path):
-    # Daemons may have no children, and this one needs a process for its checkpoints.
+    # Daemonic processes cannot have children, and these ranks need a process for their checkpoints.
     with Job(2, daemon=False) as job:
         results = job.run(_async, tmp_path / "ck", kind)
     assert results == [(rank, [4.0], [0, 1, 2, 3, 4]) for rank in range(2)]
@@ -342,7 +342,7 @@ def test_ranks_that_save_without_each_other(tmp_path):
 
 def _fails_on_one(kept, folder):
     del kept
-    # The other rank has other keys: what both have is written by one of them.
+    # The ranks have different keys: a key that both have would be written by only one of them.
     state = {"odd": Unpicklable()} if torch.distributed.get_rank() else {"x": torch.ones(3)}
     with pytest.raises(dcp.CheckpointException, match="odd cannot be saved"):
         dcp.save(state, storage_writer=FileWriter(folder))
@@ -367,7 +367,7 @@ def _alone_coordinated(kept, folder):
     dcp.save({"x": torch.full((4,), 2.0)}, storage_writer=FileWriter(folder))
 
 
-#: How tensors of rows of 16 KiB and of 4 KiB are saved and loaded.
+#: The ways in which tensors with rows of 16 KiB and of 4 KiB are saved and loaded.
 WAYS = [
     (4, "rows", (1, "rows")),
     (4, "rows", (3, "rows")),
@@ -395,7 +395,7 @@ def _large(placement, blank):
 
     mesh, placements = states.layouts(torch.distributed.get_world_size())[placement]
     found = {}
-    # What is small and odd is in the same container.
+    # The small entries and those of odd lengths are in the same container.
     for name, shape in (("b", (1001,)), ("w", (1024, 4096)), ("v", (1001, 4096)), ("u", (2048, 1024))):
         value = torch.zeros(shape) if blank else torch.arange(float(math.prod(shape))).view(shape)
         if len(shape) == 1:
@@ -425,7 +425,7 @@ def _load_large(kept, folder, metadata, placement):
         state = _large(placement, blank=True)
         dcp.load(state, storage_reader=reader)
         assert all(torch.equal(_local(state[name]), _local(expected[name])) for name in state)
-        # Its wanted bytes are those of tensors: the index is read before.
+        # The report counts only bytes of tensors as wanted: the index was read before.
         reports[way] = reader.report
     return reports, sum(_local(value).nbytes for value in expected.values())
 
@@ -439,7 +439,7 @@ def test_errors_are_ours():
 
 
 def test_an_index_that_makes_no_sense_is_a_protocol_error(tmp_path, monkeypatch):
-    """Beyond what tests/support/fuzzing.py happens upon: each of these would lead torch or us astray."""
+    """These faults, which tests/support/fuzzing.py need not hit, would make torch or the reader use wrong values."""
     encode = index.encode
     chunk = [[0, 0], [4, 3], [0, "x", "F32", 48, "t"]]
     tensors = {
@@ -476,7 +476,7 @@ def test_an_index_that_makes_no_sense_is_a_protocol_error(tmp_path, monkeypatch)
         dcp.save({"x": torch.ones(4, 3)}, storage_writer=FileWriter(tmp_path))
         with pytest.raises(dcp.CheckpointException) as failed:
             dcp.load({"x": torch.zeros(4, 3)}, storage_reader=FileReader(tmp_path))
-        # torch makes an error of its own of what reading the index raised, with our words.
+        # torch wraps the exception from reading the index in an error of its own that has our text.
         said = str(failed.value)
         assert re.search(
             "its index (cannot be read|names a file outside)|has no dtype|leads nowhere|planner's data|"

@@ -49,7 +49,7 @@ def _end(kept):
 
 
 def _load(kept, turn, **where):
-    """With torch alone; gives what differs."""
+    """Loads with torch's classes only; returns what differs."""
     del kept
     found = states.state(turn, blank=True)
     dcp.load(found, **where)

@@ -20,7 +20,7 @@ from tensorferry.dcp import FileReader, FileWriter, PeerReader, PeerWriter
 
 
 class Training:
-    """A model of which no dimension is divided evenly by its ranks, but for that it may be sharded along instead."""
+    """A model none of whose dimensions can be divided evenly by the ranks, except the one it may be sharded along."""
 
     def __init__(self, seed, columns):
         torch.manual_seed(seed)
@@ -46,7 +46,7 @@ class Training:
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
     def digests(self):
-        """Every value, put together from all ranks."""
+        """Returns a digest of every value, assembled from all ranks."""
         found = {}
         for path, value in torch.utils._pytree.tree_flatten_with_path(self.state())[0]:
             whole = value.full_tensor() if isinstance(value, DTensor) else value

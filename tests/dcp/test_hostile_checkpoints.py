@@ -55,9 +55,9 @@ def script(path):
 
 
 def two_directories(archive, name, other):
-    """The archive with a second directory behind the first, in which ``name`` is called otherwise.
+    """Returns the archive with a second directory behind the first, in which ``name`` has another name.
 
-    Readers that go back from the end find the second, those that go where the end points find the first.
+    Readers that search backwards from the end find the second; those that follow the end record find the first.
     """
     end = archive.rfind(b"PK\5\6")
     length, start = struct.unpack_from("<II", archive, end + 12)
@@ -75,7 +75,7 @@ def open_peer():
 
 @pytest.fixture
 def ran(tmp_path):
-    """A file that is there if code of an archive has run."""
+    """Returns the path of a file that exists only if code of an archive has run."""
     return tmp_path / "ran"
 
 
@@ -99,7 +99,7 @@ def hostile(ran):
 
 def test_no_form_of_archive_but_torch_saves_own_is_read(ran):
     torch.jit.load(io.BytesIO(script(ran)))
-    assert ran.exists()  # It is an attack.
+    assert ran.exists()  # without our checks, the attack works
     ran.unlink()
     for name, data in hostile(ran).items():
         with pytest.raises(tensorferry.UnsafePickle):
@@ -148,7 +148,7 @@ def test_a_storage_is_as_long_as_its_record():
 
 
 def peak():
-    """Most memory of this process since the last call, in MiB."""
+    """Returns the peak memory of this process since the last call, in MiB."""
     with open("/proc/self/status") as status:
         most = int(status.read().split("VmHWM:")[1].split()[0]) >> 10
     with open("/proc/self/clear_refs", "w") as clear:
@@ -157,7 +157,7 @@ def peak():
 
 
 def index_with(monkeypatch, change):
-    """Lets ``change`` have its way with the next indexes."""
+    """Applies ``change`` to the next indexes that are written."""
     encode = index.encode
 
     def changed(*given):

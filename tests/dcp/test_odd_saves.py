@@ -27,14 +27,14 @@ def save(folder, value, **options):
 
 
 def fails(call):
-    """What the only rank raised."""
+    """Returns the exception that the only rank raised."""
     with pytest.raises(dcp.CheckpointException) as caught:
         call()
     return caught.value.failures[0][0]
 
 
 class Slow(dcp.DefaultSavePlanner):
-    """Stops a save that has begun, before its data is written, or when it is."""
+    """Pauses a save that has begun, either before or after its data is written."""
 
     def __init__(self, when):
         super().__init__()
@@ -56,7 +56,7 @@ class Slow(dcp.DefaultSavePlanner):
 
 
 class SlowWriter(FileWriter):
-    """Stops a save whose data is written, before its index is."""
+    """Pauses a save between writing its data and writing its index."""
 
     def __init__(self, path, planner):
         super().__init__(path)

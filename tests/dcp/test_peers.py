@@ -78,7 +78,7 @@ def test_withdrawn_state_is_not_read_any_more(open_writer):
         writer.metadata()
     with pytest.raises(dcp.CheckpointException, match="503"):
         read(metadata, state, timeout=timedelta(seconds=4))
-    # A reader that waits is served when there is something again.
+    # A waiting reader is served once something is published again.
     release = threading.Timer(0.2, lambda: dcp.save(state, storage_writer=writer, no_dist=True))
     release.start()
     step, url = metadata.split()[1:]
@@ -122,7 +122,7 @@ def test_secret_and_tls(open_writer, monkeypatch):
 
 
 class Thing:
-    """Not on the list."""
+    """A class that is not on the allow-list."""
 
 
 def test_objects_of_a_peer_are_read_by_the_allow_list(open_writer):
@@ -253,7 +253,7 @@ def _publish_number(kept, value):
 
 
 def _fail(kept, odd):
-    """A save in which the rank ``odd`` fails; gives what this rank serves afterwards."""
+    """Makes a save in which the rank ``odd`` fails; returns what this rank serves afterwards."""
     writer = kept.setdefault("writer", PeerWriter(timedelta(seconds=2), interface="127.0.0.1"))
     rank = torch.distributed.get_rank()
     state = {"odd": Unpicklable()} if rank == odd else {f"x{rank}": torch.zeros(9)}
@@ -276,7 +276,7 @@ def test_a_save_that_fails_on_one_rank_publishes_nothing_on_the_others(odd):
         assert told[0] == told[1]
         metadata, step, allowed = told[0]
         assert (step, allowed) == (2, True)
-        # What was published before stays, on every rank.
+        # The previous publication stays, on every rank.
         assert job.run(_fail, odd) == [(2, True)] * 2
         found = read(metadata, {"x0": torch.zeros(9), "x1": torch.zeros(9)})
         assert [found[f"x{rank}"].unique().tolist() for rank in range(2)] == [[3.0], [4.0]]

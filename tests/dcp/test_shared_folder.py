@@ -45,7 +45,7 @@ def save(folder, value, writer=None, **options):
 
 
 def fails(call):
-    """What the only rank raised."""
+    """Returns the exception that the only rank raised."""
     with pytest.raises(dcp.CheckpointException) as caught:
         call()
     return caught.value.failures[0][0]
@@ -62,7 +62,7 @@ def age(path, seconds):
 
 @pytest.fixture
 def delays(tmp_path):
-    """The library that makes calls take a random time."""
+    """Builds the library that delays calls by random times, and returns its path."""
     compiler = shutil.which("cc") or shutil.which("c++")
     if compiler is None:
         pytest.skip("there is no C compiler to build tests/dcp/delays.c with")
@@ -86,7 +86,7 @@ def test_two_jobs_that_save_into_one_folder_leave_one_of_their_states_whole(tmp_
     assert set(told["found"]) == {"1", "2"}, "both jobs got to save"
     refused = log.read_text().splitlines() if log.exists() else []
     assert all(line.startswith("IncompleteCheckpoint: ") and "began later" in line for line in refused), refused
-    # Everything that the killed ones have left goes.
+    # All files that the killed jobs left behind are removed.
     left = names(folder)
     assert len(left) > 2
     for path in folder.iterdir():
@@ -163,7 +163,7 @@ def test_where_there_are_no_locks_only_age_counts(tmp_path, monkeypatch):
 
 
 def test_the_files_of_a_save_that_goes_on_elsewhere_are_not_leftovers(tmp_path):
-    """A coordinator that was thought dead: its ranks have written, and it has not got to its index."""
+    """The coordinator was thought dead: its ranks have written their files, but its index is still to come."""
     held, go = threading.Event(), threading.Event()
 
     class Paused(FileWriter):
@@ -242,7 +242,7 @@ def test_a_rank_file_of_another_save_is_refused_though_its_layout_is_the_same(tm
 
 
 def without_files_entry(folder):
-    """The index as versions wrote it that did not note which file is which."""
+    """Rewrites the index as earlier versions wrote it, without the entry that identifies the files."""
     path = folder / "index.safetensors"
     text, _ = commits.read(path)
     Container(no_rows(), None, True, [(reserved.INDEX, text)], ABOUT).write(path, partial=folder / "p")
@@ -294,7 +294,7 @@ def test_nothing_but_files_of_ranks_is_removed_whatever_an_index_names(name, old
 
 
 class Between(FileReader):
-    """Another save is done between two steps of a load."""
+    """A reader during whose load another save is made, before or after the index is read."""
 
     def __init__(self, folder, step):
         super().__init__(folder)
@@ -319,7 +319,7 @@ def test_a_save_while_a_checkpoint_is_loaded_is_told_as_what_it_is(tmp_path, mon
     real = commits._file_entries
 
     def entries(path, wanted):
-        # What is read of the index is read at once: a save between two openings would be a mix.
+        # The index must be opened only once: with a save between two openings, the parts would not match.
         opened.append(path)
         return real(path, wanted)
 
@@ -340,7 +340,7 @@ def _load_replaced(kept, folder):
                 torch.distributed.barrier()
                 return found
             torch.distributed.barrier()
-            # What the other rank has seen stays readable, as for a while on file systems of the network.
+            # The files that the other rank has seen stay readable, as for a while on network file systems.
             with pytest.MonkeyPatch.context() as slow:
                 slow.setattr(commits, "remove", lambda *_: None)
                 save(folder, 2)
@@ -372,7 +372,7 @@ def test_a_checkpoint_of_torch_is_replaced_or_kept_as_overwrite_says(tmp_path):
     left = names(tmp_path)
     assert left[:2] == ["index.safetensors", "notes.txt"]
     assert len(left) == 3
-    # The other way round torch's writer knows nothing of ours. What is older is not loaded in silence.
+    # In the other direction, torch's writer does not know our files. The older checkpoint is not loaded silently.
     torch_saves(3)
     with pytest.raises(dcp.CheckpointException, match=r"holds two checkpoints, and \.metadata of torch's own is newer"):
         loaded(tmp_path)

@@ -1,7 +1,7 @@
 """Two jobs that save into one folder over and over, with random delays, and are killed at random.
 
-Run with ``delays.c`` loaded. Prints what came of it as JSON: how often the folder held a whole checkpoint of either job
-when everything stood still, and everything that was wrong.
+Run with ``delays.c`` loaded. Prints the outcome as JSON: how often the folder held a whole checkpoint of either job
+when no process was running, and everything that was wrong.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ warnings.simplefilter("ignore")
 
 
 def state(job, number):
-    # The jobs differ in how much they have, and so in the length of every file.
+    # The jobs have states of different sizes, so every file has another length.
     value = 1_000_000 * job + number
     return {f"{job}-{i}": torch.full((40 * job + i % 7,), value) for i in range(200 * job)}
 
@@ -46,7 +46,7 @@ def save_for_ever(folder, job, log):
 
 
 def whole(folder):
-    """What is there: the one number of all tensors, or what is wrong."""
+    """Loads the folder and returns the number that all tensors hold; raises if they do not hold one number."""
     metadata = FileReader(folder).read_metadata()
     found = {name: torch.zeros(about.size, dtype=torch.int64) for name, about in metadata.state_dict_metadata.items()}
     dcp.load(found, storage_reader=FileReader(folder), no_dist=True)

@@ -25,7 +25,7 @@ def test_the_demo_ends_well():
 
 
 class Told:
-    """Answers as a job would, from a list."""
+    """Stands in for a job and returns prepared answers."""
 
     def __init__(self, **answers):
         self.answers = {name: iter(given) for name, given in answers.items()}

@@ -22,7 +22,7 @@ CUDA = [torch.device("cuda", 0), torch.device("cuda", 1)]
 
 
 class Stream:
-    """As torch's: entered, it remembers in itself what to go back to, and so can be entered once at a time."""
+    """Like torch's streams: it stores the stream to return to in itself, so it can be entered only once at a time."""
 
     def __init__(self, device: torch.device, torch_: Torch | None = None, name: str = "") -> None:
         torch_ = torch_ or Torch.own
@@ -54,15 +54,15 @@ class Stream:
 
 
 class Torch:
-    """The device and the streams each thread has: device 0 and default streams until it takes others."""
+    """Simulates each thread's device and streams: device 0 and default streams until the thread selects others."""
 
-    #: The one in the place of torch.
+    #: The stand-in that replaces torch.
     own: Torch | None = None
 
     def __init__(self) -> None:
         self.default = {device.index: Stream(device, self, f"default {device.index}") for device in CUDA}
         self.captures = False
-        #: What the host has waited for.
+        #: The streams that the host has waited for.
         self.done: list[str] = []
         self._own = threading.local()
 
@@ -105,7 +105,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Torch:
 
 
 class Target:
-    """Says on which stream it was copied to."""
+    """Records on which stream it was copied to."""
 
     def __init__(self, fake: Torch, device: torch.device, during: Callable[[], Any] = lambda: None) -> None:
         self._fake = fake
@@ -120,7 +120,7 @@ class Target:
 
 
 def test_copies_wait_for_the_callers_stream_and_for_the_default_one_of_each_device(fake: Torch) -> None:
-    """torchft calls on a stream of its own, which does not wait for the trainer's."""
+    """torchft calls the transport on its own stream, which does not wait for the trainer's."""
     fake.set_stream(Stream(CUDA[0], fake, "recovery"))
     streams = Streams(ACCELERATOR).synced([CUDA[1], CUDA[0], CUDA[1]])
     assert sorted(streams[CUDA[0]].waited) == ["default 0", "recovery"]
@@ -129,7 +129,7 @@ def test_copies_wait_for_the_callers_stream_and_for_the_default_one_of_each_devi
 
 
 def backend(monkeypatch: pytest.MonkeyPatch, kind: str, **functions: Any) -> torch.device:
-    """A device of another type, whose module in torch has these functions alone."""
+    """Returns a device of another type, whose module in torch has only these functions."""
     monkeypatch.setattr(torch, kind, types.SimpleNamespace(**functions), raising=False)
     return torch.device(kind, 0)
 
@@ -155,7 +155,7 @@ def refuse(_: Any) -> None:
         {},
         {"default_stream": refuse},
         {"default_stream": lambda: None},
-        # Of no type that a stream of torch's can wait for.
+        # An object of a type that torch's streams cannot wait for.
         {"default_stream": lambda _: object()},
         None,
     ],
@@ -170,7 +170,7 @@ def test_the_whole_device_is_waited_for_where_nobody_tells_the_default_stream(
 
 
 def test_torch_tells_the_default_streams_that_it_has() -> None:
-    """Else these, too, would wait for the whole device."""
+    """Without default streams, these devices, too, would have to wait for the whole device."""
     assert callable(torch.cuda.default_stream)
     assert callable(torch.mtia.default_stream)
 
@@ -181,7 +181,7 @@ def test_what_torch_does_for_us_comes_after_what_is_queued(fake: Torch) -> None:
     with ACCELERATOR.reading([CUDA[0], CUDA[0]]) as also:
         assert own.waited == ["default 0"]
         also([CUDA[1], CUDA[0]])
-        # On device 1 the thread has the default stream: there is nothing to wait for.
+        # On device 1 the thread uses the default stream, so there is nothing to wait for.
         assert fake.default[1].waited == []
         assert own.waited == ["default 0"]
     assert fake.done == []
@@ -234,7 +234,7 @@ def test_nothing_is_copied_while_a_graph_is_captured(fake: Torch) -> None:
     streams = Streams(ACCELERATOR)
     with pytest.raises(InvalidArgument, match=r"graph is being captured on cuda:1.*before the capture, or after it"):
         streams.synced([CUDA[1]])
-    # Had it waited for the captured stream, it would have become a part of the graph.
+    # If it had waited for the captured stream, the wait would be part of the graph.
     assert all(stream.waited == [] for stream in streams._made.values())
 
 

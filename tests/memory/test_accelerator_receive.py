@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.timeout(90), pytest.mark.beyond_torchft]
 
 MIB = 1 << 20
-#: As much comes before it is copied on in these tests.
+#: In these tests a slot of this size is filled before it is copied to the device.
 SLOT = 4 * MIB
 
 
@@ -65,7 +65,7 @@ def zeros(state: dict[str, Any]) -> dict[str, Any]:
 def test_written_where_the_live_tensors_lie(
     same_host: bool, num_chunks: int, device: StandIn, open_target: Callable[..., Any], source: Any
 ) -> None:
-    """Large and small tensors on the device, tensors in host memory between them, and other objects."""
+    """The state has large and small tensors on the device, tensors in host memory between them, and other objects."""
     sent: dict[str, Any] = {}
     for i, weight in enumerate(weights().values()):
         sent |= {f"w{i}": weight, f"step{i}": torch.tensor(float(i)), f"b{i}": torch.full((i + 1,), 7.0)}
@@ -83,7 +83,7 @@ def test_written_where_the_live_tensors_lie(
     for name, tensor in on_device.items():
         assert received[name] is kept[name]
         assert tensor.data_ptr() == where[name]
-    # All of it on one stream, each byte once.
+    # All copies run on one stream, and each byte is copied once.
     assert sum(nbytes for nbytes, _ in device.copies) == sum(t.nbytes for t in on_device.values())
     assert len(device.side) == 1
     assert device.pinned_bytes == [2 * SLOT], "and no more of it in host memory"
@@ -133,7 +133,7 @@ def test_little_takes_little(device: StandIn, open_target: Callable[..., Any], s
 def test_the_network_goes_on_while_the_device_copies(
     device: StandIn, open_target: Callable[..., Any], source: Any
 ) -> None:
-    """One slot is being copied from, the other one is filled, and then it is the device's turn."""
+    """While one slot is copied to the device the other one is filled, and then the network waits for the device."""
     sent = weights(8)
     live = zeros(sent)
     device.adopt(*live.values())
@@ -155,7 +155,7 @@ def test_the_network_goes_on_while_the_device_copies(
 
 
 def test_the_trainer_is_waited_for(device: StandIn, open_target: Callable[..., Any], source: Any) -> None:
-    """What it has queued reads and writes the old values; the new ones come after."""
+    """The trainer's queued work reads and writes the old values; the new ones are written afterwards."""
     sent = weights(2)
     live = zeros(sent)
     device.adopt(*live.values())
@@ -166,7 +166,7 @@ def test_the_trainer_is_waited_for(device: StandIn, open_target: Callable[..., A
     source.send_checkpoint([1], 1, sent, TIMEOUT)
     with in_background(receive, open_target(live), source, 1) as received:
         until(lambda: sum(nbytes for nbytes, _ in device.copies) == 6 * MIB, "all copies are queued")
-        # Can only be wrong if one is made.
+        # This fails only if a copy is made; a slow machine cannot make it fail.
         with pytest.raises(TimeoutError):
             received.result(0.3)
         device.trainer.let_go()
@@ -175,12 +175,12 @@ def test_the_trainer_is_waited_for(device: StandIn, open_target: Callable[..., A
     assert_same_state(live, sent)
 
 
-#: Ways past the slots: how the live tensor lies, and who sends.
+#: Cases in which bytes are not copied from the slots: layouts of the live tensor, and kinds of sources.
 LATE = ["strided", "view", "offset", "tied to another", "dtensor", "sparse", "several sources", "stock"]
 
 
 def late(how: str, device: StandIn) -> tuple[torch.Tensor, torch.Tensor]:
-    """A live tensor on the device that no bytes go straight to, and one to send for it."""
+    """Returns a live tensor on the device into which bytes are not copied directly, and a tensor to send for it."""
     sent = torch.arange(24.0).view(6, 4)
     live = torch.zeros(6, 4)
     if how == "strided":
@@ -216,7 +216,7 @@ def test_the_trainer_is_waited_for_past_the_slots(
     open_transport: Callable[..., Any],
     open_stock: Callable[..., Any],
 ) -> None:
-    """Else an optimizer step that is queued on the default stream lands on top of what was received."""
+    """Otherwise an optimizer step that is queued on the default stream would overwrite the received values."""
     live, sent = late(how, device)
     tensors = (on_mesh(live), on_mesh(sent)) if how == "dtensor" else (live, sent)
     state, other = {"w": tensors[0]}, {"w": tensors[1]}
@@ -239,7 +239,7 @@ def test_the_trainer_is_waited_for_past_the_slots(
 
     with in_background(heal) as received:
         until(lambda: device.followed > 0 or received.done(), "it is about to write")
-        # Can only be wrong if it does not wait.
+        # This fails only if the receive does not wait; a slow machine cannot make it fail.
         with pytest.raises(TimeoutError):
             received.result(0.3)
         device.trainer.let_go()
@@ -248,7 +248,7 @@ def test_the_trainer_is_waited_for_past_the_slots(
     assert seen == [before]
     assert torch.equal(live.to_dense(), sent.to_dense())
     if how != "sparse":
-        # What is adopted stays where it is; a sparse tensor takes new parts.
+        # Adopted memory stays in use; only a sparse tensor gets new parts.
         assert device.holding([live])
 
 
@@ -256,7 +256,7 @@ def test_the_trainer_is_waited_for_past_the_slots(
 def test_a_receive_is_over_on_the_device_when_it_returns(
     how: str, device: StandIn, open_target: Callable[..., Any], source: Any
 ) -> None:
-    """What the trainer queues next, on whichever stream, finds the new values."""
+    """Work that the trainer queues afterwards, on any stream, sees the new values."""
     live, sent = late(how, device)
     source.send_checkpoint([1], 1, {"w": sent}, TIMEOUT)
     target = open_target({"w": live})
@@ -279,7 +279,7 @@ def test_a_receive_is_over_on_the_device_when_it_returns(
 
 
 def test_a_graph_that_is_captured_is_left_alone(device: StandIn, open_target: Callable[..., Any], source: Any) -> None:
-    """Also past the slots, and before anything is written."""
+    """The error is raised before anything is written, also when bytes are not copied from the slots."""
     live, sent = late("strided", device)
     host = torch.zeros(MIB)
     source.send_checkpoint([1], 1, {"w": sent, "host": torch.ones(MIB)}, TIMEOUT)
@@ -295,7 +295,7 @@ def test_a_graph_that_is_captured_is_left_alone(device: StandIn, open_target: Ca
 
 
 def test_what_goes_past_the_object_under_test_is_seen(device: StandIn) -> None:
-    """Of the stand-in itself: were a copy made elsewhere, the tests here would say so."""
+    """This tests the stand-in itself: it records every copy that bypasses the object under test."""
     base = torch.zeros(12)
     device.adopt(base)
     with device.simulation():
@@ -351,7 +351,7 @@ def test_a_receive_that_fails_leaves_old_and_verified_bytes(
     assert MIB < copied < 3 * MIB
     assert torch.equal(live["w"][:copied], sent["w"][:copied])
     assert bool((live["w"][copied:] == -7).all())
-    # The device is well, and so is the memory, once nothing holds the error with all it knows.
+    # The device did not fail, so its memory is reused once nothing references the error and its traceback.
     del received
     gc.collect()
     assert len(target._bounce._pool._free) == 1
@@ -389,7 +389,7 @@ def test_a_mismatch_changes_nothing(device: StandIn, open_target: Callable[..., 
 def test_several_sources_are_copied_when_all_is_here(
     device: StandIn, open_target: Callable[..., Any], open_transport: Callable[..., Any]
 ) -> None:
-    """Only then it is known that they do not differ."""
+    """Only when everything has arrived is it known that the sources do not differ."""
     sent = weights()
     live = zeros(sent)
     device.adopt(*live.values())
@@ -405,7 +405,7 @@ def test_several_sources_are_copied_when_all_is_here(
 
 
 def test_strided_and_tied_targets(device: StandIn, open_target: Callable[..., Any], source: Any) -> None:
-    """A strided one takes its values when all is here; a tied one is written once."""
+    """A strided target is written when everything has arrived; tied targets are written once."""
     values = torch.arange(24.0).view(6, 4)
     weight = torch.zeros(MIB)
     live = {"t": torch.zeros(4, 6).t(), "a": weight, "b": weight, "view": weight[1:3]}
@@ -420,7 +420,7 @@ def test_strided_and_tied_targets(device: StandIn, open_target: Callable[..., An
 
 
 def test_tied_here_and_separate_there(device: StandIn, open_target: Callable[..., Any], source: Any) -> None:
-    """Only one of them could keep its values: nothing is copied."""
+    """Only one of the tensors could keep its values, so nothing is copied."""
     weight = torch.zeros(MIB)
     live = {"a": weight, "b": weight}
     device.adopt(weight)

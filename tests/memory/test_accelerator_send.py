@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.timeout(90), pytest.mark.beyond_torchft]
 
 MIB = 1 << 20
-#: As much is copied at a time in these tests.
+#: How much is copied at a time in these tests.
 PART = 2 * MIB
 
 
@@ -39,9 +39,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
 
 @pytest.fixture
 def source(device: StandIn, monkeypatch: pytest.MonkeyPatch, open_transport: Callable[..., Any]) -> Iterator[Any]:
-    """A transport whose state is on the stand-in."""
+    """Yields a transport whose state is on the stand-in."""
     yield open_on(device, monkeypatch, open_transport)
-    # Before the transport is shut down, which would wait for a stream that is held.
+    # This comes before the transport's shutdown, which would wait for a stream that is held.
     device.let_go()
 
 
@@ -54,7 +54,7 @@ def send(source: Any, step: int, state: Any) -> None:
 
 
 def payload_order(source: Any, step: int) -> list[str]:
-    """Names of the entries in the order of their bytes."""
+    """Returns the names of the entries in the order of their bytes."""
     with urllib.request.urlopen(f"{source.metadata()}{step}/header") as answer:
         header = json.loads(answer.read()[8:])
     header.pop("__metadata__", None)
@@ -84,7 +84,7 @@ def test_what_is_queued_is_sent_and_what_comes_later_is_not(
 
 
 def held_weights(device: StandIn) -> dict[str, torch.Tensor]:
-    """Weights on the device, of which nothing is copied before its new streams are let."""
+    """Returns weights on the device; none of them is copied until the test lets the device's new streams run."""
     state = weights()
     device.adopt(*state.values())
     device.hold_new = True
@@ -108,9 +108,9 @@ def test_the_first_bytes_leave_while_later_ones_are_copied(
             side.let()
             until(lambda number=number: len(device.copies) > number, "the copy is queued")
             copied += device.copies[number][0]
-            # Copied, sent but for the last block that is not whole, and only then the next.
+            # A batch is copied, then sent except for the last incomplete block, and only then the next one is copied.
             until(lambda least=copied - MIB: source._server.bytes_served >= least, "bytes leave")
-            # Along with the header a MiB is sent that comes again later.
+            # With the header comes a MiB of payload that is sent again later.
             assert source._server.bytes_served <= copied + 2 * MIB
         assert side.done < len(device.copies), "all is copied: the test shows nothing"
         assert not sending.done()
@@ -121,7 +121,7 @@ def test_the_first_bytes_leave_while_later_ones_are_copied(
 
 
 def test_nothing_that_is_not_copied_is_sent(device: StandIn, source: Any) -> None:
-    """Page-locked memory holds poison here before a copy is made."""
+    """Here, page-locked memory is filled with poison before anything is copied into it."""
     state = weights(4)
     device.adopt(*state.values())
     device.hold_new = True
@@ -131,7 +131,7 @@ def test_nothing_that_is_not_copied_is_sent(device: StandIn, source: Any) -> Non
         with reader.socket:
             for _ in range(3):
                 device.side[0].let()
-            # Copies of 2, 1 and 2 MiB.
+            # The three copies have 2, 1 and 2 MiB.
             reader.read_to(5 * MIB)
             reader.socket.settimeout(0.2)
             with pytest.raises(TimeoutError):
@@ -147,7 +147,7 @@ def test_nothing_that_is_not_copied_is_sent(device: StandIn, source: Any) -> Non
 def test_copies_follow_the_order_of_the_payload(
     device: StandIn, source: Any, open_transport: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which is not that of the state, and has host memory in between, here more than is copied along."""
+    """That order differs from the state's, and has host memory in between: here more than is copied along with it."""
     monkeypatch.setattr("tensorferry.state.snapshot._SMALL_HOST_PART", 0)
     state: dict[str, Any] = {}
     for i, dtype in enumerate([torch.int8, torch.float64, torch.bfloat16, torch.int64, torch.float32, torch.bool]):
@@ -234,7 +234,7 @@ def test_a_copy_that_fails_before_one_byte_is_sent_is_told_to_both_sides(
         device.let_go()
         with pytest.raises(RuntimeError, match="the device is lost"):
             sending.result(30)
-        # Far from its deadline.
+        # The receive fails long before its deadline.
         with pytest.raises(tensorferry.SourceChanged, match="no longer served"):
             received.result(10)
 
@@ -258,11 +258,11 @@ def test_a_copy_that_fails_is_told_to_both_sides(
         device.side[0].let_go()
         with pytest.raises(RuntimeError, match="the device is lost"):
             sending.result(30)
-        # At once, not at its deadline.
+        # The receive fails at once, not at its deadline.
         with pytest.raises(tensorferry.SourceChanged):
             received.result(15)
     assert source._disallowed
-    # Whatever the device may still write to is not used again, once nothing holds the error with all it knows.
+    # Memory to which the device may still write is not reused, even when nothing references the error any more.
     device.fails = lambda _: False
     device.side[0].error = None
     del sending, received
@@ -311,7 +311,7 @@ def test_disallowed_while_it_is_copied_and_nobody_reads(
 def test_disallowed_while_it_is_copied_and_somebody_reads(
     device: StandIn, source: Any, open_transport: Callable[..., Any]
 ) -> None:
-    """A private copy: what has begun goes on."""
+    """The copy is private, so receives that have begun go on."""
     state = held_weights(device)
     with (
         in_background(send, source, 1, state) as sending,
@@ -400,7 +400,7 @@ def test_the_tensors_are_let_go_when_they_are_copied(fails: bool, device: StandI
     if fails:
         with pytest.raises(RuntimeError):
             send(source, 1, state)
-        # What the stand-in raised knows what it was to copy.
+        # The traceback of the stand-in's error references the memory that it was to copy.
         device.side[0].error = None
     else:
         send(source, 1, state)

@@ -28,12 +28,12 @@ pytestmark = [
 two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs, and torch sees fewer here")
 
 MIB = 1 << 20
-#: Some hundred milliseconds of nothing.
+#: Keeps the device busy for some hundred milliseconds.
 LONG_CYCLES = 500_000_000
 
 
 def weights(device: str, value: float = 1.0) -> dict[str, torch.Tensor]:
-    """Some 300 MiB: several batches and several waves."""
+    """Returns some 300 MiB: enough for several batches and several waves."""
     large = {f"w{i}": torch.full((30 * MIB // 4,), value + i, device=device) for i in range(10)}
     small = {f"s{i}": torch.full((i + 1,), value, device=device, dtype=torch.bfloat16) for i in range(100)}
     return {**large, **small}
@@ -44,7 +44,7 @@ def on_host(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def queue(state: dict[str, torch.Tensor], change: Callable[[torch.Tensor], object]) -> None:
-    """Queues a change of every tensor behind a long wait, and makes sure that it is still to come."""
+    """Queues a change of every tensor behind a long wait, and checks that the change has not happened yet."""
     torch.cuda._sleep(LONG_CYCLES)
     for tensor in state.values():
         change(tensor)
@@ -52,7 +52,7 @@ def queue(state: dict[str, torch.Tensor], change: Callable[[torch.Tensor], objec
 
 
 def warm_up(state: dict[str, torch.Tensor]) -> None:
-    """What is done for the first time may wait for the whole device, and then nothing can come too early."""
+    """Runs each operation once: its first use may wait for the whole device, which would hide a missing wait."""
     for tensor in state.values():
         tensor.add_(0).fill_(float(tensor[0]))
     torch.cuda._sleep(1)
@@ -60,7 +60,7 @@ def warm_up(state: dict[str, torch.Tensor]) -> None:
 
 
 def send_and_let_go(source: Any, target: Any, state: dict[str, torch.Tensor]) -> None:
-    """One exchange, after which page-locked memory and streams are there."""
+    """Makes one exchange, after which page-locked memory and streams exist."""
     source.send_checkpoint([1], 100, state, TIMEOUT)
     receive(target, source, 100)
     source.disallow_checkpoint()
@@ -89,7 +89,7 @@ def test_what_is_queued_is_sent_and_what_comes_later_is_not(
 
 
 def live_past_the_slots(how: str, value: float) -> torch.Tensor:
-    """A tensor on the device that no received bytes go straight to."""
+    """Returns a tensor on the device into which received bytes are not copied directly."""
     whole = torch.full((2048, 2 * 2048), value, device="cuda")
     if how == "strided":
         return whole[:, :2048].t()
@@ -122,7 +122,7 @@ def test_a_receive_past_the_slots_comes_after_what_is_queued_and_before_what_is_
     queue({"w": local}, lambda tensor: tensor.fill_(-1))
     with torch.cuda.stream(torch.cuda.Stream() if own_stream else torch.cuda.current_stream()):
         received = target.recv_checkpoint(0, metadata, 1, TIMEOUT)
-    # On the trainer's stream, which waits for no other.
+    # The clone runs on the trainer's stream, which waits for no other.
     found = local.clone()
     assert received["w"] is live["w"]
     assert bool((found == 5).all())
@@ -200,18 +200,18 @@ def test_staging_memory_is_locked_and_kept(open_transport: Callable[..., Any]) -
 
 
 def by_torch() -> int:
-    """Bytes of page-locked memory that torch's own allocator holds."""
+    """Returns the bytes of page-locked memory that torch's own allocator holds."""
     return int(torch.cuda.host_memory_stats()["allocated_bytes.current"])
 
 
 def test_locked_memory_is_what_cuda_takes_for_such() -> None:
-    """To the byte, none of it from torch's own allocator, which rounds up, and unlocked when it goes."""
+    """It has the exact size, is not from torch's allocator, which rounds up, and is unlocked when it is freed."""
     torch.cuda.init()
     kept = torch.empty(MIB, dtype=torch.uint8, pin_memory=True)
     before = by_torch()
     assert before >= kept.nbytes
     there = torch.arange(MIB, device="cuda").to(torch.uint8)
-    # Were it not unlocked, the next one at its address would be refused, and torch's allocator asked.
+    # If it were not unlocked, locking the next memory at its address would fail, and torch's allocator would be used.
     for _ in range(3):
         memory = pinned(5 * MIB + 123)
         assert memory.is_pinned()
@@ -292,7 +292,7 @@ def test_a_state_on_two_devices(open_transport: Callable[..., Any]) -> None:
     assert_same_state(on_host(live), weights("cpu", 2.0))
 
 
-#: A process whose state is on device 1. Its threads have device 0 until somebody says otherwise.
+#: A process whose state is on device 1. Its threads have device 0 until they select another.
 ON_THE_SECOND = """
 import gc, threading
 from datetime import timedelta

@@ -67,7 +67,7 @@ def entry(nbytes: int) -> bytes:
 
 
 def part(body: bytes, total: int, length: int | None = None) -> bytes:
-    """The answer to the first request: as much of a container of ``total`` bytes as was asked for."""
+    """Returns the answer to the first request: as much of a container of ``total`` bytes as was requested."""
     length = min(total, MIB) if length is None else length
     head = (
         f"HTTP/1.1 206 Partial Content\r\nContent-Length: {length}\r\n"
@@ -104,7 +104,7 @@ ANSWERS: dict[str, Callable[[], Iterator[bytes]]] = {
 
 @pytest.fixture
 def answering() -> Iterator[Callable[[Callable[[], Iterator[bytes]]], str]]:
-    """A source that sends the same answer to every request, as fast as the receiver reads."""
+    """Runs a source that sends the same answer to every request, as fast as the receiver reads."""
     with contextlib.ExitStack() as listeners:
 
         def start(make: Callable[[], Iterator[bytes]]) -> str:
@@ -128,7 +128,7 @@ def test_a_receiver_allocates_for_what_came_not_for_what_is_announced(
     for line in child.run(script, within=60).splitlines():
         grown, ended = line.split(" ", 1)
         assert not ended.startswith("healed")
-        # A header may have 100 MB, and is here twice while it is read.
+        # A header may have 100 MB, and is in memory twice while it is read.
         assert int(grown) < (400 if "longest kind" in name else 24), line
 
 
@@ -166,7 +166,7 @@ def test_storages_that_are_only_announced_take_no_memory(
 
 def test_a_small_view_into_a_large_buffer_takes_little_memory(child: Child) -> None:
     source = tensorferry.HTTPTransport(timedelta(seconds=60))
-    # Zeros in pages that neither process has touched.
+    # The zeros are in pages that neither process has touched.
     buffer = torch.frombuffer(mmap.mmap(-1, 2 << 30), dtype=torch.float32)
     source.send_checkpoint([1], 1, {"v": buffer[1000:1004], "t": [buffer[-4:]]}, timedelta(seconds=60))
     try:
@@ -255,7 +255,7 @@ source.disallow_checkpoint()
         "answers not read": f"GET {url.path}1.safetensors HTTP/1.1\r\nHost: a\r\n\r\n".encode(),
     }[crowd]
     target = tensorferry.HTTPTransport(timedelta(seconds=60))
-    # So many have a place beside the good one: 384 if they have asked for something, else 512.
+    # The crowd that fits beside the good receiver: 384 connections that have made a request, or 512 that have not.
     let_in = 380 if crowd == "answers not read" else 500
     with contextlib.ExitStack() as crowd_of:
         for number in range(2000):
@@ -280,7 +280,7 @@ source.disallow_checkpoint()
     assert grown < 128, f"{grown} MiB"
 
 
-#: The entry of a record whose length, name or kind is a tuple of tuples that takes for ever to show, look at or hash.
+#: Code for a tuple of nested tuples that takes for ever to print, traverse or hash.
 DOUBLED = "d = b'K\\x01' + b'2\\x86' * 40"
 HANGS = {
     "a length without end": "listed(entry('length'))",
@@ -317,7 +317,7 @@ META = (
 
 @pytest.mark.parametrize("name", HANGS)
 def test_what_a_stock_source_sent_is_looked_at_before_it_is_shown(name: str, child: Child) -> None:
-    """In a process of its own, which a deadline that is not kept would hold for ever, with all memory there is."""
+    """It runs in a process of its own, since a failure would take unlimited time and memory."""
     out = child.run(
         f"""
 import resource

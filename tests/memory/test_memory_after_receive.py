@@ -35,7 +35,7 @@ assert torch.equal(CHECK)
 
 
 def optimizer_state() -> dict[str, Any]:
-    """Parameters and what Adam keeps of them, 96 MiB in 48 tensors, with 16 counters of 4 bytes."""
+    """Returns parameters and Adam's state for them, 96 MiB in 48 tensors, with 16 counters of 4 bytes."""
     state: dict[str, Any] = {"model": {}, "optimizer": {}}
     for i in range(16):
         state["model"][f"w{i}"] = torch.full((MIB // 2 + i,), float(i))
@@ -50,7 +50,7 @@ def optimizer_state() -> dict[str, Any]:
 
 @pytest.fixture
 def measure(open_transport: Callable[..., Any], child: Child) -> Callable[..., tuple[float, float]]:
-    """MiB that a receive of ``state`` brings, and what is left of them after ``keep`` has run."""
+    """Returns the MiB that a receive of ``state`` takes, and how many of them remain after ``keep`` has run."""
 
     def one(state: Any, keep: str, check: str, options: str = "{}") -> tuple[float, float]:
         source = open_transport()
@@ -66,7 +66,7 @@ def measure(open_transport: Callable[..., Any], child: Child) -> Callable[..., t
 def test_counters_of_an_optimizer_hold_themselves_and_not_the_parameters(
     measure: Callable[..., tuple[float, float]],
 ) -> None:
-    # What load_state_dict does on a device: all but the counters is copied, and the counters are taken as they are.
+    # As load_state_dict does on a device: all but the counters is copied, and the counters are used as they are.
     keep = "state = {i: of['step'] for i, of in state['optimizer'].items()}; of = None"
     arrived, left = measure(optimizer_state(), keep, "state[3], torch.tensor(3.0)")
     assert arrived > 90
@@ -77,7 +77,7 @@ def test_a_small_tensor_holds_a_small_part_of_all_small_ones(measure: Callable[.
     state = {str(i): torch.full((1000,), float(i)) for i in range(16_000)}
     arrived, left = measure(state, "state = state['777']", "state, torch.full((1000,), 777.0)")
     assert arrived > 60
-    # Objects of Python come and go meanwhile.
+    # Meanwhile Python objects are made and freed.
     assert left < 24, f"{left} of {arrived} MiB are left for 4 KB"
 
 
@@ -94,7 +94,7 @@ def test_pages_of_a_tensor_that_is_gone_go_back_while_others_stay(
 def test_memory_that_is_kept_for_the_next_receive_is_not_held_by_counters(
     measure: Callable[..., tuple[float, float]],
 ) -> None:
-    # The counters of the first are held, and the second receive takes the memory of the first all the same.
+    # The counters of the first receive are held, and the second one still reuses the memory of the first.
     keep = """
 state = {i: of['step'] for i, of in state['optimizer'].items()}
 of = None

@@ -32,7 +32,7 @@ REFUSED = 801
 
 
 class Runtime:
-    """What the CUDA runtime knows of locked memory, and of devices: each thread has device 0 until it takes another."""
+    """A CUDA runtime that records locked memory and devices: each thread has device 0 until it selects another."""
 
     def __init__(self) -> None:
         self.answer = 0
@@ -62,7 +62,7 @@ class Runtime:
 
     def cudaHostUnregister(self, address: int) -> int:  # noqa: N802  # CUDA's name
         self.contexts.add(self.device())
-        # It must still be there.
+        # The memory must still be mapped.
         self.unlocked.append((address, ctypes.string_at(address, 4)))
         del self.locked[address]
         return 0
@@ -81,7 +81,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
 
 
 def flags_of(address: int) -> list[str]:
-    """What the kernel says of the mapping at `address`."""
+    """Returns the kernel's flags for the mapping at `address`."""
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         name, *words = line.split()
@@ -99,7 +99,7 @@ def test_locked_to_the_byte_and_unlocked_before_it_is_unmapped(runtime: Runtime)
     assert runtime.locked == {address: 5 * MIB + 123}
     assert (memory.shape, memory.dtype) == ((5 * MIB + 123,), torch.uint8)
     memory.fill_(7)
-    # Not for children: "dc" is "do not copy on fork".
+    # Forked children do not get it: "dc" means "do not copy on fork".
     assert "dc" in flags_of(address)
     part = memory[10:20]
     del memory
@@ -111,10 +111,10 @@ def test_locked_to_the_byte_and_unlocked_before_it_is_unmapped(runtime: Runtime)
 
 
 def test_a_runtime_that_does_not_lock_is_asked_to_make_it(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what it remembers of its refusal is taken off it, which would else meet the trainer's next kernel."""
+    """The error that the runtime remembers is cleared; otherwise the trainer's next kernel would report it."""
     made, asked = [], []
     monkeypatch.setattr(torch, "empty", lambda *shape, **options: made.append((shape, options)))
-    # A kernel: zeros are none in newer torch.
+    # This runs a kernel; making zeros runs none in newer torch.
     monkeypatch.setattr(torch, "ones", lambda *shape, device: asked.append((shape, device)))
     runtime.answer = REFUSED
     pinned(MIB)
@@ -153,7 +153,7 @@ def test_the_device_in_use_is_taken_if_it_has_a_context(runtime: Runtime) -> Non
 def test_memory_that_cannot_be_mapped(
     runtime: Runtime, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As where the system does not lock it: one warning, and pageable memory."""
+    """As on a system that does not lock memory: there is one warning, and the memory is pageable."""
 
     def refuse(*_: Any) -> None:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
@@ -168,7 +168,7 @@ def test_memory_that_cannot_be_mapped(
     assert not runtime.locked
 
 
-#: Maps a page of its own where the parent's locked memory is, and lets go of that.
+#: Maps memory of its own at the address of the parent's locked memory, and then frees the parent's.
 CHILD = """
 import ctypes, gc
 libc = ctypes.CDLL(None, use_errno=True)
@@ -184,7 +184,7 @@ assert ctypes.string_at(address, nbytes) == bytes([5]) * nbytes
 
 
 def test_a_forked_child_lets_go_of_it(runtime: Runtime) -> None:
-    """What it has mapped at that address since stays, and the device, which is not its own, is not asked."""
+    """The child's own mapping at that address stays, and the child makes no call to the parent's device."""
     kept = [pinned(MIB)]
     address = kept[0].data_ptr()
     kept[0].fill_(7)
@@ -204,7 +204,7 @@ def test_a_forked_child_lets_go_of_it(runtime: Runtime) -> None:
 
 @pytest.mark.parametrize("on_device", [False, True])
 def test_memory_first_needed_in_inference_mode(on_device: bool) -> None:
-    """It is written to again later, which torch refuses for tensors made in that mode."""
+    """The memory is written to again later, which torch refuses for tensors made in that mode."""
     with stand_in() as device:
         stager, value = Stager(device), torch.arange(1000.0)
         if on_device:
@@ -264,7 +264,7 @@ def test_kept_memory_is_locked(device: StandIn, open_transport: Callable[..., An
         until(lambda: target._pool.held > 0, "the memory has come back")
     assert len(places) == 1
     assert len(device.pinned_bytes) == 1
-    # Without the scalars, which lie apart.
+    # The scalars are not included: they are stored separately.
     assert 4 * MIB <= device.pinned_bytes[0] < 4 * MIB + 4096
     assert target._pool.held == device.pinned_bytes[0]
 
@@ -272,7 +272,7 @@ def test_kept_memory_is_locked(device: StandIn, open_transport: Callable[..., An
 def test_a_refusal_is_told_once_whoever_meets_it(
     device: StandIn, open_transport: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Sends, receives in place, memory that is kept, saves and other transports: each has memory of its own."""
+    """Sends, receives in place, kept memory, saves and other transports each have their own memory, but warn once."""
     device.refuses_to_pin = True
     live, sent = {"w": torch.zeros(MIB)}, {"w": torch.ones(MIB)}
     device.adopt(live["w"], sent["w"])

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.beyond_torchft]
 
-#: What replaces the memory of the Parameter `p`, which is that of the module `m`.
+#: Operations that replace the memory of the Parameter `p`, which belongs to the module `m`.
 REPLACEMENTS = {
     "data": "p.data = torch.full((4,), 7.0)",
     "data of the same shape": "p.data = torch.full(p.shape, 7.0)",
@@ -107,7 +107,7 @@ def test_rows_own_storages_and_let_go_of_tensors(native: bool) -> None:
 
 
 def test_a_view_that_is_given_other_memory_is_an_error_too(open_transport: Callable[..., Any]) -> None:
-    """What is copied when all is here: views, strided tensors."""
+    """This holds for tensors that are written when everything has arrived: views and strided tensors."""
     for make in (lambda b: b[8:], lambda b: b[::2], lambda b: b.view(2, -1).t()):
         view = make(torch.zeros(1 << 20))
         live = {"view": view, "other": torch.zeros(1 << 20)}

@@ -22,7 +22,7 @@ HOST = [
 
 @pytest.fixture
 def host(monkeypatch):
-    """A host with several interfaces, whose name resolves to nothing else than itself and that has no way out."""
+    """Simulates a host with several interfaces and no route out, whose name resolves only to loopback."""
     monkeypatch.setattr(addresses, "_interfaces", lambda: HOST)
     monkeypatch.setattr(socket, "gethostname", lambda: "node")
     monkeypatch.setattr(addresses, "_resolve", lambda *_, **__: ["127.0.1.1"])

@@ -125,7 +125,7 @@ class TestHTTP:
         assert response.status != 206 or response.headers["Content-Type"].startswith("multipart/byteranges")
 
     def test_range_of_a_head_request_is_ignored(self, site: Site) -> None:
-        """RFC 9110 14.2: Range is defined for GET only."""
+        """RFC 9110, section 14.2, defines Range for GET only."""
         whole = site("HEAD", self.RESOURCE)[0]
         response, _ = site("HEAD", self.RESOURCE, {"Range": "bytes=0-7"})
         assert response.status == 200
@@ -276,7 +276,7 @@ class TestHTTP:
         assert site("GET", f"/{token}/metrics", absolute=True)[0].status == 200
 
     def test_metrics_of_a_receiver(self, site: Site, open_transport: Callable[..., Any]) -> None:
-        """What its log line says is there for a scraper, too."""
+        """A scraper gets the numbers that the log line has."""
         receiver = open_transport(num_chunks=2, same_host=False)
         counters = receiver.metadata().replace("/checkpoint/", "/metrics")
 
@@ -340,7 +340,7 @@ class TestHTTP:
 class TestCurl:
     @staticmethod
     def curl(*arguments: str) -> bytes:
-        # A proxy in the environment is not what is tested here.
+        # A proxy in the environment must not take part in this test.
         return subprocess.run(
             ["curl", "--silent", "--show-error", "--noproxy", "*", "--max-time", "30", *arguments],
             check=True,

@@ -33,7 +33,7 @@ class Unpickled(Exception):
 
 
 class Trap:
-    """Raises where it is unpickled."""
+    """Raises when it is unpickled."""
 
     def __reduce__(self):
         return _trapped, ()
@@ -79,7 +79,7 @@ def test_what_cannot_be_a_secret_is_refused(open_transport, monkeypatch, tmp_pat
     for bad in ("", b"", "short", b"fifteen bytes !"):
         with pytest.raises(InvalidArgument, match="openssl rand"):
             open_transport(secret=bad)
-    # A variable that is set and empty is a secret that got lost, not the wish for none.
+    # A variable that is set but empty is a lost secret, not a request for no secret.
     monkeypatch.setenv("TENSORFERRY_SECRET", "")
     with pytest.raises(InvalidArgument, match="0 bytes"):
         open_transport()
@@ -165,7 +165,7 @@ def test_it_shows_itself_nowhere(open_transport, caplog):
             pickle.dumps(native)
         for value in held.values():
             assert value not in (SECRET, SECRET.encode())
-    # The traceback shows this file's lines, which name constants and not their values.
+    # The traceback shows lines of this file, which have the names of constants and not their values.
     for text in shown:
         assert SECRET[:15] not in text
         assert SECRET.encode().hex()[:16] not in text

@@ -130,7 +130,7 @@ def test_stock_peers_stay_outside(open_transport, open_stock):
 
 
 def test_another_implementation_agrees_on_version_and_certificate(open_transport):
-    """OpenSSL, by way of Python, sees TLS 1.3 and nothing older, and a certificate with this fingerprint."""
+    """OpenSSL, through Python, negotiates only TLS 1.3 and sees a certificate with this fingerprint."""
     url = urlsplit(send(open_transport(tls=True)))
     context = ssl.create_default_context()
     context.check_hostname = False

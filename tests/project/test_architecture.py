@@ -1,4 +1,4 @@
-"""What docs/architecture.md and CONTRIBUTING.md name exists: every path, and every name written behind one.
+"""Everything that docs/architecture.md and CONTRIBUTING.md name exists: every path, and every name behind one.
 
 Paths are written as pytest writes them: ``state/tree.py::flatten``, ``client/lane.rs::Transfer::run_all``. One that
 does not begin at the root of the repository is below the Python package or the sources of the engine. Python modules
@@ -20,18 +20,18 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = ("docs/architecture.md", "CONTRIBUTING.md")
 BASES = (ROOT, ROOT / "python" / "tensorferry", ROOT / "rust" / "core" / "src")
 
-#: Names in backticks that are those of others.
+#: Names in backticks that belong to other projects.
 FOREIGN = {"StorageWriter", "StorageReader", "Metadata"}
 
 
 def code_of(document: str) -> list[str]:
-    """Everything in backticks, without blocks of code."""
+    """Returns all texts in backticks, without blocks of code."""
     text = re.sub(r"^```.*?^```", "", (ROOT / document).read_text(), flags=re.MULTILINE | re.DOTALL)
     return re.findall(r"`([^`\n]+)`", text)
 
 
 def paths_of(document: str) -> list[tuple[str, str]]:
-    """Each path in backticks, and the name behind it, which may be empty. Placeholders (``<door>``) are no paths."""
+    """Yields each path in backticks and the name behind it, which may be empty; skips placeholders (``<door>``)."""
     named = [token.partition("::") for token in code_of(document)]
     is_path = re.compile(r"[\w.-]+(/[\w.-]+)*(/|\.(py|pyi|rs|md|toml|sh))")
     return [(path, name) for path, _, name in named if is_path.fullmatch(path)]
@@ -44,7 +44,7 @@ def found(path: str) -> Path | None:
 
 @cache
 def python_names(path: Path) -> frozenset[str]:
-    """Functions, classes and variables of a module, and what its classes define."""
+    """Returns functions, classes and variables of a module, and the names that its classes define."""
 
     def defined(body: list[ast.stmt], before: str) -> list[str]:
         names = []
@@ -63,7 +63,7 @@ def python_names(path: Path) -> frozenset[str]:
 
 @cache
 def rust_names(path: Path) -> frozenset[str]:
-    """Items at the top of a file, and the functions of its ``impl`` and ``trait`` blocks."""
+    """Returns the items at the top of a file, and the functions of its ``impl`` and ``trait`` blocks."""
     names, around = set(), ""
     for line in path.read_text().splitlines():
         if line == "#[cfg(test)]":
@@ -117,7 +117,7 @@ def test_every_room_is_on_the_map() -> None:
 
 
 def rows_of(heading: str) -> dict[str, set[str]]:
-    """Each folder in the first column of the table below ``heading``, and those in the last column."""
+    """Returns each folder in the first column of the table below ``heading``, with those in the last column."""
     section = (ROOT / "docs/architecture.md").read_text().partition(f"\n### {heading}\n")[2].partition("\n#")[0]
     rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| `")]
     return {row[0].strip(" `/"): set(re.findall(r"`(\w+)/`", row[-1])) for row in rows}

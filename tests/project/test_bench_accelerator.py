@@ -30,7 +30,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch, bench: Any) -> Iterator[StandIn]:
-    """What the benchmark makes on its accelerator is on the stand-in."""
+    """Puts the tensors that the benchmark makes on its accelerator on the stand-in."""
     with stand_in() as device:
 
         def adopted(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -69,7 +69,7 @@ def test_it_runs_to_its_end(device: StandIn, bench: Any, capsys: pytest.CaptureF
         "staging runs at ",
     ]
     assert [line.startswith(name) for line, name in zip(lines, names, strict=True)] == [True] * len(names)
-    # Of three rounds: staging and four sends take everything off it, two receives bring everything back.
+    # In each of three rounds, staging and four sends copy everything to the host, and two receives copy it back.
     assert sum(nbytes for nbytes, _ in device.copies) == 3 * 7 * (8 << 20)
 
 

@@ -1,8 +1,8 @@
-"""What README and docs show runs: Python in an environment of the wheel and torch alone, without numpy. Verbs and
-options exist, and addresses answer.
+"""The examples in README and docs run: Python in an environment of only the wheel and torch, without numpy. Verbs
+and options exist, and addresses answer.
 
-A block of Python runs as it stands. ``needs=NAME`` behind the language says that it takes a package which that
-environment does not have: then it runs in this one. What a block takes for granted stands in :data:`SURROUNDINGS`.
+A block of Python runs as it stands. ``needs=NAME`` behind the language says that it needs a package which that
+environment does not have: then it runs in this one. :data:`SURROUNDINGS` has the code that a block presupposes.
 """
 
 import re
@@ -34,9 +34,9 @@ writer = PeerWriter()
 dcp.save(state, storage_writer=writer)
 metadata = writer.metadata()
 """
-#: What blocks that begin so have before them.
+#: The code that precedes blocks with these beginnings.
 SURROUNDINGS = {
-    # The folders of the README, below the one the test runs in.
+    # The README's folders, placed below the folder in which the test runs.
     "dcp.save(state, storage_writer=FileWriter(": _STATE
     + """
 import tensorferry.dcp
@@ -54,7 +54,7 @@ timeout = timedelta(seconds=30)
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.AdamW(model.parameters())
 """,
-    # A manager takes a lighthouse and a store (`make demo` has them); here, whether it takes what it is given.
+    # A manager needs a lighthouse and a store (`make demo` has them); this only checks that it accepts the arguments.
     "manager = torchft.Manager(": """
 import inspect
 from datetime import timedelta
@@ -95,14 +95,14 @@ def blocks(language: str) -> list[Block]:
 def run(python: Path | str, code: str, folder: Path) -> str:
     script = folder / "example.py"
     script.write_text(code)
-    # Nothing of this checkout, and nothing of the user's.
+    # No modules of this checkout or of the user.
     done = subprocess.run([python, "-I", script], cwd=folder, capture_output=True, text=True, timeout=90, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def make_environment(folder: Path, *packages: str) -> Path:
-    """An environment of the wheel, torch and what that requires; out of uv's cache, by link."""
+    """Makes an environment of the wheel, torch and its requirements, by links into uv's cache."""
     (wheel,) = (ROOT / "dist").glob("*.whl")
     uv = Path(sys.executable).parent / "uv"
     python = folder / "bin" / "python"
@@ -110,7 +110,7 @@ def make_environment(folder: Path, *packages: str) -> Path:
     for command in (
         [uv, "venv", "-q", "--python", sys.executable, folder],
         [uv, "pip", "install", "-q", "--python", python, f"torch=={torch_version}", *packages],
-        # Its dependencies are checked, and must be there already.
+        # The wheel's dependencies are checked, and must be installed already.
         [uv, "pip", "install", "-q", "--python", python, "--no-index", wheel],
     ):
         subprocess.run(command, check=True, timeout=300)
@@ -167,13 +167,13 @@ def test_the_wheel_passes_its_tests_without_numpy(tmp_path: Path):
     assert "No module named 'numpy'" in listed.stderr
     files = [f"tests/{name}.py" for name in WITHOUT_NUMPY]
     command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow"]
-    # torch says that there is no numpy.
+    # torch warns that there is no numpy.
     command += ["-W", "ignore:Failed to initialize NumPy", *files]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stdout[-4000:]
 
 
-#: Tests that use nothing but the wheel, torch and pytest.
+#: Tests that need only the wheel, torch and pytest.
 WITHOUT_NUMPY = [
     "dcp/test_peers",
     "storage/test_slices",
@@ -182,7 +182,7 @@ WITHOUT_NUMPY = [
 
 
 def anchors(document: Path) -> set[str]:
-    """What a link may have behind ``#``: the headings, as they are written in addresses."""
+    """Returns what a link may have behind ``#``: the headings in the form they have in addresses."""
     headings = re.findall(r"^#+ (.+)$", document.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 

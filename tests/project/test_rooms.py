@@ -51,7 +51,7 @@ MAY_IMPORT = {
 
 
 def modules(root: Path) -> dict[str, Path]:
-    """Every module of the package by its name in it; the package itself is ``""``."""
+    """Returns every module of the package by its name in it; the package itself is ``""``."""
     found = {}
     for path in root.rglob("*.py"):
         parts = path.relative_to(root).with_suffix("").parts
@@ -60,7 +60,7 @@ def modules(root: Path) -> dict[str, Path]:
 
 
 def imported(name: str, source: str, is_package: bool, known: set[str]) -> Iterator[tuple[int, str]]:
-    """Line and name of each module of this package that the source of module ``name`` imports."""
+    """Yields line and name of each module of this package that the source of module ``name`` imports."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             targets = [alias.name for alias in node.names]
@@ -81,7 +81,7 @@ def imported(name: str, source: str, is_package: bool, known: set[str]) -> Itera
 
 
 def offences(root: Path) -> list[str]:
-    """Imports that the rule forbids."""
+    """Returns the imports that the rule forbids."""
     found = []
     known = modules(root)
     for name, path in known.items():
@@ -132,7 +132,7 @@ def test_an_import_that_goes_up_is_found(module: str, line: str, what: str, tmp_
 
 
 def loaded_by(statements: str) -> set[str]:
-    """The modules that a process has after these statements."""
+    """Returns the modules that a process has loaded after these statements."""
     report = "import sys; print(*sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", f"{statements}\n{report}"], capture_output=True, text=True, timeout=60, check=True

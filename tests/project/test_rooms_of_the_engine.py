@@ -1,4 +1,4 @@
-"""The rooms of the Rust crates, and which of them may use which: an architecture that nothing holds is a picture.
+"""The rooms of the Rust crates and which of them may use which: without a test, the architecture would erode.
 
 Unit tests inside a file may use any room: a client is tested against a server.
 """
@@ -33,14 +33,14 @@ ROOMS: dict[str, set[str]] = {
 
 
 def code_of(text: str) -> str:
-    """`text` without comments, string literals and unit tests."""
+    """Returns `text` without comments, string literals and unit tests."""
     text = re.split(r"^#\[cfg\(test\)\]$", text, maxsplit=1, flags=re.MULTILINE)[0]
     literal_or_comment = r"""//[^\n]*|"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)'"""
     return re.sub(literal_or_comment, "''", text)
 
 
 def members(code: str, at: int) -> Iterator[str]:
-    """The first names of the items in the braces that open at `code[at]`."""
+    """Returns the first names of the items in the braces that open at `code[at]`."""
     depth, begin = 0, at + 1
     for index in range(at, len(code)):
         depth += {"{": 1, "}": -1}.get(code[index], 0)
@@ -53,7 +53,7 @@ def members(code: str, at: int) -> Iterator[str]:
 
 
 def rooms_used(module: tuple[str, ...], text: str) -> set[str]:
-    """The rooms that the file of the module `crate::<module>` names, by `crate::` or by way of `super::`."""
+    """Returns the rooms that the file of the module `crate::<module>` names, by `crate::` or through `super::`."""
     code, used = code_of(text), set()
     for path in re.finditer(r"\b(?:crate|super)(?:::super)*\b(?=::)", code):
         supers = path[0].count("super")
@@ -90,7 +90,7 @@ def test_no_room_uses_one_above_it_and_no_two_one_another() -> None:
     found = [path for path in CORE.rglob("*.rs") if path != CORE / "lib.rs"]
     assert len(found) > 40
     assert [offence for path in found for offence in offences(path, path.read_text())] == []
-    # What is allowed goes one way, whatever the files do with it today.
+    # The allowed uses must have no cycle, whether or not the files make use of all of them.
     order: list[str] = []
     while len(order) < len(ROOMS):
         free = [room for room, needed in ROOMS.items() if room not in order and needed <= set(order)]

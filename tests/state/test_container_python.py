@@ -51,7 +51,7 @@ def header_of(file: Path) -> dict[str, Any]:
 
 
 def tensors_of(file: Path) -> dict[str, torch.Tensor]:
-    """The entries that are tensors of the state, in the order of the header."""
+    """Returns the names of the entries that are tensors of the state, in the order of the header."""
     with safetensors.safe_open(file, framework="pt") as opened:
         names = [name for name in header_of(file) if not name.startswith((OWN, "__metadata__"))]
         assert set(names) | {name for name in opened.keys() if name.startswith(OWN)} == set(opened.keys())  # noqa: SIM118
@@ -121,7 +121,7 @@ def test_every_state_is_a_file_that_opens(leaf: Leaf, download: Callable[..., Pa
 
 
 def test_layout(download: Callable[..., Path]) -> None:
-    """No holes, every tensor aligned in the file, whole pages first and then by falling alignment."""
+    """There are no holes, every tensor is aligned in the file, and whole pages come first, then falling alignments."""
     state = {
         f"{i}.{d}": CATALOGUE[f"dtype {d}"].value() for i in range(3) for d in ("int8", "float64", "bfloat16", "int32")
     }

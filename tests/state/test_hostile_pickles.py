@@ -50,7 +50,7 @@ def layout(name: str) -> Raw:
 
 
 def bomb(levels: int) -> Raw:
-    """A tuple of itself twice, and so on: hashing it takes 2**levels steps."""
+    """Returns nested pairs, each of the same pair twice: hashing it takes 2**levels steps."""
     return again((1,), levels, b"2\x86")
 
 
@@ -287,7 +287,7 @@ def test_an_attack_is_an_error_of_ours_and_changes_nothing(name: str, monkeypatc
 
 
 def test_a_dtypes_flags_are_numpys_own() -> None:
-    """A pickle says them too, and numpy believes it: an array of numbers would then be one of addresses."""
+    """A pickle can set a dtype's flags, which numpy trusts: an array of numbers would become one of addresses."""
     (made,) = read(whole(build(DTYPE, (3, "|", None, None, None, 8, 1, 63))))
     assert (made, made.hasobject) == (np.dtype("f4"), False)
 
@@ -318,7 +318,7 @@ def test_the_planners_data_goes_through_the_same_machine(monkeypatch: pytest.Mon
 
 
 def hostile_save(pickled: bytes) -> bytes:
-    """A file of ``torch.save``'s whose pickle is another one."""
+    """Returns a file of ``torch.save`` in which the pickle is replaced by ``pickled``."""
     import zipfile
 
     good, bad = io.BytesIO(), io.BytesIO()
@@ -339,7 +339,7 @@ def test_objects_in_files_go_through_the_same_machine_and_are_written_again(monk
     assert not ran
     good = io.BytesIO()
     torch.save({"lr": 0.1, "w": torch.ones(3)}, good)
-    # What torch's planner reads, without limits, is no byte of what came.
+    # torch's planner reads its bytes without limits, so none of them may come from the source.
     handed = load_plan.rewritten(good.getvalue(), "opt", Allowed())
     monkeypatch.setattr(load_plan, "unpickled", lambda *_: "another")
     assert torch.load(io.BytesIO(handed), weights_only=True)["lr"] == 0.1
@@ -347,7 +347,7 @@ def test_objects_in_files_go_through_the_same_machine_and_are_written_again(monk
 
 
 def test_every_pickle_from_elsewhere_is_read_by_the_one_machine() -> None:
-    """A second reader of pickles, or torch's own, would be a door of its own."""
+    """A second reader of pickles, or torch's own, would bypass the checks of the first."""
     root = Path(tensorferry.__file__).parent
     found = {}
     for path in root.rglob("*.py"):
@@ -360,7 +360,7 @@ def test_every_pickle_from_elsewhere_is_read_by_the_one_machine() -> None:
     assert found == {"unpickling.py": ["find_class", "pickle.Unpickler"]}
 
 
-# What an honest sender writes comes through. -------------------------------------------------------------------------
+# Pickles of honest senders are accepted. -----------------------------------------------------------------------------
 
 HONEST: list[Any] = [
     np.random.default_rng(3), np.random.RandomState(3), np.random.Generator(np.random.Philox(5)),
@@ -438,13 +438,13 @@ def test_torchs_own_list_of_the_users_classes_counts() -> None:
                 read(whole(call(hostile, "true")))
 
 
-# The review. ---------------------------------------------------------------------------------------------------------
+# The review of the allow-list. ---------------------------------------------------------------------------------------
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "pickles.md"
 
 
 def documented() -> set[str]:
-    """Names in the first column of the document's tables: ``module`` of the row above, and each name in backticks."""
+    """Returns the names in the first column of the document's tables, in backticks; a row may omit its module."""
     found = set()
     module = ""
     for line in DOCUMENT.read_text().splitlines():
@@ -463,7 +463,7 @@ def test_the_document_reviews_every_name_of_the_table_and_no_other() -> None:
 
 
 def test_what_torch_allows_and_we_have_not_reviewed_is_known() -> None:
-    """Fails when a torch version allows something new: it is refused until somebody has looked at it."""
+    """Fails when a torch version allows something new: that is refused until it has been reviewed."""
     from torch._weights_only_unpickler import _get_allowed_globals
 
     ours = {f"{module}.{name}" for module, name in reviewed.names()}
@@ -529,7 +529,7 @@ def test_a_tuple_of_what_cannot_be_hashed_is_a_value() -> None:
 
 
 def test_no_global_of_the_table_makes_an_object_that_python_lets_go_of_by_recursion() -> None:
-    """A process that ends here by a signal: an object nested as often as the pickle likes, let go of at once."""
+    """Freeing an object that is nested as deep as the pickle likes must not overflow the stack and kill the process."""
     code = """
 import sys; sys.path.insert(0, "tests/support")
 from hostile_pickles import *
@@ -561,7 +561,7 @@ for name, value in {
 
 
 def test_random_pickles_of_every_global_do_nothing(pytestconfig: pytest.Config) -> None:
-    """In a process of its own, which may import, open and run nothing meanwhile, with little memory."""
+    """They are read in a process of its own, which has little memory and may import, open and run nothing meanwhile."""
     seconds = pytestconfig.getoption("--pickle-seconds")
     program = Path(__file__).parents[1] / "support" / "hostile_pickles.py"
     done = subprocess.run(

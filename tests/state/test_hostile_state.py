@@ -73,7 +73,7 @@ def test_a_manifest_that_makes_no_sense_is_a_protocol_error(
 
 
 def test_damaged_pickles_are_errors_of_ours_or_lists() -> None:
-    """Pickles of an attacker who also sends the right checksums."""
+    """The pickles come from an attacker who also sends matching checksums."""
     leaves = [torch.arange(6.0), torch.ones(2, 2)]
     storage = leaves[0].untyped_storage()
     value = [{"lr": 0.1, "betas": (0.9, 0.99)}, torch.Size([2, 3]), b"bytes", "text" * 20, {1, 2}, 1 << 80]
@@ -82,7 +82,7 @@ def test_damaged_pickles_are_errors_of_ours_or_lists() -> None:
     for _ in range(4000):
         bad = bytearray(good)
         for _ in range(chance.randint(1, 4)):
-            # None that asks for memory: what a pickle may take is bounded by nothing.
+            # No byte that makes the pickle allocate: nothing bounds the memory that a pickle takes.
             bad[chance.randrange(len(bad))] = chance.choice(b"\x00\x01\x80\x85NQ(.]}0)ae\x8f\x90\x91\x94KMtuRb")
         with contextlib.suppress(tensorferry.ProtocolError, tensorferry.UnsafePickle):
             assert isinstance(pickling.load(bytes(bad), Allowed(), leaves, lambda _: storage, {}), list)
@@ -108,7 +108,7 @@ def test_references_to_what_is_not_there_are_protocol_errors(to: Any) -> None:
         pickling.load(file.getvalue(), Allowed(), [torch.ones(1)], lambda _: torch.UntypedStorage(4), {})
 
 
-#: What the manifest says is float32 [3, 3], and what the pickle has there.
+#: Objects that the pickle has where the manifest announces float32 [3, 3].
 NOT_AS_ANNOUNCED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no tensor": (lambda: {1, 2}, tensorferry.ProtocolError, "sent something else"),
     "another shape": (lambda: torch.ones(6)[::2], tensorferry.ProtocolError, "sent something else"),
@@ -150,7 +150,7 @@ def test_what_is_not_as_announced_is_written_nowhere(
     source, receiver = open_transport(), open_transport(state_dict=lambda: live)
     with monkeypatch.context() as patch:
         patch.setattr(manifest, "describe", lie)
-        # A view, so that it is copied after everything has come.
+        # A view, so that it is copied after everything has arrived.
         source.send_checkpoint([1], 1, {"late": torch.ones(4)[::2], "o": value}, TIMEOUT)
     if not announced and not isinstance(value, torch.Tensor):
         assert receiver.recv_checkpoint(0, source.metadata(), 1, TIMEOUT)["o"] == value

@@ -39,7 +39,7 @@ def heal(request: pytest.FixtureRequest, open_transport: Callable[..., Any]) -> 
 
 
 def freed(tensor: torch.Tensor) -> torch.Tensor:
-    """As FSDP leaves parameters between steps."""
+    """Frees the storage of a tensor, as FSDP does with parameters between steps."""
     tensor.untyped_storage().resize_(0)
     return tensor
 
@@ -75,7 +75,7 @@ def test_written_where_the_live_tensors_lie(heal: Callable[..., Any]) -> None:
 
 
 def test_a_live_module_follows(heal: Callable[..., Any]) -> None:
-    """state_dict() of a module gives views of its parameters: what is written there is in the module."""
+    """A module's state_dict() holds views of its parameters, so writing to them changes the module."""
     healthy, broken = net(3), net(4)
     heal({"model": healthy.state_dict()}, {"model": broken.state_dict()})
     for (name, mine), theirs in zip(broken.named_parameters(), healthy.parameters(), strict=True):
@@ -110,7 +110,7 @@ def test_sent_parameters_into_plain_tensors(heal: Callable[..., Any]) -> None:
 
 
 def targets() -> dict[str, tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]]:
-    """Buffers full of -1 and how the live tensor looks into each."""
+    """Returns buffers full of -1, and for each the view that is the live tensor."""
     return {
         "transposed": (torch.full((4, 6), -1.0), lambda b: b.t()),
         "every other": (torch.full((48,), -1.0), lambda b: b[::2].view(6, 4)),
@@ -190,7 +190,7 @@ def test_other_leaves_are_replaced(heal: Callable[..., Any]) -> None:
 
 
 def test_optimizer_state_that_is_not_there_yet_comes_fresh(heal: Callable[..., Any]) -> None:
-    """A replica that has just started has no moments: they are made in the first optimizer step."""
+    """A replica that has just started has no moments: the optimizer makes them in its first step."""
     model, optimizer = trained(1)
     fresh = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
     sleeping = torch.optim.AdamW(fresh.parameters(), lr=9.0)
@@ -234,7 +234,7 @@ def test_containers_of_all_kinds(heal: Callable[..., Any]) -> None:
 
 
 def test_colliding_paths_are_not_mixed_up(heal: Callable[..., Any]) -> None:
-    """Paths that are equal when joined are different leaves, in any order of the keys."""
+    """Leaves whose paths are equal only when joined are not mixed up, in any order of the keys."""
     live: dict[str, Any] = {
         "a.b": torch.zeros(1),
         "a": {"b": torch.zeros(1)},
@@ -285,7 +285,7 @@ def test_dtensors(heal: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("leaf", cases(ALONE))
 def test_every_leaf_into_an_empty_live_state(leaf: Leaf, heal: Callable[..., Any]) -> None:
-    """Nothing to write into: all of it comes fresh."""
+    """There is nothing to write into, so every leaf is returned in new memory."""
     value = leaf.value()
     received = heal(leaf.state(value), {}, trust=leaf.trust)
     assert_same_state(received, leaf.state(leaf.expect(value)))
@@ -456,7 +456,7 @@ def test_a_live_state_of_another_shape_is_told_once(
     for step in (1, 2):
         source.send_checkpoint([1], step, sent, TIMEOUT)
         received = target.recv_checkpoint(0, source.metadata(), step, TIMEOUT)
-        # torchft's transport loses attributes of dicts, `_metadata` here.
+        # torchft's transport loses the attributes of dicts, here `_metadata`.
         assert_same_state(received, sent, lax={METADATA} if stock else ())
         source.disallow_checkpoint()
     ours = [record for record in caplog.records if record.name == "tensorferry"]
@@ -532,7 +532,7 @@ def test_a_callable_that_gives_no_state_is_refused_before_anything_is_fetched(
 
 
 def test_the_state_of_a_manager_in_place(open_transport: Callable[..., Any]) -> None:
-    """What torchft's own Manager sends, and `state_dict=` as the README has it."""
+    """The state is that of torchft's own Manager, and `state_dict=` is used as in the README."""
     manager_of = pytest.importorskip("torchft.manager").Manager
     healthy, broken = trained(1), trained(2, steps=1)
 

@@ -23,7 +23,7 @@ from tensor_leaves import nan_payloads, with_attribute
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# A body that does not end in time is a failure of the test, not of the whole run.
+# A transfer that does not end in time fails the test, not the whole run.
 pytestmark = pytest.mark.timeout(60)
 
 
@@ -135,7 +135,7 @@ def test_received_memory_is_the_receivers_own(name: str, num_chunks: int, open_t
 
 @pytest.mark.beyond_torchft
 def test_only_covered_bytes_travel(open_transport: Callable[..., Any]) -> None:
-    """And what a tensor does not cover stays at home: it may be another user's data."""
+    """Bytes of a storage that no tensor covers are not sent: they may be another user's data."""
     base = torch.full((1 << 20,), 42.0)
     state = {"head": base[1000:1003], "rows": base[5000:9096].view(64, 64)[::2, :3]}
     transport = open_transport()

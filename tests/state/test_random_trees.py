@@ -39,7 +39,7 @@ SCALARS = st.one_of(
 
 @st.composite
 def tensor_leaf(draw: Any, pool: dict[int, torch.Tensor], made: list[torch.Tensor]) -> torch.Tensor:
-    """A tensor of its own, a view into one of a few shared storages, or one that was drawn before."""
+    """Draws a tensor with a storage of its own, a view of one of a few shared storages, or a tensor drawn before."""
     kind = draw(st.sampled_from(["own", "own", "view", "again"]))
     if kind == "again" and made:
         return draw(st.sampled_from(made))
@@ -131,7 +131,7 @@ def test_random_trees_come_back_as_they_were(num_chunks: int, open_transport: Ca
 
 
 def _torchft_cannot(state: Any) -> bool:
-    """One storage looked at in several dtypes, or float8 that requires grad: torch's own pickling fails on these."""
+    """Whether torch's own pickling fails: for a storage viewed in several dtypes, or float8 that requires grad."""
     seen: dict[int, torch.dtype] = {}
 
     def tensors(node: Any) -> Any:

@@ -74,7 +74,7 @@ def test_a_class_off_the_allow_list_is_refused_by_name(leaf: Leaf, open_transpor
         send_and_receive(transport, transport, leaf.state(leaf.value()))
     assert isinstance(caught.value, tensorferry.TensorferryError)
     assert isinstance(caught.value, pickle.UnpicklingError)
-    # The tensors of the state are not the reason: without the object it can be sent.
+    # The tensors of the state are not the reason: without the object the state can be sent.
     assert_same_state(send_and_receive(transport, transport, {"w": torch.ones(2)}, step=2), {"w": torch.ones(2)})
 
 

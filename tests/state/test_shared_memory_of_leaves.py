@@ -33,13 +33,13 @@ def heal(open_transport: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def from_array(count: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two tensors with storages of their own over one memory."""
+    """Returns two tensors with separate storage objects over one memory."""
     array = np.zeros(count, dtype=np.float32)
     return torch.from_numpy(array), torch.from_numpy(array)
 
 
 def clashing() -> dict[str, Callable[[], dict[str, torch.Tensor]]]:
-    """Live states of `a` and `b`, both of 8 elements, that share memory."""
+    """Returns live states in which `a` and `b`, both of 8 elements, share memory."""
 
     def of(make: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]], count: int = 16) -> Any:
         return lambda: dict(zip("ab", make(torch.zeros(count)), strict=True))
@@ -78,7 +78,7 @@ def test_shared_here_and_apart_at_the_source(name: str, size: int, heal: Callabl
 
 
 def shared_alike() -> dict[str, Callable[[float], dict[str, torch.Tensor]]]:
-    """States whose leaves share memory, to be sent and to be received into."""
+    """Returns functions that make states whose leaves share memory, to be sent and to be received into."""
 
     def of(make: Callable[[torch.Tensor], Any]) -> Callable[[float], Any]:
         def state(value: float) -> Any:
@@ -112,7 +112,7 @@ def test_shared_here_as_at_the_source(name: str, heal: Callable[..., Any]) -> No
 
 
 def apart() -> dict[str, Callable[[torch.Tensor], Any]]:
-    """Views that share no byte, though what lies between their first and last bytes overlaps."""
+    """Returns views that share no byte, although the ranges from their first to their last bytes overlap."""
     return {
         "every other": lambda t: (t[::2], t[1::2]),
         "columns": lambda t: (t.view(8, 8)[:, :3], t.view(8, 8)[:, 3:5], t.view(8, 8)[:, 5:]),
@@ -201,7 +201,7 @@ def test_from_a_stock_source(open_stock: Callable[..., Any], open_transport: Cal
 
 
 def test_whether_two_views_meet_agrees_with_where_their_bytes_are() -> None:
-    """Boxes of one grid: exactly. Others: never "no" where it is yes."""
+    """For boxes of one grid the answer is exact; for other views it is never "no" if they share a byte."""
     chance = random.Random(0)
     places = torch.arange(4 * 256, dtype=torch.int64)
     exact = 0

@@ -117,7 +117,7 @@ def test_what_cannot_be_made_is_named(text: str, what: str | None) -> None:
 
 @pytest.mark.parametrize("items", [-2, '["l"]'])
 def test_items_of_a_defaultdict_are_not_taken_out_of_anything(items: Any) -> None:
-    """A tensor would be read one element after the other."""
+    """If a tensor were accepted as the items, it would be read one element after the other."""
     meta = torch.empty(1 << 24, 2, device="meta")
     with pytest.raises(tensorferry.ProtocolError, match="items are no dict"):
         tree.unflatten(f'["f",0,{items}]', [], [None, meta])
@@ -134,7 +134,7 @@ class Mute:
     ids=["integer", "tuple of texts", "tuple of tuples", "frozenset", "no text"],
 )
 def test_keys_that_have_no_text_are_named_by_their_type(key: Any) -> None:
-    """The second would be a hundred gigabytes of text."""
+    """The text of the second key would have a hundred gigabytes."""
     flat = tree.flatten({key: torch.ones(1), (1, "a"): 2})
     number, other = flat.keys
     assert type(key).__name__ in flat.keys[number]
@@ -188,7 +188,7 @@ def test_what_is_no_exception_goes_through() -> None:
 
 @pytest.mark.parametrize("in_place", [False, True])
 def test_entries_of_the_format_may_stand_among_the_tensors(in_place: bool, open_transport: Any) -> None:
-    """A later version may write them in another order than this one."""
+    """A later version may write the entries in another order than this one."""
     source = open_transport()
     tensors = {f"{OWN}storage/0/0": torch.arange(2.0), "a": torch.arange(3.0), "b": torch.arange(5.0)}
     owner = [tensors["a"], tensors[f"{OWN}storage/0/0"], tensors["b"]]

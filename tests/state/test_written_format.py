@@ -51,7 +51,7 @@ same_torch = pytest.mark.skipif(
 
 @contextlib.contextmanager
 def source(answers: dict[str, bytes], prefix: str) -> Iterator[str]:
-    """Serves these bodies over plain HTTP, as the only thing it does; gives the metadata under which they are."""
+    """Serves these bodies over plain HTTP and nothing else; yields the metadata with which to receive them."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -101,7 +101,7 @@ def test_a_kept_container_is_received(
 
 
 def test_a_kept_container_is_received_in_place(open_transport: Callable[..., Any]) -> None:
-    """Leaves that share memory are filled only where the manifest says that those of the source share theirs alike."""
+    """Leaves that share memory are filled only if the manifest says that the source's leaves share memory alike."""
     expected = written_format.transport_state()
     made = written_format.transport_state()
     live = {name: made[name] for name in ("views", "tied", "state_dict")}
@@ -124,7 +124,7 @@ def test_a_kept_body_of_torchft_is_received(open_transport: Callable[..., Any]) 
 
 def test_a_kept_folder_is_loaded() -> None:
     expected = written_format.job_state()
-    # What is read into is dense.
+    # The tensors that are loaded into are dense.
     expected["model"]["column"] = expected["model"]["column"].contiguous()
     state = zeroed(expected)
     dcp.load(state, storage_reader=FileReader(FOLDER))
@@ -153,7 +153,7 @@ def test_the_same_bytes_are_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("kept", "module"), [(CONTAINER, "_rebuild"), (FIRST_CONTAINER, "tensors")])
 def test_names_of_ours_in_a_pickle(kept: Path, module: str) -> None:
-    """What a pickle names has to be found by every later version: these are all there are."""
+    """Every later version has to find the names that a pickle can contain; these are all of them."""
     (manifest,) = re.findall(rb'{"version":1,"flags".*', kept.read_bytes().partition(b"\x80\x04\x95")[0])
     named = {name for name in json.loads(manifest)["globals"] if name.startswith("tensorferry")}
     assert named == {f"tensorferry.{module}.with_grad", f"tensorferry.{module}.rebuild_dtensor"}

@@ -35,7 +35,7 @@ def test_a_box_arrives_in_a_target_of_any_strides(saved, data):
     box = [data.draw(st.tuples(st.integers(0, n - 1), st.integers(1, n))) for n in source.shape]
     box = [(start, min(length, n - start)) for (start, length), n in zip(box, source.shape, strict=True)]
     lengths = [length for _, length in box]
-    # A part of something larger, its dimensions in another order in memory.
+    # A part of a larger tensor whose dimensions have another order in memory.
     order = data.draw(st.permutations(range(len(lengths))))
     room = torch.full([lengths[dim] + data.draw(st.integers(0, 2)) for dim in order], -1.0)
     part = room[tuple(slice(0, lengths[dim]) for dim in order)]
@@ -53,7 +53,7 @@ def test_a_box_arrives_in_a_target_of_any_strides(saved, data):
 
 
 def test_parts_of_every_length_are_loaded_into_shards(saved):
-    """Through the planner: runs that are scattered, and those that torch picks out."""
+    """Shards are loaded through the planner, as scattered runs and as runs that torch selects."""
     folder, _, tensors = saved
     for name, whole in tensors.items():
         for dim in range(whole.dim()):

@@ -55,7 +55,7 @@ _SINGLETONS = (
 
 
 def raw_bytes(tensor: torch.Tensor) -> bytes | None:
-    """The bytes of a strided CPU tensor's elements, in element order; None if it has no memory."""
+    """Returns the bytes of a strided CPU tensor's elements, in element order; None if it has no memory."""
     with torch._C.DisableTorchFunctionSubclass():
         if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_nested:
             return None
@@ -91,7 +91,7 @@ def assert_same_state(actual: Any, expected: Any, *, lax: Collection[str] = ()) 
 
 
 def storages(state: Any) -> dict[int, torch.UntypedStorage]:
-    """Every storage with memory that a tensor leaf of the state views, by the identity of the storage."""
+    """Returns every storage with memory that a tensor leaf of the state views, by the identity of the storage."""
     found = {}
     for leaf in torch.utils._pytree.tree_leaves(state):
         if isinstance(leaf, torch.Tensor) and raw_bytes(leaf):
@@ -255,7 +255,7 @@ class _Walk:
             self._parts([a.get_data(), a.get_mask()], [b.get_data(), b.get_mask()], path)
             return
         elif jagged:
-            # The name of the ragged dimension is a counter of the process: the only thing that may change.
+            # The name of the ragged dimension is a counter of the process; nothing else may change.
             self._parts([a._values, a._offsets], [b._values, b._offsets], path)
             self._equal(a, b, "_ragged_idx", path)
             return
@@ -312,7 +312,7 @@ class _Walk:
             )
 
     def _parts(self, a: list[torch.Tensor], b: list[torch.Tensor], path: str, *, share: bool = True) -> None:
-        """Inner tensors: their objects may be made on access, so they are compared by description, bytes, storage."""
+        """Compares inner tensors by description, bytes and storage, since their objects may be made on access."""
         _require(len(a) == len(b), path, f"{len(a)} inner tensors, expected {len(b)}")
         kept = len(self.tensors)
         for i, (x, y) in enumerate(zip(a, b, strict=True)):
@@ -356,7 +356,7 @@ def _bits(value: Any) -> Any:
 
 
 def _state_of(value: Any) -> dict[str, Any]:
-    """The instance attributes of an object: its `__dict__` and what its classes keep in slots."""
+    """Returns the instance attributes of an object: its `__dict__` and the slots of its classes."""
     state = dict(getattr(value, "__dict__", None) or {})
     for cls in type(value).__mro__:
         slots = cls.__dict__.get("__slots__", ())

@@ -87,7 +87,7 @@ class StaysOnTheNetwork(HTTPTransport):
 
 
 def torchft_with_one_thread(timeout, lanes, **more):
-    """Serves one connection after the other: an idle first connection keeps all others waiting."""
+    """Serves one connection after the other, so an idle first connection keeps all others waiting."""
     del more
     from torchft.checkpointing import HTTPTransport
 

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 TIMEOUT = timedelta(seconds=10)
 MIB = 1 << 20
-#: The memory that one input may take in addition, and the seconds that it may take.
+#: The additional memory and the seconds that one input may take.
 MEMORY, SECONDS = 64 * MIB, 30
 #: Above this much resident memory the process ends at once.
 ALL = 3 << 30
@@ -197,7 +197,7 @@ class Manifests:
         return [*control, (reserved.PICKLE, snapshot._padded(pickled, b"\0"))] if pickled else control
 
     def __call__(self) -> None:
-        # The traceback of the last receive held its connection, for which a withdrawal would have waited two seconds.
+        # The traceback of the last receive kept its connection open, and a withdrawal would wait two seconds for that.
         self._source.disallow_checkpoint()
         chance = self._chance
         self._step += 1

@@ -35,7 +35,7 @@ def global_(module: str, name: str) -> Raw:
 
 
 def say(value: Any) -> Raw:
-    """The instructions for a value made of containers and of ``Raw``."""
+    """Returns the instructions that build a value made of containers and of ``Raw``."""
     match value:
         case Raw():
             return value
@@ -67,7 +67,7 @@ def build(value: Any, state: Any) -> Raw:
 
 
 def again(value: Any, times: int, then: bytes) -> Raw:
-    """The instructions of ``value``, followed by ``then`` a number of times."""
+    """Returns the instructions of ``value``, followed by ``then`` a number of times."""
     return Raw(say(value) + then * times)
 
 
@@ -76,7 +76,7 @@ def persistent(*pid: Any) -> Raw:
 
 
 def whole(value: Any) -> bytes:
-    """The pickle of a list of this one object."""
+    """Returns the pickle of a list with this one object."""
     return b"\x80\x04" + say([value]) + b"."
 
 
@@ -99,7 +99,7 @@ _watching = False
 
 def _audit(event: str, args: tuple[Any, ...]) -> None:
     if _watching and event.startswith(_FORBIDDEN):
-        # warnings and tracebacks look at source files; nothing else does.
+        # The event is recorded as well, because the code that led to it may catch this exception.
         _TRACE.append(f"{event}{args!r:.200}")
         raise RuntimeError(f"the pickle led to {event}")
 
@@ -113,7 +113,7 @@ HOSTILE: list[Any] = [
 
 
 class Maker:
-    """Makes random pickles out of every global of the table."""
+    """Makes random pickles that use every global of the table."""
 
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
@@ -178,7 +178,7 @@ class Maker:
         return made
 
     def arguments(self, name: tuple[str, str], depth: int) -> list[Any]:
-        """Arguments that mostly have the expected types, so that later checks are reached as well."""
+        """Returns arguments that mostly have the expected types, so that later checks are reached as well."""
         chance = self.chance
         number = lambda: chance.choice([0, 1, 2, 3, 4, 8, 16, 64, 65, 1 << 40, 1 << 61, -1])  # noqa: E731
         shape = lambda: tuple(number() for _ in range(chance.randrange(4)))  # noqa: E731
@@ -245,7 +245,7 @@ def fuzz(seconds: float, seed: int) -> tuple[int, int, set[tuple[str, str]]]:
     """Reads random pickles; how many there were, how many of them made an object, and what globals made one."""
     global _watching
     maker = Maker(seed)
-    # What torch, numpy and Python import when they are first used, they may import now.
+    # torch, numpy and Python import some modules on first use: they may do that now.
     Allowed().allows("a", "b")
     for data in (whole(maker.value()) for _ in range(1000)):
         _quietly(data)
@@ -253,7 +253,7 @@ def fuzz(seconds: float, seed: int) -> tuple[int, int, set[tuple[str, str]]]:
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + _BYTES_OVER, used + _BYTES_OVER))
     count = made = 0
-    # Once each global alone with nothing, then at random.
+    # First each global once, without arguments; then random pickles.
     first = [op(global_(*name)) for name in maker.names for op in (call, new, lambda g: build(g, {"a": 1}))]
     end = time.monotonic() + seconds
     source = itertools.chain(first, iter(lambda: maker.value(), object()))

@@ -23,10 +23,10 @@ assert len(CATALOGUE) == len(CARRIED) + len(REFUSED), "a name is used twice"
 
 
 def warnings_of(leaf: Leaf) -> list[pytest.MarkDecorator]:
-    """Marks that ignore the warnings of a leaf in the test that uses it."""
+    """Returns marks that ignore the warnings of a leaf in the test that uses it."""
     return [pytest.mark.filterwarnings(entry) for entry in leaf.warns]
 
 
 def cases(leaves: Iterable[Leaf]) -> list[Any]:
-    """The leaves as parameters of a test, with their names as ids."""
+    """Returns the leaves as parameters of a test, with their names as ids."""
     return [pytest.param(leaf, id=leaf.name, marks=warnings_of(leaf)) for leaf in leaves]

@@ -101,7 +101,7 @@ class ReducedWrapper(torch.Tensor):
 
 
 class FlattenWrapper(torch.Tensor):
-    """A wrapper subclass with what torch.compile requires: `__tensor_flatten__` and its inverse."""
+    """A wrapper subclass with the methods that torch.compile requires: `__tensor_flatten__` and its inverse."""
 
     @staticmethod
     def __new__(cls, low: torch.Tensor, scale: torch.Tensor, note: str) -> FlattenWrapper:

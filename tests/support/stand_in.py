@@ -347,7 +347,7 @@ _NAMES_ONLY = {
 
 
 def parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that have the memory of `tensor`."""
+    """Returns the tensors that hold the memory of `tensor`."""
     tensor = getattr(tensor, "_local_tensor", tensor)
     if tensor.layout is torch.sparse_coo:
         return [tensor._values(), tensor._indices()]
@@ -364,7 +364,7 @@ class _Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(one not in (torch.Tensor, torch.nn.Parameter) for one in types):
-            # Its parts come here again.
+            # The operators that it runs on its parts come here again.
             return NotImplemented
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         schema = func._schema

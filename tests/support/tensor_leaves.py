@@ -254,7 +254,7 @@ SPECIAL = [
         lambda: nn.Parameter(distribute_tensor(torch.arange(8.0).reshape(2, 4), mesh(), [ShardPlacement(1)])),
         group=True,
     ),
-    # torch's own pickling takes a DTensor whose local tensor starts inside its storage for a plain tensor.
+    # torch's own pickling treats a DTensor whose local tensor starts inside its storage as a plain tensor.
     Leaf(
         "DTensor over a view",
         torchft=NEITHER,

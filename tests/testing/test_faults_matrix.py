@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.beyond_tor
 
 LIMITS = Limits(nbytes=24 << 20, timeout=4.0, stall=8.0)
 
-# With a second source beside the faulty one, and with a secret or TLS: a choice of rows, `make faults` runs all.
+# Some rows with a second source beside the faulty one, with a secret and with TLS; `make faults` runs all.
 BESIDE = (
     "half-open-all-first", "drip-all-first", "flip-all-first", "drip-head-all-second", "move-on-second",
     "source-sigkill-second", "source-sigstop-first", "other-state-first", "other-state-second",
@@ -50,7 +50,7 @@ CELLS += [("tensorferry-tls", row) for row in (*SECURED, "drip-head-all", "drip-
 
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest) -> dict[tuple[str, str], Outcome]:
-    """What came of the cells that were chosen, several at a time: most of them wait."""
+    """Returns the outcomes of the chosen cells, which run several at a time because most of them wait."""
     chosen: dict[tuple[str, str], None] = {}
     for item in request.session.items:
         if item.module is request.module and outcomes.__name__ in item.fixturenames:
@@ -64,13 +64,13 @@ def outcomes(request: pytest.FixtureRequest) -> dict[tuple[str, str], Outcome]:
 
 @pytest.mark.parametrize("cell", CELLS, ids="-".join)
 def test_promises_are_kept(cell: tuple[str, str], outcomes: dict[tuple[str, str], Outcome]) -> None:
-    """No wrong byte, no hurt source, no receive past its deadline + 1 s, and the end that is documented."""
+    """No byte is wrong, no source is harmed, no receive exceeds its deadline by 1 s, and the end is as documented."""
     transport, row = cell
     outcome = outcomes[cell]
     if outcome.outcome == "left out":
         pytest.skip(outcome.message)
     if (outcome.late or outcome.slow) and outcome.outcome != "hung":
-        # Others may have kept the machine busy: once more, alone. What is late again is late.
+        # Other cells may have kept the machine busy, so late cells run once more, alone. A second delay is a failure.
         (outcome,) = run_matrix([transport], [row], limits=LIMITS, jobs=1)
     assert not broken_promises(outcome, SCENARIOS[row].promised(transport)), outcome
 
@@ -102,12 +102,12 @@ def test_errors_name_their_source(cell: tuple[str, str], outcomes: dict[tuple[st
 
 @pytest.mark.parametrize("cell", [("tensorferry", "reader-stall"), ("tensorferry-copy", "reader-stall")])
 def test_only_borrowed_memory_is_waited_for(cell: tuple[str, str], outcomes: dict[tuple[str, str], Outcome]) -> None:
-    """For as long as the timeout says; and so the reader of the row really is stuck."""
+    """The wait lasts for the timeout, which also shows that the reader of this row really is stuck."""
     assert (outcomes[cell].source_seconds > LIMITS.timeout / 2) == (cell[0] == "tensorferry"), outcomes[cell]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The suite sees what it is there to see
+# The suite detects the faults that it exists for
 
 
 QUICK = Limits(nbytes=8 << 20, timeout=3.0, stall=3.0, grace=4.0)
@@ -143,7 +143,7 @@ def test_where_a_receive_hung_is_told(sightings: dict[str, Outcome]) -> None:
 
 
 def test_wrong_bytes_of_torchfts_transport_are_seen() -> None:
-    """What the suite is for, and a proof that it can go red: a flipped byte, and memory read after the withdrawal."""
+    """This shows that the suite can fail: a flipped byte and memory read after the withdrawal are detected."""
     pytest.importorskip("torchft")
     unsafe = Candidate("unsafe", f"{fault_candidates.__name__}:torchft_that_does_not_wait")
     (flipped,) = run_matrix(["torchft"], ["flip-lane"], limits=LIMITS)
@@ -152,7 +152,7 @@ def test_wrong_bytes_of_torchfts_transport_are_seen() -> None:
     assert (overwritten.outcome, overwritten.source) == ("wrong bytes", "fine"), overwritten
 
 
-# What torchft's transport does to its users, and so what these rows can see.
+# Failures of torchft's transport, which these rows can therefore detect.
 STOCK = {
     "drain": ("healed", "fine"),
     "change": ("wrong bytes", "fine"),
@@ -184,7 +184,7 @@ def test_what_torchfts_transport_does_is_seen(row: str, stock: dict[str, Outcome
         assert outcome.late or outcome.slow, outcome
 
 
-# Transports that are broken on purpose, for rows that torchft's passes.
+# Transports that are broken on purpose, for the rows that torchft's transport passes.
 BROKEN = {
     ("torchft_that_does_not_wait", "drain"): ("wrong bytes", "fine"),
     ("ServesAddresses", "replace-data"): ("error", "crashed"),
@@ -215,14 +215,14 @@ def test_rows_see_what_they_are_there_to_see(cell: tuple[str, str], broken: dict
 
 
 def test_a_shortcut_that_is_not_taken_is_told() -> None:
-    """The row is about bytes that do not go through the network; these do."""
+    """The row is about bytes that bypass the network, but this transport's bytes do not."""
     far = Candidate("far", f"{fault_candidates.__name__}:StaysOnTheNetwork", local=True)
     (outcome,) = run_matrix([far], ["replace-data-local"], limits=LIMITS)
     assert "the fault never struck" in broken_promises(outcome, frozenset())
 
 
 def test_faults_that_a_transport_cannot_have_are_left_out() -> None:
-    """Nobody reads the heads of encrypted answers, and torchft's receiver has one source and nothing in place."""
+    """The proxy cannot read heads of encrypted answers; torchft's receiver has one source and no receive in place."""
     assert not run_matrix(["tensorferry-tls"], ["lying-length"], limits=QUICK)
     rows = ["flip-all-first", "drain-local", "replace-target", "pickle-dotted-stock"]
     assert not run_matrix([Candidate("alone", "no:matter")], rows, limits=QUICK)
@@ -252,7 +252,7 @@ def test_a_fault_that_never_struck_is_told() -> None:
 
 
 def test_a_moment_in_mid_transfer_that_never_came_is_told() -> None:
-    """Though another fault of the row did strike."""
+    """It is reported although another fault of the row did happen."""
     row = Scenario("never", "later than the end", (Delay(at=0),), during=lambda _: None, part=9.0)
     (outcome,) = run_matrix(["tensorferry"], [row], limits=QUICK)
     assert "the fault never struck" in broken_promises(outcome, frozenset({"healed"}))
@@ -261,7 +261,7 @@ def test_a_moment_in_mid_transfer_that_never_came_is_told() -> None:
 
 @pytest.mark.parametrize("side", ["in front", "behind"])
 def test_a_source_cannot_be_done_before_the_one_beside_it_has_its_fault(side: Beside) -> None:
-    """Alone the healthy one would have brought everything before the faulty one had said anything."""
+    """Otherwise the healthy source would have sent everything before the faulty one had sent anything."""
     slow = (Delay(of="stream", seconds=0.5),)
     row = Scenario("late", "long after the first byte", slow, during=lambda _: None, part=0.4, beside=side)
     (outcome,) = run_matrix(["tensorferry"], [row], limits=QUICK)

@@ -37,7 +37,7 @@ REQUEST = b"GET /1/full HTTP/1.1\r\nHost: a\r\n\r\n"
 
 
 class Source(Listener):
-    """Answers every request with the same body; keeps connections open, and what it was asked."""
+    """Answers every request with the same body, keeps connections open and records the requests."""
 
     def __init__(self, body: bytes = BODY) -> None:
         self.answer = HEAD + body
@@ -63,7 +63,7 @@ def source() -> Iterator[Source]:
 
 @pytest.fixture
 def ask(source: Source) -> Iterator[Callable[..., bytes]]:
-    """Asks once through a proxy with these faults, on connection 0 or the one said; gives what came in time."""
+    """Makes a request through a proxy with faults, on connection 0 or the given one; returns what came in time."""
     with contextlib.ExitStack() as stack:
 
         def ask_once(*faults, wait: float = 5, wanted: int = len(HEAD + BODY), before: int = 0) -> bytes:

@@ -172,7 +172,7 @@ def test_checkpoints_name_it_too(name: str, make: Callable[[], Any]) -> None:
 def test_the_default_device_is_not_where_bytes_go(
     num_chunks: int, same_host: bool | None, open_transport: Callable[..., Any]
 ) -> None:
-    """Jobs have `torch.set_default_device("cuda")`; the meta device shows just as well where it is asked."""
+    """Jobs call `torch.set_default_device("cuda")`; the meta device shows as well where the default is used."""
     base = torch.arange(4096.0)
     state = {
         "plain": torch.ones(3),

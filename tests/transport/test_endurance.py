@@ -43,7 +43,7 @@ def settle(first, mib):
 
 
 def test_two_thousand_transports_leave_nothing(child: Child) -> None:
-    """Opened, sent from, received into or not, shut down or dropped; each kind with a secret, TLS or neither."""
+    """Each is used or not, and shut down or dropped; each kind has a secret, TLS or neither."""
     child.run(
         USED
         + """
@@ -162,12 +162,12 @@ source.shutdown()
     with contextlib.ExitStack() as crowd:
         for _ in range(40):
             crowd.enter_context(socket.create_connection((url.hostname, url.port), timeout=30))
-        # However busy the machine is: not before its accept loop has had its turn.
+        # On a busy machine this waits until the accept loop has had its turn.
         assert order("fill") == "full"
         for number in (2, 3, 4):
             assert order("step") == str(number)
         assert order("fill") == "full"
-        # Nobody in the crowd has asked for anything: its oldest connections make room for one that does.
+        # No connection of the crowd has made a request: the oldest ones make room for one that does.
         assert target.recv_checkpoint(0, metadata, 4, timedelta(seconds=20))["step"] == 4
         started = time.monotonic()
         assert order("step") == "5"
@@ -177,13 +177,13 @@ source.shutdown()
     assert torch.equal(state["w"], torch.arange(1000.0))
     target.shutdown()
     last = child.finish(within=60).split()
-    # The descriptor of the directory that is listed is in both.
+    # Both counts include the descriptor of the directory that is listed.
     assert [int(count) for count in last] == [int(count) for count in first]
 
 
 @pytest.mark.parametrize("left", [0, 1, 2])
 def test_a_receiver_without_descriptors_says_so_and_leaks_none(left: int, child: Child) -> None:
-    """With none it is an error that names them; with one or two, fewer connections carry all."""
+    """Without descriptors the error names them; with one or two, fewer connections transfer everything."""
     source = tensorferry.HTTPTransport(timedelta(seconds=60))
     weights = torch.arange(float(6 << 20))
     source.send_checkpoint([1], 1, {"w": weights}, timedelta(seconds=60))

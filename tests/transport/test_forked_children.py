@@ -1,7 +1,7 @@
 """A forked child keeps nothing of its parent's transports that a peer could notice.
 
-Every test runs in processes of its own. A child here stays alive for as long as the test does, as a DataLoader's worker
-may that nobody has told that its parent is gone.
+Every test runs in processes of its own. A child here stays alive for as long as the test does, like a DataLoader's
+worker that has not noticed that its parent is gone.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def test_a_receiver_notices_the_end_of_a_source_that_has_a_child(same_host: bool
 
 
 def test_a_child_has_no_socket_of_its_parent(child: Child) -> None:
-    """Listening, accepted and connected ones, of the network and of this machine, while a receive is under way."""
+    """The child has no listening, accepted or connected socket, network or local, even during a receive."""
     out = child.run(
         FORKED
         + """
@@ -146,7 +146,7 @@ def test_a_child_has_no_socket_of_its_parent(child: Child) -> None:
 
 
 def test_a_child_may_close_and_collect_what_it_inherits(child: Child) -> None:
-    """What it opens itself keeps its descriptors meanwhile."""
+    """Files that the child opens itself keep their descriptors meanwhile."""
     child.run("""
         source, target = open_pair()
         send_and_receive(source, target, 1)
@@ -179,7 +179,7 @@ def test_a_child_may_close_and_collect_what_it_inherits(child: Child) -> None:
 
 
 def test_a_child_that_was_forked_in_the_middle_of_a_send(child: Child) -> None:
-    """Its collector runs, a transport of its parent says what it is, and one of its own works."""
+    """The child's garbage collector runs, its parent's transport raises ForkedProcess, and a new transport works."""
     out = child.run("""
         from tensorferry import _gc
         inside, go_on = threading.Event(), threading.Event()

@@ -28,13 +28,13 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning"),
 ]
 
-# What a stock receiver says is not ours to fix.
+# Warnings of a stock receiver are not tested here.
 stock_receiver = pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")
 
 
 @pytest.fixture(autouse=True, scope="module")
 def collect_sockets() -> Iterator[None]:
-    """The later tests of other files, which are strict, are not to find what these have left."""
+    """Collects sockets that torchft left open, because later tests in other files fail on such warnings."""
     yield
     gc.collect()
 
@@ -53,7 +53,7 @@ def open_pair(
 
 
 def cases(num_chunks: int) -> list[Any]:
-    """The leaves that torchft's format can carry, and the comparisons that fail after it."""
+    """Returns the leaves that torchft's format can carry, each with the comparisons that its format makes fail."""
     found = []
     for leaf in CARRIED:
         if not (leaf.torchft or leaf.lax) or (num_chunks and leaf.name.startswith("200 levels")):
@@ -78,7 +78,7 @@ def test_leaf_heals(
     leaf: Leaf, num_chunks: int, lax: frozenset[str], open_pair: Callable[..., tuple[Any, Any]]
 ) -> None:
     value = leaf.value()
-    # In torchft's older pickle protocol a nested class is a call of getattr, which no allow-list can let through.
+    # In torchft's older pickle protocol a nested class is a call of getattr, which no allow-list can accept.
     source, target = open_pair(num_chunks, trust_pickle=leaf.trust or leaf.name == "ShardedTensor")
     source.send_checkpoint([1], 1, leaf.state(value), TIMEOUT)
     received = target.recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
@@ -110,7 +110,7 @@ def test_many_rounds(open_pair: Callable[..., tuple[Any, Any]]) -> None:
         source.send_checkpoint([1], step, {"w": torch.full((9,), float(step))}, TIMEOUT)
         received = target.recv_checkpoint(0, source.metadata(), step, TIMEOUT)
         assert_same_state(received, {"w": torch.full((9,), float(step))})
-        # Torchft's disallow waits for readers: a receiver holds none of its locks once it has its state.
+        # torchft's disallow waits for readers: a receiver must hold none of its locks once it has its state.
         started = time.monotonic()
         source.disallow_checkpoint()
         assert time.monotonic() - started < 5
@@ -128,7 +128,7 @@ def test_our_receiver_does_not_care_how_a_stock_source_chunks(
 def test_tensors_from_a_stock_source_are_memory_of_their_own(
     open_transport: Callable[..., Any], open_stock: Callable[..., Any]
 ) -> None:
-    """Python has one bytes object for each byte: tensors over those would share memory with the whole process."""
+    """Python shares one-byte bytes objects: tensors over them would share memory with the whole process."""
     source, target = open_stock(0), open_transport()
     empty = torch.empty(0, 3)
     sent = {"a": torch.tensor(True), "b": torch.tensor([1], dtype=torch.uint8), "empty": empty}
@@ -139,7 +139,7 @@ def test_tensors_from_a_stock_source_are_memory_of_their_own(
     assert received["a"]
     assert bytes([1]) == (1).to_bytes(1, "little") == b"\x01"
     assert received["empty"].shape == (0, 3)
-    # As torch's own, it can be given more memory.
+    # Like a tensor of torch's own, it can be resized.
     assert received["empty"].resize_(4).fill_(1.0).sum() == 4
 
 
@@ -207,7 +207,7 @@ class TestStockSource:
             target.recv_checkpoint(0, source.metadata(), 1234, TIMEOUT)
         caught.value.close()
 
-    # The request that we gave up is still in its hands, and is written to a closed connection.
+    # The source still handles the request that the receiver gave up, and writes to a closed connection.
     @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
     def test_timeout(self, open_transport: Callable[..., Any], open_stock: Callable[..., Any]) -> None:
         import tensorferry
@@ -221,7 +221,7 @@ class TestStockSource:
     def test_what_it_cannot_pickle_is_an_error_of_ours(
         self, open_transport: Callable[..., Any], open_stock: Callable[..., Any]
     ) -> None:
-        """It writes a second, failed, answer into the body of the first."""
+        """torchft's source writes a second, failed answer into the body of the first."""
         import tensorferry
 
         source, target = open_stock(), open_transport()
@@ -244,7 +244,7 @@ class TestStockSource:
     def test_tensors_without_elements(
         self, num_chunks: int, open_transport: Callable[..., Any], open_stock: Callable[..., Any]
     ) -> None:
-        """torch 2.8 reads no storage without bytes, and there no torchft receiver heals from such a state."""
+        """torch 2.8 cannot read a storage without bytes, so there no torchft receiver heals from such a state."""
         state = {"w": torch.ones(3), "shard": torch.empty(0, 5), "more": [torch.nn.Parameter(torch.empty(0)), 3]}
         source, target = open_stock(num_chunks), open_transport(num_chunks)
         source.send_checkpoint([1], 1, state, TIMEOUT)

@@ -26,7 +26,7 @@ MIB = 1 << 20
 
 
 class Middle:
-    """Says when a receive is in its middle: a `progress` that calls `then` once, when a third is there."""
+    """A `progress` callback that calls `then` once, when a third of the bytes has arrived, and sets `reached`."""
 
     def __init__(self) -> None:
         self.reached = threading.Event()
@@ -61,7 +61,7 @@ def test_a_receive_of_many_requests_heals_while_its_source_disallows(
             assert time.monotonic() - disallowed < 5, "the trainer did not wait for the receiver"
         else:
             assert torch.equal(receiving.result(30)["w"], expected)
-    # Nobody is left: the next one is let go of at once.
+    # No receiver is left, so the next withdrawal does not wait.
     source.send_checkpoint([1], 2, state, TIMEOUT)
     started = time.monotonic()
     source.disallow_checkpoint()
@@ -73,9 +73,9 @@ def test_a_receive_of_many_requests_heals_while_its_source_disallows(
 def test_a_state_changed_in_the_middle_arrives_as_it_is_afterwards(
     same_host: bool, in_place: bool, open_transport: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As with torchft's sync quorum: the forward pass changes some small buffers, and then they are at rest."""
+    """As with torchft's sync quorum, the forward pass changes some small buffers and then leaves them alone."""
     middle = Middle()
-    # Of no whole pages: those would come first.
+    # The weights are not whole pages, which would be sent first.
     weights = {f"w{i}": torch.ones(MIB + 1) for i in range(4)}
     buffers = {f"b{i}": torch.zeros(100) for i in range(50)}
     state = {**buffers, **weights}
@@ -121,18 +121,18 @@ def test_a_state_that_never_rests_is_an_error_that_says_what_to_do(
         over.set()
         training.join()
     if torn is None:
-        # A small one may come between two changes, or in the middle of one.
+        # A small state may be read between two changes, or in the middle of one.
         assert nbytes < 64 * MIB
         assert len(received["w"].unique_consecutive()) <= 2
     else:
         assert type(torn) is tensorferry.TornCheckpoint
         assert all(word in str(torn) for word in ("disallow_checkpoint()", 'snapshot="copy"', "w"))
-    # And at rest it heals.
+    # Once the changes have stopped, the receive succeeds.
     assert torch.equal(target.recv_checkpoint(0, source.metadata(), 1, TIMEOUT)["w"], state["w"])
 
 
 def test_who_came_too_late_learns_it_at_once(open_transport: Callable[..., Any]) -> None:
-    """A live state that takes longer to make than a withdrawn copy waits for its receivers."""
+    """Making the live state takes longer than a withdrawn copy waits for its receivers."""
     source = open_transport(snapshot="copy")
     source.send_checkpoint([1], 1, {"w": torch.ones(4 * MIB)}, TIMEOUT)
 
@@ -149,7 +149,7 @@ def test_who_came_too_late_learns_it_at_once(open_transport: Callable[..., Any])
 
 
 def connections(source: Any) -> int:
-    """How many connections a source has, beside the one that asks."""
+    """Returns how many connections a source has, without that of this request."""
     with urllib.request.urlopen(source.metadata().replace("checkpoint/", "metrics"), timeout=20) as answer:
         (count,) = re.findall(rb"^tensorferry_connections (\d+)$", answer.read(), re.MULTILINE)
     return int(count) - 1
@@ -161,7 +161,7 @@ def test_a_failed_receive_keeps_no_connection_while_its_exception_is_kept(
 ) -> None:
     source = open_transport(timeout=TIMEOUT)
     source.send_checkpoint([1], 1, {"w": torch.ones(3 * MIB)}, TIMEOUT)
-    # Either fails when it knows the header.
+    # Each of them fails as soon as it has read the header.
     if door == "transport":
         target = open_transport(state_dict=lambda: {"w": torch.ones(7)}, strict=True)
         with pytest.raises(tensorferry.StateMismatch) as kept:

@@ -65,7 +65,7 @@ def test_fork_after_use(child: Child) -> None:
 
 
 def test_forked_child_may_clean_up_and_exit_as_any_process(child: Child) -> None:
-    """Finalisers and exit handlers run in a child too: of things whose threads are not there."""
+    """Finalisers and exit handlers run in a child, too, but the threads of their objects do not exist there."""
     out = child.run("""
         source, target = open_pair()
         received = send_and_receive(source, target, 1)
@@ -107,7 +107,7 @@ def test_fork_in_the_middle_of_a_transfer(child: Child) -> None:
 
 
 def test_data_loader_workers_beside_a_transport(child: Child) -> None:
-    """Its workers are forked, and end by os._exit or by a signal."""
+    """A data loader's workers are forked, and end by os._exit or by a signal."""
     out = child.run("""
         import torch.utils.data
         source, target = open_pair()
@@ -130,7 +130,7 @@ def test_data_loader_workers_beside_a_transport(child: Child) -> None:
 @pytest.mark.parametrize("way", ["os._exit(0)", "sys.exit(0)", "pass", "os.kill(os.getpid(), signal.SIGTERM)"])
 @pytest.mark.parametrize("busy", ["receiving", "serving", "idle"])
 def test_exit_is_prompt(way: str, busy: str, child: Child) -> None:
-    """Nobody calls shutdown; a receiver waits two minutes, or a reader is stuck in the middle of a transfer."""
+    """shutdown is not called, while a receiver waits two minutes or a reader is stuck in the middle of a transfer."""
     child.start(f"""
         source, target = open_pair()
         send_and_receive(source, target, 1)
@@ -195,7 +195,7 @@ def test_exit_by_an_exception(child: Child) -> None:
 
 
 def test_use_at_exit(child: Child) -> None:
-    """A trainer's own exit handler still shuts its transport down: before ours, or after it."""
+    """A trainer's own exit handler can still shut its transport down, before or after ours has run."""
     out = child.run("""
         import atexit
         def late():
@@ -247,7 +247,7 @@ def test_ctrl_c_ends_a_blocked_receive(wait_for: str, child: Child) -> None:
 
 
 def test_ctrl_c_ends_the_drain_of_a_withdrawal(child: Child) -> None:
-    """Readers are cut off then, so that the state may be changed, as after every withdrawal."""
+    """The readers are then cut off, so that the state may be changed, as after every withdrawal."""
     process = child.start("""
         import urllib.request
         source, target = open_pair()
@@ -299,7 +299,7 @@ def test_a_signal_that_is_handled_does_not_end_a_receive(child: Child) -> None:
 
 
 def test_a_thread_that_is_not_the_main_one_may_receive_while_ctrl_c_comes(child: Child) -> None:
-    """Managers receive in a thread of their own; the main thread gets the interrupt."""
+    """A manager receives in a thread of its own, while the main thread gets the interrupt."""
     process = child.start("""
         source, target = open_pair()
         thread = start_waiting(target, source)
@@ -441,7 +441,7 @@ def test_between_two_processes(child: Child) -> None:
 
 
 def test_a_source_that_is_killed(child: Child) -> None:
-    """Its receiver gets an error of ours, and soon."""
+    """The receiver gets an error of tensorferry soon."""
     tensorferry = pytest.importorskip("tensorferry")
     process = child.start("""
         source = HTTPTransport(LONG)

@@ -37,7 +37,7 @@ def reader() -> Iterator[Callable[..., Reader]]:
 
 
 def halted(reader: Callable[..., Reader], source: Any, state: Any, resource: str = ".safetensors") -> Reader:
-    """A reader of `state`, published as step 1, that stops after a MiB of it."""
+    """Publishes `state` as step 1 and returns a reader that stops after a MiB of it."""
     source.send_checkpoint([1], 1, state, TIMEOUT)
     made = reader(f"{source.metadata()}1{resource}")
     made.read_to(1 << 20)
@@ -156,7 +156,7 @@ def test_copied_tensors_are_those_of_the_send(num_chunks: int, open_transport: C
     for tensor in [base, state["user"]["w"], state["user"]["b"], state["sparse"]._values()]:
         tensor.fill_(5)
     assert_same_state(receive(transport, transport, 1), expected)
-    # And once more from what is now the state.
+    # Once more, from the state as it is now.
     transport.send_checkpoint([1], 2, state, TIMEOUT)
     assert_same_state(receive(transport, transport, 2), state)
 
@@ -187,7 +187,7 @@ def test_disallow_waits_for_a_transfer_that_gets_on(
 def test_a_stuck_reader_is_cut_and_never_reads_the_next_step(
     resource: str, readers: int, open_transport: Callable[..., Any], reader: Callable[..., Reader]
 ) -> None:
-    """Once disallow has returned, the trainer writes to its tensors: none of that may reach a receiver."""
+    """Once disallow has returned, the trainer writes to its tensors: none of the new bytes may reach a receiver."""
     source = open_transport(num_chunks=1 if resource == "/1" else 0, timeout=timedelta(seconds=2))
     resource = resource.replace("/1", "/0")
     state = big_state()
@@ -204,7 +204,7 @@ def test_a_stuck_reader_is_cut_and_never_reads_the_next_step(
         body = one.read_rest()
         assert bytes([POISON]) not in body
         assert body.count(bytes([CLEAN])) < 64 << 20, "the reader was not stuck: the test shows nothing"
-    # Nothing is left of the trouble.
+    # The failure has no lasting effect.
     started = time.monotonic()
     source.disallow_checkpoint()
     source.send_checkpoint([1], 2, small_state(), TIMEOUT)
@@ -217,7 +217,7 @@ def test_a_stuck_reader_is_cut_and_never_reads_the_next_step(
 def test_a_slow_reader_is_cut_when_the_time_is_over(
     open_transport: Callable[..., Any], reader: Callable[..., Reader]
 ) -> None:
-    """It makes progress all the time, but the trainer cannot wait for it for ever."""
+    """The reader makes progress all the time, but the trainer cannot wait for it for ever."""
     source = open_transport(timeout=timedelta(seconds=1))
     state = big_state(256)
     slow = halted(reader, source, state)
@@ -266,7 +266,7 @@ def test_a_private_copy_goes_on_serving_what_had_begun(
 @pytest.mark.beyond_torchft
 @pytest.mark.parametrize("snapshot", ["borrow", "copy"])
 def test_a_state_is_never_torn(snapshot: str, open_transport: Callable[..., Any]) -> None:
-    """A trainer that writes as soon as disallow has returned, and receivers that ask all the time."""
+    """A trainer writes as soon as disallow has returned, while receivers request the state all the time."""
     import tensorferry
 
     source = open_transport(timeout=timedelta(seconds=5), snapshot=snapshot)
@@ -299,13 +299,13 @@ def test_a_state_is_never_torn(snapshot: str, open_transport: Callable[..., Any]
                 source.disallow_checkpoint()
         finally:
             stop.set()
-            # Whoever waits for a step now gets an answer.
+            # A receiver that waits for a step now gets an answer.
             source.send_checkpoint([1], 1000, {}, TIMEOUT)
         assert sum(one.result(30) for one in receivers) > 0
 
 
 def _is_freed(*references: weakref.ref) -> bool:
-    """Owners may be dropped by another thread: give it a moment."""
+    """Returns whether the state is freed, after waiting a moment: another thread may drop the owner."""
     for _ in range(100):
         gc.collect()
         if all(reference() is None for reference in references):

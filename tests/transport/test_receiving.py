@@ -79,7 +79,7 @@ def test_memory_is_used_again_once_its_tensors_are_gone(open_transport):
     source, receiver = open_transport(), open_transport(reuse_bytes=64 * MIB)
     held = receiver.recv_checkpoint(0, send(source, first), 3, TIMEOUT)
     addresses = {held["w"].data_ptr()}
-    # One tensor keeps all of it: nothing may be written over.
+    # One tensor keeps the whole memory in use: none of it may be overwritten.
     kept = held["small"][0]
     del held
     other = receiver.recv_checkpoint(0, send(source, second), 3, TIMEOUT)
@@ -187,7 +187,7 @@ def test_a_source_that_dies_in_the_middle_is_replaced(open_transport):
 
 
 class Unknown:
-    """Not on any allow-list."""
+    """A class that is on no allow-list."""
 
 
 def test_a_refused_class_is_named_with_the_leaf_that_needs_it(open_transport, caplog):
@@ -206,7 +206,7 @@ def test_a_refused_class_is_named_with_the_leaf_that_needs_it(open_transport, ca
 
 @pytest.mark.parametrize("from_stock", [False, True])
 def test_what_torchfts_demo_and_its_manager_hold_needs_no_flag(open_transport, open_stock, caplog, from_stock):
-    """A model, wrapped optimizers, schedulers and what the manager and DiLoCo add, from either kind of source."""
+    """The state has a model, wrapped optimizers, schedulers and the values that the manager and DiLoCo add."""
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 6, 5), torch.nn.BatchNorm2d(6), torch.nn.Linear(4, 2))
     inner, outer = torch.optim.AdamW(model.parameters()), torch.optim.SGD(model.parameters(), 0.7, 0.9, nesterov=True)
     scheduler = torch.optim.lr_scheduler.SequentialLR(
@@ -220,7 +220,7 @@ def test_what_torchfts_demo_and_its_manager_hold_needs_no_flag(open_transport, o
         step.step()
     state = {
         "user": {
-            # Without the attribute that stock sources lose.
+            # The expected state lacks the attribute that stock sources lose.
             "default": {
                 "model": OrderedDict(model.state_dict()),
                 "optim": inner.state_dict(),

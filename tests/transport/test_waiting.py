@@ -153,10 +153,10 @@ def test_the_sources_own_timeout_ends_a_wait(open_transport: Callable[..., Any])
 def test_one_deadline_for_the_whole_receive(
     num_chunks: int, drip: bool, budget: int, open_transport: Callable[..., Any]
 ) -> None:
-    """A source that sends a byte now and then is never out of time for a timeout per read."""
+    """With a timeout per read, a source that sends a byte now and then would never be out of time."""
     import tensorferry
 
-    # The relay stands in the network's way only.
+    # The relay affects only the network, so shared memory is switched off.
     source, target = (open_transport(num_chunks, same_host=False) for _ in range(2))
     source.send_checkpoint([1], 1, big_state(8), TIMEOUT)
     relay = SlowRelay(source.metadata(), budget, drip=drip)
@@ -207,17 +207,17 @@ def test_metadata_that_is_none(metadata: str, open_transport: Callable[..., Any]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a timeout says
+# The text of a timeout
 
 
 @contextlib.contextmanager
 def answering(answer: bytes) -> Iterator[str]:
-    """A source that sends `answer` to each request, and no more."""
+    """Runs a source that sends `answer` to each request, and nothing else."""
 
     def serve(connection: socket.socket) -> None:
         connection.recv(4096)
         connection.sendall(answer)
-        # It stays open.
+        # The connection stays open.
         while connection.recv(4096):
             pass
 
@@ -286,7 +286,7 @@ def test_a_timeout_says_that_nobody_answers_a_connection_attempt(open_transport:
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     listener.listen(0)
-    # A queue that is full drops what comes, as a host that is down does.
+    # A listener with a full queue drops connection attempts, as a host that is down does.
     filling = [socket.socket() for _ in range(4)]
     for one in filling:
         one.setblocking(False)

@@ -21,10 +21,10 @@ const SMALL: usize = 1 << 10;
 const SMALL_ENTRIES: usize = 20_000;
 const STEP: i64 = 1;
 const ROUNDS: usize = 5;
-/// Set in the process that serves.
+/// The environment variable that is set in the process that serves.
 const SERVER: &str = "TENSORFERRY_BENCH_SERVER";
 
-/// The other process: what it serves, and where.
+/// The other process, and the addresses at which it serves.
 struct Source {
     child: Child,
     large: String,
@@ -51,13 +51,13 @@ impl Source {
 
 impl Drop for Source {
     fn drop(&mut self) {
-        // The end of its input ends it.
+        // The process exits at the end of its input.
         drop(self.child.stdin.take());
         let _ = self.child.wait();
     }
 }
 
-/// Serves until the end of the input.
+/// Serves until the end of standard input.
 fn serve() {
     let runtime = Runtime::new().unwrap();
     let memory = Bytes::from(vec![7_u8; LARGE]);
@@ -86,7 +86,7 @@ fn serve() {
                 let mut length = [0; 8];
                 stream.read_exact(&mut length).unwrap();
                 let length = usize::try_from(u64::from_le_bytes(length)).unwrap();
-                // A receiver that is gone is no concern of ours.
+                // A receiver that has gone away is not an error.
                 let _ = memory[..length].chunks(1 << 20).try_for_each(|chunk| stream.write_all(chunk));
             });
         }
@@ -111,7 +111,7 @@ fn floor(source: &Source, memory: &mut [u8], streams: usize) {
     });
 }
 
-/// The way the bytes take.
+/// The route of the bytes.
 #[derive(Clone, Copy)]
 enum Route {
     Network,
@@ -141,7 +141,7 @@ fn fetch_fresh(url: &str, route: Route) {
     black_box(open(url, route).fetch(Destination::Fresh).unwrap());
 }
 
-/// Two receivers that fetch half as much each, at the same time.
+/// Two receivers that each fetch half as much, at the same time.
 fn two_receivers(source: &Source, memory: &mut [u8]) {
     let (first, second) = memory.split_at_mut(LARGE / 2);
     std::thread::scope(|scope| {
@@ -198,7 +198,7 @@ fn row(name: &str, bytes: usize, rounds: &[(f64, f64)]) {
 /// A row of the table: its name, how many bytes it moves, and how.
 type Row<'a> = (&'a str, usize, &'a dyn Fn(&mut [u8]));
 
-/// Alternates floor and fetch, so that what else the machine does meets both.
+/// Alternates floor and fetch, so that other load on the machine affects both.
 fn compare(source: &Source, memory: &mut [u8]) {
     let small = SMALL * SMALL_ENTRIES;
     let (large_url, small_url) = (source.large.as_str(), source.small.as_str());

@@ -1,7 +1,7 @@
-//! Serves noise and fetches it again, for a look at what the engine does on this machine or between two.
+//! Serves random bytes and fetches them again, to show the engine's speed on this machine or between two.
 //!
 //! ```text
-//! cargo run --release --example ferry -- serve [--mib N]    prints a URL, serves step 1 until Enter or the end of input
+//! cargo run --release --example ferry -- serve [--mib N]    prints a URL, serves step 1 until Enter or end of input
 //! cargo run --release --example ferry -- fetch URL STEP     fetches, prints size, time, rate and the digest of it all
 //! cargo run --release --example ferry -- both [--mib N]     both in one process
 //! ```

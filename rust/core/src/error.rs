@@ -13,7 +13,7 @@
 
 use std::fmt;
 
-/// What went wrong, grouped by what a caller can do about it.
+/// The kind of a failure, grouped by what a caller can do about it.
 ///
 /// Asking again, or asking another source, may help with [`Timeout`](Self::Timeout), [`Connect`](Self::Connect),
 /// [`Protocol`](Self::Protocol), [`Corrupt`](Self::Corrupt), [`Torn`](Self::Torn) and [`System`](Self::System), and
@@ -105,8 +105,8 @@ impl Error {
         self.kind == ErrorKind::Timeout
     }
 
-    /// Whether asking again, or asking another source, may help. What the system refuses now it may grant a moment
-    /// later, or has granted to another lane.
+    /// Whether a retry, or another source, may help. Resources that the system refuses now may be available a moment
+    /// later, or to another lane.
     pub(crate) fn is_transient(&self) -> bool {
         match self.kind {
             ErrorKind::Timeout
@@ -124,7 +124,7 @@ impl Error {
         }
     }
 
-    /// The same error; if it is that the time is over, with what was waited for.
+    /// The same error, to which a timeout adds what was waited for.
     pub(crate) fn waiting_for(mut self, what: impl FnOnce() -> String) -> Self {
         if self.is_timeout() {
             self.waited_for = Some(what());

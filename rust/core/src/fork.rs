@@ -1,7 +1,7 @@
 //! Sockets that a forked child must not keep.
 //!
-//! A child that holds its parent's sockets keeps a port accepting for which nobody answers any more once the parent is
-//! gone, and keeps connections open whose other ends wait. Data loaders fork trainers all the time, so this is the
+//! A child that holds its parent's sockets keeps a port open on which no process answers once the parent is gone, and
+//! keeps connections open whose peers wait for their end. Data loaders fork trainers all the time, so this is the
 //! ordinary case.
 //!
 //! Every socket of the engine is made through [`Unshared::make`], which notes its descriptor in one table. Handlers
@@ -34,13 +34,13 @@ struct Table {
     descriptors: UnsafeCell<Vec<RawFd>>,
 }
 
-// SAFETY: `descriptors` are only reached by whoever holds `lock`.
+// SAFETY: `descriptors` are only reached by the thread that holds `lock`.
 unsafe impl Sync for Table {}
 
 static TABLE: Table =
     Table { lock: UnsafeCell::new(libc::PTHREAD_MUTEX_INITIALIZER), descriptors: UnsafeCell::new(Vec::new()) };
 
-/// What a child finds instead of a socket; opened beforehand, since a child may have no descriptor left.
+/// The descriptor that replaces a socket in a child; opened beforehand, since a child may have no descriptor left.
 static NOTHING: OnceLock<RawFd> = OnceLock::new();
 
 /// The lock on [`TABLE`], which the calling thread holds.
@@ -54,7 +54,7 @@ impl Locked {
     }
 
     fn descriptors(&mut self) -> &mut Vec<RawFd> {
-        // SAFETY: whoever has a `Locked` holds the lock, and the reference lives no longer.
+        // SAFETY: the owner of a `Locked` holds the lock, and the reference does not outlive the `Locked`.
         unsafe { &mut *self.0.descriptors.get() }
     }
 }
@@ -100,7 +100,7 @@ fn install() -> io::Result<()> {
             return Err(io::Error::from_raw_os_error(failed));
         }
     } else {
-        // SAFETY: another thread was first, and nobody knows of this one.
+        // SAFETY: another thread was first, and no other thread has this pointer.
         unsafe { libc::close(nothing) };
     }
     Ok(())

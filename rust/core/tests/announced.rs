@@ -1,4 +1,5 @@
-//! A payload that is only announced costs no memory. Alone in its process, whose peak of resident memory is measured.
+//! A payload that is only announced costs no memory. The test is alone in its process, because it measures the
+//! process's peak of resident memory.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
 
 mod common;
@@ -13,14 +14,15 @@ use tensorferry_wire::container::{Entry, Header, MANIFEST_ENTRY};
 use tensorferry_wire::digest::{DigestTable, checksum};
 use tensorferry_wire::dtype::Dtype;
 
-/// MiB that were resident at once.
+/// The peak of resident memory, in MiB.
 fn peak() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let line = status.lines().find_map(|l| l.strip_prefix("VmHWM:")).unwrap();
     line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() >> 10
 }
 
-/// Right in every way, but that of the payload of `len` bytes, one entry called `name`, no more than two MiB ever come.
+/// A source that is correct except for one thing: of the payload of `len` bytes, one entry called `name`, it sends no
+/// more than two MiB.
 fn announcing(name: &str, len: u64) -> Liar {
     let entry = Entry { name: name.into(), dtype: Dtype::U8, shape: [len].into_iter().collect(), start: 0, end: len };
     let header = Header::new(vec![], vec![entry]).unwrap().encode(64).unwrap();

@@ -1,5 +1,5 @@
 //! Networks that damage, cut, delay and hang: a single fault is repaired, a lasting one ends the transfer in time with
-//! the right kind of error, and never is a wrong byte handed over.
+//! the right kind of error, and no wrong byte is ever handed over.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
 
 mod common;
@@ -19,7 +19,7 @@ fn quick(timeout: Duration, count: usize) -> FetchOptions {
     FetchOptions { stall: Duration::from_millis(500), lanes: Some(count), ..FetchOptions::within(timeout) }
 }
 
-/// Fetches through `fault`, which happens `times` times.
+/// Fetches through a proxy on which `fault` happens `times` times.
 fn through(fault: Fault, times: usize, options: FetchOptions) -> (Result<Arrived, Error>, bool) {
     let state = state();
     let rig = Rig::serving(&state);
@@ -28,8 +28,8 @@ fn through(fault: Fault, times: usize, options: FetchOptions) -> (Result<Arrived
     (result, proxy.is_spent())
 }
 
-/// Places where a fault may happen: in the first head, in the header and the first blocks, where the digests of the
-/// opening come, and far into the payload.
+/// Places where a fault may happen: in the first head, in the header and the first blocks, in the digests that are
+/// read on opening, and far into the payload.
 const PLACES: [usize; 6] = [3, 300, 900, BLOCK / 2, BLOCK + 700, 4 * BLOCK + 123];
 
 #[test]
@@ -87,7 +87,7 @@ fn one_broken_connection_is_repaired_wherever_it_breaks() {
 fn what_has_come_is_not_fetched_again() {
     let state = State::of(&[66 * BLOCK], 1);
     let rig = Rig::serving(&state);
-    // Less than a range, and the lane's connections break for ever; or a block of the middle is damaged, once.
+    // The lane's connections break within every range, for ever; or a block in the middle is damaged once.
     for (fault, times) in [
         (Fault::Close(5 * BLOCK + BLOCK / 2), ALWAYS),
         (Fault::Reset(5 * BLOCK + BLOCK / 2), ALWAYS),
@@ -152,7 +152,7 @@ fn lasting_faults_end_in_time_with_the_right_kind() {
         (Fault::Stall(0), &[ErrorKind::Timeout]),
         (Fault::Stall(BLOCK + 40_000), &[ErrorKind::Timeout]),
         (Fault::Drip(100), &[ErrorKind::Timeout]),
-        // In the header, behind the head of the answer.
+        // In the container's header, behind the head of the answer.
         (Fault::Flip(320), &[ErrorKind::Corrupt, ErrorKind::Protocol]),
     ];
     for (fault, kinds) in cases {
@@ -194,7 +194,7 @@ fn nobody_there_is_a_connect_error() {
 fn a_host_that_does_not_answer_costs_no_more_than_a_stall() {
     let state = state();
     let rig = Rig::serving(&state);
-    // Linux drops what comes to a listener whose queue is full, as a host that is gone does.
+    // Linux drops connection attempts to a listener whose queue is full, so it looks like a host that is down.
     let deaf = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
     deaf.bind(&std::net::SocketAddr::from(([127, 0, 0, 1], 0)).into()).unwrap();
     deaf.listen(0).unwrap();

@@ -1,4 +1,4 @@
-//! Receiving: every size, every destination, any number of lanes.
+//! Receiving works for every size, every destination and any number of lanes.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
 
 mod common;
@@ -7,7 +7,7 @@ use common::{BLOCK, Rig, STEP, State, lanes, noise};
 use tensorferry_core::{Destination, ErrorKind, Remote, Stability};
 use tensorferry_wire::container::{MANIFEST_ENTRY, PICKLE_ENTRY};
 
-/// Sizes on both sides of every boundary: blocks, the first read, the pieces that are gathered when sent.
+/// Sizes on both sides of every boundary: of a block, of the first read, of the pieces that are gathered when sent.
 fn sizes() -> Vec<usize> {
     let mut sizes = vec![0, 1, 2, 3, 63, 64, 65, 4095, 4097, 16_383, 16_384, 16_385, 262_143];
     for blocks in 1..=2 {
@@ -52,7 +52,7 @@ fn given_destinations_are_filled_in_place_and_nothing_around_them() {
     for count in [1, 2, 4, 7] {
         let remote = Remote::open(&[&rig.url()], STEP, lanes(count)).unwrap();
         let entries = remote.header().entries().to_vec();
-        // At addresses that are aligned to nothing, and every third left to the arena.
+        // The given addresses are not aligned, and every third entry is left to the arena.
         let length = |e: &tensorferry_wire::container::Entry| usize::try_from(e.nbytes()).unwrap();
         let mut buffers: Vec<Vec<u8>> = entries.iter().map(|e| vec![0xEE; length(e) + 2 * MARGIN]).collect();
         let addresses: Vec<_> = (0..entries.len())
@@ -91,7 +91,7 @@ fn a_wrong_number_of_destinations_is_refused() {
 
 #[test]
 fn twenty_thousand_tiny_entries_arrive() {
-    // The header is larger than the first read as well.
+    // The header is also larger than the first read.
     let sizes: Vec<usize> = (0..20_000).map(|i| [0, 1, 2, 64, 333, 1024, 100][i % 7]).collect();
     let state = State::of(&sizes, 11);
     let rig = Rig::serving(&state);
@@ -99,7 +99,7 @@ fn twenty_thousand_tiny_entries_arrive() {
         let remote = Remote::open(&[&rig.url()], STEP, lanes(count)).unwrap();
         let header = remote.header().clone();
         let arrived = remote.fetch(Destination::Fresh).unwrap();
-        // By position: looking names up one by one would take longer than the transfer.
+        // Entries are matched by position: looking their names up one by one would take longer than the transfer.
         for ((entry, offset), (name, bytes)) in header.entries().iter().zip(arrived.offsets()).zip(&state.0) {
             assert_eq!(&entry.name, name);
             assert!(arrived.arena().bytes(offset.unwrap(), bytes.len()) == &bytes[..], "{name}");

@@ -1,4 +1,4 @@
-//! Containers in files: valid safetensors, read by the slice, and no damage goes unnoticed.
+//! Containers in files: they are valid safetensors, slices of them can be read, and every damage is noticed.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
 
 mod common;
@@ -17,7 +17,7 @@ use tensorferry_core::{
 use tensorferry_wire::container::DIGESTS_ENTRY;
 use tensorferry_wire::dtype::Dtype;
 
-/// A folder that is gone at the end.
+/// A folder that is removed when it is dropped.
 struct Folder(PathBuf);
 
 impl Folder {
@@ -118,7 +118,7 @@ fn what_is_written_is_a_safetensors_file_and_is_read_back() {
 fn a_large_file_goes_past_the_page_cache_and_is_the_same() {
     let folder = Folder::new();
     let (path, cached) = (folder.0.join("direct"), folder.0.join("cached"));
-    // Its end is no whole page, and none of its memory is aligned to pages.
+    // It does not end on a whole page, and none of its memory is aligned to pages.
     let state = State::of(&[40 * BLOCK + 12_345, 7, 40 * BLOCK + 4096], 3);
     for count in [1, 3] {
         let direct = put(&path, items(&state), &threads(count)).unwrap();
@@ -135,7 +135,7 @@ fn a_large_file_goes_past_the_page_cache_and_is_the_same() {
     assert_eq!(small.direct, 0);
 }
 
-/// Whether the file system here lets a page be written past its cache.
+/// Whether the file system here supports writing a page past the cache.
 fn can_write_directly(folder: &Path) -> bool {
     let path = folder.join("probe");
     let memory = vec![0_u8; 8192];
@@ -184,11 +184,11 @@ fn a_slice_costs_hardly_more_than_itself() {
         let (found, bytes) = read(&path, &state, ("w6", start, len)).unwrap();
         assert!(found[..] == state.bytes("w6")[start..start + len]);
         if len >= 300_000 {
-            // The header is a page here, however little is read.
+            // The header takes a page, however little is read.
             assert!(bytes - 4096 <= (len + len / 20) as u64, "{bytes} bytes for {len}");
         }
     }
-    // Strided with long gaps: the gaps are not read.
+    // With strides and long gaps: the gaps are not read.
     let container = Container::open(&path).unwrap();
     let mut buffer = vec![0_u8; 16 * 8192];
     let kind = (Dtype::U8, state.bytes("w6").len() as u64);
@@ -239,7 +239,7 @@ fn every_flipped_byte_is_an_error_or_of_no_consequence() {
             unnoticed += 1;
         }
     }
-    // Only the table's own checksum, which nobody needs who holds every block against its own.
+    // Only the table's own checksum is damaged. A reader that compares every block with its checksum does not need it.
     assert!(unnoticed <= 2, "{unnoticed}");
 }
 

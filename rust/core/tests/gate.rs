@@ -1,4 +1,4 @@
-//! The gate: who waits, for how long, and what is served once it opens.
+//! The gate: which requests wait, for how long, and what is served once it opens.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
 
 mod common;
@@ -71,7 +71,7 @@ fn a_client_that_leaves_while_it_waits_leaves_nothing_behind() {
         let mut raw = Raw::to(&rig);
         raw.send("GET", &rig.path("7.safetensors"), &[]);
     }
-    // The one connection left is that of the request for the metrics itself.
+    // The only connection left is that of the request for the metrics itself.
     eventually("the connections are gone", || {
         get(&rig, &metrics, &[]).text().contains("\ntensorferry_connections 1\n")
     });

@@ -1,4 +1,4 @@
-//! What the server says on the wire, byte for byte: methods, paths, conditions, ranges, connections.
+//! The server's answers, byte for byte: methods, paths, conditions, ranges, connections.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
 
 mod common;
@@ -12,7 +12,7 @@ use tensorferry_core::Stability;
 use tensorferry_wire::container::Header;
 use tensorferry_wire::digest::{Algorithm, DigestTable, checksum};
 
-/// A server with 3 MiB and a bit, and the bytes of its container.
+/// A server with slightly more than 3 MiB, and the bytes of its container.
 fn rig() -> (Rig, State, Vec<u8>) {
     let state = State::of(&[2 * BLOCK + 5, 1, 0, BLOCK], 1);
     let rig = Rig::serving(&state);
@@ -56,7 +56,7 @@ fn get_and_head_send_the_same_headers() {
     };
     assert_eq!(head.status, 200);
     assert_eq!(without_date(&head.headers), without_date(&got.headers));
-    // The connection goes on without a body in between.
+    // The next answer on the connection follows directly, without a body.
     raw.send("GET", "/healthz", &[]);
     assert_eq!(raw.answer().text(), "ok\n");
 }
@@ -192,7 +192,7 @@ fn conditions_are_honoured() {
 fn a_new_snapshot_has_a_new_entity_tag() {
     let (rig, state, _) = rig();
     let path = rig.path("7.safetensors");
-    // A private one would finish the transfers it has begun.
+    // For a private publication, transfers that have begun would be finished.
     rig.server.store().publish(STEP, state.publication(Stability::Borrowed));
     let before = request(&rig, "HEAD", &path, &[]).header("etag").unwrap().to_owned();
     rig.server.store().publish(STEP, state.publication(Stability::Private));
@@ -312,7 +312,7 @@ fn metrics_count_what_happened() {
 
 #[test]
 fn many_small_and_large_pieces_come_in_order() {
-    // Sizes on both sides of the one below which pieces are gathered into one frame.
+    // Sizes on both sides of the limit below which pieces are gathered into one frame.
     let sizes: Vec<usize> = (0..300).map(|i| [0, 1, 3, 16_383, 16_384, 16_385, 40_000][i % 7]).collect();
     let state = State::of(&sizes, 40).with("last", noise(3, 9));
     let rig = Rig::serving(&state);

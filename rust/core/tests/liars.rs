@@ -1,4 +1,4 @@
-//! Sources that do not keep to the protocol: each lie ends the transfer in time, with a kind that names it.
+//! Sources that do not keep to the protocol: each lie ends the transfer in time, with a kind of error that fits it.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
 
 mod common;
@@ -13,7 +13,8 @@ use common::raw::get;
 use common::{BLOCK, Rig, STEP, State, lanes};
 use tensorferry_core::{Destination, ErrorKind, FetchOptions, Remote};
 
-/// Fetches from a server that answers everything with `answer`; the error, after checking that it came in time.
+/// Fetches from a server that answers every request with `answer`. Returns the error after checking that it came in
+/// time.
 fn told(what: &str, answer: impl Into<Vec<u8>>) -> tensorferry_core::Error {
     let answer = answer.into();
     lied_to(what, &Liar::new(move |mut stream, _, _| stream.write_all(&answer)))
@@ -118,7 +119,7 @@ fn statuses_keep_their_number_and_words() {
 
 #[test]
 fn a_stock_torchft_server_is_recognised() {
-    // What Python's http.server says when the handler of torchft 0.2.0 cannot read the step.
+    // The answer of Python's http.server when the handler of torchft 0.2.0 cannot read the step.
     let stock = "HTTP/1.0 500 invalid literal for int() with base 10: '7.safetensors'\r\nServer: BaseHTTP/0.6\r\n\r\n";
     assert_eq!(told("stock", stock).kind(), ErrorKind::Foreign);
     let full = format!("{stock}<html>").replace("\r\n\r\n", "\r\nContent-Length: 6\r\n\r\n");
@@ -168,13 +169,13 @@ fn an_interim_answer_before_the_real_one_is_skipped() {
     assert_eq!(failed.kind(), ErrorKind::Status(404), "{failed}");
 }
 
-/// What an honest server says, to be bent: its header resource, container and digests.
+/// The answers of an honest server, for tests that change them: its header resource, container and digests.
 struct Honest {
     whole: Vec<u8>,
     digests: Vec<u8>,
 }
 
-/// A source that is honest while it is opened (the first two requests), then answers with `later`.
+/// A source that is honest while it is opened (for the first two requests), then answers with `later`.
 fn turncoat(later: impl Fn(usize, usize, usize) -> Vec<u8> + Send + Sync + 'static) -> Liar {
     let state = State::of(&[5 * BLOCK], 1);
     let rig = Rig::serving(&state);
@@ -230,7 +231,7 @@ fn ranges_other_than_those_asked_for_are_refused() {
 
 #[test]
 fn wrong_bytes_of_the_right_length_are_not_handed_over() {
-    // The digests of the payload are refused, so nothing could be verified.
+    // The source refuses the digests of the payload, so nothing could be verified.
     let unverified = turncoat(|start, end, total| part(start, end, total, end - start));
     assert_eq!(lied_to("no digests", &unverified).kind(), ErrorKind::Status(500));
 }

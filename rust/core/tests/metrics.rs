@@ -1,4 +1,4 @@
-//! What `/metrics` says of a server, and of what was received beside it.
+//! What `/metrics` reports about a server, and about the receives of the same process.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
 
 mod common;

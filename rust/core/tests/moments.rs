@@ -1,4 +1,4 @@
-//! State that is changed while it is served: what arrives is of one moment, or the receive fails and says why.
+//! State that is changed while it is served: the received bytes are of one moment, or the receive fails and says why.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
 
 mod common;
@@ -17,7 +17,7 @@ use tensorferry_wire::dtype::Dtype;
 
 const SECRET: &[u8] = b"of all that is shared here, this alone stays unsaid";
 
-/// Memory of a trainer, all of whose bytes are the number of the moment. It outlives the server it is lent to.
+/// Memory of a trainer in which every byte is the number of the current moment. It outlives the server it is lent to.
 struct Lent {
     memory: Vec<AtomicU8>,
 }
@@ -44,14 +44,14 @@ impl Lent {
 enum Change {
     /// Once, in the middle of the receive.
     Once,
-    /// A few times, a while from each other, and then no more.
+    /// A few times with pauses, and then no more.
     Some,
     /// All the time.
     Always,
 }
 
-/// Runs `receive`, which counts its bytes in the options it is given, while the memory of `len` bytes is changed: as soon
-/// as `from` bytes are there. Returns what it came to, and how many moments there were.
+/// Runs `receive` and changes the memory of `len` bytes once `from` bytes have arrived, as counted in the options that
+/// `receive` is given. Returns the result of `receive` and the number of the last moment.
 fn during<T>(
     (len, from): (usize, usize),
     change: Change,
@@ -94,7 +94,7 @@ fn during<T>(
     result
 }
 
-/// The moments that `bytes` are of.
+/// The distinct moments to which `bytes` belong.
 fn moments(bytes: &[u8]) -> Vec<u8> {
     let mut seen = [false; 256];
     for &byte in bytes {
@@ -103,7 +103,8 @@ fn moments(bytes: &[u8]) -> Vec<u8> {
     (0..=255).filter(|&byte| seen[usize::from(byte)]).collect()
 }
 
-/// Whether `bytes` were in memory at one moment, which may be one in the middle of a change: that begins with the first.
+/// Whether `bytes` were all in memory at one moment, which may be in the middle of a change: a change writes the first
+/// byte first, so there is at most one border between old bytes and new ones.
 fn are_of_one_moment(bytes: &[u8]) -> bool {
     bytes.windows(2).filter(|pair| pair[0] != pair[1]).count() <= 1
 }
@@ -147,7 +148,7 @@ fn what_arrives_is_of_one_moment() {
 
 #[test]
 fn a_state_that_is_never_at_rest_fails_and_the_error_says_what_to_do() {
-    // The first two come whole with their header.
+    // The first two are received whole along with their header.
     for len in [BLOCK / 4, BLOCK - 4096, 3 * BLOCK, LARGE] {
         for same_host in [false, true] {
             let started = Instant::now();
@@ -157,7 +158,7 @@ fn a_state_that_is_never_at_rest_fails_and_the_error_says_what_to_do() {
             let what = format!("{len} bytes, same_host={same_host}");
             match result {
                 Err(failed) => is_torn(&what, &failed),
-                // Small ones may come between two changes, or in the middle of one.
+                // Small states may be read between two changes, or in the middle of one.
                 Ok(arrived) => assert!(are_of_one_moment(arrived.arena().bytes(0, len)), "{what}"),
             }
             assert!(started.elapsed() < PATIENCE, "{what}");
@@ -167,7 +168,7 @@ fn a_state_that_is_never_at_rest_fails_and_the_error_says_what_to_do() {
 
 #[test]
 fn slices_are_of_one_moment() {
-    // Whole blocks, and little of many; some of it is wanted twice.
+    // Whole blocks, and a small part of many blocks; some bytes are requested twice.
     for (run, count, rate) in [(6 * BLOCK as u64, 2, 40 << 20), (2000, 1000, 8 << 20)] {
         for change in [Change::Once, Change::Always] {
             let (fetched, last) =
@@ -241,7 +242,7 @@ fn what_waves_brought_is_of_one_moment() {
 fn what_came_with_the_header_is_of_the_moment_too() {
     let lent = Lent::new(LARGE);
     let rig = Rig::new();
-    // The rest of the manifest's block is the beginning of the tensor.
+    // The block with the manifest also holds the beginning of the tensor.
     // SAFETY: `lent` is there until the server is gone.
     let memory = unsafe { Memory::borrowed(lent.memory.as_ptr() as usize, LARGE) };
     let items = vec![
@@ -275,7 +276,7 @@ fn what_comes_again_is_of_one_moment_with_the_rest() {
             device[start..start + len].copy_from_slice(&memory[at..at + len]);
         }
         count += 1;
-        // Between two of the five waves that bring all of it, and between two of those that bring something again.
+        // Once between two of the five waves that bring all bytes, and once between two of those that fetch some again.
         if [2, 6].contains(&count) {
             lent.change(count);
         }
@@ -300,7 +301,7 @@ fn two_sources_that_change_are_not_mixed() {
 
 #[test]
 fn a_withdrawal_lets_a_receive_find_the_moment() {
-    // The trainer stands still in `withdraw` until the receiver has what it can prove.
+    // The trainer waits in `withdraw` until the receiver has bytes that it can verify.
     let lent = Lent::new(LARGE);
     let rig = Rig::configured(&slow());
     rig.server.store().publish(STEP, lent.publication());

@@ -1,5 +1,5 @@
-//! A publication whose memory is filled while it is served: what is final goes out, what is not is waited for, and nobody
-//! is held up by that.
+//! A publication whose memory is filled while it is served: final bytes are sent, receivers wait for the others, and
+//! no other request is delayed by that.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
 
 mod common;
@@ -22,10 +22,10 @@ use tensorferry_wire::dtype::Dtype;
 
 const LARGE: usize = 24 * BLOCK;
 const POISON: u8 = 0xA5;
-/// The only header that says so.
+/// The only header field that shows that a publication is still being filled.
 const FILLING: &str = "tensorferry-filling";
 
-/// Memory of two entries that starts as poison and is filled with `expected`, and who publishes it.
+/// Publishes memory of two entries that starts as poison, and fills it with `expected`.
 struct Filler {
     memory: Arc<Mutex<Vec<u8>>>,
     expected: Vec<u8>,
@@ -34,7 +34,7 @@ struct Filler {
 }
 
 impl Filler {
-    /// Publishes it on `rig`.
+    /// Publishes the memory on `rig`.
     fn on(rig: &Rig, len: usize, stability: Stability) -> Self {
         Self::with(rig, len, stability, Box::new(()), None)
     }
@@ -69,7 +69,7 @@ impl Filler {
         self.filling.as_ref().unwrap()
     }
 
-    /// Writes the bytes up to `len` and says so.
+    /// Writes the bytes up to `len` and marks them as final.
     fn fill(&mut self, len: usize) {
         let bytes = &self.expected[self.filled..len];
         // SAFETY: inside the memory; readers do not look at it before they are told below.
@@ -95,7 +95,7 @@ impl Filler {
     }
 }
 
-/// Asks for the whole container and reads its head.
+/// Requests the whole container and reads the head of the answer.
 fn begin(rig: &Rig) -> (Raw, Answer, usize) {
     let mut raw = Raw::to(rig);
     raw.send("GET", &rig.path("7.safetensors"), &[]);
@@ -113,14 +113,15 @@ fn begin_locally(rig: &Rig) -> LocalReader {
     local
 }
 
-/// Reads on to `length` bytes of the body.
+/// Reads until `length` bytes of the body have arrived.
 fn read_to(raw: &mut Raw, length: usize) {
     while raw.buffer.len() < length {
         assert!(raw.more(length - raw.buffer.len()) > 0, "the connection ended after {} bytes", raw.buffer.len());
     }
 }
 
-/// Whether nothing more comes for a moment. Can only be wrong if something comes that must not.
+/// Whether nothing more arrives for a moment. A slow machine can hide a byte that must not be sent, but cannot make
+/// this fail.
 fn is_silent(raw: &mut Raw) -> bool {
     raw.stream.set_read_timeout(Some(Duration::from_millis(150))).unwrap();
     let silent = raw.try_more(1).is_err();
@@ -142,14 +143,14 @@ fn bytes_are_sent_up_to_the_mark_and_not_further() {
     let start = length - LARGE;
     read_to(&mut reader, start + 2 * BLOCK);
     assert!(is_silent(&mut reader), "a byte of a block that is not final");
-    // Less than before, and nothing new: neither takes anything back.
+    // A mark below the current one takes nothing back.
     filler.filling().raise(BLOCK as u64);
     let second = format!("bytes={}-{}", start + BLOCK, start + 2 * BLOCK - 1);
     assert!(get(&rig, &rig.path("7.safetensors"), &[("Range", &second)]).header(FILLING).is_none());
     filler.fill(5 * BLOCK);
     read_to(&mut reader, start + 5 * BLOCK);
     assert!(is_silent(&mut reader));
-    // Whoever wants no more than what is there gets it as ever.
+    // A request for final bytes only is answered as usual.
     let part = get(&rig, &rig.path("7.safetensors"), &[("Range", &format!("bytes={start}-{}", start + BLOCK - 1))]);
     assert!(part.status == 206 && part.header(FILLING).is_none() && part.body == filler.expected[..BLOCK]);
     assert_eq!(get(&rig, &rig.path("7/header"), &[]).body.len(), start);
@@ -181,7 +182,7 @@ fn receives_go_along_with_the_filling_and_are_verified() {
             let mut sent = 0;
             for len in [BLOCK, 7 * BLOCK / 2, 11 * BLOCK, LARGE - 1] {
                 filler.fill(len);
-                // One of them got some of it, with later ones not even written.
+                // At least one receiver got some of the new bytes before later ones were written.
                 eventually("bytes come before all is there", || rig.server.bytes_served() > sent);
                 sent = rig.server.bytes_served().max(len as u64);
             }
@@ -199,7 +200,7 @@ fn slots_of_shared_memory_are_lent_up_to_the_mark() {
     let rig = Rig::new();
     let mut filler = Filler::on(&rig, LARGE, Stability::Private);
     let mut local = LocalReader::connect(&name_of(&rig));
-    // The header takes a part of the first.
+    // The header takes a part of the first slot.
     let slot = local.slot_len;
     filler.fill(slot);
     let header = get(&rig, &rig.path("7/header"), &[]).body.len();
@@ -247,7 +248,7 @@ fn digests_wait_for_the_blocks_they_are_of() {
     assert_eq!(DigestTable::decode(&tables[3]).unwrap().blocks, expected[4..]);
 }
 
-/// Notes how often it is asked.
+/// Counts how often it is called.
 struct Noting(Arc<AtomicUsize>);
 
 impl Alternate for Noting {
@@ -272,7 +273,7 @@ fn other_formats_are_built_when_all_is_there() {
     assert_eq!(raw.answer().body, b"other");
 }
 
-/// A private copy whose first block is there, and a reader that has that and waits for the rest of `length` bytes.
+/// A private copy whose first block is final, and a reader that has read it and waits for the rest of `length` bytes.
 fn half_read(rig: &Rig) -> (Filler, Raw, usize) {
     let mut filler = Filler::on(rig, LARGE, Stability::Private);
     filler.fill(BLOCK);
@@ -342,7 +343,7 @@ fn a_shutdown_does_not_wait_for_the_filling() {
     eventually("nobody wants it", || !filler.filling().is_wanted());
 }
 
-/// Notes that it was dropped.
+/// Records that it was dropped.
 struct Owner(Arc<AtomicUsize>);
 
 impl Drop for Owner {
@@ -371,13 +372,13 @@ fn one_that_is_given_up_ends_its_readers_with_an_error_and_leaves_no_trace() {
         let store = rig.server.store();
         store.abandon(filler.filling.take().unwrap());
         assert!(reader.rest().len() < length);
-        // It does not come to its deadline: the snapshot is gone, and the source says so.
+        // The receive does not run into its deadline: the snapshot is gone, and the source reports that.
         let failed = receive.join().unwrap().unwrap_err();
         assert_eq!(failed.kind(), ErrorKind::Changed, "{failed}");
         assert!(digests.is_ended() || digests.buffer.starts_with(b"HTTP/1.1 412"));
         assert!(!store.is_allowed());
         eventually("the owner is let go of", || dropped.load(Ordering::SeqCst) == 1);
-        // Others wait for the next one, as after a withdrawal.
+        // Other requests wait for the next snapshot, as after a withdrawal.
         let mut waiting = Raw::to(&rig);
         waiting.send("GET", &rig.path("7.safetensors"), &[]);
         let next = State::of(&[BLOCK], 5);
@@ -389,7 +390,7 @@ fn one_that_is_given_up_ends_its_readers_with_an_error_and_leaves_no_trace() {
 
 #[test]
 fn a_receive_without_one_byte_learns_at_once_that_the_source_gave_up() {
-    // Everything that a receive asks for first, or a part of it; and whether the source sends another one then.
+    // The bytes that are final when the receive begins, and whether the source publishes another snapshot afterwards.
     for (same_host, filled, next) in [
         (false, 0, false),
         (true, 0, false),
@@ -447,7 +448,7 @@ fn a_filling_that_is_dropped_ends_those_who_come_to_what_is_missing() {
     let mut left = Vec::new();
     let _ = local.stream.read_to_end(&mut left);
     assert!(left.len() < 2 * LARGE / BLOCK);
-    // What is there can still be had.
+    // Bytes that are final can still be requested.
     let start = length - LARGE;
     let range = format!("bytes=0-{}", start + BLOCK - 1);
     let part = get(&rig, &rig.path("7.safetensors"), &[("Range", &range)]);
@@ -472,7 +473,7 @@ fn a_receiver_that_hears_nothing_while_the_source_copies_does_not_give_up() {
             let line = metrics.text().lines().find(|l| l.starts_with("tensorferry_answers_total{code=\"206\"}"));
             line.map_or(0, |l| l.rsplit(' ').next().unwrap().parse::<u32>().unwrap())
         };
-        // More than the failures in a row after which a lane leaves.
+        // More than the number of consecutive failures after which a lane gives up.
         eventually("it asks again", || requests() > 12);
         filler.lock().unwrap().finish();
         receive.join().unwrap().unwrap();

@@ -1,4 +1,5 @@
-//! The way around the network: taken when it can be, left without fuss when it cannot, and as strict as the network.
+//! Transfers through shared memory: used where possible, replaced by the network without error where not, and as
+//! strict as the network.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
 
 mod common;
@@ -17,7 +18,7 @@ use tensorferry_core::{
 };
 use tensorferry_wire::dtype::Dtype;
 
-/// More than the shared memory holds.
+/// More bytes than the shared memory holds.
 const LARGE: usize = 32 * BLOCK;
 
 fn serving(state: &State) -> Rig {
@@ -63,7 +64,7 @@ fn either_side_can_turn_it_off() {
 #[test]
 fn little_is_not_worth_the_memory() {
     let here = std::net::IpAddr::from([127, 0, 0, 1]);
-    // The last one comes with its header, on the first connection.
+    // The last state is small enough to come with its header, on the first connection.
     for (size, count) in [(8 * BLOCK, 2), (BLOCK / 2, 1)] {
         let state = State::of(&[size], 1);
         let rig = serving(&state);
@@ -102,8 +103,8 @@ fn requests_need_the_token_here_too() {
     assert!(head.starts_with("HTTP/1.1 404"), "{head}");
 }
 
-/// What a source on this machine may do wrong, and whether its answers are believed so far that the range has to be
-/// fetched again.
+/// What a source on this machine may do wrong, and whether the receiver detects it only after accepting the answer, so
+/// that it has to fetch the range again.
 fn offences(total: usize) -> Vec<(&'static str, FakeSource, bool)> {
     let slot = 1 << 16;
     let good = move || shared_memory(4 << 16, true);
@@ -164,7 +165,7 @@ fn wrong_bytes_in_shared_memory_are_found_and_fetched_again() {
         let memory = shared_memory(4 * slot, true);
         greet(&stream, 4, u32::try_from(slot).unwrap(), Some(&memory));
         while let Some(request) = read_request(&stream) {
-            // As many marks as the range has slots, all at once: what is in them is wrong anyway.
+            // As many marks as the range has slots, all at once: the bytes in the slots are wrong anyway.
             let Some(range) = request.lines().find_map(|l| l.strip_prefix("Range: bytes=")) else { return };
             let (start, last) = range.split_once('-').unwrap();
             let len = last.parse::<u64>().unwrap() + 1 - start.parse::<u64>().unwrap();
@@ -182,7 +183,7 @@ fn wrong_bytes_in_shared_memory_are_found_and_fetched_again() {
 
 #[test]
 fn a_snapshot_that_was_replaced_is_noticed_here_too() {
-    // The name was learned with the old snapshot.
+    // The receiver learned the local name while the old snapshot was served.
     let (old, new) = (State::of(&[LARGE], 1), State::of(&[LARGE], 2));
     let rig = Rig::new();
     rig.server.store().publish(STEP, old.publication(Stability::Borrowed));
@@ -212,7 +213,7 @@ fn withdrawn_memory_is_not_read_once_more() {
     assert_eq!(rig.server.store().active(), 1);
     assert_eq!(rig.server.store().withdraw(Duration::from_millis(200)), Withdrawn::Cut(1));
     memory.fill(POISON);
-    // One free slot would be all that a source needs to copy once more.
+    // With one free slot the source could copy once more.
     let _ = reader.stream.write_all(&[1]);
     let mut more = Vec::new();
     let _ = reader.stream.read_to_end(&mut more);
@@ -253,7 +254,7 @@ fn nobody_but_the_source_can_write_to_the_memory() {
 
 #[test]
 fn a_receiver_that_reads_no_message_is_let_go() {
-    // Their header is longer than a socket's buffer.
+    // The header of these states is longer than a socket's buffer.
     let state = State::of(&vec![1; 20_000], 1);
     let rig = Rig::with_patience(Duration::from_millis(300));
     rig.server.store().publish(STEP, state.publication(Stability::Private));
@@ -286,7 +287,7 @@ fn a_receiver_that_breaks_the_rules_is_let_go() {
     let twice = "GET /healthz HTTP/1.1\r\n\r\nGET /healthz HTTP/1.1\r\n\r\n";
     for bytes in ["\u{1}\u{1}\u{1}\u{1}", "garbage\r\n\r\n", twice, &endless] {
         let mut reader = LocalReader::connect(&name);
-        // It may hang up before it has read everything.
+        // The server may hang up before it has read everything.
         let _ = reader.stream.write_all(bytes.as_bytes());
         let mut answer = Vec::new();
         let _ = reader.stream.read_to_end(&mut answer);
@@ -300,7 +301,7 @@ fn receivers_above_the_limit_take_the_network() {
     let state = state();
     let rig = serving(&state);
     let name = name_of(&rig);
-    // Idle ones would make room: these are in the middle of an answer.
+    // Idle connections would be closed to make room: these are in the middle of an answer.
     let path = rig.path(&format!("{STEP}.safetensors"));
     let held: Vec<_> = std::iter::repeat_with(|| {
         let mut reader = LocalReader::connect(&name);
@@ -326,7 +327,7 @@ fn the_cap_on_bandwidth_holds_and_a_withdrawal_does_not_wait_for_it() {
     let started = std::time::Instant::now();
     assert!(state.fetch(&[&rig.url()], lanes(2)).unwrap().report().same_host);
     assert!(started.elapsed() >= Duration::from_secs(1), "{:?}", started.elapsed());
-    // A slot now and then is no connection on which bytes drip.
+    // A receive that gets a slot now and then does not count as stalled.
     let options = FetchOptions { stall: Duration::from_millis(200), ..lanes(1) };
     assert_eq!(state.fetch(&[&rig.url()], options).unwrap().report().retries, 0);
 
@@ -354,7 +355,7 @@ fn a_receiver_that_stops_asking_is_let_go_and_so_is_one_that_drips() {
     rig.server.store().publish(STEP, state().publication(Stability::Private));
     let name = name_of(&rig);
     let path = rig.path(&format!("{STEP}/header"));
-    // Both have shown that they may ask, and so are no newcomers.
+    // Both have shown that they may make requests, so they no longer count as newcomers.
     let [mut silent, mut dripping] = [(), ()].map(|()| {
         let mut reader = LocalReader::connect(&name);
         reader.request(&path);
@@ -363,7 +364,7 @@ fn a_receiver_that_stops_asking_is_let_go_and_so_is_one_that_drips() {
         reader.message(&head);
         reader
     });
-    // The next request is given five seconds at least.
+    // The server gives the next request at least five seconds.
     let started = Instant::now();
     let mut head = b"GET / HTTP/1.1\r\nX: ".iter().chain(std::iter::repeat(&b'x'));
     while started.elapsed() < PATIENCE && dripping.stream.write_all(&[*head.next().unwrap()]).is_ok() {

@@ -1,4 +1,4 @@
-//! The shared secret: who does not have it gets nothing, and is believed nothing.
+//! The shared secret: a peer that does not have it gets nothing, and nothing it sends is accepted.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
 
 mod common;
@@ -58,7 +58,7 @@ fn proof(path: &str) -> String {
     proof_with(SECRET, path, None, None)
 }
 
-/// Everything an answer tells, but the time of day.
+/// Everything an answer reveals, except the time of day.
 fn told(mut answer: Answer) -> (u16, String, Vec<(String, String)>, Vec<u8>) {
     answer.headers.retain(|(name, _)| name != "date");
     (answer.status, answer.reason, answer.headers, answer.body)
@@ -66,7 +66,7 @@ fn told(mut answer: Answer) -> (u16, String, Vec<(String, String)>, Vec<u8>) {
 
 #[test]
 fn who_has_it_fetches_every_byte() {
-    // Enough that shared memory is worth it.
+    // Large enough for shared memory to be used.
     let state = State::of(&[15 * BLOCK + 3, 700, 2 * BLOCK], 1);
     let (rig, second) = (rig(Some(secret())), serving(&state));
     for stability in [Stability::Private, Stability::Borrowed] {
@@ -81,7 +81,7 @@ fn who_has_it_fetches_every_byte() {
             }
         }
     }
-    // A state that comes with the first request, and one of nothing.
+    // A state small enough to come with the first request, and an empty one.
     for sizes in [&[100][..], &[]] {
         let small = State::of(sizes, 3);
         rig.server.store().publish(STEP, small.publication(Stability::Private));
@@ -108,7 +108,7 @@ fn without_a_proof_everything_is_like_a_wrong_path() {
         ["7.safetensors", "7/header", "7/digests", "7/digests?blocks=0-1", "7/full", "7/metadata", "7/0", "8/header"]
             .map(|tail| rig.path(tail))
             .to_vec();
-    // Paths that make no sense below the right random part tell nothing either.
+    // Invalid paths below the right random token reveal nothing either.
     paths.extend([rig.path(""), rig.path("a/b/c/d"), rig.path("x.safetensors")]);
     paths.push(rig.path("").replace("checkpoint/", "healthz"));
     for path in &paths {
@@ -129,7 +129,7 @@ fn without_a_proof_everything_is_like_a_wrong_path() {
     for (what, field) in &wrong {
         assert_eq!(told(get(&rig, &file, &[("Authorization", field)])), nowhere, "{what}");
     }
-    // A range is part of what is proven, and a second value of it cannot be smuggled in.
+    // The proof covers the range, and a second value of the field cannot be smuggled in.
     let field = proof_with(SECRET, &file, Some("bytes=0-9"), None);
     let smuggled = [("Authorization", field.as_str()), ("Range", "bytes=0-9"), ("Range", "bytes=0-99")];
     assert_eq!(told(get(&rig, &file, &smuggled)), nowhere);
@@ -155,7 +155,7 @@ fn liveness_is_for_everybody_and_counters_for_who_has_the_metadata() {
     let metrics = rig.path("").replace("checkpoint/", "metrics");
     assert_eq!(get(&rig, &metrics, &[]).status, 200);
     assert_eq!(get(&rig, "/metrics", &[]).status, 404);
-    // Which methods there are is no secret, and the same everywhere.
+    // The list of methods is not secret: it is the same for every server.
     let posted = told(request(&rig, "POST", &rig.path("7.safetensors"), &[]));
     assert_eq!(posted, told(request(&rig, "POST", "/nowhere", &[])));
 }
@@ -173,7 +173,7 @@ fn the_local_socket_asks_for_the_proof_too() {
         let head = reader.head();
         assert!(head.starts_with(&format!("HTTP/1.1 {status}")), "{head}");
     }
-    // The name of the socket is told to nobody else.
+    // The name of the local socket is not revealed to other clients.
     assert_eq!(get(&rig, &path, &[]).header(NAME_HEADER), None);
 }
 
@@ -200,15 +200,15 @@ fn a_source_that_cannot_prove_it_is_left_for_one_that_can() {
         let options = FetchOptions { lanes: Some(lanes), ..knowing(Some(secret())) };
         state.fetch(&[&open.url(), &guarded.url()], options.clone()).unwrap();
         let arrived = state.fetch(&[&guarded.url(), &open.url()], options).unwrap();
-        // A second lane begins at the other source, unless the first one has finished before it comes to that.
+        // A second lane begins at the other source, unless the first lane finishes before that.
         assert!(arrived.report().troubles.len() <= usize::from(lanes > 1), "{:?}", arrived.report().troubles);
     }
 }
 
-/// What somebody in between does to an answer of the source: it sees the request's path and changes the answer.
+/// What a man in the middle does to an answer of the source: it sees the request's path and changes the answer.
 type Meddle = Box<dyn Fn(&str, &mut Answer) + Send + Sync>;
 
-/// Somebody between a receiver and the source `rig`, who does not have the secret. The URL to go through him.
+/// A man in the middle between a receiver and the source `rig`, without the secret. Returns it and its URL.
 fn between(rig: &Rig, meddle: Meddle) -> (Liar, String) {
     let address = rig.server.address();
     let liar = Liar::new(move |mut stream, head, _| {
@@ -236,19 +236,19 @@ fn set(answer: &mut Answer, name: &str, value: &str) {
     answer.headers.iter_mut().filter(|(n, _)| n == name).for_each(|(_, v)| value.clone_into(v));
 }
 
-/// What comes of a receive when `meddle` is in between.
+/// The result of a receive whose answers pass through `meddle`.
 fn through(rig: &Rig, meddle: impl Fn(&str, &mut Answer) + Send + Sync + 'static) -> Result<(), Error> {
     let (_liar, url) = between(rig, Box::new(meddle));
     fetch(&url, FetchOptions { lanes: Some(2), ..knowing(Some(secret())) })
 }
 
-/// Changes the first byte of `block`, and its last eight so that its CRC-64 stays the same. The checksum is linear: what
-/// a bit adds to it does not depend on the others.
+/// Changes the first byte of `block`, and its last eight bytes so that its CRC-64 stays the same. The checksum is
+/// linear: the contribution of one bit does not depend on the others.
 fn forge(block: &mut [u8]) {
     let (wanted, end) = (digest::checksum(block), block.len() - 8);
     block[0] ^= 1;
     let before = digest::checksum(block);
-    // Gaussian elimination: each row is what some of the last 64 bits add, and which bits these are.
+    // Gaussian elimination: each row has the contribution of some of the last 64 bits, and which bits these are.
     let mut rows: Vec<(u64, u64)> = Vec::new();
     for bit in 0..64 {
         block[end + bit / 8] ^= 1 << (bit % 8);
@@ -287,7 +287,7 @@ fn a_block_forged_to_its_checksum_is_found_with_a_secret_and_not_without() {
     assert_eq!(refused.kind(), ErrorKind::Corrupt, "{refused}");
 }
 
-/// Whether an answer begins where the container does.
+/// Whether an answer holds the beginning of the container.
 fn covers_the_start(answer: &Answer) -> bool {
     answer.header("content-range").unwrap().starts_with("bytes 0-")
 }
@@ -345,7 +345,7 @@ fn what_somebody_in_between_changes_is_never_believed() {
             }
         }),
     );
-    // A forger computes digests of his bytes as well as he can: without the key.
+    // A forger computes the digests of its own bytes as well as it can without the key.
     let forger = Key::new(OTHER).unwrap();
     unproven(
         "a table with a forger's digests",
@@ -358,7 +358,7 @@ fn what_somebody_in_between_changes_is_never_believed() {
             }
         }),
     );
-    // The header is parsed before it can be verified, but nothing acts on it.
+    // The header is parsed before it can be verified, but nothing is done with it until then.
     corrupt(
         "another name in the header",
         through(&rig, |path, answer| {
@@ -381,7 +381,7 @@ fn what_somebody_in_between_changes_is_never_believed() {
 
 #[test]
 fn what_was_recorded_earlier_proves_nothing() {
-    // The impostor has all that a receiver was told, and plays it back to the next one.
+    // The impostor has recorded all answers to one receiver, and replays them to the next one.
     let rig = serving(&state());
     let recorded = std::sync::Arc::new(Mutex::new(Vec::<(String, Vec<(String, String)>, Vec<u8>)>::new()));
     let tape = std::sync::Arc::clone(&recorded);

@@ -1,4 +1,4 @@
-//! Bad clients: whatever they do, good receivers are served, and the server ends when it is told to.
+//! Bad clients: whatever they do, good receivers are served, and the server shuts down when it should.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
 
 mod common;
@@ -65,7 +65,7 @@ fn garbage_is_refused_and_good_receivers_are_served_meanwhile() {
         many_headers.into_bytes(),
     ] {
         let mut raw = Raw::to(&rig);
-        // The server may close before all of it is written.
+        // The server may close the connection before all of this is written.
         let _ = raw.stream.write_all(&garbage);
         held.push(raw);
         state.fetch(&[&rig.url()], lanes(2)).unwrap();
@@ -103,7 +103,7 @@ fn half_open_and_slow_clients_do_not_stand_in_the_way() {
 #[test]
 fn a_head_that_does_not_come_and_a_body_that_is_not_read_end_the_connection() {
     let state = State::of(&[32 * BLOCK], 1);
-    // A head is given five seconds at least.
+    // The server gives the head of a request at least five seconds.
     let rig = Rig::with_patience(Duration::from_millis(200));
     rig.server.store().publish(STEP, state.publication(Stability::Private));
     let mut slow = Raw::to(&rig);
@@ -117,7 +117,7 @@ fn a_head_that_does_not_come_and_a_body_that_is_not_read_end_the_connection() {
     eventually("the one who does not ask is cut", || slow.is_ended());
 }
 
-/// Serves `state` to at most `max_connections`.
+/// A server for `state` with at most `max_connections` connections.
 fn crowded(state: &State, max_connections: usize, tls: bool) -> Rig {
     let bind = Some(([127, 0, 0, 1], 0).into());
     let rig =
@@ -126,7 +126,7 @@ fn crowded(state: &State, max_connections: usize, tls: bool) -> Rig {
     rig
 }
 
-/// Far less than it takes until an idle connection ends by itself.
+/// Far less than the time after which the server closes an idle connection.
 const AT_ONCE: Duration = Duration::from_secs(2);
 
 #[test]
@@ -137,7 +137,7 @@ fn a_crowd_that_asks_for_nothing_delays_nobody() {
         let mut crowd: Vec<_> = (0..200)
             .map(|i| {
                 let mut raw = Raw::to(&rig);
-                // What any server may be sent, and what proves nothing.
+                // Bytes that any client may send, and that do not show knowledge of the token.
                 match i % 4 {
                     0 => raw.stream.write_all(b"GET /checkp").unwrap(),
                     1 => raw.send("GET", "/healthz", &[]),
@@ -150,7 +150,7 @@ fn a_crowd_that_asks_for_nothing_delays_nobody() {
         let started = Instant::now();
         state.fetch(&[&rig.url()], FetchOptions { same_host: false, ..lanes(4) }).unwrap();
         assert!(started.elapsed() < AT_ONCE, "{:?}", started.elapsed());
-        // The oldest made room at once: in its handshake, too.
+        // The oldest connection was closed at once to make room, even during its handshake.
         crowd[3].stream.set_read_timeout(Some(Duration::from_millis(500))).unwrap();
         assert!(crowd[3].is_ended(), "tls={tls}");
     }
@@ -166,7 +166,7 @@ fn a_crowd_of_one_address_makes_room_for_itself_alone() {
         socket.set_read_timeout(Some(PATIENCE)).unwrap();
         Raw { stream: socket.into(), buffer: Vec::new() }
     };
-    // Four places for those that have shown nothing yet, and this one is the oldest.
+    // There are four places for connections that have proved nothing yet, and this one is the oldest.
     let mut slow = from([127, 0, 0, 2]);
     let mut crowd: Vec<_> = (0..3).map(|_| from([127, 0, 0, 3])).collect();
     std::thread::sleep(Duration::from_millis(300));
@@ -201,7 +201,7 @@ fn a_crowd_takes_nothing_from_who_is_being_answered() {
     let mut reading = Raw::to(&rig);
     reading.send("GET", &rig.path("7.safetensors"), &[]);
     let length: usize = reading.head().header("content-length").unwrap().parse().unwrap();
-    // Far more than there are places: each takes that of one that has its answer.
+    // Far more requests than places: each takes the place of a connection whose answer is complete.
     let asking: Vec<_> = (0..20)
         .map(|_| {
             let mut raw = Raw::to(&rig);
@@ -222,7 +222,7 @@ fn a_crowd_takes_nothing_from_who_is_being_answered() {
 fn who_asks_waits_for_a_place_when_nobody_there_is_idle() {
     let rig = crowded(&state(), 2, false);
     rig.server.store().withdraw(Duration::ZERO);
-    // One place for those who may ask, held by one that waits at the gate.
+    // There is one place for clients that may make requests, held by one that waits at the gate.
     let mut first = Raw::to(&rig);
     first.send("GET", &rig.path("7.safetensors"), &[]);
     let metrics = rig.path("").replace("checkpoint/", "metrics");
@@ -231,7 +231,7 @@ fn who_asks_waits_for_a_place_when_nobody_there_is_idle() {
     });
     let mut second = Raw::to(&rig);
     second.send("GET", &rig.path("7/header"), &[]);
-    // Nobody takes the place where it waits.
+    // No newcomer takes the place in which the second one waits.
     let newcomer = Raw::to(&rig);
     second.stream.set_read_timeout(Some(Duration::from_millis(300))).unwrap();
     assert!(second.try_more(100).is_err_and(|e| e.kind() == std::io::ErrorKind::WouldBlock), "answered or cut off");
@@ -257,7 +257,7 @@ fn who_does_not_ask_in_time_is_let_go_whatever_else_it_does() {
         };
         let started = Instant::now();
         header();
-        // The beginning of a handshake, byte by byte, or requests that prove nothing.
+        // The beginning of a handshake, byte by byte, or requests that do not show knowledge of the token.
         let mut hello = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03".iter().chain(std::iter::repeat(&0));
         let healthz = b"GET /healthz HTTP/1.1\r\nHost: t\r\n\r\n";
         while started.elapsed() < PATIENCE {
@@ -270,7 +270,7 @@ fn who_does_not_ask_in_time_is_let_go_whatever_else_it_does() {
         let took = started.elapsed();
         assert!((Duration::from_secs(4)..Duration::from_secs(10)).contains(&took), "{took:?}");
         assert!(idle.is_ended());
-        // Who has asked in time is let be.
+        // A client whose request came in time keeps its connection.
         std::thread::sleep(Duration::from_millis(300));
         header();
     }
@@ -295,7 +295,7 @@ fn a_crowd_on_the_local_socket_keeps_nobody_from_it() {
     reader.request(&rig.path("7.safetensors"));
     assert!(reader.head().starts_with("HTTP/1.1 200 "));
     assert!(started.elapsed() < AT_ONCE, "{:?}", started.elapsed());
-    // Nor from the network.
+    // The crowd on the local socket does not keep receivers from the network either.
     state.fetch(&[&rig.url()], lanes(2)).unwrap();
     drop((crowd, asking));
 }
@@ -338,7 +338,7 @@ fn shutting_down_ends_everything_and_closes_the_port() {
         assert!(started.elapsed() < Duration::from_secs(5), "{:?}", started.elapsed());
         assert!(TcpStream::connect(rig.server.address()).is_err(), "the port is still open");
         for raw in [&mut stuck, &mut retired, &mut idle, &mut half] {
-            // Far less than the time after which an idle connection would end by itself.
+            // Far less than the time after which the server closes an idle connection.
             raw.stream.set_read_timeout(Some(Duration::from_secs(2))).unwrap();
             assert!(raw.is_ended(), "a connection is still open");
         }
@@ -374,7 +374,7 @@ fn what_is_sent_can_be_capped() {
     let rig = Rig::configured(&ServerConfig { max_bandwidth: Some(8 * BLOCK as u64), ..ServerConfig::default() });
     rig.server.store().publish(STEP, state.publication(Stability::Private));
     let started = Instant::now();
-    // Four MiB at eight a second, over several connections and over both kinds of them.
+    // Four MiB at eight MiB a second, over several connections of both kinds.
     let url = rig.server.url("127.0.0.1");
     state.fetch(&[&url], FetchOptions { same_host: false, ..lanes(4) }).unwrap();
     state.fetch(&[&url], lanes(2)).unwrap();
@@ -384,7 +384,7 @@ fn what_is_sent_can_be_capped() {
 
 #[test]
 fn a_peer_that_reads_no_message_is_let_go() {
-    // Their header, and its digests, are longer than the buffers of both ends.
+    // The header and the digests are longer than the socket buffers of both ends.
     let state = State::of(&vec![1; 120_000], 1);
     let rig = Rig::with_patience(Duration::from_millis(300));
     rig.server.store().publish(STEP, state.publication(Stability::Private));

@@ -1,4 +1,4 @@
-//! Parts of entries, fetched into the memory of whoever asks: exact, verified, and little besides.
+//! Parts of entries, fetched into the caller's memory: the bytes are exact and verified, and few others are sent.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
 
 mod common;
@@ -11,14 +11,14 @@ use tensorferry_core::{
 };
 use tensorferry_wire::dtype::Dtype;
 
-/// What to take of an entry: `(entry, start, run, repeats)`, and where it goes in a buffer of its own.
+/// The part of an entry to fetch, `(entry, start, run, repeats)`; it goes into a buffer of its own.
 type Part<'a> = (&'a str, u64, u64, Vec<Repeat>);
 
 fn repeat(count: u64, from: u64, to: u64) -> Repeat {
     Repeat { count, from, to }
 }
 
-/// The bytes that a part should bring, and a buffer for it.
+/// The expected bytes of a part, and a buffer to fetch it into.
 fn expected(state: &State, (entry, start, run, repeats): &Part<'_>) -> (Vec<u8>, Vec<u8>) {
     let reach = repeats.iter().map(|r| (r.count - 1) * r.to).sum::<u64>() + run;
     let mut bytes = vec![0xEE; usize::try_from(reach).unwrap()];
@@ -75,7 +75,7 @@ fn parts_of_any_shape_arrive_and_nothing_beside_them() {
         ("w4", 5, 100, vec![repeat(1000, 2000, 150)]),
         ("w4", 200, 3, vec![repeat(3, 600_000, 70), repeat(7, 500, 9)]),
         ("w5", 0, 100_000, vec![]),
-        // Wanted twice, in another place.
+        // The same bytes, requested a second time for another place.
         ("w5", 10, 90_000, vec![]),
         ("w1", 0, 0, vec![]),
     ];
@@ -106,7 +106,7 @@ fn the_way_depends_on_all_that_is_asked_for() {
     let large = 20 * BLOCK as u64;
     let state = State::of(&[20 * BLOCK], 3);
     let rig = Rig::serving(&state);
-    // Bytes that are wanted twice come in two transfers: here a short one first, then two of half the size each.
+    // Bytes that are requested twice come in two transfers: here a short one first, then two of half the size each.
     let short_first = [("w0", 0, 10, vec![]), ("w0", 0, large, vec![])];
     let halves = [("w0", 0, large / 2, vec![]), ("w0", 0, large / 2, vec![])];
     for parts in [short_first, halves] {
@@ -124,10 +124,10 @@ fn a_contiguous_slice_costs_hardly_more_than_itself() {
         let report = fetch(&rig, &state, &[("w0", start as u64, len as u64, vec![])], sliced(2)).unwrap();
         assert!(report.bytes * 100 <= report.wanted * 105, "{} bytes for {}", report.bytes, report.wanted);
     }
-    // Strided: long gaps are left out.
+    // With strides: long gaps are not transferred.
     let far = [("w0", 0, 65_536, vec![repeat(16, 2 * BLOCK as u64, 65_536)])];
     assert_eq!(fetch(&rig, &state, &far, sliced(2)).unwrap().bytes, 16 * (65_536 + 8));
-    // So are short ones, be there few of them or many.
+    // Nor are short gaps, whether there are few or many.
     for count in [16, 100, 2000] {
         let near = [("w0", 0, 8192, vec![repeat(count, 16_384, 8192)])];
         assert_eq!(fetch(&rig, &state, &near, sliced(2)).unwrap().bytes, count * (8192 + 2 * 8));
@@ -144,7 +144,7 @@ fn columns_cost_no_more_than_their_blocks_whatever_the_way() {
         rig.server.store().publish(STEP, state.publication(Stability::Borrowed));
         for same_host in [false, true] {
             let options = FetchOptions { same_host, secret: secret.clone(), ..sliced(3) };
-            // 48 MiB as rows of 12 KiB, of which the middle third is wanted; then runs that begin anywhere.
+            // 48 MiB as rows of 12 KiB, of which the middle third is requested; then runs that begin anywhere.
             let thirds = [("w1", 4096, 4096, vec![repeat(4096, 12_288, 4096)])];
             let report = fetch(&rig, &state, &thirds, options.clone()).unwrap();
             assert_eq!((report.bytes, report.same_host), (4096 * (4096 + 8), same_host));

@@ -1,4 +1,4 @@
-//! Several sources: one stands in for another, and two that differ are never mixed.
+//! Several sources: one takes over for another, and bytes of two that differ are never mixed.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
 
 mod common;
@@ -21,7 +21,7 @@ fn quick(timeout: Duration, count: usize) -> FetchOptions {
 fn a_second_source_takes_over_when_the_first_dies() {
     let state = State::of(&[24 * BLOCK + 9], 1);
     let (first, second) = (Rig::serving(&state), Rig::serving(&state));
-    // The first source opens, sends a few megabytes on each connection, and is never reached again.
+    // The first source is opened, sends a few megabytes on each connection, and cannot be reached afterwards.
     for place in [BLOCK + 40_000, 3 * BLOCK, 6 * BLOCK] {
         let dying = Proxy::new(&first.url(), Fault::Close(place), ALWAYS);
         for count in [1, 2, 4] {
@@ -30,14 +30,14 @@ fn a_second_source_takes_over_when_the_first_dies() {
             assert!(count < 3 || arrived.report().bytes >= 24 << 20);
         }
     }
-    // The first source is gone for good after the opening, between open and fetch.
+    // The first source disappears for good between open and fetch.
     let dying = Proxy::new(&first.url(), Fault::None, 0);
     let second_url = second.url();
     let remote = Remote::open(&[dying.url(), &second_url], STEP, lanes(2)).unwrap();
     let header = remote.header().clone();
     dying.die();
     state.check(&header, &remote.fetch(Destination::Fresh).unwrap());
-    // It was never there.
+    // The first source never existed.
     let nobody = std::net::TcpListener::bind(("127.0.0.1", 0)).unwrap();
     let gone = format!("http://{}/checkpoint/", nobody.local_addr().unwrap());
     drop(nobody);
@@ -46,7 +46,7 @@ fn a_second_source_takes_over_when_the_first_dies() {
 
 #[test]
 fn a_source_with_other_bytes_is_never_mixed_in() {
-    // Equal names and sizes, so equal headers; the first block, the manifest's place, is equal or not.
+    // Names and sizes are equal, and so are the headers; the first block, where the manifest lies, is equal or not.
     let ours = State::of(&[24 * BLOCK], 1);
     let theirs = State::of(&[24 * BLOCK], 2);
     let alike = {
@@ -59,13 +59,13 @@ fn a_source_with_other_bytes_is_never_mixed_in() {
     for (what, other) in [("all other bytes", &theirs), ("two other bytes", &alike)] {
         let second = Rig::serving(other);
         for count in [1, 2, 4] {
-            // Both live: the bytes are those of the source that opened.
+            // Both sources live: the bytes are those of the source that was opened.
             let arrived = ours.fetch(&[&first.url(), &second.url()], lanes(count));
             arrived.unwrap_or_else(|e| panic!("{what}, {count} lanes: {e}"));
         }
         for place in [BLOCK + 40_000, 5 * BLOCK, 9 * BLOCK] {
             for count in [1, 2] {
-                // The first dies midway: an error, or everything from the second, but never some of each.
+                // The first source dies midway: the result is an error or the second's bytes, but never some of each.
                 let dying = Proxy::new(&first.url(), Fault::Close(place), ALWAYS);
                 let second_url = second.url();
                 let urls = [dying.url(), &second_url];
@@ -79,8 +79,8 @@ fn a_source_with_other_bytes_is_never_mixed_in() {
     }
 }
 
-/// Passes requests on to `rig`, slowly enough that other lanes get their share, until it was asked for digests up to
-/// block `last`: with that answer it is gone.
+/// Passes requests on to `rig`, slowly enough that other lanes get their share. It disappears after its answer to a
+/// request for digests up to block `last`.
 fn gone_after_the_digests(rig: &Rig, last: usize) -> Liar {
     let (address, gone) = (rig.server.address(), AtomicBool::new(false));
     let (ours, prefix) = ("/checkpoint/".to_owned(), rig.path(""));
@@ -104,14 +104,14 @@ fn gone_after_the_digests(rig: &Rig, last: usize) -> Liar {
 
 #[test]
 fn a_source_that_ends_the_connection_with_every_answer_will_do() {
-    // What some proxies do. The manifest is longer than the first read, so that opening takes several requests.
+    // Some proxies do this. The manifest is longer than the first read, so that opening takes several requests.
     let state = State::of(&[8 * BLOCK], 1).with(tensorferry_wire::container::MANIFEST_ENTRY, vec![1; 2 * BLOCK]);
     let rig = Rig::serving(&state);
     let closing = gone_after_the_digests(&rig, usize::MAX);
     for count in [1, 3] {
         let options = FetchOptions { same_host: false, ..lanes(count) };
         assert_eq!(state.fetch(&[&closing.url()], options).unwrap().report().retries, 0);
-        // Behind that name are other paths than the proxy's: what is refused there is asked for here.
+        // The server at the local name has other paths than the proxy: requests refused there go to the proxy.
         state.fetch(&[&closing.url()], lanes(count)).unwrap();
     }
 }
@@ -121,7 +121,7 @@ fn what_one_source_vouched_for_is_not_completed_from_another() {
     let (ours, theirs) = (State::of(&[24 * BLOCK], 1), State::of(&[24 * BLOCK], 2));
     let (first, second) = (Rig::serving(&ours), Rig::serving(&theirs));
     for _ in 0..3 {
-        // Half of the bytes come from each; the first says which ones are its own, and dies.
+        // Half of the bytes come from each source; the first sends digests, which identify its own bytes, and dies.
         let dying = gone_after_the_digests(&first, 24);
         let (dying_url, second_url) = (dying.url(), second.url());
         let remote = Remote::open(&[&dying_url, &second_url], STEP, quick(PATIENCE, 2)).unwrap();
@@ -141,7 +141,7 @@ fn reserved_entries_and_payload_never_come_from_two_snapshots() {
     let second_url = second.url();
     let remote = Remote::open(&[dying.url(), &second_url], STEP, lanes(2)).unwrap();
     dying.die();
-    // Only the manifest differs, and it is here already: the rest must not come from where it would be another.
+    // Only the manifests differ, and the first source's has arrived: the rest must not come from the second source.
     let failed = remote.fetch(Destination::Fresh).unwrap_err();
     assert_eq!(failed.kind(), ErrorKind::Changed, "{failed}");
 }

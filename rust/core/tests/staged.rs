@@ -1,4 +1,4 @@
-//! Receives in waves: what passes through memory that is used again for the next wave, verified before it is handed on.
+//! Receives in waves: bytes pass through memory that the next wave reuses, and are verified before they are handed on.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
 
 mod common;
@@ -13,7 +13,8 @@ use tensorferry_core::{Arrived, Destination, Error, ErrorKind, FetchOptions, Rem
 
 const POISON: u8 = 0xA5;
 
-/// Brings all waves, through memory that is poisoned before each; returns what passed, the number of waves and the rest.
+/// Fetches all waves through memory that is poisoned before each. Returns the bytes that passed, the number of waves
+/// and the finished receive.
 fn run(mut waves: StagedFetch, most: usize, count: usize) -> Result<(Vec<Vec<u8>>, usize, Arrived), Error> {
     let (mut passed, mut turns) = (vec![Vec::new(); count], 0);
     loop {
@@ -33,7 +34,7 @@ fn run(mut waves: StagedFetch, most: usize, count: usize) -> Result<(Vec<Vec<u8>
 
 #[test]
 fn what_passes_and_what_stays_are_complete() {
-    // Large and small ones, host memory in between, and more than one wave.
+    // Large and small entries, some in host memory between them, and more than one wave.
     let state = State::of(&[5 * BLOCK + 17, 3, 700, 9 * BLOCK, 0, BLOCK, 40, 6 * BLOCK - 1, 2 * BLOCK], 1);
     let rig = Rig::new();
     for (stability, same_host, passing) in [
@@ -95,13 +96,13 @@ fn damage_never_passes() {
     assert_eq!(failed.kind(), ErrorKind::Corrupt, "{failed}");
 }
 
-/// A way to `rig` over the network that counts the connections.
+/// A relay to `rig` over the network that counts the connections.
 fn counted(rig: &Rig) -> (String, Arc<AtomicUsize>) {
     let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
     let (here, there) = (listener.local_addr().unwrap(), rig.server.address());
     let count = Arc::<AtomicUsize>::default();
     let made = Arc::clone(&count);
-    // They end with the test: each when one of its two ends closes.
+    // The threads end with the test: each when one of its two sockets closes.
     std::thread::spawn(move || {
         for client in listener.incoming().map_while(Result::ok) {
             made.fetch_add(1, Ordering::SeqCst);

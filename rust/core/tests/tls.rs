@@ -1,4 +1,4 @@
-//! TLS: the same bytes, unseen; another certificate is refused, and whoever does not speak it harms nobody.
+//! TLS: the same bytes arrive, encrypted; another certificate is refused, and clients without TLS harm no others.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
 
 mod common;
@@ -41,7 +41,7 @@ fn fetch(url: &str, options: FetchOptions) -> Result<(), Error> {
     Remote::open(&[url], STEP, options)?.fetch(Destination::Fresh).map(drop)
 }
 
-/// The error of a receive from `url`, which must come long before its deadline.
+/// The error of a receive from `url`, which must fail long before its deadline.
 fn refused_at_once(url: &str) -> Error {
     let started = Instant::now();
     let refused = fetch(url, options()).unwrap_err();
@@ -67,7 +67,7 @@ fn every_byte_arrives() {
                 assert_eq!(both.report().troubles.len(), 0, "{:?}", both.report().troubles);
             }
         }
-        // Many small entries: the receive goes into many places.
+        // Many small entries: the receive writes to many places.
         let many = State::of(&vec![1500; 3000], 5);
         rig.server.store().publish(STEP, many.publication(Stability::Private));
         many.fetch(&[&rig.url()], FetchOptions { secret: secret.clone(), ..options() }).unwrap();
@@ -103,7 +103,7 @@ fn another_certificate_is_refused_and_named() {
     assert_eq!(refused.kind(), ErrorKind::Unproven, "{refused}");
     assert!(refused.to_string().contains(&format!("has the fingerprint {}", &pin(&rig.url())[8..])), "{refused}");
     assert!(refused.to_string().contains(&pin(&other.url())[8..]), "{refused}");
-    // Somebody in between with a certificate of his own is left for the source itself.
+    // The receiver leaves a man in the middle, who has another certificate, and fetches from the source itself.
     state.fetch(&[&url, &rig.url()], options()).unwrap();
     assert_eq!(rig.server.store().active(), 0);
 }
@@ -175,7 +175,7 @@ fn the_deadline_holds_in_the_handshake_and_after_it() {
     const SHORT: Duration = Duration::from_millis(1500);
     let state = State::of(&[12 * BLOCK], 1);
     let rig = serving(&state);
-    // One byte a millisecond is a record in sixteen seconds: no single receive waits long.
+    // At one byte a millisecond a record takes sixteen seconds, although no single read of the socket waits long.
     for fault in [Fault::Stall(0), Fault::Stall(200), Fault::Stall(2 * BLOCK), Fault::Drip(1)] {
         for stall in [Duration::from_millis(500), Duration::from_mins(1)] {
             let proxy = Proxy::new(&rig.url(), fault, ALWAYS);
@@ -209,7 +209,7 @@ fn a_receive_can_be_cancelled_in_the_handshake_and_after_it() {
 
 #[test]
 fn borrowed_memory_is_let_go_of_in_time() {
-    // Ranges of 16 MiB: what is left of one does not fit into the sockets' buffers.
+    // With ranges of 16 MiB, the unread rest of one does not fit into the sockets' buffers.
     let state = State::of(&[64 * BLOCK], 1);
     let rig = Rig::configured(&config());
     rig.server.store().publish(STEP, state.publication(Stability::Borrowed));
@@ -224,7 +224,7 @@ fn borrowed_memory_is_let_go_of_in_time() {
     assert!(receiving.join().unwrap().is_err());
 }
 
-/// Passes connections on to `rig` and keeps a copy of everything.
+/// Passes connections on to `rig` and keeps a copy of all bytes.
 fn listening_in(rig: &Rig, url: &str) -> (String, Arc<Mutex<Vec<u8>>>) {
     let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
     let (here, there) = (listener.local_addr().unwrap(), rig.server.address());

@@ -1,4 +1,4 @@
-//! Withdrawing a snapshot: the trainer goes on at once, or after a bounded wait, and its memory is left alone.
+//! Withdrawing a snapshot: the trainer goes on at once or after a bounded wait, and its memory is not read any more.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
 
 mod common;
@@ -15,11 +15,11 @@ use tensorferry_core::{
 };
 use tensorferry_wire::dtype::Dtype;
 
-/// More than the socket buffers of both ends hold, so that a reader who does not read keeps the transfer running.
+/// More than the socket buffers of both ends hold, so that a client that does not read keeps the transfer running.
 const LARGE: usize = 32 * BLOCK;
 const POISON: u8 = 0xA5;
 
-/// Counts how often it, or a clone of it given away, was dropped.
+/// An owner of memory that counts how often it, or a clone of it, was dropped.
 struct Owner(Arc<AtomicUsize>);
 
 impl Drop for Owner {
@@ -28,7 +28,7 @@ impl Drop for Owner {
     }
 }
 
-/// Memory of a trainer: served as it is, and overwritten while the server lives on.
+/// Memory of a trainer, which is served without a copy and overwritten while the server lives on.
 struct Trained {
     memory: Vec<u8>,
     expected: Vec<u8>,
@@ -40,7 +40,7 @@ impl Trained {
         Self { memory: expected.clone(), expected }
     }
 
-    /// Lent for as long as `self` lives, which outlives every server in these tests.
+    /// Lends the memory for as long as `self` lives, which outlives every server in these tests.
     fn publication(&mut self) -> Publication {
         let (address, len) = (self.memory.as_mut_ptr() as usize, self.memory.len());
         // SAFETY: the tests keep `self` until their server is gone.
@@ -54,7 +54,7 @@ impl Trained {
     }
 }
 
-/// A reader that has asked for the whole container and read its head alone.
+/// A client that has requested the whole container and read only the head of the answer.
 fn begin(rig: &Rig) -> (Raw, usize) {
     let mut raw = Raw::to(rig);
     raw.send("GET", &rig.path("7.safetensors"), &[]);
@@ -82,7 +82,7 @@ fn a_private_copy_is_let_go_at_once_and_its_reader_finishes() {
         }
     }
     assert!(reader.buffer.ends_with(state.bytes("w0")));
-    // The connection is kept open: it is the end of the answer that lets go.
+    // The connection is kept open: the end of the answer is what releases the owner.
     eventually("the owner is dropped", || dropped.load(Ordering::SeqCst) == 1);
     assert_eq!(rig.server.store().active(), 0);
 }
@@ -135,7 +135,7 @@ fn borrowed_memory_waits_for_a_reader_that_moves_on() {
 
 #[test]
 fn borrowed_memory_is_never_read_again_once_withdraw_has_returned() {
-    // Zero patience too: cut at once.
+    // Zero patience is included: then readers are cut at once.
     for (round, patience) in [0, 300, 50, 0].into_iter().map(Duration::from_millis).enumerate() {
         let mut trained = Trained::new(round as u64);
         let rig = Rig::new();
@@ -175,7 +175,7 @@ fn poison_stays_at_home_also_when_many_readers_are_in_full_swing() {
         std::thread::sleep(Duration::from_millis(5 * round));
         rig.server.store().withdraw(Duration::ZERO);
         trained.train();
-        // Ends the connections of those that were through before the withdrawal.
+        // Closes the connections of the readers that had finished before the withdrawal.
         rig.server.shutdown(PATIENCE);
         for reader in readers {
             let (body, length) = reader.join().unwrap();
@@ -250,7 +250,7 @@ fn withdrawn_private_snapshots_do_not_pile_up() {
         store.publish(STEP, state.owned_by(Stability::Private, Box::new(Owner(Arc::clone(&dropped)))));
         readers.push(begin(&rig));
         store.withdraw(Duration::ZERO);
-        // Two may be finishing; the others are cut.
+        // Readers of two snapshots may finish; the others are cut.
         eventually("old snapshots go", || dropped.load(Ordering::SeqCst) >= round.saturating_sub(2));
         assert!(store.active() <= 3);
     }
@@ -275,14 +275,14 @@ fn a_receive_of_many_requests_finishes_from_a_withdrawn_copy() {
     let store = rig.server.store();
     store.publish(STEP, old.owned_by(Stability::Private, Box::new(Owner(Arc::clone(&dropped)))));
     let remote = Remote::open(&[&rig.url()], STEP, lanes(3)).unwrap();
-    // Opened, and nobody reads at this moment.
+    // The snapshot was opened, and nothing is being read at this moment.
     eventually("no answer is under way", || store.active() == 0);
     assert_eq!(store.withdraw(PATIENCE), Withdrawn::Clean);
     store.publish(STEP + 1, new.publication(Stability::Private));
     let header = remote.header().clone();
     old.check(&header, &remote.fetch(Destination::Fresh).unwrap());
     eventually("the copy is let go of", || dropped.load(Ordering::SeqCst) == 1);
-    // Whoever comes without having begun gets what is served now.
+    // A receiver that has not begun yet gets the snapshot that is served now.
     assert_eq!(get(&rig, &rig.path("7.safetensors"), &[]).status, 400);
     let remote = Remote::open(&[&rig.url()], STEP + 1, lanes(3)).unwrap();
     let header = remote.header().clone();
@@ -302,18 +302,18 @@ fn no_more_than_two_withdrawn_copies_are_kept() {
     }
     store.publish(4, state.publication(Stability::Borrowed));
     eventually("two are gone", || dropped.load(Ordering::SeqCst) == 2);
-    // The latest first: they do not wait for ever.
+    // The latest is fetched first, because withdrawn copies do not wait for ever.
     let ended: Vec<_> = begun.into_iter().rev().map(|remote| remote.fetch(Destination::Fresh).is_ok()).collect();
     assert_eq!(ended, [true, true, false, false]);
 }
 
-/// A server that takes a while for [`LARGE`] bytes.
+/// A server that is slow enough to need a while for [`LARGE`] bytes.
 fn slow() -> Rig {
     let patience = PATIENCE;
     Rig::configured(&ServerConfig { patience, max_bandwidth: Some(32 << 20), ..ServerConfig::default() })
 }
 
-/// The entity tag of what `rig` serves, learned without beginning a receive.
+/// The entity tag of the snapshot that `rig` serves, obtained without beginning a receive.
 fn etag_of(rig: &Rig) -> String {
     common::raw::request(rig, "HEAD", &rig.path("7.safetensors"), &[]).header("etag").unwrap().to_owned()
 }
@@ -335,7 +335,7 @@ fn a_receive_of_many_requests_goes_on_while_it_is_drained() {
                     (arrived, Instant::now())
                 });
                 eventually("a quarter is there", || progress.load(Ordering::Relaxed) > LARGE as u64 / 4);
-                // Who begins now has to wait.
+                // A receiver that begins now has to wait.
                 let mut late = Raw::to(&rig);
                 let withdrawing = scope.spawn(|| (rig.server.store().withdraw(PATIENCE), Instant::now()));
                 eventually("the gate is closed", || !rig.server.store().is_allowed());
@@ -365,7 +365,7 @@ fn a_withdrawal_waits_only_for_whom_may_come_back() {
         (ended, started.elapsed())
     };
     let at_once = Duration::from_secs(1);
-    // Nobody came; or somebody looked, and is still there; or all receives are over.
+    // There was no client; or one sent requests that begin no receive and is still connected; or all receives are over.
     store.publish(STEP, state.publication(Stability::Borrowed));
     assert!(withdraw().1 < at_once);
     store.publish(STEP, state.publication(Stability::Borrowed));
@@ -380,7 +380,7 @@ fn a_withdrawal_waits_only_for_whom_may_come_back() {
         state.fetch(&[&rig.url()], FetchOptions { same_host, ..lanes(3) }).unwrap();
         assert!(withdraw().1 < at_once, "same_host={same_host}");
     }
-    // One that hangs up between two requests, and one that falls silent.
+    // One receiver hangs up between two requests, and one falls silent.
     for (leaves, most) in [(true, Duration::from_secs(1)), (false, Duration::from_secs(4))] {
         store.publish(STEP, state.publication(Stability::Borrowed));
         let remote = Remote::open(&[&rig.url()], STEP, lanes(3)).unwrap();
@@ -394,7 +394,7 @@ fn a_withdrawal_waits_only_for_whom_may_come_back() {
         assert_eq!(failed.kind(), ErrorKind::Changed, "{failed}");
         assert!(started.elapsed() < Duration::from_secs(2));
     }
-    // One that has only asked for digests, by the snapshot's name, may ask for bytes next.
+    // A client that has only requested digests, by the snapshot's tag, may request bytes next.
     store.publish(STEP, state.publication(Stability::Borrowed));
     let etag = etag_of(&rig);
     let mut compares = Raw::to(&rig);
@@ -408,7 +408,7 @@ fn a_withdrawal_waits_only_for_whom_may_come_back() {
         assert_eq!(compares.answer().status, 206);
         assert_eq!(withdrawing.join().unwrap().0, Withdrawn::Drained);
     });
-    // One whose connection breaks in an answer is given time to come by another one.
+    // A receiver whose connection breaks during an answer is given time to open another one.
     store.publish(STEP, state.publication(Stability::Borrowed));
     let etag = etag_of(&rig);
     let mut breaks = Raw::to(&rig);
@@ -447,7 +447,7 @@ fn what_is_gone_is_said_to_be_gone_at_once() {
             }
             assert!(started.elapsed() < PATIENCE / 2, "{stability:?} {what}");
         };
-        // Read, and then left alone for longer than a withdrawn copy waits.
+        // The snapshot is read once, and then no request comes for longer than a withdrawn copy waits.
         assert_eq!(get(&rig, &rig.path("7/header"), &[("If-Match", &etag)]).status, 200);
         store.withdraw(PATIENCE);
         std::thread::sleep(Duration::from_secs(3));
@@ -456,7 +456,7 @@ fn what_is_gone_is_said_to_be_gone_at_once() {
         gone("replaced");
         store.withdraw(PATIENCE);
         gone("and that withdrawn");
-        // Others than ours never were.
+        // A tag of another server never named a snapshot here.
         let foreign = get(&rig, &rig.path("7.safetensors"), &[("If-Match", "\"0123456789abcdef-1\"")]);
         assert_eq!(foreign.status, 412);
     }
@@ -480,7 +480,7 @@ fn a_lingering_snapshot_is_there_for_its_own_step_and_tag_alone() {
     assert_eq!(ask("8.safetensors", &etag).status, 412);
     assert_eq!(ask("7.safetensors", &format!("W/{etag}")).status, 412);
     assert_eq!(ask("7.safetensors", &format!("\"x\", {etag}")).status, 206);
-    // With nothing served, whoever is content with anything waits at the gate.
+    // While nothing is served, a request that accepts any tag waits at the gate.
     store.withdraw(PATIENCE);
     let mut waiting = Raw::to(&rig);
     waiting.send("GET", &rig.path("7.safetensors"), &[("If-Match", "*"), range]);

@@ -1,4 +1,4 @@
-//! The columns behind [`crate::rows::PyRows`]: what is known of the tensors of a state, without Python objects.
+//! The columns behind [`crate::rows::PyRows`]: descriptions of the tensors of a state, without Python objects.
 //!
 //! Names and dimensions are concatenated instead of one allocation each: 100,000 tensors take a handful of allocations.
 
@@ -31,7 +31,7 @@ pub(crate) struct Columns {
     pub(crate) starts: ByAddress<usize>,
 }
 
-/// What is found by an address of this process. No peer chooses those: they need no keyed hash.
+/// A map from addresses of this process. No peer chooses addresses, so they need no keyed hash.
 pub(crate) type ByAddress<T> = HashMap<usize, T, BuildHasherDefault<AddressHasher>>;
 
 /// One multiplication for each address.
@@ -61,7 +61,7 @@ pub(crate) type Span = (i64, u32, usize, usize);
 /// The address space of host memory.
 const HOST: u32 = 0;
 
-/// What a row says beside its name.
+/// The fields of a row apart from its name.
 pub(crate) struct Row<'a> {
     pub(crate) dtype: Dtype,
     pub(crate) shape: &'a [u64],

@@ -32,7 +32,7 @@ use crate::errors;
 #[pyclass(name = "Arena", module = "tensorferry._native", frozen)]
 pub(crate) struct PyArena {
     arena: Arena,
-    /// What the entries are; those of storages that were only announced have no header.
+    /// Describes the entries; those of storages that were only announced have no header.
     header: Option<Arc<Header>>,
     /// Where each lies and its length in bytes, `None` if it is not here.
     places: Vec<Option<(u64, u64)>>,

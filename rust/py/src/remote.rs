@@ -177,7 +177,7 @@ impl PyRemote {
         tree.transpose()
     }
 
-    /// The pickle of everything that is no plain tensor.
+    /// The pickle of everything other than plain tensors.
     #[getter]
     fn pickle<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyBytes>>> {
         self.with(py, |remote| Ok(remote.reserved(container::PICKLE_ENTRY).map(|b| PyBytes::new(py, b))))
@@ -287,7 +287,7 @@ impl PyRemote {
     }
 }
 
-/// What has arrived, as Python gets it: the arena and a report.
+/// Converts a finished receive for Python: the arena and a report.
 pub(crate) fn handed_over(arrived: Arrived, header: &Arc<Header>) -> (PyArena, PyReport) {
     let (arena, offsets, report) = arrived.into_parts();
     (PyArena::new(arena, Arc::clone(header), offsets), PyReport(report))

@@ -31,14 +31,14 @@ use crate::memory::{Described, Exchange, TURN, borrowed};
 pub(crate) struct PyRows {
     tensor: Py<PyType>,
     parameter: Py<PyType>,
-    /// What a container can say of torch's dtypes.
+    /// How torch's dtypes are named in a container.
     dtypes: Vec<(Py<PyAny>, Dtype)>,
     /// `None`: this torch does not offer it, and every tensor is read in Python.
     exchange: Option<Exchange>,
     /// `object.__getstate__`: returns attributes without making a dict for them, which an object would keep.
     attributes: Py<PyAny>,
     memory: Py<PyList>,
-    /// What keeps the memory of each row: of a tensor its storage, since a tensor can be given another one at any time.
+    /// Keeps the memory of each row alive: a tensor's storage, since a tensor can be given another one at any time.
     owners: Py<PyList>,
     columns: Mutex<Columns>,
     /// Leaves since the last turn of other threads.
@@ -154,7 +154,7 @@ impl PyRows {
 
     /// Counts a leaf, and lets other threads of the interpreter run after every `TURN` of them.
     fn turn(&self, py: Python<'_>) {
-        // The interpreter is held: nobody counts at the same time.
+        // The interpreter is held, so no other thread counts at the same time.
         let leaves = self.leaves.load(Ordering::Relaxed) + 1;
         self.leaves.store(leaves % TURN, Ordering::Relaxed);
         if leaves >= TURN {
@@ -162,7 +162,7 @@ impl PyRows {
         }
     }
 
-    /// Text for one child: of a tensor its number, of everything else what `node` gives.
+    /// The text for one child: the number of a tensor, or the text that `node` returns for anything else.
     fn child(&self, text: &mut String, value: &Bound<'_, PyAny>, path: [&str; 2], by: &Walk<'_, '_>) -> PyResult<()> {
         if self.is_tensor(value) {
             let number = self.number(value, path, by.other)?;
@@ -224,7 +224,7 @@ impl PyRows {
         self.memory.clone_ref(py)
     }
 
-    /// What keeps the memory of each row alive, whatever becomes of the tensor it was read from.
+    /// Keeps the memory of each row alive, even if the tensor it was read from is freed or gets other memory.
     #[getter]
     fn owners(&self, py: Python<'_>) -> Py<PyList> {
         self.owners.clone_ref(py)

@@ -129,7 +129,7 @@ pub(crate) fn run_until<T: Send>(
         std::thread::scope(|scope| {
             let worker =
                 std::thread::Builder::new().name("tensorferry-wait".to_owned()).spawn_scoped(scope, move || {
-                    // The receiver is gone only after a signal, and then nobody wants the result.
+                    // The receiver is gone only after a signal, and then the result is not needed.
                     let _ = done.send(work());
                 });
             if let Err(e) = worker {

@@ -1,4 +1,4 @@
-//! `Secret`: what sources and receivers of a job share, held where Python cannot show it.
+//! `Secret`: the secret that sources and receivers of a job share, held where Python cannot show it.
 
 use pyo3::prelude::*;
 use tensorferry_core::Secret;

@@ -201,7 +201,7 @@ impl Drop for PyServer {
             // Ending transfers waits for runtime threads, which may be waiting for the interpreter.
             Python::attach(|py| py.detach(|| drop(inner)));
         } else {
-            // In a forked child there is nobody to wait for.
+            // In a forked child there are no readers to wait for.
             std::mem::forget(inner);
         }
     }

@@ -1,4 +1,4 @@
-//! Containers in files, and slices of them and of what other processes serve.
+//! Containers in files, and slices of them and of containers that other processes serve.
 //!
 //! The functions here take whole lists and make one call into the engine each: a reshard has tens of thousands of
 //! slices.
@@ -20,7 +20,7 @@ use crate::secret::PySecret;
 /// `(entry, dtype, nbytes, start, run, address, [(count, from, to), ...])`.
 type SliceTuple = (String, String, u64, u64, u64, usize, Vec<(u64, u64, u64)>);
 
-/// The engine's slices for what Python gave.
+/// Converts the slices that Python passed to the engine's.
 ///
 /// # Errors
 /// `InvalidArgument` for a dtype that no container has.

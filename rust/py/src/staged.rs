@@ -40,7 +40,7 @@ impl ProgressReporter {
     /// Calls `progress`, if there is one, with the bytes here and the bytes in all.
     ///
     /// # Errors
-    /// What `progress` raises.
+    /// The exception that `progress` raised.
     pub(crate) fn tell(&self, py: Python<'_>) -> PyResult<()> {
         // Bytes that had to be fetched again count once.
         let received = self.received.load(Ordering::Relaxed).min(self.total);

@@ -1,9 +1,22 @@
-//! The header of a container: what a safetensors file begins with, and nothing safetensors would refuse.
+//! The header of a container: the beginning of a safetensors file, restricted to what safetensors accepts.
 //!
 //! A container is an 8-byte little-endian length, that many bytes of JSON (padded with spaces), then the payload
-//! without holes. A [`Header`] exists only in a valid state: names are unique, every entry has the size its shape and
-//! type ask for, and the entries cover the payload from 0 to its end without gap or overlap. Entries of no bytes may
-//! lie where another entry begins or ends, as in safetensors. The order of entries is the order in the document.
+//! without holes. The JSON maps the name of each entry to its element type, shape and offsets:
+//!
+//! ```text
+//! {"__metadata__":{"format":"pt"},"weight":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]}}
+//! ```
+//!
+//! A [`Header`] exists only in a valid state. [`Header::new`] and [`Header::decode`] check that
+//!
+//! - names are unique and none is `__metadata__`, and no key of the metadata occurs twice;
+//! - every entry has the size that its shape and element type require, in whole bytes;
+//! - the entries cover the payload from 0 to its end without gap or overlap, and that end fits an i64.
+//!
+//! Entries of no bytes may lie where another entry begins or ends, as in safetensors. The order of entries is the order
+//! in the document. Receivers and readers of files rely on these guarantees when they compute addresses and lengths
+//! from offsets. A header says nothing about the bytes behind it: the caller compares [`Header::payload_len`] with the
+//! length of the container.
 
 use std::borrow::Cow;
 
@@ -13,15 +26,15 @@ use crate::distinct::Distinct;
 use crate::dtype::Dtype;
 use crate::json::{Cursor, JsonError};
 
-/// Longest JSON text of a header, the limit of safetensors.
+/// Longest JSON text of a header in bytes, padding included: the limit of safetensors.
 pub const MAX_HEADER_LEN: u64 = 100_000_000;
-/// What the names of entries begin with that are not leaves of the state.
+/// Prefix of the names that the format reserves: entries whose names begin with it are not plain leaves of the state.
 pub const RESERVED_PREFIX: &str = "__tensorferry__/";
-/// The entry with the manifest.
+/// The entry with the manifest ([`crate::manifest`]).
 pub const MANIFEST_ENTRY: &str = "__tensorferry__/manifest";
-/// The entry with what had to be pickled.
+/// The entry with the pickle of all objects that the manifest's tree refers to.
 pub const PICKLE_ENTRY: &str = "__tensorferry__/pickle";
-/// The entry with the checksums of what lies before it in a file.
+/// The last entry of a container in a file: the checksums ([`crate::digest`]) of the payload before it.
 pub const DIGESTS_ENTRY: &str = "__tensorferry__/digests";
 
 const PREFIX_LEN: usize = 8;
@@ -30,14 +43,14 @@ const METADATA: &str = "__metadata__";
 /// The sizes of a tensor's dimensions, in elements.
 pub type Shape = SmallVec<[u64; 4]>;
 
-/// A header that is not valid. Names are clipped to a readable length.
+/// Why a header is not valid. Names of entries are clipped to a readable length.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs, reason = "the messages say what the fields are")]
 pub enum HeaderError {
-    /// Fewer bytes than the header says it has.
+    /// There are fewer bytes than the length prefix announces.
     #[error("header cut short: {have} bytes instead of {need}")]
     Truncated { have: u64, need: u64 },
-    /// More bytes than the header says it has.
+    /// There are more bytes than the length prefix announces.
     #[error("{0} bytes after the header's end")]
     Trailing(u64),
     /// The length prefix is beyond [`MAX_HEADER_LEN`].
@@ -49,10 +62,10 @@ pub enum HeaderError {
     /// The JSON is not UTF-8.
     #[error("header is not UTF-8 at byte {at}")]
     Utf8 { at: usize },
-    /// The JSON is not that of a header.
+    /// The text is not valid JSON, or not the JSON of a header.
     #[error("header is malformed {0}")]
     Json(#[from] JsonError),
-    /// Something other than spaces after the JSON.
+    /// The JSON is followed by something other than spaces.
     #[error("header goes on after its JSON at byte {at}")]
     AfterJson { at: usize },
     /// Two entries share a name.
@@ -61,16 +74,16 @@ pub enum HeaderError {
     /// An entry is named `__metadata__`.
     #[error("an entry may not be named \"__metadata__\"")]
     ReservedName,
-    /// The metadata is there twice or has a key twice.
+    /// `__metadata__` occurs twice, or one of its keys does.
     #[error("metadata has {key:?} twice")]
     DuplicateMetadata { key: String },
-    /// A field that entries do not have.
+    /// An entry has a field other than `dtype`, `shape` and `data_offsets`.
     #[error("entry {name:?} has an unknown field {field:?}")]
     UnknownField { name: String, field: String },
-    /// A field is there twice.
+    /// An entry has a field twice.
     #[error("entry {name:?} has the field {field:?} twice")]
     DuplicateField { name: String, field: &'static str },
-    /// A field is not there.
+    /// An entry lacks a field.
     #[error("entry {name:?} has no field {field:?}")]
     MissingField { name: String, field: &'static str },
     /// An element type that safetensors does not have.
@@ -91,7 +104,7 @@ pub enum HeaderError {
     /// The shape has more bits than a u64 can count.
     #[error("entry {name:?} has a shape that overflows")]
     ShapeOverflow { name: String },
-    /// The payload is longer than offsets into files and memory can say.
+    /// The payload is longer than the largest i64, the bound of offsets into files and memory.
     #[error("entry {name:?} ends at {end}, beyond what can be addressed")]
     TooLarge { name: String, end: u64 },
     /// A packed type ends within a byte.
@@ -102,7 +115,7 @@ pub enum HeaderError {
     Alignment(u64),
 }
 
-/// A name as it may stand in a message: a hostile one can be as long as the header.
+/// At most the first 200 bytes of a name, for error messages: a hostile name can be as long as the header.
 fn clip(name: &str) -> String {
     let mut end = name.len().min(200);
     while !name.is_char_boundary(end) {
@@ -111,7 +124,7 @@ fn clip(name: &str) -> String {
     if end < name.len() { format!("{}...", &name[..end]) } else { name.to_owned() }
 }
 
-/// One tensor: bytes `start..end` of the payload.
+/// One tensor: bytes `start..end` of the payload, with the type and shape to read them by.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Entry {
     /// Unique within the header.
@@ -127,19 +140,22 @@ pub struct Entry {
 }
 
 impl Entry {
-    /// Its length in bytes.
+    /// Length of the entry in bytes.
     #[must_use]
     pub fn nbytes(&self) -> u64 {
         self.end - self.start
     }
 
-    /// Whether this is a leaf of the state, not part of the machinery under [`RESERVED_PREFIX`].
+    /// Whether this is a plain leaf of the state: its name does not begin with [`RESERVED_PREFIX`].
+    ///
+    /// The manifest counts plain leaves in document order: leaf `n` is the `n`-th entry for which this is true.
     #[must_use]
     pub fn is_plain(&self) -> bool {
         !self.name.starts_with(RESERVED_PREFIX)
     }
 
-    /// The length its shape and type ask for, counted the way safetensors counts.
+    /// The length in bytes that the entry's shape and type require, computed as safetensors does: dimensions are
+    /// multiplied in order, so that a zero in front keeps the product from overflowing.
     fn expected_nbytes(&self) -> Result<u64, HeaderError> {
         let overflow = || HeaderError::ShapeOverflow { name: clip(&self.name) };
         let elements = self.shape.iter().try_fold(1u64, |n, &dim| n.checked_mul(dim)).ok_or_else(overflow)?;
@@ -151,7 +167,7 @@ impl Entry {
     }
 }
 
-/// A valid header.
+/// A valid header: the guarantees in the documentation of [this module](self) hold.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Header {
     metadata: Vec<(String, String)>,
@@ -162,7 +178,10 @@ pub struct Header {
 }
 
 impl Header {
-    /// A header of these entries in this order, after checking them against each other.
+    /// A header of these entries in this order, after checking each of them and all against each other.
+    ///
+    /// # Errors
+    /// The first fault found: repeated names and keys first, then the entries in the order of their offsets.
     pub fn new(metadata: Vec<(String, String)>, entries: Vec<Entry>) -> Result<Self, HeaderError> {
         check_unique(&metadata, &entries)?;
         let count = u32::try_from(entries.len()).map_err(|_| HeaderError::TooLong(entries.len() as u64))?;
@@ -202,7 +221,7 @@ impl Header {
         &self.entries
     }
 
-    /// Number and entry of each, by its place in the payload.
+    /// Each entry with its index in [`Header::entries`], in payload order.
     pub fn in_payload_order(&self) -> impl Iterator<Item = (usize, &Entry)> {
         self.by_offset.iter().map(|&i| (i as usize, &self.entries[i as usize]))
     }
@@ -219,7 +238,8 @@ impl Header {
         self.payload_len
     }
 
-    /// The entries that own any of the payload's bytes `start..end`, in payload order.
+    /// The entries to which any of the payload's bytes `start..end` belong, in payload order. Entries of no bytes are
+    /// never among them.
     pub fn covering(&self, start: u64, end: u64) -> impl Iterator<Item = &Entry> {
         let first = self.by_offset.partition_point(|&i| self.entries[i as usize].end <= start);
         self.by_offset[first..]
@@ -229,7 +249,13 @@ impl Header {
             .filter(move |entry| entry.start.max(start) < entry.end.min(end))
     }
 
-    /// The bytes a container begins with, padded so that their number is a multiple of `align` (itself one of 8).
+    /// The first bytes of a container: length prefix and JSON, padded with spaces to a multiple of `align` bytes.
+    ///
+    /// [`Header::decode`] returns an equal header for them.
+    ///
+    /// # Errors
+    /// [`HeaderError::Alignment`] if `align` is not a positive multiple of 8 (with 8, the payload is aligned as
+    /// safetensors writes it); [`HeaderError::TooLong`] if the JSON is beyond [`MAX_HEADER_LEN`].
     pub fn encode(&self, align: u64) -> Result<Vec<u8>, HeaderError> {
         if align == 0 || !align.is_multiple_of(8) {
             return Err(HeaderError::Alignment(align));
@@ -282,7 +308,8 @@ impl Header {
         out.push(b'}');
     }
 
-    /// How many bytes a header has in all, from its first 8, so that they can be asked for.
+    /// The length in bytes of a whole header, prefix included, computed from its first 8 bytes. A receiver that has
+    /// only read the prefix learns from it how much more to request; the result is at most `8 + MAX_HEADER_LEN`.
     pub fn total_len(prefix: [u8; 8]) -> Result<u64, HeaderError> {
         match u64::from_le_bytes(prefix) {
             len @ 0..2 => Err(HeaderError::TooShort(len)),
@@ -291,7 +318,19 @@ impl Header {
         }
     }
 
-    /// Reads a header: its 8-byte prefix and its JSON, exactly.
+    /// Reads a header from its 8-byte prefix and its JSON; `bytes` must end where the JSON's padding does.
+    ///
+    /// The JSON begins with `{` and may be followed by spaces only. Each entry has the fields `dtype`, `shape` and
+    /// `data_offsets`, each once and in any order, and no others.
+    ///
+    /// ```
+    /// use tensorferry_wire::container::{Header, HeaderError};
+    ///
+    /// let json = br#"{"weight":{"dtype":"U8","shape":[2],"data_offsets":[1,3]}}"#;
+    /// let mut bytes = (json.len() as u64).to_le_bytes().to_vec();
+    /// bytes.extend_from_slice(json);
+    /// assert!(matches!(Header::decode(&bytes), Err(HeaderError::Hole { start: 1, previous: 0, .. })));
+    /// ```
     pub fn decode(bytes: &[u8]) -> Result<Self, HeaderError> {
         let have = bytes.len() as u64;
         let Some((prefix, json)) = bytes.split_first_chunk::<PREFIX_LEN>() else {
@@ -310,6 +349,7 @@ impl Header {
     }
 }
 
+/// Checks that no two entries and no two keys of the metadata have one name, and that no entry is `__metadata__`.
 fn check_unique(metadata: &[(String, String)], entries: &[Entry]) -> Result<(), HeaderError> {
     let mut names = Distinct::with_capacity(entries.len());
     for (number, Entry { name, .. }) in entries.iter().enumerate() {
@@ -333,6 +373,7 @@ fn check_unique(metadata: &[(String, String)], entries: &[Entry]) -> Result<(), 
 
 type Parsed = (Vec<(String, String)>, Vec<Entry>);
 
+/// Reads the JSON of a header. How its entries relate to each other is left to [`Header::new`].
 fn parse(text: &str) -> Result<Parsed, HeaderError> {
     if !text.starts_with('{') {
         return Err(JsonError { at: 0, expected: "an object" }.into());
@@ -420,6 +461,7 @@ fn parse_offsets(cursor: &mut Cursor<'_>) -> Result<(u64, u64), JsonError> {
     Ok((start, end))
 }
 
+/// Writes a JSON string. Only what JSON requires is escaped; text beyond ASCII stays UTF-8.
 fn write_string(out: &mut Vec<u8>, text: &str) {
     out.push(b'"');
     let mut rest = text.as_bytes();

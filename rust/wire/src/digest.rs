@@ -1,47 +1,61 @@
 //! Checksums of the payload: one for each 1 MiB block, and one for the header.
 //!
-//! CRC-64/NVME finds damage, not malice: an attacker who forges a block can forge its checksum. With a shared secret they are
-//! keyed BLAKE3 instead, of which the first 64 bits are kept: without the key one can only guess, with one chance
-//! in 2^64 for each block that is tried against a receiver. A keyed table proves nothing by itself: its answer carries a
-//! proof of full length ([`crate::proof`]).
+//! Without a shared secret they are CRC-64/NVME, which finds damage but not malice: an attacker who forges a block can
+//! forge its checksum. With a secret they are keyed BLAKE3, of which the first 64 bits are kept. An attacker without
+//! the key can only guess, with one chance in 2^64 for each block that is tried against a receiver. A keyed table
+//! proves nothing by itself: its answer carries a proof of full length ([`crate::proof`]).
 //!
-//! A receiver of slices asks for the checksums of smaller blocks, and a file carries such ([`FILE_BLOCK_SIZE`]): to verify a slice, the
-//! blocks it begins and ends in have to be read whole.
+//! A receiver of slices requests the checksums of smaller blocks ([`BLOCK_SIZES`]), and a file carries those of the
+//! smallest ones ([`FILE_BLOCK_SIZE`]): to verify a slice, a reader has to read the blocks in which it begins and ends
+//! as a whole.
 //!
-//! A table, all little-endian: magic `TFDIGST1`, u32 algorithm (1 is CRC-64/NVME, 2 keyed BLAKE3), u32 block
-//! size, u64 payload length, u64 checksum of the header bytes, u64 count, one u64 per block, then the CRC-64/NVME of
-//! everything before it. A table may hold a run of the blocks only; which one is up to the caller to remember.
+//! The layout of a table, all numbers little-endian:
+//!
+//! ```text
+//! 8 bytes   magic "TFDIGST1"
+//! u32       algorithm: 1 is CRC-64/NVME, 2 is keyed BLAKE3
+//! u32       block size in bytes
+//! u64       length of the payload
+//! u64       checksum of the header's bytes
+//! u64       count: how many checksums of blocks follow
+//! u64 each  the checksums, in the order of the blocks
+//! u64       CRC-64/NVME of everything before it, whatever the algorithm
+//! ```
+//!
+//! A table does not say which blocks it covers: it holds all of them or the run that was requested, and the caller
+//! remembers which. [`DigestTable::decode`] checks that algorithm and block size are those expected, that there are no
+//! more checksums than the payload has blocks, that the length is exact, and that the table's own checksum matches.
 
 use crc_fast::CrcAlgorithm::Crc64Nvme;
 
 /// Bytes of payload per checksum; the last block may be shorter.
 pub const BLOCK_SIZE: u64 = 1 << 20;
 
-/// Bytes of payload per checksum in a file: rows of tensors, and parts of rows, so often begin and end where such blocks do
-/// that hardly more than what is wanted has to be read. The table is 1.6 % of the file.
+/// Bytes of payload per checksum in a file. Rows of tensors, and parts of rows, so often begin and end at multiples of
+/// it that a reader of slices reads hardly more than it wants. The table is 1.6 % of the file.
 pub const FILE_BLOCK_SIZE: u64 = 512;
-/// Grains of checksums that can be asked for, coarsest first.
+/// The block sizes for which a server has checksums, largest first. Each is a multiple of the next.
 pub const BLOCK_SIZES: [u64; 4] = [BLOCK_SIZE, 64 << 10, 4096, FILE_BLOCK_SIZE];
 
 const MAGIC: &[u8; 8] = b"TFDIGST1";
 const CRC64: u32 = 1;
 const KEYED: u32 = 2;
-/// Bytes before the first block's checksum.
+/// Length of the part of a table before the first block's checksum.
 const HEAD: usize = 40;
 
-/// A table of checksums that cannot be used.
+/// Why a table of checksums cannot be used.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum DigestError {
     /// The bytes do not begin with the magic of a table.
     #[error("not a table of digests")]
     Magic,
-    /// Written by a version with another checksum.
+    /// The checksums are of another algorithm than the one expected.
     #[error("digest algorithm {0} is unknown to this version (upgrade the older side)")]
     Algorithm(u32),
-    /// Written by a version with other blocks.
+    /// The blocks have another size than the one expected.
     #[error("digests of blocks of {0} bytes, which were not asked for (upgrade the older side)")]
     BlockSize(u32),
-    /// More checksums than the payload has blocks.
+    /// The number of checksums does not fit the payload: there are more than it has blocks, or, in a file, fewer.
     #[error("{count} digests for a payload of {payload_len} bytes")]
     Count {
         /// Checksums the table says it has.
@@ -49,7 +63,7 @@ pub enum DigestError {
         /// Payload length the table says it covers.
         payload_len: u64,
     },
-    /// The table is cut short or goes on after its end.
+    /// The table is shorter or longer than its count of checksums requires.
     #[error("a table of digests of {have} bytes instead of {need}")]
     Length {
         /// Bytes there are.
@@ -57,17 +71,17 @@ pub enum DigestError {
         /// Bytes there should be.
         need: u64,
     },
-    /// The table was damaged on the way.
+    /// The table was damaged after it was written.
     #[error("the table of digests is damaged (its own checksum is {found:016x} instead of {expected:016x})")]
     Checksum {
-        /// The checksum at its end.
+        /// The checksum at the end of the table.
         expected: u64,
-        /// The checksum of what came.
+        /// The checksum of the bytes before that.
         found: u64,
     },
 }
 
-/// How blocks and the header are checksummed.
+/// The algorithm for the checksums of blocks and of the header. `Debug` does not show the key.
 #[derive(Clone, Default)]
 pub enum Algorithm {
     /// CRC-64/NVME.
@@ -96,7 +110,7 @@ impl Algorithm {
         }
     }
 
-    /// The checksum of bytes that come in pieces.
+    /// A hasher for bytes that come in pieces; it gives the same checksum as [`Algorithm::checksum`].
     #[must_use]
     pub fn hasher(&self) -> Hasher {
         match self {
@@ -123,7 +137,7 @@ fn first_word(hash: &blake3::Hash) -> u64 {
     hash.as_bytes().first_chunk().map_or(0, |word| u64::from_le_bytes(*word))
 }
 
-/// A checksum of bytes that come in pieces.
+/// Computes a checksum of bytes that come in pieces.
 #[derive(Debug, Clone)]
 pub struct Hasher(State);
 
@@ -135,7 +149,7 @@ enum State {
 }
 
 impl Hasher {
-    /// A CRC-64/NVME that has seen nothing; [`Algorithm::hasher`] makes the others.
+    /// A hasher of CRC-64/NVME that has seen no bytes; [`Algorithm::hasher`] also makes keyed ones.
     #[must_use]
     pub fn new() -> Self {
         Self(State::Crc64(crc_fast::Digest::new(Crc64Nvme)))
@@ -167,43 +181,57 @@ impl Default for Hasher {
     }
 }
 
-/// How many blocks a payload of `payload_len` bytes has.
+/// How many blocks of [`BLOCK_SIZE`] a payload of `payload_len` bytes has, the last of which may be shorter.
 #[must_use]
 pub fn block_count(payload_len: u64) -> u64 {
     payload_len.div_ceil(BLOCK_SIZE)
 }
 
-/// Length of a table of `count` checksums.
+/// Length in bytes of a table of `count` checksums. `count` must be below 2^60, or the length could overflow.
 #[must_use]
 pub fn table_len(count: u64) -> u64 {
     HEAD as u64 + 8 * count + 8
 }
 
-/// The checksums of one publication.
+/// The checksums of one publication, or of a run of its blocks.
+///
+/// ```
+/// use tensorferry_wire::digest::{DigestError, DigestTable, checksum};
+///
+/// let (header, payload) = ([1_u8; 64], [2_u8; 3]);
+/// let table = DigestTable { header: checksum(&header), payload_len: 3, blocks: vec![checksum(&payload)] };
+/// let mut bytes = table.encode();
+/// assert_eq!(DigestTable::decode(&bytes)?, table);
+///
+/// bytes[40] ^= 1;
+/// assert!(matches!(DigestTable::decode(&bytes), Err(DigestError::Checksum { .. })));
+/// # Ok::<(), DigestError>(())
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DigestTable {
     /// Checksum of the container's header: length prefix, JSON and padding.
     pub header: u64,
-    /// Bytes of payload the blocks cover.
+    /// Length in bytes of the whole payload, of which a run of blocks covers only a part.
     pub payload_len: u64,
     /// Checksum of each block, in order: all of them ([`block_count`]), or the run of blocks that was asked for.
     pub blocks: Vec<u64>,
 }
 
 impl DigestTable {
-    /// The table as it goes over the wire, its checksums being CRC-64/NVME.
+    /// The encoded table, marked as one of CRC-64/NVME.
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {
         self.encode_as(&Algorithm::Crc64)
     }
 
-    /// The table as it goes over the wire, its checksums being of `algorithm`.
+    /// The encoded table, marked as one of `algorithm`, which must have computed its checksums.
     #[must_use]
     pub fn encode_as(&self, algorithm: &Algorithm) -> Vec<u8> {
         self.encode_with_block_size(algorithm, BLOCK_SIZE)
     }
 
-    /// The same with blocks of `block_size` bytes, one of [`BLOCK_SIZES`].
+    /// The encoded table for blocks of `block_size` bytes, one of [`BLOCK_SIZES`]; a table of another size is encoded
+    /// with a block size of 0, which no reader accepts.
     #[must_use]
     pub fn encode_with_block_size(&self, algorithm: &Algorithm, block_size: u64) -> Vec<u8> {
         let mut out = Vec::with_capacity(HEAD + 8 * self.blocks.len() + 8);
@@ -222,17 +250,22 @@ impl DigestTable {
         out
     }
 
-    /// Reads a table of CRC-64/NVME and checks it against itself.
+    /// Reads a table of CRC-64/NVME over blocks of [`BLOCK_SIZE`] and checks its own checksum.
     pub fn decode(bytes: &[u8]) -> Result<Self, DigestError> {
         Self::decode_as(bytes, &Algorithm::Crc64)
     }
 
-    /// Reads a table whose checksums must be of `wanted`, and checks it against itself: for damage, not for its author.
+    /// Reads a table whose checksums must be of `wanted` and checks its own checksum, which finds damage. It does not
+    /// show who wrote the table.
     pub fn decode_as(bytes: &[u8], wanted: &Algorithm) -> Result<Self, DigestError> {
         Self::decode_with_block_size(bytes, wanted, BLOCK_SIZE)
     }
 
-    /// The same for a table whose blocks must have `block_size` bytes.
+    /// Reads a table whose checksums must be of `wanted` and whose blocks must have `block_size` bytes.
+    ///
+    /// # Errors
+    /// The first check that fails; [`DigestError::Length`] also for bytes too few to hold a table. Nothing is allocated
+    /// for checksums before the table was found to be whole.
     pub fn decode_with_block_size(bytes: &[u8], wanted: &Algorithm, block_size: u64) -> Result<Self, DigestError> {
         if !bytes.starts_with(MAGIC) {
             return Err(DigestError::Magic);
@@ -254,7 +287,7 @@ impl DigestTable {
         if count > payload_len.div_ceil(block_size) {
             return Err(DigestError::Count { count, payload_len });
         }
-        // count <= 2^52, since a block has at least 2^12 bytes
+        // count <= 2^55, since a block has at least 2^9 bytes: this cannot overflow
         let need = table_len(count);
         if have != need {
             return Err(DigestError::Length { have, need });
@@ -269,23 +302,26 @@ impl DigestTable {
     }
 }
 
-/// What a table says before its checksums, for a reader of only some of them: they are not covered by the table's own
-/// checksum then, and a damaged one shows as a block that does not match.
+/// The part of a table before its checksums, for readers that read only some of those. Such a reader does not check the
+/// table's own checksum; a damaged entry of the table shows as a block that does not match.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TableHead {
-    /// As in [`DigestTable`].
+    /// Checksum of the container's header.
     pub header: u64,
-    /// As in [`DigestTable`].
+    /// Length in bytes of the payload that the blocks cover.
     pub payload_len: u64,
     /// How many checksums follow, one for each block.
     pub count: u64,
 }
 
 impl TableHead {
-    /// Bytes of a table before its first checksum.
+    /// Length of the part of a table before its first block's checksum.
     pub const LEN: usize = HEAD;
 
-    /// Reads the head of a table of CRC-64/NVME that covers a whole payload in blocks of `block_size` bytes.
+    /// Reads the head of a table of CRC-64/NVME that must cover a whole payload in blocks of `block_size` bytes.
+    ///
+    /// # Errors
+    /// As [`DigestTable::decode_with_block_size`], and [`DigestError::Count`] also if there are too few checksums.
     pub fn decode(bytes: &[u8; HEAD], block_size: u64) -> Result<Self, DigestError> {
         if !bytes.starts_with(MAGIC) {
             return Err(DigestError::Magic);
@@ -313,7 +349,7 @@ fn words(bytes: &[u8; HEAD]) -> [u64; 5] {
     words
 }
 
-/// Algorithm and block size.
+/// The algorithm and the block size in the second word of a table.
 fn split(kind: u64) -> (u32, u32) {
     ((kind & 0xFFFF_FFFF) as u32, (kind >> 32) as u32)
 }

@@ -1,30 +1,44 @@
-//! Texts that must differ: the names of entries, the keys of an object.
+//! Finds a text that occurs twice among many that must differ: the names of entries, the keys of an object.
+//!
+//! A peer chooses these texts, and there may be a million of them. [`Distinct`] keeps 16 bytes for each and compares
+//! only texts whose hashes are equal, so a hostile choice can neither cost more memory nor make it slow.
+//!
+//! ```
+//! use tensorferry_wire::distinct::Distinct;
+//!
+//! let texts = ["weight", "bias", "weight"];
+//! let mut distinct = Distinct::with_capacity(texts.len());
+//! for (place, text) in texts.iter().enumerate() {
+//!     distinct.add(text, place);
+//! }
+//! assert_eq!(distinct.repeated(|place| texts[place].into()), Some(2));
+//! ```
 
 use std::borrow::Cow;
 use std::hash::{BuildHasher, RandomState};
 
-/// Hashes of texts, which are sorted when all are here: with a million of them, a set misses the cache at each one.
+/// The hashes of texts, sorted once all were added: with a million of them, a set misses the cache at each one.
 #[derive(Debug, Default)]
 pub struct Distinct {
-    /// Keyed at random: no peer can choose texts of one hash.
+    /// Keyed at random, so that a peer cannot choose texts with equal hashes.
     hasher: RandomState,
     seen: Vec<(u64, usize)>,
 }
 
 impl Distinct {
-    /// No texts, and memory for `count` of them.
+    /// An empty collection with memory for `count` texts.
     #[must_use]
     pub fn with_capacity(count: usize) -> Self {
         Self { hasher: RandomState::new(), seen: Vec::with_capacity(count) }
     }
 
-    /// Adds a text; `place` is where it can be read again.
+    /// Adds a text. Only its hash is kept; `place` is the number under which [`Distinct::repeated`] reads it again.
     pub fn add(&mut self, text: &str, place: usize) {
         self.seen.push((self.hasher.hash_one(text), place));
     }
 
-    /// The lowest place with a text that a lower one has. `read` gives the text of a place: only texts of one hash are
-    /// read again.
+    /// The lowest place whose text also occurs at a lower place; `None` if all texts differ. `read` returns the text at
+    /// a place and is called only for texts whose hashes are equal.
     #[must_use]
     pub fn repeated<'a>(mut self, read: impl Fn(usize) -> Cow<'a, str>) -> Option<usize> {
         self.seen.sort_unstable();

@@ -1,4 +1,6 @@
 //! Element types, under the names safetensors gives them.
+//!
+//! This is the closed list of types that an entry of a container can have. A tensor of another type travels as bytes.
 
 /// The element type of an entry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -55,7 +57,7 @@ impl Dtype {
         Self::F6E3M2,
     ];
 
-    /// The name in a safetensors header.
+    /// The name of the type in a safetensors header.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -114,7 +116,7 @@ impl Dtype {
         })
     }
 
-    /// Bits per element; the 4 and 6 bit types are packed.
+    /// Bits per element. Elements of the 4 and 6 bit types are packed, so an entry of them has to end on a whole byte.
     #[must_use]
     pub fn bits(self) -> u64 {
         match self {
@@ -134,7 +136,7 @@ impl Dtype {
         }
     }
 
-    /// Whether a gradient can be asked for: elements are real or complex numbers.
+    /// Whether a tensor of this type can require a gradient: its elements are floating-point or complex numbers.
     #[must_use]
     pub fn has_gradient(self) -> bool {
         !matches!(
@@ -143,8 +145,9 @@ impl Dtype {
         )
     }
 
-    /// Bytes an element's address is a multiple of. A complex number is as wide as two floats and aligned like one,
-    /// but counts as 8 here, so that it may be read as one word.
+    /// The alignment of an element's address in bytes: a power of two, at most 8. A complex number is as wide as two
+    /// floats and aligned like one, but counts as 8 here, so that it may be read as one word. Payloads are laid out by
+    /// descending alignment.
     #[must_use]
     pub fn alignment(self) -> u64 {
         (self.bits() / 8).max(1)

@@ -1,8 +1,26 @@
-//! A cursor over JSON text, for the two documents a peer sends us.
+//! A cursor over JSON text, for the two documents a peer sends: the header of a container and its manifest.
 //!
-//! Both have a fixed grammar, and both need what a general parser does not give: the order of keys, refusal of repeated
-//! ones, typed errors with the place of the fault, and a depth limit of our own. Strings without escapes are borrowed.
-//! What is accepted is RFC 8259 and no more (the tests and fuzz targets hold it against `serde_json`).
+//! Both have a fixed grammar, and both need what a general parser does not offer: the order of keys, refusal of
+//! repeated ones, typed errors with the place of the fault, and a depth limit of our own. Strings without escapes are
+//! borrowed from the text, and nothing else is allocated but strings with escapes and the keys that are compared.
+//!
+//! The cursor accepts the grammar of RFC 8259 and nothing beyond it, with one limit of its own: a run of digits in a
+//! number has at most 4300 of them. The tests and fuzz targets compare it with `serde_json`. Escapes must form valid
+//! Unicode, so a lone surrogate is an error. The text is UTF-8 by its type; callers check that before.
+//!
+//! ```
+//! use tensorferry_wire::json::Cursor;
+//!
+//! let mut cursor = Cursor::new(r#"{"a": 1, "b": 2}"#);
+//! let (mut first, mut sum) = (true, 0);
+//! cursor.expect(b'{', "an object")?;
+//! while cursor.more(&mut first, b'}')? {
+//!     cursor.member()?;
+//!     sum += cursor.unsigned()?;
+//! }
+//! assert_eq!(sum, 3);
+//! # Ok::<(), tensorferry_wire::JsonError>(())
+//! ```
 
 use std::borrow::Cow;
 use std::collections::HashSet;
@@ -17,13 +35,15 @@ pub struct JsonError {
     pub expected: &'static str,
 }
 
-/// Longest integer Python's `int()` takes from text by default.
+/// The most digits that Python's `int()` accepts in a text by default.
 const MAX_DIGITS: usize = 4300;
 
-/// What was read, or the place where it is not.
+/// What was read, or where the text is not what was expected.
 pub type Result<T> = std::result::Result<T, JsonError>;
 
-/// Position in a JSON text. Every method but `finish` leaves whitespace behind it alone and skips what is before it.
+/// A position in a JSON text. Methods that read skip the whitespace before what they read (except
+/// [`Cursor::adjacent_unsigned`]) and leave the whitespace after it. A method that fails reports the place of the
+/// fault; the cursor's own position then means nothing, and the caller stops reading.
 #[derive(Debug, Clone)]
 pub struct Cursor<'a> {
     text: &'a str,
@@ -31,24 +51,24 @@ pub struct Cursor<'a> {
 }
 
 impl<'a> Cursor<'a> {
-    /// At the beginning of `text`.
+    /// A cursor at the beginning of `text`.
     #[must_use]
     pub fn new(text: &'a str) -> Self {
         Self { text, at: 0 }
     }
 
-    /// Where it is, in bytes.
+    /// The cursor's offset into the text, in bytes.
     #[must_use]
     pub fn at(&self) -> usize {
         self.at
     }
 
-    /// A cursor at a place where this one was.
+    /// A cursor over the same text at `at`, an offset at which this one was before.
     pub(crate) fn back_at(&self, at: usize) -> Self {
         Self { text: self.text, at }
     }
 
-    /// The error that says what should be here.
+    /// The error for a text that does not have `expected` at this place.
     pub fn fail<T>(&self, expected: &'static str) -> Result<T> {
         Err(JsonError { at: self.at, expected })
     }
@@ -57,7 +77,7 @@ impl<'a> Cursor<'a> {
         self.text.as_bytes().get(self.at).copied()
     }
 
-    /// The next byte that is not whitespace, not consumed.
+    /// Skips whitespace and returns the byte behind it without consuming that; `None` at the end of the text.
     pub fn peek(&mut self) -> Option<u8> {
         loop {
             match self.byte() {
@@ -81,7 +101,10 @@ impl<'a> Cursor<'a> {
         if self.eat(byte) { Ok(()) } else { self.fail(expected) }
     }
 
-    /// True if one more member follows: call it with `first` right after the opening bracket, then after each member.
+    /// Reads what separates the members of an array or object: returns true if one more member follows, and false after
+    /// consuming `close`.
+    ///
+    /// Call it right after the opening bracket with `first` set to true, then after each member; it resets `first`.
     pub fn more(&mut self, first: &mut bool, close: u8) -> Result<bool> {
         if self.eat(close) {
             return Ok(false);
@@ -93,14 +116,14 @@ impl<'a> Cursor<'a> {
         Ok(true)
     }
 
-    /// The key of an object's member and its colon.
+    /// Reads the key of an object's member and the colon behind it. Repeated keys are for the caller to notice.
     pub fn member(&mut self) -> Result<Cow<'a, str>> {
         let key = self.string()?;
         self.expect(b':', "a colon")?;
         Ok(key)
     }
 
-    /// A string, borrowed unless it has escapes.
+    /// Reads a string, which is borrowed from the text unless it has escapes.
     pub fn string(&mut self) -> Result<Cow<'a, str>> {
         self.expect(b'"', "a string")?;
         let start = self.at;
@@ -129,12 +152,14 @@ impl<'a> Cursor<'a> {
         }
     }
 
-    /// Runs over what a string may hold as it is. It stops at ASCII bytes only, so that slices stay on characters.
+    /// Advances over the part of a string that needs no decoding. It stops at an ASCII byte or at the end, so that the
+    /// text can be sliced there.
     fn plain_run(&mut self) {
         let rest = &self.text.as_bytes()[self.at..];
         self.at += rest.iter().position(|&b| b == b'"' || b == b'\\' || b < 0x20).unwrap_or(rest.len());
     }
 
+    /// Reads an escape behind its backslash.
     fn escape(&mut self) -> Result<char> {
         let Some(code) = self.byte() else {
             return self.fail("an escape");
@@ -156,6 +181,7 @@ impl<'a> Cursor<'a> {
         Ok(plain)
     }
 
+    /// Reads the four hexadecimal digits behind `\u`, and the second escape of a surrogate pair.
     fn unicode_escape(&mut self) -> Result<char> {
         let unit = self.hex4()?;
         let scalar = if (0xD800..0xDC00).contains(&unit) {
@@ -186,7 +212,7 @@ impl<'a> Cursor<'a> {
         Ok(unit)
     }
 
-    /// A number as it is written.
+    /// Reads a number and returns its text unchanged.
     pub fn number(&mut self) -> Result<&'a str> {
         self.peek();
         let start = self.at;
@@ -220,13 +246,13 @@ impl<'a> Cursor<'a> {
         }
     }
 
-    /// An integer from 0 to 2^64 - 1.
+    /// Reads an integer from 0 to 2^64 - 1, written without sign, fraction, exponent or leading zero.
     pub fn unsigned(&mut self) -> Result<u64> {
         self.peek();
         self.adjacent_unsigned()
     }
 
-    /// The same without whitespace before it, as after a sign.
+    /// Reads the same without skipping whitespace first, as after a minus sign.
     pub fn adjacent_unsigned(&mut self) -> Result<u64> {
         const EXPECTED: &str = "an integer from 0 to 2^64 - 1";
         let start = self.at;
@@ -258,7 +284,7 @@ impl<'a> Cursor<'a> {
         found
     }
 
-    /// Runs over any value of at most `depth` nested arrays and objects, none of which repeats a key.
+    /// Reads and discards a value in which arrays and objects are nested at most `depth` deep and no key is repeated.
     pub(crate) fn skip(&mut self, depth: usize) -> Result<()> {
         match self.peek() {
             Some(b'{' | b'[') if depth == 0 => self.fail("a value that is not nested as deeply"),
@@ -289,7 +315,7 @@ impl<'a> Cursor<'a> {
         }
     }
 
-    /// What is left after the document.
+    /// The text that was not read yet.
     pub(crate) fn rest(&self) -> &'a str {
         &self.text[self.at..]
     }

@@ -1,16 +1,19 @@
 //! The container, the manifest and the protocol of tensorferry.
 //!
-//! Everything here is a pure function of bytes: no I/O, no clocks, no Python, no `unsafe`. Whatever arrives from a
-//! peer goes through this crate first and either becomes a value that holds its promises or a typed error; it never
-//! panics, and no allocation is larger than a small multiple of the input.
+//! Everything here is a pure function of bytes: no I/O, no clocks, no Python, no `unsafe`. The engine and the binding
+//! pass headers, manifests, tables of digests and the fields of requests to this crate before they use anything that a
+//! peer or a file says there. The result is either a value whose documented guarantees hold or a typed error: parsing
+//! never panics, and no allocation is larger than a small multiple of the input. The fuzz targets in `rust/fuzz` and
+//! the tests named `hostile_*` look for inputs that break this.
 //!
-//! - [`container`]: the safetensors header that starts every checkpoint.
+//! - [`container`]: the safetensors header at the start of every checkpoint.
+//! - [`dtype`]: the element types that such a header can name.
 //! - [`manifest`]: the tree of the state, carried as the container's first entry.
-//! - [`json`]: a cursor over the two JSON documents.
-//! - [`distinct`]: texts that must differ.
+//! - [`json`]: the parser for the two JSON documents, header and manifest.
+//! - [`distinct`]: the search for names and keys that occur twice.
 //! - [`digest`]: checksums of the payload, block by block.
 //! - [`proof`]: proofs that a peer knows the shared secret.
-//! - [`request`]: paths, ranges and entity tags of the HTTP resource.
+//! - [`request`]: paths, queries, ranges and entity tags of HTTP requests and answers.
 //!
 //! ```
 //! use tensorferry_wire::container::{Entry, Header};

@@ -1,6 +1,7 @@
-//! The manifest: the tree of the state, and where the pieces of its storages lie.
+//! The manifest: the tree of the state, and which entries hold the bytes of its storages.
 //!
-//! A JSON object, written in one go and checked here in one pass, before anything of it is acted on:
+//! It is a JSON object, which the sender writes in one go and [`validate`] checks in one pass. The binding calls
+//! [`validate`] when a checkpoint is opened, before any part of the manifest is used:
 //!
 //! ```text
 //! {"version": 1, "tree": NODE, "flags": "0012..", "objects": N, "storages": [[nbytes, [[entry, lo], ...]], ...], ...}
@@ -20,8 +21,19 @@
 //! ```
 //!
 //! `flags` has one of '0' to '3' per plain leaf (bit 0: Parameter, bit 1: `requires_grad`), or nothing if all are zero.
-//! Keys of one dict must differ as Python compares them (1, 1.0 and true are one key). Further top-level fields are
-//! read over, so that a later version can add some without leaving this one behind.
+//! Keys of one dict must differ as Python compares them (1, 1.0 and true are one key). Unknown top-level fields are
+//! accepted and ignored if they are valid JSON, so that a later version can add fields that this one can still read.
+//!
+//! What holds for a manifest that [`validate`] accepts:
+//!
+//! - Every leaf the tree names is an entry of the header, and every object has a number below `objects`.
+//! - Arrays and objects are nested at most [`MAX_DEPTH`] deep, so a reader may recurse over the tree.
+//! - Each plain leaf has a shape that a tensor can have, and requires a gradient only if its type can have one.
+//! - The pieces of a storage are entries of the header other than manifest and pickle, lie within the storage and do
+//!   not overlap; no entry is a piece twice. The lengths of all storages together fit an i64.
+//!
+//! What depends on Python objects is checked where the state is built from the tree: whether the pickle holds `objects`
+//! of them, whether a namedtuple's class is one, whether keys can be hashed.
 
 use std::borrow::Cow;
 use std::collections::HashSet;
@@ -32,103 +44,126 @@ use crate::container::{Header, MANIFEST_ENTRY, PICKLE_ENTRY};
 use crate::distinct::Distinct;
 use crate::json::{Cursor, JsonError};
 
-/// Most arrays and objects inside each other, the manifest's own object included.
+/// How deep arrays and objects may be nested, the manifest's own object included. It bounds the recursion here and in
+/// the code that builds the state.
 pub const MAX_DEPTH: usize = 256;
-/// The version this crate reads and writes.
+/// The only version of the manifest that this crate reads.
 pub const VERSION: u32 = 1;
 
-/// A manifest that cannot be used.
+/// Why a manifest cannot be used. `at` is an offset into its text, in bytes.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs, reason = "the messages say what the fields are")]
 pub enum ManifestError {
-    /// Written by another version.
+    /// The manifest is of another version of the format.
     #[error("manifest version {found} is unknown to this tensorferry, which reads version 1: upgrade the older side")]
     Version { found: u64 },
-    /// Not UTF-8.
+    /// The text is not UTF-8.
     #[error("manifest is not UTF-8 at byte {at}")]
     Utf8 { at: usize },
-    /// Not the JSON of a manifest.
+    /// The text is not valid JSON, or not the JSON of a manifest.
     #[error("manifest is malformed {0}")]
     Json(#[from] JsonError),
-    /// Something after the JSON.
+    /// The JSON is followed by something other than padding.
     #[error("manifest goes on after its JSON at byte {at}")]
     AfterJson { at: usize },
-    /// More than [`MAX_DEPTH`] levels.
+    /// Arrays and objects are nested more than [`MAX_DEPTH`] deep.
     #[error("manifest is nested more than 256 deep at byte {at}")]
     TooDeep { at: usize },
-    /// A top-level field is there twice.
+    /// A top-level field occurs twice.
     #[error("manifest has two fields {field:?}")]
     DuplicateField { field: String },
-    /// A top-level field is not there.
+    /// A required top-level field is missing.
     #[error("manifest has no field {field:?}")]
     MissingField { field: &'static str },
     /// A dict has one key twice.
     #[error("a dict of the tree has a key twice at byte {at}")]
     DuplicateKey { at: usize },
-    /// A kind of node that version 1 does not have.
+    /// A node or key has a tag that version 1 does not define.
     #[error("tree has a node of an unknown kind at byte {at}")]
     UnknownNode { at: usize },
-    /// A plain leaf that the header does not have.
+    /// The tree refers to a plain leaf that the header does not have.
     #[error("tree refers to leaf {leaf}, but there are {leaves}")]
     Leaf { leaf: u64, leaves: u64 },
-    /// An object that the pickle does not have.
+    /// The tree refers to an object with a number that is not below `objects`.
     #[error("tree refers to object {object}, but there are {objects}")]
     Object { object: u64, objects: u64 },
-    /// The flags are not one per plain leaf.
+    /// The number of flags is neither zero nor the number of plain leaves.
     #[error("{flags} flags for {leaves} leaves")]
     FlagCount { flags: u64, leaves: u64 },
     /// A flag other than '0' to '3'.
     #[error("flag of leaf {leaf} is not one of 0 to 3")]
     Flag { leaf: usize },
-    /// A gradient is asked for where none can be.
+    /// A leaf is marked as requiring a gradient, but its element type cannot have one.
     #[error("leaf {leaf} requires a gradient, and its elements are {dtype}")]
     Gradient { leaf: usize, dtype: &'static str },
-    /// A dimension is so long that no tensor has it, though others of no length leave it no bytes.
+    /// A shape is too large for any tensor, even if a dimension of length zero leaves it without bytes.
     #[error("leaf {leaf} has a shape that no tensor has")]
     Shape { leaf: usize },
-    /// The storages have more bytes than memory can.
+    /// The lengths of the storages add up to more than an i64 can count.
     #[error("storages have more bytes than can be addressed, from storage {storage} on")]
     StorageOverflow { storage: usize },
-    /// A piece is an entry that is not there, or not one of tensor bytes.
+    /// A piece refers to an entry that the header does not have, or to the manifest or the pickle.
     #[error("storage {storage} refers to entry {entry}, which is no tensor of the header")]
     PieceEntry { storage: usize, entry: u64 },
-    /// An entry is a piece twice.
+    /// An entry is used as a piece a second time.
     #[error("storage {storage} takes entry {entry}, which is a piece already")]
     PieceTaken { storage: usize, entry: u64 },
-    /// A piece goes beyond its storage.
+    /// A piece extends beyond the end of its storage.
     #[error("storage {storage} of {nbytes} bytes has a piece of {len} at {lo}")]
     PieceBounds { storage: usize, nbytes: u64, lo: u64, len: u64 },
-    /// Two pieces share bytes.
+    /// Two pieces of a storage overlap.
     #[error("storage {storage} has two pieces over its byte {lo}")]
     PieceOverlap { storage: usize, lo: u64 },
 }
 
-/// A storage that is not one plain leaf: what views and objects look into.
+/// A storage whose bytes are not those of a single plain leaf: views, and tensors inside objects, refer to it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Storage {
-    /// Its length. Bytes outside the pieces were not sent. The sum over all storages fits an i64, but nothing else
-    /// bounds it: what it costs to allocate is for the receiver to judge.
+    /// Length in bytes. Bytes outside the pieces were not sent. The sum over all storages fits an i64, but nothing else
+    /// bounds it: a few bytes of manifest can announce terabytes, so the receiver must limit what it allocates.
     pub nbytes: u64,
-    /// (index into the header's entries, first byte of the storage): the entry's bytes belong there. No two overlap.
+    /// Pairs of an index into the header's entries and the offset in this storage at which that entry's bytes belong.
+    /// No two overlap.
     pub pieces: Vec<(usize, u64)>,
 }
 
-/// What Rust needs to know of a valid manifest; the tree itself is built in Python.
+/// The parts of a valid manifest that Rust uses. The binding builds the state from the text of the tree.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Manifest {
     /// Version of the grammar.
     pub version: u32,
-    /// How many objects the pickle must hold.
+    /// How many objects the pickle must hold. No reference in the tree is beyond them.
     pub objects: u64,
-    /// The storages, in order of their numbers.
+    /// The storages; a reference to storage `k` means the one at index `k`.
     pub storages: Vec<Storage>,
-    /// How many plain leaves the header has.
+    /// How many plain leaves the header has ([`crate::container::Entry::is_plain`]).
     pub leaves: u64,
-    /// Where the tree lies in the text.
+    /// The range of bytes of the text that holds the tree.
     pub tree: Range<usize>,
 }
 
-/// Checks the manifest of a container with this header. `json` may end with padding: spaces or zero bytes.
+/// Checks the manifest of the container to which `header` belongs. `json` may end with padding: spaces or zero bytes.
+///
+/// # Errors
+/// The first fault found. The version is checked as soon as it is read, references once the whole text was read.
+///
+/// ```
+/// use tensorferry_wire::container::{Entry, Header};
+/// use tensorferry_wire::dtype::Dtype;
+/// use tensorferry_wire::manifest::validate;
+///
+/// let shape = [2].into_iter().collect();
+/// let weight = Entry { name: "weight".into(), dtype: Dtype::U8, shape, start: 0, end: 2 };
+/// let header = Header::new(Vec::new(), vec![weight])?;
+///
+/// let json = br#"{"version":1,"tree":{"weight":0},"flags":"","objects":0,"storages":[]}"#;
+/// assert_eq!(validate(json, &header)?.leaves, 1);
+///
+/// // There is no leaf 1.
+/// let json = br#"{"version":1,"tree":{"weight":1},"flags":"","objects":0,"storages":[]}"#;
+/// assert!(validate(json, &header).is_err());
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub fn validate(json: &[u8], header: &Header) -> Result<Manifest, ManifestError> {
     let end = json.iter().rposition(|&b| b != b' ' && b != 0).map_or(0, |last| last + 1);
     let text = std::str::from_utf8(&json[..end]).map_err(|e| ManifestError::Utf8 { at: e.valid_up_to() })?;
@@ -137,6 +172,7 @@ pub fn validate(json: &[u8], header: &Header) -> Result<Manifest, ManifestError>
     walk.check(fields)
 }
 
+/// The top-level fields read so far.
 #[derive(Default)]
 struct Fields<'a> {
     version: Option<u32>,
@@ -146,7 +182,8 @@ struct Fields<'a> {
     storages: Option<Vec<Storage>>,
 }
 
-/// The pass over the text. References are checked at the end, since the fields may come in any order.
+/// The pass over the text. It remembers the highest leaf and object referred to, which are checked at the end, since
+/// the fields may come in any order.
 struct Walk<'a> {
     cursor: Cursor<'a>,
     header: &'a Header,
@@ -155,6 +192,7 @@ struct Walk<'a> {
 }
 
 impl<'a> Walk<'a> {
+    /// Reads the manifest's own object to the end of the text.
     fn document(&mut self) -> Result<Fields<'a>, ManifestError> {
         let mut fields = Fields::default();
         let mut seen = HashSet::new();
@@ -185,7 +223,7 @@ impl<'a> Walk<'a> {
         Ok(fields)
     }
 
-    /// Refused as soon as it is read: another version may well have another grammar.
+    /// Reads the version. Another one is refused at once, because the fields behind it may have another grammar.
     fn version(&mut self) -> Result<u32, ManifestError> {
         match self.cursor.unsigned()? {
             1 => Ok(VERSION),
@@ -193,7 +231,7 @@ impl<'a> Walk<'a> {
         }
     }
 
-    /// One node of at most `depth` nested arrays and objects. The recursion ends with `depth`.
+    /// Reads a node in which arrays and objects are nested at most `depth` deep; `depth` bounds the recursion.
     fn node(&mut self, depth: usize) -> Result<(), ManifestError> {
         match self.cursor.peek() {
             Some(b'{') => self.dict(depth),
@@ -225,7 +263,7 @@ impl<'a> Walk<'a> {
         self.max_object = self.max_object.max(Some(object));
     }
 
-    /// What `depth` is within an array or object that opens here.
+    /// The depth that is left inside an array or object that opens here.
     fn deeper(&mut self, depth: usize) -> Result<usize, ManifestError> {
         depth.checked_sub(1).ok_or(ManifestError::TooDeep { at: self.cursor.at() })
     }
@@ -240,7 +278,7 @@ impl<'a> Walk<'a> {
             keys.add(&self.cursor.member()?, at);
             self.node(depth)?;
         }
-        // What was read once can be read again.
+        // A key that was read once without error can be read again.
         match keys.repeated(|at| self.cursor.back_at(at).string().unwrap_or_default()) {
             Some(at) => Err(ManifestError::DuplicateKey { at }),
             None => Ok(()),
@@ -311,13 +349,13 @@ impl<'a> Walk<'a> {
         Ok(())
     }
 
-    /// Reads a key and writes it to `out` in a form in which keys are equal if Python holds them equal. Objects are
-    /// equal here if they are the same one.
+    /// Reads a key and writes it to `out` in a normal form: the forms of two keys are equal if the keys are equal in
+    /// Python. Objects count as equal here only if they have the same number.
     fn key(&mut self, out: &mut String, depth: usize) -> Result<(), ManifestError> {
         match self.cursor.peek() {
             Some(b'"') => {
                 let text = self.cursor.string()?;
-                // the length keeps apart what a tuple joins
+                // The length separates neighbouring strings in a tuple: ("ab", "c") is not ("a", "bc").
                 let _ = write!(out, "s{}:{text}", text.len());
             }
             Some(b'[') => {
@@ -412,10 +450,10 @@ impl<'a> Walk<'a> {
         Ok(Manifest { version, objects, storages, leaves, tree })
     }
 
-    /// Whether a tensor can be made of each leaf.
+    /// Checks that a tensor can be made of each plain leaf, with its flags.
     fn check_leaves(&self, flags: &[u8]) -> Result<(), ManifestError> {
         for (leaf, entry) in self.header.entries().iter().filter(|entry| entry.is_plain()).enumerate() {
-            // Strides are counted as if every dimension had a length.
+            // torch computes strides as if a dimension without elements had one.
             let most = entry.shape.iter().try_fold(entry.dtype.bits(), |n, &dim| n.checked_mul(dim.max(1)));
             if most.is_none_or(|bits| i64::try_from(bits).is_err()) {
                 return Err(ManifestError::Shape { leaf });
@@ -455,8 +493,8 @@ impl<'a> Walk<'a> {
     }
 }
 
-/// Writes a number so that equal ones look alike: an integer's digits, or the shortest digits of another number. None
-/// if it is beyond what a float can hold.
+/// Writes a number so that equal numbers have equal texts: the digits of an integral value, or the shortest digits
+/// that identify another one. Returns `None` if the value is beyond what a float can hold.
 fn write_number(out: &mut String, written: &str) -> Option<()> {
     let is_integer = written.bytes().all(|b| b == b'-' || b.is_ascii_digit());
     if is_integer {
@@ -468,7 +506,7 @@ fn write_number(out: &mut String, written: &str) -> Option<()> {
     if !value.is_finite() {
         return None;
     }
-    // exact, like the comparison of int and float in Python; adding zero turns -0 into 0
+    // All digits are written, since Python compares int and float exactly. Adding zero turns -0 into 0.
     let _ = if value.fract() == 0.0 { write!(out, "i{:.0};", value + 0.0) } else { write!(out, "f{value:?};") };
     Some(())
 }

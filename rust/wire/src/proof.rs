@@ -1,14 +1,18 @@
-//! Proofs that somebody knows the shared secret: one in each request, one in each answer that holds a table of digests.
+//! Proofs that a peer knows the shared secret: one in each request, one in each answer that holds a table of digests.
 //!
-//! Both are HMAC-SHA256, under keys that are derived from the secret and differ for requests, answers and blocks. What a
-//! proof covers goes into it field by field, each behind its length, so that no two messages look the same.
+//! Both are HMAC-SHA256, under keys that are derived from the secret and differ for requests, answers and blocks. A
+//! proof covers a sequence of fields, each preceded by its length, so that different fields never give equal messages.
 //!
-//! - A request: its method, its path with the query, its `Range` and `If-Match`, and 16 random bytes, the nonce. It
-//!   stands in `Authorization: Tensorferry <nonce>.<proof>`, in hexadecimal. The path begins with the random part of the
-//!   server that is asked, so a proof is of no use at another one, and a server remembers the nonces it has seen.
-//! - An answer: the nonce of its request, that request's path with the query (so the step and which blocks), the entity
-//!   tag, and the body, a [`crate::digest::DigestTable`] that holds the digest of the header and the payload's length. It
-//!   stands in `Tensorferry-Proof`. Covering the nonce makes it fresh: what was recorded earlier proves nothing.
+//! - The proof of a request covers its method, its path with the query, its `Range` and `If-Match`, and the nonce: 16
+//!   random bytes. The client sends it as `Authorization: Tensorferry <nonce>.<proof>`, in hexadecimal. The path begins
+//!   with the server's random token, so a proof is of no use at another server, and a server remembers the nonces it
+//!   has seen.
+//! - The proof of an answer covers the nonce of the request, that request's path with the query (so the step and which
+//!   blocks), the entity tag, and the body. The body is a [`crate::digest::DigestTable`], which holds the digest of the
+//!   header and the payload's length. The server sends the proof as `Tensorferry-Proof`. Because it covers the nonce,
+//!   an answer that was recorded earlier proves nothing.
+//!
+//! This module does not see whether a nonce was used before: refusing one that comes again is up to the server.
 //!
 //! ```
 //! use tensorferry_wire::proof::{Key, SignedRequest};
@@ -28,35 +32,37 @@ use ring::hmac::{self, HMAC_SHA256};
 
 use crate::digest::Algorithm;
 
-/// The header in which an answer carries its proof.
+/// The header field in which an answer carries its proof.
 pub const PROOF_HEADER: &str = "tensorferry-proof";
-/// Fewer bytes can be guessed: an eavesdropper tries them against a proof he has seen, without asking anybody.
+/// The least length of a secret in bytes. An eavesdropper can test guesses against a recorded proof without contacting
+/// either side, so a shorter secret could be found by trying.
 pub const MIN_SECRET: usize = 16;
 
 const SCHEME: &str = "Tensorferry ";
 
-/// Random bytes that no other request has.
+/// Random bytes that make each request unique.
 pub type Nonce = [u8; 16];
 
-/// A secret that can be guessed.
+/// The secret has fewer than [`MIN_SECRET`] bytes; the field says how many it has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("the shared secret has {0} bytes, and fewer than 16 can be guessed: use 32 random ones (openssl rand -hex 32)")]
 pub struct SecretTooShort(pub usize);
 
-/// What a request asks for, as far as its proof covers it.
+/// The parts of a request that its proof covers, apart from the nonce. The client fills it from the request it sends
+/// and the server from the request it received, so a change of these parts on the network makes the proof fail.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SignedRequest<'a> {
     /// `GET` or `HEAD`.
     pub method: &'a str,
     /// The path with its query.
     pub path: &'a str,
-    /// The value of `Range`.
+    /// The value of `Range`; `None`, which is distinct from an empty value, without that field.
     pub range: Option<&'a str>,
-    /// The value of `If-Match`.
+    /// The value of `If-Match`, likewise.
     pub if_match: Option<&'a str>,
 }
 
-/// What an answer says, as far as its proof covers it.
+/// The parts of an answer that its proof covers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SignedAnswer<'a> {
     /// The nonce of the request.
@@ -65,11 +71,11 @@ pub struct SignedAnswer<'a> {
     pub path: &'a str,
     /// The entity tag of the snapshot.
     pub etag: &'a str,
-    /// All of the body.
+    /// The whole body.
     pub body: &'a [u8],
 }
 
-/// What is derived from a shared secret. It never shows what it holds.
+/// The keys derived from a shared secret. The secret itself is not kept, and `Debug` shows none of the keys.
 #[derive(Clone)]
 pub struct Key {
     requests: hmac::Key,
@@ -84,7 +90,10 @@ impl fmt::Debug for Key {
 }
 
 impl Key {
-    /// The keys that belong to `secret`.
+    /// Derives the keys from `secret`: both sides get the same ones.
+    ///
+    /// # Errors
+    /// [`SecretTooShort`] if it has fewer than [`MIN_SECRET`] bytes. Whether it is random cannot be checked.
     pub fn new(secret: &[u8]) -> Result<Self, SecretTooShort> {
         if secret.len() < MIN_SECRET {
             return Err(SecretTooShort(secret.len()));
@@ -100,7 +109,7 @@ impl Key {
         })
     }
 
-    /// How blocks are checksummed under this key.
+    /// The algorithm for checksums of blocks: [`Algorithm::Keyed`] with the key for blocks.
     #[must_use]
     pub fn digests(&self) -> &Algorithm {
         &self.blocks
@@ -113,8 +122,8 @@ impl Key {
         format!("{SCHEME}{}.{}", hex(nonce), hex(tag.as_ref()))
     }
 
-    /// The nonce of a `request` whose `Authorization` field is `field`, or `None` when that is no proof for it. How long
-    /// this takes does not depend on how much of a proof is right.
+    /// The nonce of `request` if `field`, the value of its `Authorization` field, proves it; otherwise `None`. Proofs
+    /// are compared in constant time, so how long this takes does not show how much of a proof is right.
     #[must_use]
     pub fn verify_request(&self, request: &SignedRequest<'_>, field: &str) -> Option<Nonce> {
         let (nonce, tag) = field.strip_prefix(SCHEME)?.split_once('.')?;
@@ -158,7 +167,7 @@ impl SignedAnswer<'_> {
     }
 }
 
-/// A field behind its length; one that is not there has a length no field has.
+/// Appends the length of a field and the field; an absent field has the length `u64::MAX`, which no field can have.
 fn push(message: &mut Vec<u8>, field: Option<&[u8]>) {
     message.extend_from_slice(&field.map_or(u64::MAX, |f| f.len() as u64).to_le_bytes());
     message.extend_from_slice(field.unwrap_or_default());
@@ -171,7 +180,7 @@ fn hex(bytes: &[u8]) -> String {
     })
 }
 
-/// Exactly `N` bytes in lower-case hexadecimal.
+/// Decodes exactly `N` bytes from lower-case hexadecimal.
 fn unhex<const N: usize>(text: &str) -> Option<[u8; N]> {
     let digit = |c: u8| match c {
         b'0'..=b'9' => Some(c - b'0'),

@@ -1,47 +1,64 @@
-//! What a request asks for: its path, its ranges, its conditions. And what an answer says it holds.
+//! The fields of HTTP requests and answers: which resource a path names, which part of it a range or a query selects,
+//! which conditions hold, and which part an answer holds.
+//!
+//! ```text
+//! /healthz                                        the server lives; needs no token
+//! /{token}/metrics                                counters
+//! /{token}/checkpoint/{key}.safetensors           header and payload; Range, or ?blocks={first}-{end},... for parts
+//! /{token}/checkpoint/{key}/header                the header alone
+//! /{token}/checkpoint/{key}/digests               the table of digests, of all blocks or of ?blocks={first}-{end},...
+//! /{token}/checkpoint/{key}/{name}                the state in another format
+//! ```
+//!
+//! Parsing never fails for a reason other than the text: whether a step is served, and whether a resource has the
+//! requested blocks, is decided by the server. Texts that are not understood are an error or are ignored, as RFC 9110
+//! requires for the field in question. The client uses the same functions where it reads answers.
 
 use crate::digest::{BLOCK_SIZE, BLOCK_SIZES};
 
-/// The header in which a source says under which name processes of its own machine reach it.
+/// The header field with the name under which processes on the source's own machine can connect to it.
 pub const SAME_HOST_HEADER: &str = "tensorferry-same-host";
-/// Runs of blocks that one request may ask for.
+/// The most runs of blocks that one request may name. It bounds the work that a request of a few bytes can cause.
 pub const MAX_RUNS: usize = 256;
-/// The header of an answer whose body comes through memory that both sides share.
+/// The header field of an answer whose body comes through memory that both sides share.
 pub const RING_HEADER: &str = "tensorferry-ring";
-/// The header of an answer whose bytes are not all there yet: the source still copies its state, and they come as it does.
+/// The header field of an answer whose bytes are not all available yet: the source is still copying its state, and
+/// sends them as they become available.
 pub const FILLING_HEADER: &str = "tensorferry-filling";
 
-/// What a path names. Publication keys are as written in the path.
+/// What a path names. Keys of publications are as written in the path; [`parse_step`] reads the step from one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Resource<'a> {
     /// `/healthz`
     Healthz,
     /// `/metrics`
     Metrics,
-    /// `/checkpoint/{key}.safetensors`: header and payload; with the query that [`parse_runs`] reads, parts of the payload.
+    /// `/checkpoint/{key}.safetensors`: header and payload, or with the query that [`parse_runs`] reads, parts of the
+    /// payload.
     Container(&'a str),
     /// `/checkpoint/{key}/header`: the header alone.
     Header(&'a str),
     /// `/checkpoint/{key}/digests`: the [`crate::digest::DigestTable`].
     Digests(&'a str),
     /// `/checkpoint/{key}/{name}`: the state in another format. The name may have several segments, none of them empty;
-    /// which names there are is for the server to say.
+    /// the server decides which names exist.
     Alternate(&'a str, &'a str),
 }
 
-/// A path that names nothing.
+/// Why a path names no resource.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum PathError {
-    /// The token is missing or wrong: the peer learns nothing more.
+    /// The token is missing or wrong. The error says nothing more, so that a peer without the token learns nothing.
     #[error("not found")]
     NotFound,
-    /// The token is right, the rest is not a path of ours. The text is printable ASCII of bounded length.
+    /// The token is right, but the rest names no resource. The text is printable ASCII of bounded length.
     #[error("{0}")]
     BadUrl(String),
 }
 
 impl PathError {
-    /// The error for a `path`, without its token, that names nothing. Its text is torchft's, which its users may match on.
+    /// The error for a `path`, given without its token, that names no resource. Its text is that of torchft, because
+    /// users of torchft may match on it.
     #[must_use]
     pub fn bad_url(path: &str) -> Self {
         let shown: String = path.chars().take(200).map(|c| if c.is_ascii_graphic() { c } else { '?' }).collect();
@@ -49,8 +66,15 @@ impl PathError {
     }
 }
 
-/// The resource that `path` (which may carry a query) names on a server whose paths begin with `/{token}`, or with
-/// nothing before them if `token` is empty. `/healthz` is there with and without the token.
+/// The resource that `path` (which may carry a query) names on a server whose paths begin with `/{token}`; if `token`
+/// is empty, they have no such prefix. `/healthz` exists with and without the token.
+///
+/// ```
+/// use tensorferry_wire::request::{PathError, Resource, parse_path};
+///
+/// assert_eq!(parse_path("/0f/checkpoint/7/digests?blocks=0-4", "0f"), Ok(Resource::Digests("7")));
+/// assert_eq!(parse_path("/checkpoint/7/digests", "0f"), Err(PathError::NotFound));
+/// ```
 pub fn parse_path<'a>(path: &'a str, token: &str) -> Result<Resource<'a>, PathError> {
     let path = path.split_once('?').map_or(path, |(path, _)| path);
     if path == "/healthz" {
@@ -65,7 +89,7 @@ pub fn parse_path<'a>(path: &'a str, token: &str) -> Result<Resource<'a>, PathEr
     found.ok_or_else(|| PathError::bad_url(path))
 }
 
-/// The resource at `path` below `/checkpoint/`.
+/// The resource at `path`, which is relative to `/checkpoint/`.
 fn parse_checkpoint(path: &str) -> Option<Resource<'_>> {
     match path.split_once('/') {
         None => path.strip_suffix(".safetensors").filter(|key| !key.is_empty()).map(Resource::Container),
@@ -76,8 +100,8 @@ fn parse_checkpoint(path: &str) -> Option<Resource<'_>> {
     }
 }
 
-/// What is left of `path` after `/{token}`. How long it takes depends on lengths alone, so that the token cannot be
-/// guessed byte by byte.
+/// The rest of `path` after `/{token}`; `None` if it begins with something else. The time it takes depends on lengths
+/// only, so that the token cannot be guessed byte by byte.
 fn strip_token<'a>(path: &'a str, token: &str) -> Option<&'a str> {
     let path = path.strip_prefix('/')?;
     let end = path.find('/').unwrap_or(path.len());
@@ -89,31 +113,41 @@ fn strip_token<'a>(path: &'a str, token: &str) -> Option<&'a str> {
     (differing == 0).then_some(rest)
 }
 
-/// The number a key stands for: ASCII digits with an optional sign, as Python's `int()` reads them ("007" is 7).
+/// The step that a key stands for: ASCII digits with an optional sign, read as Python's `int()` does ("007" is 7);
+/// `None` for anything else and beyond the bounds of an i64.
 #[must_use]
 pub fn parse_step(key: &str) -> Option<i64> {
-    // Rust's grammar for integers is this very one: [+-]?[0-9]+
+    // Rust's grammar for integers is the same: [+-]?[0-9]+
     key.parse().ok()
 }
 
-/// The part of a resource that a `Range` field asks for.
+/// The part of a resource that a `Range` field selects.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RangeSpec {
-    /// All of it: the field is of no use, or not understood, and so ignored.
+    /// The whole resource: the field is invalid or not supported, and therefore ignored.
     Whole,
-    /// Bytes `start..end`, a part of the resource that is not empty.
+    /// Bytes `start..end`: not empty, and within the resource.
     Bytes {
         /// First byte.
         start: u64,
         /// The byte after the last.
         end: u64,
     },
-    /// Understood, but no such bytes: answered with 416.
+    /// The field is valid, but the resource has no such bytes: the answer is 416.
     Unsatisfiable,
 }
 
-/// Reads a `Range` field about a resource of `len` bytes, as RFC 9110 section 14 has it. Several ranges at once are
-/// ignored, which it allows.
+/// Reads a `Range` field for a resource of `len` bytes, as RFC 9110 section 14 defines it. A field with several ranges
+/// is ignored, which the RFC allows.
+///
+/// ```
+/// use tensorferry_wire::request::{RangeSpec, parse_range};
+///
+/// assert_eq!(parse_range("bytes=0-99", 1000), RangeSpec::Bytes { start: 0, end: 100 });
+/// assert_eq!(parse_range("bytes=-100", 1000), RangeSpec::Bytes { start: 900, end: 1000 });
+/// assert_eq!(parse_range("bytes=1000-", 1000), RangeSpec::Unsatisfiable);
+/// assert_eq!(parse_range("bytes=0-9,20-29", 1000), RangeSpec::Whole);
+/// ```
 #[must_use]
 pub fn parse_range(value: &str, len: u64) -> RangeSpec {
     let Some((unit, range)) = value.trim_matches(OWS).split_once('=') else {
@@ -140,7 +174,8 @@ pub fn parse_range(value: &str, len: u64) -> RangeSpec {
 
 const OWS: [char; 2] = [' ', '\t'];
 
-/// A number of digits alone. One beyond u64 is beyond every resource as well.
+/// Reads a number that consists of digits only. One that does not fit a u64 becomes `u64::MAX`, which is beyond the end
+/// of every resource as well.
 fn position(text: &str) -> Option<u64> {
     if text.is_empty() || !text.bytes().all(|b| b.is_ascii_digit()) {
         return None;
@@ -148,8 +183,9 @@ fn position(text: &str) -> Option<u64> {
     Some(text.parse().unwrap_or(u64::MAX))
 }
 
-/// Reads the query of a request for digests, `blocks={first}-{end}` with or without `&grain={bytes}`: the blocks
-/// `first..end`, and how many bytes each has. Whether there are such blocks is not checked.
+/// Reads the query of a request for digests, `blocks={first}-{end}` with or without `&grain={bytes}`. Returns `first`,
+/// `end` (exclusive, not below `first`) and the size of a block, which is one of [`BLOCK_SIZES`]. The caller has to
+/// check that there are such blocks.
 #[must_use]
 pub fn parse_blocks(query: &str) -> Option<(u64, u64, u64)> {
     let (blocks, block_size) = split_blocks(query)?;
@@ -158,8 +194,17 @@ pub fn parse_blocks(query: &str) -> Option<(u64, u64, u64)> {
 }
 
 /// Reads the query of a request for parts of a container, `blocks={first}-{end},{first}-{end},...` with or without
-/// `&grain={bytes}`: at least one and at most [`MAX_RUNS`] runs of blocks `first..end`, none of them empty, each behind the
-/// one before. And how many bytes a block has. Whether there are such blocks is not checked.
+/// `&grain={bytes}`. Returns the runs `first..end` and the size of a block, which is one of [`BLOCK_SIZES`].
+///
+/// There is at least one run and there are at most [`MAX_RUNS`]; none is empty, and none begins before the end of the
+/// one before it. The caller has to check that there are such blocks.
+///
+/// ```
+/// use tensorferry_wire::request::parse_runs;
+///
+/// assert_eq!(parse_runs("blocks=0-2,5-6&grain=4096"), Some((vec![(0, 2), (5, 6)], 4096)));
+/// assert_eq!(parse_runs("blocks=5-6,0-2"), None);
+/// ```
 #[must_use]
 pub fn parse_runs(query: &str) -> Option<(Vec<(u64, u64)>, u64)> {
     let (blocks, block_size) = split_blocks(query)?;
@@ -175,7 +220,7 @@ pub fn parse_runs(query: &str) -> Option<(Vec<(u64, u64)>, u64)> {
     Some((runs, block_size))
 }
 
-/// The blocks a query names, and how many bytes each of them has.
+/// Splits a query into the text of its runs and the size of a block in bytes.
 fn split_blocks(query: &str) -> Option<(&str, u64)> {
     let (blocks, block_size) =
         query.split_once('&').map_or((query, None), |(blocks, block_size)| (blocks, Some(block_size)));
@@ -194,7 +239,8 @@ fn parse_run(run: &str) -> Option<(u64, u64)> {
     (first <= end).then_some((first, end))
 }
 
-/// Reads a `Content-Range` field with a known range and length: (start, end, total), end exclusive.
+/// Reads a `Content-Range` field that states both range and length, and returns (start, end, total) with an exclusive
+/// end: `start < end <= total`.
 #[must_use]
 pub fn parse_content_range(value: &str) -> Option<(u64, u64, u64)> {
     let (unit, rest) = value.trim_matches(OWS).split_once(' ')?;
@@ -205,14 +251,15 @@ pub fn parse_content_range(value: &str) -> Option<(u64, u64, u64)> {
     valid.then(|| (first, last + 1, total))
 }
 
-/// Whether an `If-Match` (or `If-Range`) field holds `etag`, quotes included, by strong comparison: a weak tag on
-/// either side matches nothing.
+/// Whether an `If-Match` (or `If-Range`) field matches `etag`, quotes included, by strong comparison: a weak tag on
+/// either side matches nothing. `*` matches every tag.
 #[must_use]
 pub fn etag_matches_strong(header: &str, etag: &str) -> bool {
     is_any(header) || ETags(header).any(|tag| tag == etag && !tag.starts_with("W/"))
 }
 
-/// Whether an `If-None-Match` field holds `etag`, quotes included, by weak comparison.
+/// Whether an `If-None-Match` field matches `etag`, quotes included, by weak comparison, which ignores `W/`. `*`
+/// matches every tag.
 #[must_use]
 pub fn etag_matches_weak(header: &str, etag: &str) -> bool {
     is_any(header) || ETags(header).any(|tag| opaque(tag) == opaque(etag))
@@ -226,7 +273,7 @@ fn is_any(header: &str) -> bool {
     header.trim_matches(OWS) == "*"
 }
 
-/// The entity tags of a list, up to the first item that is not an entity tag.
+/// Yields the entity tags of a list, up to the first item that is not an entity tag.
 struct ETags<'a>(&'a str);
 
 impl<'a> Iterator for ETags<'a> {

@@ -1,4 +1,4 @@
-//! Headers there and back, and against the safetensors crate in both directions.
+//! Headers survive encoding and decoding, and the safetensors crate reads ours as we read its headers.
 #![allow(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
 use std::collections::HashMap;
@@ -13,12 +13,12 @@ fn u8s(name: &str, start: u64, end: u64) -> Entry {
     Entry { name: name.into(), dtype: Dtype::U8, shape: [end - start].into_iter().collect(), start, end }
 }
 
-/// The type of that name in the safetensors crate.
+/// The safetensors crate's element type with this name.
 fn theirs(dtype: Dtype) -> safetensors::Dtype {
     serde_json::from_value(dtype.name().into()).unwrap()
 }
 
-/// Valid headers: a payload order that is a permutation of the document order, empty entries among the others.
+/// Valid headers whose payload order is a permutation of the document order, with some empty entries.
 fn headers() -> impl Strategy<Value = Header> {
     let shape = prop::collection::vec(prop_oneof![4 => 1u64..5, 1 => Just(0u64)], 0..4);
     let name = prop_oneof![any::<String>(), "[a-z.\"\\\\\u{0}-\u{20}]{0,12}"];
@@ -108,7 +108,7 @@ proptest! {
     fn what_is_decoded_safetensors_accepts(
         rows in prop::collection::vec((0u64..5, 0u64..5, 0u64..4), 0..5),
     ) {
-        // mostly invalid: the two must agree on which are not
+        // Most of these are invalid: both must agree on which are not.
         let rows: Vec<String> = rows
             .iter()
             .enumerate()
@@ -197,7 +197,7 @@ fn alignments_that_cannot_be() {
     for align in [0, 1, 4, 12, 63, u64::MAX] {
         assert_eq!(header.encode(align), Err(HeaderError::Alignment(align)));
     }
-    // a multiple of 8, but beyond what a header may be
+    // A multiple of 8, but larger than a header may be.
     assert!(matches!(header.encode(1 << 40), Err(HeaderError::TooLong(_))));
     assert_eq!(header.encode(4096).unwrap().len(), 4096);
 }

@@ -1,4 +1,4 @@
-//! Tables of digests there and back, and those a peer should never send.
+//! Tables of digests survive encoding and decoding, and tables that a peer should never send are refused.
 #![allow(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
 use proptest::prelude::*;
@@ -11,7 +11,7 @@ fn table() -> DigestTable {
     DigestTable { header: 0x1122_3344_5566_7788, payload_len: 2 * BLOCK_SIZE + 1, blocks: vec![1, u64::MAX, 3] }
 }
 
-/// The table with these bytes at `at`, its own checksum made right again.
+/// The table with `bytes` written at `at`, and its own checksum corrected.
 fn patched(at: usize, bytes: &[u8]) -> Vec<u8> {
     let mut table = table().encode();
     table[at..at + bytes.len()].copy_from_slice(bytes);
@@ -66,7 +66,7 @@ fn a_table_of_another_grain_is_read_as_such_only() {
         DigestTable::decode_with_block_size(&refused, &Algorithm::Crc64, FILE_BLOCK_SIZE),
         Err(DigestError::Count { count: 5, payload_len: 3 * FILE_BLOCK_SIZE + 1 })
     );
-    // A block size that nobody can ask for makes no table that anybody reads.
+    // A table with an unsupported block size is refused by every reader.
     let none = table().encode_with_block_size(&Algorithm::Crc64, 4097);
     assert!(BLOCK_SIZES.iter().all(|&g| DigestTable::decode_with_block_size(&none, &Algorithm::Crc64, g).is_err()));
 }

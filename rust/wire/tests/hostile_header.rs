@@ -1,10 +1,10 @@
-//! Headers a peer should never send. One test per attack.
+//! Headers that a peer should never send are refused. One test per attack.
 #![allow(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
 use tensorferry_wire::container::{Entry, Header, HeaderError, MAX_HEADER_LEN};
 use tensorferry_wire::dtype::Dtype;
 
-/// A header with this JSON behind the right length.
+/// A header with this JSON behind a correct length prefix.
 fn framed(json: impl AsRef<[u8]>) -> Vec<u8> {
     let json = json.as_ref();
     let mut bytes = (json.len() as u64).to_le_bytes().to_vec();
@@ -16,7 +16,7 @@ fn refusal(json: impl AsRef<[u8]>) -> HeaderError {
     Header::decode(&framed(json)).unwrap_err()
 }
 
-/// One entry of bytes.
+/// The JSON of a header with one entry of bytes.
 fn u8s(name: &str, start: u64, end: u64) -> String {
     format!(r#""{name}":{{"dtype":"U8","shape":[{}],"data_offsets":[{start},{end}]}}"#, end.wrapping_sub(start))
 }
@@ -225,7 +225,7 @@ fn holes() {
 
 #[test]
 fn out_of_bounds() {
-    // an entry far beyond the others is a hole, an empty one as well
+    // An entry far behind the others leaves a hole, even if it is empty.
     let far = refusal(format!("{{{},{}}}", u8s("a", 0, 4), u8s("b", u64::MAX, u64::MAX)));
     assert_eq!(far, HeaderError::Hole { name: "b".into(), start: u64::MAX, previous: 4 });
     let alone = refusal(format!("{{{}}}", u8s("b", 1, 1)));
@@ -258,7 +258,7 @@ fn integer_overflow_in_shape() {
         let found = with_entry(&format!(r#"{{"dtype":"U8","shape":{shape},"data_offsets":[0,0]}}"#));
         assert_eq!(found, HeaderError::ShapeOverflow { name: "a".into() }, "{shape}");
     }
-    // a zero in front keeps the product from overflowing, in safetensors as here
+    // A zero in front keeps the product from overflowing, in safetensors as here.
     let json = r#"{"a":{"dtype":"U8","shape":[0,4294967296,4294967296],"data_offsets":[0,0]}}"#;
     assert!(Header::decode(&framed(json)).is_ok());
 }
@@ -269,12 +269,12 @@ fn overflow_in_offsets() {
     assert_eq!(found, HeaderError::Size { name: "a".into(), expected: 1, actual: u64::MAX });
     let beyond = with_entry(r#"{"dtype":"U8","shape":[1],"data_offsets":[0,18446744073709551616]}"#);
     assert!(matches!(beyond, HeaderError::Json(_)));
-    // entries that are all in order and end beyond every file
+    // Entries that are in order, but end beyond every possible file.
     let step = u64::MAX / 8;
     let entries: Vec<_> = (0..5).map(|i| u8s(&i.to_string(), i * step, (i + 1) * step)).collect();
     let long = refusal(format!("{{{}}}", entries.join(",")));
     assert_eq!(long, HeaderError::TooLarge { name: "4".into(), end: 5 * step });
-    // two entries whose lengths add up to more than a u64 counts
+    // Two entries whose lengths add up to more than a u64 can count.
     let half = u64::MAX / 8;
     let wrapping = refusal(format!("{{{},{}}}", u8s("a", 0, half), u8s("b", half, 0)));
     assert!(matches!(wrapping, HeaderError::Hole { .. } | HeaderError::Reversed { .. }), "{wrapping}");

@@ -1,4 +1,4 @@
-//! Manifests, good ones and those a peer should never send. One test per attack.
+//! Valid manifests are accepted, and those that a peer should never send are refused. One test per attack.
 #![allow(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
 use proptest::prelude::*;
@@ -28,13 +28,13 @@ fn refusal(json: impl AsRef<[u8]>) -> ManifestError {
     read(json).unwrap_err()
 }
 
-/// Where a part lies in a text.
+/// The range of bytes at which `part` lies in a text.
 fn place_of(part: &str, text: &str) -> std::ops::Range<usize> {
     let start = text.find(part).unwrap();
     start..start + part.len()
 }
 
-/// A manifest of two objects with this tree.
+/// A manifest with this tree and two objects.
 fn tree(tree: &str) -> String {
     format!(r#"{{"version":1,"tree":{tree},"flags":"","objects":2,"storages":[],"shards":{{}}}}"#)
 }
@@ -243,7 +243,7 @@ fn duplicate_keys_as_python_compares_them() {
         (r#"["t",1]"#, "1"),
         (r#"["t",["t",1],2]"#, r#"["t",["t",1,2]]"#),
         (r#"["t","a","b"]"#, r#"["t","ab"]"#),
-        // told apart by the lengths alone
+        // Only the lengths distinguish these.
         (r#"["t","a","b"]"#, r#"["t","asb"]"#),
         (r#"["t","a",["t"]]"#, r#"["t","a()"]"#),
         (r#"["t",12]"#, r#"["t",1,2]"#),
@@ -452,7 +452,7 @@ fn malformed_storages() {
 
 #[test]
 fn pieces_that_are_no_tensors() {
-    // beyond the entries, the manifest, the pickle
+    // An entry that does not exist, the manifest, the pickle.
     for entry in [7, u64::MAX, 3, 4] {
         let found = refusal(storages(&format!("[[0,[]],[100,[[{entry},0]]]]")));
         assert_eq!(found, ManifestError::PieceEntry { storage: 1, entry });
@@ -473,7 +473,7 @@ fn overlapping_pieces() {
         let found = refusal(storages(&format!("[[100,[[5,{one}],[6,{two}]]]]")));
         assert_eq!(found, ManifestError::PieceOverlap { storage: 0, lo });
     }
-    // the middle one reaches over the last
+    // The middle piece extends into the last one.
     let found = refusal(storages("[[100,[[5,0],[6,20],[0,13]]]]"));
     assert_eq!(found, ManifestError::PieceOverlap { storage: 0, lo: 20 });
 }
@@ -507,7 +507,7 @@ fn every_bit_flipped_is_read_or_refused() {
     }
 }
 
-/// Valid nodes over three leaves and two objects.
+/// Generates valid nodes over three leaves and two objects.
 fn node() -> impl Strategy<Value = String> {
     let leaf = (-2i64..3).prop_map(|n| n.to_string());
     leaf.prop_recursive(6, 60, 5, |inner| {

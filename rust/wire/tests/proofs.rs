@@ -1,4 +1,4 @@
-//! Proofs: good for exactly the message, the key and the nonce they were made for.
+//! A proof is valid for exactly the message, the key and the nonce it was made for.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on should panic")]
 
 use proptest::prelude::*;
@@ -42,7 +42,7 @@ fn a_request_is_good_for_itself_alone() {
         SignedRequest { if_match: Some("\"a-2\""), ..REQUEST },
         SignedRequest { if_match: None, ..REQUEST },
         SignedRequest { range: REQUEST.if_match, if_match: REQUEST.range, ..REQUEST },
-        // the same characters, the border elsewhere
+        // The same characters, divided between the fields at another place.
         SignedRequest { method: "GET/", path: "0f/checkpoint/7.safetensors", ..REQUEST },
     ];
     for request in others {
@@ -62,7 +62,7 @@ fn what_is_no_proof_is_refused() {
         format!("Tensorferry {nonce}"),
         format!("Tensorferry {nonce}."),
         format!("Tensorferry .{tag}"),
-        // truncated, to every length a sloppy comparison would take
+        // Truncated to lengths that a careless comparison would accept.
         format!("Tensorferry {nonce}.{}", &tag[..62]),
         format!("Tensorferry {nonce}.{}", &tag[..16]),
         format!("Tensorferry {nonce}.{}", &tag[..2]),
@@ -107,7 +107,7 @@ fn an_answer_is_good_for_its_request_its_snapshot_and_its_table_alone() {
 
 #[test]
 fn a_proof_for_a_request_is_none_for_an_answer() {
-    // Were the two made with one key, the fields of one could be laid out as those of the other.
+    // If both used one key, a request's fields could be chosen so that they read as an answer's.
     let request = SignedRequest { method: "p", path: "e", range: Some("body"), if_match: None };
     let field = key().sign_request(&request, &NONCE);
     let tag = field.split_once('.').unwrap().1;

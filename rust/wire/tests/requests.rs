@@ -1,4 +1,4 @@
-//! Paths, ranges and entity tags, by table.
+//! Paths, ranges and entity tags: tables of texts with what each must be parsed to.
 #![allow(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
 use proptest::prelude::*;
@@ -219,7 +219,7 @@ fn ranges_of_nothing() {
     assert_eq!(parse_range("bytes=0-", 0), RangeSpec::Unsatisfiable);
     assert_eq!(parse_range("bytes=0-0", 0), RangeSpec::Unsatisfiable);
     assert_eq!(parse_range("bytes=-0", 0), RangeSpec::Unsatisfiable);
-    // satisfiable by RFC 9110, but there is no Content-Range for it
+    // RFC 9110 calls this satisfiable, but a Content-Range cannot express it.
     assert_eq!(parse_range("bytes=-5", 0), RangeSpec::Whole);
 }
 
@@ -264,7 +264,7 @@ fn content_ranges() {
 
 #[test]
 fn entity_tags() {
-    // field, tag, strong, weak
+    // The columns: field, tag, whether they match strongly, whether weakly.
     let table = [
         (r#""a""#, r#""a""#, true, true),
         (r#""a""#, r#""b""#, false, false),

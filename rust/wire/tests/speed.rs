@@ -1,4 +1,4 @@
-//! How long a header and a manifest of 100,000 tensors take. Run with
+//! How long encoding and checking take for a header and a manifest of 100,000 tensors. Run with
 //! `cargo test --release -p tensorferry-wire --test speed -- --ignored --nocapture`.
 #![allow(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
@@ -8,7 +8,7 @@ use tensorferry_wire::container::{Entry, Header};
 use tensorferry_wire::dtype::Dtype;
 use tensorferry_wire::manifest::validate;
 
-/// The best of ten.
+/// The shortest of ten runs.
 fn best<T>(mut work: impl FnMut() -> T) -> Duration {
     let runs = (0..10).map(|_| {
         let begin = Instant::now();

@@ -35,7 +35,7 @@ class Agent:
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        """Yields its answers until it closes its output."""
+        """Yields the process's answers until it closes its output."""
         for line in self.process.stdout:
             yield json.loads(line)
 

@@ -34,7 +34,7 @@ def receive(metadata: str, seconds: float) -> Callable[[], object]:
 
 
 def load_from_peers(seconds: float) -> Callable[[], object]:
-    # What a load begins with.
+    # A load begins with this call.
     reader = PeerReader(f"{SCHEME} 7 {OURS}", timeout=timedelta(seconds=seconds))
     return reader.read_metadata
 
@@ -80,7 +80,7 @@ def main(door: str, seconds: float, interrupt: float | None) -> None:
     print(
         json.dumps({"took": took, "ended": end[0], "message": end[1], "asked": asked, "warnings": warnings}), flush=True
     )
-    # Threads that are still looking up a name must not delay the end either; but that is the caller's to see.
+    # Threads that are still looking up a name must not delay the exit either; the caller checks that.
     sys.exit(0)
 
 

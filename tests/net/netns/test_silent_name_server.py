@@ -27,7 +27,7 @@ AT_ONCE_S = 2.5
 
 @pytest.fixture(scope="module")
 def attempt() -> Iterator[Callable[..., dict[str, Any]]]:
-    """Runs a door in a host of its own, whose name server takes questions and never answers."""
+    """Runs a door in a simulated host whose name server accepts questions and never answers."""
     host = f"tf{os.getpid()}n"
     folder = RESOLVERS / host
     commands = [("ip", "netns", "add", host), ("ip", "-n", host, "link", "set", "lo", "up")]

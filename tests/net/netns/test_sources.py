@@ -81,7 +81,7 @@ def test_a_source_that_is_killed_costs_its_share(fleet: Any) -> None:
     got = receive(receiver, metadata, at_half=sources[1].kill)
     assert got["digest"] == digest
     assert any("10.77.1.2" in trouble for trouble in got["troubles"])
-    # The survivor sent what the dead one had not, and nothing that had arrived already: ranges are 16 MiB at most.
+    # The survivor sent only bytes that had not arrived from the dead source; ranges are 16 MiB at most.
     assert served(sources[:1])[0] < STATE
 
 

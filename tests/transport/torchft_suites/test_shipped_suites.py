@@ -59,10 +59,10 @@ SUITES = [
 
 
 def lost_torchfts_race(failure: dict[str, str]) -> bool:
-    """Whether a test failed by a race of its own, which no transport can decide.
+    """Returns whether a test failed through a race of its own, which no transport can prevent.
 
     In the upscale tests three threads leave a barrier together, and two of them finish the job without the third when
-    a busy machine runs it some 30 ms later: it then waits for a quorum that nobody else will join.
+    a busy machine runs it some 30 ms later: it then waits for a quorum that no other replica will join.
     """
     return (
         "::test_streaming_diloco_upscale" in failure["test"]

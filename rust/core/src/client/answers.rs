@@ -1,7 +1,7 @@
-//! Checks that an answer is the one that was asked for.
+//! Checks that an answer is the one that was requested.
 //!
-//! A source can send anything. What is checked here, before a byte of the body is used: the status, that a range or the
-//! blocks are those asked for, that a digest table is of the right length and proven where there is a secret.
+//! A source can send anything. These checks run before a byte of the body is used: of the status, that a range or the
+//! blocks are those requested, that a digest table has the right length, and that it is proven if there is a secret.
 
 use tensorferry_wire::digest::{BLOCK_SIZE, DigestTable};
 

@@ -15,7 +15,7 @@ use crate::payload::Slice;
 /// Sources that are fetched from at the same time, at most.
 const MAX_SOURCES: usize = 16;
 
-/// What to fetch from one container: its sources, its step, and the slices.
+/// A request for slices of one container: its sources, its step, and the slices.
 #[derive(Clone, Debug)]
 pub struct SliceRequest {
     /// Where it is served; several sources must serve the same snapshot.

@@ -1,4 +1,4 @@
-//! Ways in for the fuzz targets: what reads bytes that a peer chose.
+//! Entry points for the fuzz targets: the functions that read bytes which a peer chose.
 
 use std::io::Write;
 use std::os::unix::net::UnixStream;

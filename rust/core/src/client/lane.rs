@@ -39,7 +39,7 @@ impl Drop for Present<'_> {
     }
 }
 
-/// What all lanes of one transfer share.
+/// The state that all lanes of one transfer share.
 pub(super) struct Transfer<'a> {
     pub(super) plan: &'a Plan,
     pub(super) queue: &'a Queue,
@@ -47,7 +47,7 @@ pub(super) struct Transfer<'a> {
     pub(super) primary: usize,
     /// Whether the lanes begin at different sources, or all at the primary one.
     pub(super) spread: bool,
-    /// What the checkpoint is called in paths.
+    /// The checkpoint's key in paths.
     pub(super) key: &'a str,
     pub(super) payload_start: u64,
     pub(super) payload_len: u64,
@@ -109,9 +109,9 @@ impl Transfer<'_> {
             if error.kind() != ErrorKind::Cancelled {
                 error = self.placed(error, source, &range);
             }
-            // Whatever it was: the network is the way that has to work.
+            // Whatever the error of shared memory was, the range is fetched over the network afterwards.
             let connection = connection.take();
-            // The source answers and is not done copying: nobody is at fault, and the deadline ends it.
+            // The source answers but is still copying its state: that is no fault, and only the deadline ends the wait.
             let filling = error.is_timeout() && connection.as_ref().is_some_and(Connection::is_filling);
             let around_the_network = !filling && connection.is_some_and(|c| c.is_same_host());
             if around_the_network {

@@ -1,4 +1,4 @@
-//! What the lanes of a transfer have received, block by block.
+//! The record of which blocks the lanes of a transfer have received.
 //!
 //! A [`BlockLedger`] keeps the checksum of each block that has come and the source it came from, besides the counters
 //! of the transfer. Lanes write to it without a lock: the queue gives each block to one lane at a time, so the entry of
@@ -13,7 +13,7 @@ use tensorferry_wire::request::MAX_RUNS;
 
 use crate::error::{Error, ErrorKind};
 
-/// What the lanes of a transfer have received: the checksum of every block, and counters.
+/// The record of a transfer's received blocks: the checksum of every block, and counters.
 #[derive(Debug)]
 pub(super) struct BlockLedger {
     /// Runs of blocks that are to come, and how many blocks come before each.

@@ -20,7 +20,7 @@ pub(super) struct StallDetector {
 }
 
 impl StallDetector {
-    /// Notes `bytes` of an answer; whether what came in a time of `stall` is next to nothing.
+    /// Records `bytes` of an answer; returns whether next to nothing has arrived for the time of `stall`.
     pub(super) fn is_stuck(&mut self, bytes: usize, stall: Duration) -> bool {
         let now = Instant::now();
         let since = *self.since.get_or_insert(now);

@@ -5,7 +5,7 @@
 //! | `remote` | [`Remote`]: a checkpoint at its sources, from the header to the verified payload |
 //! | `fetch_slices` | parts of checkpoints from several sources at once |
 //! | `staged` | [`StagedFetch`]: entries that pass through a bounded buffer |
-//! | `lane`, `stragglers`, `ledger` | one thread with one connection; lanes that are too slow; what has come |
+//! | `lane`, `stragglers`, `ledger` | one thread with one connection; lanes that are too slow; received blocks |
 //! | `source`, `url`, `resolver` | where a source is and how to reach it |
 //! | `connection` | blocking HTTP/1.1 over TCP, TLS or shared memory |
 //! | `limits` | one deadline for everything, and what counts as stuck |
@@ -139,7 +139,7 @@ impl Destination {
     }
 }
 
-/// What has arrived and is verified: the memory, where each entry lies in it, and a report.
+/// A finished and verified receive: the memory, where each entry lies in it, and a report.
 #[derive(Debug)]
 pub struct Arrived {
     arena: Arena,

@@ -1,7 +1,7 @@
 //! Addresses of hosts, within a deadline.
 //!
-//! The system's resolver knows no deadline and cannot be stopped. Each name is therefore looked up in a thread that is
-//! left to itself when nobody waits for it any more. Invariants:
+//! The system's resolver knows no deadline and cannot be stopped. Each name is therefore looked up in a thread, which
+//! is abandoned when no caller waits for it any more. Invariants:
 //!
 //! * at most [`MOST`] lookups are under way, the abandoned ones included, and each name at most once;
 //! * addresses and names with a scope never reach the resolver;
@@ -18,7 +18,7 @@ use crate::cancel::Cancel;
 use crate::error::{Error, ErrorKind};
 use crate::fork::without_fork;
 
-/// Names that are looked up at the same time, those that nobody waits for any more included.
+/// The most names that are looked up at the same time, abandoned lookups included.
 const MOST: usize = 16;
 /// How often a waiting thread looks whether it was cancelled.
 const CANCEL_POLL: Duration = Duration::from_millis(50);
@@ -33,7 +33,7 @@ struct NameLookup {
     done: Condvar,
 }
 
-/// Those that are under way, and the process whose threads look them up: a forked child has none.
+/// The lookups under way, and the process whose threads run them: a forked child has none.
 static UNDER_WAY: Mutex<(u32, Vec<Arc<NameLookup>>)> = Mutex::new((0, Vec::new()));
 
 /// The addresses of `name`, which may be an address itself: that is returned without a lookup. Lookups of the same name
@@ -101,7 +101,7 @@ pub(super) fn addresses(host: &str, port: u16, limits: &Limits) -> Result<io::Re
     }
 }
 
-/// The time that is left, or an error that says what it went to.
+/// The time that is left, or an error that says what was being waited for.
 fn left(limits: &Limits, waited: impl FnOnce() -> String) -> Result<Duration, Error> {
     limits.left().map_err(|over| over.waiting_for(waited))
 }
@@ -167,7 +167,7 @@ mod tests {
 
     #[test]
     fn who_waits_gives_up_at_the_deadline_and_at_once_when_cancelled() {
-        // As if a name server were silent: nobody looks this name up.
+        // As if a name server were silent: no thread looks this name up.
         let silent = Arc::new(NameLookup { name: "silent".into(), found: Mutex::default(), done: Condvar::new() });
         with_those_under_way(|under_way| under_way.push(Arc::clone(&silent)));
         let late = resolve("silent", Duration::from_millis(150), &Cancel::new()).unwrap_err();

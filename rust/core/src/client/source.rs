@@ -1,6 +1,6 @@
-//! A source as one receive knows it: its URL, what its answers have said, and the route that leads there.
+//! A source as one receive knows it: its URL, the facts learned from its answers, and the route to it.
 //!
-//! What is learned is written once and shared by all lanes: the entity tag, the socket of this machine, and whether
+//! Each fact is written once and shared by all lanes: the entity tag, the socket on this machine, and whether
 //! that socket is out of use. A lane that fails over the socket makes all lanes take the network.
 
 use std::sync::atomic::{AtomicBool, Ordering};

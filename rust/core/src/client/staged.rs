@@ -37,7 +37,7 @@ pub struct StagedRun {
     pub at: u64,
 }
 
-/// An entry that comes by way of the waves' memory: its number and its bytes of the payload.
+/// An entry that passes through the waves' memory: its number and its bytes of the payload.
 #[derive(Clone, Copy, Debug)]
 struct StagedEntry {
     entry: usize,
@@ -52,17 +52,17 @@ pub struct StagedFetch {
     arena: Arena,
     fresh: bool,
     offsets: Vec<Option<u64>>,
-    /// What has a place of its own, in payload order.
+    /// Entries that are received directly into their place, in payload order.
     pieces: Vec<Piece>,
-    /// What has none, in payload order.
+    /// Entries that pass through the waves' memory, in payload order.
     passing: Vec<StagedEntry>,
     /// The block at which each wave ends.
     ends: Vec<u64>,
     /// The blocks of the waves that are still to come.
     waiting: VecDeque<(u64, u64)>,
-    /// Whether these were brought before, and differ from what the source has now.
+    /// Whether those blocks were fetched before, and differ from the source's current ones.
     again: bool,
-    /// Whether all is here as it was at the source at one moment.
+    /// Whether all bytes have arrived as they were at the source at one moment.
     settled: bool,
     received: BlockLedger,
     passes: Passes,
@@ -128,8 +128,8 @@ impl Remote {
 }
 
 impl StagedFetch {
-    /// Brings the next wave; what of it passes through is at `address` then, verified. `None` when everything has come
-    /// as it was at one moment: what the source has changed since it came comes once more.
+    /// Fetches the next wave; the runs that pass through the waves' memory are then at `address`, verified. Returns
+    /// `None` once all bytes have arrived as they were at one moment: blocks that the source changed are fetched again.
     ///
     /// # Errors
     /// As [`Remote::fetch`].
@@ -171,7 +171,7 @@ impl StagedFetch {
         Ok(Some(parts))
     }
 
-    /// Compares all that has come with what the source has now; what differs is to come again.
+    /// Compares all received blocks with the source's current digests; blocks that differ will be fetched again.
     fn settle(&mut self) -> Result<(), Error> {
         let plan = Plan::new(Vec::new(), self.remote.header().payload_len(), false)?;
         let load = Load { plan: &plan, missing: &[], held: &self.remote.blocks(), received: &self.received };
@@ -179,7 +179,7 @@ impl StagedFetch {
         self.settled = differing.is_empty();
         self.again = true;
         for (mut first, end) in differing {
-            // No more of them in one wave than in those that brought them.
+            // A repeated wave has no more blocks than the wave that fetched them first.
             for &stop in &self.ends {
                 let stop = stop.min(end);
                 if first < stop {
@@ -191,7 +191,7 @@ impl StagedFetch {
         Ok(())
     }
 
-    /// What has a place of its own, after the last wave.
+    /// Ends the receive after the last wave; returns the entries that were received directly into their place.
     ///
     /// # Errors
     /// [`ErrorKind::Invalid`] when there are waves that were not fetched.

@@ -1,4 +1,4 @@
-//! What idle lanes do about slow ones.
+//! How idle lanes take work from slow ones.
 //!
 //! A connection that is far slower than the others holds up the whole transfer, though bytes arrive on it and it never
 //! counts as stuck. A lane that has nothing left to do takes the range of such a lane away, by shutting down its
@@ -20,7 +20,7 @@ const AT_LEAST: Duration = Duration::from_secs(1);
 /// How many times slower than the average a lane is that loses its range.
 const SLOWER: u64 = 10;
 
-/// What each lane of one transfer is doing, for finding those that are far slower than the average.
+/// The progress of each lane of one transfer, for finding lanes that are far slower than the average.
 #[derive(Debug)]
 pub(super) struct StragglerMonitor {
     started: Instant,

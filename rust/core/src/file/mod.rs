@@ -54,7 +54,7 @@ impl FileOptions {
     }
 }
 
-/// What was written or read.
+/// How many bytes were written or read.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FileReport {
     /// Bytes of the file that were written or read, header and checksums included.

@@ -1,7 +1,7 @@
-//! Where the bytes of a file go: past the page cache where that can be done, and through it where not.
+//! Writes the bytes of a file past the page cache where possible, and through it otherwise.
 //!
-//! Writing past the cache needs addresses, lengths and offsets that are multiples of a page. Whatever does not fit, the
-//! ends of a chunk for one, goes through the cache; a file system that refuses direct writes is asked once.
+//! Writing past the cache needs addresses, lengths and offsets that are multiples of a page. Other bytes, such as the
+//! ends of a chunk, go through the cache. After a file system has refused a direct write, no other one is tried.
 
 use std::fs::{File, OpenOptions};
 use std::io;

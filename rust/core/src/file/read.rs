@@ -98,7 +98,7 @@ impl Container {
         })
     }
 
-    /// What the container holds.
+    /// The header of the container.
     #[must_use]
     pub fn header(&self) -> &Header {
         &self.header

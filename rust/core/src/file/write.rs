@@ -75,13 +75,13 @@ pub fn write_file(
         .create_new(true)
         .open(partial)
         .map_err(|e| refused(partial, "cannot be written", e))?;
-    // Where there are no locks, others go by the age of what they find.
+    // On file systems without locks, other writers judge by the age of the files they find.
     let _ = file.try_lock_shared();
     let header = digest::checksum(&layout.header);
     let written = write_partial(file, partial, &layout, (len, header), options);
     let written = written.and_then(|output| commit(partial, path).map(|()| output));
     let output = written.inspect_err(|_| {
-        // What matters is the first error.
+        // An error of the removal is ignored: the first error is the one that matters.
         let _ = fs::remove_file(partial);
     })?;
     let report = FileReport { bytes: layout.content.len(), wanted: len, direct: output.past_the_cache() };
@@ -91,7 +91,7 @@ pub fn write_file(
 /// A file that was written, locked for as long as this lives.
 #[derive(Debug)]
 pub struct Written {
-    /// What was written.
+    /// How many bytes were written.
     pub report: FileReport,
     /// The checksum of its header.
     pub header: u64,
@@ -176,7 +176,7 @@ fn write_payload(
                 return fail(Failure::Other(e));
             }
             let at = start + chunk * CHUNK;
-            // What is checksummed is what is written, whatever happens to the memory meanwhile.
+            // The copy is checksummed and written, so a change of the memory meanwhile does no harm.
             buffer.clear();
             content.visit(at, (at + CHUNK).min(end), |region| {
                 // SAFETY: `write_file` asks for memory that stays readable until it returns; the bytes are copied.

@@ -6,7 +6,7 @@
 //! Invariants:
 //!
 //! * every entry starts at a multiple of [`ALIGNMENT`] and lies within one region;
-//! * a region consists of whole pages, and its pages go back to the system when nobody holds it any more, so that one
+//! * a region consists of whole pages, and its pages go back to the system when it has no owner any more, so that one
 //!   surviving counter of an optimizer does not keep gigabytes of parameters;
 //! * scalars lie behind all other entries, and never in memory that a pool keeps;
 //! * while a receive fills the arena, each byte has exactly one writer (`payload::plan` sees to that); afterwards Rust
@@ -102,7 +102,7 @@ impl Drop for Backing {
     }
 }
 
-/// Whole pages of an arena, which go back to the system when nobody holds them any more.
+/// Whole pages of an arena, which go back to the system when they have no owner any more.
 struct ArenaRegion {
     backing: Arc<Backing>,
     address: usize,
@@ -131,7 +131,7 @@ impl fmt::Debug for Hold {
     }
 }
 
-/// The memory of one receive: regions, each of which lives as long as the arena or as somebody holds it
+/// The memory of one receive: regions, each of which lives as long as the arena or any [`Hold`] on it
 /// ([`Arena::hold`]).
 ///
 /// ```
@@ -191,7 +191,7 @@ impl Arena {
         Ok((arena, offsets))
     }
 
-    /// Memory for `places`. What pools keep has no scalars in it: a tensor over one must not keep all the rest.
+    /// Memory for `places`. Memory of a pool holds no scalars: a tensor over a scalar would keep all of it in use.
     pub(crate) fn of(places: &ArenaLayout, pool: Option<Arc<ArenaPool>>) -> Result<Self, Error> {
         let ArenaLayout { large, scalars } = places;
         let len = large.len + scalars.len;
@@ -230,7 +230,7 @@ impl Arena {
         }
     }
 
-    /// Whether nobody has touched this memory yet.
+    /// Whether this memory was never touched.
     pub(crate) fn is_fresh(&self) -> bool {
         self.fresh
     }
@@ -264,8 +264,8 @@ impl Arena {
         self.find(at, len).map_or(1, |(_, address)| address)
     }
 
-    /// The address of an entry of `len` bytes at `at`, and what keeps it when the arena is gone. Nothing where no entry
-    /// of so many bytes can be.
+    /// The address of an entry of `len` bytes at `at`, and a [`Hold`] that keeps it when the arena is gone; `None` if
+    /// no entry of this length can be there.
     #[must_use]
     pub fn hold(&self, at: u64, len: u64) -> Option<(usize, Hold)> {
         let (region, address) = self.find(at, len)?;

@@ -9,8 +9,8 @@ use crate::error::{Error, ErrorKind};
 
 /// Refuses `len` bytes for `what` where the machine, swap included, has fewer.
 ///
-/// A source can announce any length, and already what is kept for each MiB of it would cost memory. Where the system
-/// does not say how much memory there is, nothing is refused.
+/// A source can announce any length, and even the bookkeeping for each MiB of it would cost memory. If the system does
+/// not say how much memory there is, nothing is refused.
 ///
 /// ```
 /// use tensorferry_core::check_machine_has;

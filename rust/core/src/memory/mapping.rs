@@ -13,13 +13,13 @@ const HUGE: usize = 2 << 20;
 
 /// Memory of one or more receives.
 pub(super) struct Mapping {
-    /// What can be used of it starts here, at a huge page if it is our own and that large.
+    /// The start of the usable part: at a huge page if the mapping is our own and large enough for one.
     pub(super) start: NonNull<u8>,
     pub(super) usable: usize,
     pub(super) held: Held,
 }
 
-/// What a mapping goes back to.
+/// How a mapping is returned when it is dropped.
 pub(super) enum Held {
     Nothing,
     /// An anonymous, private mapping, a little larger than what is used of it: zeros, whose pages are taken from the

@@ -110,7 +110,7 @@ impl ArenaPool {
         if mapping.usable > self.limit {
             return;
         }
-        // What has to go is unmapped after the lock is free: that takes a while.
+        // Memory that must go is unmapped after the lock is released, since that takes a while.
         let mut gone = Vec::new();
         let mut kept = self.kept();
         kept.push_back(mapping);
@@ -179,12 +179,12 @@ mod tests {
         assert_eq!(pool.held(), 4 << 20);
         assert_eq!(Arena::new(3 << 20, Some(Arc::clone(&pool))).unwrap().address_of(0, 1), address);
         assert_eq!(Arc::strong_count(&alive), 3, "one in the allocator, one kept");
-        // Left to the pool; then it takes the place of what was kept.
+        // Returned to the pool, where it replaces the memory that was kept.
         let own = Arena::new(5 << 20, Some(Arc::clone(&pool))).unwrap();
         assert!(own.is_fresh());
         drop(own);
         assert_eq!((pool.held(), Arc::strong_count(&alive)), (5 << 20, 2));
-        // Too large to be kept, or nothing at all: not asked for.
+        // Memory too large to be kept, or empty, is not requested from the allocator.
         assert!(Arena::new(7 << 20, Some(Arc::clone(&pool))).unwrap().is_fresh());
         drop(Arena::new(0, Some(pool)).unwrap());
         assert_eq!(*asked.lock().unwrap(), [4 << 20, 5 << 20]);

@@ -1,6 +1,6 @@
 //! The checksums of blocks, taken while the bytes pass and are in cache.
 //!
-//! One pass computes both what a receiver compares with its source and what a file carries; only the size of a block
+//! One pass computes the checksums a receiver compares with its source, and those a file carries; only a block's size
 //! differs. How the bytes are cut on their way does not change the result.
 
 use tensorferry_wire::digest::{Algorithm, Hasher};
@@ -40,7 +40,7 @@ impl<'a> Checksums<'a> {
         }
     }
 
-    /// The checksums, the last of them of what is left below a whole block.
+    /// The checksums; the last one is of the remaining bytes if they are less than a whole block.
     pub(crate) fn finish(mut self) -> Vec<u64> {
         if self.filled > 0 {
             self.digests.push(self.open.finish());

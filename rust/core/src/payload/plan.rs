@@ -50,7 +50,7 @@ impl Piece {
         goes_on
     }
 
-    /// What of it lies in `[start, end)` of the payload.
+    /// The part of it that lies in `[start, end)` of the payload.
     pub(crate) fn within(&self, start: u64, end: u64) -> Option<Self> {
         let (from, to) = (self.start.max(start), self.end().min(end));
         #[allow(clippy::cast_possible_truncation, reason = "an offset into memory that exists")]
@@ -66,7 +66,7 @@ pub(crate) struct Plan {
     payload_len: u64,
     /// Bytes per block, that is, per checksum.
     block_size: u64,
-    /// Whether the destination is memory that nobody touched yet.
+    /// Whether the destination is memory that was never touched.
     pub(crate) fresh: bool,
 }
 
@@ -94,7 +94,7 @@ impl Plan {
         Self { block_size, ..self }
     }
 
-    /// The coarsest blocks that hold hardly more than what is wanted, at most a 64th; the finest if there are none.
+    /// The largest block size whose blocks hold at most a 64th more than the wanted bytes; the smallest if none does.
     pub(crate) fn fitting_block_size(&self) -> u64 {
         let wanted: u64 = self.pieces.iter().map(|p| p.len).sum();
         let held = |block_size| {

@@ -3,7 +3,7 @@
 //! Invariants:
 //!
 //! * a block is in the queue or in one [`Taken`] range, never in both: at most one thread works on it;
-//! * a [`Taken`] that is dropped gives back what was not done, also when its thread panics;
+//! * a [`Taken`] that is dropped gives back the blocks that are not done, also when its thread panics;
 //! * [`Queue::take`] returns `None` only when nothing is left that could come back, or after a failure;
 //! * the first failure is the one reported.
 
@@ -99,8 +99,8 @@ impl Queue {
     }
 }
 
-/// A range of blocks that a lane works on. When it is dropped, be it by a panic, what is left goes back for another
-/// lane: nobody waits for a lane that is gone.
+/// A range of blocks that a lane works on. When it is dropped, even by a panic, its remaining blocks go back to the
+/// queue for another lane.
 #[derive(Debug)]
 pub(crate) struct Taken<'a> {
     queue: &'a Queue,

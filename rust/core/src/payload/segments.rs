@@ -14,7 +14,7 @@ pub(crate) struct Segments {
     starts: Vec<u64>,
     regions: Vec<Region>,
     len: u64,
-    /// What owns some of the regions; others belong to the publication's owner.
+    /// The owners of some of the regions; others belong to the publication's owner.
     _owned: Vec<Bytes>,
 }
 
@@ -25,7 +25,7 @@ impl Segments {
         Self::over(parts.iter().map(Memory::region), owned)
     }
 
-    /// The `regions` in order; `owned` is the memory of those that nobody else keeps.
+    /// The `regions` in order; `owned` is the memory of those that have no other owner.
     pub(super) fn over(regions: impl Iterator<Item = Region>, owned: Vec<Bytes>) -> Self {
         let (mut starts, mut taken, mut len) = (Vec::new(), Vec::new(), 0);
         for region in regions.filter(|region| region.len() > 0) {

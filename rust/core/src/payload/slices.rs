@@ -1,4 +1,4 @@
-//! Parts of a container's entries and where in memory they go: what a reshard asks for.
+//! Parts of a container's entries and where in memory they go: the requests of a reshard.
 //!
 //! A [`Slice`] describes a rectangular part of a tensor as a run of bytes that repeats over any number of dimensions,
 //! with one stride in the entry and another in memory. [`place`] checks slices against the header of the container that

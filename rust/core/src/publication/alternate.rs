@@ -1,4 +1,4 @@
-//! Bodies in other formats than the container: rendered when somebody first asks for them, and kept with the
+//! Bodies in other formats than the container: rendered when they are first requested, and kept with the
 //! publication.
 //!
 //! The engine knows neither the formats nor their names. A [`crate::Door`] says which names there are; the
@@ -11,7 +11,7 @@ use super::Publication;
 use crate::memory::Memory;
 use crate::payload::Segments;
 
-/// Bodies in another format than the container, laid over the same memory, each built only when somebody asks for it.
+/// Bodies in another format than the container, laid over the same memory, each built only when it is requested.
 ///
 /// Which names a server passes on is up to its [`crate::Door`].
 ///
@@ -38,7 +38,7 @@ pub trait Alternate: Send + Sync {
     fn render(&self, name: &str) -> Result<Option<Rendered>, String>;
 }
 
-/// What [`Alternate::render`] found.
+/// The result of [`Alternate::render`].
 pub enum Rendered {
     /// A body.
     Body {
@@ -51,7 +51,7 @@ pub enum Rendered {
     Elsewhere(String),
 }
 
-/// A rendered body, and what keeps its memory alive.
+/// A rendered body, and the owners of its memory.
 pub(super) type RenderedBody = (Arc<Segments>, Box<dyn Any + Send + Sync>);
 
 /// Where an alternate body is.

@@ -13,7 +13,7 @@ use tensorferry_wire::digest::{BLOCK_SIZE, DigestTable, Hasher};
 
 use super::{Abandoned, Lease, Publication, Stability};
 
-/// Bytes for which another thread is worth its while, and what each of them takes at a time.
+/// The number of bytes that justifies another thread; each thread takes `PART_BYTES` at a time.
 const THREAD_BYTES: u64 = 64 << 20;
 const PART_BYTES: u64 = 16 << 20;
 
@@ -101,7 +101,7 @@ impl Lease {
             || offset.checked_sub(publication.payload_start).is_some_and(|o| o.is_multiple_of(BLOCK_SIZE))
     }
 
-    /// What takes a block's checksum.
+    /// A hasher for a block's checksum.
     pub(crate) fn hasher(&self) -> Hasher {
         self.publication().algorithm.hasher()
     }

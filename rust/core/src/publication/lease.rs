@@ -40,7 +40,7 @@ pub(super) struct Readers {
 
 /// A connection that holds leases, or held some.
 struct ReadingConnection {
-    /// What ends the connection; nobody has it any more when the connection is gone.
+    /// Ends the connection when notified; the last strong reference is dropped with the connection.
     cut: Weak<Notify>,
     active: usize,
     /// Whether it serves a receive, whose next request may be still to come.
@@ -64,8 +64,8 @@ impl ReadingConnection {
         self.cut.strong_count() == 0
     }
 
-    /// Whether its receiver may be expected to ask for more. `over` is when a receiver that is gone was through: others
-    /// gone that have asked for nothing since were connections of the same.
+    /// Whether its receiver may be expected to make further requests. `over` is when a receiver that is gone had
+    /// finished: other closed connections without a request since then are taken to be that receiver's.
     fn is_awaited(&self, now: Instant, over: Option<Instant>) -> bool {
         let (since, patience) = match self.gone {
             None => (self.left, LINGER),
@@ -121,7 +121,7 @@ impl Lease {
             let over =
                 |reader: &ReadingConnection| reader.is_gone() && now.saturating_duration_since(reader.left) >= LINGER;
             readers.connections.retain(|reader| reader.active > 0 || !over(reader));
-            // A receiver whose connection is gone has come back by this one.
+            // This is taken to be the new connection of a receiver whose last one is gone.
             if let Some(gone) = readers.connections.iter().position(|r| r.active == 0 && receives && r.is_gone()) {
                 readers.connections.swap_remove(gone);
             }
@@ -185,7 +185,7 @@ impl Publication {
         self.readers().withdrawn
     }
 
-    /// How long nobody has read; `None` while somebody does.
+    /// The time since the last reader left; `None` while there is a reader.
     pub(crate) fn idle_for(&self) -> Option<Duration> {
         let readers = self.readers();
         let left = readers.left.filter(|_| readers.active == 0);
@@ -203,7 +203,7 @@ impl Publication {
         self.readers().active
     }
 
-    /// Whether somebody reads, or is in the middle of a receive.
+    /// Whether there is a reader, or a receiver in the middle of a receive.
     pub(crate) fn is_amid_receive(&self) -> bool {
         let mut readers = self.readers();
         readers.look(true);
@@ -214,7 +214,8 @@ impl Publication {
     /// Says whether no reader is left.
     ///
     /// A receive is a sequence of requests. It counts as over when nothing is being read and its connections are closed
-    /// (with a moment to come back by another one, longer if an answer broke), or nobody has asked for [`LINGER`].
+    /// (with a moment for the receiver to open another one, longer if an answer broke), or no request has come for
+    /// [`LINGER`].
     pub(crate) fn drain(&self, deadline: Instant) -> bool {
         let mut readers = self.readers();
         readers.look(true);

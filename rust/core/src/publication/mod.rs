@@ -83,7 +83,7 @@ pub struct Publication {
     rendered: Mutex<HashMap<String, RenderedBody>>,
     readers: Mutex<Readers>,
     idle: Condvar,
-    // Last: everything above may point into what it owns.
+    // The last field, so that it is dropped last: everything above may point into its memory.
     _owner: Box<dyn Any + Send + Sync>,
 }
 

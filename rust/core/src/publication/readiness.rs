@@ -5,7 +5,7 @@
 //!
 //! Invariants:
 //!
-//! * bytes before the mark are final: nobody writes to them any more;
+//! * bytes before the mark are final: they are not written to any more;
 //! * the mark never moves back;
 //! * a request for bytes behind the mark waits, and fails when the [`Readiness`] is dropped before it was finished.
 
@@ -44,7 +44,7 @@ impl Readiness {
         &self.starts
     }
 
-    /// The first `len` bytes of the payload are final: nobody writes to them any more. What was final stays so.
+    /// Marks the first `len` bytes of the payload as final: they will not be written to. The mark never moves back.
     pub fn raise(&self, len: u64) {
         let end = self.payload_start.saturating_add(len);
         self.ready.send_if_modified(|ready| {

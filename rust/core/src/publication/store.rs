@@ -44,7 +44,7 @@ const AHEAD_GRACE: Duration = Duration::from_secs(1);
 /// assert!(!store.is_allowed());
 /// store.publish(7, Publication::new(Vec::new(), Vec::new(), Stability::Borrowed, Box::new(()))?);
 /// assert_eq!((store.step(), store.is_allowed()), (Some(7), true));
-/// // From here on the trainer may change the memory: nobody reads it any more.
+/// // From here on the trainer may change the memory: it is not read any more.
 /// assert_eq!(store.withdraw(Duration::from_secs(5)), Withdrawn::Clean);
 /// # Ok(())
 /// # }
@@ -94,7 +94,7 @@ pub enum Withdrawn {
     Cut(usize),
 }
 
-/// What a request for a step finds.
+/// The result of a request for a step.
 pub(crate) enum Lookup {
     Found(Arc<Lease>),
     WrongStep(Option<i64>),
@@ -289,10 +289,10 @@ impl Store {
         left
     }
 
-    /// What `asked` asks for. A request that names a snapshot gets it while it is served, drained or lingers, and else
-    /// learns at once that it is gone: entity tags are never used again. Any other waits until the gate is open. A step
-    /// ahead of the one served is given a moment: a peer that is faster than the source may ask before the source has
-    /// withdrawn the step before.
+    /// Finds the snapshot that `asked` requests. A request that names a snapshot gets it while it is served, drained or
+    /// lingers, and otherwise learns at once that it is gone, because entity tags are never reused. Any other request
+    /// waits until the gate is open. A request for a step ahead of the one served waits a moment before it is refused:
+    /// a peer that is faster than the source may send it before the source has withdrawn the step before.
     pub(crate) async fn lookup(&self, asked: Asked<'_>, cut: &Arc<Notify>) -> Lookup {
         let grace = tokio::time::Instant::now() + AHEAD_GRACE;
         let step = asked.step;
@@ -337,7 +337,7 @@ impl State {
         self.retired.iter().filter_map(Weak::upgrade)
     }
 
-    /// What a request that names `tags` finds.
+    /// The result of a request that names `tags`.
     fn named(&self, tags: &str, asked: Asked<'_>, cut: &Arc<Notify>) -> Lookup {
         let matches = |publication: &Publication| request::etag_matches_strong(tags, publication.etag());
         let former = || self.draining.iter().chain(&self.lingering);

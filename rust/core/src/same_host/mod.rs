@@ -19,7 +19,7 @@ use std::os::unix::net::UnixListener;
 use socket2::{Domain, SockAddr, Socket, Type};
 
 const PREFIX: &str = "tensorferry-";
-/// What a receiver says first. To HTTP it is nothing: an empty line before a request (RFC 9112, section 2.2).
+/// The receiver's greeting. HTTP ignores it: it is an empty line before a request (RFC 9112, section 2.2).
 pub(crate) const GREETING: &[u8] = b"\r\n";
 /// Random characters behind the prefix.
 const RANDOM: usize = 32;

@@ -6,7 +6,7 @@
 //! Invariants:
 //!
 //! * a slot is written only while the source has it, and read only while the receiver has it;
-//! * the memory is sealed: it cannot shrink under the receiver, and nobody but the source can write to it;
+//! * the memory is sealed: it cannot shrink under the receiver, and only the source can write to it;
 //! * a source that breaks these rules can only make checksums fail, since the receiver copies out of the slot first and
 //!   checksums the copy.
 
@@ -20,16 +20,16 @@ use rustix::net::{
 
 use crate::memory::{SharedMemory, SharedView, nontemporal};
 
-/// What the source says when it passes the memory.
+/// The beginning of the source's message when it passes the memory.
 const MAGIC: [u8; 8] = *b"tf-ring1";
 /// The whole of that message: the magic, then slots and length of a slot as 32-bit little-endian numbers.
 const HELLO: usize = MAGIC.len() + 8;
-/// A quarter of a block: what was copied in is still in cache when it is copied out.
+/// A quarter of a block: bytes that were copied in are still in cache when they are copied out.
 const SLOT_LEN: u32 = 256 << 10;
 const SLOTS: u32 = 4;
 /// Bytes that are copied, and then checksummed and copied on, while the first level of the cache still has them.
 const CACHED: usize = 16 << 10;
-/// What a receiver maps at most.
+/// The most bytes that a receiver maps.
 const MAX_LEN: u64 = 64 << 20;
 
 /// How the memory is divided.
@@ -162,7 +162,7 @@ impl RingReader {
         Ok(Self { memory, layout, turn: 0, taken: 0, cached: vec![0; CACHED] })
     }
 
-    /// Bytes of the slot in turn that nobody has taken.
+    /// Bytes of the current slot that were not taken yet.
     pub(crate) fn left(&self) -> usize {
         self.layout.slot_len as usize - self.taken
     }
@@ -175,7 +175,8 @@ impl RingReader {
     /// Copies the next bytes of the slot in turn, which must have been announced, as many as `into` is long: no more
     /// than are left. `seen` is given them while they are in cache.
     ///
-    /// They come through memory of our own: what `seen` is given is what is written, whatever the source does.
+    /// The bytes are copied through private memory, so `seen` gets exactly those that are written to `into`, even if
+    /// the source changes the slot meanwhile.
     pub(crate) fn copy(&mut self, mut into: &mut [u8], mut seen: impl FnMut(&[u8])) {
         while !into.is_empty() {
             let (part, rest) = into.split_at_mut(into.len().min(CACHED));

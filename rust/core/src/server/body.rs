@@ -48,7 +48,7 @@ pub(crate) struct MemoryBody {
     pub(crate) lease: Arc<Lease>,
     pub(crate) at: u64,
     pub(crate) end: u64,
-    /// What comes behind that: none of it empty.
+    /// The ranges that follow, none of them empty.
     pub(crate) rest: std::vec::IntoIter<(u64, u64)>,
     /// Whether this is the container itself, whose blocks may be checksummed right before they are sent.
     pub(crate) digest: bool,
@@ -119,8 +119,8 @@ impl MemoryBody {
         }
     }
 
-    /// Copies the next bytes into `into`, as many as there is room for, and checksums them on the way where that has to
-    /// be done; returns how many.
+    /// Copies the next bytes into `into`, as many as there is room for, and computes missing checksums on the way;
+    /// returns how many bytes were copied.
     pub(crate) fn copy_next(&mut self, into: &mut [u8]) -> usize {
         let mut filled = 0;
         while filled < into.len() && !self.is_over() {
@@ -134,7 +134,7 @@ impl MemoryBody {
             self.segments.visit(self.at, stop, |region| {
                 // SAFETY: the lease in `self` keeps the memory readable during the copy.
                 for piece in unsafe { region.as_slice() }.chunks(CACHED) {
-                    // Of the source's own bytes: what others can map is no witness.
+                    // The checksum is of the source's own bytes, since the receiver maps the shared memory as well.
                     if let Some((_, hasher)) = &mut self.digesting {
                         hasher.update(piece);
                     }

@@ -29,7 +29,7 @@ use super::write_timeout::WriteTimeout;
 use super::{Shared, handler};
 use crate::fork::Unshared;
 
-/// What the requests of one connection share: the server, the handle that cuts the connection, and its counters.
+/// The state that requests of one connection share: the server, the handle that cuts the connection, its counters.
 pub(super) struct ConnectionContext {
     pub(super) shared: Arc<Shared>,
     pub(super) cut: Arc<Notify>,
@@ -142,7 +142,7 @@ impl ConnectionContext {
         self.shared.patience.max(Duration::from_secs(5))
     }
 
-    /// Ends when the connection has to: it has not asked for anything in time, another one needs its place, the
+    /// Returns when the connection has to end: it has made no request in time, another one needs its place, the
     /// publication it reads is withdrawn, its transfer has stalled, or the server stops.
     async fn to_be_ended(&self, mut stopped: watch::Receiver<bool>) {
         tokio::select! {

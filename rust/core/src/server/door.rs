@@ -1,4 +1,5 @@
-//! What a server leaves to the part of a program that it serves for: which other formats there are, and what to say.
+//! The decisions that a server leaves to the program it serves for: which other formats exist, and the texts of
+//! refusals.
 
 use std::fmt::Debug;
 

@@ -1,5 +1,5 @@
-//! Receivers on this machine: the same requests and answers over a Unix-domain socket, but what is read from the memory
-//! of a publication goes through memory shared with the receiver. One thread for each of them: it mostly copies.
+//! Receivers on this machine: the same requests and answers over a Unix-domain socket, but the bytes of a publication
+//! go through memory shared with the receiver. Each receiver has a thread, which mostly copies.
 
 use std::fmt::Write as _;
 use std::future::poll_fn;
@@ -36,8 +36,8 @@ pub(super) struct Local {
 }
 
 impl Local {
-    /// Serves `stream`, whose receiver has greeted, until it leaves, stops asking or breaks the rules, or `over` becomes
-    /// true.
+    /// Serves `stream`, on which the receiver's greeting was read, until the receiver leaves, makes no more requests or
+    /// breaks the rules, or until `over` becomes true.
     pub(super) fn serve(
         stream: Unshared<UnixStream>,
         connection: Arc<ConnectionContext>,
@@ -97,8 +97,8 @@ impl Local {
         }
     }
 
-    /// What `work` comes to in a task of the runtime, unless the connection ends before. This thread outlives the runtime's
-    /// timers when the process exits, and so must not wait for one itself.
+    /// Runs `work` in a task of the runtime and returns its result, or an error if the connection ends before. When the
+    /// process exits, this thread outlives the runtime's timers, so it must not wait for a timer itself.
     fn on_runtime<T: Send + 'static>(&self, work: impl Future<Output = T> + Send + 'static) -> io::Result<T> {
         let mut task = self.runtime.spawn(work);
         let done = self.runtime.block_on(until_over(&self.over, &mut task));
@@ -140,7 +140,7 @@ impl Local {
     }
 }
 
-/// What `work` comes to, unless the connection ends before.
+/// The result of `work`, or an error if the connection ends before.
 async fn until_over<T>(over: &watch::Receiver<bool>, work: impl Future<Output = T>) -> io::Result<T> {
     let mut over = over.clone();
     tokio::select! {

@@ -1,6 +1,6 @@
 //! Counters of a server, and of the receives of the same process, in the Prometheus text format.
 //!
-//! Receives are counted here too because a trainer has one address to scrape, and what heals it is as interesting as
+//! Receives are counted here too because a trainer has one address to scrape, and how it heals is as interesting as
 //! what it served. The names of the series are documented and do not change.
 
 use std::collections::BTreeMap;
@@ -39,7 +39,7 @@ struct Bodies {
     time: Duration,
 }
 
-/// What the time of a receive went to.
+/// The phases that the time of a receive is divided into.
 #[derive(Clone, Copy, Debug, Default)]
 struct Phases {
     open: Duration,
@@ -60,7 +60,7 @@ impl Drop for Waiting<'_> {
 #[derive(Debug)]
 pub(super) struct Sending {
     since: Instant,
-    /// What the connection had sent of bodies before it, and will have sent after it.
+    /// How many bytes of bodies the connection had sent before this answer, and will have sent after it.
     bounds: (u64, u64),
 }
 

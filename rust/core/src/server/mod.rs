@@ -57,7 +57,7 @@ const MAX_LOCAL: usize = 32;
 const MAX_LOCAL_NEWCOMERS: usize = 32;
 /// How long those keep their place at least. A receiver asks as soon as it is greeted.
 const LOCAL_GRACE: Duration = Duration::from_millis(10);
-/// How long connections of the network that have asked for nothing keep their place at least.
+/// How long network connections without an authorised request keep their place at least.
 const GRACE: Duration = Duration::from_millis(50);
 
 /// How a server is set up. Fields that are not named keep the defaults, which suit a trainer on a cluster:
@@ -226,7 +226,7 @@ impl Server {
         self.address
     }
 
-    /// What it serves.
+    /// The store with the publications that it serves.
     #[must_use]
     pub fn store(&self) -> &Store {
         &self.shared.store

@@ -1,5 +1,5 @@
-//! Places for connections. Who has shown that it may ask has a share of its own, which nobody else can take; of the
-//! others, the oldest makes room for the newest.
+//! Places for connections. Connections that have made an authorised request have a share of their own, which others
+//! cannot take; of the others, the newcomers, the oldest makes room for the newest.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -11,10 +11,10 @@ use tokio::sync::Notify;
 
 /// How long a connection may take to its first request that is answered with more than a refusal.
 pub(super) const FIRST_REQUEST: Duration = Duration::from_secs(5);
-/// How often those who wait for a place look again.
+/// How often a request that waits for a place looks again.
 const LOOK: Duration = Duration::from_millis(10);
 
-/// Where a connection comes from: those from one origin share what all of them may have.
+/// Where a connection comes from. When newcomers must make room, those of the most frequent origin do so first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Origin {
     Address(IpAddr),
@@ -30,9 +30,9 @@ pub(super) struct Places {
     newcomers: usize,
     /// For the others.
     proven: usize,
-    /// Whether a good request may wait for a place among those.
+    /// Whether an authorised request may wait for a place among those.
     waits: bool,
-    /// How long a newcomer keeps its place at least, whoever else wants it: a crowd of good receivers comes at once, too.
+    /// How long a newcomer keeps its place at least, even if others want it: good receivers can arrive as a crowd, too.
     grace: Duration,
     held: Mutex<Held>,
     freed: Notify,
@@ -47,24 +47,24 @@ struct Held {
 #[derive(Debug)]
 struct Holder {
     from: Origin,
-    /// When it came; once it has asked, when its last answer was made.
+    /// When the connection was accepted; after its first authorised request, when its last answer was made.
     since: Instant,
     proven: bool,
-    /// Good requests that wait for their answer, or for a place.
+    /// Authorised requests that wait for their answer, or for a place.
     asking: usize,
     /// Answers that are being sent.
     open: Arc<AtomicUsize>,
     cut: Arc<Notify>,
 }
 
-/// What one connection holds.
+/// The place of one connection.
 #[derive(Debug)]
 pub(super) struct Place {
     places: Arc<Places>,
     number: u64,
     pub(super) since: Instant,
     pub(super) open: Arc<AtomicUsize>,
-    /// Told when the connection has to end.
+    /// Notified when the connection has to end.
     pub(super) cut: Arc<Notify>,
 }
 
@@ -94,7 +94,7 @@ impl Places {
         }
     }
 
-    /// A place for a newcomer, maybe that of another one. `None` if all of them are held by who has to wait.
+    /// A place for a newcomer, possibly that of another one; `None` if no place is free or can be made free.
     pub(super) fn enter(self: &Arc<Self>, from: Origin) -> Option<Place> {
         let mut held = self.held();
         if held.count(false) >= self.newcomers {
@@ -131,14 +131,14 @@ impl Held {
         for (_, holder) in newcomers() {
             *from.entry(holder.from).or_insert(0_usize) += 1;
         }
-        // Whoever is alone at an origin stays, also in the moment in which none of the crowd's is old enough.
+        // Only newcomers of the most frequent origin are candidates, even at a moment when none of them is old enough.
         let most = from.values().copied().max();
         let crowd = newcomers().filter(|(_, holder)| from.get(&holder.from).copied() == most);
         let ripe = crowd.filter(|(_, holder)| holder.since.elapsed() >= grace);
         ripe.max_by_key(|(_, holder)| holder.since.elapsed()).map(|(number, _)| *number)
     }
 
-    /// Of those that have nothing to do, the one that has had nothing for longest.
+    /// Of the connections that are idle, the one that has been idle for longest.
     fn longest_idle(&self) -> Option<u64> {
         let idle = |holder: &Holder| holder.proven && holder.asking == 0 && holder.open.load(Ordering::Relaxed) == 0;
         let idle = self.connections.iter().filter(|(_, holder)| idle(holder));
@@ -153,8 +153,8 @@ impl Held {
 }
 
 impl Place {
-    /// A good request begins: its connection is a newcomer no more. If all those places are taken and nobody there is
-    /// idle, it waits for one, or gets none.
+    /// Marks the beginning of an authorised request; its connection is no longer a newcomer then. If all places of such
+    /// connections are taken and none is idle, the request waits for one, or gets none.
     pub(super) async fn begin(&self) -> Option<Asking<'_>> {
         let asking = {
             let mut held = self.places.held();

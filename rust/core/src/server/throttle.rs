@@ -6,7 +6,7 @@
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// What may be sent at once after a pause, as a time at the full rate.
+/// How much may be sent at once after a pause, as a time at the full rate.
 const BURST: Duration = Duration::from_millis(20);
 
 /// Hands out the times at which bytes may leave.

@@ -1,4 +1,4 @@
-//! A stream whose writes fail when the peer takes nothing for too long.
+//! A stream whose writes fail when the peer reads nothing for too long.
 //!
 //! hyper limits how long a request may take to arrive, but not how long a response may take to leave. Without this, a
 //! peer that asks for much and reads nothing holds a connection, and with it a lease, for ever.

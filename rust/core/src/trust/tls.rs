@@ -178,7 +178,7 @@ mod tests {
         }
     }
 
-    /// What a client that pinned `certificate` says to a server that shows it and signs with `key`.
+    /// The result of a client that pinned `certificate` with a server that shows it and signs with `key`.
     fn handshake(certificate: &CertificateDer<'static>, key: &rcgen::KeyPair) -> Result<(), rustls::Error> {
         let key = PrivateKeyDer::from(PrivatePkcs8KeyDer::from(key.serialize_der()));
         let key = provider().key_provider.load_private_key(key).unwrap();
@@ -220,7 +220,7 @@ mod tests {
         let own = Identity::new().unwrap().fingerprint;
         assert_eq!(Fingerprint::parse(&own.to_string()), Some(own.clone()));
         assert_ne!(Identity::new().unwrap().fingerprint, own, "each server has a certificate of its own");
-        // what `printf abc | sha256sum` says
+        // The output of `printf abc | sha256sum`.
         let known = "sha256-ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad";
         assert_eq!(Fingerprint::of(b"abc").to_string(), known);
         for bad in ["", "sha256-", &known[..70], &format!("{known}0"), &known.to_uppercase(), &known[7..]] {

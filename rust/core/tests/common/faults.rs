@@ -1,4 +1,4 @@
-//! Things that go wrong on a network: a proxy that damages what passes, and a server that does not keep to the rules.
+//! Faults of a network: a proxy that damages the bytes it passes on, and a server that does not keep to the rules.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -10,25 +10,25 @@ use std::time::Duration;
 /// How often a fault happens, counted over all connections.
 pub(crate) const ALWAYS: usize = usize::MAX;
 
-/// What happens to the answers on a connection. Places count the bytes from the server since the connection began.
+/// What happens to the answers on a connection. Places are counted in bytes that the server has sent on it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Fault {
     None,
     /// One bit of the byte at this place changes.
     Flip(usize),
-    /// One bit changes every so many bytes.
+    /// One bit changes in every stretch of this many bytes.
     FlipEvery(usize),
-    /// The connection ends in good order after so many bytes.
+    /// The connection is closed in good order after this many bytes.
     Close(usize),
-    /// The connection is reset after so many bytes.
+    /// The connection is reset after this many bytes.
     Reset(usize),
-    /// This many bytes are lost at this place, and the rest goes on.
+    /// This many bytes are lost at this place, and the rest is passed on.
     Lose(usize, usize),
-    /// So many bytes a millisecond and no more.
+    /// At most this many bytes are passed on per millisecond.
     Drip(usize),
-    /// Nothing more comes after so many bytes, and the connection stays open.
+    /// Nothing is passed on after this many bytes, and the connection stays open.
     Stall(usize),
-    /// Everything comes later.
+    /// Everything is delayed.
     Delay(Duration),
 }
 
@@ -67,7 +67,7 @@ impl Running {
 impl Drop for Running {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::SeqCst);
-        // Wakes the thread that accepts.
+        // Wakes the accepting thread.
         let _ = TcpStream::connect(self.address);
         for socket in self.sockets.lock().unwrap().drain(..).filter_map(|s| s.upgrade()) {
             let _ = socket.shutdown(Shutdown::Both);
@@ -80,7 +80,7 @@ impl Drop for Running {
 
 pub(crate) struct Tracker {
     stop: Arc<AtomicBool>,
-    // Weak: a connection closes when whoever serves it lets go of it.
+    // Weak: a connection closes when the thread that serves it drops it.
     sockets: Arc<Mutex<Vec<Weak<TcpStream>>>>,
 }
 
@@ -95,7 +95,7 @@ impl Tracker {
         self.stop.load(Ordering::SeqCst)
     }
 
-    /// Sleeps, but ends with the owner.
+    /// Sleeps, but returns early when the owner ends.
     pub(crate) fn sleep(&self, length: Duration) {
         let step = Duration::from_millis(10);
         let mut slept = Duration::ZERO;
@@ -106,10 +106,10 @@ impl Tracker {
     }
 }
 
-/// A name under which nobody listens.
+/// A name under which no process listens.
 const NOBODY: &str = "tensorferry-00000000000000000000000000000000";
 
-/// Passes connections on to a server, with a fault.
+/// A proxy that passes connections on to a server and adds a fault.
 pub(crate) struct Proxy {
     running: Running,
     left: Arc<AtomicUsize>,
@@ -117,12 +117,12 @@ pub(crate) struct Proxy {
 }
 
 impl Proxy {
-    /// A way to the server behind `url` on which `fault` happens `times` times.
+    /// A proxy for the server behind `url`, on which `fault` happens `times` times.
     pub(crate) fn new(url: &str, fault: Fault, times: usize) -> Self {
         Self::naming(url, fault, times, NOBODY)
     }
 
-    /// The same; who asks for the server's name on this machine is told `name` instead.
+    /// The same; in answers that carry the server's name for receivers on its machine, `name` replaces it.
     pub(crate) fn naming(url: &str, fault: Fault, times: usize, name: &str) -> Self {
         let name = name.to_owned();
         let (scheme, rest) = url.split_at(url.find("//").unwrap() + 2);
@@ -165,14 +165,14 @@ fn pass(client: &TcpStream, upstream: SocketAddr, fault: Fault, left: &AtomicUsi
             let _ = server.shutdown(Shutdown::Both);
         });
         let _ = answers(&server, client, fault, left, name, tracker);
-        // A reset must not begin with the end in good order that shutting down the writing half is.
+        // Shutting down the writing half would close the connection in good order, which must not precede a reset.
         let half = if matches!(fault, Fault::Reset(_)) { Shutdown::Read } else { Shutdown::Both };
         let _ = client.shutdown(half);
         let _ = server.shutdown(Shutdown::Both);
     });
 }
 
-/// A proxy that lets the server's name on this machine pass would be gone around.
+/// Replaces the server's name for receivers on its machine: with it, they would bypass the proxy.
 fn rename(chunk: &mut [u8], name: &str) {
     const HEADER: &[u8] = b"tensorferry-same-host: ";
     if let Some(at) = chunk.windows(HEADER.len()).position(|w| w == HEADER) {
@@ -199,7 +199,7 @@ fn answers(
         let chunk = &mut buffer[..got];
         rename(chunk, name);
         let here = |place: usize| (at..at + got).contains(&place);
-        // An end that is allowed only later than its place comes at once.
+        // If the fault's place has passed before the fault was allowed, the connection ends at once.
         let reached = |place: usize| at + got > place;
         let spend = || {
             let spend = |n| if n == ALWAYS { Some(n) } else { usize::checked_sub(n, 1) };
@@ -217,7 +217,7 @@ fn answers(
             }
             Fault::Reset(place) if reached(place) && spend() => {
                 client.write_all(&chunk[..place.saturating_sub(at)])?;
-                // With no time to linger, closing is a reset.
+                // With a linger time of zero, closing is a reset.
                 return socket2::SockRef::from(client).set_linger(Some(Duration::ZERO));
             }
             Fault::Lose(place, count) if here(place) && spend() => {
@@ -247,7 +247,7 @@ fn answers(
     }
 }
 
-/// A server written by hand, to send what no honest one would.
+/// A server written by hand, which sends what no honest server would.
 pub(crate) struct Liar {
     running: Running,
 }

@@ -1,5 +1,5 @@
-//! Both ends of the way around the network, by hand: a receiver that reads the shared memory itself, and sources that
-//! break the rules.
+//! Both ends of a transfer through shared memory, written by hand: a receiver that reads the memory itself, and
+//! sources that break the rules.
 
 use std::io::{IoSlice, IoSliceMut, Read, Write};
 use std::mem::MaybeUninit;
@@ -22,12 +22,12 @@ use super::{PATIENCE, Rig, STEP};
 pub(crate) const NAME_HEADER: &str = "tensorferry-same-host";
 const MAGIC: &[u8; 8] = b"tf-ring1";
 
-/// The name of `rig`'s socket for this machine.
+/// The name of `rig`'s socket for receivers on this machine.
 pub(crate) fn name_of(rig: &Rig) -> String {
     get(rig, &rig.path(&format!("{STEP}/header")), &[]).header(NAME_HEADER).unwrap().to_owned()
 }
 
-/// A receiver on this machine that does everything by hand.
+/// A receiver on this machine, without the engine's client.
 pub(crate) struct LocalReader {
     pub(crate) stream: UnixStream,
     memory: std::fs::File,
@@ -58,7 +58,7 @@ impl LocalReader {
         &self.memory
     }
 
-    /// Under which name this process can open it again.
+    /// The path under which this process can open the shared memory again.
     pub(crate) fn path(&self) -> String {
         format!("/proc/self/fd/{}", self.memory.as_raw_fd())
     }
@@ -72,7 +72,7 @@ impl LocalReader {
         self.stream.write_all(format!("GET {path} HTTP/1.1\r\nHost: test\r\n{headers}\r\n").as_bytes()).unwrap();
     }
 
-    /// The body that `head` announces, of an answer that does not come through shared memory.
+    /// Reads the body that `head` announces, of an answer that does not come through shared memory.
     pub(crate) fn message(&mut self, head: &str) -> Vec<u8> {
         let length = head.lines().find_map(|line| line.strip_prefix("content-length: ")).unwrap();
         let mut body = vec![0; length.trim().parse().unwrap()];
@@ -80,7 +80,7 @@ impl LocalReader {
         body
     }
 
-    /// The head of an answer, not one byte more.
+    /// Reads the head of an answer and not one byte beyond it.
     pub(crate) fn head(&mut self) -> String {
         let mut head = Vec::new();
         while !head.ends_with(b"\r\n\r\n") {
@@ -91,13 +91,13 @@ impl LocalReader {
         String::from_utf8(head).unwrap()
     }
 
-    /// Waits until every slot is announced.
+    /// Waits until the source has announced every slot.
     pub(crate) fn await_all_slots(&mut self) {
         let mut marks = vec![0; self.slots];
         self.stream.read_exact(&mut marks).unwrap();
     }
 
-    /// What the shared memory holds now.
+    /// A copy of the shared memory's current content.
     pub(crate) fn content(&self) -> Vec<u8> {
         let mut content = vec![0; self.slots * self.slot_len];
         self.memory.read_exact_at(&mut content, 0).unwrap();
@@ -108,7 +108,7 @@ impl LocalReader {
 /// What a source that breaks the rules does with a connection, in a thread that ends with it.
 type Behaviour = dyn Fn(UnixStream) + Send + Sync;
 
-/// A socket for this machine under a name of its own.
+/// A listening socket for receivers on this machine, under a name of its own.
 pub(crate) struct FakeSource {
     pub(crate) name: String,
     pub(crate) calls: Arc<AtomicUsize>,
@@ -161,9 +161,9 @@ pub(crate) fn shared_memory(len: u64, sealed: bool) -> OwnedFd {
     file.into()
 }
 
-/// The greeting of a source, with or without memory.
+/// Sends the greeting of a source, with or without memory.
 pub(crate) fn greet(stream: &UnixStream, slots: u32, slot_len: u32, memory: Option<&OwnedFd>) {
-    // A socket that is closed with something unread takes the greeting back.
+    // Closing a socket with unread bytes would discard the greeting.
     let _ = (&*stream).read_exact(&mut [0; 2]);
     let mut hello = MAGIC.to_vec();
     hello.extend([slots.to_le_bytes(), slot_len.to_le_bytes()].concat());
@@ -173,7 +173,7 @@ pub(crate) fn greet(stream: &UnixStream, slots: u32, slot_len: u32, memory: Opti
     if !passed.is_empty() {
         assert!(control.push(SendAncillaryMessage::ScmRights(&passed)));
     }
-    // Whoever was to be greeted may be gone.
+    // The receiver may be gone.
     let _ = rustix::net::sendmsg(stream, &[IoSlice::new(&hello)], &mut control, SendFlags::NOSIGNAL);
 }
 
@@ -190,7 +190,7 @@ pub(crate) fn read_request(mut stream: &UnixStream) -> Option<String> {
     String::from_utf8(request).ok()
 }
 
-/// Answers a request for a range of a container of `total` bytes as if all of it were in shared memory.
+/// Answers a request for a range of a container of `total` bytes as if all of the range were in shared memory.
 pub(crate) fn answer_from_ring(mut stream: &UnixStream, request: &str, total: usize, marks: &[u8]) -> Option<()> {
     let range = request.lines().find_map(|l| l.strip_prefix("Range: bytes="))?;
     let (start, last) = range.split_once('-')?;

@@ -1,4 +1,4 @@
-//! What the tests over real sockets share: a server with something to serve, known bytes, and raw HTTP.
+//! Support for the tests over real sockets: a server with something to serve, known bytes, and raw HTTP.
 #![allow(dead_code, reason = "every test binary uses its own part of this")]
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
 
@@ -19,10 +19,10 @@ use tokio::runtime::Runtime;
 
 pub(crate) const BLOCK: usize = 1 << 20;
 pub(crate) const STEP: i64 = 7;
-/// No test waits longer than this for something that should simply happen.
+/// The longest that a test waits for something that must happen.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
 
-/// A door that knows some other formats, with words of its own.
+/// A door that has some other formats and its own texts.
 #[derive(Debug)]
 struct TestDoor;
 
@@ -41,7 +41,7 @@ impl Door for TestDoor {
     }
 }
 
-/// A server on a runtime of its own. Fields drop in order: the server before what it runs on.
+/// A server on a runtime of its own. Fields drop in order: the server before the runtime it uses.
 pub(crate) struct Rig {
     pub(crate) server: Server,
     _runtime: Runtime,
@@ -82,7 +82,7 @@ impl Rig {
     }
 }
 
-/// Named bytes to publish and to compare with.
+/// Named bytes that are published, and with which received bytes are compared.
 #[derive(Clone)]
 pub(crate) struct State(pub(crate) Vec<(String, Bytes)>);
 
@@ -114,14 +114,14 @@ impl State {
         &self.0.iter().find(|(n, _)| n == name).unwrap().1
     }
 
-    /// Checks every byte of what arrived in fresh memory.
+    /// Checks every byte of a receive into fresh memory.
     pub(crate) fn check(&self, header: &Header, arrived: &Arrived) {
         assert_eq!(header.entries().len(), self.0.len());
         for (entry, offset) in header.entries().iter().zip(arrived.offsets()) {
             let Some(offset) = offset else { continue };
             let expected = self.bytes(&entry.name);
             let found = arrived.arena().bytes(*offset, expected.len());
-            // No assert_eq: a message of 64 MiB helps nobody.
+            // Not assert_eq: a message of 64 MiB would not help.
             assert!(found == &expected[..], "{} arrived with wrong bytes", entry.name);
         }
     }

@@ -1,4 +1,4 @@
-//! HTTP by hand: requests as bytes, answers taken apart only as far as a test looks at them.
+//! HTTP by hand: requests are bytes, and answers are parsed only as far as a test looks at them.
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -13,7 +13,7 @@ pub(crate) struct Answer {
 }
 
 impl Answer {
-    /// The value of the header called `name`; panics when it is there twice.
+    /// The value of the header called `name`; panics if there are two.
     pub(crate) fn header(&self, name: &str) -> Option<&str> {
         let mut values = self.headers.iter().filter(|(n, _)| n.eq_ignore_ascii_case(name));
         let value = values.next().map(|(_, v)| v.as_str());
@@ -26,7 +26,7 @@ impl Answer {
     }
 }
 
-/// A connection and what was read of it but not looked at yet.
+/// A connection, and the bytes that were read from it but not used yet.
 pub(crate) struct Raw {
     pub(crate) stream: TcpStream,
     pub(crate) buffer: Vec<u8>,
@@ -53,7 +53,7 @@ impl Raw {
         self.stream.write_all(request.as_bytes()).unwrap();
     }
 
-    /// Reads a head; what follows it stays in the buffer.
+    /// Reads a head; bytes that follow it stay in the buffer.
     pub(crate) fn head(&mut self) -> Answer {
         let end = loop {
             if let Some(at) = self.buffer.windows(4).position(|w| w == b"\r\n\r\n") {
@@ -84,7 +84,7 @@ impl Raw {
         answer
     }
 
-    /// Reads what is there, at most `limit` bytes; 0 is the end.
+    /// Reads available bytes, at most `limit`; 0 means the end.
     pub(crate) fn more(&mut self, limit: usize) -> usize {
         self.try_more(limit).unwrap()
     }
@@ -97,13 +97,13 @@ impl Raw {
         got
     }
 
-    /// Everything that still comes, until the end or a reset.
+    /// Reads everything until the end of the connection or a reset.
     pub(crate) fn rest(&mut self) -> &[u8] {
         while matches!(self.try_more(1 << 20), Ok(n) if n > 0) {}
         &self.buffer
     }
 
-    /// Whether the server has ended this connection; whatever it still sent is read.
+    /// Whether the server has ended this connection; bytes that it sent before are read and dropped.
     pub(crate) fn is_ended(&mut self) -> bool {
         loop {
             match self.try_more(1 << 16) {
@@ -118,7 +118,7 @@ impl Raw {
     }
 }
 
-/// One request on a connection of its own.
+/// Sends one request on a connection of its own and returns the answer.
 pub(crate) fn request(rig: &Rig, method: &str, path: &str, headers: &[(&str, &str)]) -> Answer {
     let mut raw = Raw::to(rig);
     raw.send(method, path, headers);
@@ -129,7 +129,7 @@ pub(crate) fn get(rig: &Rig, path: &str, headers: &[(&str, &str)]) -> Answer {
     request(rig, "GET", path, headers)
 }
 
-/// Connections that `rig` has now, with the one that asks.
+/// The number of connections that `rig` has now, including the one of this request.
 pub(crate) fn connections(rig: &Rig) -> usize {
     let page = get(rig, &rig.path("").replace("/checkpoint/", "/metrics"), &[]);
     let gauge = page.text().lines().find_map(|line| line.strip_prefix("tensorferry_connections "));

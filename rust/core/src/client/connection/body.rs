@@ -12,7 +12,7 @@ use crate::same_host::ring::RingReader;
 /// As many slices as the system takes in one call.
 const MAX_SLICES: usize = 1024;
 
-/// What a source on this machine shares with us, and how much of it may be read.
+/// The memory that a source on this machine shares, and how much of it may be read.
 pub(super) struct Ring {
     pub(super) reader: RingReader,
     /// Slots that are filled.
@@ -65,7 +65,7 @@ impl Connection {
         }
     }
 
-    /// Copies what the slot in turn has for `into`; waits for the source to announce it.
+    /// Copies bytes of the current slot into `into`, after waiting for the source to announce the slot.
     fn take_from_ring(&mut self, into: &mut [u8], received: impl FnMut(&[u8])) -> Result<usize, Error> {
         let remaining = self.remaining;
         while self.ring.as_ref().is_some_and(|ring| ring.announced == 0) {
@@ -102,7 +102,7 @@ impl Connection {
         Ok(body)
     }
 
-    /// The same, behind what `bytes` holds. After an error they may end with a part of it.
+    /// Reads a body and appends it to `bytes`. After an error, `bytes` may end with a part of it.
     pub(crate) fn append_body(&mut self, head: &Head, limit: u64, bytes: &mut Vec<u8>) -> Result<(), Error> {
         let length = head.content_length.ok_or_else(|| self.protocol("its answer has no Content-Length"))?;
         if length > limit {

@@ -1,4 +1,4 @@
-//! The head of an answer: what its status line and its headers say.
+//! The head of an answer: its status line and its headers.
 //!
 //! Only headers of this protocol are read. Two lengths that differ, or a transfer encoding, are errors: a reader that
 //! goes on in spite of them can be made to see another body than the source sent.
@@ -20,9 +20,9 @@ pub(crate) struct Head {
     /// `(start, end, total)` of a 206 answer.
     pub(crate) content_range: Option<(u64, u64, u64)>,
     pub(crate) etag: Option<String>,
-    /// Whether the source says when to ask again: what it refuses now it may grant then.
+    /// Whether the source says when to try again: it may then accept a request that it refuses now.
     pub(crate) retry_after: bool,
-    /// What shows that the source knows the shared secret.
+    /// The proof that the source knows the shared secret.
     pub(crate) proof: Option<String>,
     /// Where the source can be reached without the network, if it says so.
     pub(crate) same_host: Option<same_host::Name>,
@@ -35,7 +35,7 @@ pub(crate) struct Head {
     pub(super) keep_alive: bool,
 }
 
-/// What the bytes that have come of an answer are, with the length of the head in them.
+/// How much of a head the bytes received of an answer hold, with the length of the head.
 pub(super) enum Parsed {
     /// The beginning of a head.
     Partial,
@@ -46,7 +46,7 @@ pub(super) enum Parsed {
 }
 
 impl Parsed {
-    /// What `bytes` begin with; the error says how the source breaks the protocol.
+    /// Parses the beginning of `bytes`; the error says how the source breaks the protocol.
     pub(super) fn read(bytes: &[u8]) -> Result<Self, String> {
         let mut headers = [httparse::EMPTY_HEADER; 64];
         let mut response = httparse::Response::new(&mut headers);

@@ -61,10 +61,10 @@ pub(crate) struct Connection {
     /// Whether it was so for any answer.
     copying: bool,
     timeout: Option<Duration>,
-    /// What the source has done last, for the message when nothing more comes.
+    /// The last thing the source did, for the message when nothing more comes.
     stage: Stage,
     stall_detector: StallDetector,
-    /// What is shared with a source on this machine.
+    /// The memory shared with a source on this machine.
     ring: Option<Ring>,
     /// The nonce and the path of the last request, where there is a secret to prove.
     asked: Option<(Nonce, String)>,
@@ -116,7 +116,7 @@ impl Connection {
         Some((here.to_canonical(), there.to_canonical()))
     }
 
-    /// What another thread ends this connection with.
+    /// The socket, with which another thread can end this connection.
     pub(crate) fn socket(&self) -> &Arc<Unshared<Socket>> {
         &self.stream
     }
@@ -316,7 +316,7 @@ impl Connection {
         Error::new(ErrorKind::Connect, format!("the connection to {peer} broke: {e}"))
     }
 
-    /// What the source is doing, as far as this side knows.
+    /// The source's state as far as this side knows it, for messages.
     fn state(&self) -> &'static str {
         match self.stage {
             Stage::Asked | Stage::Answering if self.copying => "was still copying its state when it last answered",

@@ -18,7 +18,7 @@ use crate::trust::tls;
 /// Taken from the socket at once: many records, since TLS itself asks for a few KiB at a time.
 const AHEAD: usize = 256 << 10;
 
-/// A TLS session over a socket that somebody else holds.
+/// A TLS session over a socket that is owned elsewhere.
 pub(super) struct Session {
     tls: ClientConnection,
     received: RecordBuffer,
@@ -37,7 +37,7 @@ struct RecordBuffer {
 struct Wire<'a> {
     socket: &'a Socket,
     limits: &'a Limits,
-    /// What the socket's timeout is now.
+    /// The socket's current timeout.
     timeout: &'a mut Option<Duration>,
     received: &'a mut RecordBuffer,
 }
@@ -64,7 +64,7 @@ impl Session {
         while self.tls.is_handshaking() {
             self.tls.complete_io(&mut wire)?;
         }
-        // What ends the handshake may still have to be sent.
+        // The last message of the handshake may still have to be sent.
         while self.tls.wants_write() {
             self.tls.write_tls(&mut wire)?;
         }

@@ -18,7 +18,7 @@ use crate::memory::check_machine_has;
 use crate::same_host;
 use crate::trust::secret;
 
-/// What the first requests to a source bring.
+/// The results of the first requests to a source.
 pub(crate) struct FirstFetch {
     pub(crate) connection: Connection,
     pub(crate) header: Header,

@@ -68,7 +68,7 @@ impl std::fmt::Debug for Remote {
 }
 
 impl Remote {
-    /// What the container holds.
+    /// The header of the container.
     #[must_use]
     pub fn header(&self) -> &Arc<Header> {
         &self.header
@@ -125,7 +125,7 @@ impl Remote {
         [(0, self.header.payload_len().div_ceil(BLOCK_SIZE))]
     }
 
-    /// What has come of all blocks: those that came along with the header.
+    /// A ledger of all blocks in which those that came with the header are marked as received.
     pub(super) fn received(&self) -> Result<BlockLedger, Error> {
         let received = BlockLedger::new(&self.blocks(), Arc::clone(&self.progress))?;
         for (block, digest) in (0..).zip(self.prefix_digests()) {
@@ -172,7 +172,7 @@ impl Remote {
         Report { opening: self.opening, ..Report::default() }
     }
 
-    /// `report` with what came along with the header.
+    /// `report` with the bytes that came with the header added.
     pub(super) fn complete(&self, report: Report, started: Instant) -> Report {
         let mut report = Report { fetching: started.elapsed(), ..report };
         report.bytes += self.prefix.len() as u64;
@@ -264,7 +264,7 @@ pub(super) struct Placed {
 }
 
 impl Placed {
-    /// Whether something goes to memory that nobody has touched.
+    /// Whether any bytes go to memory that was never touched.
     pub(super) fn is_fresh(&self) -> bool {
         self.arena.is_fresh() && self.offsets.iter().any(Option::is_some)
     }

@@ -27,7 +27,7 @@ const WHY_PATIENCE: Duration = Duration::from_secs(1);
 impl Remote {
     /// Asks the sources in `urls` for `step`; they must serve the same snapshot. Waits while the gate is closed there.
     ///
-    /// What returns has the header and the reserved entries, verified; [`Remote::fetch`] brings the rest.
+    /// The returned value has the header and the reserved entries, verified; [`Remote::fetch`] fetches the rest.
     ///
     /// ```
     /// use std::time::Duration;
@@ -67,9 +67,9 @@ impl Remote {
         let sources = urls.iter().map(|url| Source::parse(url, options.same_host, options.secret.as_ref()));
         let sources = sources.collect::<Result<Vec<_>, Error>>()?;
         let mut last = Error::new(ErrorKind::Invalid, "no source was named");
-        // What was waited for at each source that did not answer in time.
+        // For each source that did not answer in time: what was being waited for.
         let mut waited: Vec<Option<String>> = vec![None; sources.len()];
-        // Of each source: the snapshot it has begun to send, and what it said when that was gone.
+        // For each source: the snapshot it has begun to send, and its error once that was gone.
         let mut begun: Vec<(Option<String>, Option<Error>)> = sources.iter().map(|_| (None, None)).collect();
         let mut passes: Vec<Passes> = sources.iter().map(|_| Passes::default()).collect();
         // Each in turn, so that one that is stuck costs a share of the time and not all of it.
@@ -87,7 +87,7 @@ impl Remote {
             if others > 0 {
                 share = share.at_most(limits.stall.saturating_mul(1 << asked.min(10)));
             }
-            // One that says nothing may have nothing to serve yet, or be stuck: asked again, and given longer each time.
+            // A silent source may have nothing to serve yet, or be stuck: it is asked again and given longer each time.
             let patience = if others == 0 { limits.stall } else { limits.stall.min(OPEN_PATIENCE) };
             let mut patience = patience.saturating_mul(1 << asked.min(10));
             let (etag, gone) = &mut begun[primary];

@@ -32,8 +32,8 @@ pub(in crate::client) struct Load<'a> {
 }
 
 impl Remote {
-    /// Brings what is missing of `loads`, and again what does not match its digest, until everything held does at one
-    /// moment: the digests of all of it are asked for after the last byte has come.
+    /// Fetches the missing blocks of `loads`, and again those that do not match their digests, until all held blocks
+    /// match at one moment: the digests of all are requested after the last byte has arrived.
     pub(in crate::client) fn transfer(&mut self, loads: &[Load<'_>], report: &mut Report) -> Result<(), Error> {
         if loads.iter().all(|load| load.missing.is_empty()) {
             return Ok(());

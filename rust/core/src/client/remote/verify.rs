@@ -1,4 +1,4 @@
-//! Comparing what came with the digests of the source.
+//! Comparing received blocks with the digests of the source.
 //!
 //! A block that does not match is fetched again. [`Passes`] tells two causes apart: if the source's own digests stay
 //! the same, bytes are damaged on their way, and a few attempts must do; if they change, the source changes its state
@@ -26,7 +26,7 @@ const CHANGE_RETRIES: u32 = 8;
 /// As many bytes, or twice those of the receive, are fetched again from such a source at most.
 const CHANGE_BYTES: u64 = 1 << 30;
 
-/// What passes over all the digests of a receive have shown, of which the last one found blocks that differ.
+/// The results of passes over all digests of a receive, the last of which found blocks that differ.
 #[derive(Debug, Default)]
 pub(in crate::client) struct Passes {
     count: u32,
@@ -66,7 +66,7 @@ impl Passes {
     }
 }
 
-/// Adds digests to what stands for all of them.
+/// Adds digests to the hash that stands for all of them.
 pub(super) fn add(all: &mut Hasher, digests: &[u64]) {
     for digest in digests {
         all.update(&digest.to_le_bytes());
@@ -74,8 +74,8 @@ pub(super) fn add(all: &mut Hasher, digests: &[u64]) {
 }
 
 impl Remote {
-    /// One pass over all of `loads`: the runs of blocks of each that differ from what the source has now. Fails when
-    /// that has gone on for too long.
+    /// Makes one pass over all of `loads` and returns, for each, the runs of blocks that differ from the source's
+    /// current ones. Fails when blocks have kept differing for too long.
     pub(in crate::client) fn differing(
         &mut self,
         loads: &[Load<'_>],
@@ -146,7 +146,7 @@ impl Remote {
         self.prefix.chunks(block_len()).map(|block| self.algorithm.checksum(block))
     }
 
-    /// Whether the source at the other end of `connection` has what came along with the header from another one.
+    /// Whether the source behind `connection` has the blocks that came with the header from another source.
     fn has_prefix(&self, connection: &mut Connection, etag: Option<&str>) -> Result<bool, Error> {
         let blocks = (self.prefix.len() as u64).div_ceil(BLOCK_SIZE);
         let (table, _) = read_digests(connection, &self.key, etag, &[(0, blocks)], BLOCK_SIZE)?;

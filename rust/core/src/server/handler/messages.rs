@@ -1,4 +1,4 @@
-//! Answers that are no state: short messages and small bodies, and the headers of requests and answers as text.
+//! Answers other than the state: short messages and small bodies, and the headers of requests and answers as text.
 
 use bytes::Bytes;
 use http::header::{self, HeaderMap, HeaderName, HeaderValue};
@@ -46,7 +46,7 @@ pub(super) fn text(status: StatusCode, message: &str) -> ServedResponse {
     answer
 }
 
-/// The answer to an authorised request for which there is no place now; a moment later there may be.
+/// The answer to an authorised request for which there is no place now, though there may be one a moment later.
 pub(super) fn full() -> ServedResponse {
     let mut answer = text(StatusCode::SERVICE_UNAVAILABLE, "no place is left for another connection");
     answer.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));

@@ -1,4 +1,4 @@
-//! What an answer may have to wait for: the gate, and bytes that are not final yet.
+//! The waits of an answer: for the gate, and for bytes that are not final yet.
 //!
 //! Both waits end after the server's patience, with 503, and both hold nothing of a publication meanwhile.
 
