@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pickle
 from email.message import Message
+from typing import Any
 from urllib.error import HTTPError, URLError
 
 __all__ = [
@@ -52,7 +53,19 @@ class SourceRefused(TensorferryError, HTTPError):
     def of(code: int, message: str) -> SourceRefused:
         """Returns the error for an HTTP response with status ``code`` and this message."""
         wrong_step = code == 400 and "invalid checkpoint requested" in message
-        return (WrongStep if wrong_step else SourceRefused)("", code, message, Message(), None)
+        return _refused(WrongStep if wrong_step else SourceRefused, code, message)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Lets the error be pickled and copied, which the standard library's ``HTTPError`` does not.
+
+        Torch's checkpoint collectives send the errors of a rank to the others.
+        """
+        notes = {"__notes__": list(self.__notes__)} if hasattr(self, "__notes__") else None
+        return _refused, (type(self), self.code, self.msg), notes
+
+
+def _refused(kind: type[SourceRefused], code: int, message: str) -> SourceRefused:
+    return kind("", code, message, Message(), None)
 
 
 class WrongStep(SourceRefused):

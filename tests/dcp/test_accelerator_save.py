@@ -293,7 +293,7 @@ def test_a_copy_that_fails_ends_the_save_and_leaves_what_was_published(
     device.fails = lambda _: False
     device.side[0].error = None
     gc.collect()
-    assert writer._stager._pinned._free == []
+    assert not writer._stager._pinned._free
     save(state, writer)
     assert_equal(load(ours.PeerReader(writer.metadata())), weights(50.0))
 

@@ -267,7 +267,7 @@ def test_a_copy_that_fails_is_told_to_both_sides(
     device.side[0].error = None
     del sending, received
     gc.collect()
-    assert source._stager._pinned._free == []
+    assert not source._stager._pinned._free
     send(source, 3, state)
     assert_same_state(receive(target, source, 3), state)
 

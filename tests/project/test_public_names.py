@@ -62,3 +62,20 @@ def test_the_first_use_may_be_on_several_threads() -> None:
         "assert len(found) == 4"
     )
     subprocess.run([sys.executable, "-c", block], timeout=100, check=True)
+
+
+@pytest.mark.parametrize("name", errors.__all__)
+def test_every_error_comes_through_a_pickle_and_a_copy(name: str) -> None:
+    """Torch's checkpoint collectives send the errors of one rank to the others."""
+    kind = getattr(errors, name)
+    made = (
+        errors._refused(kind, 400, "what went wrong")
+        if issubclass(kind, errors.SourceRefused)
+        else kind("what went wrong")
+    )
+    made.add_note("a note")
+    for again in (pickle.loads(pickle.dumps(made)), copy.copy(made), copy.deepcopy(made)):
+        assert type(again) is kind
+        assert str(again) == str(made)
+        assert again.__notes__ == ["a note"]
+        assert getattr(again, "code", None) == getattr(made, "code", None)

@@ -246,6 +246,19 @@ def test_a_child_that_is_forked_while_it_holds_the_collector_off(child: Child) -
     """)
 
 
+def test_a_child_is_not_held_up_by_a_lock_of_its_parents_threads(child: Child) -> None:
+    child.run("""
+        from tensorferry.dcp import files
+        from tensorferry.memory import host_pool
+        with files._finishing, host_pool._warning:
+            pid = os.fork()
+        if pid == 0:
+            free = files._finishing.acquire(timeout=5) and host_pool._warning.acquire(timeout=5)
+            os._exit(3 if free else 4)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
+    """)
+
+
 def test_a_child_keeps_no_connection_to_a_stock_source(child: Child) -> None:
     child.run("""
         import socket

@@ -165,6 +165,7 @@ def test_exit_says_nothing_while_a_receiver_of_this_machine_waits(waits: str, ch
             for _ in range(8):
                 local = socket.socket(socket.AF_UNIX)
                 local.connect("\\0" + name)
+                local.sendall(b"\\r\\n")
                 local.recv(64)
                 path = source.metadata().split("/", 3)[3]
                 local.sendall(f"GET /{{path}}2/header HTTP/1.1\\r\\nHost: a\\r\\n\\r\\n".encode())

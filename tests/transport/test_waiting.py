@@ -274,7 +274,7 @@ def test_a_timeout_says_that_a_source_is_silent(open_transport: Callable[..., An
 @pytest.mark.beyond_torchft
 def test_a_timeout_says_that_a_source_is_still_copying(open_transport: Callable[..., Any]) -> None:
     head = b"HTTP/1.1 206 Partial Content\r\nContent-Range: bytes 0-1048575/9999999\r\nContent-Length: 1048576\r\n"
-    with answering(head + b'ETag: "a"\r\nTensorferry-Readiness: 1\r\n\r\n') as metadata:
+    with answering(head + b'ETag: "a"\r\nTensorferry-Filling: 1\r\n\r\n') as metadata:
         message = timeout_of(open_transport(), metadata, 7)
     assert f"{host(metadata)} was still copying its state" in message
 

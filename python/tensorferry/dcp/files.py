@@ -39,6 +39,15 @@ from .save_plan import ABOUT, PlanSnapshot
 #: Held while an index is written, because saves of one process may overlap.
 _finishing = threading.Lock()
 
+
+def _renew_lock() -> None:
+    """Gives a forked child a free lock: the thread that held the old one does not exist there."""
+    global _finishing
+    _finishing = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
+
 INDEX = "index.safetensors"
 _RANK_INDEX = "index-rank{:05d}.safetensors"
 #: The names of the files of torch's own writer: the index of all ranks, and with a rank's number its index and data.

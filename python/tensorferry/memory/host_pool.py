@@ -6,7 +6,9 @@ It is reused because pinning memory costs far more than filling it.
 from __future__ import annotations
 
 import logging
+import os
 import threading
+from collections import deque
 
 import torch
 
@@ -18,6 +20,15 @@ logger = logging.getLogger("tensorferry")
 _SLACK = 1.25
 #: Held while a thread checks and sets ``Accelerator.refused``, so that only one thread logs the warning.
 _warning = threading.Lock()
+
+
+def _renew_lock() -> None:
+    """Gives a forked child a free lock: the thread that held the old one does not exist there."""
+    global _warning
+    _warning = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
 
 
 class HostMemory:
@@ -81,24 +92,28 @@ class HostPool:
 
     def __init__(self, source: HostMemory) -> None:
         self._source = source
-        self._free: list[torch.Tensor] = []
+        self._free: deque[torch.Tensor] = deque()
         self._lock = threading.Lock()
         self._keep = True
 
     def take(self, nbytes: int) -> Buffer:
         """Returns a buffer of at least ``nbytes`` bytes; it returns to the pool when its last reference is gone."""
         with self._lock:
-            fitting = [t for t in self._free if nbytes <= t.nbytes <= nbytes * _SLACK + (1 << 20)]
+            free = [self._free.popleft() for _ in range(len(self._free))]
+            fitting = [t for t in free if nbytes <= t.nbytes <= nbytes * _SLACK + (1 << 20)]
             memory = min(fitting, key=lambda t: t.nbytes) if fitting else None
-            # Free buffers that do not fit now are dropped: a state hardly changes in size, so they will not fit later.
-            self._free = [t for t in self._free if fitting and t is not memory]
+            # If none fits, all are dropped: a state hardly changes in size, so they will not fit later either.
+            if memory is not None and self._keep:
+                self._free.extend(t for t in free if t is not memory)
         return Buffer(self, memory if memory is not None else self._source.make(nbytes))
 
     def give_back(self, memory: torch.Tensor) -> None:
-        """Returns ``memory`` to the pool for reuse; a closed pool drops it."""
-        with self._lock:
-            if self._keep:
-                self._free.append(memory)
+        """Returns ``memory`` to the pool for reuse; a closed pool drops it.
+
+        It takes no lock: the garbage collector may call it in the middle of :meth:`take`, in the same thread.
+        """
+        if self._keep:
+            self._free.append(memory)
 
     def close(self) -> None:
         """Drops all free buffers, and from now on those that are given back."""

@@ -77,7 +77,7 @@ def run_in_child(tests: list[str], directory: Path, transport: str, seconds: int
     report = directory / "swap.json"
     report.unlink(missing_ok=True)
     log = directory / "pytest.log"
-    command = [sys.executable, "-m", "pytest", "-c", os.devnull, "--rootdir", str(directory)]
+    command = [sys.executable, "-m", "pytest", "-c", os.devnull, "--rootdir", str(directory), "--confcutdir", str(HERE)]
     # These suites hang rather than fail: let the child show where it hangs before it is killed.
     command += ["-p", "swap_plugin", "-p", "no:cacheprovider", "-o", f"faulthandler_timeout={seconds - 15}", "-rA"]
     env = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHFT_", "PYTEST_"))}

@@ -11,13 +11,16 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use socket2::{Domain, Protocol, Socket, Type};
-use tokio::sync::watch;
+use tokio::sync::{Semaphore, watch};
 
 use super::Shared;
 use super::connection::{serve_local, serve_network};
 use super::places::{Origin, Places};
 use crate::fork::Unshared;
 use crate::same_host;
+
+/// How many local connections may be ending at a time, beside those that hold a place.
+const ENDING: usize = 32;
 
 /// One socket for both families where the system has IPv6, else IPv4 alone. To be called on the runtime.
 pub(super) fn listen(bind: Option<SocketAddr>) -> io::Result<Unshared<tokio::net::TcpListener>> {
@@ -76,7 +79,13 @@ pub(super) async fn accept_local(
     places: Arc<Places>,
     mut stopped: watch::Receiver<bool>,
 ) {
+    // A connection that is to end has given up its place already, and holds its thread and its memory a little longer.
+    let seats = Arc::new(Semaphore::new(places.total() + ENDING));
     loop {
+        let seat = tokio::select! {
+            seat = Arc::clone(&seats).acquire_owned() => seat,
+            _ = stopped.wait_for(|s| *s) => return,
+        };
         let accepting =
             poll_fn(|context| Unshared::poll_make(|| listener.poll_accept(context).map_ok(|(stream, _)| stream)));
         match next(&places, accepting, &mut stopped).await {
@@ -85,7 +94,11 @@ pub(super) async fn accept_local(
                     && peer.uid == same_host::own_user()
                     && let Some(place) = places.enter(Origin::Process(peer.pid))
                 {
-                    tokio::spawn(serve_local(stream, Arc::clone(&shared), place, stopped.clone()));
+                    let serving = serve_local(stream, Arc::clone(&shared), place, stopped.clone());
+                    tokio::spawn(async move {
+                        serving.await;
+                        drop(seat);
+                    });
                 }
             }
             Some(Err(_)) => recover(&places).await,

@@ -81,6 +81,11 @@ impl Places {
         self.held.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// How many connections can have a place at a time.
+    pub(super) fn total(&self) -> usize {
+        self.newcomers + self.proven
+    }
+
     /// Waits until a newcomer can have a place.
     pub(super) async fn room(&self) {
         loop {
