@@ -96,9 +96,10 @@ pub(super) async fn serve_local(
         () = place.cut.notified() => return,
         _ = stopped.wait_for(|s| *s) => return,
     };
-    // The runtime keeps the socket to end the connection with; the thread that serves it has a descriptor of its own.
-    let same = Unshared::make(|| socket.as_fd().try_clone_to_owned().map(UnixStream::from));
-    let (Ok(()), Ok(stream)) = (spoken, same) else { return };
+    let same = || Unshared::make(|| socket.as_fd().try_clone_to_owned().map(UnixStream::from));
+    let (Ok(()), Ok(stream), Ok(handle)) = (spoken, same(), same()) else { return };
+    // The runtime must not watch the socket any more: it would wake up for every slot that comes back.
+    drop(socket);
     let connection = Arc::new(ConnectionContext::new(shared, place, true));
     let (end, over) = watch::channel(false);
     let mut serving = tokio::task::spawn_blocking({
@@ -110,7 +111,7 @@ pub(super) async fn serve_local(
         _ = &mut serving => {}
         () = connection.to_be_ended(stopped) => {
             end.send_replace(true);
-            let _ = SockRef::from(&*socket).shutdown(Shutdown::Both);
+            let _ = handle.shutdown(Shutdown::Both);
             let _ = serving.await;
         }
     }
