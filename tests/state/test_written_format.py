@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.server
+import importlib.util
 import json
 import re
 import subprocess
@@ -89,6 +90,14 @@ def receive(answers: dict[str, bytes], prefix: str, open_transport: Callable[...
         return open_transport(**options).recv_checkpoint(0, metadata, STEP, TIMEOUT)
 
 
+#: The state that was kept has a DTensor, whose mesh is pickled by the names of the torch that wrote it.
+same_mesh = pytest.mark.skipif(
+    importlib.util.find_spec("torch.distributed._mesh_layout") is None,
+    reason="the kept state has a DTensor of torch 2.15, whose mesh names a module that this torch does not have",
+)
+
+
+@same_mesh
 @pytest.mark.parametrize(("kept", "digests"), [(CONTAINER, DIGESTS), (FIRST_CONTAINER, FIRST_DIGESTS)])
 @pytest.mark.parametrize("trust", [False, True])
 def test_a_kept_container_is_received(
@@ -100,6 +109,7 @@ def test_a_kept_container_is_received(
     assert_same_state(state, written_format.transport_state())
 
 
+@same_mesh
 def test_a_kept_container_is_received_in_place(open_transport: Callable[..., Any]) -> None:
     """Leaves that share memory are filled only if the manifest says that the source's leaves share memory alike."""
     expected = written_format.transport_state()
