@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 PRELUDE = """
@@ -90,6 +92,16 @@ class Child:
             if printed.strip() == line:
                 return
         raise AssertionError(f"ended before it said {line!r}: {self.process.communicate(timeout=10)}")
+
+    def interrupt(self) -> float:
+        """Sends Ctrl-C a second after the script prints "ready"; returns the seconds until it prints "interrupted"."""
+        assert self.process
+        self.wait_for("ready")
+        time.sleep(1)
+        sent = time.monotonic()
+        self.process.send_signal(signal.SIGINT)
+        self.wait_for("interrupted")
+        return time.monotonic() - sent
 
     def end(self) -> None:
         if self.process:
