@@ -104,7 +104,7 @@ def test_no_room_uses_one_above_it_and_no_two_one_another() -> None:
         ("client/lane.rs", "use crate::server::Server;", "server"),
         ("client/remote/open.rs", "use crate::{error::Error, publication::{Lease, Store}};", "publication"),
         ("file/read.rs", "let cancel = crate::client::Cancel::new();", "client"),
-        ("memory/arena.rs", "use super::super::payload::{Layout, Piece};", "payload"),
+        ("memory/arena.rs", "use super::super::payload::{Layout, Extent};", "payload"),
         ("memory/mod.rs", "pub(crate) use super::publication::Store;", "publication"),
         ("error.rs", "use super::{fork::without_fork};", "fork"),
     ],

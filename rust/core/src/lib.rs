@@ -71,5 +71,5 @@ pub use payload::{Item, Repeat, Slice};
 pub use priority::lower_priority;
 pub use publication::{Alternate, Publication, Readiness, Rendered, Stability, Store, Withdrawn};
 pub use report::Report;
-pub use server::{Door, Server, ServerConfig};
+pub use server::{Frontend, Server, ServerConfig};
 pub use trust::Secret;

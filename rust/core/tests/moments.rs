@@ -177,7 +177,7 @@ fn slices_are_of_one_moment() {
                         let mut buffers = [vec![0xEE; LARGE], vec![0xEE; LARGE]];
                         let step = (LARGE as u64 - run) / (count - 1);
                         let places = buffers.each_mut().map(|buffer| {
-                            let repeat = Repeat { count, from: step, to: run };
+                            let repeat = Repeat { count, entry_stride: step, memory_stride: run };
                             // SAFETY: it has room for all runs, and nobody touches it meanwhile.
                             unsafe {
                                 Slice::new(

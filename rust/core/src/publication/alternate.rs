@@ -1,7 +1,7 @@
 //! Bodies in other formats than the container: rendered when they are first requested, and kept with the
 //! publication.
 //!
-//! The engine knows neither the formats nor their names. A [`crate::Door`] says which names there are; the
+//! The engine knows neither the formats nor their names. A [`crate::Frontend`] says which names there are; the
 //! [`Alternate`] given to a publication renders them.
 
 use std::any::Any;
@@ -13,7 +13,7 @@ use crate::payload::Segments;
 
 /// Bodies in another format than the container, laid over the same memory, each built only when it is requested.
 ///
-/// Which names a server passes on is up to its [`crate::Door`].
+/// Which names a server passes on is up to its [`crate::Frontend`].
 ///
 /// ```
 /// use bytes::Bytes;

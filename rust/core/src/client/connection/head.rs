@@ -36,7 +36,7 @@ pub(crate) struct Head {
 }
 
 /// How much of a head the bytes received of an answer hold, with the length of the head.
-pub(super) enum Parsed {
+pub(super) enum ParsedHead {
     /// The beginning of a head.
     Partial,
     /// An interim answer: another one follows.
@@ -45,7 +45,7 @@ pub(super) enum Parsed {
     Complete(Head, usize),
 }
 
-impl Parsed {
+impl ParsedHead {
     /// Parses the beginning of `bytes`; the error says how the source breaks the protocol.
     pub(super) fn read(bytes: &[u8]) -> Result<Self, String> {
         let mut headers = [httparse::EMPTY_HEADER; 64];

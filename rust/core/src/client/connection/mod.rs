@@ -25,12 +25,12 @@ use tensorferry_wire::proof::{self, Nonce};
 
 use self::body::Ring;
 pub(crate) use self::head::Head;
-use self::head::Parsed;
+use self::head::ParsedHead;
 use self::session::Session;
 use super::limits::{Limits, StallDetector};
 use super::url::SourceUrl;
 use crate::error::{Error, ErrorKind};
-use crate::fork::Unshared;
+use crate::fork::CloseOnFork;
 use crate::trust::random;
 
 /// A response head longer than this is refused.
@@ -46,7 +46,7 @@ enum Stage {
 
 /// A connection that is between two answers, or in the body of one.
 pub(crate) struct Connection {
-    stream: Arc<Unshared<Socket>>,
+    stream: Arc<CloseOnFork<Socket>>,
     tls: Option<Box<Session>>,
     url: Arc<SourceUrl>,
     limits: Limits,
@@ -71,7 +71,7 @@ pub(crate) struct Connection {
 }
 
 impl Connection {
-    pub(super) fn over(stream: Unshared<Socket>, url: &Arc<SourceUrl>, limits: &Limits) -> Self {
+    pub(super) fn over(stream: CloseOnFork<Socket>, url: &Arc<SourceUrl>, limits: &Limits) -> Self {
         let stream = Arc::new(stream);
         limits.cancel.watch(&stream);
         Self {
@@ -117,7 +117,7 @@ impl Connection {
     }
 
     /// The socket, with which another thread can end this connection.
-    pub(crate) fn socket(&self) -> &Arc<Unshared<Socket>> {
+    pub(crate) fn socket(&self) -> &Arc<CloseOnFork<Socket>> {
         &self.stream
     }
 
@@ -192,20 +192,20 @@ impl Connection {
         let mut buffer = vec![0_u8; MAX_HEAD];
         let mut filled = 0;
         loop {
-            match Parsed::read(&buffer[..filled]).map_err(|what| self.protocol(what))? {
-                Parsed::Complete(head, length) => {
+            match ParsedHead::read(&buffer[..filled]).map_err(|what| self.protocol(what))? {
+                ParsedHead::Complete(head, length) => {
                     buffer.truncate(filled);
                     self.ahead = buffer;
                     self.taken = length;
                     return Ok(head);
                 }
-                Parsed::Interim(length) => {
+                ParsedHead::Interim(length) => {
                     // Maybe with the next one right behind it; a peer that sends them for ever meets the deadline.
                     buffer.copy_within(length..filled, 0);
                     filled -= length;
                     self.limits.left()?;
                 }
-                Parsed::Partial if filled < MAX_HEAD => {
+                ParsedHead::Partial if filled < MAX_HEAD => {
                     if filled > 0 {
                         self.stage = Stage::Answering;
                     }
@@ -213,7 +213,7 @@ impl Connection {
                     self.wait_at_most(patience.filter(|_| filled == 0).unwrap_or(self.limits.stall))?;
                     filled += self.receive(&mut [IoSliceMut::new(&mut buffer[filled..])])?;
                 }
-                Parsed::Partial => {
+                ParsedHead::Partial => {
                     return Err(self.protocol(format!("its answer's head is longer than {MAX_HEAD} bytes")));
                 }
             }

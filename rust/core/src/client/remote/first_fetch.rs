@@ -7,7 +7,7 @@ use std::time::Duration;
 use tensorferry_wire::container::{self, Header};
 use tensorferry_wire::digest::{BLOCK_SIZE, Hasher};
 
-use super::verify::{Passes, add};
+use super::verify::{Passes, hash_digests};
 use super::{OPEN_ATTEMPTS, is_reserved};
 use crate::client::answers::{check_range, read_digests};
 use crate::client::blocks::block_len;
@@ -116,7 +116,7 @@ impl FirstFetch {
             (0..).zip(blocks).find_map(|(i, (b, theirs))| (algorithm.checksum(b) != *theirs).then_some(i))
         {
             let mut all = Hasher::new();
-            add(&mut all, &table.blocks);
+            hash_digests(&mut all, &table.blocks);
             passes.note(&etag, &all);
             return Err(passes.error(&header, (first * BLOCK_SIZE, ((first + 1) * BLOCK_SIZE).min(payload_len))));
         }

@@ -26,9 +26,9 @@ use crate::server::body::{MemoryBody, ServedBody};
 use crate::server::metrics::Sending;
 
 /// Counts a request as open until its answer, body included, is dropped.
-struct Open(Arc<ConnectionContext>, Sending);
+struct OpenAnswer(Arc<ConnectionContext>, Sending);
 
-impl Drop for Open {
+impl Drop for OpenAnswer {
     fn drop(&mut self) {
         self.0.open.fetch_sub(1, Ordering::Relaxed);
         self.1.end(&self.0);
@@ -150,7 +150,7 @@ fn body(
         throttle: connection.shared.throttle.clone(),
         wait: None,
         filling: None,
-        _open: Box::new(Open(Arc::clone(connection), Sending::new(connection, total))),
+        _open: Box::new(OpenAnswer(Arc::clone(connection), Sending::new(connection, total))),
     })));
     let headers = answer.headers_mut();
     headers.insert(header::CONTENT_TYPE, HeaderValue::from_static(OCTETS));

@@ -1,7 +1,7 @@
 //! One request, one answer.
 //!
 //! [`answer`] goes through the steps every request takes: the method, the path with its random part, the proof of the
-//! secret, a place among the connections that may ask, the resource itself. Refusals are ordinary answers with a short
+//! secret, a slot among the connections that may ask, the resource itself. Refusals are ordinary answers with a short
 //! text, which is also the reason phrase, since that is all torchft's own receiver shows.
 
 mod content;
@@ -45,10 +45,10 @@ pub(super) async fn answer<B>(
         }
     };
     let permitted = permitted(connection, request);
-    // The connection keeps its place while it is answered.
+    // The connection keeps its slot while it is answered.
     let asking = match &permitted {
         Ok((Resource::Healthz | Resource::Metrics, _)) | Err(_) => None,
-        Ok(_) => Some(connection.place.begin().await),
+        Ok(_) => Some(connection.slot.begin().await),
     };
     let mut answer = match permitted {
         Ok(_) if matches!(asking, Some(None)) => full(),
@@ -75,9 +75,8 @@ fn permitted<'r, B>(
     request: &'r Request<B>,
 ) -> Result<(Resource<'r>, Option<Nonce>), PathError> {
     let path = request.uri().path();
-    let door = &connection.shared.door;
     let found = request::parse_path(path, &connection.shared.token).and_then(|found| match found {
-        Resource::Alternate(key, name) if door.alternate(name).is_none() => {
+        Resource::Alternate(key, name) if connection.shared.frontend.alternate(name).is_none() => {
             Err(PathError::bad_url(&format!("/checkpoint/{key}/{name}")))
         }
         found => Ok(found),
@@ -129,7 +128,7 @@ async fn resolve<B>(
         }
         Resource::Digests(_) => digests(connection, lease, request, nonce).await,
         Resource::Alternate(_, name) => {
-            let name = connection.shared.door.alternate(name).unwrap_or_default();
+            let name = connection.shared.frontend.alternate(name).unwrap_or_default();
             alternate(connection, lease, step, name, request).await
         }
         Resource::Healthz | Resource::Metrics => text(StatusCode::NOT_FOUND, "not found"),
@@ -156,7 +155,7 @@ async fn alternate<B>(
     if let Err(refused) = filled(connection, all, StatusCode::SERVICE_UNAVAILABLE).await {
         return refused;
     }
-    let missing = connection.shared.door.missing(&name);
+    let missing = connection.shared.frontend.missing(&name);
     let rendered = tokio::task::spawn_blocking(move || publication.render(&name)).await;
     let segments = match rendered {
         Ok(Ok(Some(Found::Here(segments)))) => segments,

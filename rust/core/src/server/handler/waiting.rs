@@ -34,7 +34,7 @@ pub(super) async fn lease<B>(
             let message = format!("invalid checkpoint requested, serving {serving} but got step={step}");
             Err(text(StatusCode::BAD_REQUEST, &message))
         }
-        Ok(Lookup::Nothing) => Err(text(StatusCode::NOT_FOUND, &shared.door.unpublished(step))),
+        Ok(Lookup::Nothing) => Err(text(StatusCode::NOT_FOUND, &shared.frontend.unpublished(step))),
         Ok(Lookup::Closed) => Err(text(StatusCode::SERVICE_UNAVAILABLE, "this transport is shut down")),
         Err(_) => {
             let message = format!(
