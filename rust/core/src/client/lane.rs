@@ -128,7 +128,7 @@ impl Transfer<'_> {
             }
             self.received.note_retry();
             if !around_the_network {
-                self.received.note_trouble(source.url.authority(), error.to_string());
+                self.received.note_trouble(source.url.authority(), &error);
             }
             if failures >= MAX_FAILURES {
                 self.leave(error);

@@ -12,6 +12,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use tensorferry_wire::request::MAX_RUNS;
 
 use crate::error::{Error, ErrorKind};
+use crate::report::Trouble;
 
 /// The record of a transfer's received blocks: the checksum of every block, and counters.
 #[derive(Debug)]
@@ -29,7 +30,7 @@ pub(super) struct BlockLedger {
     /// The addresses at both ends of each connection that bytes came over.
     routes: Mutex<BTreeSet<(IpAddr, IpAddr)>>,
     /// The last trouble with each source that had some.
-    troubles: Mutex<BTreeMap<String, String>>,
+    troubles: Mutex<BTreeMap<String, Trouble>>,
 }
 
 impl BlockLedger {
@@ -115,15 +116,16 @@ impl BlockLedger {
         }
     }
 
-    pub(super) fn note_trouble(&self, source: &str, what: String) {
-        self.troubles.lock().unwrap_or_else(PoisonError::into_inner).insert(source.to_owned(), what);
+    pub(super) fn note_trouble(&self, source: &str, error: &Error) {
+        let trouble = Trouble { message: error.to_string(), hint: error.hint() };
+        self.troubles.lock().unwrap_or_else(PoisonError::into_inner).insert(source.to_owned(), trouble);
     }
 
     pub(super) fn take_routes(&self) -> BTreeSet<(IpAddr, IpAddr)> {
         std::mem::take(&mut self.routes.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    pub(super) fn take_troubles(&self) -> BTreeMap<String, String> {
+    pub(super) fn take_troubles(&self) -> BTreeMap<String, Trouble> {
         std::mem::take(&mut self.troubles.lock().unwrap_or_else(PoisonError::into_inner))
     }
 

@@ -42,7 +42,7 @@ pub trait Frontend: Debug + Send + Sync {
 
     /// The refusal (404) of `step` while the gate is open for it and nothing has been published.
     fn unpublished(&self, step: i64) -> String {
-        format!("step {step} is allowed but no state was sent")
+        format!("step {step} is allowed but nothing has been published")
     }
 }
 

@@ -154,7 +154,7 @@ impl Metrics {
 
 impl Tallies {
     fn receives(&self, page: &mut MetricsPage) {
-        page.about("receives_total", "counter", "Receives of this transport, but from stock torchft sources.");
+        page.about("receives_total", "counter", "Receives of this process from sources of this protocol.");
         page.row("receives_total", "end=\"healed\"", self.receives);
         page.row("receives_total", "end=\"failed\"", self.failed);
         page.one("received_bytes_total", "counter", "Bytes of payload those that healed received.", self.received);

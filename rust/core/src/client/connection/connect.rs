@@ -87,9 +87,9 @@ impl Connection {
                     rustls::CertificateError::Other(why) => why.to_string(),
                     why => format!("its certificate is not valid: {why}"),
                 };
-                Error::new(ErrorKind::Unproven, format!("{peer} is not the source its metadata names: {why}"))
+                Error::new(ErrorKind::Unproven, format!("{peer} is not the source its URL names: {why}"))
             }
-            Some(why) => self.protocol(format!("it does not speak TLS as its metadata says: {why}")),
+            Some(why) => self.protocol(format!("it does not speak TLS as its URL says: {why}")),
             None if self.limits.left().is_ok() && is_timeout(e) => {
                 let waited = self.limits.stall.as_secs_f64();
                 Error::new(ErrorKind::Timeout, format!("timed out: no TLS handshake with {peer} within {waited:.3} s"))

@@ -30,7 +30,7 @@ pub(crate) struct Head {
     pub(super) in_ring: bool,
     /// Whether the source still copies some of the body.
     pub(super) filling: bool,
-    /// Whether the server speaks HTTP/1.0, as Python's `http.server` does.
+    /// Whether the server speaks HTTP/1.0, which no source of this engine does.
     pub(crate) http_10: bool,
     pub(super) keep_alive: bool,
 }
@@ -58,7 +58,7 @@ impl ParsedHead {
                 Ok(Self::Complete(Head::of(&response)?, length))
             }
             Ok(httparse::Status::Partial) => Ok(Self::Partial),
-            Err(_) if bytes.starts_with(TLS_ALERT) => Err("it speaks TLS, and its metadata does not say so".into()),
+            Err(_) if bytes.starts_with(TLS_ALERT) => Err("it speaks TLS, and its URL does not say so".into()),
             Err(e) => Err(format!("its answer is not HTTP/1.1: {e}")),
         }
     }

@@ -15,7 +15,7 @@ use super::transfer::PlannedFetch;
 use crate::client::answers::{changed, read_digests};
 use crate::client::blocks::{block_len, requests};
 use crate::client::connection::Connection;
-use crate::error::{Error, ErrorKind};
+use crate::error::{Error, ErrorKind, Hint};
 use crate::payload::slices;
 use crate::report::Report;
 
@@ -53,16 +53,16 @@ impl Passes {
         let of = format!("payload bytes {start}-{end}: {}", slices::names(header, start, end));
         if self.changes == 0 {
             let message = format!(
-                "corrupt: block {block} ({of}) did not match its checksum {times} times: the network or memory flips bytes"
+                "corrupt: block {block} ({of}) did not match its checksum {times} times: the network or memory flips \
+                 bytes"
             );
             return Error::new(ErrorKind::Corrupt, message);
         }
         let message = format!(
-            "torn: the source changes its state while it serves it, and what came was of no one moment {times} times (the \
-             first block that differs: {of}). Change the state only after disallow_checkpoint() has returned, or send from a \
-             private copy: snapshot=\"copy\""
+            "torn: the source changes its state while it serves it, and what came was of no one moment {times} times \
+             (the first block that differs: {of})"
         );
-        Error::new(ErrorKind::Torn, message)
+        Error::new(ErrorKind::Torn, message).hinting(Hint::WithdrawBeforeChange)
     }
 }
 
@@ -126,13 +126,12 @@ impl Remote {
                 let from = &self.sources[received.source_of(block)];
                 // Whatever the cause: the network is the route that has to work.
                 from.give_up_same_host();
-                received.note_trouble(
-                    from.url.authority(),
-                    format!(
-                        "block {block} of its bytes did not match the checksum: damaged on the way, of another snapshot, \
-                         or changed while it was served (see snapshot=\"copy\")"
-                    ),
+                let message = format!(
+                    "block {block} of its bytes did not match the checksum: damaged on the way, of another snapshot, or \
+                     changed while it was served"
                 );
+                let error = Error::new(ErrorKind::Corrupt, message).hinting(Hint::WithdrawBeforeChange);
+                received.note_trouble(from.url.authority(), &error);
                 match differ.last_mut() {
                     Some(run) if run.1 == block => run.1 += 1,
                     _ => differ.push((block, block + 1)),

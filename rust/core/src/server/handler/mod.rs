@@ -2,7 +2,7 @@
 //!
 //! [`answer`] goes through the steps every request takes: the method, the path with its random part, the proof of the
 //! secret, a slot among the connections that may ask, the resource itself. Refusals are ordinary answers with a short
-//! text, which is also the reason phrase, since that is all torchft's own receiver shows.
+//! text, which is also the reason phrase, since that is all that some peers show.
 
 mod content;
 mod digests;

@@ -35,7 +35,7 @@ pub(super) async fn lease<B>(
             Err(text(StatusCode::BAD_REQUEST, &message))
         }
         Ok(Lookup::Nothing) => Err(text(StatusCode::NOT_FOUND, &shared.frontend.unpublished(step))),
-        Ok(Lookup::Closed) => Err(text(StatusCode::SERVICE_UNAVAILABLE, "this transport is shut down")),
+        Ok(Lookup::Closed) => Err(text(StatusCode::SERVICE_UNAVAILABLE, "this server is shut down")),
         Err(_) => {
             let message = format!(
                 "Timed out waiting for a checkpoint to be allowed after {} seconds",
