@@ -165,7 +165,8 @@ fn what_never_ends_meets_the_deadline() {
 fn an_interim_answer_before_the_real_one_is_skipped() {
     let failed = told(
         "100 and 404 in one piece",
-        "HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\nHTTP/1.1 404 gone\r\nContent-Length: 0\r\n\r\n",
+        "HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n\
+         HTTP/1.1 404 gone\r\nContent-Length: 0\r\n\r\n",
     );
     assert_eq!(failed.kind(), ErrorKind::Status(404), "{failed}");
 }

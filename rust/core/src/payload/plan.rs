@@ -173,8 +173,8 @@ impl Plan {
                 Some(extent) if extent.start <= at => {
                     let stop = extent.end().min(end);
                     let address = extent.address + (at - extent.start) as usize;
-                    // SAFETY: `Extent::new` promises writable memory of ours alone; ranges of one plan are handed to one
-                    // lane at a time and extents do not overlap, so no two slices to the same bytes exist at once.
+                    // SAFETY: `Extent::new` promises writable memory of ours alone; ranges of one plan are handed to
+                    // one lane at a time and extents do not overlap, so no two slices to the same bytes exist at once.
                     slices.push(IoSliceMut::new(unsafe {
                         std::slice::from_raw_parts_mut(address as *mut u8, (stop - at) as usize)
                     }));

@@ -127,8 +127,8 @@ impl Remote {
                 // Whatever the cause: the network is the route that has to work.
                 from.give_up_same_host();
                 let message = format!(
-                    "block {block} of its bytes did not match the checksum: damaged on the way, of another snapshot, or \
-                     changed while it was served"
+                    "block {block} of its bytes did not match the checksum: damaged on the way, of another snapshot, \
+                     or changed while it was served"
                 );
                 let error = Error::new(ErrorKind::Corrupt, message).hinting(Hint::WithdrawBeforeChange);
                 received.note_trouble(from.url.authority(), &error);

@@ -116,8 +116,7 @@ async fn resolve<B>(
             if let Some(query) = request.uri().query().filter(|query| query.starts_with("blocks=")) {
                 blocks(connection, lease, request, query).await
             } else {
-                let segments = Arc::clone(lease.publication().content());
-                memory(connection, lease, segments, true, request)
+                memory(connection, lease.content(), true, request)
             }
         }
         Resource::Header(_) => {
@@ -156,17 +155,19 @@ async fn alternate<B>(
         return refused;
     }
     let missing = connection.shared.frontend.missing(&name);
-    let rendered = tokio::task::spawn_blocking(move || publication.render(&name)).await;
-    let segments = match rendered {
-        Ok(Ok(Some(Found::Here(segments)))) => segments,
+    let wanted = name.clone();
+    match tokio::task::spawn_blocking(move || publication.render(&wanted)).await {
+        Ok(Ok(Some(Found::Here))) => {}
         Ok(Ok(Some(Found::Elsewhere(url)))) => return elsewhere(&url),
         Ok(Ok(None)) => return text(StatusCode::NOT_FOUND, &missing),
         Ok(Err(message)) => return text(StatusCode::INTERNAL_SERVER_ERROR, &message),
         Err(_) => return text(StatusCode::INTERNAL_SERVER_ERROR, "the body could not be built"),
-    };
+    }
     match waiting::lease(connection, step, asked, false).await {
-        Ok(lease) if lease.publication().etag() == etag => memory(connection, lease, segments, false, asked),
-        Ok(_) => text(StatusCode::SERVICE_UNAVAILABLE, GONE),
+        Ok(lease) => match lease.rendered(&name).filter(|_| lease.publication().etag() == etag) {
+            Some(body) => memory(connection, body, false, asked),
+            None => text(StatusCode::SERVICE_UNAVAILABLE, GONE),
+        },
         Err(refused) => refused,
     }
 }
