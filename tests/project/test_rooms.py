@@ -3,7 +3,7 @@
     doors      torchft  dcp  checkpointing  megatron  cli  testing
     rooms      state
                storage -> net      memory
-    ground     errors  _validate  _native  _gc  _rebuild
+    ground     errors  _validate  _native  _fork  _gc  _rebuild
 
 A module may import from its own package and from everything below it, floors skipped or not. Imports inside functions
 and those for type checkers count like others.
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(tensorferry.__file__).parent
 
-GROUND = frozenset({"errors", "_validate", "_native", "_gc", "_rebuild"})
+GROUND = frozenset({"errors", "_validate", "_native", "_fork", "_gc", "_rebuild"})
 ROOMS: dict[str, frozenset[str]] = {
     "net": GROUND,
     "memory": GROUND,

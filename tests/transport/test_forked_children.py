@@ -250,10 +250,10 @@ def test_a_child_is_not_held_up_by_a_lock_of_its_parents_threads(child: Child) -
     child.run("""
         from tensorferry.dcp import files
         from tensorferry.memory import host_pool
-        with files._finishing, host_pool._warning:
+        with files._finishing.held(), host_pool._warning.held():
             pid = os.fork()
         if pid == 0:
-            free = files._finishing.acquire(timeout=5) and host_pool._warning.acquire(timeout=5)
+            free = files._finishing._lock.acquire(timeout=5) and host_pool._warning._lock.acquire(timeout=5)
             os._exit(3 if free else 4)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
     """)

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from .. import _gc, _validate
+from .._fork import ForkSafeLock
 from .._native import Written, _read_file
 from ..errors import IncompleteCheckpoint, InvalidArgument, ProtocolError, SourceChanged, SystemRefused
 from ..memory.accelerator import ACCELERATOR
@@ -37,16 +38,7 @@ from .reader import SliceReader
 from .save_plan import ABOUT, PlanSnapshot
 
 #: Held while an index is written, because saves of one process may overlap.
-_finishing = threading.Lock()
-
-
-def _renew_lock() -> None:
-    """Gives a forked child a free lock: the thread that held the old one does not exist there."""
-    global _finishing
-    _finishing = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_renew_lock)
+_finishing = ForkSafeLock()
 
 INDEX = "index.safetensors"
 _RANK_INDEX = "index-rank{:05d}.safetensors"
@@ -240,7 +232,7 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
             (reserved.INDEX, index.encode(metadata, places)),
             (reserved.INDEX_FILES, Commit(files, save.began).encode()),
         ]
-        with _finishing, commits.holding(save.path, files):
+        with _finishing.held(), commits.holding(save.path, files):
             before = commits.committed(save.index)
             if before is not None and before != save.before and before.began > save.began:
                 commits.remove(save.path, files)

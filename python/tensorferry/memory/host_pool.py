@@ -6,12 +6,12 @@ It is reused because pinning memory costs far more than filling it.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections import deque
 
 import torch
 
+from .._fork import ForkSafeLock
 from .accelerator import Accelerator
 
 logger = logging.getLogger("tensorferry")
@@ -19,16 +19,7 @@ logger = logging.getLogger("tensorferry")
 #: A kept buffer is reused if it is at most this many times larger than the requested size.
 _SLACK = 1.25
 #: Held while a thread checks and sets ``Accelerator.refused``, so that only one thread logs the warning.
-_warning = threading.Lock()
-
-
-def _renew_lock() -> None:
-    """Gives a forked child a free lock: the thread that held the old one does not exist there."""
-    global _warning
-    _warning = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_renew_lock)
+_warning = ForkSafeLock()
 
 
 class HostMemory:
@@ -71,9 +62,9 @@ class HostMemory:
                 return accelerator.pinned(nbytes)
         except RuntimeError as e:
             self._accelerator = None
-            with _warning:
-                told, accelerator.refused = accelerator.refused, True
-            if not told:
+            with _warning.held():
+                is_first, accelerator.refused = not accelerator.refused, True
+            if is_first:
                 logger.warning(
                     "cannot pin %d bytes of host memory for checkpoints (%s): copies to and from the accelerator "
                     "will be slower; raise the limit on locked memory (ulimit -l)",
