@@ -143,7 +143,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         self._warned: set[tuple[str, str]] = set()
         self._warned_of_misses = False
         self._is_closed = False
-        self._pool = ArenaPool(reuse_bytes, HostMemory(ACCELERATOR).lend) if reuse_bytes else None
+        self._pool = ArenaPool(reuse_bytes, HostMemory(ACCELERATOR).make_pinned) if reuse_bytes else None
         self._progress = _validate.function("progress", progress)
         self._server, self._address = serve(timeout, self._options)
         self._checkpoint_lock = _Gate(self)
