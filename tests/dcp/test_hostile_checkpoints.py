@@ -204,8 +204,8 @@ def test_many_small_objects_are_held_a_few_at_a_time(tmp_path, monkeypatch):
     saved = {f"o{i}": f"object {i}" for i in range(20)}
     dcp.save(saved, storage_writer=FileWriter(tmp_path))
     calls = []
-    fetch = FileReader._fetch
-    monkeypatch.setattr(FileReader, "_fetch", lambda self, parts: (calls.append(parts), fetch(self, parts)))
+    read = FileReader._read
+    monkeypatch.setattr(FileReader, "_read", lambda self, slices: (calls.append(slices), read(self, slices)))
     found = dict.fromkeys(saved, "")
     dcp.load(found, storage_reader=FileReader(tmp_path))
     assert found == saved

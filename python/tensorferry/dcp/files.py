@@ -6,7 +6,6 @@ A folder holds a checkpoint exactly if it has a complete index; ``storage/commit
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import os
 import re
 import secrets
@@ -23,8 +22,8 @@ from torch.futures import Future
 
 from .. import _gc, _validate
 from .._fork import ForkSafeLock
-from .._native import Written, _read_file
-from ..errors import IncompleteCheckpoint, InvalidArgument, ProtocolError, SourceChanged, SystemRefused
+from .._native import Written
+from ..errors import IncompleteCheckpoint, InvalidArgument, SystemRefused
 from ..memory.accelerator import ACCELERATOR
 from ..memory.staging import Stager
 from ..memory.tensors import no_rows
@@ -32,7 +31,7 @@ from ..state.allowlist import Allowed
 from ..storage import commits, reserved
 from ..storage.commits import Commit, new_id
 from ..storage.container import Container
-from ..storage.slices import SliceTuple
+from ..storage.source import FolderSource, replaced
 from . import index
 from .reader import SliceReader
 from .save_plan import ABOUT, PlanSnapshot
@@ -45,10 +44,6 @@ _RANK_INDEX = "index-rank{:05d}.safetensors"
 #: The names of the files of torch's own writer: the index of all ranks, and with a rank's number its index and data.
 _TORCH_INDEX = ".metadata"
 _TORCH_FILES = re.compile(r"\.metadata|__(?P<rank>\d+)(\.metadata|_\d+\.distcp)")
-
-
-#: The longest file name, in bytes.
-_NAME = 255
 
 
 def _folder(path: Any) -> Path:
@@ -327,11 +322,6 @@ class _Save:
         commits.remove_leftovers(self.path, now, rank, files, lambda: set(commits.files_of(self.index).files))
 
 
-def _digest(text: bytes) -> str:
-    """Returns a digest that identifies an index."""
-    return hashlib.blake2b(text, digest_size=16).hexdigest()
-
-
 class FileReader(_InFolder, SliceReader):
     """Reads a checkpoint that ``FileWriter`` wrote, for ``torch.distributed.checkpoint.load``.
 
@@ -360,21 +350,17 @@ class FileReader(_InFolder, SliceReader):
         safe_globals: Iterable[Any] = (),
         trust_pickle: bool = False,
     ) -> None:
-        super().__init__(Allowed(safe_globals, trust_pickle))
+        super().__init__(Allowed(safe_globals, trust_pickle), ("bytes", "wanted"))
         self._path = _folder(path)
         self._threads = _threads(threads)
-        self._index = self._path / INDEX
-        self._headers: dict[str, int | None] = {}
-        self._digest = ""
-        self._shared = False
-        self.report: dict[str, int] = {"bytes": 0, "wanted": 0}
+        #: The folder with the index of all ranks, once it was read; ``None`` for that of this rank alone.
+        self._shared: FolderSource | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begins a new load, from the folder ``checkpoint_id`` if it is given."""
         if checkpoint_id:
             self._path = _folder(checkpoint_id)
         self._metadata = None
-        self.report = {"bytes": 0, "wanted": 0}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Reads the index.
@@ -396,11 +382,9 @@ class FileReader(_InFolder, SliceReader):
             if not path.is_file():
                 raise self._incomplete()
         self._refuse_two(path)
-        text, commit = commits.read(path)
-        self._index, self._headers = path, commit.files
-        self._digest = _digest(text)
-        self._shared = shared
-        metadata = index.decode(text, str(path), self._allowed)
+        source = FolderSource(path, self._threads)
+        metadata = self._open(source, str(path))
+        self._shared = source if shared else None
         metadata.storage_meta = StorageMeta(checkpoint_id=self._path)
         return metadata
 
@@ -418,7 +402,7 @@ class FileReader(_InFolder, SliceReader):
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Adds the digest of this rank's index to the plan, for the coordinator."""
-        return dataclasses.replace(plan, storage_data=self._digest) if self._shared else plan
+        return dataclasses.replace(plan, storage_data=self._shared.digest) if self._shared is not None else plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Checks that all ranks have read the same index.
@@ -427,7 +411,7 @@ class FileReader(_InFolder, SliceReader):
             SourceChanged: a save replaced the index after some ranks had read it
         """
         if len({plan.storage_data for plan in plans if isinstance(plan.storage_data, str)}) > 1:
-            raise self._replaced()
+            raise replaced(self._path)
         return plans
 
     def _incomplete(self) -> IncompleteCheckpoint:
@@ -445,38 +429,3 @@ class FileReader(_InFolder, SliceReader):
                 f"{self._path} holds a checkpoint of torch's own: load it with FileSystemReader"
             )
         return IncompleteCheckpoint(f"there is no checkpoint in {self._path}: it has no {INDEX}")
-
-    def _fetch(self, parts: dict[str, list[SliceTuple]]) -> None:
-        for name, of_file in parts.items():
-            if Path(name).name != name or name in ("", "..") or "\0" in name or len(name.encode()) > _NAME:
-                raise ProtocolError(f"{self._path}: its index names a file outside of it, {name!r}")
-            if name not in self._headers:
-                raise ProtocolError(f"{self._path}: {self._index.name} does not say which file {name!r} is")
-            path = self._path / name
-            if not path.is_file():
-                raise self._gone(name)
-            try:
-                self._add(_read_file(path, of_file, threads=self._threads, header=self._headers[name]))
-            except SystemRefused as e:
-                if path.is_file():
-                    raise
-                raise self._gone(name) from e
-
-    def _gone(self, name: str) -> Exception:
-        try:
-            is_replaced = _digest(commits.read(self._index)[0]) != self._digest
-        except (ProtocolError, SystemRefused):
-            is_replaced = False
-        if is_replaced:
-            return self._replaced()
-        return IncompleteCheckpoint(
-            f"{self._path} holds an incomplete checkpoint: its index names {name}, and there is no such file. "
-            "Load another checkpoint, or bring the file back"
-        )
-
-    def _replaced(self) -> SourceChanged:
-        return SourceChanged(f"{self._path}: a save has replaced the checkpoint while it was being loaded: load again")
-
-    def _add(self, report: dict[str, int]) -> None:
-        for key, value in report.items():
-            self.report[key] += value

@@ -23,6 +23,7 @@ from ..net.serve import serve, withdraw
 from ..state.snapshot import SnapshotMode, snapshot_mode
 from ..storage import reserved
 from ..storage.container import Container
+from ..storage.peers import container_name
 from . import index
 from .save_plan import ABOUT, PlanSnapshot
 from .torch_view import TorchView
@@ -50,10 +51,11 @@ class _Done(StorageMeta):  # type: ignore[misc]  # mypy does not follow torch
         self._step, self._urls = step, urls
 
     def __reduce__(self) -> Any:
-        return _heard, (self._step, self._urls)
+        return _notify_writers, (self._step, self._urls)
 
 
-def _heard(step: int, urls: list[str]) -> StorageMeta:
+def _notify_writers(step: int, urls: list[str]) -> StorageMeta:
+    """Has those of the writers at ``urls`` that are in this process publish ``step``; unpickles a :class:`_Done`."""
     for url in urls:
         writer = _writers.get(url)
         if writer is not None:
@@ -219,7 +221,7 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         with _gc.gc_paused():
             self._packed = PlanSnapshot(plan, planner, self._stager, self._copy)
         done: Future[list[WriteResult]] = Future()
-        done.set_result(self._packed.results(f"{self._step} {self._url}"))
+        done.set_result(self._packed.results(container_name(self._step, self._url)))
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:

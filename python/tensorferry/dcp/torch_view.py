@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 
 from ..errors import ProtocolError
 from ..state.allowlist import Allowed
+from ..storage.peers import url_of
 from . import index
 from .index import ELEMENTS, Place
 from .save_plan import PlanSnapshot
@@ -83,17 +84,17 @@ class TorchView:
             if isinstance(stored, TensorStorageMetadata)
             for chunk in stored.chunks
         }
-        of_source = defaultdict(list)
+        of_container = defaultdict(list)
         for key, place in places.items():
-            of_source[place.source].append((place.entry, key, place))
-        numbers = {url: name for name, url in self._files.items()}
+            of_container[place.source].append((place.entry, key, place))
+        names = {url: name for name, url in self._files.items()}
         metadata.storage_data = {}
-        for source, entries in of_source.items():
+        for container, entries in of_container.items():
             at = 0
             for _, key, place in sorted(entries, key=_by_name):
                 around = _around(*shapes[key.fqn, key.offset]) if place.kind == ELEMENTS else (b"", b"")
                 length = place.nbytes + sum(map(len, around))
-                file = numbers[source.partition(" ")[2]]
+                file = names[url_of(container)]
                 metadata.storage_data[key] = _StorageInfo(file, at, length)
                 at += length
         return pickle.dumps(metadata)

@@ -1,1 +1,1 @@
-"""Containers, the names of their entries, slices of them, and folders of them. No module here imports torch."""
+"""Containers, the names of their entries, slices of them and where to read these, and folders. Nothing here imports torch."""
