@@ -231,7 +231,7 @@ def test_pickled_paths_that_lead_far_out_are_refused(name, tmp_path, monkeypatch
     kept = pickle.dumps(PICKLED[name], 4)
     index_with(monkeypatch, lambda found: found.update(planner={"pickle": base64.b64encode(kept).decode()}))
     dcp.save({"o": "an object"}, storage_writer=FileWriter(tmp_path))
-    with pytest.raises(dcp.CheckpointException, match=r"leads nowhere|planner's data"):
+    with pytest.raises(dcp.CheckpointException, match=r"invalid path|planner's data"):
         from_keys(tmp_path)
 
 
@@ -248,7 +248,7 @@ def test_many_paths_do_not_lead_far_out_together(tmp_path, monkeypatch):
 
     index_with(monkeypatch, change)
     dcp.save({"o": "an object"}, storage_writer=FileWriter(tmp_path))
-    with pytest.raises(dcp.CheckpointException, match="leads nowhere"):
+    with pytest.raises(dcp.CheckpointException, match="invalid path"):
         from_keys(tmp_path)
 
 

@@ -194,7 +194,7 @@ def test_the_files_of_a_save_that_goes_on_elsewhere_are_not_leftovers(tmp_path):
 def test_a_file_that_was_removed_is_noticed_before_the_index_names_it(tmp_path):
     class Robbed(FileWriter):
         def finish(self, metadata, results):
-            for path in tmp_path.glob(f"{results[0][0].storage_data.source}"):
+            for path in tmp_path.glob(f"{results[0][0].storage_data.container}"):
                 path.unlink()
             super().finish(metadata, results)
 
@@ -374,7 +374,7 @@ def test_a_checkpoint_of_torch_is_replaced_or_kept_as_overwrite_says(tmp_path):
     assert len(left) == 3
     # In the other direction, torch's writer does not know our files. The older checkpoint is not loaded silently.
     torch_saves(3)
-    with pytest.raises(dcp.CheckpointException, match=r"holds two checkpoints, and \.metadata of torch's own is newer"):
+    with pytest.raises(dcp.CheckpointException, match=r"holds two checkpoints, and torch's \.metadata is newer"):
         loaded(tmp_path)
     assert loaded(None, dcp.FileSystemReader(tmp_path)) == [3]
     age(tmp_path / ".metadata", 3600)

@@ -153,7 +153,7 @@ def test_several_sources_serve_one_receive(open_transport, caplog):
         assert_same_state(open_transport(num_chunks=6).recv_checkpoint(0, joined, 3, TIMEOUT), state)
     served = [source._server.bytes_served for source in sources]
     assert all(n > MIB for n in served), served
-    assert not said(caplog, "went to other connections")
+    assert not said(caplog, "were fetched over other connections")
 
 
 def test_a_source_that_is_gone_or_serves_something_else_is_left_with_a_warning(open_transport, caplog):
@@ -163,7 +163,7 @@ def test_a_source_that_is_gone_or_serves_something_else_is_left_with_a_warning(o
     dead.shutdown()
     with caplog.at_level(logging.WARNING, "tensorferry"):
         assert_same_state(open_transport(num_chunks=6).recv_checkpoint(0, joined, 3, TIMEOUT), state)
-    warnings = [r.getMessage() for r in said(caplog, "went to other connections")]
+    warnings = [r.getMessage() for r in said(caplog, "were fetched over other connections")]
     assert len(warnings) == 2
     assert any("another snapshot" in w for w in warnings), warnings
 

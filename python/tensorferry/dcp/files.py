@@ -48,10 +48,10 @@ _TORCH_FILES = re.compile(r"\.metadata|__(?P<rank>\d+)(\.metadata|_\d+\.distcp)"
 
 def _folder(path: Any) -> Path:
     if not isinstance(path, (str, os.PathLike)) or not str(path) or "\0" in str(path):
-        raise InvalidArgument(f"path is a folder's path, not {_validate.brief(path)}")
+        raise InvalidArgument(f"path must be the path of a folder, not {_validate.brief(path)}")
     if "://" in str(path):
         raise InvalidArgument(
-            f"{_validate.brief(path)} is no folder of this machine: checkpoints go to file systems only"
+            f"{_validate.brief(path)} is not a folder of this machine: checkpoints are written to file systems only"
         )
     return Path(path)
 
@@ -168,10 +168,10 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
             _make(save.path)
             names = set(os.listdir(save.path))
         except OSError as e:
-            raise SystemRefused(f"{save.path} cannot be made a folder: {e}") from e
+            raise SystemRefused(f"the folder {save.path} cannot be created or listed: {e}") from e
         if not save.coordinated and names & {INDEX, _TORCH_INDEX}:
             raise InvalidArgument(
-                f"{save.path} holds a checkpoint whose ranks were coordinated, which would be loaded instead of this "
+                f"{save.path} holds a checkpoint with an index of all ranks, which would be loaded instead of this "
                 "one: save into another folder"
             )
         if not self._overwrite and (there := sorted(filter(save.is_index, names))):
@@ -219,12 +219,12 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
             SystemRefused: the index cannot be written
         """
         save = self._running.save
-        places = {result.index: result.storage_data for of_rank in results for result in of_rank}
-        metadata.storage_data = places
+        stored = {result.index: result.storage_data for of_rank in results for result in of_rank}
+        metadata.storage_data = stored
         metadata.storage_meta = StorageMeta(checkpoint_id=save.path, save_id=save.id)
-        files = {place.source: place.header for place in places.values()}
+        files = {ref.container: ref.header for ref in stored.values()}
         control = [
-            (reserved.INDEX, index.encode(metadata, places)),
+            (reserved.INDEX, index.encode(metadata, stored)),
             (reserved.INDEX_FILES, Commit(files, save.began).encode()),
         ]
         with _finishing.held(), commits.holding(save.path, files):
@@ -232,8 +232,8 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
             if before is not None and before != save.before and before.began > save.began:
                 commits.remove(save.path, files)
                 raise IncompleteCheckpoint(
-                    f"{save.path}: a save that began later was done before this one; what it saved is there, and this "
-                    "one is of no use any more. Let one job save into a folder, and wait for one save before the next"
+                    f"{save.path}: a save that began later has finished before this one; its checkpoint is in the "
+                    "folder, and this one is discarded. Let only one job save into a folder, and only one save at a time"
                 )
             Container(no_rows(), None, True, control, ABOUT).write(
                 save.index, partial=save.path / f"{save.index.name}.{save.id}.partial", threads=1
@@ -396,7 +396,7 @@ class FileReader(_InFolder, SliceReader):
             return
         if newer:
             raise InvalidArgument(
-                f"{self._path} holds two checkpoints, and {_TORCH_INDEX} of torch's own is newer than {path.name}: "
+                f"{self._path} holds two checkpoints, and torch's {_TORCH_INDEX} is newer than {path.name}: "
                 f"load it with FileSystemReader, or remove {_TORCH_INDEX} if it is not the one to load"
             )
 
@@ -416,16 +416,16 @@ class FileReader(_InFolder, SliceReader):
 
     def _incomplete(self) -> IncompleteCheckpoint:
         if not self._path.is_dir():
-            return IncompleteCheckpoint(f"there is no checkpoint: {self._path} is no folder")
+            return IncompleteCheckpoint(f"there is no checkpoint: {self._path} is not a folder")
         names = sorted(path.name for path in self._path.iterdir())
         left = [name for name in names if commits.is_ours(name)]
         if left:
             return IncompleteCheckpoint(
-                f"{self._path} holds an incomplete checkpoint: the save that wrote {left[0]} did not get to {INDEX}. "
-                "Load an earlier checkpoint"
+                f"{self._path} holds an incomplete checkpoint: the save that wrote {left[0]} ended before it wrote "
+                f"{INDEX}. Load an earlier checkpoint"
             )
         if _TORCH_INDEX in names:
             return IncompleteCheckpoint(
-                f"{self._path} holds a checkpoint of torch's own: load it with FileSystemReader"
+                f"{self._path} holds a checkpoint that torch's own writer saved: load it with FileSystemReader"
             )
         return IncompleteCheckpoint(f"there is no checkpoint in {self._path}: it has no {INDEX}")

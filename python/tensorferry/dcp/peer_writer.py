@@ -139,7 +139,9 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
                 torch's reader does not support
         """
         if not self._plain:
-            raise InvalidArgument("torch's reader knows no shared secret and no pinned certificate: use a PeerReader")
+            raise InvalidArgument(
+                "torch's reader supports neither a shared secret nor a pinned certificate: use a PeerReader"
+            )
         if not self._saved:
             raise InvalidArgument(_NOTHING)
         return f"{self._urls[0]}{self._step}/dcp"
@@ -175,7 +177,7 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         )
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Does nothing: a publication has no name but its URLs."""
+        """Does nothing: a publication has no name except its URLs."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Begins a save."""
@@ -193,7 +195,7 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
             TransportClosed: the writer was shut down
         """
         if self._is_closed:
-            raise TransportClosed("this PeerWriter was shut down and serves nothing any more: make a new one")
+            raise TransportClosed("this PeerWriter was shut down and no longer serves anything: make a new one")
         return dataclasses.replace(plan, storage_data=self._url)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -226,9 +228,9 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Publishes the index along with the coordinator's part."""
-        places = {result.index: result.storage_data for of_rank in results for result in of_rank}
-        metadata.storage_data = places
-        self._publish(index.encode(metadata, places), len(places))
+        stored = {result.index: result.storage_data for of_rank in results for result in of_rank}
+        metadata.storage_data = stored
+        self._publish(index.encode(metadata, stored), len(stored))
         metadata.storage_meta = _Done(self._step, self._urls)
 
     def _succeeded(self, step: int) -> None:
@@ -243,12 +245,12 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
     def _publish(self, text: bytes | None, entries: int = 0) -> None:
         packed = self._packed
         assert packed is not None
-        told = None if text is None else (text, entries)
+        described = None if text is None else (text, entries)
         container = Container(
             packed.rows, packed.owner, packed.private, [] if text is None else [(reserved.INDEX, text)], ABOUT
         )
-        folder = TorchView(packed, self._step, self._url, self._urls, told) if self._plain else None
-        container.publish(self._server, self._step, alternate=folder)
+        view = TorchView(packed, self._step, self._url, self._urls, described) if self._plain else None
+        container.publish(self._server, self._step, alternate=view)
         self._packed = None
         self._saved = True
 

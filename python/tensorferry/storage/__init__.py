@@ -1,1 +1,1 @@
-"""Containers, the names of their entries, slices of them and where to read these, and folders. Nothing here imports torch."""
+"""Containers: their entries, where they are written to and read from, and folders of them. Nothing imports torch."""
