@@ -233,7 +233,7 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
                 commits.remove(save.path, files)
                 raise IncompleteCheckpoint(
                     f"{save.path}: a save that began later has finished before this one; its checkpoint is in the "
-                    "folder, and this one is discarded. Let only one job save into a folder, and only one save at a time"
+                    "folder, and this one is discarded. Let only one job save into a folder, one save at a time"
                 )
             Container(no_rows(), None, True, control, ABOUT).write(
                 save.index, partial=save.path / f"{save.index.name}.{save.id}.partial", threads=1

@@ -72,8 +72,8 @@ def log_receive(step: int, report: Report, fit: InPlace | None, seconds: float) 
         interface = interface_speed(here)
         if interface is not None and rate < interface[1] * _SLOW:
             logger.warning(
-                "step %d came at %.3f GB/s from %s, though %s here is rated at %.3f GB/s: check the network between the two, "
-                "or choose another route with interface= or advertise= at the source",
+                "step %d came at %.3f GB/s from %s, though %s here is rated at %.3f GB/s: check the network between "
+                "them, or choose another route with interface= or advertise= at the source",
                 step,
                 rate / 1e9,
                 there,
