@@ -143,7 +143,7 @@ def test_a_storage_is_as_long_as_its_record():
     with zipfile.ZipFile(good) as old, zipfile.ZipFile(bad, "w") as changed:
         for entry in old.namelist():
             changed.writestr(entry, b"abc" if entry.endswith("data/0") else old.read(entry))
-    with pytest.raises(tensorferry.ProtocolError, match="a storage of 64 bytes has a record of 3"):
+    with pytest.raises(tensorferry.ProtocolError, match="the record of a storage of 64 bytes has 3 bytes"):
         load_plan.unpickled(bad.getvalue(), "o", Allowed())
 
 
