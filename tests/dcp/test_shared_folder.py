@@ -201,7 +201,7 @@ def test_a_file_that_was_removed_is_noticed_before_the_index_names_it(tmp_path):
     save(tmp_path, 1)
     error = fails(lambda: save(tmp_path, 2, Robbed(tmp_path)))
     assert isinstance(error, tensorferry.IncompleteCheckpoint)
-    assert "was removed by somebody" in str(error)
+    assert "was removed by another process" in str(error)
     assert loaded(tmp_path) == [1]
 
 

@@ -148,8 +148,8 @@ class Accelerator:
             if self.is_capturing(device):
                 kind = "CUDA graph" if device.type == "cuda" else "graph"
                 raise InvalidArgument(
-                    f"a {kind} is being captured on {device}: what is queued there is not done, so there is "
-                    "nothing to copy or to write to yet; send or receive before the capture, or after it"
+                    f"a {kind} is being captured on {device}: work that is queued meanwhile does not run, so its "
+                    "memory can be neither read nor written; send or receive before the capture, or after it"
                 )
 
     def wait_for_pending(self, stream: Any, device: torch.device) -> None:

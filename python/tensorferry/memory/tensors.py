@@ -117,7 +117,7 @@ def without_memory(value: Tensor) -> str | None:
     nbytes = local.untyped_storage().nbytes()
     if span[1] > nbytes and not local.is_quantized:
         return "its memory was freed"
-    return None if local.data_ptr() else "it has bytes, but no memory"
+    return None if local.data_ptr() else "it has no memory behind its elements"
 
 
 def why_not_writable(value: Tensor) -> str | None:

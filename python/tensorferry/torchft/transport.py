@@ -126,7 +126,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         self._state_dict = _validate.function("state_dict", state_dict)
         self._strict = _validate.boolean("strict", strict)
         if strict and state_dict is None:
-            raise InvalidArgument("strict=True compares with the live state: pass state_dict=, which gives it")
+            raise InvalidArgument("strict=True compares with the live state: pass state_dict=, which returns it")
         self._snapshot = snapshot_mode(snapshot)
         self._allowed = Allowed(safe_globals, trust_pickle)
         self._options = ServerOptions(
@@ -246,8 +246,8 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             if self._options.secret is not None:
                 raise UnprovenSource(
                     f"{metadata} is a stock torchft source, which cannot prove that it knows the shared secret: a "
-                    "transport that has one receives from none of them. While a fleet is upgraded replica by replica, "
-                    "run it without a secret"
+                    "transport with a secret does not receive from stock sources. While a fleet is upgraded replica by "
+                    "replica, run it without a secret"
                 )
             targets = self._targets() if self._state_dict is not None else None
             state = compat.receive(metadata, step, timeout, self._allowed)
@@ -321,7 +321,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         """
         raise TypeError(
             "an HTTPTransport serves the memory of its own process and can neither be copied nor sent to another one: "
-            "make one there, and pass it what metadata() gives here"
+            "make one there, and pass it the string that metadata() returns here"
         )
 
     def shutdown(self, wait: bool = True) -> None:
@@ -350,9 +350,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
     def _check_open(self) -> None:
         """Raises :class:`TransportClosed` if the transport was shut down."""
         if self._is_closed:
-            raise TransportClosed(
-                "this HTTPTransport was shut down and neither sends nor receives any more: make a new one"
-            )
+            raise TransportClosed("this HTTPTransport was shut down and can neither send nor receive: make a new one")
 
     def _warn_of_misses(self, fit: InPlace | None) -> None:
         """Warns once if no tensor came in place: the live state then has another structure than the source's."""
@@ -360,8 +358,8 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             return
         self._warned_of_misses = True
         logger.warning(
-            "none of the source's %d tensors has its counterpart in what state_dict= gives, and all of them came into "
-            "fresh memory: the first one is at %s there, and at %s here; torchft's Manager sends "
+            "none of the source's %d tensors has a counterpart in the state that state_dict= returns, so all of them "
+            "were received into fresh memory: the first one is at %s there, and at %s here; torchft's Manager sends "
             '{"user": {"default": ...}, "torchft": ...}',
             fit.offered,
             fit.there,
