@@ -140,7 +140,7 @@ def test_what_is_queued_is_saved_of_what_is_no_dense_tensor(
     """torch makes the value dense, or pickles it, on the caller's stream, which does not wait for the trainer's."""
     value, memory, expected = odd(how)
     if how in ("in an object", "read") and not known:
-        pytest.skip("nobody knows of the device before the object is pickled")
+        pytest.skip("the device is not known before the object is pickled")
     device.adopt(*parts(value) if isinstance(value, torch.Tensor) else [memory])
     device.has_default, device.known = has_default, known
     device.trainer.hold()

@@ -272,9 +272,9 @@ def _shut_down(kept):
 def test_a_save_that_fails_on_one_rank_publishes_nothing_on_the_others(odd):
     with Job(2) as job:
         assert job.run(_fail, odd) == [(None, False)] * 2
-        told = job.run(_publish_number, 3.0)
-        assert told[0] == told[1]
-        metadata, step, allowed = told[0]
+        published = job.run(_publish_number, 3.0)
+        assert published[0] == published[1]
+        metadata, step, allowed = published[0]
         assert (step, allowed) == (2, True)
         # The previous publication stays, on every rank.
         assert job.run(_fail, odd) == [(2, True)] * 2
@@ -302,9 +302,9 @@ def test_async_saves_publish_on_every_rank():
 
 def test_the_metadata_of_a_save_says_nothing_where_its_writers_are_not(open_writer):
     writer = open_writer()
-    told = dcp.save({"x": torch.ones(3)}, storage_writer=writer)
+    published = dcp.save({"x": torch.ones(3)}, storage_writer=writer)
     step = writer._server.step
     writer.withdraw()
-    again = pickle.loads(pickle.dumps(told))
+    again = pickle.loads(pickle.dumps(published))
     assert again.storage_meta == dcp.metadata.StorageMeta()
     assert (writer._server.step, writer._server.allowed) == (step, False)

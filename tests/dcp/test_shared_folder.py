@@ -81,9 +81,9 @@ def test_two_jobs_that_save_into_one_folder_leave_one_of_their_states_whole(tmp_
         command, env=os.environ | {"LD_PRELOAD": str(delays)}, capture_output=True, text=True, timeout=140, check=False
     )
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert told["wrong"] == {}
-    assert set(told["found"]) == {"1", "2"}, "both jobs got to save"
+    report = json.loads(done.stdout)
+    assert report["wrong"] == {}
+    assert set(report["found"]) == {"1", "2"}, "both jobs have saved"
     refused = log.read_text().splitlines() if log.exists() else []
     assert all(line.startswith("IncompleteCheckpoint: ") and "began later" in line for line in refused), refused
     # All files that the killed jobs left behind are removed.
@@ -188,7 +188,7 @@ def test_the_files_of_a_save_that_goes_on_elsewhere_are_not_leftovers(tmp_path):
     assert isinstance(error, tensorferry.IncompleteCheckpoint)
     assert "began later" in str(error)
     assert loaded(tmp_path) == [3]
-    assert len(names(tmp_path)) == 2, "what it has written is of no use"
+    assert len(names(tmp_path)) == 2, "the rank file of the refused save is left behind"
 
 
 def test_a_file_that_was_removed_is_noticed_before_the_index_names_it(tmp_path):
@@ -281,8 +281,8 @@ def test_nothing_but_files_of_ranks_is_removed_whatever_an_index_names(name, old
     save(folder, 1)
     path = folder / "index.safetensors"
     text, _ = commits.read(path)
-    told = json.loads(text) | {"sources": [name]}
-    control = [(reserved.INDEX, json.dumps(told).encode())]
+    changed = json.loads(text) | {"sources": [name]}
+    control = [(reserved.INDEX, json.dumps(changed).encode())]
     control += [] if older else [(reserved.INDEX_FILES, commits.Commit({name: 1}).encode())]
     Container(no_rows(), None, True, control, ABOUT).write(path, partial=folder / "p")
     (tmp_path / "precious").write_text("mine")

@@ -161,7 +161,7 @@ def refuse(_: Any) -> None:
     ],
     ids=["nameless", "refused", "without a device", "foreign", "no module"],
 )
-def test_the_whole_device_is_waited_for_where_nobody_tells_the_default_stream(
+def test_the_whole_device_is_waited_for_where_the_default_stream_is_unknown(
     functions: dict[str, Any] | None, fake: Torch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = torch.device("privateuseone", 0) if functions is None else backend(monkeypatch, "xpu", **functions)

@@ -289,7 +289,7 @@ def test_what_fails_before_anything_is_published_changes_nothing(
     assert_same_state(receive(open_transport(), source, 1), before)
 
 
-def test_disallowed_while_it_is_copied_and_nobody_reads(
+def test_disallowed_while_it_is_copied_without_a_reader(
     device: StandIn, source: Any, open_transport: Callable[..., Any]
 ) -> None:
     """The copies that are still queued are skipped, because no receiver can ask for them any more."""
@@ -308,7 +308,7 @@ def test_disallowed_while_it_is_copied_and_nobody_reads(
     assert_same_state(receive(open_transport(), source, 2), state)
 
 
-def test_disallowed_while_it_is_copied_and_somebody_reads(
+def test_disallowed_while_it_is_copied_with_a_reader(
     device: StandIn, source: Any, open_transport: Callable[..., Any]
 ) -> None:
     """The copy is private, so receives that have begun go on."""

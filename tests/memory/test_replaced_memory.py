@@ -73,7 +73,7 @@ TARGET = """
     except tensorferry.StateMismatch as error:
         assert "p was given other memory" in str(error), error
         print("refused")
-    assert bool((strangers[0] == 9.0).all()), "a tensor of somebody else was written to"
+    assert bool((strangers[0] == 9.0).all()), "a foreign tensor was written to"
     print("done")
 """
 

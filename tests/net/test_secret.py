@@ -17,7 +17,7 @@ from equality import assert_same_state
 from secured import SECRET, TIMEOUT, send, state
 from tensorferry import InvalidArgument, ProtocolError, SourceRefused, UnprovenSource, join_metadata
 
-OTHER = "a secret of that job and of no other"
+OTHER = "a secret of another job"
 
 pytestmark = pytest.mark.beyond_torchft
 

@@ -462,8 +462,8 @@ def test_a_live_state_of_another_shape_is_told_once(
     ours = [record for record in caplog.records if record.name == "tensorferry"]
     warnings = [record.getMessage() for record in ours if record.levelname == "WARNING"]
     assert len(warnings) == 1
-    for said in ("none of the source's 9 tensors", "user.default.model.0.weight", "at model.0.weight here"):
-        assert said in warnings[0]
+    for part in ("none of the source's 9 tensors", "user.default.model.0.weight", "at model.0.weight here"):
+        assert part in warnings[0]
     assert sum("0 of 9 tensors in place" in record.getMessage() for record in caplog.records) == 2
 
 

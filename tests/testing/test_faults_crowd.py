@@ -111,7 +111,7 @@ def test_a_silent_name_server_is_asked_and_says_nothing(user: str, tmp_path: Pat
     before = time.time()
     resolver = _content("/etc/resolv.conf")
     if user == "nobody" and os.getuid():
-        pytest.skip("only root can become somebody else")
+        pytest.skip("only root can change its user")
     tmp_path.chmod(0o777)
     number = 65534 if user == "nobody" else os.getuid()
     command = [sys.executable, "-c", ASKS, str(number), str(tmp_path / "asked")]

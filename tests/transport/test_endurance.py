@@ -47,7 +47,7 @@ def test_two_thousand_transports_leave_nothing(child: Child) -> None:
     child.run(
         USED
         + """
-kinds = [{}, {"secret": "shared by these two and nobody"}, {"tls": True}, {"snapshot": "copy", "same_host": True}]
+kinds = [{}, {"secret": "shared by these two alone"}, {"tls": True}, {"snapshot": "copy", "same_host": True}]
 
 def cycle(number):
     source, target = open_pair(**kinds[number % 4])
