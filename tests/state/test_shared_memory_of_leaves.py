@@ -216,7 +216,7 @@ def test_whether_two_views_meet_agrees_with_where_their_bytes_are() -> None:
         for offset, shape, strides in views:
             tensors.append(torch.zeros(256).as_strided(shape, strides, offset))
             sets.append(set(places.as_strided(shape, strides, offset).flatten().tolist()))
-        meet = aliases._meet(*tensors, (views[1][0] - views[0][0]) * 4)
+        meet = aliases._overlap(*tensors, (views[1][0] - views[0][0]) * 4)
         assert meet or not sets[0] & sets[1], views
         exact += meet == bool(sets[0] & sets[1])
     assert exact > 2000

@@ -240,7 +240,9 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
                 self._publish(None)
         except Exception:
             # Not raised: this is called while torch unpickles metadata, when the save has succeeded already.
-            logger.exception("cannot publish what was saved: readers will find that this rank's part is missing")
+            logger.exception(
+                "cannot publish what was saved: this rank's part of the checkpoint will be missing for readers"
+            )
 
     def _publish(self, text: bytes | None, entries: int = 0) -> None:
         packed = self._packed

@@ -36,7 +36,8 @@ _UNTYPED = torch.storage._new_dtypes()
 
 DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
-#: Bytes from which on memory is mapped on its own. Smaller objects are not: a process would run out of mappings.
+#: From this many bytes on, memory has a mapping of its own. With one for smaller objects, too, a process would run out
+#: of mappings.
 _MAPPED = 1 << 20
 
 _strided = torch.strided

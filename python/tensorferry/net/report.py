@@ -20,13 +20,13 @@ class InPlace(NamedTuple):
     """How the source's state matched the receiver's live state.
 
     Attributes:
-        landed: how many of the source's tensors have a counterpart in the live state
+        matched: how many of the source's tensors have a counterpart in the live state
         offered: how many tensors the source has
         there: the path of one of the source's tensors, for messages
         here: the path of one of the live state's tensors, for messages
     """
 
-    landed: int
+    matched: int
     offered: int
     there: str
     here: str
@@ -34,7 +34,7 @@ class InPlace(NamedTuple):
 
 def in_place(fit: InPlace | None) -> str:
     """Returns the end of a log line: how many tensors were received in place; empty without a live state."""
-    return "" if fit is None else f", {fit.landed} of {fit.offered} tensors in place"
+    return "" if fit is None else f", {fit.matched} of {fit.offered} tensors in place"
 
 
 def log_receive(step: int, report: Report, fit: InPlace | None, seconds: float) -> None:

@@ -74,8 +74,8 @@ class InPlaceTargets:
     Args:
         live: the state with these tensors
         accelerator: knows which of them are on a device
-        lands: whether bytes may be copied to a device while others are still being received; otherwise they are copied
-            at the end
+        may_stage: whether bytes may be copied to a device while others are still being received; otherwise they are
+            copied at the end
         strict: whether each tensor of either state must have a counterpart in the other one
 
     Attributes:
@@ -89,14 +89,14 @@ class InPlaceTargets:
     """
 
     def __init__(
-        self, live: Any, accelerator: Accelerator = ACCELERATOR, lands: bool = False, strict: bool = False
+        self, live: Any, accelerator: Accelerator = ACCELERATOR, may_stage: bool = False, strict: bool = False
     ) -> None:
         self.direct: dict[int, torch.Tensor] = {}
         self.places: dict[int, int] = {}
         self.staged: dict[int, torch.Tensor] = {}
         self.fit = InPlace(0, 0, "", "")
         self._accelerator = accelerator
-        self._lands = lands
+        self._may_stage = may_stage
         self._strict = strict
         self._live = flat = tree.flatten(live)
         if flat.tree == "-1" and not isinstance(live, torch.Tensor):
@@ -154,7 +154,7 @@ class InPlaceTargets:
             on_device = self._accelerator.device_of(storage) is not None
             filled_already = here in used or group.get(here) in filled or entry in self.direct
             # A tensor that was given other memory since it was flattened may have another size.
-            if filled_already or flat.rows.size(here) != builder.size(entry) or (on_device and not self._lands):
+            if filled_already or flat.rows.size(here) != builder.size(entry) or (on_device and not self._may_stage):
                 late.append(target)
                 continue
             used.add(here)

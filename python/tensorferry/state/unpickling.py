@@ -298,7 +298,13 @@ class Unpickler:
         return made
 
     def _refusal(self, asked: str, what: Any, given: str = "") -> UnsafePickle:
-        """Returns the error for a class or function ``what``; ``asked`` says before its name what is asked of it."""
+        """Returns the error for what a pickle does with ``what``, a class or function.
+
+        Args:
+            asked: what the pickle does, as the text before the name of ``what``
+            what: the class or function, or its name
+            given: the text after the name
+        """
         name = what if type(what) is str else _name(what)
         leaf = self.needs(name)
         needed = f" for {leaf[:200]!r}" if isinstance(leaf, str) and leaf else ""

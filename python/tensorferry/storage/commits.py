@@ -1,8 +1,8 @@
 """The files of a checkpoint folder: which of them its index names, and which of the others can be removed.
 
 A folder may have several writers: saves of one job that overlap, two jobs that were given the same path, a coordinator
-that was thought dead. Three rules keep every committed checkpoint whole, without a lock that all writers would have to
-share:
+that was thought to be dead. Three rules keep every committed checkpoint whole, without a lock that all writers would
+have to share:
 
 - Every file that a save writes has a unique name.
 - A save removes the files that the index it replaced had named. None of them belongs to a save that still runs.

@@ -100,7 +100,7 @@ def bodies(state: Callable[[], Any], num_chunks: int) -> Callable[[str], list[An
 
 
 class _Deadline:
-    """The deadline of a receive; ``waits_for`` says for the error message what the receive is waiting for."""
+    """The deadline of a receive; ``waits_for`` describes, for the error message, what the receive is waiting for."""
 
     def __init__(self, seconds: float) -> None:
         self._end = time.monotonic() + seconds
@@ -196,9 +196,10 @@ class _Reader(io.RawIOBase):
 
 
 class _Exact(io.BufferedReader):
-    """Reads exactly the requested number of bytes, or raises: the format itself has no sign that a body was cut short.
+    """Reads exactly the requested number of bytes, or raises, because the format itself does not show a cut-off body.
 
-    The source announces the sizes. They may not exceed this machine's memory, nor a line the length of a name.
+    The source announces the sizes. Together they must not exceed this machine's memory; a line must not exceed the
+    length of a name.
     """
 
     _announced = 0

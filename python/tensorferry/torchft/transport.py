@@ -65,7 +65,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             queued on the calling thread's stream and on the device's default stream. When ``recv_checkpoint`` returns,
             they are done: work that is queued afterwards, on any stream, finds the new values.
         strict: with ``state_dict``, raise ``StateMismatch`` and overwrite nothing unless every tensor of the source's
-            state has a counterpart in the live state, and the other way round
+            state has a counterpart in the live state, and vice versa
         snapshot: ``"borrow"`` serves CPU tensors from where they are; ``"copy"`` takes a private copy in
             ``send_checkpoint``, for states that change while they are served, as BatchNorm's buffers do with torchft's
             sync quorum. Accelerator tensors are always copied.
@@ -269,10 +269,10 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         self._warn_of_misses(fit)
         return cast(T, state)
 
-    def _targets(self, lands: bool = False) -> InPlaceTargets:
-        """Returns the tensors of the live state as receive targets; for ``lands`` see :class:`InPlaceTargets`."""
+    def _targets(self, may_stage: bool = False) -> InPlaceTargets:
+        """Returns the tensors of the live state as receive targets; for ``may_stage`` see :class:`InPlaceTargets`."""
         assert self._state_dict is not None
-        return InPlaceTargets(self._state_dict(), self._bounce.accelerator, lands, self._strict)
+        return InPlaceTargets(self._state_dict(), self._bounce.accelerator, may_stage, self._strict)
 
     def _fetch(self, sources: list[str], step: int, timeout: float) -> tuple[Any, Report, InPlace | None]:
         """Fetches a state; returns it with the transfer's report and, with ``state_dict=``, how the live state fit."""
@@ -287,7 +287,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             secret=self._options.secret,
         )
         # With several sources it may turn out only at the end that one of them served another snapshot.
-        live = None if self._state_dict is None else lambda: self._targets(lands=len(sources) == 1)
+        live = None if self._state_dict is None else lambda: self._targets(may_stage=len(sources) == 1)
         with contextlib.closing(remote):
             return receive(remote, self._allowed, live, self._bounce)
 
@@ -354,7 +354,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
 
     def _warn_of_misses(self, fit: InPlace | None) -> None:
         """Warns once if no tensor came in place: the live state then has another structure than the source's."""
-        if fit is None or fit.landed or not fit.offered or self._warned_of_misses:
+        if fit is None or fit.matched or not fit.offered or self._warned_of_misses:
             return
         self._warned_of_misses = True
         logger.warning(
@@ -367,7 +367,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         )
 
     def _warn_of_refusals(self, globals_: dict[tuple[str, str], str]) -> None:
-        """Warns on the sending side already of what a receiver with the same allow-list will refuse."""
+        """Warns, at the sender, of globals that a receiver with the same allow-list will refuse."""
         for module, name in globals_.keys() - self._warned:
             if not self._allowed.allows(module, name):
                 self._warned.add((module, name))

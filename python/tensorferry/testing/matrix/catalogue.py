@@ -305,7 +305,7 @@ _ROWS = [
 
 _DRAIN = Scenario(
     "drain",
-    "the source withdraws mid-transfer, and writes over the state when it may",
+    "the source withdraws mid-transfer, and writes over the state when it is allowed to",
     during=_drain,
     private=frozenset({HEALED}),
 )
@@ -335,17 +335,17 @@ _ROWS += [
     *_with_healthy_source(_ROWS),
     Scenario("other-state-first", "a second source holds another state as the same step", beside="behind",
         other_state=True),
-    Scenario("other-state-second", "the same, and it comes first", beside="in front", other_state=True),
+    Scenario("other-state-second", "the same, and the metadata names it first", beside="in front", other_state=True),
     _DRAIN,
     _without_network(_DRAIN),
     _REPLACED,
     _without_network(_REPLACED),
     dataclasses.replace(_REPLACED, name="replace-set", during=_replace("set"),
-        about="the source's trainer calls tensor.set_ mid-transfer, and others write where the memory was"),
+        about="the source's trainer calls tensor.set_ mid-transfer, and new tensors reuse the old memory"),
     dataclasses.replace(_REPLACED, name="replace-half", during=_replace("half"),
         about="the same with another dtype, as module.half() does it"),
-    Scenario("replace-target", "the receiver's trainer assigns to tensor.data of what is being filled", in_place=True,
-        during=_replace_target, expected=frozenset({HEALED, "StateMismatch"})),
+    Scenario("replace-target", "the receiver's trainer assigns to tensor.data of the tensors that are being filled",
+        in_place=True, during=_replace_target, expected=frozenset({HEALED, "StateMismatch"})),
     _CHANGED,
     _without_network(_CHANGED),
     _CROWD,
@@ -358,7 +358,7 @@ _ROWS += [
     Scenario("source-forked", "the source has forked a child and is killed mid-transfer; the child lives on",
         during=_kill_with_child, expected=GONE, survives=False, timeout=10.0, prompt=0.5),
     *_trap("system", "names os.system"),
-    *_trap("dotted", "names it by way of a module that is trusted"),
+    *_trap("dotted", "names it through a trusted module"),
     *_trap("pointer", "forges a pointer to an object"),
 ]  # fmt: skip
 
