@@ -134,7 +134,7 @@ def odd(how: str) -> tuple[Any, torch.Tensor, Any]:
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("own_stream", [False, True])
 @pytest.mark.parametrize("how", ["transposed", "every other column", "conj", "neg", "sparse", "in an object", "read"])
-def test_what_is_queued_is_saved_of_what_is_no_dense_tensor(
+def test_queued_work_is_saved_for_tensors_that_are_not_dense(
     how: str, own_stream: bool, known: bool, has_default: bool, device: StandIn, tmp_path: Path
 ) -> None:
     """torch makes the value dense, or pickles it, on the caller's stream, which does not wait for the trainer's."""

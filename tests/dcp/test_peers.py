@@ -157,7 +157,7 @@ def test_a_load_has_one_deadline(open_writer):
         reader.read_data(planner.create_local_plan(), planner)
 
 
-def test_a_checkpoint_of_a_transport_is_told_apart(open_transport, ours):
+def test_a_checkpoint_of_a_transport_is_refused_by_name(open_transport, ours):
     if not ours:
         pytest.skip("about our own transport")
     transport = open_transport()
@@ -300,7 +300,7 @@ def test_async_saves_publish_on_every_rank():
         job.run(_shut_down)
 
 
-def test_the_metadata_of_a_save_says_nothing_where_its_writers_are_not(open_writer):
+def test_the_metadata_of_a_save_does_nothing_in_a_process_without_its_writers(open_writer):
     writer = open_writer()
     published = dcp.save({"x": torch.ones(3)}, storage_writer=writer)
     step = writer._server.step

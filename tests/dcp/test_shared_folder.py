@@ -262,7 +262,7 @@ def test_checkpoints_of_older_versions_load_and_are_replaced(tmp_path):
     [b"", b"[]", b"{}", b'{"began":0,"files":{}}', b'{"began":0,"files":[1]}', b'{"began":"x","files":{"a":"0"}}',
      b'{"began":0,"files":{"a":"' + b"f" * 17 + b'"}}', b"[" * 100_000],
 )  # fmt: skip
-def test_an_index_that_does_not_say_which_files_it_is_about_is_none(entry, tmp_path):
+def test_an_index_with_an_invalid_list_of_files_is_refused(entry, tmp_path):
     save(tmp_path, 1)
     text, _ = commits.read(tmp_path / "index.safetensors")
     Container(no_rows(), None, True, [(reserved.INDEX, text), (reserved.INDEX_FILES, entry)], ABOUT).write(
@@ -309,7 +309,7 @@ class Between(FileReader):
         return found
 
 
-def test_a_save_while_a_checkpoint_is_loaded_is_told_as_what_it_is(tmp_path, monkeypatch):
+def test_a_save_while_a_checkpoint_is_loaded_is_reported_as_such(tmp_path, monkeypatch):
     save(tmp_path, 1)
     assert loaded(tmp_path, Between(tmp_path, "before")) == [2]
     error = fails(lambda: loaded(tmp_path, Between(tmp_path, "after")))
@@ -452,7 +452,7 @@ def test_what_is_in_the_way_is_named(tmp_path):
     assert "/sys/kernel" in str(error)
 
 
-def test_a_folder_whose_name_is_no_text(tmp_path):
+def test_a_folder_whose_name_is_not_valid_text(tmp_path):
     folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/ck-\xff\xfe"))
     for value in (1, 2):
         save(folder, value)

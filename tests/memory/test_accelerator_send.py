@@ -223,7 +223,7 @@ def test_the_default_stream_is_waited_for_whichever_stream_sends(
 
 
 @pytest.mark.parametrize("same_host", [False, True])
-def test_a_copy_that_fails_before_one_byte_is_sent_is_told_to_both_sides(
+def test_a_copy_that_fails_before_the_first_byte_is_sent_is_reported_to_both_sides(
     same_host: bool, device: StandIn, source: Any, open_transport: Callable[..., Any]
 ) -> None:
     state = held_weights(device)
@@ -240,7 +240,7 @@ def test_a_copy_that_fails_before_one_byte_is_sent_is_told_to_both_sides(
 
 
 @pytest.mark.parametrize("same_host", [False, True])
-def test_a_copy_that_fails_is_told_to_both_sides(
+def test_a_copy_that_fails_is_reported_to_both_sides(
     same_host: bool, device: StandIn, source: Any, open_transport: Callable[..., Any]
 ) -> None:
     before = {"w": torch.ones(3)}

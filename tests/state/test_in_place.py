@@ -444,7 +444,7 @@ def test_timeout_leaves_the_live_state_alone(open_transport: Callable[..., Any])
 
 
 @pytest.mark.parametrize("stock", [False, True])
-def test_a_live_state_of_another_shape_is_told_once(
+def test_a_live_state_of_another_structure_is_logged_once(
     stock: bool, open_transport: Callable[..., Any], open_stock: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     """torchft's Manager sends the user's state below "user" and the name it was registered with."""

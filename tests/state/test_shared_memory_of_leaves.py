@@ -175,7 +175,7 @@ def test_a_tie_with_what_the_source_does_not_have(heal: Callable[..., Any]) -> N
     assert bool((weight == 1).all())
 
 
-def test_a_tie_with_what_is_no_tensor_at_the_source(heal: Callable[..., Any]) -> None:
+def test_a_tie_with_a_leaf_that_is_not_a_tensor_at_the_source(heal: Callable[..., Any]) -> None:
     weight = torch.zeros(4)
     received = heal({"a": torch.ones(4), "b": 7}, {"a": weight, "b": weight})
     assert received["a"] is weight
@@ -248,7 +248,7 @@ def test_groups_are_found_by_address_natively_as_by_looking() -> None:
     "shared",
     [1, [1], [[1]], [[[1, 2, 3]]], [[["a", 0, [], 0]]], [[[0, 0, 4, 0]]], [[[0, 0, [None], 0]]], [[[0, 0.5, [1], 0]]]],
 )
-def test_what_a_manifest_says_of_shared_memory_is_checked(shared: Any) -> None:
+def test_the_description_of_shared_memory_in_a_manifest_is_checked(shared: Any) -> None:
     fields = {"flags": "", "objects": 0, "storages": []}
     with pytest.raises(tensorferry.ProtocolError, match="share memory"):
         Manifest(json.dumps(fields | {"shared": shared}), "0").shared()

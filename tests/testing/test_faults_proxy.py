@@ -291,7 +291,7 @@ STREAMS = [
 
 @pytest.mark.parametrize("size", [1, 7, 1 << 20])
 @pytest.mark.parametrize(("stream", "heads", "bodies"), STREAMS, ids=range(len(STREAMS)))
-def test_heads_and_bodies_are_told_apart_however_they_are_cut(stream, heads, bodies, size):
+def test_heads_and_bodies_are_separated_however_they_are_cut(stream, heads, bodies, size):
     splitter = ResponseSplitter()
     parts = [part for i in range(0, len(stream), size) for part in splitter.split(stream[i : i + size])]
     assert b"".join(data for _, data in parts) + splitter.rest() == stream

@@ -66,7 +66,7 @@ def test_what_no_peer_can_reach_is_not_advertised(advertise: str, monkeypatch: p
         HTTPTransport(TIMEOUT)
 
 
-def test_a_variable_with_another_word_is_no_yes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_with_another_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TENSORFERRY_SAME_HOST", "false")
     with pytest.raises(InvalidArgument, match="TENSORFERRY_SAME_HOST"):
         HTTPTransport(TIMEOUT)

@@ -182,7 +182,7 @@ source.shutdown()
 
 
 @pytest.mark.parametrize("left", [0, 1, 2])
-def test_a_receiver_without_descriptors_says_so_and_leaks_none(left: int, child: Child) -> None:
+def test_a_receiver_without_free_descriptors_reports_that_and_leaks_none(left: int, child: Child) -> None:
     """Without descriptors the error names them; with one or two, fewer connections transfer everything."""
     source = tensorferry.HTTPTransport(timedelta(seconds=60))
     weights = torch.arange(float(6 << 20))

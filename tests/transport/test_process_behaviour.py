@@ -139,7 +139,7 @@ def test_exit_is_prompt(way: str, busy: str, child: Child) -> None:
 
 
 @pytest.mark.parametrize("waits", ["for its turn to send", "for a checkpoint"])
-def test_exit_says_nothing_while_a_receiver_of_this_machine_waits(waits: str, child: Child) -> None:
+def test_exit_is_silent_while_a_receiver_of_this_machine_waits(waits: str, child: Child) -> None:
     """The threads that serve shared memory outlive the runtime and its timers by a moment."""
     child.start(f"""
         options = {{"max_bandwidth": 1 << 20}} if "send" in {waits!r} else {{}}

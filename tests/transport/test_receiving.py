@@ -49,7 +49,7 @@ def test_bytes_go_around_the_network_if_both_sides_want_it(open_transport, caplo
     assert (" <- " in line.getMessage()) != (source_wants and receiver_wants)
 
 
-def test_a_receive_of_one_answer_tells_the_way_of_its_one_connection(open_transport, caplog):
+def test_a_receive_of_one_answer_reports_the_route_of_its_one_connection(open_transport, caplog):
     source, receiver = open_transport(advertise="127.0.0.1"), open_transport(advertise="127.0.0.1")
     with caplog.at_level(logging.INFO, "tensorferry"):
         receiver.recv_checkpoint(0, send(source, {"w": torch.ones(9)}), 3, TIMEOUT)
@@ -122,7 +122,7 @@ def test_what_is_kept_is_bounded(open_transport):
         open_transport(reuse_bytes=-1)
 
 
-def test_progress_is_told_up_to_the_end(open_transport):
+def test_progress_is_reported_up_to_the_end(open_transport):
     reported = []
     state = state_of(1, mib=20)
     receiver = open_transport(progress=lambda done, total: reported.append((done, total)))
