@@ -5,8 +5,8 @@ held: it then runs nothing until a test allows it.
 
 Inside `StandIn.simulation`, torch operators on memory of the device run on the calling thread's stream. As on a real
 device, `copy_`, `clone` and the like only queue their work, and those that bring bytes to the host wait for it. So a
-copy that does not wait for work on another stream reads old bytes, and a copy that was not waited for may not have happened
-yet. Operators that bypass the object under test are recorded, and fail the test.
+copy that does not wait for work on another stream reads old bytes, and a copy that was not waited for may not have
+happened yet. Operators that bypass the object under test are recorded, and fail the test.
 """
 
 from __future__ import annotations

@@ -53,17 +53,17 @@ def _kind(value: torch.Tensor) -> list[str]:
     """Returns what describes a tensor besides dtype and shape: values can be copied if this is equal for both."""
     try:
         local = getattr(value, "_local_tensor", None)
-        said = [
+        properties = [
             "on the meta device" if value.device.type == "meta" else "",
             "nested" if value.is_nested else "",
             "quantised" if value.is_quantized else "",
             str(value.layout).removeprefix("torch."),
         ]
         if isinstance(local, torch.Tensor):
-            said += [f"a DTensor with the local tensor {_shape_text(local)}", *_kind(local)]
+            properties += [f"a DTensor with the local tensor {_shape_text(local)}", *_kind(local)]
     except Exception:  # As in manifest.dtype_and_shape.
         return [f"a {type(value).__name__} of unknown layout"]
-    return [one for one in said if one]
+    return [one for one in properties if one]
 
 
 class InPlaceTargets:
