@@ -117,8 +117,8 @@ class Reading:
             target = target.detach()
         if target.size() != item.lengths:
             raise StateMismatch(
-                f"{item.dest_index.fqn}: the target has shape {list(target.size())}, and {list(item.lengths)} is to be "
-                "read into it"
+                f"{item.dest_index.fqn}: the target has shape {list(target.size())}, but a part of shape "
+                f"{list(item.lengths)} is to be read into it"
             )
         if (why := why_not_writable(target)) is not None:
             raise StateMismatch(f"{item.dest_index.fqn}: the target cannot be written to: {why}")
@@ -157,7 +157,7 @@ class Reading:
                 fqn = item.storage_index.fqn
                 read = unpickled(data, fqn, self._allowed)
                 if not isinstance(read, torch.Tensor):
-                    raise ProtocolError(f"the index says that {fqn} is a tensor, and its entry holds another object")
+                    raise ProtocolError(f"the index says that {fqn} is a tensor, but its entry holds another object")
                 try:
                     for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                         if (start, length) != (0, read.shape[dim]):
@@ -220,7 +220,7 @@ class Reading:
         matches = ref.kind == ELEMENTS and ref.dtype == DTYPE_NAMES.get(dtype, "U8")
         if not matches or math.prod(shape) * dtype.itemsize != ref.nbytes:
             raise ProtocolError(
-                f"{fqn}: the index says {dtype} {shape}, and its entry {ref.entry!r} has {ref.nbytes} bytes of "
+                f"{fqn}: the index says {dtype} {shape}, but its entry {ref.entry!r} has {ref.nbytes} bytes of "
                 f"{ref.dtype}"
             )
         inside = all(o + n <= dim for o, n, dim in zip(item.storage_offsets, item.lengths, shape, strict=True))

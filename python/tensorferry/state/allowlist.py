@@ -101,7 +101,7 @@ class Allowed:
             if reviewed.known(module, name):
                 return reviewed.find(module, name)
         except LookupError as e:
-            raise UnsafePickle(f"{refusal(module, name, leaf)} (this process has none)") from e
+            raise UnsafePickle(f"{refusal(module, name, leaf)} (it does not exist in this process)") from e
         users = _torch_users()
         if f"{module}.{name}" in users:
             return users[f"{module}.{name}"]

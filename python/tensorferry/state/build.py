@@ -110,7 +110,7 @@ class StateBuilder:
 
         objects = pickling.load(pickled, allowed, leaves, storage, self.manifest.needs) if pickled else []
         if len(objects) != self.manifest.objects:
-            raise ProtocolError(f"the source announced {self.manifest.objects} objects and sent {len(objects)}")
+            raise ProtocolError(f"the source announced {self.manifest.objects} objects but sent {len(objects)}")
 
         take = targets.take if targets is not None else None
         return tree.unflatten(self.manifest.tree, leaves, objects, take, allowed.defaultdict)

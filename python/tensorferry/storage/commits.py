@@ -90,7 +90,7 @@ def _decode(path: Path, text: bytes, files: bytes | None) -> Commit:
         fields: Any = json.loads(files)
         named = {str(name): int(header, 16) for name, header in fields["files"].items()}
         if not all(0 <= header < 1 << 64 for header in named.values()):
-            raise ValueError("a checksum has 64 bits")
+            raise ValueError("a checksum does not have 64 bits")
         return Commit(dict(named), int(fields["began"]))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise ProtocolError(f"{path}: its index cannot be read ({type(e).__name__}: {e})") from e
