@@ -492,3 +492,14 @@ def test_a_pipe_in_the_place_of_a_file_does_not_block_a_reader(tmp_path):
     os.mkfifo(path)
     with pytest.raises(tensorferry.ProtocolError, match="no regular file"):
         _file_entries(path, [])
+
+
+def test_a_report_is_of_the_last_load_alone(tmp_path):
+    dcp.save({"x": torch.ones(4, 3)}, storage_writer=FileWriter(tmp_path))
+    reader = FileReader(tmp_path)
+    reports = []
+    for _ in range(2):
+        dcp.load({"x": torch.zeros(4, 3)}, storage_reader=reader)
+        reports.append(dict(reader.report))
+    assert reports[0]["wanted"] == 4 * 3 * 4
+    assert reports[0] == reports[1]
