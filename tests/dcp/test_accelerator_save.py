@@ -293,7 +293,7 @@ def test_a_copy_that_fails_ends_the_save_and_leaves_what_was_published(
     device.fails = lambda _: False
     device.side[0].error = None
     gc.collect()
-    assert not writer._stager._pinned._free
+    assert not writer._stager._pinned._kept
     save(state, writer)
     assert_equal(load(ours.PeerReader(writer.metadata())), weights(50.0))
 
@@ -307,5 +307,5 @@ def test_page_locked_memory_is_kept_from_save_to_save(device: StandIn, writer: o
         save(state, writer)
         assert_equal(load(ours.PeerReader(writer.metadata())), weights(seed))
         writer.withdraw()
-        until(lambda: len(writer._stager._pinned._free) == 1, "the memory has come back")
+        until(lambda: len(writer._stager._pinned._kept) == 1, "the memory has come back")
     assert device.pinned_bytes == [12 * MIB]

@@ -354,7 +354,7 @@ def test_a_receive_that_fails_leaves_old_and_verified_bytes(
     # The device did not fail, so its memory is reused once nothing references the error and its traceback.
     del received
     gc.collect()
-    assert len(target._bounce._pool._free) == 1
+    assert len(target._bounce._pool._kept) == 1
 
 
 @pytest.mark.parametrize("same_host", [False, True])
@@ -372,7 +372,7 @@ def test_a_copy_that_fails_ends_the_receive(
     device.fails = lambda _: False
     device.side[0].error = None
     gc.collect()
-    assert not target._bounce._pool._free, "the device may still read from it"
+    assert not target._bounce._pool._kept, "the device may still read from it"
     receive(target, source, 1)
     assert_same_state(live, sent)
 

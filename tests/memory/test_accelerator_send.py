@@ -267,7 +267,7 @@ def test_a_copy_that_fails_is_reported_to_both_sides(
     device.side[0].error = None
     del sending, received
     gc.collect()
-    assert not source._stager._pinned._free
+    assert not source._stager._pinned._kept
     send(source, 3, state)
     assert_same_state(receive(target, source, 3), state)
 
@@ -373,7 +373,7 @@ def test_page_locked_memory_is_kept_and_used_again(
         send(source, step, state)
         assert_same_state(receive(target, source, step), state)
         source.disallow_checkpoint()
-        until(lambda: len(source._stager._pinned._free) == 1, "the memory has come back")
+        until(lambda: len(source._stager._pinned._kept) == 1, "the memory has come back")
     assert device.pinned_bytes == [9 * MIB]
 
 

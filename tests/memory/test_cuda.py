@@ -64,7 +64,7 @@ def send_and_release(source: Any, target: Any, state: dict[str, torch.Tensor]) -
     source.send_checkpoint([1], 100, state, TIMEOUT)
     receive(target, source, 100)
     source.disallow_checkpoint()
-    until(lambda: len(source._stager._pinned._free) == 1, "the memory has come back")
+    until(lambda: len(source._stager._pinned._kept) == 1, "the memory has come back")
 
 
 @pytest.mark.parametrize("same_host", [False, True])
@@ -192,8 +192,8 @@ def test_staging_memory_is_locked_and_kept(open_transport: Callable[..., Any]) -
         source.send_checkpoint([1], step, weights("cuda", step), TIMEOUT)
         assert_same_state(receive(target, source, step), weights("cpu", step))
         source.disallow_checkpoint()
-        until(lambda: len(source._stager._pinned._free) == 1, "the memory has come back")
-        (memory,) = source._stager._pinned._free
+        until(lambda: len(source._stager._pinned._kept) == 1, "the memory has come back")
+        (memory,) = source._stager._pinned._kept
         assert memory.is_pinned()
         places.add(memory.data_ptr())
     assert len(places) == 1
@@ -260,7 +260,7 @@ def test_a_distributed_checkpoint_of_a_running_job() -> None:
         warm_up(state)
         dcp.save(state, storage_writer=writer)
         writer.withdraw()
-        until(lambda: len(writer._stager._pinned._free) == 1, "the memory has come back")
+        until(lambda: len(writer._stager._pinned._kept) == 1, "the memory has come back")
         queue(state, lambda tensor: tensor.add_(1))
         dcp.save(state, storage_writer=writer)
         for tensor in state.values():
