@@ -286,7 +286,7 @@ _FACTORIES = (
 
 def _defaultdict(cls: Any) -> Kind:
     def call(unpickler: Unpickler, factory: Any = None) -> Any:
-        known = factory is None or any([factory is one for one in _FACTORIES]) or unpickler.is_users(factory)
+        known = factory is None or any([factory is one for one in _FACTORIES]) or unpickler.is_user_listed(factory)
         require(known, "a defaultdict whose factory is not a type of containers, numbers or strings")
         return collections.defaultdict(factory)
 
@@ -328,7 +328,7 @@ def _date_part(cls: Any, length: int) -> Kind:
         )
         require(
             len(zone) < 2
-            and all([z is None or type(z) is datetime.timezone or unpickler.is_users(type(z)) for z in zone]),
+            and all([z is None or type(z) is datetime.timezone or unpickler.is_user_listed(type(z)) for z in zone]),
             "an unknown time zone",
         )
         # The constructor hardly checks the bytes. replace() builds the object again from its fields, which are checked.
@@ -752,7 +752,7 @@ def _rebuild_wrapper(
     device: Any,
     grad: Any,
 ) -> Tensor:
-    require(_is_wrapper(cls) or unpickler.is_users(cls), "a wrapper of an unknown class")
+    require(_is_wrapper(cls) or unpickler.is_user_listed(cls), "a wrapper of an unknown class")
     # A class that does not handle each operation itself would read memory that it does not have.
     require(
         cls.__torch_dispatch__ is not Tensor.__torch_dispatch__,
@@ -794,7 +794,7 @@ def _rebuild_from_type(unpickler: Unpickler, rebuild: Any, cls: Any, args: Any, 
     require(type(rebuild) is Function and rebuild.run in _REBUILDING, "a function that does not rebuild tensors")
     require(type(args) is tuple, "arguments that are not a tuple")
     made: Tensor = rebuild.run(unpickler, *args)
-    if id(cls) not in _kinds and unpickler.is_users(cls):
+    if id(cls) not in _kinds and unpickler.is_user_listed(cls):
         if type(made) is not cls:
             require(
                 issubclass(cls, Tensor) and type(made) in (Tensor, Parameter),

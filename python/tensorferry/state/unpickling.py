@@ -121,9 +121,9 @@ class Unpickler:
 
     # What the functions of the table call. ---------------------------------------------------------------------------
 
-    def is_users(self, value: Any) -> bool:
+    def is_user_listed(self, value: Any) -> bool:
         """Whether the user has allowed exactly this class or function."""
-        return self.allowed.is_users(value)
+        return self.allowed.is_user_listed(value)
 
     def count_copy(self, length: int) -> None:
         """Counts a copy of ``length`` bytes or items; called before it is made.
@@ -192,8 +192,8 @@ class Unpickler:
         kind = type(value)
         if kind in _PLAIN_KEYS or (kind is int and -_OWN_HASH < value < _OWN_HASH):
             return
-        self._hashable(value)
-        self._of_one_hash(value)
+        self._check_hashable(value)
+        self._count_hash(value)
 
     def check_if_key(self, value: Any) -> None:
         """Like :meth:`check_key`, for an object that may be used as a key later; unhashable objects pass.
@@ -203,22 +203,22 @@ class Unpickler:
         kind = type(value)
         if kind in _PLAIN_KEYS or (kind is int and -_OWN_HASH < value < _OWN_HASH) or _is_its_own_key(value):
             return
-        if not isinstance(value, tuple | frozenset) and self.is_users(kind):
+        if not isinstance(value, tuple | frozenset) and self.is_user_listed(kind):
             return
-        self._hashable(value)
+        self._check_hashable(value)
         try:
             hash(value)
         except Exception:
             return
-        self._of_one_hash(value)
+        self._count_hash(value)
 
-    def _of_one_hash(self, value: Any) -> None:
+    def _count_hash(self, value: Any) -> None:
         same = self._hashes.setdefault(hash(value), [])
         if not any([value is known or value == known for known in same]):
             require(len(same) < _SAME_HASH, "too many keys with the same hash")
             same.append(value)
 
-    def _hashable(self, value: Any) -> None:
+    def _check_hashable(self, value: Any) -> None:
         """Refuses objects whose hash would take too long or too much stack: tuples in tuples, records in records.
 
         A class's ``__hash__`` may hash any of an instance's attributes, and convert lists to tuples first.
@@ -232,7 +232,7 @@ class Unpickler:
                 continue
             parts: Any = item
             if not isinstance(item, tuple | frozenset | list):
-                if _is_around(item, around):
+                if _is_enclosing(item, around):
                     continue
                 parts, around = _attributes(item), (item, around)
                 todo += [(part, depth + 1, around) for part in parts if isinstance(part, list)]
@@ -249,19 +249,19 @@ class Unpickler:
         """
         kind = reviewed.kind_of(cls)
         if kind is not None and kind.new is not None and not named:
-            return self._asked(kind.cls, kind.new, args)
-        if kind is not None or not isinstance(cls, type) or not self.is_users(cls):
+            return self._run_reviewed(kind.cls, kind.new, args)
+        if kind is not None or not isinstance(cls, type) or not self.is_user_listed(cls):
             raise self._refusal("asks for an instance of", cls)
         return cls.__new__(cls, *args, **named)
 
     def _call(self, function: Any, args: Any) -> Any:
         require(type(args) is tuple, "arguments that are not a tuple")
         if type(function) is Function:
-            return self._asked(function.name, function.run, args)
+            return self._run_reviewed(function.name, function.run, args)
         kind = reviewed.kind_of(function)
         if kind is not None and kind.call is not None:
-            return self._asked(kind.cls, kind.call, args)
-        if kind is not None or not self.is_users(function):
+            return self._run_reviewed(kind.cls, kind.call, args)
+        if kind is not None or not self.is_user_listed(function):
             raise self._refusal("asks for a call of", function)
         # Called with more than one value, an enum class would create a new class.
         require(len(args) == 1 or not isinstance(function, enum.EnumMeta), "an enum called with more than a value")
@@ -273,8 +273,8 @@ class Unpickler:
             return value.finish(self, state)
         kind = reviewed.kind_of(cls)
         if kind is not None and kind.build is not None:
-            return self._asked(cls, kind.build, (value, state))
-        if kind is not None or not self.is_users(cls) or isinstance(value, type):
+            return self._run_reviewed(cls, kind.build, (value, state))
+        if kind is not None or not self.is_user_listed(cls) or isinstance(value, type):
             raise self._refusal(f"sets a state of {'' if isinstance(value, type) else 'an instance of '}", cls)
         if (setstate := getattr(value, "__setstate__", None)) is not None:
             setstate(state)
@@ -288,7 +288,7 @@ class Unpickler:
             setattr(value, name, part)
         return value
 
-    def _asked(self, what: Any, run: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    def _run_reviewed(self, what: Any, run: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         try:
             made = run(self, *args)
         except Refused as e:
@@ -522,7 +522,7 @@ class Unpickler:
                 self.check_nesting(value, items)
             value.extend(items)
             return
-        self._users_container(value, "items")
+        self._require_user_listed(value, "items")
         if hasattr(value, "extend"):
             value.extend(items)
             return
@@ -537,7 +537,7 @@ class Unpickler:
             if type(one) is not str:
                 check_key(one)
         if type(value) not in _DICTS:
-            self._users_container(value, "items")
+            self._require_user_listed(value, "items")
         if type(value) is defaultdict:
             self.check_nesting(value, items[1::2])
         for one, item in zip(keys, items[1::2], strict=True):
@@ -547,12 +547,12 @@ class Unpickler:
         for item in items:
             self.check_key(item)
         if type(value) is not set:
-            self._users_container(value, "elements")
+            self._require_user_listed(value, "elements")
         for item in items:
             value.add(item)
 
-    def _users_container(self, value: Any, what: str) -> None:
-        if isinstance(value, type) or not self.is_users(type(value)):
+    def _require_user_listed(self, value: Any, what: str) -> None:
+        if isinstance(value, type) or not self.is_user_listed(type(value)):
             raise self._refusal(f"adds {what} to an instance of", type(value))
 
 
@@ -591,7 +591,7 @@ def _is_its_own_key(value: Any) -> bool:
     return hashing is None or hashing is object.__hash__ or isinstance(value, type | torch.Tensor)
 
 
-def _is_around(item: Any, around: Any) -> bool:
+def _is_enclosing(item: Any, around: Any) -> bool:
     while around is not None:
         known, around = around
         if known is item:
