@@ -149,7 +149,7 @@ def test_shared_in_another_way(heal: Callable[..., Any]) -> None:
         live = {"a": mine[here[0] :][:8], "b": mine[here[1] :][:8]}
         sent = {"a": theirs[there[0] :][:8], "b": theirs[there[1] :][:8]}
         with (
-            pytest.raises(tensorferry.StateMismatch, match="in another way")
+            pytest.raises(tensorferry.StateMismatch, match="or not in the same way")
             if here[1] - here[0] != there[1] - there[0]
             else _nothing()
         ):

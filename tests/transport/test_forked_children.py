@@ -238,13 +238,25 @@ def test_a_child_that_is_forked_while_the_collector_is_paused(child: Child) -> N
 
 def test_a_child_is_not_held_up_by_a_lock_of_its_parents_threads(child: Child) -> None:
     child.run("""
+        from tensorferry import _gc
         from tensorferry.dcp import files
         from tensorferry.memory import host_pool
-        with files._finishing.held(), host_pool._warning.held():
-            pid = os.fork()
+        locks = [files._finishing, host_pool._warning, _gc._lock]
+        held, go_on = threading.Event(), threading.Event()
+
+        def hold():
+            with locks[0].held(), locks[1].held(), locks[2].held():
+                held.set()
+                go_on.wait(30)
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        assert held.wait(30)
+        pid = os.fork()
         if pid == 0:
-            free = files._finishing._lock.acquire(timeout=5) and host_pool._warning._lock.acquire(timeout=5)
-            os._exit(3 if free else 4)
+            os._exit(3 if all(lock._lock.acquire(timeout=5) for lock in locks) else 4)
+        go_on.set()
+        thread.join()
         assert exit_code(pid) == 3
     """)
 

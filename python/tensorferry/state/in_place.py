@@ -245,7 +245,7 @@ class InPlaceTargets:
         if len(paths) == 1:
             return f"{paths[0]}: several of its elements share memory here, but not in the same way at the source"
         return (
-            f"{paths[0]} and {paths[1]}: they share memory here, but not, or not in the same way, at the source; "
+            f"{paths[0]} and {paths[1]}: they share memory here, but not at the source, or not in the same way; "
             "only one of them would keep its values"
         )
 
