@@ -86,7 +86,7 @@ def missing(document: str) -> list[str]:
     for path, name in paths_of(document):
         place = found(path)
         if place is None:
-            wrong.append(f"{path} is not a path of this repository")
+            wrong.append(f"{path} is no path of this repository")
         elif name and name not in (python_names(place) if place.suffix in (".py", ".pyi") else rust_names(place)):
             wrong.append(f"{path} has no {name}")
     return wrong
@@ -124,29 +124,29 @@ def rows_of(heading: str) -> dict[str, set[str]]:
 
 
 def test_the_map_of_the_package_is_the_rule_for_its_imports() -> None:
-    table = rows_of("Rooms of the Python package")
-    assert {name: table[name] for name in test_rooms.ROOMS} == {
+    said = rows_of("Rooms of the Python package")
+    assert {name: said[name] for name in test_rooms.ROOMS} == {
         name: set(others - test_rooms.GROUND) for name, others in test_rooms.ROOMS.items()
     }
-    assert {name: table[name] for name in table.keys() - test_rooms.ROOMS.keys()} == {
-        name: set(others) for name, others in test_rooms.DOORS.items() if name in table
+    assert {name: said[name] for name in said.keys() - test_rooms.ROOMS.keys()} == {
+        name: set(others) for name, others in test_rooms.DOORS.items() if name in said
     }
 
 
 def test_the_map_of_the_engine_is_the_rule_for_its_rooms() -> None:
-    table = rows_of("Rooms of the engine")
-    assert table == {name: others & table.keys() for name, others in rooms_of_the_engine.ROOMS.items() if name in table}
+    said = rows_of("Rooms of the engine")
+    assert said == {name: others & said.keys() for name, others in rooms_of_the_engine.ROOMS.items() if name in said}
 
 
 @pytest.mark.parametrize(
     ("token", "wrong"),
     [
-        ("state/gone.py", "state/gone.py is not a path of this repository"),
+        ("state/gone.py", "state/gone.py is no path of this repository"),
         ("state/tree.py::flattened", "state/tree.py has no flattened"),
         ("state/tree.py::Flat.leaves", "state/tree.py has no Flat.leaves"),
         ("error.rs::Error::because", "error.rs has no Error::because"),
         ("error.rs::kind", "error.rs has no kind"),
-        ("attic/", "attic/ is not a path of this repository"),
+        ("attic/", "attic/ is no path of this repository"),
         ("state/tree.py::Flat.leaf", None),
         ("error.rs::Error::kind", None),
         ("rust/wire/src/request.rs::parse_path", None),
@@ -156,6 +156,6 @@ def test_the_map_of_the_engine_is_the_rule_for_its_rooms() -> None:
 def test_what_does_not_exist_is_found(
     token: str, wrong: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "page.md").write_text(f"One is `{token}`, and `HTTPTransport(timeout)` is not a path.\n")
+    (tmp_path / "page.md").write_text(f"One is `{token}`, and `HTTPTransport(timeout)` is no path.\n")
     monkeypatch.setattr("test_architecture.ROOT", tmp_path)
     assert missing("page.md") == ([] if wrong is None else [wrong])
