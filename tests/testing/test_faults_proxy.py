@@ -263,7 +263,7 @@ def test_through_rewrites_every_address_of_the_source_and_nothing_else():
         assert proxy.through("http://a:40001/ http://b:4000/") == f"http://a:40001/ http://{host}:{port}/"
         with pytest.raises(ValueError, match="does not name port 4000"):
             proxy.through("http://node-7:4001/")
-    with pytest.raises(ValueError, match="no URL"):
+    with pytest.raises(ValueError, match="is not a URL"):
         FaultProxy.before("<n/a>")
 
 
