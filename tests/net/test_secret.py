@@ -17,7 +17,7 @@ from equality import assert_same_state
 from secured import SECRET, TIMEOUT, send, state
 from tensorferry import InvalidArgument, ProtocolError, SourceRefused, UnprovenSource, join_metadata
 
-OTHER = "a secret of that job and of no other"
+OTHER = "a secret of another job"
 
 pytestmark = pytest.mark.beyond_torchft
 
@@ -45,7 +45,7 @@ def _trapped():
 
 @pytest.mark.parametrize("same_host", [True, False])
 @pytest.mark.parametrize("snapshot", ["borrow", "copy"])
-def test_who_has_it_receives(open_transport, same_host, snapshot):
+def test_a_peer_with_the_secret_receives(open_transport, same_host, snapshot):
     source = open_transport(secret=SECRET, same_host=same_host, snapshot=snapshot)
     receiver = open_transport(secret=SECRET.encode(), num_chunks=3)
     assert_same_state(receiver.recv_checkpoint(0, send(source), 3, TIMEOUT), state())
@@ -92,7 +92,7 @@ def test_what_cannot_be_a_secret_is_refused(open_transport, monkeypatch, tmp_pat
         open_transport()
 
 
-def test_who_lacks_it_learns_why(open_transport):
+def test_a_peer_without_the_secret_learns_why(open_transport):
     metadata = send(open_transport(secret=SECRET))
     remedy = "asks for a shared secret, and this receiver has none. Give .* secret=, or TENSORFERRY_SECRET"
     with pytest.raises(SourceRefused, match=remedy) as refused:

@@ -84,7 +84,7 @@ def test_plain_and_secured_do_not_meet(open_transport):
         assert_same_state(open_transport(same_host=False).recv_checkpoint(0, metadata, 3, TIMEOUT), state())
 
 
-def test_who_encrypts_fetches_from_nobody_who_does_not(open_transport, open_stock):
+def test_a_receiver_with_tls_fetches_from_no_plain_source(open_transport, open_stock):
     plain, receiver = open_transport(), open_transport(tls=True, same_host=True)
     stock = open_stock()
     stock.send_checkpoint([1], 3, state(), TIMEOUT)

@@ -3,7 +3,7 @@
     doors      torchft  dcp  checkpointing  megatron  cli  testing
     rooms      state
                storage -> net      memory
-    ground     errors  _validate  _native  _gc  _rebuild
+    ground     errors  _validate  _native  _fork  _gc  _rebuild
 
     crates     wire <- core <- py
     engine     server  client  file
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 RUST = Path(__file__).resolve().parents[2] / "rust"
 
-GROUND = frozenset({"errors", "_validate", "_native", "_gc", "_rebuild"})
+GROUND = frozenset({"errors", "_validate", "_native", "_fork", "_gc", "_rebuild"})
 ROOMS: dict[str, frozenset[str]] = {
     "net": GROUND,
     "memory": GROUND,

@@ -68,9 +68,9 @@ def describe(flat: Flat) -> list[list[Any]]:
     described = []
     for number, (value, path) in enumerate(zip(flat.objects, flat.object_paths, strict=True)):
         if isinstance(value, torch.Tensor):
-            said = dtype_and_shape(value)
-            if said is not None:
-                described.append([number, path, *said])
+            found = dtype_and_shape(value)
+            if found is not None:
+                described.append([number, path, *found])
     return described
 
 
@@ -144,14 +144,14 @@ class Manifest:
         """
         keys, tensors = self._fields.get("keys"), self._fields.get("tensors")
         if not isinstance(keys, dict) or not all(isinstance(text, str) for text in keys.values()):
-            raise ProtocolError("the source's manifest has no texts for its keys")
+            raise ProtocolError("the source's manifest lacks the texts of its keys")
         found = []
         for row in tensors if isinstance(tensors, list) else [None]:
             match row:
                 case [int(number), str(path), str(dtype), list(shape)]:
                     found.append((number, path, dtype, shape))
                 case _:
-                    raise ProtocolError("the source's manifest does not describe its tensors")
+                    raise ProtocolError("the source's manifest lacks a valid description of its tensors")
         return keys, found
 
     def shared(self) -> Groups:
@@ -166,8 +166,10 @@ class Manifest:
                 layouts = [Layout(leaf, offset, tuple(strides), bits) for leaf, offset, strides, bits in rows]
                 numbers = [n for row in layouts for n in (row.leaf, row.offset, row.bits, *row.strides)]
                 if not all(type(n) is int for n in numbers):
-                    raise TypeError("it is made of numbers")
+                    raise TypeError("an item is not a number")
                 groups.append(layouts)
         except (TypeError, ValueError) as e:
-            raise ProtocolError(f"the source's manifest does not say which tensors share memory: {e}") from e
+            raise ProtocolError(
+                f"the source's manifest lacks a valid list of the tensors that share memory: {e}"
+            ) from e
         return groups
