@@ -113,8 +113,8 @@ impl Drop for ArenaRegion {
     fn drop(&mut self) {
         // The last region goes with the mapping.
         if self.backing.in_parts && self.len > 0 && Arc::strong_count(&self.backing) > 1 {
-            // SAFETY: whole pages inside an anonymous mapping of our own that `backing` keeps; nobody holds what lies in
-            // them any more, and later receives never see them.
+            // SAFETY: whole pages inside an anonymous mapping of our own that `backing` keeps; nobody holds what lies
+            // in them any more, and later receives never see them.
             unsafe { libc::madvise(self.address as *mut libc::c_void, self.len, libc::MADV_DONTNEED) };
         }
     }
@@ -202,14 +202,13 @@ impl Arena {
         let first = if apart { large.len } else { len };
         let bytes = usize::try_from(first).map_err(|_| refused(first, std::io::ErrorKind::OutOfMemory.into()))?;
         let touched = pool.as_ref().and_then(|pool| pool.take(bytes).or_else(|| pool.make(bytes)));
-        let mapping = match touched {
-            Some(mapping) => mapping,
-            None => {
-                let mapping = Mapping::new(first, true).map_err(|e| refused(first, e))?;
-                let start = mapping.start.as_ptr() as usize;
-                arena.fresh = (bytes > 0).then(|| Arc::new(FreshPages::new(start..start + bytes)));
-                mapping
-            }
+        let mapping = if let Some(mapping) = touched {
+            mapping
+        } else {
+            let mapping = Mapping::new(first, true).map_err(|e| refused(first, e))?;
+            let start = mapping.start.as_ptr() as usize;
+            arena.fresh = (bytes > 0).then(|| Arc::new(FreshPages::new(start..start + bytes)));
+            mapping
         };
         arena.append(large, mapping, pool, if apart { &none } else { scalars });
         if apart {
