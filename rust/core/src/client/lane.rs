@@ -237,7 +237,7 @@ impl Transfer<'_> {
     ) -> Result<(), Error> {
         let mut populated = *at;
         while *at < end {
-            if self.plan.fresh && *at == populated {
+            if self.plan.fresh.is_some() && *at == populated {
                 populated = (*at + POPULATE_BLOCKS).min(end);
                 self.plan.populate(self.plan.block_bounds(*at).0, self.plan.block_bounds(populated - 1).1);
             }
@@ -314,7 +314,7 @@ mod tests {
         let payload_len = header.payload_len();
         let header = header.encode(crate::memory::ALIGNMENT).unwrap();
         let sources = [Source::parse(&url, false, None).unwrap()];
-        let plan = Plan::new(Vec::new(), payload_len, false).unwrap();
+        let plan = Plan::new(Vec::new(), payload_len).unwrap();
         let queue = Queue::new(&[(0, block_count(payload_len))], 1);
         let received = BlockLedger::new(&[(0, 12)], Arc::default()).expect("twelve blocks");
         let transfer = Transfer {

@@ -12,6 +12,7 @@
 //!   after the last wave is the state at one moment.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 use std::time::Instant;
 
 use tensorferry_wire::digest::BLOCK_SIZE;
@@ -20,7 +21,7 @@ use super::ledger::BlockLedger;
 use super::remote::{Passes, PlannedFetch, ReceiveMemory, Remote};
 use super::{Arrived, Destination};
 use crate::error::{Error, ErrorKind};
-use crate::memory::Arena;
+use crate::memory::{Arena, FreshPages};
 use crate::payload::{Extent, Plan};
 use crate::report::Report;
 
@@ -50,7 +51,7 @@ struct StagedEntry {
 pub struct StagedFetch {
     remote: Remote,
     arena: Arena,
-    fresh: bool,
+    fresh: Option<Arc<FreshPages>>,
     offsets: Vec<Option<u64>>,
     /// Entries that are received directly into their place, in payload order.
     extents: Vec<Extent>,
@@ -100,7 +101,7 @@ impl Remote {
             }
         }
         let memory = self.prepare_memory(addresses.as_deref(), passing)?;
-        let fresh = memory.is_fresh();
+        let fresh = memory.fresh_pages();
         let ReceiveMemory { arena, offsets, mut extents } = memory;
         extents.retain(|extent| extent.len > 0);
         extents.sort_unstable_by_key(|extent| extent.start);
@@ -159,7 +160,7 @@ impl StagedFetch {
             parts.push(StagedRun { entry: passing.entry, start: from - passing.start, len: to - from, at });
             at += to - from;
         }
-        let plan = Plan::new(extents, payload_len, self.fresh)?;
+        let plan = Plan::new(extents, payload_len)?.with_fresh_pages(self.fresh.clone());
         let missing = if self.refetching {
             plan.wanted_blocks(0)
         } else {
@@ -173,7 +174,7 @@ impl StagedFetch {
 
     /// Compares all received blocks with the source's current digests; blocks that differ will be fetched again.
     fn settle(&mut self) -> Result<(), Error> {
-        let plan = Plan::new(Vec::new(), self.remote.header().payload_len(), false)?;
+        let plan = Plan::new(Vec::new(), self.remote.header().payload_len())?;
         let fetch = PlannedFetch { plan: &plan, missing: &[], held: &self.remote.blocks(), received: &self.received };
         let differing = self.remote.compare_digests(&[fetch], &mut self.passes, &mut self.report)?.concat();
         self.settled = differing.is_empty();

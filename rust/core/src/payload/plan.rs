@@ -14,11 +14,12 @@
 //! blocks to one thread at a time.
 
 use std::io::IoSliceMut;
+use std::sync::Arc;
 
 use tensorferry_wire::digest::{BLOCK_SIZE, BLOCK_SIZES};
 
 use crate::error::{Error, ErrorKind};
-use crate::memory::{self, ALIGNMENT, PAGE};
+use crate::memory::{ALIGNMENT, FreshPages, PAGE};
 
 /// One run of payload bytes and the address they go to.
 #[derive(Clone, Copy, Debug)]
@@ -66,13 +67,13 @@ pub(crate) struct Plan {
     payload_len: u64,
     /// Bytes per block, that is, per checksum.
     block_size: u64,
-    /// Whether the destination is memory that was never touched.
-    pub(crate) fresh: bool,
+    /// The pages of destinations that were never touched.
+    pub(crate) fresh: Option<Arc<FreshPages>>,
 }
 
 impl Plan {
     /// Sorts `extents` and merges neighbours; overlapping or out of range extents are refused.
-    pub(crate) fn new(mut extents: Vec<Extent>, payload_len: u64, fresh: bool) -> Result<Self, Error> {
+    pub(crate) fn new(mut extents: Vec<Extent>, payload_len: u64) -> Result<Self, Error> {
         extents.retain(|p| p.len > 0);
         extents.sort_unstable_by_key(|p| p.start);
         let mut merged: Vec<Extent> = Vec::with_capacity(extents.len().min(1 << 16));
@@ -86,12 +87,17 @@ impl Plan {
                 merged.push(extent);
             }
         }
-        Ok(Self { extents: merged, payload_len, block_size: BLOCK_SIZE, fresh })
+        Ok(Self { extents: merged, payload_len, block_size: BLOCK_SIZE, fresh: None })
     }
 
     /// The same plan with checksums for blocks of `block_size` bytes.
     pub(crate) fn with_block_size(self, block_size: u64) -> Self {
         Self { block_size, ..self }
+    }
+
+    /// The same plan with `fresh` to be populated where bytes go there.
+    pub(crate) fn with_fresh_pages(self, fresh: Option<Arc<FreshPages>>) -> Self {
+        Self { fresh, ..self }
     }
 
     /// The largest block size whose blocks hold at most a 64th more than the wanted bytes; the smallest if none does.
@@ -193,9 +199,9 @@ impl Plan {
         with(&mut slices)
     }
 
-    /// Asks the kernel for the pages behind payload `[start, end)` before the bytes arrive: one call instead of a fault
-    /// for each page.
+    /// Populates the fresh pages that payload `[start, end)` goes to, before the bytes arrive.
     pub(crate) fn populate(&self, start: u64, end: u64) {
+        let Some(fresh) = &self.fresh else { return };
         let index = self.extents.partition_point(|p| p.end() <= start);
         // Many extents may share a page: one call for as many as follow one another.
         let mut pages = 0..0;
@@ -207,12 +213,12 @@ impl Plan {
             if (pages.start..=pages.end).contains(&low) {
                 pages.end = high.max(pages.end);
             } else if last - first > ALIGNMENT {
-                memory::populate(pages.start, pages.end);
+                fresh.populate(pages.clone());
                 pages = low..high;
             }
             // A scalar lies apart from what is around it in the payload, and a call would cost what a fault does.
         }
-        memory::populate(pages.start, pages.end);
+        fresh.populate(pages);
     }
 }
 

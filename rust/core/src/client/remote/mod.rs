@@ -27,7 +27,7 @@ use super::ledger::BlockLedger;
 use super::limits::Limits;
 use super::{Arrived, Destination, Source};
 use crate::error::{Error, ErrorKind};
-use crate::memory::{Arena, ArenaLayout, ArenaPool};
+use crate::memory::{Arena, ArenaLayout, ArenaPool, FreshPages};
 use crate::payload::{Extent, Plan, Slice, slices};
 use crate::report::Report;
 
@@ -91,9 +91,9 @@ impl Remote {
     pub fn fetch(mut self, destination: Destination) -> Result<Arrived, Error> {
         let started = Instant::now();
         let memory = self.prepare_memory(destination.addresses().as_deref(), &[])?;
-        let fresh = memory.is_fresh();
+        let fresh = memory.fresh_pages();
         let ReceiveMemory { arena, offsets, extents } = memory;
-        let plan = Plan::new(extents, self.header.payload_len(), fresh)?;
+        let plan = Plan::new(extents, self.header.payload_len())?.with_fresh_pages(fresh);
         let mut report = self.begin();
         let missing = self.missing(&plan);
         self.choose_route(plan.held(&missing));
@@ -148,7 +148,7 @@ impl Remote {
         let mut report = self.report();
         let mut layers = Vec::new();
         for layer in slices::resolve(slices, &self.header)? {
-            let plan = Plan::new(layer, self.header.payload_len(), false)?;
+            let plan = Plan::new(layer, self.header.payload_len())?;
             report.wanted += plan.wanted();
             if self.came_with_header() {
                 // All of it came along with the header.
@@ -269,9 +269,9 @@ pub(super) struct ReceiveMemory {
 }
 
 impl ReceiveMemory {
-    /// Whether any bytes go to memory that was never touched.
-    pub(super) fn is_fresh(&self) -> bool {
-        self.arena.is_fresh() && self.offsets.iter().any(Option::is_some)
+    /// The pages of destinations that were never touched.
+    pub(super) fn fresh_pages(&self) -> Option<Arc<FreshPages>> {
+        self.arena.fresh_pages().cloned()
     }
 }
 
