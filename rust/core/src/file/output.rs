@@ -98,6 +98,11 @@ impl Buffer {
         self.filled += bytes.len();
     }
 
+    /// The first `len` bytes of the memory.
+    pub(super) fn room(&mut self, len: usize) -> &mut [u8] {
+        &mut self.memory[self.start..self.start + len]
+    }
+
     pub(super) fn filled(&self) -> &[u8] {
         &self.memory[self.start..self.start + self.filled]
     }

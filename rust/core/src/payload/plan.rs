@@ -193,6 +193,19 @@ impl Plan {
         with(&mut slices)
     }
 
+    /// Calls `copy` with each part of `bytes`, which are those of the payload from `start` on, that has a destination,
+    /// and with that.
+    pub(crate) fn scatter(&self, start: u64, bytes: &[u8], mut copy: impl FnMut(&[u8], &mut [u8])) {
+        let end = start + bytes.len() as u64;
+        let index = self.pieces.partition_point(|p| p.end() <= start);
+        for part in self.pieces[index..].iter().map_while(|piece| piece.within(start, end)) {
+            #[allow(clippy::cast_possible_truncation, reason = "no more than `bytes`")]
+            let (at, len) = ((part.start - start) as usize, part.len as usize);
+            // SAFETY: as in `with_slices`.
+            copy(&bytes[at..at + len], unsafe { std::slice::from_raw_parts_mut(part.address as *mut u8, len) });
+        }
+    }
+
     /// Asks the kernel for the pages behind payload `[start, end)` before the bytes arrive: one call instead of a fault
     /// for each page.
     pub(crate) fn populate(&self, start: u64, end: u64) {
