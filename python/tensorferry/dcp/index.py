@@ -189,9 +189,13 @@ def decode(text: bytes, where: str, allowed: Allowed) -> Metadata:
             size = _sizes(size)
             listed = []
             for offsets, sizes, place in chunks:
-                chunk = ChunkStorageMetadata(offsets=_sizes(offsets), sizes=_sizes(sizes))
-                inside = all(o + n <= dim for o, n, dim in zip(chunk.offsets, chunk.sizes, size, strict=True))
-                if not inside:
+                # Most chunks are a whole tensor, whose shape was checked.
+                whole = sizes == stored[2]
+                chunk = ChunkStorageMetadata(offsets=_sizes(offsets), sizes=size if whole else _sizes(sizes))
+                inside = whole and not any(chunk.offsets) and len(chunk.offsets) == len(size)
+                if not inside and not all(
+                    o + n <= dim for o, n, dim in zip(chunk.offsets, chunk.sizes, size, strict=True)
+                ):
                     raise ValueError(f"{fqn} of {list(size)} has a chunk of {list(sizes)} at {list(offsets)}")
                 listed.append(chunk)
                 places.add(MetadataIndex(fqn, chunk.offsets), place)

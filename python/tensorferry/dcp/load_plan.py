@@ -13,6 +13,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
+from .. import _gc
 from ..errors import ProtocolError, StateMismatch, UnsafePickle
 from ..memory.accelerator import ACCELERATOR
 from ..memory.tensors import DTYPE_NAMES, address, byte_strides, room, scratch, takes_bytes, view_as, why_not_writable
@@ -68,6 +69,13 @@ class Reading:
             SystemRefused: the index announces an object that is larger than the memory of this machine
             InvalidArgument: a graph is being captured on a device that is to be written to
         """
+        # Not during the last fetch, which is the only one unless much passes through temporary memory.
+        with _gc.gc_paused():
+            self._schedule(plan)
+        self._flush()
+
+    def _schedule(self, plan: LoadPlan) -> None:
+        """Turns all items into slices to be fetched, and fetches them whenever much temporary memory is held."""
         objects, tensors = [], []
         for item in plan.items:
             place = self._place(item)
@@ -85,7 +93,6 @@ class Reading:
             self._tensor(item, place, target, alone)
             if self._held > _SCRATCH:
                 self._flush()
-        self._flush()
 
     def _flush(self) -> None:
         parts, then = dict(self._parts), self._then

@@ -14,13 +14,11 @@ use tensorferry_wire::container::{DIGESTS_ENTRY, Header};
 use tensorferry_wire::digest::{self, Algorithm, FILE_BLOCK_SIZE, TableHead};
 
 use super::output::Buffer;
-use super::{CHUNK, FileOptions, FileReport, refused};
+use super::{CHUNK, FileOptions, FileReport, PIECE, refused};
 use crate::error::{Error, ErrorKind};
 use crate::memory::nontemporal;
 use crate::payload::{Plan, Queue, Slice, checksum_blocks, copy_with_checksums, slices};
 
-/// Bytes that are read, verified and copied in one go: they stay in the cache of a core.
-const PIECE: u64 = 256 << 10;
 /// Bytes that are requested from the disk in one call: the system takes no more notice of a longer one.
 const REQUEST: u64 = 1 << 20;
 

@@ -23,6 +23,7 @@ mod shared;
 
 pub(crate) use self::arena::{ALIGNMENT, ArenaLayout};
 pub use self::arena::{Arena, Hold};
+pub(crate) use self::machine::available;
 pub use self::machine::check_machine_has;
 pub(crate) use self::mapping::populate;
 pub use self::pool::{Allocation, ArenaPool};
