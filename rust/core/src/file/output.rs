@@ -126,7 +126,9 @@ impl Output {
         }
         match io::Error::last_os_error() {
             // The file is synchronised at the end, wherever this cannot be had.
-            e if matches!(e.raw_os_error(), Some(libc::EINVAL | libc::ENOSYS | libc::EOPNOTSUPP | libc::ESPIPE)) => Ok(()),
+            e if matches!(e.raw_os_error(), Some(libc::EINVAL | libc::ENOSYS | libc::EOPNOTSUPP | libc::ESPIPE)) => {
+                Ok(())
+            }
             e => Err(e),
         }
     }

@@ -174,8 +174,7 @@ mod fold {
         let value = fold(value, by_128, _mm512_shuffle_i64x2::<0x88>(high_ab, high_cd));
         let value = fold(value, by_128, _mm512_shuffle_i64x2::<0xdd>(high_ab, high_cd));
 
-        let value =
-            _mm512_xor_si512(_mm512_clmulepi64_epi128::<0x10>(value, by_128), _mm512_bsrli_epi128::<8>(value));
+        let value = _mm512_xor_si512(_mm512_clmulepi64_epi128::<0x10>(value, by_128), _mm512_bsrli_epi128::<8>(value));
         let reduction = everywhere(REDUCTION);
         let times = _mm512_clmulepi64_epi128::<0x00>(value, reduction);
         let whole = _mm512_clmulepi64_epi128::<0x10>(times, reduction);
