@@ -13,8 +13,7 @@ import math
 import pickle
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -45,8 +44,7 @@ _NOT_WALKED = (str, int, bool, type(None), torch.dtype)
 _DTYPES = {name: dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Where a chunk or an object is stored.
 
     Attributes:
@@ -76,9 +74,13 @@ def encode(metadata: Metadata, places: dict[MetadataIndex, Place]) -> bytes:
     sources = sorted({place.source for place in places.values()})
     number = {source: i for i, source in enumerate(sources)}
 
-    def written(index: MetadataIndex) -> list[Any]:
-        place = places.get(index)
+    # By tuples, because torch's own keys are compared and hashed in Python.
+    by_key = {(index.fqn, index.offset): place for index, place in places.items()}
+
+    def written(fqn: str, offset: Any = None) -> list[Any]:
+        place = by_key.get((fqn, offset))
         if place is None:
+            index = MetadataIndex(fqn, offset)
             raise InvalidArgument(f"the planner speaks of {index}, which no rank has written")
         return [number[place.source], place.entry, place.dtype, place.nbytes, place.kind]
 
@@ -87,9 +89,9 @@ def encode(metadata: Metadata, places: dict[MetadataIndex, Place]) -> bytes:
         if not isinstance(fqn, str):
             raise InvalidArgument(f"keys of a state_dict are strings here, not {fqn!r}")
         if isinstance(stored, BytesStorageMetadata):
-            state[fqn] = ["b", written(MetadataIndex(fqn))]
+            state[fqn] = ["b", written(fqn)]
             continue
-        chunks = [[*map(list, (c.offsets, c.sizes)), written(MetadataIndex(fqn, c.offsets))] for c in stored.chunks]
+        chunks = [[*map(list, (c.offsets, c.sizes)), written(fqn, c.offsets)] for c in stored.chunks]
         properties = stored.properties
         dtype = str(properties.dtype).removeprefix("torch.")
         state[fqn] = ["t", dtype, list(stored.size), bool(properties.requires_grad), chunks]
@@ -250,10 +252,11 @@ class _Places:
         source, entry, dtype, nbytes, kind = stored
         if kind not in (ELEMENTS, OBJECT, PICKLED_TENSOR):
             raise ValueError("an entry of an unknown kind")
-        if index in self.known or (source, entry) in self._taken:
+        key = (_whole(source), _text(entry))
+        place = Place(self._sources[source], entry, _text(dtype), _whole(nbytes), kind)
+        if key in self._taken or self.known.setdefault(index, place) is not place:
             raise ValueError(f"{index.fqn} is there twice, or an entry of it")
-        self._taken.add((_whole(source), _text(entry)))
-        self.known[index] = Place(self._sources[source], entry, _text(dtype), _whole(nbytes), kind)
+        self._taken.add(key)
 
 
 def _read_planner_data(stored: Any, keys: Iterable[str], where: str, allowed: Allowed) -> Any:

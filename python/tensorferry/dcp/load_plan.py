@@ -177,9 +177,14 @@ class Reading:
             self._then.append(lambda: commit(None))
             return
         size = dtype.itemsize
+        direct = alone and takes_bytes(target, dtype) and not self._accelerator.holding([target])
+        if direct and lengths == shape and target.is_contiguous():
+            self._add(place, 0, place.nbytes, address(target), [])
+            self._then.append(lambda: commit(None))
+            return
         strides = contiguous_strides(shape, size)
         start = sum(offset * stride for offset, stride in zip(item.storage_offsets, strides, strict=True))
-        if alone and takes_bytes(target, dtype) and not self._accelerator.holding([target]):
+        if direct:
             run, repeats = runs(lengths, strides, byte_strides(target), size)
             if run >= _SHORT_RUN or not repeats:
                 self._add(place, start, run, address(target), repeats)
@@ -241,10 +246,14 @@ def _without_aliases(targets: list[tuple[ReadItem, torch.Tensor]]) -> list[bool]
         key = item.dest_index
         boxes[key].append((number, item))
         if target.device.type == "cpu" and target.layout is torch.strided and target.numel():
-            reach = sum((n - 1) * stride for n, stride in zip(target.shape, byte_strides(target), strict=True))
-            low, high = spans.get(key, (address(target), 0))
-            start = address(target)
-            spans[key] = (min(low, start), max(high, start + reach + target.element_size()))
+            start, size = address(target), target.element_size()
+            if target.is_contiguous():
+                end = start + target.numel() * size
+            else:
+                strides = byte_strides(target)
+                end = start + sum((n - 1) * stride for n, stride in zip(target.shape, strides, strict=True)) + size
+            low, high = spans.get(key, (start, 0))
+            spans[key] = (min(low, start), max(high, end))
     alone = [True] * len(targets)
     end, before = 0, None
     for key, (low, high) in sorted(spans.items(), key=lambda entry: entry[1]):
