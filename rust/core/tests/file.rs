@@ -126,6 +126,13 @@ fn a_large_file_goes_past_the_page_cache_and_is_the_same() {
         let options = FileOptions { cached: Some(true), ..threads(count) };
         let through = put(&cached, items(&state), &options).unwrap();
         assert_eq!(through.direct, 0);
+        // The first one is not in the page cache, the second one is.
+        for path in [&path, &cached] {
+            let container = Container::open(path).unwrap();
+            for (name, bytes) in &state.0 {
+                assert!(container.entry(name, &threads(count)).unwrap().unwrap() == *bytes, "{name}");
+            }
+        }
         assert_eq!(direct.bytes, through.bytes);
         let unasked = put(&folder.0.join("unasked"), items(&state), &threads(count)).unwrap();
         assert_eq!(unasked.bytes, through.bytes);
