@@ -24,7 +24,7 @@ use crate::error::{Error, ErrorKind};
 const CHUNK: u64 = 4 << 20;
 /// Bytes that are copied and checksummed in one go on their way from or to the page cache: they stay in the cache of a
 /// core.
-const PIECE: u64 = 256 << 10;
+const PIECE: usize = 256 << 10;
 
 /// Files with so many bytes of payload may be written past the page cache, where the file system can: that is less work
 /// for the processor and takes no memory from others (docs/performance.md). Smaller ones save little, and their next

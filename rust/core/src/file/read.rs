@@ -20,7 +20,7 @@ use crate::memory::nontemporal;
 use crate::payload::{Plan, Queue, Slice, checksum_blocks, copy_with_checksums, slices};
 
 /// Bytes that are requested from the disk in one call: the system takes no more notice of a longer one.
-const REQUEST: u64 = 1 << 20;
+const REQUEST: usize = 1 << 20;
 
 /// A container in a file: the header is read and verified.
 #[derive(Debug)]
@@ -162,7 +162,7 @@ impl Container {
             let queue = Queue::new(&runs, CHUNK / FILE_BLOCK_SIZE);
             let bytes = AtomicU64::new(0);
             let work = || {
-                let mut buffer = Buffer::new(PIECE as usize);
+                let mut buffer = Buffer::new(PIECE);
                 while let Some(mut range) = queue.take(|| {}) {
                     match options.check().and_then(|()| self.read_blocks(&plan, range.at, range.end, &mut buffer)) {
                         Ok(read) => {
@@ -203,7 +203,7 @@ impl Container {
         let mut at = start;
         while at < stop {
             #[allow(clippy::cast_possible_truncation, reason = "no more than a piece")]
-            let bytes = buffer.room((stop - at).min(PIECE) as usize);
+            let bytes = buffer.room((stop - at).min(PIECE as u64) as usize);
             fill(&self.file, bytes, self.payload_start + at, stop - at).map_err(failed)?;
             found.clear();
             plan.scatter(at, bytes, |from, to| {
@@ -245,8 +245,8 @@ fn fill(file: &File, bytes: &mut [u8], at: u64, wanted: u64) -> io::Result<()> {
     }
     let (rest, at) = (&mut bytes[cached..], at + cached as u64);
     let end = at + (wanted - cached as u64);
-    for from in (at..end).step_by(REQUEST as usize) {
-        if let (Ok(from), Ok(len)) = (i64::try_from(from), i64::try_from(REQUEST.min(end - from))) {
+    for from in (at..end).step_by(REQUEST) {
+        if let (Ok(from), Ok(len)) = (i64::try_from(from), i64::try_from((REQUEST as u64).min(end - from))) {
             // SAFETY: a call on a file that is open; no memory is involved. It is advice: what it returns is of no use.
             unsafe { libc::posix_fadvise(file.as_raw_fd(), from, len, libc::POSIX_FADV_WILLNEED) };
         }

@@ -211,7 +211,7 @@ fn write_chunk(
     under_way: &mut VecDeque<(u64, u64)>,
 ) -> io::Result<Vec<u64>> {
     let past = output.goes_past();
-    let piece = if past { CHUNK } else { PIECE };
+    let piece = if past { CHUNK } else { PIECE as u64 };
     let mut digests = Vec::new();
     for from in (at..stop).step_by(usize::try_from(piece).unwrap_or(usize::MAX)) {
         // The copy is checksummed and written, so a change of the memory meanwhile does no harm.
