@@ -53,9 +53,10 @@ impl Piece {
     /// The part of it that lies in `[start, end)` of the payload.
     pub(crate) fn within(&self, start: u64, end: u64) -> Option<Self> {
         let (from, to) = (self.start.max(start), self.end().min(end));
+        let len = to.checked_sub(from).filter(|&len| len > 0)?;
         #[allow(clippy::cast_possible_truncation, reason = "an offset into memory that exists")]
         let address = self.address + from.checked_sub(self.start)? as usize;
-        (from < to).then_some(Self { start: from, len: to - from, address })
+        Some(Self { start: from, len, address })
     }
 }
 
@@ -232,6 +233,23 @@ impl Plan {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn bytes_go_to_the_pieces_they_belong_to_and_nowhere_else() {
+        let mut memory = [0_u8; 12];
+        let address = memory.as_mut_ptr() as usize;
+        // SAFETY: the memory is this test's, and the plan is the only one to write to it.
+        let piece = |start, len, at| unsafe { Piece::new(start, len, address + at) };
+        let plan = Plan::new(vec![piece(10, 4, 8), piece(20, 3, 0), piece(30, 2, 4)], 100, false).unwrap();
+        let bytes: Vec<u8> = (12..21).collect();
+        let mut parts = Vec::new();
+        plan.scatter(12, &bytes, |from, to| {
+            parts.push(from.to_vec());
+            to.copy_from_slice(from);
+        });
+        assert_eq!(parts, [vec![12, 13], vec![20]]);
+        assert_eq!(memory, [20, 0, 0, 0, 0, 0, 0, 0, 0, 0, 12, 13]);
+    }
 
     #[test]
     fn neighbours_in_payload_and_memory_are_one_piece_and_no_others_are() {
