@@ -23,7 +23,7 @@ use crate::same_host;
 ///
 /// The kernel would let it grow to megabytes, since the other end takes bytes as fast as they come. Then they have left
 /// the cache before they are read.
-const OWN_MACHINE_BUFFER: usize = 512 << 10;
+const OWN_MACHINE_BUFFER: usize = 256 << 10;
 /// How many local connections may be ending at a time, beside those that hold a place.
 const ENDING: usize = 32;
 
