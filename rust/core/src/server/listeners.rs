@@ -68,7 +68,7 @@ pub(super) async fn accept_network(
                 let _ = stream.set_nodelay(true);
                 let from = stream.peer_addr().map(|address| address.ip().to_canonical());
                 if let (Ok(peer), Ok(own)) = (&from, stream.local_addr()) {
-                    bound_buffer(SockRef::from(&*stream), *peer, own.ip().to_canonical());
+                    bound_buffer(&SockRef::from(&*stream), *peer, own.ip().to_canonical());
                 }
                 if let Some(place) = places.enter(from.map_or(Origin::Unknown, Origin::Address)) {
                     tokio::spawn(serve_network(stream, Arc::clone(&shared), place, stopped.clone()));
@@ -82,7 +82,7 @@ pub(super) async fn accept_network(
 
 /// Bounds the send buffer of a connection from `peer` to `own`, our address, if it comes from this machine. Others need
 /// as much as is on its way at a time, and the kernel finds out how much that is.
-fn bound_buffer(socket: SockRef<'_>, peer: IpAddr, own: IpAddr) {
+fn bound_buffer(socket: &SockRef<'_>, peer: IpAddr, own: IpAddr) {
     if peer == own || peer.is_loopback() {
         // With any other size it works as well.
         let _ = socket.set_send_buffer_size(OWN_MACHINE_BUFFER);
@@ -169,7 +169,7 @@ mod tests {
             let _peer = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
             let (stream, _) = listener.accept().unwrap();
             let before = SockRef::from(&stream).send_buffer_size().unwrap();
-            bound_buffer(SockRef::from(&stream), ip(peer), ip(own));
+            bound_buffer(&SockRef::from(&stream), ip(peer), ip(own));
             // The kernel counts its own part, too.
             let expected = if bounded { 2 * OWN_MACHINE_BUFFER.min(most) } else { before };
             assert_eq!(SockRef::from(&stream).send_buffer_size().unwrap(), expected, "{peer} to {own}");
