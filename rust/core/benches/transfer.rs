@@ -213,7 +213,7 @@ fn row(name: &str, bytes: usize, rounds: &[(Cost, Cost)]) {
         values.sort_by(f64::total_cmp);
         (values[values.len() / 2], values[0], values[values.len() - 1])
     };
-    let per_gib = |seconds: f64| seconds * 1e3 * (1 << 30) as f64 / bytes as f64;
+    let per_gib = |seconds: f64| seconds * 1e3 * f64::from(1 << 30) / bytes as f64;
     let (rate, ..) = spread(&|(_, ours)| bytes as f64 / ours.seconds / 1e9);
     let (ratio, low, high) = spread(&|(floor, ours)| floor.seconds / ours.seconds);
     let (sender, ..) = spread(&|(_, ours)| per_gib(ours.sender));
