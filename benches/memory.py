@@ -1,11 +1,16 @@
-"""Memory of this process: pages that were never touched, pages that the machine has ready, and the peak."""
+"""Memory of this process: pages that were never touched, pages that the machine has ready or not, and the peak."""
 
 from __future__ import annotations
 
 import mmap
+import time
 from pathlib import Path
 
 _BLOCK = 4 << 20
+_REPORTING = Path("/sys/module/page_reporting")
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, which Python's mmap does not name
+#: Cold memory is at least so much slower to touch than backed memory, or it is the same.
+_COLD = 0.8
 
 
 def fresh(nbytes: int, *, huge: bool = False) -> mmap.mmap:
@@ -23,8 +28,16 @@ def touch(memory: mmap.mmap) -> None:
         memory[start : start + _BLOCK] = block[: len(memory) - start]
 
 
+def first_touch(nbytes: int) -> float:
+    """Return the GB/s at which the kernel hands out that much memory in huge pages."""
+    with fresh(nbytes, huge=True) as memory:
+        begin = time.perf_counter()
+        memory.madvise(_POPULATE_WRITE)
+        return nbytes / (time.perf_counter() - begin) / 1e9
+
+
 class Ballast:
-    """Memory held between measurements, so that the next one finds pages that the machine has ready.
+    """Memory held between measurements, so that the next one finds "backed" memory: pages that the machine has ready.
 
     The host of a virtual machine backs a page when it is first touched, and may take pages back once they have been
     free for two seconds (free page reporting): fresh memory then costs 0.1 s or 6 s per GiB by that alone. Ballast
@@ -48,6 +61,46 @@ class Ballast:
         for memory in self._held:
             memory.close()
         self._held = []
+
+
+def _reported() -> str | None:
+    """Return the kernel's count of what it has given to the host; None for a kernel that does not say."""
+    try:
+        return (_REPORTING / "parameters/reported_kib").read_text()
+    except OSError:
+        return None
+
+
+def wait_until_cold() -> None:
+    """Wait until the host has taken all free memory back.
+
+    Free pages are reported two seconds after they were freed, in portions. Where the kernel counts them, this returns
+    when the count has stood still for 2.5 seconds; elsewhere after eight.
+    """
+    if _reported() is None:
+        time.sleep(8.0)
+        return
+    begin = since = time.monotonic()
+    last = _reported()
+    while time.monotonic() - since < 2.5 and time.monotonic() - begin < 15.0:
+        time.sleep(0.1)
+        if (now := _reported()) != last:
+            last, since = now, time.monotonic()
+
+
+def probe(nbytes: int) -> dict[str, float | bool]:
+    """Return how fast memory can be touched first when it is backed and when it is cold, in GB/s.
+
+    `can_be_cold` says whether there is a difference here: without a host that takes free memory back there is none.
+    """
+    with fresh(nbytes, huge=True) as memory:
+        touch(memory)
+    backed = first_touch(nbytes)
+    if not _REPORTING.exists():
+        return {"backed": backed, "cold": backed, "can_be_cold": False}
+    wait_until_cold()
+    cold = first_touch(nbytes)
+    return {"backed": backed, "cold": cold, "can_be_cold": cold < _COLD * backed}
 
 
 def _status(field: str) -> int:
