@@ -22,7 +22,11 @@ OURS = "tensorferry"
 THEIRS = "torchft"
 GLOO = "gloo"
 #: What a process imports before it makes a transport of each library.
-MODULES = {OURS: "tensorferry", THEIRS: "torchft.checkpointing.http_transport", GLOO: "torchft.checkpointing.pg_transport"}
+MODULES = {
+    OURS: "tensorferry",
+    THEIRS: "torchft.checkpointing.http_transport",
+    GLOO: "torchft.checkpointing.pg_transport",
+}
 _OPTIONS = {OURS: {"network", "inplace"}, THEIRS: set(), GLOO: {"inplace"}}
 
 

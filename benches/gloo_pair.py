@@ -78,6 +78,7 @@ class GlooPair:
             self.disallow_checkpoint()
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
+        """Receive what the other process sends at the same time."""
         return self._transport.recv_checkpoint(src_rank, metadata, step, timeout)
 
     def disallow_checkpoint(self) -> None:
@@ -90,5 +91,6 @@ class GlooPair:
             raise error
 
     def shutdown(self) -> None:
+        """Leave the process group, once what was sent last has arrived."""
         self.disallow_checkpoint()
         self._group.shutdown()

@@ -63,44 +63,48 @@ class Ballast:
         self._held = []
 
 
-def _reported() -> str | None:
-    """Return the kernel's count of what it has given to the host; None for a kernel that does not say."""
+def _reported() -> int | None:
+    """Return how much the kernel has given to the host so far, in KiB; None for a kernel that does not count it."""
     try:
-        return (_REPORTING / "parameters/reported_kib").read_text()
-    except OSError:
+        return int((_REPORTING / "parameters/reported_kib").read_text())
+    except (OSError, ValueError):
         return None
 
 
 def wait_until_cold() -> None:
-    """Wait until the host has taken all free memory back.
+    """Wait until the host has taken free memory back.
 
     Free pages are reported two seconds after they were freed, in portions. Where the kernel counts them, this returns
-    when the count has stood still for 2.5 seconds; elsewhere after eight.
+    when the count hardly grows any more; elsewhere after eight seconds.
     """
-    if _reported() is None:
+    last = _reported()
+    if last is None:
         time.sleep(8.0)
         return
-    begin = since = time.monotonic()
-    last = _reported()
-    while time.monotonic() - since < 2.5 and time.monotonic() - begin < 15.0:
-        time.sleep(0.1)
-        if (now := _reported()) != last:
-            last, since = now, time.monotonic()
+    time.sleep(2.5)
+    deadline = time.monotonic() + 8.0
+    while time.monotonic() < deadline:
+        time.sleep(0.5)
+        now = _reported() or last
+        if now - last < 16 << 10:
+            return
+        last = now
 
 
-def probe(nbytes: int) -> dict[str, float | bool]:
-    """Return how fast memory can be touched first when it is backed and when it is cold, in GB/s.
+def probe(nbytes: int, *, cold: bool) -> dict[str, float]:
+    """Return how fast memory can be touched first when it is backed and, if requested, when it is cold, in GB/s.
 
-    `can_be_cold` says whether there is a difference here: without a host that takes free memory back there is none.
+    "cold" is missing where there is no difference: without a host that takes free memory back, no memory is cold.
     """
     with fresh(nbytes, huge=True) as memory:
         touch(memory)
-    backed = first_touch(nbytes)
-    if not _REPORTING.exists():
-        return {"backed": backed, "cold": backed, "can_be_cold": False}
-    wait_until_cold()
-    cold = first_touch(nbytes)
-    return {"backed": backed, "cold": cold, "can_be_cold": cold < _COLD * backed}
+    rates = {"backed": first_touch(nbytes)}
+    if cold and _REPORTING.exists():
+        wait_until_cold()
+        rate = first_touch(nbytes)
+        if rate < _COLD * rates["backed"]:
+            rates["cold"] = rate
+    return rates
 
 
 def _status(field: str) -> int:

@@ -71,9 +71,9 @@ class Agent:
         """Release the ballast, so that the next allocation of any process can have its pages."""
         self._ballast.release()
 
-    def probe_memory(self, nbytes: int) -> dict[str, float | bool]:
-        """Return how fast backed and cold memory is touched first."""
-        return probe(nbytes)
+    def probe_memory(self, nbytes: int, cold: bool) -> dict[str, float]:
+        """Return how fast backed and, if there is any, cold memory is touched first, in GB/s."""
+        return probe(nbytes, cold=cold)
 
     def wait_until_cold(self) -> None:
         """Return when the machine's free memory is cold."""

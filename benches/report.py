@@ -270,7 +270,8 @@ def _cells(line: TableLine) -> list[str]:
 def slower(results: dict[str, Any]) -> list[str]:
     """Return all lines, also those that the table leaves out, in which ours is slower than its best rival."""
     return [
-        f"{row['title']}, {line['line']}, {title(line['contender'])}: {_show(line['speedup'])} of {title(line['rival'])}"
+        f"{row['title']}, {line['line']}, {title(line['contender'])}: {_show(line['speedup'])} "
+        f"beside {title(line['rival'])}"
         for row in results["rows"]
         for line in row["summary"]["lines"]
         if line["contender"].startswith(OURS) and line["speedup"] and line["speedup"]["median"] < 1
@@ -281,10 +282,10 @@ def _notes(results: dict[str, Any]) -> list[str]:
     """Return what a reader has to know below the table."""
     memory = results["machine"]["first_touch"]
     cold = (
-        f'"Cold" memory was free for seconds, so that the host of this virtual machine has taken it back: '
+        f'"Cold" memory was free for seconds, and the host of this virtual machine has taken it back: '
         f"{memory['cold']:.2g} GB/s at its first touch, in huge pages"
-        if memory["can_be_cold"]
-        else "This machine keeps free memory, so there is none that is cold"
+        if "cold" in memory
+        else "Cold memory, which a virtual machine's host has taken back, was not looked for or is not to be had here"
     )
     notes = [
         "Milliseconds of `recv_checkpoint`: medians. Ratio: the median of the best rival by ours, in brackets the "

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _STALL_ROWS = ("large", "small")
-_PROBE = 512 << 20
+_PROBE = 256 << 20
 _COLD_ROUNDS = 3  # each waits for seconds until the machine's memory is cold
 
 
@@ -172,8 +172,9 @@ def main() -> int:
     here = facts() | lab.ballast.ask("facts")
     if not here[OURS]:
         print("tensorferry is not installed here: only torchft is measured", file=sys.stderr)
-    here["first_touch"] = lab.ballast.ask("probe_memory", nbytes=max(_PROBE // 8, int(_PROBE * options.scale)))
-    bench = Bench(options, lab, here[OURS] is not None, here["first_touch"]["can_be_cold"])
+    wants_cold = options.memory != "backed" and any(ROWS[name].cold or options.full for name in options.rows)
+    here["first_touch"] = lab.ballast.ask("probe_memory", nbytes=_PROBE, cold=wants_cold)
+    bench = Bench(options, lab, here[OURS] is not None, "cold" in here["first_touch"])
     results: dict[str, Any] = {
         "version": 2,
         "machine": here | {"others_busy": bench.others_busy},

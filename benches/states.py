@@ -144,7 +144,9 @@ ROWS = {
             cold=True,
             **_LARGE,
         ),
-        Row("small", "100,000 x 1 KiB", lambda scale, seed: _equal_tensors(_count(100_000, scale), 1024, seed), rounds=3),
+        Row(
+            "small", "100,000 x 1 KiB", lambda scale, seed: _equal_tensors(_count(100_000, scale), 1024, seed), rounds=3
+        ),
         Row("tiny", "16 KiB in total", lambda scale, seed: _equal_tensors(16, 1024, seed), repeats=50),  # noqa: ARG005
         Row("job28", "28 MB, in a job", lambda scale, seed: _transformer(0.0625 * scale, seed), **_JOB),
         Row("job154", "154 MB, in a job", lambda scale, seed: _transformer(0.31 * scale, seed), **_JOB),
