@@ -157,6 +157,7 @@ def transfer(lab: Lab, row: Row, contender: Contender, memory: str, check: bool)
                 peer.ask("train")
         if memory == "cold":
             receiver.ask("wait_until_cold")
+        source.ask("watch_memory")
         begin, end = pair.send("state")
         sample["send_s"] = (end - begin) / 1e9
         lab.release()

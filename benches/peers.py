@@ -99,8 +99,6 @@ class Agent:
 
     def send(self, which: str) -> dict[str, Any]:
         """Send a state; return when that call began and ended."""
-        gc.collect()
-        self._peak = PeakMemory()
         begin = time.perf_counter_ns()
         self._transport.send_checkpoint([1], _STEPS[which], self._states[which], _TIMEOUT)
         return {"window": (begin, time.perf_counter_ns())}
@@ -110,7 +108,7 @@ class Agent:
         self._transport.disallow_checkpoint()
 
     def extra_memory(self) -> int | None:
-        """Return the peak of memory above the level at the last `send` or `watch_memory`."""
+        """Return the peak of memory above the level at the last `watch_memory`."""
         return self._peak.extra()
 
     def watch_memory(self) -> None:

@@ -18,7 +18,7 @@ _STYLES = dict(zip(COLUMNS, (("#8c8c8c", "s"), ("#e08214", "D"), ("#1f5fbf", "o"
 def draw(results: dict[str, Any], path: Path) -> None:
     """Write the chart as a PNG; whiskers reach from the lowest to the highest ratio within a round."""
     mpl.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     lines = table_lines(results)
     figure, axes = pyplot.subplots(figsize=(9.5, 1.4 + 0.42 * len(lines)))
@@ -41,6 +41,8 @@ def draw(results: dict[str, Any], path: Path) -> None:
         axes.plot([], [], marker=marker, color=colour, linestyle="none", label=column)
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}x")
+    axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_minor_formatter(ticker.NullFormatter())
     axes.set_yticks(range(len(lines)), [f"{line.title} ({line.memory})" for line in lines])
     axes.set_ylim(len(lines) - 0.5, -0.5)
     axes.set_xlabel("speed of recv_checkpoint; the better of torchft's two transports = 1")
