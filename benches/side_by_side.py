@@ -28,15 +28,16 @@ if TYPE_CHECKING:
 
 _STALL_ROWS = ("large", "small")
 _PROBE = 256 << 20
-_COLD_ROUNDS = 3  # each waits for seconds until the machine's memory is cold
+_ROUNDS = 4
+_COLD_ROUNDS = 2  # each waits for seconds until the machine's memory is cold
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, default=Path("build/bench/results.json"), help="raw samples and summary")
     parser.add_argument("--plot", type=Path, help="PNG to draw")
-    parser.add_argument("--rounds", type=int, help="interleaved rounds (default 5; quick 2)")
-    parser.add_argument("--rows", help=f"comma-separated: {', '.join(ROWS)} (default: all but million)")
+    parser.add_argument("--rounds", type=int, help=f"interleaved rounds (default {_ROUNDS}; quick 2)")
+    parser.add_argument("--rows", help=f"comma-separated: {', '.join(ROWS)} (default: all but one, million)")
     parser.add_argument("--contenders", help="comma-separated, e.g. torchft:4,gloo+inplace,tensorferry+network")
     parser.add_argument(
         "--full",
@@ -49,7 +50,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--start", choices=("forkserver", "spawn"), default="forkserver", help="how children start")
     parser.add_argument("--scale", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    options.rounds = options.rounds or (2 if options.quick else 5)
+    options.rounds = options.rounds or (2 if options.quick else _ROUNDS)
     options.scale = options.scale or (0.2 if options.quick else 1.0)
     default_rows = [row.name for row in ROWS.values() if row.default or options.full]
     options.rows = options.rows.split(",") if options.rows else default_rows

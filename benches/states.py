@@ -132,7 +132,7 @@ ROWS = {
             "one tensor of 1 GiB",
             lambda scale, seed: _equal_tensors(1, int(GIB * scale), seed),
             table=("first", "in place"),
-            rounds=3,
+            default=False,
             **_LARGE,
         ),
         Row(
