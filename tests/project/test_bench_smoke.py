@@ -72,7 +72,7 @@ def test_quick_run_measures_both_and_writes_the_results(tmp_path):
     for title in ("8 x 128 MiB, second", "8 x 128 MiB, in place", "100,000 x 1 KiB, first", "16 KiB in total, first"):
         assert f"| {title} |" in table
         assert title in out
-    assert "8 x 128 MiB: 2.14 MB in 8 tensors" in details
+    assert "8 x 128 MiB: 2.14746 MB in 8 tensors" in details
     assert "The source's main loop, 100,000 x 1 KiB" in details
 
 
