@@ -69,7 +69,7 @@ def test_another_certificate_is_refused(open_transport):
     source, other = (open_transport(tls=True) for _ in range(2))
     metadata = send(source)
     forged = metadata.replace(pin(metadata), pin(other.metadata()))
-    with pytest.raises(UnprovenSource, match=f"has the fingerprint {pin(metadata)}, where its metadata says"):
+    with pytest.raises(UnprovenSource, match=f"has the fingerprint {pin(metadata)}, where its URL says"):
         open_transport().recv_checkpoint(0, forged, 3, TIMEOUT)
     assert_same_state(open_transport().recv_checkpoint(0, metadata, 3, TIMEOUT), state())
 

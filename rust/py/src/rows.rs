@@ -1,8 +1,8 @@
 //! `Rows`: the tensors of a state as the rows of a container, read while Python walks the state.
 //!
 //! A state has up to hundreds of thousands of tensors, and a few calls through the interpreter for each of them would
-//! take longer than sending them. `Rows` therefore reads plain tensors itself, through `DLPack`'s table, and asks Python
-//! about everything else.
+//! take longer than sending them. `Rows` therefore reads plain tensors itself, through `DLPack`'s table, and asks
+//! Python about everything else.
 //!
 //! Invariants:
 //!

@@ -113,8 +113,8 @@ impl Drop for ArenaRegion {
     fn drop(&mut self) {
         // The last region goes with the mapping.
         if self.backing.in_parts && self.len > 0 && Arc::strong_count(&self.backing) > 1 {
-            // SAFETY: whole pages inside an anonymous mapping of our own that `backing` keeps; nobody holds what lies in
-            // them any more, and later receives never see them.
+            // SAFETY: whole pages inside an anonymous mapping of our own that `backing` keeps; nobody holds what lies
+            // in them any more, and later receives never see them.
             unsafe { libc::madvise(self.address as *mut libc::c_void, self.len, libc::MADV_DONTNEED) };
         }
     }
