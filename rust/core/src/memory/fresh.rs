@@ -335,4 +335,47 @@ mod tests {
         let bytes = unsafe { std::slice::from_raw_parts(start as *const u8, 1 << 20) };
         assert!(bytes.iter().enumerate().all(|(at, &byte)| byte == if at == PAGE { 7 } else { 0 }));
     }
+
+    #[test]
+    fn bytes_written_while_the_kind_of_page_changes_are_kept() {
+        const PART: usize = 3 << 20;
+        let mapping = Mapping::new(32 * PART as u64, true).unwrap();
+        let start = mapping.start.as_ptr() as usize;
+        let fresh = FreshPages::new(start..start + 32 * PART);
+        let done = std::sync::atomic::AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let changing = scope.spawn(|| {
+                for kind in [PageSize::Huge, PageSize::Small].into_iter().cycle() {
+                    advise(&fresh.range, kind);
+                    if done.load(Ordering::Relaxed) {
+                        break;
+                    }
+                }
+            });
+            let writers: Vec<_> = (0..4_usize)
+                .map(|thread| {
+                    let fresh = &fresh;
+                    scope.spawn(move || {
+                        for part in (thread..32).step_by(4) {
+                            let at = start + part * PART;
+                            let value = u8::try_from(part + 1).unwrap();
+                            fresh.populate(at..at + PART);
+                            // SAFETY: each part of the mapping has one writer.
+                            unsafe { std::ptr::write_bytes(at as *mut u8, value, PART) };
+                        }
+                    })
+                })
+                .collect();
+            for writer in writers {
+                writer.join().unwrap();
+            }
+            done.store(true, Ordering::Relaxed);
+            changing.join().unwrap();
+        });
+        for part in 0..32 {
+            // SAFETY: inside the mapping, which nobody writes to any more.
+            let bytes = unsafe { std::slice::from_raw_parts((start + part * PART) as *const u8, PART) };
+            assert!(bytes.iter().all(|&byte| usize::from(byte) == part + 1), "part {part}");
+        }
+    }
 }
