@@ -14,6 +14,7 @@ __all__ = [
     "Rows",
     "Secret",
     "Server",
+    "Shelf",
     "StagedFetch",
     "Written",
     "_check_machine_has",
@@ -102,6 +103,27 @@ class Server:
     def allow(self, step: int) -> None: ...
     def withdraw(self, patience: float) -> int: ...
     def shutdown(self, patience: float) -> None: ...
+    def shelf(self, name: str | None = None) -> Shelf: ...
+
+@final
+class Shelf:
+    def url(self, host: str) -> str: ...
+    def publish(
+        self,
+        step: int,
+        *,
+        rows: Rows,
+        control: list[tuple[str, bytes]],
+        metadata: list[tuple[str, str]],
+        owner: Any,
+        private: bool,
+        alternate: Callable[[str], list[Any] | str | None] | None = None,
+        filled: bool = True,
+    ) -> Readiness | None: ...
+    def withdraw(self, patience: float) -> int: ...
+    @property
+    def active(self) -> int: ...
+    def close(self) -> None: ...
 
 @final
 class Report:

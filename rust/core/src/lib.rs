@@ -71,5 +71,5 @@ pub use payload::{Item, Repeat, Slice};
 pub use priority::lower_priority;
 pub use publication::{Alternate, Publication, Readiness, Rendered, Stability, Store, Withdrawn};
 pub use report::{Report, Trouble};
-pub use server::{Frontend, Server, ServerConfig};
+pub use server::{Frontend, Server, ServerConfig, Shelf};
 pub use trust::Secret;

@@ -55,7 +55,7 @@ mod _native {
     #[pymodule_export]
     use crate::secret::PySecret;
     #[pymodule_export]
-    use crate::server::PyServer;
+    use crate::server::{PyServer, PyShelf};
     #[pymodule_export]
     use crate::slices::{PyWritten, fetch_slices, file_entries, read_file, write_file};
     #[pymodule_export]
