@@ -31,6 +31,7 @@ mod secret;
 mod server;
 mod slices;
 mod staged;
+mod table;
 mod tree;
 
 use pyo3::prelude::*;
@@ -43,7 +44,7 @@ mod _native {
     #[pymodule_export]
     use crate::addresses::{interfaces, resolve};
     #[pymodule_export]
-    use crate::memory::{PyArena, PyHostView, PyPart};
+    use crate::memory::{PyArena, PyHostView, PyPart, PySharedBuffer, copy_memory};
     #[pymodule_export]
     use crate::readiness::PyReadiness;
     #[pymodule_export]
