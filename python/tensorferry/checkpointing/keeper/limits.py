@@ -48,8 +48,10 @@ def _limit(file: Path) -> list[int]:
 
 
 def memory_limit(text: str | None) -> int:
-    """Returns the bytes that ``text`` stands for: ``"20G"``, ``"20GiB"`` and ``"20GB"`` are 20 * 2**30, ``"40%"`` is a
-    share of :func:`machine_memory`, and a plain number is bytes. ``None`` is half of the machine's.
+    """Returns the bytes that ``text`` stands for.
+
+    ``"20G"``, ``"20GiB"`` and ``"20GB"`` are 20 * 2**30, ``"40%"`` is a share of :func:`machine_memory`, and a plain
+    number is bytes. ``None`` is half of the machine's.
 
     Raises:
         InvalidArgument: it is none of these, or not between 1 MiB and the machine's memory
@@ -59,7 +61,9 @@ def memory_limit(text: str | None) -> int:
         return int(has * DEFAULT_SHARE)
     nbytes = amount("memory", text, has)
     if not 1 << 20 <= nbytes <= has:
-        raise InvalidArgument(f"memory must be between 1 MiB and the {has} bytes there are, not {_validate.brief(text)}")
+        raise InvalidArgument(
+            f"memory must be between 1 MiB and the {has} bytes there are, not {_validate.brief(text)}"
+        )
     return nbytes
 
 

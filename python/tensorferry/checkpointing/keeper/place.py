@@ -49,7 +49,7 @@ def folders() -> list[Path]:
         return [Path(chosen).absolute()]
     session = os.environ.get("XDG_RUNTIME_DIR")
     at_session = [Path(session, "tensorferry")] if session and Path(session).is_dir() else []
-    return [*at_session, Path(f"/tmp/tensorferry-{os.geteuid()}")]  # noqa: S108  # checked by _secure
+    return [*at_session, Path(f"/tmp/tensorferry-{os.geteuid()}")]
 
 
 def find_socket(name: str) -> Path | None:

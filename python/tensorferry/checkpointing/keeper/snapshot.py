@@ -1,0 +1,111 @@
+"""What is known about a kept snapshot, as it is told to trainers on this node and to keepers on others."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from ... import _validate
+from ...errors import InvalidArgument, ProtocolError
+
+#: Longest texts: a path of the file system, and an id.
+_LONGEST_PATH = 4096
+_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_MOST_RANKS = 1 << 24
+#: Where a snapshot comes from that a trainer of this node gave.
+LOCAL = "local"
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A kept snapshot.
+
+    Attributes:
+        job: snapshots of one job and rank replace each other
+        path: where the checkpoint is, or would be, on disk
+        save_id: the same for all ranks of a save, and for no other save
+        rank: the trainer's number in its job
+        world_size: how many trainers saved with it
+        step: the number under which a receiver asks for it
+        created: when the save began, in seconds since the epoch, by the trainer's clock
+        nbytes: memory that it takes
+        origin: ``"local"``, or the address of the keeper that it was copied from
+        metadata: what a receiver is given to fetch it over HTTP; empty while it is not served
+        complete: whether the snapshots of all ranks of this save are known here
+        remote: whether another keeper holds it, and this one does not
+    """
+
+    job: str
+    path: str
+    save_id: str
+    rank: int
+    world_size: int
+    step: int
+    created: float
+    nbytes: int = 0
+    origin: str = LOCAL
+    metadata: str = ""
+    complete: bool = False
+    remote: bool = False
+
+    @property
+    def save(self) -> tuple[str, str]:
+        """What all ranks of a save have in common."""
+        return self.job, self.save_id
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """What no other snapshot has."""
+        return self.job, self.save_id, self.rank
+
+    def fields(self) -> dict[str, Any]:
+        """Returns the fields of a message that describes it."""
+        return asdict(self)
+
+    def served(self, metadata: str, nbytes: int, step: int) -> Snapshot:
+        """Returns it as it is served."""
+        return replace(self, metadata=metadata, nbytes=nbytes, step=step)
+
+
+def snapshot(fields: Any) -> Snapshot:
+    """Returns what ``fields``, of a message of a process that is not trusted, describe.
+
+    Raises:
+        ProtocolError: they do not describe a snapshot
+    """
+    if not isinstance(fields, dict):
+        raise ProtocolError("a snapshot is not described")
+    try:
+        world_size = _validate.integer("world_size", fields.get("world_size"), 1, _MOST_RANKS)
+        save_id = _text(fields, "save_id")
+        if not _ID.fullmatch(save_id):
+            raise InvalidArgument("save_id must be 1 to 64 letters, digits, '.', '_' or '-'")
+        created = fields.get("created")
+        if not isinstance(created, (int, float)) or not math.isfinite(created):
+            raise InvalidArgument("created must be a number of seconds")
+        step = fields.get("step")
+        return Snapshot(
+            job=_text(fields, "job"),
+            path=_text(fields, "path"),
+            save_id=save_id,
+            rank=_validate.integer("rank", fields.get("rank"), 0, world_size - 1),
+            world_size=world_size,
+            step=-1 if step is None else _validate.step_number(step),
+            created=float(created),
+            nbytes=_validate.integer("nbytes", fields.get("nbytes", 0), 0),
+            origin=_text(fields, "origin", LOCAL),
+            metadata=_text(fields, "metadata", ""),
+            complete=fields.get("complete") is True,
+            remote=fields.get("remote") is True,
+        )
+    except (InvalidArgument, OverflowError) as e:
+        raise ProtocolError(f"a snapshot is not described: {e}") from e
+
+
+def _text(fields: dict[str, Any], name: str, default: str | None = None) -> str:
+    text = _validate.string(name, fields.get(name, default))
+    if len(text) > _LONGEST_PATH or not text.isprintable() or not (text or default == ""):
+        raise InvalidArgument(f"{name} must be a text of 1 to {_LONGEST_PATH} printable characters")
+    return text
