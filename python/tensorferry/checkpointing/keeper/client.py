@@ -92,8 +92,8 @@ class Keeper:
         It raises nothing and waits for nobody longer than two seconds: without a keeper, training goes on without one.
 
         Args:
-            given: the snapshot; its fields say ``path``, ``save_id``, ``rank``, ``world_size``, ``step`` and ``created``,
-                of which ``step`` may be ``None``: the keeper counts then
+            given: the snapshot; its fields say ``path``, ``save_id``, ``rank``, ``world_size``, ``created`` and
+                ``step``, which may be ``None``: the keeper counts then
             released: called once, from any thread, when the keeper does not need the memory: because it has refused
                 the snapshot or has evicted it, or because the keeper is gone
         """

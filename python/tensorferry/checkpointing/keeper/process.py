@@ -424,7 +424,7 @@ class KeeperProcess:
     def _lend(self, client: _Client, message: Message) -> None:
         fields = message.fields
         key = (fields.get("job"), fields.get("save_id"), fields.get("rank"))
-        kept = self.generations.get(key) if all(type(k) in (str, int) for k in key) else None  # type: ignore[arg-type]
+        kept = self.generations.get(key) if all(type(k) in (str, int) for k in key) else None
         if kept is None:
             self._send(client, Message("gone"))
             return
