@@ -19,6 +19,7 @@
 
 mod addresses;
 mod columns;
+mod entries;
 mod errors;
 mod frontend;
 mod memory;
@@ -31,6 +32,7 @@ mod secret;
 mod server;
 mod slices;
 mod staged;
+mod stored;
 mod table;
 mod tree;
 
@@ -43,6 +45,8 @@ mod _native {
 
     #[pymodule_export]
     use crate::addresses::{interfaces, resolve};
+    #[pymodule_export]
+    use crate::entries::PyEntries;
     #[pymodule_export]
     use crate::memory::{PyArena, PyHostView, PyPart, PySharedBuffer, copy_memory};
     #[pymodule_export]
@@ -61,6 +65,8 @@ mod _native {
     use crate::slices::{PyWritten, fetch_slices, file_entries, read_file, write_file};
     #[pymodule_export]
     use crate::staged::PyStagedFetch;
+    #[pymodule_export]
+    use crate::stored::PyStored;
     #[pymodule_export]
     use crate::tree::unflatten;
 

@@ -21,13 +21,14 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyList, PyType};
 use tensorferry_core::{
-    Allocation, Arena, ArenaPool, Destination, Error, Hold, Memory, Repeat, SharedBuffer, Slice, StagedFetch,
-    StagedRun, Transfer, copy_all,
+    Allocation, Arena, ArenaPool, Destination, Error, Hold, Memory, Repeat, SharedBuffer, Slice, StagedRun, Transfer,
+    copy_all,
 };
 use tensorferry_wire::container::{Entry, Header};
 use tensorferry_wire::dtype::Dtype;
 
 use crate::errors;
+use crate::staged::WavesOf;
 
 /// Memory a transfer filled, or is going to fill. A tensor over an entry keeps the region of it that the entry lies in,
 /// and this object all of them.
@@ -527,10 +528,15 @@ pub(crate) fn given(addresses: Vec<Option<usize>>) -> Destination {
 }
 
 /// Brings a wave to `address`, in memory of as many bytes as the receive was begun with.
-pub(crate) fn fetch_wave(waves: &mut StagedFetch, address: usize) -> Result<Option<Vec<StagedRun>>, Error> {
+pub(crate) fn fetch_wave(waves: &mut WavesOf, address: usize) -> Result<Option<Vec<StagedRun>>, Error> {
     // SAFETY: Python's part of the contract: the address is that of a buffer of that size, which the caller holds for
     // the length of the call, and from which no copy is under way any more.
-    unsafe { waves.fetch(address) }
+    unsafe {
+        match waves {
+            WavesOf::Remote(waves) => waves.fetch(address),
+            WavesOf::Stored(waves) => waves.fetch(address),
+        }
+    }
 }
 
 /// A part of an entry and its destination inside a tensor of the receiver.
