@@ -19,14 +19,19 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from ... import _validate
+from ..._native import Remote, Stored
 from ...errors import ConnectError, ForkedProcess, InvalidArgument, ProtocolError, SystemRefused, TensorferryError
+from ...net.metadata import encrypted
+from ...net.secret import shared_secret
 from .. import handover
 from ..handover import Handover, Message
+from .kept_memory import kept_state
 from .place import DEFAULT_NAME, find_socket, keeper_name
 from .snapshot import Snapshot, snapshot
 
@@ -57,17 +62,30 @@ class Keeper:
         job: snapshots of one job and rank replace each other; ``None`` takes the folder in which the checkpoint's
             folder lies, so that the checkpoints of one run are one job
         start: start a keeper with default options if none runs; it ends when nobody has used it for an hour
+        secret: the shared secret, for snapshots that come from a buddy; ``None`` takes it from the environment as
+            ``HTTPTransport`` does
+        tls: refuse buddies that do not encrypt
 
     Raises:
         InvalidArgument: an argument cannot be used
         SystemRefused: with ``start``, it cannot be started
     """
 
-    def __init__(self, name: str = DEFAULT_NAME, *, job: str | None = None, start: bool = False) -> None:
+    def __init__(
+        self,
+        name: str = DEFAULT_NAME,
+        *,
+        job: str | None = None,
+        start: bool = False,
+        secret: str | bytes | None = None,
+        tls: bool = False,
+    ) -> None:
         self.name = keeper_name(name)
         if job is not None and not (0 < len(_validate.string("job", job)) <= 1024 and job.isprintable()):
             raise InvalidArgument(f"job must be 1 to 1024 printable characters, not {_validate.brief(job)}")
         self._job = job
+        self._secret = shared_secret(secret)
+        self._tls = _validate.boolean("tls", tls)
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._sock: socket.socket | None = None
@@ -92,7 +110,7 @@ class Keeper:
         It raises nothing and waits for nobody longer than two seconds: without a keeper, training goes on without one.
 
         Args:
-            given: the snapshot; its fields say ``path``, ``save_id``, ``rank``, ``world_size``, ``created`` and
+            given: the snapshot; its fields say ``path``, ``save_id``, ``rank``, ``world_size``, ``began`` and
                 ``step``, which may be ``None``: the keeper counts then
             released: called once, from any thread, when the keeper does not need the memory: because it has refused
                 the snapshot or has evicted it, or because the keeper is gone
@@ -206,7 +224,7 @@ class Keeper:
             found = []
             while (message := question.answer("snapshot", "end")).kind == "snapshot":
                 found.append(snapshot(message.fields))
-        return sorted(found, key=lambda one: one.created)
+        return sorted(found, key=lambda one: one.began)
 
     def status(self) -> dict[str, Any]:
         """Returns what the keeper says about itself: its process, address, memory, clients and buddies.
@@ -244,23 +262,38 @@ class Keeper:
         if answer.kind == "refused":
             raise InvalidArgument(str(answer.fields.get("error")))
 
-    def take(self, about: Snapshot) -> tuple[Handover, Loan] | None:
-        """Returns the memory of a snapshot that the keeper holds, ``None`` if it was evicted meanwhile.
+    def open(self, about: Snapshot, timeout: timedelta = timedelta(minutes=10)) -> Stored | Remote | None:
+        """Returns a snapshot of the list that :meth:`held` gives, to be fetched and verified.
 
-        The keeper does not let the memory go while the :class:`Loan` is open.
+        It is the memory itself if this keeper holds it; the keeper does not let it go before the result is dropped. If
+        only a buddy holds it, it comes from there over HTTP.
+
+        Args:
+            about: the snapshot
+            timeout: the deadline of a receive from a buddy
+
+        Returns:
+            What has the entries, ``None`` if the keeper has evicted it meanwhile.
 
         Raises:
             ConnectError: no keeper of this name runs on this node
             ProtocolError: it answers something else
+            TensorferryError: the buddy cannot be reached, or does not prove itself
         """
+        if about.remote:
+            if self._tls:
+                encrypted([about.metadata])
+            seconds = _validate.seconds("timeout", timeout)
+            return Remote.open([about.metadata], about.step, timeout=seconds, secret=self._secret)
         with contextlib.ExitStack() as stack:
             question = stack.enter_context(_Question(self.name))
             question.send(Message("take", {"job": about.job, "save_id": about.save_id, "rank": about.rank}))
             answer = question.memory()
             if answer is None:
                 return None
+            found = kept_state(answer, _Loan(question))
             stack.pop_all()
-        return answer, Loan(question)
+        return found
 
     def close(self) -> None:
         """Ends the connection of a trainer that saves. What the keeper holds stays there."""
@@ -297,7 +330,7 @@ class Keeper:
 
 
 #: The fields of a snapshot that a trainer knows.
-_FIELDS = ("path", "save_id", "rank", "world_size", "step", "created")
+_FIELDS = ("path", "save_id", "rank", "world_size", "step", "began")
 
 
 def job_of(path: str) -> str:
@@ -305,18 +338,14 @@ def job_of(path: str) -> str:
     return str(Path(path).absolute().parent)
 
 
-class Loan:
-    """The hold that a reader has on a snapshot in the keeper; ends with :meth:`close`, or with its last reference."""
+class _Loan:
+    """The hold that a reader has on a snapshot in the keeper; ends with its last reference."""
 
     def __init__(self, question: _Question) -> None:
         self._question = question
 
-    def close(self) -> None:
-        """Ends it."""
-        self._question.close()
-
     def __del__(self) -> None:
-        self.close()
+        self._question.close()
 
 
 class _Question:

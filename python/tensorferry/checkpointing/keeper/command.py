@@ -146,7 +146,7 @@ def _buddy(buddy: dict[str, Any]) -> str:
 def _line(one: Snapshot) -> str:
     where = "there" if one.remote else "here" if one.origin == LOCAL else f"from {one.origin}"
     whole = "complete" if one.complete else "incomplete"
-    age = max(time.time() - one.created, 0.0)
+    age = max(time.time() - one.began / 1e9, 0.0)
     return (
         f"  step {one.step}  rank {one.rank} of {one.world_size}  {shown(one.nbytes)}  {age:.0f} s old  {whole}  "
         f"{where}  {Path(one.path)}  {one.metadata}"

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..._native import Rows, Server, SharedBuffer, Shelf
+from ..._native import Rows, Server, SharedBuffer, Shelf, Stored
+from ...errors import ProtocolError, TensorferryError
 from ...storage.container import Container
 from ..handover import Handover
+
+#: The control entry of a message in which the checksums of a snapshot travel; it is none of the container's.
+_DIGESTS = "digests"
 
 
 class _Memory:
@@ -28,6 +34,13 @@ class KeptMemory:
         control: name and bytes of each control entry
         buffers: the memory
         released: called once, from any thread, when no receiver reads the memory any more after :meth:`withdraw`
+
+    Attributes:
+        digests: the checksums of its blocks, once :class:`Digester` has computed them; empty if that was not possible
+
+    Raises:
+        InvalidArgument: the entries make no valid container
+        ProtocolError: the manifest among them is not valid
     """
 
     def __init__(
@@ -39,11 +52,13 @@ class KeptMemory:
         buffers: Sequence[SharedBuffer],
         released: Callable[[], None],
     ) -> None:
+        self.digests: bytes | None = None
         self._content: tuple[Rows, Sequence[tuple[str, bytes]], Sequence[SharedBuffer]] | None = (
             rows,
             control,
             buffers,
         )
+        self._stored: Stored | None = Stored.over(rows, list(control), buffers)
         self._shelf: Shelf = server.shelf()
         memory = _Memory(buffers)
         self._gone = weakref.finalize(memory, released)
@@ -63,14 +78,65 @@ class KeptMemory:
         """Returns a message that gives another process access; not to be called after :meth:`withdraw`."""
         assert self._content is not None
         rows, control, buffers = self._content
-        return Handover(kind, fields, rows, control, buffers)
+        return Handover(kind, fields, rows, [*control, (_DIGESTS, self.digests or b"")], buffers)
+
+    def compute_digests(self) -> bytes:
+        """Returns the checksums of the memory as it is now; may be called on any thread."""
+        stored = self._stored
+        return (stored.digests() if stored is not None else None) or b""
 
     def withdraw(self) -> None:
         """Takes no new receivers; those that have begun may finish."""
-        self._content = None
+        self._content = self._stored = None
         self._shelf.withdraw(0)
 
     def cut(self) -> None:
         """Ends all receives, and the serving of it."""
-        self._content = None
+        self._content = self._stored = None
         self._shelf.close()
+
+
+def kept_state(given: Handover, owner: object) -> Stored:
+    """Returns the snapshot in a message that :meth:`KeptMemory.handover` made, verified when it is fetched.
+
+    Args:
+        given: the message
+        owner: dropped when the snapshot is not needed any more
+
+    Raises:
+        ProtocolError: it is another message
+    """
+    control = list(given.control)
+    if not control or control[-1][0] != _DIGESTS:
+        raise ProtocolError("a snapshot came without its checksums")
+    _, digests = control.pop()
+    return Stored.over(given.rows, control, (given.buffers, owner), digests=digests or None)
+
+
+class Digester:
+    """A thread that computes the checksums of snapshots, one after the other.
+
+    Args:
+        done: called on that thread with each snapshot, whose ``digests`` are there
+    """
+
+    def __init__(self, done: Callable[[KeptMemory], None]) -> None:
+        self._queue: queue.SimpleQueue[KeptMemory | None] = queue.SimpleQueue()
+        self._done = done
+        threading.Thread(target=self._run, name="tensorferry-digest", daemon=True).start()
+
+    def add(self, memory: KeptMemory) -> None:
+        """Has the checksums of ``memory`` computed soon."""
+        self._queue.put(memory)
+
+    def stop(self) -> None:
+        """Ends the thread after the snapshot it is at."""
+        self._queue.put(None)
+
+    def _run(self) -> None:
+        while (memory := self._queue.get()) is not None:
+            try:
+                memory.digests = memory.compute_digests()
+            except TensorferryError:
+                memory.digests = b""
+            self._done(memory)

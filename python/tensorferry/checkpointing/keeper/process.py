@@ -32,7 +32,7 @@ from .. import handover
 from ..handover import Handover, Message
 from . import index
 from .generations import Generations, Kept
-from .kept_memory import KeptMemory
+from .kept_memory import Digester, KeptMemory
 from .partners import Partner
 from .place import Place
 from .snapshot import LOCAL, Snapshot, snapshot
@@ -137,6 +137,9 @@ class KeeperProcess:
         #: What was evicted and whose trainer is to be told when its memory is free, and how long that may take.
         self._going: dict[Kept[KeptMemory], float] = {}
         self._waiting: list[tuple[_Client, Message, float, set[Partner]]] = []
+        #: Who waits for the checksums of a snapshot.
+        self._readers: dict[KeptMemory, list[tuple[_Client, Kept[KeptMemory]]]] = {}
+        self._digester = Digester(lambda memory: self.run_soon(lambda: self._digested(memory)))
         self._partners: dict[str, Partner] = {}
         self._index_is_old = True
         self._busy_at = time.monotonic()
@@ -379,6 +382,7 @@ class KeeperProcess:
         )
         kept = self.generations.add(about.served(body.url(self.host), nbytes, step), nbytes, body)
         told.append(kept)
+        self._digester.add(body)
         self._index_is_old = True
         return kept
 
@@ -428,10 +432,19 @@ class KeeperProcess:
         if kept is None:
             self._send(client, Message("gone"))
             return
-        if kept.about.key not in client.borrowed:
-            kept.lent += 1
-            client.borrowed[kept.about.key] = kept
-        self._send(client, kept.body.handover("taken", kept.about.fields()))
+        if kept.about.key in client.borrowed:
+            raise ProtocolError("it takes a snapshot that it has")
+        kept.lent += 1
+        client.borrowed[kept.about.key] = kept
+        if kept.body.digests is None:
+            self._readers.setdefault(kept.body, []).append((client, kept))
+        else:
+            self._send(client, kept.body.handover("taken", kept.about.fields()))
+
+    def _digested(self, memory: KeptMemory) -> None:
+        for client, kept in self._readers.pop(memory, []):
+            there = self.generations.get(kept.about.key) is kept
+            self._send(client, memory.handover("taken", kept.about.fields()) if there else Message("gone"))
 
     def _take_back(self, client: _Client, message: Message) -> None:
         fields = message.fields
@@ -535,6 +548,7 @@ class KeeperProcess:
         self._listener.close()
         for partner in self._partners.values():
             partner.stop()
+        self._digester.stop()
         for client in list(self._clients):
             self._disconnect(client)
         self._server.shutdown(1.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -29,7 +28,7 @@ class Snapshot:
         rank: the trainer's number in its job
         world_size: how many trainers saved with it
         step: the number under which a receiver asks for it
-        created: when the save began, in seconds since the epoch, by the trainer's clock
+        began: when the save began, in nanoseconds since the epoch, by the clock of the trainer with rank 0
         nbytes: memory that it takes
         origin: ``"local"``, or the address of the keeper that it was copied from
         metadata: what a receiver is given to fetch it over HTTP; empty while it is not served
@@ -43,7 +42,7 @@ class Snapshot:
     rank: int
     world_size: int
     step: int
-    created: float
+    began: int
     nbytes: int = 0
     origin: str = LOCAL
     metadata: str = ""
@@ -82,9 +81,6 @@ def snapshot(fields: Any) -> Snapshot:
         save_id = _text(fields, "save_id")
         if not _ID.fullmatch(save_id):
             raise InvalidArgument("save_id must be 1 to 64 letters, digits, '.', '_' or '-'")
-        created = fields.get("created")
-        if not isinstance(created, (int, float)) or not math.isfinite(created):
-            raise InvalidArgument("created must be a number of seconds")
         step = fields.get("step")
         return Snapshot(
             job=_text(fields, "job"),
@@ -93,14 +89,14 @@ def snapshot(fields: Any) -> Snapshot:
             rank=_validate.integer("rank", fields.get("rank"), 0, world_size - 1),
             world_size=world_size,
             step=-1 if step is None else _validate.step_number(step),
-            created=float(created),
+            began=_validate.integer("began", fields.get("began"), 0),
             nbytes=_validate.integer("nbytes", fields.get("nbytes", 0), 0),
             origin=_text(fields, "origin", LOCAL),
             metadata=_text(fields, "metadata", ""),
             complete=fields.get("complete") is True,
             remote=fields.get("remote") is True,
         )
-    except (InvalidArgument, OverflowError) as e:
+    except InvalidArgument as e:
         raise ProtocolError(f"a snapshot is not described: {e}") from e
 
 
