@@ -17,7 +17,7 @@ use tensorferry_wire::digest::{Algorithm, BLOCK_SIZE, FILE_BLOCK_SIZE};
 
 use super::{Container, FileOptions, FileReport, PIECE, by_chunks};
 use crate::error::{Error, ErrorKind};
-use crate::memory::{Arena, nontemporal};
+use crate::memory::{ALIGNMENT, Arena, nontemporal};
 use crate::payload::{Destination, Item, Layout, Plan, ReceiveMemory, Segments, StagedRun, Waves, slices};
 
 /// A container at rest: its header and the entries that describe it are here, its payload is still where it was.
@@ -103,7 +103,7 @@ impl Stored {
     /// # Errors
     /// [`ErrorKind::Invalid`] when the items make no valid container, or have another number of blocks.
     pub fn over(items: Vec<Item>, digests: Option<Vec<u64>>, owner: Box<dyn Any + Send + Sync>) -> Result<Self, Error> {
-        let layout = Layout::new(Vec::new(), items, 1)?;
+        let layout = Layout::new(Vec::new(), items, ALIGNMENT)?;
         let invalid = |e| Error::caused(ErrorKind::Invalid, "cannot read this state", e);
         let header = Header::decode(&layout.header).map_err(invalid)?;
         let payload_start = layout.header.len() as u64;
