@@ -24,6 +24,7 @@ __all__ = [
     "_copy_memory",
     "_fetch_slices",
     "_file_entries",
+    "_file_header",
     "_interfaces",
     "_read_file",
     "_resolve",
@@ -60,7 +61,6 @@ class HostView:
     if sys.version_info >= (3, 12):
         def __buffer__(self, flags: int, /) -> memoryview: ...
 
-@final
 class SharedBuffer:
     def __new__(cls, nbytes: int, *, threads: int = 1) -> SharedBuffer: ...
     @staticmethod
@@ -317,6 +317,7 @@ def _write_file(
     cached: bool | None = None,
 ) -> Written: ...
 def _file_entries(path: str | PathLike[str], names: list[str]) -> list[bytes | None]: ...
+def _file_header(path: str | PathLike[str]) -> int: ...
 def _read_file(
     path: str | PathLike[str], parts: list[_SliceTuple], *, threads: int | None = None, header: int | None = None
 ) -> dict[str, int]: ...

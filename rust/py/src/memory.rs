@@ -160,7 +160,7 @@ impl PyHostView {
 }
 
 /// Memory for a whole state that other processes can map, as a buffer. The process that made it writes, others read.
-#[pyclass(name = "SharedBuffer", module = "tensorferry._native", frozen)]
+#[pyclass(name = "SharedBuffer", module = "tensorferry._native", frozen, subclass)]
 pub(crate) struct PySharedBuffer(SharedBuffer);
 
 impl PySharedBuffer {
