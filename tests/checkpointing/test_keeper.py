@@ -75,9 +75,7 @@ while True:
 
 def trainer(first: int, last: int, nbytes: int = MIB) -> subprocess.Popen:
     here = Path(__file__).parent
-    code = textwrap.dedent(TRAINER).format(
-        support=str(here.parent / "support"), first=first, last=last, nbytes=nbytes
-    )
+    code = textwrap.dedent(TRAINER).format(support=str(here.parent / "support"), first=first, last=last, nbytes=nbytes)
     environment = {**os.environ, "PYTHONPATH": str(here)}
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment, text=True)
 
@@ -343,7 +341,7 @@ def test_the_command_prints_what_is_held(folder):
         assert [one["step"] for one in told["held"]] == [41]
 
 
-def test_the_keeper_and_its_client_need_no_torch(folder):
+def test_the_keeper_and_its_client_need_no_torch():
     code = (
         "import sys; import tensorferry.checkpointing.keeper.command, tensorferry.checkpointing.keeper.client; "
         "sys.exit('torch' in sys.modules)"

@@ -47,7 +47,9 @@ def free_port() -> int:
 def copied(keeper: Keeper, count: int):
     return eventually(
         "the buddy's snapshots are here",
-        lambda: found if len(found := [s for s in keeper.held() if s.origin != "local" and not s.remote]) == count else None,
+        lambda: (
+            found if len(found := [s for s in keeper.held() if s.origin != "local" and not s.remote]) == count else None
+        ),
     )
 
 
@@ -149,7 +151,7 @@ def test_a_copy_never_takes_the_place_of_what_is_the_nodes_own(folder):
         assert one.status()["used"] <= 4 * MIB
 
 
-def test_a_wrong_secret_and_a_plain_buddy_are_errors_that_say_so(folder, monkeypatch):
+def test_a_wrong_secret_and_a_plain_buddy_are_errors_that_say_so(folder):
     port = str(free_port())
     with (
         KeeperAtWork(folder, "--port", port, name="two", secret=SECRET),
@@ -161,7 +163,7 @@ def test_a_wrong_secret_and_a_plain_buddy_are_errors_that_say_so(folder, monkeyp
 
 
 def test_a_buddy_that_is_killed_in_the_middle_leaves_nothing_half(folder, pytestconfig):
-    with KeeperAtWork(folder, name="one", *["--memory", "1G"]) as process, Keeper("one") as one:
+    with KeeperAtWork(folder, "--memory", "1G", name="one") as process, Keeper("one") as one:
         for number in range(max(pytestconfig.getoption("--kills") // 3, 2)):
             with KeeperAtWork(folder, "--max-bandwidth", "20M", name="two") as buddy, Keeper("two") as two:
                 one.set_buddies([two.address()])
@@ -178,4 +180,3 @@ def test_a_buddy_that_is_killed_in_the_middle_leaves_nothing_half(folder, pytest
             # Nothing is reserved for what does not come.
             assert status["used"] == sum(s.nbytes for s in one.held())
         eventually("no descriptor stays", lambda: process.descriptors() < 60)
-

@@ -249,7 +249,7 @@ except ConnectionError:
             p.chmod(mode)
 
 
-def test_a_socket_of_another_user_is_not_believed(folder, monkeypatch):
+def test_a_socket_of_another_user_is_not_believed(folder):
     if os.geteuid() != 0:
         pytest.skip("only root can become another user")
     folder.mkdir(mode=0o700)

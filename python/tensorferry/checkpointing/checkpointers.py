@@ -241,10 +241,9 @@ def _connected(keeper: str | Keeper | None) -> Keeper | None:
         if keeper is not None and not callable(getattr(keeper, "offer", None)):
             raise InvalidArgument(f"keeper must be the name of a keeper or a connection, not {_validate.brief(keeper)}")
         return keeper
-    from . import keeper_client
+    from .keeper.client import Keeper as NodeKeeper
 
-    connected: Keeper = keeper_client.connect(keeper)
-    return connected
+    return NodeKeeper(keeper)
 
 
 def make_sync_checkpointer(

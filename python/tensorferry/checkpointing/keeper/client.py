@@ -26,11 +26,21 @@ from typing import Any
 
 from ... import _validate
 from ..._native import Remote, Stored
-from ...errors import ConnectError, ForkedProcess, InvalidArgument, ProtocolError, SystemRefused, TensorferryError
+from ...errors import (
+    ConnectError,
+    ForkedProcess,
+    IncompleteCheckpoint,
+    InvalidArgument,
+    ProtocolError,
+    SystemRefused,
+    TensorferryError,
+)
 from ...net.metadata import encrypted
 from ...net.secret import shared_secret
+from ...storage.folder import Index, read_index
 from .. import handover
 from ..handover import Handover, Message
+from .choice import choose
 from .kept_memory import kept_state
 from .place import DEFAULT_NAME, find_socket, keeper_name
 from .snapshot import Snapshot, snapshot
@@ -88,6 +98,8 @@ class Keeper:
         self._tls = _validate.boolean("tls", tls)
         self._pid = os.getpid()
         self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._released = 0
         self._sock: socket.socket | None = None
         self._offers: collections.deque[_Offer] = collections.deque()
         self._was_missed = False
@@ -167,6 +179,12 @@ class Keeper:
             logger.warning("the keeper %s is gone; checkpoints are not in memory any more", self.name)
         for offer in offers:
             _tell(offer)
+            self._note_release()
+
+    def _note_release(self) -> None:
+        with self._changed:
+            self._released += 1
+            self._changed.notify_all()
 
     def _hear(self, message: Message) -> None:
         save_id, rank = message.fields.get("save_id"), message.fields.get("rank")
@@ -190,6 +208,23 @@ class Keeper:
             logger.warning("a checkpoint is not kept in memory: %s", message.fields.get("error"))
         if message.kind != "kept":
             _tell(offer)
+            self._note_release()
+
+    def let_go(self, patience: float = 5.0) -> bool:
+        """Has the keeper evict the oldest snapshot that this object has offered, for a trainer that needs its memory.
+
+        Returns:
+            Whether the memory of one was released within ``patience`` seconds.
+        """
+        with self._lock:
+            sock, before = self._sock, self._released
+            if sock is None or not self._offers:
+                return False
+            try:
+                handover.send(sock, Message("let_go"))
+            except (OSError, TensorferryError):
+                return False
+            return self._changed.wait_for(lambda: self._released > before, patience)
 
     # Asking.
 
@@ -294,6 +329,33 @@ class Keeper:
             found = kept_state(answer, _Loan(question))
             stack.pop_all()
         return found
+
+    def prefer(self, path: str | os.PathLike[str], rank: int, world_size: int) -> Stored | Remote | None:
+        """Returns the checkpoint at ``path`` out of memory, ``None`` if it is to be loaded from the disk.
+
+        It is taken from this node's keeper, or from one of its buddies; ``choice.choose`` says when. Nothing is raised:
+        the log says why the disk is used.
+
+        Args:
+            path: the folder of the checkpoint
+            rank: whose state
+            world_size: how many ranks load
+        """
+        try:
+            folder = Path(path).absolute()
+            index = _committed(folder)
+            for ask_buddies in (False, True):
+                known = self.held(path=folder, rank=rank, ask_buddies=ask_buddies)
+                chosen = choose(known, index, world_size)
+                found = None if chosen is None else self.open(chosen)
+                if chosen is not None and found is not None:
+                    where = "a buddy of the keeper" if chosen.remote else "the keeper"
+                    logger.info("loading step %d of %s from %s: %d bytes", chosen.step, folder, where, chosen.nbytes)
+                    return found
+            logger.info("loading %s from the disk: the keeper %s does not hold it for all ranks", folder, self.name)
+        except Exception as e:
+            logger.warning("loading %s from the disk: %s", path, e)
+        return None
 
     def close(self) -> None:
         """Ends the connection of a trainer that saves. What the keeper holds stays there."""
@@ -424,6 +486,14 @@ def _connect(name: str) -> socket.socket:
         sock.close()
         raise SystemRefused(f"the keeper at {path} is user {uid}'s, not this user's")
     return sock
+
+
+def _committed(folder: Path) -> Index | None:
+    try:
+        return read_index(folder)
+    except (IncompleteCheckpoint, ProtocolError):
+        # Nothing is there, or a checkpoint of another kind.
+        return None
 
 
 def _is_running(name: str) -> bool:

@@ -282,6 +282,8 @@ class KeeperProcess:
         match message:
             case Handover(kind="keep"):
                 self._keep(client, message)
+            case Message(kind="let_go"):
+                self._let_go_of_oldest(client)
             case Message(kind="held"):
                 self._ask(client, message)
             case Message(kind="take"):
@@ -422,6 +424,15 @@ class KeeperProcess:
                     about = kept.about
                     self._send(client, Message("released", {"save_id": about.save_id, "rank": about.rank}))
                     break
+
+    def _let_go_of_oldest(self, client: _Client) -> None:
+        """Evicts the oldest snapshot of ``client``, which needs its memory now: its readers elsewhere are cut."""
+        own = [kept for kept in client.given if kept not in self._going]
+        if own and not any(kept in client.given for kept in self._going):
+            oldest = min(own, key=lambda kept: kept.order)
+            self._evict(oldest)
+            if not oldest.lent:
+                self._cut(oldest)
 
     # Lending.
 
