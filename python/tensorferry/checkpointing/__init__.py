@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .checkpointers import AsyncCheckpointer, SyncCheckpointer, make_async_checkpointer, make_sync_checkpointer
+    from .keeper.client import Keeper
     from .torch_parts import CheckpointProcess, CheckpointWriter, Stager
 
 __all__ = [
     "AsyncCheckpointer",
     "CheckpointProcess",
     "CheckpointWriter",
+    "Keeper",
     "Stager",
     "SyncCheckpointer",
     "make_async_checkpointer",
@@ -25,6 +27,7 @@ _MODULES = {
     "AsyncCheckpointer": ".checkpointers",
     "CheckpointProcess": ".torch_parts",
     "CheckpointWriter": ".torch_parts",
+    "Keeper": ".keeper.client",
     "Stager": ".torch_parts",
     "SyncCheckpointer": ".checkpointers",
     "make_async_checkpointer": ".checkpointers",
