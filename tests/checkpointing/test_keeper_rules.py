@@ -230,7 +230,7 @@ def test_the_limit_of_a_control_group_counts(tmp_path, monkeypatch):
 def test_fields_of_a_snapshot_come_back():
     one = about(3, metadata="http://x", complete=True, remote=True)
     assert snapshot(one.fields()) == one
-    for wrong in (None, [], {}, {**one.fields(), "rank": True}):
+    for wrong in (None, [], {}, {**one.fields(), "rank": 1.5}):
         with pytest.raises(ProtocolError):
             snapshot(wrong)
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from .. import _validate
 from ..errors import InvalidArgument, TransportClosed
 from ..memory.accelerator import ACCELERATOR
 from ..state.allowlist import Allowed
-from .saving import Keeper, Options, Ranks, Saver, SharedStager
+from .latest import find_latest
+from .saving import Keeper, Options, Ranks, Saver, SharedStager, folder_of
 from .torch_parts import Checkpointer, CheckpointWriter, state_and_path
 
 
@@ -52,10 +54,35 @@ class _Checkpointer(Checkpointer):  # type: ignore[misc]  # mypy does not follow
             rank=self._ranks.rank,
             world_size=self._ranks.world_size,
             allowed=self._allowed,
-            prefer=getattr(self._keeper, "prefer", None),
+            prefer=self._prefer if hasattr(self._keeper, "prefer") else None,
         )
 
     _keeper: Any = None
+    _agreed: tuple[Path, str] | None = None
+
+    def latest(self, path: str | os.PathLike[str]) -> str | None:
+        """Returns the newest checkpoint in a folder of checkpoints that all ranks can load, for :meth:`load`.
+
+        All ranks call it, and get the same answer. Besides what is committed on the disk, it finds what the keepers
+        hold for every rank.
+
+        Args:
+            path: the folder in which the checkpoints' folders lie
+
+        Returns:
+            The path of the checkpoint's folder, ``None`` if there is none.
+
+        Raises:
+            InvalidArgument: ``path`` does not name a folder of this machine
+        """
+        keeper = self._keeper if hasattr(self._keeper, "below") else None
+        self._agreed = find_latest(folder_of(path), self._ranks, keeper)
+        return None if self._agreed is None else str(self._agreed[0])
+
+    def _prefer(self, path: str | os.PathLike[str], rank: int, world_size: int) -> Any:
+        agreed = self._agreed
+        save_id = agreed[1] if agreed is not None and agreed[0] == Path(os.path.abspath(path)) else None
+        return self._keeper.prefer(path, rank, world_size, save_id)
 
 
 class SyncCheckpointer(_Checkpointer):

@@ -114,10 +114,23 @@ class Ranks:
         own = SaveId.new(self.rank, self.world_size, step)
         if self.world_size == 1:
             return own
-        agreed = self._from_first([own.save, own.began])
+        agreed = self.from_first([own.save, own.began])
         return SaveId(str(agreed[0]), int(agreed[1]), self.rank, self.world_size, step)
 
-    def _from_first(self, value: Any) -> Any:
+    def gather(self, value: Any) -> list[Any] | None:
+        """Returns what each rank passes, by rank; ``None`` where ranks agree by a function, which cannot collect."""
+        if self.world_size == 1:
+            return [value]
+        if self._agree is not None:
+            return None
+        values: list[Any] = [None] * self.world_size
+        torch.distributed.all_gather_object(values, value, group=self._group)
+        return values
+
+    def from_first(self, value: Any) -> Any:
+        """Returns on every rank what rank 0 passes."""
+        if self.world_size == 1:
+            return value
         if self._agree is not None:
             return self._agree(value)
         dist = torch.distributed

@@ -330,7 +330,18 @@ class Keeper:
             stack.pop_all()
         return found
 
-    def prefer(self, path: str | os.PathLike[str], rank: int, world_size: int) -> Stored | Remote | None:
+    def below(self, root: Path, rank: int, world_size: int) -> list[Snapshot]:
+        """Returns the snapshots of ``rank`` of checkpoints in ``root``, here or at a buddy; raises nothing."""
+        try:
+            found = self.held(rank=rank, ask_buddies=True)
+        except Exception as e:
+            logger.warning("no checkpoint is in memory: %s", e)
+            return []
+        return [one for one in found if Path(one.path).parent == root and one.world_size == world_size]
+
+    def prefer(
+        self, path: str | os.PathLike[str], rank: int, world_size: int, agreed: str | None = None
+    ) -> Stored | Remote | None:
         """Returns the checkpoint at ``path`` out of memory, ``None`` if it is to be loaded from the disk.
 
         It is taken from this node's keeper, or from one of its buddies; ``choice.choose`` says when. Nothing is raised:
@@ -340,13 +351,14 @@ class Keeper:
             path: the folder of the checkpoint
             rank: whose state
             world_size: how many ranks load
+            agreed: the id of the save, if the ranks have agreed on it
         """
         try:
             folder = Path(path).absolute()
             index = _committed(folder)
             for ask_buddies in (False, True):
                 known = self.held(path=folder, rank=rank, ask_buddies=ask_buddies)
-                chosen = choose(known, index, world_size)
+                chosen = choose(known, index, world_size, agreed)
                 found = None if chosen is None else self.open(chosen)
                 if chosen is not None and found is not None:
                     where = "a buddy of the keeper" if chosen.remote else "the keeper"
