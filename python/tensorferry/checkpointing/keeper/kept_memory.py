@@ -36,6 +36,7 @@ class KeptMemory:
         released: called once, from any thread, when no receiver reads the memory any more after :meth:`withdraw`
 
     Attributes:
+        buffers: how many pieces of memory it has
         digests: the checksums of its blocks, once :class:`Digester` has computed them; empty if that was not possible
 
     Raises:
@@ -52,6 +53,7 @@ class KeptMemory:
         buffers: Sequence[SharedBuffer],
         released: Callable[[], None],
     ) -> None:
+        self.buffers = len(buffers)
         self.digests: bytes | None = None
         self._content: tuple[Rows, Sequence[tuple[str, bytes]], Sequence[SharedBuffer]] | None = (
             rows,

@@ -31,7 +31,7 @@ from ...net.options import ServerOptions
 from .. import handover
 from ..handover import Handover, Message
 from . import index
-from .generations import Generations, Kept
+from .generations import Generations, Kept, NoRoom
 from .kept_memory import Digester, KeptMemory
 from .partners import Partner
 from .place import Place
@@ -43,6 +43,9 @@ logger = logging.getLogger("tensorferry")
 _MOST_CLIENTS = 256
 #: Seconds that a new client has to say something.
 _GREETING_S = 5.0
+#: Most snapshots, of however many jobs; and descriptors that are kept for other things than their memory.
+_MOST_SNAPSHOTS = 1024
+_OTHER_DESCRIPTORS = 2 * _MOST_CLIENTS
 #: Messages handled for one client before others have a turn.
 _TURN = 16
 #: Most messages queued for a client that does not read.
@@ -145,6 +148,7 @@ class KeeperProcess:
         self._busy_at = time.monotonic()
         self._served_bytes = 0
         self._is_over = False
+        self._most_buffers = max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _OTHER_DESCRIPTORS, 64)
         self._started = time.time()
 
     def run(self) -> None:
@@ -155,7 +159,12 @@ class KeeperProcess:
             with contextlib.suppress(InvalidArgument):
                 self._set_buddies(self.options.buddies)
             while not self._is_over:
-                self._turn()
+                try:
+                    self._turn()
+                except Exception:
+                    # With this process, everything that it holds would be lost.
+                    logger.exception("an error in the keeper, which goes on")
+                    time.sleep(0.1)
         finally:
             self._close()
 
@@ -181,13 +190,16 @@ class KeeperProcess:
                 self._serve(key.data, events)
             else:
                 key.data()
-        # Only those that are there now: calls may add calls.
-        for _ in range(len(self._calls)):
-            self._calls.popleft()()
+        self._run_calls()
         self._look_at_clocks()
 
     def _patience(self) -> float:
         return 0.0 if self._calls else 1.0
+
+    def _run_calls(self) -> None:
+        # Only those that are there now: calls may add calls.
+        for _ in range(len(self._calls)):
+            self._calls.popleft()()
 
     def _drain_wakes(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -263,8 +275,8 @@ class KeeperProcess:
             # Whatever a client does ends its own connection and nothing else.
             logger.warning("process %d is disconnected: %s", client.pid, e)
             self._disconnect(client)
-        except MemoryError:
-            logger.warning("process %d is disconnected: no memory for its message", client.pid)
+        except Exception:
+            logger.exception("process %d is disconnected", client.pid)
             self._disconnect(client)
 
     def _read(self, client: _Client) -> bool:
@@ -372,7 +384,10 @@ class KeeperProcess:
             NoRoom: there is not enough memory for it
             InvalidArgument: it is no valid container
         """
-        nbytes = sum(len(buffer) for buffer in buffers) + sum(len(data) for _, data in control)
+        held = [*self.generations, *self.generations.leaving]
+        if len(held) >= _MOST_SNAPSHOTS or sum(one.body.buffers for one in held) + len(buffers) > self._most_buffers:
+            raise NoRoom(f"the keeper holds {len(held)} snapshots, and can hold no more")
+        nbytes = _size_of(rows, control, buffers)
         self.make_room(about, nbytes)
         step = about.step
         if step < 0:
@@ -593,6 +608,12 @@ def _serve(options: KeeperOptions) -> tuple[Server, str]:
     except SystemRefused:
         # A system without IPv6; or the port is taken, which is found once more.
         return server(f"0.0.0.0:{options.port}"), host
+
+
+def _size_of(rows: Rows, control: Sequence[tuple[str, bytes]], buffers: Sequence[SharedBuffer]) -> int:
+    """Returns the bytes of memory that a snapshot takes, with what describes it."""
+    described = len(rows.table(buffers)) + sum(len(name) + len(data) for name, data in control)
+    return sum(len(buffer) for buffer in buffers) + described
 
 
 def _named(about: Snapshot) -> str:

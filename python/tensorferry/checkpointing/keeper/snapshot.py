@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 from ... import _validate
 from ...errors import InvalidArgument, ProtocolError
 
-#: Longest texts: a path of the file system, and an id.
-_LONGEST_PATH = 4096
+#: Longest text, as it stands in a message: a path of the file system has up to 4096 bytes.
+_LONGEST = 8192
+#: An id.
 _ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MOST_RANKS = 1 << 24
 #: Where a snapshot comes from that a trainer of this node gave.
@@ -102,6 +104,6 @@ def snapshot(fields: Any) -> Snapshot:
 
 def _text(fields: dict[str, Any], name: str, default: str | None = None) -> str:
     text = _validate.string(name, fields.get(name, default))
-    if len(text) > _LONGEST_PATH or not text.isprintable() or not (text or default == ""):
-        raise InvalidArgument(f"{name} must be a text of 1 to {_LONGEST_PATH} printable characters")
+    if len(json.dumps(text)) > _LONGEST or not text.isprintable() or not (text or default == ""):
+        raise InvalidArgument(f"{name} must be a text of printable characters, neither empty nor longer than a path")
     return text
