@@ -34,6 +34,14 @@ writer = PeerWriter()
 dcp.save(state, storage_writer=writer)
 metadata = writer.metadata()
 """
+_KEEPER = """
+import atexit, os, signal
+os.environ["TENSORFERRY_KEEPER_DIR"] = os.path.abspath("keeper")
+import torch
+import tensorferry.checkpointing
+_started = tensorferry.checkpointing.Keeper(start=True)
+atexit.register(os.kill, _started.status()["pid"], signal.SIGTERM)
+"""
 #: The code that precedes blocks with these beginnings.
 SURROUNDINGS = {
     # The README's folders, placed below the folder in which the test runs.
@@ -46,6 +54,25 @@ def FileReader(path): return tensorferry.dcp.FileReader("." + path)
     "writer = PeerWriter()": _STATE,
     "dcp.load(state, storage_reader=PeerReader(metadata))": _PUBLISHED,
     "dcp.load(state, checkpoint_id=writer.folder())": _PUBLISHED,
+    # A keeper of its own, and the folder of checkpoints below the one in which the test runs.
+    "from tensorferry.checkpointing import make_async_checkpointer": f"""{_KEEPER}
+import tensorferry.checkpointing
+class _Here:
+    def __init__(self, made): self.made = made
+    def save(self, path, *state, **options): return self.made.save("." + path, *state, **options)
+    def load(self, path, *state): return self.made.load("." + path, *state)
+    def close(self): self.made.close()
+_make = tensorferry.checkpointing.make_async_checkpointer
+tensorferry.checkpointing.make_async_checkpointer = lambda **options: _Here(_make(**options))
+state = {{"weight": torch.ones(1000)}}
+""",
+    "from tensorferry.checkpointing import Keeper": _KEEPER,
+    "addresses = [None] * world_size": f"""{_KEEPER}
+from tensorferry.checkpointing import Keeper
+rank, world_size, gpus_per_node, keeper = 0, 2, 1, Keeper()
+def _gather(addresses, own): addresses[:] = [own, own]
+torch.distributed.all_gather_object = _gather
+""",
     "def state_dict():": """
 from datetime import timedelta
 import torch

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 
-from .._native import Readiness, Rows, Server, Written, _write_file
+from .._native import Readiness, Rows, Server, Shelf, Written, _write_file
 
 #: Version of the format of containers and manifests.
 VERSION = 1
@@ -40,7 +40,7 @@ class Container:
 
     def publish(
         self,
-        server: Server,
+        server: Server | Shelf,
         step: int,
         *,
         alternate: Callable[[str], list[Any] | str | None] | None = None,

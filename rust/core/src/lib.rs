@@ -60,16 +60,14 @@ mod trust;
 pub use cancel::Cancel;
 #[cfg(fuzzing)]
 pub use client::fuzzing;
-pub use client::{
-    Arrived, Destination, FetchOptions, Remote, SliceRequest, StagedFetch, StagedRun, fetch_slices, resolve,
-};
+pub use client::{Arrived, FetchOptions, Remote, SliceRequest, StagedFetch, fetch_slices, resolve};
 pub use error::{Error, ErrorKind, Hint};
-pub use file::{Container, DIRECT_FROM, FileOptions, FileReport, Written, write_file};
+pub use file::{Container, DIRECT_FROM, FileOptions, FileReport, Stored, StoredWaves, Written, write_file};
 pub use fork::without_fork;
-pub use memory::{Allocation, Arena, ArenaPool, Hold, Memory, check_machine_has};
-pub use payload::{Item, Repeat, Slice};
+pub use memory::{Allocation, Arena, ArenaPool, Hold, Memory, SharedBuffer, Transfer, check_machine_has, copy_all};
+pub use payload::{Destination, Item, Repeat, Slice, StagedRun};
 pub use priority::lower_priority;
 pub use publication::{Alternate, Publication, Readiness, Rendered, Stability, Store, Withdrawn};
 pub use report::{Report, Trouble};
-pub use server::{Frontend, Server, ServerConfig};
+pub use server::{Frontend, Server, ServerConfig, Shelf};
 pub use trust::Secret;

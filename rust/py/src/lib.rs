@@ -19,6 +19,7 @@
 
 mod addresses;
 mod columns;
+mod entries;
 mod errors;
 mod frontend;
 mod memory;
@@ -31,6 +32,8 @@ mod secret;
 mod server;
 mod slices;
 mod staged;
+mod stored;
+mod table;
 mod tree;
 
 use pyo3::prelude::*;
@@ -43,7 +46,9 @@ mod _native {
     #[pymodule_export]
     use crate::addresses::{interfaces, resolve};
     #[pymodule_export]
-    use crate::memory::{PyArena, PyHostView, PyPart};
+    use crate::entries::PyEntries;
+    #[pymodule_export]
+    use crate::memory::{PyArena, PyHostView, PyPart, PySharedBuffer, copy_memory};
     #[pymodule_export]
     use crate::readiness::PyReadiness;
     #[pymodule_export]
@@ -55,11 +60,13 @@ mod _native {
     #[pymodule_export]
     use crate::secret::PySecret;
     #[pymodule_export]
-    use crate::server::PyServer;
+    use crate::server::{PyServer, PyShelf};
     #[pymodule_export]
-    use crate::slices::{PyWritten, fetch_slices, file_entries, read_file, write_file};
+    use crate::slices::{PyWritten, fetch_slices, file_entries, file_header, read_file, write_file};
     #[pymodule_export]
     use crate::staged::PyStagedFetch;
+    #[pymodule_export]
+    use crate::stored::PyStored;
     #[pymodule_export]
     use crate::tree::unflatten;
 

@@ -3,27 +3,25 @@
 //! A `Remote` is fetched once. Its header outlives the fetch, so the columns (`names`, `dtypes`, `shapes`, `sizes`)
 //! stay readable; the manifest and the pickle are part of what is handed over, and are not.
 
-use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyList, PyRange, PyString, PyTuple};
-use tensorferry_core::{ArenaPool, Arrived, Cancel, Destination, FetchOptions, Remote};
-use tensorferry_wire::container::{self, Entry, Header};
-use tensorferry_wire::manifest;
+use pyo3::types::{PyBytes, PyString};
+use tensorferry_core::{ArenaPool, Arrived, Cancel, Destination, Error, FetchOptions, Remote};
+use tensorferry_wire::container::{self, Header};
 
+use crate::entries::{PyEntries, find_tree, without_tree};
 use crate::errors;
 use crate::memory::{PyArena, given, pool_with_allocator};
 use crate::report::{PyReport, seconds};
 use crate::runtime::{self, OnTick, Process};
 use crate::secret::PySecret;
-use crate::staged::{ProgressReporter, PyStagedFetch};
+use crate::staged::{ProgressReporter, PyStagedFetch, WavesOf};
 
 /// A checkpoint whose header is here and whose payload is still at its source.
-#[pyclass(name = "Remote", module = "tensorferry._native", frozen)]
+#[pyclass(name = "Remote", module = "tensorferry._native", extends = PyEntries, frozen)]
 pub(crate) struct PyRemote {
     process: Process,
     cancel: Cancel,
@@ -105,14 +103,6 @@ impl PyRemote {
         };
         Ok((remote, teller))
     }
-
-    /// One value for each entry, in the order of the header.
-    fn column<'py, T>(&self, py: Python<'py>, value: impl FnMut(&Entry) -> PyResult<T>) -> PyResult<Bound<'py, PyList>>
-    where
-        T: IntoPyObject<'py>,
-    {
-        PyList::new(py, self.header.entries().iter().map(value).collect::<PyResult<Vec<T>>>()?)
-    }
 }
 
 #[pymethods]
@@ -138,7 +128,7 @@ impl PyRemote {
         pool: Option<&PyPool>,
         progress: Option<Py<PyAny>>,
         secret: Option<&PySecret>,
-    ) -> PyResult<Self> {
+    ) -> PyResult<Py<Self>> {
         let timeout = seconds(py, timeout.max(0.0))?;
         let cancel = Cancel::new();
         let received = Arc::<AtomicU64>::default();
@@ -154,28 +144,21 @@ impl PyRemote {
         let (remote, tree) = runtime::run(py, &cancel, None, move || {
             let urls: Vec<_> = urls.iter().map(String::as_str).collect();
             let remote = Remote::open(&urls, step, options)?;
-            let tree = check_manifest(&remote)?;
+            let tree =
+                find_tree(remote.reserved(container::MANIFEST_ENTRY), remote.header()).map_err(Error::protocol)?;
             Ok((remote, tree))
         })?;
         let header = Arc::clone(remote.header());
-        Ok(Self {
-            process: Process::current(),
-            cancel,
-            received,
-            progress,
-            header,
-            tree,
-            remote: Mutex::new(Some(remote)),
-        })
+        let entries = PyEntries::new(Arc::clone(&header));
+        let remote = Mutex::new(Some(remote));
+        let this = Self { process: Process::current(), cancel, received, progress, header, tree, remote };
+        Py::new(py, (this, entries))
     }
 
     /// The manifest as JSON text, with `null` for its tree; `None` for a container tensorferry did not write.
     #[getter]
     fn manifest<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyBytes>>> {
-        self.with_manifest(py, |json, tree| {
-            let end = json.iter().rposition(|b| !matches!(b, 0 | b' ')).map_or(0, |i| i + 1);
-            PyBytes::new(py, &[&json[..tree.start], b"null", &json[tree.end..end]].concat())
-        })
+        self.with_manifest(py, |json, tree| without_tree(py, json, tree))
     }
 
     /// The tree as JSON text, `None` for a container tensorferry did not write.
@@ -189,62 +172,6 @@ impl PyRemote {
     #[getter]
     fn pickle<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyBytes>>> {
         self.with(py, |remote| Ok(remote.reserved(container::PICKLE_ENTRY).map(|b| PyBytes::new(py, b))))
-    }
-
-    /// The names of the entries, in the order of the header, as are the columns that follow.
-    #[getter]
-    fn names<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        self.column(py, |e| Ok(PyString::new(py, &e.name)))
-    }
-
-    /// The dtype of each entry, by the name that a container has for it.
-    #[getter]
-    fn dtypes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        self.column(py, |e| Ok(PyString::intern(py, e.dtype.name())))
-    }
-
-    /// The shape of each entry.
-    #[getter]
-    fn shapes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        self.column(py, |e| PyTuple::new(py, e.shape.iter()))
-    }
-
-    /// The size of each entry in bytes.
-    #[getter]
-    fn sizes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        self.column(py, |e| Ok(e.end - e.start))
-    }
-
-    fn __len__(&self) -> usize {
-        self.header.entries().len()
-    }
-
-    /// The numbers of the entries whose names the format does not keep for itself: a `range` if they all come first.
-    #[getter]
-    fn plain<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        let entries = self.header.entries();
-        let first = entries.iter().take_while(|e| e.is_plain()).count();
-        if entries[first..].iter().any(Entry::is_plain) {
-            let numbers = entries.iter().enumerate().filter(|(_, e)| e.is_plain()).map(|(number, _)| number);
-            return Ok(PyList::new(py, numbers.collect::<Vec<_>>())?.into_any());
-        }
-        Ok(PyRange::new(py, 0, isize::try_from(first)?)?.into_any())
-    }
-
-    /// The dtypes of those entries, each once, with the first entry that has it.
-    #[getter]
-    fn kinds(&self) -> BTreeMap<&'static str, String> {
-        let mut kinds = BTreeMap::new();
-        for entry in self.header.entries().iter().filter(|e| e.is_plain()) {
-            kinds.entry(entry.dtype.name()).or_insert_with(|| entry.name.clone());
-        }
-        kinds
-    }
-
-    /// Bytes of the entry of this number.
-    fn size(&self, number: usize) -> PyResult<u64> {
-        let entry = self.header.entries().get(number).ok_or_else(|| PyIndexError::new_err("there is no such entry"))?;
-        Ok(entry.end - entry.start)
     }
 
     /// Fetches and verifies the payload. Entries with an address go there, the others into a fresh arena, which is
@@ -281,7 +208,7 @@ impl PyRemote {
         let (remote, teller) = self.take(py)?;
         let destination = addresses.map_or(Destination::Fresh, given);
         let waves = py.detach(move || remote.staged(destination, &staged, most)).map_err(|e| errors::to_py(py, &e))?;
-        Ok(PyStagedFetch::new(self.cancel.clone(), teller, Arc::clone(&self.header), waves))
+        Ok(PyStagedFetch::new(self.cancel.clone(), teller, Arc::clone(&self.header), WavesOf::Remote(waves)))
     }
 
     /// Ends every connection of this receive, also of its waves. A source would wait at a withdrawal for one that is
@@ -299,11 +226,4 @@ impl PyRemote {
 pub(crate) fn handed_over(arrived: Arrived, header: &Arc<Header>) -> (PyArena, PyReport) {
     let (arena, offsets, report) = arrived.into_parts();
     (PyArena::new(arena, Arc::clone(header), offsets), PyReport(report))
-}
-
-/// Checks the manifest against the header; returns where its tree lies, `None` where there is no manifest.
-fn check_manifest(remote: &Remote) -> Result<Option<Range<usize>>, tensorferry_core::Error> {
-    let header: &Header = remote.header();
-    let manifest = remote.reserved(container::MANIFEST_ENTRY).map(|json| manifest::validate(json, header));
-    Ok(manifest.transpose().map_err(tensorferry_core::Error::protocol)?.map(|manifest| manifest.tree))
 }

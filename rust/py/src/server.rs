@@ -1,16 +1,18 @@
-//! `Server`: publishes tensors' memory and serves it.
+//! `Server` and `Shelf`: publish tensors' memory and serve it.
 //!
 //! A server owns sockets and uses threads of the runtime; it is dropped without the interpreter, and not at all in a
 //! forked child, where there is nothing to stop.
 
 use std::any::Any;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
-use tensorferry_core::{Alternate, Error, Memory, Publication, Rendered, Server, ServerConfig, Stability, Withdrawn};
+use tensorferry_core::{
+    Alternate, Error, Memory, Publication, Rendered, Server, ServerConfig, Shelf, Stability, Store, Withdrawn,
+};
 
 use crate::errors;
 use crate::frontend::PythonFrontend;
@@ -99,25 +101,17 @@ impl PyServer {
         filled: bool,
     ) -> PyResult<Option<PyReadiness>> {
         let server = self.server(py)?;
-        let stability = if private { Stability::Private } else { Stability::Borrowed };
-        let owner = Box::new(Owner::new(owner));
-        let alternate = alternate.map(|callable| Box::new(PyAlternate(Owner::new(callable))) as Box<dyn Alternate>);
-        let rows = rows.get();
-        py.detach(|| {
-            let items = rows.items(control);
-            let (mut publication, filling) = if filled {
-                (Publication::new(metadata, items, stability, owner)?, None)
-            } else {
-                let (publication, filling) = Publication::with_readiness(metadata, items, stability, owner)?;
-                (publication, Some(PyReadiness::new(filling)))
-            };
-            if let Some(alternate) = alternate {
-                publication = publication.with_alternate(alternate);
-            }
-            server.store().publish(step, publication);
-            Ok(filling)
-        })
-        .map_err(|e: Error| errors::to_py(py, &e))
+        publish(py, server.store(), Published { step, rows, control, metadata, owner, private, alternate, filled })
+    }
+
+    /// Makes room for a further checkpoint below a path of its own: a random one, or `name`.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a name that is taken or is none.
+    #[pyo3(signature = (name = None))]
+    fn shelf(&self, py: Python<'_>, name: Option<&str>) -> PyResult<PyShelf> {
+        let shelf = self.server(py)?.shelf(name).map_err(|e| errors::to_py(py, &e))?;
+        Ok(PyShelf { process: Process::current(), inner: Mutex::new(Some(Arc::new(shelf))) })
     }
 
     /// Withdraws the publication of `filling`, whose memory cannot be completed.
@@ -191,6 +185,127 @@ impl PyServer {
             }
         }
         Ok(())
+    }
+}
+
+/// What [`publish`] is given.
+struct Published<'a, 'py> {
+    step: i64,
+    rows: &'a Bound<'py, PyRows>,
+    control: Vec<(String, Vec<u8>)>,
+    metadata: Vec<(String, String)>,
+    owner: Py<PyAny>,
+    private: bool,
+    alternate: Option<Py<PyAny>>,
+    filled: bool,
+}
+
+/// Publishes in `store`; see [`PyServer::publish`].
+fn publish(py: Python<'_>, store: &Store, given: Published<'_, '_>) -> PyResult<Option<PyReadiness>> {
+    let Published { step, rows, control, metadata, owner, private, alternate, filled } = given;
+    let stability = if private { Stability::Private } else { Stability::Borrowed };
+    let owner = Box::new(Owner::new(owner));
+    let alternate = alternate.map(|callable| Box::new(PyAlternate(Owner::new(callable))) as Box<dyn Alternate>);
+    let rows = rows.get();
+    py.detach(|| {
+        let items = rows.items(control);
+        let (mut publication, filling) = if filled {
+            (Publication::new(metadata, items, stability, owner)?, None)
+        } else {
+            let (publication, filling) = Publication::with_readiness(metadata, items, stability, owner)?;
+            (publication, Some(PyReadiness::new(filling)))
+        };
+        if let Some(alternate) = alternate {
+            publication = publication.with_alternate(alternate);
+        }
+        store.publish(step, publication);
+        Ok(filling)
+    })
+    .map_err(|e: Error| errors::to_py(py, &e))
+}
+
+/// A further store of a server, with a URL of its own.
+#[pyclass(name = "Shelf", module = "tensorferry._native", frozen)]
+pub(crate) struct PyShelf {
+    process: Process,
+    // None once it was closed.
+    inner: Mutex<Option<Arc<Shelf>>>,
+}
+
+impl PyShelf {
+    fn shelf(&self, py: Python<'_>) -> PyResult<Arc<Shelf>> {
+        self.process.check(py)?;
+        let inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        inner.ok_or_else(|| errors::invalid(py, "this shelf is closed"))
+    }
+
+    fn take(&self) -> Option<Arc<Shelf>> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+}
+
+#[pymethods]
+impl PyShelf {
+    /// The URL prefix of what lies here for peers that reach this machine as `host`.
+    fn url(&self, py: Python<'_>, host: &str) -> PyResult<String> {
+        Ok(self.shelf(py)?.url(host))
+    }
+
+    /// As `Server.publish`.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when the rows make no valid container.
+    #[pyo3(signature = (step, *, rows, control, metadata, owner, private, alternate = None, filled = true))]
+    #[allow(clippy::too_many_arguments, reason = "keywords in Python")]
+    fn publish(
+        &self,
+        py: Python<'_>,
+        step: i64,
+        rows: &Bound<'_, PyRows>,
+        control: Vec<(String, Vec<u8>)>,
+        metadata: Vec<(String, String)>,
+        owner: Py<PyAny>,
+        private: bool,
+        alternate: Option<Py<PyAny>>,
+        filled: bool,
+    ) -> PyResult<Option<PyReadiness>> {
+        let shelf = self.shelf(py)?;
+        publish(py, shelf.store(), Published { step, rows, control, metadata, owner, private, alternate, filled })
+    }
+
+    /// Takes no new receives of what lies here; those that have begun finish from a private copy.
+    fn withdraw(&self, py: Python<'_>, patience: f64) -> PyResult<usize> {
+        let (shelf, patience) = (self.shelf(py)?, seconds(py, patience)?);
+        Ok(match py.detach(|| shelf.store().withdraw(patience)) {
+            Withdrawn::Clean | Withdrawn::Drained => 0,
+            Withdrawn::Cut(readers) => readers,
+        })
+    }
+
+    /// Transfers running now.
+    #[getter]
+    fn active(&self, py: Python<'_>) -> PyResult<usize> {
+        Ok(self.shelf(py)?.store().active())
+    }
+
+    /// Ends all transfers of what lies here, and releases it.
+    fn close(&self, py: Python<'_>) {
+        if self.process.check(py).is_ok() {
+            let shelf = self.take();
+            py.detach(|| drop(shelf));
+        }
+    }
+}
+
+impl Drop for PyShelf {
+    fn drop(&mut self) {
+        let inner = self.take();
+        if self.process.is_current() {
+            // As for a server.
+            Python::attach(|py| py.detach(|| drop(inner)));
+        } else {
+            std::mem::forget(inner);
+        }
     }
 }
 

@@ -4,9 +4,10 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use pyo3::prelude::*;
-use tensorferry_core::{Cancel, StagedFetch, StagedRun};
+use tensorferry_core::{Cancel, Error, StagedFetch, StagedRun, StoredWaves};
 use tensorferry_wire::container::Header;
 
 use crate::errors;
@@ -14,6 +15,22 @@ use crate::memory::{PyArena, fetch_wave};
 use crate::remote::handed_over;
 use crate::report::PyReport;
 use crate::runtime::{self, OnTick, Process};
+use crate::stored::read;
+
+/// The waves of a receive, or of a read of a container at rest.
+pub(crate) enum WavesOf {
+    Remote(StagedFetch),
+    Stored(StoredWaves),
+}
+
+impl WavesOf {
+    fn finish(self, header: &Arc<Header>) -> Result<(PyArena, PyReport), Error> {
+        match self {
+            Self::Remote(waves) => Ok(handed_over(waves.finish()?, header)),
+            Self::Stored(waves) => Ok(read(waves.finish()?, header, Duration::ZERO)),
+        }
+    }
+}
 
 /// A receive through a buffer, wave by wave. After an exception it is over.
 #[pyclass(name = "StagedFetch", module = "tensorferry._native", frozen)]
@@ -22,7 +39,7 @@ pub(crate) struct PyStagedFetch {
     cancel: Cancel,
     tell: ProgressReporter,
     header: Arc<Header>,
-    waves: Mutex<Option<StagedFetch>>,
+    waves: Mutex<Option<WavesOf>>,
 }
 
 /// Entry, first byte, bytes, and where they lie in the memory of the wave.
@@ -49,11 +66,11 @@ impl ProgressReporter {
 }
 
 impl PyStagedFetch {
-    pub(crate) fn new(cancel: Cancel, tell: ProgressReporter, header: Arc<Header>, waves: StagedFetch) -> Self {
+    pub(crate) fn new(cancel: Cancel, tell: ProgressReporter, header: Arc<Header>, waves: WavesOf) -> Self {
         Self { process: Process::current(), cancel, tell, header, waves: Mutex::new(Some(waves)) }
     }
 
-    fn waves(&self) -> MutexGuard<'_, Option<StagedFetch>> {
+    fn waves(&self) -> MutexGuard<'_, Option<WavesOf>> {
         self.waves.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -61,7 +78,7 @@ impl PyStagedFetch {
     ///
     /// # Errors
     /// `InvalidArgument` when there is none any more, `ForkedProcess` in a forked child.
-    fn take(&self, py: Python<'_>) -> PyResult<StagedFetch> {
+    fn take(&self, py: Python<'_>) -> PyResult<WavesOf> {
         self.process.check(py)?;
         self.waves().take().ok_or_else(|| errors::invalid(py, "this receive is over"))
     }
@@ -92,8 +109,8 @@ impl PyStagedFetch {
     /// # Errors
     /// `InvalidArgument` when there are waves that were not fetched.
     fn finish(&self, py: Python<'_>) -> PyResult<(PyArena, PyReport)> {
-        let arrived = self.take(py)?.finish().map_err(|e| errors::to_py(py, &e))?;
+        let finished = self.take(py)?.finish(&self.header).map_err(|e| errors::to_py(py, &e))?;
         self.tell.tell(py)?;
-        Ok(handed_over(arrived, &self.header))
+        Ok(finished)
     }
 }

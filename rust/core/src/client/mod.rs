@@ -44,7 +44,7 @@ pub use self::fetch_slices::{SliceRequest, fetch_slices};
 pub use self::remote::Remote;
 pub use self::resolver::resolve;
 use self::source::Source;
-pub use self::staged::{StagedFetch, StagedRun};
+pub use self::staged::StagedFetch;
 use crate::cancel::Cancel;
 use crate::memory::{Arena, ArenaPool};
 use crate::report::Report;
@@ -102,39 +102,6 @@ impl FetchOptions {
             pool: None,
             progress: Arc::default(),
             cancel: Cancel::new(),
-        }
-    }
-}
-
-/// Where the payload goes.
-#[derive(Debug)]
-pub enum Destination {
-    /// Everything into a fresh arena.
-    Fresh,
-    /// Entries that have an address go there, the others into a fresh arena.
-    Given(Addresses),
-}
-
-/// An address for each entry of a header, or none.
-#[derive(Debug)]
-pub struct Addresses(Vec<Option<usize>>);
-
-impl Destination {
-    /// Entry `i` goes to `addresses[i]`, as many bytes as the header says; entries without one into a fresh arena.
-    ///
-    /// # Safety
-    /// Each address must be that of writable memory of the entry's length, which nobody else uses until
-    /// [`Remote::fetch`] has returned. Two entries must not share memory.
-    #[must_use]
-    pub unsafe fn given(addresses: Vec<Option<usize>>) -> Self {
-        Self::Given(Addresses(addresses))
-    }
-
-    /// Where each entry goes, `None` being the fresh arena; nothing where all of them go there.
-    fn addresses(self) -> Option<Vec<Option<usize>>> {
-        match self {
-            Self::Fresh => None,
-            Self::Given(Addresses(addresses)) => Some(addresses),
         }
     }
 }

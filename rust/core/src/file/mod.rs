@@ -1,7 +1,8 @@
 //! Containers at rest.
 //!
 //! A file is written from memory by several threads under a temporary name, with a checksum for every block of 512
-//! bytes, and put in its place by a rename. It is read slice by slice, and no block is used unverified.
+//! bytes, and put in its place by a rename. It is read slice by slice, or whole like a checkpoint of a server
+//! ([`Stored`]), and no block is used unverified.
 //!
 //! Invariants:
 //!
@@ -11,14 +12,18 @@
 
 mod output;
 mod read;
+mod stored;
 mod write;
 
 use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 pub use self::read::Container;
+pub use self::stored::{Stored, StoredWaves};
 pub use self::write::{Written, write_file};
 use crate::cancel::Cancel;
 use crate::error::{Error, ErrorKind};
+use crate::payload::{Plan, Queue};
 
 /// Bytes that a thread writes or reads at a time.
 const CHUNK: u64 = 4 << 20;
@@ -67,6 +72,41 @@ pub struct FileReport {
     pub wanted: u64,
     /// Bytes that were written past the page cache.
     pub direct: u64,
+}
+
+/// Has several threads read the blocks that `plan` wants, a chunk at a time; says how many bytes that took. Each thread
+/// makes its own reader with `start`, and calls it with the first block of a chunk and the one behind its last.
+fn by_chunks<R>(plan: &Plan, options: &FileOptions, start: impl Fn() -> R + Sync) -> Result<u64, Error>
+where
+    R: FnMut(u64, u64) -> Result<u64, Error>,
+{
+    let runs = plan.wanted_blocks(0);
+    let blocks = CHUNK / plan.block_size();
+    let chunks = runs.iter().map(|(first, end)| (end - first).div_ceil(blocks)).sum();
+    let queue = Queue::new(&runs, blocks);
+    let bytes = AtomicU64::new(0);
+    let work = || {
+        let mut read = start();
+        while let Some(mut range) = queue.take(|| {}) {
+            match options.check().and_then(|()| read(range.at, range.end)) {
+                Ok(taken) => {
+                    bytes.fetch_add(taken, Ordering::Relaxed);
+                }
+                Err(e) => queue.fail(e),
+            }
+            range.at = range.end;
+        }
+    };
+    std::thread::scope(|scope| {
+        for _ in 1..options.threads(chunks) {
+            let thread = std::thread::Builder::new().name("tensorferry-read".to_owned());
+            // With fewer threads it takes longer, and that is all.
+            let _ = thread.spawn_scoped(scope, work);
+        }
+        work();
+    });
+    queue.finish()?;
+    Ok(bytes.into_inner())
 }
 
 /// An error of the system about `path`.

@@ -1,23 +1,23 @@
-//! Reading: slices straight into memory, and no block of it unverified.
+//! Reading: slices or whole entries straight into memory, and no block of it unverified.
 //!
 //! [`Container::open`] verifies the header. [`Container::read`] reads whole blocks, those of the slices and no others,
-//! and compares each with its checksum before it returns.
+//! and compares each with its checksum before it returns. What a server sent and somebody saved has no checksums
+//! ([`Container::open_any`]): of that, only the lengths can be checked.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, IoSliceMut};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use tensorferry_wire::container::{DIGESTS_ENTRY, Header};
 use tensorferry_wire::digest::{self, Algorithm, FILE_BLOCK_SIZE, TableHead};
 
 use super::output::Buffer;
-use super::{CHUNK, FileOptions, FileReport, PIECE, refused};
+use super::{FileOptions, FileReport, PIECE, by_chunks, refused};
 use crate::error::{Error, ErrorKind};
 use crate::memory::nontemporal;
-use crate::payload::{Plan, Queue, Slice, checksum_blocks, copy_with_checksums, slices};
+use crate::payload::{Plan, Slice, checksum_blocks, copy_with_checksums, slices};
 
 /// Bytes that are requested from the disk in one call: the system takes no more notice of a longer one.
 const REQUEST: usize = 1 << 20;
@@ -29,8 +29,8 @@ pub struct Container {
     file: File,
     header: Header,
     payload_start: u64,
-    /// Where in the file the checksums of the blocks begin.
-    digests_at: u64,
+    /// Where in the file the checksums of the blocks begin, if it has some.
+    digests_at: Option<u64>,
     /// Bytes of payload that have checksums: all but those of the checksums themselves.
     covered: u64,
     checksum: u64,
@@ -43,6 +43,20 @@ impl Container {
     /// [`ErrorKind::System`] when it cannot be read; [`ErrorKind::Corrupt`] when it is cut short or its header does not
     /// match its checksum; [`ErrorKind::Protocol`] when it is no container with checksums. The path is named.
     pub fn open(path: &Path) -> Result<Self, Error> {
+        let container = Self::open_any(path)?;
+        if container.digests_at.is_some() {
+            return Ok(container);
+        }
+        let why = "it has no checksums: tensorferry did not write it, or it was written by a server";
+        Err(Error::new(ErrorKind::Protocol, format!("{}: {why}", path.display())))
+    }
+
+    /// Opens the file at `path`, which may be one without checksums: a safetensors file of another program, or a
+    /// container that a server sent.
+    ///
+    /// # Errors
+    /// As [`Container::open`], but for the checksums it does not have.
+    pub fn open_any(path: &Path) -> Result<Self, Error> {
         let failed = |e| refused(path, "cannot be read", e);
         let foreign = |why: String| Error::new(ErrorKind::Protocol, format!("{}: {why}", path.display()));
         // A pipe would have us wait for somebody to write to it.
@@ -69,10 +83,11 @@ impl Container {
         if len != expected {
             return Err(corrupt(format!("it has {len} bytes instead of {expected}")));
         }
+        let checksum = digest::checksum(&bytes);
+        let path = path.to_owned();
         let Some(entry) = header.entries().iter().find(|e| e.name == DIGESTS_ENTRY) else {
-            return Err(foreign(
-                "it has no checksums: tensorferry did not write it, or it was written by a server".to_owned(),
-            ));
+            let covered = header.payload_len();
+            return Ok(Self { path, file, header, payload_start: start, digests_at: None, covered, checksum });
         };
         let covered = entry.start;
         let blocks = covered.div_ceil(FILE_BLOCK_SIZE);
@@ -85,25 +100,29 @@ impl Container {
         if head.payload_len != covered {
             return Err(corrupt("its checksums are of something else".to_owned()));
         }
-        if head.header != digest::checksum(&bytes) {
+        if head.header != checksum {
             return Err(corrupt("its header does not match its checksum".to_owned()));
         }
-        let digests_at = start + covered + TableHead::LEN as u64;
-        Ok(Self {
-            path: path.to_owned(),
-            file,
-            header,
-            payload_start: start,
-            digests_at,
-            covered,
-            checksum: head.header,
-        })
+        let digests_at = Some(start + covered + TableHead::LEN as u64);
+        Ok(Self { path, file, header, payload_start: start, digests_at, covered, checksum })
+    }
+
+    /// Whether the bytes of the file have checksums.
+    #[must_use]
+    pub fn has_checksums(&self) -> bool {
+        self.digests_at.is_some()
     }
 
     /// The header of the container.
     #[must_use]
     pub fn header(&self) -> &Header {
         &self.header
+    }
+
+    /// The checksum of the header.
+    #[must_use]
+    pub fn checksum(&self) -> u64 {
+        self.checksum
     }
 
     /// Makes sure that this is the file whose header had this checksum when it was written.
@@ -157,35 +176,18 @@ impl Container {
         let placed = slices::resolve(slices, &self.header).map_err(|e| e.at(&self.path.display().to_string()))?;
         for layer in placed {
             let plan = Plan::new(layer, self.covered)?.with_block_size(FILE_BLOCK_SIZE);
-            let runs = plan.wanted_blocks(0);
-            let chunks = runs.iter().map(|(first, end)| (end - first).div_ceil(CHUNK / FILE_BLOCK_SIZE)).sum();
-            let queue = Queue::new(&runs, CHUNK / FILE_BLOCK_SIZE);
-            let bytes = AtomicU64::new(0);
-            let work = || {
-                let mut buffer = Buffer::new(PIECE);
-                while let Some(mut range) = queue.take(|| {}) {
-                    match options.check().and_then(|()| self.read_blocks(&plan, range.at, range.end, &mut buffer)) {
-                        Ok(read) => {
-                            bytes.fetch_add(read, Ordering::Relaxed);
-                        }
-                        Err(e) => queue.fail(e),
-                    }
-                    range.at = range.end;
-                }
-            };
-            std::thread::scope(|scope| {
-                for _ in 1..options.threads(chunks) {
-                    let thread = std::thread::Builder::new().name("tensorferry-read".to_owned());
-                    // With fewer threads it takes longer, and that is all.
-                    let _ = thread.spawn_scoped(scope, work);
-                }
-                work();
-            });
-            queue.finish()?;
-            report.bytes += bytes.into_inner();
+            report.bytes += self.read_plan(&plan, options)?;
             report.wanted += plan.wanted();
         }
         Ok(report)
+    }
+
+    /// Reads what `plan`, which has blocks of a file, wants; says how many bytes of the file that took.
+    pub(super) fn read_plan(&self, plan: &Plan, options: &FileOptions) -> Result<u64, Error> {
+        by_chunks(plan, options, || {
+            let mut buffer = Buffer::new(PIECE);
+            move |first, end| self.read_blocks(plan, first, end, &mut buffer)
+        })
     }
 
     /// Reads and verifies blocks `[first, end)`; says how many bytes of the file that took.
@@ -194,11 +196,15 @@ impl Container {
     /// a copy by the kernel straight to their places would bring those into the cache first.
     fn read_blocks(&self, plan: &Plan, first: u64, end: u64, buffer: &mut Buffer) -> Result<u64, Error> {
         let failed = |e| refused(&self.path, "cannot be read", e);
-        #[allow(clippy::cast_possible_truncation, reason = "a chunk has 8192 blocks at most")]
-        let mut table = vec![0; 8 * (end - first) as usize];
-        self.file.read_exact_at(&mut table, self.digests_at + 8 * first).map_err(failed)?;
+        let mut table = Vec::new();
+        if let Some(at) = self.digests_at {
+            #[allow(clippy::cast_possible_truncation, reason = "a chunk has 8192 blocks at most")]
+            table.resize(8 * (end - first) as usize, 0);
+            self.file.read_exact_at(&mut table, at + 8 * first).map_err(failed)?;
+        }
         let mut expected = table.as_chunks().0.iter().map(|word| u64::from_le_bytes(*word));
         let (start, stop) = (plan.block_bounds(first).0, plan.block_bounds(end - 1).1);
+        plan.populate(start, stop);
         let mut found = Vec::new();
         let mut at = start;
         while at < stop {
@@ -207,13 +213,13 @@ impl Container {
             fill(&self.file, bytes, self.payload_start + at, stop - at).map_err(failed)?;
             found.clear();
             plan.scatter(at, bytes, |from, to| {
-                if from.len() == bytes.len() {
+                if from.len() == bytes.len() && self.has_checksums() {
                     copy_with_checksums(from, to, &mut found);
                 } else {
                     nontemporal::copy(from, to);
                 }
             });
-            if found.is_empty() {
+            if found.is_empty() && self.has_checksums() {
                 found = checksum_blocks(&Algorithm::Crc64, [&*bytes], FILE_BLOCK_SIZE);
             }
             if let Some(bad) = found.iter().position(|&found| expected.next() != Some(found)) {

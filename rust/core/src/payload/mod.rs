@@ -4,6 +4,8 @@
 //! |---|---|
 //! | `layout` | [`Item`]s laid out as one container, header first |
 //! | `segments` | contiguous bytes that lie in several regions of memory |
+//! | `destination` | where entries go: memory that was given for them, or a fresh arena |
+//! | `waves` | entries that pass through a bounded buffer |
 //! | `plan` | destinations for bytes of a payload, in payload order |
 //! | `queue` | ranges of blocks still to come, shared by the threads that bring them |
 //! | `slices` | parts of entries and their destinations, as a reshard asks for |
@@ -13,14 +15,18 @@
 //! Publications, the client and files all build on this room; it knows neither sockets nor files.
 
 mod checksums;
+mod destination;
 mod layout;
 mod plan;
 mod queue;
 mod segments;
 pub(crate) mod slices;
 mod small_blocks;
+mod waves;
 
 pub(crate) use self::checksums::{Checksums, checksum_blocks};
+pub use self::destination::Destination;
+pub(crate) use self::destination::{ReceiveMemory, is_control};
 pub use self::layout::Item;
 pub(crate) use self::layout::Layout;
 pub(crate) use self::plan::{Extent, Plan};
@@ -28,3 +34,5 @@ pub(crate) use self::queue::{Queue, Taken};
 pub(crate) use self::segments::Segments;
 pub use self::slices::{Repeat, Slice};
 pub(crate) use self::small_blocks::copy_with_checksums;
+pub use self::waves::StagedRun;
+pub(crate) use self::waves::Waves;

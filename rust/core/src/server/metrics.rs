@@ -125,7 +125,8 @@ impl Metrics {
         page.one("requests_total", "counter", "Requests answered.", load(&shared.requests));
         page.one("sent_bytes_total", "counter", "Bytes of checkpoint bodies sent.", load(&shared.progress.bytes));
         page.one("connections", "gauge", "Connections open now.", shared.connections.load(Ordering::Relaxed) as u64);
-        page.one("transfers", "gauge", "Responses being sent now.", shared.store.active() as u64);
+        let transfers = shared.store.active() + shared.shelves.stores().iter().map(|s| s.active()).sum::<usize>();
+        page.one("transfers", "gauge", "Responses being sent now.", transfers as u64);
         page.one(
             "waiting_requests",
             "gauge",

@@ -5,7 +5,7 @@
 //! 1. `listeners` accepts it, once `connection_slots` has room for it;
 //! 2. `connection` serves it, over hyper on the network or by `local` on this machine;
 //! 3. `auth` checks each request's proof of the shared secret, where there is one;
-//! 4. `handler` finds the resource, waits for the gate, and takes a lease;
+//! 4. `handler` finds the resource, in the server's own store or on a `shelf`, waits for the gate, and takes a lease;
 //! 5. `body` sends the publication's memory, within the limit of `throttle`;
 //! 6. `metrics` counts.
 //!
@@ -21,6 +21,7 @@ mod handler;
 mod listeners;
 mod local;
 mod metrics;
+mod shelf;
 mod throttle;
 mod write_timeout;
 
@@ -42,6 +43,8 @@ use self::frontend::ContainersOnly;
 pub use self::frontend::Frontend;
 use self::listeners::{accept_local, accept_network, listen, listen_same_host};
 use self::metrics::Metrics;
+pub use self::shelf::Shelf;
+use self::shelf::Shelves;
 use self::throttle::Throttle;
 use crate::error::{Error, ErrorKind};
 use crate::publication::Store;
@@ -141,7 +144,7 @@ impl Default for ServerConfig {
 /// ```
 #[derive(Debug)]
 pub struct Server {
-    address: SocketAddr,
+    handle: Handle,
     shared: Arc<Shared>,
     stop: watch::Sender<bool>,
     ended: Mutex<Receiver<()>>,
@@ -149,7 +152,9 @@ pub struct Server {
 
 #[derive(Debug)]
 struct Shared {
-    store: Store,
+    address: SocketAddr,
+    store: Arc<Store>,
+    shelves: Shelves,
     token: String,
     auth: Option<RequestAuth>,
     identity: Option<Identity>,
@@ -180,7 +185,9 @@ impl Server {
         let local = if config.same_host { listen_same_host(&name).ok() } else { None };
         drop(runtime);
         let shared = Arc::new(Shared {
-            store: Store::new(secret::algorithm(config.secret.as_ref()))?,
+            address,
+            store: Arc::new(Store::new(secret::algorithm(config.secret.as_ref()))?),
+            shelves: Shelves::default(),
             token,
             auth: config.secret.clone().map(RequestAuth::new),
             identity: if config.tls { Some(Identity::new()?) } else { None },
@@ -218,13 +225,13 @@ impl Server {
             accepting.await;
             drop(done);
         });
-        Ok(Self { address, shared, stop, ended: Mutex::new(ended) })
+        Ok(Self { handle: handle.clone(), shared, stop, ended: Mutex::new(ended) })
     }
 
     /// The address it listens on.
     #[must_use]
     pub fn address(&self) -> SocketAddr {
-        self.address
+        self.shared.address
     }
 
     /// The store with the publications that it serves.
@@ -236,14 +243,16 @@ impl Server {
     /// The URL prefix to which `{step}.safetensors` and its like are appended, as seen by peers that reach `host`.
     #[must_use]
     pub fn url(&self, host: &str) -> String {
-        let host = if host.contains(':') && !host.starts_with('[') { format!("[{host}]") } else { host.to_owned() };
-        let token = &self.shared.token;
-        let slash = if token.is_empty() { "" } else { "/" };
-        let scheme = match &self.shared.identity {
-            Some(identity) => format!("https://{}@", identity.fingerprint),
-            None => "http://".to_owned(),
-        };
-        format!("{scheme}{host}:{}{slash}{token}/checkpoint/", self.address.port())
+        self.shared.url(host, &self.shared.token)
+    }
+
+    /// Makes room for a further publication, which is served beside the others: see [`Shelf`].
+    ///
+    /// # Errors
+    /// [`ErrorKind::Invalid`] when `name` is no path segment of letters and digits or is taken, [`ErrorKind::System`]
+    /// when the system gives no random numbers.
+    pub fn shelf(&self, name: Option<&str>) -> Result<Shelf, Error> {
+        Shelf::put_up(&self.shared, name, &self.handle)
     }
 
     /// Bytes of bodies served so far.
@@ -261,7 +270,7 @@ impl Server {
     /// Stops accepting, ends all transfers and, for at most `patience`, waits until the listening socket is closed.
     pub fn shutdown(&self, patience: Duration) {
         self.stop.send_replace(true);
-        self.shared.store.close();
+        self.shared.close_stores();
         self.is_down_within(patience);
     }
 
@@ -277,6 +286,27 @@ impl Server {
 impl Drop for Server {
     fn drop(&mut self) {
         self.stop.send_replace(true);
-        self.shared.store.close();
+        self.shared.close_stores();
+    }
+}
+
+impl Shared {
+    /// The URL prefix of what is served below `token`.
+    fn url(&self, host: &str, token: &str) -> String {
+        let host = if host.contains(':') && !host.starts_with('[') { format!("[{host}]") } else { host.to_owned() };
+        let slash = if token.is_empty() { "" } else { "/" };
+        let scheme = match &self.identity {
+            Some(identity) => format!("https://{}@", identity.fingerprint),
+            None => "http://".to_owned(),
+        };
+        format!("{scheme}{host}:{}{slash}{token}/checkpoint/", self.address.port())
+    }
+
+    /// Refuses every request from now on, for whatever is served here, and ends all transfers.
+    fn close_stores(&self) {
+        self.store.close();
+        for store in self.shelves.stores() {
+            store.close();
+        }
     }
 }

@@ -7,14 +7,15 @@ use std::time::Duration;
 use tensorferry_wire::container::{self, Header};
 use tensorferry_wire::digest::{BLOCK_SIZE, Hasher};
 
+use super::OPEN_ATTEMPTS;
 use super::verify::{Passes, hash_digests};
-use super::{OPEN_ATTEMPTS, is_reserved};
 use crate::client::answers::{check_range, read_digests};
 use crate::client::blocks::block_len;
 use crate::client::connection::Connection;
 use crate::client::limits::Limits;
 use crate::error::{Error, ErrorKind, Hint};
 use crate::memory::check_machine_has;
+use crate::payload::is_control;
 use crate::same_host;
 use crate::trust::secret;
 
@@ -98,7 +99,7 @@ impl FirstFetch {
             return Err(protocol("the container has another length than its header says"));
         }
         if (prefix.len() as u64) < payload_len {
-            let control = header.entries().iter().filter(|e| is_reserved(e)).map(|e| e.end).max();
+            let control = header.entries().iter().filter(|e| is_control(e)).map(|e| e.end).max();
             let wanted = control.unwrap_or(0).next_multiple_of(BLOCK_SIZE).min(payload_len);
             check_machine_has(wanted, "what the header of the source needs")?;
             prefix.truncate(usize::try_from(wanted).unwrap_or(usize::MAX));

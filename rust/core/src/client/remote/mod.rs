@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use tensorferry_wire::container::{self, Entry, Header};
+use tensorferry_wire::container::Header;
 use tensorferry_wire::digest::{Algorithm, BLOCK_SIZE};
 
 #[cfg(fuzzing)]
@@ -25,10 +25,10 @@ use super::blocks::block_len;
 use super::connection::Connection;
 use super::ledger::BlockLedger;
 use super::limits::Limits;
-use super::{Arrived, Destination, Source};
-use crate::error::{Error, ErrorKind};
-use crate::memory::{Arena, ArenaLayout, ArenaPool, FreshPages};
-use crate::payload::{Extent, Plan, Slice, slices};
+use super::{Arrived, Source};
+use crate::error::Error;
+use crate::memory::ArenaPool;
+use crate::payload::{Destination, Plan, ReceiveMemory, Slice, Waves, slices};
 use crate::report::Report;
 
 /// How often a source is asked for its header before it is given up.
@@ -91,9 +91,7 @@ impl Remote {
     pub fn fetch(mut self, destination: Destination) -> Result<Arrived, Error> {
         let started = Instant::now();
         let memory = self.prepare_memory(destination.addresses().as_deref(), &[])?;
-        let fresh = memory.fresh_pages();
-        let ReceiveMemory { arena, offsets, extents } = memory;
-        let plan = Plan::new(extents, self.header.payload_len())?.with_fresh_pages(fresh);
+        let (plan, arena, offsets) = memory.plan(self.header.payload_len())?;
         let mut report = self.begin();
         let missing = self.missing(&plan);
         self.choose_route(plan.held(&missing));
@@ -192,50 +190,14 @@ impl Remote {
         }
     }
 
-    /// Lays out the arena and lists every destination, neighbours as one. The entries numbered in `elsewhere` get none.
-    pub(super) fn prepare_memory(
-        &self,
-        addresses: Option<&[Option<usize>]>,
-        elsewhere: &[usize],
-    ) -> Result<ReceiveMemory, Error> {
-        let entries = self.header.entries();
-        if let Some(given) = addresses.map(<[_]>::len).filter(|&given| given != entries.len()) {
-            let message = format!("{given} destinations for {} entries", entries.len());
-            return Err(Error::new(ErrorKind::Invalid, message));
-        }
-        let address_of = |index: usize| addresses.and_then(|addresses| addresses[index]);
-        let mut here = vec![true; entries.len()];
-        for &index in elsewhere {
-            here[index] = false;
-        }
-        let mut offsets = vec![None; entries.len()];
-        let mut layout = ArenaLayout::default();
-        // In payload order, so that neighbours on the wire are neighbours in memory and one receive fills many.
-        for (index, entry) in self.header.in_payload_order() {
-            if address_of(index).is_none() && here[index] && !is_reserved(entry) {
-                offsets[index] = Some(layout.add(entry.nbytes()));
-            }
-        }
-        layout.close();
-        let arena = Arena::of(&layout, self.pool.clone())?;
-        let mut extents: Vec<Extent> = Vec::new();
-        for (index, entry) in self.header.in_payload_order() {
-            let address = match (address_of(index), &mut offsets[index]) {
-                (Some(address), _) => address,
-                (None, Some(offset)) => {
-                    *offset = layout.offset(*offset, entry.nbytes());
-                    arena.address_of(*offset, entry.nbytes())
-                }
-                (None, None) => continue,
-            };
-            // SAFETY: the arena is ours, its entries do not overlap, and it is handed out only after the transfer;
-            // for given addresses `Destination::given` took the promise.
-            let extent = unsafe { Extent::new(entry.start, entry.end - entry.start, address) };
-            if !extents.last_mut().is_some_and(|last| last.join(&extent)) {
-                extents.push(extent);
-            }
-        }
-        Ok(ReceiveMemory { arena, offsets, extents })
+    /// The memory of a receive. The entries numbered in `elsewhere` get none.
+    fn prepare_memory(&self, addresses: Option<&[Option<usize>]>, elsewhere: &[usize]) -> Result<ReceiveMemory, Error> {
+        ReceiveMemory::prepare(&self.header, addresses, elsewhere, self.pool.clone())
+    }
+
+    /// Waves for a receive of which the entries numbered in `passing` go by way of memory of `most` bytes.
+    pub(super) fn waves(&self, destination: Destination, passing: &[usize], most: u64) -> Result<Waves, Error> {
+        Waves::new(&self.header, destination, (passing, &[]), most, self.pool.clone())
     }
 
     pub(super) fn copy_prefix(&self, plan: &Plan) {
@@ -259,23 +221,4 @@ impl Remote {
             }
         }
     }
-}
-
-/// An arena, where each entry lies in it, and every destination.
-pub(super) struct ReceiveMemory {
-    pub(super) arena: Arena,
-    pub(super) offsets: Vec<Option<u64>>,
-    pub(super) extents: Vec<Extent>,
-}
-
-impl ReceiveMemory {
-    /// The pages of destinations that were never touched.
-    pub(super) fn fresh_pages(&self) -> Option<Arc<FreshPages>> {
-        self.arena.fresh_pages().cloned()
-    }
-}
-
-/// Whether an entry comes along with the header and has no destination.
-fn is_reserved(entry: &Entry) -> bool {
-    [container::MANIFEST_ENTRY, container::PICKLE_ENTRY].contains(&entry.name.as_str())
 }

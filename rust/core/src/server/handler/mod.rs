@@ -24,7 +24,7 @@ use self::messages::{GONE, bytes, elsewhere, full, insert, text};
 use self::waiting::{filled, lease};
 use super::ConnectionContext;
 use super::metrics::Metrics;
-use crate::publication::{Found, Lease};
+use crate::publication::{Found, Lease, Store};
 use crate::server::body::ServedBody;
 
 type ServedResponse = Response<ServedBody>;
@@ -47,12 +47,12 @@ pub(super) async fn answer<B>(
     let permitted = permitted(connection, request);
     // The connection keeps its slot while it is answered.
     let asking = match &permitted {
-        Ok((Resource::Healthz | Resource::Metrics, _)) | Err(_) => None,
+        Ok((Resource::Healthz | Resource::Metrics, ..)) | Err(_) => None,
         Ok(_) => Some(connection.slot.begin().await),
     };
     let mut answer = match permitted {
         Ok(_) if matches!(asking, Some(None)) => full(),
-        Ok((resource, nonce)) => resolve(connection, resource, request, nonce.as_ref()).await,
+        Ok((resource, store, nonce)) => resolve(connection, &store, resource, request, nonce.as_ref()).await,
         Err(PathError::NotFound) => text(StatusCode::NOT_FOUND, "not found"),
         Err(PathError::BadUrl(message)) => text(StatusCode::BAD_REQUEST, &message),
     };
@@ -66,35 +66,40 @@ pub(super) async fn answer<B>(
     Ok(answer)
 }
 
-/// The resource that the request may have, and the nonce of its proof where one is needed.
+/// The resource that the request may have, the store it is in, and the nonce of its proof where one is needed.
 ///
 /// A peer without the secret gets the same 404 as one without the token. Liveness is open to everybody; counters need
 /// the random part of the path alone, since no scraper can sign requests.
 fn permitted<'r, B>(
     connection: &ConnectionContext,
     request: &'r Request<B>,
-) -> Result<(Resource<'r>, Option<Nonce>), PathError> {
-    let path = request.uri().path();
-    let found = request::parse_path(path, &connection.shared.token).and_then(|found| match found {
-        Resource::Alternate(key, name) if connection.shared.frontend.alternate(name).is_none() => {
+) -> Result<(Resource<'r>, Arc<Store>, Option<Nonce>), PathError> {
+    let (path, shared) = (request.uri().path(), &connection.shared);
+    let (token, store) = match shared.shelves.find(path) {
+        Some((name, store)) => (name, store),
+        None => (shared.token.as_str(), Arc::clone(&shared.store)),
+    };
+    let found = request::parse_path(path, token).and_then(|found| match found {
+        Resource::Alternate(key, name) if shared.frontend.alternate(name).is_none() => {
             Err(PathError::bad_url(&format!("/checkpoint/{key}/{name}")))
         }
         found => Ok(found),
     });
-    let Some(auth) = &connection.shared.auth else { return Ok((found?, None)) };
+    let Some(auth) = &shared.auth else { return Ok((found?, store, None)) };
     match found {
-        Ok(Resource::Metrics) => Ok((Resource::Metrics, None)),
-        Ok(Resource::Healthz) if path == "/healthz" => Ok((Resource::Healthz, None)),
+        Ok(Resource::Metrics) => Ok((Resource::Metrics, store, None)),
+        Ok(Resource::Healthz) if path == "/healthz" => Ok((Resource::Healthz, store, None)),
         Err(PathError::NotFound) => Err(PathError::NotFound),
         found => {
             let nonce = auth.admit(request).ok_or(PathError::NotFound)?;
-            Ok((found?, Some(nonce)))
+            Ok((found?, store, Some(nonce)))
         }
     }
 }
 
 async fn resolve<B>(
     connection: &Arc<ConnectionContext>,
+    store: &Store,
     resource: Resource<'_>,
     request: &Request<B>,
     nonce: Option<&Nonce>,
@@ -107,7 +112,7 @@ async fn resolve<B>(
     let Some(step) = request::parse_step(key) else {
         return text(StatusCode::NOT_FOUND, &format!("no checkpoint is called {key}: steps are integers"));
     };
-    let lease = match lease(connection, step, request, matches!(resource, Resource::Container(_))).await {
+    let lease = match lease(connection, store, step, request, matches!(resource, Resource::Container(_))).await {
         Ok(lease) => lease,
         Err(refused) => return refused,
     };
@@ -128,7 +133,7 @@ async fn resolve<B>(
         Resource::Digests(_) => digests(connection, lease, request, nonce).await,
         Resource::Alternate(_, name) => {
             let name = connection.shared.frontend.alternate(name).unwrap_or_default();
-            alternate(connection, lease, step, name, request).await
+            alternate(connection, store, lease, step, name, request).await
         }
         Resource::Healthz | Resource::Metrics => text(StatusCode::NOT_FOUND, "not found"),
     };
@@ -142,6 +147,7 @@ async fn resolve<B>(
 /// lease: building can take long, and reads no tensor memory.
 async fn alternate<B>(
     connection: &Arc<ConnectionContext>,
+    store: &Store,
     lease: Arc<Lease>,
     step: i64,
     name: String,
@@ -163,7 +169,7 @@ async fn alternate<B>(
         Ok(Err(message)) => return text(StatusCode::INTERNAL_SERVER_ERROR, &message),
         Err(_) => return text(StatusCode::INTERNAL_SERVER_ERROR, "the body could not be built"),
     }
-    match waiting::lease(connection, step, asked, false).await {
+    match waiting::lease(connection, store, step, asked, false).await {
         Ok(lease) => match lease.rendered(&name).filter(|_| lease.publication().etag() == etag) {
             Some(body) => memory(connection, body, false, asked),
             None => text(StatusCode::SERVICE_UNAVAILABLE, GONE),

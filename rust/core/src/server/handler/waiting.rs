@@ -9,12 +9,13 @@ use http::{Method, Request, StatusCode};
 
 use super::messages::{GONE, joined, text};
 use super::{ConnectionContext, ServedResponse};
-use crate::publication::{Abandoned, Asked, Lease, Lookup};
+use crate::publication::{Abandoned, Asked, Lease, Lookup, Store};
 
-/// Takes a lease on what `request`, for a part of the container if `contents` says so, asks for as `step`; waits for
-/// the gate if it has to.
+/// Takes a lease on what `request`, for a part of the container if `contents` says so, asks for as `step` of `store`;
+/// waits for the gate if it has to.
 pub(super) async fn lease<B>(
     connection: &Arc<ConnectionContext>,
+    store: &Store,
     step: i64,
     request: &Request<B>,
     contents: bool,
@@ -25,7 +26,7 @@ pub(super) async fn lease<B>(
     let receives = request.method() == Method::GET && (contents || named.is_some());
     let asked = Asked { step, named: named.as_deref(), receives };
     let _waiting = shared.metrics.wait();
-    let lookup = tokio::time::timeout(shared.patience, shared.store.lookup(asked, &connection.cut)).await;
+    let lookup = tokio::time::timeout(shared.patience, store.lookup(asked, &connection.cut)).await;
     match lookup {
         Ok(Lookup::Found(lease)) => Ok(lease),
         Ok(Lookup::Gone) => Err(text(StatusCode::PRECONDITION_FAILED, GONE)),

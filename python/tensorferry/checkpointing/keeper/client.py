@@ -1,0 +1,523 @@
+"""``Keeper``: a node's keeper as trainers see it; torch-free.
+
+Two kinds of connections go to it. A trainer that saves has one for as long as it lives, with a thread that reads the
+keeper's answers. Everything that asks has one of its own for each question, and one that reads a snapshot holds it
+until it has read.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import logging
+import os
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from ... import _validate
+from ..._native import Remote, Stored
+from ...errors import (
+    ConnectError,
+    ForkedProcess,
+    IncompleteCheckpoint,
+    InvalidArgument,
+    ProtocolError,
+    SystemRefused,
+    TensorferryError,
+)
+from ...net.metadata import encrypted
+from ...net.secret import shared_secret
+from ...storage.folder import Index, read_index
+from .. import handover
+from ..handover import Handover, Message
+from .choice import choose
+from .kept_memory import kept_state
+from .place import DEFAULT_NAME, find_socket, keeper_name
+from .snapshot import Snapshot, snapshot
+
+logger = logging.getLogger("tensorferry")
+
+#: Seconds that the keeper has to answer a question, and to take an offer. It answers at once unless it is stopped.
+_ANSWER_S = 20.0
+_OFFER_S = 2.0
+#: Seconds that a keeper which was started has until it listens.
+_START_S = 20.0
+
+
+@dataclass
+class _Offer:
+    """A snapshot that was offered, and whom to tell when its memory is free."""
+
+    save_id: str
+    rank: int
+    released: Callable[[], None]
+    is_answered: bool = False
+
+
+class Keeper:
+    """The keeper of this node.
+
+    Args:
+        name: the name it was started with
+        job: snapshots of one job and rank replace each other; ``None`` takes the folder in which the checkpoint's
+            folder lies, so that the checkpoints of one run are one job
+        start: start a keeper with default options if none runs; it ends when nobody has used it for an hour
+        secret: the shared secret, for snapshots that come from a buddy; ``None`` takes it from the environment as
+            ``HTTPTransport`` does
+        tls: refuse buddies that do not encrypt
+
+    Raises:
+        InvalidArgument: an argument cannot be used
+        SystemRefused: with ``start``, it cannot be started
+    """
+
+    def __init__(
+        self,
+        name: str = DEFAULT_NAME,
+        *,
+        job: str | None = None,
+        start: bool = False,
+        secret: str | bytes | None = None,
+        tls: bool = False,
+    ) -> None:
+        self.name = keeper_name(name)
+        if job is not None and not (0 < len(_validate.string("job", job)) <= 1024 and job.isprintable()):
+            raise InvalidArgument(f"job must be 1 to 1024 printable characters, not {_validate.brief(job)}")
+        self._job = job
+        self._secret = shared_secret(secret)
+        self._tls = _validate.boolean("tls", tls)
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._released = 0
+        self._sock: socket.socket | None = None
+        self._offers: collections.deque[_Offer] = collections.deque()
+        self._was_missed = False
+        if _validate.boolean("start", start):
+            self._start()
+
+    def __enter__(self) -> Keeper:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # Giving.
+
+    def offer(self, given: Handover, released: Callable[[], None]) -> None:
+        """Offers a staged snapshot to the keeper.
+
+        It raises nothing and waits for nobody longer than two seconds: without a keeper, training goes on without one.
+
+        Args:
+            given: the snapshot; its fields say ``path``, ``save_id``, ``rank``, ``world_size``, ``began`` and
+                ``step``, which may be ``None``: the keeper counts then
+            released: called once, from any thread, when the keeper does not need the memory: because it has refused
+                the snapshot or has evicted it, or because the keeper is gone
+        """
+        offer = _Offer(str(given.fields.get("save_id")), int(given.fields.get("rank", 0)), released)
+        try:
+            self._check_process()
+            fields = {name: given.fields.get(name) for name in _FIELDS}
+            fields["job"] = self._job or job_of(str(given.fields.get("path")))
+            with self._lock:
+                sock = self._sock or self._open()
+                self._offers.append(offer)
+                try:
+                    handover.send(sock, Handover("keep", fields, given.rows, given.control, given.buffers))
+                except BaseException:
+                    with contextlib.suppress(ValueError):
+                        self._offers.remove(offer)
+                    # Half an answer would be taken for one to the next offer.
+                    with contextlib.suppress(OSError):
+                        sock.shutdown(socket.SHUT_RDWR)
+                    raise
+            self._was_missed = False
+        except Exception as e:
+            if not self._was_missed:
+                logger.warning("checkpoints are not kept in memory: %s", e)
+            self._was_missed = True
+            _tell(offer)
+
+    def _open(self) -> socket.socket:
+        sock = _connect(self.name)
+        sock.settimeout(_OFFER_S)
+        self._sock = sock
+        threading.Thread(target=self._listen, args=(sock,), name="tensorferry-keeper", daemon=True).start()
+        return sock
+
+    def _listen(self, sock: socket.socket) -> None:
+        """Reads what the keeper says about offers, until it is gone."""
+        # A timeout would be one of reading, too: this has a descriptor of its own.
+        with sock.dup() as reading:
+            reading.settimeout(None)
+            try:
+                while isinstance(message := handover.receive(reading), Message):
+                    self._hear(message)
+            except (OSError, TensorferryError) as e:
+                logger.debug("the keeper %s is gone: %s", self.name, e)
+        with self._lock:
+            if self._sock is sock:
+                self._sock = None
+            offers = list(self._offers) if self._sock is None else []
+            if self._sock is None:
+                self._offers.clear()
+        sock.close()
+        if offers:
+            logger.warning("the keeper %s is gone; checkpoints are not in memory any more", self.name)
+        for offer in offers:
+            _tell(offer)
+            self._note_release()
+
+    def _note_release(self) -> None:
+        with self._changed:
+            self._released += 1
+            self._changed.notify_all()
+
+    def _hear(self, message: Message) -> None:
+        save_id, rank = message.fields.get("save_id"), message.fields.get("rank")
+        with self._lock:
+            offer = next(
+                (
+                    one
+                    for one in self._offers
+                    if (save_id is None or one.save_id == save_id)
+                    and (rank is None or one.rank == rank)
+                    and one.is_answered == (message.kind == "released")
+                ),
+                None,
+            )
+            if offer is None:
+                return
+            offer.is_answered = True
+            if message.kind != "kept":
+                self._offers.remove(offer)
+        if message.kind == "refused":
+            logger.warning("a checkpoint is not kept in memory: %s", message.fields.get("error"))
+        if message.kind != "kept":
+            _tell(offer)
+            self._note_release()
+
+    def let_go(self, patience: float = 5.0) -> bool:
+        """Has the keeper evict the oldest snapshot that this object has offered, for a trainer that needs its memory.
+
+        Returns:
+            Whether the memory of one was released within ``patience`` seconds.
+        """
+        with self._lock:
+            sock, before = self._sock, self._released
+            if sock is None or not self._offers:
+                return False
+            try:
+                handover.send(sock, Message("let_go"))
+            except (OSError, TensorferryError):
+                return False
+            return self._changed.wait_for(lambda: self._released > before, patience)
+
+    # Asking.
+
+    def held(
+        self,
+        *,
+        job: str | None = None,
+        path: str | os.PathLike[str] | None = None,
+        rank: int | None = None,
+        ask_buddies: bool = False,
+    ) -> list[Snapshot]:
+        """Returns what the keeper holds, and what its buddies hold and it does not (``remote``), the oldest first.
+
+        Args:
+            job: only of this job
+            path: only of checkpoints with this path
+            rank: only of this rank
+            ask_buddies: let the keeper ask its buddies anew, instead of telling what it knew a second ago
+
+        Raises:
+            ConnectError: no keeper of this name runs on this node
+            ProtocolError: it answers something else
+        """
+        fields = {
+            "job": job,
+            "path": None if path is None else str(Path(path).absolute()),
+            "rank": rank,
+            "ask_buddies": ask_buddies,
+        }
+        with _Question(self.name) as question:
+            question.send(Message("held", fields))
+            found = []
+            while (message := question.answer("snapshot", "end")).kind == "snapshot":
+                found.append(snapshot(message.fields))
+        return sorted(found, key=lambda one: one.began)
+
+    def status(self) -> dict[str, Any]:
+        """Returns what the keeper says about itself: its process, address, memory, clients and buddies.
+
+        Raises:
+            ConnectError: no keeper of this name runs on this node
+            ProtocolError: it answers something else
+        """
+        with _Question(self.name) as question:
+            question.send(Message("status"))
+            return question.answer("status").fields
+
+    def address(self) -> str:
+        """Returns what another keeper is given as ``--buddy``; without a secret, who knows it can read all snapshots.
+
+        Raises:
+            ConnectError: no keeper of this name runs on this node
+            ProtocolError: it answers something else
+        """
+        return _validate.string("address", self.status().get("address"))
+
+    def set_buddies(self, addresses: Iterable[str]) -> None:
+        """Has the keeper copy the snapshots of the keepers at ``addresses``, besides those of its command line.
+
+        The addresses of an earlier call are forgotten.
+
+        Raises:
+            InvalidArgument: one is not the address of a keeper
+            ConnectError: no keeper of this name runs on this node
+            ProtocolError: it answers something else
+        """
+        with _Question(self.name) as question:
+            question.send(Message("buddies", {"buddies": _validate.items("addresses", addresses)}))
+            answer = question.answer("buddies", "refused")
+        if answer.kind == "refused":
+            raise InvalidArgument(str(answer.fields.get("error")))
+
+    def open(self, about: Snapshot, timeout: timedelta = timedelta(minutes=10)) -> Stored | Remote | None:
+        """Returns a snapshot of the list that :meth:`held` gives, to be fetched and verified.
+
+        It is the memory itself if this keeper holds it; the keeper does not let it go before the result is dropped. If
+        only a buddy holds it, it comes from there over HTTP.
+
+        Args:
+            about: the snapshot
+            timeout: the deadline of a receive from a buddy
+
+        Returns:
+            What has the entries, ``None`` if the keeper has evicted it meanwhile.
+
+        Raises:
+            ConnectError: no keeper of this name runs on this node
+            ProtocolError: it answers something else
+            TensorferryError: the buddy cannot be reached, or does not prove itself
+        """
+        if about.remote:
+            if self._tls:
+                encrypted([about.metadata])
+            seconds = _validate.seconds("timeout", timeout)
+            return Remote.open([about.metadata], about.step, timeout=seconds, secret=self._secret)
+        with contextlib.ExitStack() as stack:
+            question = stack.enter_context(_Question(self.name))
+            question.send(Message("take", {"job": about.job, "save_id": about.save_id, "rank": about.rank}))
+            answer = question.memory()
+            if answer is None:
+                return None
+            found = kept_state(answer, _Loan(question))
+            stack.pop_all()
+        return found
+
+    def below(self, root: Path, rank: int, world_size: int) -> list[Snapshot]:
+        """Returns the snapshots of ``rank`` of checkpoints in ``root``, here or at a buddy; raises nothing."""
+        try:
+            found = self.held(rank=rank, ask_buddies=True)
+        except Exception as e:
+            logger.warning("no checkpoint is in memory: %s", e)
+            return []
+        return [one for one in found if Path(one.path).parent == root and one.world_size == world_size]
+
+    def prefer(
+        self, path: str | os.PathLike[str], rank: int, world_size: int, agreed: str | None = None
+    ) -> Stored | Remote | None:
+        """Returns the checkpoint at ``path`` out of memory, ``None`` if it is to be loaded from the disk.
+
+        It is taken from this node's keeper, or from one of its buddies; ``choice.choose`` says when. Nothing is raised:
+        the log says why the disk is used.
+
+        Args:
+            path: the folder of the checkpoint
+            rank: whose state
+            world_size: how many ranks load
+            agreed: the id of the save, if the ranks have agreed on it
+        """
+        try:
+            folder = Path(path).absolute()
+            index = _committed(folder)
+            for ask_buddies in (False, True):
+                known = self.held(path=folder, rank=rank, ask_buddies=ask_buddies)
+                chosen = choose(known, index, world_size, agreed)
+                found = None if chosen is None else self.open(chosen)
+                if chosen is not None and found is not None:
+                    where = "a buddy of the keeper" if chosen.remote else "the keeper"
+                    logger.info("loading step %d of %s from %s: %d bytes", chosen.step, folder, where, chosen.nbytes)
+                    return found
+            logger.info("loading %s from the disk: the keeper %s does not hold it for all ranks", folder, self.name)
+        except Exception as e:
+            logger.warning("loading %s from the disk: %s", path, e)
+        return None
+
+    def close(self) -> None:
+        """Ends the connection of a trainer that saves. What the keeper holds stays there."""
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            if (sock := self._sock) is not None:
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise ForkedProcess("this keeper was connected in the process that this one was forked from: make another")
+
+    def _start(self) -> None:
+        if _is_running(self.name):
+            return
+        command = [sys.executable, "-m", __package__, "--name", self.name, "--idle", "3600", "--quiet"]
+        try:
+            # A session of its own: Ctrl-C at the trainer's terminal is not meant for it.
+            started = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True, close_fds=True
+            )
+        except OSError as e:
+            raise SystemRefused(f"a keeper could not be started: {e}") from e
+        deadline = time.monotonic() + _START_S
+        while not _is_running(self.name):
+            # One that another trainer has started at the same time does as well; ours ends then.
+            if started.poll() not in (None, 1) or time.monotonic() > deadline:
+                started.kill()
+                raise SystemRefused(f"a keeper was started and does not answer: {' '.join(command)}")
+            time.sleep(0.01)
+        threading.Thread(target=started.wait, name="tensorferry-reap", daemon=True).start()
+
+
+#: The fields of a snapshot that a trainer knows.
+_FIELDS = ("path", "save_id", "rank", "world_size", "step", "began")
+
+
+def job_of(path: str) -> str:
+    """Returns the job of the checkpoint at ``path`` where none was chosen: the folder that its folder lies in."""
+    return str(Path(path).absolute().parent)
+
+
+class _Loan:
+    """The hold that a reader has on a snapshot in the keeper; ends with its last reference."""
+
+    def __init__(self, question: _Question) -> None:
+        self._question = question
+
+    def __del__(self) -> None:
+        self._question.close()
+
+
+class _Question:
+    """A connection for one question."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._sock = _connect(name)
+        self._sock.settimeout(_ANSWER_S)
+
+    def __enter__(self) -> _Question:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._sock.close()
+
+    def send(self, message: Message) -> None:
+        with self._expected():
+            handover.send(self._sock, message)
+
+    def answer(self, *kinds: str) -> Message:
+        answer = self._receive()
+        if not isinstance(answer, Message) or answer.kind not in kinds:
+            raise ProtocolError(f"the keeper {self._name} gives an answer to another question")
+        return answer
+
+    def memory(self) -> Handover | None:
+        answer = self._receive()
+        if isinstance(answer, Message) and answer.kind == "gone":
+            return None
+        if not isinstance(answer, Handover) or answer.kind != "taken":
+            raise ProtocolError(f"the keeper {self._name} gives an answer to another question")
+        return answer
+
+    def _receive(self) -> Message | Handover:
+        with self._expected():
+            answer = handover.receive(self._sock)
+        if answer is None:
+            raise ConnectError(f"the keeper {self._name} has ended")
+        return answer
+
+    @contextlib.contextmanager
+    def _expected(self) -> Any:
+        try:
+            yield
+        except TimeoutError as e:
+            raise ConnectError(f"the keeper {self._name} does not answer") from e
+        except OSError as e:
+            if isinstance(e, TensorferryError):
+                raise
+            raise ConnectError(f"the keeper {self._name} is gone: {e}") from e
+
+
+def _connect(name: str) -> socket.socket:
+    """Returns a connection to the keeper called ``name``.
+
+    Raises:
+        ConnectError: there is none
+        SystemRefused: its folder is not this user's alone, or it is another user's
+    """
+    path = find_socket(name)
+    if path is None:
+        raise ConnectError(f"no keeper called {name!r} runs on this node: start one with tensorferry-keeper")
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        sock.settimeout(_OFFER_S)
+        sock.connect(os.fspath(path))
+        _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    except OSError as e:
+        sock.close()
+        raise ConnectError(f"no keeper called {name!r} answers at {path}: {e}") from e
+    if uid != os.geteuid():
+        sock.close()
+        raise SystemRefused(f"the keeper at {path} is user {uid}'s, not this user's")
+    return sock
+
+
+def _committed(folder: Path) -> Index | None:
+    try:
+        return read_index(folder)
+    except (IncompleteCheckpoint, ProtocolError):
+        # Nothing is there, or a checkpoint of another kind.
+        return None
+
+
+def _is_running(name: str) -> bool:
+    try:
+        _connect(name).close()
+    except (ConnectError, SystemRefused):
+        return False
+    return True
+
+
+def _tell(offer: _Offer) -> None:
+    try:
+        offer.released()
+    except Exception:
+        logger.exception("a buffer could not be taken back")

@@ -1,0 +1,153 @@
+"""``tensorferry-keeper``: starts the keeper of a node, or prints what a running one holds."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from ...errors import InvalidArgument, TensorferryError
+from ...net.options import ServerOptions
+from . import index
+from .client import Keeper
+from .limits import amount, memory_limit, shown
+from .place import DEFAULT_NAME, keeper_name
+from .process import KeeperOptions, KeeperProcess, ended_by_signals, lower_weight, raise_descriptor_limit
+from .snapshot import LOCAL, Snapshot
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs a keeper until a signal or its idle limit ends it; with ``--status``, asks the one that runs.
+
+    Args:
+        arguments: of the command line; ``sys.argv`` if left out
+
+    Returns:
+        The exit status: 0, or 1 if the keeper cannot start or there is none to ask. Wrong options are 2.
+    """
+    parser = _parser()
+    chosen = parser.parse_args(arguments)
+    logging.basicConfig(
+        level=logging.WARNING if chosen.quiet else logging.INFO,
+        format="%(asctime)s %(levelname)s %(message)s",
+        stream=sys.stderr,
+    )
+    try:
+        name = keeper_name(chosen.name)
+        if chosen.status:
+            return _print_status(name, as_json=chosen.json)
+        if chosen.json:
+            parser.error("--json goes with --status")
+        options = _options(name, chosen)
+    except InvalidArgument as e:
+        parser.error(str(e))
+    except TensorferryError as e:
+        print(f"{parser.prog}: {e}", file=sys.stderr)
+        return 1
+    lower_weight()
+    raise_descriptor_limit()
+    try:
+        keeper = KeeperProcess(options)
+    except InvalidArgument as e:
+        parser.error(str(e))
+    except (TensorferryError, OSError) as e:
+        print(f"{parser.prog}: {e}", file=sys.stderr)
+        return 1
+    with ended_by_signals(keeper):
+        logging.getLogger("tensorferry").info(
+            "the keeper %s holds up to %s, and is reached at %s",
+            name,
+            shown(options.memory),
+            index.host_of(keeper.address),
+        )
+        keeper.run()
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tensorferry-keeper",
+        description="Holds the snapshots of this node's trainers in memory, so that they outlive them.",
+        epilog="The shared secret is read from TENSORFERRY_SECRET or the file TENSORFERRY_SECRET_FILE.",
+    )
+    add = parser.add_argument
+    add("--name", default=DEFAULT_NAME, help="distinguishes keepers on a node (default: %(default)s)")
+    add("--memory", metavar="SIZE", help="memory to hold at most: bytes, 20G or 40%% (default: half of what there is)")
+    add("--generations", type=int, default=2, metavar="N", help="snapshots of each job and rank (default: %(default)s)")
+    add("--idle", type=float, default=0.0, metavar="SECONDS", help="end after so long without clients (default: never)")
+    add("--interface", metavar="NAME", help="listen on this interface, address or network only (default: all)")
+    add("--port", type=int, default=0, help="listen on this port (default: any)")
+    add("--advertise", metavar="HOST", help="name or address by which other nodes reach this one")
+    add("--tls", action="store_true", help="encrypt what goes over the network")
+    add("--max-bandwidth", metavar="SIZE", help="bytes per second that all receivers together may take, such as 500M")
+    add("--buddy", action="append", default=[], metavar="ADDRESS", help="copy this keeper's snapshots; may be repeated")
+    add("--quiet", action="store_true", help="log warnings only")
+    add("--status", action="store_true", help="print what the running keeper holds, and end")
+    add("--json", action="store_true", help="with --status: as JSON")
+    return parser
+
+
+def _options(name: str, chosen: argparse.Namespace) -> KeeperOptions:
+    if chosen.generations < 1:
+        raise InvalidArgument(f"--generations must be 1 or more, not {chosen.generations}")
+    if not (math.isfinite(chosen.idle) and chosen.idle >= 0):
+        raise InvalidArgument(f"--idle must be 0 or more seconds, not {chosen.idle}")
+    if not 0 <= chosen.port < 1 << 16:
+        raise InvalidArgument(f"--port must be between 0 and 65535, not {chosen.port}")
+    bandwidth = None if chosen.max_bandwidth is None else amount("--max-bandwidth", chosen.max_bandwidth)
+    server = ServerOptions(
+        secret=None,
+        tls=chosen.tls,
+        same_host=None,
+        interface=chosen.interface,
+        advertise=chosen.advertise,
+        max_bandwidth=bandwidth,
+    )
+    return KeeperOptions(
+        name=name,
+        memory=memory_limit(chosen.memory),
+        generations=chosen.generations,
+        idle=chosen.idle,
+        server=server,
+        port=chosen.port,
+        buddies=[index.keeper_url(address, server) for address in chosen.buddy],
+    )
+
+
+def _print_status(name: str, *, as_json: bool) -> int:
+    with Keeper(name) as keeper:
+        status, held = keeper.status(), keeper.held()
+    if as_json:
+        print(json.dumps({**status, "held": [one.fields() for one in held]}, indent=2))
+        return 0
+    print(f"keeper {status['name']} (process {status['pid']}), at {status['address']}")
+    print(
+        f"{shown(status['used'])} of {shown(status['memory'])} in {status['snapshots']} snapshots, "
+        f"{status['clients']} clients"
+    )
+    for buddy in status["buddies"]:
+        print(f"buddy {buddy['host']}: {_buddy(buddy)}")
+    for one in held:
+        print(_line(one))
+    return 0
+
+
+def _buddy(buddy: dict[str, Any]) -> str:
+    if buddy["error"]:
+        return str(buddy["error"])
+    return "not reached yet" if buddy["silent_s"] is None else f"{buddy['snapshots']} snapshots"
+
+
+def _line(one: Snapshot) -> str:
+    where = "there" if one.remote else "here" if one.origin == LOCAL else f"from {one.origin}"
+    whole = "complete" if one.complete else "incomplete"
+    age = max(time.time() - one.began / 1e9, 0.0)
+    return (
+        f"  step {one.step}  rank {one.rank} of {one.world_size}  {shown(one.nbytes)}  {age:.0f} s old  {whole}  "
+        f"{where}  {Path(one.path)}  {one.metadata}"
+    )

@@ -1,0 +1,172 @@
+"""Which snapshots a keeper holds, and which of them goes when another one comes; no sockets, no memory.
+
+Each snapshot is in one of two states. What is *kept* can be asked for. What is *leaving* was evicted, and its memory
+counts until its last reader is gone.
+
+The rules of eviction, first those that apply first:
+
+1. Of one job and rank, the oldest beyond the number of generations goes.
+2. What has a newer snapshot of the same job and rank goes before what has none; of either, copies from other keepers go
+   before what trainers of this node gave, and of these the oldest goes first.
+3. The newest snapshot of a rank whose trainer is connected goes only for a newer one of that rank.
+4. A copy from another keeper displaces only such copies.
+
+A snapshot for which that makes no room is refused, and nothing goes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from ...errors import TensorferryError
+from .limits import shown
+from .snapshot import LOCAL, Snapshot
+
+T = TypeVar("T")
+
+
+class NoRoom(TensorferryError):
+    """A snapshot is larger than the memory that a keeper has for it."""
+
+
+@dataclass(eq=False)
+class Kept(Generic[T]):
+    """A snapshot, and what holds it.
+
+    Attributes:
+        about: what is known about it
+        nbytes: the memory that it takes
+        body: what holds it
+        order: a later one came later
+        live: whether the trainer that gave it is still connected
+        lent: how many processes of this node read it now, so that its memory cannot be had
+    """
+
+    about: Snapshot
+    nbytes: int
+    body: T
+    order: int
+    live: bool = True
+    lent: int = 0
+
+
+class Generations(Generic[T]):
+    """The snapshots of a keeper.
+
+    Args:
+        limit: most bytes of memory of all snapshots
+        most: most snapshots of one job and rank
+    """
+
+    def __init__(self, limit: int, most: int) -> None:
+        self.limit = limit
+        self.most = most
+        self._kept: dict[tuple[str, str, int], Kept[T]] = {}
+        self._leaving: list[Kept[T]] = []
+        self._reserved = 0
+        self._order = itertools.count(1)
+
+    @property
+    def used(self) -> int:
+        """Bytes of memory that are held or promised."""
+        return sum(one.nbytes for one in (*self._kept.values(), *self._leaving)) + self._reserved
+
+    def __iter__(self) -> Iterator[Kept[T]]:
+        """Iterates over what is kept, the oldest first."""
+        return iter(list(self._kept.values()))
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @property
+    def leaving(self) -> list[Kept[T]]:
+        """What was evicted and still has readers."""
+        return list(self._leaving)
+
+    def get(self, key: tuple[Any, Any, Any]) -> Kept[T] | None:
+        """Returns what is kept under ``key``."""
+        return self._kept.get(key)
+
+    def make_room(
+        self, about: Snapshot, nbytes: int, evict: Callable[[Kept[T]], None], cut: Callable[[Kept[T]], None]
+    ) -> None:
+        """Evicts what has to go for ``about``.
+
+        Args:
+            about: the snapshot that comes
+            nbytes: the memory that it takes
+            evict: called for each that goes: what is left of it is ``leaving``
+            cut: called for what is leaving and whose memory is needed at once: ends its readers
+
+        Raises:
+            NoRoom: it is kept already, or there would not be enough memory; nothing was evicted
+        """
+        if (known := self._kept.get(about.key)) and (known.about.origin == LOCAL or about.origin != LOCAL):
+            raise NoRoom(f"the snapshot {about.save_id} of rank {about.rank} is kept already")
+        if nbytes > self.limit:
+            raise NoRoom(
+                f"a snapshot of {shown(nbytes)} is larger than all the memory that the keeper may hold, "
+                f"{shown(self.limit)}: give it more with --memory"
+            )
+        gone = [known] if known else []
+        same = [one for one in self._kept.values() if _rank(one.about) == _rank(about) and one not in gone]
+        gone += same[: max(len(same) + 1 - self.most, 0)]
+        excess = self.used + nbytes - self.limit
+        excess -= sum(one.nbytes for one in (*gone, *self._leaving) if not one.lent)
+        for one in self._victims(about, gone):
+            if excess <= 0:
+                break
+            gone.append(one)
+            excess -= one.nbytes
+        if excess > 0:
+            raise NoRoom(
+                f"a snapshot of {shown(nbytes)} does not fit: the keeper may hold {shown(self.limit)}, of which "
+                f"{shown(self.used)} are taken by snapshots that do not go for it. Give it more with --memory, or let "
+                "it keep fewer --generations"
+            )
+        for one in gone:
+            evict(one)
+        for one in [one for one in self._leaving if not one.lent]:
+            if self.used + nbytes <= self.limit:
+                break
+            cut(one)
+
+    def _victims(self, about: Snapshot, without: list[Kept[T]]) -> list[Kept[T]]:
+        newest: dict[tuple[str, int], Kept[T]] = {}
+        for one in self._kept.values():
+            newest[_rank(one.about)] = one
+        found = []
+        for one in self._kept.values():
+            own, last = one.about.origin == LOCAL, newest[_rank(one.about)] is one
+            same = _rank(one.about) == _rank(about)
+            if one in without or one.lent or (own and (about.origin != LOCAL or (last and one.live and not same))):
+                continue
+            found.append(((last, own, one.order), one))
+        return [one for _, one in sorted(found, key=lambda item: item[0])]
+
+    def add(self, about: Snapshot, nbytes: int, body: T) -> Kept[T]:
+        """Keeps a snapshot for which there is room."""
+        kept = self._kept[about.key] = Kept(about, nbytes, body, next(self._order))
+        return kept
+
+    def leave(self, kept: Kept[T]) -> None:
+        """Notes that ``kept`` is evicted and may have readers."""
+        if self._kept.get(kept.about.key) is kept:
+            del self._kept[kept.about.key]
+            self._leaving.append(kept)
+
+    def release(self, kept: Kept[T]) -> None:
+        """Notes that nobody reads ``kept``, which was evicted, any more."""
+        if kept in self._leaving:
+            self._leaving.remove(kept)
+
+    def reserve(self, nbytes: int) -> None:
+        """Counts memory for a snapshot that is on its way; negative when it is there, or will not come."""
+        self._reserved += nbytes
+
+
+def _rank(about: Snapshot) -> tuple[str, int]:
+    return about.job, about.rank

@@ -1,0 +1,103 @@
+"""What a keeper tells other keepers: the list of its snapshots, a container with one entry, served beside them.
+
+The list is fetched and verified like any checkpoint, so it is protected like one. With a shared secret its path is
+the same for every keeper, and ``host:port`` is enough of an address; without one the path holds random bits.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ... import _validate
+from ..._native import Remote, Rows, Secret, Shelf
+from ...errors import InvalidArgument, ProtocolError
+from ...net.options import ServerOptions
+from ...storage.container import Container
+from ...storage.reserved import PREFIX
+from .snapshot import Snapshot, snapshot
+
+#: The path of the list where a secret protects it.
+NAME = "keeper"
+#: The step the list is served as, however often it changes.
+STEP = 0
+#: Most partners of a keeper.
+MOST_BUDDIES = 16
+_ENTRY = f"{PREFIX}keeper"
+_VERSION = 1
+#: Longest list that is read, in bytes, and the most snapshots of one that are looked at.
+_LONGEST = 16 << 20
+_MOST = 10_000
+_URL = re.compile(r"(http://|https://sha256-[0-9a-f]+@)[^\s/@]+/[A-Za-z0-9]+/checkpoint/")
+_TOKEN = re.compile(r"[a-z]+://[^\s/]+/([0-9A-Za-z]+)/checkpoint/")
+_HOST_AND_PORT = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s/@:]+):[0-9]{1,5}")
+
+
+def keeper_url(address: str, options: ServerOptions) -> str:
+    """Returns the URL of the list of the keeper at ``address``: such a URL, or ``host:port`` where there is a secret.
+
+    Raises:
+        InvalidArgument: it is neither, or does not encrypt though ``options`` ask for TLS
+    """
+    text = _validate.string("the address of a keeper", address).strip()
+    if _URL.fullmatch(text):
+        if options.tls and not text.startswith("https://"):
+            raise InvalidArgument(f"{host_of(text)} does not encrypt, and this keeper has TLS: start both with --tls")
+        return text
+    if not _HOST_AND_PORT.fullmatch(text):
+        raise InvalidArgument(
+            f"{_validate.brief(address)} is not the address of a keeper: give what tensorferry-keeper --status prints "
+            "there, or host:port where both have the same secret"
+        )
+    if options.secret is None or options.tls:
+        why = "without a shared secret the path is random" if options.secret is None else "TLS needs the fingerprint"
+        raise InvalidArgument(
+            f"{text} is not enough of an address: {why}. Give what tensorferry-keeper --status prints there"
+        )
+    return f"http://{text}/{NAME}/checkpoint/"
+
+
+def publish(shelf: Shelf, snapshots: Sequence[Snapshot]) -> None:
+    """Serves the list of ``snapshots``, in place of the one before."""
+    described = [one.fields() for one in snapshots]
+    text = json.dumps({"version": _VERSION, "snapshots": described}, separators=(",", ":")).encode()
+    Container(Rows(object, object, {}, native=False), None, True, [(_ENTRY, text)]).publish(shelf, STEP)
+
+
+def fetch(url: str, timeout: float, secret: Secret | None, same_host: bool) -> list[Snapshot]:
+    """Returns the list of the keeper at ``url``.
+
+    Raises:
+        ProtocolError: what is served there is no such list
+        TensorferryError: it cannot be fetched
+    """
+    remote = Remote.open([url], STEP, timeout=timeout, lanes=1, same_host=same_host, secret=secret)
+    try:
+        if remote.names != [_ENTRY] or not 0 < remote.size(0) <= _LONGEST:
+            raise ProtocolError(f"{host_of(url)} serves no list of snapshots: it is not a keeper")
+        arena, _ = remote.fetch()
+        text = bytes(memoryview(arena.part(0)))  # type: ignore[arg-type]  # a buffer, which 3.11 has no type for
+    finally:
+        remote.close()
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as e:
+        raise ProtocolError(f"the list of {host_of(url)} cannot be read: {e}") from e
+    if not isinstance(found, dict) or found.get("version") != _VERSION or not isinstance(found.get("snapshots"), list):
+        raise ProtocolError(f"{host_of(url)} runs another version of the keeper")
+    return [_beside(url, snapshot(one)) for one in found["snapshots"][:_MOST]]
+
+
+def _beside(url: str, about: Snapshot) -> Snapshot:
+    """Returns ``about`` with a URL on the very server that listed it, by the host under which that was reached."""
+    if not (token := _TOKEN.fullmatch(about.metadata)):
+        raise ProtocolError(f"the list of {host_of(url)} has a snapshot without an address")
+    scheme, _, rest = url.partition("//")
+    return replace(about, metadata=f"{scheme}//{rest.partition('/')[0]}/{token[1]}/checkpoint/")
+
+
+def host_of(url: str) -> str:
+    """Returns the host and port of ``url``, without the random path, which grants access."""
+    return url.partition("//")[2].rpartition("@")[2].partition("/")[0]

@@ -1,0 +1,144 @@
+"""The memory of a kept snapshot, served over HTTP and handed to processes of this machine."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..._native import Rows, Server, SharedBuffer, Shelf, Stored
+from ...errors import ProtocolError, TensorferryError
+from ...storage.container import Container
+from ..handover import Handover
+
+#: The control entry of a message in which the checksums of a snapshot travel; it is none of the container's.
+_DIGESTS = "digests"
+
+
+class _Memory:
+    """What the server holds for as long as somebody reads."""
+
+    def __init__(self, buffers: Sequence[SharedBuffer]) -> None:
+        self.buffers = buffers
+
+
+class KeptMemory:
+    """A snapshot's memory, and the shelf it is served from.
+
+    Args:
+        server: serves it
+        step: the step it is served as
+        rows: its entries, which lie in ``buffers``
+        control: name and bytes of each control entry
+        buffers: the memory
+        released: called once, from any thread, when no receiver reads the memory any more after :meth:`withdraw`
+
+    Attributes:
+        buffers: how many pieces of memory it has
+        digests: the checksums of its blocks, once :class:`Digester` has computed them; empty if that was not possible
+
+    Raises:
+        InvalidArgument: the entries make no valid container
+        ProtocolError: the manifest among them is not valid
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        step: int,
+        rows: Rows,
+        control: Sequence[tuple[str, bytes]],
+        buffers: Sequence[SharedBuffer],
+        released: Callable[[], None],
+    ) -> None:
+        self.buffers = len(buffers)
+        self.digests: bytes | None = None
+        self._content: tuple[Rows, Sequence[tuple[str, bytes]], Sequence[SharedBuffer]] | None = (
+            rows,
+            control,
+            buffers,
+        )
+        self._stored: Stored | None = Stored.over(rows, list(control), buffers)
+        self._shelf: Shelf = server.shelf()
+        memory = _Memory(buffers)
+        self._gone = weakref.finalize(memory, released)
+        self._gone.atexit = False
+        Container(rows, memory, True, control).publish(self._shelf, step)
+
+    def url(self, host: str) -> str:
+        """Returns what a receiver is given to fetch it."""
+        return self._shelf.url(host)
+
+    @property
+    def is_released(self) -> bool:
+        """Whether no receiver can read the memory any more."""
+        return not self._gone.alive
+
+    def handover(self, kind: str, fields: dict[str, Any]) -> Handover:
+        """Returns a message that gives another process access; not to be called after :meth:`withdraw`."""
+        assert self._content is not None
+        rows, control, buffers = self._content
+        return Handover(kind, fields, rows, [*control, (_DIGESTS, self.digests or b"")], buffers)
+
+    def compute_digests(self) -> bytes:
+        """Returns the checksums of the memory as it is now; may be called on any thread."""
+        stored = self._stored
+        return (stored.digests() if stored is not None else None) or b""
+
+    def withdraw(self) -> None:
+        """Takes no new receivers; those that have begun may finish."""
+        self._content = self._stored = None
+        self._shelf.withdraw(0)
+
+    def cut(self) -> None:
+        """Ends all receives, and the serving of it."""
+        self._content = self._stored = None
+        self._shelf.close()
+
+
+def kept_state(given: Handover, owner: object) -> Stored:
+    """Returns the snapshot in a message that :meth:`KeptMemory.handover` made, verified when it is fetched.
+
+    Args:
+        given: the message
+        owner: dropped when the snapshot is not needed any more
+
+    Raises:
+        ProtocolError: it is another message
+    """
+    control = list(given.control)
+    if not control or control[-1][0] != _DIGESTS:
+        raise ProtocolError("a snapshot came without its checksums")
+    _, digests = control.pop()
+    return Stored.over(given.rows, control, (given.buffers, owner), digests=digests or None)
+
+
+class Digester:
+    """A thread that computes the checksums of snapshots, one after the other.
+
+    Args:
+        done: called on that thread with each snapshot, whose ``digests`` are there
+    """
+
+    def __init__(self, done: Callable[[KeptMemory], None]) -> None:
+        self._queue: queue.SimpleQueue[KeptMemory | None] = queue.SimpleQueue()
+        self._done = done
+        threading.Thread(target=self._run, name="tensorferry-digest", daemon=True).start()
+
+    def add(self, memory: KeptMemory) -> None:
+        """Has the checksums of ``memory`` computed soon."""
+        self._queue.put(memory)
+
+    def stop(self) -> None:
+        """Ends the thread after the snapshot it is at."""
+        self._queue.put(None)
+
+    def _run(self) -> None:
+        while (memory := self._queue.get()) is not None:
+            try:
+                memory.digests = memory.compute_digests()
+            except TensorferryError:
+                memory.digests = b""
+            self._done(memory)

@@ -1,0 +1,647 @@
+"""The process that keeps: one thread that talks to the processes of its node, and one for each partner.
+
+The thread of the process never waits for anyone. A message of a client arrives whole or not at all; what goes to a
+client that does not read is queued up to a limit, and beyond it the client is disconnected. Receivers on other nodes
+are served by the native server, partners by threads of their own (``partners``), which hand results to this one with
+:meth:`KeeperProcess.run_soon`.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import logging
+import math
+import os
+import resource
+import selectors
+import signal
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ... import __version__, _validate
+from ..._native import Rows, Server, SharedBuffer
+from ...errors import InvalidArgument, ProtocolError, SystemRefused, TensorferryError
+from ...net.addresses import advertised_host, port_on
+from ...net.options import ServerOptions
+from .. import handover
+from ..handover import Handover, Message
+from . import index
+from .generations import Generations, Kept, NoRoom
+from .kept_memory import Digester, KeptMemory
+from .partners import Partner
+from .place import Place
+from .snapshot import LOCAL, Snapshot, snapshot
+
+logger = logging.getLogger("tensorferry")
+
+#: Most clients at a time; each trainer has one connection, or two while it loads.
+_MOST_CLIENTS = 256
+#: Seconds that a new client has to say something.
+_GREETING_S = 5.0
+#: Most snapshots, of however many jobs; and descriptors that are kept for other things than their memory.
+_MOST_SNAPSHOTS = 1024
+_OTHER_DESCRIPTORS = 2 * _MOST_CLIENTS
+#: Messages handled for one client before others have a turn.
+_TURN = 16
+#: Most messages queued for a client that does not read.
+_MOST_QUEUED = 4096
+#: Seconds that receivers of an evicted snapshot have to finish, on this machine and others.
+_LINGER_S = 60.0
+#: How long a process of this machine may use a snapshot that was evicted.
+_LENT_S = 300.0
+#: Seconds a request over HTTP waits for a snapshot that is just being published.
+_PATIENCE_S = 5.0
+#: The least scheduling weight of trainers is more than three times this (``nice``).
+_NICE = 5
+#: Seconds that an answer which waits for partners may take.
+_ASK_S = 10.0
+
+
+@dataclass(frozen=True)
+class KeeperOptions:
+    """How a keeper is set up.
+
+    Attributes:
+        name: distinguishes keepers on a node
+        memory: most bytes of memory of all snapshots
+        generations: most snapshots of one job and rank
+        idle: seconds without clients and requests after which it ends; 0 means never
+        server: how it is reached over the network and what protects it
+        port: the port to listen on; 0 means any
+        buddies: addresses of keepers whose snapshots it copies
+    """
+
+    name: str
+    memory: int
+    generations: int
+    idle: float
+    server: ServerOptions
+    port: int
+    buddies: Sequence[str] = ()
+
+
+class _Client:
+    """A connection from a process of this node."""
+
+    def __init__(self, sock: socket.socket, pid: int) -> None:
+        self.sock = sock
+        self.pid = pid
+        self.since = time.monotonic()
+        self.has_spoken = False
+        self.queue: collections.deque[Message | Handover] = collections.deque()
+        #: What it gave and is to be told of.
+        self.given: set[Kept[KeptMemory]] = set()
+        #: What it was given to read.
+        self.borrowed: dict[tuple[str, str, int], Kept[KeptMemory]] = {}
+        self.is_open = True
+
+
+class KeeperProcess:
+    """A keeper; the constructor opens its sockets, :meth:`run` serves.
+
+    Args:
+        options: how it is set up
+
+    Raises:
+        SystemRefused: a keeper with this name runs already, or the port is taken
+        InvalidArgument: an option cannot be used
+    """
+
+    def __init__(self, options: KeeperOptions) -> None:
+        self.options = options
+        self.generations: Generations[KeptMemory] = Generations(options.memory, options.generations)
+        with contextlib.ExitStack() as stack:
+            self._place = Place(options.name)
+            stack.callback(self._place.leave)
+            self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            stack.callback(self._listener.close)
+            self._server, host = _serve(options)
+            stack.callback(self._server.shutdown, 1.0)
+            self.host = host
+            self._index_shelf = self._server.shelf(index.NAME if options.server.secret is not None else None)
+            self.address = self._index_shelf.url(host)
+            self._listener.bind(os.fspath(self._place.socket))
+            os.chmod(self._place.socket, 0o600)
+            self._listener.listen(128)
+            self._listener.setblocking(False)
+            stack.pop_all()
+        self._selector = selectors.DefaultSelector()
+        self._wake, self._woken = socket.socketpair()
+        for end in (self._wake, self._woken):
+            end.setblocking(False)
+        self._calls: collections.deque[Callable[[], object]] = collections.deque()
+        self._clients: set[_Client] = set()
+        self._counts: collections.Counter[tuple[str, int]] = collections.Counter()
+        #: What was evicted and whose trainer is to be told when its memory is free, and how long that may take.
+        self._going: dict[Kept[KeptMemory], float] = {}
+        self._waiting: list[tuple[_Client, Message, float, set[Partner]]] = []
+        #: Who waits for the checksums of a snapshot.
+        self._readers: dict[KeptMemory, list[tuple[_Client, Kept[KeptMemory]]]] = {}
+        self._digester = Digester(lambda memory: self.run_soon(lambda: self._digested(memory)))
+        self._partners: dict[str, Partner] = {}
+        self._index_is_old = True
+        self._busy_at = time.monotonic()
+        self._served_bytes = 0
+        self._is_over = False
+        self._most_buffers = max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _OTHER_DESCRIPTORS, 64)
+        self._started = time.time()
+
+    def run(self) -> None:
+        """Serves until a signal or the idle limit ends it; then nothing of it is left on the node."""
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._woken, selectors.EVENT_READ, self._drain_wakes)
+        try:
+            with contextlib.suppress(InvalidArgument):
+                self._set_buddies(self.options.buddies)
+            while not self._is_over:
+                try:
+                    self._turn()
+                except Exception:
+                    # With this process, everything that it holds would be lost.
+                    logger.exception("an error in the keeper, which goes on")
+                    time.sleep(0.1)
+        finally:
+            self._close()
+
+    def stop(self) -> None:
+        """Ends :meth:`run` soon; may be called from any thread and from a signal handler."""
+        self.run_soon(self._end)
+
+    def run_soon(self, call: Callable[[], object]) -> None:
+        """Has the keeper's thread run ``call``; may be called from any thread."""
+        self._calls.append(call)
+        # A full pipe wakes as well; a closed one belongs to a keeper that has ended.
+        with contextlib.suppress(OSError):
+            self._wake.send(b"\0")
+
+    def _end(self) -> None:
+        self._is_over = True
+
+    def _turn(self) -> None:
+        if self._index_is_old:
+            self._publish_index()
+        for key, events in self._selector.select(self._patience()):
+            if isinstance(key.data, _Client):
+                self._serve(key.data, events)
+            else:
+                key.data()
+        self._run_calls()
+        self._look_at_clocks()
+
+    def _patience(self) -> float:
+        return 0.0 if self._calls else 1.0
+
+    def _run_calls(self) -> None:
+        # Only those that are there now: calls may add calls.
+        for _ in range(len(self._calls)):
+            self._calls.popleft()()
+
+    def _drain_wakes(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self._woken.recv(4096):
+                pass
+
+    def _look_at_clocks(self) -> None:
+        now = time.monotonic()
+        for kept, deadline in list(self._going.items()):
+            if now >= deadline:
+                self._going[kept] = math.inf
+                if kept.lent:
+                    logger.warning("%s was evicted and is still read after %d s", _named(kept.about), _LENT_S)
+                    kept.lent = 0
+                self._cut(kept)
+        for client in [c for c in self._clients if not c.has_spoken and now - c.since > _GREETING_S]:
+            self._disconnect(client)
+        for client, message, deadline, partners in list(self._waiting):
+            if now >= deadline or not any(partner.is_asked for partner in partners):
+                self._waiting.remove((client, message, deadline, partners))
+                if client.is_open:
+                    self._list(client, message)
+        served = self._server.bytes_served
+        if self._clients or served != self._served_bytes or self._going:
+            self._busy_at, self._served_bytes = now, served
+        elif self.options.idle and now - self._busy_at >= self.options.idle:
+            logger.info("the keeper %s ends: nobody has used it for %g s", self.options.name, self.options.idle)
+            self._end()
+
+    # Clients.
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except BlockingIOError:
+            return
+        except OSError as e:
+            # Out of descriptors, mostly. One that has said nothing makes room.
+            logger.warning("a client could not be accepted: %s", e)
+            silent = [client for client in self._clients if not client.has_spoken]
+            if silent:
+                self._disconnect(min(silent, key=lambda client: client.since))
+            else:
+                time.sleep(0.02)
+            return
+        sock.setblocking(False)
+        pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+        if uid != os.geteuid():
+            logger.warning("process %d of user %d was turned away: this keeper is user %d's", pid, uid, os.geteuid())
+            sock.close()
+            return
+        if len(self._clients) >= _MOST_CLIENTS:
+            silent = [client for client in self._clients if not client.has_spoken]
+            if not silent:
+                sock.close()
+                return
+            self._disconnect(min(silent, key=lambda client: client.since))
+        client = _Client(sock, pid)
+        self._clients.add(client)
+        self._selector.register(sock, selectors.EVENT_READ, client)
+
+    def _serve(self, client: _Client, events: int) -> None:
+        try:
+            if events & selectors.EVENT_WRITE:
+                self._flush(client)
+            if events & selectors.EVENT_READ:
+                for _ in range(_TURN):
+                    if not client.is_open or not self._read(client):
+                        break
+        except BlockingIOError:
+            pass
+        except (OSError, TensorferryError) as e:
+            # Whatever a client does ends its own connection and nothing else.
+            logger.warning("process %d is disconnected: %s", client.pid, e)
+            self._disconnect(client)
+        except Exception:
+            logger.exception("process %d is disconnected", client.pid)
+            self._disconnect(client)
+
+    def _read(self, client: _Client) -> bool:
+        """Handles one message of ``client``; returns whether there may be more."""
+        try:
+            message = handover.receive(client.sock, most_bytes=self.options.memory)
+        except handover.TooLarge as e:
+            client.has_spoken = True
+            self._refuse(client, None, f"{e}: give the keeper more with --memory")
+            return True
+        if message is None:
+            self._disconnect(client)
+            return False
+        client.has_spoken = True
+        match message:
+            case Handover(kind="keep"):
+                self._keep(client, message)
+            case Message(kind="let_go"):
+                self._let_go_of_oldest(client)
+            case Message(kind="held"):
+                self._ask(client, message)
+            case Message(kind="take"):
+                self._lend(client, message)
+            case Message(kind="done"):
+                self._take_back(client, message)
+            case Message(kind="buddies"):
+                self._told_buddies(client, message)
+            case Message(kind="status"):
+                self._send(client, Message("status", self.status()))
+            case _:
+                raise ProtocolError(f"it asks for {_validate.brief(message.kind)}, which a keeper does not know")
+        return True
+
+    def _send(self, client: _Client, message: Message | Handover) -> None:
+        if not client.is_open:
+            return
+        if len(client.queue) >= _MOST_QUEUED:
+            logger.warning("process %d is disconnected: it does not read its answers", client.pid)
+            self._disconnect(client)
+            return
+        client.queue.append(message)
+        if len(client.queue) == 1:
+            self._flush(client)
+
+    def _flush(self, client: _Client) -> None:
+        while client.queue:
+            try:
+                handover.send(client.sock, client.queue[0])
+            except BlockingIOError:
+                break
+            except (OSError, TensorferryError) as e:
+                logger.debug("process %d is gone: %s", client.pid, e)
+                self._disconnect(client)
+                return
+            client.queue.popleft()
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if client.queue else 0)
+        self._selector.modify(client.sock, wanted, client)
+
+    def _disconnect(self, client: _Client) -> None:
+        if not client.is_open:
+            return
+        client.is_open = False
+        self._clients.discard(client)
+        self._selector.unregister(client.sock)
+        client.sock.close()
+        client.queue.clear()
+        for kept in client.given:
+            kept.live = False
+        client.given.clear()
+        for kept in client.borrowed.values():
+            self._give_back(kept)
+        client.borrowed.clear()
+
+    # Keeping.
+
+    def _keep(self, client: _Client, given: Handover) -> None:
+        try:
+            about = snapshot({**given.fields, "origin": LOCAL, "nbytes": 0, "metadata": ""})
+        except ProtocolError as e:
+            save_id = given.fields.get("save_id")
+            self._refuse(client, save_id if isinstance(save_id, str) else None, str(e))
+            return
+        try:
+            kept = self.add(about, given.rows, given.control, given.buffers)
+        except TensorferryError as e:
+            self._refuse(client, about.save_id, str(e))
+            return
+        client.given.add(kept)
+        logger.info("%s is kept: %d bytes, of process %d", _named(kept.about), kept.nbytes, client.pid)
+        self._send(client, Message("kept", {"save_id": about.save_id, "rank": about.rank, **self._address_of(kept)}))
+
+    def _refuse(self, client: _Client, save_id: str | None, error: str) -> None:
+        logger.warning("a snapshot of process %d is refused: %s", client.pid, error)
+        self._send(client, Message("refused", {"save_id": save_id, "error": error[:4096]}))
+
+    def _address_of(self, kept: Kept[KeptMemory]) -> dict[str, Any]:
+        return {"step": kept.about.step, "metadata": kept.about.metadata, "address": self.address}
+
+    def add(
+        self, about: Snapshot, rows: Rows, control: Sequence[tuple[str, bytes]], buffers: Sequence[SharedBuffer]
+    ) -> Kept[KeptMemory]:
+        """Keeps a snapshot; to be called on the keeper's thread.
+
+        Raises:
+            NoRoom: there is not enough memory for it
+            InvalidArgument: it is no valid container
+        """
+        held = [*self.generations, *self.generations.leaving]
+        if len(held) >= _MOST_SNAPSHOTS or sum(one.body.buffers for one in held) + len(buffers) > self._most_buffers:
+            raise NoRoom(f"the keeper holds {len(held)} snapshots, and can hold no more")
+        nbytes = _size_of(rows, control, buffers)
+        self.make_room(about, nbytes)
+        step = about.step
+        if step < 0:
+            self._counts[about.job, about.rank] += 1
+            step = self._counts[about.job, about.rank]
+        told: list[Kept[KeptMemory]] = []
+        body = KeptMemory(
+            self._server, step, rows, control, buffers, lambda: self.run_soon(lambda: self._let_go(*told))
+        )
+        kept = self.generations.add(about.served(body.url(self.host), nbytes, step), nbytes, body)
+        told.append(kept)
+        self._digester.add(body)
+        self._index_is_old = True
+        return kept
+
+    def make_room(self, about: Snapshot, nbytes: int) -> None:
+        """Evicts what has to go for a snapshot of ``nbytes`` bytes; to be called on the keeper's thread.
+
+        Raises:
+            NoRoom: that would not be enough
+        """
+        self.generations.make_room(about, nbytes, self._evict, self._cut)
+
+    def _evict(self, kept: Kept[KeptMemory]) -> None:
+        logger.info("%s is evicted", _named(kept.about))
+        self.generations.leave(kept)
+        self._index_is_old = True
+        self._going[kept] = time.monotonic() + (_LENT_S if kept.lent else _LINGER_S)
+        kept.body.withdraw()
+        self._let_go(kept)
+
+    def _cut(self, kept: Kept[KeptMemory]) -> None:
+        kept.body.cut()
+        # What is left of it is gone as soon as the server's threads have let go of it.
+        self.generations.release(kept)
+        self._let_go(kept)
+
+    def _let_go(self, *evicted: Kept[KeptMemory]) -> None:
+        """Lets go of what was evicted and is not read any more, and tells the trainer that gave it."""
+        for kept in evicted:
+            if kept not in self._going or kept.lent or not kept.body.is_released:
+                continue
+            del self._going[kept]
+            self.generations.release(kept)
+            kept.body.cut()
+            for client in self._clients:
+                if kept in client.given:
+                    client.given.discard(kept)
+                    about = kept.about
+                    self._send(client, Message("released", {"save_id": about.save_id, "rank": about.rank}))
+                    break
+
+    def _let_go_of_oldest(self, client: _Client) -> None:
+        """Evicts the oldest snapshot of ``client``, which needs its memory now: its readers elsewhere are cut."""
+        own = [kept for kept in client.given if kept not in self._going]
+        if own and not any(kept in client.given for kept in self._going):
+            oldest = min(own, key=lambda kept: kept.order)
+            self._evict(oldest)
+            if not oldest.lent:
+                self._cut(oldest)
+
+    # Lending.
+
+    def _lend(self, client: _Client, message: Message) -> None:
+        fields = message.fields
+        key = (fields.get("job"), fields.get("save_id"), fields.get("rank"))
+        kept = self.generations.get(key) if all(type(k) in (str, int) for k in key) else None
+        if kept is None:
+            self._send(client, Message("gone"))
+            return
+        if kept.about.key in client.borrowed:
+            raise ProtocolError("it takes a snapshot that it has")
+        kept.lent += 1
+        client.borrowed[kept.about.key] = kept
+        if kept.body.digests is None:
+            self._readers.setdefault(kept.body, []).append((client, kept))
+        else:
+            self._send(client, kept.body.handover("taken", kept.about.fields()))
+
+    def _digested(self, memory: KeptMemory) -> None:
+        for client, kept in self._readers.pop(memory, []):
+            there = self.generations.get(kept.about.key) is kept
+            self._send(client, memory.handover("taken", kept.about.fields()) if there else Message("gone"))
+
+    def _take_back(self, client: _Client, message: Message) -> None:
+        fields = message.fields
+        key = (fields.get("job"), fields.get("save_id"), fields.get("rank"))
+        try:
+            kept = client.borrowed.pop(key, None)  # type: ignore[arg-type]
+        except TypeError:
+            kept = None
+        if kept is not None:
+            self._give_back(kept)
+
+    def _give_back(self, kept: Kept[KeptMemory]) -> None:
+        kept.lent = max(kept.lent - 1, 0)
+        self._let_go(kept)
+
+    # What is held.
+
+    def _ask(self, client: _Client, message: Message) -> None:
+        partners = set(self._partners.values()) if message.fields.get("ask_buddies") is True else set()
+        if not partners:
+            self._list(client, message)
+            return
+        if any(waiting is client for waiting, *_ in self._waiting):
+            raise ProtocolError("it asks again before it was answered")
+        for partner in partners:
+            partner.ask()
+        self._waiting.append((client, message, time.monotonic() + _ASK_S, partners))
+
+    def _list(self, client: _Client, message: Message) -> None:
+        wanted = {name: value for name in ("job", "path", "rank") if (value := message.fields.get(name)) is not None}
+        for one in self.held():
+            fields = one.fields()
+            if all(fields[name] == value for name, value in wanted.items()):
+                self._send(client, Message("snapshot", fields))
+        self._send(client, Message("end", {"address": self.address}))
+
+    def held(self) -> list[Snapshot]:
+        """Returns what this keeper holds, the newest last, and behind it what its partners hold and it does not."""
+        own = [kept.about for kept in self.generations]
+        known = {one.key for one in own}
+        there: dict[tuple[str, str, int], Snapshot] = {}
+        for partner in self._partners.values():
+            for one in partner.listed:
+                if one.key not in known:
+                    there.setdefault(one.key, replace(one, remote=True))
+        ranks: dict[tuple[str, str], set[int]] = {}
+        for one in (*own, *there.values()):
+            ranks.setdefault(one.save, set()).add(one.rank)
+        return [replace(one, complete=len(ranks[one.save]) == one.world_size) for one in (*own, *there.values())]
+
+    def status(self) -> dict[str, Any]:
+        """Returns what the keeper says about itself."""
+        return {
+            "name": self.options.name,
+            "pid": os.getpid(),
+            "program": __version__,
+            "address": self.address,
+            "started": self._started,
+            "memory": self.options.memory,
+            "used": self.generations.used,
+            "generations": self.options.generations,
+            "snapshots": len(self.generations),
+            "leaving": len(self.generations.leaving),
+            "clients": len(self._clients),
+            "served": self._server.bytes_served,
+            "buddies": [partner.status() for partner in self._partners.values()][:32],
+        }
+
+    def _publish_index(self) -> None:
+        self._index_is_old = False
+        index.publish(self._index_shelf, [kept.about for kept in self.generations])
+
+    # Partners.
+
+    def _told_buddies(self, client: _Client, message: Message) -> None:
+        addresses = message.fields.get("buddies")
+        try:
+            self._set_buddies(_validate.items("buddies", addresses))  # type: ignore[arg-type]
+        except InvalidArgument as e:
+            self._send(client, Message("refused", {"save_id": None, "error": str(e)}))
+            return
+        self._send(client, Message("buddies", {"buddies": list(self._partners)}))
+
+    def _set_buddies(self, addresses: Sequence[Any]) -> None:
+        """Takes the keepers at ``addresses`` for partners, beside those of the command line.
+
+        Raises:
+            InvalidArgument: one of them is no address of a keeper
+        """
+        wanted = [index.keeper_url(address, self.options.server) for address in (*self.options.buddies, *addresses)]
+        wanted = [url for url in dict.fromkeys(wanted) if url != self.address][: index.MOST_BUDDIES]
+        for url in set(self._partners) - set(wanted):
+            self._partners.pop(url).stop()
+        for url in wanted:
+            if url not in self._partners:
+                self._partners[url] = partner = Partner(url, self)
+                partner.start()
+
+    def _close(self) -> None:
+        self._place.leave()
+        self._listener.close()
+        for partner in self._partners.values():
+            partner.stop()
+        self._digester.stop()
+        for client in list(self._clients):
+            self._disconnect(client)
+        self._server.shutdown(1.0)
+        self._selector.close()
+        self._wake.close()
+        self._woken.close()
+
+
+def _serve(options: KeeperOptions) -> tuple[Server, str]:
+    """Starts the server; returns it and the host that others reach it by."""
+    given = options.server
+
+    def server(bind: str | None) -> Server:
+        return Server(
+            patience=_PATIENCE_S,
+            bind=bind,
+            same_host=given.same_host,
+            max_bandwidth=given.max_bandwidth,
+            secret=given.secret,
+            tls=given.tls,
+        )
+
+    host = advertised_host(given.advertise, given.listening)
+    bind = port_on(given.listening)
+    if not options.port:
+        return server(bind), host
+    if bind is not None:
+        return server(f"{bind.rpartition(':')[0]}:{options.port}"), host
+    try:
+        return server(f"[::]:{options.port}"), host
+    except SystemRefused:
+        # A system without IPv6; or the port is taken, which is found once more.
+        return server(f"0.0.0.0:{options.port}"), host
+
+
+def _size_of(rows: Rows, control: Sequence[tuple[str, bytes]], buffers: Sequence[SharedBuffer]) -> int:
+    """Returns the bytes of memory that a snapshot takes, with what describes it."""
+    described = len(rows.table(buffers)) + sum(len(name) + len(data) for name, data in control)
+    return sum(len(buffer) for buffer in buffers) + described
+
+
+def _named(about: Snapshot) -> str:
+    of = "" if about.origin == LOCAL else f" from {about.origin}"
+    return f"step {about.step} of rank {about.rank} of {about.job}{of}"
+
+
+@contextlib.contextmanager
+def ended_by_signals(keeper: KeeperProcess) -> Iterator[None]:
+    """Within the block, SIGTERM, SIGINT and SIGHUP end ``keeper``."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    before = {number: signal.signal(number, lambda *_: keeper.stop()) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def lower_weight() -> None:
+    """Gives this process, and all threads that it starts from now on, less weight than a trainer has."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, 0, max(os.getpriority(os.PRIO_PROCESS, 0), _NICE))
+
+
+def raise_descriptor_limit() -> None:
+    """Allows as many open files as the system lets this process have: each snapshot takes a few."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
