@@ -132,13 +132,15 @@ def why_not_writable(value: Tensor) -> str | None:
     return None
 
 
-def is_dtensor_over_view(value: Tensor) -> bool:
-    """Whether ``value`` is a DTensor whose local part does not begin at its storage's start.
+def rebuilds_from_local(value: Tensor) -> bool:
+    """Whether ``value`` is a DTensor that its local tensor and its spec describe completely.
 
-    torch's own pickling gets such a DTensor wrong.
+    Or one whose local tensor does not begin at its storage's start: torch's own pickling gets such a DTensor wrong.
     """
     local: Any = getattr(value, "_local_tensor", None)
-    return type(value).__name__ == "DTensor" and type(local) is Tensor and bool(local.storage_offset() > 0)
+    if type(value).__name__ != "DTensor" or type(local) is not Tensor:
+        return False
+    return not value.__dict__ or bool(local.storage_offset() > 0)
 
 
 def rebuilds_without_grad(value: Tensor) -> bool:

@@ -93,15 +93,21 @@ def _shards(flat: Flat, storages: list[Storage]) -> dict[str, dict[str, Any]]:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     numbers = {storage_key(s.storage): n for n, s in enumerate(storages)}
+    # Many have the same shape, mesh and placements, and torch takes long to compute an offset.
+    known: dict[tuple[Any, ...], list[int]] = {}
     shards = {}
     for value, path in zip(flat.objects, flat.object_paths, strict=True):
         if isinstance(value, DTensor):
             local = value._local_tensor
-            _, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+            where = (value.shape, id(value.device_mesh), value.placements)
+            offsets = known.get(where)
+            if offsets is None:
+                _, first = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+                offsets = known[where] = list(first)
             shards[path] = {
                 "dtype": str(value.dtype),
                 "global_shape": list(value.shape),
-                "offsets": list(offsets),
+                "offsets": offsets,
                 "shape": list(local.shape),
                 "stride": list(local.stride()),
                 "storage": numbers.get(storage_key(local.untyped_storage())),

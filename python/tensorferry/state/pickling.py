@@ -17,7 +17,7 @@ from torch.storage import TypedStorage
 
 from .._rebuild import rebuild_dtensor, with_grad
 from ..errors import ProtocolError, TensorferryError, UnsafePickle, UnsupportedLeaf
-from ..memory.tensors import byte_span, is_dtensor_over_view, rebuilds_without_grad, storage_key
+from ..memory.tensors import byte_span, rebuilds_from_local, rebuilds_without_grad, storage_key
 from .allowlist import Allowed
 from .reviewed import Refused
 from .tree import Flat
@@ -68,6 +68,7 @@ class _Pickler(pickle.Pickler):
         self._looking: tuple[int, tuple[int, int]] | None = None
         self._packed = False
         self.globals: dict[tuple[str, str], str] = {}
+        self._specs: dict[tuple[Any, ...], Any] = {}
         self._paths = {id(value): path for value, path in zip(flat.objects, flat.object_paths, strict=True)}
         self._path = ""
 
@@ -97,9 +98,17 @@ class _Pickler(pickle.Pickler):
             return NotImplemented
         if isinstance(value, torch.Tensor) and rebuilds_without_grad(value):
             return with_grad, (value.detach(),), value.__dict__ or None
-        if isinstance(value, torch.Tensor) and is_dtensor_over_view(value):
-            return rebuild_dtensor, (value._local_tensor, value._spec, value.requires_grad)
+        if isinstance(value, torch.Tensor) and rebuilds_from_local(value):
+            return rebuild_dtensor, (value._local_tensor, self._spec(value._spec), value.requires_grad)
         return NotImplemented
+
+    def _spec(self, spec: Any) -> Any:
+        """Returns the first spec of a DTensor that says the same as ``spec``: the pickle then has it only once.
+
+        A spec is longer than everything else that describes a DTensor, and each DTensor has one of its own.
+        """
+        said = tuple([id(v) if k == "mesh" else v for k, v in vars(spec).items() if k != "_hash"])
+        return self._specs.setdefault(said, spec)
 
     def _number(self, storage: torch.UntypedStorage) -> int:
         key = storage_key(storage)
