@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -48,7 +49,13 @@ def no_rows(native: bool = False) -> Rows:
     Args:
         native: let the native module read plain tensors itself if it knows this torch's memory layout of them
     """
-    return Rows(Tensor, Parameter, DTYPE_NAMES, native=native)
+    return Rows(Tensor, Parameter, DTYPE_NAMES, dtensor=dtensor_class(), native=native)
+
+
+def dtensor_class() -> type | None:
+    """Returns torch's class ``DTensor``; ``None`` if nothing in this process has imported it."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return getattr(module, "DTensor", None)
 
 
 def is_plain(value: Tensor) -> bool:

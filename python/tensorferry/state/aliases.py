@@ -57,10 +57,11 @@ class Memory:
         self._starts: dict[int, int] = {}
         self._storages: list[torch.UntypedStorage] = []
         spaces: dict[str, int] = {"cpu": 0}
-        spans, folded = [], []
-        for number in [*range(-len(flat.objects), 0), *flat.accelerated]:
+        spans = []
+        folded = flat.rows.folded()
+        for number in [*unread(flat), *flat.accelerated]:
             value = flat.leaf(number)
-            found = _reach(value) if isinstance(value, torch.Tensor) else None
+            found = _reach(value)
             if found is None:
                 continue
             storage, start, end = found
@@ -76,8 +77,7 @@ class Memory:
 
     def start(self, number: int) -> int:
         """Returns the address that a leaf's first element had in the constructor; 0 if it was unknown."""
-        start = self._starts.get(number, 0)
-        return start if start or number < 0 else self._flat.rows.address(number)
+        return self._starts.get(number, 0) or self._flat.rows.start(number)
 
     def has_moved(self, number: int) -> bool:
         """Whether a leaf has another address now, because it was given other memory."""
@@ -94,6 +94,12 @@ class Memory:
     def _group(self, numbers: list[int]) -> list[Layout]:
         origin = min(self.start(number) for number in numbers)
         return [self.layout(number, origin) for number in numbers]
+
+
+def unread(flat: Flat) -> list[int]:
+    """Returns the numbers of the leaves that are tensors, but neither plain ones nor read natively."""
+    tensors = [-n - 1 for n, value in enumerate(flat.objects) if isinstance(value, torch.Tensor)]
+    return [number for number in tensors if not flat.rows.is_view(flat.leaf(number))]
 
 
 #: The number of a receiver's leaf, and of the source's leaf whose values it gets.

@@ -19,12 +19,13 @@ use bytes::Bytes;
 use pyo3::exceptions::{PyIndexError, PyRuntimeError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList, PyString, PyTuple, PyType};
+use pyo3::types::{PyDict, PyFloat, PyInt, PyList, PyString, PyTuple, PyType};
 use tensorferry_core::Item;
 use tensorferry_wire::dtype::Dtype;
 
 use crate::columns::{Columns, Row, Span};
 use crate::memory::{Described, Exchange, TURN, borrowed};
+use crate::views::{Global, Store, View, Views, typed};
 
 /// One row for each tensor, column by column, and which leaf of the state is which row.
 #[pyclass(name = "Rows", module = "tensorferry._native", frozen)]
@@ -37,7 +38,20 @@ pub(crate) struct PyRows {
     exchange: Option<Exchange>,
     /// `object.__getstate__`: returns attributes without making a dict for them, which an object would keep.
     attributes: Py<PyAny>,
+    /// torch's class, where it was imported.
+    dtensor: Option<Py<PyType>>,
+    float: Py<PyType>,
+    deque: Py<PyAny>,
     memory: Py<PyList>,
+    /// The leaves that are no rows, and their paths.
+    pub(crate) objects: Py<PyList>,
+    object_paths: Py<PyList>,
+    pub(crate) views: Mutex<Views>,
+    /// What the specs of `DTensor`s say, to their numbers; and the first spec that says it, with its `DTensor`.
+    specs: Py<PyDict>,
+    pub(crate) first_specs: Py<PyList>,
+    /// The containers around the one that is walked.
+    inside: Mutex<Vec<usize>>,
     /// Keeps the memory of each row alive: a tensor's storage, since a tensor can be given another one at any time.
     owners: Py<PyList>,
     columns: Mutex<Columns>,
@@ -49,6 +63,14 @@ impl PyRows {
     /// The columns; the interpreter is not needed for them.
     fn columns(&self) -> MutexGuard<'_, Columns> {
         self.columns.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn views(&self) -> MutexGuard<'_, Views> {
+        self.views.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn inside(&self) -> MutexGuard<'_, Vec<usize>> {
+        self.inside.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The rows as items to publish, and behind them `control`, name and bytes of each. To be called without the
@@ -75,16 +97,41 @@ impl PyRows {
 
     /// The number of a leaf, whose path is `path` in two parts: of an earlier one if it is the same object.
     fn number(&self, value: &Bound<'_, PyAny>, path: [&str; 2], other: &Bound<'_, PyAny>) -> PyResult<i64> {
-        if let Some(number) = self.read(value, path)? {
-            return Ok(number);
-        }
+        let is_tensor = self.is_tensor(value);
+        let read = if is_tensor { self.read(value, path)? } else { Read::Unknown };
         let id = value.as_ptr() as usize;
-        let known = self.columns().seen.get(&id).copied();
-        if let Some(number) = known {
-            return Ok(number);
-        }
-        let number = other.call1((value, path.concat()))?.extract()?;
+        let number = match read {
+            Read::Leaf(number) => return Ok(number),
+            Read::View(view) => self.add_view(value, path, view)?,
+            Read::Unknown => {
+                if let Some(number) = self.columns().seen.get(&id).copied() {
+                    return Ok(number);
+                }
+                if is_tensor {
+                    other.call1((value, path.concat()))?.extract()?
+                } else if let Some(view) = self.read_dtensor(value)? {
+                    self.add_view(value, path, view)?
+                } else {
+                    self.add_object(value, path)?
+                }
+            }
+        };
         self.columns().seen.insert(id, number);
+        Ok(number)
+    }
+
+    fn add_object(&self, value: &Bound<'_, PyAny>, path: [&str; 2]) -> PyResult<i64> {
+        let py = value.py();
+        let objects = self.objects.bind(py);
+        objects.append(value)?;
+        self.object_paths.bind(py).append(PyString::new(py, &path.concat()))?;
+        Ok(-i64::try_from(objects.len())?)
+    }
+
+    fn add_view(&self, value: &Bound<'_, PyAny>, path: [&str; 2], mut view: Box<View>) -> PyResult<i64> {
+        let number = self.add_object(value, path)?;
+        view.leaf = number;
+        self.views().add(value.as_ptr() as usize, *view);
         Ok(number)
     }
 
@@ -99,17 +146,49 @@ impl PyRows {
         Ok(Some((row, self.memory.bind(value.py()).get_item(row)?.is(value))))
     }
 
-    /// Reads a tensor that fills a storage of its own from first to last byte and needs no pickle, and adds it as a
-    /// row unless it is one. `None` for everything else, and where only Python can decide:
-    /// `memory.tensors.is_plain` decides.
-    fn read(&self, value: &Bound<'_, PyAny>, path: [&str; 2]) -> PyResult<Option<i64>> {
+    /// Reads a tensor. If it fills a storage of its own from first to last byte and needs no pickle, it becomes a row
+    /// unless it is one: what `memory.tensors.is_plain` says.
+    fn read(&self, value: &Bound<'_, PyAny>, path: [&str; 2]) -> PyResult<Read> {
         let py = value.py();
         // Tensors of zeros that autograd makes have bytes, and no memory.
         let has_memory = |tensor: &Described| tensor.nbytes > 0 && tensor.address != 0;
-        let Some(tensor) = self.describe(value).filter(has_memory) else { return Ok(None) };
-        if let Some((row, same)) = self.row_at(tensor.address, value)? {
-            return Ok(if same { Some(i64::try_from(row)?) } else { None });
+        let Some(tensor) = self.describe(value).filter(has_memory) else { return Ok(Read::Unknown) };
+        let there = if tensor.is_dense { self.row_at(tensor.address, value)? } else { None };
+        if let Some((row, true)) = there {
+            return Ok(Read::Leaf(i64::try_from(row)?));
         }
+        if let Some(number) = self.columns().seen.get(&(value.as_ptr() as usize)).copied() {
+            return Ok(Read::Leaf(number));
+        }
+        let Some(Told { dtype, storage, nbytes, requires_grad }) = self.ask(value, &tensor)? else {
+            return Ok(Read::Unknown);
+        };
+        let fills = tensor.is_dense && nbytes == tensor.nbytes;
+        if !fills || there.is_some() && self.filling(&storage, tensor.address)?.is_some() {
+            let view = self.view(value, tensor, Told { dtype, storage, nbytes, requires_grad })?;
+            return Ok(view.map_or(Read::Unknown, Read::View));
+        }
+        let parameter = u8::from(self.is_parameter(value));
+        let row = Row {
+            dtype,
+            shape: tensor.shape(),
+            address: tensor.address,
+            nbytes: tensor.nbytes,
+            flag: parameter + 2 * u8::from(requires_grad),
+        };
+        let number = self.columns().push(path, &row)?;
+        self.memory.bind(py).append(value)?;
+        self.owners.bind(py).append(storage)?;
+        Ok(Read::Leaf(number))
+    }
+
+    fn is_parameter(&self, value: &Bound<'_, PyAny>) -> bool {
+        value.get_type_ptr() == self.parameter.as_ptr().cast()
+    }
+
+    /// What torch says of a tensor beyond its description, `None` if more belongs to it than a container says.
+    fn ask<'py>(&self, value: &Bound<'py, PyAny>, tensor: &Described) -> PyResult<Option<Told<'py>>> {
+        let py = value.py();
         let dtype = match tensor.dtype {
             Some(dtype) => dtype,
             None => match self.byte_dtype(value)? {
@@ -118,9 +197,6 @@ impl PyRows {
             },
         };
         let storage = value.call_method0(intern!(py, "untyped_storage"))?;
-        if storage.len()? != tensor.nbytes {
-            return Ok(None);
-        }
         let truth = |name: &Bound<'_, PyString>| value.call_method0(name)?.is_truthy();
         let needs_more = truth(intern!(py, "is_neg"))?
             || dtype == Dtype::C64 && truth(intern!(py, "is_conj"))?
@@ -129,19 +205,121 @@ impl PyRows {
         if needs_more {
             return Ok(None);
         }
-        let parameter = u8::from(value.get_type_ptr() == self.parameter.as_ptr().cast());
-        let requires_grad = u8::from(value.getattr(intern!(py, "requires_grad"))?.is_truthy()?);
-        let row = Row {
-            dtype,
-            shape: tensor.shape(),
-            address: tensor.address,
-            nbytes: tensor.nbytes,
-            flag: parameter + 2 * requires_grad,
-        };
-        let number = self.columns().push(path, &row)?;
-        self.memory.bind(py).append(value)?;
-        self.owners.bind(py).append(storage)?;
-        Ok(Some(number))
+        let nbytes = storage.len()?;
+        let requires_grad = value.getattr(intern!(py, "requires_grad"))?.is_truthy()?;
+        Ok(Some(Told { dtype, storage, nbytes, requires_grad }))
+    }
+
+    /// A tensor as a view of its storage, `None` if only Python can pickle it or say why it cannot be sent.
+    fn view(&self, value: &Bound<'_, PyAny>, tensor: Described, told: Told<'_>) -> PyResult<Option<Box<View>>> {
+        let py = value.py();
+        if typed(told.dtype).is_none() || value.call_method0(intern!(py, "has_names"))?.is_truthy()? {
+            return Ok(None);
+        }
+        let address: usize = told.storage.call_method0(intern!(py, "data_ptr"))?.extract()?;
+        let key: usize = told.storage.getattr(intern!(py, "_cdata"))?.extract()?;
+        let Some(start) = tensor.address.checked_sub(address) else { return Ok(None) };
+        if !start.is_multiple_of(tensor.itemsize) || start.saturating_add(tensor.extent()) > told.nbytes {
+            return Ok(None);
+        }
+        let (object, nbytes) = (told.storage.unbind(), told.nbytes);
+        let store = self.views().store(key, || Store::new(object, address, nbytes, true));
+        Ok(Some(Box::new(View {
+            leaf: 0,
+            store,
+            start,
+            dtype: told.dtype,
+            told: tensor,
+            requires_grad: told.requires_grad,
+            parameter: self.is_parameter(value),
+            global: None,
+        })))
+    }
+
+    /// A `DTensor` whose local part and spec describe it completely, `None` for everything else.
+    fn read_dtensor(&self, value: &Bound<'_, PyAny>) -> PyResult<Option<Box<View>>> {
+        let py = value.py();
+        let Some(dtensor) = &self.dtensor else { return Ok(None) };
+        if value.get_type_ptr() != dtensor.as_ptr().cast()
+            || value.getattr(intern!(py, "__dict__"))?.is_truthy()?
+            || value.getattr(intern!(py, "_backward_hooks"))?.is_truthy()?
+        {
+            return Ok(None);
+        }
+        let local = value.getattr(intern!(py, "_local_tensor"))?;
+        if local.get_type_ptr() != self.tensor.as_ptr().cast() {
+            return Ok(None);
+        }
+        let Some(tensor) = self.describe(&local).filter(|t| t.nbytes > 0 && t.address != 0) else { return Ok(None) };
+        let Some(told) = self.ask(&local, &tensor)? else { return Ok(None) };
+        let Some(spec) = self.spec(value)? else { return Ok(None) };
+        let shape = value.getattr(intern!(py, "shape"))?.extract()?;
+        let Some(mut view) = self.view(&local, tensor, told)? else { return Ok(None) };
+        let requires_grad = value.getattr(intern!(py, "requires_grad"))?.is_truthy()?;
+        let local_requires_grad = std::mem::replace(&mut view.requires_grad, requires_grad);
+        view.global = Some(Box::new(Global { local: local.unbind(), local_requires_grad, shape, spec }));
+        Ok(Some(view))
+    }
+
+    /// The number of the spec of a `DTensor`, which it may share with others: a spec is longer than all else that
+    /// describes a `DTensor`, and each has one of its own. `None` if it cannot be compared with others.
+    fn spec(&self, value: &Bound<'_, PyAny>) -> PyResult<Option<usize>> {
+        let py = value.py();
+        let spec = value.getattr(intern!(py, "_spec"))?;
+        let Ok(fields) = spec.getattr(intern!(py, "__dict__"))?.cast_into::<PyDict>() else { return Ok(None) };
+        let mut said = Vec::with_capacity(fields.len());
+        for (name, field) in fields {
+            let name = name.cast_into::<PyString>()?;
+            match name.to_str()? {
+                "_hash" => {}
+                "mesh" => said.push((field.as_ptr() as usize).into_pyobject(py)?.into_any()),
+                _ => said.push(field),
+            }
+        }
+        let (said, specs, firsts) = (PyTuple::new(py, said)?, self.specs.bind(py), self.first_specs.bind(py));
+        Ok(Some(match specs.get_item(&said)? {
+            Some(number) => number.extract()?,
+            None => {
+                specs.set_item(said, firsts.len())?;
+                firsts.append((spec, value))?;
+                firsts.len() - 1
+            }
+        }))
+    }
+
+    /// The number that `value` was given as a leaf, `None` if it is not a leaf.
+    pub(crate) fn leaf_number(&self, value: &Bound<'_, PyAny>) -> PyResult<Option<i64>> {
+        if let Some(number) = self.columns().seen.get(&(value.as_ptr() as usize)).copied() {
+            return Ok(Some(number));
+        }
+        let Some(tensor) = self.describe(value) else { return Ok(None) };
+        let row = if tensor.is_dense { self.row_at(tensor.address, value)? } else { None };
+        let row = row.filter(|&(_, same)| same);
+        Ok(row.map(|(row, _)| i64::try_from(row)).transpose()?)
+    }
+
+    /// Adds a row for bytes of `storage`; returns its number.
+    pub(crate) fn add_piece(&self, storage: &Bound<'_, PyAny>, name: &str, row: Row<'_>) -> PyResult<i64> {
+        let number = self.columns().push([name, ""], &row)?;
+        self.memory.bind(storage.py()).append(storage)?;
+        self.owners.bind(storage.py()).append(storage)?;
+        Ok(number)
+    }
+
+    /// The row whose tensor fills `storage`, whose memory starts at `address`.
+    pub(crate) fn filling(&self, storage: &Bound<'_, PyAny>, address: usize) -> PyResult<Option<usize>> {
+        let py = storage.py();
+        let rows = self.columns().starting_at(address);
+        if rows.is_empty() {
+            return Ok(None);
+        }
+        let key = storage.getattr(intern!(py, "_cdata"))?;
+        for row in rows {
+            if self.owners.bind(py).get_item(row)?.getattr(intern!(py, "_cdata"))?.eq(&key)? {
+                return Ok(Some(row));
+            }
+        }
+        Ok(None)
     }
 
     /// What a container calls the dtype of a tensor whose elements are one byte each: torch has several kinds of those
@@ -153,7 +331,7 @@ impl PyRows {
     }
 
     /// Counts a leaf, and lets other threads of the interpreter run after every `TURN` of them.
-    fn turn(&self, py: Python<'_>) {
+    pub(crate) fn turn(&self, py: Python<'_>) {
         // The interpreter is held, so no other thread counts at the same time.
         let leaves = self.leaves.load(Ordering::Relaxed) + 1;
         self.leaves.store(leaves % TURN, Ordering::Relaxed);
@@ -162,41 +340,186 @@ impl PyRows {
         }
     }
 
-    /// The text for one child: the number of a tensor, or the text that `node` returns for anything else.
+    /// Writes the text of one node: the number of a leaf, or of a container all it has.
     fn child(&self, text: &mut String, value: &Bound<'_, PyAny>, path: [&str; 2], by: &Walk<'_, '_>) -> PyResult<()> {
-        if self.is_tensor(value) {
+        let id = value.as_ptr() as usize;
+        if !self.is_container(value)? || by.depth > MAX_DEPTH || self.inside().contains(&id) {
             let number = self.number(value, path, by.other)?;
             // Writing to a string cannot fail.
             let _ = write!(text, "{number}");
             self.turn(value.py());
+            return Ok(());
+        }
+        self.inside().push(id);
+        let path = path.concat();
+        let below = if path.is_empty() { String::new() } else { path.clone() + "." };
+        let deeper = Walk { depth: by.depth + 1, ..*by };
+        if let Ok(dict) = value.cast_exact::<PyDict>()
+            && self.members_of(text, dict, &below, &deeper)?
+        {
+        } else if let Ok(list) = value.cast_exact::<PyList>() {
+            text.push_str("[\"l\"");
+            let values = list.get_slice(0, list.len());
+            self.elements_of(text, &values, None, &below, &deeper)?;
+            text.push(']');
+        } else if let Ok(tuple) = value.cast_exact::<PyTuple>() {
+            text.push_str("[\"t\"");
+            self.elements_of(text, &tuple.to_list(), None, &below, &deeper)?;
+            text.push(']');
         } else {
-            let node = by.node.call1((value, path.concat(), by.depth))?;
+            let node = by.container.call1((value, path, by.depth))?;
             text.push_str(node.cast::<PyString>()?.to_str()?);
+        }
+        self.inside().pop();
+        Ok(())
+    }
+
+    /// Whether `value` may hold nodes of its own.
+    fn is_container(&self, value: &Bound<'_, PyAny>) -> PyResult<bool> {
+        if self.is_tensor(value) {
+            return Ok(false);
+        }
+        let is_one = value.is_instance_of::<PyDict>()
+            || value.is_instance_of::<PyList>()
+            || value.is_instance_of::<PyTuple>()
+            || value.get_type_ptr() != self.float.as_ptr().cast() && value.is_instance(self.deque.bind(value.py()))?;
+        Ok(is_one)
+    }
+
+    /// Writes a dict whose keys are text or small integers; returns whether it is one.
+    fn members_of(
+        &self,
+        text: &mut String,
+        dict: &Bound<'_, PyDict>,
+        below: &str,
+        by: &Walk<'_, '_>,
+    ) -> PyResult<bool> {
+        let (keys, values) = (dict.keys(), dict.values());
+        if keys.len() != values.len() {
+            return Err(changed());
+        }
+        if all_text(&keys) {
+            text.push('{');
+            self.texts_of(text, &keys, &values, below, by)?;
+            text.push('}');
+            return Ok(true);
+        }
+        let number = |key: &Bound<'_, PyAny>| {
+            key.cast_exact::<PyInt>().ok()?.extract::<i64>().ok().filter(|n| n.abs() < SAFE_INTEGER)
+        };
+        let Some(numbers) = keys.iter().map(|key| number(&key)).collect::<Option<Vec<_>>>() else { return Ok(false) };
+        text.push_str("[\"d\",\"d\",[");
+        for (index, (key, value)) in numbers.into_iter().zip(values.iter()).enumerate() {
+            let key = key.to_string();
+            text.push_str(if index > 0 { ",[" } else { "[" });
+            text.push_str(&key);
+            text.push(',');
+            self.child(text, &value, [below, &key], by)?;
+            text.push(']');
+        }
+        text.push_str("]]");
+        Ok(true)
+    }
+
+    /// Writes the members of a JSON object.
+    fn texts_of(
+        &self,
+        text: &mut String,
+        keys: &Bound<'_, PyList>,
+        values: &Bound<'_, PyList>,
+        below: &str,
+        by: &Walk<'_, '_>,
+    ) -> PyResult<()> {
+        for (index, (key, value)) in keys.iter().zip(values.iter()).enumerate() {
+            let key = key.cast_exact::<PyString>()?.to_str()?;
+            if index > 0 {
+                text.push(',');
+            }
+            quote(text, key);
+            text.push(':');
+            self.child(text, &value, [below, key], by)?;
+        }
+        Ok(())
+    }
+
+    /// Writes the elements of a JSON array, a comma before each.
+    fn elements_of(
+        &self,
+        text: &mut String,
+        values: &Bound<'_, PyList>,
+        names: Option<&Bound<'_, PyTuple>>,
+        below: &str,
+        by: &Walk<'_, '_>,
+    ) -> PyResult<()> {
+        for (index, value) in values.iter().enumerate() {
+            text.push(',');
+            let name = match names {
+                Some(names) => names.get_item(index)?.extract()?,
+                None => index.to_string(),
+            };
+            self.child(text, &value, [below, &name], by)?;
         }
         Ok(())
     }
 }
 
-/// What is left to Python: `node(value, path, depth)` returns the text of a node, `other(value, path)` the number of a
-/// leaf.
+/// Containers nested deeper than this are sent as one pickled object.
+const MAX_DEPTH: usize = 80;
+/// Integers below this are keys in a tree; larger ones are sent as objects.
+const SAFE_INTEGER: i64 = 1 << 53;
+
+/// What a tensor is.
+enum Read {
+    /// A leaf with this number.
+    Leaf(i64),
+    /// No row, and not a leaf yet.
+    View(Box<View>),
+    /// What only Python can tell.
+    Unknown,
+}
+
+/// What torch says of a tensor beyond its description.
+struct Told<'py> {
+    dtype: Dtype,
+    storage: Bound<'py, PyAny>,
+    /// Bytes of the storage.
+    nbytes: usize,
+    requires_grad: bool,
+}
+
+/// What is left to Python: `container(value, path, depth)` returns the text of a container that is no plain dict, list or
+/// tuple, `other(value, path)` the number of a tensor that is a leaf.
+#[derive(Clone, Copy)]
 struct Walk<'a, 'py> {
-    node: &'a Bound<'py, PyAny>,
+    container: &'a Bound<'py, PyAny>,
     other: &'a Bound<'py, PyAny>,
     depth: usize,
+}
+
+fn changed() -> PyErr {
+    PyRuntimeError::new_err("a dict of the state changed while it was read")
+}
+
+/// Whether all keys are text. A subclass of str may compare as it likes, and a lone surrogate is no text.
+fn all_text(keys: &Bound<'_, PyList>) -> bool {
+    keys.iter().all(|k| k.cast_exact::<PyString>().is_ok_and(|k| k.to_str().is_ok()))
 }
 
 #[pymethods]
 impl PyRows {
     /// No rows yet. `tensor` and `parameter` are torch's classes, `dtypes` maps torch's dtypes to the names a container
-    /// has for them. Without `native`, every tensor is described by Python.
+    /// has for them, `dtensor` is torch's class of that name, if it was imported. Without `native`, every tensor is
+    /// described by Python.
     #[new]
-    #[pyo3(signature = (tensor, parameter, dtypes, *, native = true))]
+    #[pyo3(signature = (tensor, parameter, dtypes, *, dtensor = None, native = true))]
     fn new(
         tensor: &Bound<'_, PyType>,
         parameter: &Bound<'_, PyType>,
         dtypes: &Bound<'_, PyDict>,
+        dtensor: Option<Py<PyType>>,
         native: bool,
     ) -> PyResult<Self> {
+        let py = tensor.py();
         let dtypes = dtypes
             .iter()
             .map(|(dtype, name)| Ok((dtype.unbind(), named(name.extract()?)?)))
@@ -207,7 +530,16 @@ impl PyRows {
             attributes: tensor.py().get_type::<PyAny>().getattr("__getstate__")?.unbind(),
             tensor: tensor.clone().unbind(),
             parameter: parameter.clone().unbind(),
-            memory: PyList::empty(tensor.py()).unbind(),
+            dtensor: dtensor.filter(|_| native),
+            float: py.get_type::<PyFloat>().unbind(),
+            deque: py.import("collections")?.getattr("deque")?.unbind(),
+            memory: PyList::empty(py).unbind(),
+            objects: PyList::empty(py).unbind(),
+            object_paths: PyList::empty(py).unbind(),
+            views: Mutex::default(),
+            specs: PyDict::new(py).unbind(),
+            first_specs: PyList::empty(py).unbind(),
+            inside: Mutex::default(),
             owners: PyList::empty(tensor.py()).unbind(),
             columns: Mutex::default(),
             leaves: AtomicUsize::new(0),
@@ -281,43 +613,66 @@ impl PyRows {
     /// address space (0 is host memory) and its first and last byte (exclusive). The rows in `without` are not looked
     /// at.
     #[allow(clippy::needless_pass_by_value, reason = "what Python calls takes values")]
-    fn overlapping(&self, py: Python<'_>, others: Vec<Span>, without: Vec<usize>) -> Vec<Vec<i64>> {
-        py.detach(|| self.columns().overlapping(others, &without))
+    fn overlapping(&self, py: Python<'_>, mut others: Vec<Span>, without: Vec<usize>) -> Vec<Vec<i64>> {
+        py.detach(|| {
+            others.extend(self.views().spans());
+            self.columns().overlapping(others, &without)
+        })
+    }
+
+    /// The leaves described here that are no rows, of which some elements may share memory with others.
+    fn folded(&self, py: Python<'_>) -> Vec<i64> {
+        py.detach(|| self.views().folded())
+    }
+
+    /// The address of the first element of a leaf, 0 if it is not known here.
+    fn start(&self, number: i64) -> usize {
+        match usize::try_from(number) {
+            Ok(row) => self.columns().addresses.get(row).copied().unwrap_or(0),
+            Err(_) => self.views().leaf(number).map_or(0, |view| view.told.address),
+        }
+    }
+
+    /// The text of a node, for `value` at this path and depth; `container` and `other` are what [`Walk`] describes.
+    ///
+    /// # Errors
+    /// `RuntimeError` when a dict changed meanwhile, and whatever `container` and `other` raise.
+    fn node(
+        &self,
+        value: &Bound<'_, PyAny>,
+        path: &str,
+        depth: usize,
+        container: &Bound<'_, PyAny>,
+        other: &Bound<'_, PyAny>,
+    ) -> PyResult<String> {
+        let mut text = String::new();
+        self.child(&mut text, value, [path, ""], &Walk { container, other, depth })?;
+        Ok(text)
     }
 
     /// The members of a JSON object for a dict with these keys and values, `None` if a key is not text.
     ///
-    /// `below` is the path of the dict, `depth` how deep it lies; `node` and `other` are what [`Walk`] describes.
+    /// `below` is the path of the dict, `depth` how deep its values lie.
     ///
     /// # Errors
-    /// `RuntimeError` when the dict changed meanwhile, and whatever `node` and `other` raise.
+    /// As for `node`.
     fn members(
         &self,
         keys: &Bound<'_, PyList>,
         values: &Bound<'_, PyList>,
         below: &str,
         depth: usize,
-        node: &Bound<'_, PyAny>,
+        container: &Bound<'_, PyAny>,
         other: &Bound<'_, PyAny>,
     ) -> PyResult<Option<String>> {
         if keys.len() != values.len() {
-            return Err(PyRuntimeError::new_err("a dict of the state changed while it was read"));
+            return Err(changed());
         }
-        // A subclass of str may compare as it likes, and a lone surrogate is no text.
-        if !keys.iter().all(|k| k.cast_exact::<PyString>().is_ok_and(|k| k.to_str().is_ok())) {
+        if !all_text(keys) {
             return Ok(None);
         }
-        let by = Walk { node, other, depth };
-        let mut text = String::with_capacity(keys.len() * 24);
-        for (key, value) in keys.iter().zip(values.iter()) {
-            let key = key.cast_exact::<PyString>()?.to_str()?;
-            if !text.is_empty() {
-                text.push(',');
-            }
-            quote(&mut text, key);
-            text.push(':');
-            self.child(&mut text, &value, [below, key], &by)?;
-        }
+        let mut text = String::new();
+        self.texts_of(&mut text, keys, values, below, &Walk { container, other, depth })?;
         Ok(Some(text))
     }
 
@@ -325,42 +680,57 @@ impl PyRows {
     /// where there are none.
     ///
     /// # Errors
-    /// Whatever `node` and `other` raise.
+    /// As for `node`.
     fn elements(
         &self,
         values: &Bound<'_, PyList>,
         names: Option<&Bound<'_, PyTuple>>,
         below: &str,
         depth: usize,
-        node: &Bound<'_, PyAny>,
+        container: &Bound<'_, PyAny>,
         other: &Bound<'_, PyAny>,
     ) -> PyResult<String> {
-        let by = Walk { node, other, depth };
         let mut text = String::new();
-        for (index, value) in values.iter().enumerate() {
-            text.push(',');
-            let name = match names {
-                Some(names) => names.get_item(index)?.extract()?,
-                None => index.to_string(),
-            };
-            self.child(&mut text, &value, [below, &name], &by)?;
-        }
+        self.elements_of(&mut text, values, names, below, &Walk { container, other, depth })?;
         Ok(text)
     }
 
-    /// The number of a leaf: of an earlier one if it is the same object, else what `other(value, path)` says.
+    /// The number of a leaf: of an earlier one if it is the same object.
     fn leaf(&self, value: &Bound<'_, PyAny>, path: &str, other: &Bound<'_, PyAny>) -> PyResult<i64> {
         self.number(value, [path, ""], other)
     }
 
+    /// The leaves that are no rows.
+    #[getter]
+    fn objects(&self, py: Python<'_>) -> Py<PyList> {
+        self.objects.clone_ref(py)
+    }
+
+    /// The key path of each of them.
+    #[getter]
+    pub(crate) fn object_paths(&self, py: Python<'_>) -> Py<PyList> {
+        self.object_paths.clone_ref(py)
+    }
+
+    /// The specs of `DTensor`s that differ, each with the first `DTensor` that has it.
+    #[getter]
+    fn first_specs(&self, py: Python<'_>) -> Py<PyList> {
+        self.first_specs.clone_ref(py)
+    }
+
+    /// Whether `value` is a tensor that is no row and is described here, or the local part of one.
+    fn is_view(&self, value: &Bound<'_, PyAny>) -> bool {
+        self.views().of.contains_key(&(value.as_ptr() as usize))
+    }
+
+    /// The row whose tensor fills `storage`, whose memory starts at `address`.
+    fn filler(&self, storage: &Bound<'_, PyAny>, address: usize) -> PyResult<Option<usize>> {
+        self.filling(storage, address)
+    }
+
     /// The number that `value` was given as a leaf, `None` if it is not a leaf.
     fn number_of(&self, value: &Bound<'_, PyAny>) -> PyResult<Option<i64>> {
-        if let Some(number) = self.columns().seen.get(&(value.as_ptr() as usize)).copied() {
-            return Ok(Some(number));
-        }
-        let Some(tensor) = self.describe(value) else { return Ok(None) };
-        let row = self.row_at(tensor.address, value)?.filter(|&(_, same)| same);
-        Ok(row.map(|(row, _)| i64::try_from(row)).transpose()?)
+        self.leaf_number(value)
     }
 
     /// Forgets which objects are leaves, and releases them. To be called before the state may change: an address may
@@ -368,8 +738,17 @@ impl PyRows {
     fn forget(&self, py: Python<'_>) -> PyResult<()> {
         let memory = self.memory.bind(py);
         memory.del_slice(0, memory.len())?;
+        for list in [&self.objects, &self.object_paths, &self.first_specs] {
+            let list = list.bind(py);
+            list.del_slice(0, list.len())?;
+        }
+        self.specs.bind(py).clear();
+        let views = std::mem::take(&mut *self.views());
         let mut columns = self.columns();
-        (columns.seen, columns.starts) = Default::default();
+        (columns.seen, columns.starts, columns.doubles) = Default::default();
+        // Releasing objects may run any code.
+        drop(columns);
+        drop(views);
         Ok(())
     }
 
@@ -438,7 +817,7 @@ fn named(dtype: &str) -> PyResult<Dtype> {
 }
 
 /// `text` as a JSON string in ASCII, as Python's `json` writes it.
-fn quote(out: &mut String, text: &str) {
+pub(crate) fn quote(out: &mut String, text: &str) {
     out.push('"');
     if text.bytes().all(|b| matches!(b, b' '..=b'~') && b != b'"' && b != b'\\') {
         out.push_str(text);
