@@ -42,6 +42,8 @@ pub(crate) struct PyRows {
     dtensor: Option<Py<PyType>>,
     float: Py<PyType>,
     deque: Py<PyAny>,
+    /// Whether this torch's tensors may have named dimensions, with which they cannot be pickled.
+    has_names: bool,
     memory: Py<PyList>,
     /// The leaves that are no rows, and their paths.
     pub(crate) objects: Py<PyList>,
@@ -213,7 +215,8 @@ impl PyRows {
     /// A tensor as a view of its storage, `None` if only Python can pickle it or say why it cannot be sent.
     fn view(&self, value: &Bound<'_, PyAny>, tensor: Described, told: Told<'_>) -> PyResult<Option<Box<View>>> {
         let py = value.py();
-        if typed(told.dtype).is_none() || value.call_method0(intern!(py, "has_names"))?.is_truthy()? {
+        let has_names = self.has_names && value.call_method0(intern!(py, "has_names"))?.is_truthy()?;
+        if typed(told.dtype).is_none() || has_names {
             return Ok(None);
         }
         let address: usize = told.storage.call_method0(intern!(py, "data_ptr"))?.extract()?;
@@ -533,6 +536,7 @@ impl PyRows {
             dtensor: dtensor.filter(|_| native),
             float: py.get_type::<PyFloat>().unbind(),
             deque: py.import("collections")?.getattr("deque")?.unbind(),
+            has_names: tensor.hasattr(intern!(py, "has_names"))?,
             memory: PyList::empty(py).unbind(),
             objects: PyList::empty(py).unbind(),
             object_paths: PyList::empty(py).unbind(),
