@@ -59,7 +59,7 @@ class Memory:
         spaces: dict[str, int] = {"cpu": 0}
         spans = []
         folded = flat.rows.folded()
-        for number in [*unread(flat), *flat.accelerated]:
+        for number in [*flat.unread, *flat.accelerated]:
             value = flat.leaf(number)
             found = _reach(value)
             if found is None:
@@ -94,12 +94,6 @@ class Memory:
     def _group(self, numbers: list[int]) -> list[Layout]:
         origin = min(self.start(number) for number in numbers)
         return [self.layout(number, origin) for number in numbers]
-
-
-def unread(flat: Flat) -> list[int]:
-    """Returns the numbers of the leaves that are tensors, but neither plain ones nor read natively."""
-    tensors = [-n - 1 for n, value in enumerate(flat.objects) if isinstance(value, torch.Tensor)]
-    return [number for number in tensors if not flat.rows.is_view(flat.leaf(number))]
 
 
 #: The number of a receiver's leaf, and of the source's leaf whose values it gets.

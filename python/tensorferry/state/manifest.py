@@ -16,7 +16,7 @@ from .._native import _describe_objects, _describe_shards
 from ..errors import ProtocolError
 from ..memory.tensors import dtensor_class
 from ..storage.container import VERSION
-from .aliases import Groups, Layout, unread
+from .aliases import Groups, Layout
 from .tree import Flat
 
 #: For each storage its size in bytes, and the entries that hold bytes of it, each with the offset of its first byte.
@@ -63,7 +63,7 @@ def _json(value: Any) -> str:
 
 def _described(flat: Flat) -> str:
     """Returns :func:`describe` as JSON."""
-    others = [(-n - 1, said) for n in reversed(unread(flat)) if (said := _of(flat, -n - 1)) is not None]
+    others = [(-n - 1, said) for n in flat.unread if (said := _of(flat, -n - 1)) is not None]
     return _describe_objects(flat.rows, [(number, _json(said)) for number, said in others])
 
 
@@ -105,7 +105,7 @@ def _shards(flat: Flat, numbers: Callable[[torch.UntypedStorage], int | None]) -
     # torch takes long to compute an offset, and many DTensors share a spec.
     text = _describe_shards(flat.rows, [_offsets(value) for _, value in flat.rows.first_specs])
     others: dict[str, dict[str, Any]] = {}
-    for number in reversed(unread(flat)):
+    for number in flat.unread:
         value: Any = flat.leaf(number)
         if isinstance(value, kind):
             local = value._local_tensor

@@ -182,7 +182,7 @@ def _pickled(
     if not flat.objects:
         return b"", {}
     # What was read natively is in host memory.
-    tensors = [flat.leaf(number) for number in aliases.unread(flat)]
+    tensors = [flat.leaf(number) for number in flat.unread]
     # Objects may read device memory while they are pickled.
     with accelerator.reading({*accelerator.in_use(), *accelerator.holding(tensors)}):
         return pickling.dump(flat)

@@ -7,6 +7,7 @@ is upgraded replica by replica. docs/format.md describes the grammar, and ``rust
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
 import json
 from collections.abc import Callable, Container, Iterable
@@ -52,6 +53,12 @@ class Flat:
         self.objects: list[Any] = self.rows.objects
         self.object_paths: list[str] = self.rows.object_paths
         self.keys: dict[str, str] = {}
+
+    @functools.cached_property
+    def unread(self) -> list[int]:
+        """The numbers of the objects that are tensors and were not read natively, first object first."""
+        is_view = self.rows.is_view
+        return [-n - 1 for n, v in enumerate(self.objects) if isinstance(v, Tensor) and not is_view(v)]
 
     def leaf(self, number: int) -> Any:
         """Returns the leaf with this number in the tree."""
