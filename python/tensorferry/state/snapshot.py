@@ -176,9 +176,7 @@ class StateSnapshot:
         return builder.build(self.pickle_bytes, Allowed(trust=True), lambda i: host_view(self._piece(i)))
 
 
-def _pickled(
-    flat: tree.Flat, accelerator: Accelerator
-) -> tuple[bytes, dict[tuple[str, str], str]]:
+def _pickled(flat: tree.Flat, accelerator: Accelerator) -> tuple[bytes, dict[tuple[str, str], str]]:
     if not flat.objects:
         return b"", {}
     # What was read natively is in host memory.

@@ -48,7 +48,9 @@ mod _native {
     #[pymodule_export]
     use crate::memory::{PyArena, PyHostView, PyPart};
     #[pymodule_export]
-    use crate::objects::{add_pieces, describe_objects, describe_shards, number_of_storage, pickle_objects, reach, restart};
+    use crate::objects::{
+        add_pieces, describe_objects, describe_shards, number_of_storage, pickle_objects, reach, restart,
+    };
     #[pymodule_export]
     use crate::readiness::PyReadiness;
     #[pymodule_export]

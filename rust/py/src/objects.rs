@@ -398,13 +398,17 @@ pub(crate) fn add_pieces(rows: &Bound<'_, PyRows>) -> PyResult<(String, Vec<i64>
             let _ = write!(text, "[{row},0]");
         } else {
             for (index, (start, end)) in runs.into_iter().enumerate() {
-                let row = table.add_piece(&object, &format!("{RESERVED_PREFIX}storage/{number}/{index}"), Row {
-                    dtype: Dtype::U8,
-                    shape: &[(end - start) as u64],
-                    address: address + start,
-                    nbytes: end - start,
-                    flag: 0,
-                })?;
+                let row = table.add_piece(
+                    &object,
+                    &format!("{RESERVED_PREFIX}storage/{number}/{index}"),
+                    Row {
+                        dtype: Dtype::U8,
+                        shape: &[(end - start) as u64],
+                        address: address + start,
+                        nbytes: end - start,
+                        flag: 0,
+                    },
+                )?;
                 let _ = write!(text, "{}[{row},{start}]", if index > 0 { "," } else { "" });
                 if !is_on_host {
                     elsewhere.push(row);

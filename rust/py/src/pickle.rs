@@ -245,8 +245,29 @@ fn argument(opcode: u8, after: &[u8]) -> Option<usize> {
         usize::try_from(u64::from_le_bytes(bytes)).ok()?.checked_add(width)
     };
     match opcode {
-        b'(' | b'.' | b'0' | b'1' | b'2' | b'Q' | b'R' | b'N' | b'b' | b'a' | b'e' | b'd' | b'}' | b'l' | b']'
-        | b's' | b'u' | b't' | b')' | b'o' | 0x81 | 0x85..=0x89 | 0x8f..=0x94 => Some(0),
+        b'('
+        | b'.'
+        | b'0'
+        | b'1'
+        | b'2'
+        | b'Q'
+        | b'R'
+        | b'N'
+        | b'b'
+        | b'a'
+        | b'e'
+        | b'd'
+        | b'}'
+        | b'l'
+        | b']'
+        | b's'
+        | b'u'
+        | b't'
+        | b')'
+        | b'o'
+        | 0x81
+        | 0x85..=0x89
+        | 0x8f..=0x94 => Some(0),
         b'K' | b'h' | 0x80 => Some(1),
         b'M' => Some(2),
         b'J' | b'j' => Some(4),
