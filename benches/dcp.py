@@ -52,11 +52,11 @@ def measure(row: str, contender: str, scale: float, folder: Path) -> dict[str, A
     return {
         "bytes": nbytes,
         "on_disk": on_disk,
-        "save_s": max(told["s"] for told in saved),
-        "load_s": max(told["s"] for told in loaded),
-        "save_extra": max(told["extra"] for told in saved),
-        "load_extra": max(told["extra"] for told in loaded),
-        "read_ratio": max(told["read"] / n for told, n in zip(loaded, held, strict=True)),
+        "save_s": max(measured["s"] for measured in saved),
+        "load_s": max(measured["s"] for measured in loaded),
+        "save_extra": max(measured["extra"] for measured in saved),
+        "load_extra": max(measured["extra"] for measured in loaded),
+        "read_ratio": max(measured["read"] / n for measured, n in zip(loaded, held, strict=True)),
         "equal": equal,
     }
 

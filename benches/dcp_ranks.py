@@ -73,7 +73,7 @@ class Rank:
 
     def save(self, contender: str, path: Path) -> dict[str, Any]:
         """Save the state; return the costs."""
-        with _watched() as told:
+        with _watched() as measured:
             if contender == "tensorferry files":
                 dcp.save(self.held, storage_writer=FileWriter(path))
             elif contender == "tensorferry peers":
@@ -93,13 +93,13 @@ class Rank:
 
                 save_file(self.held, path)
                 _synchronise(path)
-        told["metadata"] = self.writer.metadata() if self.writer else None
-        return told
+        measured["metadata"] = self.writer.metadata() if self.writer else None
+        return measured
 
     def load(self, contender: str, path: Path, metadata: str | None) -> dict[str, Any]:
         """Load into the state; return the costs."""
         report = None
-        with _watched() as told:
+        with _watched() as measured:
             if contender == "tensorferry files":
                 reader = FileReader(path)
                 dcp.load(self.held, storage_reader=reader)
@@ -122,8 +122,8 @@ class Rank:
                 self._copy(load_file(path))
         # Peers' bytes go through sockets, which the kernel does not count as read.
         if contender == "tensorferry peers" and report is not None:
-            told["read"] = report["bytes"]
-        return told
+            measured["read"] = report["bytes"]
+        return measured
 
     def _copy(self, loaded: dict[str, torch.Tensor]) -> None:
         for name, value in self.held.items():
@@ -151,12 +151,12 @@ def _watched() -> Any:
     """Yield a dict that gets the seconds, the bytes read by system calls, and the rise of peak memory."""
     Path("/proc/self/clear_refs").write_text("5")
     before, read = _memory("VmRSS"), _read_bytes()
-    told: dict[str, Any] = {}
+    measured: dict[str, Any] = {}
     begin = time.perf_counter()
-    yield told
-    told["s"] = time.perf_counter() - begin
-    told["read"] = _read_bytes() - read
-    told["extra"] = max(0, _memory("VmHWM") - before)
+    yield measured
+    measured["s"] = time.perf_counter() - begin
+    measured["read"] = _read_bytes() - read
+    measured["extra"] = max(0, _memory("VmHWM") - before)
 
 
 def _memory(field: str) -> int:

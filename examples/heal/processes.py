@@ -48,7 +48,7 @@ class Child:
     path: list[str] = field(default_factory=list)
     seen: dict[str, dict[str, Any]] = field(default_factory=dict)
     expected_to_go: bool = False
-    last_words: str = ""
+    last_line: str = ""
 
     def __post_init__(self) -> None:
         """Start the process and the thread that reads its events."""
@@ -83,7 +83,7 @@ class Child:
         assert self.process.stderr is not None
         for line in self.process.stderr:
             self.log.write(line)
-            self.last_words = line.decode(errors="replace").strip() or self.last_words
+            self.last_line = line.decode(errors="replace").strip() or self.last_line
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -94,13 +94,13 @@ class Child:
                 copy.write(line.decode())
                 self.events.put((self, json.loads(line)))
             status = self.process.wait()
-            self.logger.join(5)  # its last words are logged before its end is reported
+            self.logger.join(5)  # its last lines are logged before its end is reported
             gone = {"event": "gone", "at": time.monotonic(), "status": status}
             copy.write(json.dumps(gone) + "\n")
         self.events.put((self, gone))
 
-    def tell(self, **order: Any) -> None:
-        """Send an order; a child that is gone does not hear it."""
+    def send_order(self, **order: Any) -> None:
+        """Send an order; if the child has ended, it is lost."""
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(json.dumps(order).encode() + b"\n")

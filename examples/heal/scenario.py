@@ -77,19 +77,19 @@ class ScenarioError(RuntimeError):
     """The job broke down, or made no progress in time."""
 
 
-def run(scenario: Scenario, tell: Callable[[float, str], None] = lambda *_: None) -> Outcome:
+def run(scenario: Scenario, report: Callable[[float, str], None] = lambda *_: None) -> Outcome:
     """Run a scenario to its end; no process of it is left behind, whatever happens.
 
     Args:
         scenario: the job
-        tell: is called with each event's text and the seconds since the start
+        report: is called with each event's text and the seconds since the start
 
     """
     scenario.directory.mkdir(parents=True, exist_ok=True)
     for old in scenario.directory.glob("*.jsonl"):
         old.unlink()
     with (scenario.directory / "torchft.log").open("wb", buffering=0) as log, contextlib.ExitStack() as cleanup:
-        director = Director(scenario, log, cleanup, tell)
+        director = Director(scenario, log, cleanup, report)
         try:
             director.direct()
             problems = problems_of(director.history, scenario.replicas, scenario.group_world_size)
@@ -116,13 +116,13 @@ class Director:
         scenario: Scenario,
         log: IO[bytes],
         cleanup: contextlib.ExitStack,
-        tell: Callable[[float, str], None],
+        report: Callable[[float, str], None],
     ) -> None:
         self.scenario = scenario
         self.log = log
         self.cleanup = cleanup
         self.began = time.monotonic()
-        self.say = lambda text: tell(time.monotonic() - self.began, text)
+        self.report = lambda text: report(time.monotonic() - self.began, text)
         self.events: Events = queue.SimpleQueue()
         self.living: dict[Rank, Child] = {}
         self.names: dict[Child, Rank] = {}
@@ -138,9 +138,9 @@ class Director:
         self.lighthouse = self.spawn("lighthouse", ["lighthouse.py", str(scenario.min_replicas)])
         everyone = [rank for replica in range(scenario.replicas) for rank in self.start_replica(replica, life=0)]
         self.connect(everyone)
-        self.lend(LEASE)
+        self.allow_steps(LEASE)
         self.wait("the first steps", lambda: all(self.living[rank].step >= 1 for rank in everyone))
-        self.say(f"{scenario.replicas} replicas train; those that had other weights took them from a peer at step 0")
+        self.report(f"{scenario.replicas} replicas train; those that had other weights took them from a peer at step 0")
         if scenario.kill:
             self.kill_and_heal()
         target = scenario.kill_at_step
@@ -158,14 +158,14 @@ class Director:
         for rank in victims:
             self.living[rank].kill()
         pids = ", ".join(f"{rank.replica} (pid {self.living.pop(rank).pid})" for rank in victims)
-        self.say(f"SIGKILL for replica {pids} after step {killed_at}, loss {loss:.2f}")
+        self.report(f"SIGKILL for replica {pids} after step {killed_at}, loss {loss:.2f}")
 
         killed = time.monotonic()
         survivors = list(self.living)
         restarted = [rank for replica in range(1, scenario.kill + 1) for rank in self.start_replica(replica, life=1)]
         self.connect(restarted)
         for rank in restarted:
-            self.living[rank].tell(lease=self.lease)
+            self.living[rank].send_order(lease=self.lease)
         after = [
             event
             for rank in survivors
@@ -175,8 +175,8 @@ class Director:
         if after:
             pause = min(event["at"] for event in after) - killed
             alone = max(event["step"] for event in after) - killed_at
-            self.say(f"the survivors went on after {pause:.1f} s and have done {alone} steps by now")
-        self.say(f"restarted with other weights, {time.monotonic() - killed:.1f} s after the kill")
+            self.report(f"the survivors went on after {pause:.1f} s and have done {alone} steps by now")
+        self.report(f"restarted with other weights, {time.monotonic() - killed:.1f} s after the kill")
         self.wait("the heal", lambda: all("received" in self.living[rank].seen for rank in restarted))
         self.wait(
             "steps after the heal",
@@ -187,10 +187,10 @@ class Director:
         )
         for heal in heals_of(self.history):
             if heal.receiver.life and heal.source is not None:
-                who = f"replica {heal.receiver.replica}"
-                who += f" rank {heal.receiver.rank}" if scenario.group_world_size > 1 else ""
-                self.say(
-                    f"{who} healed at step {heal.step} from replica {heal.source.replica}: "
+                name = f"replica {heal.receiver.replica}"
+                name += f" rank {heal.receiver.rank}" if scenario.group_world_size > 1 else ""
+                self.report(
+                    f"{name} healed at step {heal.step} from replica {heal.source.replica}: "
                     f"{heal.nbytes / 2**20:.1f} MiB in {heal.receive_seconds:.3f} s, "
                     f"SHA-256 sent {str(heal.sent_digest)[:12]}, received {heal.received_digest[:12]}"
                 )
@@ -199,19 +199,19 @@ class Director:
         """Let all replicas stop at the same step and leave together."""
         self.ending = True
         for child in self.living.values():
-            child.tell(final=self.lease)
+            child.send_order(final=self.lease)
         self.await_all("finished", list(self.living))
         losses = [child.seen["committed"]["loss"] for child in self.living.values()]
-        self.say(f"all stop at step {self.lease}, mean loss {sum(losses) / len(losses):.2f}")
+        self.report(f"all stop at step {self.lease}, mean loss {sum(losses) / len(losses):.2f}")
         for child in self.living.values():
             child.expected_to_go = True
-            child.tell(exit=True)
+            child.send_order(exit=True)
         self.await_all("gone", list(self.living))
         for child in self.living.values():
             if status := child.seen["gone"]["status"]:
                 raise ScenarioError(f"{child.name} trained to the end and then left with status {status}")
 
-    # The parts of the story.
+    # The steps of a scenario.
 
     def spawn(self, name: str, command: list[str]) -> Child:
         """Start a script; whatever happens, it is stopped at the end."""
@@ -230,7 +230,7 @@ class Director:
         """Start all ranks of a replica group; another life has other weights."""
         scenario = self.scenario
         for rank in range(scenario.group_world_size):
-            who = Rank(replica, rank, life)
+            started = Rank(replica, rank, life)
             command = ["job.py", "--transport", scenario.transport, "--chunks", str(scenario.chunks)]
             command += ["--replica", str(replica), "--rank", str(rank)]
             command += ["--group-world-size", str(scenario.group_world_size)]
@@ -238,10 +238,10 @@ class Director:
             command += ["--seed", str(1 + replica + 100 * rank + 1000 * life), "--width", str(scenario.width)]
             command += ["--pad-mib", str(scenario.pad_mib)]
             command += ["--sync-quorum"] if scenario.sync_quorum else []
-            self.living[who] = self.spawn(str(who), command)
-            self.names[self.living[who]] = who
-            self.history[who] = []
-            yield who
+            self.living[started] = self.spawn(str(started), command)
+            self.names[self.living[started]] = started
+            self.history[started] = []
+            yield started
 
     def connect(self, ranks: list[Rank]) -> None:
         """Bring started ranks to the point where they could train."""
@@ -250,21 +250,21 @@ class Director:
         for rank in ranks:
             store = self.living[Rank(rank.replica, 0, rank.life)].seen["loaded"]["store"]
             address = f"http://localhost:{self.lighthouse.seen['ready']['port']}"
-            self.living[rank].tell(start={"store": store, "lighthouse": address})
+            self.living[rank].send_order(start={"store": store, "lighthouse": address})
         self.await_all("ready", ranks)
 
-    def lend(self, lease: int) -> None:
+    def allow_steps(self, lease: int) -> None:
         """Let all replicas train up to a step."""
         self.lease = lease
         for child in self.living.values():
-            child.tell(lease=lease)
+            child.send_order(lease=lease)
 
     def await_all(self, event: str, ranks: list[Rank]) -> None:
         """Wait until each of the ranks has sent an event."""
         self.wait(f"'{event}'", lambda: all(event in self.living[rank].seen for rank in ranks))
 
     def wait(self, what: str, reached: Callable[[], bool]) -> None:
-        """Take in events until a condition holds; lend further steps meanwhile."""
+        """Take in events until a condition holds; allow further steps meanwhile."""
         while not reached():
             left = self.began + self.scenario.deadline - time.monotonic()
             try:
@@ -282,10 +282,10 @@ class Director:
             self.history[self.names[child]].append(event)
         if event["event"] == "gone" and not child.expected_to_go:
             raise ScenarioError(
-                f"{child.name} ended by itself, status {event['status']}: {child.last_words} (see {self.log.name})"
+                f"{child.name} ended by itself, status {event['status']}: {child.last_line} (see {self.log.name})"
             )
         if event["event"] == "committed" and not self.ending and event["step"] > self.lease - LEASE // 2:
-            self.lend(event["step"] + LEASE)
+            self.allow_steps(event["step"] + LEASE)
 
     def dump_stacks(self) -> None:
         """Write to the log where every replica hangs."""

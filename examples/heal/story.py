@@ -34,7 +34,7 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def tell(seconds: float, text: str) -> None:
+def print_event(seconds: float, text: str) -> None:
     print(f"{seconds:7.1f} s  {text}", flush=True)
 
 
@@ -59,15 +59,15 @@ def perform(args: argparse.Namespace, transport: str) -> Outcome:
             pad_mib=args.pad_mib,
             deadline=args.deadline,
         ),
-        tell,
+        print_event,
     )
     if outcome.problems:
         for problem in outcome.problems:
-            tell(outcome.seconds, f"FAILED: {problem}")
+            print_event(outcome.seconds, f"FAILED: {problem}")
     else:
         for rank, digest in outcome.digests.items():
             of = f" of rank {rank}" if args.group_world_size > 1 else ""
-            tell(outcome.seconds, f"state{of} at step {outcome.final_step}, on all replicas: SHA-256 {digest}")
+            print_event(outcome.seconds, f"state{of} at step {outcome.final_step}, on all replicas: SHA-256 {digest}")
     return outcome
 
 

@@ -104,24 +104,24 @@ def heal_problems(log: Log) -> list[str]:
 def _disagreements(log: Log, rank: int, replicas: int) -> list[str]:
     """Compare the last state of one rank across all replicas, and make sure that they did not start out equal."""
     finals = {
-        who: event
-        for who, events in log.items()
-        if who.rank == rank
+        process: event
+        for process, events in log.items()
+        if process.rank == rank
         for event in events
         if event["event"] == "finished"
     }
-    if {who.replica for who in finals} != set(range(replicas)):
-        return [f"rank {rank} finished on replicas {sorted(who.replica for who in finals)} of {replicas}"]
+    if {process.replica for process in finals} != set(range(replicas)):
+        return [f"rank {rank} finished on replicas {sorted(process.replica for process in finals)} of {replicas}"]
     problems = []
     if len({event["step"] for event in finals.values()}) > 1:
         problems.append(f"rank {rank} stopped at different steps: {[event['step'] for event in finals.values()]}")
     if len({event["digest"] for event in finals.values()}) > 1:
-        parts = ", ".join(f"{who} {event['digest'][:12]}" for who, event in finals.items())
+        parts = ", ".join(f"{process} {event['digest'][:12]}" for process, event in finals.items())
         problems.append(f"rank {rank} ended with different states: {parts}")
     starts = [
         event["weights"]
-        for who, events in log.items()
-        if who.rank == rank
+        for process, events in log.items()
+        if process.rank == rank
         for event in events
         if event["event"] == "loaded"
     ]

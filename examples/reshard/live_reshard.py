@@ -21,7 +21,7 @@ def proof(digests: dict[str, str]) -> str:
     return hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()[:16]
 
 
-def tell(text: str) -> None:
+def show(text: str) -> None:
     """Print one line of the story."""
     print(text, flush=True)
 
@@ -34,36 +34,36 @@ def main() -> int:
         try:
             return run(large, small)
         except RankFailed as e:
-            tell(f"FAILED: {e}")
+            show(f"FAILED: {e}")
             return 1
 
 
 def run(large: Job, small: Job) -> int:
     """Run the story; return 0 if every bit arrived and both jobs continue with the same loss."""
-    tell(f"The large job, 4 ranks, has trained for 20 steps: loss {large('train', 20)[0]:.5f}.")
-    tell(f"The small job, 2 ranks, begins with other weights: loss {small('train', 1)[0]:.5f}.")
+    show(f"The large job, 4 ranks, has trained for 20 steps: loss {large('train', 20)[0]:.5f}.")
+    show(f"The small job, 2 ranks, begins with other weights: loss {small('train', 1)[0]:.5f}.")
     before, other = large("digest")[0], small("digest")[0]
-    tell(f"  state of the large job   {proof(before)}, {len(before)} values")
-    tell(f"  state of the small job   {proof(other)}")
+    show(f"  state of the large job   {proof(before)}, {len(before)} values")
+    show(f"  state of the small job   {proof(other)}")
     strings = set(large("publish"))
     if len(strings) != 1:
-        tell("FAILED: the ranks of the large job name different publications")
+        show("FAILED: the ranks of the large job name different publications")
         return 1
     reports = small("load", strings.pop())
     for number, report in enumerate(reports):
-        tell(f"Rank {number} of the small job took {report['wanted']} bytes of slices from the ranks that hold them.")
+        show(f"Rank {number} of the small job took {report['wanted']} bytes of slices from the ranks that hold them.")
     after = small("digest")[0]
-    tell(f"  state of the small job   {proof(after)}")
+    show(f"  state of the small job   {proof(after)}")
     differing = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
     if differing or before == other:
-        tell(f"FAILED: {len(differing)} values differ: {', '.join(differing[:5])}")
+        show(f"FAILED: {len(differing)} values differ: {', '.join(differing[:5])}")
         return 1
-    tell("Every value is the same to the last bit: weights, both moments of AdamW, and the step.")
+    show("Every value is the same to the last bit: weights, both moments of AdamW, and the step.")
     large("withdraw")
     losses = large("train", 10)[0], small("train", 10)[0]
-    tell(f"Both train on for 10 steps: loss {losses[0]:.5f} on 4 ranks, {losses[1]:.5f} on 2.")
+    show(f"Both train on for 10 steps: loss {losses[0]:.5f} on 4 ranks, {losses[1]:.5f} on 2.")
     if abs(losses[0] - losses[1]) > _TOLERANCE:
-        tell("FAILED: the jobs went apart")
+        show("FAILED: the two jobs no longer agree")
         return 1
     return 0
 

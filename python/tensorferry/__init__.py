@@ -58,7 +58,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 #: The module of each public name that is not an error class.
-_PLACES = {"HTTPTransport": ".torchft.transport", "join_metadata": ".net.metadata"}
+_MODULES = {"HTTPTransport": ".torchft.transport", "join_metadata": ".net.metadata"}
 
 if not TYPE_CHECKING:  # With a module __getattr__, a type checker would accept any name.
 
@@ -70,9 +70,9 @@ if not TYPE_CHECKING:  # With a module __getattr__, a type checker would accept 
             return import_module(".errors", __name__)
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(import_module(_PLACES.get(name, ".errors"), __name__), name)
+        value = getattr(import_module(_MODULES.get(name, ".errors"), __name__), name)
         globals()[name] = value
         return value
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *__all__, "errors"})
+        return [*__all__, "__version__", "errors"]

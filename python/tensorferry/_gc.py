@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import gc
 import os
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from ._fork import ForkSafeLock
+
 
 class _Holders:
-    """Counts the threads of one process that have paused the collector."""
+    """Counts the blocks of one process that pause the collector; ``_lock`` guards it."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
         self.count = 0
         self.was_enabled = False
 
 
+_lock = ForkSafeLock()
 _holders = _Holders()
 
 
@@ -31,7 +32,7 @@ def gc_paused() -> Iterator[None]:
     Blocks may be nested, and blocks of several threads may overlap: collection resumes after the last one.
     """
     holders = _holders
-    with holders.lock:
+    with _lock.held():
         if holders.count == 0:
             holders.was_enabled = gc.isenabled()
             gc.disable()
@@ -39,23 +40,20 @@ def gc_paused() -> Iterator[None]:
     try:
         yield
     finally:
-        # In a child that was forked inside the block, _begin_anew has resumed the collector already.
+        # In a child that was forked inside the block, _resume_in_child has resumed the collector already.
         if holders is _holders:
-            with holders.lock:
+            with _lock.held():
                 holders.count -= 1
                 if holders.count == 0 and holders.was_enabled:
                     gc.enable()
 
 
-def _begin_anew() -> None:
-    """Resumes the collector in a forked child.
-
-    The threads that paused it do not exist there, and one of them may have held the lock: the child gets a new one.
-    """
+def _resume_in_child() -> None:
+    """Resumes the collector in a forked child, where the threads that paused it do not exist."""
     global _holders
     before, _holders = _holders, _Holders()
     if before.count and before.was_enabled:
         gc.enable()
 
 
-os.register_at_fork(after_in_child=_begin_anew)
+os.register_at_fork(after_in_child=_resume_in_child)

@@ -36,7 +36,7 @@ def patience(name: str, value: timedelta) -> float:
         InvalidArgument: ``value`` is not a ``timedelta``, or is negative
     """
     if (number := seconds(name, value)) < 0:
-        raise InvalidArgument(f"{name} is no time before now: {value}")
+        raise InvalidArgument(f"{name} must not be negative, but is {value}")
     return number
 
 
@@ -49,10 +49,10 @@ def integer(name: str, value: Any, least: int, most: int = _MOST) -> int:
     try:
         number = operator.index(value)
     except TypeError:
-        raise InvalidArgument(f"{name} is a whole number, not {brief(value)}") from None
+        raise InvalidArgument(f"{name} must be a whole number, not {brief(value)}") from None
     if not least <= number <= most:
         limits = f"{least} or more" if number < least else f"at most {most}"
-        raise InvalidArgument(f"{name} is {limits}, not {brief(number)}")
+        raise InvalidArgument(f"{name} must be {limits}, not {brief(number)}")
     return number
 
 
@@ -90,7 +90,7 @@ def function(name: str, value: Callable[..., Any] | None) -> Callable[..., Any] 
         InvalidArgument: it is neither
     """
     if value is not None and not callable(value):
-        raise InvalidArgument(f"{name} is a function, or None, not {brief(value)}")
+        raise InvalidArgument(f"{name} must be a function or None, not {brief(value)}")
     return value
 
 
@@ -101,18 +101,18 @@ def items(name: str, value: Iterable[Any]) -> list[Any]:
         InvalidArgument: ``value`` is not iterable, or is a string or ``bytes``
     """
     if isinstance(value, (str, bytes)) or not isinstance(value, Iterable) or isinstance(value, type):
-        raise InvalidArgument(f"{name} is a list or another iterable, not {brief(value)}")
+        raise InvalidArgument(f"{name} must be a list or another iterable, not {brief(value)}")
     return list(value)
 
 
 def _one(name: str, value: Any, kind: type[T], what: str) -> T:
     """Returns ``value``, which must be an instance of ``kind``; the error message says that ``what`` is expected."""
     if not isinstance(value, kind):
-        raise InvalidArgument(f"{name} is {what}, not {brief(value)}")
+        raise InvalidArgument(f"{name} must be {what}, not {brief(value)}")
     return value
 
 
 def brief(value: Any) -> str:
     """Returns the ``repr`` of ``value`` for a message, shortened if it is long."""
-    said = repr(value)
-    return said if len(said) <= _SHOWN else f"{said[:_SHOWN]}... ({type(value).__name__})"
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({type(value).__name__})"

@@ -50,7 +50,7 @@ def _simulated(device: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
 def writer(device: StandIn) -> Iterator[ours.PeerWriter]:
     writer = ours.PeerWriter(TIMEOUT, interface="127.0.0.1")
     yield writer
-    device.let_go()
+    device.release()
     writer.shutdown()
 
 
@@ -87,7 +87,7 @@ def test_what_is_queued_is_saved_and_what_comes_later_is_not(
     with in_background(save, state, writer if how == "peers" else ours.FileWriter(tmp_path)) as saving:
         until(lambda: len(device.copies) > 0, "copies are queued")
         assert not saving.done()
-        device.trainer.let_go()
+        device.trainer.release()
         saving.result(30)
     assert len(device.side) == 2
     assert sum(nbytes for nbytes, _ in device.copies) == 12 * MIB
@@ -134,13 +134,13 @@ def odd(how: str) -> tuple[Any, torch.Tensor, Any]:
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("own_stream", [False, True])
 @pytest.mark.parametrize("how", ["transposed", "every other column", "conj", "neg", "sparse", "in an object", "read"])
-def test_what_is_queued_is_saved_of_what_is_no_dense_tensor(
+def test_queued_work_is_saved_for_tensors_that_are_not_dense(
     how: str, own_stream: bool, known: bool, has_default: bool, device: StandIn, tmp_path: Path
 ) -> None:
     """torch makes the value dense, or pickles it, on the caller's stream, which does not wait for the trainer's."""
     value, memory, expected = odd(how)
     if how in ("in an object", "read") and not known:
-        pytest.skip("nobody knows of the device before the object is pickled")
+        pytest.skip("the device is not known before the object is pickled")
     device.adopt(*parts(value) if isinstance(value, torch.Tensor) else [memory])
     device.has_default, device.known = has_default, known
     device.trainer.hold()
@@ -157,7 +157,7 @@ def test_what_is_queued_is_saved_of_what_is_no_dense_tensor(
         # This fails only if the save does not wait; a slow machine cannot make it fail.
         with pytest.raises(TimeoutError):
             saving.result(0.3)
-        device.trainer.let_go()
+        device.trainer.release()
         saving.result(30)
     if isinstance(expected, list) or how == "in an object":
         found: dict[str, Any] = {"w": None}
@@ -211,12 +211,12 @@ def test_a_load_comes_after_what_is_queued_and_is_over_when_it_returns(
         if own_stream and has_default:
             # The copies are queued on this stream, which runs them late.
             device.callers[0].hold()
-        device.trainer.let_go()
+        device.trainer.release()
         if own_stream and has_default:
             until(lambda: "aten::copy_" in device.touched or reading.done(), "it writes")
             with pytest.raises(TimeoutError):
                 reading.result(0.3)
-            device.callers[0].let_go()
+            device.callers[0].release()
         assert reading.result(30) == sent.flatten().tolist()
 
 
@@ -247,7 +247,7 @@ def test_a_planner_that_copies_to_the_device_itself(device: StandIn, tmp_path: P
         until(lambda: device.followed > 0 or reading.done(), "it is about to write")
         with pytest.raises(TimeoutError):
             reading.result(0.3)
-        device.trainer.let_go()
+        device.trainer.release()
         reading.result(30)
     assert torch.equal(live, torch.full((6, 4), 3.0))
 
@@ -272,7 +272,7 @@ def test_nothing_is_published_before_it_is_copied(device: StandIn, writer: ours.
     with in_background(save, state, writer) as saving:
         until(lambda: len(device.copies) > 0, "copies are queued")
         assert not writer._server.allowed
-        device.let_go()
+        device.release()
         saving.result(30)
     assert writer._server.allowed
     assert_equal(load(ours.PeerReader(writer.metadata())), weights())
@@ -293,7 +293,7 @@ def test_a_copy_that_fails_ends_the_save_and_leaves_what_was_published(
     device.fails = lambda _: False
     device.side[0].error = None
     gc.collect()
-    assert not writer._stager._pinned._free
+    assert not writer._stager._pinned._kept
     save(state, writer)
     assert_equal(load(ours.PeerReader(writer.metadata())), weights(50.0))
 
@@ -307,5 +307,5 @@ def test_page_locked_memory_is_kept_from_save_to_save(device: StandIn, writer: o
         save(state, writer)
         assert_equal(load(ours.PeerReader(writer.metadata())), weights(seed))
         writer.withdraw()
-        until(lambda: len(writer._stager._pinned._free) == 1, "the memory has come back")
+        until(lambda: len(writer._stager._pinned._kept) == 1, "the memory has come back")
     assert device.pinned_bytes == [12 * MIB]

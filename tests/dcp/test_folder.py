@@ -136,6 +136,6 @@ class Hidden(dcp.DefaultSavePlanner):
 def test_a_planner_that_hides_things_is_not_read_by_name():
     with PeerWriterHere() as writer:
         dcp.save({"hidden": torch.ones(3), "x": torch.ones(3)}, storage_writer=writer, planner=Hidden())
-        with pytest.raises(urllib.error.HTTPError, match="written more than its metadata tells"):
+        with pytest.raises(urllib.error.HTTPError, match="items that its metadata does not describe"):
             _download(writer.folder(), ".metadata")
     assert not dist.is_initialized()

@@ -92,9 +92,9 @@ def _load(kept, folder, metadata, columns):
 @pytest.mark.parametrize(("world", "columns"), [(1, False), (2, True)])
 def test_a_trained_state_is_loaded_in_another_sharding(world, columns, tmp_path):
     with Job(2) as source, Job(world) as target:
-        told = source.run(_train, tmp_path / "ck")
-        expected, metadata = told[0]
-        assert all(entry == told[0] for entry in told)
+        published = source.run(_train, tmp_path / "ck")
+        expected, metadata = published[0]
+        assert all(entry == published[0] for entry in published)
         assert {name.count("exp_avg") for name in expected} == {0, 1}, "the moments of AdamW are part of it"
         for of_rank in target.run(_load, tmp_path / "ck", metadata, columns):
             for before, after, placements in of_rank:

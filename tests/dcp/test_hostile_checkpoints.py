@@ -143,7 +143,7 @@ def test_a_storage_is_as_long_as_its_record():
     with zipfile.ZipFile(good) as old, zipfile.ZipFile(bad, "w") as changed:
         for entry in old.namelist():
             changed.writestr(entry, b"abc" if entry.endswith("data/0") else old.read(entry))
-    with pytest.raises(tensorferry.ProtocolError, match="a storage of 64 bytes has a record of 3"):
+    with pytest.raises(tensorferry.ProtocolError, match="the record of a storage of 64 bytes has 3 bytes"):
         load_plan.unpickled(bad.getvalue(), "o", Allowed())
 
 
@@ -204,8 +204,8 @@ def test_many_small_objects_are_held_a_few_at_a_time(tmp_path, monkeypatch):
     saved = {f"o{i}": f"object {i}" for i in range(20)}
     dcp.save(saved, storage_writer=FileWriter(tmp_path))
     calls = []
-    fetch = FileReader._fetch
-    monkeypatch.setattr(FileReader, "_fetch", lambda self, parts: (calls.append(parts), fetch(self, parts)))
+    read = FileReader._read
+    monkeypatch.setattr(FileReader, "_read", lambda self, slices: (calls.append(slices), read(self, slices)))
     found = dict.fromkeys(saved, "")
     dcp.load(found, storage_reader=FileReader(tmp_path))
     assert found == saved
@@ -231,7 +231,7 @@ def test_pickled_paths_that_lead_far_out_are_refused(name, tmp_path, monkeypatch
     kept = pickle.dumps(PICKLED[name], 4)
     index_with(monkeypatch, lambda found: found.update(planner={"pickle": base64.b64encode(kept).decode()}))
     dcp.save({"o": "an object"}, storage_writer=FileWriter(tmp_path))
-    with pytest.raises(dcp.CheckpointException, match=r"leads nowhere|planner's data"):
+    with pytest.raises(dcp.CheckpointException, match=r"invalid path|planner's data"):
         from_keys(tmp_path)
 
 
@@ -248,7 +248,7 @@ def test_many_paths_do_not_lead_far_out_together(tmp_path, monkeypatch):
 
     index_with(monkeypatch, change)
     dcp.save({"o": "an object"}, storage_writer=FileWriter(tmp_path))
-    with pytest.raises(dcp.CheckpointException, match="leads nowhere"):
+    with pytest.raises(dcp.CheckpointException, match="invalid path"):
         from_keys(tmp_path)
 
 

@@ -150,14 +150,14 @@ def test_a_load_has_one_deadline(open_writer):
     reader = PeerReader(writer.metadata(), timeout=TIMEOUT)
     metadata = reader.read_metadata()
     reader.set_up_storage_reader(metadata, is_coordinator=True)
-    reader._until -= TIMEOUT.total_seconds()
+    reader._source._deadline -= TIMEOUT.total_seconds()
     planner = dcp.DefaultLoadPlanner()
     planner.set_up_planner({"x": torch.zeros(10)}, metadata, is_coordinator=True)
     with pytest.raises(tensorferry.FetchTimeout):
         reader.read_data(planner.create_local_plan(), planner)
 
 
-def test_a_checkpoint_of_a_transport_is_told_apart(open_transport, ours):
+def test_a_checkpoint_of_a_transport_is_refused_by_name(open_transport, ours):
     if not ours:
         pytest.skip("about our own transport")
     transport = open_transport()
@@ -272,9 +272,9 @@ def _shut_down(kept):
 def test_a_save_that_fails_on_one_rank_publishes_nothing_on_the_others(odd):
     with Job(2) as job:
         assert job.run(_fail, odd) == [(None, False)] * 2
-        told = job.run(_publish_number, 3.0)
-        assert told[0] == told[1]
-        metadata, step, allowed = told[0]
+        published = job.run(_publish_number, 3.0)
+        assert published[0] == published[1]
+        metadata, step, allowed = published[0]
         assert (step, allowed) == (2, True)
         # The previous publication stays, on every rank.
         assert job.run(_fail, odd) == [(2, True)] * 2
@@ -300,11 +300,11 @@ def test_async_saves_publish_on_every_rank():
         job.run(_shut_down)
 
 
-def test_the_metadata_of_a_save_says_nothing_where_its_writers_are_not(open_writer):
+def test_the_metadata_of_a_save_does_nothing_in_a_process_without_its_writers(open_writer):
     writer = open_writer()
-    told = dcp.save({"x": torch.ones(3)}, storage_writer=writer)
+    published = dcp.save({"x": torch.ones(3)}, storage_writer=writer)
     step = writer._server.step
     writer.withdraw()
-    again = pickle.loads(pickle.dumps(told))
+    again = pickle.loads(pickle.dumps(published))
     assert again.storage_meta == dcp.metadata.StorageMeta()
     assert (writer._server.step, writer._server.allowed) == (step, False)

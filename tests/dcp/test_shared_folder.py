@@ -81,9 +81,9 @@ def test_two_jobs_that_save_into_one_folder_leave_one_of_their_states_whole(tmp_
         command, env=os.environ | {"LD_PRELOAD": str(delays)}, capture_output=True, text=True, timeout=140, check=False
     )
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert told["wrong"] == {}
-    assert set(told["found"]) == {"1", "2"}, "both jobs got to save"
+    report = json.loads(done.stdout)
+    assert report["wrong"] == {}
+    assert set(report["found"]) == {"1", "2"}, "both jobs have saved"
     refused = log.read_text().splitlines() if log.exists() else []
     assert all(line.startswith("IncompleteCheckpoint: ") and "began later" in line for line in refused), refused
     # All files that the killed jobs left behind are removed.
@@ -188,20 +188,20 @@ def test_the_files_of_a_save_that_goes_on_elsewhere_are_not_leftovers(tmp_path):
     assert isinstance(error, tensorferry.IncompleteCheckpoint)
     assert "began later" in str(error)
     assert loaded(tmp_path) == [3]
-    assert len(names(tmp_path)) == 2, "what it has written is of no use"
+    assert len(names(tmp_path)) == 2, "the rank file of the refused save is left behind"
 
 
 def test_a_file_that_was_removed_is_noticed_before_the_index_names_it(tmp_path):
     class Robbed(FileWriter):
         def finish(self, metadata, results):
-            for path in tmp_path.glob(f"{results[0][0].storage_data.source}"):
+            for path in tmp_path.glob(f"{results[0][0].storage_data.container}"):
                 path.unlink()
             super().finish(metadata, results)
 
     save(tmp_path, 1)
     error = fails(lambda: save(tmp_path, 2, Robbed(tmp_path)))
     assert isinstance(error, tensorferry.IncompleteCheckpoint)
-    assert "was removed by somebody" in str(error)
+    assert "was removed by another process" in str(error)
     assert loaded(tmp_path) == [1]
 
 
@@ -262,7 +262,7 @@ def test_checkpoints_of_older_versions_load_and_are_replaced(tmp_path):
     [b"", b"[]", b"{}", b'{"began":0,"files":{}}', b'{"began":0,"files":[1]}', b'{"began":"x","files":{"a":"0"}}',
      b'{"began":0,"files":{"a":"' + b"f" * 17 + b'"}}', b"[" * 100_000],
 )  # fmt: skip
-def test_an_index_that_does_not_say_which_files_it_is_about_is_none(entry, tmp_path):
+def test_an_index_with_an_invalid_list_of_files_is_refused(entry, tmp_path):
     save(tmp_path, 1)
     text, _ = commits.read(tmp_path / "index.safetensors")
     Container(no_rows(), None, True, [(reserved.INDEX, text), (reserved.INDEX_FILES, entry)], ABOUT).write(
@@ -281,8 +281,8 @@ def test_nothing_but_files_of_ranks_is_removed_whatever_an_index_names(name, old
     save(folder, 1)
     path = folder / "index.safetensors"
     text, _ = commits.read(path)
-    told = json.loads(text) | {"sources": [name]}
-    control = [(reserved.INDEX, json.dumps(told).encode())]
+    changed = json.loads(text) | {"sources": [name]}
+    control = [(reserved.INDEX, json.dumps(changed).encode())]
     control += [] if older else [(reserved.INDEX_FILES, commits.Commit({name: 1}).encode())]
     Container(no_rows(), None, True, control, ABOUT).write(path, partial=folder / "p")
     (tmp_path / "precious").write_text("mine")
@@ -309,7 +309,7 @@ class Between(FileReader):
         return found
 
 
-def test_a_save_while_a_checkpoint_is_loaded_is_told_as_what_it_is(tmp_path, monkeypatch):
+def test_a_save_while_a_checkpoint_is_loaded_is_reported_as_such(tmp_path, monkeypatch):
     save(tmp_path, 1)
     assert loaded(tmp_path, Between(tmp_path, "before")) == [2]
     error = fails(lambda: loaded(tmp_path, Between(tmp_path, "after")))
@@ -374,7 +374,7 @@ def test_a_checkpoint_of_torch_is_replaced_or_kept_as_overwrite_says(tmp_path):
     assert len(left) == 3
     # In the other direction, torch's writer does not know our files. The older checkpoint is not loaded silently.
     torch_saves(3)
-    with pytest.raises(dcp.CheckpointException, match=r"holds two checkpoints, and \.metadata of torch's own is newer"):
+    with pytest.raises(dcp.CheckpointException, match=r"holds two checkpoints, and torch's \.metadata is newer"):
         loaded(tmp_path)
     assert loaded(None, dcp.FileSystemReader(tmp_path)) == [3]
     age(tmp_path / ".metadata", 3600)
@@ -452,7 +452,7 @@ def test_what_is_in_the_way_is_named(tmp_path):
     assert "/sys/kernel" in str(error)
 
 
-def test_a_folder_whose_name_is_no_text(tmp_path):
+def test_a_folder_whose_name_is_not_valid_text(tmp_path):
     folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/ck-\xff\xfe"))
     for value in (1, 2):
         save(folder, value)

@@ -161,7 +161,7 @@ def refuse(_: Any) -> None:
     ],
     ids=["nameless", "refused", "without a device", "foreign", "no module"],
 )
-def test_the_whole_device_is_waited_for_where_nobody_tells_the_default_stream(
+def test_the_whole_device_is_waited_for_where_the_default_stream_is_unknown(
     functions: dict[str, Any] | None, fake: Torch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = torch.device("privateuseone", 0) if functions is None else backend(monkeypatch, "xpu", **functions)
@@ -169,7 +169,7 @@ def test_the_whole_device_is_waited_for_where_nobody_tells_the_default_stream(
     assert fake.done == [str(device)]
 
 
-def test_torch_tells_the_default_streams_that_it_has() -> None:
+def test_torch_names_the_default_streams_that_it_has() -> None:
     """Without default streams, these devices, too, would have to wait for the whole device."""
     assert callable(torch.cuda.default_stream)
     assert callable(torch.mtia.default_stream)

@@ -44,7 +44,7 @@ def open_target(
         return open_on(device, monkeypatch, open_transport, *arguments, state_dict=lambda: live, **options)
 
     yield open_one
-    device.let_go()
+    device.release()
 
 
 @pytest.fixture
@@ -148,7 +148,7 @@ def test_the_network_goes_on_while_the_device_copies(
         served = source._server.bytes_served
         assert served < 3 * SLOT + 2 * MIB, "a slot was filled that is copied from"
         assert all(not bool(t.any()) for t in live.values())
-        device.side[0].let_go()
+        device.side[0].release()
         received.result(30)
     assert_same_state(live, sent)
     assert here[0] >= 24 * MIB
@@ -169,7 +169,7 @@ def test_the_trainer_is_waited_for(device: StandIn, open_target: Callable[..., A
         # This fails only if a copy is made; a slow machine cannot make it fail.
         with pytest.raises(TimeoutError):
             received.result(0.3)
-        device.trainer.let_go()
+        device.trainer.release()
         received.result(30)
     assert seen == [0.0]
     assert_same_state(live, sent)
@@ -242,7 +242,7 @@ def test_the_trainer_is_waited_for_past_the_slots(
         # This fails only if the receive does not wait; a slow machine cannot make it fail.
         with pytest.raises(TimeoutError):
             received.result(0.3)
-        device.trainer.let_go()
+        device.trainer.release()
         result = received.result(30)
     assert result["w"] is state["w"]
     assert seen == [before]
@@ -274,7 +274,7 @@ def test_a_receive_is_over_on_the_device_when_it_returns(
         until(lambda: "aten::copy_" in device.touched or healed.done(), "it writes")
         with pytest.raises(TimeoutError):
             healed.result(0.3)
-        device.callers[0].let_go()
+        device.callers[0].release()
         assert healed.result(30) == float(sent.sum())
 
 
@@ -344,7 +344,7 @@ def test_a_receive_that_fails_leaves_old_and_verified_bytes(
         with in_background(target.recv_checkpoint, 0, metadata, 1, TIMEOUT) as received:
             until(lambda: sum(nbytes for nbytes, _ in device.copies) > SLOT, "the second wave is here")
             proxy.close()
-            device.side[0].let_go()
+            device.side[0].release()
             with pytest.raises(tensorferry.ConnectError):
                 received.result(30)
     copied = sum(nbytes for nbytes, _ in device.copies) // 4
@@ -354,7 +354,7 @@ def test_a_receive_that_fails_leaves_old_and_verified_bytes(
     # The device did not fail, so its memory is reused once nothing references the error and its traceback.
     del received
     gc.collect()
-    assert len(target._bounce._pool._free) == 1
+    assert len(target._bounce._pool._kept) == 1
 
 
 @pytest.mark.parametrize("same_host", [False, True])
@@ -372,7 +372,7 @@ def test_a_copy_that_fails_ends_the_receive(
     device.fails = lambda _: False
     device.side[0].error = None
     gc.collect()
-    assert not target._bounce._pool._free, "the device may still read from it"
+    assert not target._bounce._pool._kept, "the device may still read from it"
     receive(target, source, 1)
     assert_same_state(live, sent)
 

@@ -42,7 +42,7 @@ def source(device: StandIn, monkeypatch: pytest.MonkeyPatch, open_transport: Cal
     """Yields a transport whose state is on the stand-in."""
     yield open_on(device, monkeypatch, open_transport)
     # This comes before the transport's shutdown, which would wait for a stream that is held.
-    device.let_go()
+    device.release()
 
 
 def weights(count: int = 8, mib: int = 3, seed: float = 1.0) -> dict[str, torch.Tensor]:
@@ -76,7 +76,7 @@ def test_what_is_queued_is_sent_and_what_comes_later_is_not(
     with in_background(send, source, 1, state) as sending:
         until(lambda: len(device.copies) > 0, "copies are queued")
         assert not sending.done()
-        device.trainer.let_go()
+        device.trainer.release()
         sending.result(30)
     for weight in weights_of(state):
         weight.fill_(-1)
@@ -115,7 +115,7 @@ def test_the_first_bytes_leave_while_later_ones_are_copied(
         assert side.done < len(device.copies), "all is copied: the test shows nothing"
         assert not sending.done()
         assert not received.done()
-        side.let_go()
+        side.release()
         sending.result(30)
         assert_same_state(received.result(30), weights())
 
@@ -137,7 +137,7 @@ def test_nothing_that_is_not_copied_is_sent(device: StandIn, source: Any) -> Non
             with pytest.raises(TimeoutError):
                 reader.read_to(6 * MIB + len(reader.head) + 8192)
             reader.socket.settimeout(30)
-            device.side[0].let_go()
+            device.side[0].release()
             body = reader.read_rest()
     sending.result(30)
     assert len(body) == reader.content_length
@@ -177,7 +177,7 @@ def test_two_devices(device: StandIn, source: Any, open_transport: Callable[...,
         in_background(send, source, 1, state) as sending,
         in_background(receive, open_transport(), source, 1) as received,
     ):
-        device.trainer.let_go()
+        device.trainer.release()
         sending.result(30)
         assert len(device.side) == 2
         assert_same_state(received.result(30), state)
@@ -215,7 +215,7 @@ def test_the_default_stream_is_waited_for_whichever_stream_sends(
         until(lambda: device.followed > 0 or sending.done(), "it is about to read")
         with pytest.raises(TimeoutError):
             sending.result(0.3)
-        device.trainer.let_go()
+        device.trainer.release()
         sending.result(30)
     base.fill_(-1)
     received = receive(open_transport(trust_pickle=True), source, 1)["w"]
@@ -223,7 +223,7 @@ def test_the_default_stream_is_waited_for_whichever_stream_sends(
 
 
 @pytest.mark.parametrize("same_host", [False, True])
-def test_a_copy_that_fails_before_one_byte_is_sent_is_told_to_both_sides(
+def test_a_copy_that_fails_before_the_first_byte_is_sent_is_reported_to_both_sides(
     same_host: bool, device: StandIn, source: Any, open_transport: Callable[..., Any]
 ) -> None:
     state = held_weights(device)
@@ -231,7 +231,7 @@ def test_a_copy_that_fails_before_one_byte_is_sent_is_told_to_both_sides(
     target = open_transport(same_host=same_host)
     with in_background(send, source, 1, state) as sending, in_background(receive, target, source, 1) as received:
         until(lambda: source._server.bytes_served > 0, "the receiver has the header and no more")
-        device.let_go()
+        device.release()
         with pytest.raises(RuntimeError, match="the device is lost"):
             sending.result(30)
         # The receive fails long before its deadline.
@@ -240,7 +240,7 @@ def test_a_copy_that_fails_before_one_byte_is_sent_is_told_to_both_sides(
 
 
 @pytest.mark.parametrize("same_host", [False, True])
-def test_a_copy_that_fails_is_told_to_both_sides(
+def test_a_copy_that_fails_is_reported_to_both_sides(
     same_host: bool, device: StandIn, source: Any, open_transport: Callable[..., Any]
 ) -> None:
     before = {"w": torch.ones(3)}
@@ -255,7 +255,7 @@ def test_a_copy_that_fails_is_told_to_both_sides(
         for _ in range(6):
             device.side[0].let()
         until(lambda: source._server.bytes_served > 4 * MIB, "the receive is under way")
-        device.side[0].let_go()
+        device.side[0].release()
         with pytest.raises(RuntimeError, match="the device is lost"):
             sending.result(30)
         # The receive fails at once, not at its deadline.
@@ -267,7 +267,7 @@ def test_a_copy_that_fails_is_told_to_both_sides(
     device.side[0].error = None
     del sending, received
     gc.collect()
-    assert not source._stager._pinned._free
+    assert not source._stager._pinned._kept
     send(source, 3, state)
     assert_same_state(receive(target, source, 3), state)
 
@@ -289,7 +289,7 @@ def test_what_fails_before_anything_is_published_changes_nothing(
     assert_same_state(receive(open_transport(), source, 1), before)
 
 
-def test_disallowed_while_it_is_copied_and_nobody_reads(
+def test_disallowed_while_it_is_copied_without_a_reader(
     device: StandIn, source: Any, open_transport: Callable[..., Any]
 ) -> None:
     """The copies that are still queued are skipped, because no receiver can ask for them any more."""
@@ -300,7 +300,7 @@ def test_disallowed_while_it_is_copied_and_nobody_reads(
         until(lambda: source._server.allowed, "it is published")
         source.disallow_checkpoint()
         assert not sending.done()
-        device.side[0].let_go()
+        device.side[0].release()
         sending.result(30)
     assert sum(nbytes for nbytes, _ in device.copies) < 40 * 3 * MIB
     assert source._disallowed
@@ -308,7 +308,7 @@ def test_disallowed_while_it_is_copied_and_nobody_reads(
     assert_same_state(receive(open_transport(), source, 2), state)
 
 
-def test_disallowed_while_it_is_copied_and_somebody_reads(
+def test_disallowed_while_it_is_copied_with_a_reader(
     device: StandIn, source: Any, open_transport: Callable[..., Any]
 ) -> None:
     """The copy is private, so receives that have begun go on."""
@@ -321,7 +321,7 @@ def test_disallowed_while_it_is_copied_and_somebody_reads(
         device.side[0].let(4)
         until(lambda: source._server.bytes_served > 2 * MIB, "the receive is under way")
         source.disallow_checkpoint()
-        device.side[0].let_go()
+        device.side[0].release()
         sending.result(30)
         assert_same_state(received.result(30), weights())
 
@@ -340,7 +340,7 @@ def test_shut_down_while_it_is_copied(
         until(lambda: source._server.bytes_served > MIB, "the receive is under way")
         source.shutdown(wait=wait)
         assert not sending.done(), "it has not waited for the copies"
-        device.side[0].let_go()
+        device.side[0].release()
         sending.result(30)
         with pytest.raises(tensorferry.TensorferryError):
             received.result(30)
@@ -373,7 +373,7 @@ def test_page_locked_memory_is_kept_and_used_again(
         send(source, step, state)
         assert_same_state(receive(target, source, step), state)
         source.disallow_checkpoint()
-        until(lambda: len(source._stager._pinned._free) == 1, "the memory has come back")
+        until(lambda: len(source._stager._pinned._kept) == 1, "the memory has come back")
     assert device.pinned_bytes == [9 * MIB]
 
 
@@ -392,7 +392,7 @@ def test_memory_that_cannot_be_locked(
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_tensors_are_let_go_when_they_are_copied(fails: bool, device: StandIn, source: Any) -> None:
+def test_the_tensors_are_released_when_they_are_copied(fails: bool, device: StandIn, source: Any) -> None:
     state = weights(3)
     held = [StorageWeakRef(weight.untyped_storage()) for weight in state.values()]
     device.adopt(*state.values(), keep=False)
@@ -424,6 +424,6 @@ def test_a_private_copy_of_host_memory_is_made_before_anything_is_published(
     with in_background(send, source, 1, state) as sending:
         until(lambda: source._server.allowed, "it is published")
         state["host"].fill_(5)
-        device.side[0].let_go()
+        device.side[0].release()
         sending.result(30)
     assert_same_state(receive(open_transport(), source, 1), {**weights(3), "host": torch.ones(MIB)})

@@ -59,12 +59,12 @@ def warm_up(state: dict[str, torch.Tensor]) -> None:
     torch.cuda.synchronize()
 
 
-def send_and_let_go(source: Any, target: Any, state: dict[str, torch.Tensor]) -> None:
+def send_and_release(source: Any, target: Any, state: dict[str, torch.Tensor]) -> None:
     """Makes one exchange, after which page-locked memory and streams exist."""
     source.send_checkpoint([1], 100, state, TIMEOUT)
     receive(target, source, 100)
     source.disallow_checkpoint()
-    until(lambda: len(source._stager._pinned._free) == 1, "the memory has come back")
+    until(lambda: len(source._stager._pinned._kept) == 1, "the memory has come back")
 
 
 @pytest.mark.parametrize("same_host", [False, True])
@@ -76,7 +76,7 @@ def test_what_is_queued_is_sent_and_what_comes_later_is_not(
     source, target = open_transport(same_host=same_host), open_transport(same_host=same_host)
     state = weights("cuda")
     warm_up(state)
-    send_and_let_go(source, target, state)
+    send_and_release(source, target, state)
     trainers = torch.cuda.Stream() if how == "own stream" else torch.cuda.current_stream()
     sent_from = torch.cuda.Stream() if how == "sent from another stream" else trainers
     with torch.cuda.stream(trainers), in_background(receive, target, source, 1) as received:
@@ -172,7 +172,7 @@ def test_received_where_the_live_tensors_lie(
     target = open_transport(state_dict=lambda: live, same_host=same_host)
     sent = weights("cuda", 5.0)
     warm_up(live)
-    send_and_let_go(source, target, sent)
+    send_and_release(source, target, sent)
     source.send_checkpoint([1], 1, sent, TIMEOUT)
     # The trainer's stream still writes the old values.
     queue(live, lambda tensor: tensor.fill_(-1))
@@ -192,8 +192,8 @@ def test_staging_memory_is_locked_and_kept(open_transport: Callable[..., Any]) -
         source.send_checkpoint([1], step, weights("cuda", step), TIMEOUT)
         assert_same_state(receive(target, source, step), weights("cpu", step))
         source.disallow_checkpoint()
-        until(lambda: len(source._stager._pinned._free) == 1, "the memory has come back")
-        (memory,) = source._stager._pinned._free
+        until(lambda: len(source._stager._pinned._kept) == 1, "the memory has come back")
+        (memory,) = source._stager._pinned._kept
         assert memory.is_pinned()
         places.add(memory.data_ptr())
     assert len(places) == 1
@@ -260,7 +260,7 @@ def test_a_distributed_checkpoint_of_a_running_job() -> None:
         warm_up(state)
         dcp.save(state, storage_writer=writer)
         writer.withdraw()
-        until(lambda: len(writer._stager._pinned._free) == 1, "the memory has come back")
+        until(lambda: len(writer._stager._pinned._kept) == 1, "the memory has come back")
         queue(state, lambda tensor: tensor.add_(1))
         dcp.save(state, storage_writer=writer)
         for tensor in state.values():
@@ -281,7 +281,7 @@ def test_a_state_on_two_devices(open_transport: Callable[..., Any]) -> None:
     live, state = on_both(0.0), on_both(1.0)
     source, target = open_transport(), open_transport(state_dict=lambda: live)
     warm_up(state)
-    send_and_let_go(source, target, state)
+    send_and_release(source, target, state)
     for device in (0, 1):
         with torch.cuda.device(device):
             queue({name: t for name, t in state.items() if t.get_device() == device}, lambda tensor: tensor.add_(1))

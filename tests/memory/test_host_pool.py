@@ -24,7 +24,7 @@ def test_the_collector_may_give_a_buffer_back_while_the_same_thread_takes_one() 
     taking.start()
     taking.join(10)
     assert not taking.is_alive(), "the collector waits for the lock of the thread it runs in"
-    (kept,) = pool._free
+    (kept,) = pool._kept
     again = pool.take(100)
     assert again.memory is kept
 
@@ -36,9 +36,9 @@ def test_what_fits_is_kept_and_nothing_is_kept_after_the_end() -> None:
     buffers.clear()
     one = pool.take(1 << 22)
     assert one.memory.data_ptr() in places
-    assert len(pool._free) == 2
+    assert len(pool._kept) == 2
     large = pool.take(1 << 26)
-    assert not pool._free, "a state hardly changes in size: what does not fit now is dropped"
+    assert not pool._kept, "a state hardly changes in size: what does not fit now is dropped"
     pool.close()
     del one, large
-    assert not pool._free
+    assert not pool._kept

@@ -299,8 +299,8 @@ from torch.distributed._serialization import _Entry
 
 def entry(field):
     fields = {"key": b"X\\x01\\0\\0\\0k", "is_storage": b"\\x89", "length": b"K\\x00", field: d}
-    said = b"".join(b"X" + len(k).to_bytes(4, "little") + k.encode() + v for k, v in fields.items())
-    return b"ctorch.distributed._serialization\\n_Entry\\n)\\x81}(" + said + b"ub"
+    pickled_fields = b"".join(b"X" + len(k).to_bytes(4, "little") + k.encode() + v for k, v in fields.items())
+    return b"ctorch.distributed._serialization\\n_Entry\\n)\\x81}(" + pickled_fields + b"ub"
 
 def listed(one):
     return b"\\x80\\x02]" + one + b"a."

@@ -269,7 +269,7 @@ def test_kept_memory_is_locked(device: StandIn, open_transport: Callable[..., An
     assert target._pool.held == device.pinned_bytes[0]
 
 
-def test_a_refusal_is_told_once_whoever_meets_it(
+def test_a_refusal_is_logged_once_for_the_whole_process(
     device: StandIn, open_transport: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Sends, receives in place, kept memory, saves and other transports each have their own memory, but warn once."""
@@ -285,7 +285,7 @@ def test_a_refusal_is_told_once_whoever_meets_it(
     assert len([record for record in caplog.records if "cannot pin" in record.message]) == 1
 
 
-def test_threads_that_are_refused_at_once_tell_it_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_threads_that_are_refused_at_the_same_time_log_it_once(caplog: pytest.LogCaptureFixture) -> None:
     both = threading.Barrier(8, timeout=20)
 
     def refuse(_: int) -> None:

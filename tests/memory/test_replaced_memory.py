@@ -73,7 +73,7 @@ TARGET = """
     except tensorferry.StateMismatch as error:
         assert "p was given other memory" in str(error), error
         print("refused")
-    assert bool((strangers[0] == 9.0).all()), "a tensor of somebody else was written to"
+    assert bool((strangers[0] == 9.0).all()), "a foreign tensor was written to"
     print("done")
 """
 
@@ -93,7 +93,7 @@ def test_a_target_that_is_given_other_memory_is_an_error(how: str, same_host: bo
 
 
 @pytest.mark.parametrize("native", [True, False])
-def test_rows_own_storages_and_let_go_of_tensors(native: bool) -> None:
+def test_rows_own_storages_and_release_tensors(native: bool) -> None:
     from tensorferry.state import tree
 
     state = {"w": nn.Parameter(torch.ones(8)), "b": torch.ones(4)}
@@ -139,7 +139,7 @@ def test_memory_of_an_array_lives_as_long_as_it_is_served(open_transport: Callab
     assert stranger[0] == 9.0
 
 
-def test_replaced_memory_is_let_go_of_with_the_publication(open_transport: Callable[..., Any]) -> None:
+def test_replaced_memory_is_released_with_the_publication(open_transport: Callable[..., Any]) -> None:
     import weakref
 
     source = open_transport()

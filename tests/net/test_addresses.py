@@ -91,7 +91,7 @@ def test_what_is_advertised_can_be_said(host):
 
 @pytest.mark.beyond_torchft
 @pytest.mark.parametrize("interface", ["lo", "127.0.0.0/8", "::1"])
-def test_a_transport_listens_where_it_is_told(open_transport, interface):
+def test_a_transport_listens_on_the_chosen_interface(open_transport, interface):
     if interface == "::1" and not socket.has_ipv6:
         pytest.skip("this machine has no IPv6")
     source = open_transport(interface=interface)

@@ -315,7 +315,7 @@ class TestHTTP:
         ],
         ids=["nonsense", "version", "tls", "long path", "many headers"],
     )
-    def test_a_bad_request_harms_nobody(self, site: Site, request_bytes: bytes) -> None:
+    def test_a_bad_request_does_no_harm(self, site: Site, request_bytes: bytes) -> None:
         bad = socket.create_connection(("127.0.0.1", site.connection.port), timeout=10)
         with bad, contextlib.suppress(OSError):  # it may hang up before it has read all of it
             bad.sendall(request_bytes)

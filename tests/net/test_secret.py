@@ -17,7 +17,7 @@ from equality import assert_same_state
 from secured import SECRET, TIMEOUT, send, state
 from tensorferry import InvalidArgument, ProtocolError, SourceRefused, UnprovenSource, join_metadata
 
-OTHER = "a secret of that job and of no other"
+OTHER = "a secret of another job"
 
 pytestmark = pytest.mark.beyond_torchft
 
@@ -45,7 +45,7 @@ def _trapped():
 
 @pytest.mark.parametrize("same_host", [True, False])
 @pytest.mark.parametrize("snapshot", ["borrow", "copy"])
-def test_who_has_it_receives(open_transport, same_host, snapshot):
+def test_a_peer_with_the_secret_receives(open_transport, same_host, snapshot):
     source = open_transport(secret=SECRET, same_host=same_host, snapshot=snapshot)
     receiver = open_transport(secret=SECRET.encode(), num_chunks=3)
     assert_same_state(receiver.recv_checkpoint(0, send(source), 3, TIMEOUT), state())
@@ -92,9 +92,10 @@ def test_what_cannot_be_a_secret_is_refused(open_transport, monkeypatch, tmp_pat
         open_transport()
 
 
-def test_who_lacks_it_learns_why(open_transport):
+def test_a_peer_without_the_secret_learns_why(open_transport):
     metadata = send(open_transport(secret=SECRET))
-    with pytest.raises(SourceRefused, match="asks for a shared secret") as refused:
+    remedy = "asks for a shared secret, and this receiver has none. Give .* secret=, or TENSORFERRY_SECRET"
+    with pytest.raises(SourceRefused, match=remedy) as refused:
         open_transport().recv_checkpoint(0, metadata, 3, TIMEOUT)
     assert refused.value.code == 404
     with pytest.raises(SourceRefused, match="another shared secret than this receiver"):
@@ -105,7 +106,8 @@ def test_nothing_is_unpickled_from_a_source_that_cannot_prove_itself(open_transp
     metadata = send(open_transport(), {"w": torch.ones(3), "trap": Trap()})
     with pytest.raises(ProtocolError, match="Unpickled"):
         open_transport(trust_pickle=True).recv_checkpoint(0, metadata, 3, TIMEOUT)
-    with pytest.raises(UnprovenSource, match="does not prove that it knows the shared secret") as refused:
+    remedy = "does not prove that it knows the shared secret: .* Give the source .* secret=, or TENSORFERRY_SECRET"
+    with pytest.raises(UnprovenSource, match=remedy) as refused:
         open_transport(secret=SECRET, trust_pickle=True).recv_checkpoint(0, metadata, 3, TIMEOUT)
     assert isinstance(refused.value, urllib.error.URLError)
     assert isinstance(refused.value, PermissionError)

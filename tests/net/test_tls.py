@@ -69,7 +69,7 @@ def test_another_certificate_is_refused(open_transport):
     source, other = (open_transport(tls=True) for _ in range(2))
     metadata = send(source)
     forged = metadata.replace(pin(metadata), pin(other.metadata()))
-    with pytest.raises(UnprovenSource, match=f"has the fingerprint {pin(metadata)}, where its metadata says"):
+    with pytest.raises(UnprovenSource, match=f"has the fingerprint {pin(metadata)}, where its URL says"):
         open_transport().recv_checkpoint(0, forged, 3, TIMEOUT)
     assert_same_state(open_transport().recv_checkpoint(0, metadata, 3, TIMEOUT), state())
 
@@ -84,7 +84,7 @@ def test_plain_and_secured_do_not_meet(open_transport):
         assert_same_state(open_transport(same_host=False).recv_checkpoint(0, metadata, 3, TIMEOUT), state())
 
 
-def test_who_encrypts_fetches_from_nobody_who_does_not(open_transport, open_stock):
+def test_a_receiver_with_tls_fetches_from_no_plain_source(open_transport, open_stock):
     plain, receiver = open_transport(), open_transport(tls=True, same_host=True)
     stock = open_stock()
     stock.send_checkpoint([1], 3, state(), TIMEOUT)

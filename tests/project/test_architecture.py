@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import test_rooms
-import test_rooms_of_the_engine as rooms_of_the_engine
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = ("docs/architecture.md", "CONTRIBUTING.md")
@@ -135,7 +134,7 @@ def test_the_map_of_the_package_is_the_rule_for_its_imports() -> None:
 
 def test_the_map_of_the_engine_is_the_rule_for_its_rooms() -> None:
     said = rows_of("Rooms of the engine")
-    assert said == {name: others & said.keys() for name, others in rooms_of_the_engine.ROOMS.items() if name in said}
+    assert said == {name: others & said.keys() for name, others in test_rooms.ENGINE.items() if name in said}
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def blocks(language: str) -> list[Block]:
     for document in DOCUMENTS:
         for match in BLOCK.finditer((ROOT / document).read_text()):
             mark = match["mark"] or ""
-            assert not mark or mark.startswith("needs="), f"{document}: nobody knows what {mark!r} says of a block"
+            assert not mark or mark.startswith("needs="), f"{document}: the mark {mark!r} of a block is unknown"
             if match["language"] == language:
                 found.append(Block(document, language, mark.removeprefix("needs=") or None, match["code"]))
     return found

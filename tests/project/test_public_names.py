@@ -18,7 +18,7 @@ pytestmark = pytest.mark.beyond_torchft
 
 
 def test_every_public_name_is_there_and_is_listed() -> None:
-    assert set(tensorferry.__all__) <= set(dir(tensorferry))
+    assert set(dir(tensorferry)) == {*tensorferry.__all__, "__version__", "errors"}
     for name in tensorferry.__all__:
         assert getattr(tensorferry, name).__name__ == name
     assert set(errors.__all__) < set(tensorferry.__all__)

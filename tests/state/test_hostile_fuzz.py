@@ -19,7 +19,7 @@ pytestmark = pytest.mark.beyond_torchft
 
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("target", TARGETS)
-def test_whatever_a_peer_says_ends_well_or_in_an_error_of_ours(target: str, pytestconfig: pytest.Config) -> None:
+def test_whatever_a_peer_sends_ends_well_or_in_an_error_of_ours(target: str, pytestconfig: pytest.Config) -> None:
     runs, seed = pytestconfig.getoption("--fuzz-runs"), pytestconfig.getoption("--fuzz-seed")
     done = subprocess.run(
         [sys.executable, "fuzzing.py", target, str(runs), str(seed)],

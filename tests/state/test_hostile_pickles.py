@@ -115,7 +115,7 @@ ATTACKS: dict[str, Any] = {
         global_("torch._utils", "_rebuild_qtensor"), persistent("typed", 0, "qint8"), 0, (0, 1 << 27), (1 << 27, 1),
         (global_("torch", "per_channel_affine"), tensor("float32", 1 << 27, stride=(0,)), tensor("int32", 1 << 27, stride=(0,)), 1), False, HOOKS,
     ),
-    "nested tensors of no dimensions": call(
+    "nested tensors without dimensions": call(
         NESTED, tensor("float32", 4), tensor("int64", 1 << 26, 0, stride=(1, 1)), tensor("int64", 1 << 26, 0, stride=(1, 1)), tensor("int64", 1 << 26, stride=(0,)),
     ),
     "nested tensors that share their sizes": call(
@@ -128,7 +128,7 @@ ATTACKS: dict[str, Any] = {
     "a reference of a long text": persistent("typed", 0, "x" * 100_000),
     "a reference of a huge number": persistent("typed", 1 << 80, "float32"),
     "a reference of many parts": persistent(*range(100)),
-    "a reference that is no tuple": Raw(say("leaf") + b"Q"),
+    "a reference that is not a tuple": Raw(say("leaf") + b"Q"),
     "a dtype twice, one with its state": Raw(DTYPE + b"2" + say((3, "<", None, None, None, -1, -1, 0)) + b"b\x86"),
     "a dtype given two states": Raw(DTYPE + b"q\x102" + say((3, "<", None, None, None, -1, -1, 0)) + b"b\x86h\x10" + say((3, "<", None, None, None, -1, -1, 0)) + b"b\x86"),
     "one pending built twice": Raw(DTYPE + b"2" + say((3, "<", None, None, None, -1, -1, 0)) + b"b0" + say((3, "<", None, None, None, -1, -1, 0)) + b"b"),
@@ -401,7 +401,7 @@ def test_classes_of_the_users_own_are_read_as_python_reads_them() -> None:
     value = [Holder(a=1, b=[Colour.RED]), Colour.BLUE, a_function]
     (made, colour, function) = read(pickle.dumps(value, 4), allowed)
     assert (made.a, made.b, colour, function) == (1, [Colour.RED], Colour.BLUE, a_function)
-    with pytest.raises(tensorferry.UnsafePickle, match="more than its value"):
+    with pytest.raises(tensorferry.UnsafePickle, match="an enum called with more than a value"):
         read(whole(call(global_("pickled_classes", "Colour"), "X", "a b")), allowed)
     with pytest.raises(tensorferry.UnsafePickle):
         read(whole(build(global_("pickled_classes", "Holder"), (None, {"__init__": 3}))), allowed)

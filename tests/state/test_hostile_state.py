@@ -27,7 +27,7 @@ TIMEOUT = timedelta(seconds=20)
 MANIFESTS: dict[str, dict[str, Any]] = {
     "no keys": {"keys": None},
     "keys that are a list": {"keys": ["a"]},
-    "keys that are no text": {"keys": {"0": 7}},
+    "keys that are not text": {"keys": {"0": 7}},
     "no tensors": {"tensors": None},
     "tensors of other length": {"tensors": [[-1, "t", "torch.float32"]]},
     "tensors that are numbers": {"tensors": [1, 2]},

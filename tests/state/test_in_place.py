@@ -444,7 +444,7 @@ def test_timeout_leaves_the_live_state_alone(open_transport: Callable[..., Any])
 
 
 @pytest.mark.parametrize("stock", [False, True])
-def test_a_live_state_of_another_shape_is_told_once(
+def test_a_live_state_of_another_structure_is_logged_once(
     stock: bool, open_transport: Callable[..., Any], open_stock: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     """torchft's Manager sends the user's state below "user" and the name it was registered with."""
@@ -462,8 +462,8 @@ def test_a_live_state_of_another_shape_is_told_once(
     ours = [record for record in caplog.records if record.name == "tensorferry"]
     warnings = [record.getMessage() for record in ours if record.levelname == "WARNING"]
     assert len(warnings) == 1
-    for said in ("none of the source's 9 tensors", "user.default.model.0.weight", "at model.0.weight here"):
-        assert said in warnings[0]
+    for part in ("none of the source's 9 tensors", "user.default.model.0.weight", "at model.0.weight here"):
+        assert part in warnings[0]
     assert sum("0 of 9 tensors in place" in record.getMessage() for record in caplog.records) == 2
 
 

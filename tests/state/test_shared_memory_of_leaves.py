@@ -149,7 +149,7 @@ def test_shared_in_another_way(heal: Callable[..., Any]) -> None:
         live = {"a": mine[here[0] :][:8], "b": mine[here[1] :][:8]}
         sent = {"a": theirs[there[0] :][:8], "b": theirs[there[1] :][:8]}
         with (
-            pytest.raises(tensorferry.StateMismatch, match="in another way")
+            pytest.raises(tensorferry.StateMismatch, match="or not in the same way")
             if here[1] - here[0] != there[1] - there[0]
             else _nothing()
         ):
@@ -175,7 +175,7 @@ def test_a_tie_with_what_the_source_does_not_have(heal: Callable[..., Any]) -> N
     assert bool((weight == 1).all())
 
 
-def test_a_tie_with_what_is_no_tensor_at_the_source(heal: Callable[..., Any]) -> None:
+def test_a_tie_with_a_leaf_that_is_not_a_tensor_at_the_source(heal: Callable[..., Any]) -> None:
     weight = torch.zeros(4)
     received = heal({"a": torch.ones(4), "b": 7}, {"a": weight, "b": weight})
     assert received["a"] is weight
@@ -216,7 +216,7 @@ def test_whether_two_views_meet_agrees_with_where_their_bytes_are() -> None:
         for offset, shape, strides in views:
             tensors.append(torch.zeros(256).as_strided(shape, strides, offset))
             sets.append(set(places.as_strided(shape, strides, offset).flatten().tolist()))
-        meet = aliases._meet(*tensors, (views[1][0] - views[0][0]) * 4)
+        meet = aliases._overlap(*tensors, (views[1][0] - views[0][0]) * 4)
         assert meet or not sets[0] & sets[1], views
         exact += meet == bool(sets[0] & sets[1])
     assert exact > 2000
@@ -248,7 +248,7 @@ def test_groups_are_found_by_address_natively_as_by_looking() -> None:
     "shared",
     [1, [1], [[1]], [[[1, 2, 3]]], [[["a", 0, [], 0]]], [[[0, 0, 4, 0]]], [[[0, 0, [None], 0]]], [[[0, 0.5, [1], 0]]]],
 )
-def test_what_a_manifest_says_of_shared_memory_is_checked(shared: Any) -> None:
+def test_the_description_of_shared_memory_in_a_manifest_is_checked(shared: Any) -> None:
     fields = {"flags": "", "objects": 0, "storages": []}
     with pytest.raises(tensorferry.ProtocolError, match="share memory"):
         Manifest(json.dumps(fields | {"shared": shared}), "0").shared()

@@ -10,7 +10,7 @@ import textwrap
 import time
 from pathlib import Path
 
-PRELUDE = """
+PRELUDE = '''
 import gc, os, signal, sys, threading, time, traceback
 from datetime import timedelta
 import torch
@@ -43,6 +43,25 @@ def start_waiting(target, source):
     time.sleep(0.5)
     return thread
 
+def in_fork(work):
+    """Calls work in a forked child, which then exits: with 0, or with 1 and a traceback if work raised."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
+    return pid
+
+def exit_code(pid):
+    """Waits until a child has ended and returns its exit code."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
 def stuck_reader(source):
     import socket, urllib.parse
     parts = urllib.parse.urlsplit(source.metadata())
@@ -52,7 +71,7 @@ def stuck_reader(source):
     reader.sendall(f"GET {parts.path}1.safetensors HTTP/1.1\\r\\nHost: a\\r\\n\\r\\n".encode())
     assert reader.recv(1 << 16)
     return reader
-"""
+'''
 
 
 class Child:

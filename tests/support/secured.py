@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 TIMEOUT = timedelta(seconds=30)
-SECRET = "a secret of this job and of no other"
+SECRET = "a secret of this job alone"
 
 
 def state(seed: int = 1) -> dict[str, Any]:

@@ -1,12 +1,12 @@
-"""An accelerator simulated in host memory, so that tests can watch and delay what is asked of it.
+"""An accelerator simulated in host memory, so that tests can watch and delay its work.
 
 A stream is a thread that runs its work in order; a copy reads the bytes that are there when it runs. A stream can be
-held: it then runs nothing until a test lets it.
+held: it then runs nothing until a test allows it.
 
 Inside `StandIn.simulation`, torch operators on memory of the device run on the calling thread's stream. As on a real
 device, `copy_`, `clone` and the like only queue their work, and those that bring bytes to the host wait for it. So a
-copy that does not wait for work on another stream reads old bytes, and a copy that is not waited for has not happened
-yet. Operators that bypass the object under test are recorded, and fail the test.
+copy that does not wait for work on another stream reads old bytes, and a copy that was not waited for may not have
+happened yet. Operators that bypass the object under test are recorded, and fail the test.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from tensorferry.memory.accelerator import Accelerator, Also
+from tensorferry.memory.accelerator import Accelerator, AddDevices
 from tensorferry.memory.tensors import storage_key
 
 #: The byte that fills page-locked memory before it is written to.
@@ -110,12 +110,12 @@ class Stream:
     def let(self, count: int = 1) -> None:
         self._let.release(count)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         self._held = False
         self._let.release(1000)
 
     def end(self) -> None:
-        self.let_go()
+        self.release()
         self._work.put(None)
         self._thread.join(WAIT_S)
 
@@ -180,7 +180,7 @@ class StandIn(Accelerator):
         return [device for device in dict.fromkeys(map(self.device_of, storages)) if device is not None]
 
     def device_indices(self, memory: Sequence[Any], found: list[int]) -> list[int]:
-        assert not found, "nothing is on a real one"
+        assert not found, "a tensor is on a real device"
         tensors = ((i, m) for i, m in enumerate(memory) if isinstance(m, torch.Tensor))
         return [i for i, tensor in tensors if self.device_of(tensor.untyped_storage()) is not None]
 
@@ -253,12 +253,12 @@ class StandIn(Accelerator):
         super().wait_for_pending(stream, device)
 
     @contextlib.contextmanager
-    def reading(self, devices: Iterable[torch.device]) -> Iterator[Also]:
+    def reading(self, devices: Iterable[torch.device]) -> Iterator[AddDevices]:
         with super().reading(devices) as also, self._inside():
             yield also
 
     @contextlib.contextmanager
-    def writing(self, devices: Iterable[torch.device]) -> Iterator[Also]:
+    def writing(self, devices: Iterable[torch.device]) -> Iterator[AddDevices]:
         with super().writing(devices) as also, self._inside():
             yield also
 
@@ -291,9 +291,9 @@ class StandIn(Accelerator):
     def synchronize(self, stream: Stream) -> None:
         stream.record().synchronize()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         for stream in self._streams():
-            stream.let_go()
+            stream.release()
 
     def close(self) -> None:
         for stream in self._streams():

@@ -30,7 +30,7 @@ def metadata(listener: socket.socket) -> str:
     return f"http://127.0.0.1:{listener.getsockname()[1]}/0f/checkpoint/"
 
 
-def test_a_crowd_stands_and_says_nothing_and_goes(listener: socket.socket) -> None:
+def test_a_crowd_connects_sends_nothing_and_leaves(listener: socket.socket) -> None:
     with crowding(metadata(listener), os.getpid(), IdleCrowd(20)) as opened:
         members = [listener.accept()[0] for _ in range(20)]
         assert opened() == 20
@@ -44,7 +44,7 @@ def test_a_crowd_stands_and_says_nothing_and_goes(listener: socket.socket) -> No
             assert member.recv(1) == b""
 
 
-def test_who_closes_a_connection_of_a_crowd_gets_another(listener: socket.socket) -> None:
+def test_a_crowd_reopens_connections_that_the_source_closes(listener: socket.socket) -> None:
     with crowding(metadata(listener), os.getpid(), IdleCrowd(1)):
         for _ in range(3):
             listener.accept()[0].close()
@@ -107,11 +107,11 @@ except OSError:
 
 
 @pytest.mark.parametrize("user", ["own", "nobody"])
-def test_a_silent_name_server_is_asked_and_says_nothing(user: str, tmp_path: Path) -> None:
+def test_a_silent_name_server_is_asked_and_does_not_answer(user: str, tmp_path: Path) -> None:
     before = time.time()
     resolver = _content("/etc/resolv.conf")
     if user == "nobody" and os.getuid():
-        pytest.skip("only root can become somebody else")
+        pytest.skip("only root can change its user")
     tmp_path.chmod(0o777)
     number = 65534 if user == "nobody" else os.getuid()
     command = [sys.executable, "-c", ASKS, str(number), str(tmp_path / "asked")]

@@ -138,7 +138,7 @@ def test_bad_transports_are_seen(name: str, sightings: dict[str, Outcome]) -> No
     assert outcome.wrong_bytes == (name == "ReceivesOneWrongByte")
 
 
-def test_where_a_receive_hung_is_told(sightings: dict[str, Outcome]) -> None:
+def test_where_a_receive_hung_is_reported(sightings: dict[str, Outcome]) -> None:
     assert "recv_checkpoint" in sightings["HangsInReceive"].message
 
 
@@ -214,7 +214,7 @@ def test_rows_see_what_they_are_there_to_see(cell: tuple[str, str], broken: dict
     assert broken_promises(outcome, SCENARIOS[cell[1]].expected)
 
 
-def test_a_shortcut_that_is_not_taken_is_told() -> None:
+def test_a_shortcut_that_is_not_taken_is_reported() -> None:
     """The row is about bytes that bypass the network, but this transport's bytes do not."""
     far = Candidate("far", f"{fault_candidates.__name__}:StaysOnTheNetwork", local=True)
     (outcome,) = run_matrix([far], ["replace-data-local"], limits=LIMITS)
@@ -246,12 +246,12 @@ def test_a_fault_of_the_callers_own() -> None:
     assert (outcome.outcome, outcome.struck) == ("healed", 1)
 
 
-def test_a_fault_that_never_struck_is_told() -> None:
+def test_a_fault_that_never_struck_is_reported() -> None:
     (outcome,) = run_matrix(["tensorferry"], [FlipByte(at=1 << 40)], limits=QUICK)
     assert "the fault never struck" in broken_promises(outcome, frozenset({"healed"}))
 
 
-def test_a_moment_in_mid_transfer_that_never_came_is_told() -> None:
+def test_a_moment_in_mid_transfer_that_never_came_is_reported() -> None:
     """It is reported although another fault of the row did happen."""
     row = Scenario("never", "later than the end", (Delay(at=0),), during=lambda _: None, part=9.0)
     (outcome,) = run_matrix(["tensorferry"], [row], limits=QUICK)

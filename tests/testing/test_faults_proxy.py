@@ -263,7 +263,7 @@ def test_through_rewrites_every_address_of_the_source_and_nothing_else():
         assert proxy.through("http://a:40001/ http://b:4000/") == f"http://a:40001/ http://{host}:{port}/"
         with pytest.raises(ValueError, match="does not name port 4000"):
             proxy.through("http://node-7:4001/")
-    with pytest.raises(ValueError, match="no URL"):
+    with pytest.raises(ValueError, match="is not a URL"):
         FaultProxy.before("<n/a>")
 
 
@@ -291,7 +291,7 @@ STREAMS = [
 
 @pytest.mark.parametrize("size", [1, 7, 1 << 20])
 @pytest.mark.parametrize(("stream", "heads", "bodies"), STREAMS, ids=range(len(STREAMS)))
-def test_heads_and_bodies_are_told_apart_however_they_are_cut(stream, heads, bodies, size):
+def test_heads_and_bodies_are_separated_however_they_are_cut(stream, heads, bodies, size):
     splitter = ResponseSplitter()
     parts = [part for i in range(0, len(stream), size) for part in splitter.split(stream[i : i + size])]
     assert b"".join(data for _, data in parts) + splitter.rest() == stream

@@ -66,7 +66,7 @@ def test_what_no_peer_can_reach_is_not_advertised(advertise: str, monkeypatch: p
         HTTPTransport(TIMEOUT)
 
 
-def test_a_variable_with_another_word_is_no_yes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_with_another_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TENSORFERRY_SAME_HOST", "false")
     with pytest.raises(InvalidArgument, match="TENSORFERRY_SAME_HOST"):
         HTTPTransport(TIMEOUT)
@@ -150,7 +150,7 @@ def test_a_transport_stays_in_its_process(open_transport: Callable[..., Any]) ->
         ("path", lambda: FileWriter(None)),  # type: ignore[arg-type]
         ("path", lambda: FileReader(5)),  # type: ignore[arg-type]
         ("path", lambda: FileReader("")),
-        ("no folder", lambda: FileWriter("s3://bucket/run")),
+        ("not a folder", lambda: FileWriter("s3://bucket/run")),
         ("threads", lambda: FileWriter("x", threads=0)),
         ("threads", lambda: FileReader("x", threads="2")),  # type: ignore[arg-type]
         ("overwrite", lambda: FileWriter("x", overwrite=None)),  # type: ignore[arg-type]

@@ -47,7 +47,7 @@ def test_two_thousand_transports_leave_nothing(child: Child) -> None:
     child.run(
         USED
         + """
-kinds = [{}, {"secret": "shared by these two and nobody"}, {"tls": True}, {"snapshot": "copy", "same_host": True}]
+kinds = [{}, {"secret": "shared by these two alone"}, {"tls": True}, {"snapshot": "copy", "same_host": True}]
 
 def cycle(number):
     source, target = open_pair(**kinds[number % 4])
@@ -182,7 +182,7 @@ source.shutdown()
 
 
 @pytest.mark.parametrize("left", [0, 1, 2])
-def test_a_receiver_without_descriptors_says_so_and_leaks_none(left: int, child: Child) -> None:
+def test_a_receiver_without_free_descriptors_reports_that_and_leaks_none(left: int, child: Child) -> None:
     """Without descriptors the error names them; with one or two, fewer connections transfer everything."""
     source = tensorferry.HTTPTransport(timedelta(seconds=60))
     weights = torch.arange(float(6 << 20))

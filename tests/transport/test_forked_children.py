@@ -44,7 +44,7 @@ def end(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-def said(child: Child) -> str:
+def next_line(child: Child) -> str:
     assert child.process
     assert child.process.stdout
     return child.process.stdout.readline().strip()
@@ -65,7 +65,7 @@ def test_a_receiver_notices_the_end_of_a_source_that_has_a_child(same_host: bool
         listens=True,
     )
     assert child.process
-    metadata = said(child)
+    metadata = next_line(child)
     ended: list[Any] = []
     target = tensorferry.HTTPTransport(timedelta(seconds=60), same_host=same_host)
 
@@ -80,7 +80,7 @@ def test_a_receiver_notices_the_end_of_a_source_that_has_a_child(same_host: bool
     time.sleep(1)
     child.process.stdin.write("\n")
     child.process.stdin.flush()
-    pid = int(said(child))
+    pid = int(next_line(child))
     try:
         time.sleep(0.5)
         child.process.kill()
@@ -90,7 +90,7 @@ def test_a_receiver_notices_the_end_of_a_source_that_has_a_child(same_host: bool
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((url.hostname, url.port), timeout=10)
         thread.join(60)
-        assert time.monotonic() - killed < 10, "as long as nobody is told"
+        assert time.monotonic() - killed < 10, "the receiver has not noticed the end of its source"
         assert isinstance(ended[0], tensorferry.TensorferryError)
     finally:
         end(pid)
@@ -154,26 +154,20 @@ def test_a_child_may_close_and_collect_what_it_inherits(child: Child) -> None:
         kept = [open("/proc/self/stat") for _ in range(200)]
         from tensorferry._native import Remote
         remote = Remote.open([source.metadata()], 1, timeout=30.0)
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                for file in kept:
-                    assert file.read(), "a file that is not the transport's was closed"
-                opened = [open("/proc/self/stat") for _ in range(200)]
-                del source, target, remote
-                gc.collect()
-                for file in opened:
-                    assert file.read()
-                # A transport of its own, and a receive with it.
-                send_and_receive(*open_pair(), 1)
-                code = 0
-            except BaseException:
-                traceback.print_exc()
-                sys.stderr.flush()
-            finally:
-                os._exit(code)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+        def close_and_collect():
+            global source, target, remote
+            for file in kept:
+                assert file.read(), "a file that is not the transport's was closed"
+            opened = [open("/proc/self/stat") for _ in range(200)]
+            del source, target, remote
+            gc.collect()
+            for file in opened:
+                assert file.read()
+            # A transport of its own, and a receive with it.
+            send_and_receive(*open_pair(), 1)
+
+        assert exit_code(in_fork(close_and_collect)) == 0
         send_and_receive(source, target, 2)
     """)
 
@@ -194,26 +188,22 @@ def test_a_child_that_was_forked_in_the_middle_of_a_send(child: Child) -> None:
         thread = threading.Thread(target=source.send_checkpoint, args=([1], 1, {"slow": Slow()}, LONG))
         thread.start()
         assert inside.wait(30)
-        holding = not gc.isenabled()
-        pid = os.fork()
-        if pid == 0:
-            code = 1
+        paused = not gc.isenabled()
+
+        def use_both():
+            assert gc.isenabled()
             try:
-                assert gc.isenabled()
-                try:
-                    source.send_checkpoint([1], 2, STATE, LONG)
-                except tensorferry.ForkedProcess:
-                    code = 0
-                with _gc.gc_paused():
-                    assert not gc.isenabled()
-                assert gc.isenabled()
-                send_and_receive(*open_pair(), 1)
-            except BaseException:
-                traceback.print_exc()
-                sys.stderr.flush()
-                code = 1
-            finally:
-                os._exit(code)
+                source.send_checkpoint([1], 2, STATE, LONG)
+            except tensorferry.ForkedProcess:
+                pass
+            else:
+                raise AssertionError("the parent's transport works in the child")
+            with _gc.gc_paused():
+                assert not gc.isenabled()
+            assert gc.isenabled()
+            send_and_receive(*open_pair(), 1)
+
+        pid = in_fork(use_both)
         for _ in range(300):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
@@ -226,12 +216,12 @@ def test_a_child_that_was_forked_in_the_middle_of_a_send(child: Child) -> None:
         go_on.set()
         thread.join()
         assert gc.isenabled()
-        print("held off:", holding, flush=True)
+        print("paused:", paused, flush=True)
     """)
-    assert "held off: True" in out
+    assert "paused: True" in out
 
 
-def test_a_child_that_is_forked_while_it_holds_the_collector_off(child: Child) -> None:
+def test_a_child_that_is_forked_while_the_collector_is_paused(child: Child) -> None:
     child.run("""
         from tensorferry import _gc
         with _gc.gc_paused():
@@ -242,20 +232,32 @@ def test_a_child_that_is_forked_while_it_holds_the_collector_off(child: Child) -
         assert gc.isenabled()
         if pid == 0:
             os._exit(3)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
+        assert exit_code(pid) == 3
     """)
 
 
 def test_a_child_is_not_held_up_by_a_lock_of_its_parents_threads(child: Child) -> None:
     child.run("""
+        from tensorferry import _gc
         from tensorferry.dcp import files
         from tensorferry.memory import host_pool
-        with files._finishing, host_pool._warning:
-            pid = os.fork()
+        locks = [files._finishing, host_pool._warning, _gc._lock]
+        held, go_on = threading.Event(), threading.Event()
+
+        def hold():
+            with locks[0].held(), locks[1].held(), locks[2].held():
+                held.set()
+                go_on.wait(30)
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        assert held.wait(30)
+        pid = os.fork()
         if pid == 0:
-            free = files._finishing.acquire(timeout=5) and host_pool._warning.acquire(timeout=5)
-            os._exit(3 if free else 4)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
+            os._exit(3 if all(lock._lock.acquire(timeout=5) for lock in locks) else 4)
+        go_on.set()
+        thread.join()
+        assert exit_code(pid) == 3
     """)
 
 
@@ -284,7 +286,7 @@ def test_a_child_keeps_no_connection_to_a_stock_source(child: Child) -> None:
             os._exit(0)
         try:
             thread.join()
-            assert connection.recv(4096) == b"", "nobody is told that the receiver has gone"
+            assert connection.recv(4096) == b"", "the source does not notice that the receiver has gone"
         finally:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)

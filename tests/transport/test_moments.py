@@ -98,7 +98,7 @@ def test_a_state_changed_in_the_middle_arrives_as_it_is_afterwards(
 
 
 @pytest.mark.parametrize("nbytes", [MIB // 2, 3 * MIB, 64 * MIB])
-def test_a_state_that_never_rests_is_an_error_that_says_what_to_do(
+def test_a_state_that_keeps_changing_is_an_error_that_says_what_to_do(
     nbytes: int, open_transport: Callable[..., Any]
 ) -> None:
     state = {"w": torch.zeros(nbytes // 4)}
@@ -131,7 +131,7 @@ def test_a_state_that_never_rests_is_an_error_that_says_what_to_do(
     assert torch.equal(target.recv_checkpoint(0, source.metadata(), 1, TIMEOUT)["w"], state["w"])
 
 
-def test_who_came_too_late_learns_it_at_once(open_transport: Callable[..., Any]) -> None:
+def test_a_receiver_that_comes_too_late_fails_at_once(open_transport: Callable[..., Any]) -> None:
     """Making the live state takes longer than a withdrawn copy waits for its receivers."""
     source = open_transport(snapshot="copy")
     source.send_checkpoint([1], 1, {"w": torch.ones(4 * MIB)}, TIMEOUT)

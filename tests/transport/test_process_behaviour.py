@@ -30,31 +30,23 @@ def test_fork_after_use(child: Child) -> None:
         source, target = open_pair()
         send_and_receive(source, target, 1)
 
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                metadata = source.metadata()
-                for use, arguments in (
-                    (source.send_checkpoint, ([1], 2, STATE, LONG)),
-                    (target.recv_checkpoint, (0, metadata, 1, timedelta(seconds=5))),
-                    (target.recv_checkpoint, (0, "http://127.0.0.1:9/checkpoint/", 1, timedelta(seconds=5))),
-                ):
-                    try:
-                        use(*arguments)
-                    except tensorferry.ForkedProcess as error:
-                        assert isinstance(error, RuntimeError)
-                        assert isinstance(error, tensorferry.TensorferryError)
-                    else:
-                        raise AssertionError(f"{use} worked in a forked child")
-                print("child is done", flush=True)
-                code = 0
-            except BaseException:
-                traceback.print_exc()
-                sys.stderr.flush()
-            finally:
-                os._exit(code)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        def use_transports():
+            metadata = source.metadata()
+            for use, arguments in (
+                (source.send_checkpoint, ([1], 2, STATE, LONG)),
+                (target.recv_checkpoint, (0, metadata, 1, timedelta(seconds=5))),
+                (target.recv_checkpoint, (0, "http://127.0.0.1:9/checkpoint/", 1, timedelta(seconds=5))),
+            ):
+                try:
+                    use(*arguments)
+                except tensorferry.ForkedProcess as error:
+                    assert isinstance(error, RuntimeError)
+                    assert isinstance(error, tensorferry.TensorferryError)
+                else:
+                    raise AssertionError(f"{use} worked in a forked child")
+            print("child is done", flush=True)
+
+        assert exit_code(in_fork(use_transports)) == 0
         send_and_receive(source, target, 3)
         source.disallow_checkpoint()
         send_and_receive(source, target, 4)
@@ -83,7 +75,7 @@ def test_forked_child_may_clean_up_and_exit_as_any_process(child: Child) -> None
             del source, target, received
             gc.collect()
             sys.exit(7)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+        assert exit_code(pid) == 7
         send_and_receive(source, HTTPTransport(LONG, 2), 3)
         print("parent goes on", flush=True)
     """)
@@ -95,10 +87,7 @@ def test_fork_in_the_middle_of_a_transfer(child: Child) -> None:
         source, target = open_pair()
         source.send_checkpoint([1], 1, {"w": torch.ones(64 << 20, dtype=torch.uint8)}, LONG)
         reader = stuck_reader(source)
-        pid = os.fork()
-        if pid == 0:
-            os._exit(0)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert exit_code(in_fork(lambda: None)) == 0
         send_and_receive(source, target, 2)
         print("parent goes on", flush=True)
         os._exit(0)
@@ -150,7 +139,7 @@ def test_exit_is_prompt(way: str, busy: str, child: Child) -> None:
 
 
 @pytest.mark.parametrize("waits", ["for its turn to send", "for a checkpoint"])
-def test_exit_says_nothing_while_a_receiver_of_this_machine_waits(waits: str, child: Child) -> None:
+def test_exit_is_silent_while_a_receiver_of_this_machine_waits(waits: str, child: Child) -> None:
     """The threads that serve shared memory outlive the runtime and its timers by a moment."""
     child.start(f"""
         options = {{"max_bandwidth": 1 << 20}} if "send" in {waits!r} else {{}}

@@ -322,7 +322,7 @@ class Anything:
 @pytest.mark.parametrize("snapshot", ["borrow", "copy"])
 @pytest.mark.parametrize("end", ["disallow", "send", "shutdown"])
 @pytest.mark.parametrize("received", [True, False])
-def test_state_is_let_go(snapshot: str, end: str, received: bool, open_transport: Callable[..., Any]) -> None:
+def test_state_is_released(snapshot: str, end: str, received: bool, open_transport: Callable[..., Any]) -> None:
     transport = open_transport(num_chunks=2, snapshot=snapshot, trust_pickle=True)
     state = {
         "w": torch.ones(1 << 20),
@@ -345,7 +345,7 @@ def test_state_is_let_go(snapshot: str, end: str, received: bool, open_transport
 
 
 @pytest.mark.beyond_torchft
-def test_received_state_is_let_go(open_transport: Callable[..., Any]) -> None:
+def test_received_state_is_released(open_transport: Callable[..., Any]) -> None:
     transport = open_transport(num_chunks=2)
     transport.send_checkpoint([1], 1, {"w": torch.ones(1 << 20), "v": torch.ones(9)[::2]}, TIMEOUT)
     state = receive(transport, transport, 1)

@@ -33,7 +33,7 @@ def send(source, state, step=3):
     return source.metadata()
 
 
-def said(caplog, text):
+def logged(caplog, text):
     return [r for r in caplog.records if r.name == "tensorferry" and text in r.getMessage()]
 
 
@@ -44,16 +44,16 @@ def test_bytes_go_around_the_network_if_both_sides_want_it(open_transport, caplo
     metadata = send(open_transport(same_host=source_wants), state)
     with caplog.at_level(logging.INFO, "tensorferry"):
         assert_same_state(open_transport(same_host=receiver_wants).recv_checkpoint(0, metadata, 3, TIMEOUT), state)
-    (line,) = said(caplog, "received step 3")
+    (line,) = logged(caplog, "received step 3")
     assert ("over shared memory" in line.getMessage()) == (source_wants and receiver_wants)
     assert (" <- " in line.getMessage()) != (source_wants and receiver_wants)
 
 
-def test_a_receive_of_one_answer_tells_the_way_of_its_one_connection(open_transport, caplog):
+def test_a_receive_of_one_answer_reports_the_route_of_its_one_connection(open_transport, caplog):
     source, receiver = open_transport(advertise="127.0.0.1"), open_transport(advertise="127.0.0.1")
     with caplog.at_level(logging.INFO, "tensorferry"):
         receiver.recv_checkpoint(0, send(source, {"w": torch.ones(9)}), 3, TIMEOUT)
-    (line,) = said(caplog, "received step 3")
+    (line,) = logged(caplog, "received step 3")
     assert "1 lanes over 127.0.0.1 <- 127.0.0.1," in line.getMessage()
     with urllib.request.urlopen(receiver.metadata().replace("/checkpoint/", "/metrics")) as metrics:
         assert b'\ntensorferry_last_receive_route{here="127.0.0.1",there="127.0.0.1"} 1\n' in metrics.read()
@@ -63,15 +63,15 @@ def test_the_environment_decides_where_the_argument_does_not(open_transport, cap
     state = state_of(1, mib=20)
     with caplog.at_level(logging.INFO, "tensorferry"):
         open_transport().recv_checkpoint(0, send(open_transport(), state), 3, TIMEOUT)
-        assert said(caplog, "over shared memory")
+        assert logged(caplog, "over shared memory")
         monkeypatch.setenv("TENSORFERRY_SAME_HOST", "0")
         metadata = send(open_transport(same_host=True), state)
         caplog.clear()
         open_transport().recv_checkpoint(0, metadata, 3, TIMEOUT)
-        assert said(caplog, " <- ")
+        assert logged(caplog, " <- ")
         caplog.clear()
         open_transport(same_host=True).recv_checkpoint(0, metadata, 3, TIMEOUT)
-        assert said(caplog, "over shared memory")
+        assert logged(caplog, "over shared memory")
 
 
 def test_memory_is_used_again_once_its_tensors_are_gone(open_transport):
@@ -122,18 +122,18 @@ def test_what_is_kept_is_bounded(open_transport):
         open_transport(reuse_bytes=-1)
 
 
-def test_progress_is_told_up_to_the_end(open_transport):
-    told = []
+def test_progress_is_reported_up_to_the_end(open_transport):
+    reported = []
     state = state_of(1, mib=20)
-    receiver = open_transport(progress=lambda done, total: told.append((done, total)))
+    receiver = open_transport(progress=lambda done, total: reported.append((done, total)))
     assert_same_state(receiver.recv_checkpoint(0, send(open_transport(), state), 3, TIMEOUT), state)
-    total = told[-1][1]
-    assert told[-1] == (total, total)
+    total = reported[-1][1]
+    assert reported[-1] == (total, total)
     assert total > 20 * MIB
-    assert told == sorted(told)
+    assert reported == sorted(reported)
 
 
-def test_a_progress_bar_that_raises_ends_the_receive_and_hurts_nobody(open_transport):
+def test_a_progress_bar_that_raises_ends_the_receive_and_does_no_other_harm(open_transport):
     def fail(done, total):
         raise RuntimeError(f"no bar for {done} of {total}")
 
@@ -153,7 +153,7 @@ def test_several_sources_serve_one_receive(open_transport, caplog):
         assert_same_state(open_transport(num_chunks=6).recv_checkpoint(0, joined, 3, TIMEOUT), state)
     served = [source._server.bytes_served for source in sources]
     assert all(n > MIB for n in served), served
-    assert not said(caplog, "went to other connections")
+    assert not logged(caplog, "were fetched over other connections")
 
 
 def test_a_source_that_is_gone_or_serves_something_else_is_left_with_a_warning(open_transport, caplog):
@@ -163,7 +163,7 @@ def test_a_source_that_is_gone_or_serves_something_else_is_left_with_a_warning(o
     dead.shutdown()
     with caplog.at_level(logging.WARNING, "tensorferry"):
         assert_same_state(open_transport(num_chunks=6).recv_checkpoint(0, joined, 3, TIMEOUT), state)
-    warnings = [r.getMessage() for r in said(caplog, "went to other connections")]
+    warnings = [r.getMessage() for r in logged(caplog, "were fetched over other connections")]
     assert len(warnings) == 2
     assert any("another snapshot" in w for w in warnings), warnings
 
@@ -194,12 +194,12 @@ def test_a_refused_class_is_named_with_the_leaf_that_needs_it(open_transport, ca
     state = {"model": {"w": torch.ones(3)}, "user": [1, {"extra": Unknown()}]}
     with caplog.at_level(logging.WARNING, "tensorferry"):
         metadata = send(open_transport(), state)
-    (warning,) = said(caplog, "receivers will refuse")
+    (warning,) = logged(caplog, "receivers will refuse")
     with pytest.raises(tensorferry.UnsafePickle) as caught:
         open_transport().recv_checkpoint(0, metadata, 3, TIMEOUT)
-    for told in (warning.getMessage(), str(caught.value)):
-        assert "'user.1.extra'" in told
-        assert f"safe_globals=[{Unknown.__module__}.Unknown]" in told
+    for reported in (warning.getMessage(), str(caught.value)):
+        assert "'user.1.extra'" in reported
+        assert f"safe_globals=[{Unknown.__module__}.Unknown]" in reported
     received = open_transport(safe_globals=[Unknown]).recv_checkpoint(0, metadata, 3, TIMEOUT)
     assert isinstance(received["user"][1]["extra"], Unknown)
 
@@ -235,7 +235,7 @@ def test_what_torchfts_demo_and_its_manager_hold_needs_no_flag(open_transport, o
     }
     metadata = send(open_stock() if from_stock else open_transport(), state)
     assert_same_state(open_transport().recv_checkpoint(0, metadata, 3, TIMEOUT), state)
-    assert not said(caplog, "receivers will refuse")
+    assert not logged(caplog, "receivers will refuse")
 
 
 @pytest.mark.parametrize(("speed", "warned"), [("100000", True), ("1", False), ("-1", False), ("", False)])
@@ -249,8 +249,8 @@ def test_a_way_that_is_far_slower_than_its_interface_is_worth_a_warning(
     monkeypatch.setattr("tensorferry.net.addresses.Path", lambda _: tmp_path / "speed")
     with caplog.at_level(logging.WARNING, "tensorferry"):
         open_transport().recv_checkpoint(0, metadata, 3, TIMEOUT)
-    assert bool(said(caplog, "is rated at 12.500 GB/s")) == warned
-    assert bool(said(caplog, "is rated at")) == warned
+    assert bool(logged(caplog, "is rated at 12.500 GB/s")) == warned
+    assert bool(logged(caplog, "is rated at")) == warned
 
 
 def test_metadata_is_joined_only_where_that_makes_sense(open_transport):

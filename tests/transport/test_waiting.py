@@ -119,7 +119,7 @@ def test_timeout_while_disallowed(
 
 
 @pytest.mark.beyond_torchft
-def test_abandoned_requests_delay_nobody(open_transport: Callable[..., Any]) -> None:
+def test_abandoned_requests_delay_no_other_request(open_transport: Callable[..., Any]) -> None:
     source, target = open_transport(), open_transport()
     for _ in range(8):
         with pytest.raises(Exception, match=TIMED_OUT):
@@ -181,7 +181,7 @@ def test_a_source_that_never_accepts(open_transport: Callable[..., Any]) -> None
 
 
 @pytest.mark.parametrize("num_chunks", [0, 3])
-def test_nobody_listens(num_chunks: int, open_transport: Callable[..., Any], ours: bool) -> None:
+def test_a_port_without_a_listener(num_chunks: int, open_transport: Callable[..., Any], ours: bool) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     started = time.monotonic()
@@ -280,7 +280,7 @@ def test_a_timeout_says_that_a_source_is_still_copying(open_transport: Callable[
 
 
 @pytest.mark.beyond_torchft
-def test_a_timeout_says_that_nobody_answers_a_connection_attempt(open_transport: Callable[..., Any]) -> None:
+def test_a_timeout_says_that_no_connection_attempt_was_answered(open_transport: Callable[..., Any]) -> None:
     import tensorferry
 
     listener = socket.socket()

@@ -6,7 +6,6 @@ A folder holds a checkpoint exactly if it has a complete index; ``storage/commit
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import os
 import re
 import secrets
@@ -22,8 +21,9 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from .. import _gc, _validate
-from .._native import Written, _read_file
-from ..errors import IncompleteCheckpoint, InvalidArgument, ProtocolError, SourceChanged, SystemRefused
+from .._fork import ForkSafeLock
+from .._native import Written
+from ..errors import IncompleteCheckpoint, InvalidArgument, SystemRefused
 from ..memory.accelerator import ACCELERATOR
 from ..memory.staging import Stager
 from ..memory.tensors import no_rows
@@ -31,22 +31,13 @@ from ..state.allowlist import Allowed
 from ..storage import commits, reserved
 from ..storage.commits import Commit, new_id
 from ..storage.container import Container
-from ..storage.slices import SliceTuple
+from ..storage.source import FolderSource, replaced
 from . import index
 from .reader import SliceReader
 from .save_plan import ABOUT, PlanSnapshot
 
 #: Held while an index is written, because saves of one process may overlap.
-_finishing = threading.Lock()
-
-
-def _renew_lock() -> None:
-    """Gives a forked child a free lock: the thread that held the old one does not exist there."""
-    global _finishing
-    _finishing = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_renew_lock)
+_finishing = ForkSafeLock()
 
 INDEX = "index.safetensors"
 _RANK_INDEX = "index-rank{:05d}.safetensors"
@@ -55,16 +46,12 @@ _TORCH_INDEX = ".metadata"
 _TORCH_FILES = re.compile(r"\.metadata|__(?P<rank>\d+)(\.metadata|_\d+\.distcp)")
 
 
-#: The longest file name, in bytes.
-_NAME = 255
-
-
 def _folder(path: Any) -> Path:
     if not isinstance(path, (str, os.PathLike)) or not str(path) or "\0" in str(path):
-        raise InvalidArgument(f"path is a folder's path, not {_validate.brief(path)}")
+        raise InvalidArgument(f"path must be the path of a folder, not {_validate.brief(path)}")
     if "://" in str(path):
         raise InvalidArgument(
-            f"{_validate.brief(path)} is no folder of this machine: checkpoints go to file systems only"
+            f"{_validate.brief(path)} is not a folder of this machine: checkpoints are written to file systems only"
         )
     return Path(path)
 
@@ -181,10 +168,10 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
             _make(save.path)
             names = set(os.listdir(save.path))
         except OSError as e:
-            raise SystemRefused(f"{save.path} cannot be made a folder: {e}") from e
+            raise SystemRefused(f"the folder {save.path} cannot be created or listed: {e}") from e
         if not save.coordinated and names & {INDEX, _TORCH_INDEX}:
             raise InvalidArgument(
-                f"{save.path} holds a checkpoint whose ranks were coordinated, which would be loaded instead of this "
+                f"{save.path} holds a checkpoint with an index of all ranks, which would be loaded instead of this "
                 "one: save into another folder"
             )
         if not self._overwrite and (there := sorted(filter(save.is_index, names))):
@@ -232,21 +219,21 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
             SystemRefused: the index cannot be written
         """
         save = self._running.save
-        places = {result.index: result.storage_data for of_rank in results for result in of_rank}
-        metadata.storage_data = places
+        stored = {result.index: result.storage_data for of_rank in results for result in of_rank}
+        metadata.storage_data = stored
         metadata.storage_meta = StorageMeta(checkpoint_id=save.path, save_id=save.id)
-        files = {place.source: place.header for place in places.values()}
+        files = {ref.container: ref.header for ref in stored.values()}
         control = [
-            (reserved.INDEX, index.encode(metadata, places)),
+            (reserved.INDEX, index.encode(metadata, stored)),
             (reserved.INDEX_FILES, Commit(files, save.began).encode()),
         ]
-        with _finishing, commits.holding(save.path, files):
+        with _finishing.held(), commits.holding(save.path, files):
             before = commits.committed(save.index)
             if before is not None and before != save.before and before.began > save.began:
                 commits.remove(save.path, files)
                 raise IncompleteCheckpoint(
-                    f"{save.path}: a save that began later was done before this one; what it saved is there, and this "
-                    "one is of no use any more. Let one job save into a folder, and wait for one save before the next"
+                    f"{save.path}: a save that began later has finished before this one; its checkpoint is in the "
+                    "folder, and this one is discarded. Let only one job save into a folder, one save at a time"
                 )
             Container(no_rows(), None, True, control, ABOUT).write(
                 save.index, partial=save.path / f"{save.index.name}.{save.id}.partial", threads=1
@@ -335,11 +322,6 @@ class _Save:
         commits.remove_leftovers(self.path, now, rank, files, lambda: set(commits.files_of(self.index).files))
 
 
-def _digest(text: bytes) -> str:
-    """Returns a digest that identifies an index."""
-    return hashlib.blake2b(text, digest_size=16).hexdigest()
-
-
 class FileReader(_InFolder, SliceReader):
     """Reads a checkpoint that ``FileWriter`` wrote, for ``torch.distributed.checkpoint.load``.
 
@@ -368,21 +350,17 @@ class FileReader(_InFolder, SliceReader):
         safe_globals: Iterable[Any] = (),
         trust_pickle: bool = False,
     ) -> None:
-        super().__init__(Allowed(safe_globals, trust_pickle))
+        super().__init__(Allowed(safe_globals, trust_pickle), ("bytes", "wanted"))
         self._path = _folder(path)
         self._threads = _threads(threads)
-        self._index = self._path / INDEX
-        self._headers: dict[str, int | None] = {}
-        self._digest = ""
-        self._shared = False
-        self.report: dict[str, int] = {"bytes": 0, "wanted": 0}
+        #: The folder with the index of all ranks, once it was read; ``None`` for that of this rank alone.
+        self._shared: FolderSource | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begins a new load, from the folder ``checkpoint_id`` if it is given."""
         if checkpoint_id:
             self._path = _folder(checkpoint_id)
         self._metadata = None
-        self.report = {"bytes": 0, "wanted": 0}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Reads the index.
@@ -404,11 +382,9 @@ class FileReader(_InFolder, SliceReader):
             if not path.is_file():
                 raise self._incomplete()
         self._refuse_two(path)
-        text, commit = commits.read(path)
-        self._index, self._headers = path, commit.files
-        self._digest = _digest(text)
-        self._shared = shared
-        metadata = index.decode(text, str(path), self._allowed)
+        source = FolderSource(path, self._threads)
+        metadata = self._open(source, str(path))
+        self._shared = source if shared else None
         metadata.storage_meta = StorageMeta(checkpoint_id=self._path)
         return metadata
 
@@ -420,13 +396,13 @@ class FileReader(_InFolder, SliceReader):
             return
         if newer:
             raise InvalidArgument(
-                f"{self._path} holds two checkpoints, and {_TORCH_INDEX} of torch's own is newer than {path.name}: "
+                f"{self._path} holds two checkpoints, and torch's {_TORCH_INDEX} is newer than {path.name}: "
                 f"load it with FileSystemReader, or remove {_TORCH_INDEX} if it is not the one to load"
             )
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Adds the digest of this rank's index to the plan, for the coordinator."""
-        return dataclasses.replace(plan, storage_data=self._digest) if self._shared else plan
+        return dataclasses.replace(plan, storage_data=self._shared.digest) if self._shared is not None else plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Checks that all ranks have read the same index.
@@ -435,56 +411,21 @@ class FileReader(_InFolder, SliceReader):
             SourceChanged: a save replaced the index after some ranks had read it
         """
         if len({plan.storage_data for plan in plans if isinstance(plan.storage_data, str)}) > 1:
-            raise self._replaced()
+            raise replaced(self._path)
         return plans
 
     def _incomplete(self) -> IncompleteCheckpoint:
         if not self._path.is_dir():
-            return IncompleteCheckpoint(f"there is no checkpoint: {self._path} is no folder")
+            return IncompleteCheckpoint(f"there is no checkpoint: {self._path} is not a folder")
         names = sorted(path.name for path in self._path.iterdir())
         left = [name for name in names if commits.is_ours(name)]
         if left:
             return IncompleteCheckpoint(
-                f"{self._path} holds an incomplete checkpoint: the save that wrote {left[0]} did not get to {INDEX}. "
-                "Load an earlier checkpoint"
+                f"{self._path} holds an incomplete checkpoint: the save that wrote {left[0]} ended before it wrote "
+                f"{INDEX}. Load an earlier checkpoint"
             )
         if _TORCH_INDEX in names:
             return IncompleteCheckpoint(
-                f"{self._path} holds a checkpoint of torch's own: load it with FileSystemReader"
+                f"{self._path} holds a checkpoint that torch's own writer saved: load it with FileSystemReader"
             )
         return IncompleteCheckpoint(f"there is no checkpoint in {self._path}: it has no {INDEX}")
-
-    def _fetch(self, parts: dict[str, list[SliceTuple]]) -> None:
-        for name, of_file in parts.items():
-            if Path(name).name != name or name in ("", "..") or "\0" in name or len(name.encode()) > _NAME:
-                raise ProtocolError(f"{self._path}: its index names a file outside of it, {name!r}")
-            if name not in self._headers:
-                raise ProtocolError(f"{self._path}: {self._index.name} does not say which file {name!r} is")
-            path = self._path / name
-            if not path.is_file():
-                raise self._gone(name)
-            try:
-                self._add(_read_file(path, of_file, threads=self._threads, header=self._headers[name]))
-            except SystemRefused as e:
-                if path.is_file():
-                    raise
-                raise self._gone(name) from e
-
-    def _gone(self, name: str) -> Exception:
-        try:
-            is_replaced = _digest(commits.read(self._index)[0]) != self._digest
-        except (ProtocolError, SystemRefused):
-            is_replaced = False
-        if is_replaced:
-            return self._replaced()
-        return IncompleteCheckpoint(
-            f"{self._path} holds an incomplete checkpoint: its index names {name}, and there is no such file. "
-            "Load another checkpoint, or bring the file back"
-        )
-
-    def _replaced(self) -> SourceChanged:
-        return SourceChanged(f"{self._path}: a save has replaced the checkpoint while it was being loaded: load again")
-
-    def _add(self, report: dict[str, int]) -> None:
-        for key, value in report.items():
-            self.report[key] += value

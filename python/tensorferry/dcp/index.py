@@ -37,20 +37,20 @@ ELEMENTS, OBJECT, PICKLED_TENSOR = "t", "b", "p"
 
 #: Sizes and offsets in an index are below the first; tensors have at most as many dimensions as the second.
 _MOST, _DIMENSIONS = 2**63, 64
-#: A nested state has at most ``_DEEPEST`` levels, and its lists have at most ``_SLOTS`` places in all, or
+#: A nested state has at most ``_DEEPEST`` levels, and its lists have at most ``_SLOTS`` elements in all, or
 #: ``_SLOTS_PER_PATH`` for each path if that is more.
 _DEEPEST, _SLOTS, _SLOTS_PER_PATH = 256, 1 << 20, 16
-#: Types of values that torch does not take for a path. As keys in a path, only integers are places in a list.
+#: Types of values that torch does not take for a path. As keys in a path, only integers are indices of a list.
 _NOT_WALKED = (str, int, bool, type(None), torch.dtype)
 _DTYPES = {name: dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
 
 
 @dataclass(frozen=True)
-class Place:
+class EntryRef:
     """Where a chunk or an object is stored.
 
     Attributes:
-        source: the name of a file, or step and URL of a publication, separated by a space
+        container: the name of a file, or of a peer's container (``storage/peers.py``)
         entry: the name of the entry in that container
         dtype: the entry's element type, by its name in a container
         nbytes: the entry's length in bytes
@@ -58,7 +58,7 @@ class Place:
         header: during a save, the checksum of the file's header; otherwise ``None``
     """
 
-    source: str
+    container: str
     entry: str
     dtype: str
     nbytes: int
@@ -66,34 +66,34 @@ class Place:
     header: int | None = None
 
 
-def encode(metadata: Metadata, places: dict[MetadataIndex, Place]) -> bytes:
-    """Encodes ``metadata``, whose chunks and objects are stored at ``places``.
+def encode(metadata: Metadata, stored: dict[MetadataIndex, EntryRef]) -> bytes:
+    """Encodes ``metadata``; ``stored`` maps each of its chunks and objects to the entry that holds it.
 
     Raises:
         InvalidArgument: the planner's metadata refers to something that no rank has written, or has a key that is not a
             string
     """
-    sources = sorted({place.source for place in places.values()})
-    number = {source: i for i, source in enumerate(sources)}
+    containers = sorted({ref.container for ref in stored.values()})
+    number = {container: i for i, container in enumerate(containers)}
 
     def written(index: MetadataIndex) -> list[Any]:
-        place = places.get(index)
-        if place is None:
-            raise InvalidArgument(f"the planner speaks of {index}, which no rank has written")
-        return [number[place.source], place.entry, place.dtype, place.nbytes, place.kind]
+        ref = stored.get(index)
+        if ref is None:
+            raise InvalidArgument(f"the planner's metadata names {index}, which no rank has written")
+        return [number[ref.container], ref.entry, ref.dtype, ref.nbytes, ref.kind]
 
     state: dict[str, list[Any]] = {}
-    for fqn, stored in metadata.state_dict_metadata.items():
+    for fqn, value in metadata.state_dict_metadata.items():
         if not isinstance(fqn, str):
-            raise InvalidArgument(f"keys of a state_dict are strings here, not {fqn!r}")
-        if isinstance(stored, BytesStorageMetadata):
+            raise InvalidArgument(f"the keys of a state_dict must be strings, not {fqn!r}")
+        if isinstance(value, BytesStorageMetadata):
             state[fqn] = ["b", written(MetadataIndex(fqn))]
             continue
-        chunks = [[*map(list, (c.offsets, c.sizes)), written(MetadataIndex(fqn, c.offsets))] for c in stored.chunks]
-        properties = stored.properties
+        chunks = [[*map(list, (c.offsets, c.sizes)), written(MetadataIndex(fqn, c.offsets))] for c in value.chunks]
+        properties = value.properties
         dtype = str(properties.dtype).removeprefix("torch.")
-        state[fqn] = ["t", dtype, list(stored.size), bool(properties.requires_grad), chunks]
-    index = {"version": VERSION, "sources": sources, "state": state, "planner": _planner_data(metadata.planner_data)}
+        state[fqn] = ["t", dtype, list(value.size), bool(properties.requires_grad), chunks]
+    index = {"version": VERSION, "sources": containers, "state": state, "planner": _planner_data(metadata.planner_data)}
     return json.dumps(index, separators=(",", ":")).encode()
 
 
@@ -119,8 +119,8 @@ def _are_paths(data: dict[Any, Any]) -> bool:
 def _can_be_walked(paths: list[Sequence[Any]]) -> bool:
     """Whether the nested state that torch builds from ``paths`` is not much larger than the paths themselves.
 
-    torch creates a list as long as the largest index in it requires. In an honest state, lists have about as many
-    places as there are paths.
+    torch creates a list as long as the largest index in it requires. In an honest state, lists have about as
+    many elements as there are paths.
     """
     numbers: dict[tuple[int, Any], int] = {}
     lengths: dict[int, int] = {}
@@ -135,10 +135,10 @@ def _can_be_walked(paths: list[Sequence[Any]]) -> bool:
     return sum(lengths.values()) <= max(_SLOTS, _SLOTS_PER_PATH * len(paths))
 
 
-def _leads_nowhere(data: Any, keys: Iterable[str]) -> bool:
-    """Whether a planner's data is unsafe for torch, which takes the data of ``keys`` for paths into a nested state."""
+def _has_safe_paths(data: Any, keys: Iterable[str]) -> bool:
+    """Whether torch can use a planner's data safely: it takes the data of ``keys`` for paths into a nested state."""
     if not isinstance(data, Mapping):
-        return False
+        return True
     paths: list[list[Any]] = []
     for kept in (data[key] for key in keys if key in data):
         if type(kept) in (dict, OrderedDict):
@@ -147,11 +147,11 @@ def _leads_nowhere(data: Any, keys: Iterable[str]) -> bool:
         elif isinstance(kept, (tuple, list, bytes)):
             paths.append(list(kept))
         elif type(kept) not in (*_NOT_WALKED, float):
-            return True
-    # torch takes everything that compares like a number for a place in a list.
+            return False
+    # torch takes everything that compares like a number for the index of a list.
     if not all(type(key) in _NOT_WALKED or isinstance(key, (tuple, list, dict, bytes)) for p in paths for key in p):
-        return True
-    return not _can_be_walked([[key if type(key) in (int, str) else None for key in path] for path in paths])
+        return False
+    return _can_be_walked([[key if type(key) in (int, str) else None for key in path] for path in paths])
 
 
 def decode(text: bytes, where: str, allowed: Allowed) -> Metadata:
@@ -163,7 +163,7 @@ def decode(text: bytes, where: str, allowed: Allowed) -> Metadata:
         allowed: the globals that a planner's pickled data may name
 
     Returns:
-        The metadata; its ``storage_data`` maps each chunk and object to its :class:`Place`.
+        The metadata; its ``storage_data`` maps each chunk and object to its :class:`EntryRef`.
 
     Raises:
         ProtocolError: ``text`` is not an index, is of another version, or contradicts itself
@@ -174,82 +174,82 @@ def decode(text: bytes, where: str, allowed: Allowed) -> Metadata:
         version = index["version"]
         if version != VERSION:
             raise ProtocolError(
-                f"{where}: its index is of version {str(version)[:20]}, not {VERSION}: upgrade the older side"
+                f"{where}: its index has version {str(version)[:20]}, not {VERSION}: upgrade the older side"
             )
-        places = _Places([_text(source) for source in index["sources"]])
+        refs = _EntryRefs([_string(source) for source in index["sources"]])
         state: dict[str, Any] = {}
         for fqn, stored in index["state"].items():
             if stored[0] == "b":
-                state[_text(fqn)] = BytesStorageMetadata()
-                places.add(MetadataIndex(fqn), stored[1])
+                state[_string(fqn)] = BytesStorageMetadata()
+                refs.add(MetadataIndex(fqn), stored[1])
                 continue
             kind, dtype, size, requires_grad, chunks = stored
             if kind != "t":
-                raise ValueError(f"{fqn} is of an unknown kind")
+                raise ValueError(f"{fqn} has an unknown kind")
             size = _sizes(size)
             listed = []
-            for offsets, sizes, place in chunks:
+            for offsets, sizes, ref in chunks:
                 chunk = ChunkStorageMetadata(offsets=_sizes(offsets), sizes=_sizes(sizes))
                 inside = all(o + n <= dim for o, n, dim in zip(chunk.offsets, chunk.sizes, size, strict=True))
                 if not inside:
                     raise ValueError(f"{fqn} of {list(size)} has a chunk of {list(sizes)} at {list(offsets)}")
                 listed.append(chunk)
-                places.add(MetadataIndex(fqn, chunk.offsets), place)
+                refs.add(MetadataIndex(fqn, chunk.offsets), ref)
             properties = TensorProperties(dtype=_dtype(dtype), requires_grad=bool(requires_grad))
-            state[_text(fqn)] = TensorStorageMetadata(properties=properties, size=size, chunks=listed)
+            state[_string(fqn)] = TensorStorageMetadata(properties=properties, size=size, chunks=listed)
         planner = _read_planner_data(index["planner"], state, where, allowed)
     except TensorferryError:
         raise
     except Exception as e:  # JSON of another structure can raise anything.
         raise ProtocolError(f"{where}: its index cannot be read ({type(e).__name__}: {str(e)[:300]})") from e
-    return Metadata(state, planner_data=planner, storage_data=places.known)
+    return Metadata(state, planner_data=planner, storage_data=refs.known)
 
 
-def _whole(number: Any) -> int:
+def _size(number: Any) -> int:
     if type(number) is not int or not 0 <= number < _MOST:
-        raise ValueError("a number that is no size or place in memory")
+        raise ValueError("a number in it cannot be a size or an offset")
     return number
 
 
 def _sizes(numbers: Any) -> torch.Size:
     """Checks a shape, or the offsets of a chunk, and returns it as a ``torch.Size``."""
-    whole = [_whole(number) for number in numbers]
+    whole = [_size(number) for number in numbers]
     # With eight bytes for an element. A dimension of size 0 counts as 1, since strides are computed like that.
     if math.prod([max(number, 1) for number in whole]) >= _MOST // 8 or len(whole) > _DIMENSIONS:
-        raise ValueError("a shape that no tensor has")
+        raise ValueError("a shape in it is too large for a tensor")
     return torch.Size(whole)
 
 
-def _text(text: Any) -> str:
+def _string(text: Any) -> str:
     if not isinstance(text, str):
-        raise ValueError(f"{type(text).__name__} where a text was expected")
+        raise ValueError(f"it has a {type(text).__name__} where a string was expected")
     text.encode()
     return text
 
 
 def _dtype(name: Any) -> torch.dtype:
-    dtype = _DTYPES.get(_text(name))
+    dtype = _DTYPES.get(_string(name))
     if dtype is None:
         raise ProtocolError(f"this torch has no dtype {name[:100]!r}")
     return dtype
 
 
-class _Places:
-    """Collects the places of chunks and objects, and checks that each is in an entry of its own."""
+class _EntryRefs:
+    """Collects where chunks and objects are stored, and checks that each has an entry of its own."""
 
-    def __init__(self, sources: list[str]) -> None:
-        self.known: dict[MetadataIndex, Place] = {}
-        self._sources = sources
+    def __init__(self, containers: list[str]) -> None:
+        self.known: dict[MetadataIndex, EntryRef] = {}
+        self._containers = containers
         self._taken: set[tuple[int, str]] = set()
 
     def add(self, index: MetadataIndex, stored: list[Any]) -> None:
-        source, entry, dtype, nbytes, kind = stored
+        container, entry, dtype, nbytes, kind = stored
         if kind not in (ELEMENTS, OBJECT, PICKLED_TENSOR):
-            raise ValueError("an entry of an unknown kind")
-        if index in self.known or (source, entry) in self._taken:
-            raise ValueError(f"{index.fqn} is there twice, or an entry of it")
-        self._taken.add((_whole(source), _text(entry)))
-        self.known[index] = Place(self._sources[source], entry, _text(dtype), _whole(nbytes), kind)
+            raise ValueError(f"the entry of {index.fqn} has an unknown kind")
+        if index in self.known or (container, entry) in self._taken:
+            raise ValueError(f"{index.fqn} occurs twice, or its entry belongs to another item as well")
+        self._taken.add((_size(container), _string(entry)))
+        self.known[index] = EntryRef(self._containers[container], entry, _string(dtype), _size(nbytes), kind)
 
 
 def _read_planner_data(stored: Any, keys: Iterable[str], where: str, allowed: Allowed) -> Any:
@@ -257,9 +257,9 @@ def _read_planner_data(stored: Any, keys: Iterable[str], where: str, allowed: Al
         case None:
             return None
         case {"paths": dict(paths)} if all(isinstance(path, list) for path in paths.values()):
-            read = {_text(fqn): tuple(path) for fqn, path in paths.items()}
+            read = {_string(fqn): tuple(path) for fqn, path in paths.items()}
             if not _are_paths(read):
-                raise ProtocolError(f"{where}: a path in its index leads nowhere")
+                raise ProtocolError(f"{where}: its index has an invalid path into a nested state")
             return read
         case {"pickle": str(text)}:
             try:
@@ -267,10 +267,10 @@ def _read_planner_data(stored: Any, keys: Iterable[str], where: str, allowed: Al
             except ValueError as e:
                 raise ProtocolError(f"{where}: the planner's data in its index cannot be read ({e})") from e
             kept = unpickler(allowed, lambda _: "the planner's data")(io.BytesIO(data)).load()
-            if not allowed.trusts and _leads_nowhere(kept, keys):
+            if not allowed.trusts and not _has_safe_paths(kept, keys):
                 raise ProtocolError(
-                    f"{where}: a path in the planner's data in its index leads nowhere: pass trust_pickle=True to the "
-                    "reader if you trust who saved it"
+                    f"{where}: the planner's data in its index has an invalid path into a nested state: pass "
+                    "trust_pickle=True to the reader if you trust the job that saved it"
                 )
             return kept
     raise ProtocolError(f"{where}: the planner's data in its index cannot be read")

@@ -19,7 +19,7 @@ from ..memory.tensors import DTYPE_NAMES, address, byte_strides, room, scratch, 
 from ..state.allowlist import Allowed
 from ..state.unpickling import pickle_module
 from ..storage.slices import SliceTuple, contiguous_strides, runs
-from .index import ELEMENTS, PICKLED_TENSOR, Place
+from .index import ELEMENTS, PICKLED_TENSOR, EntryRef
 
 #: Runs of fewer bytes than this are not read one by one: all bytes from the first run to the last are read into a
 #: temporary buffer, and torch copies the elements out of it.
@@ -35,7 +35,7 @@ class Reading:
     Args:
         metadata: the checkpoint's metadata, as ``index.decode`` returns it
         planner: provides the targets
-        fetch: reads slices of several containers, given by source, to memory addresses
+        read: reads slices to memory addresses; takes the slices by the name of their container
         allowed: the globals that pickled objects may name
     """
 
@@ -43,17 +43,17 @@ class Reading:
         self,
         metadata: Metadata,
         planner: LoadPlanner,
-        fetch: Callable[[dict[str, list[SliceTuple]]], None],
+        read: Callable[[dict[str, list[SliceTuple]]], None],
         allowed: Allowed,
     ) -> None:
         self._metadata = metadata
         self._planner = planner
-        self._fetch = fetch
+        self._read = read
         self._allowed = allowed
-        self._parts: dict[str, list[SliceTuple]] = defaultdict(list)
-        self._then: list[Callable[[], None]] = []
-        self._keep: list[torch.Tensor] = []
-        self._held = 0
+        self._slices: dict[str, list[SliceTuple]] = defaultdict(list)
+        self._after_read: list[Callable[[], None]] = []
+        self._temporary: list[torch.Tensor] = []
+        self._temporary_bytes = 0
         self._accelerator = ACCELERATOR
         self._devices: set[torch.device] = set()
 
@@ -70,89 +70,94 @@ class Reading:
         """
         objects, tensors = [], []
         for item in plan.items:
-            place = self._place(item)
+            ref = self._ref(item)
             if item.type == LoadItemType.BYTE_IO:
-                objects.append((item, place))
+                objects.append((item, ref))
             else:
-                tensors.append((item, place, self._target(item)))
+                tensors.append((item, ref, self._target(item)))
         self._accelerator.check(self._devices)
-        for item, place in objects:
-            self._whole(place, partial(self._load_bytes, item))
-            if self._held > _SCRATCH:
+        for item, ref in objects:
+            self._schedule_entry(ref, partial(self._load_bytes, item))
+            if self._temporary_bytes > _SCRATCH:
                 self._flush()
         direct = _without_aliases([(item, target) for item, _, target in tensors])
-        for (item, place, target), alone in zip(tensors, direct, strict=True):
-            self._tensor(item, place, target, alone)
-            if self._held > _SCRATCH:
+        for (item, ref, target), alone in zip(tensors, direct, strict=True):
+            self._schedule_tensor(item, ref, target, alone)
+            if self._temporary_bytes > _SCRATCH:
                 self._flush()
         self._flush()
 
     def _flush(self) -> None:
-        parts, then = dict(self._parts), self._then
-        self._parts, self._then = defaultdict(list), []
-        if parts:
-            self._fetch(parts)
+        """Reads all scheduled slices, and then does what was scheduled for after the read."""
+        slices, after_read = dict(self._slices), self._after_read
+        self._slices, self._after_read = defaultdict(list), []
+        if slices:
+            self._read(slices)
         # Planners may copy to a device as well, in commit_tensor.
         with self._accelerator.writing({*self._accelerator.in_use(), *self._devices}):
-            for step in then:
-                step()
-        self._keep.clear()
-        self._held = 0
+            for call in after_read:
+                call()
+        self._temporary.clear()
+        self._temporary_bytes = 0
 
-    def _place(self, item: ReadItem) -> Place:
-        place = self._metadata.storage_data.get(item.storage_index)
-        if place is None:
+    def _ref(self, item: ReadItem) -> EntryRef:
+        ref = self._metadata.storage_data.get(item.storage_index)
+        if ref is None:
             raise ProtocolError(f"the plan asks for {item.storage_index}, which the checkpoint does not have")
-        return place  # type: ignore[no-any-return]
+        return ref  # type: ignore[no-any-return]
 
     def _target(self, item: ReadItem) -> torch.Tensor:
         try:
             target = self._planner.resolve_tensor(item)
         except RuntimeError as e:
-            raise StateMismatch(f"{item.dest_index.fqn}: no part of it can be a target: {e}") from e
+            raise StateMismatch(f"{item.dest_index.fqn}: nothing can be read into it: {e}") from e
         if target.layout is torch.strided:
             # Only strided tensors: a copy into a detached sparse tensor would set indices and values of the detached
             # one alone.
             target = target.detach()
         if target.size() != item.lengths:
             raise StateMismatch(
-                f"{item.dest_index.fqn}: the target has shape {list(target.size())}, and {list(item.lengths)} is to be "
-                "read into it"
+                f"{item.dest_index.fqn}: the target has shape {list(target.size())}, but a part of shape "
+                f"{list(item.lengths)} is to be read into it"
             )
         if (why := why_not_writable(target)) is not None:
-            raise StateMismatch(f"{item.dest_index.fqn}: nothing can be read into the target: {why}")
+            raise StateMismatch(f"{item.dest_index.fqn}: the target cannot be written to: {why}")
         self._devices.update(self._accelerator.holding([target]))
         return target
 
     def _scratch(self, nbytes: int) -> torch.Tensor:
         memory = scratch(nbytes)
-        self._keep.append(memory)
-        self._held += nbytes
+        self._temporary.append(memory)
+        self._temporary_bytes += nbytes
         return memory
 
-    def _whole(self, place: Place, then: Callable[[bytes], None]) -> None:
-        """Schedules the read of a whole entry, and a call of ``then`` with its bytes."""
-        memory, start = room(place.nbytes)
-        self._held += place.nbytes
-        if place.nbytes:
-            part: SliceTuple = (place.entry, place.dtype, place.nbytes, 0, place.nbytes, start, [])
-            self._parts[place.source].append(part)
-        self._then.append(lambda: then(bytes(memory)))
+    def _schedule_entry(self, ref: EntryRef, load: Callable[[bytes], None]) -> None:
+        """Schedules the read of a whole entry, and then a call of ``load`` with its bytes."""
+        memory, start = room(ref.nbytes)
+        self._temporary_bytes += ref.nbytes
+        if ref.nbytes:
+            self._schedule_slice(ref, 0, ref.nbytes, start, [])
+        self._after_read.append(lambda: load(bytes(memory)))
 
-    def _tensor(self, item: ReadItem, place: Place, target: torch.Tensor, alone: bool) -> None:
+    def _schedule_tensor(self, item: ReadItem, ref: EntryRef, target: torch.Tensor, alone: bool) -> None:
+        """Schedules the read of a part of a tensor; directly into ``target`` if that is possible, and it is ``alone``.
+
+        ``alone`` says whether no other target can share memory with it.
+        """
+
         def commit(read: torch.Tensor | None) -> None:
             if read is not None:
                 with torch.no_grad():
                     target.copy_(read)
             self._planner.commit_tensor(item, target)
 
-        if place.kind == PICKLED_TENSOR:
+        if ref.kind == PICKLED_TENSOR:
 
             def narrow(data: bytes) -> None:
                 fqn = item.storage_index.fqn
                 read = unpickled(data, fqn, self._allowed)
                 if not isinstance(read, torch.Tensor):
-                    raise ProtocolError(f"{fqn} is no tensor, and the index says that it is one")
+                    raise ProtocolError(f"the index says that {fqn} is a tensor, but its entry holds another object")
                 try:
                     for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                         if (start, length) != (0, read.shape[dim]):
@@ -160,14 +165,16 @@ class Reading:
                 except Exception as e:
                     raise ProtocolError(f"{fqn} cannot be read ({type(e).__name__}: {e})") from e
                 if read.shape != target.shape:
-                    raise ProtocolError(f"{fqn}: its entry {place.entry!r} holds no tensor of {list(target.shape)}")
+                    raise ProtocolError(
+                        f"{fqn}: its entry {ref.entry!r} holds a tensor of another shape than {list(target.shape)}"
+                    )
                 commit(read)
 
-            self._whole(place, narrow)
+            self._schedule_entry(ref, narrow)
             return
-        dtype, shape, lengths = *self._chunk(item, place), list(item.lengths)
+        dtype, shape, lengths = *self._chunk(item, ref), list(item.lengths)
         if not math.prod(lengths):
-            self._then.append(lambda: commit(None))
+            self._after_read.append(lambda: commit(None))
             return
         size = dtype.itemsize
         strides = contiguous_strides(shape, size)
@@ -175,8 +182,8 @@ class Reading:
         if alone and takes_bytes(target, dtype) and not self._accelerator.holding([target]):
             run, repeats = runs(lengths, strides, byte_strides(target), size)
             if run >= _SHORT_RUN or not repeats:
-                self._add(place, start, run, address(target), repeats)
-                self._then.append(lambda: commit(None))
+                self._schedule_slice(ref, start, run, address(target), repeats)
+                self._after_read.append(lambda: commit(None))
                 return
         packed = contiguous_strides(lengths, size)
         run, repeats = runs(lengths, strides, packed, size)
@@ -187,13 +194,15 @@ class Reading:
             packed, repeats = strides, []
             run = sum((n - 1) * stride for n, stride in zip(lengths, strides, strict=True)) + size
             memory = self._scratch(run)
-        self._add(place, start, run, address(memory), repeats)
-        self._then.append(lambda: commit(view_as(memory, dtype, lengths, packed)))
+        self._schedule_slice(ref, start, run, address(memory), repeats)
+        self._after_read.append(lambda: commit(view_as(memory, dtype, lengths, packed)))
 
-    def _add(self, place: Place, start: int, run: int, to: int, repeats: list[tuple[int, int, int]]) -> None:
-        self._parts[place.source].append((place.entry, place.dtype, place.nbytes, start, run, to, repeats))
+    def _schedule_slice(
+        self, ref: EntryRef, start: int, run: int, to: int, repeats: list[tuple[int, int, int]]
+    ) -> None:
+        self._slices[ref.container].append((ref.entry, ref.dtype, ref.nbytes, start, run, to, repeats))
 
-    def _chunk(self, item: ReadItem, place: Place) -> tuple[torch.dtype, list[int]]:
+    def _chunk(self, item: ReadItem, ref: EntryRef) -> tuple[torch.dtype, list[int]]:
         """Returns dtype and shape of the chunk that contains an item.
 
         Raises:
@@ -208,11 +217,11 @@ class Reading:
             shape = list(chunks[hint].sizes)
         else:
             shape = next(list(chunk.sizes) for chunk in chunks if chunk.offsets == offset)
-        matches = place.kind == ELEMENTS and place.dtype == DTYPE_NAMES.get(dtype, "U8")
-        if not matches or math.prod(shape) * dtype.itemsize != place.nbytes:
+        matches = ref.kind == ELEMENTS and ref.dtype == DTYPE_NAMES.get(dtype, "U8")
+        if not matches or math.prod(shape) * dtype.itemsize != ref.nbytes:
             raise ProtocolError(
-                f"{fqn}: the index says {dtype} {shape}, and its entry {place.entry!r} has {place.nbytes} bytes of "
-                f"{place.dtype}"
+                f"{fqn}: the index says {dtype} {shape}, but its entry {ref.entry!r} has {ref.nbytes} bytes of "
+                f"{ref.dtype}"
             )
         inside = all(o + n <= dim for o, n, dim in zip(item.storage_offsets, item.lengths, shape, strict=True))
         if not inside:
@@ -295,7 +304,7 @@ class _Archive:
         """
         has = len(self._reader.get_record(name))
         if has != nbytes:
-            raise ProtocolError(f"a storage of {nbytes} bytes has a record of {has}")
+            raise ProtocolError(f"the record of a storage of {nbytes} bytes has {has} bytes")
         return self._reader.get_storage_from_record(name, nbytes, dtype)
 
 
@@ -318,8 +327,8 @@ def unpickled(data: bytes, fqn: str, allowed: Allowed) -> Any:
         is_object = False
     if not is_object:
         raise UnsafePickle(
-            f"{fqn} is an object that torch.save did not write: pass trust_pickle=True to the reader if you trust who "
-            "saved it"
+            f"{fqn} is an object that torch.save did not write: pass trust_pickle=True to the reader if you trust the "
+            "job that saved it"
         )
     module = pickle_module(allowed, lambda _: fqn)
     try:

@@ -23,6 +23,7 @@ from ..net.serve import serve, withdraw
 from ..state.snapshot import SnapshotMode, snapshot_mode
 from ..storage import reserved
 from ..storage.container import Container
+from ..storage.peers import container_name
 from . import index
 from .save_plan import ABOUT, PlanSnapshot
 from .torch_view import TorchView
@@ -50,10 +51,11 @@ class _Done(StorageMeta):  # type: ignore[misc]  # mypy does not follow torch
         self._step, self._urls = step, urls
 
     def __reduce__(self) -> Any:
-        return _heard, (self._step, self._urls)
+        return _notify_writers, (self._step, self._urls)
 
 
-def _heard(step: int, urls: list[str]) -> StorageMeta:
+def _notify_writers(step: int, urls: list[str]) -> StorageMeta:
+    """Has those of the writers at ``urls`` that are in this process publish ``step``; unpickles a :class:`_Done`."""
     for url in urls:
         writer = _writers.get(url)
         if writer is not None:
@@ -137,7 +139,9 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
                 torch's reader does not support
         """
         if not self._plain:
-            raise InvalidArgument("torch's reader knows no shared secret and no pinned certificate: use a PeerReader")
+            raise InvalidArgument(
+                "torch's reader supports neither a shared secret nor a pinned certificate: use a PeerReader"
+            )
         if not self._saved:
             raise InvalidArgument(_NOTHING)
         return f"{self._urls[0]}{self._step}/dcp"
@@ -173,7 +177,7 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         )
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Does nothing: a publication has no name but its URLs."""
+        """Does nothing: a publication has no name except its URLs."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Begins a save."""
@@ -191,7 +195,7 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
             TransportClosed: the writer was shut down
         """
         if self._is_closed:
-            raise TransportClosed("this PeerWriter was shut down and serves nothing any more: make a new one")
+            raise TransportClosed("this PeerWriter was shut down and no longer serves anything: make a new one")
         return dataclasses.replace(plan, storage_data=self._url)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -219,14 +223,14 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         with _gc.gc_paused():
             self._packed = PlanSnapshot(plan, planner, self._stager, self._copy)
         done: Future[list[WriteResult]] = Future()
-        done.set_result(self._packed.results(f"{self._step} {self._url}"))
+        done.set_result(self._packed.results(container_name(self._step, self._url)))
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Publishes the index along with the coordinator's part."""
-        places = {result.index: result.storage_data for of_rank in results for result in of_rank}
-        metadata.storage_data = places
-        self._publish(index.encode(metadata, places), len(places))
+        stored = {result.index: result.storage_data for of_rank in results for result in of_rank}
+        metadata.storage_data = stored
+        self._publish(index.encode(metadata, stored), len(stored))
         metadata.storage_meta = _Done(self._step, self._urls)
 
     def _succeeded(self, step: int) -> None:
@@ -236,17 +240,19 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
                 self._publish(None)
         except Exception:
             # Not raised: this is called while torch unpickles metadata, when the save has succeeded already.
-            logger.exception("cannot publish what was saved: readers will find that this rank's part is missing")
+            logger.exception(
+                "cannot publish what was saved: this rank's part of the checkpoint will be missing for readers"
+            )
 
     def _publish(self, text: bytes | None, entries: int = 0) -> None:
         packed = self._packed
         assert packed is not None
-        told = None if text is None else (text, entries)
+        described = None if text is None else (text, entries)
         container = Container(
             packed.rows, packed.owner, packed.private, [] if text is None else [(reserved.INDEX, text)], ABOUT
         )
-        folder = TorchView(packed, self._step, self._url, self._urls, told) if self._plain else None
-        container.publish(self._server, self._step, alternate=folder)
+        view = TorchView(packed, self._step, self._url, self._urls, described) if self._plain else None
+        container.publish(self._server, self._step, alternate=view)
         self._packed = None
         self._saved = True
 

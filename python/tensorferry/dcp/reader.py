@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -12,20 +12,38 @@ from torch.futures import Future
 
 from ..state.allowlist import Allowed
 from ..storage.slices import SliceTuple
+from ..storage.source import Source
+from . import index
 from .load_plan import Reading
 
 
 class SliceReader(StorageReader):  # type: ignore[misc]  # mypy does not follow torch
-    """Loads a checkpoint by slices of containers, which a subclass reads.
+    """Loads a checkpoint by slices of its containers. A subclass chooses the source, in ``read_metadata``.
 
     Args:
         allowed: the globals that pickled objects may name
+        counts: the names of the counts in ``report``
+
+    Attributes:
+        report: what the last load read, without the index
     """
 
-    def __init__(self, allowed: Allowed) -> None:
+    def __init__(self, allowed: Allowed, counts: Iterable[str]) -> None:
         super().__init__()
         self._allowed = allowed
         self._metadata: Metadata | None = None
+        self._source: Source | None = None
+        self.report: dict[str, int] = dict.fromkeys(counts, 0)
+
+    def _open(self, source: Source, name: str) -> Metadata:
+        """Reads the index of ``source``, from which the load will read; ``name`` is its name in messages.
+
+        Raises:
+            TensorferryError: as for :meth:`Source.read_index` and :func:`index.decode`
+        """
+        self.report = dict.fromkeys(self.report, 0)
+        self._source = source
+        return index.decode(source.read_index(), name, self._allowed)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Keeps the metadata from the index."""
@@ -51,11 +69,13 @@ class SliceReader(StorageReader):  # type: ignore[misc]  # mypy does not follow 
             TensorferryError: with peers, as for ``HTTPTransport.recv_checkpoint``
         """
         assert self._metadata is not None
-        Reading(self._metadata, planner, self._fetch, self._allowed).run(plan)
+        Reading(self._metadata, planner, self._read, self._allowed).run(plan)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    @abstractmethod
-    def _fetch(self, parts: dict[str, list[SliceTuple]]) -> None:
-        """Reads slices of several containers, given by source, to their memory addresses."""
+    def _read(self, slices: Mapping[str, list[SliceTuple]]) -> None:
+        """Reads slices from the source, and counts them in ``report``."""
+        assert self._source is not None
+        for name, count in self._source.read(slices).items():
+            self.report[name] += count

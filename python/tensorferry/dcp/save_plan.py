@@ -14,7 +14,7 @@ from ..errors import InvalidArgument, UnsupportedLeaf
 from ..memory.staging import Piece, Stager
 from ..memory.tensors import DTYPE_NAMES, address, dense, no_rows, reach, scratch, without_memory
 from ..storage import reserved
-from .index import ELEMENTS, OBJECT, PICKLED_TENSOR, Place
+from .index import ELEMENTS, OBJECT, PICKLED_TENSOR, EntryRef
 
 #: The ``__metadata__`` of the containers of a distributed checkpoint, besides that of every container.
 ABOUT = (("tensorferry.dcp", "1"),)
@@ -121,16 +121,16 @@ class PlanSnapshot:
         self._taken.add(unique)
         return unique
 
-    def results(self, source: str, header: int | None = None) -> list[WriteResult]:
-        """Returns the results for the coordinator: the place of each item.
+    def results(self, container: str, header: int | None = None) -> list[WriteResult]:
+        """Returns the results for the coordinator: which entry holds each item.
 
         Args:
-            source: the name of this container, see :class:`Place`
+            container: the name of this container, see :class:`EntryRef`
             header: the checksum of the container's header, if it is a file
         """
         rows = self.rows
         columns = zip(self._indices, self._kinds, rows.names, rows.dtypes, rows.sizes, strict=True)
         return [
-            WriteResult(index, nbytes, Place(source, name, dtype, nbytes, kind, header))
+            WriteResult(index, nbytes, EntryRef(container, name, dtype, nbytes, kind, header))
             for index, kind, name, dtype, nbytes in columns
         ]

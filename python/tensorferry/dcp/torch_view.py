@@ -20,8 +20,9 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 
 from ..errors import ProtocolError
 from ..state.allowlist import Allowed
+from ..storage.peers import url_of
 from . import index
-from .index import ELEMENTS, Place
+from .index import ELEMENTS, EntryRef
 from .save_plan import PlanSnapshot
 
 
@@ -74,26 +75,28 @@ class TorchView:
 
     def _metadata(self, text: bytes, count: int) -> bytes:
         metadata = index.decode(text, "the publication", Allowed((), trust=True))
-        places: dict[MetadataIndex, Place] = metadata.storage_data
-        if len(places) != count:
-            raise ProtocolError("the planner has written more than its metadata tells, so torch cannot read it by name")
+        refs: dict[MetadataIndex, EntryRef] = metadata.storage_data
+        if len(refs) != count:
+            raise ProtocolError(
+                "the planner has written items that its metadata does not describe, so torch cannot find them by name"
+            )
         shapes = {
             (fqn, chunk.offsets): (stored.properties.dtype, tuple(chunk.sizes))
             for fqn, stored in metadata.state_dict_metadata.items()
             if isinstance(stored, TensorStorageMetadata)
             for chunk in stored.chunks
         }
-        of_source = defaultdict(list)
-        for key, place in places.items():
-            of_source[place.source].append((place.entry, key, place))
-        numbers = {url: name for name, url in self._files.items()}
+        of_container = defaultdict(list)
+        for key, ref in refs.items():
+            of_container[ref.container].append((ref.entry, key, ref))
+        names = {url: name for name, url in self._files.items()}
         metadata.storage_data = {}
-        for source, entries in of_source.items():
+        for container, entries in of_container.items():
             at = 0
-            for _, key, place in sorted(entries, key=_by_name):
-                around = _around(*shapes[key.fqn, key.offset]) if place.kind == ELEMENTS else (b"", b"")
-                length = place.nbytes + sum(map(len, around))
-                file = numbers[source.partition(" ")[2]]
+            for _, key, ref in sorted(entries, key=_by_name):
+                around = _around(*shapes[key.fqn, key.offset]) if ref.kind == ELEMENTS else (b"", b"")
+                length = ref.nbytes + sum(map(len, around))
+                file = names[url_of(container)]
                 metadata.storage_data[key] = _StorageInfo(file, at, length)
                 at += length
         return pickle.dumps(metadata)

@@ -30,7 +30,7 @@ class Event(Protocol):
 
 
 #: Adds devices to a running :meth:`Accelerator.reading` or :meth:`Accelerator.writing`.
-Also: TypeAlias = Callable[[Iterable[torch.device]], None]
+AddDevices: TypeAlias = Callable[[Iterable[torch.device]], None]
 
 
 class Accelerator:
@@ -148,8 +148,8 @@ class Accelerator:
             if self.is_capturing(device):
                 kind = "CUDA graph" if device.type == "cuda" else "graph"
                 raise InvalidArgument(
-                    f"a {kind} is being captured on {device}: what is queued there is not done, so there is "
-                    "nothing to copy or to write to yet; send or receive before the capture, or after it"
+                    f"a {kind} is being captured on {device}: work that is queued meanwhile does not run, so its "
+                    "memory can be neither read nor written; send or receive before the capture, or after it"
                 )
 
     def wait_for_pending(self, stream: Any, device: torch.device) -> None:
@@ -172,7 +172,7 @@ class Accelerator:
                 stream.wait_stream(before)
 
     @contextmanager
-    def reading(self, devices: Iterable[torch.device]) -> Iterator[Also]:
+    def reading(self, devices: Iterable[torch.device]) -> Iterator[AddDevices]:
         """A block in which torch, or code that is not ours, reads memory of ``devices`` on the thread's own streams.
 
         What the block queues there runs after the work that is queued on the default streams now. The block gets a
@@ -186,7 +186,7 @@ class Accelerator:
         yield lambda more: self._order(ordered, more)
 
     @contextmanager
-    def writing(self, devices: Iterable[torch.device]) -> Iterator[Also]:
+    def writing(self, devices: Iterable[torch.device]) -> Iterator[AddDevices]:
         """Like :meth:`reading`, for a block that writes, and waits at its end until all of its work is done.
 
         So whatever is queued afterwards, on any stream, finds what was written.

@@ -1,17 +1,17 @@
-"""Host memory for bytes on their way to or from an accelerator, and pools that reuse it.
+"""Host memory for copies of a state and for bytes on their way to an accelerator, and pools that keep it for reuse.
 
-It is reused because pinning memory costs far more than filling it.
+It is kept because pinning memory costs far more than filling it.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections import deque
 
 import torch
 
+from .._fork import ForkSafeLock
 from .accelerator import Accelerator
 
 logger = logging.getLogger("tensorferry")
@@ -19,16 +19,7 @@ logger = logging.getLogger("tensorferry")
 #: A kept buffer is reused if it is at most this many times larger than the requested size.
 _SLACK = 1.25
 #: Held while a thread checks and sets ``Accelerator.refused``, so that only one thread logs the warning.
-_warning = threading.Lock()
-
-
-def _renew_lock() -> None:
-    """Gives a forked child a free lock: the thread that held the old one does not exist there."""
-    global _warning
-    _warning = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_renew_lock)
+_warning = ForkSafeLock()
 
 
 class HostMemory:
@@ -45,18 +36,21 @@ class HostMemory:
 
     def make(self, nbytes: int) -> torch.Tensor:
         """Returns ``nbytes`` bytes of uninitialised memory as a 1-D uint8 tensor."""
-        locked = self._locked(nbytes)
-        if locked is not None:
-            return locked
+        pinned = self._pinned(nbytes)
+        if pinned is not None:
+            return pinned
         with torch.inference_mode(False):
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
-    def lend(self, nbytes: int) -> tuple[int, torch.Tensor] | None:
-        """Returns the address and the owner of ``nbytes`` bytes of page-locked memory; ``None`` if there is none."""
-        locked = self._locked(nbytes)
-        return None if locked is None else (locked.data_ptr(), locked)
+    def make_pinned(self, nbytes: int) -> tuple[int, torch.Tensor] | None:
+        """Returns the address and the owner of ``nbytes`` bytes of page-locked memory; ``None`` if there is none.
 
-    def _locked(self, nbytes: int) -> torch.Tensor | None:
+        This is the form in which ``_native.ArenaPool`` takes memory.
+        """
+        pinned = self._pinned(nbytes)
+        return None if pinned is None else (pinned.data_ptr(), pinned)
+
+    def _pinned(self, nbytes: int) -> torch.Tensor | None:
         # Read once: another thread may set it to None meanwhile, when its memory is refused.
         accelerator = self._accelerator
         if accelerator is None:
@@ -71,9 +65,9 @@ class HostMemory:
                 return accelerator.pinned(nbytes)
         except RuntimeError as e:
             self._accelerator = None
-            with _warning:
-                told, accelerator.refused = accelerator.refused, True
-            if not told:
+            with _warning.held():
+                is_first, accelerator.refused = not accelerator.refused, True
+            if is_first:
                 logger.warning(
                     "cannot pin %d bytes of host memory for checkpoints (%s): copies to and from the accelerator "
                     "will be slower; raise the limit on locked memory (ulimit -l)",
@@ -84,50 +78,55 @@ class HostMemory:
 
 
 class HostPool:
-    """Host buffers that are reused from one snapshot or receive to the next. It begins empty.
+    """Keeps host buffers from one snapshot or receive to the next, without a limit in bytes. It begins empty.
+
+    How much it keeps follows from its use: a buffer for each snapshot or receive that was under way at the same time.
+    When none of the kept buffers fits, all of them are dropped. docs/architecture.md says how it differs from
+    ``_native.ArenaPool``.
 
     Args:
-        source: allocates a buffer if no free one fits
+        memory: allocates a buffer if none of the kept ones fits
     """
 
-    def __init__(self, source: HostMemory) -> None:
-        self._source = source
-        self._free: deque[torch.Tensor] = deque()
+    def __init__(self, memory: HostMemory) -> None:
+        self._memory = memory
+        self._kept: deque[torch.Tensor] = deque()
         self._lock = threading.Lock()
-        self._keep = True
+        self._is_open = True
 
     def take(self, nbytes: int) -> Buffer:
-        """Returns a buffer of at least ``nbytes`` bytes; it returns to the pool when its last reference is gone."""
+        """Returns a buffer of at least ``nbytes`` bytes; it goes back to the pool when its last reference is gone."""
         with self._lock:
-            free = [self._free.popleft() for _ in range(len(self._free))]
-            fitting = [t for t in free if nbytes <= t.nbytes <= nbytes * _SLACK + (1 << 20)]
+            kept = [self._kept.popleft() for _ in range(len(self._kept))]
+            fitting = [t for t in kept if nbytes <= t.nbytes <= nbytes * _SLACK + (1 << 20)]
             memory = min(fitting, key=lambda t: t.nbytes) if fitting else None
             # If none fits, all are dropped: a state hardly changes in size, so they will not fit later either.
-            if memory is not None and self._keep:
-                self._free.extend(t for t in free if t is not memory)
-        return Buffer(self, memory if memory is not None else self._source.make(nbytes))
+            if memory is not None and self._is_open:
+                self._kept.extend(t for t in kept if t is not memory)
+        return Buffer(self, memory if memory is not None else self._memory.make(nbytes))
 
     def give_back(self, memory: torch.Tensor) -> None:
-        """Returns ``memory`` to the pool for reuse; a closed pool drops it.
+        """Keeps ``memory`` for reuse; a closed pool drops it.
 
         It takes no lock: the garbage collector may call it in the middle of :meth:`take`, in the same thread.
         """
-        if self._keep:
-            self._free.append(memory)
+        if self._is_open:
+            self._kept.append(memory)
 
     def close(self) -> None:
-        """Drops all free buffers, and from now on those that are given back."""
+        """Drops all kept buffers, and from now on those that are given back."""
         with self._lock:
-            self._keep = False
-            self._free.clear()
+            self._is_open = False
+            self._kept.clear()
 
 
 class Buffer:
-    """Memory that was taken from a pool; it is given back when this object is gone. Made by :meth:`HostPool.take`.
+    """Memory from a pool, which gets it back when this object is gone. Made by :meth:`HostPool.take`.
 
     Attributes:
         memory: a 1-D uint8 CPU tensor
-        sound: whether the memory may be reused; set to false if a device may still read or write it
+        sound: whether the memory may be reused; set to false if a device may still read or write it, and then the pool
+            does not get it back
     """
 
     def __init__(self, pool: HostPool, memory: torch.Tensor) -> None:

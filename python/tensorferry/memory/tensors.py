@@ -37,7 +37,8 @@ _UNTYPED = torch.storage._new_dtypes()
 
 DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
-#: Bytes from which on memory is mapped on its own. Smaller objects are not: a process would run out of mappings.
+#: From this many bytes on, memory has a mapping of its own. With one for smaller objects, too, a process would run out
+#: of mappings.
 _MAPPED = 1 << 20
 
 _strided = torch.strided
@@ -124,7 +125,7 @@ def without_memory(value: Tensor) -> str | None:
     nbytes = local.untyped_storage().nbytes()
     if span[1] > nbytes and not local.is_quantized:
         return "its memory was freed"
-    return None if local.data_ptr() else "it has bytes, but no memory"
+    return None if local.data_ptr() else "it has no memory behind its elements"
 
 
 def why_not_writable(value: Tensor) -> str | None:

@@ -71,14 +71,14 @@ def advertised_host(advertise: str | None, listening: str | None) -> str:
         address = _parse(chosen)
         if address.is_unspecified if address is not None else not _NAME.fullmatch(chosen):
             raise InvalidArgument(
-                f"{_validate.brief(chosen)} cannot be advertised: a name or an address is wanted, without scheme and "
-                "port, or an interface or a network of this host"
+                f"{_validate.brief(chosen)} cannot be advertised: give a name or an address, without scheme and port, "
+                "or an interface or a network of this host"
             )
         return chosen
     if listening is not None:
         return listening
     name = socket.gethostname()
-    return name if _leads_here(name) else _outward_address()
+    return name if _resolves_for_peers(name) else _outward_address()
 
 
 def interface_speed(address: str) -> tuple[str, float] | None:
@@ -120,14 +120,14 @@ def _parse(text: str) -> _Address | None:
         return None
 
 
-def _leads_here(name: str) -> bool:
+def _resolves_for_peers(name: str) -> bool:
     """Whether ``name`` resolves to an address that other hosts can use: neither loopback nor link-local."""
     try:
         found = _resolve(name, timeout=_NAME_PATIENCE_S)
     except FetchTimeout as e:
         logger.warning(
-            "peers are given an address of this host and not its name: %s. advertise= or TENSORFERRY_ADVERTISE says "
-            "what they are given, and asks nobody",
+            "the metadata has an address of this host instead of its name: %s. Set advertise= or TENSORFERRY_ADVERTISE "
+            "to choose the name or address without a lookup",
             e.reason,
         )
         return False

@@ -35,7 +35,7 @@ def join_metadata(metadata: Iterable[str]) -> str:
         if not _METADATA.fullmatch(url) or is_stock(url):
             raise InvalidArgument(f"{_validate.brief(url)} is not the metadata of a tensorferry transport")
     if not urls:
-        raise InvalidArgument("there is no metadata to join")
+        raise InvalidArgument("metadata to join is empty")
     return " ".join(dict.fromkeys(urls))
 
 
@@ -60,9 +60,9 @@ def encrypted(sources: list[str]) -> list[str]:
     plain = [source for source in sources if not source.startswith("https://")]
     if plain and len(plain) == len(sources):
         raise UnprovenSource(
-            f"{_host(plain[0])} does not encrypt, and a transport with tls=True fetches from no source that "
-            "does not: start the source with tls=True as well, or receive without it. Stock torchft sources never "
-            "encrypt: while a fleet is upgraded replica by replica, run it without tls"
+            f"{_host(plain[0])} does not encrypt, and a transport with tls=True fetches only from sources that do: "
+            "start the source with tls=True as well, or receive without it. Stock torchft sources never encrypt: while "
+            "a fleet is upgraded replica by replica, run it without tls"
         )
     for source in plain:
         logger.warning("%s does not encrypt and is left out: this transport has tls=True", _host(source))

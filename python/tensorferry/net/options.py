@@ -54,7 +54,7 @@ def wants_same_host(asked: bool | None) -> bool:
     """Whether shared memory may replace the network.
 
     Args:
-        asked: the answer, if the user gave one; ``None`` reads ``TENSORFERRY_SAME_HOST`` (``0`` means no, ``1`` or
+        asked: the user's choice; ``None`` reads ``TENSORFERRY_SAME_HOST`` (``0`` means no, ``1`` or
             unset means yes)
 
     Raises:
@@ -62,7 +62,7 @@ def wants_same_host(asked: bool | None) -> bool:
     """
     if asked is not None:
         return _validate.boolean("same_host", asked)
-    said = os.environ.get("TENSORFERRY_SAME_HOST", "")
-    if said not in ("", "0", "1"):
-        raise InvalidArgument(f"TENSORFERRY_SAME_HOST is 0 or 1, not {_validate.brief(said)}")
-    return said != "0"
+    value = os.environ.get("TENSORFERRY_SAME_HOST", "")
+    if value not in ("", "0", "1"):
+        raise InvalidArgument(f"TENSORFERRY_SAME_HOST must be 0 or 1, not {_validate.brief(value)}")
+    return value != "0"

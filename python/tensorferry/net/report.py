@@ -20,13 +20,13 @@ class InPlace(NamedTuple):
     """How the source's state matched the receiver's live state.
 
     Attributes:
-        landed: how many of the source's tensors have a counterpart in the live state
+        matched: how many of the source's tensors have a counterpart in the live state
         offered: how many tensors the source has
         there: the path of one of the source's tensors, for messages
         here: the path of one of the live state's tensors, for messages
     """
 
-    landed: int
+    matched: int
     offered: int
     there: str
     here: str
@@ -34,11 +34,11 @@ class InPlace(NamedTuple):
 
 def in_place(fit: InPlace | None) -> str:
     """Returns the end of a log line: how many tensors were received in place; empty without a live state."""
-    return "" if fit is None else f", {fit.landed} of {fit.offered} tensors in place"
+    return "" if fit is None else f", {fit.matched} of {fit.offered} tensors in place"
 
 
 def log_receive(step: int, report: Report, fit: InPlace | None, seconds: float) -> None:
-    """Logs a receive: troubles with sources, its routes and its speed, and a warning if it was too slow.
+    """Logs a receive: trouble with sources, its routes and its speed, and a warning if it was too slow.
 
     Args:
         step: the step that was received
@@ -47,7 +47,7 @@ def log_receive(step: int, report: Report, fit: InPlace | None, seconds: float) 
         seconds: duration of the whole receive
     """
     for source, trouble in report.troubles.items():
-        logger.warning("step %d: ranges of %s went to other connections: %s", step, source, trouble)
+        logger.warning("step %d: ranges of %s were fetched over other connections: %s", step, source, trouble)
     rate = report.bytes / max(report.fetching_seconds, 1e-9)
     routes = [f"{here} <- {there}" for here, there in report.routes]
     if report.same_host:
@@ -61,7 +61,7 @@ def log_receive(step: int, report: Report, fit: InPlace | None, seconds: float) 
         report.opening_seconds,
         report.fetching_seconds,
         report.lanes,
-        ", ".join(routes) or "a connection that is gone",
+        ", ".join(routes) or "a connection that was closed",
         report.retries,
         in_place(fit),
     )
@@ -72,8 +72,8 @@ def log_receive(step: int, report: Report, fit: InPlace | None, seconds: float) 
         interface = interface_speed(here)
         if interface is not None and rate < interface[1] * _SLOW:
             logger.warning(
-                "step %d came at %.3f GB/s from %s, though %s here is rated at %.3f GB/s: look at the way between, "
-                "or choose another one with interface= or advertise= at the source",
+                "step %d came at %.3f GB/s from %s, though %s here is rated at %.3f GB/s: check the network between "
+                "them, or choose another route with interface= or advertise= at the source",
                 step,
                 rate / 1e9,
                 there,

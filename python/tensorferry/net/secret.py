@@ -32,16 +32,18 @@ def shared_secret(secret: str | bytes | None) -> Secret | None:
         try:
             secret = secret.encode()
         except UnicodeEncodeError:
-            raise InvalidArgument("secret is text that UTF-8 cannot say (a lone surrogate): pass bytes") from None
+            raise InvalidArgument(
+                "secret has characters that UTF-8 cannot encode (lone surrogates): pass bytes"
+            ) from None
     if not isinstance(secret, (bytes, bytearray, memoryview)):
-        raise InvalidArgument(f"secret is a string or bytes, not {type(secret).__name__}")
+        raise InvalidArgument(f"secret must be a string or bytes, not {type(secret).__name__}")
     return Secret(bytes(secret))
 
 
 def _from_environment() -> bytes | None:
     value, path = os.environ.get(_VARIABLE), os.environ.get(_FILE_VARIABLE)
     if value is not None and path is not None:
-        raise InvalidArgument(f"{_VARIABLE} and {_FILE_VARIABLE} are both set: which one is meant?")
+        raise InvalidArgument(f"{_VARIABLE} and {_FILE_VARIABLE} are both set: set only one of them")
     if value is not None:
         return os.fsencode(value)
     if path is None:

@@ -58,7 +58,7 @@ class Memory:
         self._storages: list[torch.UntypedStorage] = []
         spaces: dict[str, int] = {"cpu": 0}
         spans = []
-        folded = flat.rows.folded()
+        self_overlapping = flat.rows.self_overlapping()
         for number in [*flat.unread, *flat.accelerated]:
             value = flat.leaf(number)
             found = _reach(value)
@@ -68,11 +68,11 @@ class Memory:
             self._storages.append(storage)
             self._starts[number] = start
             spans.append((number, spaces.setdefault(str(storage.device), len(spaces)), start, end))
-            if _folds(value):
-                folded.append(number)
+            if _may_overlap_itself(value):
+                self_overlapping.append(number)
         groups = flat.rows.overlapping(spans, flat.accelerated)
         shared = {number for group in groups for number in group}
-        groups += [[number] for number in folded if number not in shared]
+        groups += [[number] for number in self_overlapping if number not in shared]
         self.groups: Groups = [self._group(numbers) for numbers in groups]
 
     def start(self, number: int) -> int:
@@ -122,26 +122,26 @@ def clashes(
     there = {layout.leaf: (number, layout) for number, group in enumerate(theirs) for layout in group}
     for one, two in twice:
         layout = memory.layout(one[0], 0)
-        if not _alike((layout, one[1]), (layout, two[1]), there):
+        if not _get_same_values((layout, one[1]), (layout, two[1]), there):
             yield one, two
     for group in memory.groups:
         members = [(layout, landed[layout.leaf]) for layout in group if layout.leaf in landed]
-        apart = {_apart(layout, leaf, there) for layout, leaf in members}
-        if len(apart) > 1 or None in apart:
-            yield from _within(flat, sorted(members, key=lambda member: member[0].offset), there)
+        shift = {_shift(layout, leaf, there) for layout, leaf in members}
+        if len(shift) > 1 or None in shift:
+            yield from _clashes_within(flat, sorted(members, key=lambda member: member[0].offset), there)
 
 
 #: For each leaf of the source that shares memory: the number of its group, and its layout.
 _There: TypeAlias = dict[int, tuple[int, Layout]]
 
 
-def _apart(here: Layout, leaf: int, there: _There) -> tuple[int, int] | None:
+def _shift(here: Layout, leaf: int, there: _There) -> tuple[int, int] | None:
     """Returns the source leaf's group, and its offset minus ours; ``None`` if strides or bits differ."""
     number, layout = there.get(leaf, (0, None))
     return (number, layout.offset - here.offset) if layout is not None and layout.looks_like(here) else None
 
 
-def _alike(one: tuple[Layout, int], two: tuple[Layout, int], there: _There) -> bool:
+def _get_same_values(one: tuple[Layout, int], two: tuple[Layout, int], there: _There) -> bool:
     """Whether two leaves of the receiver that share memory get the same values there."""
     (here, leaf), (other_here, other_leaf) = one, two
     if here.is_at(other_here):
@@ -150,22 +150,22 @@ def _alike(one: tuple[Layout, int], two: tuple[Layout, int], there: _There) -> b
         known, other_known = there.get(leaf), there.get(other_leaf)
         if known and other_known and known[0] == other_known[0] and known[1].is_at(other_known[1]):
             return True
-    apart = _apart(here, leaf, there)
-    return apart is not None and apart == _apart(other_here, other_leaf, there)
+    shift = _shift(here, leaf, there)
+    return shift is not None and shift == _shift(other_here, other_leaf, there)
 
 
-def _within(flat: Flat, members: list[tuple[Layout, int]], there: _There) -> Iterator[tuple[Landed, Landed]]:
+def _clashes_within(flat: Flat, members: list[tuple[Layout, int]], there: _There) -> Iterator[tuple[Landed, Landed]]:
     """Yields the clashes within a group, whose members are sorted by offset."""
     active: list[tuple[int, tuple[Layout, int]]] = []
     for member in members:
         layout, leaf = member
         value = flat.leaf(layout.leaf)
-        if _folds(value) and _apart(layout, leaf, there) is None:
+        if _may_overlap_itself(value) and _shift(layout, leaf, there) is None:
             yield (layout.leaf, leaf), (layout.leaf, leaf)
         active = [other for other in active if other[0] > layout.offset]
         for _, other in active:
             before, at = other[0], layout.offset - other[0].offset
-            if not _alike(member, other, there) and _meet(flat.leaf(before.leaf), value, at):
+            if not _get_same_values(member, other, there) and _overlap(flat.leaf(before.leaf), value, at):
                 yield (before.leaf, other[1]), (layout.leaf, leaf)
         active.append((layout.offset + _extent(value), member))
 
@@ -204,7 +204,7 @@ def _extent(value: torch.Tensor) -> int:
     return sum([(dim - 1) * step for step, dim in _steps(value)], int(_local(value).element_size()))
 
 
-def _folds(value: torch.Tensor) -> bool:
+def _may_overlap_itself(value: torch.Tensor) -> bool:
     """Whether elements of ``value`` may share memory; true in some cases where they do not."""
     end = _local(value).element_size()
     for step, dim in sorted(_steps(value)):
@@ -214,7 +214,7 @@ def _folds(value: torch.Tensor) -> bool:
     return False
 
 
-def _meet(first: torch.Tensor, second: torch.Tensor, at: int) -> bool:
+def _overlap(first: torch.Tensor, second: torch.Tensor, at: int) -> bool:
     """Whether two tensors, of which the second begins ``at`` bytes behind the first, have a byte in common.
 
     The answer is exact if both are boxes in one grid, as the columns of a matrix are, or every other element of a

@@ -55,14 +55,14 @@ class Allowed:
             self._trust
             or (module, name) in self._extra
             or reviewed.known(module, name)
-            or f"{module}.{name}" in _torch_users()
+            or f"{module}.{name}" in _torch_user_globals()
         )
 
-    def is_users(self, value: Any) -> bool:
+    def is_user_listed(self, value: Any) -> bool:
         """Whether the user has allowed exactly this class or function, in ``extra`` or in torch's list."""
         if id(value) in self._users:
             return True
-        users = _torch_users()
+        users = _torch_user_globals()
         return bool(users) and any([value is one for one in users.values()])
 
     def defaultdict(self, factory: Any) -> Any:
@@ -72,7 +72,7 @@ class Allowed:
             Refused: a pickle may not use this factory
         """
         # An instance of a class that the user has allowed may be a factory, too.
-        if self._trust or self.is_users(type(factory)):
+        if self._trust or self.is_user_listed(type(factory)):
             return collections.defaultdict(factory)
         kind = reviewed.kind_of(reviewed.find("collections", "defaultdict"))
         if kind is None or kind.call is None:
@@ -101,8 +101,8 @@ class Allowed:
             if reviewed.known(module, name):
                 return reviewed.find(module, name)
         except LookupError as e:
-            raise UnsafePickle(f"{refusal(module, name, leaf)} (this process has none)") from e
-        users = _torch_users()
+            raise UnsafePickle(f"{refusal(module, name, leaf)} (it does not exist in this process)") from e
+        users = _torch_user_globals()
         if f"{module}.{name}" in users:
             return users[f"{module}.{name}"]
         raise UnsafePickle(refusal(module, name, leaf))
@@ -122,7 +122,7 @@ def refusal(module: str, name: str, leaf: object = None) -> str:
 _read: tuple[Any, dict[str, Any]] = (None, {})
 
 
-def _torch_users() -> dict[str, Any]:
+def _torch_user_globals() -> dict[str, Any]:
     """Returns by name what the user has given to ``torch.serialization.add_safe_globals``.
 
     torch adds classes of its own to the same list: classes of torch do not count.
@@ -131,11 +131,11 @@ def _torch_users() -> dict[str, Any]:
     # torch creates a new set on each change, so its identity shows whether the cached answer is current.
     marked = _weights_only_unpickler._marked_safe_globals_set
     if _read[0] is not marked:
-        _read = (marked, _users_of(_weights_only_unpickler._get_user_allowed_globals()))
+        _read = (marked, _without_torch(_weights_only_unpickler._get_user_allowed_globals()))
     return _read[1]
 
 
-def _users_of(listed: dict[str, Any]) -> dict[str, Any]:
+def _without_torch(listed: dict[str, Any]) -> dict[str, Any]:
     return {
         name: value
         for name, value in listed.items()

@@ -110,7 +110,7 @@ class StateBuilder:
 
         objects = pickling.load(pickled, allowed, leaves, storage, self.manifest.needs) if pickled else []
         if len(objects) != self.manifest.objects:
-            raise ProtocolError(f"the source announced {self.manifest.objects} objects and sent {len(objects)}")
+            raise ProtocolError(f"the source announced {self.manifest.objects} objects but sent {len(objects)}")
 
         take = targets.take if targets is not None else None
         return tree.unflatten(self.manifest.tree, leaves, objects, take, allowed.defaultdict)
@@ -135,7 +135,7 @@ class StateBuilder:
                 try:
                     made[number] = over(buffer, offset, DTYPES[self.dtypes[i]], self.shapes[i], size)
                 except (RuntimeError, OverflowError, TypeError, ValueError) as e:
-                    raise ProtocolError(f"no tensor can be made of entry {i} of the source's state: {e}") from e
+                    raise ProtocolError(f"entry {i} of the source's state cannot be made a tensor: {e}") from e
         received = cast("list[torch.Tensor]", made)
         if not flags:
             return received, received

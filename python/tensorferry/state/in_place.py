@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _LISTED = 20
 
 
-def _is(value: Any, dtype: str, shape: list[int]) -> bool:
+def _matches(value: Any, dtype: str, shape: list[int]) -> bool:
     """Whether ``value`` is a tensor of this dtype and shape."""
     try:
         return isinstance(value, torch.Tensor) and (str(value.dtype), list(value.shape)) == (dtype, shape)
@@ -53,17 +53,17 @@ def _kind(value: torch.Tensor) -> list[str]:
     """Returns what describes a tensor besides dtype and shape: values can be copied if this is equal for both."""
     try:
         local = getattr(value, "_local_tensor", None)
-        said = [
+        properties = [
             "on the meta device" if value.device.type == "meta" else "",
             "nested" if value.is_nested else "",
             "quantised" if value.is_quantized else "",
             str(value.layout).removeprefix("torch."),
         ]
         if isinstance(local, torch.Tensor):
-            said += [f"a DTensor of which {_shape_text(local)} is here", *_kind(local)]
+            properties += [f"a DTensor with the local tensor {_shape_text(local)}", *_kind(local)]
     except Exception:  # As in manifest.dtype_and_shape.
-        return [f"a {type(value).__name__} that does not say what it is"]
-    return [one for one in said if one]
+        return [f"a {type(value).__name__} of unknown layout"]
+    return [one for one in properties if one]
 
 
 class InPlaceTargets:
@@ -74,8 +74,8 @@ class InPlaceTargets:
     Args:
         live: the state with these tensors
         accelerator: knows which of them are on a device
-        lands: whether bytes may be copied to a device while others are still being received; otherwise they are copied
-            at the end
+        may_stage: whether bytes may be copied to a device while others are still being received; otherwise they are
+            copied at the end
         strict: whether each tensor of either state must have a counterpart in the other one
 
     Attributes:
@@ -89,19 +89,19 @@ class InPlaceTargets:
     """
 
     def __init__(
-        self, live: Any, accelerator: Accelerator = ACCELERATOR, lands: bool = False, strict: bool = False
+        self, live: Any, accelerator: Accelerator = ACCELERATOR, may_stage: bool = False, strict: bool = False
     ) -> None:
         self.direct: dict[int, torch.Tensor] = {}
         self.places: dict[int, int] = {}
         self.staged: dict[int, torch.Tensor] = {}
         self.fit = InPlace(0, 0, "", "")
         self._accelerator = accelerator
-        self._lands = lands
+        self._may_stage = may_stage
         self._strict = strict
         self._live = flat = tree.flatten(live)
         if flat.tree == "-1" and not isinstance(live, torch.Tensor):
             raise InvalidArgument(
-                f"state_dict= gave {brief(live)}, into which nothing can be received: it has to return the live state, "
+                f"state_dict= gave {brief(live)}, which has no tensors to receive into: it must return the live state, "
                 "a dict or another container with tensors in it"
             )
         self._memory = Memory(flat)
@@ -154,7 +154,7 @@ class InPlaceTargets:
             on_device = self._accelerator.device_of(storage) is not None
             filled_already = here in used or group.get(here) in filled or entry in self.direct
             # A tensor that was given other memory since it was flattened may have another size.
-            if filled_already or flat.rows.size(here) != builder.size(entry) or (on_device and not self._lands):
+            if filled_already or flat.rows.size(here) != builder.size(entry) or (on_device and not self._may_stage):
                 late.append(target)
                 continue
             used.add(here)
@@ -209,7 +209,7 @@ class InPlaceTargets:
             found.add(number)
             live = self._live.leaf(here)
             name, dtype, shape = offered[number]
-            if not _is(live, dtype, shape):
+            if not _matches(live, dtype, shape):
                 wrong.append(f"{name}: {_shape_text(live)} here, {dtype} {shape} at the source")
             elif number >= 0 and here < 0 and (kind := _kind(live)) != ["strided"]:
                 wrong.append(f"{name}: {', '.join(kind)} here, strided at the source")
@@ -224,7 +224,7 @@ class InPlaceTargets:
             wrong += self._unmatched(places, offered, found)
         if wrong:
             raise StateMismatch(
-                "nothing was overwritten: the source's state does not fit into this one; differing leaves:\n  "
+                "nothing was overwritten: the source's state does not fit into this one; the leaves that differ:\n  "
                 + "\n  ".join(wrong)
             )
         there = next((tree.shown(path) for number, path in places if number in offered), "nowhere")
@@ -243,9 +243,9 @@ class InPlaceTargets:
                 found.setdefault(one, tree.shown(path))
         paths = list(found.values())
         if len(paths) == 1:
-            return f"{paths[0]}: several of its elements share memory here, in another way than at the source"
+            return f"{paths[0]}: several of its elements share memory here, but not in the same way at the source"
         return (
-            f"{paths[0]} and {paths[1]}: they share memory here, and at the source they do not, or in another way; "
+            f"{paths[0]} and {paths[1]}: they share memory here, but not at the source, or not in the same way; "
             "only one of them would keep its values"
         )
 
@@ -274,16 +274,16 @@ class InPlaceTargets:
         if here is None:
             return value
         # Plain tensors need no check: they were built from the manifest.
-        if number < 0 and (offered := self._offered.get(number)) is not None and not _is(value, *offered[1:]):
+        if number < 0 and (offered := self._offered.get(number)) is not None and not _matches(value, *offered[1:]):
             raise ProtocolError(
-                f"the source announced {self._shown(here)} as a tensor, {offered[1]} {offered[2]}, and sent something "
+                f"the source announced {self._shown(here)} as a tensor, {offered[1]} {offered[2]}, but sent something "
                 "else"
             )
         if not isinstance(value, torch.Tensor):
             return value
-        if number not in self._offered and (said := dtype_and_shape(value)) is not None:
+        if number not in self._offered and (found := dtype_and_shape(value)) is not None:
             raise ProtocolError(
-                f"the source did not announce that {self._shown(here)} is a tensor, and sent one, {said[0]} {said[1]}"
+                f"the source did not announce {self._shown(here)} as a tensor, but sent one, {found[0]} {found[1]}"
             )
         live = self._live.leaf(here)
         if live is not value:
@@ -293,8 +293,8 @@ class InPlaceTargets:
         ):
             raise StateMismatch(
                 f"{self._shown(here)} was given other memory, or another shape, while its values were being received: "
-                "it does not have them, and other tensors of the live state may have new values already; change "
-                "nothing of it until recv_checkpoint has returned, and receive again"
+                "it was not updated, and other tensors of the live state may have new values already; do not change "
+                "the live state until recv_checkpoint has returned, and receive again"
             )
         if live is not value:
             self._pairs.append((live, value, here))
@@ -313,8 +313,8 @@ class InPlaceTargets:
 
     def _uncopied(self, here: int, error: Exception) -> StateMismatch:
         return StateMismatch(
-            f"{self._shown(here)} cannot take what the source has for it ({type(error).__name__}: {error}): it does "
-            "not have those values, and other tensors may have new ones already"
+            f"{self._shown(here)} cannot take the values that the source sent for it ({type(error).__name__}: "
+            f"{error}): it was not updated, and other tensors may have new values already"
         )
 
     def write(self) -> None:

@@ -34,7 +34,7 @@ def receive(
         The state, a report of the transfer, and how the live state matched, if there was one.
 
     Raises:
-        ProtocolError: the source serves something else than a state, or one that contradicts itself
+        ProtocolError: what the source serves is not a state, or contradicts itself
         StateMismatch: the state does not fit into the receiver's own tensors
         UnsafePickle: its pickle asks for something that is not allowed
         TensorferryError: the transfer failed
@@ -42,13 +42,13 @@ def receive(
     manifest, layout = remote.manifest, remote.tree
     if manifest is None or layout is None:
         raise ProtocolError(
-            "the source serves no state of an HTTPTransport: load what a PeerWriter publishes with a PeerReader, and a "
-            "file that tensorferry did not write with safetensors"
+            "the source does not serve the state of an HTTPTransport: load what a PeerWriter publishes with a "
+            "PeerReader, and a file that tensorferry did not write with safetensors"
         )
     pickled = remote.pickle or b""
     for dtype, name in remote.kinds.items():
         if dtype not in DTYPES:
-            raise ProtocolError(f"entry {name!r} has dtype {dtype}, which this version does not build")
+            raise ProtocolError(f"entry {name!r} has dtype {dtype}, which this version does not support")
     with _gc.gc_paused():
         builder = StateBuilder(Manifest(manifest, layout), remote, remote.plain)
         targets = live() if live is not None else None
@@ -68,7 +68,7 @@ def receive(
     def memory(i: int) -> tuple[Any, int]:
         part = arena.part(i)
         if part is None:
-            raise ProtocolError(f"entry {remote.names[i]!r} stands for two things")
+            raise ProtocolError(f"the source's manifest uses the bytes of entry {remote.names[i]!r} twice")
         return part, 0
 
     with _gc.gc_paused():

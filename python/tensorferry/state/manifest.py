@@ -63,8 +63,8 @@ def _json(value: Any) -> str:
 
 def _described(flat: Flat) -> str:
     """Returns :func:`describe` as JSON."""
-    others = [(-n - 1, said) for n in flat.unread if (said := _of(flat, -n - 1)) is not None]
-    return _describe_objects(flat.rows, [(number, _json(said)) for number, said in others])
+    others = [_entry(flat, -n - 1) for n in flat.unread]
+    return _describe_objects(flat.rows, [(entry[0], _json(entry)) for entry in others if entry is not None])
 
 
 def with_tree(fields: str, tree: str) -> bytes:
@@ -81,9 +81,9 @@ def describe(flat: Flat) -> list[list[Any]]:
     return described
 
 
-def _of(flat: Flat, number: int) -> list[Any] | None:
-    said = dtype_and_shape(flat.objects[number])
-    return None if said is None else [number, flat.object_paths[number], *said]
+def _entry(flat: Flat, number: int) -> list[Any] | None:
+    found = dtype_and_shape(flat.objects[number])
+    return None if found is None else [number, flat.object_paths[number], *found]
 
 
 def dtype_and_shape(value: torch.Tensor) -> tuple[str, list[int]] | None:
@@ -165,14 +165,14 @@ class Manifest:
         """
         keys, tensors = self._fields.get("keys"), self._fields.get("tensors")
         if not isinstance(keys, dict) or not all(isinstance(text, str) for text in keys.values()):
-            raise ProtocolError("the source's manifest has no texts for its keys")
+            raise ProtocolError("the source's manifest lacks the texts of its keys")
         found = []
         for row in tensors if isinstance(tensors, list) else [None]:
             match row:
                 case [int(number), str(path), str(dtype), list(shape)]:
                     found.append((number, path, dtype, shape))
                 case _:
-                    raise ProtocolError("the source's manifest does not describe its tensors")
+                    raise ProtocolError("the source's manifest lacks a valid description of its tensors")
         return keys, found
 
     def shared(self) -> Groups:
@@ -187,8 +187,10 @@ class Manifest:
                 layouts = [Layout(leaf, offset, tuple(strides), bits) for leaf, offset, strides, bits in rows]
                 numbers = [n for row in layouts for n in (row.leaf, row.offset, row.bits, *row.strides)]
                 if not all(type(n) is int for n in numbers):
-                    raise TypeError("it is made of numbers")
+                    raise TypeError("an item is not a number")
                 groups.append(layouts)
         except (TypeError, ValueError) as e:
-            raise ProtocolError(f"the source's manifest does not say which tensors share memory: {e}") from e
+            raise ProtocolError(
+                f"the source's manifest lacks a valid list of the tensors that share memory: {e}"
+            ) from e
         return groups

@@ -50,8 +50,8 @@ class _Pickler(pickle.Pickler):
         self._flat = flat
         self._one = False
         self._now: Any = None
-        self._looking: tuple[int, tuple[int, int]] | None = None
-        self._packed = False
+        self._tensor_storage: tuple[int, tuple[int, int]] | None = None
+        self._is_packed = False
         numpy: Any = sys.modules.get("numpy")
         self._natively = (torch.Tensor, numpy.ndarray) if numpy else (torch.Tensor,)
         self.globals: dict[tuple[str, str], str] = {}
@@ -91,15 +91,15 @@ class _Pickler(pickle.Pickler):
                 return ("leaf", leaf)
             # The pickler comes to this tensor's storage next: note the span that the tensor can reach.
             span = byte_span(value)
-            self._looking = None if span is None else (_key_of(value), span)
-            self._packed = span is not None and value.is_quantized
+            self._tensor_storage = None if span is None else (_key_of(value), span)
+            self._is_packed = span is not None and value.is_quantized
             return None
         if isinstance(value, TypedStorage):
             return ("typed", self._number(value._untyped_storage), str(value.dtype).removeprefix("torch."))
         if isinstance(value, torch.UntypedStorage):
             # Tensors of dtypes without a typed storage are pickled with an untyped one; torch rebuilds them from a
             # typed storage of bytes.
-            of_tensor = self._looking is not None and self._looking[0] == storage_key(value)
+            of_tensor = self._tensor_storage is not None and self._tensor_storage[0] == storage_key(value)
             return ("typed", self._number(value), "uint8") if of_tensor else ("untyped", self._number(value))
         return None
 
@@ -133,11 +133,11 @@ class _Pickler(pickle.Pickler):
         if storage.nbytes() and not address:
             raise ValueError(f"its storage has {storage.nbytes()} bytes, but no memory")
         whole = (0, storage.nbytes())
-        span = whole if self._looking is None or self._looking[0] != key else self._looking[1]
+        span = whole if self._tensor_storage is None or self._tensor_storage[0] != key else self._tensor_storage[1]
         if span[1] > whole[1]:
             # Packed quantised dtypes have more elements than bytes. For others the memory was freed, as FSDP does with
             # storages between steps.
-            if not self._packed:
+            if not self._is_packed:
                 raise ValueError(f"its storage has {whole[1]} bytes and it needs {span[1]}: the memory was freed")
             span = whole
         return _reach(self._flat.rows, storage, key, (address, whole[1]), span)
@@ -230,7 +230,7 @@ def load(
                 return TypedStorage(wrap_storage=storage(n), dtype=dtype, _internal=True)
             case ("untyped", int(n)):
                 return storage(n)
-        raise ProtocolError("the source's pickle refers to something that is no part of this checkpoint")
+        raise ProtocolError("the source's pickle refers to something that is not part of this checkpoint")
 
     reader.persistent_load = refer
     try:
@@ -238,7 +238,7 @@ def load(
         if isinstance(objects, list) and isinstance(reader, Unpickler):
             # Some of the objects are keys of dicts in the tree, and will be hashed.
             for value in objects:
-                reader.maybe_key(value)
+                reader.check_if_key(value)
     except TensorferryError:
         raise
     except Refused as e:
@@ -246,5 +246,5 @@ def load(
     except Exception as e:
         raise ProtocolError(f"the source's objects cannot be read here ({type(e).__name__}: {e})") from e
     if not isinstance(objects, list):
-        raise ProtocolError("the source's pickle holds no list of objects")
+        raise ProtocolError("the source's pickle does not hold a list of objects")
     return objects

@@ -53,7 +53,7 @@ class Function:
         self.run = run
 
     def __reduce__(self) -> Any:
-        raise TypeError(f"{self.name} is no value")
+        raise TypeError(f"{self.name} cannot be pickled or copied here")
 
 
 class Kind:
@@ -85,15 +85,15 @@ class Pending:
     """Stands for an object that is created only once its state is known, so that no object exists without its state.
 
     Attributes:
-        place: the number under which the pickle has memoized it; -1 if it has not
+        memo_number: the number under which the pickle has memoized it; -1 if it has not
     """
 
-    __slots__ = ("__weakref__", "_make", "place")
+    __slots__ = ("__weakref__", "_make", "memo_number")
 
     def __init__(self, make: Callable[[Unpickler, Any], Any]) -> None:
         """``make(unpickler, state)`` creates the object."""
         self._make: Callable[[Unpickler, Any], Any] | None = make
-        self.place = -1
+        self.memo_number = -1
 
     def finish(self, unpickler: Unpickler, state: Any) -> Any:
         """Creates the object with this state.
@@ -107,13 +107,13 @@ class Pending:
         return make(unpickler, state)
 
     def __reduce__(self) -> Any:
-        raise TypeError("an object without its state is no value")
+        raise TypeError("an object without its state cannot be pickled or copied")
 
 
-def need(true: object, otherwise: str) -> None:
-    """Raises ``Refused(otherwise)`` unless ``true``; ``otherwise`` says what the pickle has."""
-    if not true:
-        raise Refused(otherwise)
+def require(condition: object, refused: str) -> None:
+    """Raises ``Refused(refused)`` unless ``condition`` is true; ``refused`` says what the pickle has instead."""
+    if not condition:
+        raise Refused(refused)
 
 
 def _are(kind: type, *values: Any) -> bool:
@@ -122,8 +122,8 @@ def _are(kind: type, *values: Any) -> bool:
 
 def _sizes(values: Any, what: str) -> tuple[int, ...]:
     """Checks a shape or strides; ``what`` names it in the message. Returns a tuple of integers."""
-    need(type(values) in (tuple, list, torch.Size) and len(values) <= 64, f"{what} that is no short tuple")
-    need(_are(int, *values) and all([0 <= n < 1 << 62 for n in values]), f"{what} with something else than sizes")
+    require(type(values) in (tuple, list, torch.Size) and len(values) <= 64, f"{what} that is not a short tuple")
+    require(_are(int, *values) and all([0 <= n < 1 << 62 for n in values]), f"{what} with items that are not sizes")
     return tuple(values)
 
 
@@ -142,14 +142,14 @@ def _where(cls: Any, name: str) -> str:
 
 def _named(state: Any) -> dict[str, Any]:
     """Returns a state, in the forms of Python's own ``__getstate__``, as one dict of attributes."""
-    need(type(state) in (dict, tuple, types.NoneType), "a state that is no dict")
+    require(type(state) in (dict, tuple, types.NoneType), "a state that is not a dict")
     parts = state if type(state) is tuple else (state,)
-    need(len(parts) in (1, 2), "a state of more than two parts")
+    require(len(parts) in (1, 2), "a state of more than two parts")
     named: dict[str, Any] = {}
     for part in parts:
-        need(part is None or type(part) is dict, "a state that is no dict")
+        require(part is None or type(part) is dict, "a state that is not a dict")
         named |= part or {}
-    need(_are(str, *named), "attributes whose names are no text")
+    require(_are(str, *named), "attributes whose names are not strings")
     return named
 
 
@@ -157,9 +157,11 @@ def set_attributes(instance: Any, state: Any) -> None:
     """Sets attributes from a state; refuses those that would hide a method or whose name begins with ``__``."""
     cls: Any = type(instance)
     for name, value in _named(state).items():
-        need(len(name) <= 1000 and not name.startswith("__"), "an attribute that Python gives a meaning")
+        require(
+            len(name) <= 1000 and not name.startswith("__"), "an attribute whose name is too long or reserved by Python"
+        )
         where = _where(cls, name)
-        need(where, f"an attribute {name!r} that hides a method")
+        require(where, f"an attribute {name!r} that hides a method")
         if where == "slot":
             object.__setattr__(instance, name, value)
         else:
@@ -198,10 +200,13 @@ def _empty(cls: Any) -> Kind:
 def _of_items(cls: Any) -> Kind:
     def call(unpickler: Unpickler, *items: Any) -> Any:
         for values in items:
-            need(len(items) == 1 and type(values) in (list, tuple, set), f"a {cls.__name__} of no list")
-            unpickler.copies(len(values))
+            require(
+                len(items) == 1 and type(values) in (list, tuple, set),
+                f"a {cls.__name__} that is not made from one list, tuple or set",
+            )
+            unpickler.count_copy(len(values))
             for value in values:
-                unpickler.key(value)
+                unpickler.check_key(value)
         return cls(*items)
 
     return Kind(cls, call=call)
@@ -213,25 +218,25 @@ def _bytearray(cls: Any) -> Kind:
             case ():
                 return bytearray()
             case (bytes(data),) if type(data) is bytes:
-                unpickler.copies(len(data))
+                unpickler.count_copy(len(data))
                 return bytearray(data)
             case (str(text), "latin-1" | "latin1") if type(text) is str:
-                unpickler.copies(len(text))
+                unpickler.count_copy(len(text))
                 return bytearray(text, "latin-1")
-        raise Refused("a bytearray of no bytes")
+        raise Refused("a bytearray that is not made from bytes")
 
     return Kind(cls, call=call)
 
 
 def _encode(unpickler: Unpickler, text: Any, codec: Any = "latin1") -> bytes:
-    need(type(text) is str and type(codec) is str and codec in ("latin1", "latin-1"), "another codec than Latin-1")
-    unpickler.copies(len(text))
+    require(type(text) is str and type(codec) is str and codec in ("latin1", "latin-1"), "a codec other than Latin-1")
+    unpickler.count_copy(len(text))
     return bytes(text.encode("latin-1"))
 
 
 def _complex(cls: Any) -> Kind:
     def call(_: Unpickler, real: Any, imag: Any) -> complex:
-        need(_are(float, real, imag), "a complex number of no floats")
+        require(_are(float, real, imag), "a complex number whose parts are not floats")
         return complex(real, imag)
 
     return Kind(cls, call=call)
@@ -239,7 +244,7 @@ def _complex(cls: Any) -> Kind:
 
 def _range(cls: Any) -> Kind:
     def call(_: Unpickler, *args: Any) -> range:
-        need(_are(int, *args), "a range of no integers")
+        require(_are(int, *args), "a range whose bounds are not integers")
         return range(*args)
 
     return Kind(cls, call=call)
@@ -249,7 +254,10 @@ def _slice(cls: Any) -> Kind:
     def call(_: Unpickler, start: Any, stop: Any, step: Any) -> slice:
         # Not nested slices: Python runs out of stack when it frees them.
         plain = (types.NoneType, bool, int, float, str)
-        need(all([type(end) in plain or _is_numpy_scalar(end) for end in (start, stop, step)]), "a slice of no numbers")
+        require(
+            all([type(end) in plain or _is_numpy_scalar(end) for end in (start, stop, step)]),
+            "a slice whose bounds are not plain values",
+        )
         return slice(start, stop, step)
 
     return Kind(cls, call=call)
@@ -263,8 +271,8 @@ def _is_numpy_scalar(value: Any) -> bool:
 def _counter(cls: Any) -> Kind:
     def call(unpickler: Unpickler, *counts: Any) -> Any:
         for known in counts:
-            need(len(counts) == 1 and type(known) is dict, "a Counter of no dict")
-            unpickler.copies(len(known))
+            require(len(counts) == 1 and type(known) is dict, "a Counter that is not made from one dict")
+            unpickler.count_copy(len(known))
         return collections.Counter(*counts)
 
     return Kind(cls, call=call)
@@ -278,8 +286,8 @@ _FACTORIES = (
 
 def _defaultdict(cls: Any) -> Kind:
     def call(unpickler: Unpickler, factory: Any = None) -> Any:
-        known = factory is None or any([factory is one for one in _FACTORIES]) or unpickler.is_users(factory)
-        need(known, "a defaultdict with another factory than a container, a number or text")
+        known = factory is None or any([factory is one for one in _FACTORIES]) or unpickler.is_user_listed(factory)
+        require(known, "a defaultdict whose factory is not a type of containers, numbers or strings")
         return collections.defaultdict(factory)
 
     return Kind(cls, call=call)
@@ -287,10 +295,13 @@ def _defaultdict(cls: Any) -> Kind:
 
 def _deque(cls: Any) -> Kind:
     def call(unpickler: Unpickler, items: Any = (), maxlen: Any = None) -> Any:
-        need(type(items) in (tuple, list) and (maxlen is None or type(maxlen) is int), "a deque of no list")
-        unpickler.copies(len(items))
+        require(
+            type(items) in (tuple, list) and (maxlen is None or type(maxlen) is int),
+            "a deque that is not made from a list",
+        )
+        unpickler.count_copy(len(items))
         made = collections.deque(items, maxlen)
-        unpickler.nests(made, made)
+        unpickler.check_nesting(made, made)
         return made
 
     return Kind(cls, call=call)
@@ -302,7 +313,7 @@ def _ordered_dict(cls: Any) -> Kind:
 
 def _namespace(cls: Any) -> Kind:
     def build(_: Unpickler, instance: Any, state: Any) -> Any:
-        need("_make" not in _named(state), "an attribute that a namedtuple's class has")
+        require("_make" not in _named(state), "an attribute _make, as the class of a namedtuple has it")
         set_attributes(instance, state)
         return instance
 
@@ -312,10 +323,12 @@ def _namespace(cls: Any) -> Kind:
 def _date_part(cls: Any, length: int) -> Kind:
     def call(unpickler: Unpickler, packed: Any, *zone: Any) -> Any:
         # Pickles of protocol 2 hold the bytes as text.
-        need(type(packed) in (bytes, str) and len(packed) == length, f"a {cls.__name__} that is not its bytes")
-        need(
+        require(
+            type(packed) in (bytes, str) and len(packed) == length, f"a {cls.__name__} that is not in its packed form"
+        )
+        require(
             len(zone) < 2
-            and all([z is None or type(z) is datetime.timezone or unpickler.is_users(type(z)) for z in zone]),
+            and all([z is None or type(z) is datetime.timezone or unpickler.is_user_listed(type(z)) for z in zone]),
             "an unknown time zone",
         )
         # The constructor hardly checks the bytes. replace() builds the object again from its fields, which are checked.
@@ -326,7 +339,7 @@ def _date_part(cls: Any, length: int) -> Kind:
 
 def _timedelta(cls: Any) -> Kind:
     def call(_: Unpickler, *args: Any) -> Any:
-        need(len(args) <= 3 and _are(int, *args), "a timedelta of no integers")
+        require(len(args) <= 3 and _are(int, *args), "a timedelta whose parts are not integers")
         return datetime.timedelta(*args)
 
     return Kind(cls, call=call)
@@ -334,7 +347,9 @@ def _timedelta(cls: Any) -> Kind:
 
 def _timezone(cls: Any) -> Kind:
     def call(_: Unpickler, offset: Any, *name: Any) -> Any:
-        need(type(offset) is datetime.timedelta and len(name) < 2 and _are(str, *name), "a time zone of no offset")
+        require(
+            type(offset) is datetime.timedelta and len(name) < 2 and _are(str, *name), "a time zone without an offset"
+        )
         return datetime.timezone(offset, *name)
 
     return Kind(cls, call=call)
@@ -347,7 +362,7 @@ _FRACTION = re.compile(r"-?\d{1,4300}(/\d{1,4300})?", re.ASCII)
 def _decimal(cls: Any) -> Kind:
     def call(_: Unpickler, text: Any) -> Any:
         # Refuses 1e999999999, which a conversion to int would write out in full.
-        need(type(text) is str and _DECIMAL.fullmatch(text), "a Decimal that is no number of moderate size")
+        require(type(text) is str and _DECIMAL.fullmatch(text), "a Decimal that is not a number of moderate size")
         return decimal.Decimal(text)
 
     return Kind(cls, call=call)
@@ -360,14 +375,14 @@ def _fraction(cls: Any) -> Kind:
                 return fractions.Fraction(text)
             case (int(), int()) if _are(int, *args) and max(abs(args[0]), abs(args[1])).bit_length() < 1 << 14:
                 return fractions.Fraction(*args)
-        raise Refused("a Fraction that is no quotient of moderate integers")
+        raise Refused("a Fraction that is not a quotient of integers of moderate size")
 
     return Kind(cls, call=call)
 
 
 def _path(cls: Any) -> Kind:
     def call(_: Unpickler, *parts: Any) -> Any:
-        need(_are(str, *parts), "a path of no text")
+        require(_are(str, *parts), "a path whose parts are not strings")
         return cls(*parts)
 
     return Kind(cls, call=call)
@@ -377,8 +392,8 @@ def _uuid(cls: Any) -> Kind:
     def build(_: Unpickler, instance: Any, state: Any) -> Any:
         named = _named(state)
         number, safe = named.get("int"), named.get("is_safe")
-        need(type(number) is int and 0 <= number < 1 << 128, "a UUID that is no number of 128 bits")
-        need(type(safe) in (int, types.NoneType), "a UUID of unknown making")
+        require(type(number) is int and 0 <= number < 1 << 128, "a UUID that is not a number of 128 bits")
+        require(type(safe) in (int, types.NoneType), "a UUID with an invalid is_safe")
         instance.__setstate__({"int": number} | ({} if safe is None else {"is_safe": safe}))
         return instance
 
@@ -387,11 +402,13 @@ def _uuid(cls: Any) -> Kind:
 
 def _bytes_io(cls: Any) -> Kind:
     def build(unpickler: Unpickler, instance: Any, state: Any) -> Any:
-        need(type(state) is tuple and len(state) == 3, "a BytesIO that is not bytes and a position")
+        require(type(state) is tuple and len(state) == 3, "a BytesIO that is not bytes and a position")
         data, position, attributes = state
-        need(type(data) is bytes and type(position) is int and not attributes, "a BytesIO of no bytes")
-        need(0 <= position <= len(data), "a BytesIO whose position lies beyond its end")
-        unpickler.copies(len(data))
+        require(
+            type(data) is bytes and type(position) is int and not attributes, "a BytesIO whose content is not bytes"
+        )
+        require(0 <= position <= len(data), "a BytesIO whose position lies beyond its end")
+        unpickler.count_copy(len(data))
         instance.__setstate__((data, position, None))
         return instance
 
@@ -400,11 +417,14 @@ def _bytes_io(cls: Any) -> Kind:
 
 def _string_io(cls: Any) -> Kind:
     def build(unpickler: Unpickler, instance: Any, state: Any) -> Any:
-        need(type(state) is tuple and len(state) == 4, "a StringIO that is not text and a position")
+        require(type(state) is tuple and len(state) == 4, "a StringIO that is not text and a position")
         text, newline, position, attributes = state
-        need(type(text) is str and type(position) is int and not attributes, "a StringIO of no text")
-        need(newline in (None, "", "\n", "\r", "\r\n") and 0 <= position <= len(text), "a StringIO beyond its end")
-        unpickler.copies(len(text))
+        require(type(text) is str and type(position) is int and not attributes, "a StringIO whose content is not text")
+        require(
+            newline in (None, "", "\n", "\r", "\r\n") and 0 <= position <= len(text),
+            "a StringIO with an invalid newline or position",
+        )
+        unpickler.count_copy(len(text))
         instance.__setstate__((text, newline, position, None))
         return instance
 
@@ -416,7 +436,7 @@ def _newobj(unpickler: Unpickler, cls: Any, *args: Any) -> Any:
 
 
 def _newobj_ex(unpickler: Unpickler, cls: Any, args: Any, named: Any) -> Any:
-    need(type(args) is tuple and type(named) is dict, "arguments that are no tuple and dict")
+    require(type(args) is tuple and type(named) is dict, "arguments that are not a tuple and a dict")
     return unpickler.instance(cls, args, named)
 
 
@@ -425,8 +445,8 @@ def _newobj_ex(unpickler: Unpickler, cls: Any, args: Any, named: Any) -> Any:
 
 def _size(cls: Any) -> Kind:
     def call(unpickler: Unpickler, values: Any = ()) -> torch.Size:
-        need(type(values) in (tuple, list) and _are(int, *values), "a Size of no integers")
-        unpickler.copies(len(values))
+        require(type(values) in (tuple, list) and _are(int, *values), "a Size whose items are not integers")
+        unpickler.count_copy(len(values))
         return torch.Size(values)
 
     return Kind(cls, call=call)
@@ -434,7 +454,7 @@ def _size(cls: Any) -> Kind:
 
 def _device(cls: Any) -> Kind:
     def call(_: Unpickler, kind: Any, *index: Any) -> torch.device:
-        need(type(kind) is str and len(kind) < 100 and len(index) < 2 and _are(int, *index), "a device of no name")
+        require(type(kind) is str and len(kind) < 100 and len(index) < 2 and _are(int, *index), "an invalid device")
         return torch.device(kind, *index)
 
     return Kind(cls, call=call)
@@ -442,15 +462,19 @@ def _device(cls: Any) -> Kind:
 
 def _generator(cls: Any) -> Kind:
     def call(_: Unpickler, device: Any) -> torch.Generator:
-        need(type(device) is torch.device, "a Generator of no device")
+        require(type(device) is torch.device, "a Generator without a device")
         return torch.Generator(device)
 
     def build(unpickler: Unpickler, instance: Any, state: Any) -> Any:
-        need(type(state) is tuple and len(state) == 3, "a Generator whose state is no seed, offset and tensor")
+        require(
+            type(state) is tuple and len(state) == 3, "a Generator whose state is not a seed, an offset and a tensor"
+        )
         seed, offset, tensor = state
-        need(type(seed) is int and (offset is None or type(offset) is int), "a Generator of no seed")
-        need(_plain(tensor) and tensor.dtype is torch.uint8, "a Generator whose state is no tensor of bytes")
-        unpickler.makes(tensor, 1)
+        require(
+            type(seed) is int and (offset is None or type(offset) is int), "a Generator whose seed is not an integer"
+        )
+        require(_plain(tensor) and tensor.dtype is torch.uint8, "a Generator whose state is not a tensor of bytes")
+        unpickler.count_tensor(tensor, 1)
         instance.__setstate__(state)
         return instance
 
@@ -458,21 +482,24 @@ def _generator(cls: Any) -> Kind:
 
 
 def _layout(_: Unpickler, name: Any) -> Any:
-    need(type(name) is str, "a layout of no name")
+    require(type(name) is str, "a layout whose name is not a string")
     return torch.serialization._get_layout(name)
 
 
 def _no_hooks(hooks: Any) -> None:
-    need(hooks is None or (type(hooks) is collections.OrderedDict and not hooks), "hooks on a tensor")
+    require(hooks is None or (type(hooks) is collections.OrderedDict and not hooks), "hooks on a tensor")
 
 
 def _metadata(values: tuple[Any, ...], dtype: torch.dtype) -> None:
     for known in values:
         bits = type(known) is dict and known.keys() <= {"conj", "neg"} and _are(bool, *known.values())
-        need(len(values) == 1 and (known is None or bits), "metadata of a tensor that is not its conj and neg bits")
+        require(len(values) == 1 and (known is None or bits), "tensor metadata other than the conj and neg bits")
         # torch's kernels do not expect these bits on other dtypes.
-        need(not (known or {}).get("conj") or dtype.is_complex, "a conj bit on numbers that are not complex")
-        need(not (known or {}).get("neg") or dtype.is_complex or dtype in _OF_COMPLEX, "a neg bit on other numbers")
+        require(not (known or {}).get("conj") or dtype.is_complex, "a conj bit on numbers that are not complex")
+        require(
+            not (known or {}).get("neg") or dtype.is_complex or dtype in _OF_COMPLEX,
+            "a neg bit on a dtype that cannot have one",
+        )
 
 
 #: Real dtypes that can have a neg bit: those of the imaginary part of a conjugated tensor.
@@ -483,19 +510,19 @@ _QUANTISED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2,
 
 def _not_quantised(dtype: torch.dtype) -> None:
     """Refuses a quantised dtype where no scales are given: torch would read scales that are not there."""
-    need(dtype not in _QUANTISED, "a quantised tensor without its scales")
+    require(dtype not in _QUANTISED, "a quantised tensor without its scales")
 
 
 def _within(storage: Any, offset: Any, size: Any, stride: Any, bits: int) -> None:
     """Refuses a tensor that reaches beyond its storage: torch would enlarge the storage, or read beyond its end."""
-    need(type(storage) is TypedStorage, "a tensor of no storage")
+    require(type(storage) is TypedStorage, "a tensor without a storage")
     shape, steps = _sizes(size, "a shape"), _sizes(stride, "strides")
-    need(len(shape) == len(steps), "strides that do not belong to the shape")
-    need(type(offset) is int and 0 <= offset < 1 << 62, "an offset that is none")
-    need(math.prod([n or 1 for n in shape]) < 1 << 62, "a shape that is too large")
+    require(len(shape) == len(steps), "strides that do not belong to the shape")
+    require(type(offset) is int and 0 <= offset < 1 << 62, "an invalid offset")
+    require(math.prod([n or 1 for n in shape]) < 1 << 62, "a shape that is too large")
     nbytes = storage._untyped_storage.nbytes()
     reach = 0 if 0 in shape else 1 + sum([(n - 1) * step for n, step in zip(shape, steps, strict=True)])
-    need((offset + reach) * bits <= nbytes * 8, "a tensor that reaches beyond its storage")
+    require((offset + reach) * bits <= nbytes * 8, "a tensor that reaches beyond its storage")
 
 
 def _bits(dtype: torch.dtype) -> int:
@@ -513,10 +540,10 @@ def _rebuild_tensor(unpickler: Unpickler, storage: Any, offset: Any, size: Any, 
 def _rebuild_tensor_v2(
     _: Unpickler, storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, *metadata: Any
 ) -> Tensor:
-    need(type(storage) is TypedStorage, "a tensor of no storage")
+    require(type(storage) is TypedStorage, "a tensor without a storage")
     _not_quantised(storage.dtype)
     _within(storage, offset, size, stride, storage.dtype.itemsize * 8)
-    need(type(grad) is bool, "a gradient that is neither required nor not")
+    require(type(grad) is bool, "a requires_grad that is not a bool")
     _no_hooks(hooks)
     _metadata(metadata, storage.dtype)
     return torch._utils._rebuild_tensor_v2(storage, offset, size, stride, grad, hooks, *metadata)
@@ -525,10 +552,10 @@ def _rebuild_tensor_v2(
 def _rebuild_tensor_v3(
     _: Unpickler, storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, *metadata: Any
 ) -> Tensor:
-    need(type(dtype) is torch.dtype, "a tensor of no dtype")
+    require(type(dtype) is torch.dtype, "a tensor without a dtype")
     _not_quantised(dtype)
     _within(storage, offset, size, stride, dtype.itemsize * 8)
-    need(type(grad) is bool, "a gradient that is neither required nor not")
+    require(type(grad) is bool, "a requires_grad that is not a bool")
     _no_hooks(hooks)
     _metadata(metadata, dtype)
     return torch._utils._rebuild_tensor_v3(storage, offset, size, stride, grad, hooks, dtype, *metadata)
@@ -537,31 +564,36 @@ def _rebuild_tensor_v3(
 def _rebuild_qtensor(
     unpickler: Unpickler, storage: Any, offset: Any, size: Any, stride: Any, how: Any, grad: Any, hooks: Any
 ) -> Tensor:
-    need(type(storage) is TypedStorage, "a tensor of no storage")
+    require(type(storage) is TypedStorage, "a tensor without a storage")
     _within(storage, offset, size, stride, _bits(storage.dtype))
     # torch first creates a tensor with as many elements.
-    need(math.prod(size) * _bits(storage.dtype) <= 8 * storage._untyped_storage.nbytes(), "elements that share memory")
-    need(type(grad) is bool and type(how) is tuple and how, "a quantised tensor of no scale")
+    require(
+        math.prod(size) * _bits(storage.dtype) <= 8 * storage._untyped_storage.nbytes(),
+        "a quantised tensor whose elements share memory",
+    )
+    require(type(grad) is bool and type(how) is tuple and how, "a quantised tensor without its scales")
     _no_hooks(hooks)
     match how:
         case (torch.per_tensor_affine, float(), int()):
             pass
         case (torch.per_channel_affine | torch.per_channel_affine_float_qparams, scales, zeros, int(axis)):
-            need(_plain(scales) and _plain(zeros) and 0 <= axis < len(size), "channels that are no tensors")
-            need(scales.dim() == zeros.dim() == 1, "channels that are no row")
-            need(scales.numel() == zeros.numel() == size[axis], "scales for another number of channels")
-            need(scales.is_floating_point() and not zeros.is_complex(), "scales that are no numbers")
+            require(
+                _plain(scales) and _plain(zeros) and 0 <= axis < len(size), "scales or zero points that are not tensors"
+            )
+            require(scales.dim() == zeros.dim() == 1, "scales or zero points that are not one-dimensional")
+            require(scales.numel() == zeros.numel() == size[axis], "scales for another number of channels")
+            require(scales.is_floating_point() and not zeros.is_complex(), "scales that are not floating-point numbers")
             # torch converts the elements of both to eight bytes each.
-            unpickler.makes(scales, 8)
-            unpickler.makes(zeros, 8)
+            unpickler.count_tensor(scales, 8)
+            unpickler.count_tensor(zeros, 8)
         case _:
-            raise Refused("a quantised tensor of no known scheme")
-    unpickler.looks(math.prod(size) >> 6)
+            raise Refused("a quantised tensor with an unknown scheme")
+    unpickler.count_checks(math.prod(size) >> 6)
     return torch._utils._rebuild_qtensor(storage, offset, size, stride, how, grad, hooks)
 
 
 def _rebuild_parameter(_: Unpickler, data: Any, grad: Any, hooks: Any) -> Tensor:
-    need(isinstance(data, Tensor) and type(grad) is bool, "a Parameter of no tensor")
+    require(isinstance(data, Tensor) and type(grad) is bool, "a Parameter without a tensor")
     _no_hooks(hooks)
     return Parameter(data, grad)
 
@@ -592,44 +624,64 @@ def _dense(values: Any) -> bool:
 
 
 def _rebuild_sparse_tensor(unpickler: Unpickler, layout: Any, data: Any) -> Tensor:
-    need(type(layout) is torch.layout and type(data) is tuple and len(data) in (3, 4), "a sparse tensor of no parts")
+    require(
+        type(layout) is torch.layout and type(data) is tuple and len(data) in (3, 4),
+        "a sparse tensor with invalid parts",
+    )
     if layout is torch.sparse_coo:
         indices, values, size, *coalesced = data
-        need(_indices(indices) and _dense(values), "a sparse tensor of no tensors")
-        need(values.device.type == "cpu" and not values.is_quantized, "a sparse tensor of no numbers")
-        need(all([c is None or type(c) is bool for c in coalesced]), "a sparse tensor of no known order")
-        unpickler.looks(indices.numel() >> 6)
+        require(_indices(indices) and _dense(values), "a sparse tensor whose indices or values are not dense tensors")
+        require(
+            values.device.type == "cpu" and not values.is_quantized,
+            "a sparse tensor whose values are not numbers in host memory",
+        )
+        require(
+            all([c is None or type(c) is bool for c in coalesced]), "a sparse tensor whose is_coalesced is not a bool"
+        )
+        unpickler.count_checks(indices.numel() >> 6)
         # Private indices: those of the pickle can share memory with another tensor, to which the user may write.
         return torch.sparse_coo_tensor(
-            unpickler.own(indices),
+            unpickler.private_copy(indices),
             values,
             _sizes(size, "a shape"),
             check_invariants=True,
             is_coalesced=coalesced[0] if coalesced else None,
         )
-    need(len(data) == 4, "a sparse tensor of no four parts")
+    require(len(data) == 4, "a sparse tensor that does not have four parts")
     compressed, plain, values, size = data
-    need(_indices(compressed) and _indices(plain) and _dense(values), "a sparse tensor of no tensors")
-    need(values.device.type == "cpu" and not values.is_quantized, "a sparse tensor of no numbers")
-    unpickler.looks((compressed.numel() + plain.numel()) >> 6)
-    own = unpickler.own
+    require(
+        _indices(compressed) and _indices(plain) and _dense(values),
+        "a sparse tensor whose indices or values are not dense tensors",
+    )
+    require(
+        values.device.type == "cpu" and not values.is_quantized,
+        "a sparse tensor whose values are not numbers in host memory",
+    )
+    unpickler.count_checks((compressed.numel() + plain.numel()) >> 6)
     return torch.sparse_compressed_tensor(
-        own(compressed), own(plain), values, _sizes(size, "a shape"), layout=layout, check_invariants=True
+        unpickler.private_copy(compressed),
+        unpickler.private_copy(plain),
+        values,
+        _sizes(size, "a shape"),
+        layout=layout,
+        check_invariants=True,
     )
 
 
 def _rebuild_nested_tensor(unpickler: Unpickler, buffer: Any, sizes: Any, strides: Any, offsets: Any) -> Tensor:
-    need(_plain(buffer) and buffer.dim() == 1 and buffer.is_contiguous(), "a nested tensor of no buffer")
+    require(
+        _plain(buffer) and buffer.dim() == 1 and buffer.is_contiguous(), "a nested tensor without a contiguous buffer"
+    )
     shapes = all([_plain(part) and part.dtype is torch.int64 for part in (sizes, strides, offsets)])
-    need(shapes and sizes.dim() == 2 and sizes.shape == strides.shape, "a nested tensor of no shapes")
-    need(offsets.shape == sizes.shape[:1], "a nested tensor of no offsets")
-    unpickler.looks(len(sizes) + sizes.numel())
+    require(shapes and sizes.dim() == 2 and sizes.shape == strides.shape, "a nested tensor without valid shapes")
+    require(offsets.shape == sizes.shape[:1], "a nested tensor without an offset for each shape")
+    unpickler.count_checks(len(sizes) + sizes.numel())
     # Private shapes, for the same reason as private indices.
-    sizes, strides, offsets = map(unpickler.own, (sizes, strides, offsets))
+    sizes, strides, offsets = map(unpickler.private_copy, (sizes, strides, offsets))
     for shape, steps, offset in zip(sizes.tolist(), strides.tolist(), offsets.tolist(), strict=True):
-        need(min([offset, *shape, *steps]) >= 0, "a nested tensor with something else than sizes")
+        require(min([offset, *shape, *steps]) >= 0, "a nested tensor with negative sizes, strides or offsets")
         reach = 0 if 0 in shape else 1 + sum([(n - 1) * step for n, step in zip(shape, steps, strict=True)])
-        need(offset + reach <= buffer.numel(), "a nested tensor that reaches beyond its buffer")
+        require(offset + reach <= buffer.numel(), "a nested tensor that reaches beyond its buffer")
     return torch._nested_view_from_buffer(buffer, sizes, strides, offsets)
 
 
@@ -637,41 +689,55 @@ _JAGGED = ("_values", "_offsets", "_lengths", "_ragged_idx", "_metadata_cache")
 
 
 def _rebuild_njt(unpickler: Unpickler, parts: Any) -> Tensor:
-    need(type(parts) is dict and _are(str, *parts), "a jagged tensor of no parts")
+    require(type(parts) is dict and _are(str, *parts), "a jagged tensor whose parts are not a dict")
     known = {"values", "offsets", "lengths", "_ragged_idx", "_metadata_cache", "requires_grad"}
-    need(parts.keys() <= known and {"values", "offsets"} <= parts.keys(), "a jagged tensor of other parts")
+    require(
+        parts.keys() <= known and {"values", "offsets"} <= parts.keys(), "a jagged tensor with unknown or missing parts"
+    )
     values, offsets, lengths = parts["values"], parts["offsets"], parts.get("lengths")
     ragged, cached = parts.get("_ragged_idx", 1), parts.get("_metadata_cache") or {}
-    need(_dense(values) and _indices(offsets) and offsets.dim() == 1 and len(offsets) > 0, "a jagged tensor of no rows")
-    need(type(ragged) is int and 0 < ragged <= values.dim(), "a jagged tensor with no such dimension")
-    need(type(parts.get("requires_grad", False)) is bool, "a gradient that is neither required nor not")
-    need(type(cached) is dict and _are(str, *cached), "a jagged tensor with a cache of no names")
-    need(all([type(one) is int or _plain(one) for one in cached.values()]), "a jagged tensor with a cache of no sizes")
-    unpickler.looks(len(offsets) >> 6)
-    # own() returns the same copy for the same offsets: jagged tensors that share them belong together.
-    offsets = unpickler.own(offsets)
+    require(
+        _dense(values) and _indices(offsets) and offsets.dim() == 1 and len(offsets) > 0,
+        "a jagged tensor without valid values and offsets",
+    )
+    require(type(ragged) is int and 0 < ragged <= values.dim(), "a jagged tensor with an invalid ragged dimension")
+    require(type(parts.get("requires_grad", False)) is bool, "a requires_grad that is not a bool")
+    require(type(cached) is dict and _are(str, *cached), "a jagged tensor whose cache has keys that are not strings")
+    require(
+        all([type(one) is int or _plain(one) for one in cached.values()]),
+        "a jagged tensor whose cache has values that are not sizes",
+    )
+    unpickler.count_checks(len(offsets) >> 6)
+    # private_copy() returns the same copy for the same offsets: jagged tensors that share them belong together.
+    offsets = unpickler.private_copy(offsets)
     rows, end = offsets.diff(), values.shape[ragged - 1]
-    need(bool((rows >= 0).all()) and offsets[0] >= 0 and offsets[-1] <= end, "rows beyond the values")
+    require(
+        bool((rows >= 0).all()) and offsets[0] >= 0 and offsets[-1] <= end,
+        "a jagged tensor with rows beyond its values",
+    )
     if lengths is not None:
-        need(_indices(lengths) and lengths.shape == rows.shape, "a jagged tensor of no lengths")
-        lengths = unpickler.own(lengths)
-        need(bool((lengths >= 0).all()) and bool((offsets[:-1] + lengths <= end).all()), "rows beyond the values")
+        require(_indices(lengths) and lengths.shape == rows.shape, "a jagged tensor with invalid lengths")
+        lengths = unpickler.private_copy(lengths)
+        require(
+            bool((lengths >= 0).all()) and bool((offsets[:-1] + lengths <= end).all()),
+            "a jagged tensor with rows beyond its values",
+        )
     module = importlib.import_module("torch.nested._internal.nested_tensor")
     return module._rebuild_njt({**parts, "offsets": offsets, "lengths": lengths})
 
 
 def _rebuild_meta_tensor(_: Unpickler, dtype: Any, size: Any, stride: Any, grad: Any) -> Tensor:
-    need(type(dtype) is torch.dtype and type(grad) is bool, "a tensor of no dtype")
+    require(type(dtype) is torch.dtype and type(grad) is bool, "a tensor without a dtype")
     _not_quantised(dtype)
     shape, steps = _sizes(size, "a shape"), _sizes(stride, "strides")
     return torch._utils._rebuild_meta_tensor_no_storage(dtype, shape, steps, grad)
 
 
 def _rebuild_on_device(unpickler: Unpickler, data: Any, dtype: Any, device: Any, grad: Any) -> Tensor:
-    need(_plain(data) and type(dtype) is torch.dtype and type(grad) is bool, "a tensor of no data")
-    need(type(device) in (str, torch.device), "a device of no name")
+    require(_plain(data) and type(dtype) is torch.dtype and type(grad) is bool, "a tensor without data or a dtype")
+    require(type(device) in (str, torch.device), "an invalid device")
     _not_quantised(dtype)
-    unpickler.makes(data, dtype.itemsize)
+    unpickler.count_tensor(data, dtype.itemsize)
     return torch._utils._rebuild_device_tensor_from_cpu_tensor(data, dtype, device, grad)
 
 
@@ -686,11 +752,20 @@ def _rebuild_wrapper(
     device: Any,
     grad: Any,
 ) -> Tensor:
-    need(_is_wrapper(cls) or unpickler.is_users(cls), "a wrapper of no known class")
+    require(_is_wrapper(cls) or unpickler.is_user_listed(cls), "a wrapper of an unknown class")
     # A class that does not handle each operation itself would read memory that it does not have.
-    need(cls.__torch_dispatch__ is not Tensor.__torch_dispatch__, "a wrapper that handles no operations")
-    need(type(dtype) is torch.dtype and type(layout) is torch.layout and type(grad) is bool, "a wrapper of no dtype")
-    need(type(device) in (str, torch.device) and type(offset) is int and offset >= 0, "a wrapper of no device")
+    require(
+        cls.__torch_dispatch__ is not Tensor.__torch_dispatch__,
+        "a wrapper class that does not handle its operations itself",
+    )
+    require(
+        type(dtype) is torch.dtype and type(layout) is torch.layout and type(grad) is bool,
+        "a wrapper without a dtype or a layout",
+    )
+    require(
+        type(device) in (str, torch.device) and type(offset) is int and offset >= 0,
+        "a wrapper with an invalid device or offset",
+    )
     shape, steps = _sizes(size, "a shape"), _sizes(stride, "strides")
     return torch._utils._rebuild_wrapper_subclass(cls, dtype, shape, steps, offset, layout, device, grad)
 
@@ -716,12 +791,15 @@ def _is_a(value: Any, name: str) -> bool:
 
 def _rebuild_from_type(unpickler: Unpickler, rebuild: Any, cls: Any, args: Any, state: Any) -> Tensor:
     """Does what ``torch._tensor._rebuild_from_type_v2`` does."""
-    need(type(rebuild) is Function and rebuild.run in _REBUILDING, "a tensor rebuilt by something else")
-    need(type(args) is tuple, "arguments that are no tuple")
+    require(type(rebuild) is Function and rebuild.run in _REBUILDING, "a function that does not rebuild tensors")
+    require(type(args) is tuple, "arguments that are not a tuple")
     made: Tensor = rebuild.run(unpickler, *args)
-    if id(cls) not in _kinds and unpickler.is_users(cls):
+    if id(cls) not in _kinds and unpickler.is_user_listed(cls):
         if type(made) is not cls:
-            need(issubclass(cls, Tensor) and type(made) in (Tensor, Parameter), "a tensor of another class")
+            require(
+                issubclass(cls, Tensor) and type(made) in (Tensor, Parameter),
+                "a class other than that of the rebuilt tensor",
+            )
             made = made.as_subclass(cls)
         if cls.__setstate__ is not Tensor.__setstate__:
             cls.__setstate__(made, state)
@@ -729,49 +807,61 @@ def _rebuild_from_type(unpickler: Unpickler, rebuild: Any, cls: Any, args: Any, 
             torch._utils._set_obj_state(made, state)
         return made
     if rebuild.run is _rebuild_wrapper:
-        need(type(made) is cls, "a tensor without memory as another class")
+        require(type(made) is cls, "a wrapper rebuilt as another class")
         if cls.__name__ == "ShardedTensor":
             _set_sharded(made, state)
             return made
         named = _named(state)
         for name, kind in _WRAPPED[cls.__name__].items():
-            need(_is_a(named.get(name), kind), f"a {cls.__name__} without its {name}")
+            require(_is_a(named.get(name), kind), f"a {cls.__name__} without its {name}")
         set_attributes(made, state)
         return made
     if rebuild.run is _rebuild_njt:
-        need(type(made) is cls, "a jagged tensor as another class")
+        require(type(made) is cls, "a jagged tensor rebuilt as another class")
         # The constructor has set and checked these.
         set_attributes(made, {name: value for name, value in _named(state).items() if name not in _JAGGED})
         return made
-    need(type(made) is cls, "a tensor of another class")
+    require(type(made) is cls, "a class other than that of the rebuilt tensor")
     set_attributes(made, state)
     return made
 
 
 def _set_sharded(made: Any, state: Any) -> None:
-    need(type(state) is tuple and len(state) == 5, "a ShardedTensor of other parts")
+    require(type(state) is tuple and len(state) == 5, "a ShardedTensor that does not have five parts")
     shards, metadata, group, spec, remote = state
-    need(type(shards) is list and all([_is_a(shard, "Shard") for shard in shards]), "a ShardedTensor of no shards")
-    need(_is_a(metadata, "ShardedTensorMetadata") and _is_a(group, "ProcessGroupState"), "a ShardedTensor of no size")
-    need(_is_a(spec, "EnumerableShardingSpec") or _is_a(spec, "ChunkShardingSpec"), "a ShardedTensor of no layout")
+    require(
+        type(shards) is list and all([_is_a(shard, "Shard") for shard in shards]),
+        "a ShardedTensor whose shards are not a list of Shard",
+    )
+    require(
+        _is_a(metadata, "ShardedTensorMetadata") and _is_a(group, "ProcessGroupState"),
+        "a ShardedTensor without metadata or a process group",
+    )
+    require(
+        _is_a(spec, "EnumerableShardingSpec") or _is_a(spec, "ChunkShardingSpec"),
+        "a ShardedTensor with an unknown sharding spec",
+    )
     # With remote references torch would contact the other ranks and wait for them.
-    need(remote is False, "a ShardedTensor with remote references")
+    require(remote is False, "a ShardedTensor with remote references")
     made.__setstate__(state)
 
 
 def _with_grad(_: Unpickler, value: Any) -> Tensor:
-    need(isinstance(value, Tensor), "a gradient of no tensor")
+    require(isinstance(value, Tensor), "a value that is not a tensor")
     return _rebuild.with_grad(value)
 
 
 def _rebuild_dtensor(_: Unpickler, local: Any, spec: Any, grad: Any) -> Tensor:
-    need(_dense(local) and _is_a(spec, "DTensorSpec") and type(grad) is bool, "a DTensor of no tensor")
+    require(
+        _dense(local) and _is_a(spec, "DTensorSpec") and type(grad) is bool,
+        "a DTensor that is not a dense tensor, a DTensorSpec and a bool",
+    )
     return _rebuild.rebuild_dtensor(local, spec, grad)
 
 
 def _uninitialized(cls: Any) -> Kind:
     def call(_: Unpickler, grad: Any) -> Any:
-        need(type(grad) is bool, "a gradient that is neither required nor not")
+        require(type(grad) is bool, "a requires_grad that is not a bool")
         return cls(grad)
 
     return Kind(cls, call=call)
@@ -783,10 +873,13 @@ def _tensor(cls: Any) -> Kind:
 
 def _structseq(cls: Any) -> Kind:
     def call(_: Unpickler, fields: Any, named: Any) -> Any:
-        need(type(fields) is tuple and type(named) is dict and not named, f"a {cls.__name__} of other fields")
+        require(type(fields) is tuple and type(named) is dict and not named, f"a {cls.__name__} with unexpected fields")
         # Not nested in one another: Python frees such tuples recursively.
         plain = (types.NoneType, bool, int, float, complex)
-        need(all([type(f) in plain or isinstance(f, Tensor) for f in fields]), f"a {cls.__name__} of no tensors")
+        require(
+            all([type(f) in plain or isinstance(f, Tensor) for f in fields]),
+            f"a {cls.__name__} whose fields are neither tensors nor numbers",
+        )
         return cls(fields)
 
     return Kind(cls, call=call)
@@ -797,9 +890,15 @@ def _placement(cls: Any) -> Kind:
 
     def make(_: Unpickler, state: Any) -> Any:
         fields = _named(state)
-        need(fields.keys() <= {"dim", "reduce_op", "split_factor"}, "a placement of other fields")
-        need(all([type(n) is (str if name == "reduce_op" else int) for name, n in fields.items()]), "no placement")
-        need(all([-(1 << 31) < n < 1 << 31 for n in fields.values() if type(n) is int]), "no placement")
+        require(fields.keys() <= {"dim", "reduce_op", "split_factor"}, "a placement with unexpected fields")
+        require(
+            all([type(n) is (str if name == "reduce_op" else int) for name, n in fields.items()]),
+            "a placement with an invalid field",
+        )
+        require(
+            all([-(1 << 31) < n < 1 << 31 for n in fields.values() if type(n) is int]),
+            "a placement with an invalid field",
+        )
         return cls(**fields)
 
     return Kind(cls, new=lambda _: Pending(make))
@@ -807,7 +906,7 @@ def _placement(cls: Any) -> Kind:
 
 def _replicate(cls: Any) -> Kind:
     def build(_: Unpickler, instance: Any, state: Any) -> Any:
-        need(not _named(state), "a placement of other fields")
+        require(not _named(state), "a placement with unexpected fields")
         return instance
 
     return Kind(cls, new=lambda _: cls(), build=build)
@@ -817,7 +916,9 @@ def _mesh(cls: Any) -> Kind:
     def build(_: Unpickler, instance: Any, state: Any) -> Any:
         named = _named(state)
         names = named.get("_dim_group_names", [])
-        need(type(names) is list and _are(str, *names) and len(names) < 100, "a mesh whose groups have no names")
+        require(
+            type(names) is list and _are(str, *names) and len(names) < 100, "a mesh whose group names are not strings"
+        )
         set_attributes(instance, state)
         if hasattr(cls, "__setstate__"):
             # It looks up groups with these names in this process. It creates no group and contacts no other rank.
@@ -830,7 +931,7 @@ def _mesh(cls: Any) -> Kind:
 
 def _memory_format(cls: Any) -> Kind:
     def call(_: Unpickler, number: Any) -> Any:
-        need(type(number) is int, "a memory format of no number")
+        require(type(number) is int, "a memory format that is not a number")
         return cls(number)
 
     return Kind(cls, call=call)
@@ -838,7 +939,7 @@ def _memory_format(cls: Any) -> Kind:
 
 def _properties(cls: Any) -> Kind:
     def build(_: Unpickler, instance: Any, state: Any) -> Any:
-        need(type(state) is tuple and len(state) in (5, 6), "properties of a tensor that are others")
+        require(type(state) is tuple and len(state) in (5, 6), "a number of tensor properties other than five or six")
         instance.__setstate__(state)
         return instance
 
@@ -853,8 +954,8 @@ _DTYPE = re.compile(r"[biufcSUVmMO?]\d{0,9}", re.ASCII)
 def _dtype(cls: Any) -> Kind:
     def call(_: Unpickler, text: Any, align: Any = False, copy: Any = False) -> Any:
         # The text of a dtype such as "V8" does not say what its parts are: those come with the state.
-        need(type(text) is str and _DTYPE.fullmatch(text), "a dtype of unknown kind")
-        need(align in (False, 0, True) and copy in (False, 0, True), "a dtype of other arguments")
+        require(type(text) is str and _DTYPE.fullmatch(text), "a dtype of an unknown kind")
+        require(align in (False, 0, True) and copy in (False, 0, True), "a dtype with unexpected arguments")
         return Pending(lambda unpickler, state: _make_dtype(unpickler, text, state))
 
     return Kind(cls, call=call)
@@ -869,8 +970,8 @@ def _shallow(unpickler: Unpickler, dtype: Any) -> None:
     todo = [(dtype, 0)]
     while todo:
         item, depth = todo.pop()
-        need(depth < _DEEPEST_DTYPE, "a dtype that is nested too deep")
-        unpickler.looks(1)
+        require(depth < _DEEPEST_DTYPE, "a dtype that is nested too deep")
+        unpickler.count_checks(1)
         parts = [item.base] if item.subdtype else [part[0] for part in (item.fields or {}).values()]
         todo += [(part, depth + 1) for part in parts]
 
@@ -879,19 +980,22 @@ def _make_dtype(unpickler: Unpickler, text: str, state: Any) -> Any:
     """Creates the dtype that a state describes, by numpy's public constructor, which only makes valid ones."""
     import numpy as np
 
-    need(type(state) is tuple and len(state) in (8, 9) and state[0] in (3, 4), "a dtype of an unknown version")
+    require(type(state) is tuple and len(state) in (8, 9) and state[0] in (3, 4), "a dtype of an unknown version")
     order, sub, names, fields, itemsize, alignment = state[1:7]
-    need(type(order) is str and order in "<>=|" and _are(int, itemsize, alignment), "a dtype of no byte order")
+    require(type(order) is str and order in "<>=|" and _are(int, itemsize, alignment), "a dtype without a byte order")
     if sub is not None:
-        need(type(sub) is tuple and len(sub) == 2 and isinstance(sub[0], np.dtype), "a dtype of no elements")
+        require(
+            type(sub) is tuple and len(sub) == 2 and isinstance(sub[0], np.dtype),
+            "a dtype whose elements have no dtype",
+        )
         _shallow(unpickler, sub[0])
         made = np.dtype((sub[0], _sizes(sub[1], "a shape")))
     elif names is not None:
-        need(type(names) is tuple and _are(str, *names) and type(fields) is dict, "a dtype of no fields")
+        require(type(names) is tuple and _are(str, *names) and type(fields) is dict, "a dtype with invalid fields")
         parts = [fields.get(name) for name in names]
         for part in parts:
             whole = type(part) is tuple and len(part) in (2, 3)
-            need(whole and isinstance(part[0], np.dtype) and type(part[1]) is int, "a dtype of no fields")
+            require(whole and isinstance(part[0], np.dtype) and type(part[1]) is int, "a dtype with invalid fields")
         for part in parts:
             _shallow(unpickler, part[0])
         known: dict[str, Any] = {
@@ -901,8 +1005,8 @@ def _make_dtype(unpickler: Unpickler, text: str, state: Any) -> Any:
         }
         if any(len(part) == 3 for part in parts):
             known["titles"] = [part[2] if len(part) == 3 else None for part in parts]
-            need(all([t is None or type(t) is str for t in known["titles"]]), "a dtype with titles that are no text")
-        need(0 < itemsize < 1 << 31, "a dtype of no size")
+            require(all([t is None or type(t) is str for t in known["titles"]]), "a dtype whose titles are not strings")
+        require(0 < itemsize < 1 << 31, "a dtype with an invalid size")
         aligned = alignment > 1
         of: Any = np.dtype
         made = of({**known, "itemsize": itemsize}, align=aligned)
@@ -913,11 +1017,14 @@ def _make_dtype(unpickler: Unpickler, text: str, state: Any) -> Any:
             ):
                 made = np.dtype(text if unit == b"generic" else f"{text}[{step}{unit.decode()}]")
             case _:
-                raise Refused("a time of no unit")
+                raise Refused("a dtype of times with an invalid unit")
     else:
         # For strings, the text has the length in characters; itemsize, which is not needed, has it in bytes.
         made = np.dtype(text)
-    need(made.hasobject is text.startswith("O") or names is not None or sub is not None, "a dtype of objects")
+    require(
+        made.hasobject is text.startswith("O") or names is not None or sub is not None,
+        "a dtype whose kind and state contradict each other",
+    )
     if order in "<>" and made.names is None and made.subdtype is None:
         made = made.newbyteorder(order)
     return made
@@ -926,36 +1033,39 @@ def _make_dtype(unpickler: Unpickler, text: str, state: Any) -> Any:
 def _reconstruct(_: Unpickler, cls: Any, shape: Any, kind: Any) -> Any:
     import numpy as np
 
-    need(cls is np.ndarray and shape == (0,) and _are(tuple, shape) and kind in (b"b", "b"), "an array of another kind")
+    require(
+        cls is np.ndarray and shape == (0,) and _are(tuple, shape) and kind in (b"b", "b"),
+        "an array of an unexpected kind",
+    )
     return Pending(_make_array)
 
 
 def _make_array(unpickler: Unpickler, state: Any) -> Any:
     import numpy as np
 
-    need(type(state) is tuple and len(state) == 5 and state[0] == 1, "an array of an unknown version")
+    require(type(state) is tuple and len(state) == 5 and state[0] == 1, "an array of an unknown version")
     _, shape, dtype, fortran, data = state
     sizes = _sizes(shape, "a shape")
-    need(isinstance(dtype, np.dtype) and fortran in (False, True), "an array of no dtype")
+    require(isinstance(dtype, np.dtype) and fortran in (False, True), "an array without a dtype")
     count = math.prod(sizes)
     made = np.ndarray((0,), np.int8)
     if dtype.hasobject:
         # Objects have to come as a list: as bytes they would be addresses, which a pickle must not choose.
-        need(
+        require(
             dtype == np.dtype(object) and type(data) is list and len(data) == count,
-            "an array of objects, not in a list",
+            "an array of objects that are not in a list of the right length",
         )
-        unpickler.copies(count)
+        unpickler.count_copy(count)
         # numpy frees nested ones recursively.
         nested = [type(item) is np.ndarray and item.dtype.hasobject for item in data]
-        need(not any(nested), "an array of objects in an array of objects")
+        require(not any(nested), "an array of objects in an array of objects")
     else:
-        need(
+        require(
             type(data) is bytes and len(data) == count * dtype.itemsize,
-            "an array with other bytes than its shape needs",
+            "an array with more or fewer bytes than its shape needs",
         )
-        need(dtype.itemsize or not count, "an array of nothing")
-        unpickler.copies(len(data))
+        require(dtype.itemsize or not count, "an array of elements without bytes")
+        unpickler.count_copy(len(data))
     of: Any = made
     of.__setstate__((1, sizes, dtype, bool(fortran), data))
     return made
@@ -964,8 +1074,10 @@ def _make_array(unpickler: Unpickler, state: Any) -> Any:
 def _scalar(_: Unpickler, dtype: Any, data: Any) -> Any:
     import numpy as np
 
-    need(isinstance(dtype, np.dtype) and not dtype.hasobject, "a number of no dtype")
-    need(type(data) is bytes and len(data) == dtype.itemsize and data, "a number with other bytes than its dtype needs")
+    require(isinstance(dtype, np.dtype) and not dtype.hasobject, "a number without a dtype")
+    require(
+        type(data) is bytes and len(data) == dtype.itemsize and data, "a number with more or fewer bytes than its dtype"
+    )
     return np.frombuffer(data, dtype).copy()[0]
 
 
@@ -980,26 +1092,38 @@ def _bit_state(name: str, state: Any) -> Any:
 
     With a wrong position in it, numpy would read beyond its arrays.
     """
-    need(
-        type(state) is dict and _are(str, *state) and state.get("bit_generator") == name, "a generator of another kind"
+    require(
+        type(state) is dict and _are(str, *state) and state.get("bit_generator") == name,
+        "a random generator of an unexpected kind",
     )
     inner = state.get("state")
-    need(type(inner) is dict and _are(str, *inner), "a generator of no state")
+    require(type(inner) is dict and _are(str, *inner), "a random generator without a state")
 
     def number(of: dict[str, Any], key: str, end: int) -> bool:
         return type(of.get(key)) is int and 0 <= of[key] < end
 
     if name == "MT19937":
-        need(_words(inner.get("key"), "uint32", 624) and number(inner, "pos", 625), "an MT19937 of another state")
+        require(
+            _words(inner.get("key"), "uint32", 624) and number(inner, "pos", 625), "an MT19937 with an invalid state"
+        )
         return state
-    need(number(state, "has_uint32", 2) and number(state, "uinteger", 1 << 32), "a generator of another state")
+    require(
+        number(state, "has_uint32", 2) and number(state, "uinteger", 1 << 32),
+        "a random generator with an invalid state",
+    )
     if name in ("PCG64", "PCG64DXSM"):
-        need(number(inner, "state", 1 << 128) and number(inner, "inc", 1 << 128), "a PCG64 of another state")
+        require(number(inner, "state", 1 << 128) and number(inner, "inc", 1 << 128), "a PCG64 with an invalid state")
     elif name == "Philox":
-        need(_words(inner.get("counter"), "uint64", 4) and _words(inner.get("key"), "uint64", 2), "no Philox")
-        need(_words(state.get("buffer"), "uint64", 4) and number(state, "buffer_pos", 5), "no Philox")
+        require(
+            _words(inner.get("counter"), "uint64", 4) and _words(inner.get("key"), "uint64", 2),
+            "a Philox with an invalid state",
+        )
+        require(
+            _words(state.get("buffer"), "uint64", 4) and number(state, "buffer_pos", 5),
+            "a Philox with an invalid state",
+        )
     else:
-        need(_words(inner.get("state"), "uint64", 4), "an SFC64 of another state")
+        require(_words(inner.get("state"), "uint64", 4), "an SFC64 with an invalid state")
     return state
 
 
@@ -1013,9 +1137,11 @@ def _bit_generator(cls: Any) -> Kind:
         if type(state) is dict:
             instance.state = _bit_state(cls.__name__, state)
             return instance
-        need(type(state) is tuple and len(state) == 2, "a generator of no state")
+        require(type(state) is tuple and len(state) == 2, "a random generator without a state")
         known, seed = state
-        need(seed is None or type(seed) is np.random.SeedSequence, "a generator of no seed")
+        require(
+            seed is None or type(seed) is np.random.SeedSequence, "a random generator whose seed is not a SeedSequence"
+        )
         _bit_state(cls.__name__, known)
         instance.__setstate__((known, seed))
         return instance
@@ -1028,7 +1154,7 @@ def _new_bit_generator(_: Unpickler, name: Any = "MT19937") -> Any:
 
     made = {one: getattr(np.random, one) for one in _GENERATORS}
     found: Any = made.get(name) if type(name) is str else name
-    need(any([found is one for one in made.values()]), "a generator of another kind")
+    require(any([found is one for one in made.values()]), "a random generator of an unexpected kind")
     find("numpy.random", found.__name__)
     return found(0)
 
@@ -1038,7 +1164,7 @@ def _ready_bit_generator(unpickler: Unpickler, given: Any) -> Any:
 
     if type(given) is str:
         return _new_bit_generator(unpickler, given)
-    need(type(given) in [getattr(np.random, one) for one in _GENERATORS], "a generator of another kind")
+    require(type(given) in [getattr(np.random, one) for one in _GENERATORS], "a random generator of an unexpected kind")
     return given
 
 
@@ -1053,7 +1179,7 @@ def _new_random_state(unpickler: Unpickler, given: Any = "MT19937", *_: Any) -> 
     import numpy as np
 
     ready = _ready_bit_generator(unpickler, given)
-    need(type(ready).__name__ == "MT19937", "a RandomState of another generator")
+    require(type(ready).__name__ == "MT19937", "a RandomState over a generator other than MT19937")
     find("numpy.random", "RandomState")
     return np.random.RandomState(ready)
 
@@ -1064,12 +1190,15 @@ def _generator_state(cls: Any) -> Kind:
     def build(_: Unpickler, instance: Any, state: Any) -> Any:
         if state is None:
             return instance
-        need(type(state) is dict, "a generator of no state")
+        require(type(state) is dict, "a random generator without a state")
         if cls.__name__ == "Generator":
             instance.bit_generator.state = _bit_state(type(instance.bit_generator).__name__, state)
             return instance
         _bit_state("MT19937", state)
-        need(type(state.get("has_gauss", 0)) is int and type(state.get("gauss", 0.0)) is float, "no RandomState")
+        require(
+            type(state.get("has_gauss", 0)) is int and type(state.get("gauss", 0.0)) is float,
+            "a RandomState with an invalid state",
+        )
         instance.set_state(state)
         return instance
 
@@ -1079,7 +1208,10 @@ def _generator_state(cls: Any) -> Kind:
 def _new_seed_sequence(_: Unpickler, cls: Any, checksum: Any, state: Any) -> Any:
     import numpy as np
 
-    need(cls is np.random.SeedSequence and type(checksum) is int and state is None, "a SeedSequence of another kind")
+    require(
+        cls is np.random.SeedSequence and type(checksum) is int and state is None,
+        "a SeedSequence of an unexpected kind",
+    )
     return Pending(_make_seed_sequence)
 
 
@@ -1087,7 +1219,7 @@ def _make_seed_sequence(unpickler: Unpickler, state: Any) -> Any:
     """Creates a SeedSequence from its numbers; numpy computes the pool from them."""
     import numpy as np
 
-    need(type(state) is tuple and len(state) in (5, 6), "a SeedSequence of another state")
+    require(type(state) is tuple and len(state) in (5, 6), "a SeedSequence with an invalid state")
     entropy, spawned, pool, size, key = state[:5]
 
     def numbers(values: Any) -> bool:
@@ -1098,10 +1230,15 @@ def _make_seed_sequence(unpickler: Unpickler, state: Any) -> Any:
             return bool(values.ndim == 1 and values.dtype.kind in "ui" and len(values) <= 4096)
         return kind in (list, tuple) and len(values) <= 1024 and all([type(n) is int and numbers(n) for n in values])
 
-    need(entropy is None or numbers(entropy), "a SeedSequence of no numbers")
-    need(type(key) is tuple and numbers(key) and type(spawned) is int and 0 <= spawned < 1 << 32, "no SeedSequence")
-    need(type(size) is int and 4 <= size <= 1024 and _words(pool, "uint32", size), "a SeedSequence of another pool")
-    unpickler.looks(size * size)
+    require(entropy is None or numbers(entropy), "a SeedSequence whose entropy is not numbers")
+    require(
+        type(key) is tuple and numbers(key) and type(spawned) is int and 0 <= spawned < 1 << 32,
+        "a SeedSequence with an invalid spawn key",
+    )
+    require(
+        type(size) is int and 4 <= size <= 1024 and _words(pool, "uint32", size), "a SeedSequence with an invalid pool"
+    )
+    unpickler.count_checks(size * size)
     return np.random.SeedSequence(entropy, spawn_key=key, pool_size=size, n_children_spawned=spawned)
 
 
@@ -1293,7 +1430,7 @@ def _make(module: str, name: str) -> Any:
         for part in name.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError) as e:
-        raise LookupError(f"{module}.{name} is not there") from e
+        raise LookupError(f"{module}.{name} does not exist in this process") from e
     # Two names can stand for one class; their rows are the same.
     _kinds.setdefault(id(found), kind(found))
     return found

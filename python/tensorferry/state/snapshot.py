@@ -36,7 +36,7 @@ def snapshot_mode(snapshot: SnapshotMode) -> SnapshotMode:
         InvalidArgument: it is neither ``"borrow"`` nor ``"copy"``
     """
     if snapshot not in ("borrow", "copy"):
-        raise InvalidArgument(f'snapshot is "borrow" or "copy", not {snapshot!r}')
+        raise InvalidArgument(f'snapshot must be "borrow" or "copy", not {snapshot!r}')
     return snapshot
 
 

@@ -1,4 +1,4 @@
-"""The one reader of pickles that a peer or a file brings.
+"""The only reader of pickles that come from a peer or a file.
 
 It executes pickle instructions itself instead of using Python's unpickler, which calls whatever a pickle names, with
 any arguments, and sets the state of any object. This reader consults the table of reviewed globals (``reviewed.py``)
@@ -25,7 +25,7 @@ from torch.serialization import StorageType
 from .._rebuild import FORMER
 from ..errors import ProtocolError, TensorferryError, UnsafePickle
 from . import reviewed
-from .reviewed import Function, Pending, Refused, need
+from .reviewed import Function, Pending, Refused, require
 
 if TYPE_CHECKING:
     from .allowlist import Allowed
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 _DEEPEST = 900
 #: How many different keys with the same hash a pickle may have. Strings do not count: their hashes are random.
 _SAME_HASH = 64
-#: How many checks one pickle may cause, besides one for each of its bytes. A check is of one part of a key, or of 64
-#: elements of an index tensor.
-_LOOKS = 1_000_000
+#: How many checks one pickle may cause, besides one for each of its bytes. A check looks at one part of a key, or at
+#: 64 elements of an index tensor.
+_MOST_CHECKS = 1_000_000
 #: How often one pickle may have the bytes of a storage copied into new tensors.
 _STORAGE_COPIES = 16
 #: The storage of an index tensor is copied as a whole if it is at most this many times larger than the tensor.
@@ -47,8 +47,8 @@ _REFERENCE_PARTS, _REFERENCE_TEXT = 8, 4096
 
 _DICTS = (dict, OrderedDict, defaultdict, Counter)
 _PLAIN_KEYS = frozenset({str, bytes, bool, float, types.NoneType})
-#: Everything that is copied out of a pickle may together be this many times as long as the pickle. Protocol 2 writes
-#: bytes as text, so that those of an array are copied twice.
+#: All copies out of a pickle together may be this many times as long as the pickle. Protocol 2 writes bytes as text, so
+#: those of an array are copied twice.
 _COPIES = 4
 #: An integer of a smaller absolute value is its own hash.
 _OWN_HASH = (1 << 61) - 1
@@ -58,7 +58,7 @@ _RECURSIVE = (deque, defaultdict)
 #: How often a pickle may lengthen a chain of nested ones: a thread's stack has room for many times more.
 _CHAINED = 5_000
 
-_END = "it ends in the middle"
+_CUT_OFF = "an instruction that is cut off"
 
 
 class Unpickler:
@@ -75,12 +75,12 @@ class Unpickler:
     def __init__(self, file: BinaryIO, **_: Any) -> None:
         """Reads ``file`` to its end. Other arguments that torch passes concern pickles of Python 2 and are ignored."""
         self._data = data = file.read()
-        self._copies = _COPIES * len(data)
-        self._looks = _LOOKS + len(data)
+        self._copies_left = _COPIES * len(data)
+        self._checks_left = _MOST_CHECKS + len(data)
         self._hashes: dict[int, list[Any]] = {}
-        # Deques and defaultdicts that hold one another, by id; kept alive so that no other object gets their ids.
-        self._holding: dict[int, Any] = {}
-        self._held: dict[int, Any] = {}
+        # Deques and defaultdicts that are nested in each other, by id; kept alive so that no other gets their ids.
+        self._outer: dict[int, Any] = {}
+        self._inner: dict[int, Any] = {}
         self._chained = 0
         self._pending: list[weakref.ref[Pending]] = []
         self._owned: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -89,7 +89,7 @@ class Unpickler:
 
     def persistent_load(self, pid: Any) -> Any:  # noqa: ARG002
         """Returns the object outside of the pickle to which ``pid`` refers; raises here, and is replaced by torch."""
-        raise ProtocolError("the pickle refers to something outside of it")
+        raise ProtocolError("the pickle refers to something outside of itself")
 
     def find_class(self, module: str, name: str) -> Any:
         """Returns the object of a global: a class itself, and a ``Function`` in place of a function of the table."""
@@ -107,23 +107,25 @@ class Unpickler:
         except TensorferryError:
             raise
         except Refused as e:
-            raise UnsafePickle(f"the checkpoint's pickle is one that no honest sender writes: it has {e}") from e
+            raise UnsafePickle(f"the checkpoint's pickle has {e}, which no honest sender writes") from e
         except IndexError as e:
-            raise ProtocolError(f"the pickle cannot be read: {_END}, or takes what it has not put down") from e
+            raise ProtocolError(
+                "the pickle cannot be read: it is cut off, or takes a value that is not on its stack"
+            ) from e
         except Exception as e:
             raise ProtocolError(f"the pickle cannot be read ({type(e).__name__}: {_text(e)})") from e
         # Stack and memo are gone: a Pending that is still alive is part of the result.
         if any([pending() is not None for pending in self._pending]):
-            raise ProtocolError("the pickle has objects without their state")
+            raise ProtocolError("the pickle ends before it has set the state of all of its objects")
         return value
 
     # What the functions of the table call. ---------------------------------------------------------------------------
 
-    def is_users(self, value: Any) -> bool:
+    def is_user_listed(self, value: Any) -> bool:
         """Whether the user has allowed exactly this class or function."""
-        return self.allowed.is_users(value)
+        return self.allowed.is_user_listed(value)
 
-    def copies(self, length: int) -> None:
+    def count_copy(self, length: int) -> None:
         """Counts a copy of ``length`` bytes or items; called before it is made.
 
         All copies together may be a few times as long as the pickle. Honest pickles keep this limit, since they
@@ -132,19 +134,19 @@ class Unpickler:
         Raises:
             Refused: the limit is exceeded
         """
-        self._copies -= length
-        need(self._copies >= 0, "copies that are longer than itself")
+        self._copies_left -= length
+        require(self._copies_left >= 0, "copies that are together far longer than the pickle itself")
 
-    def looks(self, count: int) -> None:
+    def count_checks(self, count: int) -> None:
         """Counts ``count`` checks of keys or indices; called before they are made.
 
         Raises:
             Refused: the limit is exceeded
         """
-        self._looks -= count + 1
-        need(self._looks >= 0, "more keys and indices than anybody checks")
+        self._checks_left -= count + 1
+        require(self._checks_left >= 0, "more keys and indices than can be checked in a reasonable time")
 
-    def makes(self, tensor: torch.Tensor, itemsize: int) -> None:
+    def count_tensor(self, tensor: torch.Tensor, itemsize: int) -> None:
         """Counts a new tensor of elements of ``itemsize`` bytes, as many as ``tensor`` has; called before it is made.
 
         Raises:
@@ -152,23 +154,23 @@ class Unpickler:
                 storage was copied too often
         """
         memory = tensor.untyped_storage()
-        need(tensor.numel() * tensor.itemsize <= memory.nbytes(), "a tensor of more elements than its storage has")
+        require(tensor.numel() * tensor.itemsize <= memory.nbytes(), "a tensor with more elements than its storage")
         key = memory._cdata
         _, before = self._made.get(key, (memory, 0))
         made = before + tensor.numel() * max(itemsize, tensor.itemsize)
         # The storage is kept as well, so that no other one gets its address.
         self._made[key] = (memory, made)
-        need(made <= _STORAGE_COPIES * memory.nbytes(), "many copies of one storage")
+        require(made <= _STORAGE_COPIES * memory.nbytes(), "too many copies of one storage")
 
-    def own(self, tensor: torch.Tensor) -> torch.Tensor:
+    def private_copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a private copy of a tensor of indices or shapes, so that no later write can invalidate their check.
 
-        It has the layout of ``tensor`` in a copy of the whole storage, unless ``tensor`` is only a small part of that.
-        Such copies may share memory with each other. The same tensor always gets the same copy.
+        The copy has the layout of ``tensor`` in a copy of the whole storage, unless ``tensor`` is only a small part of
+        it. Such copies may share memory with each other. The same tensor always gets the same copy.
         """
         if id(tensor) in self._owned:
             return self._owned[id(tensor)][1]
-        self.makes(tensor, tensor.itemsize)
+        self.count_tensor(tensor, tensor.itemsize)
         memory = tensor.untyped_storage()
         if memory.nbytes() > _OWN_WHOLE * tensor.numel() * tensor.itemsize:
             copy = tensor.detach().clone()
@@ -181,7 +183,7 @@ class Unpickler:
         self._owned[id(tensor)] = (tensor, copy)
         return copy
 
-    def key(self, value: Any) -> None:
+    def check_key(self, value: Any) -> None:
         """Checks a key of a dict or an element of a set.
 
         Raises:
@@ -190,33 +192,33 @@ class Unpickler:
         kind = type(value)
         if kind in _PLAIN_KEYS or (kind is int and -_OWN_HASH < value < _OWN_HASH):
             return
-        self._hashable(value)
-        self._of_one_hash(value)
+        self._check_hashable(value)
+        self._count_hash(value)
 
-    def maybe_key(self, value: Any) -> None:
-        """Like :meth:`key`, for an object that may be used as a key later; unhashable objects pass.
+    def check_if_key(self, value: Any) -> None:
+        """Like :meth:`check_key`, for an object that may be used as a key later; unhashable objects pass.
 
         Instances of classes that the user has allowed are not checked: most are not keys, and can have any size.
         """
         kind = type(value)
         if kind in _PLAIN_KEYS or (kind is int and -_OWN_HASH < value < _OWN_HASH) or _is_its_own_key(value):
             return
-        if not isinstance(value, tuple | frozenset) and self.is_users(kind):
+        if not isinstance(value, tuple | frozenset) and self.is_user_listed(kind):
             return
-        self._hashable(value)
+        self._check_hashable(value)
         try:
             hash(value)
         except Exception:
             return
-        self._of_one_hash(value)
+        self._count_hash(value)
 
-    def _of_one_hash(self, value: Any) -> None:
+    def _count_hash(self, value: Any) -> None:
         same = self._hashes.setdefault(hash(value), [])
         if not any([value is known or value == known for known in same]):
-            need(len(same) < _SAME_HASH, "keys that were chosen to have one hash")
+            require(len(same) < _SAME_HASH, "too many keys with the same hash")
             same.append(value)
 
-    def _hashable(self, value: Any) -> None:
+    def _check_hashable(self, value: Any) -> None:
         """Refuses objects whose hash would take too long or too much stack: tuples in tuples, records in records.
 
         A class's ``__hash__`` may hash any of an instance's attributes, and convert lists to tuples first.
@@ -224,17 +226,17 @@ class Unpickler:
         todo: list[tuple[Any, int, Any]] = [(value, 0, None)]
         while todo:
             item, depth, around = todo.pop()
-            need(depth < _DEEPEST, "a key that is nested too deep")
+            require(depth < _DEEPEST, "a key that is nested too deep")
             if type(item) is int:
-                self.looks(item.bit_length() >> 6)
+                self.count_checks(item.bit_length() >> 6)
                 continue
             parts: Any = item
             if not isinstance(item, tuple | frozenset | list):
-                if _is_around(item, around):
+                if _is_enclosing(item, around):
                     continue
                 parts, around = _attributes(item), (item, around)
                 todo += [(part, depth + 1, around) for part in parts if isinstance(part, list)]
-            self.looks(len(parts))
+            self.count_checks(len(parts))
             todo += [(part, depth + 1, around) for part in parts if not _is_its_own_key(part)]
 
     # Calls, new objects and states. ----------------------------------------------------------------------------------
@@ -247,22 +249,22 @@ class Unpickler:
         """
         kind = reviewed.kind_of(cls)
         if kind is not None and kind.new is not None and not named:
-            return self._asked(kind.cls, kind.new, args)
-        if kind is not None or not isinstance(cls, type) or not self.is_users(cls):
-            raise self._refusal(cls, "an instance of")
+            return self._run_reviewed(kind.cls, kind.new, args)
+        if kind is not None or not isinstance(cls, type) or not self.is_user_listed(cls):
+            raise self._refusal("asks for an instance of", cls)
         return cls.__new__(cls, *args, **named)
 
     def _call(self, function: Any, args: Any) -> Any:
-        need(type(args) is tuple, "arguments that are no tuple")
+        require(type(args) is tuple, "arguments that are not a tuple")
         if type(function) is Function:
-            return self._asked(function.name, function.run, args)
+            return self._run_reviewed(function.name, function.run, args)
         kind = reviewed.kind_of(function)
         if kind is not None and kind.call is not None:
-            return self._asked(kind.cls, kind.call, args)
-        if kind is not None or not self.is_users(function):
-            raise self._refusal(function, "a call of")
+            return self._run_reviewed(kind.cls, kind.call, args)
+        if kind is not None or not self.is_user_listed(function):
+            raise self._refusal("asks for a call of", function)
         # Called with more than one value, an enum class would create a new class.
-        need(len(args) == 1 or not isinstance(function, enum.EnumMeta), "a member of an enum by more than its value")
+        require(len(args) == 1 or not isinstance(function, enum.EnumMeta), "an enum called with more than a value")
         return function(*args)
 
     def _build(self, value: Any, state: Any) -> Any:
@@ -271,9 +273,9 @@ class Unpickler:
             return value.finish(self, state)
         kind = reviewed.kind_of(cls)
         if kind is not None and kind.build is not None:
-            return self._asked(cls, kind.build, (value, state))
-        if kind is not None or not self.is_users(cls) or isinstance(value, type):
-            raise self._refusal(cls, "a state for an instance of" if not isinstance(value, type) else "a state for")
+            return self._run_reviewed(cls, kind.build, (value, state))
+        if kind is not None or not self.is_user_listed(cls) or isinstance(value, type):
+            raise self._refusal(f"sets a state of {'' if isinstance(value, type) else 'an instance of '}", cls)
         if (setstate := getattr(value, "__setstate__", None)) is not None:
             setstate(state)
             return value
@@ -286,22 +288,29 @@ class Unpickler:
             setattr(value, name, part)
         return value
 
-    def _asked(self, what: Any, run: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    def _run_reviewed(self, what: Any, run: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         try:
             made = run(self, *args)
         except Refused as e:
-            raise self._refusal(what, f"{e} for") from e
+            raise self._refusal("uses", what, f" with {e}") from e
         if type(made) is Pending:
             self._pending.append(weakref.ref(made))
         return made
 
-    def _refusal(self, what: Any, asked: str) -> UnsafePickle:
+    def _refusal(self, asked: str, what: Any, given: str = "") -> UnsafePickle:
+        """Returns the error for what a pickle does with ``what``, a class or function.
+
+        Args:
+            asked: what the pickle does, as the text before the name of ``what``
+            what: the class or function, or its name
+            given: the text after the name
+        """
         name = what if type(what) is str else _name(what)
         leaf = self.needs(name)
         needed = f" for {leaf[:200]!r}" if isinstance(leaf, str) and leaf else ""
         return UnsafePickle(
-            f"the checkpoint's pickle asks for {asked} {name}{needed}, which no honest sender writes; if it is your "
-            "own class or function, list it in safe_globals, and if you trust the source, pass trust_pickle=True"
+            f"the checkpoint's pickle {asked} {name}{needed}{given}, which no honest sender writes; if it is your own "
+            "class or function, list it in safe_globals, and if you trust the source, pass trust_pickle=True"
         )
 
     # The interpreter of pickle instructions. -------------------------------------------------------------------------
@@ -325,7 +334,7 @@ class Unpickler:
                 at += 1
             elif op == 0x8C:  # SHORT_BINUNICODE
                 end = at + 1 + data[at]
-                need(end <= size, _END)
+                require(end <= size, _CUT_OFF)
                 stack.append(str(data[at + 1 : end], "utf-8", "surrogatepass"))
                 at = end
             elif op == 0x68:  # BINGET
@@ -354,7 +363,7 @@ class Unpickler:
                 width = 1 if op == 0x43 else 4 if op in (0x58, 0x42) else 8
                 start = at + width
                 at = start + int.from_bytes(data[at:start], "little")
-                need(at <= size, _END)
+                require(at <= size, _CUT_OFF)
                 part = data[start:at]
                 text = op == 0x58 or op == 0x8D
                 stack.append(str(part, "utf-8", "surrogatepass") if text else bytearray(part) if op == 0x96 else part)
@@ -375,7 +384,7 @@ class Unpickler:
                 stack = below.pop()
                 if op == 0x91:
                     for item in items:
-                        self.key(item)
+                        self.check_key(item)
                 stack.append(tuple(items) if op == 0x74 else items if op == 0x6C else frozenset(items))
             elif op == 0x29:  # EMPTY_TUPLE
                 stack.append(())
@@ -414,17 +423,17 @@ class Unpickler:
                 last = stack.pop()
                 stack[-1] = made = self._call(stack[-1], last)
                 if type(made) is Pending:
-                    made.place = self._place(at, memo)
+                    made.memo_number = self._memo_number(at, memo)
             elif op == 0x81:  # NEWOBJ
                 last = stack.pop()
-                need(type(last) is tuple, "arguments that are no tuple")
+                require(type(last) is tuple, "arguments that are not a tuple")
                 stack[-1] = made = self.instance(stack[-1], last, {})
                 if type(made) is Pending:
-                    made.place = self._place(at, memo)
+                    made.memo_number = self._memo_number(at, memo)
             elif op == 0x92:  # NEWOBJ_EX
                 last = stack.pop()
                 middle = stack.pop()
-                need(type(last) is dict and type(middle) is tuple, "arguments that are no tuple and dict")
+                require(type(last) is dict and type(middle) is tuple, "arguments that are not a tuple and a dict")
                 stack[-1] = self.instance(stack[-1], middle, last)
             elif op == 0x62:  # BUILD
                 last = stack.pop()
@@ -443,12 +452,12 @@ class Unpickler:
             elif op == 0x8A or op == 0x8B:  # LONG1, LONG4
                 start = at + (1 if op == 0x8A else 4)
                 at = start + int.from_bytes(data[at:start], "little")
-                need(at <= size, _END)
+                require(at <= size, _CUT_OFF)
                 stack.append(int.from_bytes(data[start:at], "little", signed=True))
             elif op == 0x2E:  # STOP
                 return stack.pop()
             elif op == 0x80:  # PROTO
-                need(2 <= data[at] <= pickle.HIGHEST_PROTOCOL, "another protocol than 2 to 5")
+                require(2 <= data[at] <= pickle.HIGHEST_PROTOCOL, "a protocol other than 2 to 5")
                 at += 1
             elif op == 0x95:  # FRAME: a hint for readers of files
                 at += 8
@@ -471,14 +480,14 @@ class Unpickler:
         """
         short = type(pid) is tuple and len(pid) <= _REFERENCE_PARTS
         if not (short and all([_is_name(part) for part in pid])):
-            raise ProtocolError("the pickle has a reference that is no short tuple of names and numbers")
+            raise ProtocolError("the pickle has a reference that is not a short tuple of names and numbers")
         return self.persistent_load(pid)
 
     def _replace(self, memo: dict[int, Any], pending: Pending, made: Any) -> None:
-        if memo.get(pending.place) is pending:
-            memo[pending.place] = made
+        if memo.get(pending.memo_number) is pending:
+            memo[pending.memo_number] = made
 
-    def _place(self, at: int, memo: dict[int, Any]) -> int:
+    def _memo_number(self, at: int, memo: dict[int, Any]) -> int:
         """Returns the number under which the instruction at ``at`` memoizes the object just made; -1 if it does not."""
         match self._data[at]:
             case 0x94:
@@ -490,10 +499,10 @@ class Unpickler:
         return -1
 
     def _global(self, module: Any, name: Any) -> Any:
-        need(type(module) is str and type(name) is str, "a global that is not named by text")
+        require(type(module) is str and type(name) is str, "a global whose name is not a string")
         return self.find_class(module, name)
 
-    def nests(self, value: Any, items: Iterable[Any]) -> None:
+    def check_nesting(self, value: Any, items: Iterable[Any]) -> None:
         """Checks the new ``items`` of the deque or defaultdict ``value``.
 
         Raises:
@@ -501,19 +510,19 @@ class Unpickler:
         """
         for item in items:
             if type(item) in _RECURSIVE:
-                self._chained += id(value) in self._held or id(item) in self._holding
-                need(self._chained <= _CHAINED, "deques and defaultdicts nested without end")
-                self._holding[id(value)] = value
-                self._held[id(item)] = item
+                self._chained += id(value) in self._inner or id(item) in self._outer
+                require(self._chained <= _CHAINED, "deques and defaultdicts that are nested too deep")
+                self._outer[id(value)] = value
+                self._inner[id(item)] = item
 
     def _extend(self, value: Any, items: list[Any]) -> None:
         kind = type(value)
         if kind is list or kind is deque:
             if kind is deque:
-                self.nests(value, items)
+                self.check_nesting(value, items)
             value.extend(items)
             return
-        self._users_container(value, "items")
+        self._require_user_listed(value, "items")
         if hasattr(value, "extend"):
             value.extend(items)
             return
@@ -521,30 +530,30 @@ class Unpickler:
             value.append(item)
 
     def _set_items(self, value: Any, items: list[Any]) -> None:
-        need(len(items) % 2 == 0, "a key without its value")
+        require(len(items) % 2 == 0, "a key without its value")
         keys = items[::2]
-        key = self.key
+        check_key = self.check_key
         for one in keys:
             if type(one) is not str:
-                key(one)
+                check_key(one)
         if type(value) not in _DICTS:
-            self._users_container(value, "items")
+            self._require_user_listed(value, "items")
         if type(value) is defaultdict:
-            self.nests(value, items[1::2])
+            self.check_nesting(value, items[1::2])
         for one, item in zip(keys, items[1::2], strict=True):
             value[one] = item
 
     def _add(self, value: Any, items: list[Any]) -> None:
         for item in items:
-            self.key(item)
+            self.check_key(item)
         if type(value) is not set:
-            self._users_container(value, "elements")
+            self._require_user_listed(value, "elements")
         for item in items:
             value.add(item)
 
-    def _users_container(self, value: Any, what: str) -> None:
-        if isinstance(value, type) or not self.is_users(type(value)):
-            raise self._refusal(type(value), f"{what} in an instance of")
+    def _require_user_listed(self, value: Any, what: str) -> None:
+        if isinstance(value, type) or not self.is_user_listed(type(value)):
+            raise self._refusal(f"adds {what} to an instance of", type(value))
 
 
 class _Trusting(pickle.Unpickler):
@@ -582,7 +591,7 @@ def _is_its_own_key(value: Any) -> bool:
     return hashing is None or hashing is object.__hash__ or isinstance(value, type | torch.Tensor)
 
 
-def _is_around(item: Any, around: Any) -> bool:
+def _is_enclosing(item: Any, around: Any) -> bool:
     while around is not None:
         known, around = around
         if known is item:

@@ -1,1 +1,1 @@
-"""Containers, the names of their entries, slices of them, and folders of them. No module here imports torch."""
+"""Containers: their entries, where they are written to and read from, and folders of them. Nothing imports torch."""

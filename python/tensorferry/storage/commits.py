@@ -1,8 +1,8 @@
 """The files of a checkpoint folder: which of them its index names, and which of the others can be removed.
 
 A folder may have several writers: saves of one job that overlap, two jobs that were given the same path, a coordinator
-that was thought dead. Three rules keep every committed checkpoint whole, without a lock that all writers would have to
-share:
+that was thought to be dead. Three rules keep every committed checkpoint whole, without a lock that all writers would
+have to share:
 
 - Every file that a save writes has a unique name.
 - A save removes the files that the index it replaced had named. None of them belongs to a save that still runs.
@@ -79,7 +79,7 @@ def read(path: Path) -> tuple[bytes, Commit]:
     """
     text, files = _file_entries(path, [INDEX, INDEX_FILES])
     if text is None:
-        raise ProtocolError(f"{path} is no index: it has no entry {INDEX!r}")
+        raise ProtocolError(f"{path} is not an index: it has no entry {INDEX!r}")
     return text, _decode(path, text, files)
 
 
@@ -87,11 +87,11 @@ def _decode(path: Path, text: bytes, files: bytes | None) -> Commit:
     try:
         if files is None:
             return Commit(dict.fromkeys(map(str, json.loads(text)["sources"])))
-        told: Any = json.loads(files)
-        named = {str(name): int(header, 16) for name, header in told["files"].items()}
+        fields: Any = json.loads(files)
+        named = {str(name): int(header, 16) for name, header in fields["files"].items()}
         if not all(0 <= header < 1 << 64 for header in named.values()):
-            raise ValueError("a checksum has 64 bits")
-        return Commit(dict(named), int(told["began"]))
+            raise ValueError("a checksum does not have 64 bits")
+        return Commit(dict(named), int(fields["began"]))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise ProtocolError(f"{path}: its index cannot be read ({type(e).__name__}: {e})") from e
 
@@ -118,7 +118,9 @@ def committed(path: Path) -> Commit | None:
     try:
         return files_of(path)
     except TensorferryError as e:
-        logger.warning("the checkpoint that is replaced cannot be read, and its files are left where they are: %s", e)
+        logger.warning(
+            "the index of the checkpoint that is replaced cannot be read, so its files are not removed: %s", e
+        )
         return Commit({})
 
 
@@ -165,7 +167,9 @@ def holding(folder: Path, names: Iterable[str]) -> Iterator[None]:
                     fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         for name in sorted(names):
             if not (folder / name).is_file():
-                raise IncompleteCheckpoint(f"{folder}: {name}, which this save has written, was removed by somebody")
+                raise IncompleteCheckpoint(
+                    f"{folder}: {name}, which this save has written, was removed by another process"
+                )
         yield
 
 
@@ -176,7 +180,7 @@ def remove(folder: Path, names: Iterable[str]) -> None:
             (folder / name).unlink(missing_ok=True)
         except OSError as e:
             # Only a warning: the new checkpoint is complete all the same.
-            logger.warning("cannot remove %s, which is of no use any more: %s", folder / name, e)
+            logger.warning("cannot remove %s, which is no longer needed: %s", folder / name, e)
 
 
 def remove_leftovers(
@@ -206,7 +210,7 @@ def remove_leftovers(
                 # Read only after locking: a writer that has released its locks may have written its index just before.
                 spared = needed()
             except TensorferryError as e:
-                logger.warning("what killed saves have left in %s stays there: %s", folder, e)
+                logger.warning("the files that killed saves have left in %s are not removed: %s", folder, e)
                 return
             remove(folder, [name for name in dead if name not in spared])
 

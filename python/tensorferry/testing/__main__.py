@@ -23,7 +23,9 @@ def main(arguments: list[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="python -m tensorferry.testing", description=__doc__)
     parser.add_argument("--transports", default="tensorferry", help="comma-separated names or module:callable")
-    parser.add_argument("--faults", default="", help="comma-separated names; a trailing * takes all that begin so")
+    parser.add_argument(
+        "--faults", default="", help="comma-separated names; a trailing * matches every name with that beginning"
+    )
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--size-mib", type=int, default=64, help="size of the state")
     parser.add_argument("--timeout", type=float, default=10.0, help="deadline of a receive, seconds")
@@ -31,11 +33,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=2, help="cells that run at a time")
     parser.add_argument("--json", type=Path, help="write all outcomes there")
     parser.add_argument(
-        "--read", type=Path, nargs="+", metavar="FILE", help="run nothing: take the outcomes from there"
+        "--read", type=Path, nargs="+", metavar="FILE", help="run nothing, and read the outcomes from these files"
     )
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown, a column per transport")
     parser.add_argument("--list", action="store_true", help="list the faults and what they do")
-    parser.add_argument("--verbose", action="store_true", help="say what came of each cell, with messages")
+    parser.add_argument("--verbose", action="store_true", help="print the outcome of each cell, with messages")
     chosen = parser.parse_args(arguments)
     if chosen.list:
         for row in SCENARIOS.values():

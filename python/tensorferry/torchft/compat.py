@@ -100,7 +100,7 @@ def bodies(state: Callable[[], Any], num_chunks: int) -> Callable[[str], list[An
 
 
 class _Deadline:
-    """The deadline of a receive; ``waits_for`` says for the error message what the receive is waiting for."""
+    """The deadline of a receive; ``waits_for`` describes, for the error message, what the receive is waiting for."""
 
     def __init__(self, seconds: float) -> None:
         self._end = time.monotonic() + seconds
@@ -155,7 +155,7 @@ class _Connection(http.client.HTTPConnection):
         self._deadline = deadline
 
     def connect(self) -> None:
-        self._deadline.waits_for = f"no name server has answered where {self.host} is"
+        self._deadline.waits_for = f"no name server has answered the lookup of {self.host}"
         failure: OSError = ConnectError(f"{self.host} has no address")
         addresses = _resolve(self.host, timeout=self._deadline.left())
         for number, address in enumerate(addresses):
@@ -196,9 +196,10 @@ class _Reader(io.RawIOBase):
 
 
 class _Exact(io.BufferedReader):
-    """Reads exactly the requested number of bytes, or raises: the format itself has no sign that a body was cut short.
+    """Reads exactly the requested number of bytes, or raises, because the format itself does not show a cut-off body.
 
-    The source announces the sizes. They may not exceed this machine's memory, nor a line the length of a name.
+    The source announces the sizes. Together they must not exceed this machine's memory; a line must not exceed the
+    length of a name.
     """
 
     _announced = 0
@@ -207,7 +208,7 @@ class _Exact(io.BufferedReader):
         del size
         line = super().readline(_LINE)
         if not line.endswith(b"\n"):
-            raise ProtocolError(f"the source sent a name of more than {_LINE} bytes, or a part of one")
+            raise ProtocolError(f"the source sent a name that is longer than {_LINE} bytes or cut off")
         return line
 
     def read(self, size: int | None = -1, /) -> bytes:
@@ -237,7 +238,7 @@ class _Exact(io.BufferedReader):
 
     def _check_whole(self, size: int, read: int) -> None:
         if read < size:
-            raise ConnectError(f"the source closed the connection with {size - read} bytes of a record missing")
+            raise ConnectError(f"the source closed the connection {size - read} bytes before the end of a record")
 
 
 def _records(stream: _Exact) -> list[tuple[str, bool, int]]:
@@ -248,13 +249,13 @@ def _records(stream: _Exact) -> list[tuple[str, bool, int]]:
     """
     entries = unpickler(Allowed([_serialization._Entry]))(io.BytesIO(_pickled(stream))).load()
     if type(entries) is not list:
-        raise ProtocolError("the source announced its records by something else than a list")
+        raise ProtocolError("the source's list of records is not a list")
     records = []
     for number, entry in enumerate(entries):
         fields = vars(entry) if type(entry) is _serialization._Entry else {}
         key, is_storage, length = fields.get("key"), fields.get("is_storage"), fields.get("length")
         if type(key) is not str or type(is_storage) is not bool or type(length) is not int or not 0 <= length <= _MOST:
-            raise ProtocolError(f"the source announced a record, number {number}, without a name, a kind or a length")
+            raise ProtocolError(f"record {number} that the source announced has no valid name, kind or length")
         records.append((key, is_storage, length))
     return records
 
@@ -280,7 +281,7 @@ def _pickled(stream: _Exact) -> bytes:
             found += stream.readline(1000) + stream.readline(1000)
         elif count < 0:
             if count not in _COUNTED:
-                raise ProtocolError(f"the list of records has the instruction {op!r}")
+                raise ProtocolError(f"the list of records has the unexpected instruction {op!r}")
             size = stream.read(_COUNTED[count])
             found += size
             count = int.from_bytes(size, "little")
@@ -321,7 +322,7 @@ def _checking(unpickler: type[Any], records: dict[str, tuple[Any, int]]) -> type
 
         def _refer(self, pid: Any) -> Any:
             if type(pid) is not tuple or len(pid) != 5:
-                raise ProtocolError("the source's pickle refers to something that is no storage")
+                raise ProtocolError("the source's pickle refers to something that is not a storage")
             what, kind, key, location, count = pid
             known = (
                 {type(what), type(key), type(location)} == {str}
@@ -332,7 +333,7 @@ def _checking(unpickler: type[Any], records: dict[str, tuple[Any, int]]) -> type
                 and isinstance(records.get(f"data/{key}", (None, 0))[0], torch.UntypedStorage)
             )
             if not known:
-                raise ProtocolError("the source's pickle refers to a storage that did not come")
+                raise ProtocolError("the source's pickle refers to a storage that the source did not send")
             return self._load_storage(pid)
 
     return Checking
@@ -356,12 +357,14 @@ def receive(metadata: str, step: int, timeout: timedelta, allowed: Allowed) -> A
     connection = _Connection(url.hostname or "", url.port or 80, deadline)
     try:
         connection.connect()
-        deadline.waits_for = "it is connected and has not begun to answer: nothing is allowed there yet, or it is stuck"
+        deadline.waits_for = (
+            "the source has accepted the connection but not begun to answer: it serves nothing yet, or it is stuck"
+        )
         connection.request("GET", url.path)
         with contextlib.closing(connection.getresponse()) as response:
             if response.status != 200:
                 raise SourceRefused.of(response.status, response.reason)
-            deadline.waits_for = "it has not sent all of its answer"
+            deadline.waits_for = "the source has not sent all of its answer"
             stream = _Exact(_Reader(response), _READ)
             return _load(stream, allowed)
     except (SourceRefused, UnsafePickle, ConnectError, ProtocolError, SystemRefused):
@@ -375,8 +378,8 @@ def receive(metadata: str, step: int, timeout: timedelta, allowed: Allowed) -> A
         raise ConnectError(f"the connection to {url.netloc} broke: {e}") from e
     except Exception as e:
         raise ProtocolError(
-            f"what {url.netloc} sent for step {step} cannot be read ({type(e).__name__}: {e}); if the source failed to "
-            "pickle its state, the reason is in its log"
+            f"the answer of {url.netloc} for step {step} cannot be read ({type(e).__name__}: {e}); if the source "
+            "failed to pickle its state, its log says why"
         ) from e
     finally:
         connection.close()

@@ -65,7 +65,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             queued on the calling thread's stream and on the device's default stream. When ``recv_checkpoint`` returns,
             they are done: work that is queued afterwards, on any stream, finds the new values.
         strict: with ``state_dict``, raise ``StateMismatch`` and overwrite nothing unless every tensor of the source's
-            state has a counterpart in the live state, and the other way round
+            state has a counterpart in the live state, and vice versa
         snapshot: ``"borrow"`` serves CPU tensors from where they are; ``"copy"`` takes a private copy in
             ``send_checkpoint``, for states that change while they are served, as BatchNorm's buffers do with torchft's
             sync quorum. Accelerator tensors are always copied.
@@ -126,7 +126,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         self._state_dict = _validate.function("state_dict", state_dict)
         self._strict = _validate.boolean("strict", strict)
         if strict and state_dict is None:
-            raise InvalidArgument("strict=True compares with the live state: pass state_dict=, which gives it")
+            raise InvalidArgument("strict=True compares with the live state: pass state_dict=, which returns it")
         self._snapshot = snapshot_mode(snapshot)
         self._allowed = Allowed(safe_globals, trust_pickle)
         self._options = ServerOptions(
@@ -143,7 +143,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         self._warned: set[tuple[str, str]] = set()
         self._warned_of_misses = False
         self._is_closed = False
-        self._pool = ArenaPool(reuse_bytes, HostMemory(ACCELERATOR).lend) if reuse_bytes else None
+        self._pool = ArenaPool(reuse_bytes, HostMemory(ACCELERATOR).make_pinned) if reuse_bytes else None
         self._progress = _validate.function("progress", progress)
         self._server, self._address = serve(timeout, self._options)
         self._checkpoint_lock = _Gate(self)
@@ -246,8 +246,8 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             if self._options.secret is not None:
                 raise UnprovenSource(
                     f"{metadata} is a stock torchft source, which cannot prove that it knows the shared secret: a "
-                    "transport that has one receives from none of them. While a fleet is upgraded replica by replica, "
-                    "run it without a secret"
+                    "transport with a secret does not receive from stock sources. While a fleet is upgraded replica by "
+                    "replica, run it without a secret"
                 )
             targets = self._targets() if self._state_dict is not None else None
             state = compat.receive(metadata, step, timeout, self._allowed)
@@ -269,10 +269,10 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         self._warn_of_misses(fit)
         return cast(T, state)
 
-    def _targets(self, lands: bool = False) -> InPlaceTargets:
-        """Returns the tensors of the live state as receive targets; for ``lands`` see :class:`InPlaceTargets`."""
+    def _targets(self, may_stage: bool = False) -> InPlaceTargets:
+        """Returns the tensors of the live state as receive targets; for ``may_stage`` see :class:`InPlaceTargets`."""
         assert self._state_dict is not None
-        return InPlaceTargets(self._state_dict(), self._bounce.accelerator, lands, self._strict)
+        return InPlaceTargets(self._state_dict(), self._bounce.accelerator, may_stage, self._strict)
 
     def _fetch(self, sources: list[str], step: int, timeout: float) -> tuple[Any, Report, InPlace | None]:
         """Fetches a state; returns it with the transfer's report and, with ``state_dict=``, how the live state fit."""
@@ -287,7 +287,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             secret=self._options.secret,
         )
         # With several sources it may turn out only at the end that one of them served another snapshot.
-        live = None if self._state_dict is None else lambda: self._targets(lands=len(sources) == 1)
+        live = None if self._state_dict is None else lambda: self._targets(may_stage=len(sources) == 1)
         with contextlib.closing(remote):
             return receive(remote, self._allowed, live, self._bounce)
 
@@ -321,7 +321,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         """
         raise TypeError(
             "an HTTPTransport serves the memory of its own process and can neither be copied nor sent to another one: "
-            "make one there, and pass it what metadata() gives here"
+            "make one there, and pass it the string that metadata() returns here"
         )
 
     def shutdown(self, wait: bool = True) -> None:
@@ -350,18 +350,16 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
     def _check_open(self) -> None:
         """Raises :class:`TransportClosed` if the transport was shut down."""
         if self._is_closed:
-            raise TransportClosed(
-                "this HTTPTransport was shut down and neither sends nor receives any more: make a new one"
-            )
+            raise TransportClosed("this HTTPTransport was shut down and can neither send nor receive: make a new one")
 
     def _warn_of_misses(self, fit: InPlace | None) -> None:
         """Warns once if no tensor came in place: the live state then has another structure than the source's."""
-        if fit is None or fit.landed or not fit.offered or self._warned_of_misses:
+        if fit is None or fit.matched or not fit.offered or self._warned_of_misses:
             return
         self._warned_of_misses = True
         logger.warning(
-            "none of the source's %d tensors has its counterpart in what state_dict= gives, and all of them came into "
-            "fresh memory: the first one is at %s there, and at %s here; torchft's Manager sends "
+            "none of the source's %d tensors has a counterpart in the state that state_dict= returns, so all of them "
+            "were received into fresh memory: the first one is at %s there, and at %s here; torchft's Manager sends "
             '{"user": {"default": ...}, "torchft": ...}',
             fit.offered,
             fit.there,
@@ -369,7 +367,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         )
 
     def _warn_of_refusals(self, globals_: dict[tuple[str, str], str]) -> None:
-        """Warns on the sending side already of what a receiver with the same allow-list will refuse."""
+        """Warns, at the sender, of globals that a receiver with the same allow-list will refuse."""
         for module, name in globals_.keys() - self._warned:
             if not self._allowed.allows(module, name):
                 self._warned.add((module, name))

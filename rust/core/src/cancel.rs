@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use socket2::Socket;
 
-use crate::fork::Unshared;
+use crate::fork::CloseOnFork;
 
 /// Ends a transfer from another thread: every socket that takes part in it is shut down.
 ///
@@ -36,7 +36,7 @@ pub struct Cancel {
 #[derive(Debug, Default)]
 struct CancelState {
     cancelled: AtomicBool,
-    sockets: Mutex<Vec<Weak<Unshared<Socket>>>>,
+    sockets: Mutex<Vec<Weak<CloseOnFork<Socket>>>>,
 }
 
 impl Cancel {
@@ -67,7 +67,7 @@ impl Cancel {
 
     /// Makes `socket` one of those that a cancellation shuts down; does so at once if it has happened. Sockets that are
     /// gone are forgotten.
-    pub(crate) fn watch(&self, socket: &Arc<Unshared<Socket>>) {
+    pub(crate) fn watch(&self, socket: &Arc<CloseOnFork<Socket>>) {
         let mut sockets = self.inner.sockets.lock().unwrap_or_else(PoisonError::into_inner);
         sockets.retain(|s| s.strong_count() > 0);
         sockets.push(Arc::downgrade(socket));

@@ -7,6 +7,8 @@
 //! Invariants, kept by the constructors here:
 //!
 //! * a message never holds the shared secret or the random part of a path;
+//! * a message states the fact in the engine's words. What a user can do about it depends on the program around the
+//!   engine, which words that itself where an error has a [`Hint`];
 //! * [`ErrorKind::Timeout`] is the only kind that says what was waited for;
 //! * [`ErrorKind`] is exhaustive on purpose: a new kind must be given an exception class by the binding before it
 //!   compiles.
@@ -27,7 +29,7 @@ pub enum ErrorKind {
     Connect,
     /// The source answered with an HTTP status other than the one asked for.
     Status(u16),
-    /// The source does not speak this protocol at all: it may be torchft's own server.
+    /// The source does not speak this protocol at all: it is another program's server.
     Foreign,
     /// The source cannot prove that it is who it should be: it does not know the shared secret, or shows another
     /// certificate than its address names.
@@ -48,6 +50,22 @@ pub enum ErrorKind {
     System,
 }
 
+/// What can be done about a failure, where its kind does not say so. The program that calls the engine knows what its
+/// users can change, and adds that to the message.
+///
+/// Exhaustive like [`ErrorKind`], so that no hint is left without a text.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Hint {
+    /// The source must not change memory before it has withdrawn it, or has to serve a private copy.
+    WithdrawBeforeChange,
+    /// The receiver was given no shared secret, and the source may ask for one.
+    SecretForReceiver,
+    /// The receiver insists on a shared secret, and the source may have been started without one.
+    SecretForSource,
+    /// The server at the address is that of another program.
+    OtherProgram,
+}
+
 /// An error of the engine: a kind, a message for people, and the cause if there is one.
 ///
 /// ```
@@ -66,12 +84,13 @@ pub struct Error {
     message: String,
     /// What was waited for when the time was over.
     waited_for: Option<String>,
+    hint: Option<Hint>,
     cause: Option<Box<dyn std::error::Error + Send + Sync>>,
 }
 
 impl Error {
     pub(crate) fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
-        Self { kind, message: message.into(), waited_for: None, cause: None }
+        Self { kind, message: message.into(), waited_for: None, hint: None, cause: None }
     }
 
     pub(crate) fn caused(
@@ -79,7 +98,7 @@ impl Error {
         message: impl Into<String>,
         cause: impl Into<Box<dyn std::error::Error + Send + Sync>>,
     ) -> Self {
-        Self { kind, message: message.into(), waited_for: None, cause: Some(cause.into()) }
+        Self { kind, message: message.into(), waited_for: None, hint: None, cause: Some(cause.into()) }
     }
 
     /// An error for something a source sent that is not valid, with the reason as its cause. For callers that parse
@@ -97,6 +116,12 @@ impl Error {
     #[must_use]
     pub fn kind(&self) -> ErrorKind {
         self.kind
+    }
+
+    /// What can be done about it, where more is known than the kind says.
+    #[must_use]
+    pub fn hint(&self) -> Option<Hint> {
+        self.hint
     }
 
     /// Whether the deadline passed or the transfer stalled.
@@ -135,6 +160,12 @@ impl Error {
     /// What was waited for, if it says so.
     pub(crate) fn waited_for(&self) -> Option<&str> {
         self.waited_for.as_deref()
+    }
+
+    /// The same error with a hint at what can be done about it.
+    pub(crate) fn hinting(mut self, hint: Hint) -> Self {
+        self.hint = Some(hint);
+        self
     }
 
     /// The same error with `context` put before its message.

@@ -4,7 +4,7 @@
 //! keeps connections open whose peers wait for their end. Data loaders fork trainers all the time, so this is the
 //! ordinary case.
 //!
-//! Every socket of the engine is made through [`Unshared::make`], which notes its descriptor in one table. Handlers
+//! Every socket of the engine is made through [`CloseOnFork::make`], which notes its descriptor in one table. Handlers
 //! that `pthread_atfork` installs keep three invariants:
 //!
 //! * a fork never falls between the making of a socket and the note of its descriptor: both happen under the table's
@@ -29,22 +29,22 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 /// The descriptors that are this process's alone. A mutex of the system's threads and not one of Rust's: the thread
 /// that forks locks it before, and unlocks it on both sides after.
-struct Table {
+struct SocketTable {
     lock: UnsafeCell<libc::pthread_mutex_t>,
     descriptors: UnsafeCell<Vec<RawFd>>,
 }
 
 // SAFETY: `descriptors` are only reached by the thread that holds `lock`.
-unsafe impl Sync for Table {}
+unsafe impl Sync for SocketTable {}
 
-static TABLE: Table =
-    Table { lock: UnsafeCell::new(libc::PTHREAD_MUTEX_INITIALIZER), descriptors: UnsafeCell::new(Vec::new()) };
+static TABLE: SocketTable =
+    SocketTable { lock: UnsafeCell::new(libc::PTHREAD_MUTEX_INITIALIZER), descriptors: UnsafeCell::new(Vec::new()) };
 
 /// The descriptor that replaces a socket in a child; opened beforehand, since a child may have no descriptor left.
 static NOTHING: OnceLock<RawFd> = OnceLock::new();
 
 /// The lock on [`TABLE`], which the calling thread holds.
-struct Locked(&'static Table);
+struct Locked(&'static SocketTable);
 
 impl Locked {
     fn new() -> Self {
@@ -116,9 +116,9 @@ pub fn without_fork<R>(work: impl FnOnce() -> R) -> R {
 
 /// A socket that no forked child keeps. Dropping it takes it out of the table and closes it, both under the lock.
 #[derive(Debug)]
-pub(crate) struct Unshared<S: AsRawFd>(ManuallyDrop<S>);
+pub(crate) struct CloseOnFork<S: AsRawFd>(ManuallyDrop<S>);
 
-impl<S: AsRawFd> Unshared<S> {
+impl<S: AsRawFd> CloseOnFork<S> {
     /// The socket that `make` opens. No fork falls between its opening and its entry in the table, so `make` must not
     /// block.
     pub(crate) fn make(make: impl FnOnce() -> io::Result<S>) -> io::Result<Self> {
@@ -139,7 +139,7 @@ impl<S: AsRawFd> Unshared<S> {
     }
 }
 
-impl<S: AsRawFd> Drop for Unshared<S> {
+impl<S: AsRawFd> Drop for CloseOnFork<S> {
     fn drop(&mut self) {
         let mut locked = Locked::new();
         let descriptor = self.0.as_raw_fd();
@@ -153,7 +153,7 @@ impl<S: AsRawFd> Drop for Unshared<S> {
     }
 }
 
-impl<S: AsRawFd> Deref for Unshared<S> {
+impl<S: AsRawFd> Deref for CloseOnFork<S> {
     type Target = S;
 
     fn deref(&self) -> &S {
@@ -161,19 +161,19 @@ impl<S: AsRawFd> Deref for Unshared<S> {
     }
 }
 
-impl<S: AsRawFd> DerefMut for Unshared<S> {
+impl<S: AsRawFd> DerefMut for CloseOnFork<S> {
     fn deref_mut(&mut self) -> &mut S {
         &mut self.0
     }
 }
 
-impl<S: AsRawFd + AsFd> AsFd for Unshared<S> {
+impl<S: AsRawFd + AsFd> AsFd for CloseOnFork<S> {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.0.as_fd()
     }
 }
 
-impl<'a, S: AsRawFd> Read for &'a Unshared<S>
+impl<'a, S: AsRawFd> Read for &'a CloseOnFork<S>
 where
     &'a S: Read,
 {
@@ -186,7 +186,7 @@ where
     }
 }
 
-impl<'a, S: AsRawFd> Write for &'a Unshared<S>
+impl<'a, S: AsRawFd> Write for &'a CloseOnFork<S>
 where
     &'a S: Write,
 {
@@ -203,13 +203,13 @@ where
     }
 }
 
-impl<S: AsRawFd + AsyncRead + Unpin> AsyncRead for Unshared<S> {
+impl<S: AsRawFd + AsyncRead + Unpin> AsyncRead for CloseOnFork<S> {
     fn poll_read(mut self: Pin<&mut Self>, context: &mut Context<'_>, into: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         Pin::new(&mut **self).poll_read(context, into)
     }
 }
 
-impl<S: AsRawFd + AsyncWrite + Unpin> AsyncWrite for Unshared<S> {
+impl<S: AsRawFd + AsyncWrite + Unpin> AsyncWrite for CloseOnFork<S> {
     fn poll_write(mut self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         Pin::new(&mut **self).poll_write(context, bytes)
     }

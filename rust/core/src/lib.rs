@@ -5,7 +5,7 @@
 //!
 //! # Rooms
 //!
-//! Each module may use those to its right, and no others; a test holds this (`tests/project/test_rooms_of_the_engine.py`).
+//! Each module may use those to its right, and no others; a test holds this (`tests/project/test_rooms.py`).
 //!
 //! | room | what it does | uses |
 //! |---|---|---|
@@ -63,13 +63,13 @@ pub use client::fuzzing;
 pub use client::{
     Arrived, Destination, FetchOptions, Remote, SliceRequest, StagedFetch, StagedRun, fetch_slices, resolve,
 };
-pub use error::{Error, ErrorKind};
+pub use error::{Error, ErrorKind, Hint};
 pub use file::{Container, DIRECT_FROM, FileOptions, FileReport, Written, write_file};
 pub use fork::without_fork;
 pub use memory::{Allocation, Arena, ArenaPool, Hold, Memory, check_machine_has};
 pub use payload::{Item, Repeat, Slice};
 pub use priority::lower_priority;
 pub use publication::{Alternate, Publication, Readiness, Rendered, Stability, Store, Withdrawn};
-pub use report::Report;
-pub use server::{Door, Server, ServerConfig};
+pub use report::{Report, Trouble};
+pub use server::{Frontend, Server, ServerConfig};
 pub use trust::Secret;

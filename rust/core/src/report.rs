@@ -7,6 +7,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 use std::time::Duration;
 
+use crate::error::Hint;
+
 /// How a transfer went. Counters cover the payload; headers and digests of 1 MiB blocks are not in them.
 #[derive(Clone, Debug, Default)]
 pub struct Report {
@@ -23,11 +25,20 @@ pub struct Report {
     /// The routes that bytes took over the network: the address here, and the source's.
     pub routes: BTreeSet<(IpAddr, IpAddr)>,
     /// For each source that a range had to be taken from and given to another connection, the last reason.
-    pub troubles: BTreeMap<String, String>,
+    pub troubles: BTreeMap<String, Trouble>,
     /// Time in [`crate::Remote::open`]: waiting for the source, and its header.
     pub opening: Duration,
     /// Time in [`crate::Remote::fetch`].
     pub fetching: Duration,
+}
+
+/// Why a source did not bring something that another connection brought then.
+#[derive(Clone, Debug)]
+pub struct Trouble {
+    /// The message of the error.
+    pub message: String,
+    /// Its [`crate::Error::hint`].
+    pub hint: Option<Hint>,
 }
 
 impl Report {

@@ -153,7 +153,7 @@ fn rows_of_pages_begin_where_blocks_do() {
     let state = State::of(&[5000, 512 * 8192, 77], 3);
     write(&state, &path);
     let mut buffer = vec![0_u8; 512 * 1536];
-    let repeats = vec![Repeat { count: 512, from: 8192, to: 1536 }];
+    let repeats = vec![Repeat { count: 512, entry_stride: 8192, memory_stride: 1536 }];
     let kind = (Dtype::U8, 512 * 8192);
     // SAFETY: the runs fill the buffer, which is nobody else's.
     let slice = unsafe { Slice::new("w1", kind, (512, 1536), buffer.as_mut_ptr() as usize, repeats) };
@@ -192,7 +192,7 @@ fn a_slice_costs_hardly_more_than_itself() {
     let container = Container::open(&path).unwrap();
     let mut buffer = vec![0_u8; 16 * 8192];
     let kind = (Dtype::U8, state.bytes("w6").len() as u64);
-    let repeats = vec![Repeat { count: 16, from: BLOCK as u64 / 2, to: 8192 }];
+    let repeats = vec![Repeat { count: 16, entry_stride: BLOCK as u64 / 2, memory_stride: 8192 }];
     // SAFETY: sixteen runs of 8192 bytes fill the buffer.
     let slice = unsafe { Slice::new("w6", kind, (0, 8192), buffer.as_mut_ptr() as usize, repeats) };
     let report = container.read(&[slice], &FileOptions::default()).unwrap();

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use common::faults::Liar;
 use common::raw::get;
 use common::{BLOCK, Rig, STEP, State, lanes};
-use tensorferry_core::{Destination, ErrorKind, FetchOptions, Remote};
+use tensorferry_core::{Destination, ErrorKind, FetchOptions, Hint, Remote};
 
 /// Fetches from a server that answers every request with `answer`. Returns the error after checking that it came in
 /// time.
@@ -121,7 +121,8 @@ fn statuses_keep_their_number_and_words() {
 fn a_stock_torchft_server_is_recognised() {
     // The answer of Python's http.server when the handler of torchft 0.2.0 cannot read the step.
     let stock = "HTTP/1.0 500 invalid literal for int() with base 10: '7.safetensors'\r\nServer: BaseHTTP/0.6\r\n\r\n";
-    assert_eq!(told("stock", stock).kind(), ErrorKind::Foreign);
+    let foreign = told("stock", stock);
+    assert_eq!((foreign.kind(), foreign.hint()), (ErrorKind::Foreign, Some(Hint::OtherProgram)));
     let full = format!("{stock}<html>").replace("\r\n\r\n", "\r\nContent-Length: 6\r\n\r\n");
     assert_eq!(told("stock with a body", full).kind(), ErrorKind::Foreign);
 }
@@ -164,7 +165,8 @@ fn what_never_ends_meets_the_deadline() {
 fn an_interim_answer_before_the_real_one_is_skipped() {
     let failed = told(
         "100 and 404 in one piece",
-        "HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\nHTTP/1.1 404 gone\r\nContent-Length: 0\r\n\r\n",
+        "HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n\
+         HTTP/1.1 404 gone\r\nContent-Length: 0\r\n\r\n",
     );
     assert_eq!(failed.kind(), ErrorKind::Status(404), "{failed}");
 }

@@ -1,4 +1,5 @@
-//! Processes of this machine that connect and leave again, as fast as they can. Alone in its process: it counts what is open.
+//! Processes of this machine that connect and leave again, as fast as they can. Alone in its process: it counts what is
+//! open.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
 
 mod common;

@@ -11,7 +11,7 @@ use common::faults::{Fault, Liar, Proxy};
 use common::local::{LocalReader, NAME_HEADER};
 use common::raw::{Answer, Raw, get, request};
 use common::{BLOCK, PATIENCE, Rig, STEP, State};
-use tensorferry_core::{Destination, Error, ErrorKind, FetchOptions, Remote, Secret, ServerConfig, Stability};
+use tensorferry_core::{Destination, Error, ErrorKind, FetchOptions, Hint, Remote, Secret, ServerConfig, Stability};
 use tensorferry_wire::digest::{self, DigestTable};
 use tensorferry_wire::proof::{self, Key};
 
@@ -184,12 +184,15 @@ fn who_does_not_share_it_is_told_so() {
     let refused = fetch(&guarded.url(), knowing(None)).unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::Status(404));
     assert!(refused.to_string().contains("asks for a shared secret"), "{refused}");
+    assert_eq!(refused.hint(), Some(Hint::SecretForReceiver));
     let refused = fetch(&guarded.url(), knowing(Some(Secret::new(OTHER).unwrap()))).unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::Status(404));
     assert!(refused.to_string().contains("another shared secret"), "{refused}");
+    assert_eq!(refused.hint(), None);
     let refused = fetch(&open.url(), knowing(Some(secret()))).unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::Unproven);
     assert!(refused.to_string().contains("does not prove that it knows the shared secret"), "{refused}");
+    assert_eq!(refused.hint(), Some(Hint::SecretForSource));
 }
 
 #[test]

@@ -14,18 +14,21 @@ use tensorferry_wire::dtype::Dtype;
 /// The part of an entry to fetch, `(entry, start, run, repeats)`; it goes into a buffer of its own.
 type Part<'a> = (&'a str, u64, u64, Vec<Repeat>);
 
-fn repeat(count: u64, from: u64, to: u64) -> Repeat {
-    Repeat { count, from, to }
+fn repeat(count: u64, entry_stride: u64, memory_stride: u64) -> Repeat {
+    Repeat { count, entry_stride, memory_stride }
 }
 
 /// The expected bytes of a part, and a buffer to fetch it into.
 fn expected(state: &State, (entry, start, run, repeats): &Part<'_>) -> (Vec<u8>, Vec<u8>) {
-    let reach = repeats.iter().map(|r| (r.count - 1) * r.to).sum::<u64>() + run;
+    let reach = repeats.iter().map(|r| (r.count - 1) * r.memory_stride).sum::<u64>() + run;
     let mut bytes = vec![0xEE; usize::try_from(reach).unwrap()];
     let blank = bytes.clone();
     let mut places = vec![(*start, 0)];
     for r in repeats {
-        places = places.iter().flat_map(|&(a, b)| (0..r.count).map(move |i| (a + i * r.from, b + i * r.to))).collect();
+        places = places
+            .iter()
+            .flat_map(|&(a, b)| (0..r.count).map(move |i| (a + i * r.entry_stride, b + i * r.memory_stride)))
+            .collect();
     }
     for (from, to) in places {
         let (from, to, run) =

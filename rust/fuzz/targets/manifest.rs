@@ -9,7 +9,8 @@ use tensorferry_wire::dtype::Dtype;
 use tensorferry_wire::manifest::validate;
 
 static HEADER: LazyLock<Header> = LazyLock::new(|| {
-    let names = ["a", "b", "c", MANIFEST_ENTRY, PICKLE_ENTRY, "__tensorferry__/storage/0/0", "__tensorferry__/storage/0/1"];
+    let storages = ["__tensorferry__/storage/0/0", "__tensorferry__/storage/0/1"];
+    let names = ["a", "b", "c", MANIFEST_ENTRY, PICKLE_ENTRY, storages[0], storages[1]];
     let entries = names.iter().zip(0..).map(|(name, i)| Entry {
         name: (*name).into(),
         dtype: Dtype::U8,

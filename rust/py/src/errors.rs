@@ -1,12 +1,14 @@
 //! The one conversion from the engine's errors to the exceptions of `tensorferry.errors`.
 //!
-//! The match over `ErrorKind` has no catch-all arm: a new kind in the engine does not compile before it has a class
-//! here.
+//! The matches over `ErrorKind` and `Hint` have no catch-all arm: a new kind in the engine does not compile before it
+//! has a class here, and a new hint not before it has a text.
+//!
+//! The engine states facts. What a user can do about one is said here, in the words of the Python package.
 
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyType;
-use tensorferry_core::{Error, ErrorKind};
+use tensorferry_core::{Error, ErrorKind, Hint};
 
 /// An exception of the class called `class` in `tensorferry.errors`, or the one that looking for it raised.
 fn raise(py: Python<'_>, class: &str, message: String) -> PyErr {
@@ -19,9 +21,30 @@ fn raise(py: Python<'_>, class: &str, message: String) -> PyErr {
     }
 }
 
-/// The exception for an error of the engine, with its whole message.
+/// What users of the Python package can do about an error with this hint.
+fn remedy(hint: Hint) -> &'static str {
+    match hint {
+        Hint::WithdrawBeforeChange => {
+            "Change the state only after disallow_checkpoint() has returned, or send from a private copy: \
+             snapshot=\"copy\""
+        }
+        Hint::SecretForReceiver => "Give this receiver the source's secret: secret=, or TENSORFERRY_SECRET",
+        Hint::SecretForSource => "Give the source the same secret: secret=, or TENSORFERRY_SECRET",
+        Hint::OtherProgram => "It may be a stock torchft server",
+    }
+}
+
+/// The engine's `message`, with what can be done about it as a second sentence.
+pub(crate) fn with_remedy(message: String, hint: Option<Hint>) -> String {
+    match hint {
+        Some(hint) => format!("{message}. {}", remedy(hint)),
+        None => message,
+    }
+}
+
+/// The exception for an error of the engine, with its whole message and what can be done about it.
 pub(crate) fn to_py(py: Python<'_>, error: &Error) -> PyErr {
-    let message = error.to_string();
+    let message = with_remedy(error.to_string(), error.hint());
     let class = match error.kind() {
         ErrorKind::Timeout => "FetchTimeout",
         ErrorKind::Connect => "ConnectError",

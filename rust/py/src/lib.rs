@@ -17,10 +17,10 @@
 //! The Python-visible names and signatures are in `python/tensorferry/_native.pyi`, which a test compares with this
 //! module.
 
+mod addresses;
 mod columns;
-mod door;
 mod errors;
-mod interfaces;
+mod frontend;
 mod memory;
 mod objects;
 mod pickle;
@@ -44,7 +44,7 @@ mod _native {
     use pyo3::prelude::*;
 
     #[pymodule_export]
-    use crate::interfaces::{interfaces, resolve};
+    use crate::addresses::{interfaces, resolve};
     #[pymodule_export]
     use crate::memory::{PyArena, PyHostView, PyPart};
     #[pymodule_export]

@@ -480,8 +480,8 @@ pub(crate) fn slice(
     address: usize,
     repeats: Vec<Repeat>,
 ) -> Slice {
-    // SAFETY: Python's part of the contract: all runs lie in tensors that the caller holds for the length of the call, and
-    // no two slices write to the same memory.
+    // SAFETY: Python's part of the contract: all runs lie in tensors that the caller holds for the length of the call,
+    // and no two slices write to the same memory.
     unsafe { Slice::new(entry, kind, part, address, repeats) }
 }
 

@@ -18,14 +18,14 @@ use tensorferry_wire::manifest;
 use crate::errors;
 use crate::memory::{PyArena, given, pool_with_allocator};
 use crate::report::{PyReport, seconds};
-use crate::runtime::{self, OnTick, Origin};
+use crate::runtime::{self, OnTick, Process};
 use crate::secret::PySecret;
 use crate::staged::{ProgressReporter, PyStagedFetch};
 
 /// A checkpoint whose header is here and whose payload is still at its source.
 #[pyclass(name = "Remote", module = "tensorferry._native", frozen)]
 pub(crate) struct PyRemote {
-    origin: Origin,
+    process: Process,
     cancel: Cancel,
     received: Arc<AtomicU64>,
     /// Called with the bytes here and the bytes in all, now and then and at the end.
@@ -75,7 +75,7 @@ impl PyRemote {
     /// # Errors
     /// `InvalidArgument` once it was fetched, `ForkedProcess` in a forked child.
     fn with<T>(&self, py: Python<'_>, read: impl FnOnce(&Remote) -> PyResult<T>) -> PyResult<T> {
-        self.origin.check(py)?;
+        self.process.check(py)?;
         match &*self.remote.lock().unwrap_or_else(PoisonError::into_inner) {
             Some(remote) => read(remote),
             None => Err(errors::invalid(py, "this checkpoint was fetched already")),
@@ -95,7 +95,7 @@ impl PyRemote {
     /// # Errors
     /// `InvalidArgument` once it was fetched, `ForkedProcess` in a forked child.
     fn take(&self, py: Python<'_>) -> PyResult<(Remote, ProgressReporter)> {
-        self.origin.check(py)?;
+        self.process.check(py)?;
         let remote = self.remote.lock().unwrap_or_else(PoisonError::into_inner).take();
         let remote = remote.ok_or_else(|| errors::invalid(py, "this checkpoint was fetched already"))?;
         let teller = ProgressReporter {
@@ -158,7 +158,15 @@ impl PyRemote {
             Ok((remote, tree))
         })?;
         let header = Arc::clone(remote.header());
-        Ok(Self { origin: Origin::here(), cancel, received, progress, header, tree, remote: Mutex::new(Some(remote)) })
+        Ok(Self {
+            process: Process::current(),
+            cancel,
+            received,
+            progress,
+            header,
+            tree,
+            remote: Mutex::new(Some(remote)),
+        })
     }
 
     /// The manifest as JSON text, with `null` for its tree; `None` for a container tensorferry did not write.
@@ -280,7 +288,7 @@ impl PyRemote {
     /// open, and an exception keeps this object, and so the connections, for as long as somebody keeps its traceback.
     fn close(&self, py: Python<'_>) {
         // In a forked child they are the parent's.
-        if self.origin.check(py).is_ok() {
+        if self.process.check(py).is_ok() {
             drop(self.remote.lock().unwrap_or_else(PoisonError::into_inner).take());
             self.cancel.cancel();
         }

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use pyo3::prelude::*;
-use tensorferry_core::Report;
+use tensorferry_core::{Report, Trouble};
 
 use crate::errors;
 
@@ -54,9 +54,11 @@ impl PyReport {
         self.0.routes.iter().map(|(here, there)| (here.to_string(), there.to_string())).collect()
     }
 
+    /// For each source that a range was taken from, the last reason, with what can be done about it.
     #[getter]
     fn troubles(&self) -> BTreeMap<String, String> {
-        self.0.troubles.clone()
+        let told = |trouble: &Trouble| errors::with_remedy(trouble.message.clone(), trouble.hint);
+        self.0.troubles.iter().map(|(source, trouble)| (source.clone(), told(trouble))).collect()
     }
 
     #[getter]

@@ -1,8 +1,8 @@
 //! `Rows`: the tensors of a state as the rows of a container, read while Python walks the state.
 //!
 //! A state has up to hundreds of thousands of tensors, and a few calls through the interpreter for each of them would
-//! take longer than sending them. `Rows` therefore reads plain tensors itself, through `DLPack`'s table, and asks Python
-//! about everything else.
+//! take longer than sending them. `Rows` therefore reads plain tensors itself, through `DLPack`'s table, and asks
+//! Python about everything else.
 //!
 //! Invariants:
 //!
@@ -625,8 +625,8 @@ impl PyRows {
     }
 
     /// The leaves described here that are no rows, of which some elements may share memory with others.
-    fn folded(&self, py: Python<'_>) -> Vec<i64> {
-        py.detach(|| self.views().folded())
+    fn self_overlapping(&self, py: Python<'_>) -> Vec<i64> {
+        py.detach(|| self.views().self_overlapping())
     }
 
     /// The address of the first element of a leaf, 0 if it is not known here.

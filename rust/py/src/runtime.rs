@@ -29,15 +29,15 @@ static RUNTIME: Mutex<Option<Owned>> = Mutex::new(None);
 
 /// The process an object was made in.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Origin(u32);
+pub(crate) struct Process(u32);
 
-impl Origin {
+impl Process {
     /// The process that runs now.
-    pub(crate) fn here() -> Self {
+    pub(crate) fn current() -> Self {
         Self(std::process::id())
     }
 
-    pub(crate) fn is_here(self) -> bool {
+    pub(crate) fn is_current(self) -> bool {
         self.0 == std::process::id()
     }
 
@@ -46,7 +46,7 @@ impl Origin {
     /// # Errors
     /// `ForkedProcess` in a forked child, where the threads behind the object do not exist.
     pub(crate) fn check(self, py: Python<'_>) -> PyResult<()> {
-        if self.is_here() { Ok(()) } else { Err(errors::forked(py)) }
+        if self.is_current() { Ok(()) } else { Err(errors::forked(py)) }
     }
 }
 

@@ -12,26 +12,26 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use tensorferry_core::{Alternate, Error, Memory, Publication, Rendered, Server, ServerConfig, Stability, Withdrawn};
 
-use crate::door::Doors;
 use crate::errors;
+use crate::frontend::PythonFrontend;
 use crate::memory::{Owner, borrowed};
 use crate::readiness::PyReadiness;
 use crate::report::{PyReport, seconds};
 use crate::rows::PyRows;
-use crate::runtime::{self, Origin, SIGNAL_POLL};
+use crate::runtime::{self, Process, SIGNAL_POLL};
 use crate::secret::PySecret;
 
 /// A server for one checkpoint at a time. Every method raises `ForkedProcess` in a forked child.
 #[pyclass(name = "Server", module = "tensorferry._native", frozen)]
 pub(crate) struct PyServer {
-    origin: Origin,
+    process: Process,
     // Taken only by Drop.
     inner: Option<Server>,
 }
 
 impl PyServer {
     fn server(&self, py: Python<'_>) -> PyResult<&Server> {
-        self.origin.check(py)?;
+        self.process.check(py)?;
         self.inner.as_ref().ok_or_else(|| errors::invalid(py, "this server is gone"))
     }
 }
@@ -61,13 +61,13 @@ impl PyServer {
             .map_err(|_| errors::invalid(py, format!("bind={bind:?} is not an address and port")))?;
         let patience = seconds(py, patience)?;
         let secret = secret.map(|s| s.0.clone());
-        let door = Arc::new(Doors);
+        let frontend = Arc::new(PythonFrontend);
         let config =
-            ServerConfig { bind, patience, same_host, max_bandwidth, secret, tls, door, ..ServerConfig::default() };
+            ServerConfig { bind, patience, same_host, max_bandwidth, secret, tls, frontend, ..ServerConfig::default() };
         let inner = py
             .detach(|| Server::bind(&config, &runtime::handle().map_err(tensorferry_core::Error::from)?))
             .map_err(|e| errors::to_py(py, &e))?;
-        Ok(Self { origin: Origin::here(), inner: Some(inner) })
+        Ok(Self { process: Process::current(), inner: Some(inner) })
     }
 
     /// The URL prefix of checkpoints for peers that reach this machine as `host`.
@@ -197,7 +197,7 @@ impl PyServer {
 impl Drop for PyServer {
     fn drop(&mut self) {
         let inner = self.inner.take();
-        if self.origin.is_here() {
+        if self.process.is_current() {
             // Ending transfers waits for runtime threads, which may be waiting for the interpreter.
             Python::attach(|py| py.detach(|| drop(inner)));
         } else {

@@ -28,7 +28,10 @@ fn slices(py: Python<'_>, parts: Vec<SliceTuple>) -> PyResult<Vec<Slice>> {
     let slice = |(entry, dtype, nbytes, start, run, address, repeats): SliceTuple| {
         let known = Dtype::from_name(&dtype)
             .ok_or_else(|| errors::invalid(py, format!("{entry:?} is of an unknown dtype {dtype:?}")))?;
-        let repeats = repeats.into_iter().map(|(count, from, to)| Repeat { count, from, to }).collect();
+        let repeats = repeats
+            .into_iter()
+            .map(|(count, entry_stride, memory_stride)| Repeat { count, entry_stride, memory_stride })
+            .collect();
         Ok(memory::slice(entry, (known, nbytes), (start, run), address, repeats))
     };
     parts.into_iter().map(slice).collect()

@@ -13,12 +13,12 @@ use crate::errors;
 use crate::memory::{PyArena, fetch_wave};
 use crate::remote::handed_over;
 use crate::report::PyReport;
-use crate::runtime::{self, OnTick, Origin};
+use crate::runtime::{self, OnTick, Process};
 
 /// A receive through a buffer, wave by wave. After an exception it is over.
 #[pyclass(name = "StagedFetch", module = "tensorferry._native", frozen)]
 pub(crate) struct PyStagedFetch {
-    origin: Origin,
+    process: Process,
     cancel: Cancel,
     tell: ProgressReporter,
     header: Arc<Header>,
@@ -50,7 +50,7 @@ impl ProgressReporter {
 
 impl PyStagedFetch {
     pub(crate) fn new(cancel: Cancel, tell: ProgressReporter, header: Arc<Header>, waves: StagedFetch) -> Self {
-        Self { origin: Origin::here(), cancel, tell, header, waves: Mutex::new(Some(waves)) }
+        Self { process: Process::current(), cancel, tell, header, waves: Mutex::new(Some(waves)) }
     }
 
     fn waves(&self) -> MutexGuard<'_, Option<StagedFetch>> {
@@ -62,7 +62,7 @@ impl PyStagedFetch {
     /// # Errors
     /// `InvalidArgument` when there is none any more, `ForkedProcess` in a forked child.
     fn take(&self, py: Python<'_>) -> PyResult<StagedFetch> {
-        self.origin.check(py)?;
+        self.process.check(py)?;
         self.waves().take().ok_or_else(|| errors::invalid(py, "this receive is over"))
     }
 }

@@ -48,7 +48,7 @@ impl View {
     }
 
     /// Whether elements may share memory; true in some cases where they do not.
-    fn folds(&self) -> bool {
+    fn may_overlap_itself(&self) -> bool {
         let mut steps: Vec<_> =
             self.told.strides().iter().zip(self.told.shape()).filter(|(_, dim)| **dim > 1).collect();
         steps.sort_unstable();
@@ -167,8 +167,8 @@ impl Views {
     }
 
     /// The leaves whose own elements may share memory.
-    pub(crate) fn folded(&self) -> Vec<i64> {
-        self.views.iter().filter(|view| view.leaf < 0 && view.folds()).map(|view| view.leaf).collect()
+    pub(crate) fn self_overlapping(&self) -> Vec<i64> {
+        self.views.iter().filter(|view| view.leaf < 0 && view.may_overlap_itself()).map(|view| view.leaf).collect()
     }
 
     /// Of a `DTensor`'s local part, where it lies in the whole and in its storage, as a JSON object.

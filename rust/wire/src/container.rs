@@ -371,10 +371,10 @@ fn check_unique(metadata: &[(String, String)], entries: &[Entry]) -> Result<(), 
     }
 }
 
-type Parsed = (Vec<(String, String)>, Vec<Entry>);
+type ParsedHeader = (Vec<(String, String)>, Vec<Entry>);
 
 /// Reads the JSON of a header. How its entries relate to each other is left to [`Header::new`].
-fn parse(text: &str) -> Result<Parsed, HeaderError> {
+fn parse(text: &str) -> Result<ParsedHeader, HeaderError> {
     if !text.starts_with('{') {
         return Err(JsonError { at: 0, expected: "an object" }.into());
     }

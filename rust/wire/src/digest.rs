@@ -115,7 +115,7 @@ impl Algorithm {
     pub fn hasher(&self) -> Hasher {
         match self {
             Self::Crc64 => Hasher::new(),
-            Self::Keyed(key) => Hasher(State::Keyed(Box::new(blake3::Hasher::new_keyed(key)))),
+            Self::Keyed(key) => Hasher(HasherState::Keyed(Box::new(blake3::Hasher::new_keyed(key)))),
         }
     }
 
@@ -139,11 +139,11 @@ fn first_word(hash: &blake3::Hash) -> u64 {
 
 /// Computes a checksum of bytes that come in pieces.
 #[derive(Debug, Clone)]
-pub struct Hasher(State);
+pub struct Hasher(HasherState);
 
 #[derive(Debug, Clone)]
 #[expect(clippy::large_enum_variant, reason = "without a secret, a block costs no allocation")]
-enum State {
+enum HasherState {
     Crc64(crc_fast::Digest),
     Keyed(Box<blake3::Hasher>),
 }
@@ -152,14 +152,14 @@ impl Hasher {
     /// A hasher of CRC-64/NVME that has seen no bytes; [`Algorithm::hasher`] also makes keyed ones.
     #[must_use]
     pub fn new() -> Self {
-        Self(State::Crc64(crc_fast::Digest::new(Crc64Nvme)))
+        Self(HasherState::Crc64(crc_fast::Digest::new(Crc64Nvme)))
     }
 
     /// Adds the next bytes.
     pub fn update(&mut self, bytes: &[u8]) {
         match &mut self.0 {
-            State::Crc64(digest) => digest.update(bytes),
-            State::Keyed(hasher) => {
+            HasherState::Crc64(digest) => digest.update(bytes),
+            HasherState::Keyed(hasher) => {
                 hasher.update(bytes);
             }
         }
@@ -169,8 +169,8 @@ impl Hasher {
     #[must_use]
     pub fn finish(&self) -> u64 {
         match &self.0 {
-            State::Crc64(digest) => digest.finalize(),
-            State::Keyed(hasher) => first_word(&hasher.finalize()),
+            HasherState::Crc64(digest) => digest.finalize(),
+            HasherState::Keyed(hasher) => first_word(&hasher.finalize()),
         }
     }
 }

@@ -167,9 +167,9 @@ pub struct Manifest {
 pub fn validate(json: &[u8], header: &Header) -> Result<Manifest, ManifestError> {
     let end = json.iter().rposition(|&b| b != b' ' && b != 0).map_or(0, |last| last + 1);
     let text = std::str::from_utf8(&json[..end]).map_err(|e| ManifestError::Utf8 { at: e.valid_up_to() })?;
-    let mut walk = Walk { cursor: Cursor::new(text), header, max_leaf: None, max_object: None };
-    let fields = walk.document()?;
-    walk.check(fields)
+    let mut validator = Validator { cursor: Cursor::new(text), header, max_leaf: None, max_object: None };
+    let fields = validator.document()?;
+    validator.check(fields)
 }
 
 /// The top-level fields read so far.
@@ -184,14 +184,14 @@ struct Fields<'a> {
 
 /// The pass over the text. It remembers the highest leaf and object referred to, which are checked at the end, since
 /// the fields may come in any order.
-struct Walk<'a> {
+struct Validator<'a> {
     cursor: Cursor<'a>,
     header: &'a Header,
     max_leaf: Option<u64>,
     max_object: Option<u64>,
 }
 
-impl<'a> Walk<'a> {
+impl<'a> Validator<'a> {
     /// Reads the manifest's own object to the end of the text.
     fn document(&mut self) -> Result<Fields<'a>, ManifestError> {
         let mut fields = Fields::default();

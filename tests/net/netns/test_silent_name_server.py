@@ -60,39 +60,39 @@ DOORS = ["ours", "tls", "several", "stock", "peers"]
 
 @pytest.mark.parametrize("door", DOORS)
 def test_a_deadline_counts_the_lookup_of_a_name(door: str, attempt: Callable[..., dict[str, Any]]) -> None:
-    said = attempt(door)
-    assert said["ended"] == "FetchTimeout", said
-    assert said["asked"], "nobody was asked for the name"
-    assert 0.9 < said["took"] < AT_ONCE_S, said
-    assert "step 7" in said["message"]
-    assert "1.000 s" in said["message"]
-    assert "no name server has answered" in said["message"]
-    assert "trainer.example" in said["message"]
+    result = attempt(door)
+    assert result["ended"] == "FetchTimeout", result
+    assert result["asked"], "no name server was asked"
+    assert 0.9 < result["took"] < AT_ONCE_S, result
+    assert "step 7" in result["message"]
+    assert "1.000 s" in result["message"]
+    assert "no name server has answered" in result["message"]
+    assert "trainer.example" in result["message"]
 
 
 @pytest.mark.parametrize("door", DOORS)
 def test_an_interrupt_ends_the_lookup_of_a_name(door: str, attempt: Callable[..., dict[str, Any]]) -> None:
-    said = attempt(door, seconds=60, interrupt=0.5)
-    assert said["ended"] == "KeyboardInterrupt", said
-    assert said["took"] < 0.5 + 1, said
+    result = attempt(door, seconds=60, interrupt=0.5)
+    assert result["ended"] == "KeyboardInterrupt", result
+    assert result["took"] < 0.5 + 1, result
 
 
 def test_construction_does_not_wait_for_a_name_server(attempt: Callable[..., dict[str, Any]]) -> None:
-    said = attempt("construction")
-    assert (said["ended"], said["asked"]) == ("returned", True), said
-    assert said["took"] < AT_ONCE_S, said
-    assert any("no name server has answered" in warning for warning in said["warnings"]), said
+    result = attempt("construction")
+    assert (result["ended"], result["asked"]) == ("returned", True), result
+    assert result["took"] < AT_ONCE_S, result
+    assert any("no name server has answered" in warning for warning in result["warnings"]), result
 
 
 def test_an_interrupt_ends_construction(attempt: Callable[..., dict[str, Any]]) -> None:
-    said = attempt("construction", interrupt=0.3)
-    assert said["ended"] == "KeyboardInterrupt", said
-    assert said["took"] < 1, said
+    result = attempt("construction", interrupt=0.3)
+    assert result["ended"] == "KeyboardInterrupt", result
+    assert result["took"] < 1, result
 
 
 def test_the_process_does_not_wait_for_the_resolver_at_its_end(attempt: Callable[..., dict[str, Any]]) -> None:
     begin = time.monotonic()
-    said = attempt("ours", seconds=0.2)
-    assert time.monotonic() - begin - said["took"] < UNBOUNDED_S, (
+    result = attempt("ours", seconds=0.2)
+    assert time.monotonic() - begin - result["took"] < UNBOUNDED_S, (
         "less than the resolver takes, torch's import included"
     )

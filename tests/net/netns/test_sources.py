@@ -39,20 +39,20 @@ def fleet(network: Network) -> Iterator[tuple[list[Agent], list[str], Agent, str
 
         sources = [start(h, "serve", mib=MIB, advertise=f"10.77.{i}.2") for i, h in enumerate(network.sources)]
         receiver = start(network.receiver, "receive")
-        told = [source.next() for source in sources]
-        assert told[0]["digest"] == told[1]["digest"]
-        yield sources, [t["metadata"] for t in told], receiver, told[0]["digest"]
+        published = [source.next() for source in sources]
+        assert published[0]["digest"] == published[1]["digest"]
+        yield sources, [t["metadata"] for t in published], receiver, published[0]["digest"]
 
 
 def receive(receiver: Agent, metadata: list[str], at_half: Callable[[], None] | None = None) -> dict[str, Any]:
-    said = receiver.ask(metadata=metadata)
-    while "seconds" not in said:
-        if at_half is not None and said["done"] * 3 > said["total"]:
+    answer = receiver.ask(metadata=metadata)
+    while "seconds" not in answer:
+        if at_half is not None and answer["done"] * 3 > answer["total"]:
             at_half()
             at_half = None
-        said = receiver.next()
+        answer = receiver.next()
     assert at_half is None, "it was over before anything could happen to it"
-    return said
+    return answer
 
 
 def served(sources: list[Agent]) -> list[int]:

@@ -10,19 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from ..proxy.faults import (
-    Answer,
-    Delay,
-    Divert,
-    Drip,
-    Duplicate,
-    Fault,
-    FlipByte,
-    HalfOpen,
-    ReplaceHead,
-    Reset,
-    Truncate,
-)
+from ..proxy import faults
 from .attacks import ATTACKS
 from .idle_crowd import IdleCrowd
 from .processes import wait_until
@@ -148,24 +136,24 @@ def _accepts(host: str, port: int) -> bool:
     return True
 
 
-def _slow(cell: Cell) -> tuple[Fault, ...]:
+def _slow(cell: Cell) -> tuple[faults.Fault, ...]:
     """A rate at which a quarter of the state takes 1.5 times the timeout, and an eighth less than the timeout."""
     interval = 0.02
-    return (Drip(size=int(cell.nbytes / 4 / (1.5 * cell.timeout) * interval), interval=interval),)
+    return (faults.Drip(size=int(cell.nbytes / 4 / (1.5 * cell.timeout) * interval), interval=interval),)
 
 
-def _other_generation(cell: Cell) -> tuple[Fault, ...]:
+def _other_generation(cell: Cell) -> tuple[faults.Fault, ...]:
     """Later connections reach another process, which serves other bytes as the same step under the same path."""
     host, port, metadata = cell.another_source(same_state=False)
     cell.allow_newer()
     old, new = urlsplit(cell.metadata).path.encode(), urlsplit(metadata).path.encode()
-    return (Divert(connections=range(3, 1 << 30), host=host, port=port, old=old, new=new),)
+    return (faults.Divert(connections=range(3, 1 << 30), host=host, port=port, old=old, new=new),)
 
 
 def _with_connections(
     name: str,
     about: str,
-    make: Callable[..., Fault],
+    make: Callable[..., faults.Fault],
     always: frozenset[str],
     once: bool = True,
     **more: object,
@@ -210,7 +198,7 @@ def _trap(trap: Trap, about: str) -> list[Scenario]:
 
 def _forged_answers(name: str, about: str, expected: frozenset[str], **answer: object) -> list[Scenario]:
     """The proxy answers in place of the source: on one connection, and on every one."""
-    make: Callable[..., Fault] = Answer
+    make: Callable[..., faults.Fault] = faults.Answer
     return [
         Scenario(f"{name}-lane", f"{about}: one connection", (make(connections=2, **answer),)),
         Scenario(f"{name}-all", f"{about}: every connection", (make(**answer),), expected=expected),
@@ -246,33 +234,36 @@ _OK = b"HTTP/1.1 200 OK\r\n"
 
 _ROWS = [
     Scenario("none", "nothing goes wrong"),
-    *_with_connections("truncate", "closed in the middle of a body", Truncate, GONE),
-    *_with_connections("reset", "reset in the middle of a body", Reset, GONE),
-    *_with_connections("half-open", "silent from the middle of a body on", HalfOpen, GONE, once=False),
-    *_with_connections("drip", "one byte each 0.1 s from the middle of a body on", Drip, GONE, once=False),
-    *_with_connections("duplicate", "64 bytes of a body come twice", Duplicate, ODD | {HEALED, "CorruptCheckpoint"}),
-    *_with_connections("flip", "a byte of a body is changed", FlipByte, frozenset({HEALED, "CorruptCheckpoint"})),
-    Scenario("flip-start", "a byte at the start of the first body, once", (FlipByte(connections=0, at=100),)),
-    Scenario("mute-start", "the first connection never answers", (HalfOpen(connections=0, of="stream"),)),
+    *_with_connections("truncate", "closed in the middle of a body", faults.Truncate, GONE),
+    *_with_connections("reset", "reset in the middle of a body", faults.Reset, GONE),
+    *_with_connections("half-open", "silent from the middle of a body on", faults.HalfOpen, GONE, once=False),
+    *_with_connections("drip", "one byte each 0.1 s from the middle of a body on", faults.Drip, GONE, once=False),
+    *_with_connections("duplicate", "64 bytes of a body come twice", faults.Duplicate,
+        ODD | {HEALED, "CorruptCheckpoint"}),
+    *_with_connections("flip", "a byte of a body is changed", faults.FlipByte,
+        frozenset({HEALED, "CorruptCheckpoint"})),
+    Scenario("flip-start", "a byte at the start of the first body, once", (faults.FlipByte(connections=0, at=100),)),
+    Scenario("mute-start", "the first connection never answers", (faults.HalfOpen(connections=0, of="stream"),)),
     Scenario("half-open-start", "the first connection is silent from the middle of its first body on",
-        (HalfOpen(connections=0, at=DEEP),)),
+        (faults.HalfOpen(connections=0, at=DEEP),)),
     Scenario("drip-start", "one byte each 0.1 s on the first connection, from the middle of its first body on",
-        (Drip(connections=0, at=DEEP),)),
-    Scenario("drip-head-start", "one byte each 0.1 s on the first connection", (Drip(connections=0, of="stream"),)),
+        (faults.Drip(connections=0, at=DEEP),)),
+    Scenario("drip-head-start", "one byte each 0.1 s on the first connection",
+        (faults.Drip(connections=0, of="stream"),)),
     Scenario("stubborn", "each of the first five connections is closed in its first body",
-        (Truncate(connections=range(5), order="reaching", at=DEEP),), expected=GONE | {HEALED}),
+        (faults.Truncate(connections=range(5), order="reaching", at=DEEP),), expected=GONE | {HEALED}),
     Scenario("delay-lane", "0.5 s of silence on one connection",
-        (Delay(connections=1, order="reaching", at=DEEP, seconds=0.5),)),
-    Scenario("delay-all", "0.2 s of silence on every connection", (Delay(at=DEEP),)),
-    Scenario("drip-head-all", "one byte each 0.1 s from the first one on", (Drip(of="stream"),), expected=GONE),
+        (faults.Delay(connections=1, order="reaching", at=DEEP, seconds=0.5),)),
+    Scenario("delay-all", "0.2 s of silence on every connection", (faults.Delay(at=DEEP),)),
+    Scenario("drip-head-all", "one byte each 0.1 s from the first one on", (faults.Drip(of="stream"),), expected=GONE),
     Scenario(
         "drip-request-all",
         "requests reach the source one byte each 0.1 s",
-        (Drip(of="stream", direction="request"),),
+        (faults.Drip(of="stream", direction="request"),),
         expected=GONE,
     ),
     Scenario("reset-request", "the first connection is reset in the middle of its request",
-        (Reset(of="stream", direction="request", at=10, connections=0),), expected=frozenset({HEALED}) | GONE),
+        (faults.Reset(of="stream", direction="request", at=10, connections=0),), expected=frozenset({HEALED}) | GONE),
     *_forged_answers("garbage-answer", "32 KiB of noise for an answer", ODD, data=_NOISE),
     *_forged_answers("empty-answer", "closed without an answer", GONE),
     *_forged_answers("huge-header-answer", "a header of 8 MiB", ODD, data=_OK + b"X: " + b"a" * (8 << 20)),
@@ -285,9 +276,9 @@ _ROWS = [
     *_forged_answers("status-500", "500 for an answer", frozenset({"SourceRefused"}) | GONE,
         data=b"HTTP/1.1 500 No\r\nContent-Length: 0\r\n\r\n"),
     Scenario("lying-length", "a Content-Length ten times as long, on one connection",
-        (ReplaceHead(connections=1, old=b"content-length: ", new=b"content-length: 1"),)),
+        (faults.ReplaceHead(connections=1, old=b"content-length: ", new=b"content-length: 1"),)),
     Scenario("lying-range", "a Content-Range of another place, on one connection",
-        (ReplaceHead(connections=1, old=b"content-range: bytes ", new=b"content-range: bytes 1"),)),
+        (faults.ReplaceHead(connections=1, old=b"content-range: bytes ", new=b"content-range: bytes 1"),)),
     Scenario("wrong-step", "the source serves another step", wrong_step=True, expected=frozenset({"WrongStep"})),
     Scenario("wrong-generation", "later connections come to another process with other bytes as the same step",
         _other_generation, expected=frozenset({HEALED, "SourceChanged"}) | GONE),
@@ -314,7 +305,7 @@ _ROWS = [
 
 _DRAIN = Scenario(
     "drain",
-    "the source withdraws mid-transfer, and writes over the state when it may",
+    "the source withdraws mid-transfer, and writes over the state when it is allowed to",
     during=_drain,
     private=frozenset({HEALED}),
 )
@@ -344,17 +335,17 @@ _ROWS += [
     *_with_healthy_source(_ROWS),
     Scenario("other-state-first", "a second source holds another state as the same step", beside="behind",
         other_state=True),
-    Scenario("other-state-second", "the same, and it comes first", beside="in front", other_state=True),
+    Scenario("other-state-second", "the same, and the metadata names it first", beside="in front", other_state=True),
     _DRAIN,
     _without_network(_DRAIN),
     _REPLACED,
     _without_network(_REPLACED),
     dataclasses.replace(_REPLACED, name="replace-set", during=_replace("set"),
-        about="the source's trainer calls tensor.set_ mid-transfer, and others write where the memory was"),
+        about="the source's trainer calls tensor.set_ mid-transfer, and new tensors reuse the old memory"),
     dataclasses.replace(_REPLACED, name="replace-half", during=_replace("half"),
         about="the same with another dtype, as module.half() does it"),
-    Scenario("replace-target", "the receiver's trainer assigns to tensor.data of what is being filled", in_place=True,
-        during=_replace_target, expected=frozenset({HEALED, "StateMismatch"})),
+    Scenario("replace-target", "the receiver's trainer assigns to tensor.data of the tensors that are being filled",
+        in_place=True, during=_replace_target, expected=frozenset({HEALED, "StateMismatch"})),
     _CHANGED,
     _without_network(_CHANGED),
     _CROWD,
@@ -367,7 +358,7 @@ _ROWS += [
     Scenario("source-forked", "the source has forked a child and is killed mid-transfer; the child lives on",
         during=_kill_with_child, expected=GONE, survives=False, timeout=10.0, prompt=0.5),
     *_trap("system", "names os.system"),
-    *_trap("dotted", "names it by way of a module that is trusted"),
+    *_trap("dotted", "names it through a trusted module"),
     *_trap("pointer", "forges a pointer to an object"),
 ]  # fmt: skip
 

@@ -75,8 +75,8 @@ def crowding(metadata: str, pid: int, crowd: IdleCrowd) -> Iterator[Callable[[],
     assert process.stdout
     try:
         # The line is empty if the process died.
-        said = select.select([process.stdout], [], [], _COMPLETE + _START)[0]
-        opened = int(process.stdout.readline() or 0) if said else 0
+        has_line = select.select([process.stdout], [], [], _COMPLETE + _START)[0]
+        opened = int(process.stdout.readline() or 0) if has_line else 0
         yield lambda: opened if process.poll() is None else 0
     finally:
         process.stdin.close()  # asks the process to end
@@ -122,16 +122,16 @@ class _Crowd:
     def run(self) -> None:
         """Runs until standard input ends; prints the number of open connections once all have been tried."""
         self._selector.register(sys.stdin, selectors.EVENT_READ)
-        end, said = time.monotonic() + _COMPLETE, False
+        end, printed = time.monotonic() + _COMPLETE, False
         while True:
             now = time.monotonic()
             ready = [i for due, i in self._due if due <= now]
             self._due = [(due, i) for due, i in self._due if due > now]
             for i in ready:
                 self._connect(i)
-            if not said and (not self._connecting or now > end):
+            if not printed and (not self._connecting or now > end):
                 print(len(self._open), flush=True)
-                said = True
+                printed = True
             for key, _ in self._selector.select(_AGAIN / 5):
                 if key.fileobj is sys.stdin:
                     return

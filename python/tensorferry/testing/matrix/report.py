@@ -43,9 +43,9 @@ def broken_promises(outcome: Outcome, expected: frozenset[str]) -> list[str]:
     if expected and outcome.ending not in expected:
         broken.append(f"it ended with {outcome.ending}, not {' or '.join(sorted(expected))}")
     if outcome.error and expected and "TensorferryError" not in outcome.error_classes:
-        broken.append(f"{outcome.error} is no TensorferryError")
+        broken.append(f"{outcome.error} is not a TensorferryError")
     if outcome.error == "FetchTimeout" and "timed out" not in outcome.message:
-        broken.append(f"a timeout that does not say so: {outcome.message}")
+        broken.append(f"the message of a timeout does not say 'timed out': {outcome.message}")
     return broken
 
 

@@ -349,7 +349,7 @@ def _judge(received: Received, cell: Cell, scenario: Scenario, limits: Limits, o
         outcome.outcome, outcome.wrong_bytes = "wrong bytes", received.wrong_bytes
     elif received.newer and len(cell.seeds) == 1:
         outcome.outcome, outcome.wrong_bytes = "wrong bytes", limits.nbytes
-        outcome.notes.append("it is all of a state that was not asked for")
+        outcome.notes.append("all of it is another state than the requested one")
 
 
 def _examine_source(

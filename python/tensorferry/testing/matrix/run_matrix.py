@@ -27,7 +27,7 @@ def candidate(transport: str | Candidate) -> Candidate:
     if transport in BUILTIN:
         return BUILTIN[transport]
     if ":" not in transport:
-        raise ValueError(f"no transport {transport!r}: {', '.join(BUILTIN)}, or module:callable")
+        raise ValueError(f"unknown transport {transport!r}: choose {', '.join(BUILTIN)}, or module:callable")
     return Candidate(transport, transport)
 
 
@@ -42,7 +42,7 @@ def scenario(fault: str | Scenario | Fault) -> Scenario:
     if isinstance(fault, Fault):
         return Scenario(repr(fault), "a fault of the caller's", (fault,), expected=frozenset())
     if fault not in SCENARIOS:
-        raise ValueError(f"no fault {fault!r}: {', '.join(SCENARIOS)}")
+        raise ValueError(f"unknown fault {fault!r}: choose one of {', '.join(SCENARIOS)}")
     return SCENARIOS[fault]
 
 
@@ -70,7 +70,7 @@ def run_matrix(
         have; for one that this machine cannot have it is ``"left out"``, with the reason.
 
     Raises:
-        ValueError: a name means no transport or no fault
+        ValueError: a name is not that of a transport or a fault
     """
     columns = [candidate(t) for t in transports]
     rows = [scenario(f) for f in (SCENARIOS if faults is None else faults)]

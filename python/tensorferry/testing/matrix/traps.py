@@ -26,7 +26,7 @@ def missing(trap: Trap) -> str:
 def set_trap(trap: Trap, marker: Path) -> Any:
     """Returns an object whose unpickling writes the file ``marker``, or crashes the process (``"pointer"``).
 
-    The calling process is of no other use afterwards: its ``os.system`` may be replaced.
+    The calling process must not do anything else afterwards: its ``os.system`` may be replaced.
     """
     command = f": > {shlex.quote(str(marker))}"
     if trap == "system":

@@ -10,20 +10,7 @@ import struct
 import time
 from typing import TypeVar
 
-from .faults import (
-    Answer,
-    Delay,
-    Divert,
-    Drip,
-    Duplicate,
-    Fault,
-    FlipByte,
-    HalfOpen,
-    OffsetFault,
-    ReplaceHead,
-    Reset,
-    Truncate,
-)
+from . import faults
 from .http_framing import ResponseSplitter
 from .script import Script
 
@@ -36,7 +23,7 @@ _BUFFER = 128 << 10
 # The first bytes of an encrypted connection, whose requests the proxy cannot read.
 _TLS_HANDSHAKE = b"\x16\x03"
 
-_F = TypeVar("_F", bound=Fault)
+_F = TypeVar("_F", bound=faults.Fault)
 
 
 class _Ended(Exception):
@@ -75,10 +62,10 @@ class Connection:
         reset = False
         try:
             _prepare(self._client)
-            for answer in self._striking(Answer):
+            for answer in self._striking(faults.Answer):
                 await self._answer(answer)
                 return
-            diverts = self._striking(Divert)
+            diverts = self._striking(faults.Divert)
             await self._connect(diverts)
             pumps = [
                 self.loop.create_task(self._pump_requests(diverts)),
@@ -103,7 +90,7 @@ class Connection:
                             opened.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                     opened.close()
 
-    async def _connect(self, diverts: list[Divert]) -> None:
+    async def _connect(self, diverts: list[faults.Divert]) -> None:
         host, port = (diverts[0].host, diverts[0].port) if diverts else self.script.target
         for divert in diverts:
             self.script.record(divert)
@@ -122,7 +109,7 @@ class Connection:
             return
         raise error
 
-    async def _answer(self, answer: Answer) -> None:
+    async def _answer(self, answer: faults.Answer) -> None:
         request = b""
         while b"\r\n\r\n" not in request and not request.startswith(_TLS_HANDSHAKE):
             data = await self.loop.sock_recv(self._client, _READ)
@@ -138,7 +125,7 @@ class Connection:
             while await self.loop.sock_recv(self._client, _READ):
                 pass
 
-    async def _pump_requests(self, diverts: list[Divert]) -> None:
+    async def _pump_requests(self, diverts: list[faults.Divert]) -> None:
         assert self._source is not None
         flow = Flow(self, "request", self._client, self._source)
         while data := await self.loop.sock_recv(self._client, _READ):
@@ -153,9 +140,9 @@ class Connection:
     async def _pump_answers(self) -> None:
         assert self._source is not None
         flow = Flow(self, "response", self._source, self._client)
-        heads = [f for f in self.script.faults if isinstance(f, ReplaceHead)]
+        heads = [f for f in self.script.faults if isinstance(f, faults.ReplaceHead)]
         if heads:
-            heads = self._striking(ReplaceHead)
+            heads = self._striking(faults.ReplaceHead)
         splitter = ResponseSplitter()
         carried = 0
         while data := await self.loop.sock_recv(self._source, _READ):
@@ -168,8 +155,8 @@ class Connection:
         await flow.forward(splitter.rest(), body=False)
         raise _Ended
 
-    def _rewritten(self, head: bytes, faults: list[ReplaceHead]) -> bytes:
-        for fault in faults:
+    def _rewritten(self, head: bytes, replacements: list[faults.ReplaceHead]) -> bytes:
+        for fault in replacements:
             new = fault.new.replace(b"\\", rb"\\")
             head, count = re.subn(re.escape(fault.old), new, head, flags=re.IGNORECASE)
             if count:
@@ -184,10 +171,11 @@ class Flow:
         self._connection = connection
         self._source = source
         self._sink = sink
-        faults = connection.script.faults
-        self._ahead = [f for f in faults if isinstance(f, OffsetFault) and f.direction == direction]
+        self._ahead = [
+            f for f in connection.script.faults if isinstance(f, faults.OffsetFault) and f.direction == direction
+        ]
         self._position = {"stream": 0, "body": 0}
-        self._drip: Drip | None = None
+        self._drip: faults.Drip | None = None
         self._due = 0.0
 
     async def forward(self, data: bytes, body: bool) -> None:
@@ -206,25 +194,25 @@ class Flow:
                 self._connection.script.record(fault)
                 data = await self._apply(fault, data)
 
-    def _distance(self, fault: OffsetFault) -> int:
+    def _distance(self, fault: faults.OffsetFault) -> int:
         return max(0, fault.at - self._position[fault.of])
 
-    async def _apply(self, fault: OffsetFault, data: bytes) -> bytes:
+    async def _apply(self, fault: faults.OffsetFault, data: bytes) -> bytes:
         """Applies a fault and returns the bytes to send in place of ``data``, which begins at the fault's offset."""
         match fault:
-            case Truncate():
+            case faults.Truncate():
                 raise _Ended
-            case Reset():
+            case faults.Reset():
                 raise _Ended(reset=True)
-            case HalfOpen():
+            case faults.HalfOpen():
                 self._connection.open.clear()
-            case FlipByte():
+            case faults.FlipByte():
                 return bytes([data[0] ^ fault.mask]) + data[1:]
-            case Duplicate():
+            case faults.Duplicate():
                 await self._write(data[: fault.count])
-            case Delay():
+            case faults.Delay():
                 await asyncio.sleep(fault.seconds)
-            case Drip():
+            case faults.Drip():
                 self._drip, self._due = fault, time.monotonic()
         return data
 

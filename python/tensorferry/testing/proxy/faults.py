@@ -70,9 +70,9 @@ class OffsetFault(Fault):
 
     def __post_init__(self) -> None:
         if self.at < 0:
-            raise ValueError(f"an offset is 0 or more, not {self.at}")
+            raise ValueError(f"an offset must be 0 or more, not {self.at}")
         if self.direction == "request" and self.of == "body":
-            raise ValueError('requests are counted with of="stream"')
+            raise ValueError('offsets in requests need of="stream"')
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -59,7 +59,7 @@ class FaultProxy:
         """
         url = urlsplit(metadata)
         if not url.hostname:
-            raise ValueError(f"{metadata!r} is no URL: a proxy cannot be put before it")
+            raise ValueError(f"{metadata!r} is not a URL: no proxy can be placed in front of it")
         return cls(url.hostname, url.port or 80, script)
 
     def __enter__(self) -> FaultProxy:
@@ -86,7 +86,9 @@ class FaultProxy:
             rf"//([^]/@\s]*@|)(\[[^]/]*\]|[^]/:,\s]*):{self._original_port}(?!\d)", rf"//\g<1>{host}:{port}", metadata
         )
         if not count:
-            raise ValueError(f"{metadata!r} does not name port {self._original_port}, which this proxy stands before")
+            raise ValueError(
+                f"{metadata!r} does not name port {self._original_port}, in front of which this proxy stands"
+            )
         return changed
 
     def hold(self, at: int) -> None:

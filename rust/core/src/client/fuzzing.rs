@@ -12,7 +12,7 @@ use super::limits::Limits;
 use super::remote::{FirstFetch, Passes};
 use super::url::SourceUrl;
 use crate::cancel::Cancel;
-use crate::fork::Unshared;
+use crate::fork::CloseOnFork;
 
 /// More than one input needs, and so long that one that waits is noticed.
 const LONG: Duration = Duration::from_secs(60);
@@ -29,7 +29,8 @@ fn answering(answers: &[u8]) -> (Connection, UnixStream, Limits) {
     theirs.shutdown(std::net::Shutdown::Write).expect("it is open");
     let started = Instant::now();
     let limits = Limits { started, deadline: started + LONG, stall: LONG, cancel: Cancel::new() };
-    let ours = Unshared::make(|| Ok(Socket::from(std::os::fd::OwnedFd::from(ours)))).expect("/dev/null can be opened");
+    let ours =
+        CloseOnFork::make(|| Ok(Socket::from(std::os::fd::OwnedFd::from(ours)))).expect("/dev/null can be opened");
     (Connection::over(ours, &NOBODY, &limits), theirs, limits)
 }
 

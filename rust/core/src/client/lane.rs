@@ -107,7 +107,7 @@ impl Transfer<'_> {
                 error = Error::new(ErrorKind::Timeout, text);
             }
             if error.kind() != ErrorKind::Cancelled {
-                error = self.placed(error, source, &range);
+                error = self.with_position(error, source, &range);
             }
             // Whatever the error of shared memory was, the range is fetched over the network afterwards.
             let connection = connection.take();
@@ -128,7 +128,7 @@ impl Transfer<'_> {
             }
             self.received.note_retry();
             if !around_the_network {
-                self.received.note_trouble(source.url.authority(), error.to_string());
+                self.received.note_trouble(source.url.authority(), &error);
             }
             if failures >= MAX_FAILURES {
                 self.leave(error);
@@ -150,7 +150,7 @@ impl Transfer<'_> {
     }
 
     /// `error` with what was being fetched, from where, and how far the transfer has come.
-    fn placed(&self, error: Error, source: &Source, range: &Taken<'_>) -> Error {
+    fn with_position(&self, error: Error, source: &Source, range: &Taken<'_>) -> Error {
         let (start, stop) = (self.plan.block_bounds(range.at).0, self.plan.block_bounds(range.end - 1).1);
         let bytes = self.received.bytes();
         let pace = format_rate(rate(bytes, self.limits.started.elapsed()));
@@ -194,7 +194,7 @@ impl Transfer<'_> {
                 connection
             }
         });
-        self.received.note_way(connection.route(), connection.is_same_host());
+        self.received.note_route(connection.route(), connection.is_same_host());
         self.watch.begin(index, end, connection.socket());
         let etag = self.etag(source, connection)?;
         self.ask(connection, &runs, etag)?;
@@ -237,7 +237,7 @@ impl Transfer<'_> {
     ) -> Result<(), Error> {
         let mut populated = *at;
         while *at < end {
-            if self.plan.fresh && *at == populated {
+            if self.plan.fresh.is_some() && *at == populated {
                 populated = (*at + POPULATE_BLOCKS).min(end);
                 self.plan.populate(self.plan.block_bounds(*at).0, self.plan.block_bounds(populated - 1).1);
             }
@@ -314,7 +314,7 @@ mod tests {
         let payload_len = header.payload_len();
         let header = header.encode(crate::memory::ALIGNMENT).unwrap();
         let sources = [Source::parse(&url, false, None).unwrap()];
-        let plan = Plan::new(Vec::new(), payload_len, false).unwrap();
+        let plan = Plan::new(Vec::new(), payload_len).unwrap();
         let queue = Queue::new(&[(0, block_count(payload_len))], 1);
         let received = BlockLedger::new(&[(0, 12)], Arc::default()).expect("twelve blocks");
         let transfer = Transfer {

@@ -12,6 +12,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use tensorferry_wire::request::MAX_RUNS;
 
 use crate::error::{Error, ErrorKind};
+use crate::report::Trouble;
 
 /// The record of a transfer's received blocks: the checksum of every block, and counters.
 #[derive(Debug)]
@@ -19,17 +20,17 @@ pub(super) struct BlockLedger {
     /// Runs of blocks that are to come, and how many blocks come before each.
     runs: Vec<(u64, u64, usize)>,
     digests: Vec<AtomicU64>,
-    /// Which peer each block came from.
-    origins: Vec<AtomicUsize>,
+    /// The number of the source that each block came from.
+    sources: Vec<AtomicUsize>,
     bytes: AtomicU64,
     retries: AtomicU64,
     same_host: AtomicBool,
     /// All bytes of the receive so far, for a thread that reports progress.
     progress: Arc<AtomicU64>,
-    /// The ways that bytes took over the network.
+    /// The addresses at both ends of each connection that bytes came over.
     routes: Mutex<BTreeSet<(IpAddr, IpAddr)>>,
     /// The last trouble with each source that had some.
-    troubles: Mutex<BTreeMap<String, String>>,
+    troubles: Mutex<BTreeMap<String, Trouble>>,
 }
 
 impl BlockLedger {
@@ -46,7 +47,7 @@ impl BlockLedger {
         Ok(Self {
             runs,
             digests: std::iter::repeat_with(AtomicU64::default).take(blocks).collect(),
-            origins: std::iter::repeat_with(AtomicUsize::default).take(blocks).collect(),
+            sources: std::iter::repeat_with(AtomicUsize::default).take(blocks).collect(),
             bytes: AtomicU64::new(0),
             retries: AtomicU64::new(0),
             same_host: AtomicBool::new(false),
@@ -69,11 +70,11 @@ impl BlockLedger {
         (block < end).then_some(before + usize::try_from(block - first).ok()?)
     }
 
-    pub(super) fn note(&self, block: u64, digest: u64, origin: usize) {
+    pub(super) fn note(&self, block: u64, digest: u64, source: usize) {
         let Some(index) = self.index(block) else { return };
-        if let (Some(known), Some(from)) = (self.digests.get(index), self.origins.get(index)) {
+        if let (Some(known), Some(from)) = (self.digests.get(index), self.sources.get(index)) {
             known.store(digest, Ordering::Relaxed);
-            from.store(origin, Ordering::Relaxed);
+            from.store(source, Ordering::Relaxed);
         }
     }
 
@@ -81,8 +82,8 @@ impl BlockLedger {
         self.digests.get(self.index(block)?).map(|d| d.load(Ordering::Relaxed))
     }
 
-    pub(super) fn origin(&self, block: u64) -> usize {
-        self.index(block).and_then(|i| self.origins.get(i)).map_or(0, |o| o.load(Ordering::Relaxed))
+    pub(super) fn source_of(&self, block: u64) -> usize {
+        self.index(block).and_then(|i| self.sources.get(i)).map_or(0, |o| o.load(Ordering::Relaxed))
     }
 
     /// Bytes since they were last taken.
@@ -108,22 +109,23 @@ impl BlockLedger {
     }
 
     /// A range is about to come by `route`, or around the network.
-    pub(super) fn note_way(&self, route: Option<(IpAddr, IpAddr)>, same_host: bool) {
+    pub(super) fn note_route(&self, route: Option<(IpAddr, IpAddr)>, same_host: bool) {
         self.same_host.fetch_or(same_host, Ordering::Relaxed);
         if let Some(route) = route {
             self.routes.lock().unwrap_or_else(PoisonError::into_inner).insert(route);
         }
     }
 
-    pub(super) fn note_trouble(&self, source: &str, what: String) {
-        self.troubles.lock().unwrap_or_else(PoisonError::into_inner).insert(source.to_owned(), what);
+    pub(super) fn note_trouble(&self, source: &str, error: &Error) {
+        let trouble = Trouble { message: error.to_string(), hint: error.hint() };
+        self.troubles.lock().unwrap_or_else(PoisonError::into_inner).insert(source.to_owned(), trouble);
     }
 
     pub(super) fn take_routes(&self) -> BTreeSet<(IpAddr, IpAddr)> {
         std::mem::take(&mut self.routes.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    pub(super) fn take_troubles(&self) -> BTreeMap<String, String> {
+    pub(super) fn take_troubles(&self) -> BTreeMap<String, Trouble> {
         std::mem::take(&mut self.troubles.lock().unwrap_or_else(PoisonError::into_inner))
     }
 

@@ -23,13 +23,13 @@ const MOST: usize = 16;
 /// How often a waiting thread looks whether it was cancelled.
 const CANCEL_POLL: Duration = Duration::from_millis(50);
 
-type Addresses = Result<Vec<IpAddr>, (io::ErrorKind, String)>;
+type LookupResult = Result<Vec<IpAddr>, (io::ErrorKind, String)>;
 
 /// A lookup under way: one thread, and any number that wait for its result.
 #[derive(Debug)]
 struct NameLookup {
     name: String,
-    found: Mutex<Option<Addresses>>,
+    found: Mutex<Option<LookupResult>>,
     done: Condvar,
 }
 

@@ -12,16 +12,17 @@
 //!   after the last wave is the state at one moment.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 use std::time::Instant;
 
 use tensorferry_wire::digest::BLOCK_SIZE;
 
 use super::ledger::BlockLedger;
-use super::remote::{Load, Passes, Placed, Remote};
+use super::remote::{Passes, PlannedFetch, ReceiveMemory, Remote};
 use super::{Arrived, Destination};
 use crate::error::{Error, ErrorKind};
-use crate::memory::Arena;
-use crate::payload::{Piece, Plan};
+use crate::memory::{Arena, FreshPages};
+use crate::payload::{Extent, Plan};
 use crate::report::Report;
 
 /// Bytes of an entry that a wave has brought.
@@ -50,10 +51,10 @@ struct StagedEntry {
 pub struct StagedFetch {
     remote: Remote,
     arena: Arena,
-    fresh: bool,
+    fresh: Option<Arc<FreshPages>>,
     offsets: Vec<Option<u64>>,
     /// Entries that are received directly into their place, in payload order.
-    pieces: Vec<Piece>,
+    extents: Vec<Extent>,
     /// Entries that pass through the waves' memory, in payload order.
     passing: Vec<StagedEntry>,
     /// The block at which each wave ends.
@@ -61,7 +62,7 @@ pub struct StagedFetch {
     /// The blocks of the waves that are still to come.
     waiting: VecDeque<(u64, u64)>,
     /// Whether those blocks were fetched before, and differ from the source's current ones.
-    again: bool,
+    refetching: bool,
     /// Whether all bytes have arrived as they were at the source at one moment.
     settled: bool,
     received: BlockLedger,
@@ -99,27 +100,27 @@ impl Remote {
                 *address = None;
             }
         }
-        let placed = self.place(addresses.as_deref(), passing)?;
-        let fresh = placed.is_fresh();
-        let Placed { arena, offsets, mut pieces } = placed;
-        pieces.retain(|piece| piece.len > 0);
-        pieces.sort_unstable_by_key(|piece| piece.start);
+        let memory = self.prepare_memory(addresses.as_deref(), passing)?;
+        let fresh = memory.fresh_pages();
+        let ReceiveMemory { arena, offsets, mut extents } = memory;
+        extents.retain(|extent| extent.len > 0);
+        extents.sort_unstable_by_key(|extent| extent.start);
         let ends = wave_ends(&through, self.header().payload_len(), most);
         let report = self.begin();
-        self.choose_way(self.header().payload_len());
+        self.choose_route(self.header().payload_len());
         let waiting = std::iter::once(0).chain(ends.iter().copied()).zip(ends.iter().copied()).collect();
         Ok(StagedFetch {
             received: self.received()?,
-            settled: self.is_here(),
+            settled: self.came_with_header(),
             remote: self,
             arena,
             fresh,
             offsets,
-            pieces,
+            extents,
             passing: through,
             ends,
             waiting,
-            again: false,
+            refetching: false,
             passes: Passes::default(),
             started,
             report,
@@ -144,9 +145,9 @@ impl StagedFetch {
         let Some((first, last)) = self.waiting.pop_front() else { return Ok(None) };
         let payload_len = self.remote.header().payload_len();
         let (start, end) = (first * BLOCK_SIZE, (last * BLOCK_SIZE).min(payload_len));
-        let index = self.pieces.partition_point(|piece| piece.start + piece.len <= start);
-        let standing = self.pieces[index..].iter().take_while(|piece| piece.start < end);
-        let mut pieces: Vec<_> = standing.filter_map(|piece| piece.within(start, end)).collect();
+        let index = self.extents.partition_point(|extent| extent.start + extent.len <= start);
+        let standing = self.extents[index..].iter().take_while(|extent| extent.start < end);
+        let mut extents: Vec<_> = standing.filter_map(|extent| extent.within(start, end)).collect();
         let mut parts = Vec::new();
         let mut at = 0;
         let index = self.passing.partition_point(|passing| passing.end <= start);
@@ -155,29 +156,29 @@ impl StagedFetch {
             #[allow(clippy::cast_possible_truncation, reason = "`wave_ends` lets no wave have more than fits")]
             let place = address + at as usize;
             // SAFETY: the caller promises the memory from `address` on; parts lie in it one behind the other.
-            pieces.push(unsafe { Piece::new(from, to - from, place) });
+            extents.push(unsafe { Extent::new(from, to - from, place) });
             parts.push(StagedRun { entry: passing.entry, start: from - passing.start, len: to - from, at });
             at += to - from;
         }
-        let plan = Plan::new(pieces, payload_len, self.fresh)?;
-        let missing = if self.again {
+        let plan = Plan::new(extents, payload_len)?.with_fresh_pages(self.fresh.clone());
+        let missing = if self.refetching {
             plan.wanted_blocks(0)
         } else {
             self.remote.copy_prefix(&plan);
             self.remote.missing(&plan)
         };
-        let load = Load { plan: &plan, missing: &missing, held: &missing, received: &self.received };
-        self.remote.transfer(&[load], &mut self.report)?;
+        let fetch = PlannedFetch { plan: &plan, missing: &missing, held: &missing, received: &self.received };
+        self.remote.transfer(&[fetch], &mut self.report)?;
         Ok(Some(parts))
     }
 
     /// Compares all received blocks with the source's current digests; blocks that differ will be fetched again.
     fn settle(&mut self) -> Result<(), Error> {
-        let plan = Plan::new(Vec::new(), self.remote.header().payload_len(), false)?;
-        let load = Load { plan: &plan, missing: &[], held: &self.remote.blocks(), received: &self.received };
-        let differing = self.remote.differing(&[load], &mut self.passes, &mut self.report)?.concat();
+        let plan = Plan::new(Vec::new(), self.remote.header().payload_len())?;
+        let fetch = PlannedFetch { plan: &plan, missing: &[], held: &self.remote.blocks(), received: &self.received };
+        let differing = self.remote.compare_digests(&[fetch], &mut self.passes, &mut self.report)?.concat();
         self.settled = differing.is_empty();
-        self.again = true;
+        self.refetching = true;
         for (mut first, end) in differing {
             // A repeated wave has no more blocks than the wave that fetched them first.
             for &stop in &self.ends {

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use socket2::Socket;
 
-use crate::fork::Unshared;
+use crate::fork::CloseOnFork;
 
 /// A lane is not judged before it has had a range for this long.
 const AT_LEAST: Duration = Duration::from_secs(1);
@@ -24,7 +24,7 @@ const SLOWER: u64 = 10;
 #[derive(Debug)]
 pub(super) struct StragglerMonitor {
     started: Instant,
-    lanes: Vec<Lane>,
+    lanes: Vec<LaneProgress>,
     /// Bytes of all lanes.
     total: AtomicU64,
     /// Ends of ranges that were taken from a slow lane. Once is enough: if the next lane is as slow, it is the source.
@@ -32,12 +32,12 @@ pub(super) struct StragglerMonitor {
 }
 
 /// A range that a lane is fetching: since when, its end, and the lane's connection.
-type Range = (Instant, u64, Weak<Unshared<Socket>>);
+type LaneRange = (Instant, u64, Weak<CloseOnFork<Socket>>);
 
 #[derive(Debug, Default)]
-struct Lane {
+struct LaneProgress {
     /// `None` while it has none.
-    range: Mutex<Option<Range>>,
+    range: Mutex<Option<LaneRange>>,
     /// Bytes of that range.
     got: AtomicU64,
     /// Whether it lost the range for being slow.
@@ -48,14 +48,14 @@ impl StragglerMonitor {
     pub(super) fn new(lanes: usize) -> Self {
         Self {
             started: Instant::now(),
-            lanes: std::iter::repeat_with(Lane::default).take(lanes).collect(),
+            lanes: std::iter::repeat_with(LaneProgress::default).take(lanes).collect(),
             total: AtomicU64::new(0),
             taken: Mutex::default(),
         }
     }
 
     /// Lane `index` fetches the range up to `end` over `socket`.
-    pub(super) fn begin(&self, index: usize, end: u64, socket: &Arc<Unshared<Socket>>) {
+    pub(super) fn begin(&self, index: usize, end: u64, socket: &Arc<CloseOnFork<Socket>>) {
         let lane = &self.lanes[index];
         lane.got.store(0, Ordering::Relaxed);
         lane.cut.store(false, Ordering::Relaxed);

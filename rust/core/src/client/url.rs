@@ -1,4 +1,4 @@
-//! Where a source is: the parts of the URL that its metadata gives.
+//! Where a source is: the parts of its URL.
 //!
 //! The grammar is narrower than that of RFC 3986: a scheme, an optional fingerprint, host and port, and a path that
 //! ends with a slash. Everything else is refused with a message that repeats a bounded part of it.

@@ -152,9 +152,9 @@ impl Container {
     /// anything then.
     pub fn read(&self, slices: &[Slice], options: &FileOptions) -> Result<FileReport, Error> {
         let mut report = FileReport { bytes: self.payload_start + TableHead::LEN as u64, ..FileReport::default() };
-        let placed = slices::place(slices, &self.header).map_err(|e| e.at(&self.path.display().to_string()))?;
+        let placed = slices::resolve(slices, &self.header).map_err(|e| e.at(&self.path.display().to_string()))?;
         for layer in placed {
-            let plan = Plan::new(layer, self.covered, false)?.with_block_size(FILE_BLOCK_SIZE);
+            let plan = Plan::new(layer, self.covered)?.with_block_size(FILE_BLOCK_SIZE);
             let runs = plan.wanted_blocks(0);
             let chunks = runs.iter().map(|(first, end)| (end - first).div_ceil(CHUNK / FILE_BLOCK_SIZE)).sum();
             let queue = Queue::new(&runs, CHUNK / FILE_BLOCK_SIZE);

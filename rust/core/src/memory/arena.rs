@@ -16,7 +16,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use super::mapping::{Held, Mapping};
-use super::{ArenaPool, PAGE, check_machine_has};
+use super::{ArenaPool, FreshPages, PAGE, check_machine_has};
 use crate::error::{Error, ErrorKind};
 
 /// Where each tensor starts in an arena: torch's own CPU allocator aligns to the same.
@@ -113,8 +113,8 @@ impl Drop for ArenaRegion {
     fn drop(&mut self) {
         // The last region goes with the mapping.
         if self.backing.in_parts && self.len > 0 && Arc::strong_count(&self.backing) > 1 {
-            // SAFETY: whole pages inside an anonymous mapping of our own that `backing` keeps; nobody holds what lies in
-            // them any more, and later receives never see them.
+            // SAFETY: whole pages inside an anonymous mapping of our own that `backing` keeps; nobody holds what lies
+            // in them any more, and later receives never see them.
             unsafe { libc::madvise(self.address as *mut libc::c_void, self.len, libc::MADV_DONTNEED) };
         }
     }
@@ -151,12 +151,13 @@ pub struct Arena {
     regions: Vec<Arc<ArenaRegion>>,
     /// Where each region ends in the arena.
     ends: Vec<u64>,
-    fresh: bool,
+    /// None where no page of it has to be taken from the system: it has them already, or there is nothing to fill.
+    fresh: Option<Arc<FreshPages>>,
 }
 
 impl fmt::Debug for Arena {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Arena").field("len", &self.len()).field("fresh", &self.fresh).finish_non_exhaustive()
+        f.debug_struct("Arena").field("len", &self.len()).field("fresh", &self.fresh.is_some()).finish_non_exhaustive()
     }
 }
 
@@ -185,7 +186,7 @@ impl Arena {
         for (offset, &nbytes) in offsets.iter_mut().zip(sizes) {
             *offset = places.offset(*offset, nbytes);
         }
-        let mut arena = Self { regions: Vec::new(), ends: Vec::new(), fresh: true };
+        let mut arena = Self { regions: Vec::new(), ends: Vec::new(), fresh: None };
         let len = places.large.len + places.scalars.len;
         arena.append(&places.large, Mapping::new(len, false).map_err(|e| refused(len, e))?, None, &places.scalars);
         Ok((arena, offsets))
@@ -196,15 +197,18 @@ impl Arena {
         let ArenaLayout { large, scalars } = places;
         let len = large.len + scalars.len;
         check_machine_has(len, "the received state")?;
-        let (mut arena, none) = (Self { regions: Vec::new(), ends: Vec::new(), fresh: true }, Regions::default());
+        let (mut arena, none) = (Self { regions: Vec::new(), ends: Vec::new(), fresh: None }, Regions::default());
         let apart = pool.is_some() && large.len > 0;
         let first = if apart { large.len } else { len };
         let bytes = usize::try_from(first).map_err(|_| refused(first, std::io::ErrorKind::OutOfMemory.into()))?;
         let touched = pool.as_ref().and_then(|pool| pool.take(bytes).or_else(|| pool.make(bytes)));
-        arena.fresh = touched.is_none();
-        let mapping = match touched {
-            Some(mapping) => mapping,
-            None => Mapping::new(first, true).map_err(|e| refused(first, e))?,
+        let mapping = if let Some(mapping) = touched {
+            mapping
+        } else {
+            let mapping = Mapping::new(first, true).map_err(|e| refused(first, e))?;
+            let start = mapping.start.as_ptr() as usize;
+            arena.fresh = (bytes > 0).then(|| Arc::new(FreshPages::new(start..start + bytes)));
+            mapping
         };
         arena.append(large, mapping, pool, if apart { &none } else { scalars });
         if apart {
@@ -230,9 +234,9 @@ impl Arena {
         }
     }
 
-    /// Whether this memory was never touched.
-    pub(crate) fn is_fresh(&self) -> bool {
-        self.fresh
+    /// The pages of this memory if it was never touched: to be populated before it is filled.
+    pub(crate) fn fresh_pages(&self) -> Option<&Arc<FreshPages>> {
+        self.fresh.as_ref()
     }
 
     /// Length in bytes.
@@ -289,7 +293,6 @@ fn refused(len: u64, cause: std::io::Error) -> Error {
 #[cfg(test)]
 mod tests {
     use super::super::machine::machine;
-    use super::super::populate;
     use super::*;
 
     fn resident(address: usize, len: usize) -> usize {
@@ -314,8 +317,9 @@ mod tests {
         let arena = Arena::of(&places, None).unwrap();
         assert!(arena.hold(at[5], 0).is_none() && arena.hold(at[0], 6 * MIB).is_none());
         let holds: Vec<_> = at.iter().zip(sizes).map(|(&at, n)| arena.hold(at, n)).collect();
+        let pages = Arc::clone(arena.fresh_pages().unwrap());
         for (address, _) in holds.iter().flatten() {
-            populate(address & !4095, (address & !4095) + 4096);
+            pages.populate(address & !4095..(address & !4095) + 4096);
         }
         drop(arena);
         let [first, scalar, odd, one, two, _, other, last] = holds.try_into().unwrap();

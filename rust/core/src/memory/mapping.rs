@@ -1,15 +1,14 @@
 //! Anonymous mappings, and memory from an allocator in their place.
 //!
 //! A [`Mapping`] owns its memory and gives it back when it is dropped: to the kernel if it mapped it, to the
-//! allocator's owner otherwise. From 2 MiB on it starts at a huge page and asks for more of them, which makes the first
-//! touch of a large receive several times cheaper.
+//! allocator's owner otherwise. From 2 MiB on it starts where a huge page can; `fresh` decides which pages it gets.
 
 use std::any::Any;
 use std::fmt;
 use std::ptr::NonNull;
 
 /// A huge page where the kernel has them (x86-64, and aarch64 with 4 KiB pages).
-const HUGE: usize = 2 << 20;
+pub(super) const HUGE: usize = 2 << 20;
 
 /// Memory of one or more receives.
 pub(super) struct Mapping {
@@ -46,7 +45,8 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// `len` zeroed bytes. `dense` says that all of them will be touched: from 2 MiB on they then lie in huge pages.
+    /// `len` zeroed bytes. `dense` says that all of them will be touched: from 2 MiB on they then begin where a huge
+    /// page can.
     pub(super) fn new(len: u64, dense: bool) -> std::io::Result<Self> {
         let len = usize::try_from(len).map_err(|_| std::io::ErrorKind::OutOfMemory)?;
         if len == 0 {
@@ -73,8 +73,6 @@ impl Mapping {
             let ahead = (base as usize).next_multiple_of(HUGE) - base as usize;
             // SAFETY: `ahead` is below the slack the mapping was made longer by.
             start = unsafe { start.add(ahead) };
-            // SAFETY: inside our own mapping, and only advice: a kernel without huge pages ignores it.
-            unsafe { libc::madvise(start.cast(), len, libc::MADV_HUGEPAGE) };
         }
         let start = NonNull::new(start).ok_or(std::io::ErrorKind::OutOfMemory)?;
         Ok(Self { start, usable: len, held: Held::Own { base: base as usize, size } })
@@ -88,12 +86,4 @@ impl Drop for Mapping {
             unsafe { libc::munmap(base as *mut libc::c_void, size) };
         }
     }
-}
-
-/// Asks the kernel for the pages of `[start, end)` at once instead of fault by fault. Only a hint: an old kernel that
-/// does not know it leaves the pages to be faulted in one by one.
-pub(crate) fn populate(start: usize, end: usize) {
-    // SAFETY: MADV_POPULATE_WRITE only makes pages present and writable; contents stay as they are, and an address
-    // outside a mapping is answered with an error.
-    unsafe { libc::madvise(start as *mut libc::c_void, end - start, libc::MADV_POPULATE_WRITE) };
 }

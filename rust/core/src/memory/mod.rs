@@ -6,6 +6,7 @@
 //! | `arena` | [`Arena`]: the memory of one receive, released region by region |
 //! | `pool` | [`ArenaPool`]: memory kept from one receive to the next |
 //! | `mapping` | anonymous mappings, the only callers of `mmap` for received bytes |
+//! | `fresh` | [`FreshPages`]: small or huge pages for memory that was never touched, by what they cost |
 //! | `shared` | memory that two processes map |
 //! | `machine` | refusal of lengths that no memory of this machine could hold |
 //! | `nontemporal` | copies that leave the cache alone |
@@ -14,6 +15,7 @@
 //! stays readable, or writable by nobody else, for as long as the documentation of that function says.
 
 mod arena;
+mod fresh;
 mod machine;
 mod mapping;
 pub(crate) mod nontemporal;
@@ -23,8 +25,8 @@ mod shared;
 
 pub(crate) use self::arena::{ALIGNMENT, ArenaLayout};
 pub use self::arena::{Arena, Hold};
+pub(crate) use self::fresh::FreshPages;
 pub use self::machine::check_machine_has;
-pub(crate) use self::mapping::populate;
 pub use self::pool::{Allocation, ArenaPool};
 pub use self::region::Memory;
 pub(crate) use self::region::Region;

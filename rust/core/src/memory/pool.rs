@@ -135,13 +135,13 @@ mod tests {
         let pool = ArenaPool::new(64 << 20);
         let first = Arena::new(9 << 20, Some(Arc::clone(&pool))).unwrap();
         let address = first.hold(0, 1).unwrap().0;
-        assert!(first.is_fresh());
+        assert!(first.fresh_pages().is_some());
         assert_eq!(pool.held(), 0);
         drop(first);
         assert_eq!(pool.held(), 9 << 20);
         let again = Arena::new(8 << 20, Some(Arc::clone(&pool))).unwrap();
-        assert_eq!((again.address_of(0, 1), again.len(), again.is_fresh()), (address, 8 << 20, false));
-        assert!(Arena::new(8 << 20, Some(pool)).unwrap().is_fresh());
+        assert_eq!((again.address_of(0, 1), again.len(), again.fresh_pages().is_some()), (address, 8 << 20, false));
+        assert!(Arena::new(8 << 20, Some(pool)).unwrap().fresh_pages().is_some());
     }
 
     #[test]
@@ -154,7 +154,7 @@ mod tests {
         drop(Arena::new(11 << 20, Some(Arc::clone(&pool))).unwrap());
         assert_eq!(pool.held(), 6 << 20, "one that is larger than the limit is not kept");
         drop(Arena::new(8 << 20, Some(Arc::clone(&pool))).unwrap());
-        assert!(Arena::new(1 << 20, Some(Arc::clone(&pool))).unwrap().is_fresh());
+        assert!(Arena::new(1 << 20, Some(Arc::clone(&pool))).unwrap().fresh_pages().is_some());
         assert!(Arena::new(0, Some(pool)).unwrap().is_empty());
     }
 
@@ -174,18 +174,18 @@ mod tests {
         let pool = unsafe { ArenaPool::with_allocator(6 << 20, allocator) };
         let first = Arena::new(4 << 20, Some(Arc::clone(&pool))).unwrap();
         let address = first.hold(0, 1).unwrap().0;
-        assert!(!first.is_fresh() && first.bytes(0, 4 << 20).iter().all(|&b| b == 7));
+        assert!(first.fresh_pages().is_none() && first.bytes(0, 4 << 20).iter().all(|&b| b == 7));
         drop(first);
         assert_eq!(pool.held(), 4 << 20);
         assert_eq!(Arena::new(3 << 20, Some(Arc::clone(&pool))).unwrap().address_of(0, 1), address);
         assert_eq!(Arc::strong_count(&alive), 3, "one in the allocator, one kept");
         // Returned to the pool, where it replaces the memory that was kept.
         let own = Arena::new(5 << 20, Some(Arc::clone(&pool))).unwrap();
-        assert!(own.is_fresh());
+        assert!(own.fresh_pages().is_some());
         drop(own);
         assert_eq!((pool.held(), Arc::strong_count(&alive)), (5 << 20, 2));
         // Memory too large to be kept, or empty, is not requested from the allocator.
-        assert!(Arena::new(7 << 20, Some(Arc::clone(&pool))).unwrap().is_fresh());
+        assert!(Arena::new(7 << 20, Some(Arc::clone(&pool))).unwrap().fresh_pages().is_some());
         drop(Arena::new(0, Some(pool)).unwrap());
         assert_eq!(*asked.lock().unwrap(), [4 << 20, 5 << 20]);
     }

@@ -5,8 +5,8 @@
 //!
 //! * the caller of [`Memory::borrowed`] keeps it readable until the owner given to the publication is dropped;
 //! * the publication drops that owner only when the last lease on it is gone (see `publication::lease`);
-//! * a reader through [`Region::as_slice`] holds such a lease, or runs inside [`crate::write_file`], whose caller
-//!   waits.
+//! * a reader through [`Region::as_slice`] holds such a lease (`publication::reading`), or runs inside
+//!   [`crate::write_file`], whose caller waits.
 //!
 //! The bytes may change while they are read, if they are a trainer's. Readers copy or checksum them and never branch on
 //! them; a change in the middle shows as a checksum that does not match.

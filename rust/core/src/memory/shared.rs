@@ -1,11 +1,11 @@
 //! Memory that two processes map: one writes to it, the other reads.
 //!
-//! The writer makes the memory and passes its descriptor; the reader maps it for reading alone. Seals make it safe for the
-//! reader to touch: the memory cannot shrink, which would turn a read into a signal, and where the kernel knows how
+//! The writer makes the memory and passes its descriptor; the reader maps it for reading alone. Seals make it safe for
+//! the reader to touch: the memory cannot shrink, which would turn a read into a signal, and where the kernel knows how
 //! (5.1 on), no further mapping can write to it.
 //!
-//! What the reader sees may change at any time if the writer breaks the rules. Nothing here therefore gives out a reference
-//! to memory of another process: bytes are copied out, and only the copy is looked at.
+//! What the reader sees may change at any time if the writer breaks the rules. Nothing here therefore gives out a
+//! reference to memory of another process: bytes are copied out, and only the copy is looked at.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -54,8 +54,8 @@ impl Drop for SharedMapping {
 pub(crate) struct SharedMemory(SharedMapping);
 
 impl SharedMemory {
-    /// New memory of `len` bytes, and the descriptor by which another process maps it. The memory has its final length, and
-    /// this mapping is the last one that can write to it.
+    /// New memory of `len` bytes, and the descriptor by which another process maps it. The memory has its final length,
+    /// and this mapping is the last one that can write to it.
     pub(crate) fn new(len: u64) -> io::Result<(Self, OwnedFd)> {
         let fd = rustix::fs::memfd_create("tensorferry", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
         rustix::fs::ftruncate(&fd, len)?;
@@ -99,8 +99,8 @@ impl SharedView {
     /// # Panics
     /// When they do not lie inside.
     pub(crate) fn copy(&self, at: usize, into: &mut [u8]) {
-        // SAFETY: source and length lie in the mapping, which cannot shrink; `into` is ours alone. A writer that breaks the
-        // rules and writes meanwhile changes what is copied, which the checksum of the bytes then shows.
+        // SAFETY: source and length lie in the mapping, which cannot shrink; `into` is ours alone. A writer that breaks
+        // the rules and writes meanwhile changes what is copied, which the checksum of the bytes then shows.
         unsafe { std::ptr::copy_nonoverlapping(self.0.address(at, into.len()), into.as_mut_ptr(), into.len()) };
     }
 }

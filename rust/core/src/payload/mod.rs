@@ -21,7 +21,7 @@ pub(crate) mod slices;
 pub(crate) use self::checksums::{Checksums, checksum_blocks};
 pub use self::layout::Item;
 pub(crate) use self::layout::Layout;
-pub(crate) use self::plan::{Piece, Plan};
+pub(crate) use self::plan::{Extent, Plan};
 pub(crate) use self::queue::{Queue, Taken};
 pub(crate) use self::segments::Segments;
 pub use self::slices::{Repeat, Slice};

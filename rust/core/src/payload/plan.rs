@@ -1,38 +1,39 @@
 //! Where the bytes of a payload go.
 //!
-//! A [`Plan`] is a list of [`Piece`]s, runs of payload bytes with the address each goes to. Threads ask it for the
+//! A [`Plan`] is a list of [`Extent`]s, runs of payload bytes with the address each goes to. Threads ask it for the
 //! destination slices of a range of blocks and receive straight into them; bytes of a block that nobody wants go to a
 //! sink, so that its checksum can still be taken.
 //!
 //! Invariants, established by [`Plan::new`]:
 //!
-//! * pieces are sorted and do not overlap in the payload, so that no byte has two destinations;
-//! * pieces lie within the payload;
+//! * extents are sorted and do not overlap in the payload, so that no byte has two destinations;
+//! * extents lie within the payload;
 //! * neighbours in the payload and in memory are merged.
 //!
 //! That no two threads hold slices of the same bytes at once is up to the caller: `payload::queue` gives each range of
 //! blocks to one thread at a time.
 
 use std::io::IoSliceMut;
+use std::sync::Arc;
 
 use tensorferry_wire::digest::{BLOCK_SIZE, BLOCK_SIZES};
 
 use crate::error::{Error, ErrorKind};
-use crate::memory::{self, ALIGNMENT, PAGE};
+use crate::memory::{ALIGNMENT, FreshPages, PAGE};
 
 /// One run of payload bytes and the address they go to.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Piece {
+pub(crate) struct Extent {
     pub(crate) start: u64,
     pub(crate) len: u64,
     address: usize,
 }
 
-impl Piece {
+impl Extent {
     /// `[start, start + len)` of the payload goes to `address`.
     ///
     /// # Safety
-    /// The memory must be writable, and nobody else may use it, until the plan made of this piece is gone.
+    /// The memory must be writable, and nobody else may use it, until the plan made of this extent is gone.
     pub(crate) unsafe fn new(start: u64, len: u64, address: usize) -> Self {
         Self { start, len, address }
     }
@@ -62,31 +63,31 @@ impl Piece {
 /// Destinations for a payload, in payload order.
 #[derive(Debug)]
 pub(crate) struct Plan {
-    pieces: Vec<Piece>,
+    extents: Vec<Extent>,
     payload_len: u64,
     /// Bytes per block, that is, per checksum.
     block_size: u64,
-    /// Whether the destination is memory that was never touched.
-    pub(crate) fresh: bool,
+    /// The pages of destinations that were never touched.
+    pub(crate) fresh: Option<Arc<FreshPages>>,
 }
 
 impl Plan {
-    /// Sorts `pieces` and merges neighbours; overlapping or out of range pieces are refused.
-    pub(crate) fn new(mut pieces: Vec<Piece>, payload_len: u64, fresh: bool) -> Result<Self, Error> {
-        pieces.retain(|p| p.len > 0);
-        pieces.sort_unstable_by_key(|p| p.start);
-        let mut merged: Vec<Piece> = Vec::with_capacity(pieces.len().min(1 << 16));
-        for piece in pieces {
-            let end = piece.start.checked_add(piece.len).filter(|&end| end <= payload_len);
+    /// Sorts `extents` and merges neighbours; overlapping or out of range extents are refused.
+    pub(crate) fn new(mut extents: Vec<Extent>, payload_len: u64) -> Result<Self, Error> {
+        extents.retain(|p| p.len > 0);
+        extents.sort_unstable_by_key(|p| p.start);
+        let mut merged: Vec<Extent> = Vec::with_capacity(extents.len().min(1 << 16));
+        for extent in extents {
+            let end = extent.start.checked_add(extent.len).filter(|&end| end <= payload_len);
             let before = merged.last_mut();
-            if end.is_none() || before.as_ref().is_some_and(|b| b.end() > piece.start) {
+            if end.is_none() || before.as_ref().is_some_and(|b| b.end() > extent.start) {
                 return Err(Error::new(ErrorKind::Invalid, "two destinations for one byte, or one past the payload"));
             }
-            if !before.is_some_and(|before| before.join(&piece)) {
-                merged.push(piece);
+            if !before.is_some_and(|before| before.join(&extent)) {
+                merged.push(extent);
             }
         }
-        Ok(Self { pieces: merged, payload_len, block_size: BLOCK_SIZE, fresh })
+        Ok(Self { extents: merged, payload_len, block_size: BLOCK_SIZE, fresh: None })
     }
 
     /// The same plan with checksums for blocks of `block_size` bytes.
@@ -94,13 +95,18 @@ impl Plan {
         Self { block_size, ..self }
     }
 
+    /// The same plan with `fresh` to be populated where bytes go there.
+    pub(crate) fn with_fresh_pages(self, fresh: Option<Arc<FreshPages>>) -> Self {
+        Self { fresh, ..self }
+    }
+
     /// The largest block size whose blocks hold at most a 64th more than the wanted bytes; the smallest if none does.
     pub(crate) fn fitting_block_size(&self) -> u64 {
-        let wanted: u64 = self.pieces.iter().map(|p| p.len).sum();
+        let wanted: u64 = self.extents.iter().map(|p| p.len).sum();
         let held = |block_size| {
             let (mut bytes, mut end) = (0, 0);
-            for piece in &self.pieces {
-                let (first, last) = (piece.start / block_size, piece.end().div_ceil(block_size));
+            for extent in &self.extents {
+                let (first, last) = (extent.start / block_size, extent.end().div_ceil(block_size));
                 bytes += block_size * last.saturating_sub(first.max(end));
                 end = last.max(end);
             }
@@ -121,15 +127,15 @@ impl Plan {
 
     /// Payload bytes that have a destination.
     pub(crate) fn wanted(&self) -> u64 {
-        self.pieces.iter().map(|p| p.len).sum()
+        self.extents.iter().map(|p| p.len).sum()
     }
 
     /// The blocks that hold at least one wanted byte, as ascending runs `[first, end)`. Runs with at most `gap` bytes
     /// of blocks between them are one.
     pub(crate) fn wanted_blocks(&self, gap: u64) -> Vec<(u64, u64)> {
         let mut runs: Vec<(u64, u64)> = Vec::new();
-        for piece in &self.pieces {
-            let (first, end) = (piece.start / self.block_size, piece.end().div_ceil(self.block_size));
+        for extent in &self.extents {
+            let (first, end) = (extent.start / self.block_size, extent.end().div_ceil(self.block_size));
             match runs.last_mut() {
                 Some(run) if first <= run.1 + gap / self.block_size => run.1 = run.1.max(end),
                 _ => runs.push((first, end)),
@@ -166,15 +172,15 @@ impl Plan {
         let mut slices = Vec::with_capacity(16);
         let mut sink = sink;
         let mut at = start;
-        let mut index = self.pieces.partition_point(|p| p.end() <= start);
+        let mut index = self.extents.partition_point(|p| p.end() <= start);
         #[allow(clippy::cast_possible_truncation, reason = "no length is more than that of the sink")]
         while at < end {
-            match self.pieces.get(index).filter(|p| p.start < end) {
-                Some(piece) if piece.start <= at => {
-                    let stop = piece.end().min(end);
-                    let address = piece.address + (at - piece.start) as usize;
-                    // SAFETY: `Piece::new` promises writable memory of ours alone; ranges of one plan are handed to one
-                    // lane at a time and pieces do not overlap, so no two slices to the same bytes exist at once.
+            match self.extents.get(index).filter(|p| p.start < end) {
+                Some(extent) if extent.start <= at => {
+                    let stop = extent.end().min(end);
+                    let address = extent.address + (at - extent.start) as usize;
+                    // SAFETY: `Extent::new` promises writable memory of ours alone; ranges of one plan are handed to
+                    // one lane at a time and extents do not overlap, so no two slices to the same bytes exist at once.
                     slices.push(IoSliceMut::new(unsafe {
                         std::slice::from_raw_parts_mut(address as *mut u8, (stop - at) as usize)
                     }));
@@ -193,26 +199,26 @@ impl Plan {
         with(&mut slices)
     }
 
-    /// Asks the kernel for the pages behind payload `[start, end)` before the bytes arrive: one call instead of a fault
-    /// for each page.
+    /// Populates the fresh pages that payload `[start, end)` goes to, before the bytes arrive.
     pub(crate) fn populate(&self, start: u64, end: u64) {
-        let index = self.pieces.partition_point(|p| p.end() <= start);
-        // Many pieces may share a page: one call for as many as follow one another.
+        let Some(fresh) = &self.fresh else { return };
+        let index = self.extents.partition_point(|p| p.end() <= start);
+        // Many extents may share a page: one call for as many as follow one another.
         let mut pages = 0..0;
-        for piece in self.pieces[index..].iter().take_while(|p| p.start < end) {
-            let (first, last) = (piece.start.max(start), piece.end().min(end));
+        for extent in self.extents[index..].iter().take_while(|p| p.start < end) {
+            let (first, last) = (extent.start.max(start), extent.end().min(end));
             #[allow(clippy::cast_possible_truncation, reason = "offsets into memory that exists")]
-            let (address, len) = (piece.address + (first - piece.start) as usize, (last - first) as usize);
+            let (address, len) = (extent.address + (first - extent.start) as usize, (last - first) as usize);
             let (low, high) = (address & !(PAGE - 1), (address + len).next_multiple_of(PAGE));
             if (pages.start..=pages.end).contains(&low) {
                 pages.end = high.max(pages.end);
             } else if last - first > ALIGNMENT {
-                memory::populate(pages.start, pages.end);
+                fresh.populate(pages.clone());
                 pages = low..high;
             }
             // A scalar lies apart from what is around it in the payload, and a call would cost what a fault does.
         }
-        memory::populate(pages.start, pages.end);
+        fresh.populate(pages);
     }
 }
 
@@ -223,16 +229,16 @@ mod tests {
     #[test]
     fn neighbours_in_payload_and_memory_are_one_piece_and_no_others_are() {
         // SAFETY: nobody writes to these addresses.
-        let piece = |start, len, address| unsafe { Piece::new(start, len, address) };
+        let extent = |start, len, address| unsafe { Extent::new(start, len, address) };
         for (next, joined) in [
-            (piece(164, 8, 1064), true),
-            (piece(164, 0, 1064), true),
-            (piece(165, 8, 1064), false),
-            (piece(164, 8, 1065), false),
-            (piece(163, 8, 1063), false),
-            (piece(165, 8, 1065), false),
+            (extent(164, 8, 1064), true),
+            (extent(164, 0, 1064), true),
+            (extent(165, 8, 1064), false),
+            (extent(164, 8, 1065), false),
+            (extent(163, 8, 1063), false),
+            (extent(165, 8, 1065), false),
         ] {
-            let mut first = piece(100, 64, 1000);
+            let mut first = extent(100, 64, 1000);
             assert_eq!(first.join(&next), joined, "{next:?}");
             assert_eq!(first.len, if joined { 64 + next.len } else { 64 }, "{next:?}");
         }

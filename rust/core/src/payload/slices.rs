@@ -1,15 +1,15 @@
 //! Parts of a container's entries and where in memory they go: the requests of a reshard.
 //!
 //! A [`Slice`] describes a rectangular part of a tensor as a run of bytes that repeats over any number of dimensions,
-//! with one stride in the entry and another in memory. [`place`] checks slices against the header of the container that
-//! answers and turns them into the pieces of one or several plans.
+//! with one stride in the entry and another in memory. [`resolve`] checks slices against the header of the container
+//! that answers and turns them into the extents of one or several plans.
 
 use std::collections::HashMap;
 
 use tensorferry_wire::container::{Entry, Header};
 use tensorferry_wire::dtype::Dtype;
 
-use super::Piece;
+use super::Extent;
 use crate::error::{Error, ErrorKind};
 
 /// Runs of one slice, at most.
@@ -21,9 +21,9 @@ pub struct Repeat {
     /// How often the run, or the block of inner repetitions, occurs.
     pub count: u64,
     /// Stride within the entry, in bytes.
-    pub from: u64,
+    pub entry_stride: u64,
     /// Stride in memory, in bytes.
-    pub to: u64,
+    pub memory_stride: u64,
 }
 
 /// Bytes of an entry and the memory they go to: a run of bytes, repeated over any number of dimensions.
@@ -35,7 +35,7 @@ pub struct Repeat {
 /// use tensorferry_wire::dtype::Dtype;
 ///
 /// let mut columns = [0_u8; 8];
-/// let rows = Repeat { count: 4, from: 8, to: 2 };
+/// let rows = Repeat { count: 4, entry_stride: 8, memory_stride: 2 };
 /// // SAFETY: four runs of two bytes fill `columns`, which nobody else uses until the slice has been read.
 /// let slice = unsafe { Slice::new("w", (Dtype::U8, 32), (2, 2), columns.as_mut_ptr() as usize, vec![rows]) };
 /// # drop(slice);
@@ -78,8 +78,8 @@ impl Slice {
         let (mut last, mut count, mut reach) = (self.start, 1_u64, 0_u64);
         for repeat in &self.repeats {
             let steps = repeat.count.saturating_sub(1);
-            last = steps.checked_mul(repeat.from).and_then(|n| last.checked_add(n)).ok_or_else(outside)?;
-            reach = steps.checked_mul(repeat.to).and_then(|n| reach.checked_add(n)).ok_or_else(outside)?;
+            last = steps.checked_mul(repeat.entry_stride).and_then(|n| last.checked_add(n)).ok_or_else(outside)?;
+            reach = steps.checked_mul(repeat.memory_stride).and_then(|n| reach.checked_add(n)).ok_or_else(outside)?;
             count = count.checked_mul(repeat.count).filter(|&n| n <= MAX_RUNS).ok_or_else(outside)?;
         }
         let inside = last.checked_add(self.run).is_some_and(|end| end <= self.nbytes);
@@ -97,7 +97,8 @@ impl Slice {
                     clippy::cast_possible_truncation,
                     reason = "whatever the steps add up to was found to fit above"
                 )]
-                (0..repeat.count).map(move |i| (start + i * repeat.from, address + (i * repeat.to) as usize))
+                (0..repeat.count)
+                    .map(move |i| (start + i * repeat.entry_stride, address + (i * repeat.memory_stride) as usize))
             };
             runs = runs.into_iter().flat_map(step).collect();
         }
@@ -107,9 +108,9 @@ impl Slice {
 
 /// The destinations of `slices` in a container with this header, as few layers as possible: within a layer no byte of
 /// the payload is wanted twice.
-pub(crate) fn place(slices: &[Slice], header: &Header) -> Result<Vec<Vec<Piece>>, Error> {
+pub(crate) fn resolve(slices: &[Slice], header: &Header) -> Result<Vec<Vec<Extent>>, Error> {
     let known: HashMap<&str, &Entry> = header.entries().iter().map(|e| (e.name.as_str(), e)).collect();
-    let mut pieces = Vec::with_capacity(slices.len());
+    let mut extents = Vec::with_capacity(slices.len());
     for slice in slices {
         let Some(entry) = known.get(slice.entry.as_str()) else {
             let message = format!("it has no entry {:?}: the index belongs to another container", slice.entry);
@@ -128,17 +129,17 @@ pub(crate) fn place(slices: &[Slice], header: &Header) -> Result<Vec<Vec<Piece>>
         }
         for (start, address) in slice.runs()? {
             // SAFETY: `Slice::new` took the promise.
-            pieces.push(unsafe { Piece::new(entry.start + start, slice.run, address) });
+            extents.push(unsafe { Extent::new(entry.start + start, slice.run, address) });
         }
     }
-    pieces.sort_by_key(|piece| piece.start);
-    let mut layers: Vec<Vec<Piece>> = Vec::new();
-    for piece in pieces {
+    extents.sort_by_key(|extent| extent.start);
+    let mut layers: Vec<Vec<Extent>> = Vec::new();
+    for extent in extents {
         let ends_before =
-            |layer: &&mut Vec<Piece>| layer.last().is_none_or(|last| last.start + last.len <= piece.start);
+            |layer: &&mut Vec<Extent>| layer.last().is_none_or(|last| last.start + last.len <= extent.start);
         match layers.iter_mut().find(ends_before) {
-            Some(layer) => layer.push(piece),
-            None => layers.push(vec![piece]),
+            Some(layer) => layer.push(extent),
+            None => layers.push(vec![extent]),
         }
     }
     Ok(layers)

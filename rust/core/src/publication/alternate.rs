@@ -1,7 +1,7 @@
 //! Bodies in other formats than the container: rendered when they are first requested, and kept with the
 //! publication.
 //!
-//! The engine knows neither the formats nor their names. A [`crate::Door`] says which names there are; the
+//! The engine knows neither the formats nor their names. A [`crate::Frontend`] says which names there are; the
 //! [`Alternate`] given to a publication renders them.
 
 use std::any::Any;
@@ -13,7 +13,7 @@ use crate::payload::Segments;
 
 /// Bodies in another format than the container, laid over the same memory, each built only when it is requested.
 ///
-/// Which names a server passes on is up to its [`crate::Door`].
+/// Which names a server passes on is up to its [`crate::Frontend`].
 ///
 /// ```
 /// use bytes::Bytes;
@@ -56,7 +56,8 @@ pub(super) type RenderedBody = (Arc<Segments>, Box<dyn Any + Send + Sync>);
 
 /// Where an alternate body is.
 pub(crate) enum Found {
-    Here(Arc<Segments>),
+    /// Here: [`super::Lease::rendered`] has it.
+    Here,
     Elsewhere(String),
 }
 
@@ -68,13 +69,13 @@ impl Publication {
         self
     }
 
-    /// The alternate body called `name`; built on the first call, so this may take long.
+    /// Where the alternate body called `name` is; built on the first call, so this may take long.
     pub(crate) fn render(&self, name: &str) -> Result<Option<Found>, String> {
         let Some(alternate) = &self.alternate else { return Ok(None) };
         // The lock is held while rendering: two peers that ask for the same body wait for one rendering.
         let mut rendered = self.rendered.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((segments, _)) = rendered.get(name) {
-            return Ok(Some(Found::Here(Arc::clone(segments))));
+        if rendered.contains_key(name) {
+            return Ok(Some(Found::Here));
         }
         let (parts, owner) = match alternate.render(name)? {
             Some(Rendered::Body { parts, owner }) => (parts, owner),
@@ -82,7 +83,7 @@ impl Publication {
             None => return Ok(None),
         };
         let segments = Arc::new(Segments::new(parts));
-        rendered.insert(name.to_owned(), (Arc::clone(&segments), owner));
-        Ok(Some(Found::Here(segments)))
+        rendered.insert(name.to_owned(), (segments, owner));
+        Ok(Some(Found::Here))
     }
 }

@@ -7,11 +7,11 @@
 //! Computing checks for a withdrawal after each MiB, so that a withdrawal waits for no more than that.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use tensorferry_wire::digest::{BLOCK_SIZE, DigestTable, Hasher};
 
-use super::{Abandoned, Lease, Publication, Stability};
+use super::{Abandoned, Lease, LeasedSegments, Stability};
 
 /// The number of bytes that justifies another thread; each thread takes `PART_BYTES` at a time.
 const THREAD_BYTES: u64 = 64 << 20;
@@ -40,13 +40,14 @@ impl BlockDigest {
     }
 }
 
-impl Publication {
+impl LeasedSegments {
     /// Checksums block `index` as it is now, unless it cannot have changed since that was done before.
     fn digest_block(&self, index: usize) -> u64 {
-        let known = self.blocks[index].get().filter(|_| self.stability == Stability::Private);
+        let publication = self.lease().publication();
+        let known = publication.blocks[index].get().filter(|_| publication.stability == Stability::Private);
         known.unwrap_or_else(|| {
             let value = self.digest_payload(index as u64 * BLOCK_SIZE, BLOCK_SIZE);
-            self.blocks[index].note(value);
+            publication.blocks[index].note(value);
             value
         })
     }
@@ -57,7 +58,7 @@ impl Publication {
         // A look for each MiB, so that a withdrawal waits for no more than that.
         let look = usize::try_from(BLOCK_SIZE / block_size).unwrap_or(1);
         for (index, (&number, digest)) in numbers.iter().zip(digests).enumerate() {
-            if index.is_multiple_of(look) && self.is_withdrawn() {
+            if index.is_multiple_of(look) && self.lease().publication().is_withdrawn() {
                 return false;
             }
             *digest = match usize::try_from(number) {
@@ -70,11 +71,11 @@ impl Publication {
 
     /// Checksums up to `len` bytes from `start` of the payload on.
     fn digest_payload(&self, start: u64, len: u64) -> u64 {
-        let start = self.payload_start + start;
-        let mut hasher = self.algorithm.hasher();
-        self.content.visit(start, (start + len).min(self.content.len()), |region| {
-            // SAFETY: a lease on this publication is held by every caller, and the owner outlives leases.
-            hasher.update(unsafe { region.as_slice() });
+        let publication = self.lease().publication();
+        let start = publication.payload_start + start;
+        let mut hasher = publication.algorithm.hasher();
+        self.visit(start, (start + len).min(self.len()), |region| {
+            hasher.update(region.bytes());
             true
         });
         hasher.finish()
@@ -113,17 +114,17 @@ impl Lease {
 
     /// Takes the checksum of the block at byte `offset` of the container where it has to be: called right before the
     /// block is sent, while it is in cache anyway.
-    pub(crate) fn digest_before_sending(&self, offset: u64, end: u64) {
+    pub(crate) fn digest_before_sending(self: &Arc<Self>, offset: u64, end: u64) {
         if let Some(index) = self.block_to_digest(offset, end) {
-            self.publication().digest_block(index);
+            self.content().digest_block(index);
         }
     }
 
     /// The digests of the blocks in `runs`, of `block_size` bytes each, of which there must be so many: of borrowed
     /// memory as it is now. `None` when the publication was withdrawn meanwhile. Takes several threads where there is
     /// much to read.
-    pub(crate) fn digests(&self, runs: &[(u64, u64)], block_size: u64) -> Option<DigestTable> {
-        let publication = self.publication();
+    pub(crate) fn digests(self: &Arc<Self>, runs: &[(u64, u64)], block_size: u64) -> Option<DigestTable> {
+        let (publication, content) = (self.publication(), self.content());
         let numbers: Vec<u64> = runs.iter().flat_map(|&(first, end)| first..end).collect();
         let mut blocks = vec![0; numbers.len()];
         let threads = if self.digests_known(runs, block_size) {
@@ -137,7 +138,7 @@ impl Lease {
         let compute = || loop {
             let next = parts.lock().unwrap_or_else(PoisonError::into_inner).pop();
             let Some((numbers, digests)) = next else { return };
-            whole.fetch_and(publication.digest_blocks(numbers, block_size, digests), Ordering::Relaxed);
+            whole.fetch_and(content.digest_blocks(numbers, block_size, digests), Ordering::Relaxed);
         };
         std::thread::scope(|scope| {
             for _ in 1..threads {

@@ -5,6 +5,7 @@
 //! |---|---|
 //! | `store` | [`Store`]: at most one publication behind a gate that is open or closed |
 //! | `lease` | the readers: memory may be read exactly while a lease exists |
+//! | `reading` | the bytes behind a lease |
 //! | `readiness` | [`Readiness`]: how much of a publication's memory is final |
 //! | `digests` | checksums of blocks, computed once or on demand |
 //! | `alternate` | bodies in other formats, built when they are first asked for |
@@ -20,6 +21,7 @@ mod alternate;
 mod digests;
 mod lease;
 mod readiness;
+mod reading;
 mod store;
 
 use std::any::Any;
@@ -38,6 +40,7 @@ pub(crate) use self::lease::{LINGER, Lease};
 pub(crate) use self::readiness::Abandoned;
 pub use self::readiness::Readiness;
 use self::readiness::ReadinessWatch;
+pub(crate) use self::reading::LeasedSegments;
 pub(crate) use self::store::{Asked, Lookup};
 pub use self::store::{Store, Withdrawn};
 use crate::error::{Error, ErrorKind};
@@ -122,7 +125,8 @@ impl Publication {
     ///
     /// # fn main() -> Result<(), tensorferry_core::Error> {
     /// let items = vec![Item::bytes("w", Dtype::U8, &[8192], Bytes::from(vec![0; 8192]))];
-    /// let (publication, readiness) = Publication::with_readiness(Vec::new(), items, Stability::Private, Box::new(()))?;
+    /// let (publication, readiness) =
+    ///     Publication::with_readiness(Vec::new(), items, Stability::Private, Box::new(()))?;
     /// // ... publish it, copy the first half from the device ...
     /// readiness.raise(4096);
     /// // ... and the second.
@@ -213,10 +217,6 @@ impl Publication {
 
     fn payload_len(&self) -> u64 {
         self.content.len() - self.payload_start
-    }
-
-    pub(crate) fn content(&self) -> &Arc<Segments> {
-        &self.content
     }
 
     /// Whether the first `end` bytes of the container are final and may be read.

@@ -55,14 +55,14 @@ pub struct Store {
     /// How everything published here is checksummed.
     algorithm: Algorithm,
     sequence: AtomicU64,
-    state: Mutex<State>,
+    state: Mutex<StoreState>,
     changed: Notify,
     /// Told when something lingers.
     lingering: Notify,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct StoreState {
     allowed: bool,
     closed: bool,
     step: Option<i64>,
@@ -126,7 +126,7 @@ impl Store {
         })
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, StoreState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -332,7 +332,7 @@ impl Store {
     }
 }
 
-impl State {
+impl StoreState {
     fn retired(&self) -> impl Iterator<Item = Arc<Publication>> {
         self.retired.iter().filter_map(Weak::upgrade)
     }

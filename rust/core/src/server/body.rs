@@ -18,9 +18,7 @@ use tensorferry_wire::digest::{BLOCK_SIZE, Hasher};
 use tokio::time::Sleep;
 
 use super::throttle::Throttle;
-use crate::memory::Region;
-use crate::payload::Segments;
-use crate::publication::{Abandoned, Lease};
+use crate::publication::{Abandoned, Lease, LeasedSegments};
 
 /// Regions smaller than this are gathered by copying: one write of many tiny pieces costs more than the copy.
 const GATHER_BELOW: usize = 16 << 10;
@@ -42,9 +40,9 @@ pub(crate) enum ServedBody {
     Memory(Box<MemoryBody>),
 }
 
-/// `[at, end)` of `segments` and then the rest, read under a lease.
+/// `[at, end)` of `content` and then the rest, read under a lease.
 pub(crate) struct MemoryBody {
-    pub(crate) segments: Arc<Segments>,
+    pub(crate) content: LeasedSegments,
     pub(crate) lease: Arc<Lease>,
     pub(crate) at: u64,
     pub(crate) end: u64,
@@ -67,19 +65,6 @@ pub(crate) struct MemoryBody {
 /// Ends when bytes are final, or never will be.
 pub(crate) type Wait = Pin<Box<dyn Future<Output = Result<(), Abandoned>> + Send>>;
 
-/// Borrowed memory as the owner of a `Bytes`: the lease ends when hyper drops the last of them.
-struct Leased {
-    region: Region,
-    _lease: Arc<Lease>,
-}
-
-impl AsRef<[u8]> for Leased {
-    fn as_ref(&self) -> &[u8] {
-        // SAFETY: the lease keeps the publication, and with it the owner of the memory, alive for as long as `self`.
-        unsafe { self.region.as_slice() }
-    }
-}
-
 impl MemoryBody {
     fn next_frame(&mut self) -> Option<Bytes> {
         if self.is_over() {
@@ -92,9 +77,9 @@ impl MemoryBody {
         loop {
             let (stop, before, runs) = (self.frame_end(), gathered.len(), self.rest.len());
             let mut whole = None;
-            self.segments.visit(self.at, stop, |region| {
+            self.content.visit(self.at, stop, |region| {
                 if gathered.is_empty() && region.len() >= GATHER_BELOW {
-                    whole = Some(region);
+                    whole = Some(region.into_frame());
                     return false;
                 }
                 if region.len() >= GATHER_BELOW || gathered.len() + region.len() > GATHER_FRAME {
@@ -103,13 +88,12 @@ impl MemoryBody {
                 if gathered.is_empty() {
                     gathered.reserve(GATHER_FRAME);
                 }
-                // SAFETY: the lease in `self` keeps the memory readable during the copy.
-                gathered.extend_from_slice(unsafe { region.as_slice() });
+                gathered.extend_from_slice(region.bytes());
                 true
             });
-            if let Some(region) = whole {
-                self.advance(region.len());
-                return Some(Bytes::from_owner(Leased { region, _lease: Arc::clone(&self.lease) }));
+            if let Some(frame) = whole {
+                self.advance(frame.len());
+                return Some(frame);
             }
             self.advance(gathered.len() - before);
             // Runs are short: the next one goes into the same frame.
@@ -131,9 +115,8 @@ impl MemoryBody {
             }
             let before = filled;
             let stop = self.frame_end().min(self.at + (into.len() - filled) as u64);
-            self.segments.visit(self.at, stop, |region| {
-                // SAFETY: the lease in `self` keeps the memory readable during the copy.
-                for piece in unsafe { region.as_slice() }.chunks(CACHED) {
+            self.content.visit(self.at, stop, |region| {
+                for piece in region.bytes().chunks(CACHED) {
                     // The checksum is of the source's own bytes, since the receiver maps the shared memory as well.
                     if let Some((_, hasher)) = &mut self.digesting {
                         hasher.update(piece);
@@ -338,11 +321,11 @@ mod tests {
         let item = Item::bytes("w", Dtype::U8, &shape, payload.clone().into());
         let publication = Publication::new(Vec::new(), vec![item], Stability::Private, Box::new(())).unwrap();
         let lease = Lease::take(&Arc::new(publication), &Arc::default(), true).unwrap();
-        let segments = Arc::clone(lease.publication().content());
+        let content = lease.content();
         let mut body = MemoryBody {
             at: 0,
-            end: segments.len(),
-            segments,
+            end: content.len(),
+            content,
             lease: Arc::clone(&lease),
             rest: Vec::new().into_iter(),
             digest: true,

@@ -1,7 +1,7 @@
 //! One connection, from the handshake to its end: served over the network, with or without TLS, or to a process of this
 //! machine.
 //!
-//! A connection ends for one of five reasons: the peer leaves, it asks for nothing in time, its place goes to another
+//! A connection ends for one of five reasons: the peer leaves, it asks for nothing in time, its slot goes to another
 //! one, a withdrawal cuts it, or its transfer stalls. Whichever it is, dropping the [`ConnectionContext`] counts it
 //! out.
 
@@ -23,11 +23,11 @@ use tokio::sync::{Notify, watch};
 use tokio_rustls::TlsAcceptor;
 
 use super::body::Progress;
+use super::connection_slots::ConnectionSlot;
 use super::local::Local;
-use super::places::Place;
 use super::write_timeout::WriteTimeout;
 use super::{Shared, handler};
-use crate::fork::Unshared;
+use crate::fork::CloseOnFork;
 
 /// The state that requests of one connection share: the server, the handle that cuts the connection, its counters.
 pub(super) struct ConnectionContext {
@@ -37,37 +37,37 @@ pub(super) struct ConnectionContext {
     pub(super) progress: Arc<[Arc<Progress>; 2]>,
     /// Requests of this connection whose response is not yet written out.
     pub(super) open: Arc<AtomicUsize>,
-    pub(super) place: Place,
+    pub(super) slot: ConnectionSlot,
 }
 
 /// Serves a connection from the network, after the handshake where there is one: a peer that does not complete it
 /// in time, or does not speak TLS, is disconnected.
 pub(super) async fn serve_network(
-    stream: Unshared<tokio::net::TcpStream>,
+    stream: CloseOnFork<tokio::net::TcpStream>,
     shared: Arc<Shared>,
-    place: Place,
+    slot: ConnectionSlot,
     mut stopped: watch::Receiver<bool>,
 ) {
-    let Some(identity) = &shared.identity else { return serve(stream, shared, place, stopped).await };
+    let Some(identity) = &shared.identity else { return serve(stream, shared, slot, stopped).await };
     let accepting = TlsAcceptor::from(Arc::clone(&identity.config)).accept(stream);
     let accepted = tokio::select! {
         accepted = accepting => accepted,
-        () = place.wasted() => return,
-        () = place.cut.notified() => return,
+        () = slot.first_request_timeout() => return,
+        () = slot.cut.notified() => return,
         _ = stopped.wait_for(|s| *s) => return,
     };
     if let Ok(stream) = accepted {
-        serve(stream, shared, place, stopped).await;
+        serve(stream, shared, slot, stopped).await;
     }
 }
 
 async fn serve(
     stream: impl AsyncRead + AsyncWrite + Unpin,
     shared: Arc<Shared>,
-    place: Place,
+    slot: ConnectionSlot,
     stopped: watch::Receiver<bool>,
 ) {
-    let connection = Arc::new(ConnectionContext::new(shared, place, false));
+    let connection = Arc::new(ConnectionContext::new(shared, slot, false));
     let serving =
         http1::Builder::new().timer(TokioTimer::new()).header_read_timeout(connection.patience()).serve_connection(
             TokioIo::new(WriteTimeout::new(stream, connection.patience())),
@@ -85,22 +85,22 @@ async fn serve(
 
 /// Serves a process of this machine. It speaks first: one that never says anything costs no thread and no memory.
 pub(super) async fn serve_local(
-    socket: Unshared<tokio::net::UnixStream>,
+    socket: CloseOnFork<tokio::net::UnixStream>,
     shared: Arc<Shared>,
-    place: Place,
+    slot: ConnectionSlot,
     mut stopped: watch::Receiver<bool>,
 ) {
     let spoken = tokio::select! {
         spoken = spoken(&socket) => spoken,
-        () = place.wasted() => return,
-        () = place.cut.notified() => return,
+        () = slot.first_request_timeout() => return,
+        () = slot.cut.notified() => return,
         _ = stopped.wait_for(|s| *s) => return,
     };
-    let same = || Unshared::make(|| socket.as_fd().try_clone_to_owned().map(UnixStream::from));
+    let same = || CloseOnFork::make(|| socket.as_fd().try_clone_to_owned().map(UnixStream::from));
     let (Ok(()), Ok(stream), Ok(handle)) = (spoken, same(), same()) else { return };
-    // The runtime must not watch the socket any more: it would wake up for every slot that comes back.
+    // The runtime must not watch the socket any more: it would wake up for every slot of the ring that comes back.
     drop(socket);
-    let connection = Arc::new(ConnectionContext::new(shared, place, true));
+    let connection = Arc::new(ConnectionContext::new(shared, slot, true));
     let (end, over) = watch::channel(false);
     let mut serving = tokio::task::spawn_blocking({
         let connection = Arc::clone(&connection);
@@ -125,15 +125,15 @@ async fn spoken(socket: &tokio::net::UnixStream) -> io::Result<()> {
 }
 
 impl ConnectionContext {
-    fn new(shared: Arc<Shared>, place: Place, same_host: bool) -> Self {
+    fn new(shared: Arc<Shared>, slot: ConnectionSlot, same_host: bool) -> Self {
         shared.connections.fetch_add(1, Ordering::Relaxed);
         let own = Arc::new(Progress::default());
         Self {
-            cut: Arc::clone(&place.cut),
+            cut: Arc::clone(&slot.cut),
             same_host,
             progress: Arc::new([own, Arc::clone(&shared.progress)]),
-            open: Arc::clone(&place.open),
-            place,
+            open: Arc::clone(&slot.open),
+            slot,
             shared,
         }
     }
@@ -143,13 +143,13 @@ impl ConnectionContext {
         self.shared.patience.max(Duration::from_secs(5))
     }
 
-    /// Returns when the connection has to end: it has made no request in time, another one needs its place, the
+    /// Returns when the connection has to end: it has made no request in time, another one needs its slot, the
     /// publication it reads is withdrawn, its transfer has stalled, or the server stops.
     async fn to_be_ended(&self, mut stopped: watch::Receiver<bool>) {
         tokio::select! {
             () = self.cut.notified() => {}
             () = self.stalled() => {}
-            () = self.place.wasted() => {}
+            () = self.slot.first_request_timeout() => {}
             _ = stopped.wait_for(|s| *s) => {}
         }
     }

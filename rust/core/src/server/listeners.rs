@@ -15,17 +15,17 @@ use tokio::sync::{Semaphore, watch};
 
 use super::Shared;
 use super::connection::{serve_local, serve_network};
-use super::places::{Origin, Places};
-use crate::fork::Unshared;
+use super::connection_slots::{ConnectionSlots, Peer};
+use crate::fork::CloseOnFork;
 use crate::same_host;
 
-/// How many local connections may be ending at a time, beside those that hold a place.
+/// How many local connections may be ending at a time, beside those that hold a slot.
 const ENDING: usize = 32;
 
 /// One socket for both families where the system has IPv6, else IPv4 alone. To be called on the runtime.
-pub(super) fn listen(bind: Option<SocketAddr>) -> io::Result<Unshared<tokio::net::TcpListener>> {
+pub(super) fn listen(bind: Option<SocketAddr>) -> io::Result<CloseOnFork<tokio::net::TcpListener>> {
     let listen_on = |address: SocketAddr| {
-        Unshared::make(|| {
+        CloseOnFork::make(|| {
             let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
             if address.is_ipv6() {
                 socket.set_only_v6(false)?;
@@ -44,64 +44,64 @@ pub(super) fn listen(bind: Option<SocketAddr>) -> io::Result<Unshared<tokio::net
 }
 
 /// The socket for processes of this machine. To be called on the runtime.
-pub(super) fn listen_same_host(name: &same_host::Name) -> io::Result<Unshared<tokio::net::UnixListener>> {
-    Unshared::make(|| tokio::net::UnixListener::from_std(name.listen()?))
+pub(super) fn listen_same_host(name: &same_host::Name) -> io::Result<CloseOnFork<tokio::net::UnixListener>> {
+    CloseOnFork::make(|| tokio::net::UnixListener::from_std(name.listen()?))
 }
 
 /// Accepts connections from the network until the server stops. Every connection gets a task.
 pub(super) async fn accept_network(
-    listener: Unshared<tokio::net::TcpListener>,
+    listener: CloseOnFork<tokio::net::TcpListener>,
     shared: Arc<Shared>,
-    places: Arc<Places>,
+    slots: Arc<ConnectionSlots>,
     mut stopped: watch::Receiver<bool>,
 ) {
     loop {
         let accepting =
-            poll_fn(|context| Unshared::poll_make(|| listener.poll_accept(context).map_ok(|(stream, _)| stream)));
-        match next(&places, accepting, &mut stopped).await {
+            poll_fn(|context| CloseOnFork::poll_make(|| listener.poll_accept(context).map_ok(|(stream, _)| stream)));
+        match next(&slots, accepting, &mut stopped).await {
             Some(Ok(stream)) => {
                 let _ = stream.set_nodelay(true);
-                let from = stream.peer_addr().map(|address| Origin::Address(address.ip().to_canonical()));
-                if let Some(place) = places.enter(from.unwrap_or(Origin::Unknown)) {
-                    tokio::spawn(serve_network(stream, Arc::clone(&shared), place, stopped.clone()));
+                let from = stream.peer_addr().map(|address| Peer::Address(address.ip().to_canonical()));
+                if let Some(slot) = slots.enter(from.unwrap_or(Peer::Unknown)) {
+                    tokio::spawn(serve_network(stream, Arc::clone(&shared), slot, stopped.clone()));
                 }
             }
-            Some(Err(_)) => recover(&places).await,
+            Some(Err(_)) => recover(&slots).await,
             None => return,
         }
     }
 }
 
-/// The same for processes of this machine. Only those of our own user get a place.
+/// The same for processes of this machine. Only those of our own user get a slot.
 pub(super) async fn accept_local(
-    listener: Unshared<tokio::net::UnixListener>,
+    listener: CloseOnFork<tokio::net::UnixListener>,
     shared: Arc<Shared>,
-    places: Arc<Places>,
+    slots: Arc<ConnectionSlots>,
     mut stopped: watch::Receiver<bool>,
 ) {
-    // A connection that is to end has given up its place already, and holds its thread and its memory a little longer.
-    let seats = Arc::new(Semaphore::new(places.total() + ENDING));
+    // A connection that is to end has given up its slot already, and holds its thread and its memory a little longer.
+    let seats = Arc::new(Semaphore::new(slots.total() + ENDING));
     loop {
         let seat = tokio::select! {
             seat = Arc::clone(&seats).acquire_owned() => seat,
             _ = stopped.wait_for(|s| *s) => return,
         };
         let accepting =
-            poll_fn(|context| Unshared::poll_make(|| listener.poll_accept(context).map_ok(|(stream, _)| stream)));
-        match next(&places, accepting, &mut stopped).await {
+            poll_fn(|context| CloseOnFork::poll_make(|| listener.poll_accept(context).map_ok(|(stream, _)| stream)));
+        match next(&slots, accepting, &mut stopped).await {
             Some(Ok(stream)) => {
                 if let Ok(peer) = same_host::peer(&*stream)
                     && peer.uid == same_host::own_user()
-                    && let Some(place) = places.enter(Origin::Process(peer.pid))
+                    && let Some(slot) = slots.enter(Peer::Process(peer.pid))
                 {
-                    let serving = serve_local(stream, Arc::clone(&shared), place, stopped.clone());
+                    let serving = serve_local(stream, Arc::clone(&shared), slot, stopped.clone());
                     tokio::spawn(async move {
                         serving.await;
                         drop(seat);
                     });
                 }
             }
-            Some(Err(_)) => recover(&places).await,
+            Some(Err(_)) => recover(&slots).await,
             None => return,
         }
     }
@@ -109,13 +109,13 @@ pub(super) async fn accept_local(
 
 /// The next connection, once there is room for it; `None` when the server stops.
 async fn next<S>(
-    places: &Places,
+    slots: &ConnectionSlots,
     accepting: impl Future<Output = io::Result<S>>,
     stopped: &mut watch::Receiver<bool>,
 ) -> Option<io::Result<S>> {
     let accepted = async {
         // Without room, connections wait in the kernel's queue instead of in our memory.
-        places.room().await;
+        slots.wait_for_room().await;
         accepting.await
     };
     tokio::select! {
@@ -125,7 +125,7 @@ async fn next<S>(
 }
 
 /// Out of descriptors, or a peer that left while queued: gives the system a moment.
-async fn recover(places: &Places) {
-    places.make_room();
+async fn recover(slots: &ConnectionSlots) {
+    slots.make_room();
     tokio::time::sleep(Duration::from_millis(20)).await;
 }

@@ -18,7 +18,7 @@ use tokio::sync::watch;
 
 use super::body::{MemoryBody, ServedBody};
 use super::{ConnectionContext, handler};
-use crate::fork::Unshared;
+use crate::fork::CloseOnFork;
 use crate::same_host::ring::RingWriter;
 
 /// A request's head that is longer is not one of ours.
@@ -27,7 +27,7 @@ const MAX_HEADERS: usize = 32;
 
 /// A connection from this machine.
 pub(super) struct Local {
-    stream: Unshared<UnixStream>,
+    stream: CloseOnFork<UnixStream>,
     connection: Arc<ConnectionContext>,
     ring: RingWriter,
     /// Becomes true when the connection is to end; its socket is shut down right after.
@@ -39,7 +39,7 @@ impl Local {
     /// Serves `stream`, on which the receiver's greeting was read, until the receiver leaves, makes no more requests or
     /// breaks the rules, or until `over` becomes true.
     pub(super) fn serve(
-        stream: Unshared<UnixStream>,
+        stream: CloseOnFork<UnixStream>,
         connection: Arc<ConnectionContext>,
         over: watch::Receiver<bool>,
     ) -> io::Result<()> {

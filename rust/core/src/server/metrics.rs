@@ -120,7 +120,7 @@ impl Metrics {
     /// Everything, `connection` being the one that asks.
     pub(super) fn render(connection: &ConnectionContext) -> String {
         let shared = &connection.shared;
-        let mut page = Page(String::new());
+        let mut page = MetricsPage(String::new());
         let load = |count: &AtomicU64| count.load(Ordering::Relaxed);
         page.one("requests_total", "counter", "Requests answered.", load(&shared.requests));
         page.one("sent_bytes_total", "counter", "Bytes of checkpoint bodies sent.", load(&shared.progress.bytes));
@@ -153,8 +153,8 @@ impl Metrics {
 }
 
 impl Tallies {
-    fn receives(&self, page: &mut Page) {
-        page.about("receives_total", "counter", "Receives of this transport, but from stock torchft sources.");
+    fn receives(&self, page: &mut MetricsPage) {
+        page.about("receives_total", "counter", "Receives of this process from sources of this protocol.");
         page.row("receives_total", "end=\"healed\"", self.receives);
         page.row("receives_total", "end=\"failed\"", self.failed);
         page.one("received_bytes_total", "counter", "Bytes of payload those that healed received.", self.received);
@@ -178,9 +178,9 @@ impl Tallies {
     }
 }
 
-struct Page(String);
+struct MetricsPage(String);
 
-impl Page {
+impl MetricsPage {
     fn about(&mut self, name: &str, kind: &str, help: &str) {
         let _ = write!(self.0, "# HELP tensorferry_{name} {help}\n# TYPE tensorferry_{name} {kind}\n");
     }

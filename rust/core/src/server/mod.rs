@@ -2,7 +2,7 @@
 //!
 //! A connection passes through these modules:
 //!
-//! 1. `listeners` accepts it, once `places` has room for it;
+//! 1. `listeners` accepts it, once `connection_slots` has room for it;
 //! 2. `connection` serves it, over hyper on the network or by `local` on this machine;
 //! 3. `auth` checks each request's proof of the shared secret, where there is one;
 //! 4. `handler` finds the resource, waits for the gate, and takes a lease;
@@ -15,12 +15,12 @@
 mod auth;
 mod body;
 mod connection;
-mod door;
+mod connection_slots;
+mod frontend;
 mod handler;
 mod listeners;
 mod local;
 mod metrics;
-mod places;
 mod throttle;
 mod write_timeout;
 
@@ -37,11 +37,11 @@ use tokio::sync::watch;
 use self::auth::RequestAuth;
 use self::body::Progress;
 use self::connection::ConnectionContext;
-use self::door::ContainersOnly;
-pub use self::door::Door;
+use self::connection_slots::ConnectionSlots;
+use self::frontend::ContainersOnly;
+pub use self::frontend::Frontend;
 use self::listeners::{accept_local, accept_network, listen, listen_same_host};
 use self::metrics::Metrics;
-use self::places::Places;
 use self::throttle::Throttle;
 use crate::error::{Error, ErrorKind};
 use crate::publication::Store;
@@ -55,9 +55,9 @@ use crate::trust::{Secret, random, secret};
 const MAX_LOCAL: usize = 32;
 /// Those that have not.
 const MAX_LOCAL_NEWCOMERS: usize = 32;
-/// How long those keep their place at least. A receiver asks as soon as it is greeted.
+/// How long those keep their slot at least. A receiver asks as soon as it is greeted.
 const LOCAL_GRACE: Duration = Duration::from_millis(10);
-/// How long network connections without an authorised request keep their place at least.
+/// How long network connections without an authorised request keep their slot at least.
 const GRACE: Duration = Duration::from_millis(50);
 
 /// How a server is set up. Fields that are not named keep the defaults, which suit a trainer on a cluster:
@@ -89,7 +89,7 @@ pub struct ServerConfig {
     pub secret: Option<Secret>,
     /// Encrypt what goes over the network, with a certificate of its own whose fingerprint is in the URL.
     pub tls: bool,
-    /// Connections from the network that are held at once. A quarter of the places is for connections that have not
+    /// Connections from the network that are held at once. A quarter of the slots is for connections that have not
     /// made an authorised request yet; the oldest of these makes room for the newest. The rest is for connections that
     /// have: an idle one makes room for one with a request, and while none is idle, the request waits.
     pub max_connections: usize,
@@ -98,7 +98,7 @@ pub struct ServerConfig {
     /// Bytes per second that all connections together may send of checkpoints.
     pub max_bandwidth: Option<u64>,
     /// Names the other formats that are served besides the container, and words refusals. By default there are none.
-    pub door: Arc<dyn Door>,
+    pub frontend: Arc<dyn Frontend>,
 }
 
 impl Default for ServerConfig {
@@ -112,7 +112,7 @@ impl Default for ServerConfig {
             max_connections: 512,
             same_host: true,
             max_bandwidth: None,
-            door: Arc::new(ContainersOnly),
+            frontend: Arc::new(ContainersOnly),
         }
     }
 }
@@ -161,7 +161,7 @@ struct Shared {
     requests: AtomicU64,
     metrics: Metrics,
     connections: AtomicUsize,
-    door: Arc<dyn Door>,
+    frontend: Arc<dyn Frontend>,
 }
 
 impl Server {
@@ -191,7 +191,7 @@ impl Server {
             requests: AtomicU64::new(0),
             metrics: Metrics::default(),
             connections: AtomicUsize::new(0),
-            door: Arc::clone(&config.door),
+            frontend: Arc::clone(&config.frontend),
         });
         let (stop, stopped) = watch::channel(false);
         let (done, ended) = std::sync::mpsc::channel();
@@ -203,16 +203,17 @@ impl Server {
             }
         });
         if let Some(local) = local {
-            let places = Places::new(MAX_LOCAL_NEWCOMERS, LOCAL_GRACE, MAX_LOCAL, false);
-            let (accepting, done) = (accept_local(local, Arc::clone(&shared), places, stopped.clone()), done.clone());
+            let slots = ConnectionSlots::new(MAX_LOCAL_NEWCOMERS, LOCAL_GRACE, MAX_LOCAL, false);
+            let (accepting, done) = (accept_local(local, Arc::clone(&shared), slots, stopped.clone()), done.clone());
             handle.spawn(async move {
                 accepting.await;
                 drop(done);
             });
         }
         let newcomers = (config.max_connections / 4).max(1);
-        let places = Places::new(newcomers, GRACE, config.max_connections.saturating_sub(newcomers).max(1), true);
-        let accepting = accept_network(listener, Arc::clone(&shared), places, stopped);
+        let slots =
+            ConnectionSlots::new(newcomers, GRACE, config.max_connections.saturating_sub(newcomers).max(1), true);
+        let accepting = accept_network(listener, Arc::clone(&shared), slots, stopped);
         handle.spawn(async move {
             accepting.await;
             drop(done);

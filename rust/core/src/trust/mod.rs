@@ -2,7 +2,7 @@
 //!
 //! The secret and TLS answer different questions, and each works without the other. A secret proves to a source that a
 //! receiver may fetch, and to a receiver that digests come from a source of its own job. TLS keeps others from reading
-//! and ensures that the process that made the metadata is the one that answers.
+//! and ensures that the process that made the URL is the one that answers.
 
 pub(crate) mod random;
 pub(crate) mod secret;

@@ -1,7 +1,7 @@
 //! TLS between source and receiver: version 1.3, a self-signed certificate for each server, and the certificate's
 //! SHA-256 fingerprint in the server's URL.
 //!
-//! There is no authority. A receiver learns the URL from the metadata that the source published, and with it which
+//! There is no authority. A receiver is given the URL of its source, and with it which
 //! certificate to accept; it accepts no other. The key is made when the server starts and never leaves the process.
 //!
 //! The crypto provider is passed explicitly: installing a default for the process would be up to the application.
@@ -110,7 +110,7 @@ struct Pinned {
 /// A peer showed another certificate than the pinned one.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "its certificate has the fingerprint {found}, where its metadata says {pinned}: another process has taken the \
+    "its certificate has the fingerprint {found}, where its URL says {pinned}: another process has taken the \
      address, or somebody is in between"
 )]
 struct WrongCertificate {

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use tensorferry_core::{
-    Arrived, Destination, Door, Error, FetchOptions, Item, Publication, Remote, Server, ServerConfig, Stability,
+    Arrived, Destination, Error, FetchOptions, Frontend, Item, Publication, Remote, Server, ServerConfig, Stability,
 };
 use tensorferry_wire::container::Header;
 use tensorferry_wire::dtype::Dtype;
@@ -24,9 +24,9 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
 
 /// A door that has some other formats and its own texts.
 #[derive(Debug)]
-struct TestDoor;
+struct TestFrontend;
 
-impl Door for TestDoor {
+impl Frontend for TestFrontend {
     fn alternate(&self, path: &str) -> Option<String> {
         let known = matches!(path, "full" | "metadata") || path.starts_with("folder/");
         known.then(|| path.to_owned()).or_else(|| Some(path.parse::<u64>().ok()?.to_string()))
@@ -58,7 +58,7 @@ impl Rig {
 
     pub(crate) fn configured(config: &ServerConfig) -> Self {
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
-        let config = ServerConfig { door: Arc::new(TestDoor), ..config.clone() };
+        let config = ServerConfig { frontend: Arc::new(TestFrontend), ..config.clone() };
         let server = Server::bind(&config, runtime.handle()).unwrap();
         Self { server, _runtime: runtime }
     }

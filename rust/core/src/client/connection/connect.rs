@@ -17,7 +17,7 @@ use crate::client::limits::Limits;
 use crate::client::resolver;
 use crate::client::url::SourceUrl;
 use crate::error::{Error, ErrorKind};
-use crate::fork::Unshared;
+use crate::fork::CloseOnFork;
 use crate::same_host::{self, GREETING, ring::RingReader};
 
 /// How often a thread that waits for a connection looks whether it was cancelled.
@@ -53,7 +53,7 @@ impl Connection {
         limits: &Limits,
     ) -> Result<Self, io::Error> {
         let left = limits.left().map_err(|_| io::ErrorKind::TimedOut)?;
-        let stream = Unshared::make(|| name.connect())?;
+        let stream = CloseOnFork::make(|| name.connect())?;
         stream.set_read_timeout(Some(HELLO.min(limits.stall).min(left)))?;
         // From here on a cancellation ends the wait, too.
         let mut connection = Self::over(stream, url, limits);
@@ -87,9 +87,9 @@ impl Connection {
                     rustls::CertificateError::Other(why) => why.to_string(),
                     why => format!("its certificate is not valid: {why}"),
                 };
-                Error::new(ErrorKind::Unproven, format!("{peer} is not the source its metadata names: {why}"))
+                Error::new(ErrorKind::Unproven, format!("{peer} is not the source its URL names: {why}"))
             }
-            Some(why) => self.protocol(format!("it does not speak TLS as its metadata says: {why}")),
+            Some(why) => self.protocol(format!("it does not speak TLS as its URL says: {why}")),
             None if self.limits.left().is_ok() && is_timeout(e) => {
                 let waited = self.limits.stall.as_secs_f64();
                 Error::new(ErrorKind::Timeout, format!("timed out: no TLS handshake with {peer} within {waited:.3} s"))
@@ -110,7 +110,7 @@ fn refused(peer: &str, e: io::Error) -> Error {
 
 /// Connects without blocking longer than it takes to notice a cancellation. A host that does not answer at all counts
 /// as stuck after the stall limit. The outer error ends the whole transfer, the inner one only this address.
-fn connect(address: SocketAddr, limits: &Limits) -> Result<io::Result<Unshared<Socket>>, Error> {
+fn connect(address: SocketAddr, limits: &Limits) -> Result<io::Result<CloseOnFork<Socket>>, Error> {
     let mut connected = true;
     let start = || {
         let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
@@ -121,7 +121,7 @@ fn connect(address: SocketAddr, limits: &Limits) -> Result<io::Result<Unshared<S
         }
         Ok(socket)
     };
-    let socket = match Unshared::make(start) {
+    let socket = match CloseOnFork::make(start) {
         Ok(started) => started,
         Err(e) => return Ok(Err(e)),
     };

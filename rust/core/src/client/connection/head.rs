@@ -30,13 +30,13 @@ pub(crate) struct Head {
     pub(super) in_ring: bool,
     /// Whether the source still copies some of the body.
     pub(super) filling: bool,
-    /// Whether the server speaks HTTP/1.0, as Python's `http.server` does.
+    /// Whether the server speaks HTTP/1.0, which no source of this engine does.
     pub(crate) http_10: bool,
     pub(super) keep_alive: bool,
 }
 
 /// How much of a head the bytes received of an answer hold, with the length of the head.
-pub(super) enum Parsed {
+pub(super) enum ParsedHead {
     /// The beginning of a head.
     Partial,
     /// An interim answer: another one follows.
@@ -45,7 +45,7 @@ pub(super) enum Parsed {
     Complete(Head, usize),
 }
 
-impl Parsed {
+impl ParsedHead {
     /// Parses the beginning of `bytes`; the error says how the source breaks the protocol.
     pub(super) fn read(bytes: &[u8]) -> Result<Self, String> {
         let mut headers = [httparse::EMPTY_HEADER; 64];
@@ -58,7 +58,7 @@ impl Parsed {
                 Ok(Self::Complete(Head::of(&response)?, length))
             }
             Ok(httparse::Status::Partial) => Ok(Self::Partial),
-            Err(_) if bytes.starts_with(TLS_ALERT) => Err("it speaks TLS, and its metadata does not say so".into()),
+            Err(_) if bytes.starts_with(TLS_ALERT) => Err("it speaks TLS, and its URL does not say so".into()),
             Err(e) => Err(format!("its answer is not HTTP/1.1: {e}")),
         }
     }

@@ -25,12 +25,12 @@ use tensorferry_wire::proof::{self, Nonce};
 
 use self::body::Ring;
 pub(crate) use self::head::Head;
-use self::head::Parsed;
+use self::head::ParsedHead;
 use self::session::Session;
 use super::limits::{Limits, StallDetector};
 use super::url::SourceUrl;
-use crate::error::{Error, ErrorKind};
-use crate::fork::Unshared;
+use crate::error::{Error, ErrorKind, Hint};
+use crate::fork::CloseOnFork;
 use crate::trust::random;
 
 /// A response head longer than this is refused.
@@ -46,7 +46,7 @@ enum Stage {
 
 /// A connection that is between two answers, or in the body of one.
 pub(crate) struct Connection {
-    stream: Arc<Unshared<Socket>>,
+    stream: Arc<CloseOnFork<Socket>>,
     tls: Option<Box<Session>>,
     url: Arc<SourceUrl>,
     limits: Limits,
@@ -71,7 +71,7 @@ pub(crate) struct Connection {
 }
 
 impl Connection {
-    pub(super) fn over(stream: Unshared<Socket>, url: &Arc<SourceUrl>, limits: &Limits) -> Self {
+    pub(super) fn over(stream: CloseOnFork<Socket>, url: &Arc<SourceUrl>, limits: &Limits) -> Self {
         let stream = Arc::new(stream);
         limits.cancel.watch(&stream);
         Self {
@@ -117,7 +117,7 @@ impl Connection {
     }
 
     /// The socket, with which another thread can end this connection.
-    pub(crate) fn socket(&self) -> &Arc<Unshared<Socket>> {
+    pub(crate) fn socket(&self) -> &Arc<CloseOnFork<Socket>> {
         &self.stream
     }
 
@@ -192,20 +192,20 @@ impl Connection {
         let mut buffer = vec![0_u8; MAX_HEAD];
         let mut filled = 0;
         loop {
-            match Parsed::read(&buffer[..filled]).map_err(|what| self.protocol(what))? {
-                Parsed::Complete(head, length) => {
+            match ParsedHead::read(&buffer[..filled]).map_err(|what| self.protocol(what))? {
+                ParsedHead::Complete(head, length) => {
                     buffer.truncate(filled);
                     self.ahead = buffer;
                     self.taken = length;
                     return Ok(head);
                 }
-                Parsed::Interim(length) => {
+                ParsedHead::Interim(length) => {
                     // Maybe with the next one right behind it; a peer that sends them for ever meets the deadline.
                     buffer.copy_within(length..filled, 0);
                     filled -= length;
                     self.limits.left()?;
                 }
-                Parsed::Partial if filled < MAX_HEAD => {
+                ParsedHead::Partial if filled < MAX_HEAD => {
                     if filled > 0 {
                         self.stage = Stage::Answering;
                     }
@@ -213,7 +213,7 @@ impl Connection {
                     self.wait_at_most(patience.filter(|_| filled == 0).unwrap_or(self.limits.stall))?;
                     filled += self.receive(&mut [IoSliceMut::new(&mut buffer[filled..])])?;
                 }
-                Parsed::Partial => {
+                ParsedHead::Partial => {
                     return Err(self.protocol(format!("its answer's head is longer than {MAX_HEAD} bytes")));
                 }
             }
@@ -229,14 +229,15 @@ impl Connection {
             Some(proof) if secret.key().verify_answer(&answer, proof) => Ok(()),
             Some(_) => Err(Error::new(
                 ErrorKind::Unproven,
-                "the source's proof of the shared secret is wrong: it has another secret, or somebody in between changed \
-                 what it said",
+                "the source's proof of the shared secret is wrong: it has another secret, or somebody in between \
+                 changed what it said",
             )),
             None => Err(Error::new(
                 ErrorKind::Unproven,
-                "the source does not prove that it knows the shared secret: it was started without one (secret=, \
-                 TENSORFERRY_SECRET), or somebody else answers at its address",
-            )),
+                "the source does not prove that it knows the shared secret: it was started without one, or somebody \
+                 else answers at its address",
+            )
+            .hinting(Hint::SecretForSource)),
         }
     }
 
@@ -247,16 +248,19 @@ impl Connection {
         let detail = if detail.trim().is_empty() { head.reason.as_str() } else { detail.trim() };
         let kind = match head.status {
             412 => ErrorKind::Changed,
+            // The source has no room for another connection now. Like a connection that cannot be made, that may be
+            // over a moment later or be otherwise elsewhere, so it is tried again, while other refusals by status are
+            // the source's answer and stay.
             503 if head.retry_after => ErrorKind::Connect,
             status => ErrorKind::Status(status),
         };
         if head.status == 404 && detail == "not found" {
-            let secret = match self.url.secret() {
-                None => "asks for a shared secret (secret=, TENSORFERRY_SECRET), and this receiver has none",
-                Some(_) => "has another shared secret than this receiver",
+            let gone = "not found: the URL is that of a server that is gone, or the source";
+            return match self.url.secret() {
+                None => Error::new(kind, format!("{gone} asks for a shared secret, and this receiver has none"))
+                    .hinting(Hint::SecretForReceiver),
+                Some(_) => Error::new(kind, format!("{gone} has another shared secret than this receiver")),
             };
-            let message = format!("not found: the metadata is of a transport that is gone, or the source {secret}");
-            return Error::new(kind, message);
         }
         Error::new(kind, detail.to_owned())
     }
@@ -293,7 +297,8 @@ impl Connection {
     /// Sets the socket's timeout so that the next call ends at the deadline at the latest.
     fn wait_at_most(&mut self, patience: Duration) -> Result<(), Error> {
         let wanted = self.limits.left()?.min(patience).max(Duration::from_millis(1));
-        // A system call per receive would cost; the old value will do unless it is later than it may be, or much sooner.
+        // A system call per receive would cost; the old value will do unless it is later than it may be, or much
+        // sooner.
         if self.timeout.is_some_and(|set| set <= wanted && wanted < set * 2) {
             return Ok(());
         }

@@ -34,7 +34,7 @@ struct RecordBuffer {
 }
 
 /// The socket as TLS sees it. One record can take many receives: each of them is kept within the deadline.
-struct Wire<'a> {
+struct TimedSocket<'a> {
     socket: &'a Socket,
     limits: &'a Limits,
     /// The socket's current timeout.
@@ -60,13 +60,13 @@ impl Session {
         limits: &Limits,
         timeout: &mut Option<Duration>,
     ) -> io::Result<()> {
-        let mut wire = Wire { socket, limits, timeout, received: &mut self.received };
+        let mut timed = TimedSocket { socket, limits, timeout, received: &mut self.received };
         while self.tls.is_handshaking() {
-            self.tls.complete_io(&mut wire)?;
+            self.tls.complete_io(&mut timed)?;
         }
         // The last message of the handshake may still have to be sent.
         while self.tls.wants_write() {
-            self.tls.write_tls(&mut wire)?;
+            self.tls.write_tls(&mut timed)?;
         }
         Ok(())
     }
@@ -78,8 +78,8 @@ impl Session {
         timeout: &mut Option<Duration>,
         into: &mut [u8],
     ) -> io::Result<usize> {
-        let mut wire = Wire { socket, limits, timeout, received: &mut self.received };
-        Stream::new(&mut self.tls, &mut wire).read(into)
+        let mut timed = TimedSocket { socket, limits, timeout, received: &mut self.received };
+        Stream::new(&mut self.tls, &mut timed).read(into)
     }
 
     pub(super) fn write_all(
@@ -90,14 +90,14 @@ impl Session {
         bytes: &[u8],
     ) -> io::Result<()> {
         self.received.stall_detector = StallDetector::default();
-        let mut wire = Wire { socket, limits, timeout, received: &mut self.received };
-        let mut stream = Stream::new(&mut self.tls, &mut wire);
+        let mut timed = TimedSocket { socket, limits, timeout, received: &mut self.received };
+        let mut stream = Stream::new(&mut self.tls, &mut timed);
         stream.write_all(bytes)?;
         stream.flush()
     }
 }
 
-impl Wire<'_> {
+impl TimedSocket<'_> {
     /// Makes sure that the next call ends at the deadline.
     fn keep_within(&mut self) -> io::Result<()> {
         let left = self.limits.left().map_err(|_| io::Error::from(io::ErrorKind::TimedOut))?;
@@ -111,7 +111,7 @@ impl Wire<'_> {
     }
 }
 
-impl Read for Wire<'_> {
+impl Read for TimedSocket<'_> {
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
         while self.received.at == self.received.end {
             self.keep_within()?;
@@ -134,7 +134,7 @@ impl Read for Wire<'_> {
     }
 }
 
-impl Write for Wire<'_> {
+impl Write for TimedSocket<'_> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         self.keep_within()?;
         (&mut &*self.socket).write(bytes)

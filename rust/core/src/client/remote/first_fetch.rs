@@ -7,13 +7,13 @@ use std::time::Duration;
 use tensorferry_wire::container::{self, Header};
 use tensorferry_wire::digest::{BLOCK_SIZE, Hasher};
 
-use super::verify::{Passes, add};
+use super::verify::{Passes, hash_digests};
 use super::{OPEN_ATTEMPTS, is_reserved};
 use crate::client::answers::{check_range, read_digests};
 use crate::client::blocks::block_len;
 use crate::client::connection::Connection;
 use crate::client::limits::Limits;
-use crate::error::{Error, ErrorKind};
+use crate::error::{Error, ErrorKind, Hint};
 use crate::memory::check_machine_has;
 use crate::same_host;
 use crate::trust::secret;
@@ -50,7 +50,9 @@ impl FirstFetch {
             let foreign = head.http_10 && head.status == 500;
             let refused = connection.refuse(&head);
             return Err(if foreign {
-                Error::new(ErrorKind::Foreign, "the source is a stock torchft server")
+                let message =
+                    "the server there speaks HTTP/1.0 and cannot read a step: it is not a source of this engine";
+                Error::new(ErrorKind::Foreign, message).hinting(Hint::OtherProgram)
             } else {
                 refused
             });
@@ -116,7 +118,7 @@ impl FirstFetch {
             (0..).zip(blocks).find_map(|(i, (b, theirs))| (algorithm.checksum(b) != *theirs).then_some(i))
         {
             let mut all = Hasher::new();
-            add(&mut all, &table.blocks);
+            hash_digests(&mut all, &table.blocks);
             passes.note(&etag, &all);
             return Err(passes.error(&header, (first * BLOCK_SIZE, ((first + 1) * BLOCK_SIZE).min(payload_len))));
         }

@@ -19,7 +19,7 @@ use tensorferry_wire::digest::{Algorithm, BLOCK_SIZE};
 
 #[cfg(fuzzing)]
 pub(super) use self::first_fetch::FirstFetch;
-pub(super) use self::transfer::{Load, default_lanes};
+pub(super) use self::transfer::{PlannedFetch, default_lanes};
 pub(super) use self::verify::Passes;
 use super::blocks::block_len;
 use super::connection::Connection;
@@ -27,8 +27,8 @@ use super::ledger::BlockLedger;
 use super::limits::Limits;
 use super::{Arrived, Destination, Source};
 use crate::error::{Error, ErrorKind};
-use crate::memory::{Arena, ArenaLayout, ArenaPool};
-use crate::payload::{Piece, Plan, Slice, slices};
+use crate::memory::{Arena, ArenaLayout, ArenaPool, FreshPages};
+use crate::payload::{Extent, Plan, Slice, slices};
 use crate::report::Report;
 
 /// How often a source is asked for its header before it is given up.
@@ -54,7 +54,7 @@ pub struct Remote {
     lanes: Option<usize>,
     pool: Option<Arc<ArenaPool>>,
     progress: Arc<AtomicU64>,
-    /// The way the header came.
+    /// The addresses at both ends of the connection that brought the header, if it went over the network.
     route: Option<(IpAddr, IpAddr)>,
     /// Those that can be used again.
     connections: Vec<Connection>,
@@ -90,17 +90,17 @@ impl Remote {
     /// bytes.
     pub fn fetch(mut self, destination: Destination) -> Result<Arrived, Error> {
         let started = Instant::now();
-        let placed = self.place(destination.addresses().as_deref(), &[])?;
-        let fresh = placed.is_fresh();
-        let Placed { arena, offsets, pieces } = placed;
-        let plan = Plan::new(pieces, self.header.payload_len(), fresh)?;
+        let memory = self.prepare_memory(destination.addresses().as_deref(), &[])?;
+        let fresh = memory.fresh_pages();
+        let ReceiveMemory { arena, offsets, extents } = memory;
+        let plan = Plan::new(extents, self.header.payload_len())?.with_fresh_pages(fresh);
         let mut report = self.begin();
         let missing = self.missing(&plan);
-        self.choose_way(plan.held(&missing));
+        self.choose_route(plan.held(&missing));
         let received = self.received()?;
         self.copy_prefix(&plan);
-        let load = Load { plan: &plan, missing: &missing, held: &self.blocks(), received: &received };
-        self.transfer(&[load], &mut report)?;
+        let fetch = PlannedFetch { plan: &plan, missing: &missing, held: &self.blocks(), received: &received };
+        self.transfer(&[fetch], &mut report)?;
         Ok(Arrived { arena, offsets, report: self.complete(report, started) })
     }
 
@@ -116,7 +116,7 @@ impl Remote {
     }
 
     /// Whether all of the payload came along with the header.
-    pub(super) fn is_here(&self) -> bool {
+    pub(super) fn came_with_header(&self) -> bool {
         self.prefix.len() as u64 == self.header.payload_len()
     }
 
@@ -147,10 +147,10 @@ impl Remote {
         let started = Instant::now();
         let mut report = self.report();
         let mut layers = Vec::new();
-        for layer in slices::place(slices, &self.header)? {
-            let plan = Plan::new(layer, self.header.payload_len(), false)?;
+        for layer in slices::resolve(slices, &self.header)? {
+            let plan = Plan::new(layer, self.header.payload_len())?;
             report.wanted += plan.wanted();
-            if self.is_here() {
+            if self.came_with_header() {
                 // All of it came along with the header.
                 self.copy_prefix(&plan);
                 continue;
@@ -161,10 +161,11 @@ impl Remote {
             let received = BlockLedger::new(&wanted, Arc::clone(&self.progress))?;
             layers.push((plan, wanted, received));
         }
-        self.choose_way(layers.iter().map(|(plan, wanted, _)| plan.held(wanted)).sum());
-        let load = |(plan, wanted, received)| Load { plan, missing: wanted, held: wanted, received };
-        let loads: Vec<_> = layers.iter().map(|(plan, wanted, received)| load((plan, &wanted[..], received))).collect();
-        self.transfer(&loads, &mut report)?;
+        self.choose_route(layers.iter().map(|(plan, wanted, _)| plan.held(wanted)).sum());
+        let fetch = |(plan, wanted, received)| PlannedFetch { plan, missing: wanted, held: wanted, received };
+        let fetches: Vec<_> =
+            layers.iter().map(|(plan, wanted, received)| fetch((plan, &wanted[..], received))).collect();
+        self.transfer(&fetches, &mut report)?;
         Ok(self.complete(report, started))
     }
 
@@ -184,15 +185,19 @@ impl Remote {
         report
     }
 
-    /// Leaves shared memory alone where all that is still to come has so few bytes.
-    pub(super) fn choose_way(&self, bytes: u64) {
+    /// Decides between the network and shared memory, which does not pay where only so few `bytes` are still to come.
+    pub(super) fn choose_route(&self, bytes: u64) {
         if bytes < SAME_HOST_BYTES {
             self.sources.iter().for_each(Source::give_up_same_host);
         }
     }
 
     /// Lays out the arena and lists every destination, neighbours as one. The entries numbered in `elsewhere` get none.
-    pub(super) fn place(&self, addresses: Option<&[Option<usize>]>, elsewhere: &[usize]) -> Result<Placed, Error> {
+    pub(super) fn prepare_memory(
+        &self,
+        addresses: Option<&[Option<usize>]>,
+        elsewhere: &[usize],
+    ) -> Result<ReceiveMemory, Error> {
         let entries = self.header.entries();
         if let Some(given) = addresses.map(<[_]>::len).filter(|&given| given != entries.len()) {
             let message = format!("{given} destinations for {} entries", entries.len());
@@ -204,33 +209,33 @@ impl Remote {
             here[index] = false;
         }
         let mut offsets = vec![None; entries.len()];
-        let mut places = ArenaLayout::default();
+        let mut layout = ArenaLayout::default();
         // In payload order, so that neighbours on the wire are neighbours in memory and one receive fills many.
         for (index, entry) in self.header.in_payload_order() {
             if address_of(index).is_none() && here[index] && !is_reserved(entry) {
-                offsets[index] = Some(places.add(entry.nbytes()));
+                offsets[index] = Some(layout.add(entry.nbytes()));
             }
         }
-        places.close();
-        let arena = Arena::of(&places, self.pool.clone())?;
-        let mut pieces: Vec<Piece> = Vec::new();
+        layout.close();
+        let arena = Arena::of(&layout, self.pool.clone())?;
+        let mut extents: Vec<Extent> = Vec::new();
         for (index, entry) in self.header.in_payload_order() {
             let address = match (address_of(index), &mut offsets[index]) {
                 (Some(address), _) => address,
                 (None, Some(offset)) => {
-                    *offset = places.offset(*offset, entry.nbytes());
+                    *offset = layout.offset(*offset, entry.nbytes());
                     arena.address_of(*offset, entry.nbytes())
                 }
                 (None, None) => continue,
             };
             // SAFETY: the arena is ours, its entries do not overlap, and it is handed out only after the transfer;
             // for given addresses `Destination::given` took the promise.
-            let piece = unsafe { Piece::new(entry.start, entry.end - entry.start, address) };
-            if !pieces.last_mut().is_some_and(|last| last.join(&piece)) {
-                pieces.push(piece);
+            let extent = unsafe { Extent::new(entry.start, entry.end - entry.start, address) };
+            if !extents.last_mut().is_some_and(|last| last.join(&extent)) {
+                extents.push(extent);
             }
         }
-        Ok(Placed { arena, offsets, pieces })
+        Ok(ReceiveMemory { arena, offsets, extents })
     }
 
     pub(super) fn copy_prefix(&self, plan: &Plan) {
@@ -257,16 +262,16 @@ impl Remote {
 }
 
 /// An arena, where each entry lies in it, and every destination.
-pub(super) struct Placed {
+pub(super) struct ReceiveMemory {
     pub(super) arena: Arena,
     pub(super) offsets: Vec<Option<u64>>,
-    pub(super) pieces: Vec<Piece>,
+    pub(super) extents: Vec<Extent>,
 }
 
-impl Placed {
-    /// Whether any bytes go to memory that was never touched.
-    pub(super) fn is_fresh(&self) -> bool {
-        self.arena.is_fresh() && self.offsets.iter().any(Option::is_some)
+impl ReceiveMemory {
+    /// The pages of destinations that were never touched.
+    pub(super) fn fresh_pages(&self) -> Option<Arc<FreshPages>> {
+        self.arena.fresh_pages().cloned()
     }
 }
 

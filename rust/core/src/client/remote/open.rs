@@ -55,8 +55,8 @@ impl Remote {
     /// # Errors
     /// [`ErrorKind::Timeout`] at the deadline; [`ErrorKind::Connect`] when no source can be reached;
     /// [`ErrorKind::Changed`] when what the source had begun to send is gone and nothing takes its place;
-    /// [`ErrorKind::Status`] when it refuses, 400 for a step it does not serve; [`ErrorKind::Foreign`] when it is a
-    /// stock torchft server; [`ErrorKind::Unproven`] when it does not know the secret; [`ErrorKind::Protocol`] when
+    /// [`ErrorKind::Status`] when it refuses, 400 for a step it does not serve; [`ErrorKind::Foreign`] when it is
+    /// another program's server; [`ErrorKind::Unproven`] when it does not know the secret; [`ErrorKind::Protocol`] when
     /// what it says is not valid.
     pub fn open(urls: &[&str], step: i64, options: FetchOptions) -> Result<Self, Error> {
         let started = Instant::now();

@@ -20,37 +20,41 @@ const MAX_RANGE_BLOCKS: u64 = 16;
 const MANY_RUNS: usize = 64;
 const JOIN_GAP: u64 = 1 << 20;
 
-/// Blocks that a plan has places for.
+/// What a transfer is to do for one plan.
 #[derive(Clone, Copy)]
-pub(in crate::client) struct Load<'a> {
+pub(in crate::client) struct PlannedFetch<'a> {
     pub(in crate::client) plan: &'a Plan,
-    /// Those that are still to come.
+    /// The blocks that are still to come.
     pub(in crate::client) missing: &'a [(u64, u64)],
-    /// Those that have to be as they are at the source when the last of them has come.
+    /// The blocks that have to be as they are at the source when the last of them has come.
     pub(in crate::client) held: &'a [(u64, u64)],
     pub(in crate::client) received: &'a BlockLedger,
 }
 
 impl Remote {
-    /// Fetches the missing blocks of `loads`, and again those that do not match their digests, until all held blocks
+    /// Fetches the missing blocks of `fetches`, and again those that do not match their digests, until all held blocks
     /// match at one moment: the digests of all are requested after the last byte has arrived.
-    pub(in crate::client) fn transfer(&mut self, loads: &[Load<'_>], report: &mut Report) -> Result<(), Error> {
-        if loads.iter().all(|load| load.missing.is_empty()) {
+    pub(in crate::client) fn transfer(
+        &mut self,
+        fetches: &[PlannedFetch<'_>],
+        report: &mut Report,
+    ) -> Result<(), Error> {
+        if fetches.iter().all(|fetch| fetch.missing.is_empty()) {
             return Ok(());
         }
-        for load in loads {
-            let joined = load.missing.len() > MANY_RUNS && load.plan.block_size() < BLOCK_SIZE;
-            let asked = if joined { &load.plan.wanted_blocks(JOIN_GAP)[..] } else { load.missing };
-            self.run_lanes(load.plan, asked, true, load.received, report)?;
+        for fetch in fetches {
+            let joined = fetch.missing.len() > MANY_RUNS && fetch.plan.block_size() < BLOCK_SIZE;
+            let asked = if joined { &fetch.plan.wanted_blocks(JOIN_GAP)[..] } else { fetch.missing };
+            self.run_lanes(fetch.plan, asked, true, fetch.received, report)?;
         }
         let mut passes = Passes::default();
         loop {
-            let differing = self.differing(loads, &mut passes, report)?;
+            let differing = self.compare_digests(fetches, &mut passes, report)?;
             if differing.iter().all(Vec::is_empty) {
                 return Ok(());
             }
-            for (load, runs) in loads.iter().zip(&differing).filter(|(_, runs)| !runs.is_empty()) {
-                self.run_lanes(load.plan, runs, false, load.received, report)?;
+            for (fetch, runs) in fetches.iter().zip(&differing).filter(|(_, runs)| !runs.is_empty()) {
+                self.run_lanes(fetch.plan, runs, false, fetch.received, report)?;
             }
         }
     }

@@ -11,11 +11,11 @@ use tensorferry_wire::container::Header;
 use tensorferry_wire::digest::{BLOCK_SIZE, DigestTable, Hasher};
 
 use super::Remote;
-use super::transfer::Load;
+use super::transfer::PlannedFetch;
 use crate::client::answers::{changed, read_digests};
 use crate::client::blocks::{block_len, requests};
 use crate::client::connection::Connection;
-use crate::error::{Error, ErrorKind};
+use crate::error::{Error, ErrorKind, Hint};
 use crate::payload::slices;
 use crate::report::Report;
 
@@ -32,10 +32,10 @@ pub(in crate::client) struct Passes {
     count: u32,
     /// How often the source's own digests were others than the time before.
     changes: u32,
-    /// Bytes that differed, added up.
-    again: u64,
+    /// Bytes of blocks that differed, added up: they are fetched again.
+    refetched: u64,
     /// The snapshot of the last pass, and all its digests in one.
-    before: Option<(String, u64)>,
+    last: Option<(String, u64)>,
 }
 
 impl Passes {
@@ -43,8 +43,8 @@ impl Passes {
     pub(super) fn note(&mut self, etag: &str, digests: &Hasher) {
         let now = (etag.to_owned(), digests.finish());
         self.count += 1;
-        self.changes += u32::from(self.before.as_ref().is_some_and(|before| before.0 == now.0 && before.1 != now.1));
-        self.before = Some(now);
+        self.changes += u32::from(self.last.as_ref().is_some_and(|last| last.0 == now.0 && last.1 != now.1));
+        self.last = Some(now);
     }
 
     /// Why blocks still differ, the first being `[start, end)` of the payload.
@@ -53,55 +53,56 @@ impl Passes {
         let of = format!("payload bytes {start}-{end}: {}", slices::names(header, start, end));
         if self.changes == 0 {
             let message = format!(
-                "corrupt: block {block} ({of}) did not match its checksum {times} times: the network or memory flips bytes"
+                "corrupt: block {block} ({of}) did not match its checksum {times} times: the network or memory flips \
+                 bytes"
             );
             return Error::new(ErrorKind::Corrupt, message);
         }
         let message = format!(
-            "torn: the source changes its state while it serves it, and what came was of no one moment {times} times (the \
-             first block that differs: {of}). Change the state only after disallow_checkpoint() has returned, or send from a \
-             private copy: snapshot=\"copy\""
+            "torn: the source changes its state while it serves it, and what came was of no one moment {times} times \
+             (the first block that differs: {of})"
         );
-        Error::new(ErrorKind::Torn, message)
+        Error::new(ErrorKind::Torn, message).hinting(Hint::WithdrawBeforeChange)
     }
 }
 
 /// Adds digests to the hash that stands for all of them.
-pub(super) fn add(all: &mut Hasher, digests: &[u64]) {
+pub(super) fn hash_digests(all: &mut Hasher, digests: &[u64]) {
     for digest in digests {
         all.update(&digest.to_le_bytes());
     }
 }
 
 impl Remote {
-    /// Makes one pass over all of `loads` and returns, for each, the runs of blocks that differ from the source's
+    /// Makes one pass over all of `fetches` and returns, for each, the runs of blocks that differ from the source's
     /// current ones. Fails when blocks have kept differing for too long.
-    pub(in crate::client) fn differing(
+    pub(in crate::client) fn compare_digests(
         &mut self,
-        loads: &[Load<'_>],
+        fetches: &[PlannedFetch<'_>],
         passes: &mut Passes,
         report: &mut Report,
     ) -> Result<Vec<Vec<(u64, u64)>>, Error> {
         let mut all = Hasher::new();
-        let mut differing = Vec::with_capacity(loads.len());
-        for load in loads {
-            if load.plan.block_size() < BLOCK_SIZE {
-                report.bytes += 8 * load.held.iter().map(|(a, b)| b - a).sum::<u64>();
+        let mut differing = Vec::with_capacity(fetches.len());
+        for fetch in fetches {
+            if fetch.plan.block_size() < BLOCK_SIZE {
+                report.bytes += 8 * fetch.held.iter().map(|(a, b)| b - a).sum::<u64>();
             }
-            let runs = self.mismatched(load, &mut all)?;
+            let runs = self.differing_blocks(fetch, &mut all)?;
             report.retries += runs.len() as u64;
-            report.troubles.append(&mut load.received.take_troubles());
+            report.troubles.append(&mut fetch.received.take_troubles());
             differing.push(runs);
         }
-        let first = |(load, runs): (&Load<'_>, &Vec<(u64, u64)>)| Some(load.plan.block_bounds(runs.first()?.0));
-        let Some(first) = loads.iter().zip(&differing).find_map(first) else { return Ok(differing) };
+        let first =
+            |(fetch, runs): (&PlannedFetch<'_>, &Vec<(u64, u64)>)| Some(fetch.plan.block_bounds(runs.first()?.0));
+        let Some(first) = fetches.iter().zip(&differing).find_map(first) else { return Ok(differing) };
         let etag = self.sources[self.primary].etag.get().map_or("", String::as_str);
         passes.note(etag, &all);
         let most = if passes.changes > 0 { CHANGE_RETRIES } else { CORRUPT_RETRIES };
-        let bytes = |load: &Load<'_>, runs| load.plan.held(runs);
-        passes.again += loads.iter().zip(&differing).map(|(load, runs)| bytes(load, runs)).sum::<u64>();
-        let enough = CHANGE_BYTES.max(2 * loads.iter().map(|load| bytes(load, load.held)).sum::<u64>());
-        if passes.count > most || (passes.changes > 0 && passes.again > enough) {
+        let bytes = |fetch: &PlannedFetch<'_>, runs| fetch.plan.held(runs);
+        passes.refetched += fetches.iter().zip(&differing).map(|(fetch, runs)| bytes(fetch, runs)).sum::<u64>();
+        let enough = CHANGE_BYTES.max(2 * fetches.iter().map(|fetch| bytes(fetch, fetch.held)).sum::<u64>());
+        if passes.count > most || (passes.changes > 0 && passes.refetched > enough) {
             return Err(passes.error(&self.header, first));
         }
         if passes.changes > 0 {
@@ -112,26 +113,25 @@ impl Remote {
 
     /// Compares the checksums of the blocks held with the source's, which are added to `all`; returns the runs that
     /// differ.
-    fn mismatched(&mut self, load: &Load<'_>, all: &mut Hasher) -> Result<Vec<(u64, u64)>, Error> {
-        let (block_size, received) = (load.plan.block_size(), load.received);
+    fn differing_blocks(&mut self, fetch: &PlannedFetch<'_>, all: &mut Hasher) -> Result<Vec<(u64, u64)>, Error> {
+        let (block_size, received) = (fetch.plan.block_size(), fetch.received);
         let mut differ: Vec<(u64, u64)> = Vec::new();
-        for asked in requests(load.held, block_size) {
+        for asked in requests(fetch.held, block_size) {
             let table = self.digests(&asked, block_size)?;
-            add(all, &table.blocks);
+            hash_digests(all, &table.blocks);
             for (block, &theirs) in asked.iter().flat_map(|&(a, b)| a..b).zip(&table.blocks) {
                 if received.digest(block) == Some(theirs) {
                     continue;
                 }
-                let from = &self.sources[received.origin(block)];
+                let from = &self.sources[received.source_of(block)];
                 // Whatever the cause: the network is the route that has to work.
                 from.give_up_same_host();
-                received.note_trouble(
-                    from.url.authority(),
-                    format!(
-                        "block {block} of its bytes did not match the checksum: damaged on the way, of another snapshot, \
-                         or changed while it was served (see snapshot=\"copy\")"
-                    ),
+                let message = format!(
+                    "block {block} of its bytes did not match the checksum: damaged on the way, of another snapshot, \
+                     or changed while it was served"
                 );
+                let error = Error::new(ErrorKind::Corrupt, message).hinting(Hint::WithdrawBeforeChange);
+                received.note_trouble(from.url.authority(), &error);
                 match differ.last_mut() {
                     Some(run) if run.1 == block => run.1 += 1,
                     _ => differ.push((block, block + 1)),

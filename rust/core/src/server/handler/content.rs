@@ -20,15 +20,14 @@ use tensorferry_wire::request::{self, RangeSpec};
 use super::messages::{GONE, OCTETS, insert, joined, text};
 use super::waiting::runs_filled;
 use super::{ConnectionContext, ServedResponse};
-use crate::payload::Segments;
-use crate::publication::Lease;
+use crate::publication::{Lease, LeasedSegments};
 use crate::server::body::{MemoryBody, ServedBody};
 use crate::server::metrics::Sending;
 
 /// Counts a request as open until its answer, body included, is dropped.
-struct Open(Arc<ConnectionContext>, Sending);
+struct OpenAnswer(Arc<ConnectionContext>, Sending);
 
-impl Drop for Open {
+impl Drop for OpenAnswer {
     fn drop(&mut self) {
         self.0.open.fetch_sub(1, Ordering::Relaxed);
         self.1.end(&self.0);
@@ -53,22 +52,21 @@ pub(super) fn conditional(headers: &HeaderMap, etag: &str) -> Option<ServedRespo
     None
 }
 
-/// The whole of `segments` or the one range of it that `request` asks for, on the conditions it makes.
+/// The whole of `content` or the one range of it that `request` asks for, on the conditions it makes.
 pub(super) fn memory<B>(
     connection: &Arc<ConnectionContext>,
-    lease: Arc<Lease>,
-    segments: Arc<Segments>,
+    content: LeasedSegments,
     digest: bool,
     request: &Request<B>,
 ) -> ServedResponse {
     let headers = request.headers();
     // Ranges are defined for GET alone (RFC 9110, section 14.2).
     let range = joined(headers, header::RANGE).filter(|_| request.method() == Method::GET);
-    let etag = lease.publication().etag().to_owned();
+    let etag = content.lease().publication().etag().to_owned();
     if let Some(refused) = conditional(headers, &etag) {
         return refused;
     }
-    let len = segments.len();
+    let len = content.len();
     let fresh = joined(headers, header::IF_RANGE).is_none_or(|v| request::etag_matches_strong(&v, &etag));
     let spec = match range {
         Some(value) if fresh => request::parse_range(&value, len),
@@ -84,7 +82,7 @@ pub(super) fn memory<B>(
             return refused;
         }
     };
-    let mut answer = body(connection, lease, segments, digest, vec![(start, end)]);
+    let mut answer = body(connection, content, digest, vec![(start, end)]);
     *answer.status_mut() = status;
     answer.headers_mut().insert(header::ACCEPT_RANGES, HeaderValue::from_static("bytes"));
     if status == StatusCode::PARTIAL_CONTENT {
@@ -111,11 +109,11 @@ pub(super) async fn blocks<B>(
     if let Err(refused) = runs_filled(connection, &lease, &runs, block_size).await {
         return refused;
     }
-    let segments = Arc::clone(lease.publication().content());
-    let (start, len) = (lease.publication().payload_start(), segments.len());
+    let content = lease.content();
+    let (start, len) = (lease.publication().payload_start(), content.len());
     let runs = runs.into_iter().map(|(first, end)| (start + first * block_size, (start + end * block_size).min(len)));
     let runs = runs.collect();
-    body(connection, lease, segments, false, runs)
+    body(connection, content, false, runs)
 }
 
 /// The refusal of a `query` for blocks that are not there.
@@ -124,14 +122,14 @@ pub(super) fn no_such_blocks(lease: &Lease, query: &str) -> ServedResponse {
     text(StatusCode::BAD_REQUEST, &format!("there are {count} blocks of 1 MiB, not {query}"))
 }
 
-/// An answer of `runs` of bytes of `segments`.
+/// An answer of `runs` of bytes of `content`.
 fn body(
     connection: &Arc<ConnectionContext>,
-    lease: Arc<Lease>,
-    segments: Arc<Segments>,
+    content: LeasedSegments,
     digest: bool,
     runs: Vec<(u64, u64)>,
 ) -> ServedResponse {
+    let lease = Arc::clone(content.lease());
     let etag = lease.publication().etag().to_owned();
     let total = runs.iter().map(|(start, end)| end - start).sum();
     let mut rest = runs.into_iter();
@@ -139,7 +137,7 @@ fn body(
     connection.open.fetch_add(1, Ordering::Relaxed);
     let filling = digest && !lease.publication().is_ready(end);
     let mut answer = Response::new(ServedBody::Memory(Box::new(MemoryBody {
-        segments,
+        content,
         lease,
         at,
         end,
@@ -150,7 +148,7 @@ fn body(
         throttle: connection.shared.throttle.clone(),
         wait: None,
         filling: None,
-        _open: Box::new(Open(Arc::clone(connection), Sending::new(connection, total))),
+        _open: Box::new(OpenAnswer(Arc::clone(connection), Sending::new(connection, total))),
     })));
     let headers = answer.headers_mut();
     headers.insert(header::CONTENT_TYPE, HeaderValue::from_static(OCTETS));

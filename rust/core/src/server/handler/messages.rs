@@ -32,7 +32,7 @@ pub(super) fn bytes(body: Bytes) -> ServedResponse {
     answer
 }
 
-/// A short message; for errors it is also the reason phrase, which is all that a stock torchft peer shows of it.
+/// A short message; for errors it is also the reason phrase, which is all that some peers show of it.
 pub(super) fn text(status: StatusCode, message: &str) -> ServedResponse {
     let mut answer = Response::new(ServedBody::Message(Some(Bytes::from(format!("{}\n", message.trim_end())))));
     *answer.status_mut() = status;

@@ -1,8 +1,8 @@
 //! One request, one answer.
 //!
 //! [`answer`] goes through the steps every request takes: the method, the path with its random part, the proof of the
-//! secret, a place among the connections that may ask, the resource itself. Refusals are ordinary answers with a short
-//! text, which is also the reason phrase, since that is all torchft's own receiver shows.
+//! secret, a slot among the connections that may ask, the resource itself. Refusals are ordinary answers with a short
+//! text, which is also the reason phrase, since that is all that some peers show.
 
 mod content;
 mod digests;
@@ -45,10 +45,10 @@ pub(super) async fn answer<B>(
         }
     };
     let permitted = permitted(connection, request);
-    // The connection keeps its place while it is answered.
+    // The connection keeps its slot while it is answered.
     let asking = match &permitted {
         Ok((Resource::Healthz | Resource::Metrics, _)) | Err(_) => None,
-        Ok(_) => Some(connection.place.begin().await),
+        Ok(_) => Some(connection.slot.begin().await),
     };
     let mut answer = match permitted {
         Ok(_) if matches!(asking, Some(None)) => full(),
@@ -75,9 +75,8 @@ fn permitted<'r, B>(
     request: &'r Request<B>,
 ) -> Result<(Resource<'r>, Option<Nonce>), PathError> {
     let path = request.uri().path();
-    let door = &connection.shared.door;
     let found = request::parse_path(path, &connection.shared.token).and_then(|found| match found {
-        Resource::Alternate(key, name) if door.alternate(name).is_none() => {
+        Resource::Alternate(key, name) if connection.shared.frontend.alternate(name).is_none() => {
             Err(PathError::bad_url(&format!("/checkpoint/{key}/{name}")))
         }
         found => Ok(found),
@@ -117,8 +116,7 @@ async fn resolve<B>(
             if let Some(query) = request.uri().query().filter(|query| query.starts_with("blocks=")) {
                 blocks(connection, lease, request, query).await
             } else {
-                let segments = Arc::clone(lease.publication().content());
-                memory(connection, lease, segments, true, request)
+                memory(connection, lease.content(), true, request)
             }
         }
         Resource::Header(_) => {
@@ -129,7 +127,7 @@ async fn resolve<B>(
         }
         Resource::Digests(_) => digests(connection, lease, request, nonce).await,
         Resource::Alternate(_, name) => {
-            let name = connection.shared.door.alternate(name).unwrap_or_default();
+            let name = connection.shared.frontend.alternate(name).unwrap_or_default();
             alternate(connection, lease, step, name, request).await
         }
         Resource::Healthz | Resource::Metrics => text(StatusCode::NOT_FOUND, "not found"),
@@ -156,18 +154,20 @@ async fn alternate<B>(
     if let Err(refused) = filled(connection, all, StatusCode::SERVICE_UNAVAILABLE).await {
         return refused;
     }
-    let missing = connection.shared.door.missing(&name);
-    let rendered = tokio::task::spawn_blocking(move || publication.render(&name)).await;
-    let segments = match rendered {
-        Ok(Ok(Some(Found::Here(segments)))) => segments,
+    let missing = connection.shared.frontend.missing(&name);
+    let wanted = name.clone();
+    match tokio::task::spawn_blocking(move || publication.render(&wanted)).await {
+        Ok(Ok(Some(Found::Here))) => {}
         Ok(Ok(Some(Found::Elsewhere(url)))) => return elsewhere(&url),
         Ok(Ok(None)) => return text(StatusCode::NOT_FOUND, &missing),
         Ok(Err(message)) => return text(StatusCode::INTERNAL_SERVER_ERROR, &message),
         Err(_) => return text(StatusCode::INTERNAL_SERVER_ERROR, "the body could not be built"),
-    };
+    }
     match waiting::lease(connection, step, asked, false).await {
-        Ok(lease) if lease.publication().etag() == etag => memory(connection, lease, segments, false, asked),
-        Ok(_) => text(StatusCode::SERVICE_UNAVAILABLE, GONE),
+        Ok(lease) => match lease.rendered(&name).filter(|_| lease.publication().etag() == etag) {
+            Some(body) => memory(connection, body, false, asked),
+            None => text(StatusCode::SERVICE_UNAVAILABLE, GONE),
+        },
         Err(refused) => refused,
     }
 }

@@ -34,8 +34,8 @@ pub(super) async fn lease<B>(
             let message = format!("invalid checkpoint requested, serving {serving} but got step={step}");
             Err(text(StatusCode::BAD_REQUEST, &message))
         }
-        Ok(Lookup::Nothing) => Err(text(StatusCode::NOT_FOUND, &shared.door.unpublished(step))),
-        Ok(Lookup::Closed) => Err(text(StatusCode::SERVICE_UNAVAILABLE, "this transport is shut down")),
+        Ok(Lookup::Nothing) => Err(text(StatusCode::NOT_FOUND, &shared.frontend.unpublished(step))),
+        Ok(Lookup::Closed) => Err(text(StatusCode::SERVICE_UNAVAILABLE, "this server is shut down")),
         Err(_) => {
             let message = format!(
                 "Timed out waiting for a checkpoint to be allowed after {} seconds",

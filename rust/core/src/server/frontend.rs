@@ -10,22 +10,22 @@ use std::fmt::Debug;
 ///
 /// ```
 /// use std::sync::Arc;
-/// use tensorferry_core::{Door, ServerConfig};
+/// use tensorferry_core::{Frontend, ServerConfig};
 ///
 /// #[derive(Debug)]
 /// struct Greetings;
 ///
-/// impl Door for Greetings {
+/// impl Frontend for Greetings {
 ///     fn alternate(&self, path: &str) -> Option<String> {
 ///         (path == "greeting").then(|| path.to_owned())
 ///     }
 /// }
 ///
-/// let config = ServerConfig { door: Arc::new(Greetings), ..ServerConfig::default() };
-/// assert_eq!(config.door.alternate("greeting").as_deref(), Some("greeting"));
-/// assert_eq!(config.door.alternate("farewell"), None);
+/// let config = ServerConfig { frontend: Arc::new(Greetings), ..ServerConfig::default() };
+/// assert_eq!(config.frontend.alternate("greeting").as_deref(), Some("greeting"));
+/// assert_eq!(config.frontend.alternate("farewell"), None);
 /// ```
-pub trait Door: Debug + Send + Sync {
+pub trait Frontend: Debug + Send + Sync {
     /// The name under which [`crate::Alternate::render`] is asked for `path`, which is what stands behind
     /// `/checkpoint/{step}/`: one or several segments, none of them empty. `None` where there is no such path: the
     /// request is answered with 400 without a look at what is served.
@@ -34,7 +34,7 @@ pub trait Door: Debug + Send + Sync {
         None
     }
 
-    /// The refusal (404) of a body that the publication cannot be rendered as, though [`Door::alternate`] knows its
+    /// The refusal (404) of a body that the publication cannot be rendered as, though [`Frontend::alternate`] knows its
     /// `name`.
     fn missing(&self, name: &str) -> String {
         format!("there is no {name} here")
@@ -42,7 +42,7 @@ pub trait Door: Debug + Send + Sync {
 
     /// The refusal (404) of `step` while the gate is open for it and nothing has been published.
     fn unpublished(&self, step: i64) -> String {
-        format!("step {step} is allowed but no state was sent")
+        format!("step {step} is allowed but nothing has been published")
     }
 }
 
@@ -50,4 +50,4 @@ pub trait Door: Debug + Send + Sync {
 #[derive(Debug)]
 pub(super) struct ContainersOnly;
 
-impl Door for ContainersOnly {}
+impl Frontend for ContainersOnly {}

@@ -1,5 +1,6 @@
-//! Places for connections. Connections that have made an authorised request have a share of their own, which others
-//! cannot take; of the others, the newcomers, the oldest makes room for the newest.
+//! Slots limit how many connections a listening socket serves at a time. Connections that have made an authorised
+//! request have a share of their own, which others cannot take; of the others, the newcomers, the oldest makes room for
+//! the newest.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -11,56 +12,56 @@ use tokio::sync::Notify;
 
 /// How long a connection may take to its first request that is answered with more than a refusal.
 pub(super) const FIRST_REQUEST: Duration = Duration::from_secs(5);
-/// How often a request that waits for a place looks again.
+/// How often a request that waits for a slot looks again.
 const LOOK: Duration = Duration::from_millis(10);
 
-/// Where a connection comes from. When newcomers must make room, those of the most frequent origin do so first.
+/// The other end of a connection. When newcomers must make room, those of the peer that has most of them do so first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) enum Origin {
+pub(super) enum Peer {
     Address(IpAddr),
     /// A process of this machine.
     Process(i32),
     Unknown,
 }
 
-/// The places of one listening socket.
+/// The slots of one listening socket.
 #[derive(Debug)]
-pub(super) struct Places {
+pub(super) struct ConnectionSlots {
     /// For connections that have shown nothing yet.
     newcomers: usize,
     /// For the others.
     proven: usize,
-    /// Whether an authorised request may wait for a place among those.
+    /// Whether an authorised request may wait for a slot among those.
     waits: bool,
-    /// How long a newcomer keeps its place at least, even if others want it: good receivers can arrive as a crowd, too.
+    /// How long a newcomer keeps its slot at least, even if others want it: good receivers can arrive as a crowd, too.
     grace: Duration,
-    held: Mutex<Held>,
+    held: Mutex<HeldSlots>,
     freed: Notify,
 }
 
 #[derive(Debug, Default)]
-struct Held {
+struct HeldSlots {
     next: u64,
     connections: HashMap<u64, Holder>,
 }
 
 #[derive(Debug)]
 struct Holder {
-    from: Origin,
+    peer: Peer,
     /// When the connection was accepted; after its first authorised request, when its last answer was made.
     since: Instant,
     proven: bool,
-    /// Authorised requests that wait for their answer, or for a place.
+    /// Authorised requests that wait for their answer, or for a slot.
     asking: usize,
     /// Answers that are being sent.
     open: Arc<AtomicUsize>,
     cut: Arc<Notify>,
 }
 
-/// The place of one connection.
+/// The slot of one connection.
 #[derive(Debug)]
-pub(super) struct Place {
-    places: Arc<Places>,
+pub(super) struct ConnectionSlot {
+    slots: Arc<ConnectionSlots>,
     number: u64,
     pub(super) since: Instant,
     pub(super) open: Arc<AtomicUsize>,
@@ -68,26 +69,26 @@ pub(super) struct Place {
     pub(super) cut: Arc<Notify>,
 }
 
-/// A good request that is being answered: its connection keeps its place for as long.
-pub(super) struct Asking<'a>(&'a Place);
+/// A good request that is being answered: its connection keeps its slot for as long.
+pub(super) struct Asking<'a>(&'a ConnectionSlot);
 
-impl Places {
-    /// Places for `newcomers`, which keep theirs for `grace` at least, and for `proven` connections.
+impl ConnectionSlots {
+    /// Slots for `newcomers`, which keep theirs for `grace` at least, and for `proven` connections.
     pub(super) fn new(newcomers: usize, grace: Duration, proven: usize, waits: bool) -> Arc<Self> {
         Arc::new(Self { newcomers, proven, waits, grace, held: Mutex::default(), freed: Notify::new() })
     }
 
-    fn held(&self) -> MutexGuard<'_, Held> {
+    fn held(&self) -> MutexGuard<'_, HeldSlots> {
         self.held.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// How many connections can have a place at a time.
+    /// How many connections can have a slot at a time.
     pub(super) fn total(&self) -> usize {
         self.newcomers + self.proven
     }
 
-    /// Waits until a newcomer can have a place.
-    pub(super) async fn room(&self) {
+    /// Waits until a newcomer can have a slot.
+    pub(super) async fn wait_for_room(&self) {
         loop {
             {
                 let held = self.held();
@@ -99,8 +100,8 @@ impl Places {
         }
     }
 
-    /// A place for a newcomer, possibly that of another one; `None` if no place is free or can be made free.
-    pub(super) fn enter(self: &Arc<Self>, from: Origin) -> Option<Place> {
+    /// A slot for a newcomer, possibly that of another one; `None` if no slot is free or can be made free.
+    pub(super) fn enter(self: &Arc<Self>, peer: Peer) -> Option<ConnectionSlot> {
         let mut held = self.held();
         if held.count(false) >= self.newcomers {
             let oldest = held.oldest_newcomer(self.grace)?;
@@ -109,10 +110,10 @@ impl Places {
         let (number, since) = (held.next, Instant::now());
         held.next += 1;
         let (open, cut) = (Arc::<AtomicUsize>::default(), Arc::<Notify>::default());
-        let holder = Holder { from, since, proven: false, asking: 0, open: Arc::clone(&open), cut: Arc::clone(&cut) };
+        let holder = Holder { peer, since, proven: false, asking: 0, open: Arc::clone(&open), cut: Arc::clone(&cut) };
         held.connections.insert(number, holder);
         drop(held);
-        Some(Place { places: Arc::clone(self), number, since, open, cut })
+        Some(ConnectionSlot { slots: Arc::clone(self), number, since, open, cut })
     }
 
     /// Ends the connection of a newcomer, if there is one: descriptors have run out.
@@ -124,21 +125,21 @@ impl Places {
     }
 }
 
-impl Held {
+impl HeldSlots {
     fn count(&self, proven: bool) -> usize {
         self.connections.values().filter(|holder| holder.proven == proven).count()
     }
 
-    /// The newcomer that goes first: of those from the origin that has most of them, the oldest.
+    /// The newcomer that goes first: of those of the peer that has most of them, the oldest.
     fn oldest_newcomer(&self, grace: Duration) -> Option<u64> {
         let newcomers = || self.connections.iter().filter(|(_, holder)| !holder.proven && holder.asking == 0);
-        let mut from = HashMap::new();
+        let mut count_of = HashMap::new();
         for (_, holder) in newcomers() {
-            *from.entry(holder.from).or_insert(0_usize) += 1;
+            *count_of.entry(holder.peer).or_insert(0_usize) += 1;
         }
-        // Only newcomers of the most frequent origin are candidates, even at a moment when none of them is old enough.
-        let most = from.values().copied().max();
-        let crowd = newcomers().filter(|(_, holder)| from.get(&holder.from).copied() == most);
+        // Only newcomers of the most frequent peer are candidates, even at a moment when none of them is old enough.
+        let most = count_of.values().copied().max();
+        let crowd = newcomers().filter(|(_, holder)| count_of.get(&holder.peer).copied() == most);
         let ripe = crowd.filter(|(_, holder)| holder.since.elapsed() >= grace);
         ripe.max_by_key(|(_, holder)| holder.since.elapsed()).map(|(number, _)| *number)
     }
@@ -157,44 +158,44 @@ impl Held {
     }
 }
 
-impl Place {
-    /// Marks the beginning of an authorised request; its connection is no longer a newcomer then. If all places of such
+impl ConnectionSlot {
+    /// Marks the beginning of an authorised request; its connection is no longer a newcomer then. If all slots of such
     /// connections are taken and none is idle, the request waits for one, or gets none.
     pub(super) async fn begin(&self) -> Option<Asking<'_>> {
         let asking = {
-            let mut held = self.places.held();
+            let mut held = self.slots.held();
             let holder = held.connections.get_mut(&self.number)?;
             holder.asking += 1;
             Asking(self)
         };
         loop {
             {
-                let mut held = self.places.held();
+                let mut held = self.slots.held();
                 if held.connections.get(&self.number)?.proven {
                     return Some(asking);
                 }
-                if held.count(true) >= self.places.proven
+                if held.count(true) >= self.slots.proven
                     && let Some(idle) = held.longest_idle()
                 {
                     held.evict(idle);
                 }
-                if held.count(true) < self.places.proven {
+                if held.count(true) < self.slots.proven {
                     held.connections.get_mut(&self.number)?.proven = true;
                     return Some(asking);
                 }
             }
-            if !self.places.waits {
+            if !self.slots.waits {
                 return None;
             }
-            let _ = tokio::time::timeout(LOOK, self.places.freed.notified()).await;
+            let _ = tokio::time::timeout(LOOK, self.slots.freed.notified()).await;
         }
     }
 
-    /// Ends when the connection has not asked for anything in time; never if it has.
-    pub(super) async fn wasted(&self) {
+    /// Returns when the connection has not asked for anything in time; never if it has.
+    pub(super) async fn first_request_timeout(&self) {
         tokio::time::sleep_until((self.since + FIRST_REQUEST).into()).await;
         let newcomer = |holder: &Holder| !holder.proven && holder.asking == 0;
-        if !self.places.held().connections.get(&self.number).is_some_and(newcomer) {
+        if !self.slots.held().connections.get(&self.number).is_some_and(newcomer) {
             std::future::pending::<()>().await;
         }
     }
@@ -202,18 +203,18 @@ impl Place {
 
 impl Drop for Asking<'_> {
     fn drop(&mut self) {
-        if let Some(holder) = self.0.places.held().connections.get_mut(&self.0.number) {
+        if let Some(holder) = self.0.slots.held().connections.get_mut(&self.0.number) {
             holder.asking -= 1;
             holder.since = Instant::now();
         }
-        self.0.places.freed.notify_waiters();
+        self.0.slots.freed.notify_waiters();
     }
 }
 
-impl Drop for Place {
+impl Drop for ConnectionSlot {
     fn drop(&mut self) {
-        self.places.held().connections.remove(&self.number);
-        self.places.freed.notify_waiters();
+        self.slots.held().connections.remove(&self.number);
+        self.slots.freed.notify_waiters();
     }
 }
 
@@ -222,17 +223,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_origin_that_holds_most_places_loses_one_first() {
-        let places = Places::new(4, Duration::ZERO, 1, false);
-        let crowd = Origin::Process(1);
-        let _held: Vec<_> = (0..4).map(|_| places.enter(crowd).unwrap()).collect();
+    fn the_peer_that_holds_most_slots_loses_one_first() {
+        let slots = ConnectionSlots::new(4, Duration::ZERO, 1, false);
+        let crowd = Peer::Process(1);
+        let _held: Vec<_> = (0..4).map(|_| slots.enter(crowd).unwrap()).collect();
         // The oldest of all from here on, but the only one of its process.
-        let other = places.enter(Origin::Process(2)).unwrap();
+        let other = slots.enter(Peer::Process(2)).unwrap();
         for _ in 0..20 {
-            places.enter(crowd).unwrap();
+            slots.enter(crowd).unwrap();
         }
-        let _more: Vec<_> = (0..20).map(|_| places.enter(crowd).unwrap()).collect();
-        assert!(places.held().connections.contains_key(&other.number));
-        assert_eq!(places.held().count(false), 4);
+        let _more: Vec<_> = (0..20).map(|_| slots.enter(crowd).unwrap()).collect();
+        assert!(slots.held().connections.contains_key(&other.number));
+        assert_eq!(slots.held().count(false), 4);
     }
 }

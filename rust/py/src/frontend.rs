@@ -4,7 +4,7 @@
 //! torchft 0.2.0 asks for, and the files of a distributed checkpoint. Which of them a publication has is decided by the
 //! callable it was published with.
 
-use tensorferry_core::Door;
+use tensorferry_core::Frontend;
 
 /// The folder below which the files of torch's distributed checkpoints are served.
 const DCP: &str = "dcp";
@@ -12,9 +12,9 @@ const DCP: &str = "dcp";
 /// The transport for torchft, with the bodies torchft 0.2.0 asks for, and the folder of torch's distributed
 /// checkpoints. Which of them a publication really has is for the callable it was published with.
 #[derive(Debug)]
-pub(crate) struct Doors;
+pub(crate) struct PythonFrontend;
 
-impl Door for Doors {
+impl Frontend for PythonFrontend {
     /// `full`, `metadata` and the index of a chunk are torchft's, the index read as Python's `int()` reads it;
     /// `dcp/{file}` is a file of a distributed checkpoint.
     fn alternate(&self, path: &str) -> Option<String> {

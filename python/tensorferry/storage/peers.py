@@ -1,0 +1,118 @@
+"""A checkpoint in the memory of another job, whose ranks serve a container each."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .._native import Arena, Remote, Secret, _check_machine_has, _fetch_slices
+from ..errors import ProtocolError
+from . import reserved
+from .slices import SliceTuple
+
+logger = logging.getLogger("tensorferry")
+
+#: Bytes requested along with a header. A reader of slices does not need most of what follows the header.
+_AHEAD = 64 << 10
+
+
+def container_name(step: int, url: str) -> str:
+    """Returns the name by which an index refers to the container that ``url`` serves as ``step``."""
+    return f"{step} {url}"
+
+
+def url_of(container: str) -> str:
+    """Returns the URL in a name that :func:`container_name` returned."""
+    return container.partition(" ")[2]
+
+
+class PeerSource:
+    """A checkpoint that the ranks of another job serve.
+
+    Args:
+        step: the step of the publication
+        urls: the URLs of all ranks; the first one serves the index
+        timeout: seconds from now until the deadline of all reads together
+        lanes: connections; ``None`` chooses by the number of cores
+        same_host: whether shared memory may replace the network
+        secret: the secret that the ranks have to prove, if there is one
+    """
+
+    def __init__(
+        self,
+        step: int,
+        urls: Sequence[str],
+        *,
+        timeout: float,
+        lanes: int | None,
+        same_host: bool,
+        secret: Secret | None,
+    ) -> None:
+        self._step = step
+        self._urls = urls
+        self._deadline = time.monotonic() + timeout
+        self._lanes = lanes
+        self._same_host = same_host
+        self._secret = secret
+
+    def read_index(self) -> bytes:
+        """Fetches the index from the first rank.
+
+        Raises:
+            ProtocolError: the rank serves no index
+            SystemRefused: this machine does not have as much memory as the index needs
+            TensorferryError: as for ``HTTPTransport.recv_checkpoint``
+        """
+        url = self._urls[0]
+        remote = Remote.open(
+            [url], self._step, timeout=self._left(), lanes=1, same_host=self._same_host, secret=self._secret
+        )
+        with contextlib.closing(remote):
+            sizes = dict(zip(remote.names, remote.sizes, strict=True))
+        if reserved.INDEX not in sizes:
+            raise ProtocolError(f"{url} serves no index of a distributed checkpoint")
+        nbytes = sizes[reserved.INDEX]
+        _check_machine_has(nbytes, "the index")
+        memory: Any = Arena([nbytes]).part(0)
+        if memory is None:
+            return b""
+        whole: SliceTuple = (reserved.INDEX, "U8", nbytes, 0, nbytes, memory.address, [])
+        self.read({container_name(self._step, url): [whole]})
+        return bytes(memory)
+
+    def read(self, slices: Mapping[str, list[SliceTuple]]) -> Mapping[str, int]:
+        """Fetches slices to their memory addresses, from several ranks at a time.
+
+        Args:
+            slices: the slices by :func:`container_name`
+
+        Returns:
+            ``bytes`` that were fetched, of these ``wanted``, those of the slices, and ``retries``.
+
+        Raises:
+            ProtocolError: a container is not one of this publication, or contradicts the slices
+            TensorferryError: as for ``HTTPTransport.recv_checkpoint``
+        """
+        requests = []
+        for container, of_container in slices.items():
+            step, _, url = container.partition(" ")
+            if url not in self._urls or not (step.isascii() and step.isdecimal() and len(step) < 19):
+                raise ProtocolError("the index names a source that the metadata does not")
+            requests.append(([url], int(step), of_container))
+        report = _fetch_slices(
+            requests,
+            timeout=self._left(),
+            lanes=self._lanes,
+            same_host=self._same_host,
+            ahead=_AHEAD,
+            secret=self._secret,
+        )
+        for source, trouble in report.troubles.items():
+            logger.warning("slices from %s were fetched over other connections: %s", source, trouble)
+        return {"bytes": report.bytes, "wanted": report.wanted, "retries": report.retries}
+
+    def _left(self) -> float:
+        return max(0.0, self._deadline - time.monotonic())

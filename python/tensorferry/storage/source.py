@@ -1,0 +1,132 @@
+"""What a checkpoint can be read from: the files of a folder (here), or the servers of peers (``peers.py``)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from .._native import _read_file
+from ..errors import IncompleteCheckpoint, ProtocolError, SourceChanged, SystemRefused
+from . import commits
+from .slices import SliceTuple
+
+#: The longest file name, in bytes.
+_LONGEST_NAME = 255
+
+
+class Source(Protocol):
+    """A checkpoint of several containers, one of which has an index of them all."""
+
+    def read_index(self) -> bytes:
+        """Reads the index, still encoded. Called before :meth:`read`.
+
+        Raises:
+            ProtocolError: there is no index of this version
+            TensorferryError: it cannot be read or verified
+        """
+
+    def read(self, slices: Mapping[str, list[SliceTuple]]) -> Mapping[str, int]:
+        """Reads slices of the containers to their memory addresses.
+
+        Args:
+            slices: the slices by container, with the name that the index gives it
+
+        Returns:
+            What was read, for a reader's ``report``.
+
+        Raises:
+            ProtocolError: a container does not belong to the checkpoint, or contradicts the slices
+            TensorferryError: the bytes cannot be read or verified
+        """
+
+
+class FolderSource:
+    """A checkpoint in a folder.
+
+    Args:
+        index: the path of the index
+        threads: threads that read; ``None`` chooses by the number of cores
+
+    Attributes:
+        digest: identifies the index that was read
+    """
+
+    def __init__(self, index: Path, threads: int | None) -> None:
+        self._index = index
+        self._threads = threads
+        self._headers: dict[str, int | None] = {}
+        self.digest = ""
+
+    def read_index(self) -> bytes:
+        """Reads the index, and which files belong to the checkpoint.
+
+        Raises:
+            ProtocolError: the file is not an index
+            CorruptCheckpoint: the index does not match its checksums
+            SystemRefused: the file cannot be read
+        """
+        text, commit = commits.read(self._index)
+        self._headers, self.digest = commit.files, _digest(text)
+        return text
+
+    def read(self, slices: Mapping[str, list[SliceTuple]]) -> Mapping[str, int]:
+        """Reads slices of the files to their memory addresses.
+
+        Args:
+            slices: the slices by file name
+
+        Returns:
+            ``bytes`` of files that were read, and of these ``wanted``, those of the slices.
+
+        Raises:
+            ProtocolError: the index does not name the file, or it contradicts the slices
+            CorruptCheckpoint: a block of a file does not match its checksum; file, tensor and block are named
+            IncompleteCheckpoint: a file is gone
+            SourceChanged: a save has replaced the checkpoint meanwhile
+            SystemRefused: a file cannot be read
+        """
+        folder = self._index.parent
+        read = {"bytes": 0, "wanted": 0}
+        for name, of_file in slices.items():
+            if Path(name).name != name or name in ("", "..") or "\0" in name or len(name.encode()) > _LONGEST_NAME:
+                raise ProtocolError(f"{folder}: its index names a file outside of it, {name!r}")
+            if name not in self._headers:
+                raise ProtocolError(
+                    f"{folder}: {self._index.name} refers to {name!r}, which is not in its list of files"
+                )
+            path = folder / name
+            if not path.is_file():
+                raise self._missing(name)
+            try:
+                report = _read_file(path, of_file, threads=self._threads, header=self._headers[name])
+            except SystemRefused as e:
+                if path.is_file():
+                    raise
+                raise self._missing(name) from e
+            for key, count in report.items():
+                read[key] += count
+        return read
+
+    def _missing(self, name: str) -> Exception:
+        """Returns the error for a missing file, which depends on whether the index is still the one that was read."""
+        try:
+            is_replaced = _digest(commits.read(self._index)[0]) != self.digest
+        except (ProtocolError, SystemRefused):
+            is_replaced = False
+        if is_replaced:
+            return replaced(self._index.parent)
+        return IncompleteCheckpoint(
+            f"{self._index.parent} holds an incomplete checkpoint: its index names {name}, and there is no such file. "
+            "Load another checkpoint, or restore the file"
+        )
+
+
+def replaced(folder: Path) -> SourceChanged:
+    """Returns the error for a load from ``folder`` during which a save has replaced the index."""
+    return SourceChanged(f"{folder}: a save has replaced the checkpoint while it was being loaded: load again")
+
+
+def _digest(text: bytes) -> str:
+    return hashlib.blake2b(text, digest_size=16).hexdigest()

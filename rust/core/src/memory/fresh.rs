@@ -1,0 +1,311 @@
+//! Pages for memory that was never touched: small or huge ones, whichever cost less here and now.
+//!
+//! Where the machine has its memory at hand, huge pages are up to six times cheaper to populate. On a virtual machine
+//! whose host takes free memory back ("free page reporting", 2 MiB at a time), a huge page is always one that the host
+//! has to back first, while small pages also come from fragments that it left alone: there huge pages are several times
+//! dearer (docs/performance.md). No setting of the kernel tells the two apart, and one turns into the other while
+//! memory is being taken. So [`FreshPages`] measures: every call that populates notes what it cost, and now and then one
+//! huge page's worth is populated with the kind of page that is not in use.
+//!
+//! Invariants:
+//!
+//! * after the first one, a try costs at most a [`PATIENCE`]th of what was spent since the one before;
+//! * contents do not depend on the choice: pages are zeros either way, and advice that a kernel does not follow costs
+//!   speed alone;
+//! * nothing outside the range that [`FreshPages::new`] was given is advised or populated.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use super::PAGE;
+use super::mapping::HUGE;
+
+/// The kind of page not in use is tried again when this many times the cost of its last try has been spent.
+const PATIENCE: u64 = 32;
+/// Ranges of at least so many bytes begin with a try of huge pages; shorter ones stay with small pages.
+const WORTH_A_TRY: usize = 32 << 20;
+/// How many bytes it takes for new costs to count as much as all earlier ones.
+const MEMORY: u64 = 8 << 20;
+/// Shorter runs of pages are not timed: reading the clock would be a good part of what they cost.
+const TIMED: usize = 256 << 10;
+
+const MIB: u64 = 1 << 20;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum PageSize {
+    Small,
+    Huge,
+}
+
+impl PageSize {
+    fn other(self) -> Self {
+        match self {
+            Self::Small => Self::Huge,
+            Self::Huge => Self::Small,
+        }
+    }
+}
+
+/// Which pages are used, decided by what they have cost. Times are in nanoseconds of the thread's CPU time, in which
+/// the host's work on a virtual machine's memory shows.
+#[derive(Debug)]
+struct Choice {
+    used: PageSize,
+    /// What a MiB costs in small pages and in huge ones, once something is known of it.
+    costs: [Option<u64>; 2],
+    /// Spent on pages since the other kind was last tried.
+    spent: u64,
+    /// Whether a thread is at a try.
+    trying: bool,
+}
+
+impl Choice {
+    fn new() -> Self {
+        Self { used: PageSize::Small, costs: [None; 2], spent: 0, trying: false }
+    }
+
+    fn cost(&self, kind: PageSize) -> Option<u64> {
+        self.costs[kind as usize]
+    }
+
+    /// The kind to be tried now, if it is time. The caller reports the outcome with [`Choice::tried`].
+    fn begin_try(&mut self) -> Option<PageSize> {
+        let other = self.used.other();
+        let due = self.cost(other).is_none_or(|cost| self.spent >= PATIENCE * cost * (HUGE as u64 / MIB));
+        if !due || self.trying {
+            return None;
+        }
+        self.trying = true;
+        Some(other)
+    }
+
+    /// A try of `kind` took `time` for as much memory as a huge page has. Returns whether `kind` is used from now on.
+    fn tried(&mut self, kind: PageSize, time: u64) -> bool {
+        self.trying = false;
+        self.spent = 0;
+        self.costs[kind as usize] = Some(time / (HUGE as u64 / MIB));
+        self.reconsider()
+    }
+
+    /// `len` bytes in pages of `kind` took `time`. Returns whether another kind is used from now on.
+    fn note(&mut self, kind: PageSize, len: u64, time: u64) -> bool {
+        self.spent += time;
+        let now = time.saturating_mul(MIB) / len.max(1);
+        let before = self.cost(kind).unwrap_or(now);
+        self.costs[kind as usize] = Some((before * MEMORY + now.saturating_mul(len)) / (MEMORY + len));
+        self.reconsider()
+    }
+
+    /// Changes to the other kind if that costs less. Huge pages, from which later accesses profit, are left only for
+    /// pages that cost a fifth less.
+    fn reconsider(&mut self) -> bool {
+        let [Some(small), Some(huge)] = self.costs else { return false };
+        let better = match self.used {
+            PageSize::Small if huge < small => PageSize::Huge,
+            PageSize::Huge if small < huge - huge / 5 => PageSize::Small,
+            used => used,
+        };
+        std::mem::replace(&mut self.used, better) != better
+    }
+}
+
+/// A range of fresh memory that several threads populate, part by part, while they fill it.
+#[derive(Debug)]
+pub(crate) struct FreshPages {
+    range: Range<usize>,
+    choice: Mutex<Choice>,
+}
+
+impl FreshPages {
+    /// For the memory at the addresses `range`, which nobody has touched. It begins with small pages.
+    pub(super) fn new(range: Range<usize>) -> Self {
+        let new = Self { range, choice: Mutex::new(Choice::new()) };
+        if new.is_worth_a_try() {
+            // Where huge pages are the rule, there would be no small ones to compare them with.
+            advise(&new.range, PageSize::Small);
+        }
+        new
+    }
+
+    fn is_worth_a_try(&self) -> bool {
+        self.range.len() >= WORTH_A_TRY
+    }
+
+    /// Gives the process the pages at the addresses `pages`, as far as they lie in this memory, before bytes arrive:
+    /// one call instead of a fault for each page. The memory must still be there.
+    pub(crate) fn populate(&self, pages: Range<usize>) {
+        let pages = pages.start.max(self.range.start)..pages.end.min(self.range.end);
+        if !self.is_worth_a_try() || pages.len() < TIMED {
+            return populate(pages);
+        }
+        let whole = pages.start.next_multiple_of(HUGE);
+        let attempt = (whole + HUGE <= pages.end).then(|| self.choice().begin_try()).flatten();
+        let Some(kind) = attempt else { return self.populate_timed(pages) };
+        let tried = whole..whole + HUGE;
+        advise(&tried, kind);
+        let time = timed(|| populate(tried.clone()));
+        let mut choice = self.choice();
+        // All of the memory has one kind again.
+        let affected = if choice.tried(kind, time) { &self.range } else { &tried };
+        advise(affected, choice.used);
+        drop(choice);
+        self.populate_timed(pages.start..tried.start);
+        self.populate_timed(tried.end..pages.end);
+    }
+
+    fn populate_timed(&self, pages: Range<usize>) {
+        let (used, len) = (self.choice().used, pages.len() as u64);
+        let time = timed(|| populate(pages));
+        let mut choice = self.choice();
+        if len > 0 && choice.note(used, len, time) {
+            advise(&self.range, choice.used);
+        }
+    }
+
+    fn choice(&self) -> MutexGuard<'_, Choice> {
+        self.choice.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Asks for pages of `kind` at addresses that are touched for the first time from now on. A kernel without huge pages
+/// refuses, and stays with small ones.
+fn advise(pages: &Range<usize>, kind: PageSize) {
+    let advice = match kind {
+        PageSize::Small => libc::MADV_NOHUGEPAGE,
+        PageSize::Huge => libc::MADV_HUGEPAGE,
+    };
+    // SAFETY: advice about the size of pages changes no contents.
+    unsafe { libc::madvise(pages.start as *mut libc::c_void, pages.len(), advice) };
+}
+
+/// Makes `pages` present and writable, without a change to what they contain.
+fn populate(pages: Range<usize>) {
+    // SAFETY: MADV_POPULATE_WRITE changes no contents; addresses outside of mappings are answered with an error.
+    let done = unsafe { libc::madvise(pages.start as *mut libc::c_void, pages.len(), libc::MADV_POPULATE_WRITE) };
+    if done != 0 && std::io::Error::last_os_error().raw_os_error() == Some(libc::EINVAL) {
+        touch(pages);
+    }
+}
+
+/// As [`populate`], for kernels before 5.14, which cannot do it in one call.
+fn touch(pages: Range<usize>) {
+    for page in pages.step_by(PAGE) {
+        // SAFETY: the memory of a receive is writable and mapped while it is filled.
+        let byte = unsafe { AtomicU8::from_ptr(page as *mut u8) };
+        // Another thread may be writing here: a byte is only ever replaced by its own value. (An "or" of nothing would
+        // be compiled to a read.)
+        let value = byte.load(Ordering::Relaxed);
+        let _ = byte.compare_exchange(value, value, Ordering::Relaxed, Ordering::Relaxed);
+    }
+}
+
+/// The CPU time that `work` takes this thread, in nanoseconds: waiting for a core does not count, the host of a virtual
+/// machine that has to find memory does.
+fn timed(work: impl FnOnce()) -> u64 {
+    let now = || {
+        let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+        // SAFETY: writes the one struct it is given.
+        unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &raw mut time) };
+        u64::try_from(time.tv_sec).unwrap_or(0) * 1_000_000_000 + u64::try_from(time.tv_nsec).unwrap_or(0)
+    };
+    let before = now();
+    work();
+    now().saturating_sub(before)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::mapping::Mapping;
+    use super::*;
+
+    const MS: u64 = 1_000_000;
+
+    /// Populates 1 GiB in calls of 4 MiB where a MiB costs what `cost` says of the kind and of what was populated
+    /// before. Returns what was spent and how many tries there were.
+    fn simulate(cost: impl Fn(PageSize, u64) -> u64) -> (u64, u32) {
+        let (mut choice, mut at, mut spent, mut tries) = (Choice::new(), 0, 0, 0);
+        while at < 1024 {
+            if let Some(kind) = choice.begin_try() {
+                assert!(choice.begin_try().is_none(), "one try at a time");
+                spent += 2 * cost(kind, at);
+                choice.tried(kind, 2 * cost(kind, at));
+                (at, tries) = (at + 2, tries + 1);
+            }
+            let time = 4 * cost(choice.used, at);
+            choice.note(choice.used, 4 << 20, time);
+            (at, spent) = (at + 4, spent + time);
+        }
+        (spent, tries)
+    }
+
+    #[test]
+    fn the_cheaper_kind_is_used_whichever_it_is() {
+        for (small, huge) in [(MS, MS / 6), (MS / 4, MS / 8), (2 * MS, 20 * MS), (MS / 4, 3 * MS), (MS, MS)] {
+            let (spent, tries) = simulate(|kind, _| if kind == PageSize::Small { small } else { huge });
+            let best = 1024 * small.min(huge);
+            // The first try, and what tries later on may cost.
+            let most = best + best / 16 + 2 * huge + 8 * small;
+            assert!(spent <= most, "small {small}, huge {huge}: {spent} instead of {best}, {tries} tries");
+        }
+    }
+
+    #[test]
+    fn the_choice_follows_when_the_costs_change() {
+        // Fragments that the host left alone run out after 512 MiB.
+        let (spent, _) = simulate(|kind, at| match kind {
+            PageSize::Small => MS / 4 + if at < 512 { 0 } else { 20 * MS },
+            PageSize::Huge => 5 * MS,
+        });
+        let best = 512 * MS / 4 + 512 * 5 * MS;
+        assert!(spent < best + best / 10, "{spent} instead of {best}");
+        // Huge pages were dear, and are cheap from the middle on: noticed by the next try.
+        let (spent, tries) = simulate(|kind, at| match kind {
+            PageSize::Small => MS,
+            PageSize::Huge => {
+                if at < 512 {
+                    3 * MS
+                } else {
+                    MS / 6
+                }
+            }
+        });
+        assert!(spent < 512 * MS + 6 * MS * u64::from(tries) + 512 * MS / 6 + 200 * MS, "{spent}, {tries} tries");
+        assert!((2..8).contains(&tries), "{tries}");
+    }
+
+    fn resident(address: usize, len: usize) -> usize {
+        let mut pages = vec![0_u8; len.div_ceil(PAGE)];
+        // SAFETY: a mapped range of whole pages, and a byte for each of them.
+        assert_eq!(unsafe { libc::mincore(address as *mut _, len, pages.as_mut_ptr()) }, 0);
+        pages.iter().filter(|&&page| page & 1 == 1).count()
+    }
+
+    #[test]
+    fn pages_are_populated_where_they_were_asked_for_and_nowhere_else() {
+        for len in [8 << 20, 64 << 20_usize] {
+            let mapping = Mapping::new(len as u64, true).unwrap();
+            let start = mapping.start.as_ptr() as usize;
+            // The first and the last MiB belong to somebody else.
+            let fresh = FreshPages::new(start + (1 << 20)..start + len - (1 << 20));
+            fresh.populate(start..start + (6 << 20));
+            assert_eq!(resident(start, 1 << 20), 0, "{len}: in front of the range");
+            assert_eq!(resident(start + (1 << 20), 5 << 20), 5 << 8, "{len}");
+            fresh.populate(start + len - (3 << 20)..start + len + (4 << 20));
+            assert_eq!(resident(start + len - (3 << 20), 2 << 20), 2 << 8, "{len}");
+        }
+    }
+
+    #[test]
+    fn touching_pages_makes_them_present_and_changes_no_byte() {
+        let mapping = Mapping::new(4 << 20, true).unwrap();
+        let start = mapping.start.as_ptr() as usize;
+        // SAFETY: inside the mapping, which nobody else knows.
+        unsafe { mapping.start.as_ptr().add(PAGE).write(7) };
+        touch(start..start + (1 << 20));
+        assert_eq!(resident(start, 1 << 20), 1 << 8);
+        // SAFETY: as before; the pages are there.
+        let bytes = unsafe { std::slice::from_raw_parts(start as *const u8, 1 << 20) };
+        assert!(bytes.iter().enumerate().all(|(at, &byte)| byte == if at == PAGE { 7 } else { 0 }));
+    }
+}
