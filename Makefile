@@ -73,7 +73,7 @@ format: $(VENV)/.deps ## rewrite the sources the way lint wants them
 
 .PHONY: bench
 BENCH_ARGS ?=
-bench: build ## side by side against torchft's HTTPTransport, interleaved: table, JSON and plot
+bench: build ## side by side against torchft's transports: one table, JSON and plot; BENCH_ARGS=--full for all there is
 	$(BIN)/python benches/side_by_side.py --json build/bench/results.json --plot docs/bench.png $(BENCH_ARGS)
 
 .PHONY: bench-dcp

@@ -1,7 +1,8 @@
 """The transports that are compared, by name.
 
-`torchft:4` is torchft's with four chunks. `tensorferry` is ours as it is imported, `tensorferry+inplace` receives into
-the trainer's own tensors, and with `+network` bytes go through sockets, as they do between machines.
+`torchft:4` is torchft's HTTPTransport with four chunks, `gloo` its PGTransport over a gloo process group. `tensorferry`
+is ours as it is imported. With `+inplace` a transport receives into the trainer's own tensors, and with `+network` our
+bytes go through sockets, as they do between machines; torchft's always do.
 """
 
 from __future__ import annotations
@@ -19,7 +20,18 @@ if TYPE_CHECKING:
 
 OURS = "tensorferry"
 THEIRS = "torchft"
-_MODULES = {OURS: "tensorferry", THEIRS: "torchft.checkpointing.http_transport"}
+GLOO = "gloo"
+#: What a process imports before it makes a transport of each library.
+MODULES = {
+    OURS: "tensorferry",
+    THEIRS: "torchft.checkpointing.http_transport",
+    GLOO: "torchft.checkpointing.pg_transport",
+}
+_OPTIONS = {OURS: {"network", "inplace"}, THEIRS: set(), GLOO: {"inplace"}}
+
+
+class StateRefused(Exception):
+    """A transport cannot send this state at all."""
 
 
 @dataclass(frozen=True)
@@ -37,15 +49,24 @@ class Contender:
         """Read `library[:chunks][+network][+inplace]`; raise ValueError for anything else."""
         transport, *options = name.split("+")
         library, _, chunks = transport.partition(":")
-        if library not in _MODULES or not {*options} <= {"network", "inplace"} or (options and library != OURS):
+        if library not in MODULES or not {*options} <= _OPTIONS[library] or (chunks and library == GLOO):
             raise ValueError(f"no such contender: {name!r}")
         return cls(name, library, int(chunks or 0), "inplace" in options, "network" in options)
 
-    def open(self, timeout: timedelta, live: Callable[[], Any] | None = None) -> Any:
+    @property
+    def meets(self) -> bool:
+        """Whether each receive needs a send of its own, at the same time."""
+        return self.library == GLOO
+
+    def open(self, timeout: timedelta, live: Callable[[], Any]) -> Any:
         """Build the transport; `live` returns the state to receive into, where this contender does that."""
-        transport = importlib.import_module(_MODULES[self.library]).HTTPTransport
+        if self.library == GLOO:
+            from gloo_pair import GlooPair  # imports torch.distributed, which no other contender should wait for
+
+            return GlooPair(timeout, live if self.in_place else None)
+        transport = importlib.import_module(MODULES[self.library]).HTTPTransport
         options: dict[str, Any] = {"same_host": False} if self.network else {}
-        if self.in_place and live is not None:
+        if self.in_place:
             options["state_dict"] = live
         return transport(timeout, self.chunks, **options)
 
@@ -53,23 +74,24 @@ class Contender:
 def version(library: str) -> str | None:
     """Return a library's version, or None where its transport cannot be used here."""
     try:
-        importlib.import_module(_MODULES[library]).HTTPTransport  # noqa: B018
+        importlib.import_module(MODULES[library]).HTTPTransport  # noqa: B018
     except (ImportError, AttributeError):
         return None
     return importlib.metadata.version(library)
 
 
-def choose(row: Row, have_ours: bool, *, quick: bool) -> list[Contender]:
+def choose(row: Row, have_ours: bool, *, full: bool) -> list[Contender]:
     """Return the contenders of a row in their default order."""
-    names = [f"{THEIRS}:{chunks}" for chunks in (row.chunks[:2] if quick else row.chunks)]
+    chunks = (0, 4, 8) if full and row.floor else (0, 4)
+    names = [*(f"{THEIRS}:{count}" for count in chunks), GLOO]
+    names += [f"{GLOO}+inplace"] if row.in_place else []
     if have_ours:
         names += [OURS, f"{OURS}+network"]
-        if row.large:
-            names += [f"{OURS}+inplace", f"{OURS}+network+inplace"]
+        names += [f"{OURS}+inplace", f"{OURS}+network+inplace"] if row.in_place else []
     return [Contender.parse(name) for name in names]
 
 
 def select(names: list[str], row: Row, have_ours: bool) -> list[Contender]:
     """Return the contenders asked for by name that make sense for this row."""
     chosen = [Contender.parse(name) for name in names]
-    return [c for c in chosen if (have_ours or c.library != OURS) and (row.large or not c.in_place)]
+    return [c for c in chosen if (have_ours or c.library != OURS) and (row.in_place or not c.in_place)]

@@ -2,8 +2,9 @@
 
 The same states, the same disk, the same minutes: every measurement is made by fresh processes, contenders take turns
 within a round, forwards in even rounds and backwards in odd ones, and the table gives medians. Saves end when the bytes
-are on the disk, for all contenders; loads go into tensors that exist. Files are read right after they were written, so
-from memory mostly.
+are on the disk, for all contenders; loads go into tensors that exist. Files are read twice: right after the save, with
+the share of them that the kernel's page cache holds then, and once more after they were dropped from it. The floor is a
+plain copy of as many bytes, from memory to memory, by as many threads as FileReader has.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from dcp_ranks import ALONE, MAPPED, MIB, SHAPES, Rank
+from dcp_ranks import ALONE, FLOOR, MAPPED, MIB, SHAPES, Rank, drop_from_cache, share_in_cache
 from machine import facts, others_busy
 
 sys.path.append(str(Path(__file__).parents[1] / "examples" / "reshard"))
 from ranks import Job, RankFailed
 
-CONTENDERS = ("tensorferry files", "tensorferry peers", "FileSystemWriter", "HuggingFaceStorage", *ALONE)
+CONTENDERS = (FLOOR, "tensorferry files", "tensorferry peers", "FileSystemWriter", "HuggingFaceStorage", *ALONE)
 #: How many ranks save, and how many load.
 WORLDS = {"large": (1, 1), "small": (1, 1), "reshard": (4, 3)}
 _PATIENCE_S = 300
@@ -41,9 +42,19 @@ def measure(row: str, contender: str, scale: float, folder: Path) -> dict[str, A
         nbytes = sum(saving("build", row, scale, 1))
         held = loading("build", row, scale, 2)
         saved = saving("save", contender, path)
+        files = [file for file in [path, *path.rglob("*")] if file.is_file()]
+        in_cache = share_in_cache(files)
         loaded = loading("load", contender, path, saved[0]["metadata"])
         equal = all(loading("equals", row, scale, 1))
-        on_disk = sum(file.stat().st_size for file in [path, *path.rglob("*")] if file.is_file())
+        dropped = {}
+        if files:
+            loading("build", row, scale, 2)
+            drop_from_cache(files)
+            dropped["dropped_in_cache"] = share_in_cache(files)
+            again = loading("load", contender, path, saved[0]["metadata"])
+            dropped["dropped_load_s"] = max(told["s"] for told in again)
+            equal = equal and all(loading("equals", row, scale, 1))
+        on_disk = sum(file.stat().st_size for file in files)
     finally:
         saving.end()
         loading.end()
@@ -56,6 +67,8 @@ def measure(row: str, contender: str, scale: float, folder: Path) -> dict[str, A
         "load_s": max(measured["s"] for measured in loaded),
         "save_extra": max(measured["extra"] for measured in saved),
         "load_extra": max(measured["extra"] for measured in loaded),
+        "in_cache": in_cache,
+        **dropped,
         "read_ratio": max(measured["read"] / n for measured, n in zip(loaded, held, strict=True)),
         "equal": equal,
     }
@@ -77,20 +90,28 @@ def as_text(results: dict[str, Any]) -> str:
             "",
             f"{row['name']}: {count} tensors, {size / MIB:.1f} MiB, ranks {ranks}; medians",
             "",
-            "| | save ms | MiB/s | load ms | MiB/s | read / needed | overhead a tensor | extra memory, save | load |",
-            "|---|---|---|---|---|---|---|---|---|",
+            "| | save ms | MiB/s | in the page cache then | load ms | MiB/s | load, dropped from it | MiB/s | "
+            "read / needed | overhead a tensor | extra memory, save | load |",
+            "|---|---|---|---|---|---|---|---|---|---|---|---|",
         ]
         for contender in CONTENDERS:
             samples = [s for s in good if s["contender"] == contender]
             if not samples:
                 continue
-            save, load = _median(samples, "save_s"), _median(samples, "load_s")
             disk = _median(samples, "on_disk")
             over = f"{(disk - size) / count:.0f} B" if disk else "-"
             read = "mapped" if contender in MAPPED else f"{_median(samples, 'read_ratio'):.3f}"
             extra = [f"{_median(samples, key) / MIB:.1f} MiB" for key in ("save_extra", "load_extra")]
-            speeds = [f"{seconds * 1e3:.1f} | {size / MIB / seconds:.0f}" for seconds in (save, load)]
-            lines.append(f"| {' | '.join([contender, *speeds, read, over, *extra])} |")
+            save, load, dropped = (
+                f"{seconds * 1e3:.1f} | {size / MIB / seconds:.0f}" if seconds else "- | -"
+                for seconds in (
+                    _median(samples, "save_s"),
+                    _median(samples, "load_s"),
+                    _median(samples, "dropped_load_s") if disk else 0.0,
+                )
+            )
+            cache = f"{_median(samples, 'in_cache'):.2f}" if disk else "-"
+            lines.append(f"| {' | '.join([contender, save, cache, load, dropped, read, over, *extra])} |")
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""A stand-in for a training loop: short steps on the main thread, with the end of each one on record."""
+"""Loops for a main thread: short steps with the end of each one on record, and training as a job does it."""
 
 from __future__ import annotations
 
@@ -109,3 +109,38 @@ class MainLoop:
         if self._sleeps[step + 1] > self._sleeps[step]:
             return gap
         return min(gap, self._charged[step + 1] - self._charged[step])
+
+
+class TrainingLoop:
+    """Trains a small model of its own with one thread until `stop` is called: forward, backward, AdamW."""
+
+    def __init__(self) -> None:
+        self._wanted = threading.Event()
+        self._running = threading.Event()
+        self._stop = False
+
+    def run(self) -> None:
+        """Wait for `begin`, then train until `stop`; belongs on the main thread."""
+        self._wanted.wait()
+        if self._stop:
+            return
+        torch.set_num_threads(1)
+        layers = [layer for _ in range(4) for layer in (torch.nn.Linear(256, 256), torch.nn.GELU())]
+        model = torch.nn.Sequential(*layers)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        batch = torch.linspace(-1.0, 1.0, 64 * 256).view(64, 256)
+        while not self._stop:
+            optimizer.zero_grad()
+            (model(batch) - batch).square().mean().backward()
+            optimizer.step()
+            self._running.set()
+
+    def begin(self) -> None:
+        """Start training; return after the first step."""
+        self._wanted.set()
+        self._running.wait()
+
+    def stop(self) -> None:
+        """Make `run` return."""
+        self._stop = True
+        self._wanted.set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -49,9 +50,9 @@ class Lab:
             self.ballast.ask("release_memory")
 
     @contextmanager
-    def peers(self, what: str, *busy: bool) -> Iterator[list[Peer]]:
-        """Yield one fresh process per flag; those whose flag is set run a main loop."""
-        peers = [Peer(self.context, self.log, busy=flag) for flag in busy]
+    def peers(self, what: str, *loops: str | None) -> Iterator[list[Peer]]:
+        """Yield one fresh process for each, whose main thread runs that loop."""
+        peers = [Peer(self.context, self.log, loop=loop) for loop in loops]
         try:
             yield peers
         except PeerError:
@@ -64,45 +65,107 @@ class Lab:
                     self.problems.append(f"{what}: the {role} did not exit within 10 s and was killed")
 
 
-def _warm_up(source: Peer, receiver: Peer, contender: Contender) -> tuple[str, float]:
-    for peer in (source, receiver):
-        peer.post("open", contender=contender.name)
-    metadata = source.wait()
-    receiver.wait()
-    source.ask("send", which="warm_up")
-    first = receiver.ask("receive", metadata=metadata, which="warm_up", repeats=1, at_least_s=0.0)
-    source.ask("disallow")
-    return metadata, first["s"]
+@dataclass
+class _Pair:
+    """A source and a receiver with open transports."""
+
+    source: Peer
+    receiver: Peer
+    contender: Contender
+    metadata: str
+
+    @classmethod
+    def open(cls, source: Peer, receiver: Peer, contender: Contender) -> _Pair:
+        for peer in (source, receiver):
+            peer.post("open", contender=contender.name)
+        metadata = source.wait()
+        receiver.wait()
+        if contender.meets:
+            for peer in (source, receiver):
+                peer.post("join", metadata=metadata)
+            source.wait()
+            receiver.wait()
+        return cls(source, receiver, contender, metadata)
+
+    def send(self, which: str) -> tuple[int, int]:
+        """Publish a state; return when the call began and ended."""
+        begin, end = self.source.ask("send", which=which)["window"]
+        return begin, end
+
+    def receive(self, which: str, repeats: int = 1, at_least_s: float = 0.0) -> dict[str, Any]:
+        """Receive what was sent, `repeats` times or more, for at least `at_least_s` seconds."""
+        windows: list[tuple[int, int]] = []
+        spent = 0
+        self.receiver.ask("watch_memory")
+        while len(windows) < repeats or spent < at_least_s * 1e9:
+            if windows and self.contender.meets:
+                self.send(which)
+            begin, end = self.receiver.ask("receive", metadata=self.metadata, which=which)
+            windows.append((begin, end))
+            spent += end - begin
+        seconds = [(end - begin) / 1e9 for begin, end in windows]
+        extra = self.receiver.ask("extra_memory")
+        return {"s": statistics.median(seconds), "all_s": seconds, "windows": windows, "extra": extra}
+
+    def warm_up(self) -> float:
+        """Move a tiny state, so that what follows pays for no import, thread or connection; return its seconds."""
+        self.send("warm_up")
+        seconds: float = self.receive("warm_up")["s"]
+        self.source.ask("disallow")
+        return seconds
+
+    def close(self) -> None:
+        for peer in (self.receiver, self.source):
+            peer.post("close")
+        for peer in (self.receiver, self.source):
+            peer.wait()
 
 
-def _close(*peers: Peer) -> None:
-    for peer in peers:
-        peer.post("close")
-    for peer in peers:
-        peer.wait()
+def transfer(lab: Lab, row: Row, contender: Contender, memory: str, check: bool) -> dict[str, Any]:
+    """Move a row's state once, and once more where the row says so.
 
+    Args:
+        lab: where
+        row: the state, and how it is measured
+        contender: the transport
+        memory: "backed" or "cold": the free memory that the first receive finds
+        check: compare digests of what was sent and what arrived
 
-def transfer(lab: Lab, row: Row, contender: Contender, check: bool) -> dict[str, Any]:
-    """Move a row's state once, and once more on a large row; with `check`, compare digests of what arrived."""
-    what = f"{row.title}, {contender.name}"
-    with lab.peers(what, False, False) as (source, receiver):
+    Returns:
+        A sample: seconds of the send, of the warm-up and of each receive, and peaks of memory.
+
+    Raises:
+        PeerError: a process failed; Refused, which is one, if the transport cannot take the state
+    """
+    what = f"{row.title}, {contender.name}, {memory}"
+    loop = "training" if row.job else None
+    with lab.peers(what, loop, loop) as (source, receiver):
         source.post("build", row=row.name, scale=lab.scale, seed=1)
-        lab.hold(lab.sizes.get(row.name, 0))  # while the source builds; its size is known from the second time on
+        if memory == "backed":
+            lab.hold(lab.sizes.get(row.name, 0))  # while the source builds; its size is known from the second time on
         if contender.in_place:
             receiver.post("build", row=row.name, scale=lab.scale, seed=2)
             receiver.wait()
         shape = source.wait()
         lab.sizes[row.name] = shape["bytes"]
-        lab.hold(shape["bytes"])
-        metadata, cold_s = _warm_up(source, receiver, contender)
-        begin, end = source.ask("send", which="state")["window"]
+        if memory == "backed":
+            lab.hold(shape["bytes"])
+        pair = _Pair.open(source, receiver, contender)
+        sample: dict[str, Any] = {**shape, "warm_up_s": None if row.job else pair.warm_up()}
+        if row.job:
+            for peer in (source, receiver):
+                peer.ask("train")
+        if memory == "cold":
+            receiver.ask("wait_until_cold")
+        source.ask("watch_memory")
+        begin, end = pair.send("state")
+        sample["send_s"] = (end - begin) / 1e9
         lab.release()
-        sample: dict[str, Any] = {"send_s": (end - begin) / 1e9, "cold_s": cold_s, **shape}
-        for order in ("first", "second") if row.large else ("first",):
-            receiver.ask("forget")
-            received = receiver.ask("receive", metadata=metadata, which="state", repeats=row.repeats, at_least_s=0.0)
-            sample[f"{order}_s"] = received["s"]
-            sample[f"{order}_all_s"] = [(end - begin) / 1e9 for begin, end in received["windows"]]
+        for order in ("first", "second") if row.again and memory == "backed" else ("first",):
+            if order == "second" and contender.meets:
+                pair.send("state")
+            received = pair.receive("state", repeats=row.repeats)
+            sample |= {f"{order}_s": received["s"], f"{order}_all_s": received["all_s"]}
             sample[f"{order}_receiver_extra"] = received["extra"]
             if check:
                 source.post("digest", received=False)
@@ -111,13 +174,13 @@ def transfer(lab: Lab, row: Row, contender: Contender, check: bool) -> dict[str,
                 if not sample[f"{order}_equal"]:
                     lab.problems.append(f"{what}: the {order} receive differs from what was sent")
         sample["source_extra"] = source.ask("extra_memory")
-        _close(receiver, source)
+        pair.close()
     return sample
 
 
 def raw_floor(lab: Lab, nbytes: int) -> dict[str, float]:
     """Move as many bytes through plain sockets."""
-    with lab.peers("raw sockets", False, False) as (source, receiver):
+    with lab.peers("raw sockets", None, None) as (source, receiver):
         port = source.ask("raw_listen", nbytes=nbytes)
         source.ask("raw_serve", streams=(1, 2))
         seconds: dict[str, float] = {}
@@ -130,23 +193,24 @@ def raw_floor(lab: Lab, nbytes: int) -> dict[str, float]:
 
 def stall(lab: Lab, row: Row, contender: Contender) -> dict[str, Any]:
     """Watch the source's main loop while another of its threads sends and while a receiver receives."""
-    with lab.peers(f"main loop, {row.title}, {contender.name}", True, False) as (source, receiver):
+    with lab.peers(f"main loop, {row.title}, {contender.name}", "steps", None) as (source, receiver):
         shape = source.ask("build", row=row.name, scale=lab.scale, seed=1)
         lab.hold(shape["bytes"])
-        metadata, _ = _warm_up(source, receiver, contender)
+        pair = _Pair.open(source, receiver, contender)
+        pair.warm_up()
         unloaded = source.ask("loop_begin", unloaded_s=lab.watch_s)
-        window = source.ask("send", which="state")["window"]
+        window = pair.send("state")
         sending = source.ask("loop_during", windows=[window])
         lab.release()
-        received = receiver.ask("receive", metadata=metadata, which="state", repeats=1, at_least_s=lab.watch_s)
-        serving = source.ask("loop_during", windows=received["windows"])
-        _close(receiver, source)
-    return _stalls(unloaded, serving) | {"sending_worst_s": sending["worst_s"], "receives": len(received["windows"])}
+        windows = pair.receive("state", at_least_s=lab.watch_s)["windows"]
+        serving = source.ask("loop_during", windows=windows)
+        pair.close()
+    return _stalls(unloaded, serving) | {"sending_worst_s": sending["worst_s"], "receives": len(windows)}
 
 
 def raw_stall(lab: Lab, nbytes: int) -> dict[int, dict[str, Any]]:
     """Watch the same loop while two other processes move bytes through one plain socket, then through two."""
-    with lab.peers("main loop, raw sockets", True, False, False) as (trainer, receiver, sender):
+    with lab.peers("main loop, raw sockets", "steps", None, None) as (trainer, receiver, sender):
         port = sender.ask("raw_listen", nbytes=nbytes)
         sender.ask("raw_serve", streams=(1, 2))
         unloaded = trainer.ask("loop_begin", unloaded_s=lab.watch_s)

@@ -1,11 +1,16 @@
-"""Memory of this process: pages that were never touched, pages that the machine has ready, and the peak."""
+"""Memory of this process: pages that were never touched, pages that the machine has ready or not, and the peak."""
 
 from __future__ import annotations
 
 import mmap
+import time
 from pathlib import Path
 
 _BLOCK = 4 << 20
+_REPORTING = Path("/sys/module/page_reporting")
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, which Python's mmap does not name
+#: Cold memory is at least so much slower to touch than backed memory, or it is the same.
+_COLD = 0.8
 
 
 def fresh(nbytes: int, *, huge: bool = False) -> mmap.mmap:
@@ -23,8 +28,16 @@ def touch(memory: mmap.mmap) -> None:
         memory[start : start + _BLOCK] = block[: len(memory) - start]
 
 
+def first_touch(nbytes: int) -> float:
+    """Return the GB/s at which the kernel hands out that much memory in huge pages."""
+    with fresh(nbytes, huge=True) as memory:
+        begin = time.perf_counter()
+        memory.madvise(_POPULATE_WRITE)
+        return nbytes / (time.perf_counter() - begin) / 1e9
+
+
 class Ballast:
-    """Memory held between measurements, so that the next one finds pages that the machine has ready.
+    """Memory held between measurements, so that the next one finds "backed" memory: pages that the machine has ready.
 
     The host of a virtual machine backs a page when it is first touched, and may take pages back once they have been
     free for two seconds (free page reporting): fresh memory then costs 0.1 s or 6 s per GiB by that alone. Ballast
@@ -48,6 +61,50 @@ class Ballast:
         for memory in self._held:
             memory.close()
         self._held = []
+
+
+def _reported() -> int | None:
+    """Return how much the kernel has given to the host so far, in KiB; None for a kernel that does not count it."""
+    try:
+        return int((_REPORTING / "parameters/reported_kib").read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def wait_until_cold() -> None:
+    """Wait until the host has taken free memory back.
+
+    Free pages are reported two seconds after they were freed, in portions. Where the kernel counts them, this returns
+    when the count hardly grows any more; elsewhere after eight seconds.
+    """
+    last = _reported()
+    if last is None:
+        time.sleep(8.0)
+        return
+    time.sleep(2.5)
+    deadline = time.monotonic() + 8.0
+    while time.monotonic() < deadline:
+        time.sleep(0.5)
+        now = _reported() or last
+        if now - last < 16 << 10:
+            return
+        last = now
+
+
+def probe(nbytes: int, *, cold: bool) -> dict[str, float]:
+    """Return how fast memory can be touched first when it is backed and, if requested, when it is cold, in GB/s.
+
+    "cold" is missing where there is no difference: without a host that takes free memory back, no memory is cold.
+    """
+    with fresh(nbytes, huge=True) as memory:
+        touch(memory)
+    rates = {"backed": first_touch(nbytes)}
+    if cold and _REPORTING.exists():
+        wait_until_cold()
+        rate = first_touch(nbytes)
+        if rate < _COLD * rates["backed"]:
+            rates["cold"] = rate
+    return rates
 
 
 def _status(field: str) -> int:

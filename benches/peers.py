@@ -7,7 +7,6 @@ import gc
 import multiprocessing
 import os
 import platform
-import statistics
 import sys
 import threading
 import time
@@ -18,9 +17,9 @@ from urllib.parse import urlsplit, urlunsplit
 
 import torch
 
-from contenders import OURS, THEIRS, Contender, version
-from main_loop import MainLoop
-from memory import Ballast, PeakMemory, fresh, touch
+from contenders import MODULES, OURS, THEIRS, Contender, StateRefused, version
+from main_loop import MainLoop, TrainingLoop
+from memory import Ballast, PeakMemory, fresh, probe, touch, wait_until_cold
 from raw_socket import RawReceiver, RawSender, floor
 from states import ROWS, digest, measure, warm_up_state
 
@@ -33,14 +32,21 @@ _ANSWER_S = 180.0
 _STEPS = {"warm_up": 1, "state": 2}
 
 
+_LOOPS = {"steps": MainLoop, "training": TrainingLoop}
+
+
 class PeerError(Exception):
     """A child failed, died or took too long."""
+
+
+class Refused(PeerError):
+    """A transport cannot take the state at all."""
 
 
 class Agent:
     """The commands of a child: each public method is one, and returns plain data."""
 
-    def __init__(self, loop: MainLoop | None) -> None:
+    def __init__(self, loop: MainLoop | TrainingLoop | None) -> None:
         self._loop = loop
         self._states: dict[str, Any] = {"warm_up": warm_up_state()}
         self._live: Any = self._states["warm_up"]
@@ -65,6 +71,14 @@ class Agent:
         """Release the ballast, so that the next allocation of any process can have its pages."""
         self._ballast.release()
 
+    def probe_memory(self, nbytes: int, cold: bool) -> dict[str, float]:
+        """Return how fast backed and, if there is any, cold memory is touched first, in GB/s."""
+        return probe(nbytes, cold=cold)
+
+    def wait_until_cold(self) -> None:
+        """Return when the machine's free memory is cold."""
+        wait_until_cold()
+
     def build(self, row: str, scale: float, seed: int) -> dict[str, int]:
         """Make a row's state."""
         threads = torch.get_num_threads()
@@ -79,10 +93,12 @@ class Agent:
         parts = urlsplit(self._transport.metadata())
         return urlunsplit(parts._replace(netloc=f"127.0.0.1:{parts.port}"))
 
+    def join(self, metadata: str) -> None:
+        """Meet the other process, where the transport needs that."""
+        self._transport.join(metadata)
+
     def send(self, which: str) -> dict[str, Any]:
         """Send a state; return when that call began and ended."""
-        gc.collect()
-        self._peak = PeakMemory()
         begin = time.perf_counter_ns()
         self._transport.send_checkpoint([1], _STEPS[which], self._states[which], _TIMEOUT)
         return {"window": (begin, time.perf_counter_ns())}
@@ -92,29 +108,22 @@ class Agent:
         self._transport.disallow_checkpoint()
 
     def extra_memory(self) -> int | None:
-        """Return the peak of memory above the level at the last `send`."""
+        """Return the peak of memory above the level at the last `watch_memory`."""
         return self._peak.extra()
 
-    def receive(self, metadata: str, which: str, repeats: int, at_least_s: float) -> dict[str, Any]:
-        """Receive `repeats` times or more, for at least `at_least_s` seconds; the last result is kept."""
-        self._live = self._states.get(which)
-        windows: list[tuple[int, int]] = []
-        spent = 0
-        gc.collect()
-        peak = PeakMemory()
-        while len(windows) < repeats or spent < at_least_s * 1e9:
-            self._received = None
-            begin = time.perf_counter_ns()
-            self._received = self._transport.recv_checkpoint(0, metadata, _STEPS[which], _TIMEOUT)
-            windows.append((begin, time.perf_counter_ns()))
-            spent += windows[-1][1] - begin
-        seconds = statistics.median(end - begin for begin, end in windows) / 1e9
-        return {"s": seconds, "windows": windows, "extra": peak.extra()}
-
-    def forget(self) -> None:
-        """Drop the received state, so that its memory is returned."""
+    def watch_memory(self) -> None:
+        """Begin to watch the peak of this process's memory, from a clean state."""
         self._received = None
         gc.collect()
+        self._peak = PeakMemory()
+
+    def receive(self, metadata: str, which: str) -> tuple[int, int]:
+        """Receive once; the result is kept. Returns when that call began and ended."""
+        self._live = self._states.get(which)
+        self._received = None
+        begin = time.perf_counter_ns()
+        self._received = self._transport.recv_checkpoint(0, metadata, _STEPS[which], _TIMEOUT)
+        return begin, time.perf_counter_ns()
 
     def digest(self, received: bool) -> str:
         """Return the digest of the state that was built, or of the one received."""
@@ -154,9 +163,14 @@ class Agent:
         receiver.close()
         return windows
 
+    def train(self) -> None:
+        """Start training; return after the first step."""
+        assert isinstance(self._loop, TrainingLoop)
+        self._loop.begin()
+
     def loop_begin(self, unloaded_s: float) -> dict[str, float]:
         """Start the main loop; return its gaps and rate while nothing else happens."""
-        assert self._loop is not None
+        assert isinstance(self._loop, MainLoop)
         self._loop.begin()
         time.sleep(0.1)
         begin = time.perf_counter_ns()
@@ -165,18 +179,20 @@ class Agent:
 
     def loop_during(self, windows: list[tuple[int, int]]) -> dict[str, float]:
         """Return the gaps and the rate of the main loop in some windows of time."""
-        assert self._loop is not None
+        assert isinstance(self._loop, MainLoop)
         return self._loop.during(windows)
 
 
-def _obey(pipe: Connection, agent: Agent, loop: MainLoop | None) -> None:
+def _obey(pipe: Connection, agent: Agent, loop: MainLoop | TrainingLoop | None) -> None:
     try:
         while (order := pipe.recv()) is not None:
             command, arguments = order
             try:
-                pipe.send((True, getattr(agent, command)(**arguments)))
+                pipe.send((None, getattr(agent, command)(**arguments)))
+            except StateRefused as error:
+                pipe.send((Refused, str(error)))
             except Exception:
-                pipe.send((False, traceback.format_exc()))
+                pipe.send((PeerError, traceback.format_exc()))
     except (EOFError, OSError):  # the parent is gone, so no answer is needed
         pass
     finally:
@@ -184,15 +200,15 @@ def _obey(pipe: Connection, agent: Agent, loop: MainLoop | None) -> None:
             loop.stop()
 
 
-def _child(pipe: Connection, log: str, busy: bool) -> None:
+def _child(pipe: Connection, log: str, loop_name: str | None) -> None:
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     sys.stderr.flush()
     os.dup2(descriptor, 2)  # torchft logs every request and torch its warnings: kept, but not on the terminal
     os.close(descriptor)
-    if not busy:
+    if loop_name is None:
         _obey(pipe, Agent(None), None)
         return
-    loop = MainLoop()
+    loop = _LOOPS[loop_name]()
     orders = threading.Thread(target=_obey, args=(pipe, Agent(loop), loop))
     orders.start()
     loop.run()
@@ -200,11 +216,14 @@ def _child(pipe: Connection, log: str, busy: bool) -> None:
 
 
 class Peer:
-    """A child process, which answers commands in the order they were sent."""
+    """A child process, which answers commands in the order they were sent.
 
-    def __init__(self, context: Any, log: str, *, busy: bool = False) -> None:
+    `loop`: what its main thread runs, "steps" or "training"; without one the main thread takes the commands itself.
+    """
+
+    def __init__(self, context: Any, log: str, *, loop: str | None = None) -> None:
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_child, args=(theirs, log, busy), daemon=True)
+        self._process = context.Process(target=_child, args=(theirs, log, loop), daemon=True)
         self._process.start()
         theirs.close()
 
@@ -213,15 +232,18 @@ class Peer:
         self._pipe.send((command, arguments))
 
     def wait(self) -> Any:
-        """Return the answer to the oldest command; raise PeerError if there is none in time or it failed."""
+        """Return the answer to the oldest command; raise PeerError if there is none in time or it failed.
+
+        Raises Refused, which is one, where a transport cannot take the state.
+        """
         try:
             if not self._pipe.poll(_ANSWER_S):
                 raise PeerError(f"no answer within {_ANSWER_S:.0f} s")
-            done, answer = self._pipe.recv()
+            failure, answer = self._pipe.recv()
         except (EOFError, OSError) as error:
             raise PeerError("the process ended without an answer") from error
-        if not done:
-            raise PeerError(answer)
+        if failure is not None:
+            raise failure(answer)
         return answer
 
     def ask(self, command: str, **arguments: Any) -> Any:
@@ -251,6 +273,6 @@ def context(start: str, *, optimizers: bool) -> Any:
     """
     chosen = multiprocessing.get_context(start)
     if start == "forkserver":
-        transports = ["torchft.checkpointing.http_transport", "tensorferry"]
-        chosen.set_forkserver_preload(["torch", *transports, *(["torch._dynamo"] if optimizers else [])])
+        imports = ["torch", *MODULES.values(), "torchft.process_group", *(["torch._dynamo"] if optimizers else [])]
+        chosen.set_forkserver_preload(imports)
     return chosen

@@ -1,4 +1,4 @@
-"""Draws the results: how many times faster than torchft's best each contender receives each row."""
+"""Draws the table: for each line how fast every transport is beside torchft's faster one."""
 
 from __future__ import annotations
 
@@ -6,68 +6,48 @@ from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
 
-from contenders import OURS
-from report import title
+from report import COLUMNS, table_lines
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-_GAP = 0.16  # between rows, as a share of a row's place
-
-
-def _bars(results: dict[str, Any]) -> list[list[dict[str, Any]]]:
-    """Return the lines to draw of each row, torchft's first; of torchft's only those of the first receive."""
-    rows = []
-    for row in results["rows"]:
-        lines = [line for line in row["summary"]["lines"] if line["speedup"]]
-        shown = [line for line in lines if line["contender"].startswith(OURS) or line["order"] == "first"]
-        rows.append(sorted(shown, key=_identity))
-    return rows
-
-
-def _identity(line: dict[str, Any]) -> tuple[bool, str, str]:
-    return line["contender"].startswith(OURS), line["contender"], line["order"]
+#: Colour and marker of each column of the table: both torchft's in grey and orange, both of ours in blue and green.
+_STYLES = dict(zip(COLUMNS, (("#8c8c8c", "s"), ("#e08214", "D"), ("#1f5fbf", "o"), ("#1b9e77", "^")), strict=True))
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Write the bar chart as a PNG; whiskers reach from the lowest to the highest round."""
+    """Write the chart as a PNG; whiskers reach from the lowest to the highest ratio within a round."""
     mpl.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
-    rows = _bars(results)
-    kinds = sorted({_identity(line) for row in rows for line in row})
-    colours = {}
-    for ours, map_name in ((False, "Greys"), (True, "Blues")):
-        family = [kind for kind in kinds if kind[0] == ours]
-        for i, kind in enumerate(family):
-            colours[kind] = pyplot.get_cmap(map_name)(0.35 + 0.5 * (i + 1) / len(family))
-    figure, axes = pyplot.subplots(figsize=(2.5 + 2.0 * len(rows), 5))
-    width = (1 - _GAP) / max(map(len, rows), default=1)
-    labelled = set()
-    for at, row in enumerate(rows):
-        for i, line in enumerate(row):
-            kind, speed = _identity(line), line["speedup"]
-            bar = axes.bar(
-                at + (i - (len(row) - 1) / 2) * width,
-                speed["median"],
-                width * 0.94,
-                yerr=[[speed["median"] - speed["low"]], [speed["high"] - speed["median"]]],
-                label=title(line) if kind not in labelled else None,
-                color=colours[kind],
-                ecolor="#444",
-                capsize=2,
-            )
-            labelled.add(kind)
-            if kind[0]:
-                axes.bar_label(bar, [f"{speed['median']:.1f}x"], padding=2, fontsize=8)
-    axes.axhline(1.0, color="#c0392b", linewidth=1, linestyle="--")
-    axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
-    axes.set_xticks(range(len(rows)), [row["title"] for row in results["rows"]])
-    axes.set_ylabel("receive speed, torchft's best chunk count = 1")
-    axes.set_title("recv_checkpoint against torchft's HTTPTransport: median, lowest and highest round")
-    axes.legend(fontsize=8, ncols=2, frameon=False, loc="upper left")
-    axes.margins(y=0.12)
+    lines = table_lines(results)
+    figure, axes = pyplot.subplots(figsize=(9.5, 1.4 + 0.42 * len(lines)))
+    for at, line in enumerate(lines):
+        rivals = [line.seconds[column] for column in COLUMNS[:2] if column in line.seconds]
+        if not rivals:
+            continue
+        best = min(rivals)
+        places = [column for column in COLUMNS if column in line.seconds]
+        for column in places:
+            colour, marker = _STYLES[column]
+            y = at + {COLUMNS[2]: -0.14, COLUMNS[3]: 0.14}.get(column, 0.0)
+            speed = best / line.seconds[column]
+            if ratio := line.ratios.get(column):
+                speed = ratio["median"]
+                axes.plot([ratio["low"], ratio["high"]], [y, y], color=colour, linewidth=1.6, alpha=0.5, zorder=2)
+            axes.plot(speed, y, marker=marker, color=colour, markersize=7, linestyle="none", zorder=3)
+    axes.axvline(1.0, color="#333", linewidth=0.8)
+    for column, (colour, marker) in _STYLES.items():
+        axes.plot([], [], marker=marker, color=colour, linestyle="none", label=column)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}x")
+    axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_minor_formatter(ticker.NullFormatter())
+    axes.set_yticks(range(len(lines)), [f"{line.title} ({line.memory})" for line in lines])
+    axes.set_ylim(len(lines) - 0.5, -0.5)
+    axes.set_xlabel("speed of recv_checkpoint; the better of torchft's two transports = 1")
+    axes.legend(ncols=4, frameon=False, loc="lower left", bbox_to_anchor=(0.0, 1.0))
+    axes.grid(axis="x", which="major", color="#ddd", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -67,21 +67,45 @@ def _transformer(scale: float, seed: int) -> State:
     return {"user": user, "torchft": {"step": seed, "batches_committed": 2 * seed}}
 
 
+#: What is told apart in a row, and the state of the memory that the bytes come into.
+LINES = {
+    "first": "backed",
+    "cold": "cold",
+    "second": "used before",
+    "in place": "its own",
+    "in place, second": "its own",
+}
+
+
 @dataclass(frozen=True)
 class Row:
     """One shape of state: `build(scale, seed)` makes it; the rest says how it is measured.
 
-    `repeats` is the number of receives of one sample (their median counts), `rounds` a cap on the rounds asked for,
-    `chunks` torchft's chunk counts; a `large` row also gets the raw sockets, a second receive and receives in place.
+    Attributes:
+        table: its lines of the table, of those in `LINES`; the others are in the JSON and in the details
+        in_place: received in place, too
+        again: received a second time by the same process
+        cold: received into cold memory, too (see `memory.py`)
+        floor: beside raw sockets, and with more of torchft's chunks if everything is measured
+        job: while training loops run in both processes, as the first receive of a fresh process: nothing warms it up
+        has_optimizer: building it takes torch's optimizers
+        repeats: the receives of one sample, whose median counts
+        rounds: a cap on the rounds asked for
+        default: measured without `--full`, too
     """
 
     name: str
     title: str
     build: Callable[[float, int], State]
-    large: bool = False
+    table: tuple[str, ...] = ("first",)
+    in_place: bool = False
+    again: bool = False
+    cold: bool = False
+    floor: bool = False
+    job: bool = False
+    has_optimizer: bool = False
     repeats: int = 1
     rounds: int | None = None
-    chunks: tuple[int, ...] = (0, 4, 8)
     default: bool = True
 
 
@@ -89,36 +113,48 @@ def _count(wanted: int, scale: float) -> int:
     return max(64, int(wanted * scale))
 
 
+_LARGE: dict[str, Any] = {"in_place": True, "again": True, "floor": True}
+_JOB: dict[str, Any] = {"in_place": True, "job": True, "has_optimizer": True, "table": ("first", "in place")}
+
 ROWS = {
     row.name: row
     for row in (
         Row(
             "large",
-            "few large (8 x 128 MiB)",
+            "8 x 128 MiB",
             lambda scale, seed: _equal_tensors(8, int(128 * MIB * scale), seed),
-            large=True,
+            table=("first", "cold", "second", "in place"),
+            cold=True,
+            **_LARGE,
         ),
         Row(
             "one",
-            "one 1 GiB tensor",
+            "one tensor of 1 GiB",
             lambda scale, seed: _equal_tensors(1, int(GIB * scale), seed),
-            large=True,
-            chunks=(0, 4),  # a chunk holds whole tensors: more of them change nothing here
+            table=("first", "in place"),
+            default=False,
+            **_LARGE,
         ),
-        Row("transformer", "transformer + Adam", _transformer, large=True),
         Row(
-            "small",
-            "100,000 x 1 KiB",
-            lambda scale, seed: _equal_tensors(_count(100_000, scale), 1024, seed),
-            chunks=(0, 4),
+            "transformer",
+            "transformer + Adam",
+            _transformer,
+            table=("first", "cold", "second", "in place"),
+            has_optimizer=True,
+            cold=True,
+            **_LARGE,
+        ),
+        Row(
+            "small", "100,000 x 1 KiB", lambda scale, seed: _equal_tensors(_count(100_000, scale), 1024, seed), rounds=3
         ),
         Row("tiny", "16 KiB in total", lambda scale, seed: _equal_tensors(16, 1024, seed), repeats=50),  # noqa: ARG005
+        Row("job28", "28 MB, in a job", lambda scale, seed: _transformer(0.0625 * scale, seed), **_JOB),
+        Row("job154", "154 MB, in a job", lambda scale, seed: _transformer(0.31 * scale, seed), **_JOB),
         Row(
             "million",
             "1,000,000 x 64 B",
             lambda scale, seed: _equal_tensors(_count(1_000_000, scale), 64, seed),
-            rounds=2,
-            chunks=(0,),
+            rounds=1,
             default=False,
         ),
     )

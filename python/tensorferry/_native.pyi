@@ -282,7 +282,7 @@ def _write_file(
     control: list[tuple[str, bytes]],
     metadata: list[tuple[str, str]],
     threads: int | None = None,
-    cached: bool = False,
+    cached: bool | None = None,
 ) -> Written: ...
 def _file_entries(path: str | PathLike[str], names: list[str]) -> list[bytes | None]: ...
 def _read_file(

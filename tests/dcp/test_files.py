@@ -105,12 +105,13 @@ def test_a_save_into_the_same_folder_replaces_the_one_before(tmp_path, save):
 
 def test_large_files_go_past_the_page_cache_unless_they_shall_not(tmp_path):
     state = {"large": torch.arange(17 << 20, dtype=torch.int32), "small": torch.arange(5)}
-    for cached in (False, True):
+    for cached in (False, True, None):
         writer = FileWriter(tmp_path, cached=cached)
         dcp.save(state, storage_writer=writer)
         assert writer.report["bytes"] > state["large"].nbytes
         # On a file system without direct writes the bytes go through the cache.
-        assert writer.report["direct"] in ({0} if cached else {0, state["large"].nbytes})
+        if cached is not None:  # otherwise that depends on the machine
+            assert writer.report["direct"] in ({0} if cached else {0, state["large"].nbytes})
         found = {name: torch.zeros_like(value) for name, value in state.items()}
         dcp.load(found, storage_reader=FileReader(tmp_path))
         assert all(map(torch.equal, found.values(), state.values()))

@@ -103,9 +103,10 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
         path: the folder; the ``checkpoint_id`` of a save overrides it
         threads: threads with which a rank writes; ``None`` chooses by the number of cores
         overwrite: ``False`` refuses a folder that has a checkpoint
-        cached: write large files through the page cache, too. That takes longer, but a load soon after on this machine
-            reads from memory. By default files of 64 MiB or more bypass the page cache where the file system supports
-            it
+        cached: whether files of 64 MiB or more are written through the page cache, so that a load soon after on this
+            machine reads from memory (``True``), or bypass it where the file system supports that, which takes less
+            processor time (``False``). ``None`` chooses the first while the file takes at most an eighth of the
+            available memory, unless memory turns out to be slower than a disk. Smaller files never bypass the cache
 
     Attributes:
         report: what the last save wrote on this rank, without the index: ``bytes``, and of these ``direct``, the bytes
@@ -121,13 +122,13 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
         *,
         threads: int | None = None,
         overwrite: bool = True,
-        cached: bool = False,
+        cached: bool | None = None,
     ) -> None:
         super().__init__()
         self._path = _folder(path)
         self._threads = _threads(threads)
         self._overwrite = _validate.boolean("overwrite", overwrite)
-        self._cached = _validate.boolean("cached", cached)
+        self._cached = None if cached is None else _validate.boolean("cached", cached)
         self.report: dict[str, int] = {"bytes": 0, "direct": 0}
         self._running = _Running()
 
@@ -207,7 +208,8 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
         )
         save.written = written
         self.report = {"bytes": written.bytes, "direct": written.direct}
-        done.set_result(packed.results(name, written.header))
+        with _gc.gc_paused():
+            done.set_result(packed.results(name, written.header))
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -219,14 +221,15 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
             SystemRefused: the index cannot be written
         """
         save = self._running.save
-        stored = {result.index: result.storage_data for of_rank in results for result in of_rank}
-        metadata.storage_data = stored
-        metadata.storage_meta = StorageMeta(checkpoint_id=save.path, save_id=save.id)
-        files = {ref.container: ref.header for ref in stored.values()}
-        control = [
-            (reserved.INDEX, index.encode(metadata, stored)),
-            (reserved.INDEX_FILES, Commit(files, save.began).encode()),
-        ]
+        with _gc.gc_paused():
+            stored = {result.index: result.storage_data for of_rank in results for result in of_rank}
+            metadata.storage_data = stored
+            metadata.storage_meta = StorageMeta(checkpoint_id=save.path, save_id=save.id)
+            files = {ref.container: ref.header for ref in stored.values()}
+            control = [
+                (reserved.INDEX, index.encode(metadata, stored)),
+                (reserved.INDEX_FILES, Commit(files, save.began).encode()),
+            ]
         with _finishing.held(), commits.holding(save.path, files):
             before = commits.committed(save.index)
             if before is not None and before != save.before and before.began > save.began:
@@ -383,7 +386,8 @@ class FileReader(_InFolder, SliceReader):
                 raise self._incomplete()
         self._refuse_two(path)
         source = FolderSource(path, self._threads)
-        metadata = self._open(source, str(path))
+        with _gc.gc_paused():
+            metadata = self._open(source, str(path))
         self._shared = source if shared else None
         metadata.storage_meta = StorageMeta(checkpoint_id=self._path)
         return metadata

@@ -13,8 +13,7 @@ import math
 import pickle
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -45,8 +44,7 @@ _NOT_WALKED = (str, int, bool, type(None), torch.dtype)
 _DTYPES = {name: dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
 
 
-@dataclass(frozen=True)
-class EntryRef:
+class EntryRef(NamedTuple):
     """Where a chunk or an object is stored.
 
     Attributes:
@@ -76,10 +74,13 @@ def encode(metadata: Metadata, stored: dict[MetadataIndex, EntryRef]) -> bytes:
     containers = sorted({ref.container for ref in stored.values()})
     number = {container: i for i, container in enumerate(containers)}
 
-    def written(index: MetadataIndex) -> list[Any]:
-        ref = stored.get(index)
+    # By tuples, because torch's own keys are compared and hashed in Python.
+    by_key = {(index.fqn, index.offset): ref for index, ref in stored.items()}
+
+    def written(fqn: str, offset: Any = None) -> list[Any]:
+        ref = by_key.get((fqn, offset))
         if ref is None:
-            raise InvalidArgument(f"the planner's metadata names {index}, which no rank has written")
+            raise InvalidArgument(f"the planner's metadata names {MetadataIndex(fqn, offset)}, which no rank has written")
         return [number[ref.container], ref.entry, ref.dtype, ref.nbytes, ref.kind]
 
     state: dict[str, list[Any]] = {}
@@ -87,9 +88,9 @@ def encode(metadata: Metadata, stored: dict[MetadataIndex, EntryRef]) -> bytes:
         if not isinstance(fqn, str):
             raise InvalidArgument(f"the keys of a state_dict must be strings, not {fqn!r}")
         if isinstance(value, BytesStorageMetadata):
-            state[fqn] = ["b", written(MetadataIndex(fqn))]
+            state[fqn] = ["b", written(fqn)]
             continue
-        chunks = [[*map(list, (c.offsets, c.sizes)), written(MetadataIndex(fqn, c.offsets))] for c in value.chunks]
+        chunks = [[*map(list, (c.offsets, c.sizes)), written(fqn, c.offsets)] for c in value.chunks]
         properties = value.properties
         dtype = str(properties.dtype).removeprefix("torch.")
         state[fqn] = ["t", dtype, list(value.size), bool(properties.requires_grad), chunks]
@@ -189,9 +190,13 @@ def decode(text: bytes, where: str, allowed: Allowed) -> Metadata:
             size = _sizes(size)
             listed = []
             for offsets, sizes, ref in chunks:
-                chunk = ChunkStorageMetadata(offsets=_sizes(offsets), sizes=_sizes(sizes))
-                inside = all(o + n <= dim for o, n, dim in zip(chunk.offsets, chunk.sizes, size, strict=True))
-                if not inside:
+                # Most chunks are a whole tensor, whose shape was checked.
+                whole = sizes == stored[2]
+                chunk = ChunkStorageMetadata(offsets=_sizes(offsets), sizes=size if whole else _sizes(sizes))
+                inside = whole and not any(chunk.offsets) and len(chunk.offsets) == len(size)
+                if not inside and not all(
+                    o + n <= dim for o, n, dim in zip(chunk.offsets, chunk.sizes, size, strict=True)
+                ):
                     raise ValueError(f"{fqn} of {list(size)} has a chunk of {list(sizes)} at {list(offsets)}")
                 listed.append(chunk)
                 refs.add(MetadataIndex(fqn, chunk.offsets), ref)
@@ -246,10 +251,11 @@ class _EntryRefs:
         container, entry, dtype, nbytes, kind = stored
         if kind not in (ELEMENTS, OBJECT, PICKLED_TENSOR):
             raise ValueError(f"the entry of {index.fqn} has an unknown kind")
-        if index in self.known or (container, entry) in self._taken:
+        key = (_size(container), _string(entry))
+        ref = EntryRef(self._containers[container], entry, _string(dtype), _size(nbytes), kind)
+        if key in self._taken or self.known.setdefault(index, ref) is not ref:
             raise ValueError(f"{index.fqn} occurs twice, or its entry belongs to another item as well")
-        self._taken.add((_size(container), _string(entry)))
-        self.known[index] = EntryRef(self._containers[container], entry, _string(dtype), _size(nbytes), kind)
+        self._taken.add(key)
 
 
 def _read_planner_data(stored: Any, keys: Iterable[str], where: str, allowed: Allowed) -> Any:

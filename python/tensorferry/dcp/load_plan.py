@@ -13,6 +13,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
+from .. import _gc
 from ..errors import ProtocolError, StateMismatch, UnsafePickle
 from ..memory.accelerator import ACCELERATOR
 from ..memory.tensors import DTYPE_NAMES, address, byte_strides, room, scratch, takes_bytes, view_as, why_not_writable
@@ -68,6 +69,13 @@ class Reading:
             SystemRefused: the index announces an object that is larger than the memory of this machine
             InvalidArgument: a graph is being captured on a device that is to be written to
         """
+        # Not during the last fetch, which is the only one unless much passes through temporary memory.
+        with _gc.gc_paused():
+            self._schedule(plan)
+        self._flush()
+
+    def _schedule(self, plan: LoadPlan) -> None:
+        """Turns all items into slices to be fetched, and fetches them whenever much temporary memory is held."""
         objects, tensors = [], []
         for item in plan.items:
             ref = self._ref(item)
@@ -85,7 +93,6 @@ class Reading:
             self._schedule_tensor(item, ref, target, alone)
             if self._temporary_bytes > _SCRATCH:
                 self._flush()
-        self._flush()
 
     def _flush(self) -> None:
         """Reads all scheduled slices, and then does what was scheduled for after the read."""
@@ -177,9 +184,14 @@ class Reading:
             self._after_read.append(lambda: commit(None))
             return
         size = dtype.itemsize
+        direct = alone and takes_bytes(target, dtype) and not self._accelerator.holding([target])
+        if direct and lengths == shape and target.is_contiguous():
+            self._add(place, 0, place.nbytes, address(target), [])
+            self._then.append(lambda: commit(None))
+            return
         strides = contiguous_strides(shape, size)
         start = sum(offset * stride for offset, stride in zip(item.storage_offsets, strides, strict=True))
-        if alone and takes_bytes(target, dtype) and not self._accelerator.holding([target]):
+        if direct:
             run, repeats = runs(lengths, strides, byte_strides(target), size)
             if run >= _SHORT_RUN or not repeats:
                 self._schedule_slice(ref, start, run, address(target), repeats)
@@ -243,10 +255,14 @@ def _without_aliases(targets: list[tuple[ReadItem, torch.Tensor]]) -> list[bool]
         key = item.dest_index
         boxes[key].append((number, item))
         if target.device.type == "cpu" and target.layout is torch.strided and target.numel():
-            reach = sum((n - 1) * stride for n, stride in zip(target.shape, byte_strides(target), strict=True))
-            low, high = spans.get(key, (address(target), 0))
-            start = address(target)
-            spans[key] = (min(low, start), max(high, start + reach + target.element_size()))
+            start, size = address(target), target.element_size()
+            if target.is_contiguous():
+                end = start + target.numel() * size
+            else:
+                strides = byte_strides(target)
+                end = start + sum((n - 1) * stride for n, stride in zip(target.shape, strides, strict=True)) + size
+            low, high = spans.get(key, (start, 0))
+            spans[key] = (min(low, start), max(high, end))
     alone = [True] * len(targets)
     end, before = 0, None
     for key, (low, high) in sorted(spans.items(), key=lambda entry: entry[1]):

@@ -107,6 +107,8 @@ def byte_span(value: Tensor) -> tuple[int, int] | None:
         start = value.storage_offset() * size
         if value.numel() == 0:
             return start, start
+        if value.is_contiguous():
+            return start, start + value.numel() * size
         reach = sum((dim - 1) * stride for dim, stride in zip(value.shape, value.stride(), strict=True))
         return start, start + (reach + 1) * size
     except Exception:  # Subclasses without strides, offset or storage may raise anything.
@@ -224,6 +226,8 @@ def takes_bytes(value: Tensor, dtype: torch.dtype) -> bool:
         return False
     if value.is_conj() or value.is_neg() or value.is_quantized or value.is_nested:
         return False
+    if value.is_contiguous():
+        return True
     extent = 1
     for stride, dim in sorted(
         (stride, dim) for stride, dim in zip(value.stride(), value.shape, strict=True) if dim > 1

@@ -70,7 +70,7 @@ class Container:
         )
 
     def write(
-        self, path: PathLike[str], *, partial: PathLike[str], threads: int | None = None, cached: bool = False
+        self, path: PathLike[str], *, partial: PathLike[str], threads: int | None = None, cached: bool | None = None
     ) -> Written:
         """Writes the container to the file ``path``, which appears only when all of it is on the disk.
 
@@ -78,7 +78,7 @@ class Container:
             path: the file; an existing one is replaced
             partial: the name of the file while it is being written
             threads: threads that write; ``None`` chooses by the number of cores
-            cached: write large files through the page cache, too
+            cached: whether large files are written through the page cache; ``None`` chooses, see ``FileWriter``
 
         Returns:
             How much was written; while this object lives, the file stays locked.

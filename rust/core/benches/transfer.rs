@@ -28,6 +28,7 @@ const SERVER: &str = "TENSORFERRY_BENCH_SERVER";
 struct Source {
     child: Child,
     large: String,
+    borrowed: String,
     half: String,
     small: String,
     raw: SocketAddr,
@@ -43,9 +44,9 @@ impl Source {
             .unwrap();
         let mut lines = BufReader::new(child.stdout.take().unwrap()).lines().map(Result::unwrap);
         let mut next = || lines.next().unwrap();
-        let (large, half, small) = (next(), next(), next());
+        let (large, borrowed, half, small) = (next(), next(), next(), next());
         let raw = next().parse().unwrap();
-        Self { child, large, half, small, raw }
+        Self { child, large, borrowed, half, small, raw }
     }
 }
 
@@ -61,21 +62,22 @@ impl Drop for Source {
 fn serve() {
     let runtime = Runtime::new().unwrap();
     let memory = Bytes::from(vec![7_u8; LARGE]);
-    let publish = |entries: usize, len: usize| {
+    let publish = |entries: usize, len: usize, stability: Stability| {
         let server =
             Server::bind(&ServerConfig { same_host: true, ..ServerConfig::default() }, runtime.handle()).unwrap();
         let item =
             |i| Item::bytes(format!("layer.{i}"), Dtype::U8, &[len as u64], memory.slice(i * len..(i + 1) * len));
         let items = (0..entries).map(item).collect();
-        let publication = Publication::new(Vec::new(), items, Stability::Private, Box::new(())).unwrap();
+        let publication = Publication::new(Vec::new(), items, stability, Box::new(())).unwrap();
         server.store().publish(STEP, publication);
         println!("{}", server.url("127.0.0.1"));
         server
     };
     let servers = [
-        publish(LARGE_ENTRIES, LARGE / LARGE_ENTRIES),
-        publish(LARGE_ENTRIES / 2, LARGE / LARGE_ENTRIES),
-        publish(SMALL_ENTRIES, SMALL),
+        publish(LARGE_ENTRIES, LARGE / LARGE_ENTRIES, Stability::Private),
+        publish(LARGE_ENTRIES, LARGE / LARGE_ENTRIES, Stability::Borrowed),
+        publish(LARGE_ENTRIES / 2, LARGE / LARGE_ENTRIES, Stability::Private),
+        publish(SMALL_ENTRIES, SMALL, Stability::Private),
     ];
     let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
     println!("{}", listener.local_addr().unwrap());
@@ -178,21 +180,46 @@ fn measure(criterion: &mut Criterion, source: &Source, memory: &mut [u8]) {
     group.finish();
 }
 
-fn seconds(run: impl FnOnce()) -> f64 {
-    let started = Instant::now();
-    run();
-    started.elapsed().as_secs_f64()
+/// What moving some bytes took: seconds of time, and of CPU time of the process that sends and of this one.
+struct Cost {
+    seconds: f64,
+    sender: f64,
+    receiver: f64,
 }
 
-/// One row: the rate of what was measured, and how it compares with the floor of the same round.
-fn row(name: &str, bytes: usize, rounds: &[(f64, f64)]) {
-    let spread = |mut values: Vec<f64>| {
+/// Seconds of CPU time that the process of this number has taken.
+fn cpu_seconds(process: u32) -> f64 {
+    // What clock_getcpuclockid(3) gives, which the libc crate does not have.
+    let clock = !process.cast_signed() << 3 | 2;
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: the call writes to a variable of this function.
+    assert_eq!(unsafe { libc::clock_gettime(clock, &raw mut time) }, 0, "a process that exists has a clock");
+    time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
+}
+
+fn cost(source: &Source, run: impl FnOnce()) -> Cost {
+    let cpu = || (cpu_seconds(source.child.id()), cpu_seconds(std::process::id()));
+    let (before, started) = (cpu(), Instant::now());
+    run();
+    let (seconds, after) = (started.elapsed().as_secs_f64(), cpu());
+    Cost { seconds, sender: after.0 - before.0, receiver: after.1 - before.1 }
+}
+
+/// One row: the rate of what was measured, how it compares with the floor of the same round, and the milliseconds of
+/// CPU time that a GiB costs either side.
+fn row(name: &str, bytes: usize, rounds: &[(Cost, Cost)]) {
+    let spread = |value: &dyn Fn(&(Cost, Cost)) -> f64| {
+        let mut values: Vec<f64> = rounds.iter().map(value).collect();
         values.sort_by(f64::total_cmp);
         (values[values.len() / 2], values[0], values[values.len() - 1])
     };
-    let (rate, ..) = spread(rounds.iter().map(|(_, ours)| bytes as f64 / ours / 1e9).collect());
-    let (ratio, low, high) = spread(rounds.iter().map(|(floor, ours)| floor / ours).collect());
-    println!("{name:<44} {rate:>6.2} GB/s {ratio:>9.2} ({low:.2}-{high:.2})");
+    let per_gib = |seconds: f64| seconds * 1e3 * f64::from(1 << 30) / bytes as f64;
+    let (rate, ..) = spread(&|(_, ours)| bytes as f64 / ours.seconds / 1e9);
+    let (ratio, low, high) = spread(&|(floor, ours)| floor.seconds / ours.seconds);
+    let (sender, ..) = spread(&|(_, ours)| per_gib(ours.sender));
+    let (receiver, ..) = spread(&|(_, ours)| per_gib(ours.receiver));
+    let cpu = format!("{sender:>8.0} {receiver:>9.0}");
+    println!("{name:<44} {rate:>6.2} GB/s {cpu} {ratio:>9.2} ({low:.2}-{high:.2})");
 }
 
 /// A row of the table: its name, how many bytes it moves, and how.
@@ -202,9 +229,11 @@ type Row<'a> = (&'a str, usize, &'a dyn Fn(&mut [u8]));
 fn compare(source: &Source, memory: &mut [u8]) {
     let small = SMALL * SMALL_ENTRIES;
     let (large_url, small_url) = (source.large.as_str(), source.small.as_str());
-    let rows: [Row<'_>; 8] = [
+    let rows: [Row<'_>; 10] = [
         ("one raw socket, 256 MiB, touched", LARGE, &|m| floor(source, m, 1)),
+        ("two raw sockets, 256 MiB, touched", LARGE, &|m| floor(source, m, 2)),
         ("fetch, 256 MiB, touched", LARGE, &|m| fetch_into(large_url, Route::Network, m)),
+        ("fetch, 256 MiB, touched, borrowed source", LARGE, &|m| fetch_into(&source.borrowed, Route::Network, m)),
         ("fetch, 256 MiB, fresh", LARGE, &|_| fetch_fresh(large_url, Route::Network)),
         ("same host, 256 MiB, touched", LARGE, &|m| fetch_into(large_url, Route::SameHost, m)),
         ("same host, 256 MiB, fresh", LARGE, &|_| fetch_fresh(large_url, Route::SameHost)),
@@ -212,15 +241,16 @@ fn compare(source: &Source, memory: &mut [u8]) {
         ("fetch, 20,000 x 1 KiB, touched", small, &|m| fetch_into(small_url, Route::Network, m)),
         ("same host, 20,000 x 1 KiB, touched", small, &|m| fetch_into(small_url, Route::SameHost, m)),
     ];
-    let mut rounds: Vec<Vec<(f64, f64)>> = vec![Vec::new(); rows.len()];
+    let mut rounds: Vec<Vec<(Cost, Cost)>> = rows.iter().map(|_| Vec::new()).collect();
     for _ in 0..ROUNDS {
         for ((_, bytes, run), found) in rows.iter().zip(&mut rounds) {
-            let floor = seconds(|| floor(source, &mut memory[..*bytes], 2));
-            found.push((floor, seconds(|| run(&mut *memory))));
+            let floor = cost(source, || floor(source, &mut memory[..*bytes], 2));
+            found.push((floor, cost(source, || run(&mut *memory))));
         }
     }
     println!("\n{ROUNDS} rounds; floor: two raw sockets into touched memory, right before each row");
-    println!("{:<44} {:>11} {:>9} (min-max)", "", "median", "of floor");
+    println!("{:<44} {:>11} {:>18} {:>9}", "", "", "CPU ms per GiB of", "");
+    println!("{:<44} {:>11} {:>8} {:>9} {:>9} (min-max)", "", "median", "sender", "receiver", "of floor");
     for ((name, bytes, _), found) in rows.iter().zip(&rounds) {
         row(name, *bytes, found);
     }

@@ -121,11 +121,22 @@ fn a_large_file_goes_past_the_page_cache_and_is_the_same() {
     // It does not end on a whole page, and none of its memory is aligned to pages.
     let state = State::of(&[40 * BLOCK + 12_345, 7, 40 * BLOCK + 4096], 3);
     for count in [1, 3] {
-        let direct = put(&path, items(&state), &threads(count)).unwrap();
-        let options = FileOptions { cached: true, ..threads(count) };
+        let options = FileOptions { cached: Some(false), ..threads(count) };
+        let direct = put(&path, items(&state), &options).unwrap();
+        let options = FileOptions { cached: Some(true), ..threads(count) };
         let through = put(&cached, items(&state), &options).unwrap();
         assert_eq!(through.direct, 0);
+        // The first one is not in the page cache, the second one is.
+        for path in [&path, &cached] {
+            let container = Container::open(path).unwrap();
+            for (name, bytes) in &state.0 {
+                assert!(container.entry(name, &threads(count)).unwrap().unwrap() == *bytes, "{name}");
+            }
+        }
         assert_eq!(direct.bytes, through.bytes);
+        let unasked = put(&folder.0.join("unasked"), items(&state), &threads(count)).unwrap();
+        assert_eq!(unasked.bytes, through.bytes);
+        assert!(fs::read(folder.0.join("unasked")).unwrap() == fs::read(&cached).unwrap());
         assert!(fs::read(&path).unwrap() == fs::read(&cached).unwrap());
         let pages = direct.wanted / 4096 * 4096;
         assert_eq!(direct.direct, if can_write_directly(&folder.0) { pages } else { 0 });

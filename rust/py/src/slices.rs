@@ -70,7 +70,7 @@ impl PyWritten {
 /// `InvalidArgument` when the rows make no valid container, `SystemRefused` when the system does; nothing is left
 /// behind.
 #[pyfunction]
-#[pyo3(name = "_write_file", signature = (path, *, partial, rows, control, metadata, threads = None, cached = false))]
+#[pyo3(name = "_write_file", signature = (path, *, partial, rows, control, metadata, threads = None, cached = None))]
 #[allow(clippy::too_many_arguments, reason = "Python's keywords")]
 pub(crate) fn write_file(
     py: Python<'_>,
@@ -80,7 +80,7 @@ pub(crate) fn write_file(
     control: Vec<(String, Vec<u8>)>,
     metadata: Vec<(String, String)>,
     threads: Option<usize>,
-    cached: bool,
+    cached: Option<bool>,
 ) -> PyResult<PyWritten> {
     let rows = rows.get();
     let cancel = Cancel::new();

@@ -22,21 +22,25 @@ use crate::error::{Error, ErrorKind};
 
 /// Bytes that a thread writes or reads at a time.
 const CHUNK: u64 = 4 << 20;
+/// Bytes that are copied and checksummed in one go on their way from or to the page cache: they stay in the cache of a
+/// core.
+const PIECE: usize = 256 << 10;
 
-/// Files with so many bytes of payload are written past the page cache where the file system can: that is faster, less
-/// work for the processor, and takes no memory from others (docs/performance.md). Smaller ones save little, and their
-/// next reader finds them in the cache.
+/// Files with so many bytes of payload may be written past the page cache, where the file system can: that is less work
+/// for the processor and takes no memory from others (docs/performance.md). Smaller ones save little, and their next
+/// reader finds them in the cache.
 pub const DIRECT_FROM: u64 = 64 << 20;
 
-/// How a file is written or read. The defaults choose the number of threads, and write large files past the page cache.
+/// How a file is written or read. The defaults choose the number of threads, and how large files are written.
 #[derive(Clone, Debug, Default)]
 pub struct FileOptions {
     /// Threads; `None` chooses by the number of cores.
     pub threads: Option<usize>,
     /// Ends it from another thread.
     pub cancel: Cancel,
-    /// Writes everything through the page cache. Otherwise a file of [`DIRECT_FROM`] or more goes past it.
-    pub cached: bool,
+    /// Whether a file of [`DIRECT_FROM`] or more is written through the page cache. By default it is, for its next
+    /// reader, as long as it is small beside the available memory and that memory is no slower than a disk.
+    pub cached: Option<bool>,
 }
 
 impl FileOptions {

@@ -13,12 +13,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use tensorferry_wire::container::{DIGESTS_ENTRY, Header};
 use tensorferry_wire::digest::{self, Algorithm, FILE_BLOCK_SIZE, TableHead};
 
-use super::{CHUNK, FileOptions, FileReport, refused};
+use super::output::Buffer;
+use super::{CHUNK, FileOptions, FileReport, PIECE, refused};
 use crate::error::{Error, ErrorKind};
-use crate::payload::{Plan, Queue, Slice, checksum_blocks, slices};
+use crate::memory::nontemporal;
+use crate::payload::{Plan, Queue, Slice, checksum_blocks, copy_with_checksums, slices};
 
-/// As many slices as the system takes in one call.
-const MAX_SLICES: usize = 1024;
+/// Bytes that are requested from the disk in one call: the system takes no more notice of a longer one.
+const REQUEST: usize = 1 << 20;
 
 /// A container in a file: the header is read and verified.
 #[derive(Debug)]
@@ -160,9 +162,9 @@ impl Container {
             let queue = Queue::new(&runs, CHUNK / FILE_BLOCK_SIZE);
             let bytes = AtomicU64::new(0);
             let work = || {
-                let mut sink = Vec::new();
+                let mut buffer = Buffer::new(PIECE);
                 while let Some(mut range) = queue.take(|| {}) {
-                    match options.check().and_then(|()| self.read_blocks(&plan, range.at, range.end, &mut sink)) {
+                    match options.check().and_then(|()| self.read_blocks(&plan, range.at, range.end, &mut buffer)) {
                         Ok(read) => {
                             bytes.fetch_add(read, Ordering::Relaxed);
                         }
@@ -187,27 +189,39 @@ impl Container {
     }
 
     /// Reads and verifies blocks `[first, end)`; says how many bytes of the file that took.
-    fn read_blocks(&self, plan: &Plan, first: u64, end: u64, sink: &mut Vec<u8>) -> Result<u64, Error> {
+    ///
+    /// They come through a buffer that stays in the processor's cache, and leave it with stores that go past the cache:
+    /// a copy by the kernel straight to their places would bring those into the cache first.
+    fn read_blocks(&self, plan: &Plan, first: u64, end: u64, buffer: &mut Buffer) -> Result<u64, Error> {
         let failed = |e| refused(&self.path, "cannot be read", e);
         #[allow(clippy::cast_possible_truncation, reason = "a chunk has 8192 blocks at most")]
         let mut table = vec![0; 8 * (end - first) as usize];
         self.file.read_exact_at(&mut table, self.digests_at + 8 * first).map_err(failed)?;
+        let mut expected = table.as_chunks().0.iter().map(|word| u64::from_le_bytes(*word));
         let (start, stop) = (plan.block_bounds(first).0, plan.block_bounds(end - 1).1);
-        #[allow(clippy::cast_possible_truncation, reason = "no more than a chunk")]
-        let len = (stop - start) as usize;
-        if sink.len() < len {
-            sink.resize(len, 0);
+        let mut found = Vec::new();
+        let mut at = start;
+        while at < stop {
+            #[allow(clippy::cast_possible_truncation, reason = "no more than a piece")]
+            let bytes = buffer.room((stop - at).min(PIECE as u64) as usize);
+            fill(&self.file, bytes, self.payload_start + at, stop - at).map_err(failed)?;
+            found.clear();
+            plan.scatter(at, bytes, |from, to| {
+                if from.len() == bytes.len() {
+                    copy_with_checksums(from, to, &mut found);
+                } else {
+                    nontemporal::copy(from, to);
+                }
+            });
+            if found.is_empty() {
+                found = checksum_blocks(&Algorithm::Crc64, [&*bytes], FILE_BLOCK_SIZE);
+            }
+            if let Some(bad) = found.iter().position(|&found| expected.next() != Some(found)) {
+                return Err(self.corrupt(plan, at / FILE_BLOCK_SIZE + bad as u64));
+            }
+            at += bytes.len() as u64;
         }
-        plan.with_slices(start, stop, sink, |parts| read_into(&self.file, parts, self.payload_start + start))
-            .map_err(failed)?;
-        let found = plan.with_slices(start, stop, sink, |parts| {
-            checksum_blocks(&Algorithm::Crc64, parts.iter().map(|p| &**p), FILE_BLOCK_SIZE)
-        });
-        let expected = table.as_chunks().0.iter().map(|word| u64::from_le_bytes(*word));
-        if let Some(at) = expected.zip(&found).position(|(expected, &found)| expected != found) {
-            return Err(self.corrupt(plan, first + at as u64));
-        }
-        Ok((len + table.len()) as u64)
+        Ok(stop - start + table.len() as u64)
     }
 
     fn corrupt(&self, plan: &Plan, block: u64) -> Error {
@@ -222,30 +236,30 @@ impl Container {
     }
 }
 
-/// Fills `parts` with the bytes of `file` from `at` on.
-fn read_into(file: &File, parts: &mut [IoSliceMut<'_>], at: u64) -> io::Result<()> {
-    let (mut parts, mut at) = (parts, at);
-    loop {
-        IoSliceMut::advance_slices(&mut parts, 0);
-        if parts.is_empty() {
-            return Ok(());
-        }
-        let count = i32::try_from(parts.len().min(MAX_SLICES)).map_err(|_| io::ErrorKind::InvalidInput)?;
-        let offset = i64::try_from(at).map_err(|_| io::Error::from(io::ErrorKind::FileTooLarge))?;
-        // SAFETY: `IoSliceMut` has the layout of `iovec`; the slices are writable memory that is borrowed for the call.
-        let got = unsafe { libc::preadv(file.as_raw_fd(), parts.as_ptr().cast(), count, offset) };
-        match usize::try_from(got) {
-            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-            Ok(got) => {
-                IoSliceMut::advance_slices(&mut parts, got);
-                at += got as u64;
-            }
-            Err(_) => {
-                let error = io::Error::last_os_error();
-                if error.kind() != io::ErrorKind::Interrupted {
-                    return Err(error);
-                }
-            }
+/// Fills `bytes` from `at` of `file` on. If they are not in the page cache, all `wanted` bytes from there on are
+/// requested at once: the disk has more to do then than one read after the other would give it.
+fn fill(file: &File, bytes: &mut [u8], at: u64, wanted: u64) -> io::Result<()> {
+    let cached = read_cached(file, bytes, at);
+    if cached == bytes.len() {
+        return Ok(());
+    }
+    let (rest, at) = (&mut bytes[cached..], at + cached as u64);
+    let end = at + (wanted - cached as u64);
+    for from in (at..end).step_by(REQUEST) {
+        if let (Ok(from), Ok(len)) = (i64::try_from(from), i64::try_from((REQUEST as u64).min(end - from))) {
+            // SAFETY: a call on a file that is open; no memory is involved. It is advice: what it returns is of no use.
+            unsafe { libc::posix_fadvise(file.as_raw_fd(), from, len, libc::POSIX_FADV_WILLNEED) };
         }
     }
+    file.read_exact_at(rest, at)
+}
+
+/// Reads what is in the page cache of the bytes from `at` on, until something is not; says how much that was.
+fn read_cached(file: &File, bytes: &mut [u8], at: u64) -> usize {
+    let Ok(offset) = i64::try_from(at) else { return 0 };
+    let place = IoSliceMut::new(bytes);
+    // SAFETY: `IoSliceMut` has the layout of `iovec`; it is writable memory that is borrowed for the call.
+    let got = unsafe { libc::preadv2(file.as_raw_fd(), (&raw const place).cast(), 1, offset, libc::RWF_NOWAIT) };
+    // An error, of a file system that cannot do it for one, will come again if it matters.
+    usize::try_from(got).unwrap_or(0)
 }

@@ -4,6 +4,7 @@
 //! once. The rename at the end, and the synchronisation of the folder, are what commits it. After an error nothing is
 //! left behind.
 
+use std::collections::VecDeque;
 use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::os::fd::AsRawFd;
@@ -18,7 +19,7 @@ use tensorferry_wire::digest::{self, Algorithm, DigestTable, FILE_BLOCK_SIZE};
 use tensorferry_wire::dtype::Dtype;
 
 use super::output::{Buffer, Output};
-use super::{CHUNK, DIRECT_FROM, FileOptions, FileReport, refused};
+use super::{CHUNK, DIRECT_FROM, FileOptions, FileReport, PIECE, refused};
 use crate::error::{Error, ErrorKind};
 use crate::memory::PAGE;
 use crate::payload::{Item, Layout, Segments, checksum_blocks};
@@ -114,7 +115,8 @@ fn write_partial(
     let total = layout.content.len();
     reserve(&file, total).map_err(|e| refused(path, &format!("there is no room for its {total} bytes"), e))?;
     let failed = |e| refused(path, "cannot be written", e);
-    let output = Output::new(file, path, !options.cached && len >= DIRECT_FROM);
+    let direct = if len < DIRECT_FROM { Some(false) } else { options.cached.map(|cached| !cached) };
+    let output = Output::new(file, path, total, direct);
     output.cached().write_all_at(&layout.header, 0).map_err(failed)?;
     let start = layout.header.len() as u64;
     let blocks =
@@ -167,6 +169,7 @@ fn write_payload(
     };
     let work = || {
         let mut buffer = Buffer::new(usize::try_from(CHUNK.min(end - start)).unwrap_or(usize::MAX));
+        let mut under_way = VecDeque::new();
         loop {
             let chunk = next.fetch_add(1, Ordering::Relaxed);
             if chunk >= chunks {
@@ -176,18 +179,11 @@ fn write_payload(
                 return fail(Failure::Other(e));
             }
             let at = start + chunk * CHUNK;
-            // The copy is checksummed and written, so a change of the memory meanwhile does no harm.
-            buffer.clear();
-            content.visit(at, (at + CHUNK).min(end), |region| {
-                // SAFETY: `write_file` asks for memory that stays readable until it returns; the bytes are copied.
-                buffer.extend(unsafe { region.as_slice() });
-                true
-            });
-            let digests = checksum_blocks(&Algorithm::Crc64, [buffer.filled()], FILE_BLOCK_SIZE);
-            if let Err(e) = output.write(buffer.filled(), at) {
-                return fail(Failure::System(e));
+            let stop = (at + CHUNK).min(end);
+            match write_chunk(output, content, (at, stop), &mut buffer, &mut under_way) {
+                Ok(digests) => parts.lock().unwrap_or_else(PoisonError::into_inner).push((chunk, digests)),
+                Err(e) => return fail(Failure::System(e)),
             }
-            parts.lock().unwrap_or_else(PoisonError::into_inner).push((chunk, digests));
         }
     };
     std::thread::scope(|scope| {
@@ -203,6 +199,39 @@ fn write_payload(
     let mut parts = parts.into_inner().unwrap_or_else(PoisonError::into_inner);
     parts.sort_unstable_by_key(|part| part.0);
     Ok(parts.into_iter().flat_map(|part| part.1).collect())
+}
+
+/// Writes `[at, stop)` of the content and returns the checksums of its blocks. On the way past the page cache that is
+/// one write, as large as the disk likes it; on the way through it as many as keep the copy in the processor's cache.
+fn write_chunk(
+    output: &Output,
+    content: &Segments,
+    (at, stop): (u64, u64),
+    buffer: &mut Buffer,
+    under_way: &mut VecDeque<(u64, u64)>,
+) -> io::Result<Vec<u64>> {
+    let past = output.goes_past();
+    let piece = if past { CHUNK } else { PIECE as u64 };
+    let mut digests = Vec::new();
+    for from in (at..stop).step_by(usize::try_from(piece).unwrap_or(usize::MAX)) {
+        // The copy is checksummed and written, so a change of the memory meanwhile does no harm.
+        buffer.clear();
+        content.visit(from, (from + piece).min(stop), |region| {
+            // SAFETY: `write_file` asks for memory that stays readable until it returns; the bytes are copied.
+            buffer.extend(unsafe { region.as_slice() });
+            true
+        });
+        digests.extend(checksum_blocks(&Algorithm::Crc64, [buffer.filled()], FILE_BLOCK_SIZE));
+        if past {
+            output.write_past(buffer.filled(), from)?;
+        } else {
+            output.write_through(buffer.filled(), from)?;
+        }
+    }
+    if !past {
+        output.send(at, stop - at, under_way)?;
+    }
+    Ok(digests)
 }
 
 /// Gives the file its name, and makes sure that the name is on the disk.

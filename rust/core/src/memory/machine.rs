@@ -40,6 +40,16 @@ pub fn check_machine_has(len: u64, what: &str) -> Result<(), Error> {
 /// Memory and swap in bytes, if the system says.
 pub(super) fn machine() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let field = |name| text.lines().find_map(|l| l.strip_prefix(name)?.trim().strip_suffix(" kB")?.parse::<u64>().ok());
-    Some((field("MemTotal:")? + field("SwapTotal:").unwrap_or(0)) << 10)
+    Some(field(&text, "MemTotal:")? + field(&text, "SwapTotal:").unwrap_or(0))
+}
+
+/// Memory in bytes that processes can have without others being swapped out, if the system says.
+pub(crate) fn available() -> Option<u64> {
+    field(&std::fs::read_to_string("/proc/meminfo").ok()?, "MemAvailable:")
+}
+
+/// A field of `/proc/meminfo`, in bytes.
+fn field(text: &str, name: &str) -> Option<u64> {
+    let kib = text.lines().find_map(|l| l.strip_prefix(name)?.trim().strip_suffix(" kB")?.parse::<u64>().ok())?;
+    kib.checked_mul(1024)
 }

@@ -3,7 +3,9 @@
 //! One pass computes the checksums a receiver compares with its source, and those a file carries; only a block's size
 //! differs. How the bytes are cut on their way does not change the result.
 
-use tensorferry_wire::digest::{Algorithm, Hasher};
+use tensorferry_wire::digest::{Algorithm, FILE_BLOCK_SIZE, Hasher};
+
+use super::small_blocks;
 
 /// Takes the checksums of bytes as they come: one for each `block_size` of them and one for the rest.
 pub(crate) struct Checksums<'a> {
@@ -25,8 +27,16 @@ impl<'a> Checksums<'a> {
     pub(crate) fn update(&mut self, bytes: &[u8]) {
         let mut bytes = bytes;
         while !bytes.is_empty() {
+            let small = self.block_size as u64 == FILE_BLOCK_SIZE && matches!(self.algorithm, Algorithm::Crc64);
+            if small && self.filled == 0 && bytes.len() >= small_blocks::GROUP {
+                let done = small_blocks::checksums(bytes, &mut self.digests);
+                bytes = &bytes[done..];
+            }
             let (part, rest) = bytes.split_at(bytes.len().min(self.block_size - self.filled));
             bytes = rest;
+            if part.is_empty() {
+                return;
+            }
             if part.len() == self.block_size {
                 self.digests.push(self.algorithm.checksum(part));
                 continue;

@@ -8,6 +8,7 @@
 //! | `queue` | ranges of blocks still to come, shared by the threads that bring them |
 //! | `slices` | parts of entries and their destinations, as a reshard asks for |
 //! | `checksums` | the checksums of blocks, taken while the bytes pass |
+//! | `small_blocks` | those of blocks of 512 bytes, many at a time |
 //!
 //! Publications, the client and files all build on this room; it knows neither sockets nor files.
 
@@ -17,6 +18,7 @@ mod plan;
 mod queue;
 mod segments;
 pub(crate) mod slices;
+mod small_blocks;
 
 pub(crate) use self::checksums::{Checksums, checksum_blocks};
 pub use self::layout::Item;
@@ -25,3 +27,4 @@ pub(crate) use self::plan::{Extent, Plan};
 pub(crate) use self::queue::{Queue, Taken};
 pub(crate) use self::segments::Segments;
 pub use self::slices::{Repeat, Slice};
+pub(crate) use self::small_blocks::copy_with_checksums;

@@ -54,9 +54,10 @@ impl Extent {
     /// The part of it that lies in `[start, end)` of the payload.
     pub(crate) fn within(&self, start: u64, end: u64) -> Option<Self> {
         let (from, to) = (self.start.max(start), self.end().min(end));
+        let len = to.checked_sub(from).filter(|&len| len > 0)?;
         #[allow(clippy::cast_possible_truncation, reason = "an offset into memory that exists")]
         let address = self.address + from.checked_sub(self.start)? as usize;
-        (from < to).then_some(Self { start: from, len: to - from, address })
+        Some(Self { start: from, len, address })
     }
 }
 
@@ -199,6 +200,19 @@ impl Plan {
         with(&mut slices)
     }
 
+    /// Calls `copy` with each part of `bytes`, which are those of the payload from `start` on, that has a destination,
+    /// and with that.
+    pub(crate) fn scatter(&self, start: u64, bytes: &[u8], mut copy: impl FnMut(&[u8], &mut [u8])) {
+        let end = start + bytes.len() as u64;
+        let index = self.extents.partition_point(|p| p.end() <= start);
+        for part in self.extents[index..].iter().map_while(|extent| extent.within(start, end)) {
+            #[allow(clippy::cast_possible_truncation, reason = "no more than `bytes`")]
+            let (at, len) = ((part.start - start) as usize, part.len as usize);
+            // SAFETY: as in `with_slices`.
+            copy(&bytes[at..at + len], unsafe { std::slice::from_raw_parts_mut(part.address as *mut u8, len) });
+        }
+    }
+
     /// Populates the fresh pages that payload `[start, end)` goes to, before the bytes arrive.
     pub(crate) fn populate(&self, start: u64, end: u64) {
         let Some(fresh) = &self.fresh else { return };
@@ -225,6 +239,23 @@ impl Plan {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn bytes_go_to_the_pieces_they_belong_to_and_nowhere_else() {
+        let mut memory = [0_u8; 12];
+        let address = memory.as_mut_ptr() as usize;
+        // SAFETY: the memory is this test's, and the plan is the only one to write to it.
+        let extent = |start, len, at| unsafe { Extent::new(start, len, address + at) };
+        let plan = Plan::new(vec![extent(10, 4, 8), extent(20, 3, 0), extent(30, 2, 4)], 100).unwrap();
+        let bytes: Vec<u8> = (12..21).collect();
+        let mut parts = Vec::new();
+        plan.scatter(12, &bytes, |from, to| {
+            parts.push(from.to_vec());
+            to.copy_from_slice(from);
+        });
+        assert_eq!(parts, [vec![12, 13], vec![20]]);
+        assert_eq!(memory, [20, 0, 0, 0, 0, 0, 0, 0, 0, 0, 12, 13]);
+    }
 
     #[test]
     fn neighbours_in_payload_and_memory_are_one_piece_and_no_others_are() {

@@ -6,11 +6,11 @@
 
 use std::future::poll_fn;
 use std::io;
-use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
 use std::sync::Arc;
 use std::time::Duration;
 
-use socket2::{Domain, Protocol, Socket, Type};
+use socket2::{Domain, Protocol, SockRef, Socket, Type};
 use tokio::sync::{Semaphore, watch};
 
 use super::Shared;
@@ -19,6 +19,11 @@ use super::connection_slots::{ConnectionSlots, Peer};
 use crate::fork::CloseOnFork;
 use crate::same_host;
 
+/// The send buffer of a connection between two processes of this machine.
+///
+/// The kernel would let it grow to megabytes, since the other end takes bytes as fast as they come. Then they have left
+/// the cache before they are read.
+const OWN_MACHINE_BUFFER: usize = 256 << 10;
 /// How many local connections may be ending at a time, beside those that hold a slot.
 const ENDING: usize = 32;
 
@@ -61,14 +66,26 @@ pub(super) async fn accept_network(
         match next(&slots, accepting, &mut stopped).await {
             Some(Ok(stream)) => {
                 let _ = stream.set_nodelay(true);
-                let from = stream.peer_addr().map(|address| Peer::Address(address.ip().to_canonical()));
-                if let Some(slot) = slots.enter(from.unwrap_or(Peer::Unknown)) {
+                let from = stream.peer_addr().map(|address| address.ip().to_canonical());
+                if let (Ok(peer), Ok(own)) = (&from, stream.local_addr()) {
+                    bound_buffer(&SockRef::from(&*stream), *peer, own.ip().to_canonical());
+                }
+                if let Some(slot) = slots.enter(from.map_or(Peer::Unknown, Peer::Address)) {
                     tokio::spawn(serve_network(stream, Arc::clone(&shared), slot, stopped.clone()));
                 }
             }
             Some(Err(_)) => recover(&slots).await,
             None => return,
         }
+    }
+}
+
+/// Bounds the send buffer of a connection from `peer` to `own`, our address, if it comes from this machine. Others need
+/// as much as is on its way at a time, and the kernel finds out how much that is.
+fn bound_buffer(socket: &SockRef<'_>, peer: IpAddr, own: IpAddr) {
+    if peer == own || peer.is_loopback() {
+        // With any other size it works as well.
+        let _ = socket.set_send_buffer_size(OWN_MACHINE_BUFFER);
     }
 }
 
@@ -128,4 +145,34 @@ async fn next<S>(
 async fn recover(slots: &ConnectionSlots) {
     slots.make_room();
     tokio::time::sleep(Duration::from_millis(20)).await;
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpStream;
+
+    use super::*;
+
+    #[test]
+    fn the_send_buffer_is_bounded_to_this_machine_alone() {
+        let ip = |text: &str| text.parse::<IpAddr>().unwrap();
+        let most: usize = std::fs::read_to_string("/proc/sys/net/core/wmem_max").unwrap().trim().parse().unwrap();
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        for (peer, own, bounded) in [
+            ("127.0.0.1", "127.0.0.1", true),
+            ("127.0.0.2", "127.0.0.1", true),
+            ("::1", "::1", true),
+            ("10.0.0.1", "10.0.0.1", true),
+            ("10.0.0.2", "10.0.0.1", false),
+            ("fe80::2", "fe80::1", false),
+        ] {
+            let _peer = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+            let (stream, _) = listener.accept().unwrap();
+            let before = SockRef::from(&stream).send_buffer_size().unwrap();
+            bound_buffer(&SockRef::from(&stream), ip(peer), ip(own));
+            // The kernel counts its own part, too.
+            let expected = if bounded { 2 * OWN_MACHINE_BUFFER.min(most) } else { before };
+            assert_eq!(SockRef::from(&stream).send_buffer_size().unwrap(), expected, "{peer} to {own}");
+        }
+    }
 }
