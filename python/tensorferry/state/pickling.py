@@ -6,6 +6,7 @@ still share storages with each other and with plain tensors. A receiver unpickle
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import io
 import pickle
@@ -67,16 +68,19 @@ class _Pickler(pickle.Pickler):
         self.dump(flat.objects)
         return self._file.getvalue()
 
-    def one(self, value: Any, number: int) -> bytes:
+    def one(self, value: Any, number: int) -> bytes | None:
         """Returns the pickle of ``value``, which belongs to the object with this number.
 
-        Raises:
-            _Entangled: it refers to another object, one that is pickled natively
+        ``None`` if it has to be in one pickle with the other objects: it refers to one that is pickled natively, or it
+        cannot be pickled, which :meth:`all` then reports.
         """
         self._one, self._now, self._path = True, value, self._flat.object_paths[number]
         self._file.seek(0)
         self._file.truncate()
-        self.dump(value)
+        try:
+            self.dump(value)
+        except Exception:  # A class may raise anything while it is pickled.
+            return None
         return self._file.getvalue()
 
     def persistent_id(self, value: Any) -> tuple[Any, ...] | None:
@@ -124,8 +128,13 @@ class _Pickler(pickle.Pickler):
 
         A spec is longer than everything else that describes a DTensor, and each DTensor has one of its own.
         """
-        said = tuple([id(v) if k == "mesh" else v for k, v in vars(spec).items() if k != "_hash"])
-        return self._specs.setdefault(said, spec)
+        fields = {name: value for name, value in vars(spec).items() if name not in ("_hash", "mesh")}
+        # A placement may equal one of another class.
+        key = (id(spec.mesh), *map(type, spec.placements), *fields.items())
+        try:
+            return self._specs.setdefault(key, spec)
+        except TypeError:  # It cannot be hashed.
+            return spec
 
     def _number(self, storage: torch.UntypedStorage) -> int:
         key = storage_key(storage)
@@ -141,6 +150,13 @@ class _Pickler(pickle.Pickler):
                 raise ValueError(f"its storage has {whole[1]} bytes and it needs {span[1]}: the memory was freed")
             span = whole
         return _reach(self._flat.rows, storage, key, (address, whole[1]), span)
+
+
+def _is_any_overridden() -> bool:
+    """Whether a program has told ``copyreg`` how to pickle a class whose objects are otherwise pickled natively."""
+    numpy: Any = sys.modules.get("numpy")
+    bases = (torch.Tensor, numpy.ndarray, numpy.generic) if numpy else (torch.Tensor,)
+    return any([isinstance(kind, type) and issubclass(kind, bases) for kind in copyreg.dispatch_table])
 
 
 def _key_of(value: torch.Tensor) -> int:
@@ -164,11 +180,10 @@ def dump(flat: Flat) -> tuple[bytes, dict[tuple[str, str], str]]:
         UnsupportedLeaf: an object cannot be pickled; the message names its path
     """
     pickler = _Pickler(io.BytesIO(), flat)
-    numpy: Any = sys.modules.get("numpy")
-    try:
+    data = None
+    if not _is_any_overridden():
+        numpy: Any = sys.modules.get("numpy")
         data = _pickle_objects(flat.rows, pickler.one, _FUNCTIONS, _of_numpy(numpy) if numpy else None)
-    except Exception:  # Whatever it is, it comes again below, with the leaf's path.
-        data = None
     if data is None:
         pickler = _Pickler(io.BytesIO(), flat)
         try:

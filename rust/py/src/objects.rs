@@ -7,7 +7,7 @@ use std::fmt::Write as _;
 
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyBytes, PyFloat, PyInt, PyList, PyString, PyTuple, PyType};
+use pyo3::types::{PyBool, PyBytes, PyFloat, PyInt, PyList, PyString, PyTuple};
 use tensorferry_wire::container::RESERVED_PREFIX;
 use tensorferry_wire::dtype::Dtype;
 
@@ -19,12 +19,13 @@ use crate::views::{Store, numbers, typed};
 /// The pickle of all objects of `rows`, `None` if one refers to another one in a way that only a pickler of all of them
 /// can say.
 ///
-/// `foreign(value, number)` returns the interpreter's pickle of an object, the same pickler's each time. `functions` are
+/// `foreign(value, number)` returns the interpreter's pickle of an object, the same pickler's each time, and `None` if
+/// there is none. `functions` are
 /// those that rebuild a tensor, a parameter and a `DTensor`, and the class of a tensor's hooks; `numpy` is, where it was
 /// imported, the class of its arrays, that of its scalars, and the functions that rebuild both.
 ///
 /// # Errors
-/// Whatever `foreign` raises.
+/// Whatever `foreign` and the objects' own attributes raise.
 #[pyfunction]
 #[pyo3(name = "_pickle_objects", signature = (rows, foreign, functions, numpy = None))]
 pub(crate) fn pickle_objects<'py>(
@@ -60,7 +61,8 @@ pub(crate) fn pickle_objects<'py>(
     Ok(Some(PyBytes::new(py, &writer.pickle.end())))
 }
 
-/// Writes the objects of a state one after the other. Its methods return `None` where that is not possible.
+/// Writes the objects of a state one after the other. A method that returns `None` may have written a part, so that all
+/// of the pickle is of no use.
 struct Writer<'a, 'py> {
     py: Python<'py>,
     rows: &'a PyRows,
@@ -94,7 +96,9 @@ impl<'py> Writer<'_, 'py> {
             self.pickle.text(value);
         } else if let Some(view) = self.view_of(value) {
             return self.tensor(value, &view);
-        } else if self.array(value)?.is_none() {
+        } else if self.is_plain_array(value)? {
+            return self.array(value);
+        } else {
             return self.splice(value);
         }
         Ok(Some(()))
@@ -207,39 +211,42 @@ impl<'py> Writer<'_, 'py> {
         Ok(Some(()))
     }
 
-    /// An array or scalar of numpy whose bytes describe it; `None` for everything else, of which nothing is written.
-    fn array(&mut self, value: &Bound<'py, PyAny>) -> Written {
+    /// Whether `value` is an array of numpy, or a scalar of one of numpy's own classes, whose bytes describe it. An array
+    /// in another order than C's, of another class, or of a dtype that is no number is left to the interpreter's pickler.
+    fn is_plain_array(&mut self, value: &Bound<'py, PyAny>) -> PyResult<bool> {
         let py = self.py;
-        let Some([array, scalar, ..]) = &self.numpy else { return Ok(None) };
-        let (class, array) = (value.get_type(), array.clone());
-        let is_array = class.is(&array);
-        if !is_array {
-            let scalar = scalar.cast::<PyType>()?;
+        let Some([array, scalar, ..]) = &self.numpy else { return Ok(false) };
+        let class = value.get_type();
+        if class.is(array) {
+            let flags = value.getattr(intern!(py, "flags"))?;
+            if !flags.getattr(intern!(py, "c_contiguous"))?.is_truthy()? {
+                return Ok(false);
+            }
+        } else {
             let is_scalar = match self.arrays.get(&(class.as_ptr() as usize)) {
                 Some(&known) => known,
                 None => {
                     let is = class.is_subclass(scalar)? && class.getattr(intern!(py, "__module__"))?.eq("numpy")?;
                     self.arrays.insert(class.as_ptr() as usize, is);
-                    self.kept.push(class.clone().into_any());
+                    self.kept.push(class.into_any());
                     is
                 }
             };
             if !is_scalar {
-                return Ok(None);
+                return Ok(false);
             }
         }
+        self.is_plain_dtype(&value.getattr(intern!(py, "dtype"))?)
+    }
+
+    /// An array or scalar for which `is_plain_array` is true.
+    fn array(&mut self, value: &Bound<'py, PyAny>) -> Written {
+        let py = self.py;
+        let Some([array, _, rebuild_array, rebuild_scalar]) = self.numpy.clone() else { return Ok(None) };
         let dtype = value.getattr(intern!(py, "dtype"))?;
-        if !self.is_plain_dtype(&dtype)? {
-            return Ok(None);
-        }
-        let flags = intern!(py, "flags");
-        if is_array && !value.getattr(flags)?.getattr(intern!(py, "c_contiguous"))?.is_truthy()? {
-            return Ok(None);
-        }
         let bytes = value.call_method0(intern!(py, "tobytes"))?.cast_into::<PyBytes>()?;
-        if !is_array {
-            let Some([.., rebuild]) = self.numpy.clone() else { return Ok(None) };
-            if self.constant(&rebuild)?.and(self.constant(&dtype)?).is_none() {
+        if !value.get_type().is(&array) {
+            if self.constant(&rebuild_scalar)?.is_none() || self.constant(&dtype)?.is_none() {
                 return Ok(None);
             }
             self.pickle.binary(bytes.as_bytes());
@@ -248,8 +255,7 @@ impl<'py> Writer<'_, 'py> {
             return Ok(Some(()));
         }
         let shape: Vec<u64> = value.getattr(intern!(py, "shape"))?.extract()?;
-        let Some([_, _, rebuild, _]) = self.numpy.clone() else { return Ok(None) };
-        if self.constant(&rebuild)?.and(self.constant(&array)?).is_none() {
+        if self.constant(&rebuild_array)?.is_none() || self.constant(&array)?.is_none() {
             return Ok(None);
         }
         // An empty array, which then gets its state.
@@ -311,11 +317,13 @@ impl<'py> Writer<'_, 'py> {
         if self.splice(value)?.is_none() {
             return Ok(None);
         }
-        let again = self.foreign.call1((value, self.number))?.cast_into::<PyBytes>()?;
-        if let Some(number) = self.pickle.spliced_again(again.as_bytes()) {
-            self.known.insert(id, number);
-            self.kept.push(value.clone());
-        }
+        let again = self.foreign.call1((value, self.number))?;
+        let Ok(again) = again.cast::<PyBytes>() else { return Ok(None) };
+        // An object that the interpreter's pickler writes in full once more may have been memoized once more, and what
+        // it memoizes is counted in `splice` only.
+        let Some(number) = self.pickle.spliced_again(again.as_bytes()) else { return Ok(None) };
+        self.known.insert(id, number);
+        self.kept.push(value.clone());
         Ok(Some(()))
     }
 

@@ -256,7 +256,7 @@ impl PyRows {
         let Some(tensor) = self.describe(&local).filter(|t| t.nbytes > 0 && t.address != 0) else { return Ok(None) };
         let Some(told) = self.ask(&local, &tensor)? else { return Ok(None) };
         let Some(spec) = self.spec(value)? else { return Ok(None) };
-        let shape = value.getattr(intern!(py, "shape"))?.extract()?;
+        let Ok(shape) = value.getattr(intern!(py, "shape"))?.extract() else { return Ok(None) };
         let Some(mut view) = self.view(&local, tensor, told)? else { return Ok(None) };
         let requires_grad = value.getattr(intern!(py, "requires_grad"))?.is_truthy()?;
         let local_requires_grad = std::mem::replace(&mut view.requires_grad, requires_grad);
@@ -270,20 +270,29 @@ impl PyRows {
         let py = value.py();
         let spec = value.getattr(intern!(py, "_spec"))?;
         let Ok(fields) = spec.getattr(intern!(py, "__dict__"))?.cast_into::<PyDict>() else { return Ok(None) };
-        let mut said = Vec::with_capacity(fields.len());
+        let mut parts = Vec::with_capacity(fields.len() + 1);
         for (name, field) in fields {
-            let name = name.cast_into::<PyString>()?;
-            match name.to_str()? {
-                "_hash" => {}
-                "mesh" => said.push((field.as_ptr() as usize).into_pyobject(py)?.into_any()),
-                _ => said.push(field),
+            match name.cast::<PyString>()?.to_str()? {
+                "_hash" => continue,
+                "mesh" => parts.push((field.as_ptr() as usize).into_pyobject(py)?.into_any()),
+                "placements" => {
+                    // A placement may equal one of another class.
+                    let classes = field.try_iter()?.map(|one| Ok(one?.get_type())).collect::<PyResult<Vec<_>>>()?;
+                    parts.extend([PyTuple::new(py, classes)?.into_any(), field]);
+                }
+                _ => parts.push(field),
             }
+            parts.push(name);
         }
-        let (said, specs, firsts) = (PyTuple::new(py, said)?, self.specs.bind(py), self.first_specs.bind(py));
-        Ok(Some(match specs.get_item(&said)? {
+        let key = PyTuple::new(py, parts)?;
+        if key.hash().is_err() {
+            return Ok(None);
+        }
+        let (specs, firsts) = (self.specs.bind(py), self.first_specs.bind(py));
+        Ok(Some(match specs.get_item(&key)? {
             Some(number) => number.extract()?,
             None => {
-                specs.set_item(said, firsts.len())?;
+                specs.set_item(key, firsts.len())?;
                 firsts.append((spec, value))?;
                 firsts.len() - 1
             }
