@@ -80,7 +80,9 @@ def encode(metadata: Metadata, stored: dict[MetadataIndex, EntryRef]) -> bytes:
     def written(fqn: str, offset: Any = None) -> list[Any]:
         ref = by_key.get((fqn, offset))
         if ref is None:
-            raise InvalidArgument(f"the planner's metadata names {MetadataIndex(fqn, offset)}, which no rank has written")
+            raise InvalidArgument(
+                f"the planner's metadata names {MetadataIndex(fqn, offset)}, which no rank has written"
+            )
         return [number[ref.container], ref.entry, ref.dtype, ref.nbytes, ref.kind]
 
     state: dict[str, list[Any]] = {}

@@ -186,8 +186,8 @@ class Reading:
         size = dtype.itemsize
         direct = alone and takes_bytes(target, dtype) and not self._accelerator.holding([target])
         if direct and lengths == shape and target.is_contiguous():
-            self._add(place, 0, place.nbytes, address(target), [])
-            self._then.append(lambda: commit(None))
+            self._schedule_slice(ref, 0, ref.nbytes, address(target), [])
+            self._after_read.append(lambda: commit(None))
             return
         strides = contiguous_strides(shape, size)
         start = sum(offset * stride for offset, stride in zip(item.storage_offsets, strides, strict=True))

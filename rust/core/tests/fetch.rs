@@ -33,7 +33,8 @@ fn every_size_arrives_in_fresh_memory_over_any_number_of_lanes() {
 
 #[test]
 fn containers_of_one_entry_of_any_size_arrive() {
-    for len in [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 3 * BLOCK - 1, 17 * BLOCK + 1, 33 * BLOCK] {
+    for len in [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 3 * BLOCK - 1, 17 * BLOCK + 1, 33 * BLOCK, 90 * BLOCK + 5]
+    {
         let state = State::of(&[len], len as u64);
         let rig = Rig::serving(&state);
         let arrived = state.fetch(&[&rig.url()], lanes(3)).unwrap();

@@ -9,7 +9,8 @@
 //!
 //! Invariants:
 //!
-//! * after the first one, a try costs at most a [`PATIENCE`]th of what was spent since the one before;
+//! * huge pages are tried for the first time when the small ones that are still to come could cost a good deal more;
+//!   after that, a try costs at most a [`PATIENCE`]th of what was spent since the one before;
 //! * contents do not depend on the choice: pages are zeros either way, and advice that a kernel does not follow costs
 //!   speed alone;
 //! * nothing outside the range that [`FreshPages::new`] was given is advised or populated.
@@ -23,8 +24,13 @@ use super::mapping::HUGE;
 
 /// The kind of page not in use is tried again when this many times the cost of its last try has been spent.
 const PATIENCE: u64 = 32;
-/// Ranges of at least so many bytes begin with a try of huge pages; shorter ones stay with small pages.
-const WORTH_A_TRY: usize = 32 << 20;
+/// Nanoseconds that huge pages would have to save, if a MiB of them cost [`HUGE_AT_BEST`], for the first try of them:
+/// several times what it costs where they are dear (5 to 20 ms were measured).
+const WORTH_A_TRY: u64 = 40_000_000;
+/// Nanoseconds for a MiB of huge pages where the machine has its memory at hand (measured: 60 to 200 us).
+const HUGE_AT_BEST: u64 = 100_000;
+/// Shorter ranges have small pages, and nothing about them is measured.
+const MEASURED: usize = 32 << 20;
 /// How many bytes it takes for new costs to count as much as all earlier ones.
 const MEMORY: u64 = 8 << 20;
 /// Shorter runs of pages are not timed: reading the clock would be a good part of what they cost.
@@ -54,6 +60,8 @@ struct Choice {
     used: PageSize,
     /// What a MiB costs in small pages and in huge ones, once something is known of it.
     costs: [Option<u64>; 2],
+    /// Bytes that are still to be populated.
+    left: u64,
     /// Spent on pages since the other kind was last tried.
     spent: u64,
     /// Whether a thread is at a try.
@@ -61,8 +69,8 @@ struct Choice {
 }
 
 impl Choice {
-    fn new() -> Self {
-        Self { used: PageSize::Small, costs: [None; 2], spent: 0, trying: false }
+    fn new(len: u64) -> Self {
+        Self { used: PageSize::Small, costs: [None; 2], left: len, spent: 0, trying: false }
     }
 
     fn cost(&self, kind: PageSize) -> Option<u64> {
@@ -72,7 +80,12 @@ impl Choice {
     /// The kind to be tried now, if it is time. The caller reports the outcome with [`Choice::tried`].
     fn begin_try(&mut self) -> Option<PageSize> {
         let other = self.used.other();
-        let due = self.cost(other).is_none_or(|cost| self.spent >= PATIENCE * cost * (HUGE as u64 / MIB));
+        let due = if let Some(cost) = self.cost(other) {
+            self.spent >= PATIENCE * cost * (HUGE as u64 / MIB)
+        } else {
+            let excess = self.cost(self.used).map_or(0, |cost| cost.saturating_sub(HUGE_AT_BEST));
+            excess.saturating_mul(self.left / MIB) >= WORTH_A_TRY
+        };
         if !due || self.trying {
             return None;
         }
@@ -84,6 +97,7 @@ impl Choice {
     fn tried(&mut self, kind: PageSize, time: u64) -> bool {
         self.trying = false;
         self.spent = 0;
+        self.left = self.left.saturating_sub(HUGE as u64);
         self.costs[kind as usize] = Some(time / (HUGE as u64 / MIB));
         self.reconsider()
     }
@@ -91,6 +105,7 @@ impl Choice {
     /// `len` bytes in pages of `kind` took `time`. Returns whether another kind is used from now on.
     fn note(&mut self, kind: PageSize, len: u64, time: u64) -> bool {
         self.spent += time;
+        self.left = self.left.saturating_sub(len);
         let now = time.saturating_mul(MIB) / len.max(1);
         let before = self.cost(kind).unwrap_or(now);
         self.costs[kind as usize] = Some((before * MEMORY + now.saturating_mul(len)) / (MEMORY + len));
@@ -120,23 +135,24 @@ pub(crate) struct FreshPages {
 impl FreshPages {
     /// For the memory at the addresses `range`, which nobody has touched. It begins with small pages.
     pub(super) fn new(range: Range<usize>) -> Self {
-        let new = Self { range, choice: Mutex::new(Choice::new()) };
-        if new.is_worth_a_try() {
+        let choice = Mutex::new(Choice::new(range.len() as u64));
+        let new = Self { range, choice };
+        if new.is_measured() {
             // Where huge pages are the rule, there would be no small ones to compare them with.
             advise(&new.range, PageSize::Small);
         }
         new
     }
 
-    fn is_worth_a_try(&self) -> bool {
-        self.range.len() >= WORTH_A_TRY
+    fn is_measured(&self) -> bool {
+        self.range.len() >= MEASURED
     }
 
     /// Gives the process the pages at the addresses `pages`, as far as they lie in this memory, before bytes arrive:
     /// one call instead of a fault for each page. The memory must still be there.
     pub(crate) fn populate(&self, pages: Range<usize>) {
         let pages = pages.start.max(self.range.start)..pages.end.min(self.range.end);
-        if !self.is_worth_a_try() || pages.len() < TIMED {
+        if !self.is_measured() || pages.len() < TIMED {
             return populate(pages);
         }
         let whole = pages.start.next_multiple_of(HUGE);
@@ -221,11 +237,11 @@ mod tests {
 
     const MS: u64 = 1_000_000;
 
-    /// Populates 1 GiB in calls of 4 MiB where a MiB costs what `cost` says of the kind and of what was populated
+    /// Populates `mib` MiB in calls of 4 MiB where a MiB costs what `cost` says of the kind and of what was populated
     /// before. Returns what was spent and how many tries there were.
-    fn simulate(cost: impl Fn(PageSize, u64) -> u64) -> (u64, u32) {
-        let (mut choice, mut at, mut spent, mut tries) = (Choice::new(), 0, 0, 0);
-        while at < 1024 {
+    fn simulate(mib: u64, cost: impl Fn(PageSize, u64) -> u64) -> (u64, u32) {
+        let (mut choice, mut at, mut spent, mut tries) = (Choice::new(mib << 20), 0, 0, 0);
+        while at < mib {
             if let Some(kind) = choice.begin_try() {
                 assert!(choice.begin_try().is_none(), "one try at a time");
                 spent += 2 * cost(kind, at);
@@ -242,7 +258,7 @@ mod tests {
     #[test]
     fn the_cheaper_kind_is_used_whichever_it_is() {
         for (small, huge) in [(MS, MS / 6), (MS / 4, MS / 8), (2 * MS, 20 * MS), (MS / 4, 3 * MS), (MS, MS)] {
-            let (spent, tries) = simulate(|kind, _| if kind == PageSize::Small { small } else { huge });
+            let (spent, tries) = simulate(1024, |kind, _| if kind == PageSize::Small { small } else { huge });
             let best = 1024 * small.min(huge);
             // The first try, and what tries later on may cost.
             let most = best + best / 16 + 2 * huge + 8 * small;
@@ -253,14 +269,14 @@ mod tests {
     #[test]
     fn the_choice_follows_when_the_costs_change() {
         // Fragments that the host left alone run out after 512 MiB.
-        let (spent, _) = simulate(|kind, at| match kind {
+        let (spent, _) = simulate(1024, |kind, at| match kind {
             PageSize::Small => MS / 4 + if at < 512 { 0 } else { 20 * MS },
             PageSize::Huge => 5 * MS,
         });
         let best = 512 * MS / 4 + 512 * 5 * MS;
         assert!(spent < best + best / 10, "{spent} instead of {best}");
         // Huge pages were dear, and are cheap from the middle on: noticed by the next try.
-        let (spent, tries) = simulate(|kind, at| match kind {
+        let (spent, tries) = simulate(1024, |kind, at| match kind {
             PageSize::Small => MS,
             PageSize::Huge => {
                 if at < 512 {
@@ -272,6 +288,17 @@ mod tests {
         });
         assert!(spent < 512 * MS + 6 * MS * u64::from(tries) + 512 * MS / 6 + 200 * MS, "{spent}, {tries} tries");
         assert!((2..8).contains(&tries), "{tries}");
+    }
+
+    #[test]
+    fn little_memory_is_not_worth_a_try_that_may_be_dear() {
+        let costs = |kind, _| if kind == PageSize::Small { MS / 4 } else { 10 * MS };
+        assert_eq!(simulate(128, costs), (128 * MS / 4, 0));
+        let (_, tries) = simulate(1024, costs);
+        assert_eq!(tries, 1);
+        // Where small pages are dear as well, there is more to be gained.
+        let (_, tries) = simulate(128, |kind, _| if kind == PageSize::Small { MS } else { MS / 6 });
+        assert!(tries > 0);
     }
 
     fn resident(address: usize, len: usize) -> usize {
@@ -307,5 +334,48 @@ mod tests {
         // SAFETY: as before; the pages are there.
         let bytes = unsafe { std::slice::from_raw_parts(start as *const u8, 1 << 20) };
         assert!(bytes.iter().enumerate().all(|(at, &byte)| byte == if at == PAGE { 7 } else { 0 }));
+    }
+
+    #[test]
+    fn bytes_written_while_the_kind_of_page_changes_are_kept() {
+        const PART: usize = 3 << 20;
+        let mapping = Mapping::new(32 * PART as u64, true).unwrap();
+        let start = mapping.start.as_ptr() as usize;
+        let fresh = FreshPages::new(start..start + 32 * PART);
+        let done = std::sync::atomic::AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let changing = scope.spawn(|| {
+                for kind in [PageSize::Huge, PageSize::Small].into_iter().cycle() {
+                    advise(&fresh.range, kind);
+                    if done.load(Ordering::Relaxed) {
+                        break;
+                    }
+                }
+            });
+            let writers: Vec<_> = (0..4_usize)
+                .map(|thread| {
+                    let fresh = &fresh;
+                    scope.spawn(move || {
+                        for part in (thread..32).step_by(4) {
+                            let at = start + part * PART;
+                            let value = u8::try_from(part + 1).unwrap();
+                            fresh.populate(at..at + PART);
+                            // SAFETY: each part of the mapping has one writer.
+                            unsafe { std::ptr::write_bytes(at as *mut u8, value, PART) };
+                        }
+                    })
+                })
+                .collect();
+            for writer in writers {
+                writer.join().unwrap();
+            }
+            done.store(true, Ordering::Relaxed);
+            changing.join().unwrap();
+        });
+        for part in 0..32 {
+            // SAFETY: inside the mapping, which nobody writes to any more.
+            let bytes = unsafe { std::slice::from_raw_parts((start + part * PART) as *const u8, PART) };
+            assert!(bytes.iter().all(|&byte| usize::from(byte) == part + 1), "part {part}");
+        }
     }
 }
