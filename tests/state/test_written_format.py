@@ -164,7 +164,9 @@ def test_the_same_bytes_are_written(tmp_path: Path) -> None:
         assert (tmp_path / path).read_bytes() == (CONTAINER.parent / path).read_bytes(), path
 
 
-@pytest.mark.parametrize(("kept", "module"), [(CONTAINER, "_rebuild"), (SECOND_CONTAINER, "_rebuild"), (FIRST_CONTAINER, "tensors")])
+@pytest.mark.parametrize(
+    ("kept", "module"), [(CONTAINER, "_rebuild"), (SECOND_CONTAINER, "_rebuild"), (FIRST_CONTAINER, "tensors")]
+)
 def test_names_of_ours_in_a_pickle(kept: Path, module: str) -> None:
     """Every later version has to find the names that a pickle can contain; these are all of them."""
     (manifest,) = re.findall(rb'{"version":1,"flags".*', kept.read_bytes().partition(b"\x80\x04\x95")[0])

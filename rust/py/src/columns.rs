@@ -88,10 +88,8 @@ impl Columns {
         self.addresses.push(row.address);
         self.sizes.push(row.nbytes);
         self.flags.push(char::from(b'0' + (row.flag & 3)));
-        if row.nbytes > 0 {
-            if *self.starts.entry(row.address).or_insert(number) != number {
-                self.doubles.entry(row.address).or_default().push(number);
-            }
+        if row.nbytes > 0 && *self.starts.entry(row.address).or_insert(number) != number {
+            self.doubles.entry(row.address).or_default().push(number);
         }
         Ok(i64::try_from(number)?)
     }

@@ -107,7 +107,7 @@ impl<'py> Writer<'_, 'py> {
     /// What is written of a view, taken out of the table, which the interpreter's pickler uses as well.
     fn view_of(&self, value: &Bound<'py, PyAny>) -> Option<Sent<'py>> {
         let views = self.rows.views();
-        let view = &views.views[*views.of.get(&(value.as_ptr() as usize))?];
+        let view = &views.all[*views.of.get(&(value.as_ptr() as usize))?];
         let global = view.global.as_ref().map(|global| (global.local.bind(self.py).clone(), global.spec));
         let local_requires_grad = view.global.as_ref().is_some_and(|global| global.local_requires_grad);
         Some(Sent {
@@ -223,14 +223,13 @@ impl<'py> Writer<'_, 'py> {
                 return Ok(false);
             }
         } else {
-            let is_scalar = match self.arrays.get(&(class.as_ptr() as usize)) {
-                Some(&known) => known,
-                None => {
-                    let is = class.is_subclass(scalar)? && class.getattr(intern!(py, "__module__"))?.eq("numpy")?;
-                    self.arrays.insert(class.as_ptr() as usize, is);
-                    self.kept.push(class.into_any());
-                    is
-                }
+            let is_scalar = if let Some(&known) = self.arrays.get(&(class.as_ptr() as usize)) {
+                known
+            } else {
+                let is = class.is_subclass(scalar)? && class.getattr(intern!(py, "__module__"))?.eq("numpy")?;
+                self.arrays.insert(class.as_ptr() as usize, is);
+                self.kept.push(class.into_any());
+                is
             };
             if !is_scalar {
                 return Ok(false);
@@ -409,7 +408,7 @@ pub(crate) fn add_pieces(rows: &Bound<'_, PyRows>) -> PyResult<(String, Vec<i64>
                 let row = table.add_piece(
                     &object,
                     &format!("{RESERVED_PREFIX}storage/{number}/{index}"),
-                    Row {
+                    &Row {
                         dtype: Dtype::U8,
                         shape: &[(end - start) as u64],
                         address: address + start,
@@ -441,7 +440,7 @@ pub(crate) fn describe_objects(rows: &Bound<'_, PyRows>, others: Vec<(usize, Str
     let views = table.views();
     let mut others = others.into_iter().peekable();
     let mut text = String::from("[");
-    let mut leaves: Vec<_> = views.views.iter().filter(|view| view.leaf < 0).collect();
+    let mut leaves: Vec<_> = views.all.iter().filter(|view| view.leaf < 0).collect();
     leaves.sort_unstable_by_key(|view| std::cmp::Reverse(view.leaf));
     for view in leaves {
         let object = usize::try_from(-(view.leaf + 1))?;
@@ -464,6 +463,7 @@ pub(crate) fn describe_objects(rows: &Bound<'_, PyRows>, others: Vec<(usize, Str
 /// `offsets` are, for each spec, the coordinates of the first element.
 #[pyfunction]
 #[pyo3(name = "_describe_shards")]
+#[allow(clippy::needless_pass_by_value, reason = "what Python calls takes values")]
 pub(crate) fn describe_shards(rows: &Bound<'_, PyRows>, offsets: Vec<Vec<u64>>) -> PyResult<String> {
     let py = rows.py();
     let table = rows.get();
@@ -471,7 +471,7 @@ pub(crate) fn describe_shards(rows: &Bound<'_, PyRows>, offsets: Vec<Vec<u64>>) 
     let paths = paths.bind(py);
     let views = table.views();
     let mut text = String::new();
-    for (view, global) in views.views.iter().filter_map(|view| Some((view, view.global.as_deref()?))) {
+    for (view, global) in views.all.iter().filter_map(|view| Some((view, view.global.as_deref()?))) {
         if !text.is_empty() {
             text.push(',');
         }

@@ -219,7 +219,7 @@ impl Pickle {
                     let number = self.memoize();
                     self.spliced.push(number);
                 }
-                _ => self.bytes.extend_from_slice(&rest[..1 + length]),
+                _ => self.bytes.extend_from_slice(&rest[..=length]),
             }
             rest = following;
         }

@@ -289,14 +289,12 @@ impl PyRows {
             return Ok(None);
         }
         let (specs, firsts) = (self.specs.bind(py), self.first_specs.bind(py));
-        Ok(Some(match specs.get_item(&key)? {
-            Some(number) => number.extract()?,
-            None => {
-                specs.set_item(key, firsts.len())?;
-                firsts.append((spec, value))?;
-                firsts.len() - 1
-            }
-        }))
+        if let Some(number) = specs.get_item(&key)? {
+            return Ok(Some(number.extract()?));
+        }
+        specs.set_item(key, firsts.len())?;
+        firsts.append((spec, value))?;
+        Ok(Some(firsts.len() - 1))
     }
 
     /// The number that `value` was given as a leaf, `None` if it is not a leaf.
@@ -311,8 +309,8 @@ impl PyRows {
     }
 
     /// Adds a row for bytes of `storage`; returns its number.
-    pub(crate) fn add_piece(&self, storage: &Bound<'_, PyAny>, name: &str, row: Row<'_>) -> PyResult<i64> {
-        let number = self.columns().push([name, ""], &row)?;
+    pub(crate) fn add_piece(&self, storage: &Bound<'_, PyAny>, name: &str, row: &Row<'_>) -> PyResult<i64> {
+        let number = self.columns().push([name, ""], row)?;
         self.memory.bind(storage.py()).append(storage)?;
         self.owners.bind(storage.py()).append(storage)?;
         Ok(number)

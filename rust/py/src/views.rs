@@ -102,7 +102,7 @@ impl Store {
 /// All views of a state, and the storages to which its objects refer.
 #[derive(Default)]
 pub(crate) struct Views {
-    pub(crate) views: Vec<View>,
+    pub(crate) all: Vec<View>,
     /// Address of a tensor's object to its view. The state keeps all of them alive.
     pub(crate) of: ByAddress<usize>,
     /// Number of an object in the list of objects to its view.
@@ -117,18 +117,18 @@ pub(crate) struct Views {
 impl Views {
     /// Adds the view of a leaf, whose object is at `id`.
     pub(crate) fn add(&mut self, id: usize, view: View) {
-        let number = self.views.len();
+        let number = self.all.len();
         self.of.insert(id, number);
         if let Some(global) = &view.global {
             self.of.entry(global.local.as_ptr() as usize).or_insert(number);
         }
         self.of_object.insert(object(view.leaf), number);
-        self.views.push(view);
+        self.all.push(view);
     }
 
     /// The view of the leaf with this number.
     pub(crate) fn leaf(&self, leaf: i64) -> Option<&View> {
-        self.views.get(*self.of_object.get(&object(leaf))?)
+        self.all.get(*self.of_object.get(&object(leaf))?)
     }
 
     /// The storage with the identity `key`, and whether it had been met before.
@@ -160,7 +160,7 @@ impl Views {
 
     /// The memory of all leaves, as [`crate::columns::Columns::overlapping`] takes it.
     pub(crate) fn spans(&self) -> impl Iterator<Item = Span> {
-        self.views.iter().filter(|view| view.leaf < 0).map(|view| {
+        self.all.iter().filter(|view| view.leaf < 0).map(|view| {
             let address = self.stores[view.store].address;
             (view.leaf, 0, address + view.start, address + view.end())
         })
@@ -168,7 +168,7 @@ impl Views {
 
     /// The leaves whose own elements may share memory.
     pub(crate) fn self_overlapping(&self) -> Vec<i64> {
-        self.views.iter().filter(|view| view.leaf < 0 && view.may_overlap_itself()).map(|view| view.leaf).collect()
+        self.all.iter().filter(|view| view.leaf < 0 && view.may_overlap_itself()).map(|view| view.leaf).collect()
     }
 
     /// Of a `DTensor`'s local part, where it lies in the whole and in its storage, as a JSON object.
