@@ -30,13 +30,40 @@ def _account() -> Callable[[], tuple[int, int]]:
     return read
 
 
-class MainLoop:
-    """Runs steps of about 0.2 ms, each of one torch operator, until `stop` is called."""
+class _Loop:
+    """Work for a main thread that another thread begins and stops."""
 
     def __init__(self) -> None:
         self._wanted = threading.Event()
         self._running = threading.Event()
         self._stop = False
+
+    def run(self) -> None:
+        """Wait for `begin`, then work until `stop`; belongs on the main thread."""
+        self._wanted.wait()
+        if not self._stop:
+            self._work()
+
+    def _work(self) -> None:
+        """Set `_running` once the loop runs, and return when `_stop` is true."""
+        raise NotImplementedError
+
+    def begin(self) -> None:
+        """Start the work; return once it runs."""
+        self._wanted.set()
+        self._running.wait()
+
+    def stop(self) -> None:
+        """Make `run` return."""
+        self._stop = True
+        self._wanted.set()
+
+
+class MainLoop(_Loop):
+    """Runs steps of about 0.2 ms, each of one torch operator, until `stop` is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self._ends = array.array("q")
         self._charged = array.array("q")
         self._sleeps = array.array("q")
@@ -55,11 +82,7 @@ class MainLoop:
             elements = max(64, int(elements * _STEP_S / took_s))
         return work, out
 
-    def run(self) -> None:
-        """Wait for `begin`, then step until `stop`; belongs on the main thread."""
-        self._wanted.wait()
-        if self._stop:
-            return
+    def _work(self) -> None:
         work, out = self._calibrate()
         clock, account = time.perf_counter_ns, _account()
         self._running.set()
@@ -69,16 +92,6 @@ class MainLoop:
             self._charged.append(charged)
             self._sleeps.append(sleeps)
             self._ends.append(clock())
-
-    def begin(self) -> None:
-        """Start the steps; return once they run."""
-        self._wanted.set()
-        self._running.wait()
-
-    def stop(self) -> None:
-        """Make `run` return."""
-        self._stop = True
-        self._wanted.set()
 
     def during(self, windows: list[tuple[int, int]]) -> dict[str, float]:
         """Return the gaps and the rate of the steps that overlap some windows of time.
@@ -111,19 +124,10 @@ class MainLoop:
         return min(gap, self._charged[step + 1] - self._charged[step])
 
 
-class TrainingLoop:
+class TrainingLoop(_Loop):
     """Trains a small model of its own with one thread until `stop` is called: forward, backward, AdamW."""
 
-    def __init__(self) -> None:
-        self._wanted = threading.Event()
-        self._running = threading.Event()
-        self._stop = False
-
-    def run(self) -> None:
-        """Wait for `begin`, then train until `stop`; belongs on the main thread."""
-        self._wanted.wait()
-        if self._stop:
-            return
+    def _work(self) -> None:
         torch.set_num_threads(1)
         layers = [layer for _ in range(4) for layer in (torch.nn.Linear(256, 256), torch.nn.GELU())]
         model = torch.nn.Sequential(*layers)
@@ -134,13 +138,3 @@ class TrainingLoop:
             (model(batch) - batch).square().mean().backward()
             optimizer.step()
             self._running.set()
-
-    def begin(self) -> None:
-        """Start training; return after the first step."""
-        self._wanted.set()
-        self._running.wait()
-
-    def stop(self) -> None:
-        """Make `run` return."""
-        self._stop = True
-        self._wanted.set()

@@ -20,7 +20,7 @@ DOCUMENTS = ("docs/architecture.md", "CONTRIBUTING.md")
 BASES = (ROOT, ROOT / "python" / "tensorferry", ROOT / "rust" / "core" / "src")
 
 #: Names in backticks that belong to other projects.
-FOREIGN = {"StorageWriter", "StorageReader", "Metadata"}
+FOREIGN = {"StorageWriter", "StorageReader", "Metadata", "PGTransport"}
 
 
 def code_of(document: str) -> list[str]:
