@@ -7,6 +7,7 @@ import math
 import os
 import random
 import re
+import threading
 import time
 
 import pytest
@@ -504,3 +505,49 @@ def test_a_report_is_of_the_last_load_alone(tmp_path):
         reports.append(dict(reader.report))
     assert reports[0]["wanted"] == 4 * 3 * 4
     assert reports[0] == reports[1]
+
+
+class LoadsTogether(FileReader):
+    """A reader whose loads meet after ``reset``."""
+
+    meeting = threading.Barrier(2, timeout=20)
+
+    def reset(self, checkpoint_id=None):
+        super().reset(checkpoint_id)
+        self.meeting.wait()
+
+
+def test_loads_of_one_reader_in_several_threads_do_not_mix(tmp_path):
+    sizes = [3000, 70_000]
+    for number, size in enumerate(sizes):
+        dcp.save({"t": torch.full((size,), float(number))}, storage_writer=FileWriter(tmp_path / str(number)))
+    reader = LoadsTogether(tmp_path / "0")
+    loaded = [{"t": torch.full((size,), -1.0)} for size in sizes]
+    errors = []
+
+    def load(number):
+        try:
+            dcp.load(loaded[number], storage_reader=reader, checkpoint_id=tmp_path / str(number), no_dist=True)
+        except Exception as e:
+            errors.append(e)
+
+    threads = [threading.Thread(target=load, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert errors == []
+    assert [set(state["t"].tolist()) for state in loaded] == [{0.0}, {1.0}]
+    # That of one load, and not of both.
+    assert reader.report["wanted"] in [4 * size for size in sizes]
+
+
+def test_a_path_in_bytes_is_refused(tmp_path):
+    class InBytes(os.PathLike):
+        def __fspath__(self):
+            return os.fsencode(tmp_path)
+
+    for path in (os.fsencode(tmp_path), InBytes()):
+        for door in (FileReader, FileWriter):
+            with pytest.raises(tensorferry.InvalidArgument, match="path must be the path of a folder"):
+                door(path)

@@ -47,7 +47,8 @@ _TORCH_FILES = re.compile(r"\.metadata|__(?P<rank>\d+)(\.metadata|_\d+\.distcp)"
 
 
 def _folder(path: Any) -> Path:
-    if not isinstance(path, (str, os.PathLike)) or not str(path) or "\0" in str(path):
+    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
+    if not isinstance(text, str) or not text or "\0" in text:
         raise InvalidArgument(f"path must be the path of a folder, not {_validate.brief(path)}")
     if "://" in str(path):
         raise InvalidArgument(
@@ -143,9 +144,8 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begins a new save, into the folder ``checkpoint_id`` if it is given."""
-        if checkpoint_id:
-            self._path = _folder(checkpoint_id)
-        self._running.path = self._path
+        self._running.path = path = _folder(checkpoint_id) if checkpoint_id else self._path
+        self._path = path
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Creates the record of this save, from the rank and role that torch passes."""
@@ -356,14 +356,11 @@ class FileReader(_InFolder, SliceReader):
         super().__init__(Allowed(safe_globals, trust_pickle), ("bytes", "wanted"))
         self._path = _folder(path)
         self._threads = _threads(threads)
-        #: The folder with the index of all ranks, once it was read; ``None`` for that of this rank alone.
-        self._shared: FolderSource | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begins a new load, from the folder ``checkpoint_id`` if it is given."""
-        if checkpoint_id:
-            self._path = _folder(checkpoint_id)
-        self._metadata = None
+        self._load.checkpoint = path = _folder(checkpoint_id) if checkpoint_id else self._path
+        self._load.metadata, self._path = None, path
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Reads the index.
@@ -376,37 +373,26 @@ class FileReader(_InFolder, SliceReader):
         """
         del args
         rank = kwargs.get("rank")
-        path = self._path / INDEX
+        folder: Path = self._load.checkpoint or self._path
+        path = folder / INDEX
         shared = path.is_file()
         if not shared:
             if rank is None:
-                raise self._incomplete()
-            path = self._path / _RANK_INDEX.format(rank)
+                raise _incomplete(folder)
+            path = folder / _RANK_INDEX.format(rank)
             if not path.is_file():
-                raise self._incomplete()
-        self._refuse_two(path)
+                raise _incomplete(folder)
+        _refuse_two(path)
         source = FolderSource(path, self._threads)
         with _gc.gc_paused():
             metadata = self._open(source, str(path))
-        self._shared = source if shared else None
-        metadata.storage_meta = StorageMeta(checkpoint_id=self._path)
+        self._load.digest = source.digest if shared else None
+        metadata.storage_meta = StorageMeta(checkpoint_id=folder)
         return metadata
-
-    def _refuse_two(self, path: Path) -> None:
-        theirs = self._path / _TORCH_INDEX
-        try:
-            newer = theirs.stat().st_mtime_ns >= path.stat().st_mtime_ns
-        except OSError:
-            return
-        if newer:
-            raise InvalidArgument(
-                f"{self._path} holds two checkpoints, and torch's {_TORCH_INDEX} is newer than {path.name}: "
-                f"load it with FileSystemReader, or remove {_TORCH_INDEX} if it is not the one to load"
-            )
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Adds the digest of this rank's index to the plan, for the coordinator."""
-        return dataclasses.replace(plan, storage_data=self._shared.digest) if self._shared is not None else plan
+        return plan if self._load.digest is None else dataclasses.replace(plan, storage_data=self._load.digest)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Checks that all ranks have read the same index.
@@ -415,21 +401,37 @@ class FileReader(_InFolder, SliceReader):
             SourceChanged: a save replaced the index after some ranks had read it
         """
         if len({plan.storage_data for plan in plans if isinstance(plan.storage_data, str)}) > 1:
-            raise replaced(self._path)
+            raise replaced(self._load.checkpoint or self._path)
         return plans
 
-    def _incomplete(self) -> IncompleteCheckpoint:
-        if not self._path.is_dir():
-            return IncompleteCheckpoint(f"there is no checkpoint: {self._path} is not a folder")
-        names = sorted(path.name for path in self._path.iterdir())
-        left = [name for name in names if commits.is_ours(name)]
-        if left:
-            return IncompleteCheckpoint(
-                f"{self._path} holds an incomplete checkpoint: the save that wrote {left[0]} ended before it wrote "
-                f"{INDEX}. Load an earlier checkpoint"
-            )
-        if _TORCH_INDEX in names:
-            return IncompleteCheckpoint(
-                f"{self._path} holds a checkpoint that torch's own writer saved: load it with FileSystemReader"
-            )
-        return IncompleteCheckpoint(f"there is no checkpoint in {self._path}: it has no {INDEX}")
+
+def _refuse_two(path: Path) -> None:
+    """Refuses the index at ``path`` if torch's own writer has saved into the same folder since."""
+    theirs = path.parent / _TORCH_INDEX
+    try:
+        newer = theirs.stat().st_mtime_ns >= path.stat().st_mtime_ns
+    except OSError:
+        return
+    if newer:
+        raise InvalidArgument(
+            f"{path.parent} holds two checkpoints, and torch's {_TORCH_INDEX} is newer than {path.name}: "
+            f"load it with FileSystemReader, or remove {_TORCH_INDEX} if it is not the one to load"
+        )
+
+
+def _incomplete(folder: Path) -> IncompleteCheckpoint:
+    """Returns the error for a folder without an index, which says what it holds instead."""
+    if not folder.is_dir():
+        return IncompleteCheckpoint(f"there is no checkpoint: {folder} is not a folder")
+    names = sorted(path.name for path in folder.iterdir())
+    left = [name for name in names if commits.is_ours(name)]
+    if left:
+        return IncompleteCheckpoint(
+            f"{folder} holds an incomplete checkpoint: the save that wrote {left[0]} ended before it wrote "
+            f"{INDEX}. Load an earlier checkpoint"
+        )
+    if _TORCH_INDEX in names:
+        return IncompleteCheckpoint(
+            f"{folder} holds a checkpoint that torch's own writer saved: load it with FileSystemReader"
+        )
+    return IncompleteCheckpoint(f"there is no checkpoint in {folder}: it has no {INDEX}")

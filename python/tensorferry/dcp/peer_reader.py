@@ -60,13 +60,12 @@ class PeerReader(SliceReader):
         self._lanes = None if lanes is None else _validate.integer("lanes", lanes, 1)
         self._secret = shared_secret(secret)
         self._same_host = wants_same_host(same_host)
-        self._failed: Exception | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begins a new load, from the metadata ``checkpoint_id`` if it is given."""
-        if checkpoint_id:
-            self._string = str(checkpoint_id)
-        self._metadata = self._failed = None
+        self._load.checkpoint = string = str(checkpoint_id) if checkpoint_id else self._string
+        self._string = string
+        self._load.metadata = self._load.failed = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Fetches the index.
@@ -76,10 +75,10 @@ class PeerReader(SliceReader):
             TensorferryError: as for ``HTTPTransport.recv_checkpoint``
         """
         del args
-        if kwargs.get("rank") is not None and self._failed is not None:
+        if kwargs.get("rank") is not None and self._load.failed is not None:
             # torch calls this a second time for an index of this rank alone. There is none, and a second wait would be
             # in vain.
-            raise self._failed
+            raise self._load.failed
         try:
             step, urls = self._publication()
             source = PeerSource(
@@ -92,7 +91,7 @@ class PeerReader(SliceReader):
             )
             metadata = self._open(source, "the publication")
         except TensorferryError as e:
-            self._failed = e
+            self._load.failed = e
             raise
         metadata.storage_meta = StorageMeta()
         return metadata
@@ -103,11 +102,12 @@ class PeerReader(SliceReader):
         Raises:
             InvalidArgument: it is not the metadata of a ``PeerWriter``
         """
-        words = (self._string or "").split()
+        string = self._load.checkpoint or self._string
+        words = (string or "").split()
         if len(words) < 3 or words[0] != SCHEME or not (words[1].isascii() and words[1].isdecimal()):
             raise InvalidArgument(
                 "PeerReader takes the string that metadata() of a PeerWriter returns after a save, not "
-                + _validate.brief(self._string)
+                + _validate.brief(string)
             )
         return _validate.step_number(int(words[1][:20])), words[2:]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -17,23 +18,54 @@ from . import index
 from .load_plan import Reading
 
 
+class Load(threading.local):
+    """The load of the calling thread: one reader may run several loads at once, each in its own thread.
+
+    Attributes:
+        checkpoint: which checkpoint is loaded, once ``reset`` was called in this thread
+        metadata: the metadata from the index
+        source: what the load reads from
+        report: what it has read
+        digest: identifies the index of all ranks, if there is one
+        failed: why the index could not be read
+    """
+
+    def __init__(self) -> None:
+        self.checkpoint: Any = None
+        self.metadata: Metadata | None = None
+        self.source: Source | None = None
+        self.report: dict[str, int] = {}
+        self.digest: str | None = None
+        self.failed: Exception | None = None
+
+
 class SliceReader(StorageReader):  # type: ignore[misc]  # mypy does not follow torch
     """Loads a checkpoint by slices of its containers. A subclass chooses the source, in ``read_metadata``.
+
+    Loads in several threads at once do not affect each other; all calls of one load are made in one thread.
 
     Args:
         allowed: the globals that pickled objects may name
         counts: the names of the counts in ``report``
 
     Attributes:
-        report: what the last load read, without the index
+        report: what the last load read, without the index; of several at once, the one that began last
     """
 
     def __init__(self, allowed: Allowed, counts: Iterable[str]) -> None:
         super().__init__()
         self._allowed = allowed
-        self._metadata: Metadata | None = None
-        self._source: Source | None = None
+        self._load = Load()
         self.report: dict[str, int] = dict.fromkeys(counts, 0)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what another process needs to load with a copy of this reader; running loads are left out."""
+        return {name: value for name, value in self.__dict__.items() if name != "_load"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restores a copy, which has no running load."""
+        self.__dict__.update(state)
+        self._load = Load()
 
     def _open(self, source: Source, name: str) -> Metadata:
         """Reads the index of ``source``, from which the load will read; ``name`` is its name in messages.
@@ -41,14 +73,14 @@ class SliceReader(StorageReader):  # type: ignore[misc]  # mypy does not follow 
         Raises:
             TensorferryError: as for :meth:`Source.read_index` and :func:`index.decode`
         """
-        self.report = dict.fromkeys(self.report, 0)
-        self._source = source
+        self.report = self._load.report = dict.fromkeys(self.report, 0)
+        self._load.source = source
         return index.decode(source.read_index(), name, self._allowed)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Keeps the metadata from the index."""
         del is_coordinator, args, kwargs
-        self._metadata = metadata
+        self._load.metadata = metadata
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Returns ``plan`` unchanged."""
@@ -68,14 +100,14 @@ class SliceReader(StorageReader):  # type: ignore[misc]  # mypy does not follow 
             InvalidArgument: a graph is being captured on a device that is to be written to
             TensorferryError: with peers, as for ``HTTPTransport.recv_checkpoint``
         """
-        assert self._metadata is not None
-        Reading(self._metadata, planner, self._read, self._allowed).run(plan)
+        assert self._load.metadata is not None
+        Reading(self._load.metadata, planner, self._read, self._allowed).run(plan)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
     def _read(self, slices: Mapping[str, list[SliceTuple]]) -> None:
         """Reads slices from the source, and counts them in ``report``."""
-        assert self._source is not None
-        for name, count in self._source.read(slices).items():
-            self.report[name] += count
+        assert self._load.source is not None
+        for name, count in self._load.source.read(slices).items():
+            self._load.report[name] += count

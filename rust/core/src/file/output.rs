@@ -26,6 +26,8 @@ const TRIAL: u64 = 16 << 20;
 /// A thread that gets fewer bytes into the cache in a second of its processor time is slower than a disk. Virtual
 /// machines whose host has taken free memory back are.
 const SLOWEST: u64 = 750 << 20;
+/// The type of a ramfs, from linux/magic.h; libc names that of a tmpfs alone.
+const RAMFS_MAGIC: libc::c_long = 0x8584_58f6;
 /// Chunks that a thread has under way to the disk at most.
 const UNDER_WAY: usize = 8;
 
@@ -42,13 +44,19 @@ pub(super) struct Output {
     nanos: AtomicU64,
 }
 
+/// Whether the file system is nothing but page cache. Such a one takes direct writes, and there is nothing they pass.
+fn is_in_memory(file: &File) -> bool {
+    let Ok(system) = rustix::fs::fstatfs(file) else { return false };
+    [libc::TMPFS_MAGIC, RAMFS_MAGIC].contains(&system.f_type)
+}
+
 impl Output {
     /// Writes to `cached`, the file of `len` bytes at `path`. Past the page cache if `direct` and the system lets us;
     /// without saying, through it for as long as that is good for everybody.
     pub(super) fn new(cached: File, path: &Path, len: u64, direct: Option<bool>) -> Self {
         let open = || OpenOptions::new().write(true).custom_flags(libc::O_DIRECT).open(path).ok();
         let through = direct.is_none() && available().is_none_or(|memory| len <= memory / SHARE);
-        let direct = direct.unwrap_or(true).then(open).flatten();
+        let direct = (direct.unwrap_or(true) && !is_in_memory(&cached)).then(open).flatten();
         Self {
             cached,
             direct,
@@ -286,5 +294,16 @@ mod tests {
             assert_eq!(under_way.len(), UNDER_WAY.min(usize::from(chunk) + 1));
         }
         assert_eq!(std::fs::read(&file.0).unwrap().len(), 20 * PAGE);
+    }
+
+    #[test]
+    fn a_file_system_in_memory_has_nothing_to_write_past() {
+        let path = Path::new("/dev/shm").join(format!("tensorferry-memory-{}", std::process::id()));
+        // Machines without it have nothing to show.
+        let Ok(file) = File::create(&path) else { return };
+        let file = (Gone(path), file);
+        assert!(is_in_memory(&file.1));
+        let output = Output::new(file.1, &file.0.0, 1, Some(true));
+        assert!(output.direct.is_none());
     }
 }
