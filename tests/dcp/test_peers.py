@@ -150,7 +150,7 @@ def test_a_load_has_one_deadline(open_writer):
     reader = PeerReader(writer.metadata(), timeout=TIMEOUT)
     metadata = reader.read_metadata()
     reader.set_up_storage_reader(metadata, is_coordinator=True)
-    reader._source._deadline -= TIMEOUT.total_seconds()
+    reader._load.source._deadline -= TIMEOUT.total_seconds()
     planner = dcp.DefaultLoadPlanner()
     planner.set_up_planner({"x": torch.zeros(10)}, metadata, is_coordinator=True)
     with pytest.raises(tensorferry.FetchTimeout):

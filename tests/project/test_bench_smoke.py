@@ -95,6 +95,10 @@ def test_a_state_in_a_job_is_healed_by_fresh_processes_that_train(tmp_path):
 @pytest.fixture
 def bench(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benches"))
+    # Other tests have modules of the same names.
+    for path in (ROOT / "benches").glob("*.py"):
+        monkeypatch.setitem(sys.modules, path.stem, None)
+        del sys.modules[path.stem]
     return importlib.import_module
 
 

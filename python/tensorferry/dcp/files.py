@@ -208,8 +208,7 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
         )
         save.written = written
         self.report = {"bytes": written.bytes, "direct": written.direct}
-        with _gc.gc_paused():
-            done.set_result(packed.results(name, written.header))
+        done.set_result(packed.results(name, written.header))
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -221,15 +220,14 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
             SystemRefused: the index cannot be written
         """
         save = self._running.save
-        with _gc.gc_paused():
-            stored = {result.index: result.storage_data for of_rank in results for result in of_rank}
-            metadata.storage_data = stored
-            metadata.storage_meta = StorageMeta(checkpoint_id=save.path, save_id=save.id)
-            files = {ref.container: ref.header for ref in stored.values()}
-            control = [
-                (reserved.INDEX, index.encode(metadata, stored)),
-                (reserved.INDEX_FILES, Commit(files, save.began).encode()),
-            ]
+        stored = {result.index: result.storage_data for of_rank in results for result in of_rank}
+        metadata.storage_data = stored
+        metadata.storage_meta = StorageMeta(checkpoint_id=save.path, save_id=save.id)
+        files = {ref.container: ref.header for ref in stored.values()}
+        control = [
+            (reserved.INDEX, index.encode(metadata, stored)),
+            (reserved.INDEX_FILES, Commit(files, save.began).encode()),
+        ]
         with _finishing.held(), commits.holding(save.path, files):
             before = commits.committed(save.index)
             if before is not None and before != save.before and before.began > save.began:
@@ -384,8 +382,7 @@ class FileReader(_InFolder, SliceReader):
                 raise _incomplete(folder)
         _refuse_two(path)
         source = FolderSource(path, self._threads)
-        with _gc.gc_paused():
-            metadata = self._open(source, str(path))
+        metadata = self._open(source, str(path))
         self._load.digest = source.digest if shared else None
         metadata.storage_meta = StorageMeta(checkpoint_id=folder)
         return metadata

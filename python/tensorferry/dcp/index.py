@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from .._gc import gc_paused
 from ..errors import InvalidArgument, ProtocolError, TensorferryError
 from ..state.allowlist import Allowed
 from ..state.unpickling import unpickler
@@ -64,6 +65,7 @@ class EntryRef(NamedTuple):
     header: int | None = None
 
 
+@gc_paused()
 def encode(metadata: Metadata, stored: dict[MetadataIndex, EntryRef]) -> bytes:
     """Encodes ``metadata``; ``stored`` maps each of its chunks and objects to the entry that holds it.
 
@@ -157,6 +159,7 @@ def _has_safe_paths(data: Any, keys: Iterable[str]) -> bool:
     return _can_be_walked([[key if type(key) in (int, str) else None for key in path] for path in paths])
 
 
+@gc_paused()
 def decode(text: bytes, where: str, allowed: Allowed) -> Metadata:
     """Decodes an index to the ``Metadata`` for torch's planners.
 

@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
+from .._gc import gc_paused
 from ..errors import InvalidArgument, UnsupportedLeaf
 from ..memory.staging import Piece, Stager
 from ..memory.tensors import DTYPE_NAMES, address, dense, no_rows, reach, scratch, without_memory
@@ -121,6 +122,7 @@ class PlanSnapshot:
         self._taken.add(unique)
         return unique
 
+    @gc_paused()
     def results(self, container: str, header: int | None = None) -> list[WriteResult]:
         """Returns the results for the coordinator: which entry holds each item.
 

@@ -14,9 +14,8 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::Duration;
 
-use crate::memory::{PAGE, available};
+use crate::memory::{PAGE, available, timed};
 
 /// A file that is written through the cache without having been asked for takes at most this part of the memory that is
 /// available.
@@ -101,9 +100,8 @@ impl Output {
 
     /// Writes `bytes` at `at` through the cache. If that is slow, what comes later goes past it.
     pub(super) fn write_through(&self, bytes: &[u8], at: u64) -> io::Result<()> {
-        let before = processor_time();
-        self.cached.write_all_at(bytes, at)?;
-        let took = u64::try_from(processor_time().saturating_sub(before).as_nanos()).unwrap_or(u64::MAX);
+        let (written, took) = timed(|| self.cached.write_all_at(bytes, at));
+        written?;
         let bytes = bytes.len() as u64 + self.bytes.fetch_add(bytes.len() as u64, Ordering::Relaxed);
         let nanos = took.saturating_add(self.nanos.fetch_add(took, Ordering::Relaxed));
         if bytes >= TRIAL && is_slow(bytes, nanos) {
@@ -163,14 +161,6 @@ impl Output {
 
 fn is_slow(bytes: u64, nanos: u64) -> bool {
     u128::from(bytes) * 1_000_000_000 < u128::from(SLOWEST) * u128::from(nanos)
-}
-
-/// The processor time of this thread: unlike the clock on the wall it leaves out other processes, and the disk.
-fn processor_time() -> Duration {
-    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: `time` is written to.
-    unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &raw mut time) };
-    Duration::new(u64::try_from(time.tv_sec).unwrap_or(0), u32::try_from(time.tv_nsec).unwrap_or(0))
 }
 
 /// Memory aligned to pages, filled from the front.

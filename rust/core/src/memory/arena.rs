@@ -293,14 +293,8 @@ fn refused(len: u64, cause: std::io::Error) -> Error {
 #[cfg(test)]
 mod tests {
     use super::super::machine::machine;
+    use super::super::mapping::resident;
     use super::*;
-
-    fn resident(address: usize, len: usize) -> usize {
-        let mut pages = vec![0_u8; len.div_ceil(4096)];
-        // SAFETY: a mapped range of whole pages, and a byte for each of them.
-        assert_eq!(unsafe { libc::mincore(address as *mut _, len, pages.as_mut_ptr()) }, 0);
-        pages.iter().filter(|&&page| page & 1 == 1).count()
-    }
 
     #[test]
     fn entries_lie_in_regions_whose_pages_go_with_the_last_hold() {

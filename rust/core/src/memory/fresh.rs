@@ -160,7 +160,7 @@ impl FreshPages {
         let Some(kind) = attempt else { return self.populate_timed(pages) };
         let tried = whole..whole + HUGE;
         advise(&tried, kind);
-        let time = timed(|| populate(tried.clone()));
+        let ((), time) = timed(|| populate(tried.clone()));
         let mut choice = self.choice();
         // All of the memory has one kind again.
         let affected = if choice.tried(kind, time) { &self.range } else { &tried };
@@ -172,7 +172,7 @@ impl FreshPages {
 
     fn populate_timed(&self, pages: Range<usize>) {
         let (used, len) = (self.choice().used, pages.len() as u64);
-        let time = timed(|| populate(pages));
+        let ((), time) = timed(|| populate(pages));
         let mut choice = self.choice();
         if len > 0 && choice.note(used, len, time) {
             advise(&self.range, choice.used);
@@ -216,9 +216,9 @@ fn touch(pages: Range<usize>) {
     }
 }
 
-/// The CPU time that `work` takes this thread, in nanoseconds: waiting for a core does not count, the host of a virtual
+/// What `work` returns, and the CPU time that it takes this thread, in nanoseconds: waiting for a core does not count, the host of a virtual
 /// machine that has to find memory does.
-fn timed(work: impl FnOnce()) -> u64 {
+pub(crate) fn timed<R>(work: impl FnOnce() -> R) -> (R, u64) {
     let now = || {
         let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
         // SAFETY: writes the one struct it is given.
@@ -226,13 +226,13 @@ fn timed(work: impl FnOnce()) -> u64 {
         u64::try_from(time.tv_sec).unwrap_or(0) * 1_000_000_000 + u64::try_from(time.tv_nsec).unwrap_or(0)
     };
     let before = now();
-    work();
-    now().saturating_sub(before)
+    let result = work();
+    (result, now().saturating_sub(before))
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::mapping::Mapping;
+    use super::super::mapping::{Mapping, resident};
     use super::*;
 
     const MS: u64 = 1_000_000;
@@ -299,13 +299,6 @@ mod tests {
         // Where small pages are dear as well, there is more to be gained.
         let (_, tries) = simulate(128, |kind, _| if kind == PageSize::Small { MS } else { MS / 6 });
         assert!(tries > 0);
-    }
-
-    fn resident(address: usize, len: usize) -> usize {
-        let mut pages = vec![0_u8; len.div_ceil(PAGE)];
-        // SAFETY: a mapped range of whole pages, and a byte for each of them.
-        assert_eq!(unsafe { libc::mincore(address as *mut _, len, pages.as_mut_ptr()) }, 0);
-        pages.iter().filter(|&&page| page & 1 == 1).count()
     }
 
     #[test]

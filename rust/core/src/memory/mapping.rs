@@ -87,3 +87,12 @@ impl Drop for Mapping {
         }
     }
 }
+
+/// How many pages of `[address, address + len)`, a mapped range of whole pages, are present.
+#[cfg(test)]
+pub(super) fn resident(address: usize, len: usize) -> usize {
+    let mut pages = vec![0_u8; len.div_ceil(super::PAGE)];
+    // SAFETY: a mapped range of whole pages, and a byte for each of them.
+    assert_eq!(unsafe { libc::mincore(address as *mut _, len, pages.as_mut_ptr()) }, 0);
+    pages.iter().filter(|&&page| page & 1 == 1).count()
+}

@@ -25,7 +25,7 @@ mod shared;
 
 pub(crate) use self::arena::{ALIGNMENT, ArenaLayout};
 pub use self::arena::{Arena, Hold};
-pub(crate) use self::fresh::FreshPages;
+pub(crate) use self::fresh::{FreshPages, timed};
 pub(crate) use self::machine::available;
 pub use self::machine::check_machine_has;
 pub use self::pool::{Allocation, ArenaPool};

@@ -25,18 +25,18 @@ impl<'a> Checksums<'a> {
 
     /// Takes the next bytes. Whole blocks are checksummed in one call each, without the state of an unfinished one.
     pub(crate) fn update(&mut self, bytes: &[u8]) {
+        let small = self.block_size as u64 == FILE_BLOCK_SIZE && matches!(self.algorithm, Algorithm::Crc64);
         let mut bytes = bytes;
         while !bytes.is_empty() {
-            let small = self.block_size as u64 == FILE_BLOCK_SIZE && matches!(self.algorithm, Algorithm::Crc64);
             if small && self.filled == 0 && bytes.len() >= small_blocks::GROUP {
                 let done = small_blocks::checksums(bytes, &mut self.digests);
-                bytes = &bytes[done..];
+                if done > 0 {
+                    bytes = &bytes[done..];
+                    continue;
+                }
             }
             let (part, rest) = bytes.split_at(bytes.len().min(self.block_size - self.filled));
             bytes = rest;
-            if part.is_empty() {
-                return;
-            }
             if part.len() == self.block_size {
                 self.digests.push(self.algorithm.checksum(part));
                 continue;
