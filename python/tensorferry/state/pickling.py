@@ -181,7 +181,7 @@ def dump(flat: Flat) -> tuple[bytes, dict[tuple[str, str], str]]:
     """
     pickler = _Pickler(io.BytesIO(), flat)
     data = None
-    if not _is_any_overridden():
+    if flat.native and not _is_any_overridden():
         numpy: Any = sys.modules.get("numpy")
         data = _pickle_objects(flat.rows, pickler.one, _FUNCTIONS, _of_numpy(numpy) if numpy else None)
     if data is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
@@ -9,7 +10,7 @@ import torch
 
 from .. import _gc
 from .._native import Readiness, Server, _add_pieces
-from ..errors import InvalidArgument
+from ..errors import InvalidArgument, TensorferryError
 from ..memory.accelerator import Accelerator
 from ..memory.staging import Piece, Stager, host_view
 from ..memory.tensors import as_bytes, storage_over
@@ -18,6 +19,11 @@ from ..storage.container import Container
 from . import aliases, manifest, pickling, tree
 from .allowlist import Allowed
 from .build import StateBuilder
+
+logger = logging.getLogger("tensorferry")
+
+#: Where the class of the exceptions is that panics in Rust become. It is not derived from ``Exception``.
+_PANICS = "pyo3_runtime"
 
 #: If a state is on an accelerator and at most this many of its bytes are in host memory, these are copied as well, so
 #: that the whole snapshot is private.
@@ -65,14 +71,40 @@ class StateSnapshot:
 
     def __init__(self, state: Any, stager: Stager, snapshot: SnapshotMode) -> None:
         with _gc.gc_paused():
-            flat = tree.flatten(state)
-            self.pickle_bytes, self.globals = _pickled(flat, stager.accelerator)
-            device = stager.accelerator.device_indices(flat.plain, flat.accelerated)
-            self._lay_out(flat)
+            device = self._read(state, stager.accelerator)
             copied = self._stage(stager, snapshot, device)
         # If nothing was copied, rebuild() can return the state itself. Not so for a private snapshot without any bytes:
         # it is the state of one moment, and its objects are those of the pickle.
         self._state = state if not self.private and all([m.buffer is None for m in copied]) else None
+
+    def _read(self, state: Any, accelerator: Accelerator) -> list[int]:
+        """Reads the state, natively if that works; returns the numbers of the rows in accelerator memory."""
+        try:
+            return self._read_once(state, accelerator, native=True)
+        except TensorferryError:
+            raise
+        except BaseException as e:
+            if not isinstance(e, Exception) and type(e).__module__ != _PANICS:
+                raise
+            failure = e
+        # A mistake in the native code must not keep a replica from healing. If the state is at fault, this fails, too.
+        try:
+            device = self._read_once(state, accelerator, native=False)
+            logger.warning(
+                "the state was read and pickled in Python, which takes longer: the native code failed; please report it",
+                exc_info=failure,
+            )
+        finally:
+            # Its traceback leads to this frame.
+            del failure
+        return device
+
+    def _read_once(self, state: Any, accelerator: Accelerator, native: bool) -> list[int]:
+        flat = tree.flatten(state, native)
+        self.pickle_bytes, self.globals = _pickled(flat, accelerator)
+        device = accelerator.device_indices(flat.plain, flat.accelerated)
+        self._lay_out(flat)
+        return device
 
     def _lay_out(self, flat: tree.Flat) -> None:
         self.rows = flat.rows

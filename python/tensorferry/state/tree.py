@@ -33,9 +33,10 @@ class Flat:
     """A flattened state: its tree and its leaves. Made by :func:`flatten`.
 
     Args:
-        native: let the native module read plain tensors; otherwise every tensor is read in Python
+        native: let the native module read tensors and pickle objects; otherwise Python does both
 
     Attributes:
+        native: as given
         tree: the containers as JSON, with numbers for leaves: ``n >= 0`` is ``plain[n]``, ``n < 0`` ``objects[-n - 1]``
         rows: a row for each plain tensor (one that needs no pickle), with its key path, made unique, as its name
         plain: those tensors
@@ -46,6 +47,7 @@ class Flat:
     """
 
     def __init__(self, native: bool = True) -> None:
+        self.native = native
         self.tree = ""
         self.rows = no_rows(native)
         self.plain: list[Tensor] = self.rows.memory
@@ -57,8 +59,7 @@ class Flat:
     @functools.cached_property
     def unread(self) -> list[int]:
         """The numbers of the objects that are tensors and were not read natively, first object first."""
-        is_view = self.rows.is_view
-        return [-n - 1 for n, v in enumerate(self.objects) if isinstance(v, Tensor) and not is_view(v)]
+        return self.rows.unread
 
     def leaf(self, number: int) -> Any:
         """Returns the leaf with this number in the tree."""

@@ -30,7 +30,16 @@ pub(crate) struct Columns {
     /// Where the memory of each row starts.
     pub(crate) starts: ByAddress<usize>,
     /// Further rows whose memory starts there.
-    pub(crate) doubles: ByAddress<Vec<usize>>,
+    pub(crate) doubles: ByAddress<Doubles>,
+}
+
+/// Rows whose memory starts where that of an earlier row does.
+#[derive(Default)]
+pub(crate) struct Doubles {
+    /// Whose storages are not known yet.
+    pub(crate) new: Vec<usize>,
+    /// Identity of a storage to the first row that fills it.
+    pub(crate) by_storage: ByAddress<usize>,
 }
 
 /// A map from addresses of this process. No peer chooses addresses, so they need no keyed hash.
@@ -89,15 +98,9 @@ impl Columns {
         self.sizes.push(row.nbytes);
         self.flags.push(char::from(b'0' + (row.flag & 3)));
         if row.nbytes > 0 && *self.starts.entry(row.address).or_insert(number) != number {
-            self.doubles.entry(row.address).or_default().push(number);
+            self.doubles.entry(row.address).or_default().new.push(number);
         }
         Ok(i64::try_from(number)?)
-    }
-
-    /// The rows whose memory starts at `address`.
-    pub(crate) fn starting_at(&self, address: usize) -> Vec<usize> {
-        let first = self.starts.get(&address).copied();
-        first.into_iter().chain(self.doubles.get(&address).into_iter().flatten().copied()).collect()
     }
 
     /// The leaves whose memory overlaps, in groups: rows by their number, and `others` by theirs. The rows in `without`

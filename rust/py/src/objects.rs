@@ -440,19 +440,18 @@ pub(crate) fn describe_objects(rows: &Bound<'_, PyRows>, others: Vec<(usize, Str
     let views = table.views();
     let mut others = others.into_iter().peekable();
     let mut text = String::from("[");
-    let mut leaves: Vec<_> = views.all.iter().filter(|view| view.leaf < 0).collect();
-    leaves.sort_unstable_by_key(|view| std::cmp::Reverse(view.leaf));
-    for view in leaves {
+    for view in &views.all {
         let object = usize::try_from(-(view.leaf + 1))?;
         while let Some((_, other)) = others.next_if(|other| other.0 < object) {
             add(&mut text, &other);
         }
-        let mut one = format!("[{object},");
-        quote_path(&mut one, paths, object)?;
-        let _ = write!(one, ",\"torch.{}\",", typed(view.dtype).unwrap_or_default());
-        numbers(&mut one, view.global.as_ref().map_or(view.told.shape(), |global| &global.shape));
-        one.push(']');
-        add(&mut text, &one);
+        add(&mut text, "");
+        // Writing to a string cannot fail.
+        let _ = write!(text, "[{object},");
+        quote_path(&mut text, paths, object)?;
+        let _ = write!(text, ",\"torch.{}\",", typed(view.dtype).unwrap_or_default());
+        numbers(&mut text, views.shape_of(view));
+        text.push(']');
     }
     others.for_each(|(_, other)| add(&mut text, &other));
     text.push(']');
@@ -471,13 +470,13 @@ pub(crate) fn describe_shards(rows: &Bound<'_, PyRows>, offsets: Vec<Vec<u64>>) 
     let paths = paths.bind(py);
     let views = table.views();
     let mut text = String::new();
-    for (view, global) in views.all.iter().filter_map(|view| Some((view, view.global.as_deref()?))) {
+    for (view, global) in views.all.iter().filter_map(|view| Some((view, view.global.as_ref()?))) {
         if !text.is_empty() {
             text.push(',');
         }
         quote_path(&mut text, paths, usize::try_from(-(view.leaf + 1))?)?;
         text.push(':');
-        views.shard(&mut text, view, global, offsets.get(global.spec).map_or(&[], Vec::as_slice));
+        views.shard(&mut text, view, offsets.get(global.spec).map_or(&[], Vec::as_slice));
     }
     Ok(text)
 }

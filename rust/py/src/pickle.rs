@@ -7,8 +7,6 @@
 //! Both number what they memoize from 0 on. A reader counts all of them, so a spliced pickle's references are
 //! translated.
 
-use std::collections::HashMap;
-
 const PROTO_4: [u8; 2] = [0x80, 4];
 const FRAME: u8 = 0x95;
 const MEMOIZE: u8 = 0x94;
@@ -43,7 +41,8 @@ pub(crate) struct Pickle {
     memoized: u32,
     /// What the interpreter calls what it memoized, to what a reader does.
     spliced: Vec<u32>,
-    texts: HashMap<&'static str, u32>,
+    /// Texts that occur again and again, of which there are few.
+    texts: Vec<(&'static str, u32)>,
     elements: usize,
 }
 
@@ -55,7 +54,7 @@ impl Pickle {
             frame: 0,
             memoized: 0,
             spliced: Vec::new(),
-            texts: HashMap::new(),
+            texts: Vec::new(),
             elements: 0,
         };
         pickle.begin_frame();
@@ -153,12 +152,12 @@ impl Pickle {
 
     /// Text that occurs again and again; a reader makes it once.
     pub(crate) fn constant(&mut self, value: &'static str) {
-        if let Some(&number) = self.texts.get(value) {
+        if let Some(&(_, number)) = self.texts.iter().find(|(known, _)| *known == value) {
             return self.get(number);
         }
         self.text(value);
         let number = self.memoize();
-        self.texts.insert(value, number);
+        self.texts.push((value, number));
     }
 
     pub(crate) fn binary(&mut self, value: &[u8]) {

@@ -16,14 +16,14 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use bytes::Bytes;
-use pyo3::exceptions::{PyIndexError, PyRuntimeError, PyValueError};
+use pyo3::exceptions::{PyException, PyIndexError, PyRuntimeError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyFloat, PyInt, PyList, PyString, PyTuple, PyType};
+use pyo3::types::{PyDict, PyInt, PyList, PyString, PyTuple, PyType};
 use tensorferry_core::Item;
 use tensorferry_wire::dtype::Dtype;
 
-use crate::columns::{Columns, Row, Span};
+use crate::columns::{ByAddress, Columns, Row, Span};
 use crate::memory::{Described, Exchange, TURN, borrowed};
 use crate::views::{Global, Store, View, Views, typed};
 
@@ -40,8 +40,9 @@ pub(crate) struct PyRows {
     attributes: Py<PyAny>,
     /// torch's class, where it was imported.
     dtensor: Option<Py<PyType>>,
-    float: Py<PyType>,
-    deque: Py<PyAny>,
+    deque: Py<PyType>,
+    /// Address of a class to what its objects are.
+    kinds: Mutex<ByAddress<(Py<PyType>, Kind)>>,
     /// Whether this torch's tensors may have named dimensions, with which they cannot be pickled.
     has_names: bool,
     memory: Py<PyList>,
@@ -52,6 +53,11 @@ pub(crate) struct PyRows {
     /// What the specs of `DTensor`s say, to their numbers; and the first spec that says it, with its `DTensor`.
     specs: Py<PyDict>,
     pub(crate) first_specs: Py<PyList>,
+    /// Address of a spec to its number: many `DTensor`s share the object. `kept_specs` keeps them.
+    spec_numbers: Mutex<ByAddress<usize>>,
+    kept_specs: Py<PyList>,
+    /// The tensors among the objects that are not read here.
+    unread: Mutex<Vec<i64>>,
     /// The containers around the one that is walked.
     inside: Mutex<Vec<usize>>,
     /// Keeps the memory of each row alive: a tensor's storage, since a tensor can be given another one at any time.
@@ -73,6 +79,48 @@ impl PyRows {
 
     fn inside(&self) -> MutexGuard<'_, Vec<usize>> {
         self.inside.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn kinds(&self) -> MutexGuard<'_, ByAddress<(Py<PyType>, Kind)>> {
+        self.kinds.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn spec_numbers(&self) -> MutexGuard<'_, ByAddress<usize>> {
+        self.spec_numbers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn unread(&self) -> MutexGuard<'_, Vec<i64>> {
+        self.unread.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What `value` is by its class. An object that only says that it has another class, by its `__class__`, is not
+    /// asked: that may run any code.
+    fn kind(&self, value: &Bound<'_, PyAny>) -> PyResult<Kind> {
+        let py = value.py();
+        if self.is_tensor(value) {
+            return Ok(Kind::Tensor);
+        }
+        let id = value.get_type_ptr() as usize;
+        if let Some(&(_, kind)) = self.kinds().get(&id) {
+            return Ok(kind);
+        }
+        let class = value.get_type();
+        let is = |base: &Bound<'_, PyType>| class.is_subclass(base);
+        let kind = if self.dtensor.as_ref().is_some_and(|dtensor| dtensor.is(&class)) {
+            Kind::DTensor
+        } else if is(self.tensor.bind(py))? {
+            Kind::OtherTensor
+        } else if is(&py.get_type::<PyDict>())?
+            || is(&py.get_type::<PyList>())?
+            || is(&py.get_type::<PyTuple>())?
+            || is(self.deque.bind(py))?
+        {
+            Kind::Container
+        } else {
+            Kind::Leaf
+        };
+        self.kinds().insert(id, (class.unbind(), kind));
+        Ok(kind)
     }
 
     /// The rows as items to publish, and behind them `control`, name and bytes of each. To be called without the
@@ -97,10 +145,9 @@ impl PyRows {
         kind == self.tensor.as_ptr().cast() || kind == self.parameter.as_ptr().cast()
     }
 
-    /// The number of a leaf, whose path is `path` in two parts: of an earlier one if it is the same object.
-    fn number(&self, value: &Bound<'_, PyAny>, path: [&str; 2], other: &Bound<'_, PyAny>) -> PyResult<i64> {
-        let is_tensor = self.is_tensor(value);
-        let read = if is_tensor { self.read(value, path)? } else { Read::Unknown };
+    /// The number of a leaf of this kind, whose path is `path` in two parts: of an earlier one if it is the same object.
+    fn number(&self, value: &Bound<'_, PyAny>, kind: Kind, path: [&str; 2], other: &Bound<'_, PyAny>) -> PyResult<i64> {
+        let read = if kind == Kind::Tensor { self.read(value, path)? } else { Read::Unknown };
         let id = value.as_ptr() as usize;
         let number = match read {
             Read::Leaf(number) => return Ok(number),
@@ -109,17 +156,27 @@ impl PyRows {
                 if let Some(number) = self.columns().seen.get(&id).copied() {
                     return Ok(number);
                 }
-                if is_tensor {
-                    other.call1((value, path.concat()))?.extract()?
-                } else if let Some(view) = self.read_dtensor(value)? {
-                    self.add_view(value, path, view)?
-                } else {
-                    self.add_object(value, path)?
+                match kind {
+                    Kind::Tensor => self.unread_if_object(other.call1((value, path.concat()))?.extract()?),
+                    Kind::DTensor => match left_to_python(value.py(), self.read_dtensor(value))? {
+                        Some(view) => self.add_view(value, path, view)?,
+                        None => self.unread_if_object(self.add_object(value, path)?),
+                    },
+                    Kind::OtherTensor => self.unread_if_object(self.add_object(value, path)?),
+                    Kind::Container | Kind::Leaf => self.add_object(value, path)?,
                 }
             }
         };
         self.columns().seen.insert(id, number);
         Ok(number)
+    }
+
+    /// Notes that a tensor is not read here, unless it is a row; returns its number.
+    fn unread_if_object(&self, number: i64) -> i64 {
+        if number < 0 {
+            self.unread().push(number);
+        }
+        number
     }
 
     fn add_object(&self, value: &Bound<'_, PyAny>, path: [&str; 2]) -> PyResult<i64> {
@@ -162,12 +219,12 @@ impl PyRows {
         if let Some(number) = self.columns().seen.get(&(value.as_ptr() as usize)).copied() {
             return Ok(Read::Leaf(number));
         }
-        let Some(Told { dtype, storage, nbytes, requires_grad }) = self.ask(value, &tensor)? else {
-            return Ok(Read::Unknown);
-        };
+        let told = left_to_python(py, self.ask(value, &tensor))?;
+        let Some(Told { dtype, storage, nbytes, requires_grad }) = told else { return Ok(Read::Unknown) };
         let fills = tensor.is_dense && nbytes == tensor.nbytes;
         if !fills || there.is_some() && self.filling(&storage, tensor.address)?.is_some() {
-            let view = self.view(value, tensor, Told { dtype, storage, nbytes, requires_grad })?;
+            let view = self.view(value, tensor, Told { dtype, storage, nbytes, requires_grad });
+            let view = left_to_python(py, view)?;
             return Ok(view.map_or(Read::Unknown, Read::View));
         }
         let parameter = u8::from(self.is_parameter(value));
@@ -200,15 +257,15 @@ impl PyRows {
         };
         let storage = value.call_method0(intern!(py, "untyped_storage"))?;
         let truth = |name: &Bound<'_, PyString>| value.call_method0(name)?.is_truthy();
+        let requires_grad = value.getattr(intern!(py, "requires_grad"))?.is_truthy()?;
         let needs_more = truth(intern!(py, "is_neg"))?
             || dtype == Dtype::C64 && truth(intern!(py, "is_conj"))?
             || self.attributes.bind(py).call1((value,))?.is_truthy()?
-            || value.getattr(intern!(py, "_backward_hooks"))?.is_truthy()?;
+            || has_hooks(value, requires_grad)?;
         if needs_more {
             return Ok(None);
         }
         let nbytes = storage.len()?;
-        let requires_grad = value.getattr(intern!(py, "requires_grad"))?.is_truthy()?;
         Ok(Some(Told { dtype, storage, nbytes, requires_grad }))
     }
 
@@ -219,14 +276,17 @@ impl PyRows {
         if typed(told.dtype).is_none() || has_names {
             return Ok(None);
         }
-        let address: usize = told.storage.call_method0(intern!(py, "data_ptr"))?.extract()?;
+        let address: usize = if tensor.is_dense && tensor.nbytes == told.nbytes {
+            tensor.address
+        } else {
+            told.storage.call_method0(intern!(py, "data_ptr"))?.extract()?
+        };
         let key: usize = told.storage.getattr(intern!(py, "_cdata"))?.extract()?;
         let Some(start) = tensor.address.checked_sub(address) else { return Ok(None) };
         if !start.is_multiple_of(tensor.itemsize) || start.saturating_add(tensor.extent()) > told.nbytes {
             return Ok(None);
         }
-        let (object, nbytes) = (told.storage.unbind(), told.nbytes);
-        let store = self.views().store(key, || Store::new(object, address, nbytes, true));
+        let store = self.views().store(key, || Store::new(told.storage.clone().unbind(), address, told.nbytes, true));
         Ok(Some(Box::new(View {
             leaf: 0,
             store,
@@ -242,11 +302,8 @@ impl PyRows {
     /// A `DTensor` whose local part and spec describe it completely, `None` for everything else.
     fn read_dtensor(&self, value: &Bound<'_, PyAny>) -> PyResult<Option<Box<View>>> {
         let py = value.py();
-        let Some(dtensor) = &self.dtensor else { return Ok(None) };
-        if value.get_type_ptr() != dtensor.as_ptr().cast()
-            || value.getattr(intern!(py, "__dict__"))?.is_truthy()?
-            || value.getattr(intern!(py, "_backward_hooks"))?.is_truthy()?
-        {
+        let requires_grad = value.getattr(intern!(py, "requires_grad"))?.is_truthy()?;
+        if value.getattr(intern!(py, "__dict__"))?.is_truthy()? || has_hooks(value, requires_grad)? {
             return Ok(None);
         }
         let local = value.getattr(intern!(py, "_local_tensor"))?;
@@ -256,45 +313,62 @@ impl PyRows {
         let Some(tensor) = self.describe(&local).filter(|t| t.nbytes > 0 && t.address != 0) else { return Ok(None) };
         let Some(told) = self.ask(&local, &tensor)? else { return Ok(None) };
         let Some(spec) = self.spec(value)? else { return Ok(None) };
-        let Ok(shape) = value.getattr(intern!(py, "shape"))?.extract() else { return Ok(None) };
         let Some(mut view) = self.view(&local, tensor, told)? else { return Ok(None) };
-        let requires_grad = value.getattr(intern!(py, "requires_grad"))?.is_truthy()?;
         let local_requires_grad = std::mem::replace(&mut view.requires_grad, requires_grad);
-        view.global = Some(Box::new(Global { local: local.unbind(), local_requires_grad, shape, spec }));
+        view.global = Some(Global { local: local.unbind(), local_requires_grad, spec });
         Ok(Some(view))
     }
 
     /// The number of the spec of a `DTensor`, which it may share with others: a spec is longer than all else that
-    /// describes a `DTensor`, and each has one of its own. `None` if it cannot be compared with others.
+    /// describes a `DTensor`, and many have one of their own. `None` if it cannot be compared with others.
     fn spec(&self, value: &Bound<'_, PyAny>) -> PyResult<Option<usize>> {
         let py = value.py();
         let spec = value.getattr(intern!(py, "_spec"))?;
+        let id = spec.as_ptr() as usize;
+        if let Some(&number) = self.spec_numbers().get(&id) {
+            return Ok(Some(number));
+        }
+        let Some(number) = self.number_of_spec(value, &spec)? else { return Ok(None) };
+        self.kept_specs.bind(py).append(spec)?;
+        self.spec_numbers().insert(id, number);
+        Ok(Some(number))
+    }
+
+    fn number_of_spec(&self, value: &Bound<'_, PyAny>, spec: &Bound<'_, PyAny>) -> PyResult<Option<usize>> {
+        let py = value.py();
         let Ok(fields) = spec.getattr(intern!(py, "__dict__"))?.cast_into::<PyDict>() else { return Ok(None) };
-        let mut parts = Vec::with_capacity(fields.len() + 1);
-        for (name, field) in fields {
+        let (names, fields) = (fields.keys(), fields.values());
+        let mut parts = Vec::with_capacity(2 * fields.len() + 1);
+        let mut shape = None;
+        for (name, field) in names.iter().zip(fields) {
             match name.cast::<PyString>()?.to_str()? {
                 "_hash" => continue,
                 "mesh" => parts.push((field.as_ptr() as usize).into_pyobject(py)?.into_any()),
                 "placements" => {
                     // A placement may equal one of another class.
-                    let classes = field.try_iter()?.map(|one| Ok(one?.get_type())).collect::<PyResult<Vec<_>>>()?;
-                    parts.extend([PyTuple::new(py, classes)?.into_any(), field]);
+                    let Ok(placements) = field.cast_exact::<PyTuple>() else { return Ok(None) };
+                    parts.push(PyTuple::new(py, placements.iter().map(|one| one.get_type()))?.into_any());
+                    parts.push(field);
+                }
+                "tensor_meta" => {
+                    shape = field.getattr(intern!(py, "shape"))?.extract::<Vec<u64>>().ok();
+                    parts.push(field);
                 }
                 _ => parts.push(field),
             }
             parts.push(name);
         }
+        let Some(shape) = shape else { return Ok(None) };
         let key = PyTuple::new(py, parts)?;
-        if key.hash().is_err() {
-            return Ok(None);
-        }
         let (specs, firsts) = (self.specs.bind(py), self.first_specs.bind(py));
         if let Some(number) = specs.get_item(&key)? {
             return Ok(Some(number.extract()?));
         }
-        specs.set_item(key, firsts.len())?;
+        let number = firsts.len();
         firsts.append((spec, value))?;
-        Ok(Some(firsts.len() - 1))
+        self.views().spec_shapes.push(shape);
+        specs.set_item(key, number)?;
+        Ok(Some(number))
     }
 
     /// The number that `value` was given as a leaf, `None` if it is not a leaf.
@@ -319,17 +393,24 @@ impl PyRows {
     /// The row whose tensor fills `storage`, whose memory starts at `address`.
     pub(crate) fn filling(&self, storage: &Bound<'_, PyAny>, address: usize) -> PyResult<Option<usize>> {
         let py = storage.py();
-        let rows = self.columns().starting_at(address);
-        if rows.is_empty() {
-            return Ok(None);
+        let key_of = |storage: &Bound<'_, PyAny>| storage.getattr(intern!(py, "_cdata"))?.extract::<usize>();
+        let Some(first) = self.columns().starts.get(&address).copied() else { return Ok(None) };
+        let key = key_of(storage)?;
+        let owners = self.owners.bind(py);
+        if key_of(&owners.get_item(first)?)? == key {
+            return Ok(Some(first));
         }
-        let key = storage.getattr(intern!(py, "_cdata"))?;
-        for row in rows {
-            if self.owners.bind(py).get_item(row)?.getattr(intern!(py, "_cdata"))?.eq(&key)? {
-                return Ok(Some(row));
-            }
+        // There are several storages over the same memory. Each is asked for its identity once.
+        let new =
+            self.columns().doubles.get_mut(&address).map(|rows| std::mem::take(&mut rows.new)).unwrap_or_default();
+        let new =
+            new.into_iter().map(|row| Ok((key_of(&owners.get_item(row)?)?, row))).collect::<PyResult<Vec<_>>>()?;
+        let mut columns = self.columns();
+        let Some(rows) = columns.doubles.get_mut(&address) else { return Ok(None) };
+        for (key, row) in new {
+            rows.by_storage.entry(key).or_insert(row);
         }
-        Ok(None)
+        Ok(rows.by_storage.get(&key).copied())
     }
 
     /// What a container calls the dtype of a tensor whose elements are one byte each: torch has several kinds of those
@@ -353,8 +434,9 @@ impl PyRows {
     /// Writes the text of one node: the number of a leaf, or of a container all it has.
     fn child(&self, text: &mut String, value: &Bound<'_, PyAny>, path: [&str; 2], by: &Walk<'_, '_>) -> PyResult<()> {
         let id = value.as_ptr() as usize;
-        if !self.is_container(value)? || by.depth > MAX_DEPTH || self.inside().contains(&id) {
-            let number = self.number(value, path, by.other)?;
+        let kind = self.kind(value)?;
+        if kind != Kind::Container || by.depth > MAX_DEPTH || self.inside().contains(&id) {
+            let number = self.number(value, kind, path, by.other)?;
             // Writing to a string cannot fail.
             let _ = write!(text, "{number}");
             self.turn(value.py());
@@ -382,18 +464,6 @@ impl PyRows {
         }
         self.inside().pop();
         Ok(())
-    }
-
-    /// Whether `value` may hold nodes of its own.
-    fn is_container(&self, value: &Bound<'_, PyAny>) -> PyResult<bool> {
-        if self.is_tensor(value) {
-            return Ok(false);
-        }
-        let is_one = value.is_instance_of::<PyDict>()
-            || value.is_instance_of::<PyList>()
-            || value.is_instance_of::<PyTuple>()
-            || value.get_type_ptr() != self.float.as_ptr().cast() && value.is_instance(self.deque.bind(value.py()))?;
-        Ok(is_one)
     }
 
     /// Writes a dict whose keys are text or small integers; returns whether it is one.
@@ -478,6 +548,19 @@ const MAX_DEPTH: usize = 80;
 /// Integers below this are keys in a tree; larger ones are sent as objects.
 const SAFE_INTEGER: i64 = 1 << 53;
 
+/// What an object is by its class.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    /// A tensor or parameter, and not of a subclass.
+    Tensor,
+    DTensor,
+    /// Of another subclass.
+    OtherTensor,
+    /// May hold nodes of its own.
+    Container,
+    Leaf,
+}
+
 /// What a tensor is.
 enum Read {
     /// A leaf with this number.
@@ -504,6 +587,20 @@ struct Walk<'a, 'py> {
     container: &'a Bound<'py, PyAny>,
     other: &'a Bound<'py, PyAny>,
     depth: usize,
+}
+
+/// What was read, nothing where that failed: Python then reads the tensor, or says why it cannot be sent.
+fn left_to_python<T>(py: Python<'_>, read: PyResult<Option<T>>) -> PyResult<Option<T>> {
+    match read {
+        Err(error) if error.is_instance_of::<PyException>(py) => Ok(None),
+        read => read,
+    }
+}
+
+/// Whether autograd calls a function when it has computed the gradient of `value`; torch registers none for a tensor
+/// that requires none.
+fn has_hooks(value: &Bound<'_, PyAny>, requires_grad: bool) -> PyResult<bool> {
+    Ok(requires_grad && value.getattr(intern!(value.py(), "_backward_hooks"))?.is_truthy()?)
 }
 
 fn changed() -> PyErr {
@@ -541,8 +638,8 @@ impl PyRows {
             tensor: tensor.clone().unbind(),
             parameter: parameter.clone().unbind(),
             dtensor: dtensor.filter(|_| native),
-            float: py.get_type::<PyFloat>().unbind(),
-            deque: py.import("collections")?.getattr("deque")?.unbind(),
+            deque: py.import("collections")?.getattr("deque")?.cast_into::<PyType>()?.unbind(),
+            kinds: Mutex::default(),
             has_names: tensor.hasattr(intern!(py, "has_names"))?,
             memory: PyList::empty(py).unbind(),
             objects: PyList::empty(py).unbind(),
@@ -550,6 +647,9 @@ impl PyRows {
             views: Mutex::default(),
             specs: PyDict::new(py).unbind(),
             first_specs: PyList::empty(py).unbind(),
+            spec_numbers: Mutex::default(),
+            kept_specs: PyList::empty(py).unbind(),
+            unread: Mutex::default(),
             inside: Mutex::default(),
             owners: PyList::empty(tensor.py()).unbind(),
             columns: Mutex::default(),
@@ -708,7 +808,13 @@ impl PyRows {
 
     /// The number of a leaf: of an earlier one if it is the same object.
     fn leaf(&self, value: &Bound<'_, PyAny>, path: &str, other: &Bound<'_, PyAny>) -> PyResult<i64> {
-        self.number(value, [path, ""], other)
+        self.number(value, self.kind(value)?, [path, ""], other)
+    }
+
+    /// The numbers of the objects that are tensors and were not read here, first object first.
+    #[getter(unread)]
+    fn unread_numbers(&self) -> Vec<i64> {
+        self.unread().clone()
     }
 
     /// The leaves that are no rows.
@@ -749,17 +855,20 @@ impl PyRows {
     fn forget(&self, py: Python<'_>) -> PyResult<()> {
         let memory = self.memory.bind(py);
         memory.del_slice(0, memory.len())?;
-        for list in [&self.objects, &self.object_paths, &self.first_specs] {
+        for list in [&self.objects, &self.object_paths, &self.first_specs, &self.kept_specs] {
             let list = list.bind(py);
             list.del_slice(0, list.len())?;
         }
         self.specs.bind(py).clear();
         let views = std::mem::take(&mut *self.views());
+        let kinds = std::mem::take(&mut *self.kinds());
+        self.spec_numbers().clear();
+        self.unread().clear();
         let mut columns = self.columns();
         (columns.seen, columns.starts, columns.doubles) = Default::default();
         // Releasing objects may run any code.
         drop(columns);
-        drop(views);
+        drop((views, kinds));
         Ok(())
     }
 

@@ -24,14 +24,13 @@ pub(crate) struct View {
     pub(crate) requires_grad: bool,
     pub(crate) parameter: bool,
     /// What only a `DTensor` has.
-    pub(crate) global: Option<Box<Global>>,
+    pub(crate) global: Option<Global>,
 }
 
 /// What a `DTensor` has besides its local part.
 pub(crate) struct Global {
     pub(crate) local: Py<PyAny>,
     pub(crate) local_requires_grad: bool,
-    pub(crate) shape: Vec<u64>,
     /// Its spec, among those that differ.
     pub(crate) spec: usize,
 }
@@ -110,6 +109,8 @@ pub(crate) struct Views {
     pub(crate) stores: Vec<Store>,
     /// Identity of a storage to its place.
     pub(crate) by_key: ByAddress<usize>,
+    /// The shape that each spec says.
+    pub(crate) spec_shapes: Vec<Vec<u64>>,
     /// The storages in the order of their numbers in the pickle.
     pub(crate) numbered: Vec<usize>,
 }
@@ -124,6 +125,14 @@ impl Views {
         }
         self.of_object.insert(object(view.leaf), number);
         self.all.push(view);
+    }
+
+    /// The shape of the whole tensor.
+    pub(crate) fn shape_of<'a>(&'a self, view: &'a View) -> &'a [u64] {
+        match &view.global {
+            Some(global) => self.spec_shapes.get(global.spec).map_or(&[], Vec::as_slice),
+            None => view.told.shape(),
+        }
     }
 
     /// The view of the leaf with this number.
@@ -172,9 +181,9 @@ impl Views {
     }
 
     /// Of a `DTensor`'s local part, where it lies in the whole and in its storage, as a JSON object.
-    pub(crate) fn shard(&self, text: &mut String, view: &View, global: &Global, offsets: &[u64]) {
+    pub(crate) fn shard(&self, text: &mut String, view: &View, offsets: &[u64]) {
         let _ = write!(text, "{{\"dtype\":\"torch.{}\",\"global_shape\":", torch_name(view.dtype));
-        numbers(text, &global.shape);
+        numbers(text, self.shape_of(view));
         text.push_str(",\"offsets\":");
         numbers(text, offsets);
         text.push_str(",\"shape\":");
