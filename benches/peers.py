@@ -87,6 +87,13 @@ class Agent:
         torch.set_num_threads(threads)
         return measure(self._states["state"])
 
+    def form_group(self) -> None:
+        """Make a process group of this process alone, and import what DTensors need."""
+        import torch.distributed.tensor  # no other row should wait for it
+        from torch import distributed
+
+        distributed.init_process_group("gloo", rank=0, world_size=1, store=distributed.HashStore())
+
     def open(self, contender: str) -> str:
         """Build the transport; return its metadata with the host replaced by loopback."""
         self._transport = Contender.parse(contender).open(_TIMEOUT, lambda: self._live)

@@ -3,27 +3,39 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import copyreg
 import datetime
+import gc
 import io
 import math
 import pickle
+import pickletools
 import random
+import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from equality import assert_same_state
-from exchange import send_and_receive
+from exchange import TIMEOUT, send_and_receive
 from pickled_classes import Colour, DictSubclass, FailsToPickle, Holder, Level, ListSubclass, Slotted, StrSubclass
-from tensorferry import UnsupportedLeaf
-from tensorferry.state import pickling, tree
+from tensorferry import TensorferryError, UnsupportedLeaf
+from tensorferry.memory.accelerator import ACCELERATOR
+from tensorferry.memory.staging import Stager
+from tensorferry.state import pickling, snapshot, tree
+from tensorferry.state.snapshot import StateSnapshot
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 #: Where the encoding of an integer changes.
 EDGES = [sign * (1 << bits) + off for bits in (8, 16, 31, 32, 53, 63, 64, 80) for sign in (1, -1) for off in (-1, 0, 1)]
@@ -50,6 +62,22 @@ class Array(np.ndarray):
 
 class Marked(torch.Tensor):
     pass
+
+
+class MarkedDTensor(DTensor):
+    pass
+
+
+class Counted:
+    """Counts how often it was pickled, in what is pickled."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.count = 0
+
+    def __getstate__(self) -> Any:
+        self.count += 1
+        return self.__dict__.copy()
 
 
 class Reduced:
@@ -125,17 +153,73 @@ def tensor(draw: random.Random, pool: list[torch.Tensor], classes: bool) -> torc
     return made
 
 
-def state_of(seed: int, classes: bool) -> list[Any]:
+class Meshes:
+    """Makes DTensors over meshes of a process group of four."""
+
+    def __init__(self) -> None:
+        self.all = [init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))]
+        self.made: list[DTensor] = []
+
+    def dtensor(self, draw: random.Random, pool: list[torch.Tensor], classes: bool) -> torch.Tensor:
+        mesh = draw.choice(self.all)
+        kinds = [Shard(0), Shard(0), Shard(1), Replicate(), Partial(), Partial("avg"), _StridedShard(0, split_factor=2)]
+        placements = [draw.choice(kinds) for _ in range(mesh.ndim)]
+        base = draw.choice(pool).view(draw.choice([torch.float32, torch.bfloat16, torch.int32, torch.uint8]))
+        local = draw.choice(
+            [base[:6].clone().view(2, 3), base[4:16].view(3, 4), base[:12].view(4, 3).T, base[:32].view(4, 8)[:, 1:3]]
+        )
+        if self.made and draw.randrange(4) == 0:
+            local = draw.choice(self.made)._local_tensor
+        how = draw.choice(["", "", "", "spec", "uneven", "detached", "parameter", "grad", "attribute", "local grad", "class"])
+        if how == "local grad" and local.is_floating_point():
+            local = local.detach().requires_grad_()
+        if how == "class" and classes:
+            local = local.as_subclass(draw.choice([Marked, nn.Parameter])) if local.is_floating_point() else local
+        whole = {}
+        if how == "uneven":
+            rows, columns = local.shape
+            whole = {"shape": torch.Size((rows * 4 - 1, columns)), "stride": (columns, 1)}
+        with torch.no_grad():
+            made = DTensor.from_local(local, mesh, placements, run_check=False, **whole)
+        if how == "spec" and self.made:
+            # As an optimizer's state shares it with the parameter.
+            spec = draw.choice(self.made)._spec
+            made = DTensor(torch.zeros(local.shape, dtype=spec.tensor_meta.dtype), spec, requires_grad=False)
+        elif how == "detached":
+            made = made.detach()
+        elif how == "parameter" and made.is_floating_point() and not local.storage_offset():
+            made = nn.Parameter(made)
+        elif how == "grad" and made.is_floating_point():
+            made = made.detach().requires_grad_()
+        elif how == "attribute" and not local.storage_offset():
+            made.note = "kept"
+        elif how == "class" and classes and draw.randrange(2):
+            made = MarkedDTensor(local, made._spec, requires_grad=False)
+        self.made.append(made)
+        return made
+
+
+@pytest.fixture
+def meshes() -> Iterator[Meshes]:
+    dist.init_process_group("fake", rank=1, world_size=4, store=FakeStore())
+    try:
+        yield Meshes()
+    finally:
+        dist.destroy_process_group()
+
+
+def state_of(seed: int, classes: bool, meshes: Meshes) -> list[Any]:
     """Makes a state; unless `classes`, one that a receiver reads without trusting the source.
 
     With an even seed it may hold arrays that no pickle of numpy keeps as they are: of swapped bytes, or masked.
     """
     draw = random.Random(seed)
     pool = [torch.arange(256).remainder(2).to(torch.uint8) for _ in range(3)]
+    meshes.made.clear()
     made: list[Any] = []
 
     def node(levels: int) -> Any:
-        kind = draw.randrange(12)
+        kind = draw.randrange(14)
         if made and kind == 0:
             return draw.choice(made)
         if kind < 3:
@@ -144,6 +228,10 @@ def state_of(seed: int, classes: bool) -> list[Any]:
             value = array(draw, classes, seed % 2 == 0)
         elif kind < 7:
             value = tensor(draw, pool, classes)
+        elif kind > 11:
+            value = meshes.dtensor(draw, pool, classes)
+            if draw.randrange(4) == 0:
+                made.append(value._local_tensor)  # type: ignore[attr-defined]
         elif kind == 7 or not levels:
             value = draw.choice([torch.float32, torch.Size([2]), datetime.timedelta(3), {1, 2}, slice(3), ...])
         else:
@@ -165,6 +253,8 @@ def state_of(seed: int, classes: bool) -> list[Any]:
         of_users: list[Callable[[], Any]] = [
             lambda: Holder(items=items),
             lambda: cycle(items),
+            lambda: nested(items),
+            lambda: FailsToPickle() if draw.randrange(4) == 0 else Holder(a=items[0]),
             lambda: Slotted(items[0], items[-1]),
             lambda: Reduced(items[0]),
             lambda: ListSubclass(items),
@@ -182,22 +272,39 @@ def in_array(items: list[Any]) -> Any:
     return made
 
 
+def nested(items: list[Any]) -> list[Any]:
+    """Deeper than a tree goes, so that the innermost lists are one object."""
+    for _ in range(100):
+        items = [items]
+    return items
+
+
 def cycle(items: list[Any]) -> Holder:
     made = Holder(items=items)
     made.me = [made]
     return made
 
 
+def in_python(patch: pytest.MonkeyPatch) -> None:
+    """Lets states be read and pickled without the native code."""
+    read = StateSnapshot._read_once
+    patch.setattr(StateSnapshot, "_read_once", lambda self, state, accelerator, native: read(self, state, accelerator, False))
+
+
 @pytest.mark.beyond_torchft
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("trust", [True, False])
 def test_a_receiver_gets_the_same_from_both(
-    trust: bool, open_transport: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    trust: bool,
+    meshes: Meshes,
+    open_transport: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    pytestconfig: pytest.Config,
 ) -> None:
     sender, receiver = open_transport(), open_transport(trust_pickle=trust)
-    step = 0
+    seeds = range(pytestconfig.getoption("--pickled-states"))
     native = pickling._pickle_objects
-    pickled = 0
+    pickled = refused = 0
 
     def counting(*arguments: Any) -> bytes | None:
         nonlocal pickled
@@ -205,19 +312,29 @@ def test_a_receiver_gets_the_same_from_both(
         pickled += data is not None
         return data
 
-    for seed in range(250):
-        state = state_of(seed, trust)
-        received = []
-        for function in (counting, lambda *_: None):
-            step += 1
-            monkeypatch.setattr(pickling, "_pickle_objects", function)
-            received.append(send_and_receive(sender, receiver, state, step))
-            if seed % 2:
-                assert_same_state(received[-1], state)
+    monkeypatch.setattr(pickling, "_pickle_objects", counting)
+    for seed in seeds:
+        state = state_of(seed, trust, meshes)
+        received: list[Any] = []
+        for step in (2 * seed, 2 * seed + 1):
+            with monkeypatch.context() as patch:
+                if step % 2:
+                    in_python(patch)
+                try:
+                    received.append(send_and_receive(sender, receiver, state, step))
+                except TensorferryError as e:
+                    received.append(type(e))
             sender.disallow_checkpoint()
+        if isinstance(received[0], type):
+            refused += 1
+            assert received[0] is received[1], seed
+            continue
         assert_same_state(*received)
         assert layouts(received[0]) == layouts(received[1]), seed
-    assert pickled > step // 4
+        if seed % 2:
+            assert_same_state(received[0], state)
+    assert pickled > len(seeds) // 4
+    assert refused < len(seeds) // 4
 
 
 def layouts(state: Any) -> list[Any]:
@@ -263,13 +380,192 @@ def test_a_class_that_copyreg_knows_is_pickled_by_python(monkeypatch: pytest.Mon
     assert pickle.loads(dump(state)) == [[2, 1, 0]]
 
 
-def test_an_error_of_the_native_writer_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: Any) -> Any:
-        raise ZeroDivisionError("a mistake of ours")
+NATIVE = [(tree, "no_rows"), (pickling, "_pickle_objects"), (snapshot, "_add_pieces")]
 
-    monkeypatch.setattr(pickling, "_pickle_objects", fails)
-    with pytest.raises(ZeroDivisionError):
-        dump({"a": 1.5})
+
+@pytest.mark.beyond_torchft
+@pytest.mark.parametrize(("module", "name"), NATIVE)
+@pytest.mark.parametrize("is_panic", [False, True])
+def test_if_native_code_fails_python_does_all(
+    module: Any,
+    name: str,
+    is_panic: bool,
+    open_transport: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A mistake of ours does not raise into a trainer, which is told once."""
+    works, calls = getattr(module, name), 0
+
+    def fails_once(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > 1:
+            return works(*arguments)
+        raise panic() if is_panic else ZeroDivisionError("a mistake of ours")
+
+    monkeypatch.setattr(module, name, fails_once)
+    whole = torch.arange(9.0)
+    state = {"a": 1.5, "v": whole[2:4], "whole": whole, "n": np.arange(3), "o": Holder(v=whole[1:])}
+    assert_same_state(send_and_receive(open_transport(), open_transport(trust_pickle=True), state), state)
+    (told,) = [record for record in caplog.records if "in Python" in record.getMessage()]
+    assert told.levelname == "WARNING"
+    assert told.exc_info
+
+
+def panic() -> BaseException:
+    """Returns what a panic in Rust becomes."""
+    kind = type("PanicException", (BaseException,), {"__module__": "pyo3_runtime"})
+    made: BaseException = kind("index out of bounds")
+    return made
+
+
+def test_an_interrupt_is_no_mistake_of_the_native_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pickling, "_pickle_objects", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        StateSnapshot({"a": 1.5}, Stager(ACCELERATOR), "borrow")
+
+
+@pytest.mark.beyond_torchft
+def test_a_state_that_fails_in_both_ways_raises_its_own_error(
+    open_transport: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    class Mapping(dict):
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            raise ArithmeticError("no")
+
+    with pytest.raises(UnsupportedLeaf, match="ArithmeticError"):
+        open_transport().send_checkpoint([1], 1, {"a": 1.5, "b": Mapping()}, TIMEOUT)
+    assert not [record for record in caplog.records if "in Python" in record.getMessage()]
+
+
+@pytest.mark.beyond_torchft
+def test_an_object_is_asked_once_for_what_is_pickled(open_transport: Callable[..., Any]) -> None:
+    state = [Counted(torch.arange(3.0)), 1.5, Counted(torch.arange(4.0)[1:])]
+    received = send_and_receive(open_transport(), open_transport(trust_pickle=True), state)
+    assert [received[0].count, received[2].count] == [1, 1] == [state[0].count, state[2].count]
+
+
+class Changes:
+    """Calls a function when it is pickled."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+    def __reduce__(self) -> Any:
+        self.function()
+        return str, ("changed",)
+
+
+def changes(how: str, state: dict[str, Any], spec: Any) -> None:
+    views: list[torch.Tensor] = state["views"]
+    match how:
+        case "clear":
+            state.clear()
+        case "grow":
+            state.update({f"new{n}": n for n in range(1000)})
+        case "drop views":
+            views.clear()
+            gc.collect()
+        case "memory":
+            for view in views:
+                view.data = torch.ones(1)
+        case "attributes":
+            for view in views:
+                view.note = "new"  # type: ignore[attr-defined]
+        case "spec":
+            vars(spec)["more"] = []
+        case "collect":
+            gc.collect()
+        case "another send":
+            StateSnapshot({"n": 1.5, "views": views}, Stager(ACCELERATOR), "borrow")
+
+
+HOW = ["clear", "grow", "drop views", "memory", "attributes", "spec", "collect", "another send"]
+
+
+@pytest.mark.beyond_torchft
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("native", [True, False])
+def test_a_state_that_changes_while_it_is_pickled_does_no_harm(
+    how: str, native: bool, meshes: Meshes, open_transport: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is received somehow, or refused with an error of ours; the process goes on, and so does the transport."""
+    if not native:
+        in_python(monkeypatch)
+    sender, receiver = open_transport(), open_transport(trust_pickle=True)
+    whole = torch.arange(90.0)
+    sharded = [DTensor.from_local(whole[n : n + 2], meshes.all[0], [Shard(0)], run_check=False) for n in range(4)]
+    state: dict[str, Any] = {"a": 1.5, "whole": whole, "views": [whole[n : n + 3] for n in range(9)]}
+    state["o"] = Changes(lambda: changes(how, state, sharded[1]._spec))
+    state["later"] = [*sharded, whole[5:7], np.arange(3), 1 << 70, torch.arange(3.0)]
+    with contextlib.suppress(TensorferryError):
+        assert send_and_receive(sender, receiver, state, 1)["o"] == "changed"
+    sender.disallow_checkpoint()
+    assert send_and_receive(sender, receiver, [1.5, torch.arange(9.0)[2:4]], 2)[0] == 1.5
+
+
+class Lies:
+    """Says to be of another class, or fails to say it."""
+
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+
+    @property
+    def __class__(self) -> Any:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+    def __reduce__(self) -> Any:
+        return str, ("a lie",)
+
+
+@pytest.mark.beyond_torchft
+@pytest.mark.parametrize("answer", [torch.Tensor, dict, list, np.ndarray, float, DTensor, RuntimeError("no")])
+def test_an_object_that_lies_about_its_class_is_an_object(answer: Any, open_transport: Callable[..., Any]) -> None:
+    state = {"o": Lies(answer), "n": 1.5, "v": torch.arange(9)[1:3]}
+    try:
+        received = send_and_receive(open_transport(), open_transport(trust_pickle=True), state)
+    except UnsupportedLeaf as e:
+        assert "o is a" in str(e)
+    else:
+        assert received["o"] == "a lie"
+
+
+@pytest.mark.beyond_torchft
+def test_sending_again_and_again_leaves_nothing_behind(meshes: Meshes) -> None:
+    whole = torch.arange(90.0)
+    draw = random.Random(0)
+    state = [1.5, whole[3:], np.arange(3), np.float32(1), "text", 1 << 70, Holder(a=whole[1:3])]
+    state += [meshes.dtensor(draw, [whole.view(torch.uint8)], True) for _ in range(9)]
+
+    def sent() -> int:
+        for _ in range(50):
+            StateSnapshot(state, Stager(ACCELERATOR), "borrow")
+        gc.collect()
+        return sys.getallocatedblocks()
+
+    sent()
+    before = sent()
+    after = min(sent() for _ in range(3))
+    assert after - before < 50, "blocks of memory are left of each state"
+
+
+def test_dtensors_that_differ_in_nothing_share_one_spec(meshes: Meshes) -> None:
+    def made(rows: int, *placements: Any) -> DTensor:
+        return DTensor.from_local(torch.zeros(rows, 4), meshes.all[0], placements, run_check=False)
+
+    data = dump([made(2, Shard(0)) for _ in range(9)] + [made(2, Shard(1)), made(3, Shard(0)), made(2, Replicate())])
+    assert data.count(b"_rebuild_tensor_v2") <= 1
+    specs = [op for op, argument, _ in pickletools.genops(data) if argument == "tensor_meta"]
+    assert len(specs) == 1
+    flat = tree.flatten([made(2, Shard(0)), made(2, Shard(0)), made(2, Shard(1))])
+    assert len(flat.rows.first_specs) == 2
+    assert flat.unread == []
 
 
 def test_what_cannot_be_pickled_is_named_among_what_is_pickled_natively() -> None:
@@ -279,8 +575,6 @@ def test_what_cannot_be_pickled_is_named_among_what_is_pickled_natively() -> Non
 
 def test_pickles_are_those_of_pythons_opcodes() -> None:
     """A pickle can be read with Python's own tools, and has one frame after the other."""
-    import pickletools
-
     data = dump({str(n): np.zeros(n) if n % 2 else Holder(n="y" * n) for n in range(600)})
     out = io.StringIO()
     pickletools.dis(data, out)
