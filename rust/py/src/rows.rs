@@ -56,6 +56,8 @@ pub(crate) struct PyRows {
     /// Address of a spec to its number: many `DTensor`s share the object. `kept_specs` keeps them.
     spec_numbers: Mutex<ByAddress<usize>>,
     kept_specs: Py<PyList>,
+    /// The placements of specs that differ, each a tuple: comparing with a few is quicker than hashing one.
+    placements: Mutex<Vec<Py<PyTuple>>>,
     /// The tensors among the objects that are not read here.
     unread: Mutex<Vec<i64>>,
     /// The containers around the one that is walked.
@@ -87,6 +89,10 @@ impl PyRows {
 
     fn spec_numbers(&self) -> MutexGuard<'_, ByAddress<usize>> {
         self.spec_numbers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn placements(&self) -> MutexGuard<'_, Vec<Py<PyTuple>>> {
+        self.placements.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn unread(&self) -> MutexGuard<'_, Vec<i64>> {
@@ -219,25 +225,23 @@ impl PyRows {
         if let Some(number) = self.columns().seen.get(&(value.as_ptr() as usize)).copied() {
             return Ok(Read::Leaf(number));
         }
-        let told = left_to_python(py, self.ask(value, &tensor))?;
-        let Some(Told { dtype, storage, nbytes, requires_grad }) = told else { return Ok(Read::Unknown) };
-        let fills = tensor.is_dense && nbytes == tensor.nbytes;
-        if !fills || there.is_some() && self.filling(&storage, tensor.address)?.is_some() {
-            let view = self.view(value, tensor, Told { dtype, storage, nbytes, requires_grad });
-            let view = left_to_python(py, view)?;
+        let Some(told) = left_to_python(py, self.ask(value, &tensor))? else { return Ok(Read::Unknown) };
+        let fills = tensor.is_dense && told.nbytes == tensor.nbytes;
+        if !fills || there.is_some() && self.filling(&told.storage, tensor.address)?.is_some() {
+            let view = left_to_python(py, self.view(value, tensor, &told))?;
             return Ok(view.map_or(Read::Unknown, Read::View));
         }
         let parameter = u8::from(self.is_parameter(value));
         let row = Row {
-            dtype,
+            dtype: told.dtype,
             shape: tensor.shape(),
             address: tensor.address,
             nbytes: tensor.nbytes,
-            flag: parameter + 2 * u8::from(requires_grad),
+            flag: parameter + 2 * u8::from(told.requires_grad),
         };
         let number = self.columns().push(path, &row)?;
         self.memory.bind(py).append(value)?;
-        self.owners.bind(py).append(storage)?;
+        self.owners.bind(py).append(told.storage)?;
         Ok(Read::Leaf(number))
     }
 
@@ -270,7 +274,7 @@ impl PyRows {
     }
 
     /// A tensor as a view of its storage, `None` if only Python can pickle it or say why it cannot be sent.
-    fn view(&self, value: &Bound<'_, PyAny>, tensor: Described, told: Told<'_>) -> PyResult<Option<Box<View>>> {
+    fn view(&self, value: &Bound<'_, PyAny>, tensor: Described, told: &Told<'_>) -> PyResult<Option<Box<View>>> {
         let py = value.py();
         let has_names = self.has_names && value.call_method0(intern!(py, "has_names"))?.is_truthy()?;
         if typed(told.dtype).is_none() || has_names {
@@ -313,7 +317,7 @@ impl PyRows {
         let Some(tensor) = self.describe(&local).filter(|t| t.nbytes > 0 && t.address != 0) else { return Ok(None) };
         let Some(told) = self.ask(&local, &tensor)? else { return Ok(None) };
         let Some(spec) = self.spec(value)? else { return Ok(None) };
-        let Some(mut view) = self.view(&local, tensor, told)? else { return Ok(None) };
+        let Some(mut view) = self.view(&local, tensor, &told)? else { return Ok(None) };
         let local_requires_grad = std::mem::replace(&mut view.requires_grad, requires_grad);
         view.global = Some(Global { local: local.unbind(), local_requires_grad, spec });
         Ok(Some(view))
@@ -345,10 +349,9 @@ impl PyRows {
                 "_hash" => continue,
                 "mesh" => parts.push((field.as_ptr() as usize).into_pyobject(py)?.into_any()),
                 "placements" => {
-                    // A placement may equal one of another class.
-                    let Ok(placements) = field.cast_exact::<PyTuple>() else { return Ok(None) };
-                    parts.push(PyTuple::new(py, placements.iter().map(|one| one.get_type()))?.into_any());
-                    parts.push(field);
+                    let Ok(placements) = field.cast_into_exact::<PyTuple>() else { return Ok(None) };
+                    let Some(number) = self.number_of_placements(&placements)? else { return Ok(None) };
+                    parts.push(number.into_pyobject(py)?.into_any());
                 }
                 "tensor_meta" => {
                     shape = field.getattr(intern!(py, "shape"))?.extract::<Vec<u64>>().ok();
@@ -369,6 +372,26 @@ impl PyRows {
         self.views().spec_shapes.push(shape);
         specs.set_item(key, number)?;
         Ok(Some(number))
+    }
+
+    /// The number of these placements among those that differ, `None` if there are too many.
+    fn number_of_placements(&self, placements: &Bound<'_, PyTuple>) -> PyResult<Option<usize>> {
+        let known: Vec<_> = self.placements().iter().map(|known| known.clone_ref(placements.py())).collect();
+        for (number, known) in known.iter().enumerate() {
+            let known = known.bind(placements.py());
+            // A placement may equal one of another class.
+            let is_same = known.len() == placements.len()
+                && known.iter().zip(placements).all(|(a, b)| a.get_type_ptr() == b.get_type_ptr())
+                && known.eq(placements)?;
+            if is_same {
+                return Ok(Some(number));
+            }
+        }
+        if known.len() >= MOST_PLACEMENTS {
+            return Ok(None);
+        }
+        self.placements().push(placements.clone().unbind());
+        Ok(Some(known.len()))
     }
 
     /// The number that `value` was given as a leaf, `None` if it is not a leaf.
@@ -545,6 +568,8 @@ impl PyRows {
 
 /// Containers nested deeper than this are sent as one pickled object.
 const MAX_DEPTH: usize = 80;
+/// A state has a handful of different placements. `DTensor`s of a state with more than this are pickled in Python.
+const MOST_PLACEMENTS: usize = 64;
 /// Integers below this are keys in a tree; larger ones are sent as objects.
 const SAFE_INTEGER: i64 = 1 << 53;
 
@@ -649,6 +674,7 @@ impl PyRows {
             first_specs: PyList::empty(py).unbind(),
             spec_numbers: Mutex::default(),
             kept_specs: PyList::empty(py).unbind(),
+            placements: Mutex::default(),
             unread: Mutex::default(),
             inside: Mutex::default(),
             owners: PyList::empty(tensor.py()).unbind(),
@@ -862,13 +888,14 @@ impl PyRows {
         self.specs.bind(py).clear();
         let views = std::mem::take(&mut *self.views());
         let kinds = std::mem::take(&mut *self.kinds());
+        let placements = std::mem::take(&mut *self.placements());
         self.spec_numbers().clear();
         self.unread().clear();
         let mut columns = self.columns();
         (columns.seen, columns.starts, columns.doubles) = Default::default();
         // Releasing objects may run any code.
         drop(columns);
-        drop((views, kinds));
+        drop((views, kinds, placements));
         Ok(())
     }
 
