@@ -89,10 +89,10 @@ class Agent:
 
     def form_group(self) -> None:
         """Make a process group of this process alone, and import what DTensors need."""
-        import torch.distributed.tensor  # no other row should wait for it
-        from torch import distributed
+        import torch.distributed.tensor  # which no other row should wait for
 
-        distributed.init_process_group("gloo", rank=0, world_size=1, store=distributed.HashStore())
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
 
     def open(self, contender: str) -> str:
         """Build the transport; return its metadata with the host replaced by loopback."""

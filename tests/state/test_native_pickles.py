@@ -170,7 +170,9 @@ class Meshes:
         )
         if self.made and draw.randrange(4) == 0:
             local = draw.choice(self.made)._local_tensor
-        how = draw.choice(["", "", "", "spec", "uneven", "detached", "parameter", "grad", "attribute", "local grad", "class"])
+        how = draw.choice(
+            ["", "", "", "spec", "uneven", "detached", "parameter", "grad", "attribute", "local grad", "class"]
+        )
         if how == "local grad" and local.is_floating_point():
             local = local.detach().requires_grad_()
         if how == "class" and classes:
@@ -288,7 +290,7 @@ def cycle(items: list[Any]) -> Holder:
 def in_python(patch: pytest.MonkeyPatch) -> None:
     """Lets states be read and pickled without the native code."""
     read = StateSnapshot._read_once
-    patch.setattr(StateSnapshot, "_read_once", lambda self, state, accelerator, native: read(self, state, accelerator, False))
+    patch.setattr(StateSnapshot, "_read_once", lambda self, state, where, **_: read(self, state, where, native=False))
 
 
 @pytest.mark.beyond_torchft
@@ -528,12 +530,12 @@ class Lies:
 @pytest.mark.parametrize("answer", [torch.Tensor, dict, list, np.ndarray, float, DTensor, RuntimeError("no")])
 def test_an_object_that_lies_about_its_class_is_an_object(answer: Any, open_transport: Callable[..., Any]) -> None:
     state = {"o": Lies(answer), "n": 1.5, "v": torch.arange(9)[1:3]}
-    try:
-        received = send_and_receive(open_transport(), open_transport(trust_pickle=True), state)
-    except UnsupportedLeaf as e:
-        assert "o is a" in str(e)
-    else:
-        assert received["o"] == "a lie"
+    sender, receiver = open_transport(), open_transport(trust_pickle=True)
+    if isinstance(answer, Exception):
+        with pytest.raises(UnsupportedLeaf, match="o is a"):
+            send_and_receive(sender, receiver, state)
+        return
+    assert send_and_receive(sender, receiver, state)["o"] == "a lie"
 
 
 @pytest.mark.beyond_torchft
@@ -543,16 +545,16 @@ def test_sending_again_and_again_leaves_nothing_behind(meshes: Meshes) -> None:
     state = [1.5, whole[3:], np.arange(3), np.float32(1), "text", 1 << 70, Holder(a=whole[1:3])]
     state += [meshes.dtensor(draw, [whole.view(torch.uint8)], True) for _ in range(9)]
 
-    def sent() -> int:
-        for _ in range(50):
+    def left(sends: int) -> int:
+        """Returns how many more blocks of memory there are after so many sends."""
+        before = sys.getallocatedblocks()
+        for _ in range(sends):
             StateSnapshot(state, Stager(ACCELERATOR), "borrow")
         gc.collect()
-        return sys.getallocatedblocks()
+        return sys.getallocatedblocks() - before
 
-    sent()
-    before = sent()
-    after = min(sent() for _ in range(3))
-    assert after - before < 50, "blocks of memory are left of each state"
+    # Caches of torch and Python fill up meanwhile, one block at a time.
+    assert min(left(100) for _ in range(4)) < 100
 
 
 def test_dtensors_that_differ_in_nothing_share_one_spec(meshes: Meshes) -> None:
