@@ -91,7 +91,7 @@ class StateSnapshot:
         try:
             device = self._read_once(state, accelerator, native=False)
             logger.warning(
-                "the state was read and pickled in Python, which takes longer, since the native code failed; report this",
+                "the state was read and pickled in Python, which takes longer: native code failed; please report it",
                 exc_info=failure,
             )
         finally:
