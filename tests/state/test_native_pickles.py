@@ -570,6 +570,12 @@ def test_dtensors_that_differ_in_nothing_share_one_spec(meshes: Meshes) -> None:
     assert flat.unread == []
 
 
+def test_a_dtensor_that_its_spec_describes_wrongly_is_left_to_python(meshes: Meshes) -> None:
+    made = DTensor.from_local(torch.zeros(2, 4), meshes.all[0], [Shard(0)], run_check=False)
+    made._local_tensor = made._local_tensor.double()
+    assert tree.flatten([made]).unread == [-1]
+
+
 def test_what_cannot_be_pickled_is_named_among_what_is_pickled_natively() -> None:
     with pytest.raises(UnsupportedLeaf, match=r"b\.c .*no pickle of this one"):
         dump({"a": 1.5, "b": {"c": FailsToPickle()}, "d": np.arange(2)})

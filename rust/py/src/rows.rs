@@ -317,6 +317,9 @@ impl PyRows {
         let Some(tensor) = self.describe(&local).filter(|t| t.nbytes > 0 && t.address != 0) else { return Ok(None) };
         let Some(told) = self.ask(&local, &tensor)? else { return Ok(None) };
         let Some(spec) = self.spec(value)? else { return Ok(None) };
+        if self.views().specs.get(spec).is_none_or(|spec| spec.1 != told.dtype) {
+            return Ok(None);
+        }
         let Some(mut view) = self.view(&local, tensor, &told)? else { return Ok(None) };
         let local_requires_grad = std::mem::replace(&mut view.requires_grad, requires_grad);
         view.global = Some(Global { local: local.unbind(), local_requires_grad, spec });
@@ -343,7 +346,7 @@ impl PyRows {
         let Ok(fields) = spec.getattr(intern!(py, "__dict__"))?.cast_into::<PyDict>() else { return Ok(None) };
         let (names, fields) = (fields.keys(), fields.values());
         let mut parts = Vec::with_capacity(2 * fields.len() + 1);
-        let mut shape = None;
+        let mut told = None;
         for (name, field) in names.iter().zip(fields) {
             match name.cast::<PyString>()?.to_str()? {
                 "_hash" => continue,
@@ -354,14 +357,15 @@ impl PyRows {
                     parts.push(number.into_pyobject(py)?.into_any());
                 }
                 "tensor_meta" => {
-                    shape = field.getattr(intern!(py, "shape"))?.extract::<Vec<u64>>().ok();
+                    let dtype = self.dtype_of(&field)?;
+                    told = field.getattr(intern!(py, "shape"))?.extract::<Vec<u64>>().ok().zip(dtype);
                     parts.push(field);
                 }
                 _ => parts.push(field),
             }
             parts.push(name);
         }
-        let Some(shape) = shape else { return Ok(None) };
+        let Some(told) = told else { return Ok(None) };
         let key = PyTuple::new(py, parts)?;
         let (specs, firsts) = (self.specs.bind(py), self.first_specs.bind(py));
         if let Some(number) = specs.get_item(&key)? {
@@ -369,7 +373,7 @@ impl PyRows {
         }
         let number = firsts.len();
         firsts.append((spec, value))?;
-        self.views().spec_shapes.push(shape);
+        self.views().specs.push(told);
         specs.set_item(key, number)?;
         Ok(Some(number))
     }
@@ -439,9 +443,13 @@ impl PyRows {
     /// What a container calls the dtype of a tensor whose elements are one byte each: torch has several kinds of those
     /// that `DLPack` does not tell apart.
     fn byte_dtype(&self, value: &Bound<'_, PyAny>) -> PyResult<Option<Dtype>> {
+        Ok(self.dtype_of(value)?.filter(|dtype| dtype.bits() == 8))
+    }
+
+    /// What a container calls the attribute `dtype` of `value`.
+    fn dtype_of(&self, value: &Bound<'_, PyAny>) -> PyResult<Option<Dtype>> {
         let kind = value.getattr(intern!(value.py(), "dtype"))?;
-        let known = self.dtypes.iter().find(|(known, _)| kind.is(known)).map(|&(_, dtype)| dtype);
-        Ok(known.filter(|dtype| dtype.bits() == 8))
+        Ok(self.dtypes.iter().find(|(known, _)| kind.is(known)).map(|&(_, dtype)| dtype))
     }
 
     /// Counts a leaf, and lets other threads of the interpreter run after every `TURN` of them.

@@ -109,8 +109,8 @@ pub(crate) struct Views {
     pub(crate) stores: Vec<Store>,
     /// Identity of a storage to its place.
     pub(crate) by_key: ByAddress<usize>,
-    /// The shape that each spec says.
-    pub(crate) spec_shapes: Vec<Vec<u64>>,
+    /// The shape and the dtype that each spec of a `DTensor` says.
+    pub(crate) specs: Vec<(Vec<u64>, Dtype)>,
     /// The storages in the order of their numbers in the pickle.
     pub(crate) numbered: Vec<usize>,
 }
@@ -130,7 +130,7 @@ impl Views {
     /// The shape of the whole tensor.
     pub(crate) fn shape_of<'a>(&'a self, view: &'a View) -> &'a [u64] {
         match &view.global {
-            Some(global) => self.spec_shapes.get(global.spec).map_or(&[], Vec::as_slice),
+            Some(global) => self.specs.get(global.spec).map_or(&[], |(shape, _)| shape),
             None => view.told.shape(),
         }
     }
