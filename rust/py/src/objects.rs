@@ -44,6 +44,8 @@ pub(crate) fn pickle_objects<'py>(
         functions,
         numpy,
         pickle: Pickle::new(),
+        functions_known: [None; 4],
+        specs_known: vec![None; table.views().specs.len()],
         known: ByAddress::default(),
         arrays: ByAddress::default(),
         kept: Vec::new(),
@@ -70,6 +72,10 @@ struct Writer<'a, 'py> {
     functions: [Bound<'py, PyAny>; 4],
     numpy: Option<[Bound<'py, PyAny>; 4]>,
     pickle: Pickle,
+    /// What a reader memoized each function as, once it is written.
+    functions_known: [Option<u32>; 4],
+    /// The same of the specs of `DTensor`s, by their numbers.
+    specs_known: Vec<Option<u32>>,
     /// Address of an object that was written before, to what a reader memoized it as.
     known: ByAddress<u32>,
     /// Classes of numpy's scalars and dtypes: whether plain bytes describe a value.
@@ -184,7 +190,6 @@ impl<'py> Writer<'_, 'py> {
     }
 
     fn dtensor(&mut self, view: &Sent<'py>, local: &Bound<'py, PyAny>, spec: usize) -> Written {
-        let first = self.rows.first_specs.bind(self.py).get_item(spec)?.cast_into::<PyTuple>()?.get_item(0)?;
         if self.function(2)?.is_none() {
             return Ok(None);
         }
@@ -202,8 +207,12 @@ impl<'py> Writer<'_, 'py> {
                 }
             }
         }
-        if self.constant(&first)?.is_none() {
-            return Ok(None);
+        if let Some(&Some(number)) = self.specs_known.get(spec) {
+            self.pickle.get(number);
+        } else {
+            let first = self.rows.first_specs.bind(self.py).get_item(spec)?.cast_into::<PyTuple>()?.get_item(0)?;
+            let Some(number) = self.constant(&first)? else { return Ok(None) };
+            self.specs_known[spec] = Some(number);
         }
         self.pickle.truth(view.requires_grad);
         self.pickle.op(pickle::TUPLE3);
@@ -302,16 +311,22 @@ impl<'py> Writer<'_, 'py> {
     }
 
     fn function(&mut self, number: usize) -> Written {
-        let function = self.functions[number].clone();
-        self.constant(&function)
+        if let Some(known) = self.functions_known[number] {
+            self.pickle.get(known);
+        } else {
+            let function = self.functions[number].clone();
+            let Some(known) = self.constant(&function)? else { return Ok(None) };
+            self.functions_known[number] = Some(known);
+        }
+        Ok(Some(()))
     }
 
-    /// An object that is needed again and again, and that a reader makes once.
-    fn constant(&mut self, value: &Bound<'py, PyAny>) -> Written {
+    /// An object that is needed again and again, and that a reader makes once; returns what a reader memoized it as.
+    fn constant(&mut self, value: &Bound<'py, PyAny>) -> PyResult<Option<u32>> {
         let id = value.as_ptr() as usize;
         if let Some(&number) = self.known.get(&id) {
             self.pickle.get(number);
-            return Ok(Some(()));
+            return Ok(Some(number));
         }
         if self.splice(value)?.is_none() {
             return Ok(None);
@@ -323,7 +338,7 @@ impl<'py> Writer<'_, 'py> {
         let Some(number) = self.pickle.spliced_again(again.as_bytes()) else { return Ok(None) };
         self.known.insert(id, number);
         self.kept.push(value.clone());
-        Ok(Some(()))
+        Ok(Some(number))
     }
 
     /// What the interpreter's pickler writes.

@@ -346,7 +346,7 @@ impl PyRows {
         let Ok(fields) = spec.getattr(intern!(py, "__dict__"))?.cast_into::<PyDict>() else { return Ok(None) };
         let (names, fields) = (fields.keys(), fields.values());
         let mut parts = Vec::with_capacity(2 * fields.len() + 1);
-        let mut told = None;
+        let mut meta = None;
         for (name, field) in names.iter().zip(fields) {
             match name.cast::<PyString>()?.to_str()? {
                 "_hash" => continue,
@@ -357,23 +357,24 @@ impl PyRows {
                     parts.push(number.into_pyobject(py)?.into_any());
                 }
                 "tensor_meta" => {
-                    let dtype = self.dtype_of(&field)?;
-                    told = field.getattr(intern!(py, "shape"))?.extract::<Vec<u64>>().ok().zip(dtype);
+                    meta = Some(field.clone());
                     parts.push(field);
                 }
                 _ => parts.push(field),
             }
             parts.push(name);
         }
-        let Some(told) = told else { return Ok(None) };
         let key = PyTuple::new(py, parts)?;
         let (specs, firsts) = (self.specs.bind(py), self.first_specs.bind(py));
         if let Some(number) = specs.get_item(&key)? {
             return Ok(Some(number.extract()?));
         }
+        let Some(meta) = meta else { return Ok(None) };
+        let Some(dtype) = self.dtype_of(&meta)? else { return Ok(None) };
+        let shape = meta.getattr(intern!(py, "shape"))?.extract()?;
         let number = firsts.len();
         firsts.append((spec, value))?;
-        self.views().specs.push(told);
+        self.views().specs.push((shape, dtype));
         specs.set_item(key, number)?;
         Ok(Some(number))
     }
