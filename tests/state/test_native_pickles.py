@@ -570,6 +570,23 @@ def test_dtensors_that_differ_in_nothing_share_one_spec(meshes: Meshes) -> None:
     assert flat.unread == []
 
 
+@pytest.mark.beyond_torchft
+@pytest.mark.parametrize("is_row", [True, False])
+@pytest.mark.parametrize("native", [True, False])
+def test_the_local_part_of_a_dtensor_that_is_a_leaf_stays_one_object(
+    native: bool, is_row: bool, meshes: Meshes, open_transport: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not native:
+        in_python(monkeypatch)
+    whole = torch.arange(12.0).view(3, 4)
+    local = whole if is_row else whole[1:]
+    spec = DTensor.from_local(local, meshes.all[0], [Shard(0)], run_check=False)._spec
+    one, two = (DTensor(local, spec, requires_grad=False) for _ in range(2))
+    received = send_and_receive(open_transport(), open_transport(), [one, local, two])
+    assert received[0]._local_tensor is received[1] is received[2]._local_tensor
+    assert torch.equal(received[1], local)
+
+
 def test_a_dtensor_that_its_spec_describes_wrongly_is_left_to_python(meshes: Meshes) -> None:
     made = DTensor.from_local(torch.zeros(2, 4), meshes.all[0], [Shard(0)], run_check=False)
     made._local_tensor = made._local_tensor.double()
