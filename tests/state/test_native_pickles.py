@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 #: Where the encoding of an integer changes.
 EDGES = [sign * (1 << bits) + off for bits in (8, 16, 31, 32, 53, 63, 64, 80) for sign in (1, -1) for off in (-1, 0, 1)]
+EDGES += range(-3, 4)
 TEXTS = [
     "", "typed", "leaf", "float32", "\ud800", "a\udfffb", "\U0001f980", "h\x05.", "x" * 255, "é" * 300,
     b"", b"h\x05.", b"\x94" * 9, b"b" * 256, bytearray(b"mutable"),
@@ -66,6 +67,14 @@ class Marked(torch.Tensor):
 
 class MarkedDTensor(DTensor):
     pass
+
+
+class OtherShard(Shard):
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Shard)
+
+    def __hash__(self) -> int:
+        return hash(Shard(0))
 
 
 class Counted:
@@ -568,6 +577,9 @@ def test_dtensors_that_differ_in_nothing_share_one_spec(meshes: Meshes) -> None:
     flat = tree.flatten([made(2, Shard(0)), made(2, Shard(0)), made(2, Shard(1))])
     assert len(flat.rows.first_specs) == 2
     assert flat.unread == []
+    # Equal, and of another class.
+    assert OtherShard(0) == Shard(0)
+    assert len(tree.flatten([made(2, Shard(0)), made(2, OtherShard(0))]).rows.first_specs) == 2
 
 
 @pytest.mark.beyond_torchft
