@@ -566,6 +566,9 @@ def test_sending_again_and_again_leaves_nothing_behind(meshes: Meshes) -> None:
     assert min(left(100) for _ in range(4)) < 100
 
 
+@pytest.mark.skipif(
+    not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"), reason="this torch's tensors are read in Python"
+)
 def test_dtensors_that_differ_in_nothing_share_one_spec(meshes: Meshes) -> None:
     def made(rows: int, *placements: Any) -> DTensor:
         return DTensor.from_local(torch.zeros(rows, 4), meshes.all[0], placements, run_check=False)
