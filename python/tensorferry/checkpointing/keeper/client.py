@@ -489,7 +489,7 @@ def _connect(name: str) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         sock.settimeout(_OFFER_S)
-        sock.connect(os.fspath(path))
+        _queue_at(sock, path)
         _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     except OSError as e:
         sock.close()
@@ -498,6 +498,19 @@ def _connect(name: str) -> socket.socket:
         sock.close()
         raise SystemRefused(f"the keeper at {path} is user {uid}'s, not this user's")
     return sock
+
+
+def _queue_at(sock: socket.socket, path: Path) -> None:
+    deadline = time.monotonic() + _OFFER_S
+    while True:
+        try:
+            sock.connect(os.fspath(path))
+            return
+        except BlockingIOError:
+            # Many wait to be accepted, and a socket with a timeout is not queued behind them.
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.005)
 
 
 def _committed(folder: Path) -> Index | None:

@@ -46,7 +46,7 @@ _GREETING_S = 5.0
 #: Most snapshots, of however many jobs; and descriptors that are kept for other things than their memory.
 _MOST_SNAPSHOTS = 1024
 _OTHER_DESCRIPTORS = 2 * _MOST_CLIENTS
-#: Messages handled for one client before others have a turn.
+#: Messages handled for one client, and clients accepted, before others have a turn.
 _TURN = 16
 #: Most messages queued for a client that does not read.
 _MOST_QUEUED = 4096
@@ -232,10 +232,16 @@ class KeeperProcess:
     # Clients.
 
     def _accept(self) -> None:
+        for _ in range(_TURN):
+            if not self._accept_one():
+                return
+
+    def _accept_one(self) -> bool:
+        """Accepts a client; returns whether there may be more."""
         try:
             sock, _ = self._listener.accept()
         except BlockingIOError:
-            return
+            return False
         except OSError as e:
             # Out of descriptors, mostly. One that has said nothing makes room.
             logger.warning("a client could not be accepted: %s", e)
@@ -244,22 +250,23 @@ class KeeperProcess:
                 self._disconnect(min(silent, key=lambda client: client.since))
             else:
                 time.sleep(0.02)
-            return
+            return False
         sock.setblocking(False)
         pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
         if uid != os.geteuid():
             logger.warning("process %d of user %d was turned away: this keeper is user %d's", pid, uid, os.geteuid())
             sock.close()
-            return
+            return True
         if len(self._clients) >= _MOST_CLIENTS:
             silent = [client for client in self._clients if not client.has_spoken]
             if not silent:
                 sock.close()
-                return
+                return True
             self._disconnect(min(silent, key=lambda client: client.since))
         client = _Client(sock, pid)
         self._clients.add(client)
         self._selector.register(sock, selectors.EVENT_READ, client)
+        return True
 
     def _serve(self, client: _Client, events: int) -> None:
         try:
