@@ -129,10 +129,15 @@ def test_a_rank_that_cannot_save_fails_all_of_them_at_once_with_its_text(kind, f
 
 def test_the_writer_of_one_rank_is_killed_and_all_ranks_fail(tmp_path) -> None:
     opened = checkpointers(2)
-    pid = opened[1]._saver.writer.pid
-    os.kill(pid, 19)
-    futures = on_all(2, lambda rank: opened[rank].save(tmp_path / "a", state_of(rank))[1])
-    os.kill(pid, 9)
+    # Rank 0 cannot commit before its writer goes on.
+    pids = [one._saver.writer.pid for one in opened]
+    futures = on_all(2, lambda rank: opened[rank].save(tmp_path / "a", {"w": torch.zeros(32 << 20)}))
+    os.kill(pids[0], 19)
+    futures[1][0].result(WAIT_S)
+    os.kill(pids[1], 9)
+    futures[1][1].exception(WAIT_S)
+    os.kill(pids[0], 18)
+    futures = [written for _, written in futures]
     failures = [future.exception(WAIT_S) for future in futures]
     assert "was ended by signal 9" in str(failures[1])
     assert "rank 1 has failed" in str(failures[0])
@@ -261,13 +266,14 @@ def test_an_index_that_contradicts_itself_is_refused(change, tmp_path) -> None:
 
 
 def test_a_damaged_index_is_no_checkpoint(tmp_path) -> None:
-    write(tmp_path, 1)
-    data = bytearray((tmp_path / "index.safetensors").read_bytes())
+    write(tmp_path / "a", 1)
+    index = tmp_path / "a" / "index.safetensors"
+    data = bytearray(index.read_bytes())
     data[data.index(b'"save"')] ^= 1
-    (tmp_path / "index.safetensors").write_bytes(data)
+    index.write_bytes(data)
     with pytest.raises(CorruptCheckpoint):
-        read_index(tmp_path)
-    assert checkpoints(tmp_path.parent) == []
+        read_index(tmp_path / "a")
+    assert checkpoints(tmp_path) == []
 
 
 def test_the_last_checkpoints_stay_and_nothing_of_others_is_removed(tmp_path) -> None:

@@ -288,17 +288,29 @@ def test_a_killed_writer_fails_its_save_with_an_error_that_says_so_and_the_next_
     checkpointer = opened()
     checkpointer.save(tmp_path / "a", state_of(1))[1].result(WAIT_S)
     first = writer_of(checkpointer)
-    os.kill(first, signal.SIGSTOP)
-    staged, written = checkpointer.save(tmp_path / "a", state_of(2))
+    staged, written = checkpointer.save(tmp_path / "a", state_of(2, 128))
+    staged.result(WAIT_S)
     os.kill(first, signal.SIGKILL)
-    for future in (staged, written):
-        with pytest.raises(WriterLost, match=rf"pid {first}\) was ended by signal 9"):
-            future.result(WAIT_S)
+    with pytest.raises(WriterLost, match=rf"pid {first}\) was ended by signal 9"):
+        written.result(WAIT_S)
     assert is_whole(tmp_path / "a", 1)
     checkpointer.save(tmp_path / "a", state_of(3))[1].result(WAIT_S)
     assert is_whole(tmp_path / "a", 3)
     assert writer_of(checkpointer) != first
     assert len(files_in(tmp_path / "a")) == 2
+
+
+def test_a_save_that_no_writer_has_accepted_yet_is_given_to_a_new_one(opened, tmp_path) -> None:
+    checkpointer = opened()
+    checkpointer.save(tmp_path / "a", state_of(1))[1].result(WAIT_S)
+    first = writer_of(checkpointer)
+    os.kill(first, signal.SIGSTOP)
+    futures = [checkpointer.save(tmp_path / str(n), state_of(n))[1] for n in range(2)]
+    os.kill(first, signal.SIGKILL)
+    for n, written in enumerate(futures):
+        written.result(WAIT_S)
+        assert is_whole(tmp_path / str(n), n)
+    assert writer_of(checkpointer) != first
 
 
 def test_a_writer_that_is_killed_while_idle_is_replaced(opened, tmp_path) -> None:
@@ -475,6 +487,14 @@ class _Keeper:
             raise ConnectionError("the keeper is gone")
         self.offered.append((given, released))
 
+    def let_go(self) -> bool:
+        if self.fails:
+            raise ConnectionError("the keeper is gone")
+        if self.offered:
+            self.offered.pop(0)[1]()
+            return True
+        return False
+
     def close(self) -> None:
         self.closed += 1
 
@@ -484,10 +504,12 @@ def test_memory_that_a_keeper_holds_is_not_used_again(opened, tmp_path) -> None:
     checkpointer = opened(keeper=keeper)
     for n in range(4):
         checkpointer.save(tmp_path / str(n), state_of(n))[1].result(WAIT_S)
-    for n, (given, released) in enumerate(keeper.offered):
+    for n in range(4):
+        given, released = keeper.offered.pop(0)
         assert (given.kind, given.fields["path"]) == ("keep", str(tmp_path / str(n)))
         memory = torch.frombuffer(given.buffers[0], dtype=torch.float32)
         assert (memory[: MIB // 4] == n).all()
+        del given, memory
         released()
     held = checkpointer._saver._stager.held
     for n in range(4):
@@ -496,6 +518,17 @@ def test_memory_that_a_keeper_holds_is_not_used_again(opened, tmp_path) -> None:
     assert checkpointer._saver._stager.held <= held
     checkpointer.close()
     assert keeper.closed == 1
+
+
+def test_a_keeper_lets_go_of_memory_that_a_save_needs(opened, tmp_path) -> None:
+    keeper = _Keeper()
+    checkpointer = opened(keeper=keeper, memory_limit=20 * MIB)
+    for n in range(6):
+        checkpointer.save(tmp_path / str(n), state_of(n, 4))[1].result(WAIT_S)
+    assert len(keeper.offered) == 5
+    with pytest.raises(NoRoom):
+        checkpointer.save(tmp_path / "x", state_of(1, 40))
+    assert not keeper.offered
 
 
 def test_a_keeper_that_fails_never_reaches_the_trainer(opened, tmp_path, caplog) -> None:
