@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         UnprovenSource,
         UnsafePickle,
         UnsupportedLeaf,
+        WriterLost,
         WrongStep,
     )
     from .net.metadata import join_metadata
@@ -51,6 +52,7 @@ __all__ = [
     "UnprovenSource",
     "UnsafePickle",
     "UnsupportedLeaf",
+    "WriterLost",
     "WrongStep",
     "join_metadata",
 ]

@@ -30,6 +30,7 @@ __all__ = [
     "UnprovenSource",
     "UnsafePickle",
     "UnsupportedLeaf",
+    "WriterLost",
     "WrongStep",
 ]
 
@@ -123,6 +124,10 @@ class TransportClosed(TensorferryError, RuntimeError):
 
 class IncompleteCheckpoint(TensorferryError, FileNotFoundError):
     """The folder holds no checkpoint, or only what an interrupted save has left."""
+
+
+class WriterLost(TensorferryError, RuntimeError):
+    """The process that writes checkpoints ended before it had confirmed a save; a new one writes the next save."""
 
 
 class InvalidArgument(TensorferryError, ValueError):

@@ -31,6 +31,7 @@ from ..state.allowlist import Allowed
 from ..storage import commits, reserved
 from ..storage.commits import Commit, new_id
 from ..storage.container import Container
+from ..storage.folder import INDEX, make_folder
 from ..storage.source import FolderSource, replaced
 from . import index
 from .reader import SliceReader
@@ -39,7 +40,6 @@ from .save_plan import ABOUT, PlanSnapshot
 #: Held while an index is written, because saves of one process may overlap.
 _finishing = ForkSafeLock()
 
-INDEX = "index.safetensors"
 _RANK_INDEX = "index-rank{:05d}.safetensors"
 #: The names of the files of torch's own writer: the index of all ranks, and with a rank's number its index and data.
 _TORCH_INDEX = ".metadata"
@@ -55,22 +55,6 @@ def _folder(path: Any) -> Path:
             f"{_validate.brief(path)} is not a folder of this machine: checkpoints are written to file systems only"
         )
     return Path(path)
-
-
-def _make(folder: Path) -> None:
-    """Creates the folder and its missing parents, and syncs their directory entries to the disk."""
-    missing = []
-    for level in (folder, *folder.parents):
-        if level.is_dir():
-            break
-        missing.append(level)
-    folder.mkdir(parents=True, exist_ok=True)
-    for level in reversed(missing):
-        above = os.open(level.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(above)
-        finally:
-            os.close(above)
 
 
 def _threads(threads: int | None) -> int | None:
@@ -166,7 +150,7 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
         """
         save = self._running.save
         try:
-            _make(save.path)
+            make_folder(save.path)
             names = set(os.listdir(save.path))
         except OSError as e:
             raise SystemRefused(f"the folder {save.path} cannot be created or listed: {e}") from e
@@ -313,14 +297,7 @@ class _Save:
             for rank_index in sorted(self.path.glob("index-rank*.safetensors")):
                 of_rank = commits.committed(rank_index)
                 commits.remove(self.path, [rank_index.name, *(of_rank.files if of_rank else ())])
-        commits.remove(self.path, [] if before is None else [name for name in before.files if name not in files])
-
-        try:
-            now = self.index.stat().st_mtime
-        except OSError:
-            return
-        rank = None if self.coordinated else self.rank
-        commits.remove_leftovers(self.path, now, rank, files, lambda: set(commits.files_of(self.index).files))
+        commits.remove_replaced(self.index, before, files, None if self.coordinated else self.rank)
 
 
 class FileReader(_InFolder, SliceReader):

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from ..errors import InvalidArgument
-from .pinned import pinned
+from .pinned import lock, pinned
 
 
 class Event(Protocol):
@@ -89,6 +89,17 @@ class Accelerator:
             RuntimeError: the system refuses
         """
         return pinned(nbytes)
+
+    def page_lock(self, address: int, nbytes: int) -> Callable[[], None] | None:
+        """Page-locks existing host memory, so that copies to and from it run at full speed.
+
+        Returns:
+            Unlocks it, and has to be called before the memory is unmapped; ``None`` if no accelerator here can do this.
+
+        Raises:
+            RuntimeError: the system refuses
+        """
+        return lock(address, nbytes) if torch.cuda.is_available() else None
 
     def device_guard(self, devices: Iterable[torch.device]) -> AbstractContextManager[Any]:
         """While the block runs, makes the first of ``devices`` the calling thread's current device.

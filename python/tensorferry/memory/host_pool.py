@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
@@ -15,6 +17,8 @@ from .._fork import ForkSafeLock
 from .accelerator import Accelerator
 
 logger = logging.getLogger("tensorferry")
+
+_T = TypeVar("_T")
 
 #: A kept buffer is reused if it is at most this many times larger than the requested size.
 _SLACK = 1.25
@@ -51,6 +55,12 @@ class HostMemory:
         return None if pinned is None else (pinned.data_ptr(), pinned)
 
     def _pinned(self, nbytes: int) -> torch.Tensor | None:
+        # The memory is reused outside of the caller's inference mode, where torch refuses writes to inference tensors.
+        with torch.inference_mode(False):
+            return self._try_to_pin(nbytes, lambda accelerator: accelerator.pinned(nbytes))
+
+    def _try_to_pin(self, nbytes: int, pin: Callable[[Accelerator], _T]) -> _T | None:
+        """Returns what ``pin`` returns; ``None`` without an accelerator, or if the system refuses, now or before."""
         # Read once: another thread may set it to None meanwhile, when its memory is refused.
         accelerator = self._accelerator
         if accelerator is None:
@@ -59,10 +69,7 @@ class HostMemory:
             if not accelerator.is_available():
                 self._accelerator = None
                 return None
-            # The memory is reused outside of the caller's inference mode, where torch refuses writes to inference
-            # tensors.
-            with torch.inference_mode(False):
-                return accelerator.pinned(nbytes)
+            return pin(accelerator)
         except RuntimeError as e:
             self._accelerator = None
             with _warning.held():
@@ -103,6 +110,8 @@ class HostPool:
             # If none fits, all are dropped: a state hardly changes in size, so they will not fit later either.
             if memory is not None and self._is_open:
                 self._kept.extend(t for t in kept if t is not memory)
+        # What was dropped is given back before more is asked for.
+        del kept, fitting
         return Buffer(self, memory if memory is not None else self._memory.make(nbytes))
 
     def give_back(self, memory: torch.Tensor) -> None:

@@ -11,6 +11,7 @@ import ctypes
 import mmap
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,15 +32,38 @@ def pinned(nbytes: int) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
-class _Refused(Exception):
+class _Refused(RuntimeError):
     """The runtime does not lock memory that it did not allocate."""
+
+
+def lock(address: int, nbytes: int) -> Callable[[], None]:
+    """Page-locks mapped memory for all devices.
+
+    Returns:
+        Unlocks it; does nothing in a forked child, which has no device, and while the interpreter exits, since the
+        memory goes with the process.
+
+    Raises:
+        RuntimeError: the runtime refuses
+    """
+    device, process = _device(), os.getpid()
+    with torch.cuda.device(device):
+        if int(_cudart().cudaHostRegister(address, nbytes, _PORTABLE)):
+            _forget_failure()
+            raise _Refused(f"the runtime does not lock {nbytes} bytes of memory")
+
+    def unlock() -> None:
+        if process == os.getpid() and not sys.is_finalizing():
+            with torch.cuda.device(device):
+                _cudart().cudaHostUnregister(address)
+
+    return unlock
 
 
 class _Pinned(mmap.mmap):
     """A private anonymous mapping that is page-locked, and is unlocked before it is unmapped."""
 
-    _address = 0
-    _device = 0
+    _unlock: Callable[[], None] | None = None
     _process = 0
 
     @classmethod
@@ -54,26 +78,19 @@ class _Pinned(mmap.mmap):
         # With huge pages there are fewer pages to lock, which is faster. A kernel without them refuses the advice.
         with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
-        address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-        device = _device()
-        with torch.cuda.device(device):
-            if int(_cudart().cudaHostRegister(address, nbytes, _PORTABLE)):
-                _forget_failure()
-                raise _Refused
-        memory._address, memory._device, memory._process = address, device, os.getpid()
+        memory._unlock = lock(torch.frombuffer(memory, dtype=torch.uint8).data_ptr(), nbytes)
+        memory._process = os.getpid()
         return memory
 
     def __del__(self) -> None:
-        # While the interpreter exits, nothing is done: the memory goes with the process.
-        if not self._address or sys.is_finalizing():
+        if self._unlock is None or sys.is_finalizing():
             return
         if self._process != os.getpid():
             # A forked child has neither the mapping nor the device. The extra reference keeps the object from ever
             # being unmapped there: another mapping of the child may be at the same address.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
             return
-        with torch.cuda.device(self._device):
-            _cudart().cudaHostUnregister(self._address)
+        self._unlock()
 
 
 def _cudart() -> Any:

@@ -7,13 +7,14 @@ progress.
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from .._native import HostView
+from .._native import HostView, _copy_memory
 from .accelerator import Accelerator, Event, Streams, drain_after_error
 from .host_pool import Buffer, HostMemory, HostPool
 from .tensors import as_bytes
@@ -24,6 +25,13 @@ _ALIGNMENT = 64
 PART = 64 << 20
 #: How many batches of copies are queued behind the one under way.
 _QUEUED = 4
+#: Threads that copy host memory, at most.
+_MOST_THREADS = 16
+
+
+def copying_threads() -> int:
+    """Returns how many threads copy host memory: a few fill the bandwidth of a machine's memory."""
+    return min(len(os.sched_getaffinity(0)), _MOST_THREADS)
 
 
 class Piece:
@@ -67,6 +75,11 @@ class Piece:
             target = self.buffer.memory[self.offset + at : self.offset + end]
             yield at, target, source[self.start + at : self.start + end]
 
+    def copy(self) -> tuple[int, int, int]:
+        """Returns where the bytes are, where they go, and how many they are; the storage lies in host memory."""
+        assert self.storage is not None
+        return int(self.storage.data_ptr()) + self.start, self.data_ptr(), self.nbytes
+
     def data_ptr(self) -> int:
         """Returns the host address where the bytes are, or will be; 0 if the piece is empty and has no buffer."""
         if self.buffer is not None:
@@ -81,7 +94,9 @@ def host_view(memory: torch.UntypedStorage | Piece) -> tuple[HostView, int]:
     if not isinstance(memory, Piece):
         whole = as_bytes(memory)
     elif memory.buffer is not None:
-        whole, start = memory.buffer.memory, memory.offset
+        whole = memory.buffer.memory
+        # The buffer, not its memory: as long as a tensor lies in it, it is not used for anything else.
+        return HostView(memory.buffer, whole.data_ptr(), whole.nbytes), memory.offset
     else:
         assert memory.storage is not None
         whole, start = as_bytes(memory.storage), memory.start
@@ -93,12 +108,16 @@ class Stager:
 
     Args:
         accelerator: the accelerators, or a stand-in
+        pinned: allocates memory for copies off an accelerator; by default memory of this process
+        pageable: allocates memory for copies of host memory; likewise
     """
 
-    def __init__(self, accelerator: Accelerator) -> None:
+    def __init__(
+        self, accelerator: Accelerator, pinned: HostMemory | None = None, pageable: HostMemory | None = None
+    ) -> None:
         self.accelerator = accelerator
-        self._pinned = HostPool(HostMemory(accelerator))
-        self._pageable = HostPool(HostMemory(None))
+        self._pinned = HostPool(pinned or HostMemory(accelerator))
+        self._pageable = HostPool(pageable or HostMemory(None))
         self._streams = Streams(accelerator)
 
     def copy(self, pieces: Sequence[Piece]) -> None:
@@ -128,9 +147,9 @@ class Stager:
         streams = self._streams.synced(devices)
         _place(pending, self._pinned)
         _place(on_host, self._pageable)
+        copies = [piece.copy() for piece in on_host]
+        _copy_memory(copies, copying_threads())
         for piece in on_host:
-            for _, target, source in piece.parts(piece.nbytes):
-                target.copy_(source)
             piece.release()
         return Staging(self.accelerator, streams, pending)
 

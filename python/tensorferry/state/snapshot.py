@@ -11,6 +11,7 @@ from .. import _gc
 from .._native import Readiness, Server
 from ..errors import InvalidArgument
 from ..memory.accelerator import Accelerator
+from ..memory.host_pool import Buffer
 from ..memory.staging import Piece, Stager, host_view
 from ..memory.tensors import as_bytes, storage_over
 from ..storage import reserved
@@ -133,14 +134,35 @@ class StateSnapshot:
         Raises:
             Exception: whatever the device raises when a copy fails
         """
-        container = Container(self.rows, self.memory, self.private, self._control())
-        filling = container.publish(server, step, alternate=alternate, filled=not self._on_device)
+        filling = self.container().publish(server, step, alternate=alternate, filled=not self._on_device)
         if filling is not None:
             self._fill(server, filling)
         if self._state is not None:
             # The server has its own copies, and rebuild() returns the state itself.
             self.pickle_bytes = b""
             self._fields = self._tree = ""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no bytes of an accelerator are still to be copied, by :meth:`publish` or :meth:`complete`."""
+        return not self._on_device
+
+    def complete(self) -> None:
+        """Copies accelerator memory to the host, for a snapshot that is not published; when it returns, all is there.
+
+        Raises:
+            Exception: whatever the device raises when a copy fails
+        """
+        self._staging.run([(0, piece) for _, piece in self._on_device])
+        self._on_device = []
+
+    def container(self) -> Container:
+        """Returns the container that is published; not valid after ``publish`` if nothing was copied."""
+        return Container(self.rows, self.memory, self.private, self._control())
+
+    def buffers(self) -> list[Buffer]:
+        """Returns the buffers that the copies lie in, each once."""
+        return list({id(m.buffer): m.buffer for m in self.memory if isinstance(m, Piece) and m.buffer}.values())
 
     def manifest(self) -> bytes:
         """Returns the complete manifest as JSON; not valid after ``publish`` if nothing was copied."""

@@ -39,7 +39,7 @@ logger = logging.getLogger("tensorferry")
 #: Files that may belong to a save that was killed.
 _OURS = re.compile(
     r"(rank(?P<rank>\d{5,})-(?P<id>[0-9a-f]{12,20})\.safetensors"
-    r"|index(-rank\d{5,})?\.safetensors(\.(?P<partial>[0-9a-f]{20}))?)(\.partial)?"
+    r"|index(-rank\d{5,})?\.safetensors(\.(?P<partial>[0-9a-f]{20}))?)(\.partial|\.failed)?"
 )
 _RANDOM_DIGITS = 12
 #: Seconds since the last write within which a writer may still be about to lock its file.
@@ -125,7 +125,7 @@ def committed(path: Path) -> Commit | None:
 
 
 @functools.cache
-def _machine() -> str:
+def machine() -> str:
     """Returns 8 hexadecimal digits that identify the running kernel, which is what holds the locks."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
@@ -136,7 +136,7 @@ def _machine() -> str:
 
 def new_id() -> str:
     """Returns a new unique id for the file names of one save: the machine's 8 hexadecimal digits and 12 random ones."""
-    return _machine() + secrets.token_hex(_RANDOM_DIGITS // 2)
+    return machine() + secrets.token_hex(_RANDOM_DIGITS // 2)
 
 
 def is_ours(name: str) -> bool:
@@ -160,7 +160,7 @@ def holding(folder: Path, names: Iterable[str]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name in sorted(names):
             found = _OURS.fullmatch(name)
-            if found and (found["id"] or "").startswith(_machine()):
+            if found and (found["id"] or "").startswith(machine()):
                 with contextlib.suppress(OSError):
                     file = os.open(folder / name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
                     stack.callback(os.close, file)
@@ -215,6 +215,24 @@ def remove_leftovers(
             remove(folder, [name for name in dead if name not in spared])
 
 
+def remove_replaced(index: Path, before: Commit | None, files: set[str], rank: int | None) -> None:
+    """Removes the files that a new index has replaced, and those that killed saves have left.
+
+    Args:
+        index: the new index
+        before: the commit of the index that it has replaced
+        files: the files that it names
+        rank: as for :func:`remove_leftovers`
+    """
+    folder = index.parent
+    remove(folder, [] if before is None else [name for name in before.files if name not in files])
+    try:
+        now = index.stat().st_mtime
+    except OSError:
+        return
+    remove_leftovers(folder, now, rank, files, lambda: set(files_of(index).files))
+
+
 def _may_be_left(name: str, rank: int | None) -> bool:
     found = _OURS.fullmatch(name)
     if found is None or (name.startswith("index") and not name.endswith(".partial")):
@@ -240,4 +258,4 @@ def _is_dead(path: Path, now: float, stack: contextlib.ExitStack) -> bool:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as e:
         return e.errno not in (errno.EWOULDBLOCK, errno.EACCES) and age > _ABANDONED_S
-    return (found["id"] or found["partial"] or "").startswith(_machine()) or age > _ABANDONED_S
+    return (found["id"] or found["partial"] or "").startswith(machine()) or age > _ABANDONED_S

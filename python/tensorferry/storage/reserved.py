@@ -9,6 +9,8 @@ MANIFEST = f"{PREFIX}manifest"
 PICKLE = f"{PREFIX}pickle"
 #: The index of a distributed checkpoint.
 INDEX = f"{PREFIX}dcp"
+#: The index of a checkpoint that a checkpointer has saved.
+CHECKPOINT = f"{PREFIX}checkpoint"
 #: The files that an index refers to. Indexes of older versions do not have this entry.
 INDEX_FILES = f"{PREFIX}files"
 

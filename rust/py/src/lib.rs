@@ -33,6 +33,7 @@ mod server;
 mod slices;
 mod staged;
 mod stored;
+mod table;
 mod tree;
 
 use pyo3::prelude::*;
@@ -47,7 +48,7 @@ mod _native {
     #[pymodule_export]
     use crate::entries::PyEntries;
     #[pymodule_export]
-    use crate::memory::{PyArena, PyHostView, PyPart};
+    use crate::memory::{PyArena, PyHostView, PyPart, PySharedBuffer, copy_memory};
     #[pymodule_export]
     use crate::readiness::PyReadiness;
     #[pymodule_export]
@@ -61,7 +62,7 @@ mod _native {
     #[pymodule_export]
     use crate::server::PyServer;
     #[pymodule_export]
-    use crate::slices::{PyWritten, fetch_slices, file_entries, read_file, write_file};
+    use crate::slices::{PyWritten, fetch_slices, file_entries, file_header, read_file, write_file};
     #[pymodule_export]
     use crate::staged::PyStagedFetch;
     #[pymodule_export]

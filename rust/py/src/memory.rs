@@ -13,13 +13,17 @@
 //! Objects are released where the interpreter may be waited for, never on a thread of the runtime.
 
 use std::ffi::{c_int, c_void};
+use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::Arc;
 
 use pyo3::ffi;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyList, PyType};
-use tensorferry_core::{Allocation, Arena, ArenaPool, Destination, Error, Hold, Memory, Repeat, Slice, StagedRun};
+use tensorferry_core::{
+    Allocation, Arena, ArenaPool, Destination, Error, Hold, Memory, Repeat, SharedBuffer, Slice, StagedRun, Transfer,
+    copy_all,
+};
 use tensorferry_wire::container::{Entry, Header};
 use tensorferry_wire::dtype::Dtype;
 
@@ -153,6 +157,84 @@ impl PyHostView {
             unsafe { ffi::PyBuffer_FillInfo(view, slf.as_ptr(), memory.address as *mut c_void, len, 0, flags) };
         if status == 0 { Ok(()) } else { Err(PyErr::fetch(slf.py())) }
     }
+}
+
+/// Memory for a whole state that other processes can map, as a buffer. The process that made it writes, others read.
+#[pyclass(name = "SharedBuffer", module = "tensorferry._native", frozen, subclass)]
+pub(crate) struct PySharedBuffer(SharedBuffer);
+
+impl PySharedBuffer {
+    /// Its address and its length.
+    pub(crate) fn place(&self) -> (usize, usize) {
+        (self.0.address(), self.0.len())
+    }
+}
+
+#[pymethods]
+impl PySharedBuffer {
+    /// New memory of `nbytes` bytes, at least one, whose pages up to `threads` threads take from the system at once.
+    ///
+    /// # Errors
+    /// `SystemRefused` when the machine does not have so much memory.
+    #[new]
+    #[pyo3(signature = (nbytes, *, threads = 1))]
+    fn new(py: Python<'_>, nbytes: u64, threads: usize) -> PyResult<Self> {
+        py.detach(|| SharedBuffer::new(nbytes, threads)).map(Self).map_err(|e| errors::to_py(py, &e))
+    }
+
+    /// The memory behind the descriptor `fd` of another process, to be read. The descriptor stays the caller's.
+    ///
+    /// # Errors
+    /// `ProtocolError` unless it is one of memory that cannot shrink, `SystemRefused` when the system refuses.
+    #[staticmethod]
+    fn open(py: Python<'_>, fd: i32) -> PyResult<Self> {
+        if fd < 0 {
+            return Err(errors::invalid(py, format!("{fd} is no descriptor")));
+        }
+        // SAFETY: not negative, and only duplicated: a number that is not open is refused by the system.
+        let duplicate = unsafe { BorrowedFd::borrow_raw(fd) }.try_clone_to_owned();
+        let fd = duplicate.map_err(PyErr::from)?;
+        SharedBuffer::open(fd).map(Self).map_err(|e| errors::to_py(py, &e))
+    }
+
+    /// Address of the first byte.
+    #[getter]
+    fn address(&self) -> usize {
+        self.0.address()
+    }
+
+    /// The descriptor by which another process maps it.
+    fn fileno(&self) -> i32 {
+        self.0.descriptor().as_raw_fd()
+    }
+
+    fn __len__(&self) -> usize {
+        self.0.len()
+    }
+
+    /// # Safety
+    /// Called by the interpreter, which passes a valid `view`.
+    #[allow(clippy::needless_pass_by_value, reason = "what the interpreter calls takes its arguments by value")]
+    unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
+        let memory = &slf.get().0;
+        let len = ffi::Py_ssize_t::try_from(memory.len())?;
+        let (address, fixed) = (memory.address() as *mut c_void, c_int::from(!memory.is_writable()));
+        // SAFETY: the mapping lives as long as `slf`, of which the filled view takes a reference, and cannot shrink.
+        let status = unsafe { ffi::PyBuffer_FillInfo(view, slf.as_ptr(), address, len, fixed, flags) };
+        if status == 0 { Ok(()) } else { Err(PyErr::fetch(slf.py())) }
+    }
+}
+
+/// Makes copies, `(from, to, nbytes)` each, with up to `threads` threads; other threads of the interpreter run
+/// meanwhile. The caller holds all memory, and the destinations are apart.
+#[pyfunction]
+#[pyo3(name = "_copy_memory")]
+#[allow(clippy::needless_pass_by_value, reason = "what Python calls takes values")]
+pub(crate) fn copy_memory(py: Python<'_>, copies: Vec<(usize, usize, usize)>, threads: usize) {
+    let transfers: Vec<_> = copies.into_iter().map(|(from, to, len)| Transfer { from, to, len }).collect();
+    // SAFETY: Python's part of the contract: addresses and lengths are those of tensors and buffers that the caller
+    // holds for the length of the call, and nobody else uses the destinations, which do not overlap.
+    py.detach(|| unsafe { copy_all(&transfers, threads) });
 }
 
 /// How many tensors are made or read before other threads of the interpreter have a turn: the training loop of a

@@ -19,12 +19,14 @@ use bytes::Bytes;
 use pyo3::exceptions::{PyIndexError, PyRuntimeError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList, PyString, PyTuple, PyType};
+use pyo3::types::{PyBytes, PyDict, PyList, PyString, PyTuple, PyType};
 use tensorferry_core::Item;
 use tensorferry_wire::dtype::Dtype;
 
 use crate::columns::{Columns, Row, Span};
-use crate::memory::{Described, Exchange, TURN, borrowed};
+use crate::errors;
+use crate::memory::{Described, Exchange, PySharedBuffer, TURN, borrowed};
+use crate::table::{self, Place};
 
 /// One row for each tensor, column by column, and which leaf of the state is which row.
 #[pyclass(name = "Rows", module = "tensorferry._native", frozen)]
@@ -405,6 +407,45 @@ impl PyRows {
         Ok(())
     }
 
+    /// The rows as bytes for another process that maps `buffers`; [`Self::from_table`] reads them.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when a row lies in none of them.
+    #[allow(clippy::needless_pass_by_value, reason = "what Python calls takes values")]
+    fn table<'py>(&self, py: Python<'py>, buffers: Vec<Py<PySharedBuffer>>) -> PyResult<Bound<'py, PyBytes>> {
+        let places = places(&buffers);
+        let table = py.detach(|| table::encode(&self.columns(), &places)).map_err(|e| errors::invalid(py, e))?;
+        Ok(PyBytes::new(py, &table))
+    }
+
+    /// The rows of a table that another process has made, which lie in `buffers`. Each row keeps its buffer.
+    ///
+    /// # Errors
+    /// `ProtocolError` when it is not a table, or a row reaches beyond its buffer.
+    #[staticmethod]
+    #[allow(clippy::needless_pass_by_value, reason = "what Python calls takes values")]
+    fn from_table(py: Python<'_>, table: &[u8], buffers: Vec<Py<PySharedBuffer>>) -> PyResult<Self> {
+        let places = places(&buffers);
+        let (columns, numbers) = py
+            .detach(|| table::decode(table, &places))
+            .map_err(|e| errors::protocol(py, format!("the table of a state cannot be used: {e}")))?;
+        // A row without bytes may name any buffer.
+        let owners = numbers.iter().map(|&number| buffers.get(number).map(|buffer| buffer.clone_ref(py)));
+        // No tensor is read, so no class is one.
+        let none = py.get_type::<PyAny>().unbind();
+        Ok(Self {
+            tensor: none.clone_ref(py),
+            parameter: none,
+            dtypes: Vec::new(),
+            exchange: None,
+            attributes: py.None(),
+            memory: PyList::empty(py).unbind(),
+            owners: PyList::new(py, owners)?.unbind(),
+            columns: Mutex::new(columns),
+            leaves: AtomicUsize::new(0),
+        })
+    }
+
     /// Whether every name can stand in a container as it is.
     fn names_are_regular(&self, py: Python<'_>) -> bool {
         py.detach(|| self.columns().names_are_regular())
@@ -430,6 +471,10 @@ impl PyRows {
             .collect();
         Ok(())
     }
+}
+
+fn places(buffers: &[Py<PySharedBuffer>]) -> Vec<Place> {
+    buffers.iter().map(|buffer| buffer.get().place()).collect()
 }
 
 /// The dtype that a container calls `dtype`.

@@ -112,6 +112,16 @@ pub(crate) fn file_entries(
     Ok(found.into_iter().map(|bytes| bytes.map(|bytes| PyBytes::new(py, &bytes))).collect())
 }
 
+/// The checksum of the header of the container at `path`.
+///
+/// # Errors
+/// `CorruptCheckpoint` when the header does not match it, `ProtocolError` when it is no container with checksums.
+#[pyfunction]
+#[pyo3(name = "_file_header")]
+pub(crate) fn file_header(py: Python<'_>, path: PathBuf) -> PyResult<u64> {
+    runtime::run(py, &Cancel::new(), None, move || Container::open(&path).map(|container| container.checksum()))
+}
+
 /// Reads slices of the container at `path` into their places, verified. With `header`, only if that is the checksum of
 /// its header. Returns the bytes read and the bytes wanted.
 ///

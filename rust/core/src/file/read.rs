@@ -119,6 +119,12 @@ impl Container {
         &self.header
     }
 
+    /// The checksum of the header.
+    #[must_use]
+    pub fn checksum(&self) -> u64 {
+        self.checksum
+    }
+
     /// Makes sure that this is the file whose header had this checksum when it was written.
     ///
     /// # Errors

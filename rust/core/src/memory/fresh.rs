@@ -205,7 +205,7 @@ fn populate(pages: Range<usize>) {
 }
 
 /// As [`populate`], for kernels before 5.14, which cannot do it in one call.
-fn touch(pages: Range<usize>) {
+pub(super) fn touch(pages: Range<usize>) {
     for page in pages.step_by(PAGE) {
         // SAFETY: the memory of a receive is writable and mapped while it is filled.
         let byte = unsafe { AtomicU8::from_ptr(page as *mut u8) };

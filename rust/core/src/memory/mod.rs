@@ -8,6 +8,7 @@
 //! | `mapping` | anonymous mappings, the only callers of `mmap` for received bytes |
 //! | `fresh` | [`FreshPages`]: small or huge pages for memory that was never touched, by what they cost |
 //! | `shared` | memory that two processes map |
+//! | `copies` | [`copy_all`]: many copies, made by several threads |
 //! | `machine` | refusal of lengths that no memory of this machine could hold |
 //! | `nontemporal` | copies that leave the cache alone |
 //!
@@ -15,6 +16,7 @@
 //! stays readable, or writable by nobody else, for as long as the documentation of that function says.
 
 mod arena;
+mod copies;
 mod fresh;
 mod machine;
 mod mapping;
@@ -25,12 +27,14 @@ mod shared;
 
 pub(crate) use self::arena::{ALIGNMENT, ArenaLayout};
 pub use self::arena::{Arena, Hold};
+pub use self::copies::{Transfer, copy_all};
 pub(crate) use self::fresh::{FreshPages, timed};
 pub(crate) use self::machine::available;
 pub use self::machine::check_machine_has;
 pub use self::pool::{Allocation, ArenaPool};
 pub use self::region::Memory;
 pub(crate) use self::region::Region;
+pub use self::shared::SharedBuffer;
 pub(crate) use self::shared::{SharedMemory, SharedView};
 
 /// A page of memory, and of a file.

@@ -6,13 +6,26 @@
 //!
 //! What the reader sees may change at any time if the writer breaks the rules. Nothing here therefore gives out a
 //! reference to memory of another process: bytes are copied out, and only the copy is looked at.
+//!
+//! A ring of a transfer is made of [`SharedMemory`] and [`SharedView`]. A [`SharedBuffer`] is larger and lives longer: a
+//! whole state is copied into it, and other processes write that to a file, serve it, or keep it after its writer is
+//! gone. They read it as any borrowed memory is read (see `region`).
 
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 use rustix::fs::{MemfdFlags, SealFlags};
-use rustix::mm::{MapFlags, ProtFlags};
+use rustix::mm::{Advice, MapFlags, ProtFlags};
+
+use super::fresh::touch;
+use super::machine::check_machine_has;
+use crate::error::{Error, ErrorKind};
+
+/// Bytes that a thread populates at a time.
+const POPULATED: usize = 4 << 20;
 
 /// A shared mapping, unmapped when it is dropped.
 #[derive(Debug)]
@@ -21,13 +34,15 @@ struct SharedMapping {
     len: usize,
 }
 
-// SAFETY: a mapping belongs to no thread; the writer's bytes are only reached through `&mut`.
+// SAFETY: a mapping belongs to no thread; the writer's bytes are only reached through `&mut`, or by address.
 unsafe impl Send for SharedMapping {}
+// SAFETY: shared access gives out addresses alone.
+unsafe impl Sync for SharedMapping {}
 
 impl SharedMapping {
-    fn new(fd: &OwnedFd, len: u64, protection: ProtFlags) -> io::Result<Self> {
+    fn new(fd: &OwnedFd, len: u64, protection: ProtFlags, flags: MapFlags) -> io::Result<Self> {
         let len = usize::try_from(len).map_err(|_| io::ErrorKind::OutOfMemory)?;
-        let flags = MapFlags::SHARED | MapFlags::POPULATE;
+        let flags = MapFlags::SHARED | flags;
         // SAFETY: a new mapping with no address hint touches no existing memory.
         let start = unsafe { rustix::mm::mmap(std::ptr::null_mut(), len, protection, flags, fd, 0)? };
         let start = NonNull::new(start.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
@@ -49,6 +64,26 @@ impl Drop for SharedMapping {
     }
 }
 
+/// New memory of `len` bytes, mapped for writing as the last one that can, and its descriptor.
+fn create(len: u64, flags: MapFlags) -> io::Result<(SharedMapping, OwnedFd)> {
+    let fd = rustix::fs::memfd_create("tensorferry", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
+    rustix::fs::ftruncate(&fd, len)?;
+    let mapping = SharedMapping::new(&fd, len, ProtFlags::READ | ProtFlags::WRITE, flags)?;
+    let fixed = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
+    match rustix::fs::fcntl_add_seals(&fd, fixed | SealFlags::FUTURE_WRITE) {
+        // A kernel before 5.1: a receiver there can spoil what comes to itself, and nothing else.
+        Err(rustix::io::Errno::INVAL) => rustix::fs::fcntl_add_seals(&fd, fixed)?,
+        sealed => sealed?,
+    }
+    Ok((mapping, fd))
+}
+
+/// The length of the memory behind `fd`, `None` if it could still shrink.
+fn sealed_len(fd: &OwnedFd) -> io::Result<Option<u64>> {
+    let len = u64::try_from(rustix::fs::fstat(fd)?.st_size).unwrap_or(0);
+    Ok(rustix::fs::fcntl_get_seals(fd)?.contains(SealFlags::SHRINK).then_some(len))
+}
+
 /// The writer's end.
 #[derive(Debug)]
 pub(crate) struct SharedMemory(SharedMapping);
@@ -57,15 +92,7 @@ impl SharedMemory {
     /// New memory of `len` bytes, and the descriptor by which another process maps it. The memory has its final length,
     /// and this mapping is the last one that can write to it.
     pub(crate) fn new(len: u64) -> io::Result<(Self, OwnedFd)> {
-        let fd = rustix::fs::memfd_create("tensorferry", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
-        rustix::fs::ftruncate(&fd, len)?;
-        let mapping = SharedMapping::new(&fd, len, ProtFlags::READ | ProtFlags::WRITE)?;
-        let fixed = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
-        match rustix::fs::fcntl_add_seals(&fd, fixed | SealFlags::FUTURE_WRITE) {
-            // A kernel before 5.1: a receiver there can spoil what comes to itself, and nothing else.
-            Err(rustix::io::Errno::INVAL) => rustix::fs::fcntl_add_seals(&fd, fixed)?,
-            sealed => sealed?,
-        }
+        let (mapping, fd) = create(len, MapFlags::POPULATE)?;
         Ok((Self(mapping), fd))
     }
 
@@ -87,11 +114,10 @@ pub(crate) struct SharedView(SharedMapping);
 impl SharedView {
     /// The first `len` bytes of the memory behind `fd`, `None` if it has fewer or could be made to have fewer.
     pub(crate) fn new(fd: &OwnedFd, len: u64) -> io::Result<Option<Self>> {
-        let has = u64::try_from(rustix::fs::fstat(fd)?.st_size).unwrap_or(0);
-        if !rustix::fs::fcntl_get_seals(fd)?.contains(SealFlags::SHRINK) || has < len {
+        if sealed_len(fd)?.is_none_or(|has| has < len) {
             return Ok(None);
         }
-        SharedMapping::new(fd, len, ProtFlags::READ).map(Self).map(Some)
+        SharedMapping::new(fd, len, ProtFlags::READ, MapFlags::POPULATE).map(Self).map(Some)
     }
 
     /// Copies the bytes at `at` into `into`.
@@ -102,5 +128,150 @@ impl SharedView {
         // SAFETY: source and length lie in the mapping, which cannot shrink; `into` is ours alone. A writer that breaks
         // the rules and writes meanwhile changes what is copied, which the checksum of the bytes then shows.
         unsafe { std::ptr::copy_nonoverlapping(self.0.address(at, into.len()), into.as_mut_ptr(), into.len()) };
+    }
+}
+
+/// Memory for a whole state that other processes can map.
+///
+/// ```
+/// use tensorferry_core::SharedBuffer;
+///
+/// let filled = SharedBuffer::new(1 << 20, 1)?;
+/// let received = SharedBuffer::open(filled.descriptor().try_clone_to_owned().unwrap())?;
+/// assert_eq!(received.len(), 1 << 20);
+/// assert!(filled.is_writable() && !received.is_writable());
+/// # Ok::<(), tensorferry_core::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct SharedBuffer {
+    mapping: SharedMapping,
+    fd: OwnedFd,
+    writable: bool,
+}
+
+impl SharedBuffer {
+    /// New memory of `len` bytes, zeros, which this process alone can write to. Its pages are taken from the system at
+    /// once, by up to `threads` threads.
+    ///
+    /// # Errors
+    /// [`ErrorKind::System`] if the system refuses, or has less memory than that.
+    pub fn new(len: u64, threads: usize) -> Result<Self, Error> {
+        check_machine_has(len, "a copy of the state")?;
+        let refused = |cause| Error::caused(ErrorKind::System, format!("no {len} bytes of shared memory"), cause);
+        let (mapping, fd) = create(len.max(1), MapFlags::empty()).map_err(refused)?;
+        populate(&mapping, threads).map_err(refused)?;
+        Ok(Self { mapping, fd, writable: true })
+    }
+
+    /// The memory behind a descriptor that another process has sent, mapped for reading. Its length is what the kernel
+    /// says.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Protocol`] unless the memory is sealed against shrinking: a read would kill this process otherwise.
+    /// [`ErrorKind::System`] if the system refuses to map it.
+    pub fn open(fd: OwnedFd) -> Result<Self, Error> {
+        let refused = |cause| Error::caused(ErrorKind::System, "memory of another process cannot be mapped", cause);
+        let wrong = || Error::new(ErrorKind::Protocol, "a descriptor is not one of memory that cannot shrink");
+        // A descriptor of anything else has no seals.
+        let len = sealed_len(&fd).ok().flatten().filter(|&len| len > 0).ok_or_else(wrong)?;
+        let mapping = SharedMapping::new(&fd, len, ProtFlags::READ, MapFlags::empty()).map_err(refused)?;
+        Ok(Self { mapping, fd, writable: false })
+    }
+
+    /// Where the memory starts in this process.
+    #[must_use]
+    pub fn address(&self) -> usize {
+        self.mapping.start.as_ptr() as usize
+    }
+
+    /// Its length in bytes.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.mapping.len
+    }
+
+    /// Never: memory has at least one byte.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        false
+    }
+
+    /// Whether this process may write to it.
+    #[must_use]
+    pub fn is_writable(&self) -> bool {
+        self.writable
+    }
+
+    /// What another process maps it by.
+    #[must_use]
+    pub fn descriptor(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+/// Takes the pages of a fresh mapping from the system: several threads are several times as fast as one, and a state
+/// that is copied there finds them.
+fn populate(mapping: &SharedMapping, threads: usize) -> io::Result<()> {
+    let next = AtomicUsize::new(0);
+    let failed = Mutex::new(None);
+    let work = || loop {
+        let at = next.fetch_add(POPULATED, Ordering::Relaxed);
+        if at >= mapping.len {
+            return;
+        }
+        let len = POPULATED.min(mapping.len - at);
+        let start = mapping.address(at, len);
+        // SAFETY: inside the mapping; contents do not change.
+        match unsafe { rustix::mm::madvise(start.cast(), len, Advice::LinuxPopulateWrite) } {
+            Ok(()) => {}
+            // A kernel before 5.14.
+            Err(rustix::io::Errno::INVAL) => touch(start as usize..start as usize + len),
+            Err(e) => {
+                failed.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(e);
+                next.store(mapping.len, Ordering::Relaxed);
+            }
+        }
+    };
+    std::thread::scope(|scope| {
+        for _ in 1..threads.min(mapping.len.div_ceil(POPULATED)) {
+            // With fewer threads than were asked for it takes longer.
+            let _ = std::thread::Builder::new().name("tensorferry-pages".to_owned()).spawn_scoped(scope, work);
+        }
+        work();
+    });
+    failed.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(Ok(()), |e| Err(e.into()))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+
+    use super::super::mapping::resident;
+    use super::*;
+
+    #[test]
+    fn a_buffer_is_populated_and_what_is_written_is_seen_by_whoever_maps_it() {
+        let filled = SharedBuffer::new(9 << 20, 3).unwrap();
+        assert_eq!(resident(filled.address(), filled.len()), (9 << 20) / 4096);
+        // SAFETY: the last byte of memory that nobody else knows yet.
+        unsafe { (filled.address() as *mut u8).add(filled.len() - 1).write(7) };
+        let received = SharedBuffer::open(filled.descriptor().try_clone_to_owned().unwrap()).unwrap();
+        drop(filled);
+        // SAFETY: mapped, and its writer is gone.
+        let bytes = unsafe { std::slice::from_raw_parts(received.address() as *const u8, received.len()) };
+        assert_eq!((bytes.len(), bytes[0], bytes[(9 << 20) - 1]), (9 << 20, 0, 7));
+    }
+
+    #[test]
+    fn what_could_shrink_or_is_no_memory_is_refused() {
+        let unsealed = rustix::fs::memfd_create("test", MemfdFlags::ALLOW_SEALING).unwrap();
+        rustix::fs::ftruncate(&unsealed, 4096).unwrap();
+        let empty = rustix::fs::memfd_create("test", MemfdFlags::ALLOW_SEALING).unwrap();
+        rustix::fs::fcntl_add_seals(&empty, SealFlags::SHRINK).unwrap();
+        let file = OwnedFd::from(File::open("/proc/self/exe").unwrap());
+        for fd in [unsealed, empty, file] {
+            assert_eq!(SharedBuffer::open(fd).unwrap_err().kind(), ErrorKind::Protocol);
+        }
+        assert_eq!(SharedBuffer::new(1 << 60, 1).unwrap_err().kind(), ErrorKind::System);
     }
 }

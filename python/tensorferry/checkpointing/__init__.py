@@ -1,0 +1,47 @@
+"""Checkpointers in the shape of torch's experimental ``Checkpointer``, and what they need.
+
+``AsyncCheckpointer`` copies a state into shared memory and has another process write it; ``SyncCheckpointer`` writes it
+itself. The public names are imported on first use: the process that writes needs no torch.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .checkpointers import AsyncCheckpointer, SyncCheckpointer, make_async_checkpointer, make_sync_checkpointer
+    from .torch_parts import CheckpointProcess, CheckpointWriter, Stager
+
+__all__ = [
+    "AsyncCheckpointer",
+    "CheckpointProcess",
+    "CheckpointWriter",
+    "Stager",
+    "SyncCheckpointer",
+    "make_async_checkpointer",
+    "make_sync_checkpointer",
+]
+
+#: The module of each public name.
+_MODULES = {
+    "AsyncCheckpointer": ".checkpointers",
+    "CheckpointProcess": ".torch_parts",
+    "CheckpointWriter": ".torch_parts",
+    "Stager": ".torch_parts",
+    "SyncCheckpointer": ".checkpointers",
+    "make_async_checkpointer": ".checkpointers",
+    "make_sync_checkpointer": ".checkpointers",
+}
+
+if not TYPE_CHECKING:  # With a module __getattr__, a type checker would accept any name.
+
+    def __getattr__(name: str) -> object:
+        """Imports a public name on first use."""
+        from importlib import import_module
+
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(import_module(_MODULES[name], __name__), name)
+        globals()[name] = value
+        return value
+
+    def __dir__() -> list[str]:
+        return [*__all__]

@@ -1,0 +1,281 @@
+"""``SyncCheckpointer`` and ``AsyncCheckpointer``, in the shape of torch's experimental ``Checkpointer``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from .. import _validate
+from ..errors import InvalidArgument, TransportClosed
+from ..memory.accelerator import ACCELERATOR
+from ..state.allowlist import Allowed
+from .saving import Keeper, Options, Ranks, Saver, SharedStager
+from .torch_parts import Checkpointer, CheckpointWriter, state_and_path
+
+
+class _Checkpointer(Checkpointer):  # type: ignore[misc]  # mypy does not follow torch
+    """What both have in common: loading."""
+
+    _ranks: Ranks
+    _allowed: Allowed
+
+    def load(
+        self,
+        path: str | os.PathLike[str],
+        state_dict: dict[str, Any] | None = None,
+        *,
+        default_map_location: Any = None,
+        strict: bool = False,
+    ) -> Any:
+        """Loads a checkpoint: one that a checkpointer of this package has written, or torch's ``CheckpointWriter``.
+
+        Args:
+            path: the folder
+            state_dict: loads only the keys of this state, into its tensors where dtype and layout allow
+            default_map_location: where tensors go, as ``torch.load`` has it
+            strict: raises if the checkpoint lacks keys of ``state_dict``
+
+        Returns:
+            The state: ``state_dict`` if it was given.
+
+        Raises:
+            TensorferryError: there is no complete checkpoint, it does not fit, or it is damaged
+        """
+        from . import loading
+
+        return loading.load(
+            path,
+            state_dict,
+            default_map_location=default_map_location,
+            strict=strict,
+            rank=self._ranks.rank,
+            world_size=self._ranks.world_size,
+            allowed=self._allowed,
+            prefer=getattr(self._keeper, "prefer", None),
+        )
+
+    _keeper: Any = None
+
+
+class SyncCheckpointer(_Checkpointer):
+    """Saves a state into a folder, and returns when the checkpoint is on the disk and committed.
+
+    Args:
+        writer: writes instead of the own writer: torch's ``CheckpointWriter``, or one of this package
+        reader: reads instead of the own reader: torch's ``CheckpointReader``, or one of this package
+        rank: the rank of this process, by default that of ``torch.distributed``, or 0
+        world_size: how many ranks save together; likewise
+        agree: returns on every rank what rank 0 passes to it; needed for several ranks without ``torch.distributed``
+        process_group: the process group in which ranks agree
+        commit_hook: torch's ``WriterHook``: ``pre_commit`` is called when this rank's file is written, ``post_commit``
+            when the checkpoint is committed
+        barrier: torch's ``Barrier``, executed between the two
+        threads: threads with which a rank writes; ``None`` chooses by the number of cores
+        cached: whether large files are written through the page cache; ``None`` chooses, see ``FileWriter``
+        keep_last: how many checkpoints stay in the folder above a checkpoint's folder: the oldest others are removed
+            after each commit. ``None`` keeps all
+        patience: seconds without a sign of life of another rank after which a save has failed
+        safe_globals: classes and functions that pickled objects may name in a load, besides the default list
+        trust_pickle: lets them name anything
+
+    Raises:
+        InvalidArgument: an argument cannot be used; it is named
+    """
+
+    def __init__(
+        self,
+        writer: Any = None,
+        reader: Any = None,
+        *,
+        rank: int | None = None,
+        world_size: int | None = None,
+        agree: Callable[[Any], Any] | None = None,
+        process_group: Any = None,
+        commit_hook: Any = None,
+        barrier: Any = None,
+        threads: int | None = None,
+        cached: bool | None = None,
+        keep_last: int | None = None,
+        patience: float = 600.0,
+        safe_globals: Iterable[Any] = (),
+        trust_pickle: bool = False,
+    ) -> None:
+        self._ranks = Ranks(rank, world_size, agree, process_group)
+        self._allowed = Allowed(safe_globals, trust_pickle)
+        self._reader = reader
+        options = Options(threads=threads, cached=cached, keep_last=keep_last, patience=patience)
+        self._writer = writer or CheckpointWriter(
+            ranks=self._ranks, options=options, commit_hook=commit_hook, barrier=barrier
+        )
+        self._is_open = True
+
+    def save(self, *args: Any, **kwargs: Any) -> None:
+        """Saves a state: ``save(path, state_dict)`` or ``save(state_dict, path)``, or both by name.
+
+        Further keyword arguments, such as ``step``, go to the writer and its hooks.
+
+        Raises:
+            InvalidArgument: what is the path and what the state cannot be told apart
+            TransportClosed: it was closed
+            TensorferryError: the state cannot be saved
+        """
+        path, state, options = state_and_path("save", args, kwargs)
+        if not self._is_open:
+            raise TransportClosed("this checkpointer was closed")
+        self._writer.write(path, state, **options)
+
+    def load(
+        self,
+        path: str | os.PathLike[str],
+        state_dict: dict[str, Any] | None = None,
+        *,
+        default_map_location: Any = None,
+        strict: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """As described for :class:`AsyncCheckpointer`; with a ``reader=``, that one reads."""
+        if self._reader is None:
+            return super().load(path, state_dict, default_map_location=default_map_location, strict=strict, **kwargs)
+        state, missing = self._reader.read(
+            path=path, state_dict=state_dict, map_location=default_map_location, **kwargs
+        )
+        if strict and missing:
+            raise RuntimeError(f"the checkpoint at {path} is missing keys: {missing}")
+        return state
+
+    def close(self) -> None:
+        """Closes the writer. It may be called again."""
+        if self._is_open:
+            self._is_open = False
+            self._writer.close()
+
+
+class AsyncCheckpointer(_Checkpointer):
+    """Saves states while the trainer goes on: it stands still for a copy, and another process writes.
+
+    The copy lies in shared memory, page-locked where there is an accelerator, which is kept from save to save: as much
+    as the state has, and as much again if a save begins before the one before it is written. With a keeper, there is
+    more: what the keeper holds. A third save waits until the first is written.
+
+    A save is accepted when its first future is done. From then on only the end of the machine, or SIGKILL of the
+    process that writes, can stop it: it is written even if the trainer is killed.
+
+    Args:
+        rank: as for :class:`SyncCheckpointer`, like the next eight
+        world_size: likewise
+        agree: likewise
+        process_group: likewise
+        threads: likewise
+        cached: likewise
+        keep_last: likewise
+        patience: likewise
+        memory_limit: bytes of shared memory that there may be at a time; a save that does not fit waits for an earlier
+            one, and is refused if there is none. ``None`` allows what the machine, or the control group of the
+            process, has available
+        keeper: keeps the states in memory, too: the name of a keeper of this machine, or an object with ``offer``
+        safe_globals: as for :class:`SyncCheckpointer`
+        trust_pickle: likewise
+
+    Raises:
+        InvalidArgument: an argument cannot be used; it is named
+        SystemRefused: the process that writes cannot be started
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int | None = None,
+        world_size: int | None = None,
+        agree: Callable[[Any], Any] | None = None,
+        process_group: Any = None,
+        threads: int | None = None,
+        cached: bool | None = None,
+        keep_last: int | None = None,
+        patience: float = 600.0,
+        memory_limit: int | None = None,
+        keeper: str | Keeper | None = None,
+        safe_globals: Iterable[Any] = (),
+        trust_pickle: bool = False,
+    ) -> None:
+        self._ranks = Ranks(rank, world_size, agree, process_group)
+        self._allowed = Allowed(safe_globals, trust_pickle)
+        options = Options(threads=threads, cached=cached, keep_last=keep_last, patience=patience)
+        self._keeper = _connected(keeper)
+        self._saver = Saver(self._ranks, options, SharedStager(memory_limit, ACCELERATOR), self._keeper)
+
+    def save(self, *args: Any, step: int | None = None, **kwargs: Any) -> tuple[Any, Any]:
+        """Saves a state: ``save(path, state_dict)`` or ``save(state_dict, path)``, or both by name.
+
+        Args:
+            args: the path of the folder and the state, in either order
+            step: a number that is saved with the state
+            kwargs: ``path`` and ``state_dict``
+
+        Returns:
+            Two futures of ``None``. When the first is done, the state may change, and the save is accepted. When the
+            second is done, the checkpoint is on the disk, and committed by a rename. A failure is raised by the second
+            one, and by the next call of ``save`` if nobody has asked the future by then.
+
+        Raises:
+            InvalidArgument: what is the path and what the state cannot be told apart
+            TransportClosed: it was closed
+            TensorferryError: the state cannot be copied, or an earlier save has failed, see above
+        """
+        path, state, options = state_and_path("save", args, kwargs)
+        if options:
+            raise TypeError(f"save() got unexpected keyword arguments: {', '.join(sorted(options))}")
+        return self._saver.save(state, path, step)
+
+    def close(self) -> None:
+        """Waits for all saves, and ends the process that writes. It may be called again.
+
+        Raises:
+            TensorferryError: a save has failed, and nobody has asked its future
+        """
+        self._saver.close()
+
+
+def _connected(keeper: str | Keeper | None) -> Keeper | None:
+    if not isinstance(keeper, str):
+        if keeper is not None and not callable(getattr(keeper, "offer", None)):
+            raise InvalidArgument(f"keeper must be the name of a keeper or a connection, not {_validate.brief(keeper)}")
+        return keeper
+    from . import keeper_client
+
+    connected: Keeper = keeper_client.connect(keeper)
+    return connected
+
+
+def make_sync_checkpointer(
+    config: Any = None, rank_info: Any = None, commit_hook: Any = None, **options: Any
+) -> SyncCheckpointer:
+    """Returns a :class:`SyncCheckpointer`; the arguments of torch's function of this name can be given.
+
+    Args:
+        config: torch's ``CheckpointerConfig``, of which ``writer_config.write_barrier_timeout_secs`` is used
+        rank_info: torch's ``RankInfo``
+        commit_hook: torch's ``WriterHook``
+        options: the arguments of the class
+    """
+    return SyncCheckpointer(commit_hook=commit_hook, **_options(config, rank_info, options))
+
+
+def make_async_checkpointer(config: Any = None, rank_info: Any = None, **options: Any) -> AsyncCheckpointer:
+    """Returns an :class:`AsyncCheckpointer`; ``config`` and ``rank_info`` are torch's.
+
+    Args:
+        config: torch's ``CheckpointerConfig``, of which ``writer_config.write_barrier_timeout_secs`` is used
+        rank_info: torch's ``RankInfo``
+        options: the arguments of the class
+    """
+    return AsyncCheckpointer(**_options(config, rank_info, options))
+
+
+def _options(config: Any, rank_info: Any, options: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if config is not None:
+        found["patience"] = float(config.writer_config.write_barrier_timeout_secs)
+    if rank_info is not None:
+        found.update(rank=rank_info.global_rank, world_size=rank_info.global_world_size)
+    return {**found, **options}

@@ -1,0 +1,300 @@
+"""The trainer's side of the process that writes checkpoints: starts it, hands states over, and hears how it went."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .. import errors
+from ..errors import ForkedProcess, SystemRefused, TensorferryError, WriterLost
+from ..storage import folder as folders
+from . import handover
+from .handover import Handover, Message
+from .writer_process import Order
+
+logger = logging.getLogger("tensorferry")
+
+#: Seconds in which a process whose socket is closed has to be gone, before its end is reported without its exit code.
+_GONE_S = 5.0
+#: Longest text of a process that failed, in bytes.
+_LONGEST_TEXT = 4000
+
+#: What the process runs. It has the standard library and this package, and nothing of the trainer's environment.
+_PROGRAM = """
+import sys
+sys.path.append(sys.argv[1])
+from tensorferry.checkpointing.writer_process import main
+main(int(sys.argv[2]), int(sys.argv[3]))
+"""
+
+
+class Pending:
+    """A state that was handed over. The functions are called once each, on a thread of their own; they may not raise.
+
+    Attributes:
+        order: what is to be written where
+        accepted: called without an argument when the process holds the memory
+        done: called with the fields of ``written``, or with an exception; the process does not use the memory any more
+        is_accepted: whether the process holds the memory
+    """
+
+    def __init__(
+        self, order: Order, accepted: Callable[[], None], done: Callable[[dict[str, Any] | Exception], None]
+    ) -> None:
+        self.order, self.accepted, self.done = order, accepted, done
+        self.is_accepted = False
+
+
+class Writer:
+    """Processes that write checkpoints: one at a time, and another one when it is gone.
+
+    It is used in the process that made it. A forked child closes its copies of the sockets, so that a process whose
+    trainer has ended does not wait for that child, too.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._child: _Child | None = None
+        self._all: list[_Child] = []
+        self._process = os.getpid()
+        _writers.add(self)
+
+    def start(self) -> None:
+        """Starts a process, unless one is running, and does not wait for it.
+
+        Raises:
+            SystemRefused: the system refuses
+            ForkedProcess: this is a forked child
+        """
+        self.check_process()
+        with self._lock:
+            self._running()
+
+    @property
+    def pid(self) -> int | None:
+        """The process id of the process, if one is running."""
+        child = self._child
+        return child.pid if child is not None and child.takes else None
+
+    def hand_over(self, given: Handover, pending: Pending) -> None:
+        """Hands a state over. ``pending`` learns what becomes of it.
+
+        Raises:
+            SystemRefused: no process can be started
+            InvalidArgument: the message is too long
+            ForkedProcess: this is a forked child
+        """
+        self.check_process()
+        with self._lock:
+            for _ in range(2):
+                try:
+                    self._running().hand_over(given, pending)
+                    return
+                except OSError as e:
+                    # It is just ending; a new one takes its place.
+                    lost = e
+            raise SystemRefused(f"the process that writes checkpoints cannot be reached: {lost}") from lost
+
+    def close(self, timeout: float | None = None) -> bool:
+        """Lets the processes finish and end; returns whether all have ended within ``timeout`` seconds."""
+        if not self.is_own:
+            return True
+        with self._lock:
+            children, self._all, self._child = self._all, [], None
+        for child in children:
+            child.finish()
+        deadline = None if timeout is None else time.monotonic() + timeout
+        return all([child.join(deadline) for child in children])
+
+    def detach(self) -> None:
+        """Leaves the processes to themselves, while the interpreter exits: they finish, and end."""
+        for child in self._all:
+            child.detach()
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this is the process that made it, and not a forked child."""
+        return self._process == os.getpid()
+
+    def check_process(self) -> None:
+        """Raises in a forked child.
+
+        Raises:
+            ForkedProcess: this is one
+        """
+        if not self.is_own:
+            raise ForkedProcess(
+                "this checkpointer was made before fork(): its process and threads are not the child's; make a new one"
+            )
+
+    def _running(self) -> _Child:
+        if self._child is None or not self._child.takes:
+            self._all = [child for child in self._all if not child.ended]
+            self._child = _Child()
+            self._all.append(self._child)
+        return self._child
+
+    def _close_in_child(self) -> None:
+        for child in self._all:
+            child.close_in_child()
+
+
+class _Child:
+    """One process, and a thread that hears what it says."""
+
+    def __init__(self) -> None:
+        if not sys.executable:
+            raise SystemRefused("no process can be started: sys.executable is not known")
+        ours, theirs = handover.pair()
+        # What it says if it fails. Not a pipe: nobody need read it, and nobody waits for its end.
+        self._said = os.memfd_create("tensorferry-writer", os.MFD_CLOEXEC)
+        package = str(Path(__file__).resolve().parents[2])
+        command = [sys.executable, "-I", "-S", "-c", _PROGRAM, package, str(theirs.fileno()), str(os.getpid())]
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=self._said,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                    cwd="/",
+                )
+        except OSError as e:
+            ours.close()
+            os.close(self._said)
+            raise SystemRefused(f"the process that writes checkpoints cannot be started: {e}") from e
+        self.pid = self._process.pid
+        self._sock = ours
+        self._lock = threading.Lock()
+        self._pending: dict[str, Pending] = {}
+        self.takes = True
+        self.ended = False
+        self._thread = threading.Thread(target=self._listen, name="tensorferry-writer", daemon=True)
+        self._thread.start()
+
+    def hand_over(self, given: Handover, pending: Pending) -> None:
+        key = pending.order.save_id
+        with self._lock:
+            if not self.takes:
+                raise BrokenPipeError("the process has ended")
+            self._pending[key] = pending
+        try:
+            handover.send(self._sock, given)
+        except BaseException as e:
+            with self._lock:
+                if isinstance(e, OSError):
+                    self.takes = False
+                if self._pending.pop(key, None) is None:
+                    # Whoever listens has found the process gone, and has said so.
+                    return
+            raise
+
+    def finish(self) -> None:
+        """Says that nothing more comes."""
+        with self._lock:
+            self.takes = False
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_WR)
+
+    def join(self, deadline: float | None) -> bool:
+        self._thread.join(None if deadline is None else max(deadline - time.monotonic(), 0.0))
+        return not self._thread.is_alive()
+
+    def close_in_child(self) -> None:
+        """Closes what a forked child has inherited. The process is the parent's, and is not to be waited for."""
+        with contextlib.suppress(OSError):
+            os.close(self._sock.detach())
+        self._process.returncode = 0
+
+    def detach(self) -> None:
+        """Leaves the process to itself, while the interpreter exits."""
+        if self._process.returncode is None:
+            self._process.returncode = 0
+
+    def _listen(self) -> None:
+        why: Exception | None = None
+        while True:
+            try:
+                message = handover.receive(self._sock)
+            except (OSError, TensorferryError) as e:
+                why, message = e, None
+            if message is None:
+                break
+            if isinstance(message, Message):
+                if message.kind == "refused":
+                    why = _error(message.fields)
+                    break
+                self._hear(message)
+        with self._lock:
+            self.takes = False
+            left, self._pending = list(self._pending.values()), {}
+        lost = self._lost(why)
+        self._sock.close()
+        for pending in left:
+            # Not what another process, or this one until a moment ago, has committed.
+            folders.abandon(Path(pending.order.path), pending.order.save, str(lost))
+            pending.done(lost)
+        os.close(self._said)
+        self.ended = True
+
+    def _hear(self, message: Message) -> None:
+        key = message.fields.get("save_id")
+        if message.kind == "accepted":
+            with self._lock:
+                pending = self._pending.get(str(key))
+            if pending is not None:
+                pending.is_accepted = True
+                pending.accepted()
+            return
+        with self._lock:
+            pending = self._pending.pop(str(key), None)
+        if pending is not None:
+            pending.done(message.fields if message.kind == "written" else _error(message.fields))
+
+    def _lost(self, why: Exception | None) -> WriterLost:
+        try:
+            code = self._process.wait(_GONE_S)
+        except subprocess.TimeoutExpired:
+            # It has closed its socket, or says what is no message: nobody can hear from it any more.
+            self._process.kill()
+            code = self._process.wait()
+        how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        said = os.pread(self._said, 1 << 20, 0)[-_LONGEST_TEXT:].decode(errors="replace").strip()
+        text = f"the process that writes checkpoints (pid {self.pid}) {how} before it had confirmed this save"
+        if why is not None:
+            text = f"{text}: {why}"
+        return WriterLost(f"{text}. It said: {said}" if said else text)
+
+
+def _error(fields: dict[str, Any]) -> Exception:
+    """Returns the exception that a process reports."""
+    name, text = str(fields.get("error")), str(fields.get("text"))
+    kind = getattr(errors, name) if name in errors.__all__ else TensorferryError
+    try:
+        error: Exception = kind(text)
+    except TypeError:
+        error = TensorferryError(f"{name}: {text}")
+    return error
+
+
+_writers: weakref.WeakSet[Writer] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for writer in list(_writers):
+        writer._close_in_child()
+
+
+os.register_at_fork(after_in_child=_after_fork)

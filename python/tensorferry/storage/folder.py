@@ -1,0 +1,464 @@
+"""The folder of a checkpoint that a checkpointer writes: a state container for each rank, and an index.
+
+What is where, in a checkpoint of ``N`` ranks:
+
+    rank00000-<id>.safetensors          the state of rank 0, as ``HTTPTransport`` would serve it, with checksums
+    ...                                 up to rank N - 1
+    index.safetensors                   written last, by a rename: it makes the folder a checkpoint
+
+``<id>`` is the machine's id and the save's (``commits.new_id``, ``storage/commits.py`` says why). The index has two
+entries: ``INDEX_FILES``, the commit with name and checksum of each file, and ``CHECKPOINT``, JSON with
+
+    version      of this entry
+    save         the id of the save, 12 hexadecimal digits, the same on all ranks
+    step         the number that the caller gave the state, or null
+    files        the name of each rank's file, by rank
+    shards       for each path of the state at which some rank has a DTensor: the global shape, the dtype, and for each
+                 rank that has a part of it the fields of its manifest (docs/format.md), with ``rank``
+
+Ranks need not talk to each other to commit, since their trainers may be gone by then. Rank 0 waits until the files of
+all ranks are in the folder, and writes the index; the others wait until it is there. A rank that fails leaves an empty
+file ``<its file>.failed`` with its reason as the text, which ends the wait of all others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .._native import Rows, Written, _file_entries, _file_header
+from ..errors import IncompleteCheckpoint, InvalidArgument, ProtocolError, SystemRefused, TensorferryError
+from . import commits, reserved
+from .commits import Commit
+from .container import Container
+
+#: The file that makes a folder a checkpoint.
+INDEX = "index.safetensors"
+_VERSION = 1
+#: The ``__metadata__`` of the files, besides that of every container.
+_ABOUT = (("tensorferry.checkpoint", "1"),)
+#: The files of torch's own checkpointer, which a save into their folder replaces.
+_TORCH_FILE = "checkpoint_{}.pt"
+#: Longest text of a rank's failure, in characters.
+_LONGEST_REASON = 2000
+#: Seconds between two looks into the folder, at first and at most.
+_SOON, _LATE = 0.005, 0.25
+
+
+@dataclass(frozen=True)
+class SaveId:
+    """What the ranks of a save agree on, and which of them this is.
+
+    Attributes:
+        save: 12 hexadecimal digits
+        began: when it began, in nanoseconds since the epoch
+        rank: the rank of this process
+        world_size: how many ranks save
+        step: the number that the caller gave the state
+    """
+
+    save: str
+    began: int
+    rank: int = 0
+    world_size: int = 1
+    step: int | None = None
+
+    @classmethod
+    def new(cls, rank: int = 0, world_size: int = 1, step: int | None = None) -> SaveId:
+        """Returns the id of a new save, which the other ranks are to take over."""
+        return cls(secrets.token_hex(6), time.time_ns(), rank, world_size, step)
+
+    def of_rank(self, rank: int) -> SaveId:
+        """Returns the same save as ``rank`` names it."""
+        return dataclasses.replace(self, rank=rank)
+
+
+@dataclass(frozen=True)
+class Index:
+    """What the index of a checkpoint says.
+
+    Attributes:
+        save_id: the id of the save
+        step: the number that the caller gave the state
+        began: when the save began, in nanoseconds since the epoch
+        world_size: how many ranks have saved
+        files: by rank the name of its file and the checksum of that file's header
+        shards: by path where the parts of a DTensor lie
+    """
+
+    save_id: str
+    step: int | None
+    began: int
+    world_size: int
+    files: dict[int, tuple[str, int | None]]
+    shards: dict[str, Any]
+
+
+def read_index(folder: Path) -> Index:
+    """Reads the index of the checkpoint in ``folder``.
+
+    Raises:
+        IncompleteCheckpoint: there is none
+        ProtocolError: the index is not valid, or that of another kind of checkpoint
+        CorruptCheckpoint: it does not match its checksums
+        SystemRefused: it cannot be read
+    """
+    path = folder / INDEX
+    if not path.is_file():
+        raise IncompleteCheckpoint(f"{folder} holds no complete checkpoint: it has no {INDEX}{_left_in(folder)}")
+    text, _ = _file_entries(path, [reserved.CHECKPOINT, reserved.INDEX_FILES])
+    if text is None:
+        raise ProtocolError(
+            f"{path} is not the index of a checkpointer's save. A checkpoint of torch.distributed.checkpoint is loaded "
+            "with tensorferry.dcp.FileReader"
+        )
+    commit = commits.files_of(path)
+    try:
+        fields = json.loads(text)
+        if fields["version"] != _VERSION:
+            raise ProtocolError(
+                f"{path} has version {str(fields['version'])[:20]}, not {_VERSION}: upgrade tensorferry"
+            )
+        step, names, shards = fields["step"], fields["files"], fields["shards"]
+        if not (step is None or type(step) is int) or not isinstance(shards, dict) or not isinstance(names, list):
+            raise ValueError("a field of it has another type")
+        files = {rank: (str(name), commit.files[str(name)]) for rank, name in enumerate(names)}
+        if not files or set(commit.files) != {name for name, _ in files.values()} or len(commit.files) != len(files):
+            raise ValueError("its two lists of files differ")
+        return Index(str(fields["save"]), step, commit.began, len(files), files, shards)
+    except (ValueError, KeyError, TypeError, RecursionError) as e:
+        if isinstance(e, TensorferryError):
+            raise
+        raise ProtocolError(f"{path}: its index cannot be read ({type(e).__name__}: {e})") from e
+
+
+def _left_in(folder: Path) -> str:
+    try:
+        count = sum(1 for name in os.listdir(folder) if commits.is_ours(name))
+    except OSError as e:
+        return f" ({e.strerror or e})"
+    return f", only {count} files of saves that have not finished" if count else ""
+
+
+def committed_save(folder: Path) -> str | None:
+    """Returns the id of the save that the index of ``folder`` belongs to; ``None`` without a valid index."""
+    try:
+        return read_index(folder).save_id
+    except TensorferryError:
+        return None
+
+
+def make_folder(folder: Path) -> None:
+    """Creates the folder and its missing parents, and syncs their directory entries to the disk.
+
+    Raises:
+        OSError: the system refuses
+    """
+    missing = []
+    for level in (folder, *folder.parents):
+        if level.is_dir():
+            break
+        missing.append(level)
+    folder.mkdir(parents=True, exist_ok=True)
+    for level in reversed(missing):
+        _sync(level.parent)
+
+
+def _sync(folder: Path) -> None:
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+class FolderSave:
+    """One rank's part in a save: :meth:`write`, then :meth:`commit`; :meth:`fail` if anything goes wrong.
+
+    The rank's file stays locked, and so safe from other saves, until this object is closed.
+
+    Args:
+        folder: the folder of the checkpoint
+        save: which save, and which rank
+        patience: seconds without a sign of life from another rank after which the save has failed
+
+    Raises:
+        SystemRefused: the folder cannot be created
+    """
+
+    def __init__(self, folder: Path, save: SaveId, patience: float = 600.0) -> None:
+        self.folder, self.save = folder, save
+        self._patience = patience
+        self._name = _file_of(save)
+        self._written: Written | None = None
+        try:
+            make_folder(folder)
+        except OSError as e:
+            raise SystemRefused(f"the folder {folder} cannot be created: {e}") from e
+        self._before = commits.committed(folder / INDEX) if save.rank == 0 else None
+
+    def write(self, container: Container, threads: int | None = None, cached: bool | None = None) -> Written:
+        """Writes the state of this rank.
+
+        Args:
+            container: the state
+            threads: as for :meth:`Container.write`
+            cached: as for :meth:`Container.write`
+
+        Raises:
+            SystemRefused: the system refuses, for example because the disk is full
+        """
+        # A random entry in the header, so that the checksum of the header, which the index records, is unique.
+        about = [*container.about, *_ABOUT, ("tensorferry.file", secrets.token_hex(16))]
+        self._written = dataclasses.replace(container, about=about).write(
+            self.folder / self._name, partial=self.folder / f"{self._name}.partial", threads=threads, cached=cached
+        )
+        return self._written
+
+    def commit(self, check: Callable[[], None] = lambda: None) -> None:
+        """Commits the checkpoint once all ranks have written; when it returns, the checkpoint is on the disk.
+
+        Args:
+            check: called now and then while other ranks are waited for; what it raises ends the wait
+
+        Raises:
+            IncompleteCheckpoint: another rank has failed, or shows no sign of life; a save that began later has
+                finished before this one; or a file of this save was removed
+            SystemRefused: the index cannot be written
+        """
+        if self.save.rank == 0:
+            self._write_index(self._files_of_all(check))
+        else:
+            self._wait_for_index(check)
+
+    def fail(self, reason: str) -> None:
+        """Ends the save for all ranks, unless it is committed; see :func:`abandon`."""
+        self._written = None
+        abandon(self.folder, self.save, reason)
+
+    def close(self) -> None:
+        """Unlocks the file of this rank."""
+        self._written = None
+
+    def _committed(self) -> bool:
+        return committed_save(self.folder) == self.save.save
+
+    def _files_of_all(self, check: Callable[[], None]) -> list[str]:
+        found: dict[int, str] = {}
+
+        def complete(names: list[str]) -> bool:
+            for name in names:
+                if (match := self._of_this_save(name)) and match["suffix"] == "":
+                    found.setdefault(int(match["rank"]), name)
+            return all(rank in found for rank in range(self.save.world_size))
+
+        self._wait(complete, check, lambda: sorted(set(range(self.save.world_size)) - set(found)))
+        return [found[rank] for rank in range(self.save.world_size)]
+
+    def _wait_for_index(self, check: Callable[[], None]) -> None:
+        self._wait(lambda names: INDEX in names and self._committed(), check, lambda: [0])
+        # Rank 0 may be about to do so; this rank must not say that it is done before.
+        try:
+            _sync(self.folder)
+        except OSError as e:
+            raise SystemRefused(f"the folder {self.folder} cannot be synchronised: {e}") from e
+
+    def _wait(
+        self, complete: Callable[[list[str]], bool], check: Callable[[], None], missing: Callable[[], list[int]]
+    ) -> None:
+        """Looks into the folder until it is ``complete``, a rank has failed, or nothing changes for too long."""
+        pause, last, seen = _SOON, time.monotonic(), None
+        while True:
+            names = self._listed()
+            if complete(names):
+                return
+            for name in names:
+                if (match := self._of_this_save(name)) and match["suffix"] == ".failed":
+                    raise IncompleteCheckpoint(
+                        f"{self.folder}: rank {int(match['rank'])} has failed, and the save with it: "
+                        f"{_reason(self.folder / name)}"
+                    )
+            now, signs = time.monotonic(), self._signs(names)
+            if signs != seen:
+                last, seen, pause = now, signs, _SOON
+            elif now - last > self._patience:
+                raise IncompleteCheckpoint(
+                    f"{self.folder}: rank {missing()[0]} has shown no sign of life for {self._patience:g} s. All ranks "
+                    "must save together, into a folder that all of them see"
+                )
+            check()
+            time.sleep(pause)
+            pause = min(pause * 1.5, _LATE)
+
+    def _listed(self) -> list[str]:
+        try:
+            return os.listdir(self.folder)
+        except OSError as e:
+            raise SystemRefused(f"the folder {self.folder} cannot be listed: {e}") from e
+
+    def _signs(self, names: list[str]) -> list[tuple[str, int, int]]:
+        """Returns what changes while other ranks write."""
+        signs = []
+        for name in sorted(names):
+            if self._of_this_save(name):
+                with contextlib.suppress(OSError):
+                    about = os.stat(self.folder / name)
+                    signs.append((name, about.st_blocks, about.st_mtime_ns))
+        return signs
+
+    def _of_this_save(self, name: str) -> re.Match[str] | None:
+        if self.save.save not in name:
+            return None
+        pattern = rf"rank(?P<rank>\d{{5,}})-[0-9a-f]{{8}}{self.save.save}\.safetensors(?P<suffix>|\.partial|\.failed)"
+        return re.fullmatch(pattern, name)
+
+    def _write_index(self, names: list[str]) -> None:
+        headers: dict[str, int | None] = {}
+        parts: dict[str, Any] = {}
+        for rank, name in enumerate(names):
+            path = self.folder / name
+            headers[name] = _file_header(path)
+            (manifest,) = _file_entries(path, [reserved.MANIFEST])
+            _add_shards(parts, rank, manifest)
+        fields = {
+            "version": _VERSION,
+            "save": self.save.save,
+            "step": self.save.step,
+            "files": names,
+            "shards": parts,
+        }
+        control = [
+            (reserved.CHECKPOINT, json.dumps(fields, separators=(",", ":")).encode()),
+            (reserved.INDEX_FILES, Commit(headers, self.save.began).encode()),
+        ]
+        index = self.folder / INDEX
+        with commits.holding(self.folder, names):
+            before = commits.committed(index)
+            if before is not None and before != self._before and before.began > self.save.began:
+                commits.remove(self.folder, names)
+                raise IncompleteCheckpoint(
+                    f"{self.folder}: a save that began later has finished before this one; its checkpoint is in the "
+                    "folder, and this one is discarded. Let only one job save into a folder, one save at a time"
+                )
+            Container(Rows(object, object, {}), None, True, control, _ABOUT).write(
+                index, partial=self.folder / f"{INDEX}.{commits.new_id()}.partial", threads=1
+            )
+            commits.remove(self.folder, [_TORCH_FILE.format(rank) for rank in range(self.save.world_size)])
+            commits.remove_replaced(index, before, set(names), None)
+
+
+def _add_shards(parts: dict[str, Any], rank: int, manifest: bytes | None) -> None:
+    """Adds the parts of DTensors that a rank's manifest describes."""
+    if manifest is None or b'"global_shape"' not in manifest:
+        return
+    for path, shard in json.loads(manifest)["shards"].items():
+        whole = parts.setdefault(path, {"dtype": shard["dtype"], "global_shape": shard["global_shape"], "parts": []})
+        if (whole["dtype"], whole["global_shape"]) != (shard["dtype"], shard["global_shape"]):
+            raise InvalidArgument(f"the ranks have different tensors at {path}")
+        kept = {key: value for key, value in shard.items() if key not in ("dtype", "global_shape")}
+        whole["parts"].append({"rank": rank, **kept})
+
+
+def _file_of(save: SaveId) -> str:
+    return f"rank{save.rank:05d}-{commits.machine()}{save.save}.safetensors"
+
+
+def abandon(folder: Path, save: SaveId, reason: str) -> None:
+    """Ends a save whose writer on this rank has failed or is gone, for all ranks; a committed one stays.
+
+    The other ranks stop waiting and report ``reason``. What this rank has written is removed, by this call or by a
+    later save. Raises nothing: if the folder cannot be used, the others notice that nothing comes.
+    """
+    file = folder / _file_of(save)
+    partial = folder / f"{file.name}.partial"
+    with contextlib.suppress(OSError):
+        if committed_save(folder) == save.save:
+            return
+        if save.world_size > 1:
+            # By a rename, so that nobody reads half of it.
+            partial.write_text(reason[:_LONGEST_REASON])
+            partial.rename(folder / f"{file.name}.failed")
+        else:
+            partial.unlink(missing_ok=True)
+        # Of other ranks, rank 0 may be committing the file at this moment.
+        if save.rank == 0:
+            file.unlink(missing_ok=True)
+
+
+def _reason(path: Path) -> str:
+    try:
+        with path.open(errors="replace") as file:
+            return file.read(_LONGEST_REASON)
+    except OSError as e:
+        return f"its reason cannot be read ({e})"
+
+
+def checkpoints(root: Path) -> list[tuple[Path, Index]]:
+    """Returns the folders below ``root`` that are complete checkpoints of a checkpointer, the oldest first.
+
+    Raises:
+        SystemRefused: ``root`` cannot be listed
+    """
+    try:
+        folders = [Path(entry.path) for entry in os.scandir(root) if entry.is_dir()]
+    except OSError as e:
+        raise SystemRefused(f"the folder {root} cannot be listed: {e}") from e
+    found = []
+    for folder in folders:
+        with contextlib.suppress(TensorferryError):
+            found.append((folder, read_index(folder)))
+    return sorted(found, key=lambda one: (one[1].began, one[0].name))
+
+
+def remove_checkpoint(folder: Path) -> None:
+    """Removes a checkpoint: first its index, so that a removal that is interrupted leaves no checkpoint behind.
+
+    Files of others stay, and the folder with them. What cannot be removed is logged.
+    """
+    try:
+        names = [name for name, _ in read_index(folder).files.values()]
+    except TensorferryError:
+        return
+    commits.remove(folder, [INDEX])
+    if not (folder / INDEX).exists():
+        commits.remove(folder, names)
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+
+
+def keep_last(root: Path, count: int, newest: Path) -> None:
+    """Removes all checkpoints directly below ``root`` but the last ``count``, and what killed saves and removals left.
+
+    Args:
+        root: the folder of the checkpoints' folders
+        count: how many stay
+        newest: the folder of the checkpoint that was just saved; it stays
+    """
+    found = [folder for folder, _ in checkpoints(root)]
+    others = [folder for folder in found if folder != newest]
+    for folder in others[: max(len(others) - (count - 1), 0)]:
+        remove_checkpoint(folder)
+    with contextlib.suppress(OSError):
+        now = os.stat(newest / INDEX).st_mtime
+        for entry in list(os.scandir(root)):
+            folder = Path(entry.path)
+            if entry.is_dir(follow_symlinks=False) and folder not in found and not (folder / INDEX).exists():
+                _remove_remains(folder, now)
+
+
+def _remove_remains(folder: Path, now: float) -> None:
+    """Removes a folder in which nothing is but files of saves that were killed."""
+    names = os.listdir(folder)
+    if names and all(commits.is_ours(name) for name in names):
+        commits.remove_leftovers(folder, now, None, set(), lambda: set())
+        with contextlib.suppress(OSError):
+            folder.rmdir()
