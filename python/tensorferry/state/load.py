@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 
 from .. import _gc
 from .._native import Remote, Report, Stored
-from ..errors import ProtocolError
+from ..errors import ProtocolError, TensorferryError
 from ..memory.bounce import BounceBuffers
 from ..memory.tensors import DTYPES
 from ..net.report import InPlace
+from . import tree
 from .allowlist import Allowed
 from .build import Relocate, StandIns, StateBuilder
 from .in_place import InPlaceTargets
@@ -51,29 +52,49 @@ def receive(
 
 
 def receive_part(
-    stored: Stored, allowed: Allowed, asking: Any, bounce: BounceBuffers, relocate: Relocate | None = None
-) -> tuple[Any, Report, list[str]]:
+    stored: Stored,
+    allowed: Allowed,
+    asking: Any,
+    bounce: BounceBuffers,
+    relocate: Relocate | None = None,
+    strict: bool = False,
+    kept: Collection[int] | None = None,
+) -> tuple[Any, list[str]]:
     """Reads from a container at rest what the state ``asking`` asks for (``part.py``), into its tensors.
 
     Args:
         stored: an opened container
         allowed: the globals that its pickle may name
-        asking: the state, which is not changed itself; only its tensors are
+        asking: the state, of which only the tensors are changed
         bounce: the buffers through which bytes reach an accelerator
         relocate: as for :func:`receive`
+        strict: refuses a container that lacks paths of ``asking``
+        kept: the identities of values in ``asking`` that are left as they are
 
     Returns:
-        What there is of it, with the tensors of ``asking``; a report; and the paths that the container does not have.
+        What there is of it, with the tensors of ``asking``; and the paths that the container does not have.
 
     Raises:
-        StateMismatch: the two differ in types, dtypes or shapes; nothing was overwritten then
+        StateMismatch: the two differ in types, dtypes or shapes, or ``strict`` is set and paths are missing; nothing
+            was overwritten then
         TensorferryError: as for :func:`receive`
     """
     with _gc.gc_paused():
         builder, pickled = begin(stored)
         stand_ins = StandIns(builder)
-        objects = builder.objects(pickled, allowed, stand_ins.among([]), stand_ins.storage)
-        part = Part(builder.manifest.tree, objects, asking)
+        try:
+            objects = builder.objects(pickled, allowed, stand_ins.among([]), stand_ins.storage)
+        except TensorferryError:
+            # Some objects cannot be built before the bytes of their tensors are here: sparse tensors check their
+            # indices. What is really wrong with the pickle shows again.
+            objects = None
+        if objects is None:
+            whole, _, _ = _receive(stored, builder, pickled, allowed, None, bounce, None, None)
+            flat = tree.flatten(whole)
+            part = Part(flat.tree, flat.objects, asking, strict, kept)
+            chosen = tree.unflatten(part.tree, flat.plain, flat.objects)
+            return InPlaceTargets(asking, bounce.accelerator).fill(chosen), part.missing
+        part = Part(builder.manifest.tree, objects, asking, strict, kept)
         storages = storages_of([objects[number] for number in part.objects])
         del objects
         builder.manifest.tree = part.tree
@@ -82,8 +103,8 @@ def receive_part(
     def live() -> InPlaceTargets:
         return InPlaceTargets(asking, bounce.accelerator, may_stage=True)
 
-    state, report, _ = _receive(stored, builder, pickled, allowed, live, bounce, stand_ins, relocate)
-    return state, report, part.missing
+    state, _, _ = _receive(stored, builder, pickled, allowed, live, bounce, stand_ins, relocate)
+    return state, part.missing
 
 
 def begin(remote: Remote | Stored) -> tuple[StateBuilder, bytes]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,8 @@ class Part:
         text: the tree of the whole state, as JSON text
         objects: its leaves with negative numbers
         asking: the state that asks for it; ``None`` in place of a value takes whatever there is
+        strict: whether nothing may be missing
+        kept: the identities of values in ``asking`` that are left as they are
 
     Attributes:
         tree: the tree of the part, as JSON text
@@ -34,20 +36,31 @@ class Part:
         missing: the paths of ``asking`` that the state does not have
 
     Raises:
-        StateMismatch: values at the same path have different types; the message names all of them
+        StateMismatch: values at the same path have different types, or keys are missing and ``strict`` is set; the
+            message names all of them
     """
 
-    def __init__(self, text: str, objects: Sequence[Any], asking: Any) -> None:
+    def __init__(
+        self,
+        text: str,
+        objects: Sequence[Any],
+        asking: Any,
+        strict: bool = False,
+        kept: Collection[int] | None = None,
+    ) -> None:
         self.leaves: set[int] = set()
         self.objects: set[int] = set()
         self.missing: list[str] = []
         self._all = objects
+        self._kept = kept or ()
         self._wrong: list[str] = []
         node = self._chosen(json.loads(text), asking, "")
         if self._wrong:
             raise StateMismatch(
                 "nothing was overwritten: the checkpoint does not fit into this state:\n  " + "\n  ".join(self._wrong)
             )
+        if strict and self.missing:
+            raise StateMismatch(f"nothing was overwritten: the checkpoint is missing keys: {self.missing}")
         self.tree = json.dumps(node, separators=(",", ":"))
 
     def _object(self, number: int) -> Any:
@@ -58,6 +71,8 @@ class Part:
         """Returns the part of ``node`` that ``asking`` asks for."""
         if asking is None:
             return self._whole(node)
+        if id(asking) in self._kept:
+            return {}
         if type(node) is int:
             self._compare(node, asking, path)
             return self._whole(node)
@@ -162,35 +177,45 @@ def storages_of(objects: list[Any]) -> set[int]:
     return found
 
 
-def merged(asking: Any, part: Any) -> Any:
+def merged(asking: Any, part: Any, kept: Collection[int] | None = None) -> Any:
     """Puts ``part``, which was built for ``asking``, into it.
+
+    Args:
+        asking: the state that asked
+        part: what there was for it
+        kept: the identities of values in ``asking`` that stay
 
     Returns:
         ``asking`` itself if it is a dict, updated; otherwise ``part``, with what it lacks.
     """
+    if kept and id(asking) in kept:
+        return asking
     if isinstance(asking, dict) and isinstance(part, dict):
         for key, value in part.items():
-            asking[key] = merged(asking[key], value)
+            asking[key] = merged(asking[key], value, kept)
         return asking
     if isinstance(asking, list) and type(part) is list:
-        together = [merged(a, p) for a, p in zip(asking, part, strict=False)]
+        together = [merged(a, p, kept) for a, p in zip(asking, part, strict=False)]
         return together + (part[len(asking) :] or asking[len(part) :])
     if isinstance(asking, tuple) and isinstance(part, tuple) and len(asking) == len(part):
-        together = [merged(a, p) for a, p in zip(asking, part, strict=True)]
+        together = [merged(a, p, kept) for a, p in zip(asking, part, strict=True)]
         return type(part)._make(together) if tree.is_namedtuple(type(part)) else type(part)(together)
     return part
 
 
-def fill(asking: Any, state: Any) -> tuple[Any, list[str]]:
+def fill(
+    asking: Any, state: Any, strict: bool = False, kept: Collection[int] | None = None
+) -> tuple[Any, list[str]]:
     """Copies what ``asking`` asks for out of ``state``, which is here already, into its tensors.
 
     Returns:
         ``asking``, updated, and the paths that ``state`` does not have.
 
     Raises:
-        StateMismatch: the two differ in dtypes, shapes or types; nothing was overwritten then
+        StateMismatch: the two differ in dtypes, shapes or types, or keys are missing and ``strict`` is set; nothing was
+            overwritten then
     """
     flat = tree.flatten(state)
-    part = Part(flat.tree, flat.objects, asking)
+    part = Part(flat.tree, flat.objects, asking, strict, kept)
     chosen = tree.unflatten(part.tree, flat.plain, flat.objects)
-    return merged(asking, InPlaceTargets(asking).fill(chosen)), part.missing
+    return merged(asking, InPlaceTargets(asking).fill(chosen), kept), part.missing
