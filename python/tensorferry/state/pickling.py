@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import pickle
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -164,7 +164,7 @@ def _blame(flat: Flat, error: Exception) -> UnsupportedLeaf:
 def load(
     data: bytes,
     allowed: Allowed,
-    leaves: list[torch.Tensor],
+    leaves: Sequence[torch.Tensor],
     storage: Callable[[int], torch.UntypedStorage],
     needs: dict[str, str],
 ) -> list[Any]:
