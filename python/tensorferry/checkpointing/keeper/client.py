@@ -41,6 +41,7 @@ from ...storage.folder import Index, read_index
 from .. import handover
 from ..handover import Handover, Message
 from .choice import choose
+from .fetching import fetch_snapshot
 from .kept_memory import kept_state
 from .place import DEFAULT_NAME, find_socket, keeper_name
 from .snapshot import Snapshot, snapshot
@@ -297,11 +298,11 @@ class Keeper:
         if answer.kind == "refused":
             raise InvalidArgument(str(answer.fields.get("error")))
 
-    def open(self, about: Snapshot, timeout: timedelta = timedelta(minutes=10)) -> Stored | Remote | None:
-        """Returns a snapshot of the list that :meth:`held` gives, to be fetched and verified.
+    def open(self, about: Snapshot, timeout: timedelta = timedelta(minutes=10)) -> Stored | None:
+        """Returns a snapshot of the list that :meth:`held` gives, to be read.
 
-        It is the memory itself if this keeper holds it; the keeper does not let it go before the result is dropped. If
-        only a buddy holds it, it comes from there over HTTP.
+        If this keeper holds it, it is that memory, verified when it is read; the keeper does not let it go before the
+        result is dropped. If only a buddy holds it, it is fetched from there, and verified.
 
         Args:
             about: the snapshot
@@ -319,7 +320,12 @@ class Keeper:
             if self._tls:
                 encrypted([about.metadata])
             seconds = _validate.seconds("timeout", timeout)
-            return Remote.open([about.metadata], about.step, timeout=seconds, secret=self._secret)
+            remote = Remote.open([about.metadata], about.step, timeout=seconds, secret=self._secret)
+            try:
+                rows, buffer = fetch_snapshot(remote, lambda _: None)
+            finally:
+                remote.close()
+            return Stored.over(rows, [], buffer)
         with contextlib.ExitStack() as stack:
             question = stack.enter_context(_Question(self.name))
             question.send(Message("take", {"job": about.job, "save_id": about.save_id, "rank": about.rank}))
@@ -341,7 +347,7 @@ class Keeper:
 
     def prefer(
         self, path: str | os.PathLike[str], rank: int, world_size: int, agreed: str | None = None
-    ) -> Stored | Remote | None:
+    ) -> Stored | None:
         """Returns the checkpoint at ``path`` out of memory, ``None`` if it is to be loaded from the disk.
 
         It is taken from this node's keeper, or from one of its buddies; ``choice.choose`` says when. Nothing is raised:
