@@ -376,7 +376,7 @@ def test_a_killed_trainer_leaves_what_it_announced_and_nothing_that_is_wrong(fol
     chance = random.Random(7)
     with KeeperAtWork(folder, "--memory", "64M") as process, Keeper() as keeper:
         first = 1
-        for _ in range(max(pytestconfig.getoption("--kills") // 3, 2)):
+        for _ in range(pytestconfig.getoption("--keeper-kills")):
             running = trainer(first, -1, MIB)
             running.stdout.readline()
             time.sleep(chance.random() * 0.4)
@@ -401,7 +401,7 @@ def test_a_killed_keeper_never_harms_the_trainer(folder, pytestconfig):
     chance = random.Random(11)
     with Keeper() as keeper:
         told, number = [], 0
-        for _ in range(max(pytestconfig.getoption("--kills") // 3, 2)):
+        for _ in range(pytestconfig.getoption("--keeper-kills")):
             with KeeperAtWork(folder) as process:
                 end = time.monotonic() + chance.random() * 0.3
                 while time.monotonic() < end:

@@ -160,7 +160,7 @@ def test_a_wrong_secret_and_a_plain_buddy_are_errors_that_say_so(folder):
 
 def test_a_buddy_that_is_killed_in_the_middle_leaves_nothing_half(folder, pytestconfig):
     with KeeperAtWork(folder, "--memory", "1G", name="one") as process, Keeper("one") as one:
-        for number in range(max(pytestconfig.getoption("--kills") // 3, 2)):
+        for number in range(pytestconfig.getoption("--keeper-kills")):
             with KeeperAtWork(folder, "--max-bandwidth", "20M", name="two") as buddy, Keeper("two") as two:
                 one.set_buddies([two.address()])
                 offered(two, state_of(number, 8 * MIB), f"/ckpt/run{number}/1")
