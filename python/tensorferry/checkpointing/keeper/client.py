@@ -34,6 +34,7 @@ from ...errors import (
     ProtocolError,
     SystemRefused,
     TensorferryError,
+    TransportClosed,
 )
 from ...net.metadata import encrypted
 from ...net.secret import shared_secret
@@ -104,6 +105,7 @@ class Keeper:
         self._sock: socket.socket | None = None
         self._offers: collections.deque[_Offer] = collections.deque()
         self._was_missed = False
+        self._is_closed = False
         if _validate.boolean("start", start):
             self._start()
 
@@ -134,16 +136,16 @@ class Keeper:
             fields = {name: given.fields.get(name) for name in _FIELDS}
             fields["job"] = self._job or job_of(str(given.fields.get("path")))
             with self._lock:
+                if self._is_closed:
+                    raise TransportClosed("this keeper was closed")
                 sock = self._sock or self._open()
                 self._offers.append(offer)
                 try:
                     handover.send(sock, Handover("keep", fields, given.rows, given.control, given.buffers))
                 except BaseException:
+                    # Nothing of it was sent.
                     with contextlib.suppress(ValueError):
                         self._offers.remove(offer)
-                    # Half an answer would be taken for one to the next offer.
-                    with contextlib.suppress(OSError):
-                        sock.shutdown(socket.SHUT_RDWR)
                     raise
             self._was_missed = False
         except Exception as e:
@@ -170,10 +172,10 @@ class Keeper:
             except (OSError, TensorferryError) as e:
                 logger.debug("the keeper %s is gone: %s", self.name, e)
         with self._lock:
-            if self._sock is sock:
-                self._sock = None
-            offers = list(self._offers) if self._sock is None else []
-            if self._sock is None:
+            self._sock = None
+            # After close(), the keeper holds what it was given: the memory is not to be used again.
+            offers = [] if self._is_closed else list(self._offers)
+            if not self._is_closed:
                 self._offers.clear()
         sock.close()
         if offers:
@@ -376,11 +378,18 @@ class Keeper:
         return None
 
     def close(self) -> None:
-        """Ends the connection of a trainer that saves. What the keeper holds stays there."""
+        """Ends the connection of a trainer that saves; nothing can be offered any more.
+
+        What the keeper holds stays there. So its memory is not to be used again: ``released`` is not called for it, and
+        this object holds on to it.
+        """
         if os.getpid() != self._pid:
             return
         with self._lock:
+            self._is_closed = True
             if (sock := self._sock) is not None:
+                with contextlib.suppress(OSError, TensorferryError):
+                    handover.send(sock, Message("farewell"))
                 with contextlib.suppress(OSError):
                     sock.shutdown(socket.SHUT_RDWR)
 
