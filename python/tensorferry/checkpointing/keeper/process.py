@@ -113,7 +113,9 @@ class _Client:
         """Whether the process is gone, and so cannot write to what it gave."""
         if self.process is None:
             return True
-        return bool(select.select([self.process], [], [], 0)[0])
+        poll = select.poll()
+        poll.register(self.process, select.POLLIN)
+        return bool(poll.poll(0))
 
     def forget(self) -> None:
         """Closes what is left when the process is gone, or need not be watched."""
@@ -293,6 +295,8 @@ class KeeperProcess:
         return True
 
     def _serve(self, client: _Client, events: int) -> None:
+        if not client.is_open:
+            return
         try:
             if events & selectors.EVENT_WRITE:
                 self._flush(client)
@@ -314,9 +318,10 @@ class KeeperProcess:
         """Handles one message of ``client``; returns whether there may be more."""
         try:
             message = handover.receive(client.sock, most_bytes=self.options.memory)
-        except handover.TooLarge as e:
+        except (handover.TooLarge, SystemRefused) as e:
             client.has_spoken = True
-            self._refuse(client, None, f"{e}: give the keeper more with --memory")
+            more = ": give the keeper more with --memory" if isinstance(e, handover.TooLarge) else ""
+            self._refuse(client, None, f"{e}{more}")
             return True
         if message is None:
             self._disconnect(client)
