@@ -375,6 +375,7 @@ class KeeperProcess:
 
     def _cast_out(self, client: _Client) -> None:
         """Disconnects a process that may live, and takes that as leave to write to what it gave: that goes first."""
+        client.queue.clear()
         if not client.has_left:
             self._drop_given(client)
         self._disconnect(client)
