@@ -449,18 +449,23 @@ def remove_checkpoint(folder: Path) -> None:
             folder.rmdir()
 
 
-def keep_last(root: Path, count: int, newest: Path) -> None:
-    """Removes all checkpoints directly below ``root`` but the last ``count``, and what killed saves and removals left.
+def keep_last(count: int, newest: Path) -> None:
+    """Removes the oldest checkpoints of a series but the last ``count``, and what killed saves and removals left of it.
+
+    A series is the folders beside ``newest`` whose names differ from its name in numbers only, such as ``step-100`` and
+    ``step-200``. A folder without a number in its name is a series of its own: what is beside it may be another job's.
 
     It raises nothing, since the checkpoint that was just saved is complete: what cannot be removed is logged.
 
     Args:
-        root: the folder of the checkpoints' folders
         count: how many stay
         newest: the folder of the checkpoint that was just saved; it stays
     """
+    series = _series(newest)
+    if series == newest.name:
+        return
     try:
-        found = [folder for folder, _ in checkpoints(root)]
+        found = [folder for folder, _ in checkpoints(newest.parent) if _series(folder) == series]
     except TensorferryError as e:
         logger.warning("older checkpoints are not removed: %s", e)
         return
@@ -469,16 +474,20 @@ def keep_last(root: Path, count: int, newest: Path) -> None:
         remove_checkpoint(folder)
     with contextlib.suppress(OSError):
         now = os.stat(newest / INDEX).st_mtime
-        for entry in list(os.scandir(root)):
+        for entry in list(os.scandir(newest.parent)):
             folder = Path(entry.path)
-            if entry.is_dir(follow_symlinks=False) and folder not in found and not (folder / INDEX).exists():
+            if entry.is_dir(follow_symlinks=False) and folder not in found and _series(folder) == series:
                 _remove_remains(folder, now)
+
+
+def _series(folder: Path) -> str:
+    return re.sub(r"[0-9]+", "#", folder.name)
 
 
 def _remove_remains(folder: Path, now: float) -> None:
     """Removes a folder in which nothing is but files of saves that were killed."""
     names = os.listdir(folder)
-    if names and all(commits.is_ours(name) for name in names):
+    if INDEX not in names and names and all(commits.is_ours(name) for name in names):
         commits.remove_leftovers(folder, now, None, set(), lambda: set())
         with contextlib.suppress(OSError):
             folder.rmdir()
