@@ -100,8 +100,9 @@ class SyncCheckpointer(_Checkpointer):
         barrier: torch's ``Barrier``, executed between the two
         threads: threads with which a rank writes; ``None`` chooses by the number of cores
         cached: whether large files are written through the page cache; ``None`` chooses, see ``FileWriter``
-        keep_last: how many checkpoints stay in the folder above a checkpoint's folder: the oldest others are removed
-            after each commit. ``None`` keeps all
+        keep_last: how many checkpoints stay of those that lie beside each other in folders whose names differ in
+            numbers only, such as ``step-100`` and ``step-200``: the oldest others are removed after each commit.
+            ``None`` keeps all
         patience: seconds without a sign of life of another rank after which a save has failed
         keeper: keeps the states in memory, too, as for :class:`AsyncCheckpointer`: a save then copies the state, as
             there, and waits until it is written. It goes without ``writer``, ``commit_hook`` and ``barrier``

@@ -15,6 +15,8 @@ from .host_pool import HostMemory
 from .staging import copying_threads
 
 _CGROUPS = Path("/sys/fs/cgroup")
+_MEMORY = Path("/proc/meminfo")
+_GROUP = Path("/proc/self/cgroup")
 
 
 class NoRoom(SystemRefused):
@@ -108,7 +110,7 @@ def available() -> int | None:
 
     Shared memory counts towards the control group of whoever touches it first, like any other memory.
     """
-    found = [_field(Path("/proc/meminfo"), "MemAvailable:", 1024), *_left_in_groups()]
+    found = [_field(_MEMORY, "MemAvailable:", 1024), *_left_in_groups()]
     known = [nbytes for nbytes in found if nbytes is not None]
     return max(min(known), 0) if known else None
 
@@ -116,7 +118,7 @@ def available() -> int | None:
 def _left_in_groups() -> list[int | None]:
     left: list[int | None] = []
     try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        lines = _GROUP.read_text().splitlines()
     except OSError:
         return left
     for line in lines:
