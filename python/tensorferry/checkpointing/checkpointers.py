@@ -19,6 +19,7 @@ class _Checkpointer(Checkpointer):  # type: ignore[misc]  # mypy does not follow
 
     _ranks: Ranks
     _allowed: Allowed
+    _keeper: Keeper | None = None
 
     def load(
         self,
@@ -54,8 +55,6 @@ class _Checkpointer(Checkpointer):  # type: ignore[misc]  # mypy does not follow
             allowed=self._allowed,
             prefer=getattr(self._keeper, "prefer", None),
         )
-
-    _keeper: Any = None
 
 
 class SyncCheckpointer(_Checkpointer):
@@ -123,7 +122,8 @@ class SyncCheckpointer(_Checkpointer):
         path, state, options = state_and_path("save", args, kwargs)
         if not self._is_open:
             raise TransportClosed("this checkpointer was closed")
-        self._writer.write(path, state, **options)
+        # By name: torch has changed the order once.
+        self._writer.write(path=path, state_dict=state, **options)
 
     def load(
         self,

@@ -49,9 +49,13 @@ class Keeper(Protocol):
         """Offers a state; never raises and never waits long.
 
         Args:
-            given: the state, and whose it is: the fields of an :class:`Order`
+            given: the state, and whose it is: the fields of an :class:`Order`. It holds the memory, so it must be gone
+                when ``released`` is called
             released: to be called once, on any thread: when the state is refused, evicted, or the keeper is gone
         """
+
+    def let_go(self) -> bool:
+        """Asks for the release of the oldest state, because memory is short; returns whether one was released."""
 
     def close(self) -> None:
         """Ends the connection; states that are kept stay."""
@@ -391,8 +395,8 @@ class Saver:
                 try:
                     return self._stager.stage(state)
                 except NoRoom:
-                    # An earlier save may be about to give memory back.
-                    if not self._turns.wait_for_another():
+                    # An earlier save may be about to give memory back, and the keeper has what it can do without.
+                    if not self._turns.wait_for_another() and not self._keeper_lets_go():
                         raise
         except BaseException:
             self._turns.give()
@@ -416,7 +420,7 @@ class Saver:
         snapshot = one.snapshot
         try:
             given = one.stager.handover(_SAVE, one.order.fields(), snapshot)
-            self._writer.hand_over(given, Pending(one.order, one.accept, one.finish))
+            self._writer.hand_over(Pending(given, one.order, one.accept, one.finish))
         except BaseException as e:
             self._abandon(one, e)
             if not isinstance(e, Exception):
@@ -432,9 +436,19 @@ class Saver:
             keeper.offer(Handover(_KEEP, given.fields, given.rows, given.control, given.buffers), held.clear)
         except Exception as e:  # A keeper never hurts a trainer.
             held.clear()
-            if not self._warned:
-                self._warned = True
-                logger.warning("the keeper cannot be used, saving goes on without it: %s: %s", type(e).__name__, e)
+            self._warn(e)
+
+    def _keeper_lets_go(self) -> bool:
+        try:
+            return self._keeper is not None and self._keeper.let_go()
+        except Exception as e:  # As above.
+            self._warn(e)
+            return False
+
+    def _warn(self, error: Exception) -> None:
+        if not self._warned:
+            self._warned = True
+            logger.warning("the keeper cannot be used, saving goes on without it: %s: %s", type(error).__name__, error)
 
     def _abandon(self, one: _Save, error: BaseException) -> None:
         if one.order.world_size > 1:

@@ -20,6 +20,7 @@ import contextlib
 import logging
 import os
 import queue
+import re
 import select
 import signal
 import socket
@@ -92,6 +93,9 @@ class Order:
         texts = [known.get(name) for name in ("path", "save_id")]
         if not all(type(number) is int for number in numbers) or not all(isinstance(text, str) for text in texts):
             raise ProtocolError("a handover does not say what is to be saved where")
+        # It becomes a part of names of files.
+        if not re.fullmatch("[0-9a-f]{12}", known["save_id"]):
+            raise ProtocolError("a handover has no valid id of its save")
         return cls(**known)
 
 
