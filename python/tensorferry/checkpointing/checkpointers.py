@@ -79,10 +79,10 @@ class _Checkpointer(Checkpointer):  # type: ignore[misc]  # mypy does not follow
         self._agreed = find_latest(folder_of(path), self._ranks, cast(Any, keeper))
         return None if self._agreed is None else str(self._agreed[0])
 
-    def _prefer(self, path: str, rank: int) -> Any:
+    def _prefer(self, path: str, rank: int, world_size: int) -> Any:
         agreed = self._agreed
         save_id = agreed[1] if agreed is not None and agreed[0] == Path(os.path.abspath(path)) else None
-        return cast(Any, self._keeper).prefer(path, rank, self._ranks.world_size, save_id)
+        return cast(Any, self._keeper).prefer(path, rank, world_size, save_id)
 
 
 class SyncCheckpointer(_Checkpointer):

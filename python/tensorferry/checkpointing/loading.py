@@ -39,8 +39,8 @@ from .resharding import Resharding
 
 logger = logging.getLogger("tensorferry")
 
-#: Where a keeper has the state of a rank: takes the checkpoint's path and the rank.
-Prefer = Callable[[str, int], "Stored | None"]
+#: Where a keeper has the state of a rank: takes the checkpoint's path, the rank and how many ranks load.
+Prefer = Callable[[str, int, int], "Stored | None"]
 
 #: How often a load begins again because a save has replaced the checkpoint meanwhile.
 _ATTEMPTS = 5
@@ -115,7 +115,7 @@ def read(
         InvalidArgument: ``map_location`` cannot be used
     """
     loading = _Loading(state_dict, map_location, strict, rank, world_size, allowed or Allowed(), threads)
-    found = None if prefer is None else _from_keeper(prefer, os.fspath(path), rank, loading)
+    found = None if prefer is None else _from_keeper(prefer, os.fspath(path), rank, world_size, loading)
     return found or loading.run(Path(path))
 
 
@@ -154,7 +154,7 @@ def load_file(
     return loading.from_file(Path(path))[0]
 
 
-def latest(root: str | os.PathLike[str]) -> str | None:
+def latest_checkpoint(root: str | os.PathLike[str]) -> str | None:
     """Returns the path of the newest complete checkpoint directly below ``root``, or ``None`` if there is none.
 
     The newest is the one whose save began last, as its index says; times of files do not matter. A folder whose index or
@@ -167,19 +167,17 @@ def latest(root: str | os.PathLike[str]) -> str | None:
     if not base.is_dir():
         return None
     for folder, index in reversed(folders.checkpoints(base)):
-        if not _missing_files(folder, index):
+        if not folders.missing_files(folder, index):
             return os.fspath(folder)
     return None
 
 
-def _missing_files(folder: Path, index: folders.Index) -> list[str]:
-    return [name for name, _ in index.files.values() if not (folder / name).is_file()]
-
-
-def _from_keeper(prefer: Prefer, path: str, rank: int, loading: _Loading) -> tuple[Any, list[str]] | None:
+def _from_keeper(
+    prefer: Prefer, path: str, rank: int, world_size: int, loading: _Loading
+) -> tuple[Any, list[str]] | None:
     """Loads what a keeper has; ``None`` if it has nothing, or nothing that can be used."""
     try:
-        stored = prefer(path, rank)
+        stored = prefer(path, rank, world_size)
         return None if stored is None else loading.from_container(stored)
     except (StateMismatch, UnsafePickle, InvalidArgument):
         raise
@@ -254,7 +252,7 @@ class _Loading:
     def _of_index(self, path: Path, index: folders.Index) -> tuple[Any, list[str]] | None:
         """Loads the checkpoint that ``index`` describes; ``None`` if a save has replaced it meanwhile."""
         try:
-            if missing := _missing_files(path, index):
+            if missing := folders.missing_files(path, index):
                 raise IncompleteCheckpoint(
                     f"{path} holds an incomplete checkpoint of {index.world_size} ranks: {', '.join(missing)} "
                     "is missing. Load another checkpoint, or restore the file"

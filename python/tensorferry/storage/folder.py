@@ -144,6 +144,11 @@ def read_index(folder: Path) -> Index:
         raise ProtocolError(f"{path}: its index cannot be read ({type(e).__name__}: {e})") from e
 
 
+def missing_files(folder: Path, index: Index) -> list[str]:
+    """Returns the names of files of the checkpoint in ``folder`` that are not there."""
+    return [name for name, _ in index.files.values() if not (folder / name).is_file()]
+
+
 def _left_in(folder: Path) -> str:
     try:
         count = sum(1 for name in os.listdir(folder) if commits.is_ours(name))
