@@ -235,7 +235,7 @@ class SharedStager:
     def handover(self, kind: str, fields: dict[str, Any], snapshot: StateSnapshot) -> Handover:
         """Returns what other processes get of a complete snapshot."""
         container = snapshot.container()
-        buffers = [self._budget.find(int(buffer.memory.data_ptr())) for buffer in snapshot.buffers()]
+        buffers = [self._budget.find(buffer.address) for buffer in snapshot.buffers()]
         return Handover(kind, fields, container.rows, container.control, buffers)
 
     def close(self) -> None:

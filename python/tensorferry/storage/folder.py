@@ -80,10 +80,6 @@ class SaveId:
         """Returns the id of a new save, which the other ranks are to take over."""
         return cls(secrets.token_hex(6), time.time_ns(), rank, world_size, step)
 
-    def of_rank(self, rank: int) -> SaveId:
-        """Returns the same save as ``rank`` names it."""
-        return dataclasses.replace(self, rank=rank)
-
 
 @dataclass(frozen=True)
 class Index:
