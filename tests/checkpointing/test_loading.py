@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pickle
 import shutil
 import threading
+import urllib.request
 from collections import OrderedDict, deque
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -324,8 +325,18 @@ def test_a_file_on_its_own_is_a_state_again(tmp_path):
     assert_same_state(load_file(rank_file(tmp_path / "c")), state)
     torch.save(state, tmp_path / "t.pt")
     assert_same_state(load_file(tmp_path / "t.pt"), state)
-    with contextlib.closing(HTTPTransport(timeout=20, num_chunks=0)) if False else contextlib.nullcontext():
-        pass
+    # What curl would fetch from a transport.
+    transport = HTTPTransport(timeout=timedelta(seconds=20))
+    try:
+        transport.send_checkpoint([1], 3, state, timedelta(seconds=20))
+        with urllib.request.urlopen(transport.metadata() + "3.safetensors") as answer:
+            (tmp_path / "curled.safetensors").write_bytes(answer.read())
+    finally:
+        transport.shutdown()
+    assert_same_state(load_file(tmp_path / "curled.safetensors"), state)
+    asked = {"w": torch.zeros(4)}
+    assert load_file(tmp_path / "curled.safetensors", asked) is asked
+    assert asked["w"].tolist() == [0, 1, 2, 3]
     with pytest.raises(FileNotFoundError):
         load_file(tmp_path / "none.safetensors")
 

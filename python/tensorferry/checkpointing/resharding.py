@@ -77,11 +77,9 @@ class Resharding:
         """
         if not self._index.shards:
             return set()
-        flat = tree.flatten(asking)
-        leaves = [*zip(flat.plain, flat.rows.names, strict=True), *zip(flat.objects, flat.object_paths, strict=True)]
         kept, wrong = set(), []
-        for value, path in leaves:
-            if path not in self._index.shards or not isinstance(value, Tensor):
+        for value, path in _tensors(asking):
+            if path not in self._index.shards:
                 continue
             dtype, shape, shards = self._described(path)
             local, offsets = _local(value)
@@ -95,10 +93,7 @@ class Resharding:
                 wrong.append(f"{path}: cannot be written to here: {why}")
             kept.add(id(value))
             self._jobs.append(_Job(path, local.detach(), offsets))
-        if wrong:
-            raise StateMismatch(
-                "nothing was overwritten: the checkpoint does not fit into this state:\n  " + "\n  ".join(wrong)
-            )
+        _refuse(wrong)
         return kept
 
     def gathered(self, state: Any) -> Any:
@@ -233,6 +228,57 @@ def _numbers(values: Any) -> list[int]:
     if math.prod(max(n, 1) for n in found) >= _MOST:
         raise ValueError("a shape in it is too large for a tensor")
     return found
+
+
+def check_parts(stored: Stored, asking: Any) -> None:
+    """Checks that the DTensors of ``asking`` are the parts of the whole that the container ``stored`` has.
+
+    Raises:
+        StateMismatch: one of them is another part, of a tensor with other placements or of another rank
+    """
+    shards = json.loads(stored.manifest or b"{}").get("shards")
+    if not isinstance(shards, dict) or not shards:
+        return
+    wrong = []
+    for value, path in _tensors(asking):
+        if _is_dtensor(value) and isinstance(shard := shards.get(path), dict):
+            local, offsets = _local(value)
+            if math.prod(local.shape) and (shard.get("offsets"), shard.get("shape")) != (offsets, list(local.shape)):
+                there = f"{shard.get('shape')} at {shard.get('offsets')}"
+                wrong.append(f"{path}: the part {list(local.shape)} at {offsets} here, {there} in the checkpoint")
+    _refuse(wrong)
+
+
+def check_placements(state: Any, asking: Any) -> None:
+    """Checks that the DTensors of ``asking`` have the placements of those of ``state``.
+
+    Raises:
+        StateMismatch: one of them has others
+    """
+    there = {path: value for value, path in _tensors(state) if _is_dtensor(value)}
+    wrong = []
+    for tensor, path in _tensors(asking):
+        value: Any = tensor
+        if not _is_dtensor(value) or path not in there:
+            continue
+        here, other = (getattr(value, "placements", None), getattr(there[path], "placements", None))
+        if here != other and value.device_mesh.size() > 1:
+            wrong.append(f"{path}: placements {here} here, {other} in the checkpoint")
+    _refuse(wrong)
+
+
+def _refuse(wrong: list[str]) -> None:
+    if wrong:
+        raise StateMismatch(
+            "nothing was overwritten: the checkpoint does not fit into this state:\n  " + "\n  ".join(wrong)
+        )
+
+
+def _tensors(state: Any) -> list[tuple[Tensor, str]]:
+    """Returns the tensors of a state with their paths."""
+    flat = tree.flatten(state)
+    leaves = [*zip(flat.plain, flat.rows.names, strict=True), *zip(flat.objects, flat.object_paths, strict=True)]
+    return [(value, path) for value, path in leaves if isinstance(value, Tensor)]
 
 
 def _is_dtensor(value: Any) -> bool:
