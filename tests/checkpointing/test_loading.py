@@ -162,7 +162,7 @@ def test_missing_keys_stay_and_strict_names_them(writer, tmp_path):
         (tmp_path / "c").mkdir()
         torch.save(state, tmp_path / "c" / "checkpoint_0.pt")
     asked = {"a": torch.zeros(2), "b": {"z": 9, "l": [0, {"x": 0, "q": 8}, 7]}}
-    with pytest.raises(StateMismatch, match="b.z"):
+    with pytest.raises(StateMismatch, match=r"b\.z"):
         loading.load(tmp_path / "c", asked, strict=True)
     assert not asked["a"].any()
     loaded, missing = loading.read(tmp_path / "c", asked)

@@ -20,7 +20,6 @@ from ..errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
     InvalidArgument,
-    ProtocolError,
     SourceChanged,
     StateMismatch,
     SystemRefused,
@@ -128,9 +127,9 @@ def load_file(
     safe_globals: Iterable[Any] = (),
     trust_pickle: bool = False,
 ) -> Any:
-    """Loads a state from a single file: a rank's file of a checkpoint, what ``curl`` fetched from an ``HTTPTransport``,
-    or what ``torch.save`` wrote.
+    """Loads a state from a single file.
 
+    That is a rank's file of a checkpoint, what ``curl`` fetched from an ``HTTPTransport``, or what ``torch.save`` wrote.
     What came from a server has no checksums in the file, so that damage to it stays unnoticed.
 
     Args:
@@ -157,8 +156,8 @@ def load_file(
 def latest_checkpoint(root: str | os.PathLike[str]) -> str | None:
     """Returns the path of the newest complete checkpoint directly below ``root``, or ``None`` if there is none.
 
-    The newest is the one whose save began last, as its index says; times of files do not matter. A folder whose index or
-    one of whose files is missing, and a folder of another program, does not count.
+    The newest is the one whose save began last, as its index says; times of files do not matter. A folder whose index
+    or one of whose files is missing, and a folder of another program, does not count.
 
     Raises:
         SystemRefused: ``root`` exists and cannot be listed

@@ -1,4 +1,4 @@
-"""Puts DTensors together from the files of all ranks of a checkpoint, for other placements or another number of ranks."""
+"""Puts DTensors together from the files of all ranks, for other placements or another number of ranks."""
 
 from __future__ import annotations
 
@@ -83,10 +83,10 @@ class Resharding:
                 continue
             dtype, shape, shards = self._described(path)
             local, offsets = _local(value)
-            own = [s for s in shards if s.rank == self._rank]
-            if _is_dtensor(value) and self._is_same and own:
-                if (own[0].offsets, own[0].shape) == (offsets, list(local.shape)) or not math.prod(local.shape):
-                    continue
+            own = next((s for s in shards if s.rank == self._rank), None)
+            is_own = own is not None and (own.offsets, own.shape) == (offsets, list(local.shape))
+            if _is_dtensor(value) and self._is_same and (is_own or not local.numel()):
+                continue
             if (value.dtype, list(value.shape)) != (dtype, shape):
                 wrong.append(f"{path}: {value.dtype} {list(value.shape)} here, {dtype} {shape} in the checkpoint")
             elif (why := why_not_writable(local)) is not None:
@@ -97,7 +97,7 @@ class Resharding:
         return kept
 
     def gathered(self, state: Any) -> Any:
-        """Returns ``state`` as it is, or, if other ranks than these have saved it, with a whole tensor for each DTensor."""
+        """Returns ``state``; if another number of ranks has saved it, with a whole tensor in place of each DTensor."""
         if self._is_same or not self._index.shards:
             return state
         flat = tree.flatten(state)
