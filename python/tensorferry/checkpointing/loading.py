@@ -129,8 +129,8 @@ def load_file(
 ) -> Any:
     """Loads a state from a single file.
 
-    That is a rank's file of a checkpoint, what ``curl`` fetched from an ``HTTPTransport``, or what ``torch.save`` wrote.
-    What came from a server has no checksums in the file, so that damage to it stays unnoticed.
+    That is a rank's file of a checkpoint, what ``curl`` fetched from an ``HTTPTransport``, or what ``torch.save``
+    wrote. What came from a server has no checksums in the file, so that damage to it stays unnoticed.
 
     Args:
         path: the file

@@ -85,7 +85,7 @@ class Resharding:
             local, offsets = _local(value)
             own = next((s for s in shards if s.rank == self._rank), None)
             is_own = own is not None and (own.offsets, own.shape) == (offsets, list(local.shape))
-            if _is_dtensor(value) and self._is_same and (is_own or not local.numel()):
+            if _is_dtensor(value) and self._is_same and is_own:
                 continue
             if (value.dtype, list(value.shape)) != (dtype, shape):
                 wrong.append(f"{path}: {value.dtype} {list(value.shape)} here, {dtype} {shape} in the checkpoint")
@@ -140,7 +140,7 @@ class Resharding:
             parts = sorted(fields["parts"], key=lambda one: one["rank"] != self._rank)
             for one in parts:
                 shard = _Shard(
-                    one["rank"],
+                    _numbers([one["rank"]])[0],
                     _numbers(one["offsets"]),
                     _numbers(one["shape"]),
                     _numbers(one["stride"]),
