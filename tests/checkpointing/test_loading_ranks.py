@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from rank_worker import TENSORS
+
 from tensorferry.checkpointing import SyncCheckpointer, latest_checkpoint, loading
 from tensorferry.errors import CorruptCheckpoint, IncompleteCheckpoint
 from tensorferry.storage.folder import read_index
