@@ -29,7 +29,7 @@ TIMEOUT = timedelta(seconds=30)
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--transport", choices=("tensorferry", "torchft"), default="tensorferry")
     parser.addoption("--kills", type=int, default=10, help="how often a save is killed in test_files.py")
-    parser.addoption("--saver-kills", type=int, default=3, help="kills of each kind in test_killed.py")
+    parser.addoption("--saver-kills", type=int, default=2, help="kills of each kind in test_killed.py")
     parser.addoption("--saves", type=int, default=20, help="how many saves test_saving.py makes in a row")
     parser.addoption("--pickle-seconds", type=float, default=5, help="how long test_hostile_pickles.py fuzzes")
     parser.addoption("--fuzz-runs", type=int, default=100, help="inputs for each target of fuzzing.py")

@@ -287,9 +287,13 @@ def test_the_last_checkpoints_stay_and_nothing_of_others_is_removed(tmp_path) ->
     assert [path.name for path, _ in checkpoints(tmp_path)] == ["step-3", "step-4"]
     assert files_in(tmp_path / "step-1") == ["tokenizer.json"]
     assert files_in(tmp_path / "mine") == ["notes.txt"]
+    # What is beside them and has another name, or a name without a number, is another job's.
+    write(tmp_path / "best", 7, keep_last=1)
+    write(tmp_path / "run-1-step-9", 7, keep_last=1)
+    assert [path.name for path, _ in checkpoints(tmp_path)] == ["step-3", "step-4", "best", "run-1-step-9"]
     # A folder that is saved into again is the newest, and the others are the older ones.
     write(tmp_path / "step-3", 9, keep_last=1)
-    assert [path.name for path, _ in checkpoints(tmp_path)] == ["step-3"]
+    assert [path.name for path, _ in checkpoints(tmp_path)] == ["best", "run-1-step-9", "step-3"]
 
 
 def test_a_removal_that_is_interrupted_leaves_no_checkpoint_and_is_finished_later(tmp_path, monkeypatch) -> None:
@@ -310,14 +314,14 @@ def test_a_removal_that_is_interrupted_leaves_no_checkpoint_and_is_finished_late
 
     monkeypatch.setattr(folder.commits, "remove", remove)
     with pytest.raises(PowerLoss):
-        folder.keep_last(tmp_path, 1, tmp_path / "step-1")
+        folder.keep_last(1, tmp_path / "step-1")
     monkeypatch.undo()
     assert removed == ["index.safetensors"]
     with pytest.raises(IncompleteCheckpoint):
         read_index(tmp_path / "step-0")
     for path in (tmp_path / "step-0").iterdir():
         os.utime(path, (time.time() - 3600,) * 2)
-    folder.keep_last(tmp_path, 1, tmp_path / "step-1")
+    folder.keep_last(1, tmp_path / "step-1")
     assert files_in(tmp_path) == ["step-1"]
 
 

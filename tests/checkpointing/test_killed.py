@@ -1,6 +1,6 @@
 """SIGKILL of the trainer and of the process that writes, at random moments: no accepted save is lost, none is wrong.
 
-``--saver-kills`` says how often; each kill takes about two seconds.
+``--saver-kills`` says how often, and seeds the moments.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def wait_for_end(pids: list[int]) -> None:
 @pytest.mark.timeout(1800)
 def test_a_killed_trainer_loses_no_accepted_save(tmp_path, pytestconfig) -> None:
     """Every other trainer saves into one folder again and again, the others into one after the other."""
-    moments = random.Random(5)
+    moments = random.Random(pytestconfig.getoption("--saver-kills"))
     accepted_in_all = 0
     for kill in range(pytestconfig.getoption("--saver-kills")):
         root, in_place = tmp_path / str(kill), bool(kill % 2)
@@ -85,7 +85,7 @@ def test_a_killed_trainer_loses_no_accepted_save(tmp_path, pytestconfig) -> None
 
 @pytest.mark.timeout(1800)
 def test_a_killed_writer_fails_its_saves_and_no_wrong_checkpoint_can_be_read(tmp_path, pytestconfig) -> None:
-    moments = random.Random(6)
+    moments = random.Random(pytestconfig.getoption("--saver-kills"))
     checkpointer = AsyncCheckpointer()
     state = {"w": torch.zeros(6 << 20)}
     outcomes: list[bool] = []

@@ -72,8 +72,9 @@ class SyncCheckpointer(_Checkpointer):
         barrier: torch's ``Barrier``, executed between the two
         threads: threads with which a rank writes; ``None`` chooses by the number of cores
         cached: whether large files are written through the page cache; ``None`` chooses, see ``FileWriter``
-        keep_last: how many checkpoints stay in the folder above a checkpoint's folder: the oldest others are removed
-            after each commit. ``None`` keeps all
+        keep_last: how many checkpoints stay of those that lie beside each other in folders whose names differ in
+            numbers only, such as ``step-100`` and ``step-200``: the oldest others are removed after each commit.
+            ``None`` keeps all
         patience: seconds without a sign of life of another rank after which a save has failed
         safe_globals: classes and functions that pickled objects may name in a load, besides the default list
         trust_pickle: lets them name anything

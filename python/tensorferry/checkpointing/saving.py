@@ -236,7 +236,7 @@ class Options:
     Args:
         threads: threads with which a rank writes; ``None`` chooses by the number of cores
         cached: whether large files are written through the page cache; ``None`` chooses, see ``FileWriter``
-        keep_last: how many checkpoints stay in the folder above a checkpoint's folder; ``None`` keeps all
+        keep_last: how many checkpoints of a folder's series stay, see ``storage/folder.py``; ``None`` keeps all
         patience: seconds without a sign of life of another rank after which a save has failed
 
     Raises:

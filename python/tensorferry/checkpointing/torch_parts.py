@@ -280,7 +280,7 @@ class CheckpointWriter(_TorchWriter):  # type: ignore[misc]  # mypy does not fol
             if save is not None:
                 save.close()
         if order.keep_last is not None and order.rank == 0:
-            folders.keep_last(save.folder.parent, order.keep_last, save.folder)
+            folders.keep_last(order.keep_last, save.folder)
         if self._commit_hook is not None:
             self._commit_hook.post_commit(path, **options)
 

@@ -58,7 +58,7 @@ class Order:
         threads: threads that write; ``None`` chooses by the number of cores
         cached: whether large files are written through the page cache; ``None`` chooses
         patience: seconds without a sign of life of another rank
-        keep_last: how many checkpoints stay in the folder above; ``None`` keeps all
+        keep_last: how many checkpoints of the folder's series stay; ``None`` keeps all
     """
 
     path: str
@@ -119,7 +119,7 @@ def perform(order: Order, given: Handover) -> dict[str, int]:
     finally:
         save.close()
     if order.keep_last is not None and order.rank == 0:
-        folders.keep_last(save.folder.parent, order.keep_last, save.folder)
+        folders.keep_last(order.keep_last, save.folder)
     return {"bytes": written.bytes, "direct": written.direct}
 
 
