@@ -30,7 +30,12 @@ from tensorferry.errors import (
     TensorferryError,
     UnsafePickle,
 )
+from tensorferry.memory.accelerator import ACCELERATOR
+from tensorferry.memory.bounce import BounceBuffers
+from tensorferry.memory.staging import Stager
+from tensorferry.state import load
 from tensorferry.state.allowlist import Allowed
+from tensorferry.state.snapshot import StateSnapshot
 from tensorferry.storage.folder import INDEX, read_index
 
 pytestmark = pytest.mark.timeout(120)
@@ -245,10 +250,11 @@ def test_map_location_is_that_of_torch_load(writer, tmp_path):
         assert loaded["v"].stride() == (2,)
         assert type(loaded["p"]) is nn.Parameter
     assert set(seen) == {"cpu"}
-    own = torch.zeros(3)
-    loading.load(tmp_path / "c", asked := {"w": own, "v": None}, default_map_location="meta")
-    assert own.tolist() == [1, 1, 1]
-    assert asked["v"].device.type == "meta"
+    if writer == "ours":
+        own = torch.zeros(3)
+        loading.load(tmp_path / "c", asked := {"w": own, "v": None}, default_map_location="meta")
+        assert own.tolist() == [1, 1, 1]
+        assert asked["v"].device.type == "meta"
 
 
 @pytest.mark.parametrize("bad", [5, "nowhere", b"cpu"])
@@ -270,6 +276,39 @@ def test_aliases_stay_aliases(writer, tmp_path):
     loaded = loading.load(tmp_path / "c", {"a": None, "b": None, "row": None})
     assert loaded["a"].untyped_storage().data_ptr() == loaded["row"].untyped_storage().data_ptr()
     assert loaded["row"].tolist() == [3, 4, 5]
+
+
+def test_a_load_in_place_takes_little_memory(tmp_path):
+    state = {f"w{i}": torch.full((8 * MIB,), float(i)) for i in range(4)}
+    save(tmp_path / "c", state)
+    # Reset, the peak is what is resident now.
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _peak()
+    loading.load(tmp_path / "c", state)
+    assert _peak() - before < 32 * MIB
+
+
+def _peak() -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) << 10
+
+
+def test_memory_is_a_source_like_a_file(tmp_path):
+    state = {"w": torch.arange(MIB), "v": torch.arange(10)[::2], "n": 5}
+    snapshot = StateSnapshot(state, Stager(ACCELERATOR), "borrow")
+    bounce = BounceBuffers(ACCELERATOR)
+
+    def stored(digests: bytes | None = None) -> Stored:
+        return Stored.over(snapshot.rows, snapshot.control(), snapshot.memory, digests=digests)
+
+    assert_same_state(load.receive(stored(), Allowed(), None, bounce)[0], state)
+    asked = {"v": torch.zeros(5, dtype=torch.int64), "n": 0, "q": 1}
+    found, missing = load.receive_part(stored(), Allowed(), asked, bounce)
+    assert (found["n"], missing, asked["v"].tolist()) == (5, ["q"], [0, 2, 4, 6, 8])
+    with pytest.raises(InvalidArgument, match="checksums"):
+        stored(b"12345678")
+    with pytest.raises(CorruptCheckpoint, match="memory was changed"):
+        load.receive(stored(bytes(8 * 9)), Allowed(), None, bounce)
 
 
 # ---- what torch's own classes do with our reader, and what ours do with torch's files

@@ -273,8 +273,11 @@ class _Loading:
 
     def from_file(self, path: Path) -> tuple[Any, list[str]]:
         """Loads a single file."""
-        with path.open("rb") as file:
-            is_archive = file.read(4) == b"PK\x03\x04"
+        try:
+            with path.open("rb") as file:
+                is_archive = file.read(4) == b"PK\x03\x04"
+        except OSError as e:
+            raise SystemRefused(e.errno, f"{path}: cannot be read: {e.strerror}") from e
         if is_archive:
             return self._from_archive(path)
         stored = Stored.open(path, threads=self._threads, checksums=False)
