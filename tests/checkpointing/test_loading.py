@@ -293,13 +293,13 @@ def _peak() -> int:
     return int(status.partition("VmHWM:")[2].split()[0]) << 10
 
 
-def test_memory_is_a_source_like_a_file(tmp_path):
+def test_memory_is_a_source_like_a_file():
     state = {"w": torch.arange(MIB), "v": torch.arange(10)[::2], "n": 5}
     snapshot = StateSnapshot(state, Stager(ACCELERATOR), "borrow")
     bounce = BounceBuffers(ACCELERATOR)
 
     def stored(digests: bytes | None = None) -> Stored:
-        return Stored.over(snapshot.rows, snapshot.control(), snapshot.memory, digests=digests)
+        return Stored.over(snapshot.rows, snapshot._control(), snapshot.memory, digests=digests)
 
     assert_same_state(load.receive(stored(), Allowed(), None, bounce)[0], state)
     asked = {"v": torch.zeros(5, dtype=torch.int64), "n": 0, "q": 1}
