@@ -20,7 +20,6 @@ from ..errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
     InvalidArgument,
-    ProtocolError,
     SourceChanged,
     StateMismatch,
     SystemRefused,
@@ -35,7 +34,7 @@ from ..state.allowlist import Allowed
 from ..state.build import Relocate
 from ..state.load import receive, receive_part
 from ..storage import folder as folders
-from .resharding import Resharding
+from .resharding import Resharding, check_parts, check_placements
 
 logger = logging.getLogger("tensorferry")
 
@@ -128,10 +127,10 @@ def load_file(
     safe_globals: Iterable[Any] = (),
     trust_pickle: bool = False,
 ) -> Any:
-    """Loads a state from a single file: a rank's file of a checkpoint, what ``curl`` fetched from an ``HTTPTransport``,
-    or what ``torch.save`` wrote.
+    """Loads a state from a single file.
 
-    What came from a server has no checksums in the file, so that damage to it stays unnoticed.
+    That is a rank's file of a checkpoint, what ``curl`` fetched from an ``HTTPTransport``, or what ``torch.save``
+    wrote. What came from a server has no checksums in the file, so that damage to it stays unnoticed.
 
     Args:
         path: the file
@@ -157,19 +156,25 @@ def load_file(
 def latest_checkpoint(root: str | os.PathLike[str]) -> str | None:
     """Returns the path of the newest complete checkpoint directly below ``root``, or ``None`` if there is none.
 
-    The newest is the one whose save began last, as its index says; times of files do not matter. A folder whose index or
-    one of whose files is missing, and a folder of another program, does not count.
+    The newest is the one whose save began last, as its index says; times of files do not matter. A folder whose index
+    or one of whose files is missing, and a folder of another program, does not count.
 
     Raises:
         SystemRefused: ``root`` exists and cannot be listed
     """
-    base = Path(root)
-    if not base.is_dir():
-        return None
-    for folder, index in reversed(folders.checkpoints(base)):
-        if not folders.missing_files(folder, index):
-            return os.fspath(folder)
-    return None
+    found = complete_checkpoints(Path(root))
+    return os.fspath(found[-1][0]) if found else None
+
+
+def complete_checkpoints(root: Path) -> list[tuple[Path, folders.Index]]:
+    """Returns the folders directly below ``root`` that are complete checkpoints with all their files, oldest first.
+
+    Raises:
+        SystemRefused: ``root`` exists and cannot be listed
+    """
+    if not root.is_dir():
+        return []
+    return [(folder, index) for folder, index in folders.checkpoints(root) if not folders.missing_files(folder, index)]
 
 
 def _from_keeper(
@@ -179,7 +184,7 @@ def _from_keeper(
     try:
         stored = prefer(path, rank, world_size)
         return None if stored is None else loading.from_container(stored)
-    except (StateMismatch, UnsafePickle, InvalidArgument):
+    except (UnsafePickle, InvalidArgument):
         raise
     except TensorferryError as e:
         logger.warning("%s is loaded from its folder, because the state in the keeper cannot be used: %s", path, e)
@@ -268,8 +273,11 @@ class _Loading:
 
     def from_file(self, path: Path) -> tuple[Any, list[str]]:
         """Loads a single file."""
-        with path.open("rb") as file:
-            is_archive = file.read(4) == b"PK\x03\x04"
+        try:
+            with path.open("rb") as file:
+                is_archive = file.read(4) == b"PK\x03\x04"
+        except OSError as e:
+            raise SystemRefused(e.errno, f"{path}: cannot be read: {e.strerror}") from e
         if is_archive:
             return self._from_archive(path)
         stored = Stored.open(path, threads=self._threads, checksums=False)
@@ -284,6 +292,8 @@ class _Loading:
             if self._asking is None:
                 state, _, _ = receive(stored, self._allowed, None, bounce, self._relocate)
                 return (state if resharding is None else resharding.gathered(state)), []
+            if resharding is None:
+                check_parts(stored, self._asking)
             kept = None if resharding is None else resharding.plan(self._asking)
             found, missing = receive_part(
                 stored, self._allowed, self._asking, bounce, self._relocate, self._strict, kept
@@ -304,6 +314,7 @@ class _Loading:
             return None if wanted is None or name in wanted else _untouched(nbytes)
 
         state = archives.load_file(path, self._allowed, self._map_location, stand_in)
+        check_placements(state, self._asking)
         return part.fill(self._asking, state, self._strict)
 
     def _records(self, path: Path) -> set[str] | None:
@@ -320,7 +331,9 @@ class _Loading:
             state = archives.load_file(path, self._allowed, _here, stand_in)
             flat = tree.flatten(state)
             chosen = part.Part(flat.tree, flat.objects, self._asking, self._strict)
-            needed = part.storages_of([flat.plain[n] for n in chosen.leaves] + [flat.objects[n] for n in chosen.objects])
+            needed = part.storages_of(
+                [flat.plain[n] for n in chosen.leaves] + [flat.objects[n] for n in chosen.objects]
+            )
         except (StateMismatch, SystemRefused):
             raise
         except Exception:  # What is built of no values may be refused for them: then all of it is read.

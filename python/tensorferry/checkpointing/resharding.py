@@ -1,4 +1,4 @@
-"""Puts DTensors together from the files of all ranks of a checkpoint, for other placements or another number of ranks."""
+"""Puts DTensors together from the files of all ranks, for other placements or another number of ranks."""
 
 from __future__ import annotations
 
@@ -77,32 +77,27 @@ class Resharding:
         """
         if not self._index.shards:
             return set()
-        flat = tree.flatten(asking)
-        leaves = [*zip(flat.plain, flat.rows.names, strict=True), *zip(flat.objects, flat.object_paths, strict=True)]
         kept, wrong = set(), []
-        for value, path in leaves:
-            if path not in self._index.shards or not isinstance(value, Tensor):
+        for value, path in _tensors(asking):
+            if path not in self._index.shards:
                 continue
             dtype, shape, shards = self._described(path)
             local, offsets = _local(value)
-            own = [s for s in shards if s.rank == self._rank]
-            if _is_dtensor(value) and self._is_same and own:
-                if (own[0].offsets, own[0].shape) == (offsets, list(local.shape)) or not math.prod(local.shape):
-                    continue
+            own = next((s for s in shards if s.rank == self._rank), None)
+            is_own = own is not None and (own.offsets, own.shape) == (offsets, list(local.shape))
+            if _is_dtensor(value) and self._is_same and is_own:
+                continue
             if (value.dtype, list(value.shape)) != (dtype, shape):
                 wrong.append(f"{path}: {value.dtype} {list(value.shape)} here, {dtype} {shape} in the checkpoint")
             elif (why := why_not_writable(local)) is not None:
                 wrong.append(f"{path}: cannot be written to here: {why}")
             kept.add(id(value))
             self._jobs.append(_Job(path, local.detach(), offsets))
-        if wrong:
-            raise StateMismatch(
-                "nothing was overwritten: the checkpoint does not fit into this state:\n  " + "\n  ".join(wrong)
-            )
+        _refuse(wrong)
         return kept
 
     def gathered(self, state: Any) -> Any:
-        """Returns ``state`` as it is, or, if other ranks than these have saved it, with a whole tensor for each DTensor."""
+        """Returns ``state``; if another number of ranks has saved it, with a whole tensor in place of each DTensor."""
         if self._is_same or not self._index.shards:
             return state
         flat = tree.flatten(state)
@@ -145,7 +140,7 @@ class Resharding:
             parts = sorted(fields["parts"], key=lambda one: one["rank"] != self._rank)
             for one in parts:
                 shard = _Shard(
-                    one["rank"],
+                    _numbers([one["rank"]])[0],
                     _numbers(one["offsets"]),
                     _numbers(one["shape"]),
                     _numbers(one["stride"]),
@@ -233,6 +228,57 @@ def _numbers(values: Any) -> list[int]:
     if math.prod(max(n, 1) for n in found) >= _MOST:
         raise ValueError("a shape in it is too large for a tensor")
     return found
+
+
+def check_parts(stored: Stored, asking: Any) -> None:
+    """Checks that the DTensors of ``asking`` are the parts of the whole that the container ``stored`` has.
+
+    Raises:
+        StateMismatch: one of them is another part, of a tensor with other placements or of another rank
+    """
+    shards = json.loads(stored.manifest or b"{}").get("shards")
+    if not isinstance(shards, dict) or not shards:
+        return
+    wrong = []
+    for value, path in _tensors(asking):
+        if _is_dtensor(value) and isinstance(shard := shards.get(path), dict):
+            local, offsets = _local(value)
+            if math.prod(local.shape) and (shard.get("offsets"), shard.get("shape")) != (offsets, list(local.shape)):
+                there = f"{shard.get('shape')} at {shard.get('offsets')}"
+                wrong.append(f"{path}: the part {list(local.shape)} at {offsets} here, {there} in the checkpoint")
+    _refuse(wrong)
+
+
+def check_placements(state: Any, asking: Any) -> None:
+    """Checks that the DTensors of ``asking`` have the placements of those of ``state``.
+
+    Raises:
+        StateMismatch: one of them has others
+    """
+    there = {path: value for value, path in _tensors(state) if _is_dtensor(value)}
+    wrong = []
+    for tensor, path in _tensors(asking):
+        value: Any = tensor
+        if not _is_dtensor(value) or path not in there:
+            continue
+        here, other = (getattr(value, "placements", None), getattr(there[path], "placements", None))
+        if here != other and value.device_mesh.size() > 1:
+            wrong.append(f"{path}: placements {here} here, {other} in the checkpoint")
+    _refuse(wrong)
+
+
+def _refuse(wrong: list[str]) -> None:
+    if wrong:
+        raise StateMismatch(
+            "nothing was overwritten: the checkpoint does not fit into this state:\n  " + "\n  ".join(wrong)
+        )
+
+
+def _tensors(state: Any) -> list[tuple[Tensor, str]]:
+    """Returns the tensors of a state with their paths."""
+    flat = tree.flatten(state)
+    leaves = [*zip(flat.plain, flat.rows.names, strict=True), *zip(flat.objects, flat.object_paths, strict=True)]
+    return [(value, path) for value, path in leaves if isinstance(value, Tensor)]
 
 
 def _is_dtensor(value: Any) -> bool:

@@ -17,7 +17,6 @@ from .allowlist import Allowed
 from .in_place import InPlaceTargets
 from .manifest import Manifest
 
-
 #: Takes a storage in host memory; returns it, or a storage with its bytes on another device.
 Relocate: TypeAlias = Callable[[torch.UntypedStorage], torch.UntypedStorage]
 

@@ -203,9 +203,7 @@ def merged(asking: Any, part: Any, kept: Collection[int] | None = None) -> Any:
     return part
 
 
-def fill(
-    asking: Any, state: Any, strict: bool = False, kept: Collection[int] | None = None
-) -> tuple[Any, list[str]]:
+def fill(asking: Any, state: Any, strict: bool = False, kept: Collection[int] | None = None) -> tuple[Any, list[str]]:
     """Copies what ``asking`` asks for out of ``state``, which is here already, into its tensors.
 
     Returns:
