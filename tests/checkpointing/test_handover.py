@@ -80,6 +80,18 @@ def test_a_message_arrives_as_it_was_sent_and_a_closed_socket_is_none() -> None:
             handover.send(theirs, Message("two"))
 
 
+def test_what_was_sent_arrives_even_if_its_sender_is_gone_and_has_not_read_everything() -> None:
+    ours, theirs = handover.pair()
+    with theirs:
+        handover.send(theirs, Message("unread"))
+        handover.send(ours, Message("one"))
+        handover.send(ours, example())
+        ours.close()
+        assert handover.receive(theirs) == Message("one")
+        assert isinstance(handover.receive(theirs), Handover)
+        assert handover.receive(theirs) is None
+
+
 def test_the_container_of_a_handover_can_be_written_without_torch(tmp_path: Path) -> None:
     ours, theirs = handover.pair()
     with ours, theirs:

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -113,9 +114,14 @@ def test_the_oldest_generation_goes_and_its_buffer_comes_back_once(folder):
         assert [one.step for one in keeper.held()] == [3, 4, 5]
         for one, number in zip(keeper.held(), (2, 3, 4), strict=True):
             assert_same(loaded(keeper, one), state_of(number))
+        # What the keeper still holds is not given back with the connection.
         keeper.close()
-        eventually("the rest is released with the connection", lambda: [one.times for one in told] == [1] * 5)
-        assert len(keeper.held()) == 3
+        time.sleep(0.2)
+        assert [one.times for one in told] == [1, 1, 0, 0, 0]
+        assert_same(loaded(keeper, keeper.held()[0]), state_of(2))
+        late = Told()
+        keeper.offer(staged(state_of(9)), late)
+        assert late.times == 1
 
 
 def test_ranks_and_jobs_have_generations_of_their_own_and_a_save_is_complete_with_all_ranks(folder):
@@ -167,6 +173,22 @@ def test_a_snapshot_that_is_lent_is_not_given_back_before_it_is_read(folder):
         del source
         eventually("it is released", lambda: first.times == 1)
         assert keeper.status()["leaving"] == 0
+
+
+def test_what_a_trainer_may_write_to_is_not_kept(folder):
+    """A trainer that lost its connection without dying takes its memory back: so nobody may be given it any more."""
+    with KeeperAtWork(folder) as process, Keeper() as keeper, Keeper() as other:
+        lost = offered(keeper, state_of(0))
+        offered(other, state_of(1), "/ckpt/other/1")
+        keeper._sock.shutdown(socket.SHUT_RDWR)
+        eventually("it is told that its memory is free", lambda: lost.times == 1)
+        eventually("it is not kept", lambda: [one.path for one in keeper.held()] == ["/ckpt/other/1"])
+        assert "lives: what it gave is not kept" in process.said()
+        # Likewise one that is thrown out.
+        cast_out = offered(other, state_of(2), "/ckpt/other/2")
+        other._sock.send(b"nonsense")
+        eventually("it is told", lambda: cast_out.times == 1)
+        assert keeper.held() == []
 
 
 def test_a_trainer_that_writes_where_it_must_not_is_found_out(folder):
@@ -376,7 +398,7 @@ def test_a_killed_trainer_leaves_what_it_announced_and_nothing_that_is_wrong(fol
     chance = random.Random(7)
     with KeeperAtWork(folder, "--memory", "64M") as process, Keeper() as keeper:
         first = 1
-        for _ in range(max(pytestconfig.getoption("--kills") // 3, 2)):
+        for _ in range(pytestconfig.getoption("--keeper-kills")):
             running = trainer(first, -1, MIB)
             running.stdout.readline()
             time.sleep(chance.random() * 0.4)
@@ -401,7 +423,7 @@ def test_a_killed_keeper_never_harms_the_trainer(folder, pytestconfig):
     chance = random.Random(11)
     with Keeper() as keeper:
         told, number = [], 0
-        for _ in range(max(pytestconfig.getoption("--kills") // 3, 2)):
+        for _ in range(pytestconfig.getoption("--keeper-kills")):
             with KeeperAtWork(folder) as process:
                 end = time.monotonic() + chance.random() * 0.3
                 while time.monotonic() < end:

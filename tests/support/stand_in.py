@@ -135,6 +135,7 @@ class StandIn(Accelerator):
         side: the streams that the object under test made, in order
         copies: the queued copies: number of bytes, and identity of the storage on the device
         pinned_bytes: sizes of the requested page-locked memory
+        locked: address and size of memory that was page-locked where it was, and is not unlocked yet
         strays: number of events that a thread freed while it had no device
     """
 
@@ -152,6 +153,7 @@ class StandIn(Accelerator):
         self.side: list[Stream] = []
         self.copies: list[tuple[int, int]] = []
         self.pinned_bytes: list[int] = []
+        self.locked: dict[int, int] = {}
         self.refuses_to_pin = False
         self.fails: Callable[[int], bool] = lambda _: False
         self.hold_new = False
@@ -189,6 +191,12 @@ class StandIn(Accelerator):
             raise RuntimeError("cudaErrorMemoryAllocation")
         self.pinned_bytes.append(nbytes)
         return torch.full((nbytes,), POISON, dtype=torch.uint8)
+
+    def page_lock(self, address: int, nbytes: int) -> Callable[[], None] | None:
+        if self.refuses_to_pin:
+            raise RuntimeError("cudaErrorMemoryAllocation")
+        self.locked[address] = nbytes
+        return lambda: self.locked.pop(address) and None
 
     @contextlib.contextmanager
     def device_guard(self, devices: Iterable[torch.device]) -> Iterator[None]:

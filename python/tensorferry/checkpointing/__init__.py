@@ -9,15 +9,20 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .checkpointers import AsyncCheckpointer, SyncCheckpointer, make_async_checkpointer, make_sync_checkpointer
     from .keeper.client import Keeper
+    from .loading import latest_checkpoint, load_file
+    from .reader import CheckpointReader
     from .torch_parts import CheckpointProcess, CheckpointWriter, Stager
 
 __all__ = [
     "AsyncCheckpointer",
     "CheckpointProcess",
+    "CheckpointReader",
     "CheckpointWriter",
     "Keeper",
     "Stager",
     "SyncCheckpointer",
+    "latest_checkpoint",
+    "load_file",
     "make_async_checkpointer",
     "make_sync_checkpointer",
 ]
@@ -26,10 +31,13 @@ __all__ = [
 _MODULES = {
     "AsyncCheckpointer": ".checkpointers",
     "CheckpointProcess": ".torch_parts",
+    "CheckpointReader": ".reader",
     "CheckpointWriter": ".torch_parts",
     "Keeper": ".keeper.client",
     "Stager": ".torch_parts",
     "SyncCheckpointer": ".checkpointers",
+    "latest_checkpoint": ".loading",
+    "load_file": ".loading",
     "make_async_checkpointer": ".checkpointers",
     "make_sync_checkpointer": ".checkpointers",
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from .. import _validate
 from ..errors import InvalidArgument, TransportClosed
@@ -21,6 +21,7 @@ class _Checkpointer(Checkpointer):  # type: ignore[misc]  # mypy does not follow
 
     _ranks: Ranks
     _allowed: Allowed
+    _keeper: Keeper | None = None
 
     def load(
         self,
@@ -57,7 +58,6 @@ class _Checkpointer(Checkpointer):  # type: ignore[misc]  # mypy does not follow
             prefer=self._prefer if hasattr(self._keeper, "prefer") else None,
         )
 
-    _keeper: Any = None
     _agreed: tuple[Path, str] | None = None
 
     def latest(self, path: str | os.PathLike[str]) -> str | None:
@@ -76,13 +76,13 @@ class _Checkpointer(Checkpointer):  # type: ignore[misc]  # mypy does not follow
             InvalidArgument: ``path`` does not name a folder of this machine
         """
         keeper = self._keeper if hasattr(self._keeper, "below") else None
-        self._agreed = find_latest(folder_of(path), self._ranks, keeper)
+        self._agreed = find_latest(folder_of(path), self._ranks, cast(Any, keeper))
         return None if self._agreed is None else str(self._agreed[0])
 
-    def _prefer(self, path: str | os.PathLike[str], rank: int, world_size: int) -> Any:
+    def _prefer(self, path: str, rank: int, world_size: int) -> Any:
         agreed = self._agreed
         save_id = agreed[1] if agreed is not None and agreed[0] == Path(os.path.abspath(path)) else None
-        return self._keeper.prefer(path, rank, world_size, save_id)
+        return cast(Any, self._keeper).prefer(path, rank, world_size, save_id)
 
 
 class SyncCheckpointer(_Checkpointer):
@@ -100,9 +100,12 @@ class SyncCheckpointer(_Checkpointer):
         barrier: torch's ``Barrier``, executed between the two
         threads: threads with which a rank writes; ``None`` chooses by the number of cores
         cached: whether large files are written through the page cache; ``None`` chooses, see ``FileWriter``
-        keep_last: how many checkpoints stay in the folder above a checkpoint's folder: the oldest others are removed
-            after each commit. ``None`` keeps all
+        keep_last: how many checkpoints stay of those that lie beside each other in folders whose names differ in
+            numbers only, such as ``step-100`` and ``step-200``: the oldest others are removed after each commit.
+            ``None`` keeps all
         patience: seconds without a sign of life of another rank after which a save has failed
+        keeper: keeps the states in memory, too, as for :class:`AsyncCheckpointer`: a save then copies the state, as
+            there, and waits until it is written. It goes without ``writer``, ``commit_hook`` and ``barrier``
         safe_globals: classes and functions that pickled objects may name in a load, besides the default list
         trust_pickle: lets them name anything
 
@@ -125,6 +128,7 @@ class SyncCheckpointer(_Checkpointer):
         cached: bool | None = None,
         keep_last: int | None = None,
         patience: float = 600.0,
+        keeper: str | Keeper | None = None,
         safe_globals: Iterable[Any] = (),
         trust_pickle: bool = False,
     ) -> None:
@@ -132,9 +136,16 @@ class SyncCheckpointer(_Checkpointer):
         self._allowed = Allowed(safe_globals, trust_pickle)
         self._reader = reader
         options = Options(threads=threads, cached=cached, keep_last=keep_last, patience=patience)
-        self._writer = writer or CheckpointWriter(
-            ranks=self._ranks, options=options, commit_hook=commit_hook, barrier=barrier
-        )
+        self._keeper = _connected(keeper)
+        self._writer: Any = writer
+        if self._keeper is not None:
+            if not (writer is commit_hook is barrier is None):
+                raise InvalidArgument("keeper= goes without writer=, commit_hook= and barrier=")
+            self._writer = _WaitingWriter(Saver(self._ranks, options, SharedStager(None, ACCELERATOR), self._keeper))
+        elif writer is None:
+            self._writer = CheckpointWriter(
+                ranks=self._ranks, options=options, commit_hook=commit_hook, barrier=barrier
+            )
         self._is_open = True
 
     def save(self, *args: Any, **kwargs: Any) -> None:
@@ -150,7 +161,8 @@ class SyncCheckpointer(_Checkpointer):
         path, state, options = state_and_path("save", args, kwargs)
         if not self._is_open:
             raise TransportClosed("this checkpointer was closed")
-        self._writer.write(path, state, **options)
+        # By name: torch has changed the order once.
+        self._writer.write(path=path, state_dict=state, **options)
 
     def load(
         self,
@@ -176,6 +188,20 @@ class SyncCheckpointer(_Checkpointer):
         if self._is_open:
             self._is_open = False
             self._writer.close()
+
+
+class _WaitingWriter:
+    """Writes by way of a copy that a keeper gets as well, and waits."""
+
+    def __init__(self, saver: Saver) -> None:
+        self._saver = saver
+
+    def write(self, path: Any, state_dict: Any, step: int | None = None) -> None:
+        _, written = self._saver.save(state_dict, path, step)
+        written.result()
+
+    def close(self) -> None:
+        self._saver.close()
 
 
 class AsyncCheckpointer(_Checkpointer):

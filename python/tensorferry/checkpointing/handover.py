@@ -140,10 +140,13 @@ def receive(sock: socket.socket, *, most_bytes: int | None = None) -> Message | 
         OSError: the socket cannot be read, or its timeout passed
     """
     ancillary = socket.CMSG_SPACE(MOST_DESCRIPTORS * array.array("i").itemsize)
-    try:
-        text, rights, flags, _ = sock.recvmsg(MOST_BYTES, ancillary, socket.MSG_CMSG_CLOEXEC)
-    except ConnectionResetError:
-        return None
+    while True:
+        try:
+            text, rights, flags, _ = sock.recvmsg(MOST_BYTES, ancillary, socket.MSG_CMSG_CLOEXEC)
+        except ConnectionResetError:
+            # The other side is gone and had not read everything. That is reported once, before what it had sent.
+            continue
+        break
     descriptors = array.array("i")
     for level, kind, data in rights:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:

@@ -42,7 +42,9 @@ def _committed(root: Path) -> list[list[Any]]:
     except SystemRefused as e:
         logger.debug("no checkpoint is on the disk: %s", e)
         return []
-    return [[index.began, str(folder), index.save_id] for folder, index in found]
+    return [
+        [index.began, str(folder), index.save_id] for folder, index in found if not folders.missing_files(folder, index)
+    ]
 
 
 def _in_memory(gathered: Sequence[list[list[Any]]], of_all: bool) -> list[list[Any]]:

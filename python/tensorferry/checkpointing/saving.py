@@ -49,9 +49,13 @@ class Keeper(Protocol):
         """Offers a state; never raises and never waits long.
 
         Args:
-            given: the state, and whose it is: the fields of an :class:`Order`
+            given: the state, and whose it is: the fields of an :class:`Order`. It holds the memory, so it must be gone
+                when ``released`` is called
             released: to be called once, on any thread: when the state is refused, evicted, or the keeper is gone
         """
+
+    def let_go(self) -> bool:
+        """Asks for the release of the oldest state, because memory is short; returns whether one was released."""
 
     def close(self) -> None:
         """Ends the connection; states that are kept stay."""
@@ -231,7 +235,7 @@ class SharedStager:
     def handover(self, kind: str, fields: dict[str, Any], snapshot: StateSnapshot) -> Handover:
         """Returns what other processes get of a complete snapshot."""
         container = snapshot.container()
-        buffers = [self._budget.find(int(buffer.memory.data_ptr())) for buffer in snapshot.buffers()]
+        buffers = [self._budget.find(buffer.address) for buffer in snapshot.buffers()]
         return Handover(kind, fields, container.rows, container.control, buffers)
 
     def close(self) -> None:
@@ -245,7 +249,7 @@ class Options:
     Args:
         threads: threads with which a rank writes; ``None`` chooses by the number of cores
         cached: whether large files are written through the page cache; ``None`` chooses, see ``FileWriter``
-        keep_last: how many checkpoints stay in the folder above a checkpoint's folder; ``None`` keeps all
+        keep_last: how many checkpoints of a folder's series stay, see ``storage/folder.py``; ``None`` keeps all
         patience: seconds without a sign of life of another rank after which a save has failed
 
     Raises:
@@ -404,8 +408,8 @@ class Saver:
                 try:
                     return self._stager.stage(state)
                 except NoRoom:
-                    # An earlier save may be about to give memory back.
-                    if not self._turns.wait_for_another():
+                    # An earlier save may be about to give memory back, and the keeper has what it can do without.
+                    if not self._turns.wait_for_another() and not self._keeper_lets_go():
                         raise
         except BaseException:
             self._turns.give()
@@ -429,7 +433,7 @@ class Saver:
         snapshot = one.snapshot
         try:
             given = one.stager.handover(_SAVE, one.order.fields(), snapshot)
-            self._writer.hand_over(given, Pending(one.order, one.accept, one.finish))
+            self._writer.hand_over(Pending(given, one.order, one.accept, one.finish))
         except BaseException as e:
             self._abandon(one, e)
             if not isinstance(e, Exception):
@@ -445,9 +449,19 @@ class Saver:
             keeper.offer(Handover(_KEEP, given.fields, given.rows, given.control, given.buffers), held.clear)
         except Exception as e:  # A keeper never hurts a trainer.
             held.clear()
-            if not self._warned:
-                self._warned = True
-                logger.warning("the keeper cannot be used, saving goes on without it: %s: %s", type(e).__name__, e)
+            self._warn(e)
+
+    def _keeper_lets_go(self) -> bool:
+        try:
+            return self._keeper is not None and self._keeper.let_go()
+        except Exception as e:  # As above.
+            self._warn(e)
+            return False
+
+    def _warn(self, error: Exception) -> None:
+        if not self._warned:
+            self._warned = True
+            logger.warning("the keeper cannot be used, saving goes on without it: %s: %s", type(error).__name__, error)
 
     def _abandon(self, one: _Save, error: BaseException) -> None:
         if one.order.world_size > 1:

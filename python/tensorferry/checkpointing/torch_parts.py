@@ -71,15 +71,15 @@ class StagedFuture(Staged):
     def __init__(self, snapshot: StateSnapshot, stager: SharedStager) -> None:
         super().__init__(snapshot, stager)
         self._building = threading.Lock()
-        self._state: Any = None
+        self._built: Any = None
 
     def result(self, timeout: float | None = None) -> Any:
         """Returns the staged state, of which no tensor is on an accelerator."""
         super().result(timeout)
         with self._building:
-            if self._state is None:
-                self._state = self.snapshot.rebuild()
-            return self._state
+            if self._built is None:
+                self._built = self.snapshot.rebuild()
+            return self._built
 
 
 class Stager(_TorchStager):  # type: ignore[misc]  # mypy does not follow torch
@@ -280,7 +280,7 @@ class CheckpointWriter(_TorchWriter):  # type: ignore[misc]  # mypy does not fol
             if save is not None:
                 save.close()
         if order.keep_last is not None and order.rank == 0:
-            folders.keep_last(save.folder.parent, order.keep_last, save.folder)
+            folders.keep_last(order.keep_last, save.folder)
         if self._commit_hook is not None:
             self._commit_hook.post_commit(path, **options)
 

@@ -26,6 +26,8 @@ logger = logging.getLogger("tensorferry")
 
 #: Seconds in which a process whose socket is closed has to be gone, before its end is reported without its exit code.
 _GONE_S = 5.0
+#: How often a state is handed over, to one process after the other, until one accepts it.
+_ATTEMPTS = 2
 #: Longest text of a process that failed, in bytes.
 _LONGEST_TEXT = 4000
 
@@ -39,20 +41,26 @@ main(int(sys.argv[2]), int(sys.argv[3]))
 
 
 class Pending:
-    """A state that was handed over. The functions are called once each, on a thread of their own; they may not raise.
+    """A state that is handed over. The functions are called once each, on a thread of their own; they may not raise.
 
     Attributes:
+        given: the state; ``None`` once a process has accepted it
         order: what is to be written where
-        accepted: called without an argument when the process holds the memory
-        done: called with the fields of ``written``, or with an exception; the process does not use the memory any more
-        is_accepted: whether the process holds the memory
+        accepted: called without an argument when a process holds the memory
+        done: called with the fields of ``written``, or with an exception; no process uses the memory any more
+        attempts: how often it was handed over
     """
 
     def __init__(
-        self, order: Order, accepted: Callable[[], None], done: Callable[[dict[str, Any] | Exception], None]
+        self,
+        given: Handover,
+        order: Order,
+        accepted: Callable[[], None],
+        done: Callable[[dict[str, Any] | Exception], None],
     ) -> None:
+        self.given: Handover | None = given
         self.order, self.accepted, self.done = order, accepted, done
-        self.is_accepted = False
+        self.attempts = 0
 
 
 class Writer:
@@ -67,6 +75,7 @@ class Writer:
         self._child: _Child | None = None
         self._all: list[_Child] = []
         self._process = os.getpid()
+        self._is_closed = False
         _writers.add(self)
 
     def start(self) -> None:
@@ -86,8 +95,10 @@ class Writer:
         child = self._child
         return child.pid if child is not None and child.takes else None
 
-    def hand_over(self, given: Handover, pending: Pending) -> None:
+    def hand_over(self, pending: Pending) -> None:
         """Hands a state over. ``pending`` learns what becomes of it.
+
+        A process that ends before it has accepted the state is replaced by another one, once.
 
         Raises:
             SystemRefused: no process can be started
@@ -96,20 +107,40 @@ class Writer:
         """
         self.check_process()
         with self._lock:
-            for _ in range(2):
+            for _ in range(_ATTEMPTS):
                 try:
-                    self._running().hand_over(given, pending)
-                    return
+                    child = self._running()
+                    child.hand_over(pending)
                 except OSError as e:
+                    if isinstance(e, TensorferryError):
+                        raise
                     # It is just ending; a new one takes its place.
                     lost = e
+                else:
+                    if self._is_closed:
+                        child.finish()
+                    return
             raise SystemRefused(f"the process that writes checkpoints cannot be reached: {lost}") from lost
+
+    def _lost(self, pending: Pending, error: WriterLost) -> None:
+        """A process has ended without a word about ``pending``."""
+        if pending.given is not None and pending.attempts < _ATTEMPTS:
+            try:
+                self.hand_over(pending)
+            except Exception as e:  # The future is told instead.
+                error.add_note(f"Another process could not take its place: {e}")
+            else:
+                return
+        # Not what the process has committed in its last moment.
+        folders.abandon(Path(pending.order.path), pending.order.save, str(error))
+        pending.done(error)
 
     def close(self, timeout: float | None = None) -> bool:
         """Lets the processes finish and end; returns whether all have ended within ``timeout`` seconds."""
         if not self.is_own:
             return True
         with self._lock:
+            self._is_closed = True
             children, self._all, self._child = self._all, [], None
         for child in children:
             child.finish()
@@ -140,7 +171,7 @@ class Writer:
     def _running(self) -> _Child:
         if self._child is None or not self._child.takes:
             self._all = [child for child in self._all if not child.ended]
-            self._child = _Child()
+            self._child = _Child(self._lost)
             self._all.append(self._child)
         return self._child
 
@@ -152,7 +183,8 @@ class Writer:
 class _Child:
     """One process, and a thread that hears what it says."""
 
-    def __init__(self) -> None:
+    def __init__(self, lost: Callable[[Pending, WriterLost], None]) -> None:
+        self._left = lost
         if not sys.executable:
             raise SystemRefused("no process can be started: sys.executable is not known")
         ours, theirs = handover.pair()
@@ -184,12 +216,14 @@ class _Child:
         self._thread = threading.Thread(target=self._listen, name="tensorferry-writer", daemon=True)
         self._thread.start()
 
-    def hand_over(self, given: Handover, pending: Pending) -> None:
-        key = pending.order.save_id
+    def hand_over(self, pending: Pending) -> None:
+        key, given = pending.order.save_id, pending.given
+        assert given is not None
         with self._lock:
             if not self.takes:
                 raise BrokenPipeError("the process has ended")
             self._pending[key] = pending
+        pending.attempts += 1
         try:
             handover.send(self._sock, given)
         except BaseException as e:
@@ -209,6 +243,8 @@ class _Child:
                 self._sock.shutdown(socket.SHUT_WR)
 
     def join(self, deadline: float | None) -> bool:
+        if self._thread is threading.current_thread():
+            return False
         self._thread.join(None if deadline is None else max(deadline - time.monotonic(), 0.0))
         return not self._thread.is_alive()
 
@@ -242,12 +278,10 @@ class _Child:
             left, self._pending = list(self._pending.values()), {}
         lost = self._lost(why)
         self._sock.close()
-        for pending in left:
-            # Not what another process, or this one until a moment ago, has committed.
-            folders.abandon(Path(pending.order.path), pending.order.save, str(lost))
-            pending.done(lost)
         os.close(self._said)
         self.ended = True
+        for pending in left:
+            self._left(pending, lost)
 
     def _hear(self, message: Message) -> None:
         key = message.fields.get("save_id")
@@ -255,7 +289,7 @@ class _Child:
             with self._lock:
                 pending = self._pending.get(str(key))
             if pending is not None:
-                pending.is_accepted = True
+                pending.given = None
                 pending.accepted()
             return
         with self._lock:

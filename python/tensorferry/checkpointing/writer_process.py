@@ -20,6 +20,7 @@ import contextlib
 import logging
 import os
 import queue
+import re
 import select
 import signal
 import socket
@@ -57,7 +58,7 @@ class Order:
         threads: threads that write; ``None`` chooses by the number of cores
         cached: whether large files are written through the page cache; ``None`` chooses
         patience: seconds without a sign of life of another rank
-        keep_last: how many checkpoints stay in the folder above; ``None`` keeps all
+        keep_last: how many checkpoints of the folder's series stay; ``None`` keeps all
     """
 
     path: str
@@ -92,6 +93,9 @@ class Order:
         texts = [known.get(name) for name in ("path", "save_id")]
         if not all(type(number) is int for number in numbers) or not all(isinstance(text, str) for text in texts):
             raise ProtocolError("a handover does not say what is to be saved where")
+        # It becomes a part of names of files.
+        if not re.fullmatch("[0-9a-f]{12}", known["save_id"]):
+            raise ProtocolError("a handover has no valid id of its save")
         return cls(**known)
 
 
@@ -115,7 +119,7 @@ def perform(order: Order, given: Handover) -> dict[str, int]:
     finally:
         save.close()
     if order.keep_last is not None and order.rank == 0:
-        folders.keep_last(save.folder.parent, order.keep_last, save.folder)
+        folders.keep_last(order.keep_last, save.folder)
     return {"bytes": written.bytes, "direct": written.direct}
 
 

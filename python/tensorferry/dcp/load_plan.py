@@ -14,11 +14,11 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from .. import _gc
-from ..errors import ProtocolError, StateMismatch, UnsafePickle
+from ..errors import ProtocolError, StateMismatch
 from ..memory.accelerator import ACCELERATOR
 from ..memory.tensors import DTYPE_NAMES, address, byte_strides, room, scratch, takes_bytes, view_as, why_not_writable
 from ..state.allowlist import Allowed
-from ..state.unpickling import pickle_module
+from ..state.archives import unpickled
 from ..storage.slices import SliceTuple, contiguous_strides, runs
 from .index import ELEMENTS, PICKLED_TENSOR, EntryRef
 
@@ -299,63 +299,6 @@ def _overlapping(parts: list[tuple[int, ReadItem]]) -> list[int]:
                 found += [n, number]
         active.append((number, item))
     return found
-
-
-class _Archive:
-    """Torch's reader of ``torch.save`` archives, with a check of the lengths of storages."""
-
-    def __init__(self, data: bytes) -> None:
-        self._reader = torch._C.PyTorchFileReader(io.BytesIO(data))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._reader, name)
-
-    def get_storage_from_record(self, name: str, nbytes: int, dtype: Any) -> Any:
-        """Returns a tensor over a record, after checking its length.
-
-        torch 2.8 takes the length from the pickle and would read beyond the record.
-
-        Raises:
-            ProtocolError: the record does not have ``nbytes`` bytes
-        """
-        has = len(self._reader.get_record(name))
-        if has != nbytes:
-            raise ProtocolError(f"the record of a storage of {nbytes} bytes has {has} bytes")
-        return self._reader.get_storage_from_record(name, nbytes, dtype)
-
-
-def unpickled(data: bytes, fqn: str, allowed: Allowed) -> Any:
-    """Loads the object that ``torch.save`` has written as ``data``.
-
-    Args:
-        data: the archive
-        fqn: the object's name, for messages
-        allowed: the globals that its pickle may name
-
-    Raises:
-        UnsafePickle: the pickle asks for something that is not allowed, or ``torch.save`` does not write such data
-        ProtocolError: the data is damaged
-    """
-    try:
-        archive = _Archive(data)
-        is_object = archive.has_record("data.pkl") and not archive.has_record("constants.pkl")
-    except Exception:  # A malformed archive can raise anything.
-        is_object = False
-    if not is_object:
-        raise UnsafePickle(
-            f"{fqn} is an object that torch.save did not write: pass trust_pickle=True to the reader if you trust the "
-            "job that saved it"
-        )
-    module = pickle_module(allowed, lambda _: fqn)
-    try:
-        # This is what torch.load does with an archive of torch.save. torch.load itself would determine the kind of
-        # archive once more, and it runs the code of a TorchScript archive. Only one reader may search the archive for
-        # its directory: two readers may find different ones.
-        return torch.serialization._load(archive, "cpu", module, encoding="utf-8")
-    except UnsafePickle:
-        raise
-    except Exception as e:
-        raise ProtocolError(f"{fqn} cannot be read ({type(e).__name__}: {e})") from e
 
 
 def rewritten(data: bytes, fqn: str, allowed: Allowed) -> bytes:

@@ -134,6 +134,7 @@ class Buffer:
 
     Attributes:
         memory: a 1-D uint8 CPU tensor
+        address: where it starts
         sound: whether the memory may be reused; set to false if a device may still read or write it, and then the pool
             does not get it back
     """
@@ -141,6 +142,7 @@ class Buffer:
     def __init__(self, pool: HostPool, memory: torch.Tensor) -> None:
         self._pool = pool
         self.memory = memory
+        self.address = int(memory.data_ptr())
         self.sound = True
 
     def __del__(self) -> None:

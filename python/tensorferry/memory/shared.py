@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,8 @@ from .host_pool import HostMemory
 from .staging import copying_threads
 
 _CGROUPS = Path("/sys/fs/cgroup")
+_MEMORY = Path("/proc/meminfo")
+_GROUP = Path("/proc/self/cgroup")
 
 
 class NoRoom(SystemRefused):
@@ -31,11 +34,17 @@ class Budget:
     def __init__(self, limit: int | None) -> None:
         self._limit = limit
         self._made: weakref.WeakSet[_Memory] = weakref.WeakSet()
+        self._lock = threading.Lock()
 
     @property
     def held(self) -> int:
         """Bytes of all memory that exists."""
-        return sum(len(memory) for memory in self._made)
+        return sum(len(memory) for memory in self._existing())
+
+    def _existing(self) -> list[_Memory]:
+        # One thread may make memory for the next save while another hands over that of the one before.
+        with self._lock:
+            return list(self._made)
 
     def make(self, nbytes: int) -> _Memory:
         """Returns ``nbytes`` bytes of new memory, whose pages are there already.
@@ -56,12 +65,13 @@ class Budget:
                 f"this process, has {free} available"
             )
         memory = _Memory(nbytes, threads=copying_threads())
-        self._made.add(memory)
+        with self._lock:
+            self._made.add(memory)
         return memory
 
     def find(self, address: int) -> SharedBuffer:
         """Returns the memory that starts at ``address``."""
-        return next(memory for memory in self._made if memory.address == address)
+        return next(memory for memory in self._existing() if memory.address == address)
 
 
 class SharedHostMemory(HostMemory):
@@ -108,7 +118,7 @@ def available() -> int | None:
 
     Shared memory counts towards the control group of whoever touches it first, like any other memory.
     """
-    found = [_field(Path("/proc/meminfo"), "MemAvailable:", 1024), *_left_in_groups()]
+    found = [_field(_MEMORY, "MemAvailable:", 1024), *_left_in_groups()]
     known = [nbytes for nbytes in found if nbytes is not None]
     return max(min(known), 0) if known else None
 
@@ -116,7 +126,7 @@ def available() -> int | None:
 def _left_in_groups() -> list[int | None]:
     left: list[int | None] = []
     try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        lines = _GROUP.read_text().splitlines()
     except OSError:
         return left
     for line in lines:

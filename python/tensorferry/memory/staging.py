@@ -83,7 +83,7 @@ class Piece:
     def data_ptr(self) -> int:
         """Returns the host address where the bytes are, or will be; 0 if the piece is empty and has no buffer."""
         if self.buffer is not None:
-            return int(self.buffer.memory.data_ptr()) + self.offset
+            return self.buffer.address + self.offset
         assert self.storage is not None
         return int(self.storage.data_ptr()) + self.start if self.nbytes else 0
 
@@ -96,7 +96,7 @@ def host_view(memory: torch.UntypedStorage | Piece) -> tuple[HostView, int]:
     elif memory.buffer is not None:
         whole = memory.buffer.memory
         # The buffer, not its memory: as long as a tensor lies in it, it is not used for anything else.
-        return HostView(memory.buffer, whole.data_ptr(), whole.nbytes), memory.offset
+        return HostView(memory.buffer, memory.buffer.address, whole.nbytes), memory.offset
     else:
         assert memory.storage is not None
         whole, start = as_bytes(memory.storage), memory.start

@@ -5,17 +5,20 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 
-from .._native import Arena, Remote, Rows
+from .._native import Arena, Entries, Rows
 from ..errors import ProtocolError
-from ..memory.tensors import DTYPES, over, parameter, storage_over
+from ..memory.tensors import DTYPES, over, parameter, storage_key, storage_over
 from . import pickling, tree
 from .allowlist import Allowed
 from .in_place import InPlaceTargets
 from .manifest import Manifest
+
+#: Takes a storage in host memory; returns it, or a storage with its bytes on another device.
+Relocate: TypeAlias = Callable[[torch.UntypedStorage], torch.UntypedStorage]
 
 
 class StateBuilder:
@@ -27,13 +30,15 @@ class StateBuilder:
         plain: the numbers of those entries that are plain tensors, in ascending order
 
     Attributes:
+        count: how many entries the container has
         scattered: by number, the storages that no single entry fills; their memory is allocated here
     """
 
-    def __init__(self, manifest: Manifest, entries: Remote | Rows, plain: Sequence[int]) -> None:
+    def __init__(self, manifest: Manifest, entries: Entries | Rows, plain: Sequence[int]) -> None:
         self.manifest = manifest
         self.plain = plain
         self.size = entries.size
+        self.count = len(entries)
         self._entries = entries
         # Storages that were sent in part or in several pieces get memory of their own. It is zeroed, and only pages
         # that are written take memory: a view of a few bytes may have a storage of many gigabytes.
@@ -74,6 +79,8 @@ class StateBuilder:
         memory: Callable[[int], tuple[Any, int]],
         targets: InPlaceTargets | None = None,
         made: tuple[list[torch.Tensor | None], Sequence[int]] | None = None,
+        stand_ins: StandIns | None = None,
+        relocate: Relocate | None = None,
     ) -> Any:
         """Builds the state and returns it.
 
@@ -83,37 +90,68 @@ class StateBuilder:
             memory: returns the buffer of an entry and the offset in it
             targets: the receiver's own tensors, where it receives in place
             made: the plain tensors, ``None`` for those that do not exist yet; and the places of these in the list
+            stand_ins: where only a part of the state was read, what stands in for the rest
+            relocate: moves storages that are not the receiver's own to the device where they belong
 
         Raises:
             ProtocolError: pickle and manifest contradict each other, or a tensor cannot be built
             UnsafePickle: the pickle asks for something that is not allowed
         """
-        received, leaves = self._leaves(memory, targets, *(made or ([None] * len(self.plain), range(len(self.plain)))))
-        rows = self.manifest.storages
-        storages = self.scattered.copy()
+        plain, missing = made or ([None] * len(self.plain), range(len(self.plain)))
+        if stand_ins is not None:
+            missing = [number for number in missing if number in stand_ins.leaves]
+        received, leaves = self._leaves(memory, targets, plain, missing, relocate)
+        storages: dict[int, torch.UntypedStorage] = {}
 
         def storage(k: int) -> torch.UntypedStorage:
             if k not in storages:
-                if not 0 <= k < len(rows):
-                    raise ProtocolError(f"the source's pickle refers to storage {k}, which does not exist")
-                nbytes, pieces = rows[k]
-                if nbytes == 0:
-                    storages[k] = torch.UntypedStorage(0)
+                if stand_ins is not None and k not in stand_ins.storages:
+                    return stand_ins.storage(k)
+                nbytes, entry, number = self.storage(k)
+                if number is not None:
+                    storages[k] = received[number].untyped_storage()
+                elif k in self.scattered or not nbytes:
+                    storages[k] = self.scattered.get(k, torch.UntypedStorage(0))
                 else:
-                    entry = pieces[0][0]
-                    number = bisect_left(self.plain, entry)
-                    if number < len(self.plain) and self.plain[number] == entry:
-                        storages[k] = received[number].untyped_storage()
-                    else:
-                        storages[k] = storage_over(*memory(entry), nbytes)
+                    storages[k] = storage_over(*memory(entry), nbytes)
+                if relocate is not None and number is None:
+                    storages[k] = relocate(storages[k])
             return storages[k]
 
-        objects = pickling.load(pickled, allowed, leaves, storage, self.manifest.needs) if pickled else []
-        if len(objects) != self.manifest.objects:
-            raise ProtocolError(f"the source announced {self.manifest.objects} objects but sent {len(objects)}")
+        known = leaves if stand_ins is None else stand_ins.among(leaves)
+        objects = self.objects(pickled, allowed, known, storage)
 
         take = targets.take if targets is not None else None
         return tree.unflatten(self.manifest.tree, leaves, objects, take, allowed.defaultdict)
+
+    def objects(
+        self,
+        pickled: bytes,
+        allowed: Allowed,
+        leaves: Sequence[torch.Tensor],
+        storage: Callable[[int], torch.UntypedStorage],
+    ) -> list[Any]:
+        """Returns the objects of the pickle; raises as :meth:`build` does."""
+        objects = pickling.load(pickled, allowed, leaves, storage, self.manifest.needs) if pickled else []
+        if len(objects) != self.manifest.objects:
+            raise ProtocolError(f"the source announced {self.manifest.objects} objects but sent {len(objects)}")
+        return objects
+
+    def storage(self, k: int) -> tuple[int, int, int | None]:
+        """Returns the size of a storage, its first entry, and the number of the plain tensor that fills it, if any.
+
+        Raises:
+            ProtocolError: there is no such storage
+        """
+        rows = self.manifest.storages
+        if not 0 <= k < len(rows):
+            raise ProtocolError(f"the source's pickle refers to storage {k}, which does not exist")
+        nbytes, pieces = rows[k]
+        if not nbytes or k in self.scattered:
+            return nbytes, -1, None
+        entry = pieces[0][0]
+        number = bisect_left(self.plain, entry)
+        return nbytes, entry, number if number < len(self.plain) and self.plain[number] == entry else None
 
     def _leaves(
         self,
@@ -121,6 +159,7 @@ class StateBuilder:
         targets: InPlaceTargets | None,
         made: list[torch.Tensor | None],
         missing: Sequence[int],
+        relocate: Relocate | None,
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Returns the tensors over the received memory, and the leaves for the state: these tensors or Parameters."""
         flags = self.manifest.flags
@@ -136,12 +175,103 @@ class StateBuilder:
                     made[number] = over(buffer, offset, DTYPES[self.dtypes[i]], self.shapes[i], size)
                 except (RuntimeError, OverflowError, TypeError, ValueError) as e:
                     raise ProtocolError(f"entry {i} of the source's state cannot be made a tensor: {e}") from e
+        if relocate is not None:
+            for number, value in enumerate(made):
+                if value is not None and self.plain[number] not in direct:
+                    made[number] = _relocated(value, relocate)
         received = cast("list[torch.Tensor]", made)
         if not flags:
             return received, received
         leaves = received.copy()
         for number, flag in enumerate(flags):
-            if flag != "0" and self.plain[number] not in direct:
+            if flag != "0" and self.plain[number] not in direct and made[number] is not None:
                 leaf = leaves[number]
                 leaves[number] = leaf.requires_grad_() if flag == "2" else parameter(leaf, flag == "3")
         return received, leaves
+
+
+def _relocated(value: torch.Tensor, relocate: Relocate) -> torch.Tensor:
+    storage = value.untyped_storage()
+    moved = relocate(storage)
+    if moved is storage:
+        return value
+    return torch.empty(0, dtype=value.dtype, device=moved.device).set_(moved, 0, value.shape, value.stride())
+
+
+class StandIns:
+    """Memory in place of bytes that are not read, because no object that is wanted needs them.
+
+    The pickle of a state is one, so all its objects are built, those that nobody wants among them. What stands in for
+    their bytes takes address space, and no page of memory as long as nothing is written to it.
+
+    Args:
+        builder: builds the state
+
+    Attributes:
+        leaves: the numbers of the plain tensors that are read
+        storages: the numbers of the storages that are read
+    """
+
+    def __init__(self, builder: StateBuilder) -> None:
+        self.leaves: set[int] = set()
+        self.storages: set[int] = set()
+        self._builder = builder
+        self._made: dict[int, torch.Tensor] = {}
+        self._storages = dict(builder.scattered)
+        self._leaf_of: dict[int, int] = {}
+        self._number_of = {storage_key(storage): k for k, storage in self._storages.items()}
+
+    def leaf(self, number: int) -> torch.Tensor:
+        """Returns what stands in for a plain tensor."""
+        if number not in self._made:
+            builder, i = self._builder, self._builder.plain[number]
+            storage = torch.UntypedStorage(builder.size(i))
+            value = torch.empty(0, dtype=DTYPES[builder.dtypes[i]], device="cpu").set_(storage, 0, builder.shapes[i])
+            self._made[number] = value
+            self._leaf_of[storage_key(value.untyped_storage())] = number
+        return self._made[number]
+
+    def storage(self, k: int) -> torch.UntypedStorage:
+        """Returns what stands in for a storage.
+
+        Raises:
+            ProtocolError: there is no such storage
+        """
+        if k not in self._storages:
+            nbytes, _, number = self._builder.storage(k)
+            storage = torch.UntypedStorage(nbytes) if number is None else self.leaf(number).untyped_storage()
+            self._storages[k] = storage
+            self._number_of[storage_key(storage)] = k
+        return self._storages[k]
+
+    def among(self, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Returns ``leaves`` with stand-ins for those that were not read."""
+        return _Leaves(leaves, self, len(self._builder.plain))
+
+    def want(self, leaves: set[int], storages: set[int]) -> list[int]:
+        """Notes what is read: plain tensors by number, and the storages behind objects, by identity.
+
+        Returns:
+            The entries that are not read.
+        """
+        self.leaves = leaves | {self._leaf_of[key] for key in storages if key in self._leaf_of}
+        self.storages = {self._number_of[key] for key in storages if key in self._number_of}
+        rows = self._builder.manifest.storages
+        needed = {self._builder.plain[number] for number in self.leaves}
+        needed |= {entry for k in self.storages for entry, _ in rows[k][1]}
+        return [i for i in range(self._builder.count) if i not in needed]
+
+
+class _Leaves(Sequence[torch.Tensor]):
+    """The plain tensors of a state of which only a part was read."""
+
+    def __init__(self, leaves: Sequence[torch.Tensor], stand_ins: StandIns, count: int) -> None:
+        self._leaves = leaves
+        self._stand_ins = stand_ins
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, number: Any) -> Any:
+        return self._leaves[number] if number in self._stand_ins.leaves else self._stand_ins.leaf(number)

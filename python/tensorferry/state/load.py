@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 
 from .. import _gc
-from .._native import Remote, Report
-from ..errors import ProtocolError
+from .._native import Remote, Report, Stored
+from ..errors import ProtocolError, TensorferryError
 from ..memory.bounce import BounceBuffers
 from ..memory.tensors import DTYPES
 from ..net.report import InPlace
+from . import tree
 from .allowlist import Allowed
-from .build import StateBuilder
+from .build import Relocate, StandIns, StateBuilder
 from .in_place import InPlaceTargets
 from .manifest import Manifest
+from .part import Part, storages_of
 
 
 def receive(
-    remote: Remote, allowed: Allowed, live: Callable[[], InPlaceTargets] | None, bounce: BounceBuffers
+    remote: Remote | Stored,
+    allowed: Allowed,
+    live: Callable[[], InPlaceTargets] | None,
+    bounce: BounceBuffers,
+    relocate: Relocate | None = None,
 ) -> tuple[Any, Report, InPlace | None]:
     """Fetches the checkpoint ``remote`` and builds the state.
 
@@ -29,6 +35,7 @@ def receive(
         allowed: the globals that its pickle may name
         live: returns the receiver's own tensors to be filled in place; ``None`` receives into fresh memory
         bounce: the buffers through which bytes reach an accelerator
+        relocate: moves storages that are not the receiver's own to the device where they belong
 
     Returns:
         The state, a report of the transfer, and how the live state matched, if there was one.
@@ -39,25 +46,104 @@ def receive(
         UnsafePickle: its pickle asks for something that is not allowed
         TensorferryError: the transfer failed
     """
+    with _gc.gc_paused():
+        builder, pickled = begin(remote)
+    return _receive(remote, builder, pickled, allowed, live, bounce, None, relocate)
+
+
+def receive_part(
+    stored: Stored,
+    allowed: Allowed,
+    asking: Any,
+    bounce: BounceBuffers,
+    relocate: Relocate | None = None,
+    strict: bool = False,
+    kept: Collection[int] | None = None,
+) -> tuple[Any, list[str]]:
+    """Reads from a container at rest what the state ``asking`` asks for (``part.py``), into its tensors.
+
+    Args:
+        stored: an opened container
+        allowed: the globals that its pickle may name
+        asking: the state, of which only the tensors are changed
+        bounce: the buffers through which bytes reach an accelerator
+        relocate: as for :func:`receive`
+        strict: refuses a container that lacks paths of ``asking``
+        kept: the identities of values in ``asking`` that are left as they are
+
+    Returns:
+        What there is of it, with the tensors of ``asking``; and the paths that the container does not have.
+
+    Raises:
+        StateMismatch: the two differ in types, dtypes or shapes, or ``strict`` is set and paths are missing; nothing
+            was overwritten then
+        TensorferryError: as for :func:`receive`
+    """
+    with _gc.gc_paused():
+        builder, pickled = begin(stored)
+        stand_ins = StandIns(builder)
+        try:
+            objects = builder.objects(pickled, allowed, stand_ins.among([]), stand_ins.storage)
+        except TensorferryError:
+            # Some objects cannot be built before the bytes of their tensors are here: sparse tensors check their
+            # indices. What is really wrong with the pickle shows again.
+            objects = None
+        if objects is None:
+            whole, _, _ = _receive(stored, builder, pickled, allowed, None, bounce, None, None)
+            flat = tree.flatten(whole)
+            part = Part(flat.tree, flat.objects, asking, strict, kept)
+            chosen = tree.unflatten(part.tree, flat.plain, flat.objects)
+            return InPlaceTargets(asking, bounce.accelerator).fill(chosen), part.missing
+        part = Part(builder.manifest.tree, objects, asking, strict, kept)
+        storages = storages_of([objects[number] for number in part.objects])
+        del objects
+        builder.manifest.tree = part.tree
+        stored.leave_out(stand_ins.want(part.leaves, storages))
+
+    def live() -> InPlaceTargets:
+        return InPlaceTargets(asking, bounce.accelerator, may_stage=True)
+
+    state, _, _ = _receive(stored, builder, pickled, allowed, live, bounce, stand_ins, relocate)
+    return state, part.missing
+
+
+def begin(remote: Remote | Stored) -> tuple[StateBuilder, bytes]:
+    """Returns a builder for the state in an opened container, and the pickle of its objects.
+
+    Raises:
+        ProtocolError: what the container holds is not a state
+    """
     manifest, layout = remote.manifest, remote.tree
     if manifest is None or layout is None:
         raise ProtocolError(
             "the source does not serve the state of an HTTPTransport: load what a PeerWriter publishes with a "
             "PeerReader, and a file that tensorferry did not write with safetensors"
         )
-    pickled = remote.pickle or b""
     for dtype, name in remote.kinds.items():
         if dtype not in DTYPES:
             raise ProtocolError(f"entry {name!r} has dtype {dtype}, which this version does not support")
+    return StateBuilder(Manifest(manifest, layout), remote, remote.plain), remote.pickle or b""
+
+
+def _receive(
+    remote: Remote | Stored,
+    builder: StateBuilder,
+    pickled: bytes,
+    allowed: Allowed,
+    live: Callable[[], InPlaceTargets] | None,
+    bounce: BounceBuffers,
+    stand_ins: StandIns | None,
+    relocate: Relocate | None,
+) -> tuple[Any, Report, InPlace | None]:
+    """Fetches what the state of ``builder`` needs, and builds it."""
     with _gc.gc_paused():
-        builder = StateBuilder(Manifest(manifest, layout), remote, remote.plain)
         targets = live() if live is not None else None
         if targets is not None:
             targets.assign(builder, remote.names)
         addresses = builder.scattered_entries()
         if targets is not None:
             addresses |= targets.places
-    places = [addresses.get(i) for i in range(len(remote))] if addresses else None
+    places = [addresses.get(i) for i in range(builder.count)] if addresses else None
     if targets is not None and targets.staged:
         waves = remote.staged(places, list(targets.staged), bounce.size(targets.staged))
         bounce.bring(waves, targets.staged)
@@ -73,7 +159,7 @@ def receive(
 
     with _gc.gc_paused():
         made = arena.tensors(torch.Tensor)
-        state = builder.build(pickled, allowed, memory, targets, made)
+        state = builder.build(pickled, allowed, memory, targets, made, stand_ins, relocate)
         if targets is not None:
             targets.write()
     return state, report, None if targets is None else targets.fit

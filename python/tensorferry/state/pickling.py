@@ -13,7 +13,7 @@ import pickle
 import sys
 import types
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -215,7 +215,7 @@ def _blame(flat: Flat, error: Exception) -> UnsupportedLeaf:
 def load(
     data: bytes,
     allowed: Allowed,
-    leaves: list[torch.Tensor],
+    leaves: Sequence[torch.Tensor],
     storage: Callable[[int], torch.UntypedStorage],
     needs: dict[str, str],
 ) -> list[Any]:

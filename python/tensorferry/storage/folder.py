@@ -26,6 +26,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import re
 import secrets
@@ -40,6 +41,8 @@ from ..errors import IncompleteCheckpoint, InvalidArgument, ProtocolError, Syste
 from . import commits, reserved
 from .commits import Commit
 from .container import Container
+
+logger = logging.getLogger("tensorferry")
 
 #: The file that makes a folder a checkpoint.
 INDEX = "index.safetensors"
@@ -76,10 +79,6 @@ class SaveId:
     def new(cls, rank: int = 0, world_size: int = 1, step: int | None = None) -> SaveId:
         """Returns the id of a new save, which the other ranks are to take over."""
         return cls(secrets.token_hex(6), time.time_ns(), rank, world_size, step)
-
-    def of_rank(self, rank: int) -> SaveId:
-        """Returns the same save as ``rank`` names it."""
-        return dataclasses.replace(self, rank=rank)
 
 
 @dataclass(frozen=True)
@@ -139,6 +138,11 @@ def read_index(folder: Path) -> Index:
         if isinstance(e, TensorferryError):
             raise
         raise ProtocolError(f"{path}: its index cannot be read ({type(e).__name__}: {e})") from e
+
+
+def missing_files(folder: Path, index: Index) -> list[str]:
+    """Returns the names of files of the checkpoint in ``folder`` that are not there."""
+    return [name for name, _ in index.files.values() if not (folder / name).is_file()]
 
 
 def _left_in(folder: Path) -> str:
@@ -249,9 +253,6 @@ class FolderSave:
         """Unlocks the file of this rank."""
         self._written = None
 
-    def _committed(self) -> bool:
-        return committed_save(self.folder) == self.save.save
-
     def _files_of_all(self, check: Callable[[], None]) -> list[str]:
         found: dict[int, str] = {}
 
@@ -265,7 +266,21 @@ class FolderSave:
         return [found[rank] for rank in range(self.save.world_size)]
 
     def _wait_for_index(self, check: Callable[[], None]) -> None:
-        self._wait(lambda names: INDEX in names and self._committed(), check, lambda: [0])
+        seen: tuple[int, int] | None = None
+
+        def complete(names: list[str]) -> bool:
+            nonlocal seen
+            if INDEX not in names:
+                return False
+            try:
+                about = os.stat(self.folder / INDEX)
+            except OSError:
+                return False
+            # Read once: it may be long, and that of an earlier save may stay for minutes.
+            before, seen = seen, (about.st_ino, about.st_mtime_ns)
+            return seen != before and committed_save(self.folder) == self.save.save
+
+        self._wait(complete, check, lambda: [0])
         # Rank 0 may be about to do so; this rank must not say that it is done before.
         try:
             _sync(self.folder)
@@ -435,30 +450,45 @@ def remove_checkpoint(folder: Path) -> None:
             folder.rmdir()
 
 
-def keep_last(root: Path, count: int, newest: Path) -> None:
-    """Removes all checkpoints directly below ``root`` but the last ``count``, and what killed saves and removals left.
+def keep_last(count: int, newest: Path) -> None:
+    """Removes the oldest checkpoints of a series but the last ``count``, and what killed saves and removals left of it.
+
+    A series is the folders beside ``newest`` whose names differ from its name in numbers only, such as ``step-100`` and
+    ``step-200``. A folder without a number in its name is a series of its own: what is beside it may be another job's.
+
+    It raises nothing, since the checkpoint that was just saved is complete: what cannot be removed is logged.
 
     Args:
-        root: the folder of the checkpoints' folders
         count: how many stay
         newest: the folder of the checkpoint that was just saved; it stays
     """
-    found = [folder for folder, _ in checkpoints(root)]
+    series = _series(newest)
+    if series == newest.name:
+        return
+    try:
+        found = [folder for folder, _ in checkpoints(newest.parent) if _series(folder) == series]
+    except TensorferryError as e:
+        logger.warning("older checkpoints are not removed: %s", e)
+        return
     others = [folder for folder in found if folder != newest]
     for folder in others[: max(len(others) - (count - 1), 0)]:
         remove_checkpoint(folder)
     with contextlib.suppress(OSError):
         now = os.stat(newest / INDEX).st_mtime
-        for entry in list(os.scandir(root)):
+        for entry in list(os.scandir(newest.parent)):
             folder = Path(entry.path)
-            if entry.is_dir(follow_symlinks=False) and folder not in found and not (folder / INDEX).exists():
+            if entry.is_dir(follow_symlinks=False) and folder not in found and _series(folder) == series:
                 _remove_remains(folder, now)
+
+
+def _series(folder: Path) -> str:
+    return re.sub(r"[0-9]+", "#", folder.name)
 
 
 def _remove_remains(folder: Path, now: float) -> None:
     """Removes a folder in which nothing is but files of saves that were killed."""
     names = os.listdir(folder)
-    if names and all(commits.is_ours(name) for name in names):
+    if INDEX not in names and names and all(commits.is_ours(name) for name in names):
         commits.remove_leftovers(folder, now, None, set(), lambda: set())
         with contextlib.suppress(OSError):
             folder.rmdir()

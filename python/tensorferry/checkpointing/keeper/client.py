@@ -34,6 +34,7 @@ from ...errors import (
     ProtocolError,
     SystemRefused,
     TensorferryError,
+    TransportClosed,
 )
 from ...net.metadata import encrypted
 from ...net.secret import shared_secret
@@ -41,6 +42,7 @@ from ...storage.folder import Index, read_index
 from .. import handover
 from ..handover import Handover, Message
 from .choice import choose
+from .fetching import fetch_snapshot
 from .kept_memory import kept_state
 from .place import DEFAULT_NAME, find_socket, keeper_name
 from .snapshot import Snapshot, snapshot
@@ -103,6 +105,7 @@ class Keeper:
         self._sock: socket.socket | None = None
         self._offers: collections.deque[_Offer] = collections.deque()
         self._was_missed = False
+        self._is_closed = False
         if _validate.boolean("start", start):
             self._start()
 
@@ -133,16 +136,16 @@ class Keeper:
             fields = {name: given.fields.get(name) for name in _FIELDS}
             fields["job"] = self._job or job_of(str(given.fields.get("path")))
             with self._lock:
+                if self._is_closed:
+                    raise TransportClosed("this keeper was closed")
                 sock = self._sock or self._open()
                 self._offers.append(offer)
                 try:
                     handover.send(sock, Handover("keep", fields, given.rows, given.control, given.buffers))
                 except BaseException:
+                    # Nothing of it was sent.
                     with contextlib.suppress(ValueError):
                         self._offers.remove(offer)
-                    # Half an answer would be taken for one to the next offer.
-                    with contextlib.suppress(OSError):
-                        sock.shutdown(socket.SHUT_RDWR)
                     raise
             self._was_missed = False
         except Exception as e:
@@ -169,10 +172,10 @@ class Keeper:
             except (OSError, TensorferryError) as e:
                 logger.debug("the keeper %s is gone: %s", self.name, e)
         with self._lock:
-            if self._sock is sock:
-                self._sock = None
-            offers = list(self._offers) if self._sock is None else []
-            if self._sock is None:
+            self._sock = None
+            # After close(), the keeper holds what it was given: the memory is not to be used again.
+            offers = [] if self._is_closed else list(self._offers)
+            if not self._is_closed:
                 self._offers.clear()
         sock.close()
         if offers:
@@ -297,11 +300,11 @@ class Keeper:
         if answer.kind == "refused":
             raise InvalidArgument(str(answer.fields.get("error")))
 
-    def open(self, about: Snapshot, timeout: timedelta = timedelta(minutes=10)) -> Stored | Remote | None:
-        """Returns a snapshot of the list that :meth:`held` gives, to be fetched and verified.
+    def open(self, about: Snapshot, timeout: timedelta = timedelta(minutes=10)) -> Stored | None:
+        """Returns a snapshot of the list that :meth:`held` gives, to be read.
 
-        It is the memory itself if this keeper holds it; the keeper does not let it go before the result is dropped. If
-        only a buddy holds it, it comes from there over HTTP.
+        If this keeper holds it, it is that memory, verified when it is read; the keeper does not let it go before the
+        result is dropped. If only a buddy holds it, it is fetched from there, and verified.
 
         Args:
             about: the snapshot
@@ -319,7 +322,12 @@ class Keeper:
             if self._tls:
                 encrypted([about.metadata])
             seconds = _validate.seconds("timeout", timeout)
-            return Remote.open([about.metadata], about.step, timeout=seconds, secret=self._secret)
+            remote = Remote.open([about.metadata], about.step, timeout=seconds, secret=self._secret)
+            try:
+                rows, buffer = fetch_snapshot(remote, lambda _: None)
+            finally:
+                remote.close()
+            return Stored.over(rows, [], buffer)
         with contextlib.ExitStack() as stack:
             question = stack.enter_context(_Question(self.name))
             question.send(Message("take", {"job": about.job, "save_id": about.save_id, "rank": about.rank}))
@@ -341,7 +349,7 @@ class Keeper:
 
     def prefer(
         self, path: str | os.PathLike[str], rank: int, world_size: int, agreed: str | None = None
-    ) -> Stored | Remote | None:
+    ) -> Stored | None:
         """Returns the checkpoint at ``path`` out of memory, ``None`` if it is to be loaded from the disk.
 
         It is taken from this node's keeper, or from one of its buddies; ``choice.choose`` says when. Nothing is raised:
@@ -370,11 +378,18 @@ class Keeper:
         return None
 
     def close(self) -> None:
-        """Ends the connection of a trainer that saves. What the keeper holds stays there."""
+        """Ends the connection of a trainer that saves; nothing can be offered any more.
+
+        What the keeper holds stays there. So its memory is not to be used again: ``released`` is not called for it, and
+        this object holds on to it.
+        """
         if os.getpid() != self._pid:
             return
         with self._lock:
+            self._is_closed = True
             if (sock := self._sock) is not None:
+                with contextlib.suppress(OSError, TensorferryError):
+                    handover.send(sock, Message("farewell"))
                 with contextlib.suppress(OSError):
                     sock.shutdown(socket.SHUT_RDWR)
 
@@ -489,7 +504,7 @@ def _connect(name: str) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         sock.settimeout(_OFFER_S)
-        sock.connect(os.fspath(path))
+        _queue_at(sock, path)
         _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     except OSError as e:
         sock.close()
@@ -498,6 +513,19 @@ def _connect(name: str) -> socket.socket:
         sock.close()
         raise SystemRefused(f"the keeper at {path} is user {uid}'s, not this user's")
     return sock
+
+
+def _queue_at(sock: socket.socket, path: Path) -> None:
+    deadline = time.monotonic() + _OFFER_S
+    while True:
+        try:
+            sock.connect(os.fspath(path))
+            return
+        except BlockingIOError:
+            # Many wait to be accepted, and a socket with a timeout is not queued behind them.
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.005)
 
 
 def _committed(folder: Path) -> Index | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import weakref
@@ -9,9 +10,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..._native import Rows, Server, SharedBuffer, Shelf, Stored
-from ...errors import ProtocolError, TensorferryError
+from ...errors import ProtocolError
 from ...storage.container import Container
 from ..handover import Handover
+
+logger = logging.getLogger("tensorferry")
 
 #: The control entry of a message in which the checksums of a snapshot travel; it is none of the container's.
 _DIGESTS = "digests"
@@ -139,6 +142,7 @@ class Digester:
         while (memory := self._queue.get()) is not None:
             try:
                 memory.digests = memory.compute_digests()
-            except TensorferryError:
+            except Exception:
+                logger.exception("a snapshot has no checksums")
                 memory.digests = b""
             self._done(memory)

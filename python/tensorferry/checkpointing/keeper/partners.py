@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ..._native import Remote, Rows, SharedBuffer
 from ...errors import SourceChanged, SourceRefused, TensorferryError
 from . import index
+from .fetching import fetch_snapshot
 from .generations import NoRoom
 from .snapshot import LOCAL, Snapshot
 
@@ -33,8 +34,6 @@ _LONGEST_INTERVAL_S = 30.0
 #: Seconds that fetching the list may take, and a snapshot.
 _LIST_S = 10.0
 _FETCH_S = 600.0
-#: Entries lie at multiples of this, as in the trainer's own copy.
-_ALIGNMENT = 64
 
 T = TypeVar("T")
 
@@ -143,41 +142,37 @@ class Partner(threading.Thread):
             [about.metadata], about.step, timeout=_FETCH_S, same_host=options.same_host, secret=options.secret
         )
         self._remote = remote
-        reserved = 0
+        reserved: list[int] = []
+
+        def reserve(size: int) -> None:
+            self._call(lambda: self._reserve(about, size))
+            reserved.append(size)
+
         try:
             # stop() may have come too early to see it.
             if self._stopped.is_set():
                 return
-            offsets, size = _lay_out(remote.sizes)
-            self._call(lambda: self._reserve(about, size))
-            reserved = size
-            buffer = SharedBuffer(size)
             began = time.monotonic()
-            remote.fetch([buffer.address + at for at in offsets])
+            rows, buffer = fetch_snapshot(remote, reserve)
             seconds = time.monotonic() - began
-            rows = Rows(object, object, {}, native=False)
-            for name, dtype, shape, nbytes, at in zip(
-                remote.names, remote.dtypes, remote.shapes, remote.sizes, offsets, strict=True
-            ):
-                rows.append(buffer, name, dtype, shape, buffer.address + at, nbytes, 0)
             copied = replace(about, origin=self._host)
             self._call(lambda: self._keep(copied, rows, buffer))
-            reserved = 0
+            reserved.clear()
             logger.info(
                 "step %d of rank %d of %s is copied from %s: %d bytes in %.3f s",
                 about.step,
                 about.rank,
                 about.job,
                 self._host,
-                size,
+                len(buffer),
                 seconds,
             )
         finally:
             self._remote = None
             remote.close()
-            if reserved:
+            for size in reserved:
                 with contextlib.suppress(TensorferryError):
-                    self._call(lambda: self._keeper.generations.reserve(-size))
+                    self._call(functools.partial(self._keeper.generations.reserve, -size))
 
     def _reserve(self, about: Snapshot, size: int) -> None:
         self._keeper.make_room(replace(about, origin=self._host), size)
@@ -208,12 +203,3 @@ class Partner(threading.Thread):
             if error is not None:
                 raise error
             return value  # type: ignore[return-value]
-
-
-def _lay_out(sizes: list[int]) -> tuple[list[int], int]:
-    """Returns where entries of ``sizes`` bytes lie in one buffer, and its size."""
-    offsets, at = [], 0
-    for size in sizes:
-        offsets.append(at)
-        at += -(-size // _ALIGNMENT) * _ALIGNMENT
-    return offsets, max(at, 1)

@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import resource
+import select
 import selectors
 import signal
 import socket
@@ -46,7 +47,7 @@ _GREETING_S = 5.0
 #: Most snapshots, of however many jobs; and descriptors that are kept for other things than their memory.
 _MOST_SNAPSHOTS = 1024
 _OTHER_DESCRIPTORS = 2 * _MOST_CLIENTS
-#: Messages handled for one client before others have a turn.
+#: Messages handled for one client, and clients accepted, before others have a turn.
 _TURN = 16
 #: Most messages queued for a client that does not read.
 _MOST_QUEUED = 4096
@@ -58,6 +59,8 @@ _LENT_S = 300.0
 _PATIENCE_S = 5.0
 #: The least scheduling weight of trainers is more than three times this (``nice``).
 _NICE = 5
+#: Seconds between the end of a trainer's connection and that of the trainer.
+_ENDING_S = 2.0
 #: Seconds that an answer which waits for partners may take.
 _ASK_S = 10.0
 
@@ -99,6 +102,26 @@ class _Client:
         #: What it was given to read.
         self.borrowed: dict[tuple[str, str, int], Kept[KeptMemory]] = {}
         self.is_open = True
+        #: Whether it has promised to leave what it gave alone.
+        self.has_left = False
+        #: By which the end of the process shows; ``None`` where it cannot be told, as in another container.
+        self.process: int | None = None
+        with contextlib.suppress(OSError):
+            self.process = os.pidfd_open(pid)
+
+    def has_ended(self) -> bool:
+        """Whether the process is gone, and so cannot write to what it gave."""
+        if self.process is None:
+            return True
+        poll = select.poll()
+        poll.register(self.process, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def forget(self) -> None:
+        """Closes what is left when the process is gone, or need not be watched."""
+        if self.process is not None:
+            os.close(self.process)
+            self.process = None
 
 
 class KeeperProcess:
@@ -136,6 +159,8 @@ class KeeperProcess:
             end.setblocking(False)
         self._calls: collections.deque[Callable[[], object]] = collections.deque()
         self._clients: set[_Client] = set()
+        #: Clients whose connection has ended and whose process has not.
+        self._suspects: dict[_Client, float] = {}
         self._counts: collections.Counter[tuple[str, int]] = collections.Counter()
         #: What was evicted and whose trainer is to be told when its memory is free, and how long that may take.
         self._going: dict[Kept[KeptMemory], float] = {}
@@ -194,7 +219,7 @@ class KeeperProcess:
         self._look_at_clocks()
 
     def _patience(self) -> float:
-        return 0.0 if self._calls else 1.0
+        return 0.0 if self._calls else 0.05 if self._suspects else 1.0
 
     def _run_calls(self) -> None:
         # Only those that are there now: calls may add calls.
@@ -215,6 +240,7 @@ class KeeperProcess:
                     logger.warning("%s was evicted and is still read after %d s", _named(kept.about), _LENT_S)
                     kept.lent = 0
                 self._cut(kept)
+        self._look_at_suspects(now)
         for client in [c for c in self._clients if not c.has_spoken and now - c.since > _GREETING_S]:
             self._disconnect(client)
         for client, message, deadline, partners in list(self._waiting):
@@ -232,10 +258,16 @@ class KeeperProcess:
     # Clients.
 
     def _accept(self) -> None:
+        for _ in range(_TURN):
+            if not self._accept_one():
+                return
+
+    def _accept_one(self) -> bool:
+        """Accepts a client; returns whether there may be more."""
         try:
             sock, _ = self._listener.accept()
         except BlockingIOError:
-            return
+            return False
         except OSError as e:
             # Out of descriptors, mostly. One that has said nothing makes room.
             logger.warning("a client could not be accepted: %s", e)
@@ -244,24 +276,27 @@ class KeeperProcess:
                 self._disconnect(min(silent, key=lambda client: client.since))
             else:
                 time.sleep(0.02)
-            return
+            return False
         sock.setblocking(False)
         pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
         if uid != os.geteuid():
             logger.warning("process %d of user %d was turned away: this keeper is user %d's", pid, uid, os.geteuid())
             sock.close()
-            return
+            return True
         if len(self._clients) >= _MOST_CLIENTS:
             silent = [client for client in self._clients if not client.has_spoken]
             if not silent:
                 sock.close()
-                return
+                return True
             self._disconnect(min(silent, key=lambda client: client.since))
         client = _Client(sock, pid)
         self._clients.add(client)
         self._selector.register(sock, selectors.EVENT_READ, client)
+        return True
 
     def _serve(self, client: _Client, events: int) -> None:
+        if not client.is_open:
+            return
         try:
             if events & selectors.EVENT_WRITE:
                 self._flush(client)
@@ -274,18 +309,19 @@ class KeeperProcess:
         except (OSError, TensorferryError) as e:
             # Whatever a client does ends its own connection and nothing else.
             logger.warning("process %d is disconnected: %s", client.pid, e)
-            self._disconnect(client)
+            self._cast_out(client)
         except Exception:
             logger.exception("process %d is disconnected", client.pid)
-            self._disconnect(client)
+            self._cast_out(client)
 
     def _read(self, client: _Client) -> bool:
         """Handles one message of ``client``; returns whether there may be more."""
         try:
             message = handover.receive(client.sock, most_bytes=self.options.memory)
-        except handover.TooLarge as e:
+        except (handover.TooLarge, SystemRefused) as e:
             client.has_spoken = True
-            self._refuse(client, None, f"{e}: give the keeper more with --memory")
+            more = ": give the keeper more with --memory" if isinstance(e, handover.TooLarge) else ""
+            self._refuse(client, None, f"{e}{more}")
             return True
         if message is None:
             self._disconnect(client)
@@ -304,6 +340,8 @@ class KeeperProcess:
                 self._take_back(client, message)
             case Message(kind="buddies"):
                 self._told_buddies(client, message)
+            case Message(kind="farewell"):
+                client.has_left = True
             case Message(kind="status"):
                 self._send(client, Message("status", self.status()))
             case _:
@@ -315,7 +353,7 @@ class KeeperProcess:
             return
         if len(client.queue) >= _MOST_QUEUED:
             logger.warning("process %d is disconnected: it does not read its answers", client.pid)
-            self._disconnect(client)
+            self._cast_out(client)
             return
         client.queue.append(message)
         if len(client.queue) == 1:
@@ -335,6 +373,32 @@ class KeeperProcess:
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if client.queue else 0)
         self._selector.modify(client.sock, wanted, client)
 
+    def _cast_out(self, client: _Client) -> None:
+        """Disconnects a process that may live, and takes that as leave to write to what it gave: that goes first."""
+        client.queue.clear()
+        if not client.has_left:
+            self._drop_given(client)
+        self._disconnect(client)
+
+    def _drop_given(self, client: _Client) -> None:
+        for kept in list(client.given):
+            if kept not in self._going:
+                self._evict(kept)
+            self._cut(kept)
+        client.given.clear()
+
+    def _look_at_suspects(self, now: float) -> None:
+        """Looks after connections that ended: a trainer that died cannot write any more, one that lives may."""
+        for client, deadline in list(self._suspects.items()):
+            if not client.has_ended():
+                if now < deadline:
+                    continue
+                logger.warning("process %d left without a word and lives: what it gave is not kept", client.pid)
+                self._drop_given(client)
+            del self._suspects[client]
+            client.forget()
+            client.given.clear()
+
     def _disconnect(self, client: _Client) -> None:
         if not client.is_open:
             return
@@ -345,7 +409,11 @@ class KeeperProcess:
         client.queue.clear()
         for kept in client.given:
             kept.live = False
-        client.given.clear()
+        if client.given and not client.has_left and not client.has_ended():
+            self._suspects[client] = time.monotonic() + _ENDING_S
+        else:
+            client.forget()
+            client.given.clear()
         for kept in client.borrowed.values():
             self._give_back(kept)
         client.borrowed.clear()
@@ -421,6 +489,7 @@ class KeeperProcess:
 
     def _cut(self, kept: Kept[KeptMemory]) -> None:
         kept.body.cut()
+        self._index_is_old = True
         # What is left of it is gone as soon as the server's threads have let go of it.
         self.generations.release(kept)
         self._let_go(kept)
@@ -576,6 +645,7 @@ class KeeperProcess:
             partner.stop()
         self._digester.stop()
         for client in list(self._clients):
+            client.has_left = True
             self._disconnect(client)
         self._server.shutdown(1.0)
         self._selector.close()

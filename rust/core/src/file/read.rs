@@ -182,6 +182,11 @@ impl Container {
         Ok(report)
     }
 
+    /// Bytes of payload that have checksums, or could have some.
+    pub(super) fn covered(&self) -> u64 {
+        self.covered
+    }
+
     /// Reads what `plan`, which has blocks of a file, wants; says how many bytes of the file that took.
     pub(super) fn read_plan(&self, plan: &Plan, options: &FileOptions) -> Result<u64, Error> {
         by_chunks(plan, options, || {

@@ -161,7 +161,7 @@ impl Stored {
     ) -> Result<(Arena, Vec<Option<u64>>, FileReport), Error> {
         let addresses = destination.addresses();
         let memory = ReceiveMemory::prepare(&self.header, addresses.as_deref(), &self.absent(without)?, None)?;
-        let (plan, arena, offsets) = memory.plan(self.header.payload_len())?;
+        let (plan, arena, offsets) = memory.plan(self.payload_len())?;
         let report = self.read(plan, options)?;
         Ok((arena, offsets, report))
     }
@@ -179,8 +179,17 @@ impl Stored {
         most: u64,
         options: FileOptions,
     ) -> Result<StoredWaves, Error> {
-        let waves = Waves::new(&self.header, destination, (passing, &self.absent(without)?), most, None)?;
+        let (absent, len) = (self.absent(without)?, self.payload_len());
+        let waves = Waves::new((&self.header, len), destination, (passing, &absent), most, None)?;
         Ok(StoredWaves { stored: self, waves, options, report: FileReport::default() })
+    }
+
+    /// Bytes of the payload, without the checksums at its end.
+    fn payload_len(&self) -> u64 {
+        match &self.bytes {
+            Bytes::File(container) => container.covered(),
+            Bytes::Memory { .. } => self.header.payload_len(),
+        }
     }
 
     /// The entries that get no memory: those in `without`, and the checksums.
@@ -224,7 +233,9 @@ impl Stored {
                     plan.populate(start, stop);
                     for block in first..end {
                         let digest = copy_block(&plan, block, content, *payload_start, digests.is_some());
-                        if digests.as_ref().is_some_and(|digests| digests.get(block as usize) != digest.as_ref()) {
+                        if digests.as_ref().is_some_and(|digests| {
+                            usize::try_from(block).ok().and_then(|block| digests.get(block)) != digest.as_ref()
+                        }) {
                             return Err(self.corrupt(&plan, block));
                         }
                     }

@@ -54,14 +54,14 @@ pub(crate) struct Waves {
 }
 
 impl Waves {
-    /// Waves in which the entries numbered in `passing` go by way of memory of `most` bytes, at least one MiB, that is
+    /// Waves over the first `payload_len` bytes of payload, in which the entries numbered in `passing` go by way of memory of `most` bytes, at least one MiB, that is
     /// given for each of them; those numbered in `elsewhere` are left out.
     ///
     /// # Errors
     /// [`ErrorKind::Invalid`] for an entry that the header does not have or that is named twice, and for too little
     /// memory; [`ErrorKind::System`] when there is no memory for the others.
     pub(crate) fn new(
-        header: &Header,
+        (header, payload_len): (&Header, u64),
         destination: Destination,
         (passing, elsewhere): (&[usize], &[usize]),
         most: u64,
@@ -86,7 +86,6 @@ impl Waves {
         let ReceiveMemory { arena, offsets, mut extents } = memory;
         extents.retain(|extent| extent.len > 0);
         extents.sort_unstable_by_key(|extent| extent.start);
-        let payload_len = header.payload_len();
         let ends = wave_ends(&through, payload_len, most);
         let waiting = std::iter::once(0).chain(ends.iter().copied()).zip(ends.iter().copied()).collect();
         let fresh = arena.fresh_pages().cloned();

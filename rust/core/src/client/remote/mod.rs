@@ -197,7 +197,7 @@ impl Remote {
 
     /// Waves for a receive of which the entries numbered in `passing` go by way of memory of `most` bytes.
     pub(super) fn waves(&self, destination: Destination, passing: &[usize], most: u64) -> Result<Waves, Error> {
-        Waves::new(&self.header, destination, (passing, &[]), most, self.pool.clone())
+        Waves::new((&self.header, self.header.payload_len()), destination, (passing, &[]), most, self.pool.clone())
     }
 
     pub(super) fn copy_prefix(&self, plan: &Plan) {

@@ -1,0 +1,108 @@
+"""Reads what ``torch.save`` wrote, with the allow-list."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import ProtocolError, SystemRefused, UnsafePickle
+from .allowlist import Allowed
+from .unpickling import pickle_module
+
+#: Takes the name of a storage's record and its length in bytes; returns a tensor that stands in for the storage, or
+#: ``None`` to have the record read.
+StandIn = Callable[[str, int], "torch.Tensor | None"]
+
+
+class _Archive:
+    """Torch's reader of ``torch.save`` archives, with a check of the lengths of storages."""
+
+    def __init__(self, source: io.BytesIO | str, stand_in: StandIn | None = None) -> None:
+        self._reader = torch._C.PyTorchFileReader(source)
+        self._stand_in = stand_in
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reader, name)
+
+    def get_storage_from_record(self, name: str, nbytes: int, dtype: Any) -> Any:
+        """Returns a tensor over a record, after checking its length.
+
+        torch 2.8 takes the length from the pickle and would read beyond the record.
+
+        Raises:
+            ProtocolError: the record does not have ``nbytes`` bytes
+        """
+        if self._stand_in is not None and (tensor := self._stand_in(name, nbytes)) is not None:
+            return tensor
+        has = self._size(name)
+        if has != nbytes:
+            raise ProtocolError(f"the record of a storage of {nbytes} bytes has {has} bytes")
+        return self._reader.get_storage_from_record(name, nbytes, dtype)
+
+    def _size(self, name: str) -> int:
+        # Versions of torch without it read the record to say how long it is.
+        known = getattr(self._reader, "get_record_size", None)
+        return int(known(name)) if known is not None else len(self._reader.get_record(name))
+
+
+def unpickled(data: bytes, fqn: str, allowed: Allowed) -> Any:
+    """Loads the object that ``torch.save`` has written as ``data``.
+
+    Args:
+        data: the archive
+        fqn: the object's name, for messages
+        allowed: the globals that its pickle may name
+
+    Raises:
+        UnsafePickle: the pickle asks for something that is not allowed, or ``torch.save`` does not write such data
+        ProtocolError: the data is damaged
+    """
+    return _load(io.BytesIO(data), fqn, allowed, "cpu", None)
+
+
+def load_file(path: Path, allowed: Allowed, map_location: Any = None, stand_in: StandIn | None = None) -> Any:
+    """Loads the object that ``torch.save`` has written to the file ``path``.
+
+    Args:
+        path: the file
+        allowed: the globals that its pickle may name
+        map_location: where its storages go, as ``torch.load`` has it
+        stand_in: what is used in place of storages that are not to be read
+
+    Raises:
+        UnsafePickle, ProtocolError: as for :func:`unpickled`
+        SystemRefused: the file cannot be opened
+    """
+    try:
+        with path.open("rb"):
+            pass
+    except OSError as e:
+        raise SystemRefused(e.errno, f"{path}: cannot be read: {e.strerror}") from e
+    return _load(str(path), str(path), allowed, map_location, stand_in)
+
+
+def _load(source: io.BytesIO | str, name: str, allowed: Allowed, map_location: Any, stand_in: StandIn | None) -> Any:
+    try:
+        archive = _Archive(source, stand_in)
+        is_object = archive.has_record("data.pkl") and not archive.has_record("constants.pkl")
+    except Exception:  # A malformed archive can raise anything.
+        is_object = False
+    if not is_object:
+        raise UnsafePickle(
+            f"{name} is an object that torch.save did not write: pass trust_pickle=True to the reader if you trust the "
+            "job that saved it"
+        )
+    module = pickle_module(allowed, lambda _: name)
+    try:
+        # This is what torch.load does with an archive of torch.save. torch.load itself would determine the kind of
+        # archive once more, and it runs the code of a TorchScript archive. Only one reader may search the archive for
+        # its directory: two readers may find different ones.
+        return torch.serialization._load(archive, map_location, module, encoding="utf-8")
+    except UnsafePickle:
+        raise
+    except Exception as e:
+        raise ProtocolError(f"{name} cannot be read ({type(e).__name__}: {e})") from e

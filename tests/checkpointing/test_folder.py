@@ -1,0 +1,352 @@
+"""The folder of a checkpoint: several ranks commit it or nobody does, and old ones are removed in the right order."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from checkpoint_files import files_in, tensors_of
+from tensorferry.checkpointing import AsyncCheckpointer, SyncCheckpointer
+from tensorferry.errors import (
+    CorruptCheckpoint,
+    IncompleteCheckpoint,
+    InvalidArgument,
+    ProtocolError,
+    SystemRefused,
+    TensorferryError,
+)
+from tensorferry.memory.tensors import no_rows
+from tensorferry.storage import commits, folder, reserved
+from tensorferry.storage.commits import Commit
+from tensorferry.storage.container import Container
+from tensorferry.storage.folder import FolderSave, SaveId, checkpoints, read_index
+
+pytestmark = pytest.mark.timeout(120)
+WAIT_S = 60
+
+
+def agreement(world_size: int):
+    """Returns for each rank a function that gives all of them what rank 0 passes."""
+    barrier, said = threading.Barrier(world_size), [None]
+
+    def of_rank(rank: int):
+        def agree(value):
+            if rank == 0:
+                said[0] = value
+            barrier.wait(WAIT_S)
+            agreed = said[0]
+            barrier.wait(WAIT_S)
+            return agreed
+
+        return agree
+
+    return [of_rank(rank) for rank in range(world_size)]
+
+
+def on_all(world_size: int, work):
+    """Calls ``work`` with each rank on a thread of its own; returns what each returned or raised."""
+
+    def one(rank):
+        try:
+            return work(rank)
+        except Exception as e:
+            return e
+
+    with ThreadPoolExecutor(world_size) as pool:
+        return list(pool.map(one, range(world_size)))
+
+
+def checkpointers(world_size: int, kind=AsyncCheckpointer, **options):
+    agree = agreement(world_size)
+    return [kind(rank=rank, world_size=world_size, agree=agree[rank], **options) for rank in range(world_size)]
+
+
+def state_of(rank: int, value: float = 0) -> dict:
+    return {"w": torch.full((1000 * (rank + 1),), rank + 10.0 * value)}
+
+
+def close_all(opened) -> None:
+    for one in opened:
+        try:
+            one.close()
+        except TensorferryError:
+            continue
+
+
+@pytest.mark.parametrize("kind", [AsyncCheckpointer, SyncCheckpointer])
+def test_a_checkpoint_of_several_ranks_is_one_folder_that_all_of_them_commit(kind, tmp_path) -> None:
+    opened = checkpointers(3, kind)
+
+    def save(rank):
+        for value in range(3):
+            saved = opened[rank].save(tmp_path / "a", state_of(rank, value), step=value)
+            if saved is not None:
+                saved[1].result(WAIT_S)
+            # Whoever is told that it is committed finds it.
+            assert read_index(tmp_path / "a").step == value
+
+    assert on_all(3, save) == [None] * 3
+    index = read_index(tmp_path / "a")
+    assert (index.world_size, sorted(index.files)) == (3, [0, 1, 2])
+    assert files_in(tmp_path / "a") == sorted(["index.safetensors", *(name for name, _ in index.files.values())])
+    for rank in range(3):
+        assert torch.equal(tensors_of(tmp_path / "a", rank)["w"], state_of(rank, 2)["w"])
+    close_all(opened)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("kind", [AsyncCheckpointer, SyncCheckpointer])
+def test_a_rank_that_cannot_save_fails_all_of_them_at_once_with_its_text(kind, failing, tmp_path) -> None:
+    opened = checkpointers(2, kind)
+
+    def save(rank, good=True):
+        state = state_of(rank) if good or rank != failing else {"bad": threading.Lock()}
+        saved = opened[rank].save(tmp_path / "a", state)
+        return saved and saved[1].result(WAIT_S)
+
+    assert on_all(2, save) == [None, None]
+    before = read_index(tmp_path / "a")
+    began = time.monotonic()
+    failures = on_all(2, lambda rank: save(rank, good=False))
+    assert time.monotonic() - began < 30, "far from the time after which a silent rank is given up"
+    assert "lock" in str(failures[failing])
+    other = failures[1 - failing]
+    assert isinstance(other, IncompleteCheckpoint)
+    assert f"rank {failing} has failed" in str(other)
+    assert "lock" in str(other)
+    assert read_index(tmp_path / "a") == before
+    assert on_all(2, save) == [None, None]
+    assert read_index(tmp_path / "a") != before
+    close_all(opened)
+
+
+def test_the_writer_of_one_rank_is_killed_and_all_ranks_fail(tmp_path) -> None:
+    opened = checkpointers(2)
+    # Rank 0 cannot commit before its writer goes on.
+    pids = [one._saver.writer.pid for one in opened]
+    futures = on_all(2, lambda rank: opened[rank].save(tmp_path / "a", {"w": torch.zeros(32 << 20)}))
+    os.kill(pids[0], 19)
+    futures[1][0].result(WAIT_S)
+    os.kill(pids[1], 9)
+    futures[1][1].exception(WAIT_S)
+    os.kill(pids[0], 18)
+    futures = [written for _, written in futures]
+    failures = [future.exception(WAIT_S) for future in futures]
+    assert "was ended by signal 9" in str(failures[1])
+    assert "rank 1 has failed" in str(failures[0])
+    assert "was ended by signal 9" in str(failures[0])
+    with pytest.raises(IncompleteCheckpoint):
+        read_index(tmp_path / "a")
+    assert on_all(2, lambda rank: opened[rank].save(tmp_path / "a", state_of(rank))[1].result(WAIT_S)) == [None] * 2
+    close_all(opened)
+
+
+def test_a_rank_that_never_comes_is_given_up(tmp_path) -> None:
+    for rank, missing in ((0, 1), (1, 0)):
+        save = FolderSave(tmp_path, SaveId("0123456789ab", 1, rank, 2), patience=0.3)
+        save.write(Container(no_rows(), None, True))
+        with pytest.raises(IncompleteCheckpoint, match=f"rank {missing} has shown no sign of life for 0.3 s"):
+            save.commit()
+        save.close()
+
+
+def test_what_ends_the_wait_for_other_ranks_is_raised(tmp_path) -> None:
+    save = FolderSave(tmp_path, SaveId.new(0, 2))
+    save.write(Container(no_rows(), None, True))
+
+    def check() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        save.commit(check)
+
+
+def write(path: Path, value: float, **options) -> None:
+    SyncCheckpointer(**options).save(path, {"w": torch.full((100,), float(value))})
+
+
+def test_the_older_checkpoint_stays_until_the_newer_one_is_committed_and_its_files_go_then(tmp_path) -> None:
+    write(tmp_path, 1)
+    first = read_index(tmp_path)
+    save = FolderSave(tmp_path, SaveId.new())
+    save.write(Container(no_rows(), None, True))
+    assert read_index(tmp_path) == first
+    assert len(files_in(tmp_path)) == 3
+    save.commit()
+    save.close()
+    assert len(files_in(tmp_path)) == 2
+    assert read_index(tmp_path).save_id != first.save_id
+
+
+def test_a_save_that_began_later_and_finished_earlier_wins(tmp_path) -> None:
+    write(tmp_path, 0)
+    slow = FolderSave(tmp_path, SaveId.new())
+    slow.write(Container(no_rows(), None, True))
+    write(tmp_path, 2)
+    with pytest.raises(IncompleteCheckpoint, match="a save that began later has finished before this one"):
+        slow.commit()
+    slow.fail("")
+    assert tensors_of(tmp_path)["w"][0] == 2
+    assert len(files_in(tmp_path)) == 2
+
+
+def test_what_killed_saves_have_left_is_removed_by_a_later_save(tmp_path) -> None:
+    write(tmp_path, 1)
+    dead = [f"rank00000-{commits.machine()}0123456789ab.safetensors{end}" for end in ("", ".partial", ".failed")]
+    young = f"rank00001-{commits.machine()}0123456789ac.safetensors.partial"
+    foreign = "rank00001-000000000123456789ac.safetensors"
+    for name in (*dead, young, foreign, "notes.txt"):
+        (tmp_path / name).write_text("")
+        if name != young:
+            os.utime(tmp_path / name, (time.time() - 3600,) * 2)
+    write(tmp_path, 2)
+    left = set(files_in(tmp_path))
+    assert not set(dead) & left
+    assert {young, foreign, "notes.txt"} <= left, (
+        "young ones, and those of other machines, may belong to a running save"
+    )
+
+
+def test_torchs_files_are_replaced(tmp_path) -> None:
+    torch.save({"w": torch.zeros(1)}, tmp_path / "checkpoint_0.pt")
+    torch.save({"w": torch.zeros(1)}, tmp_path / "checkpoint_1.pt")
+    write(tmp_path, 1)
+    assert "checkpoint_0.pt" not in files_in(tmp_path)
+    assert "checkpoint_1.pt" in files_in(tmp_path), "that of a rank which this save does not have"
+
+
+def test_what_is_no_complete_checkpoint_is_told_apart(tmp_path) -> None:
+    with pytest.raises(IncompleteCheckpoint, match=r"it has no index.safetensors$"):
+        read_index(tmp_path)
+    with pytest.raises(IncompleteCheckpoint, match="No such file"):
+        read_index(tmp_path / "none")
+    write(tmp_path, 1)
+    (tmp_path / "index.safetensors").unlink()
+    with pytest.raises(IncompleteCheckpoint, match="only 1 files of saves that have not finished"):
+        read_index(tmp_path)
+    entry = (reserved.INDEX, b"{}")
+    for control, match in (
+        ([entry, (reserved.INDEX_FILES, Commit({}).encode())], "tensorferry.dcp.FileReader"),
+        ([(reserved.CHECKPOINT, b"{")], "cannot be read|no entry"),
+    ):
+        Container(no_rows(), None, True, control).write(tmp_path / "index.safetensors", partial=tmp_path / "p")
+        with pytest.raises(ProtocolError, match=match):
+            read_index(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"version": 2},
+        {"files": []},
+        {"files": ["other.safetensors"]},
+        {"files": None},
+        {"shards": []},
+        {"step": "a"},
+        {"files": ["../../etc/passwd"]},
+    ],
+)
+def test_an_index_that_contradicts_itself_is_refused(change, tmp_path) -> None:
+    name = "rank00000-00000000000000000000.safetensors"
+    fields = {"version": 1, "save": "0" * 12, "step": 1, "files": [name], "shards": {}, **change}
+    control = [
+        (reserved.CHECKPOINT, json.dumps(fields).encode()),
+        (reserved.INDEX_FILES, Commit({name: 1}, 5).encode()),
+    ]
+    Container(no_rows(), None, True, control).write(tmp_path / "index.safetensors", partial=tmp_path / "p")
+    with pytest.raises(ProtocolError):
+        read_index(tmp_path)
+
+
+def test_a_damaged_index_is_no_checkpoint(tmp_path) -> None:
+    write(tmp_path / "a", 1)
+    index = tmp_path / "a" / "index.safetensors"
+    data = bytearray(index.read_bytes())
+    data[data.index(b'"save"')] ^= 1
+    index.write_bytes(data)
+    with pytest.raises(CorruptCheckpoint):
+        read_index(tmp_path / "a")
+    assert checkpoints(tmp_path) == []
+
+
+def test_the_last_checkpoints_stay_and_nothing_of_others_is_removed(tmp_path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("")
+    (tmp_path / "readme").write_text("")
+    (tmp_path / "empty").mkdir()
+    for n in range(5):
+        write(tmp_path / f"step-{n}", n, keep_last=2)
+        (tmp_path / f"step-{n}" / "tokenizer.json").write_text("")
+    assert [path.name for path, _ in checkpoints(tmp_path)] == ["step-3", "step-4"]
+    assert files_in(tmp_path / "step-1") == ["tokenizer.json"]
+    assert files_in(tmp_path / "mine") == ["notes.txt"]
+    # What is beside them and has another name, or a name without a number, is another job's.
+    write(tmp_path / "best", 7, keep_last=1)
+    write(tmp_path / "run-1-step-9", 7, keep_last=1)
+    assert [path.name for path, _ in checkpoints(tmp_path)] == ["step-3", "step-4", "best", "run-1-step-9"]
+    # A folder that is saved into again is the newest, and the others are the older ones.
+    write(tmp_path / "step-3", 9, keep_last=1)
+    assert [path.name for path, _ in checkpoints(tmp_path)] == ["best", "run-1-step-9", "step-3"]
+
+
+def test_a_removal_that_is_interrupted_leaves_no_checkpoint_and_is_finished_later(tmp_path, monkeypatch) -> None:
+    for n in range(2):
+        write(tmp_path / f"step-{n}", n)
+    removed: list[str] = []
+
+    class PowerLoss(BaseException):
+        pass
+
+    real = commits.remove
+
+    def remove(where, names) -> None:
+        if removed:
+            raise PowerLoss
+        removed.extend(names)
+        real(where, names)
+
+    monkeypatch.setattr(folder.commits, "remove", remove)
+    with pytest.raises(PowerLoss):
+        folder.keep_last(1, tmp_path / "step-1")
+    monkeypatch.undo()
+    assert removed == ["index.safetensors"]
+    with pytest.raises(IncompleteCheckpoint):
+        read_index(tmp_path / "step-0")
+    for path in (tmp_path / "step-0").iterdir():
+        os.utime(path, (time.time() - 3600,) * 2)
+    folder.keep_last(1, tmp_path / "step-1")
+    assert files_in(tmp_path) == ["step-1"]
+
+
+def test_a_folder_that_cannot_be_made_or_listed_is_named(tmp_path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemRefused, match=r"file/a cannot be created"):
+        FolderSave(tmp_path / "file" / "a", SaveId.new())
+    with pytest.raises(SystemRefused, match="cannot be listed"):
+        checkpoints(tmp_path / "none")
+
+
+def test_ranks_with_different_tensors_at_one_path_are_refused() -> None:
+    parts: dict = {}
+    shard = {"dtype": "torch.float32", "global_shape": [4], "offsets": [0], "shape": [2]}
+    folder._add_shards(parts, 0, json.dumps({"shards": {"a": shard}}).encode())
+    folder._add_shards(parts, 1, json.dumps({"shards": {"a": {**shard, "offsets": [2]}}}).encode())
+    assert parts == {
+        "a": {
+            "dtype": "torch.float32",
+            "global_shape": [4],
+            "parts": [
+                {"rank": 0, "offsets": [0], "shape": [2]},
+                {"rank": 1, "offsets": [2], "shape": [2]},
+            ],
+        }
+    }
+    with pytest.raises(InvalidArgument, match="different tensors at a"):
+        folder._add_shards(parts, 2, json.dumps({"shards": {"a": {**shard, "global_shape": [5]}}}).encode())

@@ -1,0 +1,213 @@
+"""Checkpointers with a keeper: a trainer that was killed goes on from memory."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from keepers import KeeperAtWork, eventually
+from tensorferry.checkpointing import Keeper, make_async_checkpointer, make_sync_checkpointer
+from tensorferry.errors import InvalidArgument, TensorferryError
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    found = tmp_path / "sockets"
+    monkeypatch.setenv("TENSORFERRY_KEEPER_DIR", str(found))
+    return found
+
+
+@pytest.fixture(autouse=True)
+def told(caplog):
+    caplog.set_level(logging.INFO, "tensorferry")
+
+
+def state_of(seed: int) -> dict:
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.nn.Parameter(torch.randn(300, 301, generator=generator))
+    moment = torch.randn(300, 301, generator=generator).t()
+    return {"model": {"w": weight, "tied": weight}, "optimizer": {"m": moment, "step": seed}, "names": {"a", "b"}}
+
+
+def assert_same(found: dict, expected: dict) -> None:
+    assert torch.equal(found["model"]["w"], expected["model"]["w"])
+    assert found["model"]["tied"] is found["model"]["w"]
+    assert torch.equal(found["optimizer"]["m"], expected["optimizer"]["m"])
+    assert found["optimizer"]["step"] == expected["optimizer"]["step"]
+
+
+def held(count: int) -> None:
+    with Keeper() as keeper:
+        eventually("it is kept", lambda: len(keeper.held()) == count)
+
+
+@pytest.mark.parametrize("make", [make_async_checkpointer, make_sync_checkpointer])
+def test_a_load_comes_from_the_keeper_and_else_from_the_disk(folder, tmp_path, caplog, make):
+    path = tmp_path / "run" / "step-1"
+    with KeeperAtWork(folder) as process:
+        checkpointer = make(keeper="default")
+        saved = checkpointer.save(path, state_of(1), step=41)
+        if saved is not None:
+            saved[1].result()
+        held(1)
+        assert_same(checkpointer.load(path), state_of(1))
+        assert "from the keeper" in caplog.text
+        with Keeper() as keeper:
+            assert [one.step for one in keeper.held()] == [41]
+        # In place, into a part of the state, and without the disk.
+        shutil.rmtree(path)
+        live = {"model": {"w": torch.zeros(300, 301)}}
+        address = live["model"]["w"].data_ptr()
+        assert checkpointer.load(path, live)["model"]["w"].data_ptr() == address
+        assert torch.equal(live["model"]["w"], state_of(1)["model"]["w"])
+        process.kill()
+        caplog.clear()
+        with pytest.raises(TensorferryError):
+            checkpointer.load(path)
+        assert "from the disk" in caplog.text
+        # Saving goes on, and what is on the disk is found.
+        saved = checkpointer.save(path, state_of(2))
+        if saved is not None:
+            saved[1].result()
+        assert_same(checkpointer.load(path), state_of(2))
+        checkpointer.close()
+
+
+def test_what_is_committed_decides(folder, tmp_path, caplog):
+    path = tmp_path / "run" / "last"
+    with KeeperAtWork(folder):
+        kept, plain = make_async_checkpointer(keeper="default"), make_async_checkpointer()
+        kept.save(path, state_of(1))[1].result()
+        held(1)
+        # A newer one is written without the keeper.
+        plain.save(path, state_of(2))[1].result()
+        assert_same(kept.load(path), state_of(2))
+        assert "from the disk" in caplog.text
+        for checkpointer in (kept, plain):
+            checkpointer.close()
+
+
+def test_the_memory_of_generations_is_used_again(folder, tmp_path):
+    with KeeperAtWork(folder, "--generations", "2"):
+        checkpointer = make_async_checkpointer(keeper="default")
+        sizes = []
+        for number in range(12):
+            checkpointer.save(tmp_path / "run" / f"step-{number}", state_of(number))[1].result()
+            held(min(number + 1, 2))
+            sizes.append(checkpointer._saver._stager.held)
+        assert sizes[-1] == sizes[5]
+        assert_same(checkpointer.load(checkpointer.latest(tmp_path / "run")), state_of(11))
+        checkpointer.close()
+
+
+def test_a_trainer_without_memory_for_a_copy_takes_it_from_the_keeper(folder, tmp_path):
+    with KeeperAtWork(folder, "--generations", "9") as process:
+        # Room for two copies, of which the keeper would take both.
+        probe = make_async_checkpointer()
+        probe.save(tmp_path / "probe" / "1", state_of(0))[1].result()
+        size = probe._saver._stager.held
+        probe.close()
+        checkpointer = make_async_checkpointer(keeper="default", memory_limit=2 * size)
+        for number in range(6):
+            checkpointer.save(tmp_path / "run" / f"step-{number}", state_of(number))[1].result()
+        assert "is evicted" in process.said()
+        assert_same(checkpointer.load(tmp_path / "run" / "step-5"), state_of(5))
+        checkpointer.close()
+
+
+def test_latest_finds_what_was_never_written(folder, tmp_path):
+    with KeeperAtWork(folder):
+        checkpointer = make_async_checkpointer(keeper="default")
+        assert checkpointer.latest(tmp_path / "run") is None
+        for number in (1, 2):
+            checkpointer.save(tmp_path / "run" / f"step-{number}", state_of(number))[1].result()
+        held(2)
+        shutil.rmtree(tmp_path / "run" / "step-2")
+        newest = checkpointer.latest(tmp_path / "run")
+        assert newest == str(tmp_path / "run" / "step-2")
+        assert_same(checkpointer.load(newest), state_of(2))
+        checkpointer.close()
+    plain = make_async_checkpointer()
+    assert plain.latest(tmp_path / "run") == str(tmp_path / "run" / "step-1")
+    plain.close()
+
+
+def test_arguments_are_checked(folder):
+    with pytest.raises(InvalidArgument, match="keeper= goes without"):
+        make_sync_checkpointer(keeper="default", barrier=object())
+    with pytest.raises(InvalidArgument, match="name must be"):
+        make_async_checkpointer(keeper="../x")
+    assert not folder.exists()
+
+
+JOB = """
+import os, signal, sys
+sys.path.insert(0, {here!r})
+import torch
+import torch.distributed as dist
+from test_keeper_checkpointers import state_of
+from tensorferry.checkpointing import make_async_checkpointer
+rank, root, phase = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+dist.init_process_group("gloo", init_method=f"file://{{root}}/store-{{phase}}", rank=rank, world_size=2)
+checkpointer = make_async_checkpointer(keeper=sys.argv[4])
+run = os.path.join(root, "run")
+if phase == "first":
+    for number in range(3):
+        checkpointer.save(os.path.join(run, f"step-{{number}}"), state_of(10 * number + rank))[1].result()
+    print("saved", flush=True)
+    signal.pause()
+newest = checkpointer.latest(run)
+state = checkpointer.load(newest)
+assert torch.equal(state["model"]["w"], state_of(20 + rank)["model"]["w"]), newest
+print(newest, flush=True)
+checkpointer.close()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_two_ranks_that_were_killed_go_on_from_two_keepers(folder, tmp_path):
+    """Each rank has a keeper of its own, which stands for its node; nothing is left on the disk."""
+    here = Path(__file__).parent
+    code = textwrap.dedent(JOB).format(here=str(here))
+    environment = {**os.environ, "PYTHONPATH": str(here.parent / "support")}
+
+    def start(phase: str) -> list[subprocess.Popen]:
+        return [
+            subprocess.Popen(
+                [sys.executable, "-c", code, str(rank), str(tmp_path), phase, f"node{rank}"],
+                stdout=subprocess.PIPE,
+                env=environment,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+
+    with KeeperAtWork(folder, name="node0"), KeeperAtWork(folder, name="node1"):
+        first = start("first")
+        for process in first:
+            assert process.stdout.readline() == "saved\n"
+        for rank in range(2):
+            with Keeper(f"node{rank}") as keeper:
+                eventually("all is kept", lambda keeper=keeper: any(s.path.endswith("step-2") for s in keeper.held()))
+        for process in first:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            process.stdout.close()
+        shutil.rmtree(tmp_path / "run")
+        second = start("second")
+        for process in second:
+            said, _ = process.communicate(timeout=60)
+            assert process.returncode == 0
+            assert said.strip() == str(tmp_path / "run" / "step-2")

@@ -1,0 +1,491 @@
+"""``load``: what is read, where it goes, and what is refused; torch's own reader is the oracle where it is right."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import threading
+import urllib.request
+from collections import OrderedDict, deque
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from equality import assert_same_state
+from leaf import Leaf
+from leaves import CATALOGUE
+from tensorferry import HTTPTransport
+from tensorferry._native import Stored
+from tensorferry.checkpointing import CheckpointReader, SyncCheckpointer, latest_checkpoint, load_file, loading
+from tensorferry.errors import (
+    CorruptCheckpoint,
+    IncompleteCheckpoint,
+    InvalidArgument,
+    ProtocolError,
+    StateMismatch,
+    TensorferryError,
+    UnsafePickle,
+)
+from tensorferry.memory.accelerator import ACCELERATOR
+from tensorferry.memory.bounce import BounceBuffers
+from tensorferry.memory.staging import Stager
+from tensorferry.state import load
+from tensorferry.state.allowlist import Allowed
+from tensorferry.state.snapshot import StateSnapshot
+from tensorferry.storage.folder import INDEX, read_index
+
+pytestmark = pytest.mark.timeout(120)
+MIB = 1 << 20
+
+
+def save(folder: Path, state: object, **options) -> Path:
+    writer = SyncCheckpointer(rank=0, world_size=1, **options)
+    writer.save(str(folder), state)
+    writer.close()
+    return folder
+
+
+def rank_file(folder: Path, rank: int = 0) -> Path:
+    return folder / read_index(folder).files[rank][0]
+
+
+def sendable() -> list[Leaf]:
+    return [leaf for leaf in CATALOGUE.values() if not leaf.refused]
+
+
+@pytest.fixture
+def group_if_needed(request: pytest.FixtureRequest) -> None:
+    if request.getfixturevalue("leaf").group:
+        request.getfixturevalue("process_group")
+
+
+@pytest.mark.usefixtures("group_if_needed")
+@pytest.mark.parametrize("leaf", sendable(), ids=lambda leaf: leaf.name)
+def test_every_leaf_comes_back_whole_and_as_a_part(leaf, tmp_path):
+    value = leaf.value()
+    save(tmp_path / "c", leaf.state(value))
+    allowed = Allowed(trust=leaf.trust)
+    assert_same_state(loading.load(tmp_path / "c", allowed=allowed), leaf.state(leaf.expect(value)))
+    if leaf.root:
+        return
+    asked = {"user": {"leaf": None, "model": {"weight": torch.zeros(2, 3)}, "absent": 5}}
+    weight = asked["user"]["model"]["weight"]
+    state, missing = loading.read(tmp_path / "c", asked, allowed=allowed)
+    assert state is asked
+    assert missing == ["user.absent"]
+    assert asked["user"]["absent"] == 5
+    assert asked["user"]["model"]["weight"] is weight
+    assert weight.tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert_same_state(asked["user"]["leaf"], leaf.expect(value))
+
+
+def odd_tensors() -> dict[str, torch.Tensor]:
+    """Tensors that torch's partial read gets wrong or refuses."""
+    return {
+        "transposed": torch.arange(6.0).reshape(2, 3).t(),
+        "strided": torch.arange(10)[::2],
+        "channels_last": torch.arange(48.0).reshape(2, 2, 3, 4).to(memory_format=torch.channels_last),
+        "conj": torch.tensor([1 + 2j, 3 - 4j]).conj(),
+        "neg": torch.tensor([1 + 2j, 3 - 4j]).conj().imag,
+        "empty": torch.empty(0, 5),
+        "scalar": torch.tensor(7.0),
+        "parameter": nn.Parameter(torch.arange(4.0)),
+        "quantised": torch.quantize_per_tensor(torch.arange(4.0), 0.5, 1, torch.quint8),
+        "sparse": torch.eye(3).to_sparse(),
+    }
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("writer", ["ours", "torch"])
+@pytest.mark.parametrize("layout", ["same", "contiguous"])
+def test_odd_tensors_are_filled_in_place(writer, layout, tmp_path):
+    state = odd_tensors()
+    if writer == "ours":
+        save(tmp_path / "c", state)
+    else:
+        (tmp_path / "c").mkdir()
+        torch.save(state, tmp_path / "c" / "checkpoint_0.pt")
+    asked = {}
+    for name, value in state.items():
+        if name == "sparse":
+            asked[name] = torch.zeros(3, 3).to_sparse()
+        elif layout == "same" or name == "quantised":
+            asked[name] = torch.zeros_like(value) if name != "conj" else torch.zeros(2, dtype=torch.complex64).conj()
+        else:
+            asked[name] = torch.zeros(value.shape, dtype=value.dtype)
+    asked["parameter"] = nn.Parameter(torch.zeros(4))
+    given = dict(asked)
+    loaded, missing = CheckpointReader().read(str(tmp_path / "c"), asked)
+    assert missing == []
+    for name, value in state.items():
+        assert loaded[name] is given[name], name
+        assert torch.equal(_plain(loaded[name]), _plain(value)), name
+        assert loaded[name].requires_grad == (name == "parameter")
+
+
+def _plain(value: torch.Tensor) -> torch.Tensor:
+    value = value.detach()
+    return value.to_dense() if value.is_sparse else value.dequantize() if value.is_quantized else value
+
+
+@pytest.mark.parametrize("writer", ["ours", "torch"])
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ({"a": torch.zeros(2), "b": {"c": torch.zeros(3, dtype=torch.float64)}}, "b.c"),
+        ({"a": torch.zeros(2), "b": {"c": torch.zeros(4)}}, "b.c"),
+        ({"a": torch.zeros(2), "b": [torch.zeros(3)]}, "b: list here, dict"),
+        ({"a": 5, "b": {"c": None}}, "a: int here, tensor"),
+        ({"a": torch.zeros(2), "n": "text"}, "n: str here, int"),
+        ({"a": torch.zeros(2), "t": (torch.zeros(1), 2, 3)}, "t: a tuple of 3 here, of 2"),
+    ],
+)
+def test_what_does_not_fit_is_named_and_nothing_is_overwritten(writer, asked, named, tmp_path):
+    state = {"a": torch.ones(2), "b": {"c": torch.ones(3)}, "n": 5, "t": (torch.ones(1), 2)}
+    if writer == "ours":
+        save(tmp_path / "c", state)
+    else:
+        (tmp_path / "c").mkdir()
+        torch.save(state, tmp_path / "c" / "checkpoint_0.pt")
+    with pytest.raises(StateMismatch, match="nothing was overwritten") as raised:
+        loading.load(tmp_path / "c", asked)
+    assert named in str(raised.value)
+    assert isinstance(raised.value, RuntimeError)
+    assert not any(value.any() for value in asked.values() if isinstance(value, torch.Tensor))
+
+
+@pytest.mark.parametrize("writer", ["ours", "torch"])
+def test_missing_keys_stay_and_strict_names_them(writer, tmp_path):
+    state = {"a": torch.ones(2), "b": {"c": 1, "l": [1, {"x": 2, "y": 3}]}}
+    if writer == "ours":
+        save(tmp_path / "c", state)
+    else:
+        (tmp_path / "c").mkdir()
+        torch.save(state, tmp_path / "c" / "checkpoint_0.pt")
+    asked = {"a": torch.zeros(2), "b": {"z": 9, "l": [0, {"x": 0, "q": 8}, 7]}}
+    with pytest.raises(StateMismatch, match=r"b\.z"):
+        loading.load(tmp_path / "c", asked, strict=True)
+    assert not asked["a"].any()
+    loaded, missing = loading.read(tmp_path / "c", asked)
+    assert sorted(missing) == ["b.l[1].q", "b.l[2]", "b.z"]
+    assert loaded is asked
+    assert asked["a"].tolist() == [1, 1]
+    assert asked["b"] == {"z": 9, "l": [1, {"x": 2, "q": 8}, 7]}
+
+
+def test_containers_of_every_kind_are_asked_for(tmp_path):
+    state = {
+        "o": OrderedDict(a=torch.ones(1), b=torch.ones(2)),
+        "t": (torch.ones(1), [torch.ones(2)]),
+        "q": deque([1, torch.ones(2)], maxlen=5),
+        1: torch.ones(3),
+        "model": nn.Linear(2, 2).state_dict(),
+    }
+    save(tmp_path / "c", state)
+    inner = torch.zeros(1)
+    asked = {"o": {"b": None}, "t": (inner, [None]), "q": deque([0, torch.zeros(2)]), 1: torch.zeros(3)}
+    loading.load(tmp_path / "c", asked)
+    assert list(asked["o"]) == ["b"]
+    assert asked["t"][0] is inner
+    assert inner.item() == 1
+    assert asked["t"][1][0].tolist() == [1, 1]
+    assert asked["q"][1].tolist() == [1, 1]
+    assert asked[1].tolist() == [1, 1, 1]
+
+
+def test_only_what_is_wanted_is_read(tmp_path):
+    """Damage in what nobody asks for is not noticed, because it is not read."""
+    large = {f"w{i}": torch.full((MIB // 4,), float(i)) for i in range(4)}
+    state = {"model": large, "views": {f"v{i}": torch.full((MIB // 2,), float(i))[::2] for i in range(2)}}
+    save(tmp_path / "c", state)
+    file = rank_file(tmp_path / "c")
+    stored = Stored.open(file)
+    numbers = {name: i for i, name in enumerate(stored.names)}
+    data = bytearray(file.read_bytes())
+    for value in (3.0, 1.0):
+        at = data.find(torch.full((4096,), value).numpy().tobytes())
+        data[at + 100] ^= 1
+    file.write_bytes(data)
+    assert len(numbers) >= 8
+    asked = {"model": {"w0": torch.zeros(MIB // 4), "w2": None}, "views": {"v0": None}}
+    loading.load(tmp_path / "c", asked)
+    assert asked["model"]["w2"].eq(2).all()
+    assert asked["views"]["v0"].eq(0).all()
+    for broken in ({"model": {"w3": None}}, {"views": {"v1": None}, "model": {"w1": None}}):
+        with pytest.raises(CorruptCheckpoint):
+            loading.load(tmp_path / "c", broken)
+    with pytest.raises(CorruptCheckpoint):
+        loading.load(tmp_path / "c")
+
+
+@pytest.mark.parametrize("writer", ["ours", "torch"])
+def test_map_location_is_that_of_torch_load(writer, tmp_path):
+    state = {"w": torch.ones(3), "v": torch.arange(6.0)[::2], "p": nn.Parameter(torch.ones(2))}
+    if writer == "ours":
+        save(tmp_path / "c", state)
+    else:
+        (tmp_path / "c").mkdir()
+        torch.save(state, tmp_path / "c" / "checkpoint_0.pt")
+    seen = []
+
+    def note(storage, location):
+        seen.append(location)
+        return storage
+
+    for given, device in [
+        ("meta", "meta"),
+        (torch.device("meta"), "meta"),
+        ({"cpu": "meta"}, "meta"),
+        (note, "cpu"),
+        (lambda *_: None, "cpu"),
+        ("cpu", "cpu"),
+        ({"cuda:0": "meta"}, "cpu"),
+    ]:
+        loaded = loading.load(tmp_path / "c", default_map_location=given)
+        assert {value.device.type for value in loaded.values()} == {device}, given
+        assert loaded["v"].stride() == (2,)
+        assert type(loaded["p"]) is nn.Parameter
+    assert set(seen) == {"cpu"}
+    if writer == "ours":
+        own = torch.zeros(3)
+        loading.load(tmp_path / "c", asked := {"w": own, "v": None}, default_map_location="meta")
+        assert own.tolist() == [1, 1, 1]
+        assert asked["v"].device.type == "meta"
+
+
+@pytest.mark.parametrize("bad", [5, "nowhere", b"cpu"])
+def test_a_map_location_that_is_none_is_refused(bad, tmp_path):
+    save(tmp_path / "c", {"w": torch.ones(3)})
+    with pytest.raises(InvalidArgument, match="map_location"):
+        loading.load(tmp_path / "c", default_map_location=bad)
+
+
+@pytest.mark.parametrize("writer", ["ours", "torch"])
+def test_aliases_stay_aliases(writer, tmp_path):
+    base = torch.arange(6.0)
+    state = {"a": base, "b": base, "row": base.view(2, 3)[1]}
+    if writer == "ours":
+        save(tmp_path / "c", state)
+    else:
+        (tmp_path / "c").mkdir()
+        torch.save(state, tmp_path / "c" / "checkpoint_0.pt")
+    loaded = loading.load(tmp_path / "c", {"a": None, "b": None, "row": None})
+    assert loaded["a"].untyped_storage().data_ptr() == loaded["row"].untyped_storage().data_ptr()
+    assert loaded["row"].tolist() == [3, 4, 5]
+
+
+def test_a_load_in_place_takes_little_memory(tmp_path):
+    state = {f"w{i}": torch.full((8 * MIB,), float(i)) for i in range(4)}
+    save(tmp_path / "c", state)
+    # Reset, the peak is what is resident now.
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _peak()
+    loading.load(tmp_path / "c", state)
+    assert _peak() - before < 32 * MIB
+
+
+def _peak() -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) << 10
+
+
+def test_memory_is_a_source_like_a_file():
+    state = {"w": torch.arange(MIB), "v": torch.arange(10)[::2], "n": 5}
+    snapshot = StateSnapshot(state, Stager(ACCELERATOR), "borrow")
+    bounce = BounceBuffers(ACCELERATOR)
+
+    def stored(digests: bytes | None = None) -> Stored:
+        return Stored.over(snapshot.rows, snapshot._control(), snapshot.memory, digests=digests)
+
+    assert_same_state(load.receive(stored(), Allowed(), None, bounce)[0], state)
+    asked = {"v": torch.zeros(5, dtype=torch.int64), "n": 0, "q": 1}
+    found, missing = load.receive_part(stored(), Allowed(), asked, bounce)
+    assert (found["n"], missing, asked["v"].tolist()) == (5, ["q"], [0, 2, 4, 6, 8])
+    with pytest.raises(InvalidArgument, match="checksums"):
+        stored(b"12345678")
+    with pytest.raises(CorruptCheckpoint, match="memory was changed"):
+        load.receive(stored(bytes(8 * 9)), Allowed(), None, bounce)
+
+
+# ---- what torch's own classes do with our reader, and what ours do with torch's files
+
+
+def test_torch_checkpointers_take_the_reader(tmp_path):
+    experimental = pytest.importorskip("torch.distributed.checkpoint._experimental.checkpointer")
+    writers = pytest.importorskip("torch.distributed.checkpoint._experimental.checkpoint_writer")
+    types = pytest.importorskip("torch.distributed.checkpoint._experimental.types")
+    info = types.RankInfo(global_world_size=1, global_rank=0)
+    reader = CheckpointReader(info)
+    assert isinstance(
+        reader, pytest.importorskip("torch.distributed.checkpoint._experimental.checkpoint_reader").CheckpointReader
+    )
+    theirs = experimental.SyncCheckpointer(
+        writer=writers.CheckpointWriter(writers.CheckpointWriterConfig(), info), reader=reader
+    )
+    state = {"w": torch.arange(6.0).reshape(2, 3).t(), "n": 5}
+    theirs.save(str(tmp_path / "theirs"), state)
+    save(tmp_path / "ours", state)
+    for folder in ("theirs", "ours"):
+        assert_same_state(theirs.load(str(tmp_path / folder)), state)
+        asked = {"w": torch.zeros(3, 2)}
+        assert theirs.load(str(tmp_path / folder), asked) is asked
+        assert torch.equal(asked["w"], state["w"])
+        with pytest.raises(RuntimeError, match="absent"):
+            theirs.load(str(tmp_path / folder), {"absent": None}, strict=True)
+    with pytest.raises(FileNotFoundError):
+        theirs.load(str(tmp_path / "nowhere"))
+
+
+def test_a_pickle_that_names_what_it_must_not_is_refused(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return os.system, (f"touch {tmp_path}/ran",)
+
+    (tmp_path / "c").mkdir()
+    torch.save({"w": torch.ones(2), "e": Evil()}, tmp_path / "c" / "checkpoint_0.pt")
+    save(tmp_path / "d", {"w": torch.ones(2), "e": Evil()})
+    for folder in ("c", "d"):
+        for asked in (None, {"w": torch.zeros(2)}):
+            with pytest.raises(UnsafePickle, match="system"):
+                loading.load(tmp_path / folder, asked)
+    (tmp_path / "c" / "checkpoint_0.pt").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(TensorferryError):
+        loading.load(tmp_path / "c")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_file_on_its_own_is_a_state_again(tmp_path):
+    state = {"w": torch.arange(4.0), "v": torch.arange(6)[::2], "n": {"lr": 0.5}}
+    save(tmp_path / "c", state)
+    assert_same_state(load_file(rank_file(tmp_path / "c")), state)
+    torch.save(state, tmp_path / "t.pt")
+    assert_same_state(load_file(tmp_path / "t.pt"), state)
+    # What curl would fetch from a transport.
+    transport = HTTPTransport(timeout=timedelta(seconds=20))
+    try:
+        transport.send_checkpoint([1], 3, state, timedelta(seconds=20))
+        with urllib.request.urlopen(transport.metadata() + "3.safetensors") as answer:
+            (tmp_path / "curled.safetensors").write_bytes(answer.read())
+    finally:
+        transport.shutdown()
+    assert_same_state(load_file(tmp_path / "curled.safetensors"), state)
+    asked = {"w": torch.zeros(4)}
+    assert load_file(tmp_path / "curled.safetensors", asked) is asked
+    assert asked["w"].tolist() == [0, 1, 2, 3]
+    with pytest.raises(FileNotFoundError):
+        load_file(tmp_path / "none.safetensors")
+
+
+# ---- damage and hostile folders
+
+
+def test_no_flipped_byte_goes_unnoticed(tmp_path):
+    state = {"w": torch.arange(600.0), "v": torch.arange(40)[::2], "n": {"lr": 0.5}}
+    save(tmp_path / "c", state)
+    for file in (rank_file(tmp_path / "c"), tmp_path / "c" / INDEX):
+        data = file.read_bytes()
+        for at in range(0, len(data), 97):
+            file.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+            try:
+                loaded = loading.load(tmp_path / "c")
+            except TensorferryError:
+                continue
+            # Only bytes that nothing describes, such as padding.
+            assert_same_state(loaded, state)
+        for length in (0, 7, 100, len(data) // 2, len(data) - 1):
+            file.write_bytes(data[:length])
+            with pytest.raises(TensorferryError):
+                loading.load(tmp_path / "c")
+        file.write_bytes(data)
+    assert_same_state(loading.load(tmp_path / "c"), state)
+
+
+def test_incomplete_and_foreign_folders_are_refused(tmp_path):
+    with pytest.raises(IncompleteCheckpoint):
+        loading.load(tmp_path / "none")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError):
+        loading.load(tmp_path / "empty")
+    one = save(tmp_path / "one", {"w": torch.ones(3)})
+    two = save(tmp_path / "two", {"w": torch.zeros(3)})
+    # The index of another checkpoint, and the file of another one under this name.
+    shutil.copy(two / INDEX, tmp_path / "index")
+    shutil.copy(one / INDEX, two / INDEX)
+    with pytest.raises(IncompleteCheckpoint, match="is missing"):
+        loading.load(two)
+    shutil.copy(tmp_path / "index", two / INDEX)
+    name = rank_file(two)
+    name.unlink()
+    name.symlink_to(rank_file(one))
+    with pytest.raises(CorruptCheckpoint, match="another one"):
+        loading.load(two)
+    name.unlink()
+    os.mkfifo(name)
+    with pytest.raises(IncompleteCheckpoint):
+        loading.load(two)
+    (tmp_path / "dcp").mkdir()
+    shutil.copy(rank_file(one), tmp_path / "dcp" / INDEX)
+    with pytest.raises(ProtocolError):
+        loading.load(tmp_path / "dcp")
+
+
+def test_the_latest_complete_checkpoint_is_found(tmp_path):
+    assert latest_checkpoint(tmp_path / "none") is None
+    assert latest_checkpoint(tmp_path) is None
+    for step in (1, 10, 9):
+        save(tmp_path / f"step-{step}", {"w": torch.tensor(step)})
+    os.utime(tmp_path / "step-1" / INDEX, (2e9, 2e9))
+    os.utime(tmp_path / "step-1", (2e9, 2e9))
+    assert latest_checkpoint(tmp_path) == str(tmp_path / "step-9")
+    rank_file(tmp_path / "step-9").unlink()
+    assert latest_checkpoint(tmp_path) == str(tmp_path / "step-10")
+    (tmp_path / "step-10" / INDEX).write_bytes(b"x" * 100)
+    (tmp_path / "step-11").mkdir()
+    assert latest_checkpoint(str(tmp_path)) == str(tmp_path / "step-1")
+
+
+def test_a_load_beside_saves_into_the_same_folder_is_of_one_save(tmp_path):
+    save(tmp_path / "c", {"w": torch.zeros(MIB // 4), "n": 0})
+    stop = threading.Event()
+
+    def write():
+        writer, step = SyncCheckpointer(rank=0, world_size=1), 0
+        while not stop.is_set():
+            step += 1
+            writer.save(str(tmp_path / "c"), {"w": torch.full((MIB // 4,), float(step)), "n": step})
+        writer.close()
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        for number in range(15):
+            asked = {"w": torch.empty(MIB // 4), "n": 0} if number % 2 else None
+            loaded = loading.load(tmp_path / "c", asked)
+            assert loaded["w"].eq(loaded["n"]).all()
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_a_keeper_is_asked_first_and_the_folder_is_what_remains(tmp_path, caplog):
+    save(tmp_path / "c", {"w": torch.ones(3)})
+    other = save(tmp_path / "other", {"w": torch.full((3,), 7.0)})
+    asked = []
+
+    def prefer(path, rank, world_size):
+        asked.append((path, rank, world_size))
+        return Stored.open(rank_file(other))
+
+    assert loading.load(tmp_path / "c", prefer=prefer)["w"].tolist() == [7, 7, 7]
+    assert asked == [(str(tmp_path / "c"), 0, 1)]
+    assert loading.load(tmp_path / "c", prefer=lambda *_: None)["w"].tolist() == [1, 1, 1]
+
+    def broken(*_):
+        raise ProtocolError("it is gone")
+
+    assert loading.load(tmp_path / "c", prefer=broken)["w"].tolist() == [1, 1, 1]
+    assert "it is gone" in caplog.text

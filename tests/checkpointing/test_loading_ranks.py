@@ -1,0 +1,96 @@
+"""Checkpoints of several ranks: complete or refused, and loaded by other numbers of ranks with other placements."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from rank_worker import TENSORS
+
+from tensorferry.checkpointing import SyncCheckpointer, latest_checkpoint, loading
+from tensorferry.errors import CorruptCheckpoint, IncompleteCheckpoint
+from tensorferry.storage.folder import read_index
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def run(what: str, world: int, folder: Path) -> None:
+    worker = Path(__file__).with_name("rank_worker.py")
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, worker, what, str(rank), str(world), str(folder)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    try:
+        for rank in ranks:
+            output, _ = rank.communicate(timeout=100)
+            assert rank.returncode == 0, output[-3000:]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+def test_dtensors_are_put_together_for_other_ranks_and_placements(tmp_path):
+    folder = tmp_path / "c"
+    run("save", 2, folder)
+    run("same", 2, folder)
+    run("other", 2, folder)
+    run("other", 3, folder)
+    # In a process without ranks, every DTensor is whole.
+    state = loading.load(folder)
+    for name, (value, *_) in TENSORS.items():
+        assert torch.equal(torch.as_tensor(state[name]), value), name
+    assert (state["note"], state["plain"].tolist()) == (0, [0, 0, 0])
+    asked = {name: torch.zeros_like(value[0]) for name, value in TENSORS.items()}
+    loading.load(folder, asked)
+    for name, (value, *_) in TENSORS.items():
+        assert torch.equal(asked[name], value), name
+    # Damage in the file of another rank is noticed by whoever reads it.
+    file = folder / read_index(folder).files[1][0]
+    data = bytearray(file.read_bytes())
+    at = data.find(TENSORS["rows"][0][5:].contiguous().numpy().tobytes())
+    data[at + 3] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CorruptCheckpoint):
+        loading.load(folder, {"rows": torch.zeros(10, 7)})
+    assert loading.load(folder, {"note": None})["note"] == 0
+
+
+def test_a_folder_that_lacks_the_file_of_a_rank_is_refused_by_all(tmp_path):
+    barrier, given = threading.Barrier(2), []
+
+    def agree(value):
+        if value is not None:
+            given.append(value)
+        barrier.wait()
+        return given[0]
+
+    def save(rank):
+        writer = SyncCheckpointer(rank=rank, world_size=2, agree=agree)
+        writer.save(str(tmp_path / "c"), {"rank": rank, "w": torch.full((4,), float(rank))})
+        writer.close()
+
+    threads = [threading.Thread(target=save, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for rank, expected in ((0, 0), (1, 1), (2, 0)):
+        loaded = loading.load(tmp_path / "c", rank=rank, world_size=2 if rank < 2 else 3)
+        assert loaded["rank"] == expected
+        assert loaded["w"].eq(expected).all()
+    name = read_index(tmp_path / "c").files[1][0]
+    (tmp_path / "c" / name).unlink()
+    for rank in range(2):
+        with pytest.raises(IncompleteCheckpoint, match=name):
+            loading.load(tmp_path / "c", rank=rank, world_size=2)
+    assert latest_checkpoint(tmp_path) is None

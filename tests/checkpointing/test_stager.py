@@ -1,0 +1,188 @@
+"""Copies in shared memory: of accelerators in the background, page-locked, within what the machine has."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+import torch
+
+from checkpoint_files import tensors_of
+from stand_in import StandIn
+from tensorferry.checkpointing.saving import Options, Ranks, Saver, SharedStager
+from tensorferry.memory import shared
+from tensorferry.memory.shared import Budget, NoRoom, available
+
+pytestmark = pytest.mark.timeout(60)
+WAIT_S = 30
+MIB = 1 << 20
+
+
+@pytest.fixture
+def device():
+    stand_in = StandIn()
+    yield stand_in
+    stand_in.close()
+
+
+def on_device(device: StandIn, value: float, count: int = MIB) -> torch.Tensor:
+    tensor = torch.full((count,), float(value))
+    device.adopt(tensor)
+    return tensor
+
+
+def test_state_on_an_accelerator_is_copied_in_the_background_as_it_was_when_save_was_called(device, tmp_path) -> None:
+    saver = Saver(Ranks(0, 1), Options(), SharedStager(accelerator=device))
+    state = {"w": on_device(device, 1), "host": torch.ones(10)}
+    device.hold_new = True
+    with device.simulation():
+        staged, written = saver.save(state, tmp_path / "a")
+        assert not staged.done()
+        state["host"].fill_(5)
+        # Work of the trainer that comes after the save, on its own stream, and waits for the copy: what a trainer that
+        # looks at the first future does.
+        device.release()
+        staged.result(WAIT_S)
+        state["w"].fill_(7)
+    written.result(WAIT_S)
+    found = tensors_of(tmp_path / "a")
+    assert (found["w"] == 1).all()
+    assert (found["host"] == 1).all()
+    assert device.outside == ["aten::fill_"], "that of the trainer, and nothing of ours"
+    saver.close()
+
+
+def test_a_copy_that_fails_fails_both_futures_and_the_next_save_works(device, tmp_path) -> None:
+    saver = Saver(Ranks(0, 1), Options(), SharedStager(accelerator=device))
+    state = {"w": on_device(device, 1)}
+    device.fails = lambda number: number == 0
+    futures = saver.save(state, tmp_path / "a")
+    for future in futures:
+        with pytest.raises(RuntimeError, match="the device is lost"):
+            future.result(WAIT_S)
+    assert not (tmp_path / "a").exists()
+    for stream in device.side:
+        stream.error = None
+    saver.save(state, tmp_path / "b")[1].result(WAIT_S)
+    assert (tensors_of(tmp_path / "b")["w"] == 1).all()
+    saver.close()
+
+
+def test_memory_for_copies_off_an_accelerator_is_page_locked_and_unlocked_when_it_goes(device) -> None:
+    stager = SharedStager(accelerator=device)
+    snapshots = [stager.stage({"w": on_device(device, n), "host": torch.ones(1000)}) for n in range(2)]
+    for snapshot in snapshots:
+        assert not snapshot.is_complete
+        snapshot.complete()
+        assert snapshot.is_complete
+        given = stager.handover("save", {}, snapshot)
+        assert [buffer.address in device.locked for buffer in given.buffers].count(True) == 1
+    assert len(device.locked) == 2
+    del snapshot, snapshots, given
+    gc.collect()
+    stager.stage({"w": on_device(device, 1)})
+    assert len(device.locked) == 2, "they are kept for the next copies"
+    stager.close()
+    gc.collect()
+    assert device.locked == {}
+    assert stager.held == 0
+
+
+def test_where_the_system_refuses_to_lock_memory_it_is_pageable(device, caplog) -> None:
+    device.refuses_to_pin = True
+    stager = SharedStager(accelerator=device)
+    for _ in range(2):
+        snapshot = stager.stage({"w": on_device(device, 3)})
+        snapshot.complete()
+        memory = stager.handover("save", {}, snapshot).buffers[0]
+        assert (torch.frombuffer(memory, dtype=torch.float32)[:MIB] == 3).all()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "ulimit -l" in caplog.text
+
+
+def test_many_small_tensors_and_a_large_one_are_copied_without_the_interpreter(monkeypatch) -> None:
+    """While the bytes are copied, other threads run Python."""
+    stager = SharedStager()
+    state = {str(n): torch.full((n % 50,), float(n)) for n in range(3000)} | {"large": torch.arange(4.0 * MIB)}
+    snapshot = stager.stage(state)
+    rebuilt = snapshot.rebuild()
+    assert all(torch.equal(rebuilt[key], value) for key, value in state.items())
+
+    from tensorferry.memory import staging
+
+    ticks, copying = [], threading.Event()
+    real = staging._copy_memory
+
+    def copy(copies, threads) -> None:
+        copying.set()
+        for _ in range(20):
+            real(copies, threads)
+        copying.clear()
+
+    def tick() -> None:
+        copying.wait(WAIT_S)
+        while copying.is_set():
+            ticks.append(1)
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    monkeypatch.setattr(staging, "_copy_memory", copy)
+    stager.stage(state)
+    thread.join(WAIT_S)
+    assert len(ticks) > 100
+
+
+def test_a_budget_counts_what_exists_and_forgets_what_is_gone() -> None:
+    budget = Budget(3 * MIB)
+    first, second = budget.make(MIB), budget.make(2 * MIB)
+    assert budget.held == 3 * MIB
+    assert budget.find(second.address) is second
+    with pytest.raises(NoRoom, match="raise memory_limit="):
+        budget.make(1)
+    del first
+    assert len(budget.make(MIB)) == MIB
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"meminfo": "MemTotal: 9 kB\nMemAvailable: 8 kB\n"}, 8192),
+        ({"cgroup": "0::/job\n", "job/memory.max": "5000\n", "job/memory.current": "1000\n"}, 4000),
+        ({"cgroup": "0::/job\n", "job/memory.max": "max\n", "job/memory.current": "1000\n"}, None),
+        ({"cgroup": "0::/a/b\n", "a/b/memory.max": "max\n", "a/memory.max": "500", "a/memory.current": "600"}, 0),
+        ({"cgroup": "0::/gone\n", "memory.max": "70\n", "memory.current": "20\n"}, 50),
+        (
+            {
+                "cgroup": "0::/j\n",
+                "j/memory.max": "100\n",
+                "j/memory.current": "90\n",
+                "j/memory.stat": "file 50\ninactive_file 40\n",
+            },
+            50,
+        ),
+        (
+            {
+                "cgroup": "4:cpu,memory:/v1\n",
+                "memory/v1/memory.limit_in_bytes": "900",
+                "memory/v1/memory.usage_in_bytes": "100",
+                "memory/v1/memory.stat": "total_inactive_file 5\n",
+            },
+            805,
+        ),
+        ({}, None),
+    ],
+)
+def test_what_is_available_is_what_the_machine_and_every_group_allow(files, expected, tmp_path, monkeypatch) -> None:
+    for name, text in files.items():
+        path = tmp_path / ("proc" if name in ("meminfo", "cgroup") else "groups") / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.setattr(shared, "_CGROUPS", tmp_path / "groups")
+    monkeypatch.setattr(shared, "_MEMORY", tmp_path / "proc" / "meminfo")
+    monkeypatch.setattr(shared, "_GROUP", tmp_path / "proc" / "cgroup")
+    assert available() == expected
+
+
+def test_this_machine_says_what_is_available() -> None:
+    assert (available() or 0) > MIB
