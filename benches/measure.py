@@ -66,7 +66,7 @@ class Lab:
         self._holding = True
         if rate is None:
             self.release()
-            raise PeerError(f"no cold memory: {why}")
+            raise PeerError(why)
         return float(rate)
 
     @contextmanager

@@ -43,13 +43,13 @@ class AllBacked(Exception):
 
 
 class Ballast:
-    """Memory held between measurements, so that the next one finds "backed" memory, pages that the machine has ready,
-    or held during one, so that it finds none of them ("cold" memory).
+    """Memory held between measurements, or during one, so that fresh memory is what it should be: "backed" or "cold".
 
-    The host of a virtual machine backs a page when it is first touched, and may take pages back once they have been
-    free for two seconds (free page reporting): fresh memory then costs 0.1 s or 6 s per GiB by that alone. Ballast
-    that is released just before a receive makes fresh memory cost what it does on a machine that is not shared. It is
-    of small and of huge pages, as the contenders use both and the kernel hands them out from different lists.
+    Backed memory are pages that the machine has ready. The host of a virtual machine backs a page when it is first
+    touched, and may take pages back once they have been free for two seconds (free page reporting): fresh memory then
+    costs 0.1 s or 6 s per GiB by that alone. Ballast that is released just before a receive makes fresh memory cost
+    what it does on a machine that is not shared. It is of small and of huge pages, as the contenders use both and the
+    kernel hands them out from different lists. Ballast of all that is backed leaves only cold pages to a receive.
     """
 
     def __init__(self) -> None:
