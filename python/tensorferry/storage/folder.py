@@ -399,7 +399,8 @@ def abandon(folder: Path, save: SaveId, reason: str) -> None:
         if committed_save(folder) == save.save:
             return
         if save.world_size > 1:
-            # By a rename, so that nobody reads half of it.
+            # This rank may be the first to come here. By a rename, so that nobody reads half of it.
+            make_folder(folder)
             partial.write_text(reason[:_LONGEST_REASON])
             partial.rename(folder / f"{file.name}.failed")
         else:
