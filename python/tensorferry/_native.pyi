@@ -3,6 +3,8 @@ from collections.abc import Callable, Sequence
 from os import PathLike
 from typing import Any, final
 
+from typing_extensions import disjoint_base
+
 __all__ = [
     "Arena",
     "ArenaPart",
@@ -68,6 +70,7 @@ class HostView:
     if sys.version_info >= (3, 12):
         def __buffer__(self, flags: int, /) -> memoryview: ...
 
+@disjoint_base
 class SharedBuffer:
     def __new__(cls, nbytes: int, *, threads: int = 1) -> SharedBuffer: ...
     @staticmethod

@@ -148,6 +148,16 @@ def test_the_writer_of_one_rank_is_killed_and_all_ranks_fail(tmp_path) -> None:
     close_all(opened)
 
 
+def test_a_rank_that_fails_before_the_folder_is_there_still_fails_all(tmp_path) -> None:
+    ids = [SaveId("0123456789ab", 1, rank, 2) for rank in range(2)]
+    folder.abandon(tmp_path / "a", ids[1], "out of luck")
+    save = FolderSave(tmp_path / "a", ids[0])
+    save.write(Container(no_rows(), None, True))
+    with pytest.raises(IncompleteCheckpoint, match="rank 1 has failed, and the save with it: out of luck"):
+        save.commit()
+    save.fail("")
+
+
 def test_a_rank_that_never_comes_is_given_up(tmp_path) -> None:
     for rank, missing in ((0, 1), (1, 0)):
         save = FolderSave(tmp_path, SaveId("0123456789ab", 1, rank, 2), patience=0.3)

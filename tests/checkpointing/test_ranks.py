@@ -57,6 +57,7 @@ def test_two_ranks_agree_commit_and_fail_together(tmp_path) -> None:
     finally:
         for rank in ranks:
             rank.kill()
+            rank.communicate()
     assert said == ["other", "own"]
     index = read_index(tmp_path / "a")
     assert (index.world_size, index.step) == (2, 2)

@@ -266,6 +266,8 @@ def test_the_verbs_that_documents_name_exist(document: str):
 def test_what_console_blocks_run_exists():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     options = suite_help()
+    command = [sys.executable, "-m", "tensorferry.checkpointing.keeper", "--help"]
+    keeper = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
     for block in blocks("console"):
         for line in block.code.splitlines():
             command = re.sub(r"\s+#.*", "", line)
@@ -278,6 +280,9 @@ def test_what_console_blocks_run_exists():
                     assert found[1] is None or found[1] in extras, line
                 case ["python", "-m", "tensorferry.testing", *rest]:
                     assert all(option in options for option in re.findall(r"--[a-z-]+", " ".join(rest))), line
+                # A block may say on which node a command is run.
+                case ["$" | "node1$" | "node2$", "tensorferry-keeper", *rest]:
+                    assert all(option in keeper for option in re.findall(r"--[a-z-]+", " ".join(rest))), line
                 case _:
                     pytest.fail(f"{block.document}: nothing is known of {line!r}")
 

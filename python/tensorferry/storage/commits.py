@@ -106,7 +106,21 @@ def files_of(path: Path) -> Commit:
     """
     # In an index of many tensors, this entry is the small one.
     (files,) = _file_entries(path, [INDEX_FILES])
-    found = read(path)[1] if files is None else _decode(path, b"", files)
+    return _of_ranks(read(path)[1] if files is None else _decode(path, b"", files))
+
+
+def decode(path: Path, files: bytes | None) -> Commit:
+    """Returns the commit in the entry ``INDEX_FILES`` of the index ``path``, as :func:`files_of` does.
+
+    Raises:
+        ProtocolError: there is no such entry, or it is not valid
+    """
+    if files is None:
+        raise ProtocolError(f"{path}: its index cannot be read (it has no entry {INDEX_FILES!r})")
+    return _of_ranks(_decode(path, b"", files))
+
+
+def _of_ranks(found: Commit) -> Commit:
     ranks = (name for name in found.files if (match := _OURS.fullmatch(name)) and match["rank"])
     return Commit({name: found.files[name] for name in ranks}, found.began)
 

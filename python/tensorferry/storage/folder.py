@@ -114,13 +114,14 @@ def read_index(folder: Path) -> Index:
     path = folder / INDEX
     if not path.is_file():
         raise IncompleteCheckpoint(f"{folder} holds no complete checkpoint: it has no {INDEX}{_left_in(folder)}")
-    text, _ = _file_entries(path, [reserved.CHECKPOINT, reserved.INDEX_FILES])
+    # From one file, which a save may be about to replace.
+    text, names_and_headers = _file_entries(path, [reserved.CHECKPOINT, reserved.INDEX_FILES])
     if text is None:
         raise ProtocolError(
             f"{path} is not the index of a checkpointer's save. A checkpoint of torch.distributed.checkpoint is loaded "
             "with tensorferry.dcp.FileReader"
         )
-    commit = commits.files_of(path)
+    commit = commits.decode(path, names_and_headers)
     try:
         fields = json.loads(text)
         if fields["version"] != _VERSION:
@@ -399,7 +400,8 @@ def abandon(folder: Path, save: SaveId, reason: str) -> None:
         if committed_save(folder) == save.save:
             return
         if save.world_size > 1:
-            # By a rename, so that nobody reads half of it.
+            # This rank may be the first to come here. By a rename, so that nobody reads half of it.
+            make_folder(folder)
             partial.write_text(reason[:_LONGEST_REASON])
             partial.rename(folder / f"{file.name}.failed")
         else:

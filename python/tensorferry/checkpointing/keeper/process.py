@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ... import __version__, _validate
+from ... import _validate
 from ..._native import Rows, Server, SharedBuffer
 from ...errors import InvalidArgument, ProtocolError, SystemRefused, TensorferryError
 from ...net.addresses import advertised_host, port_on
@@ -595,7 +595,6 @@ class KeeperProcess:
         return {
             "name": self.options.name,
             "pid": os.getpid(),
-            "program": __version__,
             "address": self.address,
             "started": self._started,
             "memory": self.options.memory,
