@@ -187,7 +187,7 @@ class ZarrArray:
                 self._check(piece.chunk, os.fstat(file))
                 strides = self.strides()
                 start = sum(a * stride for a, stride in zip(piece.start, strides, strict=True))
-                return _read_box(file, path, start, list(piece.sizes), strides, self.dtype, target)
+                return read_box(file, path, start, list(piece.sizes), strides, self.dtype, target)
             finally:
                 os.close(file)
         except OSError as e:
@@ -370,7 +370,7 @@ def _pread(file: int, path: Path, start: int, into: Tensor) -> int:
     return done
 
 
-def _read_box(
+def read_box(
     file: int, path: Path, start: int, sizes: list[int], strides: list[int], dtype: torch.dtype, target: Tensor
 ) -> int:
     """Reads a box of elements, whose first byte in the file is ``start``, into ``target``; returns the bytes read."""
@@ -396,7 +396,7 @@ def _read_box(
         some = sizes.copy()
         some[outer] = min(rows, sizes[outer] - first)
         part = target.narrow(outer, first, some[outer])
-        done += _read_box(file, path, start + first * strides[outer], some, strides, dtype, part)
+        done += read_box(file, path, start + first * strides[outer], some, strides, dtype, part)
     return done
 
 
