@@ -12,26 +12,26 @@ import math
 import os
 import stat
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from ..dcp import index
 from ..dcp.files import INDEX
 from ..dcp.index import ELEMENTS
 from ..dcp.load_plan import unpickled
-from ..errors import ProtocolError, TensorferryError, UnsafePickle
-from ..memory.tensors import DTYPE_NAMES, address, byte_strides
+from ..errors import ProtocolError, UnsafePickle
+from ..memory.tensors import DTYPE_NAMES, address, byte_strides, scratch
 from ..state.allowlist import Allowed
 from ..state.unpickling import pickle_module, unpickler
 from ..storage.slices import contiguous_strides, runs
 from ..storage.source import FolderSource
 from . import common, shards
-from .load import load_strategy
 from .release import COMMON, CheckpointingException, ShardedObject
 from .shards import Box
 from .zarr import arrays_of, load_object, objects_of, read_whole
@@ -199,7 +199,6 @@ class FerrySource(_OfIndex):
 
     Raises:
         TensorferryError: the index cannot be read
-        CheckpointingException: ``common.pt`` is of another save
     """
 
     def __init__(self, folder: Path, allowed: Allowed) -> None:
@@ -218,8 +217,15 @@ class FerrySource(_OfIndex):
 
     def common(self) -> bytes | None:
         """Returns the common state: the copy inside the checkpoint, or else ``common.pt``."""
-        kept = load_strategy().common_state(self._folder)
-        return common.read(self._folder) if kept is None else kept
+        about = self._metadata.state_dict_metadata.get(COMMON)
+        if not isinstance(about, TensorStorageMetadata) or about.properties.dtype != torch.uint8:
+            return common.read(self._folder)
+        self._chunks[COMMON] = about.chunks
+        memory = scratch(math.prod(about.size))
+        for number, chunk in enumerate(about.chunks):
+            box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+            self.read(COMMON, number, box, memory[chunk.offsets[0] : chunk.offsets[0] + chunk.sizes[0]])
+        return memory.numpy().tobytes()
 
     def read(self, key: str, number: int, box: Box, target: torch.Tensor) -> None:
         """Reads a part of a chunk, verified.
@@ -266,6 +272,23 @@ class _Head:
         return torch.empty(nbytes, dtype=torch.uint8)
 
 
+def _stand_in(name: str, base: type) -> type:
+    """Returns a class for instances that a pickle says are of a class that releases until 0.15 had."""
+    return type(name, (base,), {"__module__": "megatron.core.dist_checkpointing.strategies.torch"})
+
+
+#: The classes that ``.metadata`` may name besides those of torch's module of metadata.
+_CLASSES = (
+    _StorageInfo,
+    SavePlan,
+    WriteItem,
+    WriteItemType,
+    TensorWriteData,
+    _stand_in("MCoreMetadata", Metadata),
+    _stand_in("MCoreSavePlan", SavePlan),
+)
+
+
 class TorchDistSource(_OfIndex):
     """A checkpoint of backend ``torch_dist``.
 
@@ -277,20 +300,12 @@ class TorchDistSource(_OfIndex):
         CheckpointingException: the index cannot be read, or tensors are stored in a way that no release reads any more
     """
 
-    class _OldMetadata(Metadata):
-        """The class that ``.metadata`` names in checkpoints of releases until 0.15."""
-
-        mcore_data: ClassVar[dict[str, Any]] = {}
-
-    _OldMetadata.__module__ = "megatron.core.dist_checkpointing.strategies.torch"
-    _OldMetadata.__qualname__ = "MCoreMetadata"
-
     def __init__(self, folder: Path, allowed: Allowed) -> None:
         super().__init__()
         self._folder, self._allowed = folder, allowed
         known = [one for one in vars(dcp_metadata).values() if getattr(one, "__module__", "") == dcp_metadata.__name__]
         classes = [one for one in known if isinstance(one, type)]
-        listed = Allowed([*classes, _StorageInfo, self._OldMetadata], allowed.trusts)
+        listed = Allowed([*classes, *_CLASSES], allowed.trusts)
         path = folder / _TORCH_INDEX
         try:
             found = unpickler(listed, lambda _: _TORCH_INDEX)(io.BytesIO(read_whole(path))).load()
@@ -409,5 +424,3 @@ def _ref(at: MetadataIndex, info: Any) -> index.EntryRef:
 
 #: The sources by the backend that ``metadata.json`` names.
 SOURCES: dict[str, Any] = {ZARR: ZarrSource, "torch_dist": TorchDistSource, "tensorferry": FerrySource}
-
-__all__ = ["SOURCES", "ZARR", "Source", "Stored", "TensorferryError"]
