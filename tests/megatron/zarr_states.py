@@ -24,10 +24,6 @@ def whole(key, dtype=torch.float32):
     return numbers.reshape(shape).to(dtype)
 
 
-def _empty(part):
-    return torch.full_like(part, 1)
-
-
 def sharded_state(rank, world, make=lambda part: part, vocabulary=SHARDED["vocabulary"][0]):
     """The state of a rank. ``make`` makes the data of each leaf from what it should be."""
     from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
@@ -38,7 +34,6 @@ def sharded_state(rank, world, make=lambda part: part, vocabulary=SHARDED["vocab
     state = {
         "rows": shard("rows", whole("rows").chunk(world)[rank], (0, rank, world)),
         "columns": shard("columns", whole("columns", torch.bfloat16).chunk(world, 1)[rank], (1, rank, world)),
-        # Each rank has some of the layers, and in each of them a part of the columns if there is only one rank for them.
         "layers": [
             shard("layers", whole("layers")[number], (0, number, 4), prepend_axis_num=1)
             for number in range(rank * 4 // world, (rank + 1) * 4 // world)
@@ -55,9 +50,7 @@ def sharded_state(rank, world, make=lambda part: part, vocabulary=SHARDED["vocab
     }
     rows = torch.zeros(vocabulary, 4)
     rows[: min(vocabulary, VOCABULARY)] = whole("vocabulary")[: min(vocabulary, VOCABULARY)]
-    state["vocabulary"] = shard(
-        "vocabulary", rows.chunk(world)[rank], (0, rank, world), allow_shape_mismatch=True
-    )
+    state["vocabulary"] = shard("vocabulary", rows.chunk(world)[rank], (0, rank, world), allow_shape_mismatch=True)
     return state
 
 

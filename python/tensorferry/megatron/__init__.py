@@ -20,12 +20,16 @@ from .serialization import (
     restore_common,
     save,
 )
+from .zarr import TensorStoreLoadShardedStrategy, ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
 
 __all__ = [
     "BACKEND",
     "VERSION",
     "LoadStrategy",
     "SaveStrategy",
+    "TensorStoreLoadShardedStrategy",
+    "ZarrLoadShardedStrategy",
+    "ZarrSaveShardedStrategy",
     "load",
     "load_common_state_dict",
     "load_content_metadata",
@@ -43,3 +47,5 @@ __all__ = [
 # Releases that have a registry find the strategies of a checkpoint by its metadata.json.
 register_default_strategy(StrategyAction.SAVE_SHARDED, BACKEND, VERSION, save_strategy())
 register_default_strategy(StrategyAction.LOAD_SHARDED, BACKEND, VERSION, load_strategy())
+register_default_strategy(StrategyAction.SAVE_SHARDED, "zarr", 1, ZarrSaveShardedStrategy())
+register_default_strategy(StrategyAction.LOAD_SHARDED, "zarr", 1, TensorStoreLoadShardedStrategy())
