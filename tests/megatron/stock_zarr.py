@@ -27,7 +27,7 @@ def main(rank, action, folder, world, vocabulary, meeting):
     import torch.distributed as dist
 
     sys.path.insert(0, str(Path(__file__).parent))
-    torch.cuda.synchronize = lambda device=None: None
+    torch.cuda.synchronize = lambda _=None: None
     torch.cuda.current_device = lambda: "cpu"
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies.tensorstore import TensorStoreLoadShardedStrategy

@@ -241,7 +241,7 @@ def test_any_grid_of_chunks_is_read_into_any_target(alone, tmp_path, chunks, fie
 
 
 def load_columns(kept, folder, rows, columns):
-    """Loads half of the columns; returns the digest of it, the report, and by how much memory grew beyond the target."""
+    """Loads half of the columns; returns their sum, the report, and by how much memory grew beyond the target."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
     from tensorferry.megatron import ZarrLoadShardedStrategy

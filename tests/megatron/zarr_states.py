@@ -79,7 +79,7 @@ def differences(found, wanted, path=""):
     if isinstance(wanted, list):
         if len(found) != len(wanted):
             return [f"{path}: {len(found)}, not {len(wanted)}"]
-        pairs = enumerate(zip(found, wanted))
+        pairs = enumerate(zip(found, wanted, strict=True))
         return [line for number, (a, b) in pairs for line in differences(a, b, f"{path}.{number}")]
     if isinstance(wanted, torch.Tensor):
         same = found.dtype == wanted.dtype and found.shape == wanted.shape and torch.equal(found, wanted)

@@ -120,7 +120,8 @@ def _open(folder: Path, allowed: Allowed, fill_missing: bool) -> Source:
             f"{folder} is of backend {config.sharded_backend!r}, version {config.sharded_backend_version!r}: "
             f"checkpoints of version 1 of {', '.join(SOURCES)} can be converted"
         )
-    return kind(folder, allowed, fill_missing) if config.sharded_backend == ZARR else kind(folder, allowed)
+    opened: Source = kind(folder, allowed, fill_missing) if config.sharded_backend == ZARR else kind(folder, allowed)
+    return opened
 
 
 def _copy(source: Source, folder: Path, to: str, window: int, threads: int) -> Converted:

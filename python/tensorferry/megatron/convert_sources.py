@@ -29,7 +29,7 @@ from ..errors import ProtocolError, UnsafePickle
 from ..memory.tensors import DTYPE_NAMES, address, byte_strides, scratch
 from ..state.allowlist import Allowed
 from ..state.unpickling import pickle_module, unpickler
-from ..storage.slices import contiguous_strides, runs
+from ..storage.slices import SliceTuple, contiguous_strides, runs
 from ..storage.source import FolderSource
 from . import common, shards
 from .release import COMMON, CheckpointingException, ShardedObject
@@ -211,7 +211,7 @@ class FerrySource(_OfIndex):
         """Returns an object."""
         ref = self._metadata.storage_data[MetadataIndex(name)]
         memory = torch.empty(ref.nbytes, dtype=torch.uint8)
-        slices = [(ref.entry, ref.dtype, ref.nbytes, 0, ref.nbytes, address(memory), [])]
+        slices: list[SliceTuple] = [(ref.entry, ref.dtype, ref.nbytes, 0, ref.nbytes, address(memory), [])]
         self._source.read({ref.container: slices} if ref.nbytes else {})
         return unpickled(memory.numpy().tobytes(), name, self._allowed)
 
@@ -225,7 +225,7 @@ class FerrySource(_OfIndex):
         for number, chunk in enumerate(about.chunks):
             box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
             self.read(COMMON, number, box, memory[chunk.offsets[0] : chunk.offsets[0] + chunk.sizes[0]])
-        return memory.numpy().tobytes()
+        return bytes(memory.numpy())
 
     def read(self, key: str, number: int, box: Box, target: torch.Tensor) -> None:
         """Reads a part of a chunk, verified.

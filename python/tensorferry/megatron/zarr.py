@@ -42,7 +42,7 @@ logger = logging.getLogger("tensorferry")
 BACKEND, VERSION = "zarr", 1
 
 
-class ZarrLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[misc]  # mypy does not follow Megatron
+class ZarrLoadShardedStrategy(LoadShardedStrategy):
     """Loads checkpoints of backend ``zarr``, for ``dist_checkpointing.load(..., sharded_strategy=)``.
 
     Each rank reads the parts of the arrays that its shards are, several chunks at a time, directly into the ``data`` of

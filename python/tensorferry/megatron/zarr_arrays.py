@@ -511,7 +511,7 @@ def _by_package(array: ZarrArray, chunk: Sequence[int], data: bytes) -> Any:
     """
     assert array.compressor is not None
     try:
-        from numcodecs import get_codec  # type: ignore[import-untyped]
+        from numcodecs import get_codec
     except ImportError:
         pass
     else:
