@@ -304,6 +304,13 @@ def test_missing_chunks_are_filled_and_reported_only_where_there_is_a_fill_value
     assert "its chunk 1.0 is missing, and it has no fill value. Restore the file" in error
 
 
+def test_chunks_that_are_too_many_are_not_counted_one_by_one(alone, tmp_path):
+    shape = (2, 1 << 20)
+    array(tmp_path, "key", torch.zeros(1, 1), [1, 1], shape=shape)
+    [(error, _, _)] = alone.run(load_key, str(tmp_path), "key", shape, torch.float32, {})
+    assert "are too small to be shards of a tensor" in error
+
+
 def try_load(kept, folder, change=None, options=None):
     """Loads all; returns the class and text of the error."""
     from tensorferry.megatron import ZarrLoadShardedStrategy
@@ -382,6 +389,12 @@ BAD = {
         ),
         "it announces 2147483647 bytes",
     ),
+    "chunks of one element": (
+        lambda f: rewrite(f / "dtypes.int64", shape=[2**40, 3], chunks=[1, 1]),
+        "Global shape mismatch",
+    ),
+    "fill value": (lambda f: rewrite(f / "rows", fill_value=10**400), "is not the metadata of an array"),
+    "array is a pipe": (lambda f: become_pipe(f / "rows/.zarray"), "is not a regular file"),
     "version 3": (lambda f: (f / "rows/.zarray").rename(f / "rows/zarr.json"), "is an array of Zarr version 3"),
     "object gone": (lambda f: (f / "random/shard_1_2.pt").unlink(), "Object shard"),
     "object evil": (lambda f: torch.save(Evil(), f / "random/shard_1_2.pt"), "not on the allow-list"),

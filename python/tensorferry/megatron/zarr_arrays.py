@@ -54,6 +54,8 @@ _LONG_RUN = 64 << 10
 #: An array's metadata is smaller than this.
 _MOST_METADATA = 1 << 20
 _MOST, _DIMENSIONS = 2**60, 64
+#: A shard lies in at most so many chunks.
+_MOST_PIECES = 1 << 20
 
 
 class Piece(NamedTuple):
@@ -112,11 +114,20 @@ class ZarrArray:
         return self.path / (self.separator.join(map(str, chunk)) or "0")
 
     def pieces(self, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[Piece]:
-        """Yields the parts of a box, chunk by chunk."""
+        """Yields the parts of a box, chunk by chunk.
+
+        Raises:
+            CheckpointingException: they are more than any shard of Megatron's has
+        """
         if not math.prod(sizes):
             return
         axes = zip(offsets, sizes, self.chunks, strict=True)
         numbers = [range(a // c, (a + n - 1) // c + 1) for a, n, c in axes]
+        if math.prod(map(len, numbers)) > _MOST_PIECES:
+            raise CheckpointingException(
+                f"{self.path}: its chunks of {list(self.chunks)} elements are too small to be shards of a tensor of "
+                f"{list(self.shape)}: this is not a checkpoint of Megatron's"
+            )
         for chunk in itertools.product(*numbers):
             low = [max(a, i * c) for a, i, c in zip(offsets, chunk, self.chunks, strict=True)]
             high = [min(a + n, (i + 1) * c) for a, n, i, c in zip(offsets, sizes, chunk, self.chunks, strict=True)]
@@ -270,7 +281,8 @@ def open_array(folder: Path, key: str) -> ZarrArray:
     """
     path = path_of(folder, key)
     try:
-        with (path / ARRAY).open("rb") as file:
+        # Without waiting for the other end of what only looks like a file.
+        with open(os.open(path / ARRAY, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise CheckpointingException(f"{path / ARRAY} is not a regular file")
             text = file.read(_MOST_METADATA + 1)
@@ -289,7 +301,7 @@ def open_array(folder: Path, key: str) -> ZarrArray:
         if len(text) > _MOST_METADATA:
             raise ValueError(f"it has more than {_MOST_METADATA} bytes")
         return _parsed(path, key, json.loads(text))
-    except (ValueError, KeyError, TypeError, RecursionError) as e:
+    except (ValueError, KeyError, TypeError, RecursionError, RuntimeError) as e:
         raise CheckpointingException(
             f"{path / ARRAY} is not the metadata of an array that Megatron wrote ({type(e).__name__}: {str(e)[:300]})"
         ) from e
