@@ -210,7 +210,7 @@ class FerrySource(_OfIndex):
     def value(self, name: str) -> Any:
         """Returns an object."""
         ref = self._metadata.storage_data[MetadataIndex(name)]
-        memory = torch.empty(ref.nbytes, dtype=torch.uint8)
+        memory = scratch(ref.nbytes)
         slices: list[SliceTuple] = [(ref.entry, ref.dtype, ref.nbytes, 0, ref.nbytes, address(memory), [])]
         self._source.read({ref.container: slices} if ref.nbytes else {})
         return unpickled(memory.numpy().tobytes(), name, self._allowed)
@@ -251,14 +251,18 @@ class FerrySource(_OfIndex):
 class _Head:
     """Torch's reader of an archive that ``torch.save`` has written, without the elements of its tensor.
 
+    Args:
+        view: the archive, as a file
+        length: its length
+
     Attributes:
-        start: where the elements begin in the archive
-        nbytes: how many bytes they have
+        start: where the elements begin in the archive; -1 before that is known
     """
 
-    def __init__(self, view: Any) -> None:
+    def __init__(self, view: Any, length: int) -> None:
         self._reader = torch._C.PyTorchFileReader(view)
-        self.start = self.nbytes = -1
+        self._length = length
+        self.start = -1
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._reader, name)
@@ -266,9 +270,11 @@ class _Head:
     def get_storage_from_record(self, name: str, nbytes: int, dtype: Any) -> Any:
         """Returns memory in the elements' place, to which nothing is written and which therefore takes no pages."""
         del dtype
-        if self.start >= 0 or self._reader.get_record_size(name) != nbytes:
-            raise ProtocolError("it does not have one storage of the announced size")
-        self.start, self.nbytes = self._reader.get_record_offset(name), nbytes
+        if self.start >= 0:
+            raise ProtocolError("it has several storages")
+        self.start = self._reader.get_record_offset(name)
+        if not 0 <= nbytes <= self._length - self.start:
+            raise ProtocolError("its storage is not inside of it")
         return torch.empty(nbytes, dtype=torch.uint8)
 
 
@@ -385,7 +391,7 @@ class TorchDistSource(_OfIndex):
         _, chunk = self._chunk(key, number)
         file, path, offset, length = self._open(MetadataIndex(key, torch.Size(chunk.offsets)))
         with contextlib.closing(file):
-            head = _Head(_create_file_view(file, offset, length))
+            head = _Head(_create_file_view(file, offset, length), length)
             module = pickle_module(self._allowed, lambda _: key)
             try:
                 if not head.has_record("data.pkl") or head.has_record("constants.pkl"):
@@ -395,7 +401,7 @@ class TorchDistSource(_OfIndex):
                 raise CheckpointingException(f"{path}: {e}") from e
             except Exception as e:
                 raise CheckpointingException(f"{path}: {key} cannot be read ({type(e).__name__}: {e})") from e
-            is_stored = type(whole) is torch.Tensor and whole.layout is torch.strided
+            is_stored = type(whole) is torch.Tensor and whole.layout is torch.strided and head.start >= 0
             if not is_stored or tuple(whole.shape) != chunk.sizes or whole.dtype != target.dtype:
                 raise CheckpointingException(
                     f"{path} is damaged: the index says {target.dtype} {list(chunk.sizes)} of {key}, and it holds "
@@ -409,8 +415,6 @@ class TorchDistSource(_OfIndex):
             inside = [a - b for a, b in zip(box.offsets, chunk.offsets, strict=True)]
             start = offset + head.start + whole.storage_offset() * whole.element_size()
             start += sum(a * stride for a, stride in zip(inside, strides, strict=True))
-            if head.start < 0 or offset + head.start + head.nbytes > offset + length:
-                raise CheckpointingException(f"{path} is damaged: the elements of {key} are not inside of its entry")
             read_box(file.fileno(), path, start, list(box.sizes), strides, target.dtype, target)
 
 
