@@ -122,16 +122,18 @@ class ZarrLoadShardedStrategy(LoadShardedStrategy):
                 or something is missing, damaged or cannot be read; it is raised on all ranks
         """
         del async_strategy
-        folder = Path(checkpoint_dir)
-        found: dict[int, Any] = {}
+        folder, ranks = Path(checkpoint_dir), Together(self._group)
+        values: dict[int, Any] = {}
+        parts: list[_Part] = []
 
-        def read() -> None:
-            nonlocal found
+        def check() -> None:
             self._check_folder(folder)
-            found = self._read(folder, sharded_state_dict)
+            self._open(folder, sharded_state_dict, values, parts)
 
-        Together(self._group).every(f"load {folder}", read)
-        return shards.replaced(sharded_state_dict, lambda leaf: found[id(leaf)])
+        # First on all ranks, before a byte of anyone's tensors is overwritten.
+        ranks.every(f"load {folder}", check)
+        ranks.every(f"load {folder}", lambda: self._read(folder, values, parts))
+        return shards.replaced(sharded_state_dict, lambda leaf: values[id(leaf)])
 
     def _check_folder(self, folder: Path) -> None:
         config = None
@@ -150,23 +152,27 @@ class ZarrLoadShardedStrategy(LoadShardedStrategy):
         self.check_backend_compatibility(config.sharded_backend)
         self.check_version_compatibility(config.sharded_backend_version)
 
-    def _read(self, folder: Path, state: Any) -> dict[int, Any]:
-        """Reads the leaves of this rank; returns their values by the ``id`` of the leaf."""
-        found: dict[int, Any] = {}
-        parts: list[_Part] = []
+    def _open(self, folder: Path, state: Any, values: dict[int, Any], parts: list[_Part]) -> None:
+        """Opens what this rank reads: adds objects to ``values``, by the ``id`` of the leaf, and tensors to ``parts``.
+
+        That the chunks are there is checked before memory is allocated for a shape that only the metadata claims.
+        """
         arrays: dict[str, ZarrArray] = {}
         for _, leaf in shards.leaves(state):
             if isinstance(leaf, ShardedObject):
-                found[id(leaf)] = load_object(folder, leaf, self._allowed)
+                values[id(leaf)] = load_object(folder, leaf, self._allowed)
                 continue
-            array = arrays.get(leaf.key) or arrays.setdefault(leaf.key, open_array(folder, leaf.key))
-            parts.append(_Part(leaf, array))
+            if leaf.key not in arrays:
+                arrays[leaf.key] = open_array(folder, leaf.key)
+            parts.append(_Part(leaf, arrays[leaf.key]))
         with ThreadPoolExecutor(self._threads, "tensorferry-zarr") as pool:
-            # Before a byte of the caller's tensors is overwritten, and before memory is allocated for a shape that only
-            # the metadata claims.
             _all(pool, lambda job: job[0].array.check_chunk(job[1].chunk), _pieces(parts))
-            for part in parts:
-                found[id(part.shard)] = part.allocate(self._on_device)
+
+    def _read(self, folder: Path, values: dict[int, Any], parts: list[_Part]) -> None:
+        """Reads ``parts``, and adds their tensors to ``values``."""
+        for part in parts:
+            values[id(part.shard)] = part.allocate(self._on_device)
+        with ThreadPoolExecutor(self._threads, "tensorferry-zarr") as pool:
             read = _all(pool, lambda job: job[0].read(job[1]), _pieces(parts))
         filled = [part.array.key for (part, _), count in zip(_pieces(parts), read, strict=True) if not count]
         if filled:
@@ -177,7 +183,6 @@ class ZarrLoadShardedStrategy(LoadShardedStrategy):
                 ", ".join(sorted(set(filled))[:10]),
             )
         self.report = {"bytes": sum(read), "filled": len(filled)}
-        return found
 
     def load_tensors_metadata(self, checkpoint_dir: str | Path) -> dict[str, Any]:
         """Returns the tensors of a checkpoint by key, as ``ShardedTensor`` without data and without shards.
