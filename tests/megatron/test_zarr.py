@@ -80,7 +80,7 @@ def describe(kept, folder):
     del kept
     rank, world = rank_and_world()
     tensors = stock.load_tensors_metadata(folder, ZarrLoadShardedStrategy())
-    everything = stock.load_sharded_metadata(folder, ZarrLoadShardedStrategy())
+    everything = ZarrLoadShardedStrategy().load_sharded_metadata(folder)
     state = sharded_state(rank, world)
     state["new"] = sharded_state(rank, world)["rows"]
     state["new"].key = "new"
