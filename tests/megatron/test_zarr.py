@@ -190,6 +190,9 @@ def test_uneven_shards_are_saved(ranks, alone, tmp_path):
     ranks.run(save_uneven, str(tmp_path))
     [(loaded, _, _)] = alone.run(load_key, str(tmp_path), "uneven", (8, 10), torch.int64, {})
     assert torch.equal(loaded, torch.arange(80).reshape(8, 10))
+    # With the package that release 0.15 reads with.
+    zarr = pytest.importorskip("zarr")
+    assert torch.equal(torch.from_numpy(zarr.open_array(tmp_path / "uneven", mode="r")[...]), loaded)
 
 
 def array(folder, key, data, chunks, **fields):
