@@ -20,12 +20,14 @@ from .serialization import (
     restore_common,
     save,
 )
+from .two_stage import TwoStageDataParallelLoadShardedStrategy
 
 __all__ = [
     "BACKEND",
     "VERSION",
     "LoadStrategy",
     "SaveStrategy",
+    "TwoStageDataParallelLoadShardedStrategy",
     "load",
     "load_common_state_dict",
     "load_content_metadata",

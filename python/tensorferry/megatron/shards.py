@@ -164,7 +164,7 @@ def check_access(ranks: Iterable[Iterable[tuple[Any, ...]]]) -> None:
     for of_rank in ranks:
         for kind, key, about, box, is_main in of_rank:
             known = objects if kind == "o" else tensors
-            first, boxes = known.setdefault(key, (about, []))  # type: ignore[attr-defined]
+            first, boxes = known.setdefault(key, (about, []))
             if first != about:
                 raise CheckpointingException(
                     f"{key}: the ranks do not agree on it: one asks for {about[0]} {list(about[1])}, another one for "
