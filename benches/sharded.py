@@ -1,7 +1,7 @@
-"""Megatron's sharded states: ours beside Megatron's own strategy, torch_dist, and its wrappers that load once and spread.
+"""Megatron's sharded states: ours beside Megatron's strategy, torch_dist, and its wrappers that load once and spread.
 
-Two tables, each from one run in which contenders take turns, forwards in even rounds and backwards in odd ones; medians,
-and the smallest and largest in brackets.
+Two tables, each from one run in which contenders take turns, forwards in even rounds and backwards in odd ones;
+medians, and the smallest and largest in brackets.
 
 - Saves and loads of a state in two tensor parallel halves, each of them by two ranks. Saves end when Megatron's
   function returns; whether the bytes are on the disk then is up to the strategy.
@@ -42,7 +42,7 @@ def without_gpu() -> None:
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
     empty, empty_like, init = torch.empty, torch.empty_like, ShardedTensor.init_data
-    torch.cuda.synchronize = lambda device=None: None  # type: ignore[assignment]
+    torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign,assignment]
 
@@ -55,7 +55,7 @@ def without_gpu() -> None:
         return made
 
     torch.empty, torch.empty_like = on_host(empty), on_host(empty_like)
-    ShardedTensor.init_data = lambda self, device, init_fn=empty: init(self, "cpu", init_fn)
+    ShardedTensor.init_data = lambda self, _device, init_fn=empty: init(self, "cpu", init_fn)
 
 
 def read_by_system() -> int:

@@ -1,9 +1,9 @@
 """Megatron's own GPT model, trained by a job that then changes its parallel layout: live, and from files.
 
 A job of two ranks, tensor parallel, trains a small GPT with Adam for a few steps, publishes its state from memory and
-saves it into files, and trains on. A job of four ranks, tensor and data parallel, takes the state from the running job,
-without a file; another one, of two ranks, data parallel, takes it from the files. Both train on, and their losses must be
-those of the first job.
+saves it into files, and trains on. A job of four ranks, tensor and data parallel, takes the state from the running
+job, without a file; another one, of two ranks, data parallel, takes it from the files. Both train on, and their losses
+must be those of the first job.
 
 Run with megatron-core importable, on CPUs alone: `make demo-megatron`.
 """
@@ -34,8 +34,8 @@ def run_on_cpus() -> None:
     from megatron.core.tensor_parallel import random
 
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
-    torch.cuda.synchronize = lambda device=None: None  # type: ignore[assignment]
-    random.CudaRNGStatesTracker.fork = lambda self, *name: contextlib.nullcontext()
+    torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
+    random.CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()
 
 
 class Trainer:

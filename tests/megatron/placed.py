@@ -88,7 +88,7 @@ def serve(address):
     filesystem_async._results_queue = queue.Queue()
 
     # Megatron calls these without asking for a GPU.
-    torch.cuda.synchronize = lambda device=None: None
+    torch.cuda.synchronize = lambda *_: None
     torch.cuda.current_device = lambda: "cpu"
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with Client(address) as orders, contextlib.suppress(EOFError):
@@ -134,7 +134,12 @@ class Job(ranks.Job):
         self.alive = True
 
     def run(self, function, *arguments):
-        return self("run", function, *arguments)
+        """Calls a function on all ranks; if one of them fails, the job is ended, since others may hang."""
+        try:
+            return self("run", function, *arguments)
+        except BaseException:
+            self.kill()
+            raise
 
     def start(self, function, *arguments):
         """Calls a function on all ranks without waiting for it."""
@@ -248,7 +253,7 @@ def sharded_state(place, dtype=torch.float32, value=0, empty=False, gap=False):
                     (2, place.tp_rank, place.tp),
                     replica_id=replicas,
                     prepend_axis_num=1,
-                ),  # fmt: skip
+                ),
                 "bias": ShardedTensor.from_rank_offsets(
                     "layers.bias", data(bias), at, replica_id=(0, place.tp_rank, place.dp_rank), prepend_axis_num=1
                 ),
@@ -258,7 +263,7 @@ def sharded_state(place, dtype=torch.float32, value=0, empty=False, gap=False):
                     (LAYERS,),
                     (layer,),
                     replica_id=(0, place.tp_rank, place.dp_rank),
-                ),  # fmt: skip
+                ),
             }
         )
     # The distributed optimizer: a 1-D tensor cut anywhere among all ranks of the job.

@@ -58,8 +58,8 @@ def test_a_job_loads_what_another_one_publishes(host, tmp_path):
     for number, through in enumerate(("ours", "megatron", "two-stage")):
         before, after = (((2, 1, 1), (1, 1, 4)), ((1, 1, 2), (2, 2, 1)), ((1, 2, 1), (1, 2, 2)))[number]
         folder = tmp_path / through
-        folder.mkdir()
-        strings = host.job(2).run(publish, before, through == "megatron", str(folder / "of the source"))  # fmt: skip
+        (folder / "of the source").mkdir(parents=True)
+        strings = host.job(2).run(publish, before, through == "megatron", str(folder / "of the source"))
         assert len(set(strings)) == 1
         for found, wanted in host.job(4).run(load, after, strings[0], through, str(folder)):
             assert found == wanted

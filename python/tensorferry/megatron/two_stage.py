@@ -265,6 +265,7 @@ class _Exchange:
         waiting = 0
         for start, shard in sorted(zip(filling.starts, own, strict=True), key=lambda one: one[0]):
             tensor, number = own[shard], self._leaves[shard][0]
+            is_staged = not _is_direct(self._loading.leaf(number))
             with self._loading.aimed(number, tensor):
                 for part, there in _in_order(self._parts[number], tensor):
                     items.append(self._loading.item(part))
@@ -273,7 +274,8 @@ class _Exchange:
                         self._loading.read(items)
                         filling.ready(start + there)
                         items, waiting = [], 0
-                if items and not _is_direct(self._loading.leaf(number)):
+                if is_staged:
+                    # Now, while its reads go to the temporary memory.
                     self._loading.read(items)
                     items, waiting = [], 0
         self._loading.read(items)
