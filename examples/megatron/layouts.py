@@ -170,11 +170,11 @@ def main() -> int:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         source = stack.enter_context(ranks.Job("the first job", 2, Trainer))
         source("build", 2, 1)
-        print(f"2 ranks, tensor parallel 2:                    {told(source('train', BEFORE)[0])}")
+        print(f"2 ranks, tensor parallel 2:                       {told(source('train', BEFORE)[0])}")
         metadata = source("publish")[0]
         source("save", folder)
         wanted = source("train", AFTER)[0]
-        print(f"  ... trains on:                               {told(wanted)}")
+        print(f"  ... trains on:                                  {told(wanted)}")
         right = True
         for name, world, tensor_parallel, peers in (
             ("4 ranks, tensor 2 x data 2, from the running job", 4, 2, metadata),
@@ -184,7 +184,7 @@ def main() -> int:
             job("build", tensor_parallel, 2)
             took = max(job("load", folder, peers))
             found = job("train", AFTER)[0]
-            print(f"{name + ':':<47}{told(found)}   (loaded in {1e3 * took:.0f} ms)")
+            print(f"{name + ':':<50}{told(found)}   (loaded in {1e3 * took:.0f} ms)")
             right = right and max(abs(a - b) for a, b in zip(wanted, found, strict=True)) < TOLERANCE
         print("the losses are the same" if right else "THE LOSSES DIFFER")
         return 0 if right else 1

@@ -37,6 +37,7 @@ class Host:
     def __init__(self, release):
         if not folder_of(release).is_dir():
             pytest.skip(f"megatron-core {release} is not installed: make build")
+        self.release = release
         self._folder = tempfile.TemporaryDirectory()
         self._listener = Listener(f"{self._folder.name}/host", "AF_UNIX")
         # No script and no module: processes that Megatron spawns would import it again.

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 import re
 import time
+from pathlib import Path
 
 import pytest
 import torch
-from placed import Placement, digest, expected, sharded_state
+from placed import RELEASES, Placement, digest, expected, sharded_state
 
 PLACE = (1, 1, 2)
 
@@ -45,30 +47,26 @@ def test_a_save_in_a_forked_process_holds_the_state_as_it_was(host, tmp_path):
 
 
 def send(kept, folder):
-    import multiprocessing
-
     import tensorferry.megatron as ours
     from tensorferry.megatron import save as saving
 
     del kept
-    place = Placement(*PLACE)
+    place = Placement(1, 1, 1)
     state = sharded_state(place, value=7)
     keep = state["scalar"].data
     at = keep.data_ptr()
     request = ours.save(state, folder, async_sharded_save=True)
     # What Megatron's persistent worker does, whose process needs a GPU: the request is pickled without its last
     # functions, and the worker calls the rest.
-    ours_too, theirs = multiprocessing.get_context("spawn").Pipe()
-    worker = torch.multiprocessing.get_context("spawn").Process(target=worker_of, args=(theirs,))
+    spawning = torch.multiprocessing.get_context("spawn")
+    orders, answers = spawning.SimpleQueue(), spawning.SimpleQueue()
+    worker = spawning.Process(target=work, args=(orders, answers))
     worker.start()
-    torch.multiprocessing.get_context("spawn")
-    sent = torch.multiprocessing.reductions.ForkingPickler.dumps(request._replace(finalize_fns=[]))
-    ours_too.send_bytes(sent)
-    assert ours_too.recv() == "preloaded"
+    orders.put(request._replace(finalize_fns=[]))
+    assert answers.get() == "preloaded"
     keep.fill_(99)
-    assert ours_too.recv() == "written"
+    assert answers.get() == "written"
     worker.join()
-    torch.distributed.barrier()
     for function in request.finalize_fns:
         function()
     assert keep.data_ptr() == at
@@ -76,20 +74,20 @@ def send(kept, folder):
     return digest(ours.load(sharded_state(place, empty=True), folder)), expected(place, value=7)
 
 
-def worker_of(pipe):
-    import pickle
-
-    request = pickle.loads(pipe.recv_bytes())
+def work(orders, answers):
+    request = orders.get()
     arguments = list(request.async_fn_args)
     arguments[1] = request.preload_fn()
-    pipe.send("preloaded")
+    answers.put("preloaded")
     request.async_fn(*arguments)
-    pipe.send("written")
+    answers.put("written")
 
 
 @pytest.mark.slow
 def test_a_save_in_a_spawned_process_holds_the_state_as_it_was(host, tmp_path):
-    for found, wanted in host.job(2).run(send, str(tmp_path)):
+    if host.release != RELEASES[-1] and not os.environ.get("TENSORFERRY_MEGATRON_RANKS"):
+        pytest.skip("the process imports Megatron once more, which takes 13 s of CPU: of one release only")
+    for found, wanted in host.job(1).run(send, str(tmp_path)):
         assert found == wanted
 
 
@@ -100,16 +98,14 @@ def fail_async(kept, folder, how):
 
     del kept
     request = ours.save(sharded_state(Placement(*PLACE)), folder, async_sharded_save=True)
-    arguments = list(request.async_fn_args)
-    if torch.distributed.get_rank() == 1 and how == "never ran":
-        pass
-    else:
-        if torch.distributed.get_rank() == 1:
-            os.rename(folder, folder + "-away")
-        arguments[1] = request.preload_fn()
-        request.async_fn(*arguments)
-    if torch.distributed.get_rank() == 1 and how != "never ran":
-        os.rename(folder + "-away", folder)
+    job, *rest = request.async_fn_args
+    rest[0] = request.preload_fn()
+    if torch.distributed.get_rank() == 1 and how == "fails":
+        # As if the folder were gone.
+        file = dataclasses.replace(job.file, path=Path(folder) / "gone" / "file")
+        job = dataclasses.replace(job, file=file)
+    if torch.distributed.get_rank() == 0 or how == "fails":
+        request.async_fn(job, *rest)
 
     def finish():
         for function in request.finalize_fns:
@@ -121,6 +117,8 @@ def fail_async(kept, folder, how):
 def test_a_background_write_that_fails_is_an_error_on_every_rank(host, tmp_path):
     for text in host.job(2).run(fail_async, str(tmp_path), "never ran"):
         assert re.search(r"has ended without writing it: .* Save again \(rank 1\)", text)
+    for text in host.job(2).run(fail_async, str(tmp_path), "fails"):
+        assert re.search(r"SystemRefused: .*gone.*\(rank 1\)", text)
     assert not (tmp_path / "metadata.json").exists()
 
 
@@ -215,7 +213,8 @@ def ask(kept, folder):
     found["common"] = ours.load_common_state_dict(folder)["args"]
     if interfaces.register_default_strategy.__module__.startswith("megatron"):
         found["registry"] = digest(stock.load(state(), folder)) == expected(place)
-        assert stock.load_plain_tensors(folder).keys() == found["plain"].keys()
+        # Megatron's gives the common state as well.
+        assert stock.load_plain_tensors(folder).keys() >= found["plain"].keys()
     torch.distributed.barrier()
     if rank == 0:
         ours.remove_sharded_tensors(folder, "layers.")

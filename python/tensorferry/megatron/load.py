@@ -91,8 +91,8 @@ class LoadStrategy(LoadShardedStrategy):
         """
         if loaded_version != BACKEND:
             raise CheckpointingException(
-                f"the checkpoint is of backend {loaded_version!r}, and this strategy reads {BACKEND!r}: load it without "
-                "sharded_strategy=, with the release of Megatron that wrote it"
+                f"the checkpoint is of backend {loaded_version!r}, and this strategy reads {BACKEND!r}: load it "
+                "without sharded_strategy=, with the release of Megatron that wrote it"
             )
 
     def check_version_compatibility(self, loaded_version: int) -> None:
@@ -196,8 +196,8 @@ class LoadStrategy(LoadShardedStrategy):
             ) from e
         if config is None:
             raise CheckpointingException(
-                f"{folder} is not a distributed checkpoint: it has no metadata.json, which a save writes last. The save "
-                "was interrupted, or this is not the folder: load another checkpoint"
+                f"{folder} is not a distributed checkpoint: it has no metadata.json, which a save writes last. The "
+                "save was interrupted, or this is not the folder: load another checkpoint"
             )
         # FullyParallelSaveStrategyWrapper of 0.19 writes its own backend into metadata.json, whatever it wraps.
         if config.sharded_backend != "torch_dist" or not (folder / INDEX).is_file():
@@ -307,8 +307,12 @@ def load_strategy(
         peers: load from the memory of a running job instead of a folder: what ``metadata()`` of its ``PeerWriter``
             returned
         threads: as for ``FileReader``
-        timeout, lanes, secret, same_host: as for ``PeerReader``
-        safe_globals, trust_pickle: as for both
+        timeout: as for ``PeerReader``
+        lanes: as for ``PeerReader``
+        secret: as for ``PeerReader``
+        same_host: as for ``PeerReader``
+        safe_globals: classes and functions that pickled objects may name besides the default list
+        trust_pickle: let pickled objects name anything
         process_group: the ranks that load together; ``None`` means all. It may be of gloo where the default one is of
             NCCL
 

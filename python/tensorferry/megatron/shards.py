@@ -88,8 +88,8 @@ def leaves(state: Any, path: str = "") -> Iterator[tuple[str, ShardedBase]]:
         yield path, state
     else:
         raise CheckpointingException(
-            f"{path or 'the state'} is a {type(state).__name__}: a strategy takes dicts and lists of ShardedTensors and "
-            "ShardedObjects; call dist_checkpointing's save or load, which take states with other values, too"
+            f"{path or 'the state'} is a {type(state).__name__}: a strategy takes dicts and lists of ShardedTensors "
+            "and ShardedObjects; call save() or load(), which take states with other values, too"
         )
 
 
