@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -36,6 +37,7 @@ class Host:
     def __init__(self, release):
         if not folder_of(release).is_dir():
             pytest.skip(f"megatron-core {release} is not installed: make build")
+        self.release = release
         self._folder = tempfile.TemporaryDirectory()
         self._listener = Listener(f"{self._folder.name}/host", "AF_UNIX")
         # No script and no module: processes that Megatron spawns would import it again.
@@ -79,12 +81,15 @@ class Host:
 
 def serve(address):
     """Runs in the host: forks ranks as they are asked for."""
-    import megatron.core.dist_checkpointing  # noqa: F401
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     import tensorferry.megatron  # noqa: F401
 
+    # Megatron's own strategy would start a process for it on each rank, which imports torch once more.
+    filesystem_async._results_queue = queue.Queue()
+
     # Megatron calls these without asking for a GPU.
-    torch.cuda.synchronize = lambda device=None: None
+    torch.cuda.synchronize = lambda *_: None
     torch.cuda.current_device = lambda: "cpu"
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with Client(address) as orders, contextlib.suppress(EOFError):
@@ -130,7 +135,12 @@ class Job(ranks.Job):
         self.alive = True
 
     def run(self, function, *arguments):
-        return self("run", function, *arguments)
+        """Calls a function on all ranks; if one of them fails, the job is ended, since others may hang."""
+        try:
+            return self("run", function, *arguments)
+        except BaseException:
+            self.kill()
+            raise
 
     def start(self, function, *arguments):
         """Calls a function on all ranks without waiting for it."""
@@ -229,20 +239,32 @@ def sharded_state(place, dtype=torch.float32, value=0, empty=False, gap=False):
         layers.append(
             {
                 "column": ShardedTensor.from_rank_offsets(
-                    "layers.column", data(column), at, (1, place.tp_rank, place.tp), replica_id=replicas, prepend_axis_num=1
+                    "layers.column",
+                    data(column),
+                    at,
+                    (1, place.tp_rank, place.tp),
+                    replica_id=replicas,
+                    prepend_axis_num=1,
                 ),
                 # Not contiguous, as it is cut.
                 "row": ShardedTensor.from_rank_offsets(
-                    "layers.row", torch.zeros_like(row) if empty else row, at, (2, place.tp_rank, place.tp),
-                    replica_id=replicas, prepend_axis_num=1,
-                ),  # fmt: skip
+                    "layers.row",
+                    torch.zeros_like(row) if empty else row,
+                    at,
+                    (2, place.tp_rank, place.tp),
+                    replica_id=replicas,
+                    prepend_axis_num=1,
+                ),
                 "bias": ShardedTensor.from_rank_offsets(
                     "layers.bias", data(bias), at, replica_id=(0, place.tp_rank, place.dp_rank), prepend_axis_num=1
                 ),
                 "extra": ShardedObject(
-                    "layers.extra", None if empty else {"layer": layer, "value": value}, (LAYERS,), (layer,),
+                    "layers.extra",
+                    None if empty else {"layer": layer, "value": value},
+                    (LAYERS,),
+                    (layer,),
                     replica_id=(0, place.tp_rank, place.dp_rank),
-                ),  # fmt: skip
+                ),
             }
         )
     # The distributed optimizer: a 1-D tensor cut anywhere among all ranks of the job.
@@ -271,13 +293,11 @@ def sharded_state(place, dtype=torch.float32, value=0, empty=False, gap=False):
     gated = ShardedTensorFactory(
         "gated", data(half), build, lambda parts: torch.cat(parts), (0, place.pp_rank, place.dp_rank)
     )
+    outside = (0, place.tp_rank, place.pp_rank * 99 + place.dp_rank)
     padded = ShardedTensor.from_rank_offsets(
-        "vocabulary", data(whole((20, 3), dtype, value + 5)), replica_id=(0, place.tp_rank, place.pp_rank * 99 + place.dp_rank),
-        allow_shape_mismatch=True,
-    )  # fmt: skip
-    scalar = ShardedTensor.from_rank_offsets(
-        "scalar", data(whole((1,), dtype, value + 6)[0]), replica_id=(0, place.tp_rank, place.pp_rank * 99 + place.dp_rank)
+        "vocabulary", data(whole((20, 3), dtype, value + 5)), replica_id=outside, allow_shape_mismatch=True
     )
+    scalar = ShardedTensor.from_rank_offsets("scalar", data(whole((1,), dtype, value + 6)[0]), replica_id=outside)
     return {
         "layers": layers,
         "optimizer": {0: uneven, "gated": gated},

@@ -20,6 +20,7 @@ from .serialization import (
     restore_common,
     save,
 )
+from .two_stage import TwoStageDataParallelLoadShardedStrategy
 from .zarr import TensorStoreLoadShardedStrategy, ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "LoadStrategy",
     "SaveStrategy",
     "TensorStoreLoadShardedStrategy",
+    "TwoStageDataParallelLoadShardedStrategy",
     "ZarrLoadShardedStrategy",
     "ZarrSaveShardedStrategy",
     "load",

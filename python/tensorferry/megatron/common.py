@@ -28,9 +28,10 @@ def encoded(state: Any) -> bytes:
 def read(folder: Path) -> bytes | None:
     """Returns the bytes of ``common.pt``; ``None`` if there is none."""
     try:
-        return (folder / COMMON_STATE_FNAME).read_bytes()
+        data: bytes = (folder / COMMON_STATE_FNAME).read_bytes()
     except FileNotFoundError:
         return None
+    return data
 
 
 def write(folder: Path, data: bytes) -> None:

@@ -65,7 +65,7 @@ else:
             """Whether this strategy loads ``ShardedObject`` values."""
             return False
 
-    class SaveStrategyBase(ABC):
+    class SaveStrategyBase(ABC):  # noqa: B024  # Megatron's had no abstract method either
         """What all strategies that save have: the backend and version that ``metadata.json`` gets."""
 
         def __init__(self, backend: str, version: int) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -90,8 +91,8 @@ class LoadStrategy(LoadShardedStrategy):
         """
         if loaded_version != BACKEND:
             raise CheckpointingException(
-                f"the checkpoint is of backend {loaded_version!r}, and this strategy reads {BACKEND!r}: load it without "
-                "sharded_strategy=, with the release of Megatron that wrote it"
+                f"the checkpoint is of backend {loaded_version!r}, and this strategy reads {BACKEND!r}: load it "
+                "without sharded_strategy=, with the release of Megatron that wrote it"
             )
 
     def check_version_compatibility(self, loaded_version: int) -> None:
@@ -149,7 +150,7 @@ class LoadStrategy(LoadShardedStrategy):
 
     def _read(self, loading: Loading) -> None:
         """Reads what :meth:`_open` has planned for this rank."""
-        loading.reader.read_data(loading.plan, loading)
+        loading.read([*loading.objects, *map(loading.item, loading.parts)])
         self.report = dict(loading.reader.report)
 
     @property
@@ -195,8 +196,8 @@ class LoadStrategy(LoadShardedStrategy):
             ) from e
         if config is None:
             raise CheckpointingException(
-                f"{folder} is not a distributed checkpoint: it has no metadata.json, which a save writes last. The save "
-                "was interrupted, or this is not the folder: load another checkpoint"
+                f"{folder} is not a distributed checkpoint: it has no metadata.json, which a save writes last. The "
+                "save was interrupted, or this is not the folder: load another checkpoint"
             )
         # FullyParallelSaveStrategyWrapper of 0.19 writes its own backend into metadata.json, whatever it wraps.
         if config.sharded_backend != "torch_dist" or not (folder / INDEX).is_file():
@@ -306,8 +307,12 @@ def load_strategy(
         peers: load from the memory of a running job instead of a folder: what ``metadata()`` of its ``PeerWriter``
             returned
         threads: as for ``FileReader``
-        timeout, lanes, secret, same_host: as for ``PeerReader``
-        safe_globals, trust_pickle: as for both
+        timeout: as for ``PeerReader``
+        lanes: as for ``PeerReader``
+        secret: as for ``PeerReader``
+        same_host: as for ``PeerReader``
+        safe_globals: classes and functions that pickled objects may name besides the default list
+        trust_pickle: let pickled objects name anything
         process_group: the ranks that load together; ``None`` means all. It may be of gloo where the default one is of
             NCCL
 
@@ -355,8 +360,8 @@ class Loading:
         reserved: keys in the checkpoint that a state may not ask for
 
     Attributes:
-        plan: the items of this rank
-        parts: the parts of tensors among them
+        objects: the items of this rank that read objects
+        parts: what it reads of tensors
         tensors: the leaves that are tensors, by number
 
     Raises:
@@ -389,7 +394,7 @@ class Loading:
                 self._add(number, leaf, known[leaf.key])
         for number, tensor in self.tensors.items():
             self._targets[number] = _target(tensor)
-        self.plan = LoadPlan([_object(key) for key in sorted(wanted)] + [self.item(part) for part in self.parts])
+        self.objects = [_object(key) for key in sorted(wanted)]
 
     def _add(self, number: int, shard: ShardedTensor, about: Any) -> None:
         shards.check(shard)
@@ -430,17 +435,35 @@ class Loading:
             lengths=torch.Size(part.wanted.sizes),
         )
 
-    def target(self, number: int, box: shards.Box) -> torch.Tensor:
-        """Returns the place of a part of a leaf."""
-        found = self._targets[number]
-        for dim, (start, length) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-            if (start, length) != (0, found.shape[dim]):
-                found = found.narrow(dim, start, length)
-        return found
+    def read(self, items: list[ReadItem]) -> None:
+        """Reads items into their targets.
+
+        Raises:
+            TensorferryError: as for :meth:`SliceReader.read_data`
+        """
+        if items:
+            self.reader.read_data(LoadPlan(items), self)
+
+    def leaf(self, number: int) -> torch.Tensor:
+        """Returns the data of a leaf, with its prepended axes."""
+        return self._targets[number]
+
+    @contextlib.contextmanager
+    def aimed(self, number: int, memory: torch.Tensor) -> Iterator[None]:
+        """While the block runs, reads of a leaf go to ``memory``, a tensor like it, instead."""
+        kept, self._targets[number] = self._targets[number], memory
+        try:
+            yield
+        finally:
+            self._targets[number] = kept
 
     def resolve_tensor(self, item: ReadItem) -> torch.Tensor:
         """Returns the target of an item, for the reader."""
-        return self.target(item.dest_index.index, shards.Box(tuple(item.dest_offsets), tuple(item.lengths)))
+        found = self._targets[item.dest_index.index]
+        for dim, (start, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
+            if (start, length) != (0, found.shape[dim]):
+                found = found.narrow(dim, start, length)
+        return found
 
     def commit_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
         """Does nothing: the reader has written into the leaf's own data."""
@@ -493,7 +516,7 @@ def _common_in(reader: SliceReader, metadata: Metadata) -> bytes | None:
     (size,) = about.size
     shard = ShardedTensor(COMMON, torch.empty(size, dtype=torch.uint8), torch.uint8, (size,), (size,), (0,), (1,))
     held = Loading({COMMON: shard}, metadata, reader, reserved=frozenset())
-    reader.read_data(held.plan, held)
+    held.read([held.item(part) for part in held.parts])
     return bytes(shard.data.numpy())
 
 

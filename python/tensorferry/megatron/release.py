@@ -9,8 +9,8 @@ from typing import Any
 
 if find_spec("megatron") is None or find_spec("megatron.core") is None:
     raise ImportError(
-        "tensorferry.megatron needs megatron-core (0.16.1 and 0.19.2 are tested), and psutil, which it does not install "
-        "itself: pip install megatron-core psutil"
+        "tensorferry.megatron needs megatron-core (0.16.1 and 0.19.2 are tested), and psutil, which it does not "
+        "install itself: pip install megatron-core psutil"
     )
 
 from megatron.core.dist_checkpointing.core import (
@@ -73,8 +73,7 @@ def async_request_class(async_strategy: str | None) -> Any:
     """Returns the class of the requests that the queue of ``async_strategy`` takes.
 
     Raises:
-        ModuleNotFoundError: the strategy needs a package that is not installed
-        CheckpointingException: there is no such strategy
+        CheckpointingException: there is no such strategy, or it needs a package that is not installed
     """
     strategies = import_module(f"{_STRATEGIES}.torch")
     choose = getattr(strategies, "get_async_strategy", None)
@@ -82,7 +81,7 @@ def async_request_class(async_strategy: str | None) -> Any:
         return import_module(f"{_STRATEGIES}.async_utils").AsyncRequest
     try:
         return choose(async_strategy)[1]["AsyncRequest"]
-    except TypeError as e:
+    except (TypeError, ImportError) as e:
         raise CheckpointingException(f'{e} Pass async_strategy="mcore" or async_strategy="nvrx"') from e
 
 

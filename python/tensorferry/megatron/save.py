@@ -119,7 +119,7 @@ class SaveStrategy(TorchDistSaveShardedStrategy, AsyncSaveShardedStrategy):  # t
                 if shared is not None:
                     bare = torch.frombuffer(bytearray(shared), dtype=torch.uint8)
                     items.append(data.add_tensor(COMMON, shards.Box((0,), tuple(bare.shape)), bare.shape, bare))
-            return writer.prepare_local_plan(SavePlan(items))  # type: ignore[no-any-return]
+            return writer.prepare_local_plan(SavePlan(items))
 
         decided: Metadata | None = None
 

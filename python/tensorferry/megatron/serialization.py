@@ -121,7 +121,7 @@ def load(
         checkpoint_dir: the folder; not read if the strategy loads from a running job
         sharded_strategy: what :func:`load_strategy` returned, or a wrapper of it
         validate_access_integrity: check that the main replicas of all ranks make up each tensor and object
-        strict: what to do about keys that only the checkpoint or only the state has, one of Megatron's ``StrictHandling``
+        strict: what to do about keys that only the checkpoint or only the state has, as Megatron's ``StrictHandling``
 
     Returns:
         The state; and with the ``RETURN_...`` modes, a tuple of it, the missing keys and the unexpected keys.
@@ -293,8 +293,8 @@ def _ours(strategy: Any, kind: Any, maker: str) -> Any:
         found = found.base_strategy
     if not isinstance(found, kind):
         raise CheckpointingException(
-            f"{type(strategy).__name__} is not a strategy of tensorferry.megatron: pass what {maker}() returns, or call "
-            "the function of the same name in megatron.core.dist_checkpointing"
+            f"{type(strategy).__name__} is not a strategy of tensorferry.megatron: pass what {maker}() returns, or "
+            "call the function of the same name in megatron.core.dist_checkpointing"
         )
     return found
 

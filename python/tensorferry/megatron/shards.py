@@ -88,8 +88,8 @@ def leaves(state: Any, path: str = "") -> Iterator[tuple[str, ShardedBase]]:
         yield path, state
     else:
         raise CheckpointingException(
-            f"{path or 'the state'} is a {type(state).__name__}: a strategy takes dicts and lists of ShardedTensors and "
-            "ShardedObjects; call dist_checkpointing's save or load, which take states with other values, too"
+            f"{path or 'the state'} is a {type(state).__name__}: a strategy takes dicts and lists of ShardedTensors "
+            "and ShardedObjects; call save() or load(), which take states with other values, too"
         )
 
 
@@ -164,7 +164,7 @@ def check_access(ranks: Iterable[Iterable[tuple[Any, ...]]]) -> None:
     for of_rank in ranks:
         for kind, key, about, box, is_main in of_rank:
             known = objects if kind == "o" else tensors
-            first, boxes = known.setdefault(key, (about, []))  # type: ignore[attr-defined]
+            first, boxes = known.setdefault(key, (about, []))
             if first != about:
                 raise CheckpointingException(
                     f"{key}: the ranks do not agree on it: one asks for {about[0]} {list(about[1])}, another one for "
