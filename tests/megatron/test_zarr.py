@@ -175,7 +175,12 @@ def load_key(kept, folder, key, shape, dtype, options, prepare=None):
     data = torch.empty(shape, dtype=dtype)
     if prepare == "transposed":
         data = torch.empty(shape[::-1], dtype=dtype).permute(*reversed(range(len(shape))))
-    hidden = {"numcodecs": None} if prepare == "without numcodecs" else {}
+    hidden = {}
+    if prepare == "without numcodecs":
+        # Before others are hidden: what is imported meanwhile is forgotten afterwards.
+        import tensorstore  # noqa: F401
+
+        hidden["numcodecs"] = None
     logged = []
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())
