@@ -344,9 +344,7 @@ def try_load(kept, folder, change=None, options=None):
     try:
         ZarrLoadShardedStrategy(**(options or {})).load(state, folder)
     except Exception as e:
-        touched = sum(
-            int(leaf.data.abs().sum() != 0) for _, leaf in leaves(state) if isinstance(leaf.data, torch.Tensor)
-        )
+        touched = sum(int(leaf.data.bool().any()) for _, leaf in leaves(state) if isinstance(leaf.data, torch.Tensor))
         return type(e).__name__, str(e), touched
     return None
 
