@@ -79,7 +79,7 @@ def test_a_checkpoint_comes_through_all_formats_as_it_was(ranks, alone, tmp_path
         assert not Path(f"{output}.partial").exists()
 
 
-def large(folder, mib=48):
+def large(folder, mib=96):
     """Writes a zarr checkpoint with one tensor of so many MiB in one chunk."""
     rows = mib * 256
     (folder / "key").mkdir(parents=True)
@@ -92,6 +92,9 @@ def large(folder, mib=48):
 
 
 def convert_measured(kept, source, output, options):
+    # First a small one, for which modules are imported and threads started.
+    convert(kept, str(WRITTEN), f"{output}-small", options)
+    convert(kept, f"{output}-small", f"{output}-small-again", options)
     Path("/proc/self/clear_refs").write_text("5")
     before = memory("VmRSS")
     return convert(kept, source, output, options), memory("VmHWM") - before
@@ -114,9 +117,9 @@ def test_a_conversion_takes_no_more_memory_than_its_window(alone, tmp_path):
     for source, to in (("zarr", "tensorferry"), ("tensorferry", "torch_dist"), ("torch_dist", "tensorferry2")):
         given = {"to": to.rstrip("2"), "window": 8 << 20, "threads": 2}
         [(done, grown)] = alone.run(convert_measured, str(tmp_path / source), str(tmp_path / to), given)
-        assert done == (1, 0, 48 << 20)
+        assert done == (1, 0, 96 << 20)
         # The window, and what threads, copies on their way to a file and the allocator keep.
-        assert grown < 40 << 20, to
+        assert grown < 48 << 20, to
         assert max(path.stat().st_size for path in (tmp_path / to).iterdir()) < 6 << 20
     for name in ("tensorferry", "torch_dist", "tensorferry2"):
         assert alone.run(load_key, str(tmp_path / name), rows, name != "torch_dist") == [(True, 3)]
@@ -182,7 +185,7 @@ def repickled(folder, change):
 
 def move(found):
     for info in found.storage_data.values():
-        info.relative_path = "../outside"
+        info.relative_path = f"../{info.relative_path}"
 
 
 def lengthen(found):
@@ -209,7 +212,7 @@ def swap(found):
 
 BAD = {
     "pickle evil": (lambda f: (f / ".metadata").write_bytes(pickle.dumps(Evil())), "not on the allow-list"),
-    "pickle cut": (lambda f: (f / ".metadata").write_bytes((f / ".metadata").read_bytes()[:-9]), "cannot be read"),
+    "pickle cut": (lambda f: (f / ".metadata").write_bytes((f / ".metadata").read_bytes()[:-9]), "cut off"),
     "no index": (lambda f: (f / ".metadata").unlink(), "is incomplete: it has no .metadata"),
     "outside": (lambda f: repickled(f, move), "names a file outside of it"),
     "too long": (lambda f: repickled(f, lengthen), "is damaged"),
