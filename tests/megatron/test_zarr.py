@@ -188,20 +188,27 @@ def load_key(kept, folder, key, shape, dtype, options, prepare=None):
     try:
         with unittest.mock.patch.dict(sys.modules, hidden):
             loaded = strategy.load({"one": ShardedTensor.from_rank_offsets(key, data)}, folder)["one"]
-        return loaded.contiguous(), strategy.report, logged
+        # As bytes: torch would send a tensor's memory by a file, which only processes of one family can open.
+        return loaded.contiguous().numpy().tobytes(), strategy.report, logged
     except CheckpointingException as e:
         return str(e), None, logged
     finally:
         logging.getLogger("tensorferry").removeHandler(handler)
 
 
+def tensor(data, dtype, shape):
+    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
+
+
 def test_uneven_shards_are_saved(ranks, alone, tmp_path):
     ranks.run(save_uneven, str(tmp_path))
     [(loaded, _, _)] = alone.run(load_key, str(tmp_path), "uneven", (8, 10), torch.int64, {})
-    assert torch.equal(loaded, torch.arange(80).reshape(8, 10))
+    assert torch.equal(tensor(loaded, torch.int64, (8, 10)), torch.arange(80).reshape(8, 10))
     # With the package that release 0.15 reads with.
     zarr = pytest.importorskip("zarr")
-    assert torch.equal(torch.from_numpy(zarr.open_array(tmp_path / "uneven", mode="r")[...]), loaded)
+    assert torch.equal(
+        torch.from_numpy(zarr.open_array(tmp_path / "uneven", mode="r")[...]), torch.arange(80).reshape(8, 10)
+    )
 
 
 def array(folder, key, data, chunks, **fields):
@@ -249,7 +256,7 @@ DATA = torch.arange(1000 * 700, dtype=torch.float32).reshape(1000, 700)
 def test_any_grid_of_chunks_is_read_into_any_target(alone, tmp_path, chunks, fields, dtype, prepare):
     array(tmp_path, "key", DATA, chunks, **fields)
     [(loaded, _, _)] = alone.run(load_key, str(tmp_path), "key", DATA.shape, dtype, {}, prepare)
-    assert torch.equal(loaded, DATA.to(dtype))
+    assert torch.equal(tensor(loaded, dtype, DATA.shape), DATA.to(dtype))
 
 
 def load_columns(kept, folder, rows, columns):
@@ -278,7 +285,8 @@ def memory(field):
 def test_a_part_of_a_large_chunk_is_read_without_the_rest(alone, tmp_path):
     """128 MiB in one chunk, of which half is wanted: neither the chunk nor a copy of the half is in memory."""
     rows, columns = 512, 65536
-    path = array(tmp_path, "key", torch.zeros(1, 1), [1, 1], shape=[rows, columns], chunks=[rows, columns])
+    path = array(tmp_path, "key", torch.zeros(1, 1), [1, 1])
+    rewrite(path, shape=[rows, columns], chunks=[rows, columns])
     with (path / "0.0").open("wb") as file:
         file.truncate(rows * columns * 4)
         for row in range(rows):
@@ -301,13 +309,14 @@ def test_compressed_chunks_are_read(alone, tmp_path, compressor):
     pytest.importorskip("tensorstore")
     for prepare in (None, "without numcodecs"):
         [(loaded, _, _)] = alone.run(load_key, str(tmp_path), "key", DATA.shape, DATA.dtype, {}, prepare)
-        assert torch.equal(loaded, DATA), prepare
+        assert torch.equal(tensor(loaded, DATA.dtype, DATA.shape), DATA), prepare
 
 
 def test_missing_chunks_are_filled_and_reported_only_where_there_is_a_fill_value(alone, tmp_path):
     path = array(tmp_path, "key", DATA, [500, 700], fill_value=3)
     (path / "1.0").unlink()
     [(loaded, report, logged)] = alone.run(load_key, str(tmp_path), "key", DATA.shape, DATA.dtype, {})
+    loaded = tensor(loaded, DATA.dtype, DATA.shape)
     assert (loaded[500:] == 3).all()
     assert torch.equal(loaded[:500], DATA[:500])
     assert report["filled"] == 1
@@ -519,11 +528,11 @@ def pad(kept):
     try:
         pad_to_expected_shape(torch.ones(5, 3), shard)
     except CheckpointingException as e:
-        return padded, str(e)
-    return padded, None
+        return padded.tolist(), str(e)
+    return padded.tolist(), None
 
 
 def test_a_part_is_padded_behind_its_end(alone):
     [(padded, error)] = alone.run(pad)
-    assert torch.equal(padded, torch.tensor([[0.0, 1, 2], [3, 4, 5], [0, 0, 0], [0, 0, 0]]))
+    assert padded == [[0, 1, 2], [3, 4, 5], [0, 0, 0], [0, 0, 0]]
     assert "Expected shape (4, 3) smaller than actual (5, 3) for key" in error

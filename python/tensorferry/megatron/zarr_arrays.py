@@ -301,7 +301,7 @@ def open_array(folder: Path, key: str) -> ZarrArray:
         if len(text) > _MOST_METADATA:
             raise ValueError(f"it has more than {_MOST_METADATA} bytes")
         return _parsed(path, key, json.loads(text))
-    except (ValueError, KeyError, TypeError, RecursionError, RuntimeError) as e:
+    except (ValueError, KeyError, TypeError, OverflowError, RuntimeError) as e:
         raise CheckpointingException(
             f"{path / ARRAY} is not the metadata of an array that Megatron wrote ({type(e).__name__}: {str(e)[:300]})"
         ) from e
