@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+
 
 def look(kept):
     from importlib.util import find_spec
@@ -24,7 +30,15 @@ def look(kept):
     elsewhere = [name for name in names if getattr(interfaces, name).__module__ != home]
     action = interfaces.StrategyAction
     save, load = ours.save_strategy(), ours.load_strategy()
+    with tempfile.TemporaryDirectory() as folder:
+        interfaces.get_default_strategy(action.SAVE_COMMON, "tensorferry", 1).save_common({"a": 1}, folder)
+        common = interfaces.get_default_strategy(action.LOAD_COMMON, "tensorferry", 1)
+        found = (common.load_common(folder), common.load(folder))
+        torch.save(os.system, Path(folder) / "common.pt")
+        refused = outcome(lambda: common.load(folder))
     return {
+        "common": found,
+        "unsafe": refused,
         "elsewhere": elsewhere,
         "actions": [one.value for one in action],
         "registered": [
@@ -62,6 +76,8 @@ def look(kept):
 def test_every_interface_is_there_by_its_name(host):
     (found,) = host.job(1).run(look)
     assert found["elsewhere"] == []
+    assert found["common"] == ({"a": 1}, {"a": 1})
+    assert "which is not on the allow-list" in found["unsafe"]
     assert found["actions"] == ["load_common", "load_sharded", "save_common", "save_sharded"]
     assert found["registered"] == [True, True]
     assert found["unknown"].startswith("Cannot find a default strategy for: ('load_sharded', \"nobody's\", 1)")

@@ -5,6 +5,7 @@
 the guide.
 """
 
+from .common_part import CommonLoadStrategy, CommonSaveStrategy
 from .interfaces import StrategyAction, register_default_strategy
 from .load import LoadStrategy, load_strategy
 from .save import BACKEND, VERSION, SaveStrategy, save_strategy
@@ -25,6 +26,8 @@ from .two_stage import TwoStageDataParallelLoadShardedStrategy
 __all__ = [
     "BACKEND",
     "VERSION",
+    "CommonLoadStrategy",
+    "CommonSaveStrategy",
     "LoadStrategy",
     "SaveStrategy",
     "TwoStageDataParallelLoadShardedStrategy",
@@ -45,3 +48,5 @@ __all__ = [
 # Releases that have a registry find the strategies of a checkpoint by its metadata.json.
 register_default_strategy(StrategyAction.SAVE_SHARDED, BACKEND, VERSION, save_strategy())
 register_default_strategy(StrategyAction.LOAD_SHARDED, BACKEND, VERSION, load_strategy())
+register_default_strategy(StrategyAction.SAVE_COMMON, BACKEND, VERSION, CommonSaveStrategy())
+register_default_strategy(StrategyAction.LOAD_COMMON, BACKEND, VERSION, CommonLoadStrategy())
