@@ -121,6 +121,11 @@ class _Pair:
             peer.wait()
 
 
+def _prepare(row: Row, *peers: Peer) -> None:
+    for peer in peers if row.sharded else ():
+        peer.ask("form_group")
+
+
 def transfer(lab: Lab, row: Row, contender: Contender, memory: str, check: bool) -> dict[str, Any]:
     """Move a row's state once, and once more where the row says so.
 
@@ -140,6 +145,7 @@ def transfer(lab: Lab, row: Row, contender: Contender, memory: str, check: bool)
     what = f"{row.title}, {contender.name}, {memory}"
     loop = "training" if row.job else None
     with lab.peers(what, loop, loop) as (source, receiver):
+        _prepare(row, source, receiver)
         source.post("build", row=row.name, scale=lab.scale, seed=1)
         if memory == "backed":
             lab.hold(lab.sizes.get(row.name, 0))  # while the source builds; its size is known from the second time on
@@ -194,6 +200,7 @@ def raw_floor(lab: Lab, nbytes: int) -> dict[str, float]:
 def stall(lab: Lab, row: Row, contender: Contender) -> dict[str, Any]:
     """Watch the source's main loop while another of its threads sends and while a receiver receives."""
     with lab.peers(f"main loop, {row.title}, {contender.name}", "steps", None) as (source, receiver):
+        _prepare(row, source, receiver)
         shape = source.ask("build", row=row.name, scale=lab.scale, seed=1)
         lab.hold(shape["bytes"])
         pair = _Pair.open(source, receiver, contender)

@@ -87,6 +87,13 @@ class Agent:
         torch.set_num_threads(threads)
         return measure(self._states["state"])
 
+    def form_group(self) -> None:
+        """Make a process group of this process alone, and import what DTensors need."""
+        import torch.distributed.tensor  # which no other row should wait for
+
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
+
     def open(self, contender: str) -> str:
         """Build the transport; return its metadata with the host replaced by loopback."""
         self._transport = Contender.parse(contender).open(_TIMEOUT, lambda: self._live)

@@ -167,7 +167,7 @@ def main() -> int:
     nbytes = options.mib * MIB
     found: dict[str, Any] = {"machine": facts(), "mib": options.mib, "saves": {}, "spreads": {}}
     with tempfile.TemporaryDirectory(dir=os.environ.get("TENSORFERRY_BENCH_FOLDER")) as folder:
-        with ranks.Job("two ranks", 2, Rank) as job:
+        with ranks.Job("two ranks", 2, Rank, daemon=False) as job:
             saves: dict[str, list[float]] = {one: [] for one in SAVES}
             loads: dict[str, list[float]] = {one: [] for one in SAVES}
             for number, contender in enumerate(turns(SAVES, options.rounds + 1)):
@@ -195,7 +195,7 @@ def main() -> int:
         for world in options.worlds:
             times: dict[str, list[float]] = {one: [] for one in SPREADS}
             read: dict[str, list[float]] = {one: [] for one in SPREADS}
-            with ranks.Job(f"{world} ranks", world, Rank) as job:
+            with ranks.Job(f"{world} ranks", world, Rank, daemon=False) as job:
                 for number, contender in enumerate(turns(SPREADS, options.rounds + 1)):
                     job("build", nbytes, -1.0, False)
                     path = Path(folder) / ("tensorferry" if contender.startswith("tensorferry") else "torch_dist")

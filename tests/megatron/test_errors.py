@@ -125,7 +125,7 @@ def load_wrong(kept, folder, wrong, through_megatron):
 
 
 LOADS = {
-    "shape": r"scalar.*\[4, 3\]",
+    "shape": r"expected \(\[4, 3\]\) tensor for key scalar: .* \(rank 1\)",
     "global shape": r"Global shape mismatch for loaded \(\[20, 3\]\) and expected \(\[21, 3\]\) tensor for key "
     "vocabulary: .*allow_shape_mismatch=True",
     "unknown key": r"Unexpected keys \(not found in the checkpoint\): \['new'\].* Pass strict= .*\(rank 1\)",

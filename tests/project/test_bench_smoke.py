@@ -92,6 +92,20 @@ def test_a_state_in_a_job_is_healed_by_fresh_processes_that_train(tmp_path):
         assert sample["warm_up_s"] is None
 
 
+def test_a_sharded_state_is_received_by_a_process_with_the_same_mesh(tmp_path):
+    results_path = tmp_path / "results.json"
+    run_bench(
+        "--quick", "--scale", 0.002, "--rounds", 1, "--rows", "fsdp", "--memory", "backed",
+        "--contenders", "torchft:0,tensorferry", "--json", results_path,
+    )  # fmt: skip
+    results = json.loads(results_path.read_text())
+    assert results["problems"] == []
+    samples = results["rows"][0]["samples"]
+    assert [sample["contender"] for sample in samples] == ["torchft:0", "tensorferry"]
+    # A parameter and two moments, all DTensors, and AdamW's count of steps.
+    assert all(sample["first_equal"] is True and sample["tensors"] == 64 * 4 for sample in samples)
+
+
 @pytest.fixture
 def bench(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benches"))

@@ -5,6 +5,7 @@
 the guide.
 """
 
+from .common_part import CommonLoadStrategy, CommonSaveStrategy
 from .interfaces import StrategyAction, register_default_strategy
 from .load import LoadStrategy, load_strategy
 from .save import BACKEND, VERSION, SaveStrategy, save_strategy
@@ -26,6 +27,8 @@ from .zarr import TensorStoreLoadShardedStrategy, ZarrLoadShardedStrategy, ZarrS
 __all__ = [
     "BACKEND",
     "VERSION",
+    "CommonLoadStrategy",
+    "CommonSaveStrategy",
     "LoadStrategy",
     "SaveStrategy",
     "TensorStoreLoadShardedStrategy",
@@ -51,3 +54,5 @@ register_default_strategy(StrategyAction.SAVE_SHARDED, BACKEND, VERSION, save_st
 register_default_strategy(StrategyAction.LOAD_SHARDED, BACKEND, VERSION, load_strategy())
 register_default_strategy(StrategyAction.SAVE_SHARDED, "zarr", 1, ZarrSaveShardedStrategy())
 register_default_strategy(StrategyAction.LOAD_SHARDED, "zarr", 1, TensorStoreLoadShardedStrategy())
+register_default_strategy(StrategyAction.SAVE_COMMON, BACKEND, VERSION, CommonSaveStrategy())
+register_default_strategy(StrategyAction.LOAD_COMMON, BACKEND, VERSION, CommonLoadStrategy())

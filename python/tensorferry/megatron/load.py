@@ -257,13 +257,15 @@ class LoadStrategy(LoadShardedStrategy):
         """Returns the common state of a checkpoint; an empty dict if it has none.
 
         Raises:
-            CheckpointingException: the checkpoint cannot be read
-            UnsafePickle: it needs something that is not on the allow-list
+            CheckpointingException: the checkpoint cannot be read, or needs something that is not on the allow-list
         """
         data = common.read(Path(checkpoint_dir)) if self._peers is None else self.common_bytes(checkpoint_dir)
         if data is None:
             return {}
-        checked = rewritten(data, "the common state", self._allowed)
+        try:
+            checked = rewritten(data, "the common state", self._allowed)
+        except TensorferryError as e:
+            raise CheckpointingException(str(e)) from e
         return torch.load(io.BytesIO(checked), map_location="cpu", weights_only=False)
 
     def common_bytes(self, checkpoint_dir: str | Path) -> bytes | None:

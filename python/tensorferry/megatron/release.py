@@ -82,7 +82,7 @@ def async_request_class(async_strategy: str | None) -> Any:
     try:
         return choose(async_strategy)[1]["AsyncRequest"]
     except (TypeError, ImportError) as e:
-        raise CheckpointingException(f'{e} Pass async_strategy="mcore" or async_strategy="nvrx"') from e
+        raise CheckpointingException(str(e)) from e
 
 
 def takes(function: Any, argument: str) -> bool:

@@ -108,9 +108,11 @@ class SaveStrategy(TorchDistSaveShardedStrategy, AsyncSaveShardedStrategy):  # t
         writer: Any = self.peers or FileWriter(checkpoint_dir, threads=self._threads, cached=self._cached)
         data = _Data()
         shared: bytes | None = None
+        own: SavePlan | None = None
+        decided: Metadata | None = None
 
         def plan() -> SavePlan:
-            nonlocal shared
+            nonlocal shared, own
             writer.reset(None if self.peers else checkpoint_dir)
             writer.set_up_storage_writer(ranks.coordinates, rank=ranks.rank, use_collectives=True)
             items, state = _items(sharded_state_dict, data)
@@ -119,32 +121,23 @@ class SaveStrategy(TorchDistSaveShardedStrategy, AsyncSaveShardedStrategy):  # t
                 if shared is not None:
                     bare = torch.frombuffer(bytearray(shared), dtype=torch.uint8)
                     items.append(data.add_tensor(COMMON, shards.Box((0,), tuple(bare.shape)), bare.shape, bare))
-            return writer.prepare_local_plan(SavePlan(items))
-
-        decided: Metadata | None = None
+            own = writer.prepare_local_plan(SavePlan(items))
+            return own
 
         def decide(plans: list[SavePlan]) -> list[Any]:
             nonlocal decided
             decided = _metadata(plans)
             return [one.storage_data for one in writer.prepare_global_plan(plans)]
 
-        own: SavePlan | None = None
-
-        def planned() -> SavePlan:
-            nonlocal own
-            own = plan()
-            return own
-
-        stored = ranks.step(f"save into {where}" if self.peers is None else "publish", planned, decide)
+        stored = ranks.step(f"save into {where}" if self.peers is None else "publish", plan, decide)
         assert own is not None
-        writes_common = self.peers is None and shared is not None
         return _Saving(
             ranks=ranks,
             writer=writer,
             plan=dataclasses.replace(own, storage_data=stored[ranks.rank]),
             data=data,
             metadata=decided,
-            common=(Path(where), shared) if writes_common and shared is not None else None,
+            common=(Path(where), shared) if self.peers is None and shared is not None else None,
         )
 
 
