@@ -77,6 +77,42 @@ class _InFolder:
         return isinstance(checkpoint_id, os.PathLike) or "://" not in str(checkpoint_id)
 
 
+@dataclasses.dataclass(frozen=True)
+class RankFile:
+    """Where and how one rank writes its file of a save. It can be sent to another process.
+
+    Attributes:
+        path: the file
+        threads: as for :class:`FileWriter`
+        cached: as for :class:`FileWriter`
+    """
+
+    path: Path
+    threads: int | None
+    cached: bool | None
+
+    def write(self, plan: SavePlan, planner: SavePlanner) -> tuple[Written, list[WriteResult]]:
+        """Writes the items of ``plan``; returns how much was written, and a result for each item.
+
+        While the first of the two lives, the file is locked.
+
+        Raises:
+            UnsupportedLeaf: an item cannot be written; it is named
+            SystemRefused: the system refuses, for example because the disk is full
+        """
+        with _gc.gc_paused():
+            packed = PlanSnapshot(plan, planner, Stager(ACCELERATOR), copy=False)
+        # A random entry in the header, so that the checksum of the header, which the index records, is unique.
+        about = [*ABOUT, ("tensorferry.file", secrets.token_hex(16))]
+        written = Container(packed.rows, packed.owner, packed.private, about=about).write(
+            self.path,
+            partial=self.path.with_name(f"{self.path.name}.partial"),
+            threads=self.threads,
+            cached=self.cached,
+        )
+        return written, packed.results(self.path.name, written.header)
+
+
 class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does not follow torch
     """Writes a checkpoint into a folder, for ``torch.distributed.checkpoint.save`` and ``async_save``.
 
@@ -182,18 +218,18 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
         if not plan.items:
             done.set_result([])
             return done
-        name = f"rank{save.rank:05d}-{save.id}.safetensors"
-        with _gc.gc_paused():
-            packed = PlanSnapshot(plan, planner, Stager(ACCELERATOR), copy=False)
-        # A random entry in the header, so that the checksum of the header, which the index records, is unique.
-        about = [*ABOUT, ("tensorferry.file", secrets.token_hex(16))]
-        written = Container(packed.rows, packed.owner, packed.private, about=about).write(
-            save.path / name, partial=save.path / f"{name}.partial", threads=self._threads, cached=self._cached
-        )
-        save.written = written
-        self.report = {"bytes": written.bytes, "direct": written.direct}
-        done.set_result(packed.results(name, written.header))
+        save.written, results = self.rank_file().write(plan, planner)
+        self.report = {"bytes": save.written.bytes, "direct": save.written.direct}
+        done.set_result(results)
         return done
+
+    def rank_file(self) -> RankFile:
+        """Returns where and how this rank writes its file of the save that has begun in this thread.
+
+        With it another process can write the file in place of ``write_data``; the results come back to ``finish``.
+        """
+        save = self._running.save
+        return RankFile(save.path / f"rank{save.rank:05d}-{save.id}.safetensors", self._threads, self._cached)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Writes the index, which commits the checkpoint, and removes the files of the checkpoint that it replaces.
