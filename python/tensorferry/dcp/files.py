@@ -32,7 +32,7 @@ from ..storage import commits, reserved
 from ..storage.commits import Commit, new_id
 from ..storage.container import Container
 from ..storage.source import FolderSource, replaced
-from . import index
+from . import index, marker
 from .reader import SliceReader
 from .save_plan import ABOUT, PlanSnapshot
 
@@ -42,7 +42,7 @@ _finishing = ForkSafeLock()
 INDEX = "index.safetensors"
 _RANK_INDEX = "index-rank{:05d}.safetensors"
 #: The names of the files of torch's own writer: the index of all ranks, and with a rank's number its index and data.
-_TORCH_INDEX = ".metadata"
+_TORCH_INDEX = marker.NAME
 _TORCH_FILES = re.compile(r"\.metadata|__(?P<rank>\d+)(\.metadata|_\d+\.distcp)")
 
 
@@ -66,11 +66,7 @@ def _make(folder: Path) -> None:
         missing.append(level)
     folder.mkdir(parents=True, exist_ok=True)
     for level in reversed(missing):
-        above = os.open(level.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(above)
-        finally:
-            os.close(above)
+        marker.sync(level.parent)
 
 
 def _threads(threads: int | None) -> int | None:
@@ -97,7 +93,8 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
     """Writes a checkpoint into a folder, for ``torch.distributed.checkpoint.save`` and ``async_save``.
 
     Each rank writes one safetensors file, with a checksum of every 512 bytes, and the coordinator writes
-    ``index.safetensors`` last. A folder may be saved into repeatedly: the old checkpoint stays whole until the index of
+    ``index.safetensors`` last, and after it a ``.metadata`` that holds a sentence, because tools look for a file of this
+    name. A folder may be saved into repeatedly: the old checkpoint stays whole until the index of
     the new one replaces the old index, in one step, and is removed afterwards.
 
     Args:
@@ -170,6 +167,8 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
             names = set(os.listdir(save.path))
         except OSError as e:
             raise SystemRefused(f"the folder {save.path} cannot be created or listed: {e}") from e
+        if marker.is_marker(save.path / _TORCH_INDEX):
+            names.discard(_TORCH_INDEX)
         if not save.coordinated and names & {INDEX, _TORCH_INDEX}:
             raise InvalidArgument(
                 f"{save.path} holds a checkpoint with an index of all ranks, which would be loaded instead of this "
@@ -217,7 +216,7 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
         Raises:
             IncompleteCheckpoint: a save that began later has finished before this one, or a file of this save was
                 removed meanwhile
-            SystemRefused: the index cannot be written
+            SystemRefused: the index cannot be written, or the marker beside it
         """
         save = self._running.save
         stored = {result.index: result.storage_data for of_rank in results for result in of_rank}
@@ -239,6 +238,7 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
             Container(no_rows(), None, True, control, ABOUT).write(
                 save.index, partial=save.path / f"{save.index.name}.{save.id}.partial", threads=1
             )
+            save.mark()
             save.clean(before, set(files))
 
     def storage_meta(self) -> StorageMeta:
@@ -285,8 +285,11 @@ class _Save:
         self._of_torch: list[str] = []
 
     def begin(self, names: set[str]) -> None:
-        """Records which files of the folder the new index will replace; ``names`` are all its files."""
+        """Records which files of the folder the new index will replace; ``names`` are all its files but the marker."""
         self.began = time.time_ns()
+        if self.coordinated and not (self.path / INDEX).is_file() and marker.is_marker(self.path / _TORCH_INDEX):
+            # Somebody has removed the index; if this save were killed, tools would take the folder for a checkpoint.
+            commits.remove(self.path, [_TORCH_INDEX])
         self.before = commits.committed(self.index)
         self._of_torch = sorted(filter(self._is_replaced, names))
 
@@ -299,6 +302,18 @@ class _Save:
     def _is_replaced(self, name: str) -> bool:
         found = _TORCH_FILES.fullmatch(name)
         return found is not None and (self.coordinated or found["rank"] == str(self.rank))
+
+    def mark(self) -> None:
+        """Leaves the file by which tools find the checkpoint, in the place of torch's index if the save replaces that.
+
+        Raises:
+            SystemRefused: it cannot be written
+        """
+        # Tools do not look for checkpoints without an index of all ranks.
+        theirs = self.path / _TORCH_INDEX
+        if self.coordinated and (_TORCH_INDEX in self._of_torch or not theirs.exists()):
+            marker.leave(self.index, self.id)
+            self._of_torch = [name for name in self._of_torch if name != _TORCH_INDEX]
 
     def clean(self, before: Commit | None, files: set[str]) -> None:
         """Removes the files that the new index has replaced, and those that killed saves have left.
@@ -405,6 +420,8 @@ class FileReader(_InFolder, SliceReader):
 def _refuse_two(path: Path) -> None:
     """Refuses the index at ``path`` if torch's own writer has saved into the same folder since."""
     theirs = path.parent / _TORCH_INDEX
+    if marker.is_marker(theirs):
+        return
     try:
         newer = theirs.stat().st_mtime_ns >= path.stat().st_mtime_ns
     except OSError:
@@ -420,6 +437,10 @@ def _incomplete(folder: Path) -> IncompleteCheckpoint:
     """Returns the error for a folder without an index, which says what it holds instead."""
     if not folder.is_dir():
         return IncompleteCheckpoint(f"there is no checkpoint: {folder} is not a folder")
+    if marker.is_marker(folder / _TORCH_INDEX):
+        return IncompleteCheckpoint(
+            f"{folder} holds an incomplete checkpoint: {INDEX} was removed. Load another checkpoint, or restore the file"
+        )
     names = sorted(path.name for path in folder.iterdir())
     left = [name for name in names if commits.is_ours(name)]
     if left:
