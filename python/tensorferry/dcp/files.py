@@ -32,9 +32,10 @@ from ..storage import commits, reserved
 from ..storage.commits import Commit, new_id
 from ..storage.container import Container
 from ..storage.source import FolderSource, replaced
-from . import index, marker
+from . import index, marker, torch_folder
 from .reader import SliceReader
 from .save_plan import ABOUT, PlanSnapshot
+from .torch_folder import TorchFolderSource, with_stand_ins
 
 #: Held while an index is written, because saves of one process may overlap.
 _finishing = ForkSafeLock()
@@ -93,9 +94,9 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
     """Writes a checkpoint into a folder, for ``torch.distributed.checkpoint.save`` and ``async_save``.
 
     Each rank writes one safetensors file, with a checksum of every 512 bytes, and the coordinator writes
-    ``index.safetensors`` last, and after it a ``.metadata`` that holds a sentence, because tools look for a file of this
-    name. A folder may be saved into repeatedly: the old checkpoint stays whole until the index of
-    the new one replaces the old index, in one step, and is removed afterwards.
+    ``index.safetensors`` last, and after it a ``.metadata`` that holds a sentence, because tools look for a file of
+    this name. A folder may be saved into repeatedly: the old checkpoint stays whole until the index of the new one
+    replaces the old index, in one step, and is removed afterwards.
 
     Args:
         path: the folder; the ``checkpoint_id`` of a save overrides it
@@ -339,10 +340,11 @@ class _Save:
 
 
 class FileReader(_InFolder, SliceReader):
-    """Reads a checkpoint that ``FileWriter`` wrote, for ``torch.distributed.checkpoint.load``.
+    """Reads a checkpoint that ``FileWriter`` or torch's own writer wrote, for ``torch.distributed.checkpoint.load``.
 
     Each rank reads the slices that its plan needs, directly into its tensors where possible, and verifies the checksums
-    of all blocks that it reads.
+    of all blocks that it reads. A checkpoint of torch's own is read as torch reads it, whole chunks without checksums,
+    but for pickles, which are read with the allow-list.
 
     Args:
         path: the folder; the ``checkpoint_id`` of a load overrides it
@@ -366,7 +368,8 @@ class FileReader(_InFolder, SliceReader):
         safe_globals: Iterable[Any] = (),
         trust_pickle: bool = False,
     ) -> None:
-        super().__init__(Allowed(safe_globals, trust_pickle), ("bytes", "wanted"))
+        self._safe_globals = tuple(_validate.items("safe_globals", safe_globals))
+        super().__init__(Allowed(self._safe_globals, trust_pickle), ("bytes", "wanted"))
         self._path = _folder(path)
         self._threads = _threads(threads)
 
@@ -382,6 +385,7 @@ class FileReader(_InFolder, SliceReader):
             IncompleteCheckpoint: there is no index, for example because the save was interrupted
             CorruptCheckpoint: the index does not match its checksums
             ProtocolError: the file is not an index of this version
+            UnsafePickle: torch's index names something that is not on the allow-list
             InvalidArgument: torch's own writer has saved into the same folder since
         """
         del args
@@ -390,6 +394,8 @@ class FileReader(_InFolder, SliceReader):
         path = folder / INDEX
         shared = path.is_file()
         if not shared:
+            if (theirs := _index_of_torch(folder, rank)) is not None:
+                return self._open_theirs(theirs, shared=rank is None)
             if rank is None:
                 raise _incomplete(folder)
             path = folder / _RANK_INDEX.format(rank)
@@ -400,6 +406,15 @@ class FileReader(_InFolder, SliceReader):
         metadata = self._open(source, str(path))
         self._load.digest = source.digest if shared else None
         metadata.storage_meta = StorageMeta(checkpoint_id=folder)
+        return metadata
+
+    def _open_theirs(self, path: Path, shared: bool) -> Metadata:
+        """Reads the index ``path``, which torch's own writer wrote; ``shared`` says whether it is that of all ranks."""
+        source = TorchFolderSource(path)
+        allowed = with_stand_ins(self._safe_globals, self._allowed.trusts)
+        metadata = torch_folder.decode(self._begin(source), str(path), allowed)
+        self._load.digest = source.digest if shared else None
+        metadata.storage_meta = StorageMeta(checkpoint_id=path.parent)
         return metadata
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -415,6 +430,14 @@ class FileReader(_InFolder, SliceReader):
         if len({plan.storage_data for plan in plans if isinstance(plan.storage_data, str)}) > 1:
             raise replaced(self._load.checkpoint or self._path)
         return plans
+
+
+def _index_of_torch(folder: Path, rank: int | None) -> Path | None:
+    """Returns the index that torch's own writer wrote, if it is what the folder holds; ``rank`` asks for a rank's."""
+    path = folder / (_TORCH_INDEX if rank is None else f"__{rank}{_TORCH_INDEX}")
+    if not path.is_file() or marker.is_marker(path) or any(folder.glob("index-rank*.safetensors")):
+        return None
+    return path
 
 
 def _refuse_two(path: Path) -> None:
@@ -434,12 +457,12 @@ def _refuse_two(path: Path) -> None:
 
 
 def _incomplete(folder: Path) -> IncompleteCheckpoint:
-    """Returns the error for a folder without an index, which says what it holds instead."""
+    """Returns the error for a folder without an index, which says why there is none."""
     if not folder.is_dir():
         return IncompleteCheckpoint(f"there is no checkpoint: {folder} is not a folder")
     if marker.is_marker(folder / _TORCH_INDEX):
         return IncompleteCheckpoint(
-            f"{folder} holds an incomplete checkpoint: {INDEX} was removed. Load another checkpoint, or restore the file"
+            f"{folder} holds an incomplete checkpoint: {INDEX} was removed. Load another checkpoint, or restore it"
         )
     names = sorted(path.name for path in folder.iterdir())
     left = [name for name in names if commits.is_ours(name)]
@@ -447,9 +470,5 @@ def _incomplete(folder: Path) -> IncompleteCheckpoint:
         return IncompleteCheckpoint(
             f"{folder} holds an incomplete checkpoint: the save that wrote {left[0]} ended before it wrote "
             f"{INDEX}. Load an earlier checkpoint"
-        )
-    if _TORCH_INDEX in names:
-        return IncompleteCheckpoint(
-            f"{folder} holds a checkpoint that torch's own writer saved: load it with FileSystemReader"
         )
     return IncompleteCheckpoint(f"there is no checkpoint in {folder}: it has no {INDEX}")

@@ -60,7 +60,7 @@ def leave(index: Path, save_id: str) -> None:
         with contextlib.suppress(OSError):
             partial.unlink()
         raise SystemRefused(
-            f"{path} cannot be written: {e}. The checkpoint is complete, but tools that look for {NAME} will not find it"
+            f"{path} cannot be written: {e}. The checkpoint is complete, but tools look for {NAME} and will not find it"
         ) from e
 
 
