@@ -9,7 +9,7 @@ import weakref
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
@@ -25,7 +25,6 @@ from ..storage import reserved
 from ..storage.container import Container
 from ..storage.peers import container_name
 from . import index
-from .index import EntryRef
 from .save_plan import ABOUT, PlanSnapshot
 from .torch_view import TorchView
 
@@ -231,7 +230,7 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         """Publishes the index along with the coordinator's part."""
         stored = {result.index: result.storage_data for of_rank in results for result in of_rank}
         metadata.storage_data = stored
-        self._publish((index.encode(metadata, stored), stored))
+        self._publish(index.encode(metadata, stored), len(stored))
         metadata.storage_meta = _Done(self._step, self._urls)
 
     def _succeeded(self, step: int) -> None:
@@ -245,12 +244,13 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
                 "cannot publish what was saved: this rank's part of the checkpoint will be missing for readers"
             )
 
-    def _publish(self, described: tuple[bytes, dict[MetadataIndex, EntryRef]] | None) -> None:
-        """Publishes this rank's part; ``described`` is the index and what it refers to, on the coordinator."""
+    def _publish(self, text: bytes | None, entries: int = 0) -> None:
         packed = self._packed
         assert packed is not None
-        control = [] if described is None else [(reserved.INDEX, described[0])]
-        container = Container(packed.rows, packed.owner, packed.private, control, ABOUT)
+        described = None if text is None else (text, entries)
+        container = Container(
+            packed.rows, packed.owner, packed.private, [] if text is None else [(reserved.INDEX, text)], ABOUT
+        )
         view = TorchView(packed, self._step, self._url, self._urls, described) if self._plain else None
         container.publish(self._server, self._step, alternate=view)
         self._packed = None

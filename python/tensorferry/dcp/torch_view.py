@@ -3,10 +3,6 @@
 A rank's file is a sequence of ``torch.save`` archives. The elements of tensors are served from where they are. The
 bytes of an archive before and behind the elements depend only on dtype and shape, so that the coordinator can compute
 the lengths of the archives of all ranks.
-
-The archives are in the order in which the rank wrote its items, which is that of the state, and so the order in which
-readers of all or of a part of it ask for them. Readers over fsspec fetch 5 MiB at a time, and all of them again after
-every jump backwards.
 """
 
 from __future__ import annotations
@@ -38,24 +34,18 @@ class TorchView:
         step: the step of the publication
         url: this rank's URL
         urls: the URLs of all ranks, the coordinator's first
-        described: on the coordinator, the index, and all entries in the order in which the ranks have written them;
-            ``None`` on the other ranks
+        text: on the coordinator, the index and how many entries all ranks have written; ``None`` on the other ranks
     """
 
     def __init__(
-        self,
-        packed: PlanSnapshot,
-        step: int,
-        url: str,
-        urls: list[str],
-        described: tuple[bytes, dict[MetadataIndex, EntryRef]] | None,
+        self, packed: PlanSnapshot, step: int, url: str, urls: list[str], text: tuple[bytes, int] | None
     ) -> None:
         self._packed = packed
         self._step = step
         self._url = url
         self._urls = urls
         self._files = {_name(number): url for number, url in enumerate(urls)}
-        self._described = described
+        self._text = text
 
     def __call__(self, name: str) -> list[Any] | str | None:
         """Renders a file of the folder, or with an empty name the list of its files, as HTML.
@@ -69,11 +59,11 @@ class TorchView:
         """
         file = name.removeprefix("dcp/")
         if not file:
-            return [self._listing()] if self._described is not None else f"{self._urls[0]}{self._step}/{name}"
-        if file == ".metadata" and self._described is not None:
-            return [self._metadata(*self._described)]
+            return [self._listing()] if self._text is not None else f"{self._urls[0]}{self._step}/{name}"
+        if file == ".metadata" and self._text is not None:
+            return [self._metadata(*self._text)]
         url = self._files.get(file)
-        if url is None or (url != self._url and self._described is None):
+        if url is None or (url != self._url and self._text is None):
             return None
         return self._own() if url == self._url else f"{url}{self._step}/{name}"
 
@@ -85,14 +75,16 @@ class TorchView:
     def _own(self) -> list[Any]:
         rows = self._packed.rows
         parts: list[Any] = []
-        for elements, memory, nbytes in zip(self._packed.elements, rows.memory, rows.sizes, strict=True):
+        columns = sorted(zip(rows.names, self._packed.elements, rows.memory, rows.sizes, strict=True), key=_by_name)
+        for _, elements, memory, nbytes in columns:
             around = _around(*elements) if elements else (b"", b"")
             parts += [around[0], (memory.data_ptr() if nbytes else 0, nbytes), around[1]]
         return parts
 
-    def _metadata(self, text: bytes, stored: dict[MetadataIndex, EntryRef]) -> bytes:
+    def _metadata(self, text: bytes, count: int) -> bytes:
         metadata = index.decode(text, "the publication", Allowed((), trust=True))
-        if len(metadata.storage_data) != len(stored):
+        refs: dict[MetadataIndex, EntryRef] = metadata.storage_data
+        if len(refs) != count:
             raise ProtocolError(
                 "the planner has written items that its metadata does not describe, so torch cannot find them by name"
             )
@@ -102,20 +94,28 @@ class TorchView:
             if isinstance(stored, TensorStorageMetadata)
             for chunk in stored.chunks
         }
+        of_container = defaultdict(list)
+        for key, ref in refs.items():
+            of_container[ref.container].append((ref.entry, key, ref))
         names = {url: name for name, url in self._files.items()}
-        ends: dict[str, int] = defaultdict(int)
         metadata.storage_data = {}
-        for key, ref in stored.items():
-            around = _around(*shapes[key.fqn, key.offset]) if ref.kind == ELEMENTS else (b"", b"")
-            length = ref.nbytes + sum(map(len, around))
-            file = names[url_of(ref.container)]
-            metadata.storage_data[key] = _StorageInfo(file, ends[file], length)
-            ends[file] += length
+        for container, entries in of_container.items():
+            at = 0
+            for _, key, ref in sorted(entries, key=_by_name):
+                around = _around(*shapes[key.fqn, key.offset]) if ref.kind == ELEMENTS else (b"", b"")
+                length = ref.nbytes + sum(map(len, around))
+                file = names[url_of(container)]
+                metadata.storage_data[key] = _StorageInfo(file, at, length)
+                at += length
         return pickle.dumps(metadata)
 
 
 def _name(number: int) -> str:
     return f"__{number}_0.distcp"
+
+
+def _by_name(entry: tuple[Any, ...]) -> str:
+    return entry[0]  # type: ignore[no-any-return]
 
 
 class _Recorder:
