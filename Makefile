@@ -37,6 +37,16 @@ $(VENV)/.installed: dist/.wheel
 .PHONY: build
 build: $(VENV)/.installed ## build the wheel and install it into .venv
 
+# Linked by zig against the glibc of torch's own wheels, so that it installs wherever they do.
+GLIBC := 2_28
+.PHONY: wheel
+wheel: $(VENV)/.deps ## the wheel for a release: for glibc 2.28 and later, checked, in dist/release
+	$(BIN)/uv pip install -q --python $(BIN)/python 'ziglang>=0.15,<1'
+	rm -rf dist/release
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/maturin build --release --quiet --zig --compatibility manylinux_$(GLIBC) \
+	  --out dist/release --target-dir target/zig --interpreter $(BIN)/python
+	$(BIN)/python tests/project/check_wheel.py dist/release $(GLIBC)
+
 .PHONY: demo
 demo: build ## heal a real torchft job, first with torchft's transport, then with ours
 	$(BIN)/python examples/heal/story.py

@@ -30,6 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--transport", choices=("tensorferry", "torchft"), default="tensorferry")
     parser.addoption("--kills", type=int, default=10, help="how often a save is killed in test_files.py")
     parser.addoption("--pickle-seconds", type=float, default=5, help="how long test_hostile_pickles.py fuzzes")
+    parser.addoption("--pickled-states", type=int, default=150, help="random states for test_native_pickles.py")
     parser.addoption("--fuzz-runs", type=int, default=100, help="inputs for each target of fuzzing.py")
     parser.addoption("--fuzz-seed", type=int, default=1)
 

@@ -41,13 +41,13 @@ def patience(name: str, value: timedelta) -> float:
 
 
 def integer(name: str, value: Any, least: int, most: int = _MOST) -> int:
-    """Returns ``value`` as an integer from ``least`` to ``most``, both inclusive.
+    """Returns ``value`` as an integer from ``least`` to ``most``, both inclusive. ``1e9`` is one, ``0.5`` is not.
 
     Raises:
-        InvalidArgument: ``value`` is not an integer, or out of range
+        InvalidArgument: ``value`` is not a whole number, or out of range
     """
     try:
-        number = operator.index(value)
+        number = operator.index(int(value) if isinstance(value, float) and value.is_integer() else value)
     except TypeError:
         raise InvalidArgument(f"{name} must be a whole number, not {brief(value)}") from None
     if not least <= number <= most:

@@ -54,7 +54,7 @@ def queue(state: dict[str, torch.Tensor], change: Callable[[torch.Tensor], objec
 def warm_up(state: dict[str, torch.Tensor]) -> None:
     """Runs each operation once: its first use may wait for the whole device, which would hide a missing wait."""
     for tensor in state.values():
-        tensor.add_(0).fill_(float(tensor[0]))
+        tensor.add_(0).fill_(float(tensor[(0,) * tensor.dim()]))
     torch.cuda._sleep(1)
     torch.cuda.synchronize()
 

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(ROOT / "benches"))
-    monkeypatch.setattr(sys, "argv", ["accelerator.py", "--mib", "8", "--tensors", "4", "--rounds", "2"])
+    monkeypatch.setattr(sys, "argv", ["accelerator.py", "--mib", "8", "--tensors", "4", "--rounds", "2", "--no-heals"])
     import accelerator
 
     return accelerator

@@ -29,7 +29,7 @@ CONSTRUCTOR: list[tuple[str, dict[str, Any]]] = [
     ("num_chunks", {"num_chunks": 2**70}),
     ("snapshot", {"snapshot": None}),
     ("max_bandwidth", {"max_bandwidth": 0}),
-    ("max_bandwidth", {"max_bandwidth": 1e9}),
+    ("max_bandwidth", {"max_bandwidth": 1.5}),
     ("max_bandwidth", {"max_bandwidth": 2**64}),
     ("reuse_bytes", {"reuse_bytes": "1 GiB"}),
     ("reuse_bytes", {"reuse_bytes": 2**64}),

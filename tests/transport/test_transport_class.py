@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import urllib.parse
 from datetime import timedelta
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from exchange import TIMEOUT, receive, small_state
+from tensorferry import InvalidArgument, TransportClosed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,6 +54,36 @@ def test_is_a_checkpoint_transport(transport_class: Any, open_transport: Callabl
     base = pytest.importorskip("torchft.checkpointing").CheckpointTransport
     assert isinstance(open_transport(), base)
     assert issubclass(transport_class, base)
+
+
+@pytest.mark.beyond_torchft
+def test_it_says_where_it_listens_and_what_it_serves_but_not_its_capability(transport_class: Any) -> None:
+    with transport_class(TIMEOUT) as transport:
+        url = urllib.parse.urlsplit(transport.metadata())
+        assert repr(transport) == f"<HTTPTransport http://{url.netloc}: serving nothing>"
+        transport.send_checkpoint([1], 7, small_state(), TIMEOUT)
+        assert repr(transport) == f"<HTTPTransport http://{url.netloc}: serving step 7>"
+        child = os.fork()
+        if not child:
+            os._exit(0 if repr(transport).endswith(": of the parent process>") else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert repr(transport).endswith(": closed>")
+
+
+@pytest.mark.beyond_torchft
+def test_the_end_of_a_with_block_shuts_it_down(transport_class: Any) -> None:
+    with pytest.raises(ZeroDivisionError), transport_class(TIMEOUT) as transport:
+        1 / 0  # noqa: B018
+    with pytest.raises(TransportClosed):
+        transport.send_checkpoint([1], 1, small_state(), TIMEOUT)
+
+
+@pytest.mark.beyond_torchft
+def test_whole_numbers_may_be_written_as_floats(transport_class: Any) -> None:
+    transport_class(TIMEOUT, max_bandwidth=1e9, reuse_bytes=2e6).shutdown()
+    for wrong in (0.5, float("nan"), float("inf"), "1e9"):
+        with pytest.raises(InvalidArgument, match=r"max_bandwidth .* must be a whole number"):
+            transport_class(TIMEOUT, max_bandwidth=wrong)
 
 
 @pytest.mark.beyond_torchft

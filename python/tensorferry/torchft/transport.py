@@ -8,11 +8,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast
+from urllib.parse import urlsplit
 
 from .. import _validate
 from .._native import ArenaPool, Remote, Report
-from ..errors import InvalidArgument, TransportClosed, UnprovenSource
+from ..errors import ForkedProcess, InvalidArgument, TransportClosed, UnprovenSource
 from ..memory.accelerator import ACCELERATOR
 from ..memory.bounce import BounceBuffers
 from ..memory.host_pool import HostMemory
@@ -337,6 +338,24 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         self._server.shutdown(5.0 if wait else 0.0)
         self._stager.close()
         self._bounce.close()
+
+    def __enter__(self) -> Self:
+        """Returns the transport; the end of the ``with`` block shuts it down."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Does what :meth:`shutdown` does."""
+        self.shutdown()
+
+    def __repr__(self) -> str:
+        """Returns where the transport listens and what it serves, without the part of the URL that gives access."""
+        url = urlsplit(self._address)
+        try:
+            state = "serving nothing" if self._disallowed else f"serving step {self._step}"
+        except ForkedProcess:
+            state = "of the parent process"
+        state = "closed" if self._is_closed else state
+        return f"<{type(self).__name__} {url.scheme}://{url.netloc}: {state}>"
 
     @property
     def _disallowed(self) -> bool:

@@ -22,6 +22,8 @@ mod columns;
 mod errors;
 mod frontend;
 mod memory;
+mod objects;
+mod pickle;
 mod readiness;
 mod remote;
 mod report;
@@ -32,6 +34,7 @@ mod server;
 mod slices;
 mod staged;
 mod tree;
+mod views;
 
 use pyo3::prelude::*;
 
@@ -44,6 +47,10 @@ mod _native {
     use crate::addresses::{interfaces, resolve};
     #[pymodule_export]
     use crate::memory::{PyArena, PyHostView, PyPart};
+    #[pymodule_export]
+    use crate::objects::{
+        add_pieces, describe_objects, describe_shards, number_of_storage, pickle_objects, reach, restart,
+    };
     #[pymodule_export]
     use crate::readiness::PyReadiness;
     #[pymodule_export]
