@@ -23,7 +23,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from ..dcp import index
-from ..dcp.files import INDEX, RankFile
+from ..dcp.files import RankFile
+from ..storage.folder import INDEX
 from ..dcp.index import EntryRef
 from ..dcp.save_plan import ABOUT
 from ..memory.tensors import no_rows

@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from ..dcp import index
-from ..dcp.files import INDEX
+from ..storage.folder import INDEX
 from ..dcp.index import ELEMENTS
-from ..dcp.load_plan import unpickled
+from ..state.archives import unpickled
 from ..errors import ProtocolError, UnsafePickle
 from ..memory.tensors import DTYPE_NAMES, address, byte_strides, scratch
 from ..state.allowlist import Allowed

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from ..dcp import FileReader, PeerReader
-from ..dcp.files import INDEX
+from ..storage.folder import INDEX
 from ..dcp.load_plan import rewritten
 from ..dcp.reader import SliceReader
 from ..errors import TensorferryError

@@ -9,7 +9,7 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata
 
 from ..dcp import index
-from ..dcp.files import INDEX
+from ..storage.folder import INDEX
 from ..dcp.save_plan import ABOUT
 from ..memory.tensors import no_rows
 from ..storage import commits, reserved

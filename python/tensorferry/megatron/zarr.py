@@ -19,7 +19,7 @@ import torch
 
 from .. import _validate
 from .._native import _check_machine_has
-from ..dcp.load_plan import unpickled
+from ..state.archives import unpickled
 from ..errors import TensorferryError
 from ..memory.tensors import scratch, why_not_writable
 from ..state.allowlist import Allowed
