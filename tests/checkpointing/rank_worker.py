@@ -1,4 +1,4 @@
-"""One rank of a job that saves or loads a checkpoint with DTensors: ``rank_worker.py save|load rank world folder``."""
+"""One rank of a job with DTensors: ``rank_worker.py save|load rank world folder``. Both load, ``save`` saves before."""
 
 from __future__ import annotations
 
@@ -30,6 +30,19 @@ def state(which: int, mesh: object, blank: bool) -> dict:
     return {**tensors, "plain": torch.full((3,), float(-1 if blank else rank)), "note": -1 if blank else rank}
 
 
+def load(checkpointer: SyncCheckpointer, folder: str, asked: dict) -> None:
+    rank, given = dist.get_rank(), dict(asked)
+    checkpointer.load(folder, asked, strict=True)
+    for name, (value, *_) in TENSORS.items():
+        found = asked[name]
+        assert found is given[name]
+        assert isinstance(found, DTensor)
+        assert torch.equal(found.full_tensor(), value), (name, found.full_tensor())
+    expected = rank if rank < 2 else 0
+    assert asked["plain"].tolist() == [float(expected)] * 3
+    assert asked["note"] == expected
+
+
 def main(what: str, rank: int, world: int, folder: str) -> None:
     store = dist.FileStore(f"{folder}-{what}-{world}.store", world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
@@ -37,19 +50,9 @@ def main(what: str, rank: int, world: int, folder: str) -> None:
     checkpointer = SyncCheckpointer()
     if what == "save":
         checkpointer.save(folder, state(0, mesh, False))
-    else:
-        which = 0 if what == "same" else 1
-        asked = state(which, mesh, True)
-        given = dict(asked)
-        checkpointer.load(folder, asked, strict=True)
-        for name, (value, *_) in TENSORS.items():
-            found = asked[name]
-            assert found is given[name]
-            assert isinstance(found, DTensor)
-            assert torch.equal(found.full_tensor(), value), (name, found.full_tensor())
-        expected = rank if rank < 2 else 0
-        assert asked["plain"].tolist() == [float(expected)] * 3
-        assert asked["note"] == expected
+        dist.barrier()
+        load(checkpointer, folder, state(0, mesh, True))
+    load(checkpointer, folder, state(1, mesh, True))
     checkpointer.close()
     dist.barrier()
     dist.destroy_process_group()

@@ -41,10 +41,9 @@ def run(what: str, world: int, folder: Path) -> None:
 
 def test_dtensors_are_put_together_for_other_ranks_and_placements(tmp_path):
     folder = tmp_path / "c"
+    # With its own placements and with others, and then with another number of ranks.
     run("save", 2, folder)
-    run("same", 2, folder)
-    run("other", 2, folder)
-    run("other", 3, folder)
+    run("load", 3, folder)
     # In a process without ranks, every DTensor is whole.
     state = loading.load(folder)
     for name, (value, *_) in TENSORS.items():

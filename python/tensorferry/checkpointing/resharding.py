@@ -75,9 +75,10 @@ class Resharding:
         Raises:
             StateMismatch: one of them differs from the checkpoint's in dtype or shape, or cannot be written to
         """
+        kept: set[int] = set()
+        wrong: list[str] = []
         if not self._index.shards:
-            return set()
-        kept, wrong = set(), []
+            return kept
         for value, path in _tensors(asking):
             if path not in self._index.shards:
                 continue
@@ -158,12 +159,12 @@ class Resharding:
 
     def _schedule(self, job: _Job, shard: _Shard, dtype: torch.dtype) -> int:
         """Schedules the read of what ``shard`` has of a job's box; returns how many elements that is."""
-        size = dtype.itemsize
+        size = int(dtype.itemsize)
         ends = [o + n for o, n in zip(job.offsets, job.target.shape, strict=True)]
         first = [max(a, b) for a, b in zip(job.offsets, shard.offsets, strict=True)]
         last = [min(a, o + n) for a, o, n in zip(ends, shard.offsets, shard.shape, strict=True)]
         lengths = [max(b - a, 0) for a, b in zip(first, last, strict=True)]
-        count = math.prod(lengths)
+        count: int = math.prod(lengths)
         if not count:
             return 0
         target = job.target
@@ -188,12 +189,10 @@ class Resharding:
     def _entry(self, path: str, shard: _Shard, start: int, span: int) -> tuple[str, str, int, int]:
         """Returns the entry with the bytes ``[start, start + span)`` of a shard's storage, and where they are in it."""
         storages, names, dtypes, sizes = self._rank_entries(shard.rank)
-        try:
+        if type(shard.storage) is int and 0 <= shard.storage < len(storages):
             for entry, low in storages[shard.storage][1]:
                 if low <= start and start + span <= low + sizes[entry]:
                     return names[entry], dtypes[entry], sizes[entry], start - low
-        except (IndexError, TypeError, ValueError):
-            pass
         raise ProtocolError(f"{self._path}: the file of rank {shard.rank} does not have its part of {path}")
 
     def _rank_entries(self, rank: int) -> tuple[list[Any], list[str], list[str], list[int]]:

@@ -199,7 +199,8 @@ def merged(asking: Any, part: Any, kept: Collection[int] | None = None) -> Any:
         return together + (part[len(asking) :] or asking[len(part) :])
     if isinstance(asking, tuple) and isinstance(part, tuple) and len(asking) == len(part):
         together = [merged(a, p, kept) for a, p in zip(asking, part, strict=True)]
-        return type(part)._make(together) if tree.is_namedtuple(type(part)) else type(part)(together)
+        kind: Any = type(part)
+        return kind._make(together) if tree.is_namedtuple(kind) else kind(together)
     return part
 
 
