@@ -24,13 +24,13 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from ..dcp import index
 from ..dcp.files import RankFile
-from ..storage.folder import INDEX
 from ..dcp.index import EntryRef
 from ..dcp.save_plan import ABOUT
 from ..memory.tensors import no_rows
 from ..storage import reserved
 from ..storage.commits import Commit, new_id
 from ..storage.container import Container
+from ..storage.folder import INDEX
 from . import common
 from .release import COMMON
 from .shards import Box

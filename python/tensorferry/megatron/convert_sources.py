@@ -22,13 +22,13 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from ..dcp import index
-from ..storage.folder import INDEX
 from ..dcp.index import ELEMENTS
-from ..state.archives import unpickled
 from ..errors import ProtocolError, UnsafePickle
 from ..memory.tensors import DTYPE_NAMES, address, byte_strides, scratch
 from ..state.allowlist import Allowed
+from ..state.archives import unpickled
 from ..state.unpickling import pickle_module, unpickler
+from ..storage.folder import INDEX
 from ..storage.slices import SliceTuple, contiguous_strides, runs
 from ..storage.source import FolderSource
 from . import common, shards

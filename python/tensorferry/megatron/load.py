@@ -19,11 +19,11 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from ..dcp import FileReader, PeerReader
-from ..storage.folder import INDEX
 from ..dcp.load_plan import rewritten
 from ..dcp.reader import SliceReader
 from ..errors import TensorferryError
 from ..state.allowlist import Allowed
+from ..storage.folder import INDEX
 from . import common, removal, shards
 from .interfaces import LoadShardedStrategy
 from .release import (

@@ -9,12 +9,12 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata
 
 from ..dcp import index
-from ..storage.folder import INDEX
 from ..dcp.save_plan import ABOUT
 from ..memory.tensors import no_rows
 from ..storage import commits, reserved
 from ..storage.commits import Commit
 from ..storage.container import Container
+from ..storage.folder import INDEX
 
 
 def remove(folder: Path, prefix: str, metadata: Metadata) -> None:

@@ -19,10 +19,10 @@ import torch
 
 from .. import _validate
 from .._native import _check_machine_has
-from ..state.archives import unpickled
 from ..errors import TensorferryError
 from ..memory.tensors import scratch, why_not_writable
 from ..state.allowlist import Allowed
+from ..state.archives import unpickled
 from . import common, shards
 from .interfaces import LoadShardedStrategy, SaveShardedStrategy
 from .release import (
