@@ -61,6 +61,10 @@ demo: build ## heal a real torchft job, first with torchft's transport, then wit
 demo-reshard: build ## a job of four ranks feeds a job of two, live, with the optimizer
 	$(BIN)/python examples/reshard/live_reshard.py
 
+.PHONY: demo-restart
+demo-restart: build ## a killed trainer comes back on the state that its node's keeper holds
+	$(BIN)/python examples/restart/story.py
+
 .PHONY: demo-megatron
 demo-megatron: build ## Megatron's GPT changes its parallel layout, live and from files, and trains on
 	PYTHONPATH=$(VENV)/megatron-$(lastword $(MEGATRON)) $(BIN)/python -W ignore examples/megatron/layouts.py
@@ -100,6 +104,12 @@ bench: build ## side by side against torchft's transports: one table, JSON and p
 BENCH_DCP_ARGS ?=
 bench-dcp: build ## checkpoints beside torch's, Hugging Face's and torch.save, interleaved: table and JSON
 	$(BIN)/python benches/dcp.py --json build/bench/dcp.json $(BENCH_DCP_ARGS)
+
+.PHONY: bench-checkpointing
+BENCH_CHECKPOINTING_ARGS ?=
+bench-checkpointing: build ## checkpointers beside torch's and torch_checkpointing, interleaved: table and JSON
+	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps 'torch_checkpointing==0.1.1'
+	$(BIN)/python benches/checkpointing.py --json build/bench/checkpointing.json $(BENCH_CHECKPOINTING_ARGS)
 
 .PHONY: bench-megatron
 BENCH_MEGATRON_ARGS ?=

@@ -16,6 +16,7 @@ from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
 import torch  # noqa: E402
+
 from tensorferry.checkpointing import make_async_checkpointer  # noqa: E402
 
 
