@@ -208,7 +208,7 @@ impl PyRemote {
         let (remote, teller) = self.take(py)?;
         let destination = addresses.map_or(Destination::Fresh, given);
         let waves = py.detach(move || remote.staged(destination, &staged, most)).map_err(|e| errors::to_py(py, &e))?;
-        Ok(PyStagedFetch::new(self.cancel.clone(), teller, Arc::clone(&self.header), WavesOf::Remote(waves)))
+        Ok(PyStagedFetch::new(self.cancel.clone(), teller, Arc::clone(&self.header), WavesOf::Remote(Box::new(waves))))
     }
 
     /// Ends every connection of this receive, also of its waves. A source would wait at a withdrawal for one that is

@@ -19,7 +19,7 @@ use crate::stored::read;
 
 /// The waves of a receive, or of a read of a container at rest.
 pub(crate) enum WavesOf {
-    Remote(StagedFetch),
+    Remote(Box<StagedFetch>),
     Stored(StoredWaves),
 }
 
