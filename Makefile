@@ -5,6 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 TORCH ?= 2.15.0
 COMPAT_TORCH ?= 2.8.0
+# Both are tested, each from a folder of its own. The second asks for Python 3.12, and works on 3.11.
+MEGATRON := 0.16.1 0.19.2
 RUST_SOURCES := $(shell find rust -name '*.rs' -not -path '*/target/*' -not -path '*/fuzz/*') Cargo.toml Cargo.lock $(wildcard rust/*/Cargo.toml)
 PY_SOURCES := $(shell find python -name '*.py' -o -name '*.pyi' -o -name py.typed)
 
@@ -21,6 +23,10 @@ $(VENV)/.deps: pyproject.toml
 	$(BIN)/pip install -q --disable-pip-version-check 'uv>=0.8,<1'
 	$(BIN)/uv pip install -q --python $(BIN)/python 'torch==$(TORCH)' 'torchft==0.2.0' \
 	  $$($(BIN)/python -c "import tomllib; o = tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']; print(*(repr(r) for r in o['dev'] + o['bench']))" | tr -d "'")
+	for release in $(MEGATRON); do \
+	  $(BIN)/uv pip install -q --python $(BIN)/python --python-version 3.12 --no-deps \
+	    --target $(VENV)/megatron-$$release "megatron-core==$$release" || exit 1; \
+	done
 	touch $@
 
 # The wheel is abi3 and knows no torch: one is good for every venv, so a new venv is no reason to build it again.
@@ -54,6 +60,10 @@ demo: build ## heal a real torchft job, first with torchft's transport, then wit
 .PHONY: demo-reshard
 demo-reshard: build ## a job of four ranks feeds a job of two, live, with the optimizer
 	$(BIN)/python examples/reshard/live_reshard.py
+
+.PHONY: demo-megatron
+demo-megatron: build ## Megatron's GPT changes its parallel layout, live and from files, and trains on
+	PYTHONPATH=$(VENV)/megatron-$(lastword $(MEGATRON)) $(BIN)/python -W ignore examples/megatron/layouts.py
 
 .PHONY: test
 test: build ## every test: Rust, the fuzz targets for a short time, Python
@@ -90,6 +100,12 @@ bench: build ## side by side against torchft's transports: one table, JSON and p
 BENCH_DCP_ARGS ?=
 bench-dcp: build ## checkpoints beside torch's, Hugging Face's and torch.save, interleaved: table and JSON
 	$(BIN)/python benches/dcp.py --json build/bench/dcp.json $(BENCH_DCP_ARGS)
+
+.PHONY: bench-megatron
+BENCH_MEGATRON_ARGS ?=
+bench-megatron: build ## Megatron's sharded state beside Megatron's own strategies: tables and JSON
+	PYTHONPATH=$(VENV)/megatron-$(lastword $(MEGATRON)) $(BIN)/python -W ignore benches/sharded.py \
+	  --json build/bench/megatron.json $(BENCH_MEGATRON_ARGS)
 
 .PHONY: bench-accelerator
 bench-accelerator: build ## copies between an accelerator and the network, beside plain copies; needs an accelerator

@@ -67,6 +67,31 @@ def _transformer(scale: float, seed: int) -> State:
     return {"user": user, "torchft": {"step": seed, "batches_committed": 2 * seed}}
 
 
+def _sharded(scale: float, seed: int) -> State:
+    """A model of FSDP2 and its AdamW after one step, as torchtitan keeps them: for each of 64 parameters 3 DTensors.
+
+    It needs a process group of one. The options of the optimizer stand beside each parameter: 640 numbers.
+    """
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (1,))
+    width = max(8, int(256 * scale**0.5))
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(32)))
+    for i, parameter in enumerate(model.parameters()):
+        torch.linspace(-1.0, 1.0 + seed, parameter.numel(), out=parameter.data.view(-1)).add_(i)
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 1e-3 * seed)
+    optimizer.step()
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    return {"user": {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer, options=options)}}
+
+
 #: What is told apart in a row, and the state of the memory that the bytes come into.
 LINES = {
     "first": "backed",
@@ -88,6 +113,7 @@ class Row:
         cold: received into cold memory, too (see `memory.py`)
         floor: beside raw sockets, and with more of torchft's chunks if everything is measured
         job: while training loops run in both processes, as the first receive of a fresh process: nothing warms it up
+        sharded: holds DTensors, so that both processes need a process group
         has_optimizer: building it takes torch's optimizers
         repeats: the receives of one sample, whose median counts
         rounds: a cap on the rounds asked for
@@ -103,6 +129,7 @@ class Row:
     cold: bool = False
     floor: bool = False
     job: bool = False
+    sharded: bool = False
     has_optimizer: bool = False
     repeats: int = 1
     rounds: int | None = None
@@ -148,6 +175,7 @@ ROWS = {
             "small", "100,000 x 1 KiB", lambda scale, seed: _equal_tensors(_count(100_000, scale), 1024, seed), rounds=3
         ),
         Row("tiny", "16 KiB in total", lambda scale, seed: _equal_tensors(16, 1024, seed), repeats=50),  # noqa: ARG005
+        Row("fsdp", "25 MB of FSDP2", _sharded, sharded=True, has_optimizer=True, repeats=5),
         Row("job28", "28 MB, in a job", lambda scale, seed: _transformer(0.0625 * scale, seed), **_JOB),
         Row("job154", "154 MB, in a job", lambda scale, seed: _transformer(0.31 * scale, seed), **_JOB),
         Row(
@@ -197,6 +225,7 @@ def digest(state: State) -> str:
     def visit(path: str, leaf: Any) -> None:
         if isinstance(leaf, torch.Tensor):
             sha.update(f"{path} {leaf.dtype} {tuple(leaf.shape)}\n".encode())
+            leaf = getattr(leaf, "_local_tensor", leaf)
             if leaf.numel():
                 sha.update(leaf.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
         else:

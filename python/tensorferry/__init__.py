@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         WriterLost,
         WrongStep,
     )
+    from .frameworks.installing import install
     from .net.metadata import join_metadata
     from .torchft.transport import HTTPTransport
 
@@ -54,13 +55,18 @@ __all__ = [
     "UnsupportedLeaf",
     "WriterLost",
     "WrongStep",
+    "install",
     "join_metadata",
 ]
 
 __version__ = "0.1.0"
 
 #: The module of each public name that is not an error class.
-_MODULES = {"HTTPTransport": ".torchft.transport", "join_metadata": ".net.metadata"}
+_MODULES = {
+    "HTTPTransport": ".torchft.transport",
+    "install": ".frameworks.installing",
+    "join_metadata": ".net.metadata",
+}
 
 if not TYPE_CHECKING:  # With a module __getattr__, a type checker would accept any name.
 

@@ -22,14 +22,21 @@ __all__ = [
     "StagedFetch",
     "Stored",
     "Written",
+    "_add_pieces",
     "_check_machine_has",
     "_copy_memory",
+    "_describe_objects",
+    "_describe_shards",
     "_fetch_slices",
     "_file_entries",
     "_file_header",
     "_interfaces",
+    "_number_of_storage",
+    "_pickle_objects",
+    "_reach",
     "_read_file",
     "_resolve",
+    "_restart",
     "_unflatten",
     "_write_file",
 ]
@@ -241,7 +248,15 @@ class StagedFetch:
 
 @final
 class Rows:
-    def __new__(cls, tensor: type, parameter: type, dtypes: dict[Any, str], *, native: bool = True) -> Rows: ...
+    def __new__(
+        cls,
+        tensor: type,
+        parameter: type,
+        dtypes: dict[Any, str],
+        *,
+        dtensor: type | None = None,
+        native: bool = True,
+    ) -> Rows: ...
     def __len__(self) -> int: ...
     @property
     def memory(self) -> list[Any]: ...
@@ -262,13 +277,23 @@ class Rows:
     def size(self, row: int) -> int: ...
     def address(self, row: int) -> int: ...
     def overlapping(self, others: list[tuple[int, int, int, int]], without: list[int]) -> list[list[int]]: ...
+    def self_overlapping(self) -> list[int]: ...
+    def start(self, number: int) -> int: ...
+    def node(
+        self,
+        value: Any,
+        path: str,
+        depth: int,
+        container: Callable[[Any, str, int], str],
+        other: Callable[[Any, str], int],
+    ) -> str: ...
     def members(
         self,
         keys: list[Any],
         values: list[Any],
         below: str,
         depth: int,
-        node: Callable[[Any, str, int], str],
+        container: Callable[[Any, str, int], str],
         other: Callable[[Any, str], int],
     ) -> str | None: ...
     def elements(
@@ -277,10 +302,20 @@ class Rows:
         names: tuple[str, ...] | None,
         below: str,
         depth: int,
-        node: Callable[[Any, str, int], str],
+        container: Callable[[Any, str, int], str],
         other: Callable[[Any, str], int],
     ) -> str: ...
     def leaf(self, value: Any, path: str, other: Callable[[Any, str], int]) -> int: ...
+    @property
+    def objects(self) -> list[Any]: ...
+    @property
+    def object_paths(self) -> list[str]: ...
+    @property
+    def first_specs(self) -> list[tuple[Any, Any]]: ...
+    @property
+    def unread(self) -> list[int]: ...
+    def is_view(self, value: Any) -> bool: ...
+    def filler(self, storage: Any, address: int) -> int | None: ...
     def number_of(self, value: Any) -> int | None: ...
     def forget(self) -> None: ...
     def append(
@@ -300,6 +335,19 @@ class Rows:
     def from_table(table: bytes, buffers: Sequence[SharedBuffer]) -> Rows: ...
     def names_are_regular(self) -> bool: ...
     def rename(self, names: list[str]) -> None: ...
+
+def _pickle_objects(
+    rows: Rows,
+    foreign: Callable[[Any, int], bytes | None],
+    functions: tuple[Any, ...],
+    numpy: tuple[Any, ...] | None = None,
+) -> bytes | None: ...
+def _reach(rows: Rows, storage: Any, key: int, memory: tuple[int, int], span: tuple[int, int]) -> int: ...
+def _number_of_storage(rows: Rows, key: int) -> int | None: ...
+def _restart(rows: Rows) -> None: ...
+def _add_pieces(rows: Rows) -> tuple[str, list[int]]: ...
+def _describe_objects(rows: Rows, others: list[tuple[int, str]]) -> str: ...
+def _describe_shards(rows: Rows, offsets: list[list[int]]) -> str: ...
 
 @final
 class Written:

@@ -5,7 +5,8 @@ writes for the same states. `python tests/data/written_format.py` writes the fil
 changes, too.
 
 All but `state.safetensors` and its checksums are as commit 7b37416 wrote them. What that wrote instead of these is in
-`state-first.safetensors`, which is only read: its pickle names `tensorferry.tensors`.
+`state-first.safetensors`, which is only read: its pickle names `tensorferry.tensors`. So is `state-second.safetensors`,
+whose pickle the interpreter's pickler wrote as a whole, with a spec for each DTensor.
 
 Writing has a process of its own: a pickle holds equal texts once or twice depending on how the modules were imported
 whose names they are.
@@ -45,6 +46,8 @@ CONTAINER = HERE / "state.safetensors"
 DIGESTS = HERE / "state.digests"
 FIRST_CONTAINER = HERE / "state-first.safetensors"
 FIRST_DIGESTS = HERE / "state-first.digests"
+SECOND_CONTAINER = HERE / "state-second.safetensors"
+SECOND_DIGESTS = HERE / "state-second.digests"
 STOCK = HERE / "state.torchft"
 FOLDER = HERE / "dcp"
 #: torch's part of these bytes (what a pickle of a tensor names, how an archive is laid out) is that of this version.

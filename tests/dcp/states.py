@@ -136,7 +136,12 @@ def load(kept, turn, ours, theirs, metadata):
     oracle = state(turn, blank=True)
     dcp.load(oracle, storage_reader=dcp.FileSystemReader(theirs))
     problems += [f"torch: {name}" for name in compare(oracle, expected)]
-    for kind, reader in (("files", FileReader(ours)), ("peers", PeerReader(metadata, timeout=TIMEOUT))):
+    readers = {
+        "files": FileReader(ours),
+        "torch's files": FileReader(theirs),
+        "peers": PeerReader(metadata, timeout=TIMEOUT),
+    }
+    for kind, reader in readers.items():
         found = state(turn, blank=True)
         places = {name: local(value).data_ptr() for name, value in found.items() if isinstance(value, torch.Tensor)}
         dcp.load(found, storage_reader=reader)

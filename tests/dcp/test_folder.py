@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import urllib.error
 import urllib.request
 from datetime import timedelta
@@ -79,6 +80,24 @@ def test_torch_loads_from_the_address_of_a_job(tmp_path):
             with _download(address, file) as answer:
                 (tmp_path / file).write_bytes(answer.read())
         assert target.run(_load_downloaded, 1, tmp_path) == [[]] * 3
+        import fsspec
+
+        for listed in (address, f"{address}/"):
+            system, path = fsspec.core.url_to_fs(listed, use_listings_cache=False)
+            assert system.isdir(path)
+            files = {name.rpartition("/")[2] for name in system.ls(path, detail=False)}
+            assert files == {".metadata", "__0_0.distcp", "__1_0.distcp"}
+            assert all(system.isfile(name) for name in system.ls(path, detail=False))
+        # The other rank sends those that ask it for the list to the coordinator.
+        with _download(address, "__1_0.distcp") as answer:
+            other = answer.url.rpartition("/")[0]
+        with urllib.request.urlopen(other, timeout=20) as answer:
+            assert answer.headers["Content-Type"].startswith("text/html")
+            assert answer.url == f"{address}/"
+        without_token = re.sub(r"(http://[^/]+)/[^/]+/", r"\1/", address)
+        for refused in (without_token, f"{without_token}/", re.sub(r"dcp$", "other", address)):
+            with pytest.raises(urllib.error.HTTPError):
+                urllib.request.urlopen(refused, timeout=20)
         whole = (tmp_path / "__1_0.distcp").read_bytes()
         with _download(address, "__1_0.distcp", Range="bytes=1000-70000") as answer:
             assert answer.status == 206

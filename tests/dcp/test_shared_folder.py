@@ -21,7 +21,7 @@ import torch.distributed.checkpoint as dcp
 from job import Job
 
 import tensorferry
-from tensorferry.dcp import FileReader, FileWriter, files
+from tensorferry.dcp import FileReader, FileWriter, files, marker
 from tensorferry.dcp.save_plan import ABOUT
 from tensorferry.memory.tensors import no_rows
 from tensorferry.storage import commits, reserved
@@ -52,7 +52,9 @@ def fails(call):
 
 
 def names(folder):
-    return sorted(path.name for path in folder.iterdir())
+    """Returns the names of the files of a folder, without the marker, which test_marker.py looks after."""
+    found = (path.name for path in folder.iterdir() if not marker.is_marker(path))
+    return sorted(found)
 
 
 def age(path, seconds):
@@ -356,6 +358,7 @@ def test_ranks_that_read_different_checkpoints_load_none(tmp_path):
         job.run(_load_replaced, tmp_path)
 
 
+@pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
 def test_a_checkpoint_of_torch_is_replaced_or_kept_as_overwrite_says(tmp_path):
     def torch_saves(value):
         save(None, value, dcp.FileSystemWriter(tmp_path, thread_count=1))
@@ -408,13 +411,17 @@ def test_every_new_folder_is_synchronised_with_the_one_above(tmp_path, monkeypat
 
     monkeypatch.setattr(files.os, "fsync", fsync)
     save(tmp_path / "a/b/c", 1)
-    assert synced == [str(tmp_path), str(tmp_path / "a"), str(tmp_path / "a/b")]
+    assert synced[:3] == [str(tmp_path), str(tmp_path / "a"), str(tmp_path / "a/b")]
+    partial, folder = synced[3:]
+    assert partial.startswith(f"{tmp_path}/a/b/c/.metadata.")
+    assert folder == str(tmp_path / "a/b/c"), "the marker, and the folder with its name"
     monkeypatch.chdir(tmp_path)
     synced.clear()
     save(Path("d/e"), 1)
-    assert synced == [str(tmp_path), str(tmp_path / "d")]
+    assert synced[:2] == [str(tmp_path), str(tmp_path / "d")]
+    synced.clear()
     save(tmp_path / "a/b/c", 2)
-    assert len(synced) == 2
+    assert synced == [], "the marker stays"
 
 
 def test_a_full_disk_in_the_middle_of_a_save_leaves_what_was_there(tmp_path):

@@ -81,6 +81,15 @@ timeout = timedelta(seconds=30)
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.AdamW(model.parameters())
 """,
+    # One rank, without a GPU, with the release that the Makefile puts beside the environment.
+    "from megatron.core import dist_checkpointing": f"""
+import sys, tempfile, torch
+sys.path.insert(0, {str(Path(sys.prefix) / "megatron-0.19.2")!r})
+torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+from megatron.core.dist_checkpointing import ShardedTensor
+folder = tempfile.mkdtemp(dir=".")
+sharded_state_dict = {{"weight": ShardedTensor.from_rank_offsets("weight", torch.ones(8, 8)), "iteration": 3}}
+""",
     # A manager needs a lighthouse and a store (`make demo` has them); this only checks that it accepts the arguments.
     "manager = torchft.Manager(": """
 import inspect

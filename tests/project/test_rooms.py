@@ -49,6 +49,8 @@ DOORS: dict[str, frozenset[str]] = {
     "checkpointing": frozenset(),
     "megatron": frozenset({"dcp"}),
     "cli": frozenset(),
+    "frameworks": frozenset({"dcp", "torchft"}),
+    "torchtitan": frozenset({"dcp"}),
     "testing": frozenset({"torchft"}),
 }
 

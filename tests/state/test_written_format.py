@@ -24,6 +24,8 @@ from written_format import (
     FIRST_DIGESTS,
     FOLDER,
     SAFE_GLOBALS,
+    SECOND_CONTAINER,
+    SECOND_DIGESTS,
     STEP,
     STOCK,
     TORCH,
@@ -45,6 +47,7 @@ pytestmark = [
 ]
 
 TIMEOUT = timedelta(seconds=30)
+KEPT = [(CONTAINER, DIGESTS), (SECOND_CONTAINER, SECOND_DIGESTS), (FIRST_CONTAINER, FIRST_DIGESTS)]
 same_torch = pytest.mark.skipif(
     not torch.__version__.startswith(f"{TORCH}."), reason=f"torch's part of the bytes is that of torch {TORCH}"
 )
@@ -98,7 +101,7 @@ same_mesh = pytest.mark.skipif(
 
 
 @same_mesh
-@pytest.mark.parametrize(("kept", "digests"), [(CONTAINER, DIGESTS), (FIRST_CONTAINER, FIRST_DIGESTS)])
+@pytest.mark.parametrize(("kept", "digests"), KEPT)
 @pytest.mark.parametrize("trust", [False, True])
 def test_a_kept_container_is_received(
     kept: Path, digests: Path, trust: bool, open_transport: Callable[..., Any]
@@ -161,7 +164,9 @@ def test_the_same_bytes_are_written(tmp_path: Path) -> None:
         assert (tmp_path / path).read_bytes() == (CONTAINER.parent / path).read_bytes(), path
 
 
-@pytest.mark.parametrize(("kept", "module"), [(CONTAINER, "_rebuild"), (FIRST_CONTAINER, "tensors")])
+@pytest.mark.parametrize(
+    ("kept", "module"), [(CONTAINER, "_rebuild"), (SECOND_CONTAINER, "_rebuild"), (FIRST_CONTAINER, "tensors")]
+)
 def test_names_of_ours_in_a_pickle(kept: Path, module: str) -> None:
     """Every later version has to find the names that a pickle can contain; these are all of them."""
     (manifest,) = re.findall(rb'{"version":1,"flags".*', kept.read_bytes().partition(b"\x80\x04\x95")[0])

@@ -33,16 +33,17 @@ from ..storage.commits import Commit, new_id
 from ..storage.container import Container
 from ..storage.folder import INDEX, make_folder
 from ..storage.source import FolderSource, replaced
-from . import index
+from . import index, marker, torch_folder
 from .reader import SliceReader
 from .save_plan import ABOUT, PlanSnapshot
+from .torch_folder import TorchFolderSource, with_stand_ins
 
 #: Held while an index is written, because saves of one process may overlap.
 _finishing = ForkSafeLock()
 
 _RANK_INDEX = "index-rank{:05d}.safetensors"
 #: The names of the files of torch's own writer: the index of all ranks, and with a rank's number its index and data.
-_TORCH_INDEX = ".metadata"
+_TORCH_INDEX = marker.NAME
 _TORCH_FILES = re.compile(r"\.metadata|__(?P<rank>\d+)(\.metadata|_\d+\.distcp)")
 
 
@@ -77,12 +78,49 @@ class _InFolder:
         return isinstance(checkpoint_id, os.PathLike) or "://" not in str(checkpoint_id)
 
 
+@dataclasses.dataclass(frozen=True)
+class RankFile:
+    """Where and how one rank writes its file of a save. It can be sent to another process.
+
+    Attributes:
+        path: the file
+        threads: as for :class:`FileWriter`
+        cached: as for :class:`FileWriter`
+    """
+
+    path: Path
+    threads: int | None
+    cached: bool | None
+
+    def write(self, plan: SavePlan, planner: SavePlanner) -> tuple[Written, list[WriteResult]]:
+        """Writes the items of ``plan``; returns how much was written, and a result for each item.
+
+        While the first of the two lives, the file is locked.
+
+        Raises:
+            UnsupportedLeaf: an item cannot be written; it is named
+            SystemRefused: the system refuses, for example because the disk is full
+        """
+        with _gc.gc_paused():
+            packed = PlanSnapshot(plan, planner, Stager(ACCELERATOR), copy=False)
+        # A random entry in the header, so that the checksum of the header, which the index records, is unique.
+        about = [*ABOUT, ("tensorferry.file", secrets.token_hex(16))]
+        written = Container(packed.rows, packed.owner, packed.private, about=about).write(
+            self.path,
+            partial=self.path.with_name(f"{self.path.name}.partial"),
+            threads=self.threads,
+            cached=self.cached,
+        )
+        return written, packed.results(self.path.name, written.header)
+
+
 class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does not follow torch
     """Writes a checkpoint into a folder, for ``torch.distributed.checkpoint.save`` and ``async_save``.
 
     Each rank writes one safetensors file, with a checksum of every 512 bytes, and the coordinator writes
-    ``index.safetensors`` last. A folder may be saved into repeatedly: the old checkpoint stays whole until the index of
-    the new one replaces the old index, in one step, and is removed afterwards.
+    ``index.safetensors`` last, and after it a ``.metadata`` that holds a sentence, because tools look for a file of
+    this name. A folder may be saved into repeatedly: the old checkpoint stays whole until the index of the new one
+    replaces the old index, in one step, and is removed afterwards.
 
     Args:
         path: the folder; the ``checkpoint_id`` of a save overrides it
@@ -154,6 +192,8 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
             names = set(os.listdir(save.path))
         except OSError as e:
             raise SystemRefused(f"the folder {save.path} cannot be created or listed: {e}") from e
+        if marker.is_marker(save.path / _TORCH_INDEX):
+            names.discard(_TORCH_INDEX)
         if not save.coordinated and names & {INDEX, _TORCH_INDEX}:
             raise InvalidArgument(
                 f"{save.path} holds a checkpoint with an index of all ranks, which would be loaded instead of this "
@@ -182,18 +222,18 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
         if not plan.items:
             done.set_result([])
             return done
-        name = f"rank{save.rank:05d}-{save.id}.safetensors"
-        with _gc.gc_paused():
-            packed = PlanSnapshot(plan, planner, Stager(ACCELERATOR), copy=False)
-        # A random entry in the header, so that the checksum of the header, which the index records, is unique.
-        about = [*ABOUT, ("tensorferry.file", secrets.token_hex(16))]
-        written = Container(packed.rows, packed.owner, packed.private, about=about).write(
-            save.path / name, partial=save.path / f"{name}.partial", threads=self._threads, cached=self._cached
-        )
-        save.written = written
-        self.report = {"bytes": written.bytes, "direct": written.direct}
-        done.set_result(packed.results(name, written.header))
+        save.written, results = self.rank_file().write(plan, planner)
+        self.report = {"bytes": save.written.bytes, "direct": save.written.direct}
+        done.set_result(results)
         return done
+
+    def rank_file(self) -> RankFile:
+        """Returns where and how this rank writes its file of the save that has begun in this thread.
+
+        With it another process can write the file in place of ``write_data``; the results come back to ``finish``.
+        """
+        save = self._running.save
+        return RankFile(save.path / f"rank{save.rank:05d}-{save.id}.safetensors", self._threads, self._cached)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Writes the index, which commits the checkpoint, and removes the files of the checkpoint that it replaces.
@@ -201,7 +241,7 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
         Raises:
             IncompleteCheckpoint: a save that began later has finished before this one, or a file of this save was
                 removed meanwhile
-            SystemRefused: the index cannot be written
+            SystemRefused: the index cannot be written, or the marker beside it
         """
         save = self._running.save
         stored = {result.index: result.storage_data for of_rank in results for result in of_rank}
@@ -223,6 +263,7 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
             Container(no_rows(), None, True, control, ABOUT).write(
                 save.index, partial=save.path / f"{save.index.name}.{save.id}.partial", threads=1
             )
+            save.mark()
             save.clean(before, set(files))
 
     def storage_meta(self) -> StorageMeta:
@@ -269,8 +310,11 @@ class _Save:
         self._of_torch: list[str] = []
 
     def begin(self, names: set[str]) -> None:
-        """Records which files of the folder the new index will replace; ``names`` are all its files."""
+        """Records which files of the folder the new index will replace; ``names`` are all its files but the marker."""
         self.began = time.time_ns()
+        if self.coordinated and not (self.path / INDEX).is_file() and marker.is_marker(self.path / _TORCH_INDEX):
+            # Somebody has removed the index; if this save were killed, tools would take the folder for a checkpoint.
+            commits.remove(self.path, [_TORCH_INDEX])
         self.before = commits.committed(self.index)
         self._of_torch = sorted(filter(self._is_replaced, names))
 
@@ -283,6 +327,18 @@ class _Save:
     def _is_replaced(self, name: str) -> bool:
         found = _TORCH_FILES.fullmatch(name)
         return found is not None and (self.coordinated or found["rank"] == str(self.rank))
+
+    def mark(self) -> None:
+        """Leaves the file by which tools find the checkpoint, in the place of torch's index if the save replaces that.
+
+        Raises:
+            SystemRefused: it cannot be written
+        """
+        # Tools do not look for checkpoints without an index of all ranks.
+        theirs = self.path / _TORCH_INDEX
+        if self.coordinated and (_TORCH_INDEX in self._of_torch or not theirs.exists()):
+            marker.leave(self.index, self.id)
+            self._of_torch = [name for name in self._of_torch if name != _TORCH_INDEX]
 
     def clean(self, before: Commit | None, files: set[str]) -> None:
         """Removes the files that the new index has replaced, and those that killed saves have left.
@@ -301,10 +357,11 @@ class _Save:
 
 
 class FileReader(_InFolder, SliceReader):
-    """Reads a checkpoint that ``FileWriter`` wrote, for ``torch.distributed.checkpoint.load``.
+    """Reads a checkpoint that ``FileWriter`` or torch's own writer wrote, for ``torch.distributed.checkpoint.load``.
 
     Each rank reads the slices that its plan needs, directly into its tensors where possible, and verifies the checksums
-    of all blocks that it reads.
+    of all blocks that it reads. A checkpoint of torch's own is read as torch reads it, whole chunks without checksums,
+    but for pickles, which are read with the allow-list.
 
     Args:
         path: the folder; the ``checkpoint_id`` of a load overrides it
@@ -328,7 +385,8 @@ class FileReader(_InFolder, SliceReader):
         safe_globals: Iterable[Any] = (),
         trust_pickle: bool = False,
     ) -> None:
-        super().__init__(Allowed(safe_globals, trust_pickle), ("bytes", "wanted"))
+        self._safe_globals = tuple(_validate.items("safe_globals", safe_globals))
+        super().__init__(Allowed(self._safe_globals, trust_pickle), ("bytes", "wanted"))
         self._path = _folder(path)
         self._threads = _threads(threads)
 
@@ -344,6 +402,7 @@ class FileReader(_InFolder, SliceReader):
             IncompleteCheckpoint: there is no index, for example because the save was interrupted
             CorruptCheckpoint: the index does not match its checksums
             ProtocolError: the file is not an index of this version
+            UnsafePickle: torch's index names something that is not on the allow-list
             InvalidArgument: torch's own writer has saved into the same folder since
         """
         del args
@@ -352,6 +411,8 @@ class FileReader(_InFolder, SliceReader):
         path = folder / INDEX
         shared = path.is_file()
         if not shared:
+            if (theirs := _index_of_torch(folder, rank)) is not None:
+                return self._open_theirs(theirs, shared=rank is None)
             if rank is None:
                 raise _incomplete(folder)
             path = folder / _RANK_INDEX.format(rank)
@@ -362,6 +423,15 @@ class FileReader(_InFolder, SliceReader):
         metadata = self._open(source, str(path))
         self._load.digest = source.digest if shared else None
         metadata.storage_meta = StorageMeta(checkpoint_id=folder)
+        return metadata
+
+    def _open_theirs(self, path: Path, shared: bool) -> Metadata:
+        """Reads the index ``path``, which torch's own writer wrote; ``shared`` says whether it is that of all ranks."""
+        source = TorchFolderSource(path)
+        allowed = with_stand_ins(self._safe_globals, self._allowed.trusts)
+        metadata = torch_folder.decode(self._begin(source), str(path), allowed)
+        self._load.digest = source.digest if shared else None
+        metadata.storage_meta = StorageMeta(checkpoint_id=path.parent)
         return metadata
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -379,9 +449,19 @@ class FileReader(_InFolder, SliceReader):
         return plans
 
 
+def _index_of_torch(folder: Path, rank: int | None) -> Path | None:
+    """Returns the index that torch's own writer wrote, if it is what the folder holds; ``rank`` asks for a rank's."""
+    path = folder / (_TORCH_INDEX if rank is None else f"__{rank}{_TORCH_INDEX}")
+    if not path.is_file() or marker.is_marker(path) or any(folder.glob("index-rank*.safetensors")):
+        return None
+    return path
+
+
 def _refuse_two(path: Path) -> None:
     """Refuses the index at ``path`` if torch's own writer has saved into the same folder since."""
     theirs = path.parent / _TORCH_INDEX
+    if marker.is_marker(theirs):
+        return
     try:
         newer = theirs.stat().st_mtime_ns >= path.stat().st_mtime_ns
     except OSError:
@@ -394,18 +474,18 @@ def _refuse_two(path: Path) -> None:
 
 
 def _incomplete(folder: Path) -> IncompleteCheckpoint:
-    """Returns the error for a folder without an index, which says what it holds instead."""
+    """Returns the error for a folder without an index, which says why there is none."""
     if not folder.is_dir():
         return IncompleteCheckpoint(f"there is no checkpoint: {folder} is not a folder")
+    if marker.is_marker(folder / _TORCH_INDEX):
+        return IncompleteCheckpoint(
+            f"{folder} holds an incomplete checkpoint: {INDEX} was removed. Load another checkpoint, or restore it"
+        )
     names = sorted(path.name for path in folder.iterdir())
     left = [name for name in names if commits.is_ours(name)]
     if left:
         return IncompleteCheckpoint(
             f"{folder} holds an incomplete checkpoint: the save that wrote {left[0]} ended before it wrote "
             f"{INDEX}. Load an earlier checkpoint"
-        )
-    if _TORCH_INDEX in names:
-        return IncompleteCheckpoint(
-            f"{folder} holds a checkpoint that torch's own writer saved: load it with FileSystemReader"
         )
     return IncompleteCheckpoint(f"there is no checkpoint in {folder}: it has no {INDEX}")

@@ -140,7 +140,7 @@ def _can_be_walked(paths: list[Sequence[Any]]) -> bool:
     return sum(lengths.values()) <= max(_SLOTS, _SLOTS_PER_PATH * len(paths))
 
 
-def _has_safe_paths(data: Any, keys: Iterable[str]) -> bool:
+def has_safe_paths(data: Any, keys: Iterable[str]) -> bool:
     """Whether torch can use a planner's data safely: it takes the data of ``keys`` for paths into a nested state."""
     if not isinstance(data, Mapping):
         return True
@@ -192,17 +192,16 @@ def decode(text: bytes, where: str, allowed: Allowed) -> Metadata:
             kind, dtype, size, requires_grad, chunks = stored
             if kind != "t":
                 raise ValueError(f"{fqn} has an unknown kind")
-            size = _sizes(size)
+            size = checked_sizes(size)
             listed = []
             for offsets, sizes, ref in chunks:
                 # Most chunks are a whole tensor, whose shape was checked.
                 whole = sizes == stored[2]
-                chunk = ChunkStorageMetadata(offsets=_sizes(offsets), sizes=size if whole else _sizes(sizes))
-                inside = whole and not any(chunk.offsets) and len(chunk.offsets) == len(size)
-                if not inside and not all(
-                    o + n <= dim for o, n, dim in zip(chunk.offsets, chunk.sizes, size, strict=True)
-                ):
-                    raise ValueError(f"{fqn} of {list(size)} has a chunk of {list(sizes)} at {list(offsets)}")
+                chunk = ChunkStorageMetadata(
+                    offsets=checked_sizes(offsets), sizes=size if whole else checked_sizes(sizes)
+                )
+                if not whole or any(chunk.offsets) or len(chunk.offsets) != len(size):
+                    check_inside(fqn, chunk, size)
                 listed.append(chunk)
                 refs.add(MetadataIndex(fqn, chunk.offsets), ref)
             properties = TensorProperties(dtype=_dtype(dtype), requires_grad=bool(requires_grad))
@@ -221,13 +220,27 @@ def _size(number: Any) -> int:
     return number
 
 
-def _sizes(numbers: Any) -> torch.Size:
-    """Checks a shape, or the offsets of a chunk, and returns it as a ``torch.Size``."""
+def checked_sizes(numbers: Any) -> torch.Size:
+    """Checks a shape, or the offsets of a chunk, and returns it as a ``torch.Size``.
+
+    Raises:
+        ValueError: no tensor has such a shape
+    """
     whole = [_size(number) for number in numbers]
     # With eight bytes for an element. A dimension of size 0 counts as 1, since strides are computed like that.
     if math.prod([max(number, 1) for number in whole]) >= _MOST // 8 or len(whole) > _DIMENSIONS:
         raise ValueError("a shape in it is too large for a tensor")
     return torch.Size(whole)
+
+
+def check_inside(fqn: str, chunk: ChunkStorageMetadata, size: torch.Size) -> None:
+    """Checks that a chunk of the tensor ``fqn`` lies within its shape ``size``.
+
+    Raises:
+        ValueError: it does not
+    """
+    if not all(o + n <= dim for o, n, dim in zip(chunk.offsets, chunk.sizes, size, strict=True)):
+        raise ValueError(f"{fqn} of {list(size)} has a chunk of {list(chunk.sizes)} at {list(chunk.offsets)}")
 
 
 def _string(text: Any) -> str:
@@ -278,7 +291,7 @@ def _read_planner_data(stored: Any, keys: Iterable[str], where: str, allowed: Al
             except ValueError as e:
                 raise ProtocolError(f"{where}: the planner's data in its index cannot be read ({e})") from e
             kept = unpickler(allowed, lambda _: "the planner's data")(io.BytesIO(data)).load()
-            if not allowed.trusts and not _has_safe_paths(kept, keys):
+            if not allowed.trusts and not has_safe_paths(kept, keys):
                 raise ProtocolError(
                     f"{where}: the planner's data in its index has an invalid path into a nested state: pass "
                     "trust_pickle=True to the reader if you trust the job that saved it"

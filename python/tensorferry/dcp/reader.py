@@ -67,15 +67,23 @@ class SliceReader(StorageReader):  # type: ignore[misc]  # mypy does not follow 
         self.__dict__.update(state)
         self._load = Load()
 
+    def _begin(self, source: Source) -> bytes:
+        """Begins to read from ``source``; returns its index, still encoded.
+
+        Raises:
+            TensorferryError: as for :meth:`Source.read_index`
+        """
+        self.report = self._load.report = dict.fromkeys(self.report, 0)
+        self._load.source = source
+        return source.read_index()
+
     def _open(self, source: Source, name: str) -> Metadata:
         """Reads the index of ``source``, from which the load will read; ``name`` is its name in messages.
 
         Raises:
             TensorferryError: as for :meth:`Source.read_index` and :func:`index.decode`
         """
-        self.report = self._load.report = dict.fromkeys(self.report, 0)
-        self._load.source = source
-        return index.decode(source.read_index(), name, self._allowed)
+        return index.decode(self._begin(source), name, self._allowed)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Keeps the metadata from the index."""

@@ -43,26 +43,34 @@ class TorchView:
         self._packed = packed
         self._step = step
         self._url = url
+        self._urls = urls
         self._files = {_name(number): url for number, url in enumerate(urls)}
         self._text = text
 
     def __call__(self, name: str) -> list[Any] | str | None:
-        """Renders a file of the folder.
+        """Renders a file of the folder, or with an empty name the list of its files, as HTML.
 
         Returns:
-            The parts of the file: bytes, or address and length of memory. For a file of another rank, on the
-            coordinator, the URL where it is. ``None`` if there is no such file.
+            The parts of the file: bytes, or address and length of memory. The URL where it is for a file of another
+            rank, on the coordinator, and for the list on other ranks. ``None`` if there is no such file.
 
         Raises:
             ProtocolError: the planner has written items that its metadata does not describe
         """
         file = name.removeprefix("dcp/")
+        if not file:
+            return [self._listing()] if self._text is not None else f"{self._urls[0]}{self._step}/{name}"
         if file == ".metadata" and self._text is not None:
             return [self._metadata(*self._text)]
         url = self._files.get(file)
         if url is None or (url != self._url and self._text is None):
             return None
         return self._own() if url == self._url else f"{url}{self._step}/{name}"
+
+    def _listing(self) -> bytes:
+        """Returns the page by which fsspec lists a folder: any page with links to its files."""
+        links = "".join(f'<li><a href="{name}">{name}</a></li>\n' for name in (".metadata", *self._files))
+        return f"<!DOCTYPE html>\n<title>checkpoint</title>\n<ul>\n{links}</ul>\n".encode()
 
     def _own(self) -> list[Any]:
         rows = self._packed.rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -49,7 +50,13 @@ def no_rows(native: bool = False) -> Rows:
     Args:
         native: let the native module read plain tensors itself if it knows this torch's memory layout of them
     """
-    return Rows(Tensor, Parameter, DTYPE_NAMES, native=native)
+    return Rows(Tensor, Parameter, DTYPE_NAMES, dtensor=dtensor_class(), native=native)
+
+
+def dtensor_class() -> type | None:
+    """Returns torch's class ``DTensor``; ``None`` if nothing in this process has imported it."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return getattr(module, "DTensor", None)
 
 
 def is_plain(value: Tensor) -> bool:
@@ -135,13 +142,15 @@ def why_not_writable(value: Tensor) -> str | None:
     return None
 
 
-def is_dtensor_over_view(value: Tensor) -> bool:
-    """Whether ``value`` is a DTensor whose local part does not begin at its storage's start.
+def rebuilds_from_local(value: Tensor) -> bool:
+    """Whether ``value`` is a DTensor that its local tensor and its spec describe completely.
 
-    torch's own pickling gets such a DTensor wrong.
+    Or one whose local tensor does not begin at its storage's start: torch's own pickling gets such a DTensor wrong.
     """
     local: Any = getattr(value, "_local_tensor", None)
-    return type(value).__name__ == "DTensor" and type(local) is Tensor and bool(local.storage_offset() > 0)
+    if type(value).__name__ != "DTensor" or type(local) is not Tensor:
+        return False
+    return not value.__dict__ or bool(local.storage_offset() > 0)
 
 
 def rebuilds_without_grad(value: Tensor) -> bool:

@@ -57,10 +57,11 @@ class Memory:
         self._starts: dict[int, int] = {}
         self._storages: list[torch.UntypedStorage] = []
         spaces: dict[str, int] = {"cpu": 0}
-        spans, self_overlapping = [], []
-        for number in [*range(-len(flat.objects), 0), *flat.accelerated]:
+        spans = []
+        self_overlapping = flat.rows.self_overlapping()
+        for number in [*flat.unread, *flat.accelerated]:
             value = flat.leaf(number)
-            found = _reach(value) if isinstance(value, torch.Tensor) else None
+            found = _reach(value)
             if found is None:
                 continue
             storage, start, end = found
@@ -76,8 +77,7 @@ class Memory:
 
     def start(self, number: int) -> int:
         """Returns the address that a leaf's first element had in the constructor; 0 if it was unknown."""
-        start = self._starts.get(number, 0)
-        return start if start or number < 0 else self._flat.rows.address(number)
+        return self._starts.get(number, 0) or self._flat.rows.start(number)
 
     def has_moved(self, number: int) -> bool:
         """Whether a leaf has another address now, because it was given other memory."""

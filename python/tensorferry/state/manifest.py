@@ -7,16 +7,16 @@ docs/format.md lists the fields. ``rust/wire`` checks those that lead to memory 
 from __future__ import annotations
 
 import json
-import sys
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
 
+from .._native import _describe_objects, _describe_shards
 from ..errors import ProtocolError
-from ..memory.tensors import storage_key
+from ..memory.tensors import dtensor_class
 from ..storage.container import VERSION
 from .aliases import Groups, Layout
-from .pickling import Storage
 from .tree import Flat
 
 #: For each storage its size in bytes, and the entries that hold bytes of it, each with the offset of its first byte.
@@ -26,33 +26,45 @@ Storages: TypeAlias = list[tuple[int, list[tuple[int, int]]]]
 def encode(
     flat: Flat,
     flags: str,
-    storages: list[Storage],
-    layout: Storages,
+    layout: str,
     shared: Groups,
     names: dict[tuple[str, str], str],
+    numbers: Callable[[torch.UntypedStorage], int | None],
 ) -> str:
     """Returns the manifest of a state as JSON, without the tree.
 
     Args:
         flat: the state
         flags: a digit for each plain leaf, see :class:`Manifest`
-        storages: the storages to which the pickle refers
-        layout: the entries that hold their bytes
+        layout: as JSON, size and entries of each storage to which the pickle refers
         shared: the leaves that share memory
         names: for each class and function that the pickle names, as ``(module, name)``, the first leaf that needs it
+        numbers: returns the number of such a storage
     """
     fields = {
         "version": VERSION,
         "flags": flags if flags.strip("0") else "",
         "objects": len(flat.objects),
         "keys": flat.keys,
-        "storages": layout,
-        "tensors": describe(flat),
+        "storages": None,
+        "tensors": None,
         "shared": shared,
-        "shards": _shards(flat, storages),
+        "shards": None,
         "globals": {f"{module}.{name}": path for (module, name), path in names.items()},
     }
-    return json.dumps(fields, separators=(",", ":"))
+    texts = {"storages": layout, "tensors": _described(flat), "shards": _shards(flat, numbers)}
+    members = [f'"{name}":{texts[name] if name in texts else _json(value)}' for name, value in fields.items()]
+    return f"{{{','.join(members)}}}"
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
+def _described(flat: Flat) -> str:
+    """Returns :func:`describe` as JSON."""
+    others = [_entry(flat, -n - 1) for n in flat.unread]
+    return _describe_objects(flat.rows, [(entry[0], _json(entry)) for entry in others if entry is not None])
 
 
 def with_tree(fields: str, tree: str) -> bytes:
@@ -65,13 +77,13 @@ def describe(flat: Flat) -> list[list[Any]]:
 
     A receiver compares them with its own tensors before it fetches.
     """
-    described = []
-    for number, (value, path) in enumerate(zip(flat.objects, flat.object_paths, strict=True)):
-        if isinstance(value, torch.Tensor):
-            found = dtype_and_shape(value)
-            if found is not None:
-                described.append([number, path, *found])
+    described: list[list[Any]] = json.loads(_described(flat))
     return described
+
+
+def _entry(flat: Flat, number: int) -> list[Any] | None:
+    found = dtype_and_shape(flat.objects[number])
+    return None if found is None else [number, flat.object_paths[number], *found]
 
 
 def dtype_and_shape(value: torch.Tensor) -> tuple[str, list[int]] | None:
@@ -82,32 +94,41 @@ def dtype_and_shape(value: torch.Tensor) -> tuple[str, list[int]] | None:
         return None
 
 
-def _shards(flat: Flat, storages: list[Storage]) -> dict[str, dict[str, Any]]:
-    """Returns by path where each DTensor's local part lies in the global tensor.
+def _shards(flat: Flat, numbers: Callable[[torch.UntypedStorage], int | None]) -> str:
+    """Returns as JSON, by path, where each DTensor's local part lies in the global tensor.
 
     A job with other placements can read slices with this.
     """
-    if "torch.distributed.tensor" not in sys.modules:
-        return {}
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    numbers = {storage_key(s.storage): n for n, s in enumerate(storages)}
-    shards = {}
-    for value, path in zip(flat.objects, flat.object_paths, strict=True):
-        if isinstance(value, DTensor):
+    kind: Any = dtensor_class()
+    if kind is None:
+        return "{}"
+    # torch takes long to compute an offset, and many DTensors share a spec.
+    text = _describe_shards(flat.rows, [_offsets(value) for _, value in flat.rows.first_specs])
+    others: dict[str, dict[str, Any]] = {}
+    for number in flat.unread:
+        value: Any = flat.leaf(number)
+        if isinstance(value, kind):
             local = value._local_tensor
-            _, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
-            shards[path] = {
+            others[flat.object_paths[-number - 1]] = {
                 "dtype": str(value.dtype),
                 "global_shape": list(value.shape),
-                "offsets": list(offsets),
+                "offsets": _offsets(value),
                 "shape": list(local.shape),
                 "stride": list(local.stride()),
-                "storage": numbers.get(storage_key(local.untyped_storage())),
+                "storage": numbers(local.untyped_storage()),
                 "storage_offset": local.storage_offset(),
             }
-    return shards
+    members = [text] if text else []
+    members += [_json(others)[1:-1]] if others else []
+    return f"{{{','.join(members)}}}"
+
+
+def _offsets(value: Any) -> list[int]:
+    """Returns where the local part of a DTensor begins in the global tensor."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+    return [int(offset) for offset in offsets]
 
 
 class Manifest:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from .._native import _add_pieces
 from ..errors import StateMismatch
 from ..memory.tensors import storage_key
 from . import pickling, tree
@@ -171,10 +172,11 @@ def storages_of(objects: list[Any]) -> set[int]:
         UnsupportedLeaf: one of them cannot be pickled
     """
     flat = tree.flatten(objects)
-    found = {storage_key(owner) for owner in flat.rows.owners}
     if flat.objects:
-        found |= {storage_key(known.storage) for known in pickling.dump(flat)[1]}
-    return found
+        pickling.dump(flat)
+        # From here on, what the objects reach has rows, too.
+        _add_pieces(flat.rows)
+    return {storage_key(owner) for owner in flat.rows.owners}
 
 
 def merged(asking: Any, part: Any, kept: Collection[int] | None = None) -> Any:

@@ -6,18 +6,23 @@ still share storages with each other and with plain tensors. A receiver unpickle
 
 from __future__ import annotations
 
+import copyreg
+import functools
 import io
 import pickle
+import sys
 import types
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.storage import TypedStorage
 
+from .._native import _number_of_storage, _pickle_objects, _reach, _restart
 from .._rebuild import rebuild_dtensor, with_grad
 from ..errors import ProtocolError, TensorferryError, UnsafePickle, UnsupportedLeaf
-from ..memory.tensors import byte_span, is_dtensor_over_view, rebuilds_without_grad, storage_key
+from ..memory.tensors import byte_span, rebuilds_from_local, rebuilds_without_grad, storage_key
 from .allowlist import Allowed
 from .reviewed import Refused
 from .tree import Flat
@@ -27,52 +32,63 @@ from .unpickling import Unpickler, unpickler
 PROTOCOL = 4
 
 
-class Storage:
-    """A storage to which objects refer.
-
-    Attributes:
-        storage: the storage
-        entry: the number of the plain tensor that fills it, or ``None``
-        spans: the bytes ``[start, end)`` that each of the objects' tensors can reach
-    """
-
-    def __init__(self, storage: torch.UntypedStorage, entry: int | None) -> None:
-        self.storage = storage
-        self.entry = entry
-        self.spans: list[tuple[int, int]] = []
-
-    def covered(self) -> list[tuple[int, int]]:
-        """Returns the runs of bytes to send: the union of all spans, with runs joined over small gaps."""
-        runs: list[tuple[int, int]] = []
-        for start, end in sorted(self.spans):
-            if runs and start <= runs[-1][1] + _JOIN_GAP:
-                runs[-1] = (runs[-1][0], max(runs[-1][1], end))
-            elif end > start:
-                runs.append((start, end))
-        return runs
-
-
-#: A gap of at most this many unreachable bytes is sent along: a separate entry would cost as much.
-_JOIN_GAP = 512
-
-
 _GLOBALS = (type, types.FunctionType, types.BuiltinFunctionType)
+
+#: What rebuilds a tensor, a Parameter and a DTensor, and the class of their hooks.
+_FUNCTIONS = (torch._utils._rebuild_tensor_v2, torch._utils._rebuild_parameter, rebuild_dtensor, OrderedDict)
+
+
+@functools.cache
+def _of_numpy(numpy: Any) -> tuple[Any, ...]:
+    """Returns numpy's classes of arrays and scalars, and the functions that rebuild both."""
+    return numpy.ndarray, numpy.generic, numpy.empty(0).__reduce__()[0], numpy.float32().__reduce__()[0]
 
 
 class _Pickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO, flat: Flat) -> None:
         super().__init__(file, PROTOCOL)
-        self.storages: list[Storage] = []
+        self._file = file
         self._flat = flat
-        self._numbers: dict[int, int] = {}
+        self._one = False
+        self._now: Any = None
         self._tensor_storage: tuple[int, tuple[int, int]] | None = None
         self._is_packed = False
+        numpy: Any = sys.modules.get("numpy")
+        self._natively = (torch.Tensor, numpy.ndarray) if numpy else (torch.Tensor,)
         self.globals: dict[tuple[str, str], str] = {}
-        self._paths = {id(value): path for value, path in zip(flat.objects, flat.object_paths, strict=True)}
+        self._specs: dict[tuple[Any, ...], Any] = {}
+        self._paths: dict[int, str] = {}
         self._path = ""
 
+    def all(self) -> bytes:
+        """Returns the pickle of all objects."""
+        flat = self._flat
+        _restart(flat.rows)
+        self._paths = {id(value): path for value, path in zip(flat.objects, flat.object_paths, strict=True)}
+        self.dump(flat.objects)
+        return self._file.getvalue()
+
+    def one(self, value: Any, number: int) -> bytes | None:
+        """Returns the pickle of ``value``, which belongs to the object with this number.
+
+        ``None`` if it has to be in one pickle with the other objects: it refers to one that is pickled natively, or it
+        cannot be pickled, which :meth:`all` then reports.
+        """
+        self._one, self._now, self._path = True, value, self._flat.object_paths[number]
+        self._file.seek(0)
+        self._file.truncate()
+        try:
+            self.dump(value)
+        except Exception:  # A class may raise anything while it is pickled.
+            return None
+        return self._file.getvalue()
+
     def persistent_id(self, value: Any) -> tuple[Any, ...] | None:
-        self._path = self._paths.get(id(value), self._path)
+        if self._one:
+            if isinstance(value, self._natively) and value is not self._now and self._is_native(value):
+                raise _Entangled
+        else:
+            self._path = self._paths.get(id(value), self._path)
         if isinstance(value, torch.Tensor):
             leaf = self._flat.number_of(value)
             if leaf is not None:
@@ -97,18 +113,34 @@ class _Pickler(pickle.Pickler):
             return NotImplemented
         if isinstance(value, torch.Tensor) and rebuilds_without_grad(value):
             return with_grad, (value.detach(),), value.__dict__ or None
-        if isinstance(value, torch.Tensor) and is_dtensor_over_view(value):
-            return rebuild_dtensor, (value._local_tensor, value._spec, value.requires_grad)
+        if isinstance(value, torch.Tensor) and rebuilds_from_local(value):
+            return rebuild_dtensor, (value._local_tensor, self._spec(value._spec), value.requires_grad)
         return NotImplemented
+
+    def _is_native(self, value: Any) -> bool:
+        """Whether an object that may be changed is one that is pickled natively."""
+        if isinstance(value, torch.Tensor):
+            return self._flat.rows.is_view(value)
+        return self._flat.rows.number_of(value) is not None
+
+    def _spec(self, spec: Any) -> Any:
+        """Returns the first spec of a DTensor that says the same as ``spec``: the pickle then has it only once.
+
+        A spec is longer than everything else that describes a DTensor, and each DTensor has one of its own.
+        """
+        fields = {name: value for name, value in vars(spec).items() if name not in ("_hash", "mesh")}
+        # A placement may equal one of another class.
+        key = (id(spec.mesh), *map(type, spec.placements), *fields.items())
+        try:
+            return self._specs.setdefault(key, spec)
+        except TypeError:  # It cannot be hashed.
+            return spec
 
     def _number(self, storage: torch.UntypedStorage) -> int:
         key = storage_key(storage)
-        number = self._numbers.get(key)
-        if number is None:
-            if storage.nbytes() and not storage.data_ptr():
-                raise ValueError(f"its storage has {storage.nbytes()} bytes, but no memory")
-            number = self._numbers[key] = len(self.storages)
-            self.storages.append(Storage(storage, self._flat.filler(key)))
+        address = storage.data_ptr()
+        if storage.nbytes() and not address:
+            raise ValueError(f"its storage has {storage.nbytes()} bytes, but no memory")
         whole = (0, storage.nbytes())
         span = whole if self._tensor_storage is None or self._tensor_storage[0] != key else self._tensor_storage[1]
         if span[1] > whole[1]:
@@ -117,8 +149,14 @@ class _Pickler(pickle.Pickler):
             if not self._is_packed:
                 raise ValueError(f"its storage has {whole[1]} bytes and it needs {span[1]}: the memory was freed")
             span = whole
-        self.storages[number].spans.append(span)
-        return number
+        return _reach(self._flat.rows, storage, key, (address, whole[1]), span)
+
+
+def _is_any_overridden() -> bool:
+    """Whether a program has told ``copyreg`` how to pickle a class whose objects are otherwise pickled natively."""
+    numpy: Any = sys.modules.get("numpy")
+    bases = (torch.Tensor, numpy.ndarray, numpy.generic) if numpy else (torch.Tensor,)
+    return any([isinstance(kind, type) and issubclass(kind, bases) for kind in copyreg.dispatch_table])
 
 
 def _key_of(value: torch.Tensor) -> int:
@@ -128,23 +166,36 @@ def _key_of(value: torch.Tensor) -> int:
         return 0
 
 
-def dump(flat: Flat) -> tuple[bytes, list[Storage], dict[tuple[str, str], str]]:
+class _Entangled(Exception):
+    """An object refers to another one, and both have to be in one pickle of Python's."""
+
+
+def dump(flat: Flat) -> tuple[bytes, dict[tuple[str, str], str]]:
     """Pickles ``flat.objects``.
 
     Returns:
-        The pickle; the storages to which it refers; and for each global that it names, as ``(module, name)``, the path
-        of the first leaf that needs it.
+        The pickle; and for each global that it names, as ``(module, name)``, the path of the first leaf that needs it.
 
     Raises:
         UnsupportedLeaf: an object cannot be pickled; the message names its path
     """
-    file = io.BytesIO()
-    pickler = _Pickler(file, flat)
-    try:
-        pickler.dump(flat.objects)
-    except Exception as e:
-        raise _blame(flat, e) from e
-    return file.getvalue(), pickler.storages, pickler.globals
+    pickler = _Pickler(io.BytesIO(), flat)
+    data = None
+    if flat.native and not _is_any_overridden():
+        numpy: Any = sys.modules.get("numpy")
+        data = _pickle_objects(flat.rows, pickler.one, _FUNCTIONS, _of_numpy(numpy) if numpy else None)
+    if data is None:
+        pickler = _Pickler(io.BytesIO(), flat)
+        try:
+            data = pickler.all()
+        except Exception as e:
+            raise _blame(flat, e) from e
+    return data, pickler.globals
+
+
+def numbers(flat: Flat) -> Callable[[torch.UntypedStorage], int | None]:
+    """Returns a function that returns the number of a storage in the pickle of ``flat``; ``None`` for others."""
+    return lambda storage: _number_of_storage(flat.rows, storage_key(storage))
 
 
 def _blame(flat: Flat, error: Exception) -> UnsupportedLeaf:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
 import torch
 
 from .. import _gc
-from .._native import Readiness, Server
-from ..errors import InvalidArgument
+from .._native import Readiness, Server, _add_pieces
+from ..errors import InvalidArgument, TensorferryError
 from ..memory.accelerator import Accelerator
 from ..memory.host_pool import Buffer
 from ..memory.staging import Piece, Stager, host_view
@@ -19,6 +20,11 @@ from ..storage.container import Container
 from . import aliases, manifest, pickling, tree
 from .allowlist import Allowed
 from .build import StateBuilder
+
+logger = logging.getLogger("tensorferry")
+
+#: Where the class of the exceptions is that panics in Rust become. It is not derived from ``Exception``.
+_PANICS = "pyo3_runtime"
 
 #: If a state is on an accelerator and at most this many of its bytes are in host memory, these are copied as well, so
 #: that the whole snapshot is private.
@@ -66,42 +72,57 @@ class StateSnapshot:
 
     def __init__(self, state: Any, stager: Stager, snapshot: SnapshotMode) -> None:
         with _gc.gc_paused():
-            flat = tree.flatten(state)
-            self.pickle_bytes, storages, self.globals = _pickled(flat, stager.accelerator)
-            device = stager.accelerator.device_indices(flat.plain, flat.accelerated)
-            self._lay_out(flat, storages)
+            device = self._read(state, stager.accelerator)
             copied = self._stage(stager, snapshot, device)
         # If nothing was copied, rebuild() can return the state itself. Not so for a private snapshot without any bytes:
         # it is the state of one moment, and its objects are those of the pickle.
         self._state = state if not self.private and all([m.buffer is None for m in copied]) else None
 
-    def _lay_out(self, flat: tree.Flat, storages: list[pickling.Storage]) -> None:
+    def _read(self, state: Any, accelerator: Accelerator) -> list[int]:
+        """Reads the state, natively if that works; returns the numbers of the rows in accelerator memory."""
+        try:
+            return self._read_once(state, accelerator, native=True)
+        except TensorferryError:
+            raise
+        except BaseException as e:
+            if not isinstance(e, Exception) and type(e).__module__ != _PANICS:
+                raise
+            failure = e
+        # A mistake in the native code must not keep a replica from healing. If the state is at fault, this fails, too.
+        try:
+            device = self._read_once(state, accelerator, native=False)
+            logger.warning(
+                "the state was read and pickled in Python, which takes longer: native code failed; please report it",
+                exc_info=failure,
+            )
+        finally:
+            # Its traceback leads to this frame.
+            del failure
+        return device
+
+    def _read_once(self, state: Any, accelerator: Accelerator, native: bool) -> list[int]:
+        flat = tree.flatten(state, native)
+        self.pickle_bytes, self.globals = _pickled(flat, accelerator)
+        device = accelerator.device_indices(flat.plain, flat.accelerated)
+        self._lay_out(flat)
+        return device
+
+    def _lay_out(self, flat: tree.Flat) -> None:
         self.rows = flat.rows
         shared = aliases.Memory(flat).groups
         # Storages, not tensors: a trainer may give a tensor other memory (`p.data = ...`) while this is served.
         self.memory: list[Memory] = self.rows.owners
         # Read before the rows of pieces are added below: only leaves have flags.
         flags = self.rows.flags
-        self._pieces: list[int] = []
-        layout: manifest.Storages = []
-        for number, known in enumerate(storages):
-            parts: list[tuple[int, int]] = []
-            if known.entry is not None:
-                parts.append((known.entry, 0))
-            else:
-                for index, (start, end) in enumerate(known.covered()):
-                    parts.append((len(self.rows), start))
-                    self._pieces.append(len(self.rows))
-                    name = reserved.piece(number, index)
-                    self.rows.append(Piece(known.storage, start, end), name, "U8", (end - start,), 0, end - start, 0)
-            layout.append((known.storage.nbytes(), parts))
-        self._fields = manifest.encode(flat, flags, storages, layout, shared, self.globals)
+        layout, self._elsewhere = _add_pieces(self.rows)
+        numbers = pickling.numbers(flat)
+        self._fields = manifest.encode(flat, flags, layout, shared, self.globals, numbers)
         self._tree = flat.tree
         self.rows.forget()
 
     def _stage(self, stager: Stager, snapshot: SnapshotMode, device: list[int]) -> list[Piece]:
         accelerator = stager.accelerator
-        device = device + [i for i in self._pieces if accelerator.device_of(self.memory[i].storage) is not None]
+        device = device + [i for i in self._elsewhere if accelerator.device_of(self._storage(i)) is not None]
         copied = device
         on_host = self.rows.nbytes - sum([self.rows.size(i) for i in device])
         if snapshot == "copy" or (device and on_host <= _SMALL_HOST_PART):
@@ -109,16 +130,27 @@ class StateSnapshot:
             copied, on_host = device + [i for i in range(len(self.rows)) if i not in known], 0
         pieces = {}
         for i in copied:
-            memory = self.memory[i]
-            piece = memory if isinstance(memory, Piece) else Piece(memory, 0, memory.nbytes())
-            self.memory[i] = piece
-            pieces[i] = piece
+            pieces[i] = self.memory[i] = self._piece(i)
         self._staging = stager.begin(list(pieces.values()))
         self._on_device = [(i, pieces[i]) for i in device if pieces[i].nbytes]
-        for i in {*copied, *self._pieces}:
-            self.rows.place(i, self.memory[i].data_ptr())
+        for i, piece in pieces.items():
+            self.rows.place(i, piece.data_ptr())
         self.private = not on_host
         return list(pieces.values())
+
+    def _storage(self, row: int) -> torch.UntypedStorage:
+        memory = self.memory[row]
+        assert isinstance(memory, torch.UntypedStorage)
+        return memory
+
+    def _piece(self, row: int) -> Piece:
+        """Returns the memory of an entry as a piece of a storage: one that was copied, or one to be copied."""
+        memory = self.memory[row]
+        if isinstance(memory, Piece):
+            return memory
+        nbytes = self.rows.size(row)
+        start = self.rows.address(row) - memory.data_ptr() if nbytes else 0
+        return Piece(memory, start, start + nbytes)
 
     def publish(self, server: Server, step: int, alternate: Callable[[str], list[Any] | None] | None) -> None:
         """Publishes the snapshot on ``server`` as ``step``, and copies accelerator memory to the host.
@@ -193,17 +225,16 @@ class StateSnapshot:
         for k, storage in builder.scattered.items():
             whole = as_bytes(storage)
             for entry, lo in builder.manifest.storages[k][1]:
-                part = storage_over(*host_view(self.memory[entry]), self.rows.size(entry))
+                part = storage_over(*host_view(self._piece(entry)), self.rows.size(entry))
                 whole[lo : lo + part.nbytes()].copy_(as_bytes(part))
-        return builder.build(self.pickle_bytes, Allowed(trust=True), lambda i: host_view(self.memory[i]))
+        return builder.build(self.pickle_bytes, Allowed(trust=True), lambda i: host_view(self._piece(i)))
 
 
-def _pickled(
-    flat: tree.Flat, accelerator: Accelerator
-) -> tuple[bytes, list[pickling.Storage], dict[tuple[str, str], str]]:
+def _pickled(flat: tree.Flat, accelerator: Accelerator) -> tuple[bytes, dict[tuple[str, str], str]]:
     if not flat.objects:
-        return b"", [], {}
-    tensors = [value for value in flat.objects if isinstance(value, torch.Tensor)]
+        return b"", {}
+    # What was read natively is in host memory.
+    tensors = [flat.leaf(number) for number in flat.unread]
     # Objects may read device memory while they are pickled.
     with accelerator.reading({*accelerator.in_use(), *accelerator.holding(tensors)}):
         return pickling.dump(flat)

@@ -7,6 +7,7 @@ is upgraded replica by replica. docs/format.md describes the grammar, and ``rust
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
 import json
 from collections.abc import Callable, Container, Iterable
@@ -16,19 +17,14 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .._native import _unflatten
-from ..memory.tensors import DTYPE_NAMES, is_plain, no_rows, storage_key
+from ..memory.tensors import DTYPE_NAMES, is_plain, no_rows
 from ..storage.reserved import is_reserved
-
-#: Containers nested deeper than this are sent as one pickled object. The limit also ends cycles.
-MAX_DEPTH = 80
 
 _SAFE_INT = 2**53
 
 #: About how many characters of a key messages show. A key from a stock source may repeat a part a million times, and
 #: Python does not convert longer integers to text.
 _LONGEST_KEY = 4000
-
-_CONTAINERS = (dict, list, tuple, collections.deque)
 
 Node = Any
 
@@ -37,9 +33,10 @@ class Flat:
     """A flattened state: its tree and its leaves. Made by :func:`flatten`.
 
     Args:
-        native: let the native module read plain tensors; otherwise every tensor is read in Python
+        native: let the native module read tensors and pickle objects; otherwise Python does both
 
     Attributes:
+        native: as given
         tree: the containers as JSON, with numbers for leaves: ``n >= 0`` is ``plain[n]``, ``n < 0`` ``objects[-n - 1]``
         rows: a row for each plain tensor (one that needs no pickle), with its key path, made unique, as its name
         plain: those tensors
@@ -50,28 +47,23 @@ class Flat:
     """
 
     def __init__(self, native: bool = True) -> None:
+        self.native = native
         self.tree = ""
         self.rows = no_rows(native)
         self.plain: list[Tensor] = self.rows.memory
         self.accelerated: list[int] = []
-        self.objects: list[Any] = []
-        self.object_paths: list[str] = []
+        self.objects: list[Any] = self.rows.objects
+        self.object_paths: list[str] = self.rows.object_paths
         self.keys: dict[str, str] = {}
-        self._storages: dict[int, int] = {}
-        self._looked_at = 0
+
+    @functools.cached_property
+    def unread(self) -> list[int]:
+        """The numbers of the objects that are tensors and were not read natively, first object first."""
+        return self.rows.unread
 
     def leaf(self, number: int) -> Any:
         """Returns the leaf with this number in the tree."""
         return self.plain[number] if number >= 0 else self.objects[-number - 1]
-
-    def filler(self, storage: int) -> int | None:
-        """Returns the number of the plain tensor that fills the storage with this identity, or ``None``."""
-        # The storages are looked up on demand only: most states never need it.
-        owners = self.rows.owners
-        for number in range(self._looked_at, len(self.rows)):
-            self._storages.setdefault(storage_key(owners[number]), number)
-        self._looked_at = len(self.rows)
-        return self._storages.get(storage)
 
     def number_of(self, tensor: Tensor) -> int | None:
         """Returns the number of ``tensor`` if it is one of the plain tensors, else ``None``."""
@@ -82,14 +74,15 @@ class Flat:
 def flatten(state: Any, native: bool = True) -> Flat:
     """Flattens ``state``; tensors are not copied. For ``native`` see :class:`Flat`."""
     flat = Flat(native)
-    flat.tree = _Walk(flat).node(state, "", 0)
+    walk = _Walk(flat)
+    flat.tree = flat.rows.node(state, "", 0, walk.container, walk.other)
     if not flat.rows.names_are_regular():
         flat.rows.rename(unique_names(flat.rows.names))
     return flat
 
 
 class _Walk:
-    """Walks a state and writes its tree as text.
+    """Writes those nodes of a state's tree that the native walk leaves to Python.
 
     The text is built piece by piece: one json.dumps at the end would hold the GIL, and so stop the training loop of a
     healthy peer, for its whole duration. This is a class because closures that refer to each other would keep
@@ -99,23 +92,6 @@ class _Walk:
     def __init__(self, flat: Flat) -> None:
         self._flat = flat
         self._rows = flat.rows
-        # The containers around the current node. One that contains itself is sent as an object, which may have cycles.
-        self._inside: set[int] = set()
-
-    def node(self, value: Any, path: str, depth: int) -> str:
-        kind = type(value)
-        if (
-            kind is Tensor
-            or kind is Parameter
-            or depth > MAX_DEPTH
-            or id(value) in self._inside
-            or not isinstance(value, _CONTAINERS)
-        ):
-            return str(self._rows.leaf(value, path, self._other))
-        self._inside.add(id(value))
-        node = self._container(value, kind, path, depth)
-        self._inside.discard(id(value))
-        return node
 
     def _add_object(self, value: Any, path: str) -> int:
         self._flat.objects.append(value)
@@ -125,34 +101,31 @@ class _Walk:
     def _reference(self, value: Any, path: str) -> int:
         return -self._add_object(value, path) - 1
 
-    def _other(self, value: Any, path: str) -> int:
-        """Adds a leaf that `rows` does not read itself, and returns its number.
+    def other(self, value: Any, path: str) -> int:
+        """Adds a leaf that is a tensor, and that `rows` cannot read; returns its number.
 
         `rows` calls this once for each object: an object that stands in several places is one leaf.
         """
-        kind = type(value)
-        if (kind is not Tensor and kind is not Parameter) or not is_plain(value):
+        if not is_plain(value):
             return self._add_object(value, path)
-        if value.nbytes and self._flat.filler(storage_key(value.untyped_storage())) is not None:
+        storage = value.untyped_storage()
+        if value.nbytes and self._rows.filler(storage, storage.data_ptr()) is not None:
             return self._add_object(value, path)
         if not value.is_cpu:
             self._flat.accelerated.append(len(self._rows))
-        flag = (kind is Parameter) + 2 * value.requires_grad
+        flag = (type(value) is Parameter) + 2 * value.requires_grad
         name = DTYPE_NAMES[value.dtype]
-        storage = value.untyped_storage()
         return self._rows.append(value, path, name, value.shape, storage.data_ptr(), value.nbytes, flag, storage)
 
-    def _container(self, value: Any, kind: Any, path: str, depth: int) -> str:
+    def container(self, value: Any, path: str, depth: int) -> str:
+        """Returns the node of a container; `rows` calls this for those that are no plain dict, list or tuple."""
+        kind: Any = type(value)
         below = path + "." if path else ""
         if kind is dict or kind is collections.OrderedDict:
             node = self._dict(value, kind is collections.OrderedDict, below, depth + 1)
             extra = getattr(value, "__dict__", None)
             # Attributes of the dict itself, such as `_metadata` of a module's state_dict.
             return f'["a",{self._reference(extra, f"{path}.__dict__")},{node}]' if extra else node
-        if kind is list:
-            return self._elements('"l"', value, below, depth)
-        if kind is tuple:
-            return self._elements('"t"', value, below, depth)
         if kind is collections.deque:
             return self._elements(f'"q",{"null" if value.maxlen is None else value.maxlen}', value, below, depth)
         if kind is collections.defaultdict:
@@ -161,21 +134,24 @@ class _Walk:
         if is_namedtuple(kind):
             head = f'"n",{self._reference(kind, f"{path}.__class__")}'
             return self._elements(head, value, below, depth, kind._fields)
-        return str(self._rows.leaf(value, path, self._other))
+        return str(self._rows.leaf(value, path, self.other))
 
     def _dict(self, value: dict[Any, Any], ordered: bool, below: str, depth: int) -> str:
-        members = self._rows.members(list(value), list(value.values()), below, depth, self.node, self._other)
+        members = self._rows.members(list(value), list(value.values()), below, depth, self.container, self.other)
         if members is not None:
             return f'["o",{{{members}}}]' if ordered else f"{{{members}}}"
         nodes = [
-            f"[{self._key(k, below)},{self.node(v, _as_text(below + _show(k, str)), depth)}]" for k, v in value.items()
+            f"[{self._key(k, below)},{self._node(v, _as_text(below + _show(k, str)), depth)}]" for k, v in value.items()
         ]
         return f'["d","{"o" if ordered else "d"}",[{",".join(nodes)}]]'
+
+    def _node(self, value: Any, path: str, depth: int) -> str:
+        return self._rows.node(value, path, depth, self.container, self.other)
 
     def _elements(
         self, head: str, value: Iterable[Any], below: str, depth: int, names: tuple[str, ...] | None = None
     ) -> str:
-        return f"[{head}{self._rows.elements(list(value), names, below, depth + 1, self.node, self._other)}]"
+        return f"[{head}{self._rows.elements(list(value), names, below, depth + 1, self.container, self.other)}]"
 
     def _key(self, value: Any, below: str) -> str:
         kind = type(value)

@@ -40,6 +40,7 @@ logger = logging.getLogger("tensorferry")
 _OURS = re.compile(
     r"(rank(?P<rank>\d{5,})-(?P<id>[0-9a-f]{12,20})\.safetensors"
     r"|index(-rank\d{5,})?\.safetensors(\.(?P<partial>[0-9a-f]{20}))?)(\.partial|\.failed)?"
+    r"|\.metadata\.(?P<marker>[0-9a-f]{20})\.partial"
 )
 _RANDOM_DIGITS = 12
 #: Seconds since the last write within which a writer may still be about to lock its file.
@@ -272,4 +273,5 @@ def _is_dead(path: Path, now: float, stack: contextlib.ExitStack) -> bool:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as e:
         return e.errno not in (errno.EWOULDBLOCK, errno.EACCES) and age > _ABANDONED_S
-    return (found["id"] or found["partial"] or "").startswith(machine()) or age > _ABANDONED_S
+    writer = found["id"] or found["partial"] or found["marker"] or ""
+    return writer.startswith(machine()) or age > _ABANDONED_S

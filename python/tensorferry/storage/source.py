@@ -68,7 +68,7 @@ class FolderSource:
             SystemRefused: the file cannot be read
         """
         text, commit = commits.read(self._index)
-        self._headers, self.digest = commit.files, _digest(text)
+        self._headers, self.digest = commit.files, digest_of(text)
         return text
 
     def read(self, slices: Mapping[str, list[SliceTuple]]) -> Mapping[str, int]:
@@ -112,7 +112,7 @@ class FolderSource:
     def _missing(self, name: str) -> Exception:
         """Returns the error for a missing file, which depends on whether the index is still the one that was read."""
         try:
-            is_replaced = _digest(commits.read(self._index)[0]) != self.digest
+            is_replaced = digest_of(commits.read(self._index)[0]) != self.digest
         except (ProtocolError, SystemRefused):
             is_replaced = False
         if is_replaced:
@@ -128,5 +128,6 @@ def replaced(folder: Path) -> SourceChanged:
     return SourceChanged(f"{folder}: a save has replaced the checkpoint while it was being loaded: load again")
 
 
-def _digest(text: bytes) -> str:
+def digest_of(text: bytes) -> str:
+    """Returns a digest of an index, by which ranks compare what they have read."""
     return hashlib.blake2b(text, digest_size=16).hexdigest()

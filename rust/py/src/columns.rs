@@ -29,6 +29,17 @@ pub(crate) struct Columns {
     pub(crate) seen: ByAddress<i64>,
     /// Where the memory of each row starts.
     pub(crate) starts: ByAddress<usize>,
+    /// Further rows whose memory starts there.
+    pub(crate) doubles: ByAddress<Doubles>,
+}
+
+/// Rows whose memory starts where that of an earlier row does.
+#[derive(Default)]
+pub(crate) struct Doubles {
+    /// Whose storages are not known yet.
+    pub(crate) new: Vec<usize>,
+    /// Identity of a storage to the first row that fills it.
+    pub(crate) by_storage: ByAddress<usize>,
 }
 
 /// A map from addresses of this process. No peer chooses addresses, so they need no keyed hash.
@@ -86,8 +97,8 @@ impl Columns {
         self.addresses.push(row.address);
         self.sizes.push(row.nbytes);
         self.flags.push(char::from(b'0' + (row.flag & 3)));
-        if row.nbytes > 0 {
-            self.starts.entry(row.address).or_insert(number);
+        if row.nbytes > 0 && *self.starts.entry(row.address).or_insert(number) != number {
+            self.doubles.entry(row.address).or_default().new.push(number);
         }
         Ok(i64::try_from(number)?)
     }

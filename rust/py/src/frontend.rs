@@ -8,6 +8,8 @@ use tensorferry_core::Frontend;
 
 /// The folder below which the files of torch's distributed checkpoints are served.
 const DCP: &str = "dcp";
+/// The list of these files, which is asked for with and without the slash.
+const DCP_LIST: &str = "dcp/";
 
 /// The transport for torchft, with the bodies torchft 0.2.0 asks for, and the folder of torch's distributed
 /// checkpoints. Which of them a publication really has is for the callable it was published with.
@@ -16,18 +18,24 @@ pub(crate) struct PythonFrontend;
 
 impl Frontend for PythonFrontend {
     /// `full`, `metadata` and the index of a chunk are torchft's, the index read as Python's `int()` reads it;
-    /// `dcp/{file}` is a file of a distributed checkpoint.
+    /// `dcp/{file}` is a file of a distributed checkpoint, and `dcp` or `dcp/` the list of its files.
     fn alternate(&self, path: &str) -> Option<String> {
         match path.split_once('/') {
             Some((DCP, file)) if !file.contains('/') => Some(path.to_owned()),
             Some(_) => None,
+            None if path == DCP => Some(DCP_LIST.to_owned()),
             None if matches!(path, "full" | "metadata") => Some(path.to_owned()),
             None => path.parse::<i64>().ok().map(|index| index.to_string()),
         }
     }
 
+    fn media_type(&self, name: &str) -> &'static str {
+        if name == DCP_LIST { "text/html; charset=utf-8" } else { "application/octet-stream" }
+    }
+
     fn missing(&self, name: &str) -> String {
         match name.split_once('/') {
+            Some((_, "")) => "there is no folder here".to_owned(),
             Some((_, file)) => format!("there is no file {file} here"),
             // As Python says it to torchft's own server.
             None => format!("list index out of range: there is no chunk {name}"),

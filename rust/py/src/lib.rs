@@ -23,6 +23,8 @@ mod entries;
 mod errors;
 mod frontend;
 mod memory;
+mod objects;
+mod pickle;
 mod readiness;
 mod remote;
 mod report;
@@ -35,6 +37,7 @@ mod staged;
 mod stored;
 mod table;
 mod tree;
+mod views;
 
 use pyo3::prelude::*;
 
@@ -49,6 +52,10 @@ mod _native {
     use crate::entries::PyEntries;
     #[pymodule_export]
     use crate::memory::{PyArena, PyHostView, PyPart, PySharedBuffer, copy_memory};
+    #[pymodule_export]
+    use crate::objects::{
+        add_pieces, describe_objects, describe_shards, number_of_storage, pickle_objects, reach, restart,
+    };
     #[pymodule_export]
     use crate::readiness::PyReadiness;
     #[pymodule_export]

@@ -351,13 +351,19 @@ pub(crate) struct Exchange {
     to_object: ToObject,
 }
 
-/// A tensor in host memory whose elements lie one after the other, with the strides that its shape implies.
+/// A tensor in host memory.
+#[derive(Clone)]
 pub(crate) struct Described {
     pub(crate) address: usize,
+    /// Bytes of all its elements.
     pub(crate) nbytes: usize,
+    pub(crate) itemsize: usize,
     /// `None` where elements are one byte each: `DLPack` does not distinguish all dtypes of that size that torch has.
     pub(crate) dtype: Option<Dtype>,
+    /// Whether its elements lie one after the other, with the strides that its shape implies.
+    pub(crate) is_dense: bool,
     dims: [u64; Self::MOST],
+    steps: [u64; Self::MOST],
     rank: usize,
 }
 
@@ -367,6 +373,18 @@ impl Described {
 
     pub(crate) fn shape(&self) -> &[u64] {
         &self.dims[..self.rank]
+    }
+
+    /// Its strides, in elements.
+    pub(crate) fn strides(&self) -> &[u64] {
+        &self.steps[..self.rank]
+    }
+
+    /// Bytes from the start of its first element to the end of its last one; it has at least one.
+    pub(crate) fn extent(&self) -> usize {
+        let steps = self.shape().iter().zip(self.strides());
+        let last = steps.fold(0_u64, |sum, (dim, step)| sum.saturating_add((dim - 1).saturating_mul(*step)));
+        usize::try_from(last).unwrap_or(usize::MAX).saturating_add(1).saturating_mul(self.itemsize)
     }
 }
 
@@ -457,24 +475,25 @@ impl Exchange {
             return None;
         }
         let mut dims = [0; Described::MOST];
+        let mut steps = [0; Described::MOST];
+        let mut is_dense = true;
         let mut step = 1_i64;
         for i in (0..rank).rev() {
             // SAFETY: both are arrays of `rank` numbers inside the tensor, which nobody changes while the interpreter
             // is held here.
             let (dim, stride) = unsafe { (*told.shape.add(i), *told.strides.add(i)) };
-            if stride != step {
-                return None;
-            }
-            dims[i] = u64::try_from(dim).ok()?;
+            is_dense &= stride == step;
+            (dims[i], steps[i]) = (u64::try_from(dim).ok()?, u64::try_from(stride).ok()?);
             step = step.checked_mul(dim.max(1))?;
         }
         let dtype = match told.bits {
             8 => None,
             _ => Some(DLPACK.into_iter().find(|known| (known.1, known.2) == (told.code, told.bits))?.0),
         };
-        let elements = dims[..rank].iter().product::<u64>();
-        let nbytes = usize::try_from(elements.checked_mul(u64::from(told.bits) / 8)?).ok()?;
-        Some(Described { address: told.data as usize, nbytes, dtype, dims, rank })
+        let elements = dims[..rank].iter().try_fold(1_u64, |product, &dim| product.checked_mul(dim))?;
+        let itemsize = usize::from(told.bits / 8);
+        let nbytes = usize::try_from(elements).ok()?.checked_mul(itemsize)?;
+        Some(Described { address: told.data as usize, nbytes, itemsize, dtype, is_dense, dims, steps, rank })
     }
 }
 

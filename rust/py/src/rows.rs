@@ -16,17 +16,18 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use bytes::Bytes;
-use pyo3::exceptions::{PyIndexError, PyRuntimeError, PyValueError};
+use pyo3::exceptions::{PyException, PyIndexError, PyRuntimeError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict, PyList, PyString, PyTuple, PyType};
+use pyo3::types::{PyBytes, PyDict, PyInt, PyList, PyString, PyTuple, PyType};
 use tensorferry_core::Item;
 use tensorferry_wire::dtype::Dtype;
 
-use crate::columns::{Columns, Row, Span};
+use crate::columns::{ByAddress, Columns, Row, Span};
 use crate::errors;
 use crate::memory::{Described, Exchange, PySharedBuffer, TURN, borrowed};
 use crate::table::{self, Place};
+use crate::views::{Global, Store, View, Views, typed};
 
 /// One row for each tensor, column by column, and which leaf of the state is which row.
 #[pyclass(name = "Rows", module = "tensorferry._native", frozen)]
@@ -39,7 +40,30 @@ pub(crate) struct PyRows {
     exchange: Option<Exchange>,
     /// `object.__getstate__`: returns attributes without making a dict for them, which an object would keep.
     attributes: Py<PyAny>,
+    /// torch's class, where it was imported.
+    dtensor: Option<Py<PyType>>,
+    deque: Py<PyType>,
+    /// Address of a class to what its objects are.
+    kinds: Mutex<ByAddress<(Py<PyType>, Kind)>>,
+    /// Whether this torch's tensors may have named dimensions, with which they cannot be pickled.
+    has_names: bool,
     memory: Py<PyList>,
+    /// The leaves that are no rows, and their paths.
+    pub(crate) objects: Py<PyList>,
+    object_paths: Py<PyList>,
+    pub(crate) views: Mutex<Views>,
+    /// What the specs of `DTensor`s say, to their numbers; and the first spec that says it, with its `DTensor`.
+    specs: Py<PyDict>,
+    pub(crate) first_specs: Py<PyList>,
+    /// Address of a spec to its number: many `DTensor`s share the object. `kept_specs` keeps them.
+    spec_numbers: Mutex<ByAddress<usize>>,
+    kept_specs: Py<PyList>,
+    /// The placements of specs that differ, each a tuple: comparing with a few is quicker than hashing one.
+    placements: Mutex<Vec<Py<PyTuple>>>,
+    /// The tensors among the objects that are not read here.
+    unread: Mutex<Vec<i64>>,
+    /// The containers around the one that is walked.
+    inside: Mutex<Vec<usize>>,
     /// Keeps the memory of each row alive: a tensor's storage, since a tensor can be given another one at any time.
     owners: Py<PyList>,
     columns: Mutex<Columns>,
@@ -51,6 +75,60 @@ impl PyRows {
     /// The columns; the interpreter is not needed for them.
     fn columns(&self) -> MutexGuard<'_, Columns> {
         self.columns.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn views(&self) -> MutexGuard<'_, Views> {
+        self.views.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn inside(&self) -> MutexGuard<'_, Vec<usize>> {
+        self.inside.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn kinds(&self) -> MutexGuard<'_, ByAddress<(Py<PyType>, Kind)>> {
+        self.kinds.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn spec_numbers(&self) -> MutexGuard<'_, ByAddress<usize>> {
+        self.spec_numbers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn placements(&self) -> MutexGuard<'_, Vec<Py<PyTuple>>> {
+        self.placements.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn unread(&self) -> MutexGuard<'_, Vec<i64>> {
+        self.unread.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What `value` is by its class. An object that only says that it has another class, by its `__class__`, is not
+    /// asked: that may run any code.
+    fn kind(&self, value: &Bound<'_, PyAny>) -> PyResult<Kind> {
+        let py = value.py();
+        if self.is_tensor(value) {
+            return Ok(Kind::Tensor);
+        }
+        let id = value.get_type_ptr() as usize;
+        if let Some(&(_, kind)) = self.kinds().get(&id) {
+            return Ok(kind);
+        }
+        let class = value.get_type();
+        let is = |base: &Bound<'_, PyType>| class.is_subclass(base);
+        let kind = if self.dtensor.as_ref().is_some_and(|dtensor| dtensor.is(&class)) {
+            Kind::DTensor
+        } else if is(self.tensor.bind(py))? {
+            Kind::OtherTensor
+        } else if is(&py.get_type::<PyDict>())?
+            || is(&py.get_type::<PyList>())?
+            || is(&py.get_type::<PyTuple>())?
+            || is(self.deque.bind(py))?
+        {
+            Kind::Container
+        } else {
+            Kind::Leaf
+        };
+        self.kinds().insert(id, (class.unbind(), kind));
+        Ok(kind)
     }
 
     /// The rows as items to publish, and behind them `control`, name and bytes of each. To be called without the
@@ -75,18 +153,52 @@ impl PyRows {
         kind == self.tensor.as_ptr().cast() || kind == self.parameter.as_ptr().cast()
     }
 
-    /// The number of a leaf, whose path is `path` in two parts: of an earlier one if it is the same object.
-    fn number(&self, value: &Bound<'_, PyAny>, path: [&str; 2], other: &Bound<'_, PyAny>) -> PyResult<i64> {
-        if let Some(number) = self.read(value, path)? {
-            return Ok(number);
-        }
+    /// The number of a leaf of this kind, whose path is `path` in two parts: of an earlier one if it is the same object.
+    fn number(&self, value: &Bound<'_, PyAny>, kind: Kind, path: [&str; 2], other: &Bound<'_, PyAny>) -> PyResult<i64> {
+        let read = if kind == Kind::Tensor { self.read(value, path)? } else { Read::Unknown };
         let id = value.as_ptr() as usize;
-        let known = self.columns().seen.get(&id).copied();
-        if let Some(number) = known {
-            return Ok(number);
-        }
-        let number = other.call1((value, path.concat()))?.extract()?;
+        let number = match read {
+            Read::Leaf(number) => return Ok(number),
+            Read::View(view) => self.add_view(value, path, view)?,
+            Read::Unknown => {
+                if let Some(number) = self.columns().seen.get(&id).copied() {
+                    return Ok(number);
+                }
+                match kind {
+                    Kind::Tensor => self.unread_if_object(other.call1((value, path.concat()))?.extract()?),
+                    Kind::DTensor => match left_to_python(value.py(), self.read_dtensor(value))? {
+                        Some(view) => self.add_view(value, path, view)?,
+                        None => self.unread_if_object(self.add_object(value, path)?),
+                    },
+                    Kind::OtherTensor => self.unread_if_object(self.add_object(value, path)?),
+                    Kind::Container | Kind::Leaf => self.add_object(value, path)?,
+                }
+            }
+        };
         self.columns().seen.insert(id, number);
+        Ok(number)
+    }
+
+    /// Notes that a tensor is not read here, unless it is a row; returns its number.
+    fn unread_if_object(&self, number: i64) -> i64 {
+        if number < 0 {
+            self.unread().push(number);
+        }
+        number
+    }
+
+    fn add_object(&self, value: &Bound<'_, PyAny>, path: [&str; 2]) -> PyResult<i64> {
+        let py = value.py();
+        let objects = self.objects.bind(py);
+        objects.append(value)?;
+        self.object_paths.bind(py).append(PyString::new(py, &path.concat()))?;
+        Ok(-i64::try_from(objects.len())?)
+    }
+
+    fn add_view(&self, value: &Bound<'_, PyAny>, path: [&str; 2], mut view: Box<View>) -> PyResult<i64> {
+        let number = self.add_object(value, path)?;
+        view.leaf = number;
+        self.views().add(value.as_ptr() as usize, *view);
         Ok(number)
     }
 
@@ -101,17 +213,47 @@ impl PyRows {
         Ok(Some((row, self.memory.bind(value.py()).get_item(row)?.is(value))))
     }
 
-    /// Reads a tensor that fills a storage of its own from first to last byte and needs no pickle, and adds it as a
-    /// row unless it is one. `None` for everything else, and where only Python can decide:
-    /// `memory.tensors.is_plain` decides.
-    fn read(&self, value: &Bound<'_, PyAny>, path: [&str; 2]) -> PyResult<Option<i64>> {
+    /// Reads a tensor. If it fills a storage of its own from first to last byte and needs no pickle, it becomes a row
+    /// unless it is one: what `memory.tensors.is_plain` says.
+    fn read(&self, value: &Bound<'_, PyAny>, path: [&str; 2]) -> PyResult<Read> {
         let py = value.py();
         // Tensors of zeros that autograd makes have bytes, and no memory.
         let has_memory = |tensor: &Described| tensor.nbytes > 0 && tensor.address != 0;
-        let Some(tensor) = self.describe(value).filter(has_memory) else { return Ok(None) };
-        if let Some((row, same)) = self.row_at(tensor.address, value)? {
-            return Ok(if same { Some(i64::try_from(row)?) } else { None });
+        let Some(tensor) = self.describe(value).filter(has_memory) else { return Ok(Read::Unknown) };
+        let there = if tensor.is_dense { self.row_at(tensor.address, value)? } else { None };
+        if let Some((row, true)) = there {
+            return Ok(Read::Leaf(i64::try_from(row)?));
         }
+        if let Some(number) = self.columns().seen.get(&(value.as_ptr() as usize)).copied() {
+            return Ok(Read::Leaf(number));
+        }
+        let Some(told) = left_to_python(py, self.ask(value, &tensor))? else { return Ok(Read::Unknown) };
+        let fills = tensor.is_dense && told.nbytes == tensor.nbytes;
+        if !fills || there.is_some() && self.filling(&told.storage, tensor.address)?.is_some() {
+            let view = left_to_python(py, self.view(value, tensor, &told))?;
+            return Ok(view.map_or(Read::Unknown, Read::View));
+        }
+        let parameter = u8::from(self.is_parameter(value));
+        let row = Row {
+            dtype: told.dtype,
+            shape: tensor.shape(),
+            address: tensor.address,
+            nbytes: tensor.nbytes,
+            flag: parameter + 2 * u8::from(told.requires_grad),
+        };
+        let number = self.columns().push(path, &row)?;
+        self.memory.bind(py).append(value)?;
+        self.owners.bind(py).append(told.storage)?;
+        Ok(Read::Leaf(number))
+    }
+
+    fn is_parameter(&self, value: &Bound<'_, PyAny>) -> bool {
+        value.get_type_ptr() == self.parameter.as_ptr().cast()
+    }
+
+    /// What torch says of a tensor beyond its description, `None` if more belongs to it than a container says.
+    fn ask<'py>(&self, value: &Bound<'py, PyAny>, tensor: &Described) -> PyResult<Option<Told<'py>>> {
+        let py = value.py();
         let dtype = match tensor.dtype {
             Some(dtype) => dtype,
             None => match self.byte_dtype(value)? {
@@ -120,42 +262,201 @@ impl PyRows {
             },
         };
         let storage = value.call_method0(intern!(py, "untyped_storage"))?;
-        if storage.len()? != tensor.nbytes {
-            return Ok(None);
-        }
         let truth = |name: &Bound<'_, PyString>| value.call_method0(name)?.is_truthy();
+        let requires_grad = value.getattr(intern!(py, "requires_grad"))?.is_truthy()?;
         let needs_more = truth(intern!(py, "is_neg"))?
             || dtype == Dtype::C64 && truth(intern!(py, "is_conj"))?
             || self.attributes.bind(py).call1((value,))?.is_truthy()?
-            || value.getattr(intern!(py, "_backward_hooks"))?.is_truthy()?;
+            || has_hooks(value, requires_grad)?;
         if needs_more {
             return Ok(None);
         }
-        let parameter = u8::from(value.get_type_ptr() == self.parameter.as_ptr().cast());
-        let requires_grad = u8::from(value.getattr(intern!(py, "requires_grad"))?.is_truthy()?);
-        let row = Row {
-            dtype,
-            shape: tensor.shape(),
-            address: tensor.address,
-            nbytes: tensor.nbytes,
-            flag: parameter + 2 * requires_grad,
+        let nbytes = storage.len()?;
+        Ok(Some(Told { dtype, storage, nbytes, requires_grad }))
+    }
+
+    /// A tensor as a view of its storage, `None` if only Python can pickle it or say why it cannot be sent.
+    fn view(&self, value: &Bound<'_, PyAny>, tensor: Described, told: &Told<'_>) -> PyResult<Option<Box<View>>> {
+        let py = value.py();
+        let has_names = self.has_names && value.call_method0(intern!(py, "has_names"))?.is_truthy()?;
+        if typed(told.dtype).is_none() || has_names {
+            return Ok(None);
+        }
+        let address: usize = if tensor.is_dense && tensor.nbytes == told.nbytes {
+            tensor.address
+        } else {
+            told.storage.call_method0(intern!(py, "data_ptr"))?.extract()?
         };
-        let number = self.columns().push(path, &row)?;
-        self.memory.bind(py).append(value)?;
-        self.owners.bind(py).append(storage)?;
+        let key: usize = told.storage.getattr(intern!(py, "_cdata"))?.extract()?;
+        let Some(start) = tensor.address.checked_sub(address) else { return Ok(None) };
+        if !start.is_multiple_of(tensor.itemsize) || start.saturating_add(tensor.extent()) > told.nbytes {
+            return Ok(None);
+        }
+        let store = self.views().store(key, || Store::new(told.storage.clone().unbind(), address, told.nbytes, true));
+        Ok(Some(Box::new(View {
+            leaf: 0,
+            store,
+            start,
+            dtype: told.dtype,
+            told: tensor,
+            requires_grad: told.requires_grad,
+            parameter: self.is_parameter(value),
+            global: None,
+        })))
+    }
+
+    /// A `DTensor` whose local part and spec describe it completely, `None` for everything else.
+    fn read_dtensor(&self, value: &Bound<'_, PyAny>) -> PyResult<Option<Box<View>>> {
+        let py = value.py();
+        let requires_grad = value.getattr(intern!(py, "requires_grad"))?.is_truthy()?;
+        if value.getattr(intern!(py, "__dict__"))?.is_truthy()? || has_hooks(value, requires_grad)? {
+            return Ok(None);
+        }
+        let local = value.getattr(intern!(py, "_local_tensor"))?;
+        if local.get_type_ptr() != self.tensor.as_ptr().cast() {
+            return Ok(None);
+        }
+        let Some(tensor) = self.describe(&local).filter(|t| t.nbytes > 0 && t.address != 0) else { return Ok(None) };
+        let Some(told) = self.ask(&local, &tensor)? else { return Ok(None) };
+        let Some(spec) = self.spec(value)? else { return Ok(None) };
+        if self.views().specs.get(spec).is_none_or(|spec| spec.1 != told.dtype) {
+            return Ok(None);
+        }
+        let Some(mut view) = self.view(&local, tensor, &told)? else { return Ok(None) };
+        let local_requires_grad = std::mem::replace(&mut view.requires_grad, requires_grad);
+        view.global = Some(Global { local: local.unbind(), local_requires_grad, spec });
+        Ok(Some(view))
+    }
+
+    /// The number of the spec of a `DTensor`, which it may share with others: a spec is longer than all else that
+    /// describes a `DTensor`, and many have one of their own. `None` if it cannot be compared with others.
+    fn spec(&self, value: &Bound<'_, PyAny>) -> PyResult<Option<usize>> {
+        let py = value.py();
+        let spec = value.getattr(intern!(py, "_spec"))?;
+        let id = spec.as_ptr() as usize;
+        if let Some(&number) = self.spec_numbers().get(&id) {
+            return Ok(Some(number));
+        }
+        let Some(number) = self.number_of_spec(value, &spec)? else { return Ok(None) };
+        self.kept_specs.bind(py).append(spec)?;
+        self.spec_numbers().insert(id, number);
         Ok(Some(number))
+    }
+
+    fn number_of_spec(&self, value: &Bound<'_, PyAny>, spec: &Bound<'_, PyAny>) -> PyResult<Option<usize>> {
+        let py = value.py();
+        let Ok(fields) = spec.getattr(intern!(py, "__dict__"))?.cast_into::<PyDict>() else { return Ok(None) };
+        let (names, fields) = (fields.keys(), fields.values());
+        let mut parts = Vec::with_capacity(2 * fields.len() + 1);
+        let mut meta = None;
+        for (name, field) in names.iter().zip(fields) {
+            match name.cast::<PyString>()?.to_str()? {
+                "_hash" => continue,
+                "mesh" => parts.push((field.as_ptr() as usize).into_pyobject(py)?.into_any()),
+                "placements" => {
+                    let Ok(placements) = field.cast_into_exact::<PyTuple>() else { return Ok(None) };
+                    let Some(number) = self.number_of_placements(&placements)? else { return Ok(None) };
+                    parts.push(number.into_pyobject(py)?.into_any());
+                }
+                "tensor_meta" => {
+                    meta = Some(field.clone());
+                    parts.push(field);
+                }
+                _ => parts.push(field),
+            }
+            parts.push(name);
+        }
+        let key = PyTuple::new(py, parts)?;
+        let (specs, firsts) = (self.specs.bind(py), self.first_specs.bind(py));
+        if let Some(number) = specs.get_item(&key)? {
+            return Ok(Some(number.extract()?));
+        }
+        let Some(meta) = meta else { return Ok(None) };
+        let Some(dtype) = self.dtype_of(&meta)? else { return Ok(None) };
+        let shape = meta.getattr(intern!(py, "shape"))?.extract()?;
+        let number = firsts.len();
+        firsts.append((spec, value))?;
+        self.views().specs.push((shape, dtype));
+        specs.set_item(key, number)?;
+        Ok(Some(number))
+    }
+
+    /// The number of these placements among those that differ, `None` if there are too many.
+    fn number_of_placements(&self, placements: &Bound<'_, PyTuple>) -> PyResult<Option<usize>> {
+        let known: Vec<_> = self.placements().iter().map(|known| known.clone_ref(placements.py())).collect();
+        for (number, known) in known.iter().enumerate() {
+            let known = known.bind(placements.py());
+            // A placement may equal one of another class.
+            let is_same = known.len() == placements.len()
+                && known.iter().zip(placements).all(|(a, b)| a.get_type_ptr() == b.get_type_ptr())
+                && known.eq(placements)?;
+            if is_same {
+                return Ok(Some(number));
+            }
+        }
+        if known.len() >= MOST_PLACEMENTS {
+            return Ok(None);
+        }
+        self.placements().push(placements.clone().unbind());
+        Ok(Some(known.len()))
+    }
+
+    /// The number that `value` was given as a leaf, `None` if it is not a leaf.
+    pub(crate) fn leaf_number(&self, value: &Bound<'_, PyAny>) -> PyResult<Option<i64>> {
+        if let Some(number) = self.columns().seen.get(&(value.as_ptr() as usize)).copied() {
+            return Ok(Some(number));
+        }
+        let Some(tensor) = self.describe(value) else { return Ok(None) };
+        let row = if tensor.is_dense { self.row_at(tensor.address, value)? } else { None };
+        let row = row.filter(|&(_, same)| same);
+        Ok(row.map(|(row, _)| i64::try_from(row)).transpose()?)
+    }
+
+    /// Adds a row for bytes of `storage`; returns its number.
+    pub(crate) fn add_piece(&self, storage: &Bound<'_, PyAny>, name: &str, row: &Row<'_>) -> PyResult<i64> {
+        let number = self.columns().push([name, ""], row)?;
+        self.memory.bind(storage.py()).append(storage)?;
+        self.owners.bind(storage.py()).append(storage)?;
+        Ok(number)
+    }
+
+    /// The row whose tensor fills `storage`, whose memory starts at `address`.
+    pub(crate) fn filling(&self, storage: &Bound<'_, PyAny>, address: usize) -> PyResult<Option<usize>> {
+        let py = storage.py();
+        let key_of = |storage: &Bound<'_, PyAny>| storage.getattr(intern!(py, "_cdata"))?.extract::<usize>();
+        let Some(first) = self.columns().starts.get(&address).copied() else { return Ok(None) };
+        let key = key_of(storage)?;
+        let owners = self.owners.bind(py);
+        if key_of(&owners.get_item(first)?)? == key {
+            return Ok(Some(first));
+        }
+        // There are several storages over the same memory. Each is asked for its identity once.
+        let new =
+            self.columns().doubles.get_mut(&address).map(|rows| std::mem::take(&mut rows.new)).unwrap_or_default();
+        let new =
+            new.into_iter().map(|row| Ok((key_of(&owners.get_item(row)?)?, row))).collect::<PyResult<Vec<_>>>()?;
+        let mut columns = self.columns();
+        let Some(rows) = columns.doubles.get_mut(&address) else { return Ok(None) };
+        for (key, row) in new {
+            rows.by_storage.entry(key).or_insert(row);
+        }
+        Ok(rows.by_storage.get(&key).copied())
     }
 
     /// What a container calls the dtype of a tensor whose elements are one byte each: torch has several kinds of those
     /// that `DLPack` does not tell apart.
     fn byte_dtype(&self, value: &Bound<'_, PyAny>) -> PyResult<Option<Dtype>> {
+        Ok(self.dtype_of(value)?.filter(|dtype| dtype.bits() == 8))
+    }
+
+    /// What a container calls the attribute `dtype` of `value`.
+    fn dtype_of(&self, value: &Bound<'_, PyAny>) -> PyResult<Option<Dtype>> {
         let kind = value.getattr(intern!(value.py(), "dtype"))?;
-        let known = self.dtypes.iter().find(|(known, _)| kind.is(known)).map(|&(_, dtype)| dtype);
-        Ok(known.filter(|dtype| dtype.bits() == 8))
+        Ok(self.dtypes.iter().find(|(known, _)| kind.is(known)).map(|&(_, dtype)| dtype))
     }
 
     /// Counts a leaf, and lets other threads of the interpreter run after every `TURN` of them.
-    fn turn(&self, py: Python<'_>) {
+    pub(crate) fn turn(&self, py: Python<'_>) {
         // The interpreter is held, so no other thread counts at the same time.
         let leaves = self.leaves.load(Ordering::Relaxed) + 1;
         self.leaves.store(leaves % TURN, Ordering::Relaxed);
@@ -164,41 +465,204 @@ impl PyRows {
         }
     }
 
-    /// The text for one child: the number of a tensor, or the text that `node` returns for anything else.
+    /// Writes the text of one node: the number of a leaf, or of a container all it has.
     fn child(&self, text: &mut String, value: &Bound<'_, PyAny>, path: [&str; 2], by: &Walk<'_, '_>) -> PyResult<()> {
-        if self.is_tensor(value) {
-            let number = self.number(value, path, by.other)?;
+        let id = value.as_ptr() as usize;
+        let kind = self.kind(value)?;
+        if kind != Kind::Container || by.depth > MAX_DEPTH || self.inside().contains(&id) {
+            let number = self.number(value, kind, path, by.other)?;
             // Writing to a string cannot fail.
             let _ = write!(text, "{number}");
             self.turn(value.py());
+            return Ok(());
+        }
+        self.inside().push(id);
+        let path = path.concat();
+        let below = if path.is_empty() { String::new() } else { path.clone() + "." };
+        let deeper = Walk { depth: by.depth + 1, ..*by };
+        if let Ok(dict) = value.cast_exact::<PyDict>()
+            && self.members_of(text, dict, &below, &deeper)?
+        {
+        } else if let Ok(list) = value.cast_exact::<PyList>() {
+            text.push_str("[\"l\"");
+            let values = list.get_slice(0, list.len());
+            self.elements_of(text, &values, None, &below, &deeper)?;
+            text.push(']');
+        } else if let Ok(tuple) = value.cast_exact::<PyTuple>() {
+            text.push_str("[\"t\"");
+            self.elements_of(text, &tuple.to_list(), None, &below, &deeper)?;
+            text.push(']');
         } else {
-            let node = by.node.call1((value, path.concat(), by.depth))?;
+            let node = by.container.call1((value, path, by.depth))?;
             text.push_str(node.cast::<PyString>()?.to_str()?);
+        }
+        self.inside().pop();
+        Ok(())
+    }
+
+    /// Writes a dict whose keys are text or small integers; returns whether it is one.
+    fn members_of(
+        &self,
+        text: &mut String,
+        dict: &Bound<'_, PyDict>,
+        below: &str,
+        by: &Walk<'_, '_>,
+    ) -> PyResult<bool> {
+        let (keys, values) = (dict.keys(), dict.values());
+        if keys.len() != values.len() {
+            return Err(changed());
+        }
+        if all_text(&keys) {
+            text.push('{');
+            self.texts_of(text, &keys, &values, below, by)?;
+            text.push('}');
+            return Ok(true);
+        }
+        let number = |key: &Bound<'_, PyAny>| {
+            key.cast_exact::<PyInt>().ok()?.extract::<i64>().ok().filter(|n| n.abs() < SAFE_INTEGER)
+        };
+        let Some(numbers) = keys.iter().map(|key| number(&key)).collect::<Option<Vec<_>>>() else { return Ok(false) };
+        text.push_str("[\"d\",\"d\",[");
+        for (index, (key, value)) in numbers.into_iter().zip(values.iter()).enumerate() {
+            let key = key.to_string();
+            text.push_str(if index > 0 { ",[" } else { "[" });
+            text.push_str(&key);
+            text.push(',');
+            self.child(text, &value, [below, &key], by)?;
+            text.push(']');
+        }
+        text.push_str("]]");
+        Ok(true)
+    }
+
+    /// Writes the members of a JSON object.
+    fn texts_of(
+        &self,
+        text: &mut String,
+        keys: &Bound<'_, PyList>,
+        values: &Bound<'_, PyList>,
+        below: &str,
+        by: &Walk<'_, '_>,
+    ) -> PyResult<()> {
+        for (index, (key, value)) in keys.iter().zip(values.iter()).enumerate() {
+            let key = key.cast_exact::<PyString>()?.to_str()?;
+            if index > 0 {
+                text.push(',');
+            }
+            quote(text, key);
+            text.push(':');
+            self.child(text, &value, [below, key], by)?;
+        }
+        Ok(())
+    }
+
+    /// Writes the elements of a JSON array, a comma before each.
+    fn elements_of(
+        &self,
+        text: &mut String,
+        values: &Bound<'_, PyList>,
+        names: Option<&Bound<'_, PyTuple>>,
+        below: &str,
+        by: &Walk<'_, '_>,
+    ) -> PyResult<()> {
+        for (index, value) in values.iter().enumerate() {
+            text.push(',');
+            let name = match names {
+                Some(names) => names.get_item(index)?.extract()?,
+                None => index.to_string(),
+            };
+            self.child(text, &value, [below, &name], by)?;
         }
         Ok(())
     }
 }
 
-/// What is left to Python: `node(value, path, depth)` returns the text of a node, `other(value, path)` the number of a
-/// leaf.
+/// Containers nested deeper than this are sent as one pickled object.
+const MAX_DEPTH: usize = 80;
+/// A state has a handful of different placements. `DTensor`s of a state with more than this are pickled in Python.
+const MOST_PLACEMENTS: usize = 64;
+/// Integers below this are keys in a tree; larger ones are sent as objects.
+const SAFE_INTEGER: i64 = 1 << 53;
+
+/// What an object is by its class.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    /// A tensor or parameter, and not of a subclass.
+    Tensor,
+    DTensor,
+    /// Of another subclass.
+    OtherTensor,
+    /// May hold nodes of its own.
+    Container,
+    Leaf,
+}
+
+/// What a tensor is.
+enum Read {
+    /// A leaf with this number.
+    Leaf(i64),
+    /// No row, and not a leaf yet.
+    View(Box<View>),
+    /// What only Python can tell.
+    Unknown,
+}
+
+/// What torch says of a tensor beyond its description.
+struct Told<'py> {
+    dtype: Dtype,
+    storage: Bound<'py, PyAny>,
+    /// Bytes of the storage.
+    nbytes: usize,
+    requires_grad: bool,
+}
+
+/// What is left to Python: `container(value, path, depth)` returns the text of a container that is no plain dict, list or
+/// tuple, `other(value, path)` the number of a tensor that is a leaf.
+#[derive(Clone, Copy)]
 struct Walk<'a, 'py> {
-    node: &'a Bound<'py, PyAny>,
+    container: &'a Bound<'py, PyAny>,
     other: &'a Bound<'py, PyAny>,
     depth: usize,
+}
+
+/// What was read, nothing where that failed: Python then reads the tensor, or says why it cannot be sent.
+fn left_to_python<T>(py: Python<'_>, read: PyResult<Option<T>>) -> PyResult<Option<T>> {
+    match read {
+        Err(error) if error.is_instance_of::<PyException>(py) => Ok(None),
+        read => read,
+    }
+}
+
+/// Whether autograd calls a function when it has computed the gradient of `value`; torch registers none for a tensor
+/// that requires none.
+fn has_hooks(value: &Bound<'_, PyAny>, requires_grad: bool) -> PyResult<bool> {
+    Ok(requires_grad && value.getattr(intern!(value.py(), "_backward_hooks"))?.is_truthy()?)
+}
+
+fn changed() -> PyErr {
+    PyRuntimeError::new_err("a dict of the state changed while it was read")
+}
+
+/// Whether all keys are text. A subclass of str may compare as it likes, and a lone surrogate is no text.
+fn all_text(keys: &Bound<'_, PyList>) -> bool {
+    keys.iter().all(|k| k.cast_exact::<PyString>().is_ok_and(|k| k.to_str().is_ok()))
 }
 
 #[pymethods]
 impl PyRows {
     /// No rows yet. `tensor` and `parameter` are torch's classes, `dtypes` maps torch's dtypes to the names a container
-    /// has for them. Without `native`, every tensor is described by Python.
+    /// has for them, `dtensor` is torch's class of that name, if it was imported. Without `native`, every tensor is
+    /// described by Python.
     #[new]
-    #[pyo3(signature = (tensor, parameter, dtypes, *, native = true))]
+    #[pyo3(signature = (tensor, parameter, dtypes, *, dtensor = None, native = true))]
     fn new(
         tensor: &Bound<'_, PyType>,
         parameter: &Bound<'_, PyType>,
         dtypes: &Bound<'_, PyDict>,
+        dtensor: Option<Py<PyType>>,
         native: bool,
     ) -> PyResult<Self> {
+        let py = tensor.py();
         let dtypes = dtypes
             .iter()
             .map(|(dtype, name)| Ok((dtype.unbind(), named(name.extract()?)?)))
@@ -209,7 +673,21 @@ impl PyRows {
             attributes: tensor.py().get_type::<PyAny>().getattr("__getstate__")?.unbind(),
             tensor: tensor.clone().unbind(),
             parameter: parameter.clone().unbind(),
-            memory: PyList::empty(tensor.py()).unbind(),
+            dtensor: dtensor.filter(|_| native),
+            deque: py.import("collections")?.getattr("deque")?.cast_into::<PyType>()?.unbind(),
+            kinds: Mutex::default(),
+            has_names: tensor.hasattr(intern!(py, "has_names"))?,
+            memory: PyList::empty(py).unbind(),
+            objects: PyList::empty(py).unbind(),
+            object_paths: PyList::empty(py).unbind(),
+            views: Mutex::default(),
+            specs: PyDict::new(py).unbind(),
+            first_specs: PyList::empty(py).unbind(),
+            spec_numbers: Mutex::default(),
+            kept_specs: PyList::empty(py).unbind(),
+            placements: Mutex::default(),
+            unread: Mutex::default(),
+            inside: Mutex::default(),
             owners: PyList::empty(tensor.py()).unbind(),
             columns: Mutex::default(),
             leaves: AtomicUsize::new(0),
@@ -283,43 +761,66 @@ impl PyRows {
     /// address space (0 is host memory) and its first and last byte (exclusive). The rows in `without` are not looked
     /// at.
     #[allow(clippy::needless_pass_by_value, reason = "what Python calls takes values")]
-    fn overlapping(&self, py: Python<'_>, others: Vec<Span>, without: Vec<usize>) -> Vec<Vec<i64>> {
-        py.detach(|| self.columns().overlapping(others, &without))
+    fn overlapping(&self, py: Python<'_>, mut others: Vec<Span>, without: Vec<usize>) -> Vec<Vec<i64>> {
+        py.detach(|| {
+            others.extend(self.views().spans());
+            self.columns().overlapping(others, &without)
+        })
+    }
+
+    /// The leaves described here that are no rows, of which some elements may share memory with others.
+    fn self_overlapping(&self, py: Python<'_>) -> Vec<i64> {
+        py.detach(|| self.views().self_overlapping())
+    }
+
+    /// The address of the first element of a leaf, 0 if it is not known here.
+    fn start(&self, number: i64) -> usize {
+        match usize::try_from(number) {
+            Ok(row) => self.columns().addresses.get(row).copied().unwrap_or(0),
+            Err(_) => self.views().leaf(number).map_or(0, |view| view.told.address),
+        }
+    }
+
+    /// The text of a node, for `value` at this path and depth; `container` and `other` are what [`Walk`] describes.
+    ///
+    /// # Errors
+    /// `RuntimeError` when a dict changed meanwhile, and whatever `container` and `other` raise.
+    fn node(
+        &self,
+        value: &Bound<'_, PyAny>,
+        path: &str,
+        depth: usize,
+        container: &Bound<'_, PyAny>,
+        other: &Bound<'_, PyAny>,
+    ) -> PyResult<String> {
+        let mut text = String::new();
+        self.child(&mut text, value, [path, ""], &Walk { container, other, depth })?;
+        Ok(text)
     }
 
     /// The members of a JSON object for a dict with these keys and values, `None` if a key is not text.
     ///
-    /// `below` is the path of the dict, `depth` how deep it lies; `node` and `other` are what [`Walk`] describes.
+    /// `below` is the path of the dict, `depth` how deep its values lie.
     ///
     /// # Errors
-    /// `RuntimeError` when the dict changed meanwhile, and whatever `node` and `other` raise.
+    /// As for `node`.
     fn members(
         &self,
         keys: &Bound<'_, PyList>,
         values: &Bound<'_, PyList>,
         below: &str,
         depth: usize,
-        node: &Bound<'_, PyAny>,
+        container: &Bound<'_, PyAny>,
         other: &Bound<'_, PyAny>,
     ) -> PyResult<Option<String>> {
         if keys.len() != values.len() {
-            return Err(PyRuntimeError::new_err("a dict of the state changed while it was read"));
+            return Err(changed());
         }
-        // A subclass of str may compare as it likes, and a lone surrogate is no text.
-        if !keys.iter().all(|k| k.cast_exact::<PyString>().is_ok_and(|k| k.to_str().is_ok())) {
+        if !all_text(keys) {
             return Ok(None);
         }
-        let by = Walk { node, other, depth };
-        let mut text = String::with_capacity(keys.len() * 24);
-        for (key, value) in keys.iter().zip(values.iter()) {
-            let key = key.cast_exact::<PyString>()?.to_str()?;
-            if !text.is_empty() {
-                text.push(',');
-            }
-            quote(&mut text, key);
-            text.push(':');
-            self.child(&mut text, &value, [below, key], &by)?;
-        }
+        let mut text = String::new();
+        self.texts_of(&mut text, keys, values, below, &Walk { container, other, depth })?;
         Ok(Some(text))
     }
 
@@ -327,42 +828,63 @@ impl PyRows {
     /// where there are none.
     ///
     /// # Errors
-    /// Whatever `node` and `other` raise.
+    /// As for `node`.
     fn elements(
         &self,
         values: &Bound<'_, PyList>,
         names: Option<&Bound<'_, PyTuple>>,
         below: &str,
         depth: usize,
-        node: &Bound<'_, PyAny>,
+        container: &Bound<'_, PyAny>,
         other: &Bound<'_, PyAny>,
     ) -> PyResult<String> {
-        let by = Walk { node, other, depth };
         let mut text = String::new();
-        for (index, value) in values.iter().enumerate() {
-            text.push(',');
-            let name = match names {
-                Some(names) => names.get_item(index)?.extract()?,
-                None => index.to_string(),
-            };
-            self.child(&mut text, &value, [below, &name], &by)?;
-        }
+        self.elements_of(&mut text, values, names, below, &Walk { container, other, depth })?;
         Ok(text)
     }
 
-    /// The number of a leaf: of an earlier one if it is the same object, else what `other(value, path)` says.
+    /// The number of a leaf: of an earlier one if it is the same object.
     fn leaf(&self, value: &Bound<'_, PyAny>, path: &str, other: &Bound<'_, PyAny>) -> PyResult<i64> {
-        self.number(value, [path, ""], other)
+        self.number(value, self.kind(value)?, [path, ""], other)
+    }
+
+    /// The numbers of the objects that are tensors and were not read here, first object first.
+    #[getter(unread)]
+    fn unread_numbers(&self) -> Vec<i64> {
+        self.unread().clone()
+    }
+
+    /// The leaves that are no rows.
+    #[getter]
+    fn objects(&self, py: Python<'_>) -> Py<PyList> {
+        self.objects.clone_ref(py)
+    }
+
+    /// The key path of each of them.
+    #[getter]
+    pub(crate) fn object_paths(&self, py: Python<'_>) -> Py<PyList> {
+        self.object_paths.clone_ref(py)
+    }
+
+    /// The specs of `DTensor`s that differ, each with the first `DTensor` that has it.
+    #[getter]
+    fn first_specs(&self, py: Python<'_>) -> Py<PyList> {
+        self.first_specs.clone_ref(py)
+    }
+
+    /// Whether `value` is a tensor that is no row and is described here, or the local part of one.
+    fn is_view(&self, value: &Bound<'_, PyAny>) -> bool {
+        self.views().of.contains_key(&(value.as_ptr() as usize))
+    }
+
+    /// The row whose tensor fills `storage`, whose memory starts at `address`.
+    fn filler(&self, storage: &Bound<'_, PyAny>, address: usize) -> PyResult<Option<usize>> {
+        self.filling(storage, address)
     }
 
     /// The number that `value` was given as a leaf, `None` if it is not a leaf.
     fn number_of(&self, value: &Bound<'_, PyAny>) -> PyResult<Option<i64>> {
-        if let Some(number) = self.columns().seen.get(&(value.as_ptr() as usize)).copied() {
-            return Ok(Some(number));
-        }
-        let Some(tensor) = self.describe(value) else { return Ok(None) };
-        let row = self.row_at(tensor.address, value)?.filter(|&(_, same)| same);
-        Ok(row.map(|(row, _)| i64::try_from(row)).transpose()?)
+        self.leaf_number(value)
     }
 
     /// Forgets which objects are leaves, and releases them. To be called before the state may change: an address may
@@ -370,8 +892,21 @@ impl PyRows {
     fn forget(&self, py: Python<'_>) -> PyResult<()> {
         let memory = self.memory.bind(py);
         memory.del_slice(0, memory.len())?;
+        for list in [&self.objects, &self.object_paths, &self.first_specs, &self.kept_specs] {
+            let list = list.bind(py);
+            list.del_slice(0, list.len())?;
+        }
+        self.specs.bind(py).clear();
+        let views = std::mem::take(&mut *self.views());
+        let kinds = std::mem::take(&mut *self.kinds());
+        let placements = std::mem::take(&mut *self.placements());
+        self.spec_numbers().clear();
+        self.unread().clear();
         let mut columns = self.columns();
-        (columns.seen, columns.starts) = Default::default();
+        (columns.seen, columns.starts, columns.doubles) = Default::default();
+        // Releasing objects may run any code.
+        drop(columns);
+        drop((views, kinds, placements));
         Ok(())
     }
 
@@ -432,18 +967,9 @@ impl PyRows {
         // A row without bytes may name any buffer.
         let owners = numbers.iter().map(|&number| buffers.get(number).map(|buffer| buffer.clone_ref(py)));
         // No tensor is read, so no class is one.
-        let none = py.get_type::<PyAny>().unbind();
-        Ok(Self {
-            tensor: none.clone_ref(py),
-            parameter: none,
-            dtypes: Vec::new(),
-            exchange: None,
-            attributes: py.None(),
-            memory: PyList::empty(py).unbind(),
-            owners: PyList::new(py, owners)?.unbind(),
-            columns: Mutex::new(columns),
-            leaves: AtomicUsize::new(0),
-        })
+        let none = py.get_type::<PyAny>();
+        let empty = Self::new(&none, &none, &PyDict::new(py), None, false)?;
+        Ok(Self { owners: PyList::new(py, owners)?.unbind(), columns: Mutex::new(columns), ..empty })
     }
 
     /// Whether every name can stand in a container as it is.
@@ -483,7 +1009,7 @@ fn named(dtype: &str) -> PyResult<Dtype> {
 }
 
 /// `text` as a JSON string in ASCII, as Python's `json` writes it.
-fn quote(out: &mut String, text: &str) {
+pub(crate) fn quote(out: &mut String, text: &str) {
     out.push('"');
     if text.bytes().all(|b| matches!(b, b' '..=b'~') && b != b'"' && b != b'\\') {
         out.push_str(text);

@@ -110,8 +110,8 @@ impl PyServer {
     /// `InvalidArgument` for a name that is taken or is none.
     #[pyo3(signature = (name = None))]
     fn shelf(&self, py: Python<'_>, name: Option<&str>) -> PyResult<PyShelf> {
-        let shelf = self.server(py)?.shelf(name).map_err(|e| errors::to_py(py, &e))?;
-        Ok(PyShelf { process: Process::current(), inner: Mutex::new(Some(Arc::new(shelf))) })
+        let made = self.server(py)?.shelf(name).map_err(|e| errors::to_py(py, &e))?;
+        Ok(PyShelf { process: Process::current(), inner: Mutex::new(Some(Arc::new(made))) })
     }
 
     /// Withdraws the publication of `filling`, whose memory cannot be completed.
@@ -269,14 +269,14 @@ impl PyShelf {
         alternate: Option<Py<PyAny>>,
         filled: bool,
     ) -> PyResult<Option<PyReadiness>> {
-        let shelf = self.shelf(py)?;
-        publish(py, shelf.store(), Published { step, rows, control, metadata, owner, private, alternate, filled })
+        let inner = self.shelf(py)?;
+        publish(py, inner.store(), Published { step, rows, control, metadata, owner, private, alternate, filled })
     }
 
     /// Takes no new receives of what lies here; those that have begun finish from a private copy.
     fn withdraw(&self, py: Python<'_>, patience: f64) -> PyResult<usize> {
-        let (shelf, patience) = (self.shelf(py)?, seconds(py, patience)?);
-        Ok(match py.detach(|| shelf.store().withdraw(patience)) {
+        let (inner, patience) = (self.shelf(py)?, seconds(py, patience)?);
+        Ok(match py.detach(|| inner.store().withdraw(patience)) {
             Withdrawn::Clean | Withdrawn::Drained => 0,
             Withdrawn::Cut(readers) => readers,
         })
@@ -291,8 +291,8 @@ impl PyShelf {
     /// Ends all transfers of what lies here, and releases it.
     fn close(&self, py: Python<'_>) {
         if self.process.check(py).is_ok() {
-            let shelf = self.take();
-            py.detach(|| drop(shelf));
+            let inner = self.take();
+            py.detach(|| drop(inner));
         }
     }
 }

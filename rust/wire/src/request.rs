@@ -40,8 +40,8 @@ pub enum Resource<'a> {
     Header(&'a str),
     /// `/checkpoint/{key}/digests`: the [`crate::digest::DigestTable`].
     Digests(&'a str),
-    /// `/checkpoint/{key}/{name}`: the state in another format. The name may have several segments, none of them empty;
-    /// the server decides which names exist.
+    /// `/checkpoint/{key}/{name}`: the state in another format. The name may have several segments, none of them empty,
+    /// and may end with a slash; the server decides which names exist.
     Alternate(&'a str, &'a str),
 }
 
@@ -93,7 +93,9 @@ pub fn parse_path<'a>(path: &'a str, token: &str) -> Result<Resource<'a>, PathEr
 fn parse_checkpoint(path: &str) -> Option<Resource<'_>> {
     match path.split_once('/') {
         None => path.strip_suffix(".safetensors").filter(|key| !key.is_empty()).map(Resource::Container),
-        Some((key, name)) if key.is_empty() || name.split('/').any(str::is_empty) => None,
+        Some((key, name)) if key.is_empty() || name.strip_suffix('/').unwrap_or(name).split('/').any(str::is_empty) => {
+            None
+        }
         Some((key, "header")) => Some(Resource::Header(key)),
         Some((key, "digests")) => Some(Resource::Digests(key)),
         Some((key, name)) => Some(Resource::Alternate(key, name)),

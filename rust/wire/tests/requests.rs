@@ -26,6 +26,8 @@ fn paths_of_ours() {
         ("/checkpoint/12/folder/.metadata", Resource::Alternate("12", "folder/.metadata")),
         ("/checkpoint/12/a/b/c", Resource::Alternate("12", "a/b/c")),
         ("/checkpoint/12/header/0", Resource::Alternate("12", "header/0")),
+        ("/checkpoint/12/folder/", Resource::Alternate("12", "folder/")),
+        ("/checkpoint/12/folder/.metadata/", Resource::Alternate("12", "folder/.metadata/")),
     ];
     for (path, resource) in table {
         assert_eq!(parse_path(path, ""), Ok(resource), "{path}");
@@ -56,10 +58,10 @@ fn paths_of_no_one() {
         "/checkpoint//0",
         "/checkpoint/.safetensors",
         "/checkpoint/12.safetensors/",
-        "/checkpoint/12/full/",
+        "/checkpoint/12//",
+        "/checkpoint/12/full//",
         "/checkpoint/12//full",
         "/checkpoint//folder/.metadata",
-        "/checkpoint/12/folder/.metadata/",
         "/a/b/c",
         "/metrics/",
         "/healthz/",

@@ -27,11 +27,17 @@ use std::fmt::Debug;
 /// ```
 pub trait Frontend: Debug + Send + Sync {
     /// The name under which [`crate::Alternate::render`] is asked for `path`, which is what stands behind
-    /// `/checkpoint/{step}/`: one or several segments, none of them empty. `None` where there is no such path: the
-    /// request is answered with 400 without a look at what is served.
+    /// `/checkpoint/{step}/`: one or several segments, none of them empty, perhaps with a slash at the end. `None` where
+    /// there is no such path: the request is answered with 400 without a look at what is served.
     fn alternate(&self, path: &str) -> Option<String> {
         let _ = path;
         None
+    }
+
+    /// The media type of the body called `name`.
+    fn media_type(&self, name: &str) -> &'static str {
+        let _ = name;
+        "application/octet-stream"
     }
 
     /// The refusal (404) of a body that the publication cannot be rendered as, though [`Frontend::alternate`] knows its

@@ -171,7 +171,14 @@ async fn alternate<B>(
     }
     match waiting::lease(connection, store, step, asked, false).await {
         Ok(lease) => match lease.rendered(&name).filter(|_| lease.publication().etag() == etag) {
-            Some(body) => memory(connection, body, false, asked),
+            Some(body) => {
+                let mut answer = memory(connection, body, false, asked);
+                if answer.status().is_success() {
+                    let media_type = HeaderValue::from_static(connection.shared.frontend.media_type(&name));
+                    answer.headers_mut().insert(header::CONTENT_TYPE, media_type);
+                }
+                answer
+            }
             None => text(StatusCode::SERVICE_UNAVAILABLE, GONE),
         },
         Err(refused) => refused,

@@ -1,0 +1,175 @@
+"""Checkpointers: ours beside torch's, dcp.async_save, torch_checkpointing and torch.save.
+
+A training loop saves a state several times, with each contender in a process of its own, and steps on while the
+checkpoint is being written. Contenders take turns within a round, forwards in even rounds and backwards in odd ones.
+
+    stand still   until the loop may change the state: save() and, where there is one, the future of the staging
+    step rate     steps a second from then until the checkpoint is written, over those just before the save
+    durable       from the call of save() until the bytes are on the disk; contenders that leave synchronising to the
+                  system are synchronised afterwards, within the time
+    load          into tensors that exist, by a fresh process, from files that the page cache still holds
+    memory        what the trainer and its helpers take at most beyond what they held before; shared pages count once
+
+The first save of a process makes buffers and processes, so it has a column of its own. The floor of the stand-still is
+a plain copy of the state by several threads into memory that was touched before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from checkpointing_trainer import CONTENDERS, FLOOR, KEEPER, OURS, Trainer
+from machine import facts, others_busy
+
+sys.path.append(str(Path(__file__).parents[1] / "examples" / "reshard"))
+from ranks import Job, RankFailed
+
+_PATIENCE_S = 300
+MIB = 1 << 20
+_SAVES = 4
+
+
+def measure(contender: str, mib: int, folder: Path) -> dict[str, Any]:
+    """Saves a few times in one process, loads in another one; returns the costs."""
+    folder.mkdir()
+    paths = [folder / f"step-{number}" for number in range(_SAVES)]
+    saving = Job("the trainer", 1, Trainer, _PATIENCE_S, daemon=False)
+    loading = Job("the restarted trainer", 1, Trainer, _PATIENCE_S, daemon=False)
+    try:
+        nbytes = saving("build", mib, 1)[0]
+        saving("open", contender, folder)
+        saves = saving("save", paths)[0]
+        sample: dict[str, Any] = {"bytes": nbytes, "saves": saves}
+        if contender != FLOOR:
+            saving("close")
+            loading("build", mib, 2)
+            loading("open", contender, folder)
+            sample["load_s"] = loading("load", paths[-1])[0]
+            sample["equal"] = loading("equals", mib, 1)[0]
+            loading("close")
+    finally:
+        saving.end()
+        loading.end()
+        shutil.rmtree(folder, ignore_errors=True)
+    return sample
+
+
+def _spread(values: list[float], digits: int, scale: float = 1.0) -> str:
+    if not values:
+        return "-"
+    low, high = min(values) * scale, max(values) * scale
+    return f"{statistics.median(values) * scale:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
+
+
+def as_text(results: dict[str, Any]) -> str:
+    """Returns the table."""
+    good = [s for s in results["samples"] if "error" not in s]
+    lines = [
+        f"{good[0]['bytes'] / MIB:.0f} MiB of state, {results['machine']['cores']} cores; medians (lowest-highest)"
+        if good
+        else "no contender could be measured",
+        "",
+        "| | first save, stand still ms | later saves, stand still ms | step rate meanwhile | durable ms | load ms "
+        "| memory MiB |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    medians: dict[str, dict[str, float]] = {}
+    for contender in CONTENDERS:
+        samples = [s for s in good if s["contender"] == contender]
+        if not samples:
+            continue
+        later = [save for s in samples for save in s["saves"][1:]]
+        still = [save["stand_still_s"] for save in later]
+        rates = [save["rate"] for save in later if save.get("rate") is not None]
+        durable = [save["durable_s"] for save in later if "durable_s" in save]
+        loads = [s["load_s"] for s in samples if "load_s" in s]
+        extra = [float(max(save["extra"] for save in s["saves"])) for s in samples]
+        medians[contender] = {
+            name: statistics.median(values)
+            for name, values in {"still": still, "durable": durable, "load": loads}.items()
+            if values
+        }
+        cells = [
+            contender,
+            _spread([s["saves"][0]["stand_still_s"] for s in samples], 0, 1e3),
+            _spread(still, 0, 1e3),
+            _spread(rates, 2),
+            _spread(durable, 0, 1e3),
+            _spread(loads, 0, 1e3),
+            _spread(extra, 0, 1 / MIB),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", *_summary(medians)])
+
+
+def _summary(medians: dict[str, dict[str, float]]) -> list[str]:
+    """Returns a line for each figure in which we are compared with the best of the others."""
+    lines = []
+    others = {name: found for name, found in medians.items() if name not in (FLOOR, OURS, KEEPER)}
+    for ours in (OURS, KEEPER):
+        for key, what in (("still", "stands still"), ("durable", "is durable"), ("load", "loads")):
+            rivals = {name: found[key] for name, found in others.items() if key in found}
+            if key in medians.get(ours, {}) and rivals:
+                best = min(rivals, key=lambda name: rivals[name])
+                ratio = rivals[best] / medians[ours][key]
+                lines.append(f"{ours} {what} {ratio:.2f} times as fast as the best of the others ({best})")
+    if "still" in medians.get(OURS, {}) and FLOOR in medians:
+        ratio = medians[OURS]["still"] / medians[FLOOR]["still"]
+        lines.append(f"{OURS} stands still {ratio:.2f} times as long as {FLOOR} takes")
+    return lines
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, default=Path("build/bench/checkpointing.json"), help="samples")
+    parser.add_argument("--folder", type=Path, default=Path("build/bench"), help="where checkpoints are written")
+    parser.add_argument("--rounds", type=int, default=3, help="interleaved rounds")
+    parser.add_argument("--mib", type=int, default=512, help="size of the state")
+    parser.add_argument("--contenders", default=",".join(CONTENDERS), help="separated by commas without blanks")
+    options = parser.parse_args()
+    contenders = _split(options.contenders)
+    for name in {*contenders} - {*CONTENDERS}:
+        parser.error(f"no such contender: {name}")
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.folder.mkdir(parents=True, exist_ok=True)
+    results: dict[str, Any] = {
+        "version": 1,
+        "machine": facts(),
+        "others_busy": others_busy(),
+        "samples": [],
+        "problems": [],
+    }
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        for number in range(options.rounds):
+            for contender in contenders[::-1] if number % 2 else contenders:
+                try:
+                    sample = measure(contender, options.mib, Path(folder).resolve() / "job")
+                    if not sample.get("equal", True):
+                        results["problems"].append(f"{contender}: what was loaded differs")
+                except RankFailed as e:
+                    sample = {"error": str(e)}
+                    results["problems"].append(f"{contender}: {e}")
+                results["samples"].append({"contender": contender, "round": number, **sample})
+                options.json.write_text(json.dumps(results, indent=1) + "\n")
+                print(f"round {number + 1}, {contender}", file=sys.stderr, flush=True)
+    print(as_text(results))
+    for problem in results["problems"]:
+        print(f"PROBLEM: {problem}", file=sys.stderr)
+    return 1 if results["problems"] else 0
+
+
+def _split(names: str) -> list[str]:
+    """Splits at commas that no blank follows: the names of some contenders have commas in them."""
+    return re.split(r",(?! )", names)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

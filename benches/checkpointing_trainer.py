@@ -1,0 +1,278 @@
+"""The trainer of benches/checkpointing.py: a loop that steps, saves with one of the contenders, and loads."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from dcp_ranks import _copy_plainly
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+OURS, KEEPER = "tensorferry", "tensorferry, keeper"
+TORCH = "torch AsyncCheckpointer"
+THREAD, PROCESS = "dcp.async_save, thread", "dcp.async_save, process"
+MANAGER = "torch_checkpointing"
+SAVE = "torch.save"
+FLOOR = "a plain copy"
+CONTENDERS = (FLOOR, OURS, KEEPER, TORCH, THREAD, PROCESS, MANAGER, SAVE)
+#: Tensors of a state: so many large ones, and small ones beside each.
+_LARGE, _SMALL = 32, 16
+_UNLOADED_S = 1.5
+_PATIENCE_S = 240
+
+
+def state(mib: int, seed: int) -> dict[str, torch.Tensor]:
+    """Returns a flat state of float32 tensors, ``mib`` MiB in all, as a model with small norms and biases has it."""
+    generator = torch.Generator().manual_seed(seed)
+    each = (mib << 20) // 4 // _LARGE
+    tensors = {f"layers.{i}.weight": torch.randn(each // 1024, 1024, generator=generator) for i in range(_LARGE)}
+    small = {
+        f"layers.{i}.norm.{k}": torch.randn(1024, generator=generator) for i in range(_LARGE) for k in range(_SMALL)
+    }
+    return {**tensors, **small}
+
+
+def _process_tree() -> list[int]:
+    """Returns this process and all its descendants."""
+    children: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError, IndexError, ValueError):
+                after_name = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
+                children.setdefault(int(after_name[1]), []).append(int(entry))
+    found, new = [], [os.getpid()]
+    while new:
+        found += new
+        new = [child for parent in new for child in children.get(parent, [])]
+    return found
+
+
+def _memory(pids: list[int]) -> int:
+    """Returns the bytes of memory of these processes; what they share is counted once (PSS)."""
+    total = 0
+    for pid in pids:
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+            total += next(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
+    return total
+
+
+class Peak:
+    """Samples the memory of this process and its descendants in a thread, ten times a second."""
+
+    def __init__(self) -> None:
+        self._stop = threading.Event()
+        self._before = self.bytes = _memory(_process_tree())
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.1):
+            self.bytes = max(self.bytes, _memory(_process_tree()))
+
+    def extra(self) -> int:
+        """Stops; returns by how many bytes the memory grew at most."""
+        self._stop.set()
+        self._thread.join()
+        return max(0, self.bytes - self._before)
+
+
+class Saver:
+    """One contender's way to save and to load; made in the process that trains.
+
+    ``save`` returns when the training loop may go on and change the state, with a future for the end of the write.
+    """
+
+    def __init__(self, contender: str, folder: Path) -> None:
+        self.contender = contender
+        self._folder = folder
+        self._closers: list[Callable[[], object]] = []
+        self._made: Any = None
+        if contender in (OURS, KEEPER):
+            from tensorferry.checkpointing import make_async_checkpointer
+
+            keeper = str(folder.parent / "keeper") if contender == KEEPER else None
+            self._made = make_async_checkpointer(**({"keeper": keeper} if keeper else {}))
+        elif contender == TORCH:
+            self._made = _torch_checkpointer()
+        elif contender == MANAGER:
+            self._made = _manager()
+        if self._made is not None:
+            self._closers.append(self._made.close)
+
+    def save(self, held: dict[str, torch.Tensor], path: Path) -> Future[Any] | None:
+        """Saves; returns when the state may change, with a future of the end of the write if that goes on."""
+        if self.contender == FLOOR:
+            if self._made is None:
+                self._made = {name: torch.empty_like(value) for name, value in held.items()}
+            _copy_plainly([(self._made[name], value) for name, value in held.items()])
+            return None
+        if self.contender in (OURS, KEEPER):
+            staged, written = self._made.save(held, str(path))
+            staged.result(_PATIENCE_S)
+            return written
+        if self.contender == TORCH:
+            staged, written = self._made.save(str(path), held)
+            staged.result(_PATIENCE_S)
+            return written
+        if self.contender in (THREAD, PROCESS):
+            from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+            kind = AsyncCheckpointerType.THREAD if self.contender == THREAD else AsyncCheckpointerType.PROCESS
+            writer = dcp.FileSystemWriter(path)
+            return dcp.async_save(held, storage_writer=writer, async_checkpointer_type=kind)
+        if self.contender == MANAGER:
+            self._made.save(str(path), {"state": held})
+            self._made._staging_future.result(_PATIENCE_S)
+            return self._made._write_future
+        torch.save(held, path)
+        return None
+
+    def load(self, held: dict[str, torch.Tensor], path: Path) -> None:
+        """Loads into the tensors of ``held``."""
+        if self.contender in (OURS, KEEPER) or self.contender == TORCH:
+            self._made.load(str(path), held)
+        elif self.contender in (THREAD, PROCESS):
+            dcp.load(held, storage_reader=dcp.FileSystemReader(path))
+        elif self.contender == MANAGER:
+            loaded = self._made.load(str(path), {"state": held})["state"]
+            for name, value in held.items():
+                if loaded[name] is not value:
+                    value.copy_(loaded[name])
+        else:
+            loaded = torch.load(path, weights_only=True)
+            for name, value in held.items():
+                value.copy_(loaded[name])
+
+    def close(self) -> None:
+        """Ends the contender's processes."""
+        for close in self._closers:
+            close()
+
+
+def _torch_checkpointer() -> Any:
+    from torch.distributed.checkpoint._experimental.builder import make_async_checkpointer
+    from torch.distributed.checkpoint._experimental.config import CheckpointerConfig
+    from torch.distributed.checkpoint._experimental.staging import CheckpointStagerConfig
+
+    # Its defaults need an accelerator.
+    staging = CheckpointStagerConfig(
+        use_pinned_memory=False, use_shared_memory=True, use_async_staging=True, use_non_blocking_copy=False
+    )
+    return make_async_checkpointer(CheckpointerConfig(staging_config=staging))
+
+
+def _manager() -> Any:
+    from torch_checkpointing import CheckpointManager
+    from torch_checkpointing.config import AsyncCheckpointSaverConfig
+    from torch_checkpointing.staging import CheckpointStagerConfig
+    from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+    staging = CheckpointStagerConfig(
+        use_pinned_memory=False, use_shared_memory=True, use_async_staging=True, use_non_blocking_copy=False
+    )
+    # By default it opens files with O_DIRECT, and its writes then fail on ext4, which wants them aligned.
+    storage = LocalFileSystemStorageConfig(use_direct_io=False)
+    saving = AsyncCheckpointSaverConfig(staging_config=staging)
+    return CheckpointManager(CheckpointManager.Config(save=saving, storage_config=storage))
+
+
+def _on_disk(path: Path) -> None:
+    """Synchronises a checkpoint, for contenders that leave that to the system."""
+    for file in [path, *path.rglob("*"), path.parent]:
+        opened = os.open(file, os.O_RDONLY)
+        try:
+            os.fsync(opened)
+        finally:
+            os.close(opened)
+
+
+class Trainer:
+    """A rank of one: a state, a training loop, and a contender."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        del rank, world
+        torch.set_num_threads(1)
+        self._weight = torch.randn(256, 256)
+        self._input = torch.randn(64, 256)
+        self.held: dict[str, torch.Tensor] = {}
+        self._saver: Saver | None = None
+
+    def build(self, mib: int, seed: int) -> int:
+        """Makes the state; returns its bytes."""
+        self.held = state(mib, seed)
+        return sum(value.nbytes for value in self.held.values())
+
+    def open(self, contender: str, folder: Path) -> None:
+        """Makes the contender's checkpointer."""
+        self._saver = Saver(contender, folder)
+
+    def _step(self) -> None:
+        """One step of training: some milliseconds of arithmetic and a small update."""
+        for _ in range(8):
+            self._input = torch.tanh(self._input @ self._weight)
+        self._weight.add_(1e-6)
+
+    def _steps(self, until: Callable[[], bool]) -> tuple[int, float]:
+        """Steps until the condition holds; returns how many steps it took, and how many seconds."""
+        started, count = time.perf_counter(), 0
+        while not until():
+            self._step()
+            count += 1
+        return count, time.perf_counter() - started
+
+    def save(self, paths: list[Path]) -> list[dict[str, Any]]:
+        """Saves to each path in turn, training on meanwhile; returns the costs of each save."""
+        assert self._saver is not None
+        samples = []
+        for path in paths:
+            ends = time.perf_counter() + _UNLOADED_S
+            steps, seconds = self._steps(lambda ends=ends: time.perf_counter() > ends)
+            unloaded = steps / seconds
+            peak = Peak()
+            began = time.perf_counter()
+            written = self._saver.save(self.held, path)
+            stood_still = time.perf_counter() - began
+            sample: dict[str, Any] = {"stand_still_s": stood_still}
+            if written is not None:
+                steps, seconds = self._steps(written.done)
+                written.result()
+                sample["rate"] = steps / seconds / unloaded if seconds > 0.05 else None
+            if self._saver.contender != FLOOR:
+                if self._saver.contender not in (OURS, KEEPER):
+                    _on_disk(path)
+                sample["durable_s"] = time.perf_counter() - began
+            sample["extra"] = peak.extra()
+            samples.append(sample)
+        return samples
+
+    def load(self, path: Path) -> float:
+        """Loads into the state; returns the seconds."""
+        assert self._saver is not None
+        began = time.perf_counter()
+        self._saver.load(self.held, path)
+        return time.perf_counter() - began
+
+    def equals(self, mib: int, seed: int) -> bool:
+        """Returns whether the state is now that of `seed`."""
+        return all(torch.equal(self.held[name], value) for name, value in state(mib, seed).items())
+
+    def close(self) -> None:
+        """Closes the contender's checkpointer."""
+        if self._saver is not None:
+            self._saver.close()
+            self._saver = None
+
+    def end(self) -> None:
+        """Called by the job when it ends."""
+        self.close()

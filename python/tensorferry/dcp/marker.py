@@ -1,0 +1,77 @@
+"""The file by which tools find a checkpoint of torch's writer, for folders that ``FileWriter`` has written.
+
+torchtitan, torchtune and others take a folder for a checkpoint only if it has a ``.metadata``, torch's index, and
+start from scratch otherwise. ``FileWriter`` leaves one that holds a sentence instead of an index.
+
+torch's readers unpickle it. ``L`` is the instruction of pickles for a number in decimal digits, so unpickling the
+sentence behind it executes nothing and raises ``ValueError``, with the sentence in its message.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+from ..errors import SystemRefused
+
+#: The name of torch's index of all ranks.
+NAME = ".metadata"
+#: Every version of the sentence begins with this.
+_BEGINS = b"L This folder holds a checkpoint of tensorferry"
+#: Python shows the first 200 characters of it.
+_TEXT = _BEGINS + b", not one of torch's: load it with tensorferry.dcp.FileReader\n"
+#: Readers that do not know the marker refuse an index that is not newer than torch's; file systems have clocks of up
+#: to two seconds.
+_OLDER_NS = 4_000_000_000
+
+
+def is_marker(path: Path) -> bool:
+    """Whether the file at ``path`` is a marker, and not an index of torch's."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_BEGINS)) == _BEGINS
+    except OSError:
+        return False
+
+
+def leave(index: Path, save_id: str) -> None:
+    """Puts the marker beside ``index``, which is complete, in the place of torch's index if there is one.
+
+    Args:
+        index: the path of the index
+        save_id: the unique id of the save, for the name of the file while it is incomplete
+
+    Raises:
+        SystemRefused: it cannot be written
+    """
+    path = index.parent / NAME
+    partial = index.parent / f"{NAME}.{save_id}.partial"
+    try:
+        with partial.open("xb") as file:
+            file.write(_TEXT)
+            file.flush()
+            older = index.stat().st_mtime_ns - _OLDER_NS
+            os.utime(partial, ns=(older, older))
+            os.fsync(file.fileno())
+        partial.replace(path)
+        sync(index.parent)
+    except OSError as e:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise SystemRefused(
+            f"{path} cannot be written: {e}. The checkpoint is complete, but tools look for {NAME} and will not find it"
+        ) from e
+
+
+def sync(folder: Path) -> None:
+    """Syncs the entries of ``folder`` to the disk.
+
+    Raises:
+        OSError: the system refuses
+    """
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)

@@ -1,0 +1,243 @@
+"""Checkpoints that torch's own writer has saved: its index as ``Metadata``, and its files as a source of entries.
+
+torch's reader unpickles the index, and its planners unpickle objects, without any limits. Here both are read with the
+allow-list (``state/allowlist.py``): a folder can only make the load fail.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import logging
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from .._gc import gc_paused
+from ..errors import (
+    CorruptCheckpoint,
+    IncompleteCheckpoint,
+    InvalidArgument,
+    ProtocolError,
+    SystemRefused,
+    TensorferryError,
+)
+from ..state.allowlist import Allowed
+from ..state.unpickling import unpickler
+from ..storage.slices import SliceTuple
+from ..storage.source import digest_of
+from .index import OBJECT, PICKLED_TENSOR, EntryRef, check_inside, checked_sizes, has_safe_paths
+
+logger = logging.getLogger("tensorferry")
+
+#: The entries are opaque bytes, whatever is pickled in them.
+_BYTES = "U8"
+
+
+class _Record:
+    """Stands for a class of torch's index while it is unpickled, with the same attributes and no code of its own.
+
+    So the index of another torch version can be read, whatever its classes have become, and a pickle can change
+    nothing that exists in this process.
+    """
+
+
+class _Properties(_Record):
+    """Stands for ``TensorProperties``, which pickles itself as a tuple."""
+
+    def __setstate__(self, state: Any) -> None:
+        """Keeps the dtype and whether a gradient was required; the rest is deprecated in torch."""
+        self.dtype, _, self.requires_grad, *_ = state
+
+
+def _stand_ins() -> list[Any]:
+    """Returns the stand-ins for the globals that an index of torch's names, each under the name of the global."""
+    found: list[Any] = []
+
+    def stand(cls: Any, module: str, name: str) -> None:
+        cls.__module__, cls.__qualname__ = module, name
+        found.append(cls)
+
+    metadata = "torch.distributed.checkpoint.metadata"
+    for name in (
+        "Metadata",
+        "MetadataIndex",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "StorageMeta",
+    ):
+        stand(type(name, (_Record,), {}), metadata, name)
+    stand(type("TensorProperties", (_Properties,), {}), metadata, "TensorProperties")
+    stand(type("_StorageInfo", (_Record,), {}), "torch.distributed.checkpoint.filesystem", "_StorageInfo")
+    # Layouts, memory formats and the path of the folder at that time are not used.
+    stand(lambda _: None, "torch.serialization", "_get_layout")
+    stand(lambda _: None, metadata, "_MEM_FORMAT_ENCODING")
+    for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path"):
+        stand(lambda *_: None, "pathlib", name)
+    return found
+
+
+_STAND_INS = _stand_ins()
+
+
+def with_stand_ins(safe_globals: tuple[Any, ...], trust: bool) -> Allowed:
+    """Returns the allow-list for an index of torch's: the default one, the user's ``safe_globals``, the stand-ins."""
+    return Allowed([*safe_globals, *_STAND_INS], trust)
+
+
+@gc_paused()
+def decode(data: bytes, where: str, allowed: Allowed) -> Metadata:
+    """Decodes the index that torch's own writer has pickled.
+
+    Args:
+        data: the content of ``.metadata``
+        where: how messages name it
+        allowed: the result of :func:`with_stand_ins`
+
+    Returns:
+        The metadata; its ``storage_data`` maps each chunk and object to an :class:`EntryRef`, with the offset in its
+        file as the name of the entry.
+
+    Raises:
+        ProtocolError: ``data`` is not such an index, or contradicts itself
+        UnsafePickle: it names something that is not allowed
+        InvalidArgument: the files were transformed by extensions of torch's writer
+    """
+    found = unpickler(allowed, lambda _: where)(io.BytesIO(data)).load()
+    try:
+        state = {_string(fqn): _stored(fqn, value) for fqn, value in found.state_dict_metadata.items()}
+        refs: dict[MetadataIndex, EntryRef] = {}
+        for key, info in found.storage_data.items():
+            fqn, offset = _string(key.fqn), getattr(key, "offset", None)
+            kind = OBJECT if isinstance(state.get(fqn), BytesStorageMetadata) else PICKLED_TENSOR
+            place = MetadataIndex(fqn, None if offset is None else checked_sizes(offset))
+            refs[place] = _ref(info, kind, where)
+        planner = getattr(found, "planner_data", None)
+        if not allowed.trusts and not has_safe_paths(planner, state):
+            raise ProtocolError(
+                f"{where}: the planner's data in it has an invalid path into a nested state: pass trust_pickle=True to "
+                "the reader if you trust the job that saved it"
+            )
+    except TensorferryError:
+        raise
+    except Exception as e:  # A pickle of another structure can raise anything.
+        raise ProtocolError(f"{where} cannot be read ({type(e).__name__}: {str(e)[:300]})") from e
+    return Metadata(state, planner_data=planner, storage_data=refs)
+
+
+def _string(text: Any) -> str:
+    if type(text) is not str:
+        raise TypeError(f"it has a {type(text).__name__} where a string was expected")
+    return text
+
+
+def _stored(fqn: str, value: Any) -> BytesStorageMetadata | TensorStorageMetadata:
+    if not hasattr(value, "chunks"):
+        return BytesStorageMetadata()
+    size, chunks = checked_sizes(value.size), []
+    for part in value.chunks:
+        chunk = ChunkStorageMetadata(offsets=checked_sizes(part.offsets), sizes=checked_sizes(part.sizes))
+        check_inside(fqn, chunk, size)
+        chunks.append(chunk)
+    dtype = value.properties.dtype
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{fqn} has no dtype")
+    properties = TensorProperties(dtype=dtype, requires_grad=bool(value.properties.requires_grad is True))
+    return TensorStorageMetadata(properties=properties, size=size, chunks=chunks)
+
+
+def _ref(info: Any, kind: str, where: str) -> EntryRef:
+    if getattr(info, "transform_descriptors", None):
+        raise InvalidArgument(
+            f"{where}: extensions of torch's writer have transformed the files, and only torch's FileSystemReader can "
+            "read them"
+        )
+    path = PurePosixPath(_string(info.relative_path))
+    if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in str(path):
+        raise ProtocolError(f"{where} names a file outside of its folder, {str(path)[:200]!r}")
+    offset, length = (checked_sizes([number])[0] for number in (info.offset, info.length))
+    return EntryRef(str(path), str(offset), _BYTES, length, kind)
+
+
+class TorchFolderSource:
+    """A folder that torch's own writer has saved into.
+
+    Args:
+        index: the path of its index
+
+    Attributes:
+        digest: identifies the index that was read
+    """
+
+    def __init__(self, index: Path) -> None:
+        self._index = index
+        self.digest = ""
+
+    def read_index(self) -> bytes:
+        """Reads the index, as torch has pickled it.
+
+        Raises:
+            SystemRefused: it cannot be read
+        """
+        try:
+            data = self._index.read_bytes()
+        except OSError as e:
+            raise SystemRefused(f"{self._index} cannot be read: {e}") from e
+        self.digest = digest_of(data)
+        logger.info(
+            "%s holds a checkpoint of torch's own writer: it is read whole chunks at a time, without checksums",
+            self._index.parent,
+        )
+        return data
+
+    def read(self, slices: Mapping[str, list[SliceTuple]]) -> Mapping[str, int]:
+        """Reads whole entries of the files to their memory addresses.
+
+        Args:
+            slices: one slice for each entry, which is all of it, by file name
+
+        Returns:
+            ``bytes`` of files that were read, and of these ``wanted``, which are all.
+
+        Raises:
+            IncompleteCheckpoint: a file is gone
+            CorruptCheckpoint: a file is shorter than the index says
+            SystemRefused: a file cannot be read
+        """
+        read = 0
+        for name, entries in slices.items():
+            path = self._index.parent / name
+            if not path.is_file():
+                raise IncompleteCheckpoint(
+                    f"{self._index.parent} holds an incomplete checkpoint: its index names {name}, and there is no "
+                    "such file. Load another checkpoint, or restore the file"
+                )
+            try:
+                with path.open("rb", buffering=0) as file:
+                    for entry, _, nbytes, _, _, address, _ in entries:
+                        _read_into(file, int(entry), (ctypes.c_char * nbytes).from_address(address), path)
+                        read += nbytes
+            except OSError as e:
+                raise SystemRefused(f"{path} cannot be read: {e}") from e
+        return {"bytes": read, "wanted": read}
+
+
+def _read_into(file: io.FileIO, offset: int, to: Any, path: Path) -> None:
+    left = memoryview(to).cast("B")
+    file.seek(offset)
+    while left:
+        count = file.readinto(left)
+        if not count:
+            raise CorruptCheckpoint(f"{path} is cut off: its checkpoint's index names {len(left)} more bytes in it")
+        left = left[count:]

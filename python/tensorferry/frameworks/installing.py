@@ -1,0 +1,193 @@
+"""Puts tensorferry's classes in the place of those that frameworks name, for as long as the user wants."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import logging
+import multiprocessing.context
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, SerializationFormat
+
+from .. import _validate
+from ..dcp.files import FileReader, FileWriter
+from ..state.allowlist import Allowed
+from ..torchft.transport import HTTPTransport
+
+logger = logging.getLogger("tensorferry")
+
+#: Where frameworks, and torch itself for a ``checkpoint_id``, look up torch's classes. Not the module that defines
+#: them: classes that are derived from them there stay torch's.
+_STORAGE = (
+    "torch.distributed.checkpoint",
+    "torch.distributed.checkpoint._storage_utils",
+    "torch.distributed.checkpoint.format_utils",
+)
+_TRANSPORT = ("torchft.checkpointing", "torchft.manager")
+_SPAWNED = (multiprocessing.context.SpawnProcess, multiprocessing.context.ForkServerProcess)
+
+#: The installation in force in this process.
+_current: list[Installation] = []
+
+
+class _StandIn:
+    """Stands for one of torch's storage classes: calls make tensorferry's, everything else is torch's.
+
+    It is no class, so that a class derived from it (``__mro_entries__``) is derived from torch's.
+    """
+
+    def __init__(self, theirs: type, ours: type, make: Callable[..., Any]) -> None:
+        self._theirs, self._ours, self._make = theirs, ours, make
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Makes an object of tensorferry's class, or of torch's if the arguments ask for what only that can do."""
+        return self._make(*args, **kwargs)
+
+    def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
+        del bases
+        return (self._theirs,)
+
+    def __instancecheck__(self, instance: Any) -> bool:
+        return isinstance(instance, (self._theirs, self._ours))
+
+    def __subclasscheck__(self, subclass: Any) -> bool:
+        return issubclass(subclass, (self._theirs, self._ours))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._theirs, name)
+
+    def __reduce__(self) -> Any:
+        return _torchs, (self._theirs,)
+
+
+def _torchs(theirs: type) -> type:
+    """Unpickles a :class:`_StandIn` as the class that it stands for."""
+    return theirs
+
+
+def _make_writer(*args: Any, **kwargs: Any) -> Any:
+    asked = inspect.signature(FileSystemWriter).bind(*args, **kwargs).arguments
+    format_ = asked.get("serialization_format", SerializationFormat.TORCH_SAVE)
+    if asked.get("_extensions") or format_ != SerializationFormat.TORCH_SAVE:
+        logger.warning("torch's FileSystemWriter is used: tensorferry's has no extensions and no other format")
+        return FileSystemWriter(*args, **kwargs)
+    return FileWriter(asked["path"], overwrite=asked.get("overwrite", True))
+
+
+def _reader_maker(safe_globals: tuple[Any, ...], trust_pickle: bool) -> Callable[..., Any]:
+    def make(*args: Any, **kwargs: Any) -> Any:
+        asked = inspect.signature(FileSystemReader).bind(*args, **kwargs).arguments
+        if asked.get("_extension_registry") is not None:
+            logger.warning("torch's FileSystemReader is used: tensorferry's has no extensions")
+            return FileSystemReader(*args, **kwargs)
+        return FileReader(asked["path"], safe_globals=safe_globals, trust_pickle=trust_pickle)
+
+    return make
+
+
+class Installation:
+    """What :func:`install` has replaced; as a context manager it is undone at the end of the block."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[Any, str, Any]] = []
+
+    def __enter__(self) -> Installation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()
+
+    def undo(self) -> None:
+        """Puts everything back as it was. Does nothing the second time."""
+        for owner, name, value in reversed(self._before):
+            setattr(owner, name, value)
+        if self._before:
+            logger.info("tensorferry.install is undone")
+        self._before.clear()
+        if self in _current:
+            _current.remove(self)
+
+    def _replace(self, owner: Any, name: str, value: Any) -> None:
+        self._before.append((owner, name, inspect.getattr_static(owner, name)))
+        setattr(owner, name, value)
+
+
+def install(
+    *, files: bool = True, transport: bool = True, safe_globals: Iterable[Any] = (), trust_pickle: bool = False
+) -> Installation:
+    """Puts tensorferry's classes in the place of torch's and torchft's, where frameworks look those up.
+
+    From now on ``torch.distributed.checkpoint.FileSystemWriter`` and ``FileSystemReader`` make a ``FileWriter`` and a
+    ``FileReader``, a ``checkpoint_id`` that is a folder is saved and loaded with them, and torchft's ``Manager`` builds
+    a ``tensorferry.HTTPTransport``. What is replaced is logged. Processes that this one spawns get the same. Names that
+    a module has imported before keep their meaning, and classes derived from torch's stay torch's.
+
+    Args:
+        files: replace torch's storage classes
+        transport: replace torchft's transport, if torchft is installed
+        safe_globals: classes and functions that pickled objects in checkpoints may name besides the default list
+        trust_pickle: let pickled objects in checkpoints name anything
+
+    Returns:
+        The installation: ``undo()`` ends it, and so does the end of a ``with`` block. An installation within another
+        one changes nothing.
+
+    Raises:
+        InvalidArgument: an argument cannot be used; it is named
+    """
+    _validate.boolean("files", files)
+    _validate.boolean("transport", transport)
+    listed = tuple(_validate.items("safe_globals", safe_globals))
+    Allowed(listed, trust_pickle)
+    made = Installation()
+    if _current:
+        logger.info("tensorferry.install: something is installed already, and stays as it is")
+        return made
+    options = {"files": files, "transport": transport, "safe_globals": listed, "trust_pickle": trust_pickle}
+    if files:
+        writer = _StandIn(FileSystemWriter, FileWriter, _make_writer)
+        reader = _StandIn(FileSystemReader, FileReader, _reader_maker(listed, trust_pickle))
+        for name in _STORAGE:
+            module = importlib.import_module(name)
+            for attribute, stand_in in (("FileSystemWriter", writer), ("FileSystemReader", reader)):
+                if hasattr(module, attribute):
+                    made._replace(module, attribute, stand_in)
+                    logger.info("%s.%s is replaced by tensorferry's", name, attribute)
+    if transport and importlib.util.find_spec("torchft") is not None:
+        for name in _TRANSPORT:
+            made._replace(importlib.import_module(name), "HTTPTransport", HTTPTransport)
+            logger.info("%s.HTTPTransport is replaced by tensorferry's", name)
+    for process in _SPAWNED:
+        made._replace(process, "_Popen", staticmethod(_carrying(process._Popen, options)))
+    _current.append(made)
+    return made
+
+
+def _carrying(popen: Callable[[Any], Any], options: dict[str, Any]) -> Callable[[Any], Any]:
+    """Returns what starts a process as ``popen`` does, with an attribute that installs when the child unpickles it."""
+
+    def start(process: Any) -> Any:
+        process._tensorferry = _InChild(options)
+        try:
+            return popen(process)
+        finally:
+            del process._tensorferry
+
+    return start
+
+
+class _InChild:
+    """Unpickling it calls :func:`install`."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self._options = options
+
+    def __reduce__(self) -> Any:
+        return _install_with, (self._options,)
+
+
+def _install_with(options: dict[str, Any]) -> None:
+    install(**options)

@@ -1,0 +1,280 @@
+"""Converts checkpoints of Megatron from one format into another, without a job: as a function and as a command.
+
+    python -m tensorferry.megatron.convert SOURCE OUTPUT [--to torch_dist]
+
+It reads folders of the backends ``zarr``, ``torch_dist`` and ``tensorferry``, and writes the last two. Data passes
+through a window of memory. The output appears when it is complete.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import os
+import shutil
+import sys
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import _validate
+from ..errors import InvalidArgument, TensorferryError
+from ..memory.tensors import scratch
+from ..state.allowlist import Allowed
+from . import common
+from .convert_outputs import OUTPUTS
+from .convert_sources import SOURCES, ZARR, Source
+from .release import CheckpointingConfig, CheckpointingException, maybe_load_config, save_config
+from .shards import Box
+from .zarr import sync_folder, thread_count
+
+_MIB = 1 << 20
+#: Bytes of memory for the data on its way, unless the caller says otherwise.
+WINDOW = 512 * _MIB
+
+
+class Converted(NamedTuple):
+    """What a conversion has done.
+
+    Attributes:
+        tensors: how many tensors were converted
+        objects: how many objects
+        bytes: the bytes of the tensors
+    """
+
+    tensors: int
+    objects: int
+    bytes: int
+
+
+def convert(
+    source: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    *,
+    to: str = "tensorferry",
+    window: int = WINDOW,
+    threads: int | None = None,
+    fill_missing: bool = False,
+    safe_globals: Iterable[Any] = (),
+    trust_pickle: bool = False,
+) -> Converted:
+    """Converts the checkpoint in the folder ``source`` into a new folder ``output``.
+
+    Tensors keep their keys, shapes and dtypes; objects and the common state keep their values. One process converts; it
+    needs no process group. While ``output`` is written, its name ends in ``.partial``. What a killed conversion has
+    left under that name is removed by the next one.
+
+    Args:
+        source: a checkpoint of backend ``zarr``, ``torch_dist`` or ``tensorferry``
+        output: a folder that does not exist, or is empty
+        to: the backend of the output: ``"tensorferry"`` or ``"torch_dist"``
+        window: bytes of memory for tensors on their way, about; also the most that a file of the output has
+        threads: threads that read; ``None`` chooses by the number of cores
+        fill_missing: take chunks of Zarr arrays that are missing for the fill value of their array, where it has one,
+            as the ``zarr`` package does. Megatron wrote all chunks, and gave no fill values
+        safe_globals: classes and functions that pickled objects may name besides the default list
+        trust_pickle: read pickles without limits: whoever can write to ``source`` can then run code here
+
+    Raises:
+        InvalidArgument: an argument cannot be used; it is named
+        CheckpointingException: ``source`` is incomplete, damaged or of another format, ``output`` exists, or the system
+            refuses
+    """
+    if to not in OUTPUTS:
+        raise InvalidArgument(f"to must be one of {', '.join(OUTPUTS)}, not {_validate.brief(to)}")
+    window = _validate.integer("window", window, _MIB)
+    threads = thread_count(threads)
+    allowed = Allowed(safe_globals, trust_pickle)
+    target = Path(os.path.abspath(output))
+    try:
+        with _Pending(target) as folder, _open(Path(source), allowed, fill_missing) as opened:
+            done = _copy(opened, folder, to, window, threads)
+            save_config(CheckpointingConfig(to, 1), str(folder))
+            with (folder / "metadata.json").open("rb") as file:
+                os.fsync(file.fileno())
+    except CheckpointingException:
+        raise
+    except (TensorferryError, OSError) as e:
+        raise CheckpointingException(f"{source} cannot be converted into {output}: {e}") from e
+    return done
+
+
+def _open(folder: Path, allowed: Allowed, fill_missing: bool) -> Source:
+    config = None
+    if folder.is_dir():
+        try:
+            config = maybe_load_config(str(folder))
+        except Exception as e:
+            raise CheckpointingException(f"{folder}/metadata.json cannot be read ({type(e).__name__}: {e})") from e
+    if config is None:
+        raise CheckpointingException(
+            f"{folder} is not a distributed checkpoint: it has no metadata.json, which a save writes last. The save "
+            "was interrupted, or this is not the folder"
+        )
+    kind = SOURCES.get(config.sharded_backend)
+    if kind is None or config.sharded_backend_version != 1:
+        raise CheckpointingException(
+            f"{folder} is of backend {config.sharded_backend!r}, version {config.sharded_backend_version!r}: "
+            f"checkpoints of version 1 of {', '.join(SOURCES)} can be converted"
+        )
+    opened: Source = kind(folder, allowed, fill_missing) if config.sharded_backend == ZARR else kind(folder, allowed)
+    return opened
+
+
+def _copy(source: Source, folder: Path, to: str, window: int, threads: int) -> Converted:
+    """Copies everything from ``source`` into ``folder``; one half of the window is read while the other is written."""
+    output = OUTPUTS[to](folder)
+    tensors = total = 0
+    for tensor in source.tensors():
+        output.add_tensor(tensor.key, tensor.dtype, tensor.shape)
+        tensors += 1
+    names = source.objects()
+    with ThreadPoolExecutor(threads, "tensorferry-convert") as readers, ThreadPoolExecutor(1) as writer:
+        writing: Future[None] | None = None
+        for batch in _batches(source, window // 2):
+            filled = [(key, box, _room(box, dtype)) for key, box, dtype, _ in batch]
+            reads = [
+                readers.submit(source.read, key, number, box, memory)
+                for (key, box, _, number), (_, _, memory) in zip(batch, filled, strict=True)
+            ]
+            for read in reads:
+                read.result()
+            total += sum(memory.nbytes for _, _, memory in filled)
+            if writing is not None:
+                writing.result()
+            writing = writer.submit(output.write, filled)
+            del filled, reads
+        if writing is not None:
+            writing.result()
+    output.write_objects((name, source.value(name)) for name in names)
+    shared = source.common()
+    if shared is not None:
+        common.write(folder, shared)
+    output.finish(shared)
+    return Converted(tensors, len(names), total)
+
+
+def _room(box: Box, dtype: torch.dtype) -> torch.Tensor:
+    return scratch(box.numel * dtype.itemsize).view(dtype).view(box.sizes)
+
+
+def _batches(source: Source, most: int) -> Iterator[list[tuple[str, Box, torch.dtype, int]]]:
+    """Yields what is read at a time: key, box, dtype and number of the stored chunk that the box is in."""
+    batch: list[tuple[str, Box, torch.dtype, int]] = []
+    held = 0
+    for tensor in source.tensors():
+        for number, chunk in enumerate(tensor.chunks):
+            for box in split(chunk, tensor.dtype.itemsize, most):
+                nbytes = box.numel * tensor.dtype.itemsize
+                if batch and held + nbytes > most:
+                    yield batch
+                    batch, held = [], 0
+                batch.append((tensor.key, box, tensor.dtype, number))
+                held += nbytes
+    if batch:
+        yield batch
+
+
+def split(box: Box, size: int, most: int) -> Iterator[Box]:
+    """Splits a box, by its first dimensions, into boxes of at most ``most`` bytes, with elements of ``size`` bytes."""
+    dim = next((dim for dim, n in enumerate(box.sizes) if n > 1), None)
+    if dim is None or box.numel * size <= most:
+        yield box
+        return
+    row = box.numel // box.sizes[dim] * size
+    rows = max(1, most // row)
+    for first in range(0, box.sizes[dim], rows):
+        count = min(rows, box.sizes[dim] - first)
+        part = Box(
+            (*box.offsets[:dim], box.offsets[dim] + first, *box.offsets[dim + 1 :]),
+            (*box.sizes[:dim], count, *box.sizes[dim + 1 :]),
+        )
+        if row > most:
+            yield from split(part, size, most)
+        else:
+            yield part
+
+
+class _Pending:
+    """A folder that is written under a name of its own, and gets its name when the block ends without an error.
+
+    Args:
+        path: the folder's final path
+
+    Raises:
+        CheckpointingException: it exists, or another process writes it
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._partial = path.with_name(f"{path.name}.partial")
+        self._lock = -1
+
+    def __enter__(self) -> Path:
+        if self._path.exists() and (not self._path.is_dir() or next(self._path.iterdir(), None) is not None):
+            raise CheckpointingException(f"{self._path} exists already: convert into a new folder")
+        self._partial.mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(self._partial, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            raise CheckpointingException(f"another process is converting into {self._path}: wait for it") from None
+        for left in self._partial.iterdir():
+            shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+        return self._partial
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        try:
+            if kind is not None:
+                shutil.rmtree(self._partial, ignore_errors=True)
+                return
+            sync_folder(self._partial)
+            self._partial.rename(self._path)
+            sync_folder(self._path.parent)
+        finally:
+            os.close(self._lock)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command; returns its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tensorferry.megatron.convert",
+        description="Converts a checkpoint of Megatron, of zarr, torch_dist or tensorferry, to one of the last two.",
+    )
+    parser.add_argument("source", help="the folder of the checkpoint")
+    parser.add_argument("output", help="a new folder")
+    parser.add_argument("--to", choices=sorted(OUTPUTS), default="tensorferry", help="the format of the output")
+    parser.add_argument("--window", type=int, default=WINDOW // _MIB, metavar="MIB", help="memory for data, in MiB")
+    parser.add_argument("--threads", type=int, default=None, help="threads that read")
+    parser.add_argument(
+        "--fill-missing", action="store_true", help="missing chunks of Zarr arrays have the fill value, if there is one"
+    )
+    parser.add_argument(
+        "--trust-pickle",
+        action="store_true",
+        help="read pickles without limits: whoever can write to the source can then run code here",
+    )
+    given = parser.parse_args(arguments)
+    try:
+        done = convert(
+            given.source,
+            given.output,
+            to=given.to,
+            window=given.window * _MIB,
+            threads=given.threads,
+            fill_missing=given.fill_missing,
+            trust_pickle=given.trust_pickle,
+        )
+    except (CheckpointingException, InvalidArgument) as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 1
+    print(f"{given.output}: {done.tensors} tensors of {done.bytes} bytes and {done.objects} objects, as {given.to}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

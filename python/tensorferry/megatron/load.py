@@ -1,0 +1,533 @@
+"""The strategy that loads: from tensorferry's files, or from the memory of a running job."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+
+from ..dcp import FileReader, PeerReader
+from ..dcp.load_plan import rewritten
+from ..dcp.reader import SliceReader
+from ..errors import TensorferryError
+from ..state.allowlist import Allowed
+from ..storage.folder import INDEX
+from . import common, removal, shards
+from .interfaces import LoadShardedStrategy
+from .release import (
+    COMMON,
+    CheckpointingConfig,
+    CheckpointingException,
+    ShardedObject,
+    ShardedTensor,
+    maybe_load_config,
+    save_config,
+)
+from .save import BACKEND, VERSION
+from .together import Together
+
+
+class LoadStrategy(LoadShardedStrategy):
+    """Loads a sharded state; :func:`load_strategy` makes it.
+
+    Attributes:
+        process_group: the ranks that load together
+        report: what the last load read on this rank, as ``FileReader.report`` and ``PeerReader.report``
+    """
+
+    def __init__(
+        self,
+        peers: str | None = None,
+        *,
+        threads: int | None = None,
+        timeout: timedelta = timedelta(minutes=5),
+        lanes: int | None = None,
+        secret: str | bytes | None = None,
+        same_host: bool | None = None,
+        safe_globals: Iterable[Any] = (),
+        trust_pickle: bool = False,
+        process_group: Any = None,
+    ) -> None:
+        super().__init__()
+        self._peers = peers
+        pickles: dict[str, Any] = {"safe_globals": tuple(safe_globals), "trust_pickle": trust_pickle}
+        self._files: dict[str, Any] = {"threads": threads, **pickles}
+        self._network: dict[str, Any] = {
+            "timeout": timeout,
+            "lanes": lanes,
+            "secret": secret,
+            "same_host": same_host,
+            **pickles,
+        }
+        # Wrong arguments are refused here.
+        FileReader(".", **self._files)
+        PeerReader(peers, **self._network)
+        self._allowed = Allowed(pickles["safe_globals"], trust_pickle)
+        self.process_group = process_group
+        self.report: dict[str, int] = {}
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        """Always true."""
+        return True
+
+    def check_backend_compatibility(self, loaded_version: str) -> None:
+        """Checks the backend of a checkpoint; the name of the argument is Megatron's.
+
+        Raises:
+            CheckpointingException: it is not that of this strategy
+        """
+        if loaded_version != BACKEND:
+            raise CheckpointingException(
+                f"the checkpoint is of backend {loaded_version!r}, and this strategy reads {BACKEND!r}: load it "
+                "without sharded_strategy=, with the release of Megatron that wrote it"
+            )
+
+    def check_version_compatibility(self, loaded_version: int) -> None:
+        """Checks the version of a checkpoint's format.
+
+        Raises:
+            CheckpointingException: it is newer than this package
+        """
+        if type(loaded_version) is not int or not 1 <= loaded_version <= VERSION:
+            raise CheckpointingException(
+                f"the checkpoint has version {loaded_version!r} of the format {BACKEND!r}, and this package reads "
+                f"versions up to {VERSION}: update tensorferry"
+            )
+
+    def load(self, sharded_state_dict: Any, checkpoint_dir: str | Path, async_strategy: str | None = None) -> Any:
+        """Loads the state, into the data of its tensors where they have some. All ranks call it.
+
+        Args:
+            sharded_state_dict: dicts and lists of ``ShardedTensor`` and ``ShardedObject``
+            checkpoint_dir: the folder; with ``peers``, it is not read
+            async_strategy: not used
+
+        Returns:
+            The same dicts and lists with tensors and values in place of the leaves.
+
+        Raises:
+            CheckpointingException: a key is not in the checkpoint or has another shape, an object may not be unpickled,
+                or something cannot be read or is damaged; it is raised on all ranks
+        """
+        del async_strategy
+        ranks = Together(self.process_group)
+        loading = self._open(ranks, sharded_state_dict, checkpoint_dir)
+        ranks.every(f"load {self.name(checkpoint_dir)}", lambda: self._read(loading))
+        return shards.replaced(sharded_state_dict, loading.value)
+
+    def _open(self, ranks: Together, state: Any, checkpoint_dir: str | Path) -> Loading:
+        """Reads the index on all ranks, and plans what this rank reads."""
+        opened: Loading | None = None
+
+        def plan() -> Any:
+            nonlocal opened
+            reader, metadata = self._index(checkpoint_dir, ranks.rank)
+            if ranks.coordinates and self._peers is None:
+                _check_common(Path(checkpoint_dir), reader, metadata)
+            opened = Loading(state, metadata, reader)
+            return reader.prepare_local_plan(LoadPlan([])).storage_data
+
+        def compare(digests: list[Any]) -> None:
+            assert opened is not None
+            opened.reader.prepare_global_plan([LoadPlan([], storage_data=digest) for digest in digests])
+
+        ranks.step(f"load {self.name(checkpoint_dir)}", plan, compare)
+        assert opened is not None
+        return opened
+
+    def _read(self, loading: Loading) -> None:
+        """Reads what :meth:`_open` has planned for this rank."""
+        loading.read([*loading.objects, *map(loading.item, loading.parts)])
+        self.report = dict(loading.reader.report)
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it loads from a running job, and not from a folder."""
+        return self._peers is not None
+
+    def name(self, checkpoint_dir: str | Path) -> str:
+        """Returns what messages call the checkpoint."""
+        return str(checkpoint_dir) if self._peers is None else "from the running job"
+
+    def _index(self, checkpoint_dir: str | Path, rank: int = 0) -> tuple[SliceReader, Metadata]:
+        """Opens the checkpoint.
+
+        Raises:
+            CheckpointingException: the folder holds none that this strategy reads
+            TensorferryError: it cannot be read
+        """
+        reader: SliceReader
+        if self._peers is not None:
+            reader = PeerReader(self._peers, **self._network)
+        else:
+            self.check_folder(checkpoint_dir)
+            reader = FileReader(checkpoint_dir, **self._files)
+        metadata = reader.read_metadata(rank=rank)
+        reader.set_up_storage_reader(metadata, False)
+        return reader, metadata
+
+    def check_folder(self, checkpoint_dir: str | Path) -> None:
+        """Checks that a folder holds a complete checkpoint of a format that this strategy reads.
+
+        Raises:
+            CheckpointingException: it does not; the text says what it holds
+        """
+        folder = Path(checkpoint_dir)
+        if not folder.is_dir():
+            raise CheckpointingException(f"Checkpoint directory {folder} does not exist")
+        try:
+            config = maybe_load_config(str(folder))
+        except Exception as e:
+            raise CheckpointingException(
+                f"{folder}/metadata.json cannot be read ({type(e).__name__}: {e}): load another checkpoint"
+            ) from e
+        if config is None:
+            raise CheckpointingException(
+                f"{folder} is not a distributed checkpoint: it has no metadata.json, which a save writes last. The "
+                "save was interrupted, or this is not the folder: load another checkpoint"
+            )
+        # FullyParallelSaveStrategyWrapper of 0.19 writes its own backend into metadata.json, whatever it wraps.
+        if config.sharded_backend != "torch_dist" or not (folder / INDEX).is_file():
+            self.check_backend_compatibility(config.sharded_backend)
+            self.check_version_compatibility(config.sharded_backend_version)
+
+    def load_tensors_metadata(self, checkpoint_dir: str | Path, metadata: Metadata | None = None) -> dict[str, Any]:
+        """Returns the tensors of a checkpoint by key, as ``ShardedTensor`` without data and without shards.
+
+        Raises:
+            CheckpointingException: the checkpoint cannot be read
+        """
+        found = self._metadata(checkpoint_dir) if metadata is None else metadata
+        return {
+            key: ShardedTensor.from_rank_offsets(
+                key, torch.empty(about.size, dtype=about.properties.dtype, device="meta")
+            ).without_data()
+            for key, about in found.state_dict_metadata.items()
+            if isinstance(about, TensorStorageMetadata) and key != COMMON
+        }
+
+    def load_sharded_metadata(self, checkpoint_dir: str | Path) -> dict[str, Any]:
+        """Like :meth:`load_tensors_metadata`, with the checkpoint's objects by their unique keys.
+
+        Raises:
+            CheckpointingException: the checkpoint cannot be read
+        """
+        metadata = self._metadata(checkpoint_dir)
+        objects = {
+            key: ShardedObject.empty_from_unique_key(key)
+            for key, about in metadata.state_dict_metadata.items()
+            if isinstance(about, BytesStorageMetadata)
+        }
+        return {**objects, **self.load_tensors_metadata(checkpoint_dir, metadata)}
+
+    def _metadata(self, checkpoint_dir: str | Path) -> Metadata:
+        try:
+            return self._index(checkpoint_dir)[1]
+        except TensorferryError as e:
+            raise CheckpointingException(str(e)) from e
+
+    def remove_sharded_tensors(self, checkpoint_dir: str | Path, key_prefix: str) -> None:
+        """Removes the tensors and objects whose keys begin with ``key_prefix``; one rank calls it.
+
+        A file goes when nothing in it is left.
+
+        Raises:
+            CheckpointingException: the checkpoint cannot be read or written
+        """
+        try:
+            self.check_folder(checkpoint_dir)
+            removal.remove(Path(checkpoint_dir), key_prefix, FileReader(checkpoint_dir).read_metadata())
+        except TensorferryError as e:
+            raise CheckpointingException(str(e)) from e
+
+    def common_state(self, checkpoint_dir: str | Path) -> Any:
+        """Returns the common state of a checkpoint; an empty dict if it has none.
+
+        Raises:
+            CheckpointingException: the checkpoint cannot be read, or needs something that is not on the allow-list
+        """
+        data = common.read(Path(checkpoint_dir)) if self._peers is None else self.common_bytes(checkpoint_dir)
+        if data is None:
+            return {}
+        try:
+            checked = rewritten(data, "the common state", self._allowed)
+        except TensorferryError as e:
+            raise CheckpointingException(str(e)) from e
+        return torch.load(io.BytesIO(checked), map_location="cpu", weights_only=False)
+
+    def common_bytes(self, checkpoint_dir: str | Path) -> bytes | None:
+        """Returns the copy of ``common.pt`` that is inside the checkpoint; ``None`` if there is none.
+
+        Raises:
+            CheckpointingException: the checkpoint cannot be read
+        """
+        try:
+            return _common_in(*self._index(checkpoint_dir))
+        except TensorferryError as e:
+            raise CheckpointingException(str(e)) from e
+
+    def make_folder(self, checkpoint_dir: str | Path) -> None:
+        """Writes into a folder what Megatron's own ``load`` looks for there, for a load from peers.
+
+        Raises:
+            CheckpointingException: the publication cannot be read
+        """
+        folder = Path(checkpoint_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        common.write(folder, self.common_bytes(folder) or common.encoded({}))
+        save_config(CheckpointingConfig(BACKEND, VERSION), str(folder))
+
+
+def load_strategy(
+    *,
+    peers: str | None = None,
+    threads: int | None = None,
+    timeout: timedelta = timedelta(minutes=5),
+    lanes: int | None = None,
+    secret: str | bytes | None = None,
+    same_host: bool | None = None,
+    safe_globals: Iterable[Any] = (),
+    trust_pickle: bool = False,
+    process_group: Any = None,
+) -> LoadStrategy:
+    """Returns a strategy for ``dist_checkpointing.load(..., sharded_strategy=)``, in every release.
+
+    Args:
+        peers: load from the memory of a running job instead of a folder: what ``metadata()`` of its ``PeerWriter``
+            returned
+        threads: as for ``FileReader``
+        timeout: as for ``PeerReader``
+        lanes: as for ``PeerReader``
+        secret: as for ``PeerReader``
+        same_host: as for ``PeerReader``
+        safe_globals: classes and functions that pickled objects may name besides the default list
+        trust_pickle: let pickled objects name anything
+        process_group: the ranks that load together; ``None`` means all. It may be of gloo where the default one is of
+            NCCL
+
+    Raises:
+        InvalidArgument: an argument cannot be used; it is named
+    """
+    return LoadStrategy(
+        peers,
+        threads=threads,
+        timeout=timeout,
+        lanes=lanes,
+        secret=secret,
+        same_host=same_host,
+        safe_globals=safe_globals,
+        trust_pickle=trust_pickle,
+        process_group=process_group,
+    )
+
+
+class Part(NamedTuple):
+    """What one leaf needs of one stored chunk.
+
+    Attributes:
+        number: the leaf
+        key: the tensor
+        chunk: where the chunk begins in the tensor
+        stored: where the part begins in the chunk
+        wanted: the part, in the leaf
+    """
+
+    number: int
+    key: str
+    chunk: tuple[int, ...]
+    stored: tuple[int, ...]
+    wanted: shards.Box
+
+
+class Loading:
+    """A load that is planned: its items, and the planner that gives the reader their targets.
+
+    Args:
+        state: the sharded state
+        metadata: the checkpoint
+        reader: reads it
+        reserved: keys in the checkpoint that a state may not ask for
+
+    Attributes:
+        objects: the items of this rank that read objects
+        parts: what it reads of tensors
+        tensors: the leaves that are tensors, by number
+
+    Raises:
+        CheckpointingException: the state asks for what the checkpoint does not have
+    """
+
+    def __init__(
+        self, state: Any, metadata: Metadata, reader: SliceReader, reserved: frozenset[str] = frozenset({COMMON})
+    ) -> None:
+        self.reader = reader
+        self.parts: list[Part] = []
+        self.tensors: dict[int, ShardedTensor] = {}
+        self._targets: dict[int, torch.Tensor] = {}
+        self._objects: dict[str, Any] = {}
+        self._paths: list[str] = []
+        known = metadata.state_dict_metadata
+        wanted: set[str] = set()
+        found = list(shards.leaves(state))
+        unknown = sorted({_key(leaf) for _, leaf in found if _key(leaf) not in known or _key(leaf) in reserved})
+        if unknown:
+            raise CheckpointingException(
+                f"Unexpected keys (not found in the checkpoint): {unknown[:10]}{' ...' if unknown[10:] else ''}: the "
+                f"checkpoint has {len(known)} keys. Pass strict= to load without them"
+            )
+        for number, (path, leaf) in enumerate(found):
+            self._paths.append(path)
+            if isinstance(leaf, ShardedObject):
+                wanted.add(leaf.unique_key)
+            else:
+                self._add(number, leaf, known[leaf.key])
+        for number, tensor in self.tensors.items():
+            self._targets[number] = _target(tensor)
+        self.objects = [_object(key) for key in sorted(wanted)]
+
+    def _add(self, number: int, shard: ShardedTensor, about: Any) -> None:
+        shards.check(shard)
+        if not isinstance(about, TensorStorageMetadata):
+            raise CheckpointingException(f"{shard.key}: the checkpoint has an object of this key, and not a tensor")
+        box, shape, asked = shards.box_of(shard), tuple(about.size), tuple(shard.global_shape)
+        if len(shape) != len(asked) or (shape != asked and not shard.allow_shape_mismatch):
+            raise CheckpointingException(
+                f"Global shape mismatch for loaded ({list(shape)}) and expected ({list(asked)}) tensor for key "
+                f"{shard.key}: build the model that was saved, or mark a padded tensor with allow_shape_mismatch=True"
+            )
+        self.tensors[number] = shard
+        there = 0
+        for chunk in about.chunks:
+            stored = shards.Box(tuple(chunk.offsets), tuple(chunk.sizes))
+            common_part = box.common(stored)
+            if common_part is None:
+                continue
+            inside = tuple(a - b for a, b in zip(common_part.offsets, stored.offsets, strict=True))
+            local = tuple(a - b for a, b in zip(common_part.offsets, box.offsets, strict=True))
+            wanted = shards.Box(local, common_part.sizes)
+            self.parts.append(Part(number, shard.key, stored.offsets, inside, wanted))
+            there += wanted.numel
+        if there != box.numel and shape == asked:
+            raise CheckpointingException(
+                f"{shard.key}: the checkpoint has {there} of the {box.numel} elements of the shard {box}: its index is "
+                "not complete. Load another checkpoint"
+            )
+
+    def item(self, part: Part) -> ReadItem:
+        """Returns the item that reads a part. The target is known by the path of the leaf and the place in it."""
+        return ReadItem(
+            type=LoadItemType.TENSOR,
+            dest_index=MetadataIndex(self._paths[part.number], torch.Size([0] * len(part.chunk)), part.number),
+            dest_offsets=torch.Size(part.wanted.offsets),
+            storage_index=MetadataIndex(part.key, torch.Size(part.chunk)),
+            storage_offsets=torch.Size(part.stored),
+            lengths=torch.Size(part.wanted.sizes),
+        )
+
+    def read(self, items: list[ReadItem]) -> None:
+        """Reads items into their targets.
+
+        Raises:
+            TensorferryError: as for :meth:`SliceReader.read_data`
+        """
+        if items:
+            self.reader.read_data(LoadPlan(items), self)
+
+    def leaf(self, number: int) -> torch.Tensor:
+        """Returns the data of a leaf, with its prepended axes."""
+        return self._targets[number]
+
+    @contextlib.contextmanager
+    def aimed(self, number: int, memory: torch.Tensor) -> Iterator[None]:
+        """While the block runs, reads of a leaf go to ``memory``, a tensor like it, instead."""
+        kept, self._targets[number] = self._targets[number], memory
+        try:
+            yield
+        finally:
+            self._targets[number] = kept
+
+    def resolve_tensor(self, item: ReadItem) -> torch.Tensor:
+        """Returns the target of an item, for the reader."""
+        found = self._targets[item.dest_index.index]
+        for dim, (start, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
+            if (start, length) != (0, found.shape[dim]):
+                found = found.narrow(dim, start, length)
+        return found
+
+    def commit_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
+        """Does nothing: the reader has written into the leaf's own data."""
+
+    def load_bytes(self, item: ReadItem, value: io.BytesIO) -> None:
+        """Takes an object, which the reader has checked with its allow-list."""
+        self._objects[item.storage_index.fqn] = torch.load(value, map_location="cpu", weights_only=False)
+
+    def value(self, leaf: Any) -> Any:
+        """Returns what was loaded for a leaf."""
+        if isinstance(leaf, ShardedObject):
+            return self._objects[leaf.unique_key]
+        return leaf.data
+
+
+def _key(leaf: Any) -> str:
+    return str(leaf.unique_key if isinstance(leaf, ShardedObject) else leaf.key)
+
+
+def _object(key: str) -> ReadItem:
+    zero = torch.Size([0])
+    index = MetadataIndex(key)
+    return ReadItem(
+        type=LoadItemType.BYTE_IO,
+        dest_index=index,
+        dest_offsets=zero,
+        storage_index=index,
+        storage_offsets=zero,
+        lengths=zero,
+    )
+
+
+def _target(shard: ShardedTensor) -> torch.Tensor:
+    """Returns where a shard is read to, with its prepended axes; allocates its data if it has none."""
+    if shard.data is None:
+        make = torch.zeros if shard.allow_shape_mismatch else torch.empty
+        shard.init_data("cpu", init_fn=make)
+    else:
+        shard.data = shard.data.detach()
+        if shard.allow_shape_mismatch:
+            shard.data.zero_()
+    return shards.with_axes(shard)
+
+
+def _common_in(reader: SliceReader, metadata: Metadata) -> bytes | None:
+    """Reads the copy of the common state inside a checkpoint."""
+    about = metadata.state_dict_metadata.get(COMMON)
+    if not isinstance(about, TensorStorageMetadata) or about.properties.dtype != torch.uint8 or len(about.size) != 1:
+        return None
+    (size,) = about.size
+    shard = ShardedTensor(COMMON, torch.empty(size, dtype=torch.uint8), torch.uint8, (size,), (size,), (0,), (1,))
+    held = Loading({COMMON: shard}, metadata, reader, reserved=frozenset())
+    held.read([held.item(part) for part in held.parts])
+    return bytes(shard.data.numpy())
+
+
+def _check_common(folder: Path, reader: SliceReader, metadata: Metadata) -> None:
+    """Checks that ``common.pt`` is of the same save as the index."""
+    kept = _common_in(reader, metadata)
+    if kept is not None and common.read(folder) != kept:
+        raise CheckpointingException(
+            f"{folder}/common.pt is not that of the checkpoint: a save into this folder was interrupted after it had "
+            "written the file. tensorferry.megatron.restore_common(folder) writes it anew from the checkpoint; or save "
+            "each checkpoint into a folder of its own"
+        )

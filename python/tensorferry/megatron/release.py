@@ -1,0 +1,90 @@
+"""The installed release of megatron-core: everything that this door takes from it, and where releases differ."""
+
+from __future__ import annotations
+
+import inspect
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+if find_spec("megatron") is None or find_spec("megatron.core") is None:
+    raise ImportError(
+        "tensorferry.megatron needs megatron-core (0.16.1 and 0.19.2 are tested), and psutil, which it does not "
+        "install itself: pip install megatron-core psutil"
+    )
+
+from megatron.core.dist_checkpointing.core import (
+    CONFIG_FNAME,
+    CheckpointingConfig,
+    CheckpointingException,
+    maybe_load_config,
+    save_config,
+)
+from megatron.core.dist_checkpointing.dict_utils import merge
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedBase,
+    ShardedObject,
+    ShardedTensor,
+    apply_factory_merges,
+    is_main_replica,
+)
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.dist_checkpointing.utils import extract_sharded_base, force_all_tensors_to_non_fp8
+from megatron.core.dist_checkpointing.validation import StrictHandling, adjust_non_strict_load, parse_strict_flag
+
+__all__ = [
+    "BASE",
+    "COMMON",
+    "COMMON_STATE_FNAME",
+    "CONFIG_FNAME",
+    "CheckpointingConfig",
+    "CheckpointingException",
+    "ShardedBase",
+    "ShardedObject",
+    "ShardedTensor",
+    "StrictHandling",
+    "TorchDistSaveShardedStrategy",
+    "adjust_non_strict_load",
+    "apply_factory_merges",
+    "async_request_class",
+    "extract_sharded_base",
+    "force_all_tensors_to_non_fp8",
+    "is_main_replica",
+    "load_preprocess",
+    "maybe_load_config",
+    "merge",
+    "parse_strict_flag",
+    "save_config",
+    "save_preprocess",
+    "takes",
+]
+
+_STRATEGIES = "megatron.core.dist_checkpointing.strategies"
+#: The module with the interfaces and the registry of strategies, which releases since 0.19 do not have.
+BASE: Any = import_module(f"{_STRATEGIES}.base") if find_spec(f"{_STRATEGIES}.base") else None
+#: The key of the common state. Releases since 0.19 give it to a strategy as an object with this key; before, Megatron
+#: writes the common state itself.
+COMMON = "common_state"
+
+
+def async_request_class(async_strategy: str | None) -> Any:
+    """Returns the class of the requests that the queue of ``async_strategy`` takes.
+
+    Raises:
+        CheckpointingException: there is no such strategy, or it needs a package that is not installed
+    """
+    strategies = import_module(f"{_STRATEGIES}.torch")
+    choose = getattr(strategies, "get_async_strategy", None)
+    if choose is None or async_strategy is None:
+        return import_module(f"{_STRATEGIES}.async_utils").AsyncRequest
+    try:
+        return choose(async_strategy)[1]["AsyncRequest"]
+    except (TypeError, ImportError) as e:
+        raise CheckpointingException(str(e)) from e
+
+
+def takes(function: Any, argument: str) -> bool:
+    """Whether a function of this release has an argument of this name."""
+    return argument in inspect.signature(function).parameters

@@ -1,0 +1,306 @@
+"""``save``, ``load`` and their companions, as in ``dist_checkpointing.serialization``, for the strategies of this door.
+
+Megatron's own functions take the strategies as well. But what they check before they call a strategy, they check on
+one rank: the others wait for it in the next collective, for ever. These functions raise every error on every rank.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from ..dcp import PeerWriter
+from . import common, shards
+from .load import LoadStrategy, load_strategy
+from .release import (
+    COMMON,
+    CheckpointingConfig,
+    CheckpointingException,
+    ShardedObject,
+    StrictHandling,
+    adjust_non_strict_load,
+    apply_factory_merges,
+    extract_sharded_base,
+    force_all_tensors_to_non_fp8,
+    is_main_replica,
+    load_preprocess,
+    merge,
+    parse_strict_flag,
+    save_config,
+    save_preprocess,
+    takes,
+)
+from .save import SaveStrategy, save_strategy
+from .together import Together
+
+logger = logging.getLogger("tensorferry")
+
+_CONTENT = "content_metadata"
+#: An object of Megatron's content metadata that cannot be saved, and that Megatron leaves out, too.
+_NOT_SAVED = "dp_cp_group"
+_RAISING = (StrictHandling.RAISE_UNEXPECTED, StrictHandling.RAISE_ALL)
+_LOGGING = (StrictHandling.LOG_UNEXPECTED, StrictHandling.LOG_ALL)
+_WANTS_MISSING = (StrictHandling.LOG_ALL, StrictHandling.RAISE_ALL, StrictHandling.RETURN_ALL)
+_RETURNING = (StrictHandling.RETURN_UNEXPECTED, StrictHandling.RETURN_ALL)
+
+
+def save(
+    sharded_state_dict: Any,
+    checkpoint_dir: str | Path,
+    sharded_strategy: Any = None,
+    *,
+    async_sharded_save: bool = False,
+    content_metadata: dict[str, Any] | None = None,
+    async_strategy: str = "mcore",
+) -> Any:
+    """Saves a state into a folder, as ``dist_checkpointing.save``. All ranks call it.
+
+    Args:
+        sharded_state_dict: a nested state with sharded tensors, sharded objects, factories, and other values, which
+            are the same on all ranks
+        checkpoint_dir: a folder that exists
+        sharded_strategy: what :func:`save_strategy` returned, or Megatron's ``FullyParallelSaveStrategyWrapper`` of it
+        async_sharded_save: return the ``AsyncRequest`` that the caller schedules
+        content_metadata: a description of the content, which :func:`load_content_metadata` returns
+        async_strategy: which of Megatron's queues the request is for
+
+    Returns:
+        ``None``, or the request.
+
+    Raises:
+        CheckpointingException: the state cannot be saved; it is raised on all ranks
+    """
+    strategy = save_strategy() if sharded_strategy is None else sharded_strategy
+    ours = _ours(strategy, SaveStrategy, "save_strategy")
+    ranks = Together(ours.process_group)
+    found: list[Any] = []
+
+    def prepare() -> None:
+        if ours.peers is None and ranks.coordinates and not Path(checkpoint_dir).is_dir():
+            raise CheckpointingException(f"Checkpoint directory {checkpoint_dir} does not exist: create it first")
+        if content_metadata is not None:
+            kept = {key: value for key, value in content_metadata.items() if key != _NOT_SAVED}
+            sharded_state_dict[_CONTENT] = kept
+        state, shared = save_preprocess(sharded_state_dict, False)
+        state[COMMON] = ShardedObject(COMMON, shared, (1,), (0,), ranks.rank)
+        found.append(state)
+
+    ranks.every(f"save into {checkpoint_dir}", prepare)
+
+    def commit() -> None:
+        def mark() -> None:
+            if ranks.coordinates and ours.peers is None:
+                save_config(CheckpointingConfig(ours.backend, ours.version), str(checkpoint_dir))
+
+        ranks.every("write metadata.json", mark)
+
+    if not async_sharded_save:
+        strategy.save(found[0], checkpoint_dir)
+        commit()
+        return None
+    if strategy is ours:
+        request = ours.async_save(found[0], checkpoint_dir, async_strategy)
+    else:
+        request = _async_save(strategy, found[0], checkpoint_dir, async_strategy)
+    request.finalize_fns.append(commit)
+    return request
+
+
+def load(
+    sharded_state_dict: Any,
+    checkpoint_dir: str | Path = "",
+    sharded_strategy: Any = None,
+    validate_access_integrity: bool = True,
+    strict: Any = StrictHandling.ASSUME_OK_UNEXPECTED,
+) -> Any:
+    """Loads a state, as ``dist_checkpointing.load``. All ranks call it.
+
+    Args:
+        sharded_state_dict: the nested state to be loaded; sharded tensors are loaded into their data
+        checkpoint_dir: the folder; not read if the strategy loads from a running job
+        sharded_strategy: what :func:`load_strategy` returned, or a wrapper of it
+        validate_access_integrity: check that the main replicas of all ranks make up each tensor and object
+        strict: what to do about keys that only the checkpoint or only the state has, as Megatron's ``StrictHandling``
+
+    Returns:
+        The state; and with the ``RETURN_...`` modes, a tuple of it, the missing keys and the unexpected keys.
+
+    Raises:
+        CheckpointingException: the checkpoint cannot be read, or does not have what is asked for; it is raised on all
+            ranks. Unexpected keys are found before anything is overwritten
+    """
+    strategy = load_strategy() if sharded_strategy is None else sharded_strategy
+    ours = _ours(strategy, LoadStrategy, "load_strategy")
+    ranks = Together(ours.process_group)
+    handling = parse_strict_flag(strict)
+    where = f"load {ours.name(checkpoint_dir)}"
+    shared: Any = None
+    wanted: Any = None
+    factories: Any = None
+
+    def prepare() -> tuple[list[tuple[Any, ...]], set[str]]:
+        nonlocal shared, wanted, factories
+        if not ours.is_live:
+            ours.check_folder(checkpoint_dir)
+        force_all_tensors_to_non_fp8(sharded_state_dict)
+        wanted, own, factories = load_preprocess(sharded_state_dict)
+        shared = ours.common_state(checkpoint_dir)
+        merge(shared, own)
+        wanted, _ = extract_sharded_base(wanted)
+        found = [leaf for _, leaf in shards.leaves(wanted)]
+        return shards.access(found, is_main_replica), {leaf.key for leaf in found}
+
+    def compare(told: list[tuple[list[tuple[Any, ...]], set[str]]]) -> tuple[set[str], set[str]]:
+        if validate_access_integrity:
+            shards.check_access(access for access, _ in told)
+        if not StrictHandling.requires_explicit_ckpt_mismatch_check(handling):
+            return set(), set()
+        asked = set().union(*[keys for _, keys in told])
+        known = {leaf.key for leaf in strategy.load_sharded_metadata(checkpoint_dir).values()}
+        missing = known - asked if handling in _WANTS_MISSING else set()
+        unexpected = asked - known
+        if handling in _RAISING and (missing or unexpected):
+            raise CheckpointingException(_mismatch(missing, unexpected))
+        return missing, unexpected
+
+    missing, unexpected = ranks.step(where, prepare, compare)
+    if (missing or unexpected) and handling in _LOGGING and ranks.coordinates:
+        logger.warning("%s", _mismatch(missing, unexpected))
+    if unexpected:
+        wanted = adjust_non_strict_load(wanted, unexpected)
+    loaded = strategy.load(wanted, checkpoint_dir)
+    merge(shared, loaded)
+    apply_factory_merges(shared, factories)
+    return (shared, missing, unexpected) if handling in _RETURNING else shared
+
+
+def _mismatch(missing: set[str], unexpected: set[str]) -> str:
+    parts = []
+    if unexpected:
+        parts.append(f"Unexpected keys (not found in the checkpoint): {sorted(unexpected)}")
+    if missing:
+        parts.append(f"Missing keys (in the checkpoint, and asked for by no rank): {sorted(missing)}")
+    return "; ".join(parts)
+
+
+def publish(sharded_state_dict: Any, peers: PeerWriter, **options: Any) -> str:
+    """Publishes a state from memory, for jobs with any placements. All ranks call it.
+
+    Args:
+        sharded_state_dict: as for :func:`save`
+        peers: this rank's writer; its options and methods are described with it
+        options: other arguments of :func:`save_strategy`
+
+    Returns:
+        What the other job passes to ``load_strategy(peers=)``; the same on all ranks.
+
+    Raises:
+        CheckpointingException: the state cannot be published; it is raised on all ranks, and none publishes it
+    """
+    save(sharded_state_dict, "", save_strategy(peers=peers, **options))
+    return peers.metadata()
+
+
+def load_tensors_metadata(checkpoint_dir: str | Path, sharded_strategy: Any = None) -> dict[str, Any]:
+    """Returns the tensors of a checkpoint by key, as ``ShardedTensor`` without data and without shards.
+
+    Raises:
+        CheckpointingException: the checkpoint cannot be read
+    """
+    found: dict[str, Any] = (sharded_strategy or load_strategy()).load_tensors_metadata(checkpoint_dir)
+    return found
+
+
+def load_sharded_metadata(checkpoint_dir: str | Path, sharded_strategy: Any = None) -> dict[str, Any]:
+    """Like :func:`load_tensors_metadata`, with the checkpoint's objects by their unique keys.
+
+    Raises:
+        CheckpointingException: the checkpoint cannot be read
+    """
+    found: dict[str, Any] = (sharded_strategy or load_strategy()).load_sharded_metadata(checkpoint_dir)
+    return found
+
+
+def load_plain_tensors(checkpoint_dir: str | Path, sharded_strategy: Any = None) -> Any:
+    """Returns all tensors of a checkpoint by key, whole, on every rank that calls it; all ranks do.
+
+    Raises:
+        CheckpointingException: the checkpoint cannot be read
+    """
+    strategy = sharded_strategy or load_strategy()
+    state = load_tensors_metadata(checkpoint_dir, strategy)
+    return strategy.load(state, checkpoint_dir)
+
+
+def load_common_state_dict(checkpoint_dir: str | Path, sharded_strategy: Any = None) -> Any:
+    """Returns the common part of a checkpoint: what was the same on all ranks.
+
+    Raises:
+        CheckpointingException: the checkpoint cannot be read
+    """
+    return (sharded_strategy or load_strategy()).common_state(checkpoint_dir)
+
+
+def load_content_metadata(
+    checkpoint_dir: str | Path | None = None, *, preloaded_state_dict: dict[str, Any] | None = None
+) -> Any:
+    """Returns the ``content_metadata`` of a save; ``None`` if it had none.
+
+    Args:
+        checkpoint_dir: the folder
+        preloaded_state_dict: a state that was loaded from it, instead
+
+    Raises:
+        CheckpointingException: the checkpoint cannot be read
+    """
+    if preloaded_state_dict is None:
+        if checkpoint_dir is None:
+            raise ValueError("pass checkpoint_dir, or preloaded_state_dict")
+        preloaded_state_dict = load_common_state_dict(checkpoint_dir)
+    return preloaded_state_dict.get(_CONTENT)
+
+
+def remove_sharded_tensors(checkpoint_dir: str | Path, key_prefix: str) -> None:
+    """Removes the tensors and objects whose keys begin with ``key_prefix``; one rank calls it.
+
+    Raises:
+        CheckpointingException: the checkpoint cannot be read or written
+    """
+    load_strategy().remove_sharded_tensors(checkpoint_dir, key_prefix)
+
+
+def restore_common(checkpoint_dir: str | Path) -> None:
+    """Writes ``common.pt`` anew from the copy inside the checkpoint; one rank calls it.
+
+    Raises:
+        CheckpointingException: the checkpoint cannot be read, or has no copy
+    """
+    data = load_strategy().common_bytes(checkpoint_dir)
+    if data is None:
+        raise CheckpointingException(f"{checkpoint_dir} has no copy of common.pt: load another checkpoint")
+    common.write(Path(checkpoint_dir), data)
+
+
+def _ours(strategy: Any, kind: Any, maker: str) -> Any:
+    """Returns the strategy of this door that ``strategy`` is, or wraps.
+
+    Raises:
+        CheckpointingException: it is another one
+    """
+    found = strategy
+    while not isinstance(found, kind) and hasattr(found, "base_strategy"):
+        found = found.base_strategy
+    if not isinstance(found, kind):
+        raise CheckpointingException(
+            f"{type(strategy).__name__} is not a strategy of tensorferry.megatron: pass what {maker}() returns, or "
+            "call the function of the same name in megatron.core.dist_checkpointing"
+        )
+    return found
+
+
+def _async_save(wrapper: Any, state: Any, checkpoint_dir: str | Path, async_strategy: str) -> Any:
+    """Calls ``async_save`` of a wrapper, which takes the name of the queue since release 0.19."""
+    if takes(wrapper.async_save, "async_strategy"):
+        return wrapper.async_save(state, checkpoint_dir, async_strategy)
+    return wrapper.async_save(state, checkpoint_dir)

@@ -1,0 +1,373 @@
+"""Loads each shard that a group of ranks needs from storage once, and spreads it within the group.
+
+Of every shard that several ranks of the group need, one is the *owner*. It reads the shard into its own tensor and
+publishes that memory; the others fetch it from there, each from all owners at once. The publication is there before the
+bytes are: what has been read can be fetched while the rest is still being read.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from .. import _validate
+from .._native import Readiness, Server, _fetch_slices
+from ..memory.tensors import address, no_rows
+from ..net.options import ServerOptions
+from ..net.serve import serve
+from ..storage.container import Container
+from ..storage.slices import SliceTuple
+from . import shards
+from .load import Loading, LoadStrategy, Part
+from .together import Together
+
+#: Bytes that are read before others may fetch them.
+_BATCH = 16 << 20
+#: Bytes of temporary memory at most on each rank, for shards that do not lie in host memory, or not in one piece.
+_WINDOW = 256 << 20
+#: Bytes requested along with the header of a publication.
+_AHEAD = 64 << 10
+
+#: What makes two ranks' shards the same one: key, place, shape of the whole, dtype.
+ShardId: TypeAlias = tuple[str, shards.Box, tuple[int, ...], str]
+
+
+class TwoStageDataParallelLoadShardedStrategy(LoadStrategy):
+    """Loads every shard that a group needs from storage once; the ranks of the group fetch it from each other.
+
+    Args:
+        data_parallel_group: ranks that need the same shards, such as those of one data parallel group; all ranks of
+            the job load with such a strategy
+        cpu_transfer: bytes go from host to host either way; the argument is there because Megatron's class had it
+        interface, advertise: where the ranks listen, as for ``HTTPTransport``
+        options: as for :func:`load_strategy`
+
+    Attributes:
+        report: what the last load read from storage on this rank, and ``fetched``, the bytes from other ranks
+
+    Raises:
+        InvalidArgument: an argument cannot be used; it is named
+    """
+
+    def __init__(
+        self,
+        data_parallel_group: Any,
+        cpu_transfer: bool = True,
+        *,
+        timeout: timedelta = timedelta(minutes=5),
+        interface: str | None = None,
+        advertise: str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(timeout=timeout, **options)
+        _validate.boolean("cpu_transfer", cpu_transfer)
+        self._timeout = timeout
+        self._server_options = ServerOptions(
+            secret=options.get("secret"),
+            tls=False,
+            same_host=options.get("same_host"),
+            interface=interface,
+            advertise=advertise,
+            max_bandwidth=None,
+        )
+        self._data_parallel_group = data_parallel_group
+
+    def _read(self, loading: Loading) -> None:
+        """Reads this rank's share of what its group needs, and fetches the rest."""
+        group = Together(self._data_parallel_group)
+        if group.world == 1:
+            super()._read(loading)
+            return
+        server: Server | None = None
+
+        def open_server() -> tuple[str, dict[ShardId, _Need]]:
+            nonlocal server
+            server, url = serve(self._timeout, self._server_options)
+            return url, {shard: need for _, shard, need in _needs(loading)}
+
+        try:
+            told = group.every("tell the other ranks what this one needs", open_server)
+            assert server is not None
+            plan = _Plan([needs for _, needs in told])
+            exchange = _Exchange(loading, server, self._server_options, [url for url, _ in told], group.rank)
+            for step, turn in enumerate(plan.turns):
+                failed = exchange.run(step, turn, plan.shared, self._timeout.total_seconds())
+                # What this rank serves stays until all others have it; and all know if one of them has failed.
+                group.every("spread the checkpoint in its group", lambda: _raise(failed))  # noqa: B023
+                if step + 1 < len(plan.turns):
+                    group.every("spread the checkpoint in its group", lambda: server.withdraw(0.0))
+            self.report = dict(loading.reader.report) | {"fetched": exchange.fetched}
+        finally:
+            if server is not None:
+                server.shutdown(0.0)
+
+
+class _Need(NamedTuple):
+    """What a rank says of a shard that it needs.
+
+    Attributes:
+        nbytes: its length
+        direct: whether it lies in host memory in one piece, and so needs no temporary memory
+    """
+
+    nbytes: int
+    direct: bool
+
+
+#: For each rank that reads shards for others, those shards; their numbers are the names of their entries.
+Turn: TypeAlias = dict[int, list[ShardId]]
+
+
+class _Plan:
+    """Who reads what; every rank of the group computes the same.
+
+    Args:
+        needs: what each rank needs
+
+    Attributes:
+        shared: the shards that more than one rank needs
+        turns: these shards by the rank that reads them, in turns that need at most ``_WINDOW`` of temporary memory on
+            any rank; there is at least one
+    """
+
+    def __init__(self, needs: list[dict[ShardId, _Need]]) -> None:
+        users: dict[ShardId, list[int]] = defaultdict(list)
+        for rank, of_rank in enumerate(needs):
+            for shard in of_rank:
+                users[shard].append(rank)
+        self.shared = {shard for shard, ranks in users.items() if len(ranks) > 1}
+        self.turns: list[Turn] = [defaultdict(list)]
+        load = [sum(need.nbytes for shard, need in of_rank.items() if shard not in self.shared) for of_rank in needs]
+        held = [0] * len(needs)
+        # The largest first, each to the rank that has least to read.
+        for shard in sorted(self.shared, key=lambda one: (-needs[users[one][0]][one].nbytes, one)):
+            ranks = users[shard]
+            nbytes = needs[ranks[0]][shard].nbytes
+            owner = min(ranks, key=lambda one: (load[one], one))
+            load[owner] += nbytes
+            staged = [one for one in ranks if not needs[one][shard].direct]
+            if any(held[one] and held[one] + nbytes > _WINDOW for one in staged):
+                self.turns.append(defaultdict(list))
+                held = [0] * len(needs)
+            for one in staged:
+                held[one] += nbytes
+            self.turns[-1][owner].append(shard)
+
+
+class _Exchange:
+    """What one rank does in the turns of a load.
+
+    Args:
+        loading: the load
+        server: serves what this rank has read
+        options: those of all servers
+        urls: the URLs of the group
+        rank: the number of this rank in it
+
+    Attributes:
+        fetched: bytes that came from other ranks
+    """
+
+    def __init__(self, loading: Loading, server: Server, options: ServerOptions, urls: list[str], rank: int) -> None:
+        self._loading = loading
+        self._server = server
+        self._options = options
+        self._urls = urls
+        self._rank = rank
+        self.fetched = 0
+        self._leaves: dict[ShardId, list[int]] = defaultdict(list)
+        for number, shard, _ in _needs(loading):
+            self._leaves[shard].append(number)
+        self._parts: dict[int, list[Part]] = defaultdict(list)
+        for part in loading.parts:
+            self._parts[part.number].append(part)
+
+    def run(self, step: int, turn: Turn, shared: set[ShardId], seconds: float) -> Exception | None:
+        """Reads, serves and fetches; in the first turn, also reads what no other rank needs.
+
+        Returns:
+            What has failed, instead of raising it: the other ranks have to be told.
+        """
+        fetching: _Fetching | None = None
+        try:
+            own = {shard: self._memory(shard) for shard in turn.get(self._rank, ())}
+            others = {
+                owner: {number: shard for number, shard in enumerate(of_owner) if shard in self._leaves}
+                for owner, of_owner in turn.items()
+                if owner != self._rank
+            }
+            received = {shard: self._memory(shard) for wanted in others.values() for shard in wanted.values()}
+            orders = [
+                (
+                    [self._urls[owner]],
+                    step,
+                    [_slice(number, received[shard]) for number, shard in wanted.items()],
+                )
+                for owner, wanted in others.items()
+                if wanted
+            ]
+            fetching = _Fetching(orders, seconds, self._options)
+            if own:
+                self._serve(step, own)
+            if step == 0:
+                self._read_alone(shared)
+            self.fetched += fetching.result()
+            for shard, held in {**own, **received}.items():
+                self._spread(shard, held)
+        except Exception as e:
+            # Ends the fetches of others, which would wait for what is never read.
+            self._server.shutdown(0.0)
+            if fetching is not None:
+                fetching.end()
+            return e
+        return None
+
+    def _memory(self, shard: ShardId) -> torch.Tensor:
+        """Returns where the bytes of a shard come first: the place of its leaf, or temporary memory."""
+        target = self._loading.leaf(self._leaves[shard][0])
+        return target if _is_direct(target) else torch.zeros(target.shape, dtype=target.dtype)
+
+    def _spread(self, shard: ShardId, held: torch.Tensor) -> None:
+        """Copies a shard to those of its leaves that it was not read into."""
+        for number in self._leaves[shard]:
+            target = self._loading.leaf(number)
+            if target.device != held.device or target.data_ptr() != held.data_ptr():
+                target.copy_(held)
+
+    def _read_alone(self, shared: set[ShardId]) -> None:
+        """Reads the objects, and the shards that no other rank needs."""
+        known = {number for number, shard, _ in _needs(self._loading) if shard in shared}
+        parts = [self._loading.item(part) for part in self._loading.parts if part.number not in known]
+        self._loading.read([*self._loading.objects, *parts])
+
+    def _serve(self, step: int, own: dict[ShardId, torch.Tensor]) -> None:
+        """Publishes the memory of shards, and reads them into it."""
+        rows = no_rows()
+        for number, tensor in enumerate(own.values()):
+            rows.append(tensor, str(number), "U8", (tensor.nbytes,), address(tensor), tensor.nbytes, 0)
+        filling = Container(rows, list(own.values()), True).publish(self._server, step, filled=False)
+        assert filling is not None
+        try:
+            self._fill(filling, own)
+        except BaseException:
+            self._server.abandon(filling)
+            raise
+        filling.finish()
+
+    def _fill(self, filling: Readiness, own: dict[ShardId, torch.Tensor]) -> None:
+        """Reads shards in the order in which they lie in the publication, and reports how far it is."""
+        items: list[Any] = []
+        waiting = 0
+        for start, shard in sorted(zip(filling.starts, own, strict=True), key=lambda one: one[0]):
+            tensor, number = own[shard], self._leaves[shard][0]
+            is_staged = not _is_direct(self._loading.leaf(number))
+            with self._loading.aimed(number, tensor):
+                for part, there in _in_order(self._parts[number], tensor):
+                    items.append(self._loading.item(part))
+                    waiting += part.wanted.numel * tensor.itemsize
+                    if waiting >= _BATCH:
+                        self._loading.read(items)
+                        filling.ready(start + there)
+                        items, waiting = [], 0
+                if is_staged:
+                    # Now, while its reads go to the temporary memory.
+                    self._loading.read(items)
+                    items, waiting = [], 0
+        self._loading.read(items)
+
+
+class _Fetching:
+    """Fetches slices in a thread of its own.
+
+    Args:
+        orders: the slices, by source
+        seconds: until when
+        options: those of the servers
+    """
+
+    def __init__(self, orders: list[Any], seconds: float, options: ServerOptions) -> None:
+        self._bytes = 0
+        self._failed: Exception | None = None
+        self._thread: threading.Thread | None = None
+        if orders:
+            arguments = (orders, seconds, options)
+            self._thread = threading.Thread(target=self._run, args=arguments, name="tensorferry-spread", daemon=True)
+            self._thread.start()
+
+    def _run(self, orders: list[Any], seconds: float, options: ServerOptions) -> None:
+        try:
+            report = _fetch_slices(
+                orders, timeout=seconds, same_host=options.same_host, ahead=_AHEAD, secret=options.secret
+            )
+            self._bytes = report.bytes
+        except Exception as e:
+            self._failed = e
+
+    def result(self) -> int:
+        """Waits, and returns how many bytes were fetched.
+
+        Raises:
+            TensorferryError: as for ``HTTPTransport.recv_checkpoint``
+        """
+        self.end()
+        if self._failed is not None:
+            raise self._failed
+        return self._bytes
+
+    def end(self) -> None:
+        """Waits for the end; the memory is not written to any more."""
+        if self._thread is not None:
+            self._thread.join()
+
+
+def _raise(failed: Exception | None) -> None:
+    if failed is not None:
+        raise failed
+
+
+def _is_direct(target: torch.Tensor) -> bool:
+    return bool(target.device.type == "cpu" and target.is_contiguous())
+
+
+def _needs(loading: Loading) -> Iterator[tuple[int, ShardId, _Need]]:
+    """Yields the number of each leaf that holds elements, what identifies its shard, and how much it is."""
+    for number, leaf in loading.tensors.items():
+        target = loading.leaf(number)
+        if target.numel():
+            shard = (leaf.key, shards.box_of(leaf), tuple(map(int, leaf.global_shape)), str(target.dtype))
+            yield number, shard, _Need(target.nbytes, _is_direct(target))
+
+
+def _slice(number: int, tensor: torch.Tensor) -> SliceTuple:
+    """Returns the slice that fetches a whole entry into ``tensor``."""
+    return (str(number), "U8", tensor.nbytes, 0, tensor.nbytes, address(tensor), [])
+
+
+def _in_order(parts: list[Part], target: torch.Tensor) -> Iterator[tuple[Part, int]]:
+    """Yields parts of at most about ``_BATCH`` bytes, in order, each with the bytes of ``target`` that are there then.
+
+    Parts that are not whole rows of the target are there when all of them are.
+    """
+    shape = tuple(target.shape)
+    dim = next((d for d, size in enumerate(shape) if size > 1), 0)
+    width = shape[:dim] + shape[dim + 1 :]
+    if not shape or any(part.wanted.sizes[:dim] + part.wanted.sizes[dim + 1 :] != width for part in parts):
+        for left, part in enumerate(parts, 1 - len(parts)):
+            yield part, 0 if left else target.nbytes
+        return
+    row = target.nbytes // shape[dim]
+    most = max(1, _BATCH // row)
+    for part in sorted(parts, key=lambda one: one.wanted.offsets[dim]):
+        for at in range(0, part.wanted.sizes[dim], most):
+            rows = min(most, part.wanted.sizes[dim] - at)
+            stored, offsets, sizes = list(part.stored), list(part.wanted.offsets), list(part.wanted.sizes)
+            stored[dim] += at
+            offsets[dim] += at
+            sizes[dim] = rows
+            wanted = shards.Box(tuple(offsets), tuple(sizes))
+            yield part._replace(stored=tuple(stored), wanted=wanted), (offsets[dim] + rows) * row

@@ -1,0 +1,239 @@
+//! The tensors of a state that are no rows, but lie in host memory and are described completely by dtype, shape, strides
+//! and storage: views, tensors over a part of a storage, the local parts of `DTensor`s.
+//!
+//! Their storages are sent as far as some tensor reaches, so `Stores` notes what is reached while the objects are
+//! pickled.
+
+use std::fmt::Write as _;
+
+use pyo3::prelude::*;
+use tensorferry_wire::dtype::Dtype;
+
+use crate::columns::{ByAddress, Span};
+use crate::memory::Described;
+
+/// Memory of a tensor inside its storage.
+pub(crate) struct View {
+    /// Its number in the tree, of a local part that of its `DTensor`.
+    pub(crate) leaf: i64,
+    pub(crate) store: usize,
+    /// Where its first element is, in bytes from the start of the storage.
+    pub(crate) start: usize,
+    pub(crate) dtype: Dtype,
+    pub(crate) told: Described,
+    pub(crate) requires_grad: bool,
+    pub(crate) parameter: bool,
+    /// What only a `DTensor` has.
+    pub(crate) global: Option<Global>,
+}
+
+/// What a `DTensor` has besides its local part.
+pub(crate) struct Global {
+    pub(crate) local: Py<PyAny>,
+    pub(crate) local_requires_grad: bool,
+    /// Its spec, among those that differ.
+    pub(crate) spec: usize,
+}
+
+impl View {
+    /// Bytes from the start of the storage to the end of what it can reach.
+    pub(crate) fn end(&self) -> usize {
+        self.start + self.told.extent()
+    }
+
+    /// Its first element, counted in elements.
+    pub(crate) fn offset(&self) -> usize {
+        self.start / self.told.itemsize
+    }
+
+    /// Whether elements may share memory; true in some cases where they do not.
+    fn may_overlap_itself(&self) -> bool {
+        let mut steps: Vec<_> =
+            self.told.strides().iter().zip(self.told.shape()).filter(|(_, dim)| **dim > 1).collect();
+        steps.sort_unstable();
+        let mut end = 1;
+        for (&step, &dim) in steps {
+            if step < end {
+                return true;
+            }
+            end = step.saturating_mul(dim);
+        }
+        false
+    }
+}
+
+/// A storage to which objects refer.
+pub(crate) struct Store {
+    pub(crate) object: Py<PyAny>,
+    pub(crate) address: usize,
+    pub(crate) nbytes: usize,
+    /// Whether it is known to lie in host memory.
+    pub(crate) is_on_host: bool,
+    /// What the pickle calls it.
+    pub(crate) number: Option<usize>,
+    /// The bytes that are reached: first and last (exclusive).
+    pub(crate) spans: Vec<(usize, usize)>,
+}
+
+/// A gap of at most this many bytes that nothing reaches is sent along: a separate entry would cost as much.
+const JOIN_GAP: usize = 512;
+
+impl Store {
+    pub(crate) fn new(object: Py<PyAny>, address: usize, nbytes: usize, is_on_host: bool) -> Self {
+        Self { object, address, nbytes, is_on_host, number: None, spans: Vec::new() }
+    }
+
+    /// The runs of bytes to send: the union of all spans, with runs joined over small gaps.
+    pub(crate) fn covered(&mut self) -> Vec<(usize, usize)> {
+        self.spans.sort_unstable();
+        let mut runs: Vec<(usize, usize)> = Vec::new();
+        for &(start, end) in &self.spans {
+            match runs.last_mut() {
+                Some(last) if start <= last.1 + JOIN_GAP => last.1 = last.1.max(end),
+                _ if end > start => runs.push((start, end)),
+                _ => {}
+            }
+        }
+        runs
+    }
+}
+
+/// All views of a state, and the storages to which its objects refer.
+#[derive(Default)]
+pub(crate) struct Views {
+    pub(crate) all: Vec<View>,
+    /// Address of a tensor's object to its view. The state keeps all of them alive.
+    pub(crate) of: ByAddress<usize>,
+    /// Number of an object in the list of objects to its view.
+    of_object: ByAddress<usize>,
+    pub(crate) stores: Vec<Store>,
+    /// Identity of a storage to its place.
+    pub(crate) by_key: ByAddress<usize>,
+    /// The shape and the dtype that each spec of a `DTensor` says.
+    pub(crate) specs: Vec<(Vec<u64>, Dtype)>,
+    /// The storages in the order of their numbers in the pickle.
+    pub(crate) numbered: Vec<usize>,
+}
+
+impl Views {
+    /// Adds the view of a leaf, whose object is at `id`.
+    pub(crate) fn add(&mut self, id: usize, view: View) {
+        let number = self.all.len();
+        self.of.insert(id, number);
+        if let Some(global) = &view.global {
+            self.of.entry(global.local.as_ptr() as usize).or_insert(number);
+        }
+        self.of_object.insert(object(view.leaf), number);
+        self.all.push(view);
+    }
+
+    /// The shape of the whole tensor.
+    pub(crate) fn shape_of<'a>(&'a self, view: &'a View) -> &'a [u64] {
+        match &view.global {
+            Some(global) => self.specs.get(global.spec).map_or(&[], |(shape, _)| shape),
+            None => view.told.shape(),
+        }
+    }
+
+    /// The view of the leaf with this number.
+    pub(crate) fn leaf(&self, leaf: i64) -> Option<&View> {
+        self.all.get(*self.of_object.get(&object(leaf))?)
+    }
+
+    /// The storage with the identity `key`, and whether it had been met before.
+    pub(crate) fn store(&mut self, key: usize, make: impl FnOnce() -> Store) -> usize {
+        *self.by_key.entry(key).or_insert_with(|| {
+            self.stores.push(make());
+            self.stores.len() - 1
+        })
+    }
+
+    /// Notes that the pickle refers to these bytes of a storage; returns what the pickle calls it.
+    pub(crate) fn reach(&mut self, store: usize, span: (usize, usize)) -> usize {
+        let numbered = &mut self.numbered;
+        let store_ = &mut self.stores[store];
+        store_.spans.push(span);
+        *store_.number.get_or_insert_with(|| {
+            numbered.push(store);
+            numbered.len() - 1
+        })
+    }
+
+    /// Forgets to what the pickle refers, since it is written again.
+    pub(crate) fn restart(&mut self) {
+        for store in self.numbered.drain(..) {
+            self.stores[store].number = None;
+            self.stores[store].spans.clear();
+        }
+    }
+
+    /// The memory of all leaves, as [`crate::columns::Columns::overlapping`] takes it.
+    pub(crate) fn spans(&self) -> impl Iterator<Item = Span> {
+        self.all.iter().filter(|view| view.leaf < 0).map(|view| {
+            let address = self.stores[view.store].address;
+            (view.leaf, 0, address + view.start, address + view.end())
+        })
+    }
+
+    /// The leaves whose own elements may share memory.
+    pub(crate) fn self_overlapping(&self) -> Vec<i64> {
+        self.all.iter().filter(|view| view.leaf < 0 && view.may_overlap_itself()).map(|view| view.leaf).collect()
+    }
+
+    /// Of a `DTensor`'s local part, where it lies in the whole and in its storage, as a JSON object.
+    pub(crate) fn shard(&self, text: &mut String, view: &View, offsets: &[u64]) {
+        let _ = write!(text, "{{\"dtype\":\"torch.{}\",\"global_shape\":", torch_name(view.dtype));
+        numbers(text, self.shape_of(view));
+        text.push_str(",\"offsets\":");
+        numbers(text, offsets);
+        text.push_str(",\"shape\":");
+        numbers(text, view.told.shape());
+        text.push_str(",\"stride\":");
+        numbers(text, view.told.strides());
+        match self.stores[view.store].number {
+            Some(number) => {
+                let _ = write!(text, ",\"storage\":{number}");
+            }
+            None => text.push_str(",\"storage\":null"),
+        }
+        let _ = write!(text, ",\"storage_offset\":{}}}", view.offset());
+    }
+}
+
+/// The place in the list of objects of the leaf with this number, which is negative.
+fn object(leaf: i64) -> usize {
+    usize::try_from(-(leaf + 1)).unwrap_or(usize::MAX)
+}
+
+/// `values` as a JSON array.
+pub(crate) fn numbers(text: &mut String, values: &[u64]) {
+    text.push('[');
+    for (index, value) in values.iter().enumerate() {
+        // Writing to a string cannot fail.
+        let _ = write!(text, "{}{value}", if index > 0 { "," } else { "" });
+    }
+    text.push(']');
+}
+
+/// What torch calls a dtype, if it pickles storages with that dtype.
+pub(crate) fn typed(dtype: Dtype) -> Option<&'static str> {
+    Some(torch_name(dtype)).filter(|name| !name.is_empty())
+}
+
+/// What torch calls a dtype; nothing for those whose storages it pickles without a dtype.
+fn torch_name(dtype: Dtype) -> &'static str {
+    match dtype {
+        Dtype::Bool => "bool",
+        Dtype::U8 => "uint8",
+        Dtype::I8 => "int8",
+        Dtype::I16 => "int16",
+        Dtype::F16 => "float16",
+        Dtype::BF16 => "bfloat16",
+        Dtype::I32 => "int32",
+        Dtype::F32 => "float32",
+        Dtype::C64 => "complex64",
+        Dtype::F64 => "float64",
+        Dtype::I64 => "int64",
+        _ => "",
+    }
+}

@@ -1,0 +1,260 @@
+"""Checkpoints of torch's own writer, read by ``FileReader``: as torch reads them, but without running their code."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import io
+import logging
+import os
+import pickle
+import zipfile
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from job import Job
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+
+import tensorferry
+from tensorferry.dcp import FileReader, FileWriter
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Thing:
+    """A class that is not on the allow-list."""
+
+    value = 3
+
+
+class Evil:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def state(fill):
+    return {
+        "model": {"weight": torch.arange(12.0).reshape(3, 4) * fill, "odd": (torch.arange(20) * fill)[::2]},
+        "list": [torch.full((2,), fill), {"lr": 0.1 * fill}, (fill, None)],
+        "half": torch.full((5,), fill, dtype=torch.bfloat16),
+        "none": torch.zeros(0, 3),
+        "scalar": torch.tensor(fill),
+        "object": collections.OrderedDict(a=[fill, "x"]),
+    }
+
+
+def fails(call):
+    with pytest.raises(dcp.CheckpointException) as caught:
+        call()
+    return caught.value
+
+
+def test_a_folder_of_torchs_loads_as_torch_loads_it_and_the_log_says_so(tmp_path, caplog):
+    dcp.save(state(3), storage_writer=dcp.FileSystemWriter(tmp_path, thread_count=2))
+    expected, found = state(0), state(0)
+    dcp.load(expected, storage_reader=dcp.FileSystemReader(tmp_path))
+    places = [leaf.data_ptr() for leaf in torch.utils._pytree.tree_leaves(found) if isinstance(leaf, torch.Tensor)]
+    reader = FileReader(tmp_path)
+    with caplog.at_level(logging.INFO, "tensorferry"):
+        dcp.load(found, storage_reader=reader)
+    assert f"{tmp_path} holds a checkpoint of torch's own writer" in caplog.text
+    for one, other in zip(*map(torch.utils._pytree.tree_leaves, (expected, found)), strict=True):
+        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+    after = [leaf.data_ptr() for leaf in torch.utils._pytree.tree_leaves(found) if isinstance(leaf, torch.Tensor)]
+    assert places == after
+    stored = dcp.FileSystemReader(tmp_path).read_metadata().storage_data.items()
+    read = sum(info.length for key, info in stored if key.fqn != "none")
+    assert reader.report == {"bytes": read, "wanted": read}, "nothing is read for a tensor without elements"
+    # Everything by name, as a converter or an exporter reads it.
+    nested = _load_state_dict_from_keys(None, storage_reader=FileReader(tmp_path))
+    assert nested["list"][1] == {"lr": pytest.approx(0.3)}
+    assert torch.equal(nested["model"]["weight"], expected["model"]["weight"])
+
+
+def test_the_metadata_says_what_torchs_reader_says(tmp_path):
+    dcp.save(state(3), storage_writer=dcp.FileSystemWriter(tmp_path))
+    theirs, ours = dcp.FileSystemReader(tmp_path).read_metadata(), FileReader(tmp_path).read_metadata()
+    assert ours.state_dict_metadata.keys() == theirs.state_dict_metadata.keys()
+    assert ours.planner_data == theirs.planner_data
+    assert ours.storage_data.keys() == theirs.storage_data.keys()
+    for name, one in theirs.state_dict_metadata.items():
+        other = ours.state_dict_metadata[name]
+        assert type(one) is type(other)
+        if hasattr(one, "chunks"):
+            assert (one.size, one.chunks, one.properties.dtype) == (other.size, other.chunks, other.properties.dtype)
+
+
+def _alone(kept, folder):
+    del kept
+    rank = torch.distributed.get_rank()
+    writer = dcp.FileSystemWriter(folder)
+    dcp.save({"x": torch.full((4,), rank)}, storage_writer=writer, use_collectives=False)
+    torch.distributed.barrier()
+    found = {"x": torch.full((4,), -1)}
+    dcp.load(found, storage_reader=FileReader(folder))
+    return found["x"].tolist()
+
+
+def test_ranks_that_torch_saved_without_each_other(tmp_path):
+    import inspect
+
+    if "use_collectives" not in inspect.signature(dcp.save).parameters:
+        pytest.skip("this torch always coordinates")
+    with Job(2) as job:
+        assert job.run(_alone, tmp_path) == [[0] * 4, [1] * 4]
+
+
+def test_objects_are_read_by_the_allow_list(tmp_path):
+    dcp.save({"evil": Thing(), "fine": {"a": [1, 2.5]}}, checkpoint_id=tmp_path)
+    found = {"fine": {"a": [0, 0]}}
+    dcp.load(found, storage_reader=FileReader(tmp_path))
+    assert found == {"fine": {"a": [1, 2.5]}}
+    error = fails(lambda: dcp.load({"evil": None}, storage_reader=FileReader(tmp_path)))
+    assert "Thing for 'evil', which is not on the allow-list" in str(error)
+    for options in ({"safe_globals": iter([Thing])}, {"trust_pickle": True}):
+        found = {"evil": None}
+        dcp.load(found, storage_reader=FileReader(tmp_path, **options))
+        assert isinstance(found["evil"], Thing)
+
+
+@pytest.mark.parametrize("where", ["index", "path", "object", "tensor", "planner"])
+def test_a_hostile_folder_runs_nothing(where, tmp_path):
+    folder, ran = tmp_path / "ck", tmp_path / "ran"
+    dcp.save({"a": torch.ones(4), "b": [1]}, checkpoint_id=folder)
+    metadata = dcp.FileSystemReader(folder).read_metadata()
+    if where == "index":
+        metadata.storage_meta = Evil(ran)
+    elif where == "path":
+        metadata.storage_meta.checkpoint_id = Evil(ran)
+    elif where == "planner":
+        metadata.planner_data["a"] = Evil(ran)
+    else:
+        file = io.BytesIO()
+        torch.save(Evil(ran), file)
+        (folder / "evil").write_bytes(file.getvalue())
+        key = MetadataIndex("b") if where == "object" else MetadataIndex("a", [0])
+        metadata.storage_data[key].relative_path = "evil"
+        metadata.storage_data[key].offset, metadata.storage_data[key].length = 0, len(file.getvalue())
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    if where != "tensor":
+        with contextlib.suppress(dcp.CheckpointException):
+            dcp.load({"a": torch.zeros(4), "b": [0]}, storage_reader=dcp.FileSystemReader(folder))
+        assert ran.exists(), "torch's own reader runs it"
+        ran.rmdir()
+    error = fails(lambda: dcp.load({"a": torch.zeros(4), "b": [0]}, storage_reader=FileReader(folder)))
+    assert "UnsafePickle" in str(error) or "allow-list" in str(error)
+    assert not ran.exists()
+
+
+def damaged(folder, change):
+    dcp.save({"a": torch.ones(4, 4), "b": [1]}, checkpoint_id=folder)
+    metadata = dcp.FileSystemReader(folder).read_metadata()
+    change(folder, metadata)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(dcp.CheckpointException) as caught:
+        dcp.load({"a": torch.zeros(4, 4), "b": [0]}, storage_reader=FileReader(folder))
+    return str(caught.value)
+
+
+def test_damage_is_named(tmp_path):
+    def cut(folder, _):
+        path = folder / "__0_0.distcp"
+        path.write_bytes(path.read_bytes()[:-100])
+
+    def gone(folder, _):
+        (folder / "__0_0.distcp").unlink()
+
+    def outside(_, metadata):
+        for info in metadata.storage_data.values():
+            info.relative_path = "../secret"
+
+    def absolute(_, metadata):
+        for info in metadata.storage_data.values():
+            info.relative_path = "/etc/passwd"
+
+    def wrong_chunk(_, metadata):
+        metadata.state_dict_metadata["a"].chunks[0].sizes = torch.Size([4, 5])
+
+    def huge(_, metadata):
+        for info in metadata.storage_data.values():
+            info.length = 1 << 50
+
+    def extended(_, metadata):
+        for info in metadata.storage_data.values():
+            info.transform_descriptors = ["zstd"]
+
+    def other(_, metadata):
+        metadata.storage_data = {1: 2}
+
+    for change, words in {
+        cut: "is cut off",
+        gone: "there is no such file",
+        outside: "outside of its folder",
+        absolute: "outside of its folder",
+        wrong_chunk: "has a chunk of",
+        huge: "SystemRefused",
+        extended: "extensions of torch's writer",
+        other: "cannot be read",
+    }.items():
+        text = damaged(tmp_path / change.__name__, change)
+        assert words in text, (change, text)
+    (tmp_path / "empty").mkdir()
+    for content in (b"", b"\x80\x04.", pickle.dumps([1]), b"PK"):
+        (tmp_path / "empty/.metadata").write_bytes(content)
+        with pytest.raises((tensorferry.ProtocolError, tensorferry.UnsafePickle)):
+            FileReader(tmp_path / "empty").read_metadata()
+
+
+def test_a_record_that_is_shorter_than_its_pickle_says_is_not_read_beyond(tmp_path):
+    """torch 2.8 takes the length of a storage from the pickle."""
+
+    def lie(folder, metadata):
+        big, small = io.BytesIO(), io.BytesIO()
+        torch.save(torch.ones(4, 4), big)
+        with zipfile.ZipFile(big) as read, zipfile.ZipFile(small, "w") as written:
+            for name in read.namelist():
+                written.writestr(name, read.read(name)[:8] if name.endswith("data/0") else read.read(name))
+        (folder / "lie").write_bytes(small.getvalue())
+        info = metadata.storage_data[MetadataIndex("a", [0, 0])]
+        info.relative_path, info.offset, info.length = "lie", 0, len(small.getvalue())
+
+    assert "the record of a storage of 64 bytes has 8 bytes" in damaged(tmp_path, lie)
+
+
+def _differ(kept, one, other):
+    del kept
+    folder = (one, other)[torch.distributed.get_rank()]
+    with pytest.raises(dcp.CheckpointException, match="a save has replaced the checkpoint"):
+        dcp.load({"a": torch.zeros(4)}, storage_reader=FileReader(folder))
+
+
+def test_ranks_that_read_different_indexes_load_nothing(tmp_path):
+    for name in "xy":
+        dcp.save({"a": torch.ones(4)}, storage_writer=dcp.FileSystemWriter(tmp_path / name), no_dist=True)
+    with Job(2) as job:
+        job.run(_differ, tmp_path / "x", tmp_path / "y")
+
+
+def test_from_torchs_format_to_ours_in_the_same_folder(tmp_path):
+    dcp.save({"a": torch.full((4,), 1.0)}, checkpoint_id=tmp_path)
+    found = {"a": torch.zeros(4)}
+    dcp.load(found, storage_reader=FileReader(tmp_path))
+    found["a"] += 1
+    dcp.save(found, storage_writer=FileWriter(tmp_path))
+    found = {"a": torch.zeros(4)}
+    dcp.load(found, storage_reader=FileReader(tmp_path))
+    assert found["a"].tolist() == [2] * 4
+    assert not list(tmp_path.glob("*.distcp"))
+
+
+def test_errors_are_typed(tmp_path):
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "ran")))
+    with pytest.raises(tensorferry.UnsafePickle, match=r"mkdir"):
+        FileReader(tmp_path).read_metadata()

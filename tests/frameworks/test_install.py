@@ -1,0 +1,117 @@
+"""``tensorferry.install``: what it replaces, in which processes, and that it can be undone."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import sys
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import _storage_utils, filesystem, format_utils
+
+import tensorferry
+from tensorferry.dcp import FileReader, FileWriter, marker
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+try:
+    import torchft
+    import torchft.manager
+except ImportError:
+    torchft = None
+
+
+def names(folder):
+    return {path.name.partition("-")[0] for path in folder.iterdir()}
+
+
+OURS = {".metadata", "index.safetensors", "rank00000"}
+
+
+def test_names_of_torch_make_our_classes_until_it_is_undone(tmp_path, caplog):
+    before = {name: vars(dcp)[name] for name in ("FileSystemWriter", "FileSystemReader")}
+    with caplog.at_level(logging.INFO, "tensorferry"), tensorferry.install():
+        assert "torch.distributed.checkpoint.FileSystemWriter is replaced" in caplog.text
+        assert isinstance(dcp.FileSystemWriter(tmp_path, single_file_per_rank=True, thread_count=4), FileWriter)
+        assert isinstance(dcp.FileSystemReader(tmp_path), FileReader)
+        dcp.save({"a": torch.ones(3)}, checkpoint_id=tmp_path / "one", no_dist=True)
+        assert names(tmp_path / "one") == OURS
+        found = {"a": torch.zeros(3)}
+        dcp.load(found, checkpoint_id=tmp_path / "one", no_dist=True)
+        assert found["a"].tolist() == [1, 1, 1]
+        # The tools of torch that name its reader.
+        format_utils.dcp_to_torch_save(tmp_path / "one", tmp_path / "merged.pt")
+        assert torch.load(tmp_path / "merged.pt")["a"].tolist() == [1, 1, 1]
+    assert {name: vars(dcp)[name] for name in before} == before
+    assert _storage_utils.FileSystemReader is filesystem.FileSystemReader
+    assert "undone" in caplog.text
+    dcp.save({"a": torch.ones(3)}, checkpoint_id=tmp_path / "two", no_dist=True)
+    assert not marker.is_marker(tmp_path / "two/.metadata")
+
+
+def test_derived_classes_stay_torchs_and_objects_of_both_count_as_torchs(tmp_path):
+    with tensorferry.install():
+
+        class Mine(dcp.FileSystemReader):
+            pass
+
+        assert Mine.__mro__[1] is filesystem.FileSystemReader
+        for one in (FileReader(tmp_path), filesystem.FileSystemReader(tmp_path), Mine(tmp_path)):
+            assert isinstance(one, dcp.FileSystemReader)
+        assert not isinstance(FileReader(tmp_path), dcp.FileSystemWriter)
+
+
+def test_what_only_torchs_writer_can_do_is_left_to_it(tmp_path, caplog):
+    with tensorferry.install():
+        theirs = dcp.FileSystemWriter(tmp_path, serialization_format=filesystem.SerializationFormat.SAFETENSORS)
+        assert type(theirs) is filesystem.FileSystemWriter
+        assert "no other format" in caplog.text
+        with pytest.raises(TypeError):
+            dcp.FileSystemWriter(tmp_path, no_such_option=1)
+
+
+def test_an_installation_in_another_one_changes_nothing(tmp_path):
+    with tensorferry.install():
+        with tensorferry.install(files=False):
+            assert isinstance(dcp.FileSystemReader(tmp_path), FileReader)
+        assert isinstance(dcp.FileSystemReader(tmp_path), FileReader)
+    assert isinstance(dcp.FileSystemReader(tmp_path), filesystem.FileSystemReader)
+
+
+def test_arguments_are_checked():
+    with pytest.raises(tensorferry.InvalidArgument, match="safe_globals"):
+        tensorferry.install(safe_globals=[1])
+    with pytest.raises(tensorferry.InvalidArgument, match="files"):
+        tensorferry.install(files=1)
+    assert dcp.FileSystemReader is filesystem.FileSystemReader
+
+
+@pytest.mark.skipif(torchft is None, reason="torchft is not installed")
+def test_torchfts_manager_builds_our_transport():
+    theirs = torchft.manager.HTTPTransport
+    with tensorferry.install(files=False):
+        assert torchft.manager.HTTPTransport is tensorferry.HTTPTransport
+        assert dcp.FileSystemReader is filesystem.FileSystemReader
+    assert torchft.manager.HTTPTransport is theirs
+
+
+def _in_child(folder):
+    dcp.save({"a": torch.ones(3)}, checkpoint_id=folder, no_dist=True)
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_spawned_children_have_it_too(method, tmp_path):
+    context = multiprocessing.get_context(method)
+    for folder, installed in ((tmp_path / "ours", True), (tmp_path / "theirs", False)):
+        child = context.Process(target=_in_child, args=(folder,))
+        if installed:
+            with tensorferry.install():
+                child.start()
+        else:
+            child.start()
+        child.join(100)
+        assert child.exitcode == 0
+        assert (names(folder) == OURS) is installed
+    assert sys.modules["torch.distributed.checkpoint"].FileSystemWriter is filesystem.FileSystemWriter

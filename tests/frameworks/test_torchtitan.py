@@ -1,0 +1,124 @@
+"""torchtitan's real checkpoint manager, with the override that is named on its command line."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from tensorferry.dcp import PeerWriter, marker
+
+pytestmark = [
+    pytest.mark.timeout(180),
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.usefixtures("alone"),
+]
+
+try:
+    from torchtitan.components.checkpointer.dcp import CheckpointManager
+    from torchtitan.config import Configurable
+    from torchtitan.config.override import OverrideConfig, apply_overrides
+except ImportError as e:
+    pytest.skip(f"torchtitan 0.3.0 is not installed ({e})", allow_module_level=True)
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class Root(Configurable.Config):
+    """What torchtitan's configuration is to an override: a tree with a checkpoint manager in it."""
+
+    checkpoint: CheckpointManager.Config
+
+
+class Part:
+    """A part of the state that is none of torch's."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def state_dict(self):
+        return {"value": self.value, "bytes": b"x" * self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"]
+
+
+@pytest.fixture
+def alone(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def manager(folder, value, override=True, **options):
+    root = Root(checkpoint=CheckpointManager.Config(enable=True, interval=1, folder=str(folder), **options))
+    if override:
+        lines = apply_overrides(OverrideConfig(imports=[("tensorferry.torchtitan.files", {"threads": 1})]), root)
+        assert any("tensorferry" in line for line in lines)
+    model = torch.nn.Linear(8, 8)
+    torch.nn.init.constant_(model.weight, float(value))
+    return root.checkpoint.build(
+        dataloader=Part(value),
+        model_parts=[model],
+        optimizers=Part(value),
+        lr_schedulers=Part(value),
+        states={"train_state": Part(value)},
+        sd_adapter=None,
+    )
+
+
+def value_of(one):
+    assert one.states["train_state"].value == one.states["optimizer"].value
+    (weight,) = one.states["model"].model[0].weight.unique().tolist()
+    assert weight == one.states["train_state"].value
+    return weight
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_job_that_ended_goes_on_from_its_last_step(mode, tmp_path):
+    one = manager(tmp_path / "ck", 3, async_mode=mode)
+    assert not one.load(), "a fresh start"
+    for step in (1, 2):
+        one.save(step)
+        one.maybe_wait_for_saving()
+    one.close()
+    assert marker.is_marker(tmp_path / "ck/step-2/.metadata")
+    two = manager(tmp_path / "ck", 0)
+    assert two.load()
+    assert value_of(two) == 3
+    # The older step, when a save of the last one was killed before its index.
+    (tmp_path / "ck/step-2/.metadata").unlink()
+    (tmp_path / "ck/step-2/index.safetensors").unlink()
+    three = manager(tmp_path / "ck", 0)
+    assert three._find_load_step() == 1
+    assert three.load()
+
+
+def test_steps_that_torch_has_saved_load_with_the_override(tmp_path):
+    one = manager(tmp_path / "ck", 5, override=False)
+    one.save(1)
+    assert (tmp_path / "ck/step-1/__0_0.distcp").exists()
+    two = manager(tmp_path / "ck", 0)
+    assert two.load()
+    assert value_of(two) == 5
+
+
+def test_without_the_override_a_step_of_ours_is_an_error_and_not_a_fresh_start(tmp_path):
+    manager(tmp_path / "ck", 5).save(1)
+    with pytest.raises(dcp.CheckpointException, match=r"load it with tensorferry\.dcp\.FileReader"):
+        manager(tmp_path / "ck", 0, override=False).load()
+
+
+def test_an_unmodified_job_begins_with_the_state_of_a_running_one(tmp_path):
+    model = torch.nn.Linear(8, 8)
+    torch.nn.init.constant_(model.weight, 7.0)
+    writer = PeerWriter(interface="127.0.0.1")
+    try:
+        dcp.save(model.state_dict(), storage_writer=writer, no_dist=True)
+        one = manager(tmp_path / "ck", 0, override=False, initial_load_path=writer.folder())
+        assert one.load()
+        assert one.states["model"].model[0].weight.unique().tolist() == [7]
+    finally:
+        writer.shutdown()

@@ -1,0 +1,203 @@
+"""Whatever is wrong, on whichever rank: Megatron's own exception on every rank, with a text that says what to do."""
+
+from __future__ import annotations
+
+import json
+import re
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+from placed import Placement, sharded_state
+
+HALF = (1, 1, 2)
+
+
+def outcome(call):
+    """What a call raises, as text; or that it raises nothing."""
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+
+    try:
+        call()
+    except CheckpointingException as e:
+        return str(e)
+    except BaseException:
+        return f"another exception: {traceback.format_exc()}"
+    return "nothing was raised"
+
+
+def tensor(key, rank, world, **options):
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    return ShardedTensor.from_rank_offsets(key, torch.full((4, 3), float(rank)), (0, rank, world), **options)
+
+
+def save_wrong(kept, folder, wrong, asynchronous):
+    from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
+
+    import tensorferry.megatron as ours
+
+    del kept
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    state = {"w": tensor("w", rank, world), "o": ShardedObject("o", rank, (world,), (rank,))}
+
+    def refuse(*_):
+        raise RuntimeError("no factory today")
+
+    if wrong == "missing" and rank == 1:
+        state["w"].replica_id = 1
+    elif wrong == "twice" and rank == 1:
+        state["w"] = tensor("w", 0, world)
+    elif wrong == "no data" and rank == 1:
+        state["w"].data = None
+    elif wrong == "dtype" and rank == 1:
+        state["w"].data, state["w"].dtype = state["w"].data.half(), torch.float16
+    elif wrong == "shape" and rank == 1:
+        state["w"].data = torch.zeros(2, 2)
+    elif wrong == "object twice" and rank == 1:
+        state["o"] = ShardedObject("o", rank, (world,), (0,))
+    elif wrong == "object" and rank == 1:
+        state["o"].data = lambda: None
+    elif wrong == "factory" and rank == 1:
+        state["f"] = ShardedTensorFactory("f", torch.zeros(2), refuse, refuse)
+    elif wrong == "folder":
+        folder += "/nowhere"
+    return outcome(lambda: _save(ours, state, folder, asynchronous))
+
+
+def _save(ours, state, folder, asynchronous):
+    request = ours.save(state, folder, async_sharded_save=asynchronous)
+    if asynchronous:
+        request.execute_sync()
+
+
+SAVES = {
+    "missing": "Invalid access pattern for w: .* 12 of the 24 elements .* a shard is missing",
+    "twice": r"Invalid access pattern for w: .* the shard \[0:4, 0:3\] more than once: .* another replica_id",
+    "no data": r"w: the main replica of a shard has no data to save \(at w\)",
+    "dtype": r"w: the ranks do not agree on it: it is torch.float16 \[8, 3\] on rank 1",
+    "shape": r"w: its data has shape \[2, 2\], but its local_shape is \[4, 3\]",
+    "object twice": "Duplicate ShardedObject keys: o/shard_0_2",
+    "object": "rank 1",
+    "factory": r"RuntimeError: no factory today \(rank 1\)",
+    "folder": "Checkpoint directory .*/nowhere does not exist: create it first",
+}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_a_state_that_cannot_be_saved_is_refused_on_every_rank(host, tmp_path, asynchronous):
+    for wrong, text in SAVES.items():
+        told = host.job(2).run(save_wrong, str(tmp_path), wrong, asynchronous)
+        assert len(set(told)) == 1, told
+        assert re.search(text, told[0]), told[0]
+    assert not (tmp_path / "metadata.json").exists()
+
+
+def save(kept, folder):
+    import tensorferry.megatron as ours
+
+    kept["place"] = Placement(*HALF)
+    ours.save(sharded_state(kept["place"], value=3), folder)
+
+
+def load_wrong(kept, folder, wrong, through_megatron):
+    import megatron.core.dist_checkpointing as stock
+
+    import tensorferry.megatron as ours
+
+    rank = torch.distributed.get_rank()
+    state = sharded_state(kept["place"], empty=True)
+    if wrong == "shape" and rank == 1:
+        state["scalar"] = tensor("scalar", 0, 1, replica_id=1)
+    elif wrong == "global shape":
+        state["padded"].allow_shape_mismatch = False
+        state["padded"].global_shape = (21, 3)
+    elif wrong == "unknown key" and rank == 1:
+        state["new"] = tensor("new", 0, 1)
+    elif wrong == "object" and rank == 1:
+        state["scalar"].key = "layers.extra/shard_0_4"
+    elif wrong == "flattened" and rank == 1:
+        state["scalar"].flattened_range = slice(0, 1)
+    if through_megatron:
+        return outcome(lambda: stock.load(state, folder, ours.load_strategy(), validate_access_integrity=False))
+    return outcome(lambda: ours.load(state, folder, validate_access_integrity=False))
+
+
+LOADS = {
+    "shape": r"expected \(\[4, 3\]\) tensor for key scalar: .* \(rank 1\)",
+    "global shape": r"Global shape mismatch for loaded \(\[20, 3\]\) and expected \(\[21, 3\]\) tensor for key "
+    "vocabulary: .*allow_shape_mismatch=True",
+    "unknown key": r"Unexpected keys \(not found in the checkpoint\): \['new'\].* Pass strict= .*\(rank 1\)",
+    "object": r"layers.extra/shard_0_4: the checkpoint has an object of this key, and not a tensor \(rank 1\)",
+    "flattened": r"scalar: flattened_range is not supported.* \(rank 1\)",
+}
+
+
+def break_folder(folder: Path, how):
+    """Damages a checkpoint; what loads must say of it."""
+    rank = sorted(folder.glob("rank00001-*.safetensors"))[0]
+    about = json.loads((folder / "metadata.json").read_text())
+    if how == "no metadata.json":
+        (folder / "metadata.json").unlink()
+        return "is not a distributed checkpoint"
+    if how == "another backend":
+        (folder / "metadata.json").write_text(json.dumps(about | {"sharded_backend": "zarr"}))
+        return "backend 'zarr', and this strategy reads 'tensorferry'"
+    if how == "newer":
+        (folder / "metadata.json").write_text(json.dumps(about | {"sharded_backend_version": 99}))
+        return "version 99 of the format 'tensorferry', .*: update tensorferry"
+    if how == "no index":
+        (folder / "index.safetensors").unlink()
+        return "incomplete"
+    if how == "no file":
+        rank.unlink()
+        return f"its index names {rank.name}, and there is no such file. Load another checkpoint"
+    if how == "damaged":
+        data = bytearray(rank.read_bytes())
+        data[-600] ^= 1
+        rank.write_bytes(data)
+        return f"{rank.name}.*does not match"
+    assert how == "another common.pt"
+    torch.save({"iteration": 9}, folder / "common.pt")
+    return r"common.pt is not that of the checkpoint: .*restore_common\(folder\)"
+
+
+FOLDERS = ("no metadata.json", "another backend", "newer", "no index", "no file", "damaged", "another common.pt")
+
+
+def test_a_load_that_cannot_be_is_refused_on_every_rank(host, tmp_path):
+    host.job(2).run(save, str(tmp_path))
+    for through_megatron in (False, True):
+        for wrong, text in LOADS.items():
+            told = host.job(2).run(load_wrong, str(tmp_path), wrong, through_megatron)
+            for one in told:
+                assert re.search(text, one), (wrong, one)
+
+
+def test_a_folder_that_is_not_whole_is_refused_on_every_rank(host, tmp_path):
+    for number, how in enumerate(FOLDERS):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        host.job(2).run(save, str(folder))
+        text = break_folder(folder, how)
+        for through_megatron in (False, True):
+            if through_megatron and how in ("no metadata.json", "another backend", "newer"):
+                text = "is not a distributed checkpoint|backend|version"
+            for one in host.job(2).run(load_wrong, str(folder), None, through_megatron):
+                assert re.search(text, one), (how, one)
+
+
+def restore(kept, folder):
+    import tensorferry.megatron as ours
+
+    if torch.distributed.get_rank() == 0:
+        ours.restore_common(folder)
+    torch.distributed.barrier()
+    return ours.load(sharded_state(kept["place"], empty=True), folder)["iteration"]
+
+
+def test_a_common_part_of_another_save_can_be_mended(host, tmp_path):
+    host.job(2).run(save, str(tmp_path))
+    break_folder(tmp_path, "another common.pt")
+    assert host.job(2).run(restore, str(tmp_path)) == [103, 103]

@@ -1,0 +1,97 @@
+"""Every interface of the founding release has its place, whichever of them the installed one still has."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+
+
+def look(kept):
+    from importlib.util import find_spec
+
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+    from test_errors import outcome
+
+    import tensorferry.megatron as ours
+    from tensorferry.megatron import interfaces
+
+    del kept
+    base = "megatron.core.dist_checkpointing.strategies.base"
+    own = find_spec(base) is None
+    names = (
+        "StrategyAction", "LoadStrategyBase", "SaveStrategyBase", "LoadCommonStrategy", "SaveCommonStrategy",
+        "LoadShardedStrategy", "SaveShardedStrategy", "AsyncSaveShardedStrategy", "get_default_strategy",
+        "register_default_strategy",
+    )  # fmt: skip
+    home = "tensorferry.megatron.interfaces" if own else base
+    elsewhere = [name for name in names if getattr(interfaces, name).__module__ != home]
+    action = interfaces.StrategyAction
+    save, load = ours.save_strategy(), ours.load_strategy()
+    with tempfile.TemporaryDirectory() as folder:
+        interfaces.get_default_strategy(action.SAVE_COMMON, "tensorferry", 1).save_common({"a": 1}, folder)
+        common = interfaces.get_default_strategy(action.LOAD_COMMON, "tensorferry", 1)
+        found = (common.load_common(folder), common.load(folder))
+        torch.save(os.system, Path(folder) / "common.pt")
+        refused = outcome(lambda: common.load(folder))
+    return {
+        "common": found,
+        "unsafe": refused,
+        "elsewhere": elsewhere,
+        "actions": [one.value for one in action],
+        "registered": [
+            isinstance(interfaces.get_default_strategy(action.SAVE_SHARDED, "tensorferry", 1), ours.SaveStrategy),
+            isinstance(interfaces.get_default_strategy(action.LOAD_SHARDED, "tensorferry", 1), ours.LoadStrategy),
+        ],
+        "unknown": outcome(lambda: interfaces.get_default_strategy(action.LOAD_SHARDED, "nobody's", 1)),
+        "kinds": [
+            isinstance(save, TorchDistSaveShardedStrategy),
+            isinstance(save, interfaces.AsyncSaveShardedStrategy),
+            isinstance(save, interfaces.SaveStrategyBase),
+            isinstance(load, interfaces.LoadShardedStrategy),
+            isinstance(load, interfaces.LoadStrategyBase),
+            issubclass(ours.TwoStageDataParallelLoadShardedStrategy, interfaces.LoadShardedStrategy),
+            save.can_handle_sharded_objects,
+            load.can_handle_sharded_objects,
+            (save.backend, save.version) == ("tensorferry", 1),
+        ],
+        "checks": [
+            outcome(lambda: load.check_backend_compatibility("tensorferry")),
+            outcome(lambda: load.check_version_compatibility(1)),
+        ],
+        "refused": [
+            outcome(lambda: load.check_backend_compatibility("zarr")),
+            outcome(lambda: load.check_version_compatibility(2)),
+            outcome(lambda: load.check_version_compatibility("1")),
+            outcome(lambda: ours.save({}, ".", object())),
+            outcome(lambda: ours.save({}, ".", async_sharded_save=True, async_strategy="sync"))
+            if own
+            else "strategies: nvrx, mcore",
+        ],
+    }
+
+
+def test_every_interface_is_there_by_its_name(host):
+    (found,) = host.job(1).run(look)
+    assert found["elsewhere"] == []
+    assert found["common"] == ({"a": 1}, {"a": 1})
+    assert "which is not on the allow-list" in found["unsafe"]
+    assert found["actions"] == ["load_common", "load_sharded", "save_common", "save_sharded"]
+    assert found["registered"] == [True, True]
+    assert found["unknown"].startswith("Cannot find a default strategy for: ('load_sharded', \"nobody's\", 1)")
+    assert found["kinds"] == [True] * 9
+    assert found["checks"] == ["nothing was raised"] * 2
+    for text, wanted in zip(
+        found["refused"],
+        (
+            "of backend 'zarr'",
+            "version 2 of the format",
+            "version '1'",
+            "pass what save_strategy() returns",
+            "strategies: nvrx, mcore",
+        ),
+        strict=True,
+    ):
+        assert wanted in text

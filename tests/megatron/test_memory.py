@@ -1,0 +1,63 @@
+"""A load takes no memory beside its targets, and one window for what cannot be read in place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+MIB = 1 << 20
+
+
+def resident(field):
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) << 10
+    raise AssertionError(field)
+
+
+def large(rank, world, halved, make):
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    state = {}
+    for number in range(6):
+        if halved:
+            shard = ShardedTensor.from_rank_offsets(f"w{number}", make(4096 // world), (0, rank, world))
+        else:
+            shard = ShardedTensor.from_rank_offsets(f"w{number}", make(4096), replica_id=rank)
+        state[f"w{number}"] = shard
+    return state
+
+
+def save(kept, folder):
+    import tensorferry.megatron as ours
+
+    del kept
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    ours.save(large(rank, world, True, lambda rows: torch.full((rows, 1024), 2.0)), folder)
+
+
+def load(kept, folder, how):
+    import tensorferry.megatron as ours
+
+    del kept
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    strategy = ours.load_strategy()
+    if how == "two-stage":
+        strategy = ours.TwoStageDataParallelLoadShardedStrategy(torch.distributed.group.WORLD, interface="127.0.0.1")
+    # A first load, of nothing, so that threads and modules are there.
+    ours.load({}, folder, strategy)
+    state = large(rank, world, False, lambda rows: torch.full((rows, 1024), 1.0))
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident("VmRSS")
+    found = ours.load(state, folder, strategy)
+    return resident("VmHWM") - before, all(bool((tensor == 2).all()) for tensor in found.values())
+
+
+def test_a_load_takes_no_memory_beside_its_targets(host, tmp_path):
+    host.job(2).run(save, str(tmp_path))
+    for how in ("plain", "two-stage"):
+        for more, right in host.job(2).run(load, str(tmp_path), how):
+            assert right
+            # Of 96 MiB that are loaded. Each connection and each thread has buffers of its own.
+            assert more < 40 * MIB, how

@@ -1,0 +1,289 @@
+"""Saves in the background, saves that are killed, and what else a checkpoint can be asked."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import os
+import random
+import re
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from placed import RELEASES, Placement, digest, expected, sharded_state
+
+PLACE = (1, 1, 2)
+
+
+def save_async(kept, folder):
+    import megatron.core.dist_checkpointing as stock
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
+    import tensorferry.megatron as ours
+
+    del kept
+    place = Placement(*PLACE)
+    state = sharded_state(place, value=7)
+    keep = state["scalar"].data
+    at = keep.data_ptr()
+    # Releases since 0.19 have two, and the other one needs another package.
+    options = {"async_strategy": "mcore"} if "async_strategy" in inspect.signature(stock.save).parameters else {}
+    request = stock.save(state, folder, ours.save_strategy(), async_sharded_save=True, **options)
+    queue = AsyncCallsQueue()
+    queue.schedule_async_request(request)
+    # From here on the trainer goes on.
+    keep.fill_(99)
+    while not queue.maybe_finalize_async_calls(blocking=False):
+        time.sleep(0.01)
+    queue.close()
+    assert keep.data_ptr() == at
+    return digest(ours.load(sharded_state(place, empty=True), folder)), expected(place, value=7)
+
+
+def test_a_save_in_a_forked_process_holds_the_state_as_it_was(host, tmp_path):
+    for found, wanted in host.job(2).run(save_async, str(tmp_path)):
+        assert found == wanted
+
+
+def send(kept, folder):
+    import tensorferry.megatron as ours
+
+    del kept
+    place = Placement(1, 1, 1)
+    state = sharded_state(place, value=7)
+    keep = state["scalar"].data
+    at = keep.data_ptr()
+    request = ours.save(state, folder, async_sharded_save=True)
+    # What Megatron's persistent worker does, whose process needs a GPU: the request is pickled without its last
+    # functions, and the worker calls the rest.
+    spawning = torch.multiprocessing.get_context("spawn")
+    orders, answers = spawning.SimpleQueue(), spawning.SimpleQueue()
+    worker = spawning.Process(target=work, args=(orders, answers))
+    worker.start()
+    orders.put(request._replace(finalize_fns=[]))
+    assert answers.get() == "preloaded"
+    keep.fill_(99)
+    assert answers.get() == "written"
+    worker.join()
+    for function in request.finalize_fns:
+        function()
+    assert keep.data_ptr() == at
+    return digest(ours.load(sharded_state(place, empty=True), folder)), expected(place, value=7)
+
+
+def work(orders, answers):
+    request = orders.get()
+    arguments = list(request.async_fn_args)
+    arguments[1] = request.preload_fn()
+    answers.put("preloaded")
+    request.async_fn(*arguments)
+    answers.put("written")
+
+
+@pytest.mark.slow
+def test_a_save_in_a_spawned_process_holds_the_state_as_it_was(host, tmp_path):
+    if host.release != RELEASES[-1] and not os.environ.get("TENSORFERRY_MEGATRON_RANKS"):
+        pytest.skip("the process imports Megatron once more, which takes 13 s of CPU: of one release only")
+    for found, wanted in host.job(1).run(send, str(tmp_path)):
+        assert found == wanted
+
+
+def fail_async(kept, folder, how):
+    from test_errors import outcome
+
+    import tensorferry.megatron as ours
+
+    del kept
+    request = ours.save(sharded_state(Placement(*PLACE)), folder, async_sharded_save=True)
+    job, *rest = request.async_fn_args
+    rest[0] = request.preload_fn()
+    if torch.distributed.get_rank() == 1 and how == "fails":
+        # As if the folder were gone.
+        file = dataclasses.replace(job.file, path=Path(folder) / "gone" / "file")
+        job = dataclasses.replace(job, file=file)
+    if torch.distributed.get_rank() == 0 or how == "fails":
+        request.async_fn(job, *rest)
+
+    def finish():
+        for function in request.finalize_fns:
+            function()
+
+    return outcome(finish)
+
+
+def test_a_background_write_that_fails_is_an_error_on_every_rank(host, tmp_path):
+    for text in host.job(2).run(fail_async, str(tmp_path), "never ran"):
+        assert re.search(r"has ended without writing it: .* Save again \(rank 1\)", text)
+    for text in host.job(2).run(fail_async, str(tmp_path), "fails"):
+        assert re.search(r"SystemRefused: .*gone.*\(rank 1\)", text)
+    assert not (tmp_path / "metadata.json").exists()
+
+
+def save(kept, folder, value):
+    import tensorferry.megatron as ours
+
+    kept["place"] = Placement(*PLACE)
+    ours.save(sharded_state(kept["place"], value=value), folder)
+
+
+def save_for_ever(kept, folder):
+    import tensorferry.megatron as ours
+
+    place = kept["place"]
+    value = 100
+    while True:
+        value += 1
+        ours.save(sharded_state(place, value=value), folder)
+
+
+def load(kept, folder):
+    import tensorferry.megatron as ours
+
+    del kept
+    place = Placement(*PLACE)
+    found = ours.load(sharded_state(place, empty=True), folder)
+    return digest(found), expected(place, value=found["iteration"] - 100)
+
+
+def test_a_save_that_is_killed_leaves_the_checkpoint_before(host, tmp_path, pytestconfig):
+    folder = tmp_path / "ck"
+    folder.mkdir()
+    random.seed(1)
+    for _ in range(max(1, pytestconfig.getoption("--kills") // 5)):
+        host.job(2).run(save, str(folder), 1)
+        host.job(2).start(save_for_ever, str(folder))
+        time.sleep(0.05 + random.random() * 0.2)
+        host.job(2).kill()
+        host.job(2).run(mend, str(folder))
+        for found, wanted in host.job(2).run(load, str(folder)):
+            assert found == wanted
+
+
+def mend(kept, folder):
+    """The only thing that a kill may leave: a common.pt that is one save ahead of the index."""
+    import tensorferry.megatron as ours
+
+    del kept
+    if torch.distributed.get_rank() == 0:
+        ours.restore_common(folder)
+    torch.distributed.barrier()
+
+
+def ask(kept, folder):
+    import megatron.core.dist_checkpointing as stock
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    import tensorferry.megatron as ours
+    from tensorferry.megatron import interfaces
+
+    del kept
+    place = Placement(*PLACE)
+    content = {"format": "ours", "dp_cp_group": object()}
+    ours.save(sharded_state(place), folder, content_metadata=content)
+    found = {}
+    rank = torch.distributed.get_rank()
+
+    def state(asks="all"):
+        made = sharded_state(place, empty=True)
+        if asks == "less":
+            made.pop("padded")
+        elif asks == "more" and rank == 1:
+            made["new"] = ShardedTensor.from_rank_offsets("new", torch.zeros(2))
+        return made
+
+    for name, module in (("ours", ours), ("stock", stock)):
+        for mode in ("log_all", "raise_all", "ignore_all", "return_all", "return_unexpected", "assume_ok_unexpected"):
+            result = module.load(state(), folder, ours.load_strategy(), strict=mode)
+            found[name, mode, "all"] = [sorted(part) for part in result[1:]] if isinstance(result, tuple) else "state"
+            if mode not in ("raise_all", "assume_ok_unexpected"):
+                result = module.load(
+                    state("more"), folder, ours.load_strategy(), strict=mode, validate_access_integrity=False
+                )
+                found[name, mode, "more"] = (
+                    [sorted(part) for part in result[1:]] if isinstance(result, tuple) else "state"
+                )
+        result = module.load(state("less"), folder, ours.load_strategy(), strict="return_all")
+        found[name, "return_all", "less"] = [sorted(part) for part in result[1:]]
+    found["plain"] = {key: tuple(value.shape) for key, value in ours.load_plain_tensors(folder).items()}
+    found["objects"] = sorted(set(ours.load_sharded_metadata(folder)) - set(ours.load_tensors_metadata(folder)))
+    found["content"] = ours.load_content_metadata(folder)
+    found["common"] = ours.load_common_state_dict(folder)["args"]
+    if interfaces.register_default_strategy.__module__.startswith("megatron"):
+        loaded = stock.load(state(), folder)
+        found["registry"] = [loaded.pop("content_metadata"), digest(loaded) == expected(place)]
+        # Megatron's gives the common state as well.
+        assert stock.load_plain_tensors(folder).keys() >= found["plain"].keys()
+    torch.distributed.barrier()
+    if rank == 0:
+        ours.remove_sharded_tensors(folder, "layers.")
+    torch.distributed.barrier()
+    found["left"] = sorted(ours.load_sharded_metadata(folder))
+    return found
+
+
+def test_a_checkpoint_answers_as_megatrons_do(host, tmp_path):
+    for rank, found in enumerate(host.job(2).run(ask, str(tmp_path))):
+        for name in ("ours", "stock"):
+            for mode in ("log_all", "raise_all", "ignore_all", "assume_ok_unexpected"):
+                assert found[name, mode, "all"] == "state"
+            assert found[name, "return_all", "all"] == [[], []]
+            assert found[name, "return_all", "less"] == [["vocabulary"], []]
+            # Megatron's tells only the rank that has asked.
+            unexpected = ["new"] if name == "ours" or rank == 1 else []
+            assert found[name, "return_all", "more"] == [[], unexpected]
+        assert found["plain"]["layers.column"] == (4, 48, 24)
+        assert found["plain"]["scalar"] == ()
+        assert found["objects"] == [f"layers.extra/shard_{i}_4" for i in range(4)]
+        assert found["content"] == {"format": "ours"}
+        assert found["common"] == {"lr": 0.1, "names": ["a", "b"]}
+        assert found.get("registry", [{"format": "ours"}, True]) == [{"format": "ours"}, True]
+        assert found["left"] == ["gated", "optimizer.flat", "scalar", "vocabulary"]
+
+
+def refuse(kept, folder):
+    from test_errors import outcome
+
+    import tensorferry.megatron as ours
+
+    place = kept["place"]
+    state = sharded_state(place, empty=True)
+    state.pop("padded")
+    if torch.distributed.get_rank() == 1:
+        state["new"] = state.pop("scalar")
+        state["new"].key = "new"
+    return outcome(lambda: ours.load(state, folder, strict="raise_all", validate_access_integrity=False))
+
+
+def test_a_mismatch_on_one_rank_is_raised_on_all(host, tmp_path):
+    host.job(2).run(save, str(tmp_path), 0)
+    for text in host.job(2).run(refuse, str(tmp_path)):
+        assert re.search(r"Unexpected keys \(not found in the checkpoint\): \['new'\]; Missing keys .* \['voc", text)
+
+
+def resize(kept, folder):
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    import tensorferry.megatron as ours
+
+    rank = torch.distributed.get_rank()
+    larger = torch.full((24, 3), 7.0)
+    smaller = torch.full((18, 3), 7.0, dtype=torch.float64)
+    state = {
+        "larger": ShardedTensor.from_rank_offsets("vocabulary", larger, replica_id=rank, allow_shape_mismatch=True),
+        "smaller": ShardedTensor.from_rank_offsets("vocabulary", smaller, replica_id=rank, allow_shape_mismatch=True),
+    }
+    found = ours.load(state, folder, validate_access_integrity=False)
+    saved = sharded_state(kept["place"])["padded"].data
+    return [
+        found["larger"] is not None and found["larger"].data_ptr() == larger.data_ptr(),
+        torch.equal(larger[:20], saved),
+        larger[20:].count_nonzero().item() == 0,
+        torch.equal(smaller.float(), saved[:18]),
+    ]
+
+
+def test_a_padded_tensor_may_change_its_size_and_dtype(host, tmp_path):
+    host.job(2).run(save, str(tmp_path), 0)
+    assert host.job(2).run(resize, str(tmp_path)) == [[True] * 4] * 2

@@ -1,0 +1,158 @@
+"""Each shard that a group needs is read from storage once, and the ranks fetch it from each other."""
+
+from __future__ import annotations
+
+import torch
+from placed import Placement, digest, expected, sharded_state
+
+
+def save(kept, folder, sizes, dtype):
+    import tensorferry.megatron as ours
+
+    kept["place"] = Placement(*sizes)
+    ours.save(sharded_state(kept["place"], dtype), folder)
+
+
+def load(kept, folder, sizes, dtype):
+    import tensorferry.megatron as ours
+
+    place = Placement(*sizes)
+    group = kept.setdefault(sizes, place.group())
+    strategy = ours.TwoStageDataParallelLoadShardedStrategy(group, interface="127.0.0.1")
+    found = digest(ours.load(sharded_state(place, dtype, empty=True), folder, strategy))
+    return found, expected(place, dtype), strategy.report
+
+
+def test_every_placement_is_loaded_as_without_it(host, tmp_path):
+    for number, sizes in enumerate(((1, 1, 4), (2, 1, 2))):
+        for dtype in (torch.float32, torch.float8_e4m3fn)[: 2 - number]:
+            folder = tmp_path / f"{number}-{dtype}"
+            folder.mkdir()
+            host.job(2).run(save, str(folder), (2, 1, 1), dtype)
+            told = host.job(4).run(load, str(folder), sizes, dtype)
+            for found, wanted, _ in told:
+                assert found == wanted
+
+
+def save_large(kept, folder):
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    import tensorferry.megatron as ours
+
+    del kept
+    rank = torch.distributed.get_rank()
+    state = {}
+    for number in range(8):
+        data = torch.arange(1 << 19, dtype=torch.float32).reshape(1024, 512) * (number + 1) + rank
+        state[str(number)] = ShardedTensor.from_rank_offsets(f"w{number}", data, (0, rank, 2))
+    ours.save(state, folder)
+
+
+def load_large(kept, folder, wraps):
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    import tensorferry.megatron as ours
+
+    del kept
+    rank = torch.distributed.get_rank()
+    state = {}
+    for number in range(8):
+        data = torch.zeros(2048, 512)
+        # Two of them in another dtype, one not in one piece.
+        if number < 2:
+            data = data.half()
+        elif number == 2:
+            data = torch.zeros(512, 2048).T
+        state[str(number)] = ShardedTensor.from_rank_offsets(f"w{number}", data, replica_id=rank)
+    strategy = ours.load_strategy()
+    if wraps:
+        strategy = ours.TwoStageDataParallelLoadShardedStrategy(torch.distributed.group.WORLD, interface="127.0.0.1")
+    found = ours.load(state, folder, strategy)
+    whole = torch.cat([torch.arange(1 << 19, dtype=torch.float32).reshape(1024, 512)] * 2)
+    first = torch.arange(2048)[:, None] // 1024
+    wanted = [(whole * (number + 1) + first).to(found[str(number)].dtype) for number in range(8)]
+    right = [torch.equal(found[str(number)], one) for number, one in enumerate(wanted)]
+    return right, strategy.report
+
+
+def test_every_byte_is_read_from_storage_once(host, tmp_path):
+    host.job(2).run(save_large, str(tmp_path))
+    size = 8 * 2 * (2 << 20)
+    alone = host.job(4).run(load_large, str(tmp_path), False)
+    assert [right for right, _ in alone] == [[True] * 8] * 4
+    assert sum(report["wanted"] for _, report in alone) >= 4 * size
+    shared = host.job(4).run(load_large, str(tmp_path), True)
+    assert [right for right, _ in shared] == [[True] * 8] * 4
+    # The common state, too, which one rank compares with common.pt.
+    assert size <= sum(report["wanted"] for _, report in shared) < size + 10_000
+    assert sum(report["bytes"] for _, report in shared) < 1.02 * size + 100_000
+    # Two of the eight tensors are half as large in their targets, and are fetched as they are there.
+    assert sum(report["fetched"] for _, report in shared) >= 3 * (size - size // 8)
+
+
+def load_damaged(kept, folder):
+    from test_errors import outcome
+
+    import tensorferry.megatron as ours
+
+    del kept
+    place = Placement(1, 1, 4)
+    strategy = ours.TwoStageDataParallelLoadShardedStrategy(torch.distributed.group.WORLD, interface="127.0.0.1")
+    return outcome(lambda: ours.load(sharded_state(place, empty=True), folder, strategy))
+
+
+def test_damage_that_one_rank_finds_ends_the_load_of_all(host, tmp_path):
+    host.job(2).run(save, str(tmp_path), (2, 1, 1), torch.float32)
+    (rank,) = tmp_path.glob("rank00001-*")
+    data = bytearray(rank.read_bytes())
+    for at in range(4096, len(data), 512):
+        data[at] ^= 1
+    rank.write_bytes(data)
+    for text in host.job(4).run(load_damaged, str(tmp_path)):
+        assert "does not match" in text
+
+
+def plan(kept):
+    from tensorferry.megatron import two_stage
+
+    del kept
+    size = 100 << 20
+    # The first four do not lie in one piece on the second rank, the last one is needed by one rank only.
+    needs = [{("w", i): two_stage._Need(size, rank == 0 or i >= 4) for i in range(8)} for rank in range(2)]
+    needs[0]["alone", 0] = two_stage._Need(3 * size, True)
+    made = two_stage._Plan(needs)
+    held = [
+        sum(size for of_rank in turn.values() for shard in of_rank if not needs[1][shard].direct) for turn in made.turns
+    ]
+    read = [sum(len(turn.get(rank, ())) for turn in made.turns) for rank in range(2)]
+    return max(held) <= two_stage._WINDOW, len(made.turns), read, ("alone", 0) in made.shared
+
+
+def test_the_plan_bounds_temporary_memory_and_spreads_the_reading(host):
+    # What the first rank reads alone is as much as three shards: the second one takes more of the shared ones.
+    assert host.job(1).run(plan) == [(True, 2, [3, 5], False)]
+
+
+def pieces(kept):
+    from tensorferry.megatron import shards, two_stage
+    from tensorferry.megatron.load import Part
+
+    del kept
+    rows = 3 * two_stage._BATCH // 4096 + 5
+    target = torch.empty(1, rows, 1024)
+    parts = [
+        Part(0, "w", (0, at, 0), (0, 0, 0), shards.Box((0, at, 0), (1, length, 1024)))
+        for at, length in ((7, rows - 7), (0, 7))
+    ]
+    inside = list(two_stage._in_order(parts, target))
+    columns = [Part(0, "w", (0, 0, at), (0, 0, 0), shards.Box((0, 0, at), (1, rows, 512))) for at in (0, 512)]
+    across = list(two_stage._in_order(columns, target))
+    whole = [sum(part.wanted.numel for part, _ in found) == target.numel() for found in (inside, across)]
+    small = all(part.wanted.numel * 4 <= two_stage._BATCH for part, _ in inside)
+    there = [upto for _, upto in inside]
+    ends = [4096 * (part.wanted.offsets[1] + part.wanted.sizes[1]) for part, _ in inside]
+    return whole, small, there == sorted(there) == ends, [upto for _, upto in across] == [0, target.nbytes]
+
+
+def test_a_shard_is_served_as_far_as_its_rows_have_been_read(host):
+    assert host.job(1).run(pieces) == [([True, True], True, True, True)]
