@@ -172,6 +172,7 @@ class Report:
     @property
     def fetching_seconds(self) -> float: ...
 
+@disjoint_base
 class Entries:
     @property
     def names(self) -> list[str]: ...
