@@ -302,7 +302,9 @@ def test_a_part_of_a_large_chunk_is_read_without_the_rest(alone, tmp_path):
 def test_compressed_chunks_are_read(alone, tmp_path, compressor):
     numcodecs = pytest.importorskip("numcodecs")
     codec = numcodecs.get_codec({"id": compressor})
-    path = array(tmp_path, "key", DATA, [300, 400], compressor=codec.get_config())
+    # tensorstore does not know zstd's "checksum", which only newer versions of numcodecs write.
+    about = {key: value for key, value in codec.get_config().items() if key != "checksum"}
+    path = array(tmp_path, "key", DATA, [300, 400], compressor=about)
     for chunk in path.glob("*.*"):
         if chunk.name != ".zarray":
             chunk.write_bytes(codec.encode(chunk.read_bytes()))
