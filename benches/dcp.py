@@ -24,7 +24,8 @@ from machine import facts, others_busy
 sys.path.append(str(Path(__file__).parents[1] / "examples" / "reshard"))
 from ranks import Job, RankFailed
 
-CONTENDERS = (FLOOR, "tensorferry files", "tensorferry peers", "FileSystemWriter", "HuggingFaceStorage", *ALONE)
+_DCP = ("tensorferry files", "tensorferry peers", "FileSystemWriter", "HuggingFaceStorage")
+CONTENDERS = (FLOOR, *_DCP, *(name for name in ALONE if name != FLOOR))
 #: How many ranks save, and how many load.
 WORLDS = {"large": (1, 1), "small": (1, 1), "reshard": (4, 3)}
 _PATIENCE_S = 300

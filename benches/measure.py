@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 _LARGE_STATE = 16 << 20  # below this, fresh memory makes no difference
 _WATCH_S = 1.0
+#: As many times the state's bytes are left free of cold memory: copies at the source, and the receiver's peak.
+_COLD_STATES = 4
 
 
 @dataclass
@@ -27,9 +29,11 @@ class Lab:
     log: str
     scale: float
     ballast: Peer
+    backed_rate: float
     problems: list[str] = field(default_factory=list)
     sizes: dict[str, int] = field(default_factory=dict)
     _holding: bool = False
+    _answer_due: bool = False
 
     @property
     def watch_s(self) -> float:
@@ -40,14 +44,30 @@ class Lab:
         """Begin to hold memory for a state of that size, until `release`."""
         if nbytes >= _LARGE_STATE and not self._holding:
             self.ballast.post("hold_memory", nbytes=nbytes + nbytes // 8 + _LARGE_STATE)
-            self._holding = True
+            self._holding = self._answer_due = True
 
     def release(self) -> None:
         """Release the held memory, so that the next allocation of any process can have its pages."""
+        if self._answer_due:
+            self._answer_due = False
+            self.ballast.wait()
         if self._holding:
             self._holding = False
-            self.ballast.wait()
             self.ballast.ask("release_memory")
+
+    def cold(self, nbytes: int) -> float:
+        """Leave only cold memory free, until `release`; return the GB/s at which it is touched first.
+
+        Raises:
+            PeerError: there is none, for a state of `nbytes`; the message says why
+        """
+        leave = _COLD_STATES * nbytes + _LARGE_STATE
+        rate, why = self.ballast.ask("hold_backed_memory", leave=leave, backed=self.backed_rate)
+        self._holding = True
+        if rate is None:
+            self.release()
+            raise PeerError(why)
+        return float(rate)
 
     @contextmanager
     def peers(self, what: str, *loops: str | None) -> Iterator[list[Peer]]:
@@ -142,6 +162,13 @@ def transfer(lab: Lab, row: Row, contender: Contender, memory: str, check: bool)
     Raises:
         PeerError: a process failed; Refused, which is one, if the transport cannot take the state
     """
+    try:
+        return _transfer(lab, row, contender, memory, check)
+    finally:
+        lab.release()
+
+
+def _transfer(lab: Lab, row: Row, contender: Contender, memory: str, check: bool) -> dict[str, Any]:
     what = f"{row.title}, {contender.name}, {memory}"
     loop = "training" if row.job else None
     with lab.peers(what, loop, loop) as (source, receiver):
@@ -162,11 +189,12 @@ def transfer(lab: Lab, row: Row, contender: Contender, memory: str, check: bool)
             for peer in (source, receiver):
                 peer.ask("train")
         if memory == "cold":
-            receiver.ask("wait_until_cold")
+            sample["cold_rate"] = lab.cold(shape["bytes"])
         source.ask("watch_memory")
         begin, end = pair.send("state")
         sample["send_s"] = (end - begin) / 1e9
-        lab.release()
+        if memory == "backed":
+            lab.release()
         for order in ("first", "second") if row.again and memory == "backed" else ("first",):
             if order == "second" and contender.meets:
                 pair.send("state")

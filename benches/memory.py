@@ -7,10 +7,13 @@ import time
 from pathlib import Path
 
 _BLOCK = 4 << 20
+_STEP = 32 << 20
 _REPORTING = Path("/sys/module/page_reporting")
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, which Python's mmap does not name
-#: Cold memory is at least so much slower to touch than backed memory, or it is the same.
-_COLD = 0.8
+#: Cold memory is touched at less than this share of the rate of backed memory.
+_COLD = 0.5
+#: So many steps in a row have to be cold: a single slow one is a pause of the machine.
+_COLD_STEPS = 3
 
 
 def fresh(nbytes: int, *, huge: bool = False) -> mmap.mmap:
@@ -28,21 +31,25 @@ def touch(memory: mmap.mmap) -> None:
         memory[start : start + _BLOCK] = block[: len(memory) - start]
 
 
-def first_touch(nbytes: int) -> float:
-    """Return the GB/s at which the kernel hands out that much memory in huge pages."""
-    with fresh(nbytes, huge=True) as memory:
-        begin = time.perf_counter()
-        memory.madvise(_POPULATE_WRITE)
-        return nbytes / (time.perf_counter() - begin) / 1e9
+def first_touch(memory: mmap.mmap) -> float:
+    """Return the GB/s at which the kernel hands out all pages of that memory."""
+    begin = time.perf_counter()
+    memory.madvise(_POPULATE_WRITE)
+    return len(memory) / (time.perf_counter() - begin) / 1e9
+
+
+class AllBacked(Exception):
+    """No cold memory was found."""
 
 
 class Ballast:
-    """Memory held between measurements, so that the next one finds "backed" memory: pages that the machine has ready.
+    """Memory held between measurements, or during one, so that fresh memory is what it should be: "backed" or "cold".
 
-    The host of a virtual machine backs a page when it is first touched, and may take pages back once they have been
-    free for two seconds (free page reporting): fresh memory then costs 0.1 s or 6 s per GiB by that alone. Ballast
-    that is released just before a receive makes fresh memory cost what it does on a machine that is not shared. It is
-    of small and of huge pages, as the contenders use both and the kernel hands them out from different lists.
+    Backed memory are pages that the machine has ready. The host of a virtual machine backs a page when it is first
+    touched, and may take pages back once they have been free for two seconds (free page reporting): fresh memory then
+    costs 0.1 s or 6 s per GiB by that alone. Ballast that is released just before a receive makes fresh memory cost
+    what it does on a machine that is not shared. It is of small and of huge pages, as the contenders use both and the
+    kernel hands them out from different lists. Ballast of all that is backed leaves only cold pages to a receive.
     """
 
     def __init__(self) -> None:
@@ -56,6 +63,31 @@ class Ballast:
             for memory in self._held:
                 touch(memory)
 
+    def hold_backed(self, leave: int, backed: float) -> float:
+        """Take free memory until what is left is cold; return the GB/s at which that is touched first, in huge pages.
+
+        Free memory whose host takes it back does not all go there: the kernel may keep what was freed last (1 GiB is
+        usual), and hands that out first.
+
+        Args:
+            leave: bytes of free memory that have to be left
+            backed: GB/s at which memory is touched that the machine has ready
+
+        Raises:
+            AllBacked: there is none; the message says why
+        """
+        self.release()
+        if not _REPORTING.exists():
+            raise AllBacked("no host takes free memory back here (no /sys/module/page_reporting)")
+        rates = [backed]
+        while len(rates) <= _COLD_STEPS or max(rates[-_COLD_STEPS:]) >= _COLD * backed:
+            if _free() < leave + _STEP:
+                held = sum(len(memory) for memory in self._held)
+                raise AllBacked(f"the first {held >> 20} MiB of free memory were backed, and there is no more to spare")
+            self._held.append(fresh(_STEP, huge=True))
+            rates.append(first_touch(self._held[-1]))
+        return sum(rates[-_COLD_STEPS:]) / _COLD_STEPS
+
     def release(self) -> None:
         """Give it back."""
         for memory in self._held:
@@ -63,48 +95,20 @@ class Ballast:
         self._held = []
 
 
-def _reported() -> int | None:
-    """Return how much the kernel has given to the host so far, in KiB; None for a kernel that does not count it."""
-    try:
-        return int((_REPORTING / "parameters/reported_kib").read_text())
-    except (OSError, ValueError):
-        return None
+def _free() -> int:
+    """Return the bytes of memory that nothing is in, not even the page cache: that of a cache would come backed."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemFree:"):
+            return int(line.split()[1]) * 1024
+    raise KeyError("MemFree")
 
 
-def wait_until_cold() -> None:
-    """Wait until the host has taken free memory back.
-
-    Free pages are reported two seconds after they were freed, in portions. Where the kernel counts them, this returns
-    when the count hardly grows any more; elsewhere after eight seconds.
-    """
-    last = _reported()
-    if last is None:
-        time.sleep(8.0)
-        return
-    time.sleep(2.5)
-    deadline = time.monotonic() + 8.0
-    while time.monotonic() < deadline:
-        time.sleep(0.5)
-        now = _reported() or last
-        if now - last < 16 << 10:
-            return
-        last = now
-
-
-def probe(nbytes: int, *, cold: bool) -> dict[str, float]:
-    """Return how fast memory can be touched first when it is backed and, if requested, when it is cold, in GB/s.
-
-    "cold" is missing where there is no difference: without a host that takes free memory back, no memory is cold.
-    """
+def backed_rate(nbytes: int) -> float:
+    """Return how fast memory is touched first that was released just before, in GB/s and in huge pages."""
     with fresh(nbytes, huge=True) as memory:
         touch(memory)
-    rates = {"backed": first_touch(nbytes)}
-    if cold and _REPORTING.exists():
-        wait_until_cold()
-        rate = first_touch(nbytes)
-        if rate < _COLD * rates["backed"]:
-            rates["cold"] = rate
-    return rates
+    with fresh(nbytes, huge=True) as memory:
+        return first_touch(memory)
 
 
 def _status(field: str) -> int:

@@ -19,7 +19,7 @@ import torch
 
 from contenders import MODULES, OURS, THEIRS, Contender, StateRefused, version
 from main_loop import MainLoop, TrainingLoop
-from memory import Ballast, PeakMemory, fresh, probe, touch, wait_until_cold
+from memory import AllBacked, Ballast, PeakMemory, backed_rate, fresh, touch
 from raw_socket import RawReceiver, RawSender, floor
 from states import ROWS, digest, measure, warm_up_state
 
@@ -71,13 +71,16 @@ class Agent:
         """Release the ballast, so that the next allocation of any process can have its pages."""
         self._ballast.release()
 
-    def probe_memory(self, nbytes: int, cold: bool) -> dict[str, float]:
-        """Return how fast backed and, if there is any, cold memory is touched first, in GB/s."""
-        return probe(nbytes, cold=cold)
+    def backed_rate(self, nbytes: int) -> float:
+        """Return how fast backed memory is touched first, in GB/s."""
+        return backed_rate(nbytes)
 
-    def wait_until_cold(self) -> None:
-        """Return when the machine's free memory is cold."""
-        wait_until_cold()
+    def hold_backed_memory(self, leave: int, backed: float) -> tuple[float | None, str]:
+        """Hold memory so that what is free is cold: GB/s of its first touch, or None and why not."""
+        try:
+            return self._ballast.hold_backed(leave, backed), ""
+        except AllBacked as why:
+            return None, str(why)
 
     def build(self, row: str, scale: float, seed: int) -> dict[str, int]:
         """Make a row's state."""

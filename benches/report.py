@@ -282,10 +282,11 @@ def _notes(results: dict[str, Any]) -> list[str]:
     """Return what a reader has to know below the table."""
     memory = results["machine"]["first_touch"]
     cold = (
-        f'"Cold" memory was free for seconds, and the host of this virtual machine has taken it back: '
-        f"{memory['cold']:.2g} GB/s at its first touch, in huge pages"
+        f'"Cold": the host of this virtual machine has taken it back: {memory["cold"]:.2g} GB/s at its first touch, in '
+        "huge pages"
         if "cold" in memory
-        else "Cold memory, which a virtual machine's host has taken back, was not looked for or is not to be had here"
+        else "Cold memory, which a virtual machine's host has taken back, was not measured: "
+        + results["machine"].get("why_not_cold", "nothing says why")
     )
     notes = [
         "Milliseconds of `recv_checkpoint`: medians. Ratio: the median of the best rival by ours, in brackets the "

@@ -169,12 +169,21 @@ def main() -> int:
     log.write_text("")
     optimizers = any(ROWS[name].has_optimizer for name in {*options.rows, *options.stalls})
     children = context(options.start, optimizers=optimizers)
-    lab = Lab(children, str(log), options.scale, ballast=Peer(children, str(log)))
-    here = facts() | lab.ballast.ask("facts")
+    ballast = Peer(children, str(log))
+    lab = Lab(children, str(log), options.scale, ballast, backed_rate=ballast.ask("backed_rate", nbytes=_PROBE))
+    here = facts() | ballast.ask("facts")
     if not here[OURS]:
         print("tensorferry is not installed here: only torchft is measured", file=sys.stderr)
     wants_cold = options.memory != "backed" and any(ROWS[name].cold or options.full for name in options.rows)
-    here["first_touch"] = lab.ballast.ask("probe_memory", nbytes=_PROBE, cold=wants_cold)
+    here["first_touch"] = {"backed": lab.backed_rate}
+    why_not_cold = "it was not looked for"
+    if wants_cold:
+        try:
+            here["first_touch"]["cold"] = lab.cold(int(GIB * options.scale))
+        except PeerError as error:
+            why_not_cold = str(error)
+        lab.release()
+    here["why_not_cold"] = why_not_cold
     bench = Bench(options, lab, here[OURS] is not None, "cold" in here["first_touch"])
     results: dict[str, Any] = {
         "version": 2,

@@ -174,6 +174,44 @@ def test_cold_memory_is_a_line_of_its_own(bench):
     assert (cold.memory, cold.ratios["tensorferry"]["median"]) == ("cold", 4.0)
 
 
+@pytest.fixture
+def memory(bench, monkeypatch, tmp_path):
+    """The benchmark's memory module on a machine with 1 GiB free, whose first touches run at the rates in a list."""
+    module = bench("memory")
+    monkeypatch.setattr(module, "_REPORTING", tmp_path)
+    monkeypatch.setattr(module, "_free", lambda: 1 << 30)
+    module.rates = []
+    monkeypatch.setattr(module, "first_touch", lambda _: module.rates.pop(0))
+    return module
+
+
+def test_what_is_backed_is_held_until_free_memory_is_cold(memory):
+    memory.rates += [5.0, 0.2, 5.0, 0.2, 0.3, 0.4, 5.0]
+    ballast = memory.Ballast()
+    assert ballast.hold_backed(leave=256 << 20, backed=6.0) == pytest.approx(0.3)
+    assert memory.rates == [5.0], "a single slow step is a pause of the machine"
+    assert len(ballast._held) == 6
+    ballast.release()
+    assert ballast._held == []
+
+
+def test_why_there_is_no_cold_memory_is_said(memory, monkeypatch, tmp_path):
+    left = iter(range(1 << 30, 0, -(32 << 20)))
+    monkeypatch.setattr(memory, "_free", lambda: next(left))
+    memory.rates += [5.0] * 64
+    with pytest.raises(memory.AllBacked, match="the first 768 MiB of free memory were backed"):
+        memory.Ballast().hold_backed(leave=256 << 20, backed=6.0)
+    monkeypatch.setattr(memory, "_REPORTING", tmp_path / "none")
+    with pytest.raises(memory.AllBacked, match="no host takes free memory back"):
+        memory.Ballast().hold_backed(leave=256 << 20, backed=6.0)
+
+
+def test_the_reason_is_in_the_notes(bench):
+    results = results_of(bench, [sample("torchft:0", 0, 2.0), sample("tensorferry", 0, 1.0)])
+    results["machine"] |= {"first_touch": {"backed": 6.0}, "why_not_cold": "no host takes it back"}
+    assert "was not measured: no host takes it back" in bench("report").as_text(results)
+
+
 def test_a_line_in_which_ours_is_slower_is_named_even_if_the_table_leaves_it_out(bench):
     samples = [sample("torchft:0", 0, 1.0), sample("tensorferry", 0, 0.5), sample("tensorferry+network", 0, 2.0)]
     results = results_of(bench, samples, table=["second"])

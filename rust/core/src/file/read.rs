@@ -5,10 +5,12 @@
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, IoSliceMut};
+use std::ops::Range;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 use tensorferry_wire::container::{DIGESTS_ENTRY, Header};
 use tensorferry_wire::digest::{self, Algorithm, FILE_BLOCK_SIZE, TableHead};
@@ -21,6 +23,9 @@ use crate::payload::{Plan, Queue, Slice, checksum_blocks, copy_with_checksums, s
 
 /// Bytes that are requested from the disk in one call: the system takes no more notice of a longer one.
 const REQUEST: usize = 1 << 20;
+/// Bytes ahead of a reading thread that are requested from the disk when something is not in the page cache: the disk
+/// has work while threads are between two chunks.
+const AHEAD: u64 = 4 * CHUNK;
 
 /// A container in a file: the header is read and verified.
 #[derive(Debug)]
@@ -161,10 +166,14 @@ impl Container {
             let chunks = runs.iter().map(|(first, end)| (end - first).div_ceil(CHUNK / FILE_BLOCK_SIZE)).sum();
             let queue = Queue::new(&runs, CHUNK / FILE_BLOCK_SIZE);
             let bytes = AtomicU64::new(0);
+            let ahead = Ahead { runs: &runs, requested: Mutex::new(0..0) };
             let work = || {
                 let mut buffer = Buffer::new(PIECE);
                 while let Some(mut range) = queue.take(|| {}) {
-                    match options.check().and_then(|()| self.read_blocks(&plan, range.at, range.end, &mut buffer)) {
+                    match options
+                        .check()
+                        .and_then(|()| self.read_blocks(&plan, range.at, range.end, &ahead, &mut buffer))
+                    {
                         Ok(read) => {
                             bytes.fetch_add(read, Ordering::Relaxed);
                         }
@@ -192,7 +201,14 @@ impl Container {
     ///
     /// They come through a buffer that stays in the processor's cache, and leave it with stores that go past the cache:
     /// a copy by the kernel straight to their places would bring those into the cache first.
-    fn read_blocks(&self, plan: &Plan, first: u64, end: u64, buffer: &mut Buffer) -> Result<u64, Error> {
+    fn read_blocks(
+        &self,
+        plan: &Plan,
+        first: u64,
+        end: u64,
+        ahead: &Ahead<'_>,
+        buffer: &mut Buffer,
+    ) -> Result<u64, Error> {
         let failed = |e| refused(&self.path, "cannot be read", e);
         #[allow(clippy::cast_possible_truncation, reason = "a chunk has 8192 blocks at most")]
         let mut table = vec![0; 8 * (end - first) as usize];
@@ -204,7 +220,7 @@ impl Container {
         while at < stop {
             #[allow(clippy::cast_possible_truncation, reason = "no more than a piece")]
             let bytes = buffer.room((stop - at).min(PIECE as u64) as usize);
-            fill(&self.file, bytes, self.payload_start + at, stop - at).map_err(failed)?;
+            self.fill(bytes, at, ahead).map_err(failed)?;
             found.clear();
             plan.scatter(at, bytes, |from, to| {
                 if from.len() == bytes.len() {
@@ -224,6 +240,20 @@ impl Container {
         Ok(stop - start + table.len() as u64)
     }
 
+    /// Fills `bytes` with those of the payload from `at` on. If they are not in the page cache, what is wanted of the
+    /// next [`AHEAD`] bytes is requested first: the disk has more to do then than one read after the other gives it.
+    fn fill(&self, bytes: &mut [u8], at: u64, ahead: &Ahead<'_>) -> io::Result<()> {
+        let cached = read_cached(&self.file, bytes, self.payload_start + at);
+        if cached == bytes.len() {
+            return Ok(());
+        }
+        let (rest, at) = (&mut bytes[cached..], at + cached as u64);
+        ahead.take(at, (at + AHEAD).min(self.covered), |start, end| {
+            request(&self.file, self.payload_start + start, self.payload_start + end);
+        });
+        self.file.read_exact_at(rest, self.payload_start + at)
+    }
+
     fn corrupt(&self, plan: &Plan, block: u64) -> Error {
         let (start, end) = plan.block_bounds(block);
         let message = format!(
@@ -236,22 +266,44 @@ impl Container {
     }
 }
 
-/// Fills `bytes` from `at` of `file` on. If they are not in the page cache, all `wanted` bytes from there on are
-/// requested at once: the disk has more to do then than one read after the other would give it.
-fn fill(file: &File, bytes: &mut [u8], at: u64, wanted: u64) -> io::Result<()> {
-    let cached = read_cached(file, bytes, at);
-    if cached == bytes.len() {
-        return Ok(());
+/// What is to be read, and how much of it the disk was asked for.
+struct Ahead<'a> {
+    /// The blocks to be read, in ascending order.
+    runs: &'a [(u64, u64)],
+    /// What was requested, in bytes of payload.
+    requested: Mutex<Range<u64>>,
+}
+
+impl Ahead<'_> {
+    /// Calls `request` for each stretch of payload `[at, end)` that is to be read and was not requested before.
+    fn take(&self, at: u64, end: u64, mut request: impl FnMut(u64, u64)) {
+        let mut requested = self.requested.lock().unwrap_or_else(PoisonError::into_inner);
+        if requested.is_empty() {
+            *requested = at..at;
+        }
+        // A thread whose chunk lies before the others' may be the last to find that it is not in the cache.
+        for (start, end) in [(at, requested.start.min(end)), (requested.end.max(at), end)] {
+            let first = self.runs.partition_point(|run| run.1 * FILE_BLOCK_SIZE <= start);
+            for &(from, to) in &self.runs[first..] {
+                let (from, to) = ((from * FILE_BLOCK_SIZE).max(start), (to * FILE_BLOCK_SIZE).min(end));
+                if from >= to {
+                    break;
+                }
+                request(from, to);
+            }
+        }
+        *requested = requested.start.min(at)..requested.end.max(end);
     }
-    let (rest, at) = (&mut bytes[cached..], at + cached as u64);
-    let end = at + (wanted - cached as u64);
-    for from in (at..end).step_by(REQUEST) {
+}
+
+/// Asks the disk for bytes `[start, end)` of `file`, without waiting for them.
+fn request(file: &File, start: u64, end: u64) {
+    for from in (start..end).step_by(REQUEST) {
         if let (Ok(from), Ok(len)) = (i64::try_from(from), i64::try_from((REQUEST as u64).min(end - from))) {
             // SAFETY: a call on a file that is open; no memory is involved. It is advice: what it returns is of no use.
             unsafe { libc::posix_fadvise(file.as_raw_fd(), from, len, libc::POSIX_FADV_WILLNEED) };
         }
     }
-    file.read_exact_at(rest, at)
 }
 
 /// Reads what is in the page cache of the bytes from `at` on, until something is not; says how much that was.
@@ -262,4 +314,27 @@ fn read_cached(file: &File, bytes: &mut [u8], at: u64) -> usize {
     let got = unsafe { libc::preadv2(file.as_raw_fd(), (&raw const place).cast(), 1, offset, libc::RWF_NOWAIT) };
     // An error, of a file system that cannot do it for one, will come again if it matters.
     usize::try_from(got).unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_wanted_is_requested_once_and_nothing_else_is() {
+        const B: u64 = FILE_BLOCK_SIZE;
+        let runs = [(0, 4), (10, 12), (12, 20), (100, 101)];
+        let ahead = Ahead { runs: &runs, requested: Mutex::new(0..0) };
+        let take = |at, end| {
+            let mut found = Vec::new();
+            ahead.take(at * B, end * B, |start, end| found.push((start / B, end / B)));
+            found
+        };
+        assert_eq!(take(1, 11), [(1, 4), (10, 11)]);
+        assert_eq!(take(2, 9), [], "all of it was requested before");
+        assert_eq!(take(0, 9), [(0, 1)], "what lies before");
+        assert_eq!(take(11, 40), [(11, 12), (12, 20)]);
+        assert_eq!(take(50, 90), []);
+        assert_eq!(take(60, 200), [(100, 101)]);
+    }
 }

@@ -25,12 +25,15 @@ use super::mapping::HUGE;
 /// The kind of page not in use is tried again when this many times the cost of its last try has been spent.
 const PATIENCE: u64 = 32;
 /// Nanoseconds that huge pages would have to save, if a MiB of them cost [`HUGE_AT_BEST`], for the first try of them:
-/// several times what it costs where they are dear (5 to 20 ms were measured).
-const WORTH_A_TRY: u64 = 40_000_000;
+/// a few times what it costs where they are dear (6 ms were measured).
+const WORTH_A_TRY: u64 = 20_000_000;
 /// Nanoseconds for a MiB of huge pages where the machine has its memory at hand (measured: 60 to 200 us).
 const HUGE_AT_BEST: u64 = 100_000;
 /// Shorter ranges have small pages, and nothing about them is measured.
 const MEASURED: usize = 32 << 20;
+/// A huge page that costs so many times what small ones do ends their use: the machine has no more of them at hand, as
+/// happens after a try that found one of a few.
+const DEAR: u64 = 2;
 /// How many bytes it takes for new costs to count as much as all earlier ones.
 const MEMORY: u64 = 8 << 20;
 /// Shorter runs of pages are not timed: reading the clock would be a good part of what they cost.
@@ -108,7 +111,11 @@ impl Choice {
         self.left = self.left.saturating_sub(len);
         let now = time.saturating_mul(MIB) / len.max(1);
         let before = self.cost(kind).unwrap_or(now);
-        self.costs[kind as usize] = Some((before * MEMORY + now.saturating_mul(len)) / (MEMORY + len));
+        let average = (before * MEMORY + now.saturating_mul(len)) / (MEMORY + len);
+        // Less than a huge page may still have taken a whole one.
+        let huge = time / (HUGE as u64 / MIB);
+        let is_dear = self.cost(PageSize::Small).is_some_and(|small| huge > DEAR * small);
+        self.costs[kind as usize] = Some(if kind == PageSize::Huge && is_dear { huge } else { average });
         self.reconsider()
     }
 
@@ -170,12 +177,21 @@ impl FreshPages {
         self.populate_timed(tried.end..pages.end);
     }
 
+    /// Populates `pages`, huge ones one at a time: the next may cost many times what this one does.
     fn populate_timed(&self, pages: Range<usize>) {
-        let (used, len) = (self.choice().used, pages.len() as u64);
-        let ((), time) = timed(|| populate(pages));
-        let mut choice = self.choice();
-        if len > 0 && choice.note(used, len, time) {
-            advise(&self.range, choice.used);
+        let mut at = pages.start;
+        while at < pages.end {
+            let used = self.choice().used;
+            let end = match used {
+                PageSize::Small => pages.end,
+                PageSize::Huge => pages.end.min((at + 1).next_multiple_of(HUGE)),
+            };
+            let ((), time) = timed(|| populate(at..end));
+            let mut choice = self.choice();
+            if choice.note(used, (end - at) as u64, time) {
+                advise(&self.range, choice.used);
+            }
+            at = end;
         }
     }
 
@@ -237,7 +253,7 @@ mod tests {
 
     const MS: u64 = 1_000_000;
 
-    /// Populates `mib` MiB in calls of 4 MiB where a MiB costs what `cost` says of the kind and of what was populated
+    /// Populates `mib` MiB in calls of 4 MiB, huge pages one by one, where a MiB costs what `cost` says of the kind and of what was populated
     /// before. Returns what was spent and how many tries there were.
     fn simulate(mib: u64, cost: impl Fn(PageSize, u64) -> u64) -> (u64, u32) {
         let (mut choice, mut at, mut spent, mut tries) = (Choice::new(mib << 20), 0, 0, 0);
@@ -248,9 +264,10 @@ mod tests {
                 choice.tried(kind, 2 * cost(kind, at));
                 (at, tries) = (at + 2, tries + 1);
             }
-            let time = 4 * cost(choice.used, at);
-            choice.note(choice.used, 4 << 20, time);
-            (at, spent) = (at + 4, spent + time);
+            let len = if choice.used == PageSize::Huge { 2 } else { 4 };
+            let time = len * cost(choice.used, at);
+            choice.note(choice.used, len << 20, time);
+            (at, spent) = (at + len, spent + time);
         }
         (spent, tries)
     }
@@ -288,6 +305,25 @@ mod tests {
         });
         assert!(spent < 512 * MS + 6 * MS * u64::from(tries) + 512 * MS / 6 + 200 * MS, "{spent}, {tries} tries");
         assert!((2..8).contains(&tries), "{tries}");
+    }
+
+    #[test]
+    fn a_few_huge_pages_at_hand_mislead_for_no_longer_than_they_last() {
+        for at_hand in [6, 8, 20] {
+            let (spent, tries) = simulate(300, |kind, at| match kind {
+                PageSize::Small => MS / 4,
+                PageSize::Huge => {
+                    if at < at_hand {
+                        MS / 8
+                    } else {
+                        4 * MS
+                    }
+                }
+            });
+            assert_eq!(tries, 1, "{at_hand}");
+            // The one page that showed it.
+            assert!(spent < 300 * MS / 4 + 2 * 4 * MS + 2 * MS, "{spent} where {at_hand} MiB were at hand");
+        }
     }
 
     #[test]

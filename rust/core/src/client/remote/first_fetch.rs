@@ -86,13 +86,12 @@ impl FirstFetch {
         }
         extend(&mut bytes, 0, payload_start)?;
         #[allow(clippy::cast_possible_truncation, reason = "both are lengths of memory that exists")]
-        let behind = bytes.split_off(payload_start as usize);
-        let header = Header::decode(&bytes).map_err(invalid)?;
-        let header_digest = algorithm.checksum(&bytes);
-        // The pages of a long text are here already: they take what comes next.
+        let text = ..payload_start as usize;
+        let header = Header::decode(&bytes[text]).map_err(invalid)?;
+        let header_digest = algorithm.checksum(&bytes[text]);
+        // The pages are here already: they take what comes next.
+        bytes.drain(text);
         let mut prefix = bytes;
-        prefix.clear();
-        prefix.extend_from_slice(&behind);
         let payload_len = header.payload_len();
         if payload_start + payload_len != total {
             return Err(protocol("the container has another length than its header says"));
