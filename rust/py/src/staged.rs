@@ -20,7 +20,7 @@ use crate::stored::read;
 /// The waves of a receive, or of a read of a container at rest.
 pub(crate) enum WavesOf {
     Remote(Box<StagedFetch>),
-    Stored(StoredWaves),
+    Stored(Box<StoredWaves>),
 }
 
 impl WavesOf {

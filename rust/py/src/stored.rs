@@ -169,7 +169,7 @@ impl PyStored {
         let destination = addresses.map_or(Destination::Fresh, given);
         let (stored, without, options) = (Arc::clone(&self.stored), self.without(), self.options());
         let waves = py.detach(move || stored.staged(destination, (&staged, &without), most, options));
-        let waves = WavesOf::Stored(waves.map_err(|e| errors::to_py(py, &e))?);
+        let waves = WavesOf::Stored(Box::new(waves.map_err(|e| errors::to_py(py, &e))?));
         let header = self.stored.header();
         let tell = ProgressReporter { received: Arc::<AtomicU64>::default(), total: 0, progress: None };
         Ok(PyStagedFetch::new(self.cancel.clone(), tell, Arc::clone(header), waves))
