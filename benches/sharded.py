@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import statistics
 import sys
@@ -70,6 +71,8 @@ class Rank:
     def __init__(self, rank: int, world: int) -> None:
         """Prepare torch for Megatron."""
         self._rank, self._world = rank, world
+        # Megatron warns on every load that its own functions are deprecated.
+        logging.disable(logging.WARNING)
         without_gpu()
 
     def build(self, nbytes: int, value: float, halved: bool) -> None:

@@ -162,7 +162,7 @@ def test_a_save_that_is_killed_leaves_the_checkpoint_before(host, tmp_path, pyte
 
 
 def mend(kept, folder):
-    """The only thing that a kill may leave: a common.pt that is one save ahead of the index."""
+    """The only thing that a kill may leave is a common.pt that is one save ahead of the index."""
     import tensorferry.megatron as ours
 
     del kept

@@ -28,12 +28,10 @@ from . import common, removal, shards
 from .interfaces import LoadShardedStrategy
 from .release import (
     COMMON,
-    CheckpointingConfig,
     CheckpointingException,
     ShardedObject,
     ShardedTensor,
     maybe_load_config,
-    save_config,
 )
 from .save import BACKEND, VERSION
 from .together import Together
@@ -162,7 +160,9 @@ class LoadStrategy(LoadShardedStrategy):
         """Returns what messages call the checkpoint."""
         return str(checkpoint_dir) if self._peers is None else "from the running job"
 
-    def _index(self, checkpoint_dir: str | Path, rank: int = 0) -> tuple[SliceReader, Metadata]:
+    def _index(
+        self, checkpoint_dir: str | Path, rank: int = 0, checks_folder: bool = True
+    ) -> tuple[SliceReader, Metadata]:
         """Opens the checkpoint.
 
         Raises:
@@ -173,7 +173,8 @@ class LoadStrategy(LoadShardedStrategy):
         if self._peers is not None:
             reader = PeerReader(self._peers, **self._network)
         else:
-            self.check_folder(checkpoint_dir)
+            if checks_folder:
+                self.check_folder(checkpoint_dir)
             reader = FileReader(checkpoint_dir, **self._files)
         metadata = reader.read_metadata(rank=rank)
         reader.set_up_storage_reader(metadata, False)
@@ -192,7 +193,8 @@ class LoadStrategy(LoadShardedStrategy):
             config = maybe_load_config(str(folder))
         except Exception as e:
             raise CheckpointingException(
-                f"{folder}/metadata.json cannot be read ({type(e).__name__}: {e}): load another checkpoint"
+                f"{folder}/metadata.json cannot be read ({type(e).__name__}: {e}). If a save into this folder was "
+                "killed, tensorferry.megatron.restore_common(folder) writes it anew; else load another checkpoint"
             ) from e
         if config is None:
             raise CheckpointingException(
@@ -268,14 +270,18 @@ class LoadStrategy(LoadShardedStrategy):
             raise CheckpointingException(str(e)) from e
         return torch.load(io.BytesIO(checked), map_location="cpu", weights_only=False)
 
-    def common_bytes(self, checkpoint_dir: str | Path) -> bytes | None:
+    def common_bytes(self, checkpoint_dir: str | Path, checks_folder: bool = True) -> bytes | None:
         """Returns the copy of ``common.pt`` that is inside the checkpoint; ``None`` if there is none.
+
+        Args:
+            checkpoint_dir: the folder
+            checks_folder: whether ``metadata.json`` must be there and fit
 
         Raises:
             CheckpointingException: the checkpoint cannot be read
         """
         try:
-            return _common_in(*self._index(checkpoint_dir))
+            return _common_in(*self._index(checkpoint_dir, checks_folder=checks_folder))
         except TensorferryError as e:
             raise CheckpointingException(str(e)) from e
 
@@ -288,7 +294,7 @@ class LoadStrategy(LoadShardedStrategy):
         folder = Path(checkpoint_dir)
         folder.mkdir(parents=True, exist_ok=True)
         common.write(folder, self.common_bytes(folder) or common.encoded({}))
-        save_config(CheckpointingConfig(BACKEND, VERSION), str(folder))
+        common.mark(folder, BACKEND, VERSION)
 
 
 def load_strategy(

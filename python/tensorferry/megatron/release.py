@@ -18,7 +18,6 @@ from megatron.core.dist_checkpointing.core import (
     CheckpointingConfig,
     CheckpointingException,
     maybe_load_config,
-    save_config,
 )
 from megatron.core.dist_checkpointing.dict_utils import merge
 from megatron.core.dist_checkpointing.mapping import (
@@ -56,7 +55,6 @@ __all__ = [
     "maybe_load_config",
     "merge",
     "parse_strict_flag",
-    "save_config",
     "save_preprocess",
     "takes",
 ]

@@ -15,7 +15,6 @@ from . import common, shards
 from .load import LoadStrategy, load_strategy
 from .release import (
     COMMON,
-    CheckpointingConfig,
     CheckpointingException,
     ShardedObject,
     StrictHandling,
@@ -27,11 +26,10 @@ from .release import (
     load_preprocess,
     merge,
     parse_strict_flag,
-    save_config,
     save_preprocess,
     takes,
 )
-from .save import SaveStrategy, save_strategy
+from .save import BACKEND, VERSION, SaveStrategy, save_strategy
 from .together import Together
 
 logger = logging.getLogger("tensorferry")
@@ -91,7 +89,7 @@ def save(
     def commit() -> None:
         def mark() -> None:
             if ranks.coordinates and ours.peers is None:
-                save_config(CheckpointingConfig(ours.backend, ours.version), str(checkpoint_dir))
+                common.mark(Path(checkpoint_dir), ours.backend, ours.version)
 
         ranks.every("write metadata.json", mark)
 
@@ -271,15 +269,18 @@ def remove_sharded_tensors(checkpoint_dir: str | Path, key_prefix: str) -> None:
 
 
 def restore_common(checkpoint_dir: str | Path) -> None:
-    """Writes ``common.pt`` anew from the copy inside the checkpoint; one rank calls it.
+    """Writes ``common.pt`` and ``metadata.json`` anew, from the checkpoint that the index names; one rank calls it.
+
+    A save into the same folder that was killed can leave one of them damaged, or ahead of the index.
 
     Raises:
-        CheckpointingException: the checkpoint cannot be read, or has no copy
+        CheckpointingException: the checkpoint cannot be read, or has no copy of ``common.pt``
     """
-    data = load_strategy().common_bytes(checkpoint_dir)
+    data = load_strategy().common_bytes(checkpoint_dir, checks_folder=False)
     if data is None:
         raise CheckpointingException(f"{checkpoint_dir} has no copy of common.pt: load another checkpoint")
     common.write(Path(checkpoint_dir), data)
+    common.mark(Path(checkpoint_dir), BACKEND, VERSION)
 
 
 def _ours(strategy: Any, kind: Any, maker: str) -> Any:
