@@ -27,7 +27,7 @@ from ..state.allowlist import Allowed
 from . import common
 from .convert_outputs import OUTPUTS
 from .convert_sources import SOURCES, ZARR, Source
-from .release import CheckpointingConfig, CheckpointingException, maybe_load_config, save_config
+from .release import CheckpointingException, maybe_load_config
 from .shards import Box
 from .zarr import sync_folder, thread_count
 
@@ -92,9 +92,7 @@ def convert(
     try:
         with _Pending(target) as folder, _open(Path(source), allowed, fill_missing) as opened:
             done = _copy(opened, folder, to, window, threads)
-            save_config(CheckpointingConfig(to, 1), str(folder))
-            with (folder / "metadata.json").open("rb") as file:
-                os.fsync(file.fileno())
+            common.mark(folder, to, 1)
     except CheckpointingException:
         raise
     except (TensorferryError, OSError) as e:
