@@ -115,3 +115,23 @@ def test_spawned_children_have_it_too(method, tmp_path):
         assert child.exitcode == 0
         assert (names(folder) == OURS) is installed
     assert sys.modules["torch.distributed.checkpoint"].FileSystemWriter is filesystem.FileSystemWriter
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("process_group")
+def test_the_process_of_async_save_writes_with_our_class(tmp_path):
+    """The trainer names only a folder: torch chooses the writer in the process that it starts."""
+    with tensorferry.install():
+        kind = async_checkpointer_type()
+        saved = dcp.async_save({"a": torch.ones(3)}, checkpoint_id=tmp_path / "one", async_checkpointer_type=kind)
+        saved.result(60)
+    assert names(tmp_path / "one") == OURS
+    found = {"a": torch.zeros(3)}
+    dcp.load(found, storage_reader=FileReader(tmp_path / "one"))
+    assert found["a"].tolist() == [1, 1, 1]
+
+
+def async_checkpointer_type():
+    from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+    return AsyncCheckpointerType.PROCESS
