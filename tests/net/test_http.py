@@ -218,7 +218,7 @@ class TestHTTP:
         "name",
         [
             "FULL", "full/1", "full/", "1x", "1_0", "%201", "-", "99999999999999999999", "../2/full", "header/0",
-            "dcp", "dcp/", "dcp/a/b", "dcp/.metadata/", "DCP/.metadata",
+            "dcp/a/b", "dcp/.metadata/", "DCP/.metadata",
         ],
     )  # fmt: skip
     def test_no_such_format(self, site: Site, name: str) -> None:

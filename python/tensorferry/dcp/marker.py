@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 from pathlib import Path
 
 from ..errors import SystemRefused
@@ -29,8 +30,9 @@ _OLDER_NS = 4_000_000_000
 def is_marker(path: Path) -> bool:
     """Whether the file at ``path`` is a marker, and not an index of torch's."""
     try:
-        with path.open("rb") as file:
-            return file.read(len(_BEGINS)) == _BEGINS
+        # A pipe of that name, say, must not make a load wait.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            return stat.S_ISREG(os.fstat(file.fileno()).st_mode) and file.read(len(_BEGINS)) == _BEGINS
     except OSError:
         return False
 
