@@ -446,7 +446,7 @@ def stand_in() -> Iterator[StandIn]:
     device = StandIn()
     flatten = tree.flatten
     # Native code asks torch where a tensor is, and would take the memory of this device for what it is, host memory.
-    tree.flatten = lambda state, native=True: flatten(state, False)
+    tree.flatten = lambda state, _native=True: flatten(state, False)
     try:
         yield device
         assert device.outside == [], device.outside
