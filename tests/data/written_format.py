@@ -5,7 +5,8 @@ writes for the same states. `python tests/data/written_format.py` writes the fil
 changes, too.
 
 All but `state.safetensors`, its checksums and `dcp/.metadata` are as commit 7b37416 wrote them. What that wrote instead
-of the first two is in `state-first.safetensors`, which is only read: its pickle names `tensorferry.tensors`. So is `state-second.safetensors`,
+of the first two is in `state-first.safetensors`, which is only read: its pickle names `tensorferry.tensors`. So is
+`state-second.safetensors`,
 whose pickle the interpreter's pickler wrote as a whole, with a spec for each DTensor.
 
 Writing has a process of its own: a pickle holds equal texts once or twice depending on how the modules were imported
