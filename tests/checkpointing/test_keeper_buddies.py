@@ -20,13 +20,6 @@ LONG = timedelta(seconds=30)
 MIB = 1 << 20
 
 
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    found = tmp_path / "sockets"
-    monkeypatch.setenv("TENSORFERRY_KEEPER_DIR", str(found))
-    return found
-
-
 def state_of(seed: int, nbytes: int = MIB) -> dict:
     generator = torch.Generator().manual_seed(seed)
     return {"w": torch.randn(nbytes // 4, generator=generator), "names": {"a", str(seed)}}

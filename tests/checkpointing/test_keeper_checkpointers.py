@@ -21,13 +21,6 @@ from tensorferry.errors import InvalidArgument, TensorferryError
 MIB = 1 << 20
 
 
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    found = tmp_path / "sockets"
-    monkeypatch.setenv("TENSORFERRY_KEEPER_DIR", str(found))
-    return found
-
-
 @pytest.fixture(autouse=True)
 def told(caplog):
     caplog.set_level(logging.INFO, "tensorferry")

@@ -27,13 +27,6 @@ FIELDS = {"path": "/ckpt/x/1", "job": "/ckpt/x", "save_id": "a", "rank": 0, "wor
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    found = tmp_path / "sockets"
-    monkeypatch.setenv("TENSORFERRY_KEEPER_DIR", str(found))
-    return found
-
-
-@pytest.fixture
 def at_work(folder):
     """A keeper that holds a snapshot, and must still hold it, unharmed, at the end."""
     state = {"w": torch.arange(1 << 18)}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SystemRefused
-from ..storage import folder as folders
+from .loading import complete_checkpoints
 
 if TYPE_CHECKING:
     from .keeper.client import Keeper
@@ -38,13 +38,11 @@ def find_latest(root: Path, ranks: Ranks, keeper: Keeper | None) -> tuple[Path, 
 
 def _committed(root: Path) -> list[list[Any]]:
     try:
-        found = folders.checkpoints(root)
+        found = complete_checkpoints(root)
     except SystemRefused as e:
         logger.debug("no checkpoint is on the disk: %s", e)
         return []
-    return [
-        [index.began, str(folder), index.save_id] for folder, index in found if not folders.missing_files(folder, index)
-    ]
+    return [[index.began, str(folder), index.save_id] for folder, index in found]
 
 
 def _in_memory(gathered: Sequence[list[list[Any]]], of_all: bool) -> list[list[Any]]:

@@ -15,6 +15,7 @@ import stat
 from pathlib import Path
 
 from ..errors import SystemRefused
+from ..storage.folder import sync_folder
 
 #: The name of torch's index of all ranks.
 NAME = ".metadata"
@@ -57,23 +58,10 @@ def leave(index: Path, save_id: str) -> None:
             os.utime(partial, ns=(older, older))
             os.fsync(file.fileno())
         partial.replace(path)
-        sync(index.parent)
+        sync_folder(index.parent)
     except OSError as e:
         with contextlib.suppress(OSError):
             partial.unlink()
         raise SystemRefused(
             f"{path} cannot be written: {e}. The checkpoint is complete, but tools look for {NAME} and will not find it"
         ) from e
-
-
-def sync(folder: Path) -> None:
-    """Syncs the entries of ``folder`` to the disk.
-
-    Raises:
-        OSError: the system refuses
-    """
-    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)

@@ -24,12 +24,13 @@ from .. import _validate
 from ..errors import InvalidArgument, TensorferryError
 from ..memory.tensors import scratch
 from ..state.allowlist import Allowed
+from ..storage.folder import sync_folder
 from . import common
 from .convert_outputs import OUTPUTS
 from .convert_sources import SOURCES, ZARR, Source
 from .release import CheckpointingException, maybe_load_config
 from .shards import Box
-from .zarr import sync_folder, thread_count
+from .zarr import thread_count
 
 _MIB = 1 << 20
 #: Bytes of memory for the data on its way, unless the caller says otherwise.

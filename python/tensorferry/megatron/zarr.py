@@ -23,6 +23,7 @@ from ..errors import TensorferryError
 from ..memory.tensors import scratch, why_not_writable
 from ..state.allowlist import Allowed
 from ..state.archives import unpickled
+from ..storage.folder import sync_folder
 from . import common, shards
 from .interfaces import LoadShardedStrategy, SaveShardedStrategy
 from .release import (
@@ -554,12 +555,3 @@ def _save_object(folder: Path, leaf: Any) -> None:
         sync_folder(path.parent)
     except OSError as e:
         raise CheckpointingException(f"{path} cannot be written: {e}") from e
-
-
-def sync_folder(path: Path) -> None:
-    """Syncs the entries of a folder to the disk."""
-    file = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)

@@ -175,10 +175,15 @@ def make_folder(folder: Path) -> None:
         missing.append(level)
     folder.mkdir(parents=True, exist_ok=True)
     for level in reversed(missing):
-        _sync(level.parent)
+        sync_folder(level.parent)
 
 
-def _sync(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Syncs the entries of ``folder`` to the disk.
+
+    Raises:
+        OSError: the system refuses
+    """
     opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(opened)
@@ -284,7 +289,7 @@ class FolderSave:
         self._wait(complete, check, lambda: [0])
         # Rank 0 may be about to do so; this rank must not say that it is done before.
         try:
-            _sync(self.folder)
+            sync_folder(self.folder)
         except OSError as e:
             raise SystemRefused(f"the folder {self.folder} cannot be synchronised: {e}") from e
 
