@@ -22,7 +22,7 @@ $(VENV)/.deps: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --disable-pip-version-check 'uv>=0.8,<1'
 	$(BIN)/uv pip install -q --python $(BIN)/python 'torch==$(TORCH)' 'torchft==0.2.0' \
-	  $$($(BIN)/python -c "import tomllib; o = tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']; print(*(repr(r) for r in o['dev'] + o['bench']))" | tr -d "'")
+	  $$($(BIN)/python -c "import tomllib; o = tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']; print(*(repr(r) for r in o['dev'] + o['bench'] + o['docs']))" | tr -d "'")
 	for release in $(MEGATRON); do \
 	  $(BIN)/uv pip install -q --python $(BIN)/python --python-version 3.12 --no-deps \
 	    --target $(VENV)/megatron-$$release "megatron-core==$$release" || exit 1; \
@@ -84,16 +84,20 @@ fuzz: ## run each fuzz target for FUZZ_SECONDS seconds, or with FUZZ_RUNS=100000
 lint: build ## formatters, clippy, ruff, mypy and stubtest
 	cargo fmt --all --check
 	cargo clippy --locked --workspace --all-targets -- -D warnings
-	$(BIN)/ruff format --check python tests benches examples
-	$(BIN)/ruff check python tests benches examples
+	$(BIN)/ruff format --check python tests benches examples docs
+	$(BIN)/ruff check python tests benches examples docs
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest tensorferry._native --mypy-config-file pyproject.toml
 
 .PHONY: format
 format: $(VENV)/.deps ## rewrite the sources the way lint wants them
 	cargo fmt --all
-	$(BIN)/ruff format python tests benches examples
-	$(BIN)/ruff check --fix python tests benches examples
+	$(BIN)/ruff format python tests benches examples docs
+	$(BIN)/ruff check --fix python tests benches examples docs
+
+.PHONY: docs
+docs: $(VENV)/.deps ## the documentation as a site, in build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
 
 .PHONY: bench
 BENCH_ARGS ?=
