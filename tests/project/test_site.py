@@ -1,4 +1,4 @@
-"""The documentation as a site: it builds without a warning, its links lead somewhere, and it needs nothing from outside.
+"""The documentation as a site: it builds without a warning, its links lead somewhere, it needs nothing from outside.
 
 ``make docs`` builds the same.
 """
@@ -58,9 +58,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Page]:
     folder = tmp_path_factory.mktemp("site") / "built"
     command = [sys.executable, "-W", "ignore", "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", folder]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False
-    )
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     return {path: Page(path) for path in folder.rglob("*.html") if path.name != "404.html"}
@@ -95,7 +93,9 @@ def test_the_site_loads_nothing_from_outside(site: dict[Path, Page]):
 
 def test_no_markup_is_left_in_the_text(site: dict[Path, Page]):
     left = {"```", ":class:", ":meth:", ":func:", ":::"}
-    assert {path.name: found for path, page in site.items() if (found := {mark for mark in left if mark in page.text})} == {}
+    assert {
+        path.name: found for path, page in site.items() if (found := {mark for mark in left if mark in page.text})
+    } == {}
 
 
 @pytest.mark.parametrize(
