@@ -84,16 +84,16 @@ fuzz: ## run each fuzz target for FUZZ_SECONDS seconds, or with FUZZ_RUNS=100000
 lint: build ## formatters, clippy, ruff, mypy and stubtest
 	cargo fmt --all --check
 	cargo clippy --locked --workspace --all-targets -- -D warnings
-	$(BIN)/ruff format --check python tests benches examples docs
-	$(BIN)/ruff check python tests benches examples docs
+	$(BIN)/ruff format --check python tests benches examples docs/*.py
+	$(BIN)/ruff check python tests benches examples docs/*.py
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest tensorferry._native --mypy-config-file pyproject.toml
 
 .PHONY: format
 format: $(VENV)/.deps ## rewrite the sources the way lint wants them
 	cargo fmt --all
-	$(BIN)/ruff format python tests benches examples docs
-	$(BIN)/ruff check --fix python tests benches examples docs
+	$(BIN)/ruff format python tests benches examples docs/*.py
+	$(BIN)/ruff check --fix python tests benches examples docs/*.py
 
 .PHONY: docs
 docs: $(VENV)/.deps ## the documentation as a site, in build/site
