@@ -381,6 +381,13 @@ def test_the_table_of_the_readme_can_be_checked_by_eye():
             assert f"{float(theirs) / float(ms):.1f}" == ratio.strip()
 
 
+def test_the_log_line_of_a_receive_is_the_one_that_is_explained():
+    [shown] = re.findall(r"^received step .*$", (ROOT / "docs/guides/slow-heal.md").read_text(), re.MULTILINE)
+    [written] = re.findall(r'"(received step .*%s)"', (ROOT / "python/tensorferry/net/report.py").read_text())
+    shown = shown.replace("HERE <- THERE", "ROUTES").replace(", FOUND of OFFERED tensors in place", "")
+    assert re.sub(r"\b[A-Z]{4,}\b", "%", shown) == re.sub(r"%[.\d]*[df]|%s(?!\Z)", "%", written).removesuffix("%s")
+
+
 def test_every_error_has_a_cause_and_a_remedy():
     text = (ROOT / "docs/reference/errors.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \|([^|]*)\| [^|]+ \| [^|]+ \|$", text, re.MULTILINE)
