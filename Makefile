@@ -57,7 +57,7 @@ wheel: $(VENV)/.deps ## the wheel for a release: for glibc 2.28 and later, check
 .PHONY: sdist
 sdist: $(VENV)/.deps ## the source distribution, and a wheel that is built from it outside the checkout, in dist/sdist
 	rm -rf dist/sdist
-	$(BIN)/maturin sdist --quiet --out dist/sdist
+	$(BIN)/maturin sdist --out dist/sdist
 	cd / && $(CURDIR)/$(BIN)/python -m pip wheel -q --disable-pip-version-check --no-deps \
 	  --wheel-dir $(CURDIR)/dist/sdist/built $(CURDIR)/dist/sdist/*.tar.gz
 	$(BIN)/python tests/project/check_wheel.py dist/sdist/built
