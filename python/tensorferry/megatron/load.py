@@ -31,7 +31,6 @@ from .release import (
     CheckpointingException,
     ShardedObject,
     ShardedTensor,
-    maybe_load_config,
 )
 from .save import BACKEND, VERSION
 from .together import Together
@@ -42,6 +41,7 @@ class LoadStrategy(LoadShardedStrategy):
 
     Attributes:
         process_group: the ranks that load together
+        timeout: how long a rank waits for the others to begin, and for peers
         report: what the last load read on this rank, as ``FileReader.report`` and ``PeerReader.report``
     """
 
@@ -74,6 +74,7 @@ class LoadStrategy(LoadShardedStrategy):
         PeerReader(peers, **self._network)
         self._allowed = Allowed(pickles["safe_globals"], trust_pickle)
         self.process_group = process_group
+        self.timeout = timeout
         self.report: dict[str, int] = {}
 
     @property
@@ -121,7 +122,7 @@ class LoadStrategy(LoadShardedStrategy):
                 or something cannot be read or is damaged; it is raised on all ranks
         """
         del async_strategy
-        ranks = Together(self.process_group)
+        ranks = Together(self.process_group, self.timeout)
         loading = self._open(ranks, sharded_state_dict, checkpoint_dir)
         ranks.every(f"load {self.name(checkpoint_dir)}", lambda: self._read(loading))
         return shards.replaced(sharded_state_dict, loading.value)
@@ -136,11 +137,16 @@ class LoadStrategy(LoadShardedStrategy):
             if ranks.coordinates and self._peers is None:
                 _check_common(Path(checkpoint_dir), reader, metadata)
             opened = Loading(state, metadata, reader)
-            return reader.prepare_local_plan(LoadPlan([])).storage_data
+            return self._way(), reader.prepare_local_plan(LoadPlan([])).storage_data
 
-        def compare(digests: list[Any]) -> None:
+        def compare(told: list[tuple[str, Any]]) -> None:
             assert opened is not None
-            opened.reader.prepare_global_plan([LoadPlan([], storage_data=digest) for digest in digests])
+            ways = sorted({way for way, _ in told})
+            if len(ways) > 1:
+                raise CheckpointingException(
+                    f"the ranks load in different ways, {' and '.join(ways)}: make the same strategy on all ranks"
+                )
+            opened.reader.prepare_global_plan([LoadPlan([], storage_data=digest) for _, digest in told])
 
         ranks.step(f"load {self.name(checkpoint_dir)}", plan, compare)
         assert opened is not None
@@ -150,6 +156,10 @@ class LoadStrategy(LoadShardedStrategy):
         """Reads what :meth:`_open` has planned for this rank."""
         loading.read([*loading.objects, *map(loading.item, loading.parts)])
         self.report = dict(loading.reader.report)
+
+    def _way(self) -> str:
+        """Returns what has to be the same on all ranks for their steps to match."""
+        return type(self).__name__
 
     @property
     def is_live(self) -> bool:
@@ -187,20 +197,7 @@ class LoadStrategy(LoadShardedStrategy):
             CheckpointingException: it does not; the text says what it holds
         """
         folder = Path(checkpoint_dir)
-        if not folder.is_dir():
-            raise CheckpointingException(f"Checkpoint directory {folder} does not exist")
-        try:
-            config = maybe_load_config(str(folder))
-        except Exception as e:
-            raise CheckpointingException(
-                f"{folder}/metadata.json cannot be read ({type(e).__name__}: {e}). If a save into this folder was "
-                "killed, tensorferry.megatron.restore_common(folder) writes it anew; else load another checkpoint"
-            ) from e
-        if config is None:
-            raise CheckpointingException(
-                f"{folder} is not a distributed checkpoint: it has no metadata.json, which a save writes last. The "
-                "save was interrupted, or this is not the folder: load another checkpoint"
-            )
+        config = common.config(folder)
         # FullyParallelSaveStrategyWrapper of 0.19 writes its own backend into metadata.json, whatever it wraps.
         if config.sharded_backend != "torch_dist" or not (folder / INDEX).is_file():
             self.check_backend_compatibility(config.sharded_backend)
@@ -315,7 +312,7 @@ def load_strategy(
         peers: load from the memory of a running job instead of a folder: what ``metadata()`` of its ``PeerWriter``
             returned
         threads: as for ``FileReader``
-        timeout: as for ``PeerReader``
+        timeout: as for ``PeerReader``; and how long a rank waits for the others to begin the same load
         lanes: as for ``PeerReader``
         secret: as for ``PeerReader``
         same_host: as for ``PeerReader``

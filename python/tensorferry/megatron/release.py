@@ -17,7 +17,6 @@ from megatron.core.dist_checkpointing.core import (
     CONFIG_FNAME,
     CheckpointingConfig,
     CheckpointingException,
-    maybe_load_config,
 )
 from megatron.core.dist_checkpointing.dict_utils import merge
 from megatron.core.dist_checkpointing.mapping import (
@@ -52,7 +51,6 @@ __all__ = [
     "force_all_tensors_to_non_fp8",
     "is_main_replica",
     "load_preprocess",
-    "maybe_load_config",
     "merge",
     "parse_strict_flag",
     "save_preprocess",

@@ -71,20 +71,27 @@ def save(
     """
     strategy = save_strategy() if sharded_strategy is None else sharded_strategy
     ours = _ours(strategy, SaveStrategy, "save_strategy")
-    ranks = Together(ours.process_group)
+    ranks = Together(ours.process_group, ours.timeout)
     found: list[Any] = []
 
-    def prepare() -> None:
+    def prepare() -> list[tuple[Any, ...]]:
         if ours.peers is None and ranks.coordinates and not Path(checkpoint_dir).is_dir():
             raise CheckpointingException(f"Checkpoint directory {checkpoint_dir} does not exist: create it first")
         if content_metadata is not None:
             kept = {key: value for key, value in content_metadata.items() if key != _NOT_SAVED}
             sharded_state_dict[_CONTENT] = kept
         state, shared = save_preprocess(sharded_state_dict, False)
+        parts = shards.access((leaf for _, leaf in shards.leaves(state)), is_main_replica)
         state[COMMON] = ShardedObject(COMMON, shared, (1,), (0,), ranks.rank)
         found.append(state)
+        return parts
 
-    ranks.every(f"save into {checkpoint_dir}", prepare)
+    def check(parts: list[list[tuple[Any, ...]]]) -> None:
+        if strategy is not ours:
+            # Megatron's wrapper would check it on one rank alone.
+            shards.check_access(parts)
+
+    ranks.step(f"save into {checkpoint_dir}", prepare, check)
 
     def commit() -> None:
         def mark() -> None:
@@ -130,7 +137,7 @@ def load(
     """
     strategy = load_strategy() if sharded_strategy is None else sharded_strategy
     ours = _ours(strategy, LoadStrategy, "load_strategy")
-    ranks = Together(ours.process_group)
+    ranks = Together(ours.process_group, ours.timeout)
     handling = parse_strict_flag(strict)
     where = f"load {ours.name(checkpoint_dir)}"
     shared: Any = None
@@ -168,8 +175,13 @@ def load(
     if unexpected:
         wanted = adjust_non_strict_load(wanted, unexpected)
     loaded = strategy.load(wanted, checkpoint_dir)
-    merge(shared, loaded)
-    apply_factory_merges(shared, factories)
+
+    def finish() -> None:
+        merge(shared, loaded)
+        apply_factory_merges(shared, factories)
+
+    # A wrapper of Megatron's may have failed on one rank: the others do not wait for it as long as for a collective.
+    Together(ours.process_group, ours.timeout).every(where, finish)
     return (shared, missing, unexpected) if handling in _RETURNING else shared
 
 

@@ -66,7 +66,6 @@ class TwoStageDataParallelLoadShardedStrategy(LoadStrategy):
     ) -> None:
         super().__init__(timeout=timeout, **options)
         _validate.boolean("cpu_transfer", cpu_transfer)
-        self._timeout = timeout
         self._server_options = ServerOptions(
             secret=options.get("secret"),
             tls=False,
@@ -79,7 +78,7 @@ class TwoStageDataParallelLoadShardedStrategy(LoadStrategy):
 
     def _read(self, loading: Loading) -> None:
         """Reads this rank's share of what its group needs, and fetches the rest."""
-        group = Together(self._data_parallel_group)
+        group = Together(self._data_parallel_group, self.timeout)
         if group.world == 1:
             super()._read(loading)
             return
@@ -87,7 +86,7 @@ class TwoStageDataParallelLoadShardedStrategy(LoadStrategy):
 
         def open_server() -> tuple[str, dict[ShardId, _Need]]:
             nonlocal server
-            server, url = serve(self._timeout, self._server_options)
+            server, url = serve(self.timeout, self._server_options)
             return url, {shard: need for _, shard, need in _needs(loading)}
 
         try:
@@ -96,7 +95,7 @@ class TwoStageDataParallelLoadShardedStrategy(LoadStrategy):
             plan = _Plan([needs for _, needs in told])
             exchange = _Exchange(loading, server, self._server_options, [url for url, _ in told], group.rank)
             for step, turn in enumerate(plan.turns):
-                failed = exchange.run(step, turn, plan.shared, self._timeout.total_seconds())
+                failed = exchange.run(step, turn, plan.shared, self.timeout.total_seconds())
                 # What this rank serves stays until all others have it; and all know if one of them has failed.
                 group.every("spread the checkpoint in its group", lambda: _raise(failed))  # noqa: B023
                 if step + 1 < len(plan.turns):
