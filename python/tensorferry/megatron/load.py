@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -19,10 +18,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from ..dcp import FileReader, PeerReader
-from ..dcp.load_plan import rewritten
 from ..dcp.reader import SliceReader
 from ..errors import TensorferryError
 from ..state.allowlist import Allowed
+from ..state.archives import unpickled
 from ..storage.folder import INDEX
 from . import common, removal, shards
 from .interfaces import LoadShardedStrategy
@@ -262,10 +261,9 @@ class LoadStrategy(LoadShardedStrategy):
         if data is None:
             return {}
         try:
-            checked = rewritten(data, "the common state", self._allowed)
+            return unpickled(data, "the common state", self._allowed)
         except TensorferryError as e:
             raise CheckpointingException(str(e)) from e
-        return torch.load(io.BytesIO(checked), map_location="cpu", weights_only=False)
 
     def common_bytes(self, checkpoint_dir: str | Path, checks_folder: bool = True) -> bytes | None:
         """Returns the copy of ``common.pt`` that is inside the checkpoint; ``None`` if there is none.
@@ -473,9 +471,9 @@ class Loading:
     def commit_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
         """Does nothing: the reader has written into the leaf's own data."""
 
-    def load_bytes(self, item: ReadItem, value: io.BytesIO) -> None:
-        """Takes an object, which the reader has checked with its allow-list."""
-        self._objects[item.storage_index.fqn] = torch.load(value, map_location="cpu", weights_only=False)
+    def load_object(self, item: ReadItem, value: Any) -> None:
+        """Takes an object, which the reader has unpickled with its allow-list."""
+        self._objects[item.storage_index.fqn] = value
 
     def value(self, leaf: Any) -> Any:
         """Returns what was loaded for a leaf."""

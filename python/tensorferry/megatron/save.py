@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import logging
 import os
 import shutil
 import tempfile
@@ -42,6 +43,8 @@ from .release import (
     is_main_replica,
 )
 from .together import PATIENCE, Together
+
+logger = logging.getLogger("tensorferry")
 
 #: What ``metadata.json`` says of a checkpoint that this strategy has written.
 BACKEND, VERSION = "tensorferry", 1
@@ -329,25 +332,17 @@ class _Job:
     plan: SavePlan
     folder: str
 
-    def check_unfinished(self) -> None:
-        """Checks that this save has not been finished before.
-
-        Raises:
-            CheckpointingException: it has, or the request was dropped
-        """
-        if not Path(self.folder).is_dir():
-            raise CheckpointingException(
-                f"the save that was to write {self.file.path} has been finished or dropped: each request is carried "
-                "out once. Save again"
-            )
-
     def results(self) -> list[WriteResult]:
         """Returns the results of :func:`write`, and removes the folder.
 
         Raises:
-            CheckpointingException: the other process has not written the file
+            CheckpointingException: the other process has not written the file, or this save has been finished before
         """
-        self.check_unfinished()
+        if not Path(self.folder).is_dir():
+            raise CheckpointingException(
+                f"the save that was to write {self.file.path} has been finished before: each request is carried out "
+                "once. Save again"
+            )
         try:
             told = json.loads((Path(self.folder) / "results.json").read_text())
         except FileNotFoundError:
@@ -394,9 +389,11 @@ class _Held:
 
 
 def write(job: _Job, values: list[torch.Tensor | bytes], nothing: None) -> None:
-    """Writes a rank's file, in a process of its own; Megatron passes three arguments and replaces the second."""
+    """Writes a rank's file, in a process of its own; Megatron passes three arguments and replaces the second.
+
+    It raises nothing: Megatron's persistent worker would end, and the trainer would wait for it for ever.
+    """
     del nothing
-    job.check_unfinished()
     told: dict[str, Any] = {"error": None, "entries": []}
     try:
         if job.plan.items:
@@ -405,5 +402,9 @@ def write(job: _Job, values: list[torch.Tensor | bytes], nothing: None) -> None:
     except Exception as e:
         told["error"] = f"{type(e).__name__}: {e}"
     partial = Path(job.folder) / "results.partial"
-    partial.write_text(json.dumps(told))
-    partial.rename(Path(job.folder) / "results.json")
+    try:
+        partial.write_text(json.dumps(told))
+        partial.rename(Path(job.folder) / "results.json")
+    except OSError:
+        # The last function raises then. If the folder is gone, nobody waits for the results any more.
+        logger.exception("cannot tell the trainer what was written")
