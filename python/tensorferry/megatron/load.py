@@ -132,7 +132,7 @@ class LoadStrategy(LoadShardedStrategy):
 
         def plan() -> Any:
             nonlocal opened
-            reader, metadata = self._index(checkpoint_dir, ranks.rank)
+            reader, metadata = self._shared_index(checkpoint_dir, ranks.rank)
             if ranks.coordinates and self._peers is None:
                 _check_common(Path(checkpoint_dir), reader, metadata)
             opened = Loading(state, metadata, reader)
@@ -153,7 +153,7 @@ class LoadStrategy(LoadShardedStrategy):
 
     def _read(self, loading: Loading) -> None:
         """Reads what :meth:`_open` has planned for this rank."""
-        loading.read([*loading.objects, *map(loading.item, loading.parts)])
+        loading.read([*loading.objects.values(), *map(loading.item, loading.parts)])
         self.report = dict(loading.reader.report)
 
     def _way(self) -> str:
@@ -169,10 +169,14 @@ class LoadStrategy(LoadShardedStrategy):
         """Returns what messages call the checkpoint."""
         return str(checkpoint_dir) if self._peers is None else "from the running job"
 
+    def _shared_index(self, checkpoint_dir: str | Path, rank: int) -> tuple[SliceReader, Metadata]:
+        """Opens the checkpoint on all ranks at once."""
+        return self._index(checkpoint_dir, rank)
+
     def _index(
-        self, checkpoint_dir: str | Path, rank: int = 0, checks_folder: bool = True
+        self, checkpoint_dir: str | Path, rank: int = 0, checks_folder: bool = True, known: Any = None
     ) -> tuple[SliceReader, Metadata]:
-        """Opens the checkpoint.
+        """Opens the checkpoint; ``known`` is what another rank has read from its index.
 
         Raises:
             CheckpointingException: the folder holds none that this strategy reads
@@ -181,11 +185,12 @@ class LoadStrategy(LoadShardedStrategy):
         reader: SliceReader
         if self._peers is not None:
             reader = PeerReader(self._peers, **self._network)
+            metadata = reader.read_metadata(rank=rank)
         else:
             if checks_folder:
                 self.check_folder(checkpoint_dir)
             reader = FileReader(checkpoint_dir, **self._files)
-        metadata = reader.read_metadata(rank=rank)
+            metadata = reader.read_metadata(rank=rank, known=known)
         reader.set_up_storage_reader(metadata, False)
         return reader, metadata
 
@@ -257,7 +262,27 @@ class LoadStrategy(LoadShardedStrategy):
         Raises:
             CheckpointingException: the checkpoint cannot be read, or needs something that is not on the allow-list
         """
-        data = common.read(Path(checkpoint_dir)) if self._peers is None else self.common_bytes(checkpoint_dir)
+        return self.decoded_common(self.encoded_common(checkpoint_dir))
+
+    def encoded_common(self, checkpoint_dir: str | Path) -> bytes | None:
+        """Returns the common state of a checkpoint as ``torch.save`` wrote it; ``None`` if it has none.
+
+        Raises:
+            CheckpointingException: the checkpoint cannot be read
+        """
+        if self._peers is not None:
+            return self.common_bytes(checkpoint_dir)
+        try:
+            return common.read(Path(checkpoint_dir))
+        except (OSError, TensorferryError) as e:
+            raise CheckpointingException(str(e)) from e
+
+    def decoded_common(self, data: bytes | None) -> Any:
+        """Returns what :meth:`encoded_common` has read.
+
+        Raises:
+            CheckpointingException: it is damaged, or needs something that is not on the allow-list
+        """
         if data is None:
             return {}
         try:
@@ -363,7 +388,8 @@ class Loading:
         reserved: keys in the checkpoint that a state may not ask for
 
     Attributes:
-        objects: the items of this rank that read objects
+        objects: the items of this rank that read objects, by key
+        values: the objects that were read, by key
         parts: what it reads of tensors
         tensors: the leaves that are tensors, by number
 
@@ -375,10 +401,11 @@ class Loading:
         self, state: Any, metadata: Metadata, reader: SliceReader, reserved: frozenset[str] = frozenset({COMMON})
     ) -> None:
         self.reader = reader
+        self._metadata = metadata
         self.parts: list[Part] = []
         self.tensors: dict[int, ShardedTensor] = {}
         self._targets: dict[int, torch.Tensor] = {}
-        self._objects: dict[str, Any] = {}
+        self.values: dict[str, Any] = {}
         self._paths: list[str] = []
         known = metadata.state_dict_metadata
         wanted: set[str] = set()
@@ -397,7 +424,7 @@ class Loading:
                 self._add(number, leaf, known[leaf.key])
         for number, tensor in self.tensors.items():
             self._targets[number] = _target(tensor)
-        self.objects = [_object(key) for key in sorted(wanted)]
+        self.objects = {key: _object(key) for key in sorted(wanted)}
 
     def _add(self, number: int, shard: ShardedTensor, about: Any) -> None:
         shards.check(shard)
@@ -438,6 +465,14 @@ class Loading:
             lengths=torch.Size(part.wanted.sizes),
         )
 
+    def files(self) -> set[Path]:
+        """Returns the files of a checkpoint in a folder that this rank needs something of."""
+        stored = self._metadata.storage_data
+        wanted = {MetadataIndex(part.key, torch.Size(part.chunk)) for part in self.parts}
+        wanted |= {item.storage_index for item in self.objects.values()}
+        folder = Path(self._metadata.storage_meta.checkpoint_id)
+        return {folder / stored[at].container for at in wanted}
+
     def read(self, items: list[ReadItem]) -> None:
         """Reads items into their targets.
 
@@ -473,12 +508,12 @@ class Loading:
 
     def load_object(self, item: ReadItem, value: Any) -> None:
         """Takes an object, which the reader has unpickled with its allow-list."""
-        self._objects[item.storage_index.fqn] = value
+        self.values[item.storage_index.fqn] = value
 
     def value(self, leaf: Any) -> Any:
         """Returns what was loaded for a leaf."""
         if isinstance(leaf, ShardedObject):
-            return self._objects[leaf.unique_key]
+            return self.values[leaf.unique_key]
         return leaf.data
 
 

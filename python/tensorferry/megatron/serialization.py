@@ -142,34 +142,42 @@ def load(
     where = f"load {ours.name(checkpoint_dir)}"
     shared: Any = None
     wanted: Any = None
+    own: Any = None
     factories: Any = None
 
     def prepare() -> tuple[list[tuple[Any, ...]], set[str]]:
-        nonlocal shared, wanted, factories
+        nonlocal wanted, own, factories
         if not ours.is_live:
             ours.check_folder(checkpoint_dir)
         force_all_tensors_to_non_fp8(sharded_state_dict)
         wanted, own, factories = load_preprocess(sharded_state_dict)
-        shared = ours.common_state(checkpoint_dir)
-        merge(shared, own)
         wanted, _ = extract_sharded_base(wanted)
         found = [leaf for _, leaf in shards.leaves(wanted)]
         return shards.access(found, is_main_replica), {leaf.key for leaf in found}
 
-    def compare(told: list[tuple[list[tuple[Any, ...]], set[str]]]) -> tuple[set[str], set[str]]:
+    def compare(told: list[tuple[list[tuple[Any, ...]], set[str]]]) -> tuple[set[str], set[str], bytes | None]:
+        # One rank reads it for all.
+        common_bytes = ours.encoded_common(checkpoint_dir)
         if validate_access_integrity:
             shards.check_access(access for access, _ in told)
         if not StrictHandling.requires_explicit_ckpt_mismatch_check(handling):
-            return set(), set()
+            return set(), set(), common_bytes
         asked = set().union(*[keys for _, keys in told])
         known = {leaf.key for leaf in strategy.load_sharded_metadata(checkpoint_dir).values()}
         missing = known - asked if handling in _WANTS_MISSING else set()
         unexpected = asked - known
         if handling in _RAISING and (missing or unexpected):
             raise CheckpointingException(_mismatch(missing, unexpected))
-        return missing, unexpected
+        return missing, unexpected, common_bytes
 
-    missing, unexpected = ranks.step(where, prepare, compare)
+    missing, unexpected, common_bytes = ranks.step(where, prepare, compare)
+
+    def begin() -> None:
+        nonlocal shared
+        shared = ours.decoded_common(common_bytes)
+        merge(shared, own)
+
+    ranks.every(where, begin)
     if (missing or unexpected) and handling in _LOGGING and ranks.coordinates:
         logger.warning("%s", _mismatch(missing, unexpected))
     if unexpected:
