@@ -43,6 +43,15 @@ import tensorferry.checkpointing
 _started = tensorferry.checkpointing.Keeper(start=True)
 atexit.register(os.kill, _started.status()["pid"], signal.SIGTERM)
 """
+#: One rank, without a GPU, with the release that the Makefile puts beside the environment.
+_MEGATRON = f"""
+import sys, tempfile, torch
+sys.path.insert(0, {str(Path(sys.prefix) / "megatron-0.19.2")!r})
+torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+from megatron.core.dist_checkpointing import ShardedTensor
+folder = tempfile.mkdtemp(dir=".")
+sharded_state_dict = {{"weight": ShardedTensor.from_rank_offsets("weight", torch.ones(8, 8)), "iteration": 3}}
+"""
 #: The code that precedes blocks with these beginnings.
 SURROUNDINGS = {
     # The README's folders, placed below the folder in which the test runs.
@@ -90,14 +99,29 @@ timeout = timedelta(seconds=30)
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.AdamW(model.parameters())
 """,
-    # One rank, without a GPU, with the release that the Makefile puts beside the environment.
-    "from megatron.core import dist_checkpointing": f"""
-import sys, tempfile, torch
-sys.path.insert(0, {str(Path(sys.prefix) / "megatron-0.19.2")!r})
-torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
-from megatron.core.dist_checkpointing import ShardedTensor
-folder = tempfile.mkdtemp(dir=".")
-sharded_state_dict = {{"weight": ShardedTensor.from_rank_offsets("weight", torch.ones(8, 8)), "iteration": 3}}
+    "from megatron.core import dist_checkpointing": _MEGATRON,
+    "from tensorferry import megatron\nfrom tensorferry.dcp import PeerWriter": _MEGATRON,
+    "state = megatron.load(sharded_state_dict, sharded_strategy=megatron.load_strategy(peers": f"""{_MEGATRON}
+from tensorferry import megatron
+from tensorferry.dcp import PeerWriter
+_peers = PeerWriter()
+metadata = megatron.publish(sharded_state_dict, _peers)
+""",
+    # A rank that heals from another one, which is in the same process.
+    "from megatron.core.dist_checkpointing.dict_utils": f"""{_MEGATRON}
+from datetime import timedelta
+import tensorferry
+peer, step, timeout, is_healthy = 0, 7, timedelta(seconds=30), False
+_healthy = tensorferry.HTTPTransport(timeout)
+_healthy.send_checkpoint([1], step, {{"weight": torch.ones(8, 8), "iteration": 3}}, timeout)
+peers_metadata = _healthy.metadata()
+sharded_state_dict["weight"].data.zero_()
+""",
+    "from tensorferry.megatron import ZarrLoadShardedStrategy": f"""{_MEGATRON}
+from megatron.core import dist_checkpointing
+from tensorferry.megatron import ZarrSaveShardedStrategy
+torch.cuda.synchronize = lambda *_: None
+dist_checkpointing.save(sharded_state_dict, folder, ZarrSaveShardedStrategy())
 """,
     # A manager needs a lighthouse and a store (`make demo` has them); this only checks that it accepts the arguments.
     "manager = torchft.Manager(": """
