@@ -9,6 +9,7 @@ dies fails on that rank's neighbours only, and they tell the others.
 from __future__ import annotations
 
 import contextlib
+import math
 import pickle
 import time
 from collections.abc import Callable, Iterator
@@ -29,9 +30,9 @@ R = TypeVar("R")
 
 #: How long a rank waits for the others to begin the same save or load.
 PATIENCE = timedelta(minutes=5)
-#: Seconds between two looks at what is waited for, at first and at most.
-_SOON, _LATE = 0.00005, 0.01
-#: Seconds between two looks into the store while a collective is under way.
+#: Seconds between two looks at what is waited for, at least and at most; in between, this part of the time waited.
+_SOON, _LATE, _PART = 0.00005, 0.01, 0.05
+#: Seconds between two looks for the word that the group is broken.
 _LOOK = 0.25
 
 
@@ -173,15 +174,23 @@ class Together:
 
     def _wait(self, begin: Callable[[], Any]) -> None:
         """Begins a collective, and waits for it, or for another rank's word that it will not end."""
-        looked, pause = time.monotonic(), _SOON
         work = begin()
-        while not work.is_completed():
-            time.sleep(pause)
-            pause = min(2 * pause, _LATE)
-            if time.monotonic() - looked > _LOOK:
-                looked = time.monotonic()
-                self._check_broken()
+        self._until(work.is_completed)
         work.wait()
+
+    def _until(self, is_there: Callable[[], bool], deadline: float = math.inf) -> bool:
+        """Waits for something, or for another rank's word that the group is broken; returns whether it is there."""
+        began = looked = time.monotonic()
+        # One look at a time: while a store waits by itself, other threads of the process cannot use it.
+        while not is_there():
+            now = time.monotonic()
+            if now > deadline:
+                return False
+            if now - looked > _LOOK:
+                looked = now
+                self._check_broken()
+            time.sleep(min(max(_PART * (now - began), _SOON), _LATE))
+        return True
 
     @contextlib.contextmanager
     def _in_contact(self, what: str) -> Iterator[None]:
@@ -259,18 +268,8 @@ class Together:
 
     def _is_set(self, key: str, deadline: float) -> bool:
         """Waits until a key is in the store; returns whether it is."""
-        store, looked, pause = _get_default_store(), time.monotonic(), _SOON
-        # One look at a time: while a store waits, other threads of the process cannot use it.
-        while not store.check([key]):
-            now = time.monotonic()
-            if now > deadline:
-                return False
-            if now - looked > _LOOK:
-                looked = now
-                self._check_broken()
-            time.sleep(pause)
-            pause = min(2 * pause, _LATE)
-        return True
+        store = _get_default_store()
+        return self._until(lambda: bool(store.check([key])), deadline)
 
     def _check_broken(self) -> None:
         """Raises _Broken if a rank has said that this group is broken."""
