@@ -40,7 +40,8 @@ def fail_elsewhere(kept, folder, how):
     else:
         strict = "raise_unexpected" if how == "unexpected" else "assume_ok_unexpected"
         text = outcome(lambda: stock.load(wrong, folder, ours.load_strategy(timeout=SHORT), strict=strict))
-    # The group is as good as before.
+    # The group is as good as before, once all have left.
+    torch.distributed.barrier()
     ours.save(state(rank, world), folder)
     return text, ours.load(state(rank, world), folder)["w"].flatten()[0].item()
 

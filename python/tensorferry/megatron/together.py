@@ -65,7 +65,7 @@ class Together:
         """Calls ``local`` on every rank, and ``decide`` with what all of them have returned, on the coordinator.
 
         Args:
-            what: what is done, for messages: "cannot ..."; its first word is the same on all ranks
+            what: what is done, for messages: "cannot ..."; its first word is the same on all ranks, as is ``local``
             local: what each rank does
             decide: what the coordinator makes of it
 
@@ -87,7 +87,8 @@ class Together:
         packed: bytes | None = None
         if error is None:
             packed, error = _attempt(lambda: pickle.dumps(value))
-        sent = (__version__, what.partition(" ")[0], packed, None if error is None else _text(error))
+        does = (what.partition(" ")[0], local.__qualname__)
+        sent = (__version__, does, packed, None if error is None else _text(error))
         with self._in_contact(what):
             told = self._gathered(what, pickle.dumps(sent))
         message: bytes | None = None
@@ -119,15 +120,16 @@ class Together:
 
     def _failures(self, told: list[Any]) -> dict[int, str]:
         """Returns what has failed, by rank; ranks that do not do the same as this one have failed."""
-        version, verb, *_ = told[self.rank]
+        version, (verb, function), *_ = told[self.rank]
         failures = {}
         for rank, (other, does, _, text) in enumerate(told):
             if other != version:
                 text = f"it has tensorferry {other}, and rank {self.rank} has {version}: install one on all ranks"
-            elif does != verb:
-                text = (
-                    f"it is about to {does}, and rank {self.rank} is about to {verb}: all ranks call the same function"
+            elif does != (verb, function):
+                apart = (
+                    f"and rank {self.rank} to {verb}" if does[0] != verb else f"as is rank {self.rank}, in another way"
                 )
+                text = f"it is about to {does[0]}, {apart}: call one function on all ranks, with the same strategy"
             if text is not None:
                 failures[rank] = text
         return failures
