@@ -111,7 +111,7 @@ def interrupt(kept, folder):
 
 UNMATCHED = {
     "save and load": r"it is about to save, and rank 0 to load: call one function on all ranks, .* \(rank 1\)",
-    "strategies": r"it is about to load, as is rank 0, in another way: .* with the same strategy \(rank 1\)",
+    "strategies": "load in different ways, LoadStrategy and TwoStage.*: make the same strategy on all ranks",
     "versions": r"it has tensorferry 99.0, and rank 0 has .*: install one on all ranks \(rank 1\)",
 }
 

@@ -136,18 +136,23 @@ class LoadStrategy(LoadShardedStrategy):
             if ranks.coordinates and self._peers is None:
                 _check_common(Path(checkpoint_dir), reader, metadata)
             opened = Loading(state, metadata, reader)
-            return self._way(), reader.prepare_local_plan(LoadPlan([])).storage_data
+            return reader.prepare_local_plan(LoadPlan([])).storage_data
 
-        def compare(told: list[tuple[str, Any]]) -> None:
+        def compare(digests: list[Any]) -> None:
             assert opened is not None
-            ways = sorted({way for way, _ in told})
-            if len(ways) > 1:
-                raise CheckpointingException(
-                    f"the ranks load in different ways, {' and '.join(ways)}: make the same strategy on all ranks"
-                )
-            opened.reader.prepare_global_plan([LoadPlan([], storage_data=digest) for _, digest in told])
+            opened.reader.prepare_global_plan([LoadPlan([], storage_data=digest) for digest in digests])
 
-        ranks.step(f"load {self.name(checkpoint_dir)}", plan, compare)
+        def compare_ways(told: list[str]) -> None:
+            if len(set(told)) > 1:
+                raise CheckpointingException(
+                    f"the ranks load in different ways, {' and '.join(sorted(set(told)))}: make the same strategy on "
+                    "all ranks"
+                )
+
+        what = f"load {self.name(checkpoint_dir)}"
+        # First, since a strategy may take steps of its own while it plans.
+        ranks.step(what, lambda: self._way(), compare_ways)
+        ranks.step(what, plan, compare)
         assert opened is not None
         return opened
 
