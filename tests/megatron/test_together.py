@@ -82,11 +82,11 @@ def unmatched(kept, folder, how):
     if how == "versions" and rank == 1:
         from tensorferry.megatron import together
 
-        together.__version__, kept = "99.0", together.__version__
+        together._RELEASE, kept = "99.0", together._RELEASE
         try:
             return outcome(lambda: ours.load(state(rank, world), folder))
         finally:
-            together.__version__ = kept
+            together._RELEASE = kept
     return outcome(lambda: ours.load(state(rank, world), folder, strategy))
 
 

@@ -14,6 +14,7 @@ import pickle
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from importlib.metadata import version
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -21,7 +22,6 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.distributed_c10d import _get_default_store
 
-from .. import __version__
 from ..errors import TensorferryError
 from .release import CheckpointingException
 
@@ -30,6 +30,10 @@ R = TypeVar("R")
 
 #: How long a rank waits for the others to begin the same save or load.
 PATIENCE = timedelta(minutes=5)
+#: Ranks with different releases of this package may take different steps.
+_RELEASE = version("tensorferry")
+#: Seconds after which the first rank has died, if it does not end a meeting in time.
+_GRACE = 10
 #: Seconds between two looks at what is waited for, at least and at most; in between, this part of the time waited.
 _SOON, _LATE, _PART = 0.00005, 0.01, 0.05
 #: Seconds between two looks for the word that the group is broken.
@@ -88,7 +92,7 @@ class Together:
         if error is None:
             packed, error = _attempt(lambda: pickle.dumps(value))
         does = (what.partition(" ")[0], local.__qualname__)
-        sent = (__version__, does, packed, None if error is None else _text(error))
+        sent = (_RELEASE, does, packed, None if error is None else _text(error))
         with self._in_contact(what):
             told = self._gathered(what, pickle.dumps(sent))
         message: bytes | None = None
@@ -120,11 +124,11 @@ class Together:
 
     def _failures(self, told: list[Any]) -> dict[int, str]:
         """Returns what has failed, by rank; ranks that do not do the same as this one have failed."""
-        version, (verb, function), *_ = told[self.rank]
+        release, (verb, function), *_ = told[self.rank]
         failures = {}
         for rank, (other, does, _, text) in enumerate(told):
-            if other != version:
-                text = f"it has tensorferry {other}, and rank {self.rank} has {version}: install one on all ranks"
+            if other != release:
+                text = f"it has tensorferry {other}, and rank {self.rank} has {release}: install one on all ranks"
             elif does != (verb, function):
                 apart = (
                     f"and rank {self.rank} to {verb}" if does[0] != verb else f"as is rank {self.rank}, in another way"
@@ -263,8 +267,8 @@ class Together:
         if not self._is_set(f"{name}/{number}/open", deadline):
             return "rank 0 did not come"
         store.set(f"{name}/{number}/{self.rank}", b"")
-        # The coordinator may have opened it as late as possible, and waits for others.
-        if not self._is_set(f"{name}/{number}/closed", time.monotonic() + self._patience):
+        # The coordinator may have opened it just now, and waits for others.
+        if not self._is_set(f"{name}/{number}/closed", time.monotonic() + self._patience + _GRACE):
             return "rank 0 did not go on"
         return bytes(store.get(f"{name}/{number}/closed")).decode()
 
