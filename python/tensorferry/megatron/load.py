@@ -207,7 +207,7 @@ class LoadStrategy(LoadShardedStrategy):
         """
         folder = Path(checkpoint_dir)
         config = common.config(folder)
-        # FullyParallelSaveStrategyWrapper of 0.19 writes its own backend into metadata.json, whatever it wraps.
+        # FullyParallelSaveStrategyWrapper since 0.17 writes its own backend into metadata.json, whatever it wraps.
         if config.sharded_backend != "torch_dist" or not (folder / INDEX).is_file():
             self.check_backend_compatibility(config.sharded_backend)
             self.check_version_compatibility(config.sharded_backend_version)
