@@ -210,7 +210,7 @@ def test_a_rank_that_is_killed_ends_the_wait_of_all_others(host, tmp_path, pytes
     whole = tmp_path / "whole"
     whole.mkdir()
     host.job(3).run(save_large, str(whole))
-    for number in range(max(1, pytestconfig.getoption("--kills") // 5)):
+    for number in range(max(1, pytestconfig.getoption("--kills") // 10)):
         for at, how in enumerate(("save", "load", "two-stage")):
             job = host.job(3)
             folder = tmp_path / f"{number}"
