@@ -16,7 +16,7 @@ import json
 import os
 import secrets
 import stat
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,10 @@ def config(folder: Path) -> CheckpointingConfig:
     if not folder.is_dir():
         raise CheckpointingException(f"Checkpoint directory {folder} does not exist")
     try:
-        return CheckpointingConfig(**json.loads(read_whole(folder / CONFIG_FNAME)))
+        found = json.loads(read_whole(folder / CONFIG_FNAME))
+        # Earlier releases wrote more than later ones know.
+        known = {field.name for field in fields(CheckpointingConfig)}
+        return CheckpointingConfig(**{name: value for name, value in found.items() if name in known})
     except FileNotFoundError:
         raise CheckpointingException(
             f"{folder} is not a distributed checkpoint: it has no metadata.json, which a save writes last. The save "
