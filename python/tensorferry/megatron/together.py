@@ -46,17 +46,18 @@ class Together:
     Args:
         group: a process group; ``None`` means the default one. Without ``torch.distributed`` there is one rank
         patience: how long a rank waits for the others to begin
+        has_met: whether all ranks of the group are known to be here, from a step of a larger group
 
     Attributes:
         rank: the rank of this process in the group
         world: how many ranks there are
     """
 
-    def __init__(self, group: Any = None, patience: timedelta = PATIENCE) -> None:
+    def __init__(self, group: Any = None, patience: timedelta = PATIENCE, has_met: bool = False) -> None:
         joined = dist.is_available() and dist.is_initialized()
         self._group = group
         self._patience = patience.total_seconds()
-        self._has_met = False
+        self._has_met = has_met
         self.rank = dist.get_rank(group) if joined else 0
         self.world = dist.get_world_size(group) if joined else 1
 

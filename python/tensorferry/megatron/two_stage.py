@@ -88,7 +88,7 @@ class TwoStageDataParallelLoadShardedStrategy(LoadStrategy):
 
     def _shared_index(self, checkpoint_dir: str | Path, rank: int) -> tuple[SliceReader, Metadata]:
         """Opens the checkpoint; one rank of the group reads its index."""
-        group = Together(self._data_parallel_group, self.timeout)
+        group = Together(self._data_parallel_group, has_met=True)
         opened: tuple[SliceReader, Metadata] | None = None
 
         def read() -> Any:
@@ -103,30 +103,34 @@ class TwoStageDataParallelLoadShardedStrategy(LoadStrategy):
 
     def _read(self, loading: Loading) -> None:
         """Reads this rank's share of what its group needs, and fetches the rest."""
-        group = Together(self._data_parallel_group, self.timeout)
+        group = Together(self._data_parallel_group, has_met=True)
         if group.world == 1:
             super()._read(loading)
             return
         server: Server | None = None
-
-        def tell() -> tuple[bool, dict[ShardId, _Need], list[str]]:
-            may_read_alone = self._spread is None and not self.is_live and page_cache.holds(loading.files())
-            return may_read_alone, {shard: need for _, shard, need in _needs(loading)}, list(loading.objects)
 
         def open_server() -> str:
             nonlocal server
             server, url = serve(self.timeout, self._server_options)
             return url
 
-        told = group.every("spread the checkpoint in its group", tell)
-        if self._spread is False or all(may for may, *_ in told):
-            super()._read(loading)
-            self.report["fetched"] = 0
-            return
-        plan = _Plan([needs for _, needs, _ in told], [objects for *_, objects in told])
+        def tell() -> tuple[str | None, dict[ShardId, _Need], list[str]]:
+            alone = self._spread is None and not self.is_live and page_cache.holds(loading.files())
+            url = None if alone or self._spread is False else open_server()
+            return url, {shard: need for _, shard, need in _needs(loading)}, list(loading.objects)
+
         try:
-            urls = group.every("spread the checkpoint in its group", open_server)
+            told = group.every("spread the checkpoint in its group", tell)
+            urls: list[Any] = [url for url, *_ in told]
+            if not any(urls):
+                super()._read(loading)
+                self.report["fetched"] = 0
+                return
+            if not all(urls):
+                # Some could have read alone, but not all.
+                urls = group.every("spread the checkpoint in its group", lambda: urls[group.rank] or open_server())
             assert server is not None
+            plan = _Plan([needs for _, needs, _ in told], [objects for *_, objects in told])
             exchange = _Exchange(loading, server, self._server_options, urls, group.rank)
             for step, turn in enumerate(plan.turns):
                 failed = exchange.run(step, turn, plan, self.timeout.total_seconds())
