@@ -389,6 +389,8 @@ class FileReader(_InFolder, SliceReader):
         super().__init__(Allowed(self._safe_globals, trust_pickle), ("bytes", "wanted"))
         self._path = _folder(path)
         self._threads = _threads(threads)
+        #: What was read from the index, for ranks that are to read the same checkpoint: ``read_metadata(known=)``.
+        self.known: Any = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begins a new load, from the folder ``checkpoint_id`` if it is given."""
@@ -406,7 +408,7 @@ class FileReader(_InFolder, SliceReader):
             InvalidArgument: torch's own writer has saved into the same folder since
         """
         del args
-        rank = kwargs.get("rank")
+        rank, known = kwargs.get("rank"), kwargs.get("known")
         folder: Path = self._load.checkpoint or self._path
         path = folder / INDEX
         shared = path.is_file()
@@ -419,8 +421,9 @@ class FileReader(_InFolder, SliceReader):
             if not path.is_file():
                 raise _incomplete(folder)
         _refuse_two(path)
-        source = FolderSource(path, self._threads)
+        source = FolderSource(path, self._threads, known)
         metadata = self._open(source, str(path))
+        self.known = source.known
         self._load.digest = source.digest if shared else None
         metadata.storage_meta = StorageMeta(checkpoint_id=folder)
         return metadata

@@ -7,7 +7,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
@@ -28,6 +28,14 @@ _SHORT_RUN = 256
 #: Bytes of temporary memory at most for items that cannot be read directly into their targets, unless one item needs
 #: more.
 _SCRATCH = 256 << 20
+
+
+@runtime_checkable
+class TakesObjects(Protocol):
+    """A planner that takes objects themselves, so that they are unpickled once; torch's take what they unpickle."""
+
+    def load_object(self, item: ReadItem, value: Any) -> None:
+        """Takes the object of an item."""
 
 
 class Reading:
@@ -241,6 +249,9 @@ class Reading:
         return dtype, shape
 
     def _load_bytes(self, item: ReadItem, data: bytes) -> None:
+        if isinstance(self._planner, TakesObjects):
+            self._planner.load_object(item, unpickled(data, item.storage_index.fqn, self._allowed))
+            return
         self._planner.load_bytes(item, io.BytesIO(rewritten(data, item.storage_index.fqn, self._allowed)))
 
 
