@@ -4,13 +4,12 @@
 //! Their storages are sent as far as some tensor reaches, so `Stores` notes what is reached while the objects are
 //! pickled.
 
-use std::fmt::Write as _;
-
 use pyo3::prelude::*;
 use tensorferry_wire::dtype::Dtype;
 
 use crate::columns::{ByAddress, Span};
 use crate::memory::Described;
+use crate::rows::write_number;
 
 /// Memory of a tensor inside its storage.
 pub(crate) struct View {
@@ -182,7 +181,9 @@ impl Views {
 
     /// Of a `DTensor`'s local part, where it lies in the whole and in its storage, as a JSON object.
     pub(crate) fn shard(&self, text: &mut String, view: &View, offsets: &[u64]) {
-        let _ = write!(text, "{{\"dtype\":\"torch.{}\",\"global_shape\":", torch_name(view.dtype));
+        text.push_str("{\"dtype\":\"torch.");
+        text.push_str(torch_name(view.dtype));
+        text.push_str("\",\"global_shape\":");
         numbers(text, self.shape_of(view));
         text.push_str(",\"offsets\":");
         numbers(text, offsets);
@@ -190,13 +191,14 @@ impl Views {
         numbers(text, view.told.shape());
         text.push_str(",\"stride\":");
         numbers(text, view.told.strides());
+        text.push_str(",\"storage\":");
         match self.stores[view.store].number {
-            Some(number) => {
-                let _ = write!(text, ",\"storage\":{number}");
-            }
-            None => text.push_str(",\"storage\":null"),
+            Some(number) => write_number(text, number as u64),
+            None => text.push_str("null"),
         }
-        let _ = write!(text, ",\"storage_offset\":{}}}", view.offset());
+        text.push_str(",\"storage_offset\":");
+        write_number(text, view.offset() as u64);
+        text.push('}');
     }
 }
 
@@ -208,9 +210,11 @@ fn object(leaf: i64) -> usize {
 /// `values` as a JSON array.
 pub(crate) fn numbers(text: &mut String, values: &[u64]) {
     text.push('[');
-    for (index, value) in values.iter().enumerate() {
-        // Writing to a string cannot fail.
-        let _ = write!(text, "{}{value}", if index > 0 { "," } else { "" });
+    for (index, &value) in values.iter().enumerate() {
+        if index > 0 {
+            text.push(',');
+        }
+        write_number(text, value);
     }
     text.push(']');
 }
