@@ -102,7 +102,7 @@ def host_view(memory: torch.UntypedStorage | Piece) -> tuple[HostView, int]:
 
 
 def buffer_view(buffer: Buffer) -> HostView:
-    """Returns a buffer object for tensors in ``buffer``, which is not used for anything else while one of them exists."""
+    """Returns a buffer object for tensors in ``buffer``, which is not reused while one of them exists."""
     return HostView(buffer, buffer.address, buffer.memory.nbytes)
 
 

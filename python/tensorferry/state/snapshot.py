@@ -32,8 +32,8 @@ _SMALL_HOST_PART = 64 << 20
 
 SnapshotMode = Literal["borrow", "copy"]
 
-#: The memory of an entry: a whole storage that is served from where it is, the buffer that it was copied to, or a piece of
-#: a storage, on an accelerator or already copied off it.
+#: The memory of an entry: a whole storage that is served from where it is, the buffer that it was copied to, or, on an
+#: accelerator, a piece of a storage and its place in a buffer.
 Memory: TypeAlias = torch.UntypedStorage | Buffer | Piece
 
 
@@ -144,7 +144,7 @@ class StateSnapshot:
         return memory
 
     def _piece(self, row: int) -> Piece:
-        """Returns the memory of an entry that was not copied, or is copied off an accelerator, as a piece of a storage."""
+        """Returns the memory of an entry as a piece of a storage, unless it is host memory that was copied."""
         memory = self.memory[row]
         if isinstance(memory, Piece):
             return memory

@@ -486,8 +486,7 @@ impl PyRows {
     /// The row whose tensor fills `storage`, whose memory starts at `address`.
     pub(crate) fn filling(&self, storage: &Bound<'_, PyAny>, address: usize) -> PyResult<Option<usize>> {
         let py = storage.py();
-        let key_of =
-            |storage: &Bound<'_, PyAny>| self.storage_getters(storage)?.key.of(storage)?.extract::<usize>();
+        let key_of = |storage: &Bound<'_, PyAny>| self.storage_getters(storage)?.key.of(storage)?.extract::<usize>();
         let Some(first) = self.columns().starts.get(&address).copied() else { return Ok(None) };
         let key = key_of(storage)?;
         let owners = self.owners.bind(py);
@@ -709,9 +708,9 @@ fn is_same_spec(one: &Bound<'_, PyDict>, two: &Bound<'_, PyDict>) -> PyResult<bo
         return Ok(false);
     }
     // Lists: comparing may run any code, also such that changes a dict.
-    let fields = |dict: &Bound<'_, PyDict>| (dict.keys(), dict.values());
-    let ((names, fields), (other_names, others)) = (fields(one), fields(two));
-    for ((name, other_name), (field, other)) in names.iter().zip(other_names).zip(fields.iter().zip(others)) {
+    let names = one.keys().into_iter().zip(two.keys());
+    let fields = one.values().into_iter().zip(two.values());
+    for ((name, other_name), (field, other)) in names.zip(fields) {
         if !name.is(&other_name) {
             return Ok(false);
         }
