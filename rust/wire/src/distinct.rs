@@ -45,7 +45,7 @@ impl Distinct {
         let mut again = once.clone();
         let bit_of = |hash: u64| {
             // The lower bits of a hash are as good as all of them.
-            let bit = hash as usize & (bits - 1);
+            let bit = usize::try_from(hash & (bits as u64 - 1)).unwrap_or(0);
             (bit / 64, 1_u64 << (bit % 64))
         };
         for &(hash, _) in &self.seen {
