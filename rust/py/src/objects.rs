@@ -409,12 +409,13 @@ pub(crate) fn add_pieces(rows: &Bound<'_, PyRows>) -> PyResult<(String, Vec<i64>
     let table = rows.get();
     let numbered = table.views().numbered.clone();
     let mut text = String::from("[");
-    let mut elsewhere = Vec::new();
+    let (mut elsewhere, mut runs) = (Vec::new(), Vec::new());
     for (number, place) in numbered.into_iter().enumerate() {
-        let (object, address, nbytes, is_on_host, runs) = {
+        let (object, address, nbytes, is_on_host) = {
             let store = &mut table.views().stores[place];
             let object = store.object.bind(py).clone();
-            (object, store.address, store.nbytes, store.is_on_host, store.covered())
+            store.covered(&mut runs);
+            (object, store.address, store.nbytes, store.is_on_host)
         };
         text.push_str(if number > 0 { ",[" } else { "[" });
         write_number(&mut text, nbytes as u64);
@@ -423,7 +424,7 @@ pub(crate) fn add_pieces(rows: &Bound<'_, PyRows>) -> PyResult<(String, Vec<i64>
             // Writing to a string cannot fail.
             let _ = write!(text, "[{row},0]");
         } else {
-            for (index, (start, end)) in runs.into_iter().enumerate() {
+            for (index, (start, end)) in runs.iter().copied().enumerate() {
                 let mut name = format!("{RESERVED_PREFIX}storage/");
                 write_number(&mut name, number as u64);
                 name.push('/');
@@ -495,6 +496,7 @@ pub(crate) fn describe_shards(rows: &Bound<'_, PyRows>, offsets: Vec<Vec<u64>>) 
     let paths = table.object_paths(py);
     let paths = paths.bind(py);
     let views = table.views();
+    let beginnings: Vec<_> = offsets.iter().enumerate().map(|(spec, offsets)| views.shard_of(spec, offsets)).collect();
     let mut text = String::new();
     for (view, global) in views.all.iter().filter_map(|view| Some((view, view.global.as_ref()?))) {
         if !text.is_empty() {
@@ -502,7 +504,7 @@ pub(crate) fn describe_shards(rows: &Bound<'_, PyRows>, offsets: Vec<Vec<u64>>) 
         }
         quote_path(&mut text, paths, usize::try_from(-(view.leaf + 1))?)?;
         text.push(':');
-        views.shard(&mut text, view, offsets.get(global.spec).map_or(&[], Vec::as_slice));
+        views.shard(&mut text, view, beginnings.get(global.spec).map_or("", String::as_str));
     }
     Ok(text)
 }

@@ -61,8 +61,8 @@ pub(crate) struct PyRows {
     /// Address of a spec to its number: many `DTensor`s share the object. `kept_specs` keeps them.
     spec_numbers: Mutex<ByAddress<usize>>,
     kept_specs: Py<PyList>,
-    /// The last specs that were compared, the last one first: their numbers and their fields.
-    recent_specs: Mutex<Vec<(usize, Py<PyDict>)>>,
+    /// The last specs that were compared, the last one first: their numbers, and the names and values of their fields.
+    recent_specs: Mutex<Vec<(usize, Py<PyList>, Py<PyList>)>>,
     /// The placements of specs that differ, each a tuple: comparing with a few is quicker than hashing one.
     placements: Mutex<Vec<Py<PyTuple>>>,
     /// The tensors among the objects that are not read here.
@@ -102,7 +102,7 @@ impl PyRows {
         self.placements.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn recent_specs(&self) -> MutexGuard<'_, Vec<(usize, Py<PyDict>)>> {
+    fn recent_specs(&self) -> MutexGuard<'_, Vec<(usize, Py<PyList>, Py<PyList>)>> {
         self.recent_specs.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -355,7 +355,9 @@ impl PyRows {
         if let Some(&number) = self.spec_numbers().get(&id) {
             return Ok(Some(number));
         }
-        let Ok(fields) = spec.getattr(intern!(py, "__dict__"))?.cast_into::<PyDict>() else { return Ok(None) };
+        let Ok(dict) = spec.getattr(intern!(py, "__dict__"))?.cast_into::<PyDict>() else { return Ok(None) };
+        // Lists: comparing may run any code, also such that changes a dict.
+        let fields = (dict.keys(), dict.values());
         let number = match self.like_recent_spec(&fields)? {
             Some(number) => number,
             None => match self.number_of_spec(value, &spec, &fields)? {
@@ -370,14 +372,17 @@ impl PyRows {
 
     /// The number of one of the specs met last if these are its fields, too. A state has few that differ, and comparing
     /// with a few is quicker than hashing one.
-    fn like_recent_spec(&self, fields: &Bound<'_, PyDict>) -> PyResult<Option<usize>> {
-        let py = fields.py();
+    fn like_recent_spec(&self, fields: &Fields<'_>) -> PyResult<Option<usize>> {
+        let py = fields.0.py();
         let recent: [_; RECENT_SPECS] = {
             let recent = self.recent_specs();
-            std::array::from_fn(|at| recent.get(at).map(|(number, known)| (*number, known.clone_ref(py))))
+            std::array::from_fn(|at| {
+                let (number, names, values) = recent.get(at)?;
+                Some((*number, (names.bind(py).clone(), values.bind(py).clone())))
+            })
         };
         for (at, (number, known)) in recent.into_iter().flatten().enumerate() {
-            if is_same_spec(known.bind(py), fields)? {
+            if is_same_spec(&known, fields)? {
                 self.recent_specs()[..=at].rotate_right(1);
                 return Ok(Some(number));
             }
@@ -389,13 +394,13 @@ impl PyRows {
         &self,
         value: &Bound<'_, PyAny>,
         spec: &Bound<'_, PyAny>,
-        dict: &Bound<'_, PyDict>,
+        fields: &Fields<'_>,
     ) -> PyResult<Option<usize>> {
         let py = value.py();
-        let (names, fields) = (dict.keys(), dict.values());
-        let mut parts = Vec::with_capacity(2 * fields.len() + 1);
+        let (names, values) = fields;
+        let mut parts = Vec::with_capacity(2 * values.len() + 1);
         let mut meta = None;
-        for (name, field) in names.iter().zip(fields) {
+        for (name, field) in names.iter().zip(values.iter()) {
             match name.cast::<PyString>()?.to_str()? {
                 "_hash" => continue,
                 "mesh" => parts.push((field.as_ptr() as usize).into_pyobject(py)?.into_any()),
@@ -416,7 +421,7 @@ impl PyRows {
         let (specs, firsts) = (self.specs.bind(py), self.first_specs.bind(py));
         if let Some(number) = specs.get_item(&key)? {
             let number = number.extract()?;
-            self.note_spec(number, dict);
+            self.note_spec(number, fields);
             return Ok(Some(number));
         }
         let Some(meta) = meta else { return Ok(None) };
@@ -426,14 +431,14 @@ impl PyRows {
         firsts.append((spec, value))?;
         self.views().specs.push((shape, dtype));
         specs.set_item(key, number)?;
-        self.note_spec(number, dict);
+        self.note_spec(number, fields);
         Ok(Some(number))
     }
 
-    fn note_spec(&self, number: usize, fields: &Bound<'_, PyDict>) {
+    fn note_spec(&self, number: usize, fields: &Fields<'_>) {
         let mut recent = self.recent_specs();
         let forgotten = if recent.len() == RECENT_SPECS { recent.pop() } else { None };
-        recent.insert(0, (number, fields.clone().unbind()));
+        recent.insert(0, (number, fields.0.clone().unbind(), fields.1.clone().unbind()));
         // Releasing a spec may run any code.
         drop(recent);
         drop(forgotten);
@@ -701,16 +706,16 @@ fn left_to_python<T>(py: Python<'_>, read: PyResult<Option<T>>) -> PyResult<Opti
     }
 }
 
+/// The names and the values of the fields of an object.
+type Fields<'py> = (Bound<'py, PyList>, Bound<'py, PyList>);
+
 /// Whether two specs of `DTensor`s, by their fields, say the same.
-fn is_same_spec(one: &Bound<'_, PyDict>, two: &Bound<'_, PyDict>) -> PyResult<bool> {
-    let py = one.py();
-    if one.len() != two.len() {
+fn is_same_spec(one: &Fields<'_>, two: &Fields<'_>) -> PyResult<bool> {
+    let py = one.0.py();
+    if one.0.len() != two.0.len() {
         return Ok(false);
     }
-    // Lists: comparing may run any code, also such that changes a dict.
-    let names = one.keys().into_iter().zip(two.keys());
-    let fields = one.values().into_iter().zip(two.values());
-    for ((name, other_name), (field, other)) in names.zip(fields) {
+    for ((name, other_name), (field, other)) in one.0.iter().zip(&two.0).zip(one.1.iter().zip(&two.1)) {
         if !name.is(&other_name) {
             return Ok(false);
         }
