@@ -8,7 +8,7 @@ use std::time::Duration;
 use criterion::{Criterion, SamplingMode, Throughput, criterion_group, criterion_main};
 use tensorferry_core::{SharedBuffer, Transfer, copy_all};
 
-const TOTAL: usize = 64 << 20;
+const TOTAL: usize = 512 << 20;
 const THREADS: usize = 2;
 
 /// The floor: each thread copies a part in one piece.
@@ -29,9 +29,9 @@ fn copies(criterion: &mut Criterion) {
     let source = vec![1_u8; TOTAL];
     // What a checkpointer copies to: shared memory whose pages are there.
     let target = SharedBuffer::new(TOTAL as u64, THREADS).unwrap();
-    let mut group = criterion.benchmark_group("copies of 64 MiB");
-    group.sampling_mode(SamplingMode::Flat).sample_size(20).throughput(Throughput::Bytes(TOTAL as u64));
-    group.warm_up_time(Duration::from_millis(500)).measurement_time(Duration::from_secs(2));
+    let mut group = criterion.benchmark_group("copies of 512 MiB");
+    group.sampling_mode(SamplingMode::Flat).sample_size(10).throughput(Throughput::Bytes(TOTAL as u64));
+    group.warm_up_time(Duration::from_millis(500)).measurement_time(Duration::from_secs(3));
     group.bench_function("floor, memcpy", |b| b.iter(|| memcpy(&source, target.address())));
     for len in [TOTAL, 1 << 20, 16 << 10, 1 << 10] {
         let transfers: Vec<_> = (0..TOTAL / len)
