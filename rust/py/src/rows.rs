@@ -61,8 +61,8 @@ pub(crate) struct PyRows {
     /// Address of a spec to its number: many `DTensor`s share the object. `kept_specs` keeps them.
     spec_numbers: Mutex<ByAddress<usize>>,
     kept_specs: Py<PyList>,
-    /// The last specs that were compared, the last one first: their numbers, and the names and values of their fields.
-    recent_specs: Mutex<Vec<(usize, Py<PyList>, Py<PyList>)>>,
+    /// The last specs that were compared, the last one first.
+    recent_specs: Mutex<Vec<RecentSpec>>,
     /// The placements of specs that differ, each a tuple: comparing with a few is quicker than hashing one.
     placements: Mutex<Vec<Py<PyTuple>>>,
     /// The tensors among the objects that are not read here.
@@ -102,7 +102,7 @@ impl PyRows {
         self.placements.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn recent_specs(&self) -> MutexGuard<'_, Vec<(usize, Py<PyList>, Py<PyList>)>> {
+    fn recent_specs(&self) -> MutexGuard<'_, Vec<RecentSpec>> {
         self.recent_specs.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -705,6 +705,9 @@ fn left_to_python<T>(py: Python<'_>, read: PyResult<Option<T>>) -> PyResult<Opti
         read => read,
     }
 }
+
+/// The number of a spec, and the names and the values of its fields.
+type RecentSpec = (usize, Py<PyList>, Py<PyList>);
 
 /// The names and the values of the fields of an object.
 type Fields<'py> = (Bound<'py, PyList>, Bound<'py, PyList>);
