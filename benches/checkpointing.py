@@ -37,23 +37,23 @@ MIB = 1 << 20
 _SAVES = 4
 
 
-def measure(contender: str, mib: int, folder: Path) -> dict[str, Any]:
+def measure(contender: str, mib: int, kib_each: int, folder: Path) -> dict[str, Any]:
     """Saves a few times in one process, loads in another one; returns the costs."""
     folder.mkdir()
     paths = [folder / f"step-{number}" for number in range(_SAVES)]
     saving = Job("the trainer", 1, Trainer, _PATIENCE_S, daemon=False)
     loading = Job("the restarted trainer", 1, Trainer, _PATIENCE_S, daemon=False)
     try:
-        nbytes = saving("build", mib, 1)[0]
+        nbytes = saving("build", mib, 1, kib_each)[0]
         saving("open", contender, folder)
         saves = saving("save", paths)[0]
         sample: dict[str, Any] = {"bytes": nbytes, "saves": saves}
         if contender != FLOOR:
             saving("close")
-            loading("build", mib, 2)
+            loading("build", mib, 2, kib_each)
             loading("open", contender, folder)
             sample["load_s"] = loading("load", paths[-1])[0]
-            sample["equal"] = loading("equals", mib, 1)[0]
+            sample["equal"] = loading("equals", mib, 1, kib_each)[0]
             loading("close")
     finally:
         saving.end()
@@ -133,6 +133,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path("build/bench"), help="where checkpoints are written")
     parser.add_argument("--rounds", type=int, default=3, help="interleaved rounds")
     parser.add_argument("--mib", type=int, default=512, help="size of the state")
+    parser.add_argument("--kib-each", type=int, default=0, help="size of each tensor; by default a model's")
     parser.add_argument("--contenders", default=",".join(CONTENDERS), help="separated by commas without blanks")
     options = parser.parse_args()
     contenders = _split(options.contenders)
@@ -151,7 +152,7 @@ def main() -> int:
         for number in range(options.rounds):
             for contender in contenders[::-1] if number % 2 else contenders:
                 try:
-                    sample = measure(contender, options.mib, Path(folder).resolve() / "job")
+                    sample = measure(contender, options.mib, options.kib_each, Path(folder).resolve() / "job")
                     if not sample.get("equal", True):
                         results["problems"].append(f"{contender}: what was loaded differs")
                 except RankFailed as e:

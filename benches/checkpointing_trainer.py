@@ -31,9 +31,17 @@ _UNLOADED_S = 1.5
 _PATIENCE_S = 240
 
 
-def state(mib: int, seed: int) -> dict[str, torch.Tensor]:
-    """Returns a flat state of float32 tensors, ``mib`` MiB in all, as a model with small norms and biases has it."""
+def state(mib: int, seed: int, kib_each: int = 0) -> dict[str, torch.Tensor]:
+    """Returns a flat state of float32 tensors, ``mib`` MiB in all, as a model with small norms and biases has it.
+
+    With ``kib_each``, all tensors have so many KiB.
+    """
     generator = torch.Generator().manual_seed(seed)
+    if kib_each:
+        return {
+            f"layers.{i}.weight": torch.randn(kib_each * 256, generator=generator)
+            for i in range((mib << 10) // kib_each)
+        }
     each = (mib << 20) // 4 // _LARGE
     tensors = {f"layers.{i}.weight": torch.randn(each // 1024, 1024, generator=generator) for i in range(_LARGE)}
     small = {
@@ -208,9 +216,9 @@ class Trainer:
         self.held: dict[str, torch.Tensor] = {}
         self._saver: Saver | None = None
 
-    def build(self, mib: int, seed: int) -> int:
+    def build(self, mib: int, seed: int, kib_each: int) -> int:
         """Makes the state; returns its bytes."""
-        self.held = state(mib, seed)
+        self.held = state(mib, seed, kib_each)
         return sum(value.nbytes for value in self.held.values())
 
     def open(self, contender: str, folder: Path) -> None:
@@ -263,9 +271,9 @@ class Trainer:
         self._saver.load(self.held, path)
         return time.perf_counter() - began
 
-    def equals(self, mib: int, seed: int) -> bool:
+    def equals(self, mib: int, seed: int, kib_each: int) -> bool:
         """Returns whether the state is now that of `seed`."""
-        return all(torch.equal(self.held[name], value) for name, value in state(mib, seed).items())
+        return all(torch.equal(self.held[name], value) for name, value in state(mib, seed, kib_each).items())
 
     def close(self) -> None:
         """Closes the contender's checkpointer."""

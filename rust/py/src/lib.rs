@@ -22,6 +22,7 @@ mod columns;
 mod entries;
 mod errors;
 mod frontend;
+mod getters;
 mod memory;
 mod objects;
 mod pickle;
