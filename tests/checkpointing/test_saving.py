@@ -24,11 +24,11 @@ from checkpoint_files import children, files_in, is_running, is_whole, resources
 from tensorferry.checkpointing import (
     AsyncCheckpointer,
     SyncCheckpointer,
+    handover,
     make_async_checkpointer,
     make_sync_checkpointer,
 )
 from tensorferry.checkpointing import checkpointers as module
-from tensorferry.checkpointing import handover
 from tensorferry.errors import (
     InvalidArgument,
     SystemRefused,
@@ -239,7 +239,7 @@ def test_what_cannot_be_saved_is_refused_and_the_next_state_is_saved(opened, tmp
     checkpointer = opened()
     for leaf in (threading.Lock(), torch.ones(2).as_subclass(Silent)):
         for _ in range(3):
-            with pytest.raises(UnsupportedLeaf, match="model.odd"):
+            with pytest.raises(UnsupportedLeaf, match=r"model\.odd"):
                 checkpointer.save(tmp_path / "a", {"model": {"odd": leaf}})
     checkpointer.save(tmp_path / "b", state_of(1))[1].result(WAIT_S)
     assert is_whole(tmp_path / "b", 1)
