@@ -71,7 +71,7 @@ class Commit:
 
 
 def is_file(path: Path) -> bool:
-    """Whether ``path`` is a file that is not out of reach: ``Path.is_file`` raises where a folder must not be entered."""
+    """Whether ``path`` is a file; ``Path.is_file`` raises where a folder must not be entered, and this does not."""
     return os.path.isfile(path)
 
 
