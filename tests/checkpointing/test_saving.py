@@ -355,11 +355,13 @@ def test_a_trainer_may_have_more_than_a_thousand_files_open(opened, tmp_path, mo
     try:
         pair = handover.pair
 
-        def high() -> tuple[socket.socket, socket.socket]:
-            first, second = (fcntl.fcntl(one.detach(), fcntl.F_DUPFD_CLOEXEC, 1100) for one in pair())
-            return socket.socket(fileno=first), socket.socket(fileno=second)
+        def far_up() -> tuple[socket.socket, socket.socket]:
+            first, second = pair()
+            with first, second:
+                high = [fcntl.fcntl(one, fcntl.F_DUPFD_CLOEXEC, 1100) for one in (first, second)]
+            return socket.socket(fileno=high[0]), socket.socket(fileno=high[1])
 
-        monkeypatch.setattr(handover, "pair", high)
+        monkeypatch.setattr(handover, "pair", far_up)
         opened().save(tmp_path / "a", state_of(1))[1].result(WAIT_S)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
