@@ -36,6 +36,7 @@ from tensorferry.memory.staging import Stager
 from tensorferry.state import load
 from tensorferry.state.allowlist import Allowed
 from tensorferry.state.snapshot import StateSnapshot
+from tensorferry.storage import folder as folder_module
 from tensorferry.storage.folder import INDEX, read_index
 
 pytestmark = pytest.mark.timeout(120)
@@ -372,6 +373,18 @@ def test_a_pickle_that_names_what_it_must_not_is_refused(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
+def test_a_file_of_torch_that_was_cut_off_is_damaged_and_not_to_be_trusted(tmp_path):
+    file = tmp_path / "checkpoint_0.pt"
+    torch.save({"w": torch.ones(2000)}, file)
+    whole = file.read_bytes()
+    for length in (0, 100, len(whole) // 2, len(whole) - 10):
+        file.write_bytes(whole[:length])
+        for allowed in (Allowed(), Allowed((), True)):
+            with pytest.raises(ProtocolError, match=r"checkpoint_0\.pt cannot be read: it is damaged") as caught:
+                loading.load(tmp_path, allowed=allowed)
+            assert "trust" not in str(caught.value)
+
+
 def test_a_file_on_its_own_is_a_state_again(tmp_path):
     state = {"w": torch.arange(4.0), "v": torch.arange(6)[::2], "n": {"lr": 0.5}}
     save(tmp_path / "c", state)
@@ -460,6 +473,40 @@ def test_the_latest_complete_checkpoint_is_found(tmp_path):
     (tmp_path / "step-10" / INDEX).write_bytes(b"x" * 100)
     (tmp_path / "step-11").mkdir()
     assert latest_checkpoint(str(tmp_path)) == str(tmp_path / "step-1")
+
+
+@pytest.mark.parametrize("moment", ["read_index", "missing_files"])
+@pytest.mark.parametrize("name", ["step-1", "step-2"])
+def test_the_latest_is_found_while_a_save_replaces_it(name, moment, tmp_path, monkeypatch):
+    save(tmp_path / "step-1", {"w": torch.tensor(1)})
+    real, calls = getattr(folder_module, moment), []
+
+    def interrupted(*args):
+        calls.append(args)
+        if len(calls) == 1:
+            SyncCheckpointer(keep_last=1).save(tmp_path / name, {"w": torch.tensor(2)})
+        return real(*args)
+
+    monkeypatch.setattr(folder_module, moment, interrupted)
+    assert latest_checkpoint(tmp_path) == str(tmp_path / name)
+    assert len(calls) > 1
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+def test_a_checkpoint_that_is_removed_while_it_is_loaded_is_incomplete(kept, tmp_path, monkeypatch):
+    save(tmp_path / "a", {"w": torch.ones(3)})
+    real = loading.Stored.open
+
+    class Removing:
+        @staticmethod
+        def open(*args, **kwargs):
+            for file in [tmp_path / "a" / INDEX, rank_file(tmp_path / "a")][kept:]:
+                file.unlink()
+            return real(*args, **kwargs)
+
+    monkeypatch.setattr(loading, "Stored", Removing)
+    with pytest.raises(IncompleteCheckpoint, match="while it was loaded"):
+        loading.load(tmp_path / "a")
 
 
 def test_a_load_beside_saves_into_the_same_folder_is_of_one_save(tmp_path):

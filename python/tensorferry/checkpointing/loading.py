@@ -34,6 +34,7 @@ from ..state.allowlist import Allowed
 from ..state.build import Relocate
 from ..state.load import receive, receive_part
 from ..storage import folder as folders
+from ..storage.commits import is_file
 from .resharding import Resharding, check_parts, check_placements
 
 logger = logging.getLogger("tensorferry")
@@ -148,7 +149,7 @@ def load_file(
     """
     allowed = Allowed(safe_globals, trust_pickle)
     loading = _Loading(state_dict, map_location, strict, 0, 1, allowed, None)
-    if not Path(path).is_file():
+    if not is_file(Path(path)):
         raise IncompleteCheckpoint(f"{os.fspath(path)}: there is no such file")
     return loading.from_file(Path(path))[0]
 
@@ -172,9 +173,19 @@ def complete_checkpoints(root: Path) -> list[tuple[Path, folders.Index]]:
     Raises:
         SystemRefused: ``root`` exists and cannot be listed
     """
-    if not root.is_dir():
+    if not os.path.isdir(root):
         return []
-    return [(folder, index) for folder, index in folders.checkpoints(root) if not folders.missing_files(folder, index)]
+    found = []
+    before = folders.committed_in(root)
+    for _ in range(_ATTEMPTS):
+        found = [one for one in folders.checkpoints(root) if not folders.missing_files(*one)]
+        # A save that replaced or removed one meanwhile has left none of its files, and committed another one: which may
+        # have been looked for before it was there.
+        now = folders.committed_in(root)
+        if now == before:
+            break
+        before = now
+    return found
 
 
 def _from_keeper(
@@ -240,14 +251,14 @@ class _Loading:
         self._threads = threads
 
     def run(self, path: Path) -> tuple[Any, list[str]]:
-        if path.is_file():
+        if is_file(path):
             return self.from_file(path)
         for _ in range(_ATTEMPTS):
             try:
                 index = folders.read_index(path)
             except IncompleteCheckpoint:
                 file = path / f"checkpoint_{self._rank}.pt"
-                if file.is_file():
+                if is_file(file):
                     return self._from_archive(file)
                 raise
             if (found := self._of_index(path, index)) is not None:
@@ -266,10 +277,12 @@ class _Loading:
             stored = Stored.open(path / name, threads=self._threads, header=header)
             resharding = Resharding(path, index, self._rank, self._world_size, self._threads)
             return self.from_container(stored, resharding)
-        except (IncompleteCheckpoint, SystemRefused, CorruptCheckpoint):
-            if folders.committed_save(path) in (None, index.save_id):
-                raise
-            return None
+        except (IncompleteCheckpoint, SystemRefused, CorruptCheckpoint) as e:
+            if (committed := folders.committed_save(path)) not in (None, index.save_id):
+                return None
+            if isinstance(e, SystemRefused) and (committed is None or folders.missing_files(path, index)):
+                raise IncompleteCheckpoint(f"{path} was removed while it was loaded: {e}") from e
+            raise
 
     def from_file(self, path: Path) -> tuple[Any, list[str]]:
         """Loads a single file."""
