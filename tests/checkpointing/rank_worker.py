@@ -1,15 +1,23 @@
-"""One rank of a job with DTensors: ``rank_worker.py save|load rank world folder``. Both load, ``save`` saves before."""
+"""One rank of a job with DTensors: ``rank_worker.py save|load|keep|fetch rank world folder``.
+
+``save`` saves and loads; ``load`` loads; ``keep`` saves with a keeper, and kills itself; ``fetch`` loads with a
+``PeerReader`` what the environment variable ``KEPT`` names.
+"""
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tensorferry.checkpointing import SyncCheckpointer
+from tensorferry.dcp import PeerReader
 
 #: By name the whole tensor, and how each of the two jobs places it.
 TENSORS = {
@@ -43,11 +51,31 @@ def load(checkpointer: SyncCheckpointer, folder: str, asked: dict) -> None:
     assert asked["note"] == expected
 
 
+def fetch() -> None:
+    for which in (0, 1):
+        asked = state(which, init_device_mesh("cpu", (dist.get_world_size(),)), True)
+        given = dict(asked)
+        dcp.load(asked, storage_reader=PeerReader(os.environ["KEPT"]))
+        for name, (value, *_) in TENSORS.items():
+            assert asked[name] is given[name]
+            assert torch.equal(asked[name].full_tensor(), value), (name, asked[name].full_tensor())
+        # What is not spread over ranks is the first rank's.
+        assert (asked["plain"].tolist(), asked["note"]) == ([0.0] * 3, 0)
+
+
 def main(what: str, rank: int, world: int, folder: str) -> None:
     store = dist.FileStore(f"{folder}-{what}-{world}.store", world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     mesh = init_device_mesh("cpu", (world,))
-    checkpointer = SyncCheckpointer()
+    if what == "fetch":
+        fetch()
+        dist.barrier()
+        dist.destroy_process_group()
+        return
+    checkpointer = SyncCheckpointer(keeper="default" if what == "keep" else None)
+    if what == "keep":
+        checkpointer.save(folder, state(0, mesh, False))
+        os.kill(os.getpid(), signal.SIGKILL)
     if what == "save":
         checkpointer.save(folder, state(0, mesh, False))
         dist.barrier()

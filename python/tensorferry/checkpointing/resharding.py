@@ -15,6 +15,7 @@ from .._native import Stored, _read_file
 from ..errors import ProtocolError, StateMismatch
 from ..memory.tensors import address, byte_strides, scratch, takes_bytes, why_not_writable
 from ..state import tree
+from ..state.shards import Shard, described, entry_of
 from ..storage import folder as folders
 from ..storage.slices import SliceTuple, runs
 
@@ -23,19 +24,6 @@ from ..storage.slices import SliceTuple, runs
 _SHORT_RUN = 256
 #: Bytes of temporary memory after which what was scheduled is read, unless one part needs more.
 _SCRATCH = 256 << 20
-#: The largest number of elements and dimensions of a tensor.
-_MOST, _DIMENSIONS = 2**62, 64
-
-
-class _Shard(NamedTuple):
-    """A rank's part of a DTensor, as its manifest describes it."""
-
-    rank: int
-    offsets: list[int]
-    shape: list[int]
-    stride: list[int]
-    storage: int | None
-    storage_offset: int
 
 
 class _Job(NamedTuple):
@@ -131,33 +119,11 @@ class Resharding:
         self._flush()
         self._jobs.clear()
 
-    def _described(self, path: str) -> tuple[torch.dtype, list[int], list[_Shard]]:
+    def _described(self, path: str) -> tuple[torch.dtype, list[int], list[Shard]]:
         """Returns dtype, global shape and parts of a DTensor of the checkpoint, without replicas."""
-        try:
-            fields = self._index.shards[path]
-            dtype = getattr(torch, fields["dtype"].removeprefix("torch."))
-            shape = _numbers(fields["global_shape"])
-            shards: dict[tuple[int, ...], _Shard] = {}
-            parts = sorted(fields["parts"], key=lambda one: one["rank"] != self._rank)
-            for one in parts:
-                shard = _Shard(
-                    _numbers([one["rank"]])[0],
-                    _numbers(one["offsets"]),
-                    _numbers(one["shape"]),
-                    _numbers(one["stride"]),
-                    one["storage"],
-                    _numbers([one["storage_offset"]])[0],
-                )
-                lengths = (shard.offsets, shard.shape, shard.stride, shape)
-                if not isinstance(dtype, torch.dtype) or len({len(length) for length in lengths}) != 1:
-                    raise ValueError("its fields contradict each other")
-                # Replicas of one part have the same values; the own one comes first.
-                shards.setdefault((*shard.offsets, *shard.shape), shard)
-        except (KeyError, TypeError, ValueError, AttributeError) as e:
-            raise ProtocolError(f"{self._path}: its index has no valid description of {path} ({e})") from e
-        return dtype, shape, list(shards.values())
+        return described(self._path, path, self._index.shards[path], self._rank)
 
-    def _schedule(self, job: _Job, shard: _Shard, dtype: torch.dtype) -> int:
+    def _schedule(self, job: _Job, shard: Shard, dtype: torch.dtype) -> int:
         """Schedules the read of what ``shard`` has of a job's box; returns how many elements that is."""
         size = int(dtype.itemsize)
         ends = [o + n for o, n in zip(job.offsets, job.target.shape, strict=True)]
@@ -171,9 +137,7 @@ class Resharding:
         for dim, (a, o, n) in enumerate(zip(first, job.offsets, lengths, strict=True)):
             target = target.narrow(dim, a - o, n)
         strides = [step * size for step in shard.stride]
-        steps = zip(first, shard.offsets, strides, strict=True)
-        start = shard.storage_offset * size + sum((a - o) * step for a, o, step in steps)
-        span = sum((n - 1) * step for n, step in zip(lengths, strides, strict=True)) + size
+        start, span = shard.span(first, lengths, size)
         entry, kind, nbytes, start = self._entry(job.path, shard, start, span)
         if takes_bytes(target, dtype):
             run, repeats = runs(lengths, strides, byte_strides(target), size)
@@ -186,14 +150,15 @@ class Resharding:
         self._after.append((target, memory.view(dtype).as_strided(lengths, shard.stride)))
         return count
 
-    def _entry(self, path: str, shard: _Shard, start: int, span: int) -> tuple[str, str, int, int]:
+    def _entry(self, path: str, shard: Shard, start: int, span: int) -> tuple[str, str, int, int]:
         """Returns the entry with the bytes ``[start, start + span)`` of a shard's storage, and where they are in it."""
         storages, names, dtypes, sizes = self._rank_entries(shard.rank)
-        if type(shard.storage) is int and 0 <= shard.storage < len(storages):
-            for entry, low in storages[shard.storage][1]:
-                if low <= start and start + span <= low + sizes[entry]:
-                    return names[entry], dtypes[entry], sizes[entry], start - low
-        raise ProtocolError(f"{self._path}: the file of rank {shard.rank} does not have its part of {path}")
+        try:
+            entry, start = entry_of(storages, sizes, shard.storage, start, span)
+        except KeyError:
+            message = f"{self._path}: the file of rank {shard.rank} does not have its part of {path}"
+            raise ProtocolError(message) from None
+        return names[entry], dtypes[entry], sizes[entry], start
 
     def _rank_entries(self, rank: int) -> tuple[list[Any], list[str], list[str], list[int]]:
         """Returns the storages of a rank's file; name, dtype and size of its entries."""
@@ -218,15 +183,6 @@ class Resharding:
         self._slices.clear()
         self._after.clear()
         self._temporary = 0
-
-
-def _numbers(values: Any) -> list[int]:
-    found = list(values)
-    if len(found) > _DIMENSIONS or not all(type(n) is int and 0 <= n < _MOST for n in found):
-        raise ValueError("a number in it cannot be a size or an offset")
-    if math.prod(max(n, 1) for n in found) >= _MOST:
-        raise ValueError("a shape in it is too large for a tensor")
-    return found
 
 
 def check_parts(stored: Stored, asking: Any) -> None:

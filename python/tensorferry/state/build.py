@@ -244,6 +244,10 @@ class StandIns:
             self._number_of[storage_key(storage)] = k
         return self._storages[k]
 
+    def number_of(self, storage: torch.UntypedStorage) -> int | None:
+        """Returns the number of the storage for which ``storage`` stands in, ``None`` if it is none of these."""
+        return self._number_of.get(storage_key(storage))
+
     def among(self, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Returns ``leaves`` with stand-ins for those that were not read."""
         return _Leaves(leaves, self, len(self._builder.plain))

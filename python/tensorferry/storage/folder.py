@@ -349,7 +349,7 @@ class FolderSave:
             path = self.folder / name
             headers[name] = _file_header(path)
             (manifest,) = _file_entries(path, [reserved.MANIFEST])
-            _add_shards(parts, rank, manifest)
+            add_shards(parts, rank, manifest)
         fields = {
             "version": _VERSION,
             "save": self.save.save,
@@ -377,7 +377,7 @@ class FolderSave:
             commits.remove_replaced(index, before, set(names), None)
 
 
-def _add_shards(parts: dict[str, Any], rank: int, manifest: bytes | None) -> None:
+def add_shards(parts: dict[str, Any], rank: int, manifest: bytes | None) -> None:
     """Adds the parts of DTensors that a rank's manifest describes."""
     if manifest is None or b'"global_shape"' not in manifest:
         return
