@@ -21,7 +21,10 @@ from tensorferry.checkpointing import Keeper, make_async_checkpointer, peer_meta
 from tensorferry.dcp import PeerReader
 from tensorferry.errors import IncompleteCheckpoint, UnsafePickle
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [
+    pytest.mark.timeout(240),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
 
 SECRET = "a secret of sixteen or more characters"
 
@@ -55,7 +58,7 @@ def kept(count: int) -> str:
 
 def test_a_job_whose_trainers_were_killed_is_a_source_for_other_ranks(folder, tmp_path, monkeypatch):
     with KeeperAtWork(folder):
-        run("keep", 2, tmp_path / "run" / "step-1", -signal.SIGKILL)
+        run("keep", 2, tmp_path / "step-1", -signal.SIGKILL)
         metadata = kept(2)
         monkeypatch.setenv("KEPT", metadata)
         run("fetch", 3, tmp_path / "other")
@@ -93,6 +96,8 @@ def odd_state() -> dict:
 
 
 def blank(value):
+    if isinstance(value, torch.Tensor) and value.is_sparse:
+        return torch.zeros(value.shape).to_sparse()
     if isinstance(value, torch.Tensor):
         return torch.zeros(value.shape, dtype=value.dtype)
     if isinstance(value, dict):
@@ -104,7 +109,9 @@ def blank(value):
 
 def same(found, expected) -> bool:
     if isinstance(expected, torch.Tensor):
-        return torch.equal(found.to_dense(), expected.to_dense()) if expected.is_sparse else torch.equal(found, expected)
+        return (
+            torch.equal(found.to_dense(), expected.to_dense()) if expected.is_sparse else torch.equal(found, expected)
+        )
     if isinstance(expected, dict):
         return all(same(found[key], one) for key, one in expected.items())
     if isinstance(expected, (list, tuple)):
@@ -190,5 +197,5 @@ def test_the_metadata_is_that_of_a_save_of_all_ranks(folder, tmp_path):
         assert asked["n"] == 2
         checkpointer.close()
         process.end()
-        with pytest.raises(CheckpointException, match="ConnectError|cannot be reached|refused"):
+        with pytest.raises(CheckpointException, match=r"ConnectError"):
             dcp.load(asked, storage_reader=PeerReader(metadata))

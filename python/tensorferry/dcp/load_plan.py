@@ -130,7 +130,9 @@ class Reading:
         except Exception as e:
             raise ProtocolError(f"{fqn} cannot be read ({type(e).__name__}: {e})") from e
         if read.shape != target.shape:
-            raise ProtocolError(f"{fqn}: its entry {ref.entry!r} holds a tensor of another shape than {list(target.shape)}")
+            raise ProtocolError(
+                f"{fqn}: its entry {ref.entry!r} holds a tensor of another shape than {list(target.shape)}"
+            )
         with torch.no_grad():
             target.copy_(read)
         self._planner.commit_tensor(item, target)

@@ -118,8 +118,7 @@ class PeerReader(SliceReader):
         if len(words) < 3 or words[0] != SCHEME or not (words[1].isascii() and words[1].isdecimal()):
             raise InvalidArgument(
                 "PeerReader takes the string that metadata() of a PeerWriter returns after a save, or "
-                "tensorferry.checkpointing.peer_metadata for what keepers hold, not "
-                + _validate.brief(string)
+                "tensorferry.checkpointing.peer_metadata for what keepers hold, not " + _validate.brief(string)
             )
         return _validate.step_number(int(words[1][:20])), words[2:]
 

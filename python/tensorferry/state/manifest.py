@@ -7,7 +7,8 @@ docs/format.md lists the fields. ``rust/wire`` checks those that lead to memory 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 import torch
@@ -65,6 +66,25 @@ def _described(flat: Flat) -> str:
     """Returns :func:`describe` as JSON."""
     others = [_entry(flat, -n - 1) for n in flat.unread]
     return _describe_objects(flat.rows, [(entry[0], _json(entry)) for entry in others if entry is not None])
+
+
+def with_devices(fields: str, devices: Iterable[tuple[int, torch.device]]) -> str:
+    """Returns ``fields`` from :func:`encode` with the devices of those entries that were not in host memory.
+
+    Args:
+        fields: the manifest as JSON
+        devices: entries with their devices, in ascending order
+    """
+    found: dict[torch.device, list[list[int]]] = {}
+    for entry, device in devices:
+        ranges = found.setdefault(device, [])
+        if ranges and ranges[-1][1] == entry - 1:
+            ranges[-1][1] = entry
+        else:
+            ranges.append([entry, entry])
+    if not found:
+        return fields
+    return f'{fields[:-1]},"devices":{_json({str(device): ranges for device, ranges in found.items()})}}}'
 
 
 def with_tree(fields: str, tree: str) -> bytes:
@@ -156,6 +176,19 @@ class Manifest:
         self.storages: Storages = self._fields["storages"]
         needs = self._fields.get("globals")
         self.needs: dict[str, Any] = needs if isinstance(needs, dict) else {}
+        self._devices: tuple[list[int], list[int], list[str]] | None = None
+
+    def location(self, entry: int) -> str:
+        """Returns the device on which an entry was, by the name that ``torch.load`` gives it.
+
+        Raises:
+            ProtocolError: the devices in the manifest are not described as they should be
+        """
+        if self._devices is None:
+            self._devices = _devices(self._fields.get("devices"))
+        starts, ends, names = self._devices
+        at = bisect_right(starts, entry) - 1
+        return names[at] if at >= 0 and entry <= ends[at] else "cpu"
 
     def described(self) -> tuple[dict[str, str], list[tuple[int, str, str, list[int]]]]:
         """Returns the texts of keys that are objects, and number, path, dtype and shape of each tensor in the pickle.
@@ -194,3 +227,18 @@ class Manifest:
                 f"the source's manifest lacks a valid list of the tensors that share memory: {e}"
             ) from e
         return groups
+
+
+def _devices(described: Any) -> tuple[list[int], list[int], list[str]]:
+    """Returns the first and last entries of the ranges on devices, in ascending order, and the names of the devices."""
+    ranges: list[tuple[int, int, str]] = []
+    try:
+        for name, of_device in (described or {}).items():
+            for first, last in of_device:
+                if type(first) is not int or type(last) is not int:
+                    raise TypeError("an entry is not a number")
+                ranges.append((first, last, name))
+    except (AttributeError, TypeError, ValueError) as e:
+        raise ProtocolError(f"the manifest lacks a valid list of the devices of its entries: {e}") from e
+    ranges.sort()
+    return [r[0] for r in ranges], [r[1] for r in ranges], [r[2] for r in ranges]

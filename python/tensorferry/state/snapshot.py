@@ -123,6 +123,8 @@ class StateSnapshot:
     def _stage(self, stager: Stager, snapshot: SnapshotMode, device: list[int]) -> list[Piece]:
         accelerator = stager.accelerator
         device = device + [i for i in self._elsewhere if accelerator.device_of(self._storage(i)) is not None]
+        devices = ((i, accelerator.device_of(self._storage(i))) for i in sorted(device))
+        self._fields = manifest.with_devices(self._fields, ((i, one) for i, one in devices if one is not None))
         copied = device
         on_host = self.rows.nbytes - sum([self.rows.size(i) for i in device])
         if snapshot == "copy" or (device and on_host <= _SMALL_HOST_PART):
