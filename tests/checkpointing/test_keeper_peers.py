@@ -145,7 +145,7 @@ def test_all_kinds_of_leaves_of_a_transport_are_a_distributed_checkpoint():
             dcp.load({"no-such-key": torch.zeros(1)}, storage_reader=reader)
 
 
-def test_a_keeper_with_a_secret_serves_those_who_know_it(folder, tmp_path, monkeypatch):
+def test_a_keeper_with_a_secret_serves_those_who_know_it(folder, tmp_path):
     with KeeperAtWork(folder, secret=SECRET):
         checkpointer = make_async_checkpointer(keeper="default")
         checkpointer.save(tmp_path / "run" / "1", {"w": torch.arange(9)}, step=4)[1].result()

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 from .._gc import gc_paused
 from .._native import Remote
 from ..errors import InvalidArgument, ProtocolError, TensorferryError, UnsafePickle
-from ..memory.tensors import storage_key, why_not_writable
+from ..memory.tensors import why_not_writable
 from ..state import tree
 from ..state.allowlist import Allowed
 from ..state.build import StandIns
