@@ -10,7 +10,8 @@ checkpoint is being written. Contenders take turns within a round, forwards in e
     load          into tensors that exist, by a fresh process, from files that the page cache still holds
     memory        what the trainer and its helpers take at most beyond what they held before; shared pages count once
 
-The first save of a process makes buffers and processes, so it has a column of its own. The floor of the stand-still,
+The first save of a process makes buffers and processes, so it has a column of its own; so many saves after it make
+buffers, too, as long as a keeper takes those that there are, so that later ones begin with the fifth. The floor of the stand-still,
 and of a load, is a plain copy of the state by several threads into memory that was touched before.
 """
 
@@ -74,21 +75,23 @@ def _running_keeper(folder: str) -> Iterator[None]:
                 running.kill()
 
 
-def measure(contender: str, mib: int, saves: int, folder: Path) -> dict[str, Any]:
+def measure(contender: str, mib: int, saves: int, unloaded: float, folder: Path) -> dict[str, Any]:
     """Saves a few times in one process, loads in another one; returns the costs."""
     folder.mkdir()
     with keeper() if contender == KEEPER else contextlib.nullcontext() as sockets:
-        return _measure(contender, mib, saves, folder, sockets)
+        return _measure(contender, mib, saves, unloaded, folder, sockets)
 
 
-def _measure(contender: str, mib: int, saves: int, folder: Path, sockets: str | None) -> dict[str, Any]:
+def _measure(
+    contender: str, mib: int, saves: int, unloaded: float, folder: Path, sockets: str | None
+) -> dict[str, Any]:
     paths = [folder / f"step-{number}" for number in range(saves)]
     saving = Job("the trainer", 1, Trainer, _PATIENCE_S, daemon=False)
     loading = Job("the restarted trainer", 1, Trainer, _PATIENCE_S, daemon=False)
     try:
         nbytes = saving("build", mib, 1)[0]
         saving("open", contender, sockets)
-        sample: dict[str, Any] = {"bytes": nbytes, "saves": saving("save", paths)[0]}
+        sample: dict[str, Any] = {"bytes": nbytes, "saves": saving("save", paths, unloaded)[0]}
         if contender != FLOOR:
             saving("close")
             loading("build", mib, 2)
@@ -127,7 +130,7 @@ def as_text(results: dict[str, Any]) -> str:
         samples = [s for s in good if s["contender"] == contender]
         if not samples:
             continue
-        later = [save for s in samples for save in s["saves"][1:]]
+        later = [save for s in samples for save in s["saves"][results["warm_up"] :]]
         still = [save["stand_still_s"] for save in later]
         rates = [save["rate"] for save in later if save.get("rate") is not None]
         durable = [save["durable_s"] for save in later if "durable_s" in save]
@@ -181,7 +184,9 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path("build/bench"), help="where checkpoints are written")
     parser.add_argument("--rounds", type=int, default=3, help="interleaved rounds")
     parser.add_argument("--mib", type=int, default=512, help="size of the state")
-    parser.add_argument("--saves", type=int, default=4, help="saves of each process, 2 at least")
+    parser.add_argument("--saves", type=int, default=8, help="saves of each process")
+    parser.add_argument("--warm-up", type=int, default=4, help="how many of them come before those that count as later")
+    parser.add_argument("--unloaded", type=float, default=1.5, help="seconds of training before each save")
     parser.add_argument("--contenders", default=",".join(CONTENDERS), help="separated by commas without blanks")
     options = parser.parse_args()
     contenders = _split(options.contenders)
@@ -193,6 +198,7 @@ def main() -> int:
         "version": 1,
         "machine": facts(),
         "others_busy": others_busy(),
+        "warm_up": options.warm_up,
         "samples": [],
         "problems": [],
     }
@@ -200,7 +206,7 @@ def main() -> int:
         for number in range(options.rounds):
             for contender in contenders[::-1] if number % 2 else contenders:
                 try:
-                    sample = measure(contender, options.mib, options.saves, Path(folder).resolve() / "job")
+                    sample = measure(contender, options.mib, options.saves, options.unloaded, Path(folder).resolve() / "job")
                     if not sample.get("equal", True):
                         results["problems"].append(f"{contender}: what was loaded differs")
                 except RankFailed as e:

@@ -29,7 +29,6 @@ FLOOR = "a plain copy"
 CONTENDERS = (FLOOR, OURS, KEEPER, TORCH, THREAD, PROCESS, MANAGER, SAVE)
 #: Tensors of a state: so many large ones, and small ones beside each.
 _LARGE, _SMALL = 32, 16
-_UNLOADED_S = 1.5
 _PATIENCE_S = 240
 
 
@@ -239,12 +238,12 @@ class Trainer:
             count += 1
         return count, time.perf_counter() - started
 
-    def save(self, paths: list[Path]) -> list[dict[str, Any]]:
-        """Saves to each path in turn, training on meanwhile; returns the costs of each save."""
+    def save(self, paths: list[Path], unloaded_s: float) -> list[dict[str, Any]]:
+        """Saves to each path in turn, training on meanwhile and before; returns the costs of each save."""
         assert self._saver is not None
         samples = []
         for path in paths:
-            ends = time.perf_counter() + _UNLOADED_S
+            ends = time.perf_counter() + unloaded_s
             steps, seconds = self._steps(lambda ends=ends: time.perf_counter() > ends)
             unloaded = steps / seconds
             peak = Peak(self._saver.others)

@@ -13,6 +13,8 @@ import sys
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed._shard.sharded_tensor import Shard as LocalShard
+from torch.distributed._shard.sharded_tensor import ShardedTensor, ShardMetadata, init_from_local_shards
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -29,12 +31,38 @@ TENSORS = {
 }
 
 
+#: Saved as a ShardedTensor; each rank has some rows of the upper half and some of the lower one.
+SHARDED = torch.arange(120.0).reshape(24, 5)
+#: Saved as a plain tensor, and loaded into a DTensor.
+PLAIN = torch.arange(42.0).reshape(6, 7)
+
+
+def sharded(blank: bool) -> ShardedTensor:
+    rank, rows = dist.get_rank(), 12 // dist.get_world_size()
+    shards = []
+    for start in (rank * rows, 12 + rank * rows):
+        local = SHARDED[start : start + rows].clone()
+        about = ShardMetadata([start, 0], [rows, 5], f"rank:{rank}/cpu")
+        shards.append(LocalShard(local.zero_() if blank else local, about))
+    return init_from_local_shards(shards, *SHARDED.shape)
+
+
+def check_others(asked: dict) -> None:
+    for shard in asked["sharded"].local_shards():
+        start = shard.metadata.shard_offsets[0]
+        assert torch.equal(shard.tensor, SHARDED[start : start + shard.tensor.shape[0]]), shard.tensor
+    if isinstance(asked["to spread"], DTensor):
+        assert torch.equal(asked["to spread"].full_tensor(), PLAIN)
+
+
 def state(which: int, mesh: object, blank: bool) -> dict:
     rank = dist.get_rank()
+    spread = distribute_tensor(torch.zeros_like(PLAIN), mesh, [Shard(0)]) if blank else PLAIN.clone()
     tensors = {
         name: distribute_tensor(torch.zeros_like(value[0]) if blank else value[0], mesh, [value[1 + which]])
         for name, value in TENSORS.items()
     }
+    tensors |= {"sharded": sharded(blank), "to spread": spread}
     return {**tensors, "plain": torch.full((3,), float(-1 if blank else rank)), "note": -1 if blank else rank}
 
 
@@ -46,6 +74,7 @@ def load(checkpointer: SyncCheckpointer, folder: str, asked: dict) -> None:
         assert found is given[name]
         assert isinstance(found, DTensor)
         assert torch.equal(found.full_tensor(), value), (name, found.full_tensor())
+    check_others(asked)
     expected = rank if rank < 2 else 0
     assert asked["plain"].tolist() == [float(expected)] * 3
     assert asked["note"] == expected
@@ -59,6 +88,7 @@ def fetch() -> None:
         for name, (value, *_) in TENSORS.items():
             assert asked[name] is given[name]
             assert torch.equal(asked[name].full_tensor(), value), (name, asked[name].full_tensor())
+        check_others(asked)
         # What is not spread over ranks is the first rank's.
         assert (asked["plain"].tolist(), asked["note"]) == ([0.0] * 3, 0)
 

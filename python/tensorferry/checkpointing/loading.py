@@ -298,20 +298,22 @@ class _Loading:
         return self.from_container(stored)
 
     def from_container(self, stored: Stored, resharding: Resharding | None = None) -> tuple[Any, list[str]]:
-        """Loads a container, and DTensors of other placements by ``resharding``."""
+        """Loads a container, and tensors with other parts by ``resharding``."""
         bounce = BounceBuffers(ACCELERATOR)
+        # With resharding, a ShardedTensor of other ranks is replaced by what they have of it.
+        allowed = self._allowed if resharding is None else self._allowed.detached()
         relocate = self._relocate
         # Without devices, there is nothing to be done, and with 100,000 tensors that takes long.
         if self._map_location is None and (self._asking is not None or b'"devices"' not in (stored.manifest or b"")):
             relocate = None
         try:
             if self._asking is None:
-                state, _, _ = receive(stored, self._allowed, None, bounce, relocate)
+                state, _, _ = receive(stored, allowed, None, bounce, relocate)
                 return (state if resharding is None else resharding.gathered(state)), []
             if resharding is None:
                 check_parts(stored, self._asking)
             kept = None if resharding is None else resharding.plan(self._asking)
-            found, missing = receive_part(stored, self._allowed, self._asking, bounce, relocate, self._strict, kept)
+            found, missing = receive_part(stored, allowed, self._asking, bounce, relocate, self._strict, kept)
             if resharding is not None:
                 resharding.fill()
             return part.merged(self._asking, found, kept), missing

@@ -1,8 +1,9 @@
 """Presents states as a distributed checkpoint: those that keepers hold, or that transports send.
 
-A state is a container with a manifest and a pickle (docs/format.md), and has no index of a distributed checkpoint. Here
-one is made of the states of all ranks, with the keys that torch's planners give the same states: DTensors are put
-together from the parts that the ranks have; of everything else that several ranks have, the first rank's is taken.
+A state is a container with a manifest and a pickle (docs/reference/format.md), and has no index of a distributed
+checkpoint. Here one is made of the states of all ranks, with the keys that torch's planners give the same states:
+DTensors and ShardedTensors are put together from the parts that the ranks have; of everything else that several ranks
+have, the first rank's is taken.
 
 To learn the keys, a state is built over memory that stands in for its bytes, so that nothing but manifest and pickle is
 fetched before torch's planner has chosen.
@@ -29,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 from .._gc import gc_paused
 from .._native import Remote
 from ..errors import InvalidArgument, ProtocolError, TensorferryError, UnsafePickle
-from ..memory.tensors import why_not_writable
+from ..memory.tensors import is_spread, why_not_writable
 from ..state import tree
 from ..state.allowlist import Allowed
 from ..state.build import StandIns
@@ -126,7 +127,8 @@ class _State:
 
     def __init__(self, name: str, source: PeerSource, allowed: Allowed) -> None:
         self.name = name
-        self._allowed = allowed
+        # Of a ShardedTensor of this other job, only the shards are taken.
+        self._allowed = allowed.detached()
         self._remote: Remote = source.open(name)
         self.manifest = self._remote.manifest
         self._names, self._dtypes, self._sizes = self._remote.names, self._remote.dtypes, self._remote.sizes
@@ -172,7 +174,7 @@ class _State:
     def shard_path(self, fqn: str) -> str | None:
         """Returns the path at which the shards of a tensor are described, ``None`` if it is not spread over ranks."""
         value = self._values[fqn]
-        return self._first[id(value)] if _is_spread(value) else None
+        return self._first[id(value)] if is_spread(value) else None
 
     def stored(self, fqn: str) -> tuple[Any, dict[MetadataIndex, EntryRef]]:
         """Returns the metadata of a value that is not spread over ranks, and where it is stored."""
@@ -271,7 +273,3 @@ def _spread(
             "metadata must name all ranks that have saved it"
         )
     return TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks), refs
-
-
-def _is_spread(value: Any) -> bool:
-    return isinstance(getattr(value, "_local_tensor", None), torch.Tensor)

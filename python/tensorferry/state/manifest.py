@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 
 from .._native import _describe_objects, _describe_shards
 from ..errors import ProtocolError
-from ..memory.tensors import dtensor_class
+from ..memory.tensors import dtensor_class, sharded_tensor_class, spread_parts
 from ..storage.container import VERSION
 from .aliases import Groups, Layout
 from .tree import Flat
@@ -115,40 +115,41 @@ def dtype_and_shape(value: torch.Tensor) -> tuple[str, list[int]] | None:
 
 
 def _shards(flat: Flat, numbers: Callable[[torch.UntypedStorage], int | None]) -> str:
-    """Returns as JSON, by path, where each DTensor's local part lies in the global tensor.
+    """Returns as JSON, by path, where the parts of each DTensor and ShardedTensor lie in the global tensor.
 
     A job with other placements can read slices with this.
     """
-    kind: Any = dtensor_class()
-    if kind is None:
+    if dtensor_class() is None and sharded_tensor_class() is None:
         return "{}"
+
+    def part(local: torch.Tensor, offsets: list[int]) -> dict[str, Any]:
+        return {
+            "offsets": offsets,
+            "shape": list(local.shape),
+            "stride": list(local.stride()),
+            "storage": numbers(local.untyped_storage()),
+            "storage_offset": local.storage_offset(),
+        }
+
     # torch takes long to compute an offset, and many DTensors share a spec.
-    text = _describe_shards(flat.rows, [_offsets(value) for _, value in flat.rows.first_specs])
+    text = _describe_shards(flat.rows, [_first_offsets(value) for _, value in flat.rows.first_specs])
     others: dict[str, dict[str, Any]] = {}
     for number in flat.unread:
         value: Any = flat.leaf(number)
-        if isinstance(value, kind):
-            local = value._local_tensor
-            others[flat.object_paths[-number - 1]] = {
-                "dtype": str(value.dtype),
-                "global_shape": list(value.shape),
-                "offsets": _offsets(value),
-                "shape": list(local.shape),
-                "stride": list(local.stride()),
-                "storage": numbers(local.untyped_storage()),
-                "storage_offset": local.storage_offset(),
-            }
+        if (parts := spread_parts(value)) is not None and all(local.layout is torch.strided for local, _ in parts):
+            described: dict[str, Any] = {"dtype": str(value.dtype), "global_shape": [int(dim) for dim in value.size()]}
+            found = [part(*one) for one in parts]
+            one_part = dtensor_class() is not None and isinstance(value, cast(type, dtensor_class()))
+            others[flat.object_paths[-number - 1]] = {**described, **(found[0] if one_part else {"parts": found})}
     members = [text] if text else []
     members += [_json(others)[1:-1]] if others else []
     return f"{{{','.join(members)}}}"
 
 
-def _offsets(value: Any) -> list[int]:
+def _first_offsets(value: Any) -> list[int]:
     """Returns where the local part of a DTensor begins in the global tensor."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    _, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
-    return [int(offset) for offset in offsets]
+    ((_, offsets),) = spread_parts(value) or [(None, [])]
+    return offsets
 
 
 class Manifest:
