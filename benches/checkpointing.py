@@ -206,7 +206,9 @@ def main() -> int:
         for number in range(options.rounds):
             for contender in contenders[::-1] if number % 2 else contenders:
                 try:
-                    sample = measure(contender, options.mib, options.saves, options.unloaded, Path(folder).resolve() / "job")
+                    sample = measure(
+                        contender, options.mib, options.saves, options.unloaded, Path(folder).resolve() / "job"
+                    )
                     if not sample.get("equal", True):
                         results["problems"].append(f"{contender}: what was loaded differs")
                 except RankFailed as e:

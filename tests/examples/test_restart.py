@@ -12,7 +12,7 @@ STORY = Path(__file__).parents[2] / "examples" / "restart" / "story.py"
 
 @pytest.mark.timeout(120)
 def test_the_restart_demo_plays_to_its_end():
-    command = [sys.executable, str(STORY), "--steps", "8", "--every", "2", "--kill-after", "4", "--width", "64"]
+    command = [sys.executable, str(STORY), "--steps", "4", "--every", "2", "--kill-after", "2", "--width", "64"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     ) as story:

@@ -9,7 +9,7 @@ import pytest
 from processes import end
 
 ROOT = Path(__file__).parents[2]
-CONTENDERS = ["a plain copy", "tensorferry", "tensorferry, keeper", "dcp.async_save, thread", "torch.save"]
+CONTENDERS = ["a plain copy", "tensorferry", "tensorferry, keeper", "torch.save"]
 
 
 @pytest.mark.timeout(120)
