@@ -10,9 +10,9 @@ checkpoint is being written. Contenders take turns within a round, forwards in e
     load          into tensors that exist, by a fresh process, from files that the page cache still holds
     memory        what the trainer and its helpers take at most beyond what they held before; shared pages count once
 
-The first save of a process makes buffers and processes, so it has a column of its own; so many saves after it make
-buffers, too, as long as a keeper takes those that there are, so that later ones begin with the fifth. The floor of the stand-still,
-and of a load, is a plain copy of the state by several threads into memory that was touched before.
+The first save of a process makes buffers and processes, so it has a column of its own. Those after it can make buffers,
+too, as long as a keeper takes all that there are: the fifth is the first that counts as a later one. The floor of the
+stand-still, and of a load, is a plain copy of the state by several threads into memory that was touched before.
 """
 
 from __future__ import annotations

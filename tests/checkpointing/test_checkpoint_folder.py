@@ -347,7 +347,7 @@ def test_ranks_with_different_tensors_at_one_path_are_refused() -> None:
     parts: dict = {}
     shard = {"dtype": "torch.float32", "global_shape": [4], "offsets": [0], "shape": [2]}
     folder.add_shards(parts, 0, json.dumps({"shards": {"a": shard}}).encode())
-    folder.add_shards(parts, 1, json.dumps({"shards": {"a": {**shard, "offsets": [2]}}}).encode())
+    folder.add_shards(parts, 1, json.dumps({"shards": {"a": {**shard, "rank": 0, "offsets": [2]}}}).encode())
     assert parts == {
         "a": {
             "dtype": "torch.float32",

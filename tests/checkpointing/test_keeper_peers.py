@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from collections import OrderedDict
 from datetime import timedelta
 from pathlib import Path
@@ -194,6 +196,12 @@ def test_the_metadata_is_that_of_a_save_of_all_ranks(folder, tmp_path):
             [sys.executable, "-m", "tensorferry.checkpointing.keeper", "--status"], capture_output=True, text=True
         )
         assert metadata in status.stdout
+        # A keeper has no torch, and cannot make the pickles of a stock torchft peer.
+        _, step, url = metadata.split()
+        for name in ("full", "metadata", "0"):
+            with pytest.raises(urllib.error.HTTPError, match="404") as refused:
+                urllib.request.urlopen(f"{url}{step}/{name}", timeout=20)
+            refused.value.close()
         asked = {"n": torch.tensor(0)}
         dcp.load(asked, storage_reader=PeerReader(metadata))
         assert asked["n"] == 2

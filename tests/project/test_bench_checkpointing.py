@@ -16,7 +16,8 @@ CONTENDERS = ["a plain copy", "tensorferry", "tensorferry, keeper", "torch.save"
 def test_the_bench_of_checkpointers_runs(tmp_path):
     results_path = tmp_path / "results.json"
     command = [
-        sys.executable, str(ROOT / "benches" / "checkpointing.py"), "--json", str(results_path), "--folder", str(tmp_path),
+        sys.executable, str(ROOT / "benches" / "checkpointing.py"),
+        "--json", str(results_path), "--folder", str(tmp_path),
         "--mib", "4", "--rounds", "1", "--saves", "2", "--warm-up", "1", "--unloaded", "0.05",
         "--contenders", ",".join(CONTENDERS),
     ]  # fmt: skip

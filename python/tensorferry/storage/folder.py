@@ -393,7 +393,7 @@ def add_shards(shards: dict[str, Any], rank: int, manifest: bytes | None) -> Non
         parts = shard.get("parts")
         if parts is None:
             parts = [{key: value for key, value in shard.items() if key not in ("dtype", "global_shape")}]
-        whole["parts"] += [{"rank": rank, **part} for part in parts]
+        whole["parts"] += [{**part, "rank": rank} for part in parts]
 
 
 def _file_of(save: SaveId) -> str:
