@@ -15,6 +15,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
@@ -38,7 +39,7 @@ from ..state.load import begin
 from ..state.part import storages_of
 from ..state.shards import Shard, described, entry_of
 from ..storage.folder import add_shards
-from ..storage.peers import PeerSource
+from ..storage.peers import PeerSource, url_of
 from ..storage.slices import SliceTuple
 from .index import BUILT, ELEMENTS, EntryRef, check_inside, checked_sizes
 
@@ -78,9 +79,9 @@ class States:
             try:
                 add_shards(shards, rank, state.manifest)
             except InvalidArgument as e:
-                raise ProtocolError(f"{state.name}: {e}") from e
+                raise ProtocolError(f"{state.where}: {e}") from e
             except (KeyError, TypeError, AttributeError) as e:
-                raise ProtocolError(f"{state.name}: its manifest has no valid description of its shards ({e})") from e
+                raise ProtocolError(f"{state.where}: its manifest has no valid description of its shards ({e})") from e
         for state in states:
             for fqn, path in state.paths.items():
                 if fqn not in found:
@@ -89,7 +90,7 @@ class States:
                     elif described_at in shards:
                         found[fqn], stored = _spread(states, fqn, shards[described_at])
                     else:
-                        raise ProtocolError(f"{state.name}: its manifest does not say which part of {fqn} it has")
+                        raise ProtocolError(f"{state.where}: its manifest does not say which part of {fqn} it has")
                     refs.update(stored)
                     paths[fqn] = path
         return Metadata(found, planner_data=paths, storage_data=refs)
@@ -121,12 +122,14 @@ class _State:
 
     Attributes:
         name: likewise
+        where: how messages name it: without the part of its URL that grants access
         manifest: its manifest
         paths: for each key of the checkpoint that it has, the path in the state
     """
 
     def __init__(self, name: str, source: PeerSource, allowed: Allowed) -> None:
         self.name = name
+        self.where = f"the state at {urlsplit(url_of(name)).netloc.rpartition('@')[2]}"
         # Of a ShardedTensor of this other job, only the shards are taken.
         self._allowed = allowed.detached()
         self._remote: Remote = source.open(name)
@@ -163,11 +166,11 @@ class _State:
         objects = builder.objects(self._pickled, self._allowed, leaves, stand_ins.storage)
         state = tree.unflatten(builder.manifest.tree, leaves, objects, None, self._allowed.defaultdict)
         if not isinstance(state, Mapping):
-            raise ProtocolError(f"{self.name} is a {type(state).__name__}; a distributed checkpoint is a dict")
+            raise ProtocolError(f"{self.where} is a {type(state).__name__}; a distributed checkpoint is a dict")
         try:
             self._values, paths = flatten_state_dict(dict(state))
         except (ValueError, RecursionError) as e:
-            raise ProtocolError(f"{self.name} has no keys of a distributed checkpoint: {e}") from e
+            raise ProtocolError(f"{self.where} has no keys of a distributed checkpoint: {e}") from e
         self._numbers = {id(leaf): number for number, leaf in enumerate(leaves)}
         return dict(paths)
 
@@ -251,7 +254,7 @@ def _spread(
     states: Sequence[_State], fqn: str, fields: dict[str, Any]
 ) -> tuple[TensorStorageMetadata, dict[MetadataIndex, EntryRef]]:
     """Returns the metadata of a tensor that is spread over ranks, and where its parts are stored."""
-    where = states[0].name
+    where = states[0].where
     dtype, shape, shards = described(where, fqn, fields)
     chunks, refs = [], {}
     try:
