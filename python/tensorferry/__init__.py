@@ -59,7 +59,7 @@ __all__ = [
     "join_metadata",
 ]
 
-__version__ = "0.1.0"
+__version__: str
 
 #: The module of each public name that is not an error class.
 _MODULES = {
@@ -76,6 +76,10 @@ if not TYPE_CHECKING:  # With a module __getattr__, a type checker would accept 
 
         if name == "errors":
             return import_module(".errors", __name__)
+        if name == "__version__":
+            from importlib.metadata import version
+
+            return version(__name__)
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(import_module(_MODULES.get(name, ".errors"), __name__), name)

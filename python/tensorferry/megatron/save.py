@@ -40,7 +40,8 @@ from .release import (
 from .together import Together
 
 #: What ``metadata.json`` says of a checkpoint that this strategy has written.
-BACKEND, VERSION = "tensorferry", 1
+BACKEND = "tensorferry"
+VERSION = 1
 
 
 class SaveStrategy(TorchDistSaveShardedStrategy, AsyncSaveShardedStrategy):  # type: ignore[misc]
