@@ -375,8 +375,8 @@ def test_a_folder_that_cannot_be_made_or_listed_is_named(tmp_path) -> None:
 def test_ranks_with_different_tensors_at_one_path_are_refused() -> None:
     parts: dict = {}
     shard = {"dtype": "torch.float32", "global_shape": [4], "offsets": [0], "shape": [2]}
-    folder._add_shards(parts, 0, json.dumps({"shards": {"a": shard}}).encode())
-    folder._add_shards(parts, 1, json.dumps({"shards": {"a": {**shard, "offsets": [2]}}}).encode())
+    folder.add_shards(parts, 0, json.dumps({"shards": {"a": shard}}).encode())
+    folder.add_shards(parts, 1, json.dumps({"shards": {"a": {**shard, "rank": 0, "offsets": [2]}}}).encode())
     assert parts == {
         "a": {
             "dtype": "torch.float32",
@@ -388,4 +388,4 @@ def test_ranks_with_different_tensors_at_one_path_are_refused() -> None:
         }
     }
     with pytest.raises(InvalidArgument, match="different tensors at a"):
-        folder._add_shards(parts, 2, json.dumps({"shards": {"a": {**shard, "global_shape": [5]}}}).encode())
+        folder.add_shards(parts, 2, json.dumps({"shards": {"a": {**shard, "global_shape": [5]}}}).encode())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import shutil
@@ -18,9 +19,17 @@ from torch import nn
 from equality import assert_same_state
 from leaf import Leaf
 from leaves import CATALOGUE
+from stand_in import StandIn
 from tensorferry import HTTPTransport
 from tensorferry._native import Stored
-from tensorferry.checkpointing import CheckpointReader, SyncCheckpointer, latest_checkpoint, load_file, loading
+from tensorferry.checkpointing import (
+    CheckpointReader,
+    SyncCheckpointer,
+    latest_checkpoint,
+    load_file,
+    loading,
+    torch_parts,
+)
 from tensorferry.errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
@@ -35,6 +44,7 @@ from tensorferry.memory.bounce import BounceBuffers
 from tensorferry.memory.staging import Stager
 from tensorferry.state import load
 from tensorferry.state.allowlist import Allowed
+from tensorferry.state.manifest import Manifest
 from tensorferry.state.snapshot import StateSnapshot
 from tensorferry.storage import folder as folder_module
 from tensorferry.storage.folder import INDEX, read_index
@@ -270,6 +280,66 @@ def test_map_location_is_that_of_torch_load(writer, tmp_path):
         loading.load(tmp_path / "c", asked := {"w": own, "v": None}, default_map_location="meta")
         assert own.tolist() == [1, 1, 1]
         assert asked["v"].device.type == "meta"
+
+
+def test_the_device_that_was_saved_is_the_location(tmp_path, monkeypatch):
+    device = StandIn()
+    monkeypatch.setattr(torch_parts, "ACCELERATOR", device)
+    base = torch.arange(12.0)
+    state = {"w": torch.ones(3), "on": [torch.full((4,), 2.0), torch.full((5,), 3.0)], "base": base, "view": base[::2]}
+    state["other"] = torch.full((2,), 4.0)
+    device.adopt(*state["on"], base)
+    device.adopt(state["other"], device=1)
+    save(tmp_path / "c", state)
+    monkeypatch.undo()
+    seen = {}
+
+    def note(storage, location):
+        seen[storage.nbytes()] = location
+        return storage
+
+    loading.load(tmp_path / "c", default_map_location=note)
+    assert seen == {12: "cpu", 16: "cuda:0", 20: "cuda:0", 48: "cuda:0", 8: "cuda:1"}
+    loaded = loading.load(tmp_path / "c", default_map_location={"cuda:0": "meta", "cuda:1": "cpu"})
+    assert {name: value.device.type for name, value in loaded.items() if name != "on"} == {
+        "w": "cpu", "view": "meta", "base": "meta", "other": "cpu",
+    }  # fmt: skip
+    assert {value.device.type for value in loaded["on"]} == {"meta"}
+    # In place, and to the CPU by name, no such device is needed.
+    asked = {"view": torch.zeros(6), "other": None}
+    loading.load(tmp_path / "c", asked)
+    assert (asked["view"].tolist(), asked["other"].tolist()) == ([0, 2, 4, 6, 8, 10], [4, 4])
+    assert torch.equal(loading.load(tmp_path / "c", default_map_location="cpu")["view"], base[::2])
+    if not torch.cuda.is_available():
+        with pytest.raises(InvalidArgument, match=r"cuda:0.*default_map_location"):
+            loading.load(tmp_path / "c")
+        with pytest.raises(InvalidArgument, match=r"cuda:1"):
+            loading.load(tmp_path / "c", default_map_location={"cuda:0": "cpu"})
+
+
+def test_what_a_transport_sends_says_where_it_was_and_receivers_do_not_care():
+    device = StandIn()
+    value = torch.arange(5.0)
+    device.adopt(value)
+    snapshot = StateSnapshot({"a": torch.zeros(2), "v": value}, Stager(device), "borrow")
+    snapshot.complete()
+    assert json.loads(snapshot.manifest())["devices"] == {"cuda:0": [[1, 1]]}
+    state, _, _ = load.receive(
+        Stored.over(snapshot.rows, snapshot._control(), snapshot), Allowed(), None, BounceBuffers(ACCELERATOR)
+    )
+    assert torch.equal(state["v"], value)
+
+
+@pytest.mark.parametrize(
+    "devices", [[], {"cuda:0": 1}, {"cuda:0": [[0]]}, {"cuda:0": [["0", 1]]}, {"cuda:0": [[0, 1, 2]]}]
+)
+def test_devices_that_are_described_wrongly_are_refused_or_ignored(devices):
+    manifest = Manifest(json.dumps({"flags": "", "objects": 0, "storages": [], "devices": devices}), "{}")
+    if not devices:
+        assert manifest.location(0) == "cpu"
+    else:
+        with pytest.raises(ProtocolError, match="devices"):
+            manifest.location(0)
 
 
 @pytest.mark.parametrize("bad", [5, "nowhere", b"cpu"])

@@ -95,6 +95,12 @@ _saving.save(os.path.join(folder, "step-1"), model.state_dict())
 _saving.close()
 """,
     "from tensorferry.checkpointing import Keeper": _KEEPER,
+    "from tensorferry.checkpointing import Keeper, peer_metadata": f"""{_STATE}
+import time
+_saving = tensorferry.checkpointing.SyncCheckpointer(keeper="default")
+_saving.save(os.path.abspath("step-1"), state)
+while not tensorferry.checkpointing.Keeper().held(): time.sleep(0.01)
+""",
     "addresses = [None] * world_size": f"""{_KEEPER}
 from tensorferry.checkpointing import Keeper
 rank, world_size, gpus_per_node, keeper = 0, 2, 1, Keeper()

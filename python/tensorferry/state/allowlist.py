@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import _compat_pickle
 import collections
+import copy
 from collections.abc import Iterable
 from typing import Any
 
@@ -43,6 +44,14 @@ class Allowed:
             if not reviewed.known(module, name):
                 self._extra[module, name] = value
         self._users = {id(value) for value in self._extra.values()}
+        #: Whether a ShardedTensor of another job is made, which belongs to no process group; otherwise it is refused.
+        self.detaches = False
+
+    def detached(self) -> Allowed:
+        """Returns the same list, by which ShardedTensors of other jobs are made, for one who takes their shards."""
+        made = copy.copy(self)
+        made.detaches = True
+        return made
 
     @property
     def trusts(self) -> bool:

@@ -124,6 +124,8 @@ class StateSnapshot:
     def _stage(self, stager: Stager, snapshot: SnapshotMode, device: list[int]) -> None:
         accelerator = stager.accelerator
         device = device + [i for i in self._elsewhere if accelerator.device_of(self._storage(i)) is not None]
+        devices = ((i, accelerator.device_of(self._storage(i))) for i in sorted(device))
+        self._fields = manifest.with_devices(self._fields, ((i, one) for i, one in devices if one is not None))
         on_host = self.rows.nbytes - sum([self.rows.size(i) for i in device])
         copies_host = snapshot == "copy" or bool(device and on_host <= _SMALL_HOST_PART)
         pieces = [(i, self._piece(i)) for i in device]

@@ -361,7 +361,7 @@ class FolderSave:
             path = self.folder / name
             headers[name] = _file_header(path)
             (manifest,) = _file_entries(path, [reserved.MANIFEST])
-            _add_shards(parts, rank, manifest)
+            add_shards(parts, rank, manifest)
         fields = {
             "version": _VERSION,
             "save": self.save.save,
@@ -389,16 +389,23 @@ class FolderSave:
             commits.remove_replaced(index, before, set(names), None)
 
 
-def _add_shards(parts: dict[str, Any], rank: int, manifest: bytes | None) -> None:
-    """Adds the parts of DTensors that a rank's manifest describes."""
+def add_shards(shards: dict[str, Any], rank: int, manifest: bytes | None) -> None:
+    """Adds the parts of DTensors and ShardedTensors that a rank's manifest describes.
+
+    Raises:
+        InvalidArgument: the ranks have different tensors at one path
+    """
     if manifest is None or b'"global_shape"' not in manifest:
         return
     for path, shard in json.loads(manifest)["shards"].items():
-        whole = parts.setdefault(path, {"dtype": shard["dtype"], "global_shape": shard["global_shape"], "parts": []})
+        whole = shards.setdefault(path, {"dtype": shard["dtype"], "global_shape": shard["global_shape"], "parts": []})
         if (whole["dtype"], whole["global_shape"]) != (shard["dtype"], shard["global_shape"]):
             raise InvalidArgument(f"the ranks have different tensors at {path}")
-        kept = {key: value for key, value in shard.items() if key not in ("dtype", "global_shape")}
-        whole["parts"].append({"rank": rank, **kept})
+        # A DTensor has one part on each rank, and a ShardedTensor has a list of them.
+        parts = shard.get("parts")
+        if parts is None:
+            parts = [{key: value for key, value in shard.items() if key not in ("dtype", "global_shape")}]
+        whole["parts"] += [{**part, "rank": rank} for part in parts]
 
 
 def _file_of(save: SaveId) -> str:

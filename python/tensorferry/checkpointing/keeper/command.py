@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import math
@@ -18,7 +19,7 @@ from .client import Keeper
 from .limits import amount, memory_limit, shown
 from .place import DEFAULT_NAME, keeper_name
 from .process import KeeperOptions, KeeperProcess, ended_by_signals, lower_weight, raise_descriptor_limit
-from .snapshot import LOCAL, Snapshot
+from .snapshot import LOCAL, Snapshot, peer_metadata
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -134,6 +135,8 @@ def _print_status(name: str, *, as_json: bool) -> int:
         print(f"buddy {buddy['host']}: {_buddy(buddy)}")
     for one in held:
         print(_line(one))
+    with contextlib.suppress(TensorferryError):
+        print(f"for a PeerReader, the newest that is complete: {peer_metadata(held)}")
     return 0
 
 
