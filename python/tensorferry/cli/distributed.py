@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
-from .._native import Rows, _file_entries, _file_header
+from .._native import Rows, Stored, _file_entries, _file_entry_digests, _file_header
 from ..errors import CorruptCheckpoint, IncompleteCheckpoint, ProtocolError
 from ..storage import commits, reserved
 from ..storage.container import Container
 from ..storage.folder import INDEX
 from ..storage.peers import container_name
+from .leaves import Leaf, Listing
 
 #: As ``dcp/save_plan.py`` has it.
 _ABOUT = (("tensorferry.dcp", "1"),)
@@ -54,6 +56,40 @@ def checked_files(folder: Path, names: list[Any], commit: commits.Commit) -> lis
         if commit.files[name] not in (None, _file_header(folder / name)):
             raise CorruptCheckpoint(f"{folder / name}: it is not the file that the index names, but another one")
     return names
+
+
+def with_digests(listing: Listing, folder: Path, fields: dict[str, Any], commit: commits.Commit) -> Listing:
+    """Returns ``listing`` with the digests of its tensors and objects.
+
+    That of a tensor in several shards is a digest of their digests and places.
+
+    Raises:
+        ProtocolError: index and files contradict each other
+        TensorferryError: a file cannot be read
+    """
+    names = checked_files(folder, fields["sources"], commit)
+    by_file = []
+    for name in names:
+        stored = Stored.open(folder / name)
+        by_file.append(dict(zip(stored.names, _file_entry_digests(folder / name), strict=True)))
+    found = []
+    for leaf in listing.leaves:
+        stored_as = fields["state"][leaf.path]
+        try:
+            if stored_as[0] == "b":
+                digest = f"{by_file[stored_as[1][0]][stored_as[1][1]]:016x}"
+            else:
+                shards = sorted((list(c[0]), list(c[1]), by_file[c[2][0]][c[2][1]]) for c in stored_as[4])
+                whole = len(shards) == 1
+                digest = (
+                    f"{shards[0][2]:016x}"
+                    if whole
+                    else hashlib.blake2b(repr(shards).encode(), digest_size=8).hexdigest()
+                )
+        except (KeyError, IndexError, TypeError) as e:
+            raise ProtocolError(f"{folder}: its index names an entry that no file has ({leaf.path})") from e
+        found.append(Leaf(**{**vars(leaf), "digest": digest}))
+    return Listing(listing.about, found, listing.tree, listing.hidden)
 
 
 def index_container(control: list[tuple[str, bytes]]) -> Container:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import stat
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
 from .._native import _file_entries
+from ..dcp import marker
 from ..errors import IncompleteCheckpoint, InvalidArgument, ProtocolError, SystemRefused
 from ..storage import reserved
 from ..storage.folder import INDEX
 from .sources import is_metadata
 
 #: The files by which checkpoints of others are recognised.
-_TORCH_INDEX, _MEGATRON, _RANK_FILE = ".metadata", "metadata.json", "checkpoint_0.pt"
-#: The first bytes of the marker that stands in for torch's index in a folder of this package.
-_MARKER = b"L This folder holds a checkpoint of tensorferry"
+_MEGATRON, _RANK_FILE = "metadata.json", "checkpoint_0.pt"
 
 
 class Kind(Enum):
@@ -90,17 +88,9 @@ def _kind_of_folder(folder: Path) -> Kind:
         if distributed is not None:
             return Kind.DISTRIBUTED
         raise ProtocolError(f"{index} is not an index: it has neither {reserved.CHECKPOINT} nor {reserved.INDEX}")
-    if is_torch_index(folder / _TORCH_INDEX):
+    torch_index = folder / marker.NAME
+    if torch_index.is_file() and not marker.is_marker(torch_index):
         return Kind.TORCH_DISTRIBUTED
     if (folder / _RANK_FILE).is_file():
         raise InvalidArgument(f"{folder} is a folder of torch's own checkpointer: name the file of a rank in it")
-    raise IncompleteCheckpoint(f"{folder} holds no checkpoint: it has neither {INDEX} nor {_TORCH_INDEX}")
-
-
-def is_torch_index(path: Path) -> bool:
-    """Whether the file at ``path`` is there, and is not the marker of a folder of this package."""
-    try:
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            return stat.S_ISREG(os.fstat(file.fileno()).st_mode) and file.read(len(_MARKER)) != _MARKER
-    except OSError:
-        return False
+    raise IncompleteCheckpoint(f"{folder} holds no checkpoint: it has neither {INDEX} nor {marker.NAME}")

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from .._native import Server, Shelf
 from ..errors import CorruptCheckpoint, IncompleteCheckpoint, InvalidArgument
 from . import console, exits
 from .flags import Json, Serving, Switch, Trust
@@ -52,7 +53,9 @@ def serve(
         signal.signal(number, lambda *_: ended.set())
     server, host = start(_PATIENCE_S, options, serving.port)
     try:
-        published = _publishers()[place.kind](_Publisher(server, host, step, unverified), place.path)
+        # It holds the shelves, which serve for as long as they are there.
+        publisher = _Publisher(server, host, step, unverified)
+        published = _publishers()[place.kind](publisher, place.path)
         if json:
             console.out_json(published)
         else:
@@ -76,8 +79,9 @@ class _Publisher:
         unverified: do not compare files with their checksums
     """
 
-    def __init__(self, server: Any, host: str, step: int | None, unverified: bool) -> None:
+    def __init__(self, server: Server, host: str, step: int | None, unverified: bool) -> None:
         self._server, self._host, self._step, self._unverified = server, host, step, unverified
+        self._shelves: list[Shelf] = []
 
     def container(self, path: Path) -> dict[str, Any]:
         """Publishes a container file."""
@@ -115,7 +119,10 @@ class _Publisher:
         for rank in range(index.world_size):
             path = folder / index.files[rank][0]
             self._verify(path)
-            where = self._server if index.world_size == 1 else self._server.shelf()
+            where: Server | Shelf = self._server
+            if index.world_size > 1:
+                where = self._server.shelf()
+                self._shelves.append(where)
             container_of(path).publish(where, step, alternate=_stock_bodies(path))
             urls.append(where.url(self._host))
         return self._told(step, urls, folder)
@@ -146,7 +153,7 @@ class _Publisher:
             control = [index] if number == 0 else []
             container = container_of(folder / names[number], control) if names else distributed.index_container(control)
             container.publish(shelf, step)
-        self._shelves = shelves
+        self._shelves += shelves
         return self._told(step, [" ".join([SCHEME, str(step), *urls])], folder)
 
     def torch_distributed(self, folder: Path) -> dict[str, Any]:
