@@ -14,6 +14,28 @@ from .._native import Entries, Remote, Stored, _file_entry_digests
 from ..errors import ProtocolError
 from ..storage import reserved
 
+#: torch's names of the dtypes of a container.
+_TORCH_NAMES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+    "I16": "int16",
+    "U16": "uint16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I32": "int32",
+    "U32": "uint32",
+    "F32": "float32",
+    "C64": "complex64",
+    "F64": "float64",
+    "I64": "int64",
+    "U64": "uint64",
+}
 #: The deepest tree; the engine refuses what is deeper.
 _DEEPEST = 100
 _BITS = re.compile(r"(\d+)")
@@ -27,7 +49,7 @@ class Leaf:
         path: its keys, joined with dots
         kind: ``tensor``; ``view`` for a tensor that is not all of its memory, or a DTensor; ``object`` for what is
             neither; ``sharded`` for a tensor in the files of several ranks
-        dtype: its dtype, by the name that its format has for it; empty for objects
+        dtype: its dtype, by torch's name where torch has one; empty for objects
         shape: its shape
         bytes: how many bytes its elements have
         notes: what else is known of it: that it is a Parameter, with what it shares memory, which shard it is
@@ -126,7 +148,7 @@ def _loaded(text: str | bytes) -> Any:
 
 def _plain(container: Entries, plain: list[int]) -> list[Leaf]:
     names, dtypes, shapes, sizes = container.names, container.dtypes, container.shapes, container.sizes
-    return [Leaf(names[i], "tensor", dtypes[i], shapes[i], sizes[i]) for i in plain]
+    return [Leaf(names[i], "tensor", _TORCH_NAMES.get(dtypes[i], dtypes[i]), shapes[i], sizes[i]) for i in plain]
 
 
 def _of_state(plain: list[Leaf], fields: dict[str, Any], tree: Any) -> Iterator[Leaf]:

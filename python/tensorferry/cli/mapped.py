@@ -20,24 +20,37 @@ _NO_RESERVE = 0x4000
 _OWN_KEYS = frozenset({"format", "tensorferry.version", "tensorferry.file", "tensorferry.checkpoint"})
 
 
-class _Mapping:
-    """The pages of a file, for as long as a server reads them."""
+class Mapping:
+    """The pages of a file, for as long as somebody reads them. What is written to them does not reach the file.
+
+    Args:
+        path: the file
+
+    Attributes:
+        pages: the pages, as a buffer
+        address: where they are
+        nbytes: how many bytes they have
+        payload_start: where the payload begins, if the file is a container
+
+    Raises:
+        SystemRefused: the file cannot be mapped
+    """
 
     def __init__(self, path: Path) -> None:
         try:
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             try:
-                # Writable, because only then ctypes says where it is; private, so that nothing reaches the file.
-                self._map = mmap.mmap(
+                # Writable, because only then it is a buffer for ctypes and torch.
+                self.pages = mmap.mmap(
                     file, 0, flags=mmap.MAP_PRIVATE | _NO_RESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE
                 )
             finally:
                 os.close(file)
         except (OSError, ValueError) as e:
             raise SystemRefused(f"{path}: cannot be mapped: {e}") from e
-        self._first = ctypes.c_char.from_buffer(self._map)
-        self.address = ctypes.addressof(self._first)
-        self.payload = self.address + 8 + int.from_bytes(self._map[:8], "little")
+        self.nbytes = len(self.pages)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.pages))
+        self.payload_start = 8 + int.from_bytes(self.pages[:8], "little")
 
 
 def container_of(path: Path, control: list[tuple[str, bytes]] | None = None) -> Container:
@@ -54,12 +67,12 @@ def container_of(path: Path, control: list[tuple[str, bytes]] | None = None) -> 
         TensorferryError: the file cannot be read, or is not a container
     """
     stored = Stored.open(path, checksums=False)
-    mapping = _Mapping(path)
+    mapping = Mapping(path)
     rows = Rows(object, object, {}, native=False)
     names, dtypes, shapes = stored.names, stored.dtypes, stored.shapes
     for name, dtype, shape, start, size in zip(names, dtypes, shapes, stored.starts, stored.sizes, strict=True):
         if name != reserved.DIGESTS:
-            rows.append(mapping, name, dtype, shape, mapping.payload + start, size, 0)
+            rows.append(mapping, name, dtype, shape, mapping.address + mapping.payload_start + start, size, 0)
     control = list(control or ())
     if not control and not any(name.startswith(reserved.PREFIX) for name in names if name != reserved.DIGESTS):
         control.append((reserved.MANIFEST, _flat_manifest(names)))

@@ -31,7 +31,8 @@ def serve(
     """Publishes a checkpoint until it is interrupted, and prints the metadata for receivers.
 
     A safetensors file, and files and folders of tensorferry, are served from where they are, by HTTPTransport's server,
-    without being read into memory; they must not be changed meanwhile. What torch has written is read first.
+    and so is a torch.save file, without being read into memory; they must not be changed meanwhile. A distributed
+    checkpoint of torch is read first.
 
     Args:
         path: a file or a folder
@@ -96,13 +97,12 @@ class _Publisher:
         """Publishes what ``torch.save`` wrote."""
         from ..memory.accelerator import ACCELERATOR
         from ..memory.staging import Stager
-        from ..state.allowlist import Allowed
-        from ..state.archives import load_file
         from ..state.snapshot import StateSnapshot
         from ..torchft import compat
+        from .mapped_states import of_archive
 
         step = self._step or 0
-        packed = StateSnapshot(load_file(path, Allowed(), "cpu"), Stager(ACCELERATOR), "borrow")
+        packed = StateSnapshot(of_archive(path), Stager(ACCELERATOR), "borrow")
         packed.publish(self._server, step, compat.bodies(packed.rebuild, 0))
         return self._told(step, [self._server.url(self._host)], path)
 
@@ -162,10 +162,10 @@ class _Publisher:
         from ..memory.staging import Stager
         from ..state.snapshot import StateSnapshot
         from ..torchft import compat
-        from .loading import load_distributed
+        from .mapped_states import of_distributed
 
         step = self._step or 0
-        packed = StateSnapshot(load_distributed(folder), Stager(ACCELERATOR), "borrow")
+        packed = StateSnapshot(of_distributed(folder), Stager(ACCELERATOR), "borrow")
         packed.publish(self._server, step, compat.bodies(packed.rebuild, 0))
         return self._told(step, [self._server.url(self._host)], folder)
 
