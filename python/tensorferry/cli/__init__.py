@@ -24,6 +24,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         error, see ``exits.py``.
     """
     try:
+        import rich  # noqa: F401 - it is used only where something is drawn
+
         from . import app
     except ModuleNotFoundError as e:
         if (e.name or "").partition(".")[0] not in _PACKAGES:

@@ -7,6 +7,7 @@ To add a verb, write ``cli/<verb>.py`` with a function of the same name, whose d
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import sys
@@ -47,7 +48,8 @@ def application(verbs: Sequence[str] = VERBS) -> App:
     )
     for verb in verbs:
         app.command(getattr(import_module(f"{__package__}.{verb}"), verb), name=verb)
-    app.register_install_completion_command()
+    if verbs is VERBS:
+        app.register_install_completion_command()
     return app
 
 
@@ -57,7 +59,10 @@ def run(arguments: Sequence[str]) -> int:
     An error becomes one line on standard error, with ``--json`` among the arguments as a JSON object.
     """
     as_json = "--json" in arguments
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     signal.signal(signal.SIGTERM, _terminate)
+    logger, warnings = logging.getLogger("tensorferry"), _Warnings(logging.WARNING)
+    logger.addHandler(warnings)
     try:
         # The verb that is asked for is the only one that is imported.
         verbs = [verb for verb in VERBS if verb in arguments[:1]] or VERBS
@@ -80,6 +85,18 @@ def run(arguments: Sequence[str]) -> int:
         status = exits.status_of(e)
         what = str(e) if isinstance(e, TensorferryError) else f"{e} (please report this; {_TRACEBACK}=1 shows where)"
         return _fail(type(e).__name__, what, status, as_json)
+    finally:
+        logger.removeHandler(warnings)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+class _Warnings(logging.Handler):
+    """Prints the warnings of the package, each on one line."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Prints a warning."""
+        console.note(f"tensorferry: warning: {record.getMessage()}")
 
 
 def _fail(kind: str, message: str, status: int, as_json: bool) -> int:

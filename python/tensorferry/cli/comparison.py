@@ -32,6 +32,20 @@ class _Side:
             self._values[number] = values_of(self._state(number))
         return self._values[number]
 
+    @property
+    def is_distributed(self) -> bool:
+        """Whether an index lists the leaves, as ``torch.distributed.checkpoint`` cuts a state into them."""
+        return self.place.kind in (Kind.DISTRIBUTED, Kind.TORCH_DISTRIBUTED)
+
+    def list_as_state(self) -> None:
+        """Lists the leaves of a distributed checkpoint as those of a state, which may be others; digests stay."""
+        from .torch_leaves import leaves_of
+
+        name, listing = self.listings[0]
+        known = {leaf.path: leaf for leaf in listing.leaves if leaf.digest is not None and leaf.kind == "tensor"}
+        leaves = [known.get(leaf.path, leaf) for leaf in leaves_of(self._state(0), digests=False)]
+        self.listings = [(name, Listing(listing.about, leaves))]
+
     def _state(self, number: int) -> Any:
         from . import mapped_states
 
@@ -90,6 +104,8 @@ class Comparison:
             InvalidArgument: the two have different numbers of ranks
             TensorferryError: one of them cannot be read
         """
+        if self._a.is_distributed != self._b.is_distributed:
+            (self._a if self._a.is_distributed else self._b).list_as_state()
         ones, others = self._a.listings, self._b.listings
         if len(ones) != len(others):
             raise InvalidArgument(

@@ -215,7 +215,9 @@ def _shared(groups: Any, paths: dict[int, str]) -> dict[int, list[str]]:
 
 
 def walk(node: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, int]]:
-    """Yields path and number of each leaf below a node of a tree, in its order; docs/reference/format.md has the grammar.
+    """Yields path and number of each leaf below a node of a tree, in its order.
+
+    docs/reference/format.md has the grammar.
 
     Raises:
         ProtocolError: it is not a tree

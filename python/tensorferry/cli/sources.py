@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from .. import _validate
 from .._native import Remote
 from ..errors import ConnectError, FetchTimeout, InvalidArgument, SourceChanged, TensorferryError, WrongStep
 from ..net.metadata import encrypted, is_stock, join_metadata
@@ -50,7 +51,7 @@ class Peers:
         text = " ".join(metadata)
         ranks = peers.publication(text)
         if ranks is not None:
-            found = cls(ranks[1], ranks[0], True)
+            found = cls(ranks[1], _validate.step_number(ranks[0]), True)
         else:
             if is_stock(text.strip()):
                 raise InvalidArgument(

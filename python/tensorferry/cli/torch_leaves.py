@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from ..dcp.torch_folder import TorchFolderSource, with_stand_ins
 from ..errors import InvalidArgument
 from ..state import archives, tree
 from ..state.allowlist import Allowed
-from .leaves import Leaf, Listing
+from .leaves import Leaf, Listing, walk
 from .places import Kind, Place
 
 
@@ -65,8 +66,13 @@ def leaves_of(state: Any, *, digests: bool) -> list[Leaf]:
 def values_of(state: Any) -> dict[str, Any]:
     """Returns the leaves of a state in memory by their paths, as a container of it names them."""
     flat = tree.flatten(state)
-    plain = dict(zip(flat.rows.names, flat.plain, strict=True))
-    return {**plain, **dict(zip(flat.object_paths, flat.objects, strict=True))}
+    names = flat.rows.names
+    found: dict[str, Any] = {}
+    for path, number in walk(json.loads(flat.tree)):
+        # A leaf that stands in several places has its own name in the first of them.
+        name = names[number] if number >= 0 and names[number] not in found else path
+        found.setdefault(name, flat.leaf(number))
+    return found
 
 
 def _here(storage: torch.UntypedStorage, _: str) -> torch.UntypedStorage:
