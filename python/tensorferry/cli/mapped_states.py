@@ -6,21 +6,24 @@ that were stored in pieces, and, for distributed checkpoints, what ``dcp/load_pl
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from .._native import Stored, _check_machine_has
 from ..dcp.files import FileReader
-from ..errors import ProtocolError, SystemRefused
+from ..errors import ProtocolError, SystemRefused, TensorferryError
 from ..memory.tensors import DTYPES, over
 from ..state import archives
 from ..state.allowlist import Allowed
@@ -95,8 +98,27 @@ def of_distributed(folder: Path, scratch: Path | None = None) -> Any:
     """
     state: dict[str, Any] = {}
     planner = _Planner(scratch)
-    dcp.state_dict_loader._load_state_dict(state, storage_reader=FileReader(folder), planner=planner, no_dist=True)
+    with own_errors():
+        dcp.state_dict_loader._load_state_dict(state, storage_reader=FileReader(folder), planner=planner, no_dist=True)
     return state
+
+
+@contextlib.contextmanager
+def own_errors() -> Iterator[None]:
+    """Raises the error that torch's collectives have wrapped, which is not even an ``Exception`` there.
+
+    Raises:
+        TensorferryError: the error itself; a ``SystemRefused`` or ``ProtocolError`` if it is none of this package
+    """
+    try:
+        yield
+    except CheckpointException as e:
+        for failure, _ in e.failures.values():
+            if isinstance(failure, TensorferryError):
+                raise failure from None
+            if isinstance(failure, OSError):
+                raise SystemRefused(failure.errno, str(failure)) from e
+        raise ProtocolError(f"torch cannot handle this checkpoint: {[str(f) for f, _ in e.failures.values()]}") from e
 
 
 class _Planner(DefaultLoadPlanner):  # type: ignore[misc]  # mypy does not follow torch

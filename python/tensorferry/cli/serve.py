@@ -55,8 +55,8 @@ def serve(
     server, host = start(_PATIENCE_S, options, serving.port)
     try:
         # It holds the shelves, which serve for as long as they are there.
-        publisher = _Publisher(server, host, step, unverified)
-        published = _publishers()[place.kind](publisher, place.path)
+        publisher = Publisher(server, host, step, unverified)
+        published = publishers()[place.kind](publisher, place.path)
         if json:
             console.out_json(published)
         else:
@@ -70,7 +70,7 @@ def serve(
     return exits.OK
 
 
-class _Publisher:
+class Publisher:
     """Publishes on one server; each method takes a path and returns what is printed as JSON.
 
     Args:
@@ -205,14 +205,15 @@ def _stock_bodies(path: Path) -> Callable[[str], list[Any] | str | None]:
     return rendered
 
 
-def _publishers() -> dict[Any, Callable[[_Publisher, Path], dict[str, Any]]]:
+def publishers() -> dict[Any, Callable[[Publisher, Path], dict[str, Any]]]:
+    """Returns what publishes each kind of checkpoint."""
     from .places import Kind
 
     return {
-        Kind.CONTAINER: _Publisher.container,
-        Kind.ARCHIVE: _Publisher.archive,
-        Kind.CHECKPOINT: _Publisher.checkpoint,
-        Kind.DISTRIBUTED: _Publisher.distributed,
-        Kind.TORCH_DISTRIBUTED: _Publisher.torch_distributed,
-        Kind.MEGATRON: _Publisher.megatron,
+        Kind.CONTAINER: Publisher.container,
+        Kind.ARCHIVE: Publisher.archive,
+        Kind.CHECKPOINT: Publisher.checkpoint,
+        Kind.DISTRIBUTED: Publisher.distributed,
+        Kind.TORCH_DISTRIBUTED: Publisher.torch_distributed,
+        Kind.MEGATRON: Publisher.megatron,
     }
