@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import InvalidArgument
 from .flags import Receiving, Trust
-from .leaves import Leaf, Listing
+from .leaves import Leaf, Listing, by_path
 from .listing import listings
 from .places import Kind, find
 
@@ -122,7 +122,7 @@ class Comparison:
         }
 
     def _compare(self, number: int, one: Listing, other: Listing, prefix: str) -> None:
-        first, second = ({leaf.path: leaf for leaf in listing.leaves} for listing in (one, other))
+        first, second = by_path(one.leaves), by_path(other.leaves)
         # Views and objects are the same if the memory behind them and their pickle are.
         hidden = bool(one.hidden) and one.hidden == other.hidden and one.tree == other.tree
         for path in [*first, *(path for path in second if path not in first)]:

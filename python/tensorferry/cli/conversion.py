@@ -25,6 +25,7 @@ from ..memory.staging import Stager
 from ..memory.tensors import DTYPE_NAMES
 from ..state.snapshot import StateSnapshot
 from ..storage.folder import FolderSave, Index, SaveId, missing_files, read_index, sync_folder
+from ..storage.reserved import is_reserved
 from . import mapped_states
 from .places import Kind, Place
 from .torch_leaves import values_of
@@ -113,8 +114,6 @@ def pending(output: Path, *, folder: bool) -> Iterator[Path]:
         InvalidArgument: it exists, or another process writes it
         SystemRefused: it cannot be written
     """
-    if output.exists() and not (folder and output.is_dir() and not any(output.iterdir())):
-        raise InvalidArgument(f"{output} exists already: convert into a new one")
     partial = output.with_name(f"{output.name}.partial")
     # The lock is a file of its own, since writers want to create theirs. What a killed conversion left is removed.
     lock_path = output.with_name(f"{output.name}.lock")
@@ -127,6 +126,12 @@ def pending(output: Path, *, folder: bool) -> Iterator[Path]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise InvalidArgument(f"another process is converting into {output}: wait for it") from None
+        try:
+            if os.path.lexists(output) and not (folder and output.is_dir() and not any(output.iterdir())):
+                raise InvalidArgument(f"{output} exists already: convert into a new one")
+        except BaseException:
+            _remove(lock_path)
+            raise
         _remove(partial)
         _remove(partial.with_name(f"{partial.name}.new"))
         try:
@@ -190,7 +195,7 @@ def write_safetensors(values: dict[str, Any], path: Path, *, drop: bool) -> list
     dropped, tensors = [], {}
     for name, value in values.items():
         if isinstance(value, torch.Tensor) and value.layout is torch.strided and value.dtype in DTYPE_NAMES:
-            tensors[name] = value.detach()
+            tensors[f"~{name}" if is_reserved(name) else name] = value.detach()
         elif drop:
             dropped.append(name)
         else:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -254,6 +255,21 @@ def walk(node: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, int]]
             yield from walk(value, path, depth + 1)
         case _:
             raise ProtocolError("the tree has a node of an unknown kind")
+
+
+def unique(name: str, taken: Container[str]) -> str:
+    """Returns ``name``, or with ``~2`` and so on behind it if it is taken: keys may contain dots."""
+    if name not in taken:
+        return name
+    return next(other for number in itertools.count(2) if (other := f"{name}~{number}") not in taken)
+
+
+def by_path(leaves: Iterable[Leaf]) -> dict[str, Leaf]:
+    """Returns leaves by their paths, made unique."""
+    found: dict[str, Leaf] = {}
+    for leaf in leaves:
+        found[unique(leaf.path, found)] = leaf
+    return found
 
 
 def of_distributed(fields: dict[str, Any], where: Path) -> Listing:
