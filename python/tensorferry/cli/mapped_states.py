@@ -97,9 +97,11 @@ def of_distributed(folder: Path, scratch: Path | None = None) -> Any:
         TensorferryError: it is incomplete, damaged, or names what is not allowed
     """
     state: dict[str, Any] = {}
-    planner = _Planner(scratch)
+    reader, planner = FileReader(folder), _Planner(scratch)
+    # Read here first: torch logs an error of the index with a traceback, and looks for another index then.
+    reader.read_metadata()
     with own_errors():
-        dcp.state_dict_loader._load_state_dict(state, storage_reader=FileReader(folder), planner=planner, no_dist=True)
+        dcp.state_dict_loader._load_state_dict(state, storage_reader=reader, planner=planner, no_dist=True)
     return state
 
 

@@ -54,7 +54,9 @@ impl Remote {
                 let (start, end) = plan.block_bounds(block);
                 let ours = plan.with_slices(start, end, &mut sink, |slices| {
                     let mut hasher = self.algorithm.hasher();
-                    slices.iter().for_each(|slice| hasher.update(slice));
+                    for slice in slices.iter() {
+                        hasher.update(slice);
+                    }
                     hasher.finish()
                 });
                 found[index].store(ours == digest, Ordering::Relaxed);
