@@ -6,6 +6,7 @@ environment does not have: then it runs in this one. ``file=NAME`` is a file of 
 runs as the page says. :data:`SURROUNDINGS` has the code that a block presupposes.
 """
 
+import functools
 import re
 import shlex
 import signal
@@ -23,6 +24,8 @@ import torch
 
 import tensorferry
 from tensorferry import errors
+from tensorferry.cli import app as cli_app
+from tensorferry.cli import exits
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))
@@ -492,8 +495,30 @@ def test_what_console_blocks_run_exists():
                 case ["python" | "torchrun", *rest]:  # The page's own files, which its test runs.
                     names = [other.name for other in blocks("python") if other.document == block.document]
                     assert any(name and name in " ".join(rest).split() for name in names), line
+                case ["$", "tensorferry", verb, *rest]:
+                    assert verb in cli_app.VERBS, line
+                    assert all(option in command_help(verb) for option in re.findall(r"--[a-z-]+", " ".join(rest))), (
+                        line
+                    )
                 case _:
                     pytest.fail(f"{block.document}: nothing is known of {line!r}")
+
+
+@functools.cache
+def command_help(verb: str) -> str:
+    command = [sys.executable, "-m", "tensorferry", verb, "--help"]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+
+
+def test_the_reference_of_the_command_has_every_verb_and_status():
+    page = (ROOT / "docs/reference/cli.md").read_text()
+    assert all(f"\n## {verb}\n" in page for verb in cli_app.VERBS)
+    listed = re.findall(r"^\| ([\d, ]+) \| (.*?) \|", page.partition("## Exit statuses")[2], re.MULTILINE)
+    found = {int(status): names for statuses, names in listed for status in statuses.split(",")}
+    for kind, status in exits.STATUS.items():
+        assert f"`{kind.__name__}`" in found[status] or status == exits.OTHER
+    others = (exits.OK, exits.NO, exits.BUG, exits.INTERRUPTED, exits.TERMINATED, exits.BROKEN_PIPE)
+    assert found.keys() == {*exits.STATUS.values(), *others}
 
 
 def test_the_options_of_the_fault_suite_exist():

@@ -23,7 +23,7 @@ from ..net.serve import serve, withdraw
 from ..state.snapshot import SnapshotMode, snapshot_mode
 from ..storage import reserved
 from ..storage.container import Container
-from ..storage.peers import container_name, publication
+from ..storage.peers import container_name, publication_metadata
 from . import index
 from .save_plan import ABOUT, PlanSnapshot
 from .torch_view import TorchView
@@ -124,7 +124,7 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         """
         if not self._saved:
             raise InvalidArgument(_NOTHING)
-        return publication(self._step, self._urls)
+        return publication_metadata(self._step, self._urls)
 
     def folder(self) -> str:
         """Returns the ``checkpoint_id`` with which torch's own reader loads the state, without this package.

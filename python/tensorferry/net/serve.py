@@ -7,11 +7,47 @@ from datetime import timedelta
 
 from .. import _validate
 from .._native import Server
-from ..errors import ForkedProcess
+from ..errors import ForkedProcess, SystemRefused
 from .addresses import advertised_host, port_on
 from .options import ServerOptions
 
 logger = logging.getLogger("tensorferry")
+
+
+def start(patience: float, options: ServerOptions, port: int = 0) -> tuple[Server, str]:
+    """Starts a server that serves nothing yet; returns it and the host that peers reach it by.
+
+    Args:
+        patience: seconds for which a request waits until something is served
+        options: where the server listens, the host that peers are given and what protects it
+        port: the port to listen on; 0 is any free one
+
+    Raises:
+        SystemRefused: the port cannot be opened
+        InvalidArgument: ``options.advertise`` cannot be used on this host
+    """
+
+    def server(bind: str | None) -> Server:
+        return Server(
+            patience=patience,
+            bind=bind,
+            same_host=options.same_host,
+            max_bandwidth=options.max_bandwidth,
+            secret=options.secret,
+            tls=options.tls,
+        )
+
+    host = advertised_host(options.advertise, options.listening)
+    bind = port_on(options.listening)
+    if not port:
+        return server(bind), host
+    if bind is not None:
+        return server(f"{bind.rpartition(':')[0]}:{port}"), host
+    try:
+        return server(f"[::]:{port}"), host
+    except SystemRefused:
+        # A system without IPv6; or the port is taken, which is found once more.
+        return server(f"0.0.0.0:{port}"), host
 
 
 def serve(timeout: timedelta, options: ServerOptions) -> tuple[Server, str]:
@@ -19,21 +55,14 @@ def serve(timeout: timedelta, options: ServerOptions) -> tuple[Server, str]:
 
     Args:
         timeout: how long a request waits until something is served
-        options: where the server listens, the host that peers are given and what protects it
+        options: as for :func:`start`
 
     Raises:
         SystemRefused: no port can be opened
         InvalidArgument: ``timeout`` is not a time to wait, or ``options.advertise`` cannot be used on this host
     """
-    server = Server(
-        patience=_validate.patience("timeout", timeout),
-        bind=port_on(options.listening),
-        same_host=options.same_host,
-        max_bandwidth=options.max_bandwidth,
-        secret=options.secret,
-        tls=options.tls,
-    )
-    return server, server.url(advertised_host(options.advertise, options.listening))
+    server, host = start(_validate.patience("timeout", timeout), options)
+    return server, server.url(host)
 
 
 def withdraw(server: Server, timeout: timedelta) -> None:

@@ -21,7 +21,7 @@ SCHEME = "tensorferry-dcp/1"
 _AHEAD = 64 << 10
 
 
-def publication(step: int, urls: Sequence[str]) -> str:
+def publication_metadata(step: int, urls: Sequence[str]) -> str:
     """Returns the metadata of a checkpoint that the ranks at ``urls`` serve as ``step``, for a ``PeerReader``."""
     return " ".join([SCHEME, str(step), *urls])
 
@@ -34,6 +34,14 @@ def container_name(step: int, url: str) -> str:
 def url_of(container: str) -> str:
     """Returns the URL in a name that :func:`container_name` returned."""
     return container.partition(" ")[2]
+
+
+def parse_publication(metadata: str) -> tuple[int, list[str]] | None:
+    """Returns the step and the URLs in the metadata of a publication; ``None`` if it is no such metadata."""
+    words = metadata.split()
+    if len(words) < 3 or words[0] != SCHEME or not (words[1].isascii() and words[1].isdecimal()):
+        return None
+    return int(words[1][:20]), words[2:]
 
 
 class PeerSource:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ... import _validate
 from ...errors import IncompleteCheckpoint, InvalidArgument, ProtocolError
-from ...storage.peers import publication
+from ...storage.peers import publication_metadata
 
 #: Longest text, as it stands in a message: a path of the file system has up to 4096 bytes.
 _LONGEST = 8192
@@ -132,7 +132,7 @@ def peer_metadata(snapshots: Iterable[Snapshot]) -> str:
         raise InvalidArgument(
             f"the ranks of {newest[0].path} are served as different steps, {sorted(steps)}: pass step= to save()"
         )
-    return publication(newest[0].step, [newest[rank].metadata for rank in sorted(newest)])
+    return publication_metadata(newest[0].step, [newest[rank].metadata for rank in sorted(newest)])
 
 
 def _text(fields: dict[str, Any], name: str, default: str | None = None) -> str:
