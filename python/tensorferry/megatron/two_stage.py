@@ -44,7 +44,7 @@ class TwoStageDataParallelLoadShardedStrategy(LoadStrategy):
         data_parallel_group: ranks that need the same shards, such as those of one data parallel group; all ranks of
             the job load with such a strategy
         cpu_transfer: bytes go from host to host either way; the argument is there because Megatron's class had it
-        interface, advertise: where the ranks listen, as for ``HTTPTransport``
+        interface, advertise, port: where the ranks listen, as for ``HTTPTransport``; it is the time of a load alone
         options: as for :func:`load_strategy`
 
     Attributes:
@@ -62,6 +62,7 @@ class TwoStageDataParallelLoadShardedStrategy(LoadStrategy):
         timeout: timedelta = timedelta(minutes=5),
         interface: str | None = None,
         advertise: str | None = None,
+        port: int | str | None = None,
         **options: Any,
     ) -> None:
         super().__init__(timeout=timeout, **options)
@@ -74,7 +75,10 @@ class TwoStageDataParallelLoadShardedStrategy(LoadStrategy):
             interface=interface,
             advertise=advertise,
             max_bandwidth=None,
+            port=port,
         )
+        # Scrapers could not know a port that is there for a moment, and the variable may name one that a transport has.
+        self._server_options.metrics_ports = None
         self._data_parallel_group = data_parallel_group
 
     def _read(self, loading: Loading) -> None:

@@ -40,13 +40,6 @@ def listening_address(interface: str | None) -> str | None:
     return None if not chosen else _own_address(chosen)
 
 
-def port_on(listening: str | None) -> str | None:
-    """Returns ``listening`` with port 0 (any free port) as the server's bind address; ``None`` means all addresses."""
-    if listening is None:
-        return None
-    return f"[{listening}]:0" if ":" in listening else f"{listening}:0"
-
-
 def advertised_host(advertise: str | None, listening: str | None) -> str:
     """Returns the name or address of this host for the metadata.
 

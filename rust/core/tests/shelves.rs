@@ -54,7 +54,7 @@ fn a_shelf_with_a_name_needs_the_secret_and_no_random_part() {
     let secret = Secret::new(b"sixteen bytes of it and more").unwrap();
     let config = ServerConfig {
         secret: Some(secret.clone()),
-        bind: Some(([127, 0, 0, 1], 0).into()),
+        bind: Some([127, 0, 0, 1].into()),
         ..ServerConfig::default()
     };
     let rig = Rig::configured(&config);

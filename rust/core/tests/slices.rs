@@ -164,7 +164,7 @@ fn slices_are_proven_with_a_secret() {
     let secret = Secret::new(&[7; 32]).unwrap();
     let config = ServerConfig {
         secret: Some(secret.clone()),
-        bind: Some(([127, 0, 0, 1], 0).into()),
+        bind: Some([127, 0, 0, 1].into()),
         ..ServerConfig::default()
     };
     let rig = Rig::configured(&config);

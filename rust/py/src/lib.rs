@@ -67,7 +67,7 @@ mod _native {
     #[pymodule_export]
     use crate::secret::PySecret;
     #[pymodule_export]
-    use crate::server::{PyServer, PyShelf};
+    use crate::server::{PyReceive, PyServer, PyShelf};
     #[pymodule_export]
     use crate::slices::{PyWritten, fetch_slices, file_entries, file_header, read_file, write_file};
     #[pymodule_export]
