@@ -14,8 +14,7 @@ from ..errors import InvalidArgument, TensorferryError
 from ..net.options import wants_same_host
 from ..net.secret import shared_secret
 from ..state.allowlist import Allowed
-from ..storage.peers import PeerSource
-from .peer_writer import SCHEME
+from ..storage.peers import SCHEME, PeerSource, publication
 from .reader import SliceReader
 
 
@@ -103,13 +102,13 @@ class PeerReader(SliceReader):
             InvalidArgument: it is not the metadata of a ``PeerWriter``
         """
         string = self._load.checkpoint or self._string
-        words = (string or "").split()
-        if len(words) < 3 or words[0] != SCHEME or not (words[1].isascii() and words[1].isdecimal()):
+        found = publication(string or "")
+        if found is None:
             raise InvalidArgument(
                 "PeerReader takes the string that metadata() of a PeerWriter returns after a save, not "
                 + _validate.brief(string)
             )
-        return _validate.step_number(int(words[1][:20])), words[2:]
+        return _validate.step_number(found[0]), found[1]
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

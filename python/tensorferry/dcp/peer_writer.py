@@ -23,7 +23,7 @@ from ..net.serve import metrics_url, serve, withdraw
 from ..state.snapshot import SnapshotMode, snapshot_mode
 from ..storage import reserved
 from ..storage.container import Container
-from ..storage.peers import container_name
+from ..storage.peers import SCHEME, container_name
 from . import index
 from .save_plan import ABOUT, PlanSnapshot
 from .torch_view import TorchView
@@ -32,8 +32,6 @@ logger = logging.getLogger("tensorferry")
 
 #: The writers of this process, by URL.
 _writers: weakref.WeakValueDictionary[str, PeerWriter] = weakref.WeakValueDictionary()
-#: The first word of a publication's metadata; its step and the URLs of the ranks follow.
-SCHEME = "tensorferry-dcp/1"
 _NOTHING = (
     "nothing is published, or the last save has failed: call torch.distributed.checkpoint.save with this writer first"
 )

@@ -216,6 +216,11 @@ class FolderSave:
             raise SystemRefused(f"the folder {folder} cannot be created: {e}") from e
         self._before = commits.committed(folder / INDEX) if save.rank == 0 else None
 
+    @property
+    def path(self) -> Path:
+        """Where the file of this rank belongs. A caller may put a complete one there, instead of :meth:`write`."""
+        return self.folder / self._name
+
     def write(self, container: Container, threads: int | None = None, cached: bool | None = None) -> Written:
         """Writes the state of this rank.
 

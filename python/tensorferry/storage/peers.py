@@ -15,6 +15,8 @@ from .slices import SliceTuple
 
 logger = logging.getLogger("tensorferry")
 
+#: The first word of the metadata of a ``PeerWriter``'s publication; its step and the URLs of the ranks follow.
+SCHEME = "tensorferry-dcp/1"
 #: Bytes requested along with a header. A reader of slices does not need most of what follows the header.
 _AHEAD = 64 << 10
 
@@ -27,6 +29,14 @@ def container_name(step: int, url: str) -> str:
 def url_of(container: str) -> str:
     """Returns the URL in a name that :func:`container_name` returned."""
     return container.partition(" ")[2]
+
+
+def publication(metadata: str) -> tuple[int, list[str]] | None:
+    """Returns the step and the URLs in the metadata of a publication; ``None`` if it is no such metadata."""
+    words = metadata.split()
+    if len(words) < 3 or words[0] != SCHEME or not (words[1].isascii() and words[1].isdecimal()):
+        return None
+    return int(words[1][:20]), words[2:]
 
 
 class PeerSource:

@@ -69,7 +69,10 @@ mod _native {
     #[pymodule_export]
     use crate::server::{PyReceive, PyServer, PyShelf};
     #[pymodule_export]
-    use crate::slices::{PyWritten, fetch_slices, file_entries, file_header, read_file, write_file};
+    use crate::slices::{
+        PyWritten, fetch_slices, file_damage, file_entries, file_entry_digests, file_header, read_file, seal_file,
+        write_file,
+    };
     #[pymodule_export]
     use crate::staged::PyStagedFetch;
     #[pymodule_export]

@@ -157,7 +157,7 @@ impl Remote {
 
     /// The source's digests of `runs` of blocks, from any source that serves this snapshot; that one is the primary
     /// from then on.
-    fn digests(&mut self, runs: &[(u64, u64)], block_size: u64) -> Result<DigestTable, Error> {
+    pub(super) fn digests(&mut self, runs: &[(u64, u64)], block_size: u64) -> Result<DigestTable, Error> {
         let mut last = Error::new(ErrorKind::Connect, "no source is left");
         for turn in 0..=self.sources.len() {
             let index = (self.primary + turn.saturating_sub(1)) % self.sources.len();
