@@ -208,9 +208,8 @@ impl Server {
         let (listener, address) = bound(config.bind, &config.ports, "checkpoint requests", Hint::ChoosePort)?;
         let observers = config.metrics_ports.as_ref();
         let observers = observers.map(|ports| bound(config.bind, ports, "scrapers", Hint::ChooseMetricsPort));
-        let (observers, metrics_port) = observers.transpose()?.map_or((None, None), |(listener, address)| {
-            (Some(listener), Some(address.port()))
-        });
+        let (observers, metrics_port) =
+            observers.transpose()?.map_or((None, None), |(listener, address)| (Some(listener), Some(address.port())));
         let token = if config.capability { random::token()? } else { String::new() };
         // If the system lets us have one: everything works without.
         let name = same_host::Name::new(&random::token()?);

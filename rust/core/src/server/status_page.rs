@@ -30,7 +30,9 @@ progress{width:9rem;vertical-align:middle}";
 
 /// What a browser is allowed to do with a page that was rendered with `nonce`: to apply its style sheet.
 pub(super) fn content_security_policy(nonce: &str) -> String {
-    format!("default-src 'none'; style-src 'nonce-{nonce}'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'")
+    format!(
+        "default-src 'none'; style-src 'nonce-{nonce}'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
 }
 
 /// `figures` as a page whose style sheet is marked with `nonce`.

@@ -74,8 +74,7 @@ impl Transfers {
         }
         let Snapshot { step, etag, total } = *snapshot;
         let (etag, progress) = (etag.to_owned(), Arc::clone(progress));
-        let new =
-            Sent { peer, step, etag, total, began: now, progress, before: at, since: now, from: at, ended: None };
+        let new = Sent { peer, step, etag, total, began: now, progress, before: at, since: now, from: at, ended: None };
         sent.insert(connection, new);
     }
 
