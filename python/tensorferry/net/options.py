@@ -76,7 +76,9 @@ def port_range(name: str, given: int | str | None, variable: str) -> tuple[int, 
     if given is None:
         return None
     if isinstance(given, bool) or not isinstance(given, (int, str)):
-        raise InvalidArgument(f'{name} must be a port number or a range like "29500-29599", not {_validate.brief(given)}')
+        raise InvalidArgument(
+            f'{name} must be a port number or a range like "29500-29599", not {_validate.brief(given)}'
+        )
     found = _PORTS.fullmatch(str(given))
     first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, _MOST_PORT + 1)
     # A range that begins with "any port" means nothing.
