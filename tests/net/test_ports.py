@@ -45,7 +45,23 @@ def test_a_port_or_a_range(given):
 
 @pytest.mark.parametrize(
     "bad",
-    [-1, 65536, "80-", "-80", "90-80", "0-80", "a", "80 - 90", "", "８０", 80.0, True, (80, 90), "1-2-3", "1-99999"],
+    [
+        -1,
+        65536,
+        "80-",
+        "-80",
+        "90-80",
+        "0-80",
+        "a",
+        "80 - 90",
+        "",
+        "\uff18\uff10",
+        80.0,
+        True,
+        (80, 90),
+        "1-2-3",
+        "1-99999",
+    ],
 )
 def test_anything_else_is_refused_by_name(bad, monkeypatch):
     for name in ("port", "metrics_port"):
@@ -53,7 +69,7 @@ def test_anything_else_is_refused_by_name(bad, monkeypatch):
             HTTPTransport(TIMEOUT, interface="127.0.0.1", **{name: bad})
     if isinstance(bad, str) and bad:
         monkeypatch.setenv("TENSORFERRY_PORT", bad)
-        with pytest.raises(InvalidArgument, match="^TENSORFERRY_PORT must be a"):
+        with pytest.raises(InvalidArgument, match=r"^TENSORFERRY_PORT must be a"):
             HTTPTransport(TIMEOUT, interface="127.0.0.1")
 
 

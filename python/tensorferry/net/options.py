@@ -66,7 +66,8 @@ def port_range(name: str, given: int | str | None, variable: str) -> tuple[int, 
     Args:
         name: the name of the argument, for messages
         given: a port, 0 for any, or a range like ``"29500-29599"``, both ends included; ``None`` takes the value of the
-            environment variable ``variable``
+            environment variable
+        variable: the name of that variable
 
     Raises:
         InvalidArgument: ``given`` is neither, or a range that ends before it begins

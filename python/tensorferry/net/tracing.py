@@ -20,7 +20,7 @@ class Span:
     """A span for the time of a ``with`` block. What goes wrong in tracing is logged at DEBUG and never raised."""
 
     def __init__(self, name: str, **attributes: Any) -> None:
-        """The span is called ``tensorferry.<name>``; attributes get the same prefix, and those that are ``None`` none."""
+        """The span is called ``tensorferry.<name>``; attributes get the same prefix, and ``None`` is left out."""
         self._name, self._attributes = name, attributes
         self._manager: AbstractContextManager[Any] | None = None
         self._span: Any = None

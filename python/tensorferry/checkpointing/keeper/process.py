@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ... import _validate
-from ..._native import Rows, Server, SharedBuffer
+from ..._native import Rows, SharedBuffer
 from ...errors import InvalidArgument, ProtocolError, SystemRefused, TensorferryError
 from ...net.options import ServerOptions
 from ...net.serve import listen
@@ -648,3 +648,40 @@ class KeeperProcess:
         self._selector.close()
         self._wake.close()
         self._woken.close()
+
+
+def _size_of(rows: Rows, control: Sequence[tuple[str, bytes]], buffers: Sequence[SharedBuffer]) -> int:
+    """Returns the bytes of memory that a snapshot takes, with what describes it."""
+    described = len(rows.table(buffers)) + sum(len(name) + len(data) for name, data in control)
+    return sum(len(buffer) for buffer in buffers) + described
+
+
+def _named(about: Snapshot) -> str:
+    of = "" if about.origin == LOCAL else f" from {about.origin}"
+    return f"step {about.step} of rank {about.rank} of {about.job}{of}"
+
+
+@contextlib.contextmanager
+def ended_by_signals(keeper: KeeperProcess) -> Iterator[None]:
+    """Within the block, SIGTERM, SIGINT and SIGHUP end ``keeper``."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    before = {number: signal.signal(number, lambda *_: keeper.stop()) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def lower_weight() -> None:
+    """Gives this process, and all threads that it starts from now on, less weight than a trainer has."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, 0, max(os.getpriority(os.PRIO_PROCESS, 0), _NICE))
+
+
+def raise_descriptor_limit() -> None:
+    """Allows as many open files as the system lets this process have: each snapshot takes a few."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
