@@ -15,27 +15,12 @@ from .options import ServerOptions
 logger = logging.getLogger("tensorferry")
 
 
-def serve(timeout: timedelta, options: ServerOptions) -> tuple[Server, str]:
-    """Starts a server that serves nothing yet; returns it and its URL for peers.
+def start(patience: float, options: ServerOptions) -> tuple[Server, str]:
+    """Starts a server that serves nothing yet; returns it and the host that peers reach it by.
 
     Args:
-        timeout: how long a request waits until something is served
+        patience: seconds for which a request waits until something is served
         options: where the server listens, the host that peers are given and what protects it
-
-    Raises:
-        SystemRefused: no port can be opened
-        InvalidArgument: ``timeout`` is not a time to wait, or ``options.advertise`` cannot be used on this host
-    """
-    server, host = listen(_validate.patience("timeout", timeout), options)
-    return server, server.url(host)
-
-
-def listen(patience: float, options: ServerOptions) -> tuple[Server, str]:
-    """Starts a server as :func:`serve` does; returns it and the name or address of this host for peers.
-
-    Args:
-        patience: how many seconds a request waits until something is served
-        options: as for :func:`serve`
 
     Raises:
         SystemRefused: no port can be opened
@@ -54,6 +39,21 @@ def listen(patience: float, options: ServerOptions) -> tuple[Server, str]:
         tls=options.tls,
     )
     return server, host
+
+
+def serve(timeout: timedelta, options: ServerOptions) -> tuple[Server, str]:
+    """Starts a server that serves nothing yet; returns it and its URL for peers.
+
+    Args:
+        timeout: how long a request waits until something is served
+        options: as for :func:`start`
+
+    Raises:
+        SystemRefused: no port can be opened
+        InvalidArgument: ``timeout`` is not a time to wait, or ``options.advertise`` cannot be used on this host
+    """
+    server, host = start(_validate.patience("timeout", timeout), options)
+    return server, server.url(host)
 
 
 def metrics_url(server: Server, url: str) -> str:

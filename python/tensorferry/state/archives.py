@@ -16,14 +16,16 @@ from .unpickling import pickle_module
 #: Takes the name of a storage's record and its length in bytes; returns a tensor that stands in for the storage, or
 #: ``None`` to have the record read.
 StandIn = Callable[[str, int], "torch.Tensor | None"]
+#: Takes the offset of a record in its file and its length; returns a tensor over these bytes.
+Mapped = Callable[[int, int], "torch.Tensor"]
 
 
 class _Archive:
     """Torch's reader of ``torch.save`` archives, with a check of the lengths of storages."""
 
-    def __init__(self, source: io.BytesIO | str, stand_in: StandIn | None = None) -> None:
+    def __init__(self, source: io.BytesIO | str, stand_in: StandIn | None, mapped: Mapped | None) -> None:
         self._reader = torch._C.PyTorchFileReader(source)
-        self._stand_in = stand_in
+        self._stand_in, self._mapped = stand_in, mapped
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._reader, name)
@@ -41,6 +43,8 @@ class _Archive:
         has = self._size(name)
         if has != nbytes:
             raise ProtocolError(f"the record of a storage of {nbytes} bytes has {has} bytes")
+        if self._mapped is not None:
+            return self._mapped(self._reader.get_record_offset(name), nbytes)
         return self._reader.get_storage_from_record(name, nbytes, dtype)
 
     def _size(self, name: str) -> int:
@@ -61,10 +65,16 @@ def unpickled(data: bytes, fqn: str, allowed: Allowed) -> Any:
         UnsafePickle: the pickle asks for something that is not allowed, or ``torch.save`` does not write such data
         ProtocolError: the data is damaged
     """
-    return _load(io.BytesIO(data), fqn, allowed, "cpu", None)
+    return _load(io.BytesIO(data), fqn, allowed, "cpu")
 
 
-def load_file(path: Path, allowed: Allowed, map_location: Any = None, stand_in: StandIn | None = None) -> Any:
+def load_file(
+    path: Path,
+    allowed: Allowed,
+    map_location: Any = None,
+    stand_in: StandIn | None = None,
+    mapped: Mapped | None = None,
+) -> Any:
     """Loads the object that ``torch.save`` has written to the file ``path``.
 
     Args:
@@ -72,6 +82,7 @@ def load_file(path: Path, allowed: Allowed, map_location: Any = None, stand_in: 
         allowed: the globals that its pickle may name
         map_location: where its storages go, as ``torch.load`` has it
         stand_in: what is used in place of storages that are not to be read
+        mapped: returns the bytes of storages, which then are not read into memory of their own
 
     Raises:
         UnsafePickle, ProtocolError: as for :func:`unpickled`
@@ -82,12 +93,19 @@ def load_file(path: Path, allowed: Allowed, map_location: Any = None, stand_in: 
             pass
     except OSError as e:
         raise SystemRefused(e.errno, f"{path}: cannot be read: {e.strerror}") from e
-    return _load(str(path), str(path), allowed, map_location, stand_in)
+    return _load(str(path), str(path), allowed, map_location, stand_in, mapped)
 
 
-def _load(source: io.BytesIO | str, name: str, allowed: Allowed, map_location: Any, stand_in: StandIn | None) -> Any:
+def _load(
+    source: io.BytesIO | str,
+    name: str,
+    allowed: Allowed,
+    map_location: Any,
+    stand_in: StandIn | None = None,
+    mapped: Mapped | None = None,
+) -> Any:
     try:
-        archive = _Archive(source, stand_in)
+        archive = _Archive(source, stand_in, mapped)
         is_object = archive.has_record("data.pkl") and not archive.has_record("constants.pkl")
     except Exception:  # A malformed archive can raise anything.
         is_object = False

@@ -25,6 +25,7 @@ use tensorferry_core::{
     copy_all,
 };
 use tensorferry_wire::container::{Entry, Header};
+use tensorferry_wire::digest::checksum;
 use tensorferry_wire::dtype::Dtype;
 
 use crate::errors;
@@ -235,6 +236,18 @@ pub(crate) fn copy_memory(py: Python<'_>, copies: Vec<(usize, usize, usize)>, th
     // SAFETY: Python's part of the contract: addresses and lengths are those of tensors and buffers that the caller
     // holds for the length of the call, and nobody else uses the destinations, which do not overlap.
     py.detach(|| unsafe { copy_all(&transfers, threads) });
+}
+
+/// CRC-64/NVME of `nbytes` bytes at `address`, which the caller holds; other threads of the interpreter run meanwhile.
+#[pyfunction]
+#[pyo3(name = "_checksum")]
+pub(crate) fn checksum_memory(py: Python<'_>, address: usize, nbytes: usize) -> u64 {
+    if nbytes == 0 {
+        return checksum(&[]);
+    }
+    // SAFETY: Python's part of the contract: address and length are those of memory that the caller holds for the length
+    // of the call, and nobody writes to it meanwhile.
+    py.detach(|| checksum(unsafe { std::slice::from_raw_parts(address as *const u8, nbytes) }))
 }
 
 /// How many tensors are made or read before other threads of the interpreter have a turn: the training loop of a

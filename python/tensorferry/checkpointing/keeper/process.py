@@ -27,8 +27,8 @@ from typing import Any
 from ... import _validate
 from ..._native import Rows, SharedBuffer
 from ...errors import InvalidArgument, ProtocolError, SystemRefused, TensorferryError
+from ...net import serve
 from ...net.options import ServerOptions
-from ...net.serve import listen
 from .. import handover
 from ..handover import Handover, Message
 from . import index
@@ -141,7 +141,7 @@ class KeeperProcess:
             stack.callback(self._place.leave)
             self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             stack.callback(self._listener.close)
-            self._server, host = listen(_PATIENCE_S, options.server)
+            self._server, host = serve.start(_PATIENCE_S, options.server)
             stack.callback(self._server.shutdown, 1.0)
             self.host = host
             self._index_shelf = self._server.shelf(index.NAME if options.server.secret is not None else None)
