@@ -25,6 +25,7 @@ from ..errors import InvalidArgument, SystemRefused, TransportClosed
 from ..memory.accelerator import ACCELERATOR, Accelerator
 from ..memory.shared import Budget, NoRoom, SharedHostMemory
 from ..memory.staging import Stager
+from ..state.allowlist import Allowed, RefusalWarnings
 from ..state.snapshot import StateSnapshot
 from ..storage import folder as folders
 from ..storage.folder import SaveId
@@ -38,6 +39,8 @@ logger = logging.getLogger("tensorferry")
 GENERATIONS = 2
 #: Seconds for which an interpreter that exits without ``close`` waits for saves; they go on without it after that.
 _EXIT_WAIT_S = 60.0
+#: The warning of a save whose state a load with the default allow-list refuses.
+REFUSED_LATER = "a load will refuse this state: %s"
 #: The kinds of handovers.
 _SAVE, _KEEP = "save", "keep"
 
@@ -216,6 +219,7 @@ class SharedStager:
             pinned=SharedHostMemory(accelerator, self._budget),
             pageable=SharedHostMemory(None, self._budget),
         )
+        self._refusals = RefusalWarnings(Allowed((), False), REFUSED_LATER)
 
     @property
     def held(self) -> int:
@@ -230,7 +234,9 @@ class SharedStager:
             UnsupportedLeaf: a leaf cannot be saved
             InvalidArgument: a graph is being captured on a device that holds a part of the state
         """
-        return StateSnapshot(state, self._stager, "copy")
+        snapshot = StateSnapshot(state, self._stager, "copy")
+        self._refusals.warn(snapshot.globals)
+        return snapshot
 
     def handover(self, kind: str, fields: dict[str, Any], snapshot: StateSnapshot) -> Handover:
         """Returns what other processes get of a complete snapshot."""

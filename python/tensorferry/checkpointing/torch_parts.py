@@ -15,10 +15,11 @@ from .. import _validate
 from ..errors import InvalidArgument, TransportClosed
 from ..memory.accelerator import ACCELERATOR
 from ..memory.staging import Stager as HostStager
+from ..state.allowlist import Allowed, RefusalWarnings
 from ..state.snapshot import StateSnapshot
 from ..storage import folder as folders
 from ..storage.folder import FolderSave
-from .saving import Keeper, Options, Ranks, Saver, SharedStager, Staged, folder_of
+from .saving import REFUSED_LATER, Keeper, Options, Ranks, Saver, SharedStager, Staged, folder_of
 
 try:
     from torch.distributed.checkpoint._experimental.checkpoint_process import CheckpointProcess as _TorchProcess
@@ -244,6 +245,7 @@ class CheckpointWriter(_TorchWriter):  # type: ignore[misc]  # mypy does not fol
         self._options = options
         self._barrier, self._commit_hook = barrier, commit_hook
         self._stager = HostStager(ACCELERATOR)
+        self._refusals = RefusalWarnings(Allowed((), False), REFUSED_LATER)
 
     def write(self, *args: Any, **kwargs: Any) -> None:
         """Writes a state and commits the checkpoint with the other ranks.
@@ -266,6 +268,7 @@ class CheckpointWriter(_TorchWriter):  # type: ignore[misc]  # mypy does not fol
         try:
             save = FolderSave(folder_of(path), order.save, order.patience)
             snapshot = StateSnapshot(state, self._stager, "borrow")
+            self._refusals.warn(snapshot.globals)
             snapshot.complete()
             save.write(snapshot.container(), order.threads, order.cached)
             if self._commit_hook is not None:

@@ -23,7 +23,7 @@ from ..net.options import ServerOptions
 from ..net.report import InPlace, ReceiveReport, in_place, log_receive
 from ..net.serve import metrics_url, serve, withdraw
 from ..net.tracing import Span
-from ..state.allowlist import Allowed, refusal
+from ..state.allowlist import Allowed, RefusalWarnings
 from ..state.in_place import InPlaceTargets
 from ..state.load import receive
 from ..state.snapshot import SnapshotMode, StateSnapshot, snapshot_mode
@@ -152,7 +152,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         self._stager = Stager(ACCELERATOR)
         self._bounce = BounceBuffers(ACCELERATOR)
         self._sending = threading.Lock()
-        self._warned: set[tuple[str, str]] = set()
+        self._refusals = RefusalWarnings(self._allowed, "receivers will refuse this state: %s")
         self._warned_of_misses = False
         self._is_closed = False
         self._last_report: ReceiveReport | None = None
@@ -232,7 +232,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         with self._sending, Span("send", step=step):
             packed = StateSnapshot(state_dict, self._stager, self._snapshot)
             packed.publish(self._server, step, compat.bodies(packed.rebuild, self._num_chunks))
-        self._warn_of_refusals(packed.globals)
+        self._refusals.warn(packed.globals)
         logger.debug("step %d is published (%.4f s)", step, time.perf_counter() - started)
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
@@ -432,13 +432,6 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             fit.there,
             fit.here,
         )
-
-    def _warn_of_refusals(self, globals_: dict[tuple[str, str], str]) -> None:
-        """Warns, at the sender, of globals that a receiver with the same allow-list will refuse."""
-        for module, name in globals_.keys() - self._warned:
-            if not self._allowed.allows(module, name):
-                self._warned.add((module, name))
-                logger.warning("receivers will refuse this state: %s", refusal(module, name, globals_[module, name]))
 
 
 class _Gate:
