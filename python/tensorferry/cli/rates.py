@@ -58,17 +58,16 @@ def rounds(nbytes: int, count: int, *, into: str = "place") -> Iterator[tuple[st
     live = {name: tensor.clone() for name, tensor in sent.items()}
     with ExitStack() as stack:
         here: dict[str, Any] = {"state_dict": lambda: live} if into == "place" else {}
+        # The variables may name ports that the transports of a job have.
+        local: dict[str, Any] = {"interface": "127.0.0.1", "port": 0, "metrics_port": 0}
         routes = {}
         for what, options in (
             ("shared memory", {"same_host": True}),
             ("loopback", {"same_host": False}),
             ("loopback, TLS", {"same_host": False, "tls": True}),
         ):
-            source = stack.enter_context(HTTPTransport[Any](_TIMEOUT, interface="127.0.0.1", port=0, **options))
-            # The variable may name a port that a transport of a job has.
-            receiver = stack.enter_context(
-                HTTPTransport[Any](_TIMEOUT, interface="127.0.0.1", port=0, **options, **here)
-            )
+            source = stack.enter_context(HTTPTransport[Any](_TIMEOUT, **local, **options))
+            receiver = stack.enter_context(HTTPTransport[Any](_TIMEOUT, **local, **options, **here))
             source.send_checkpoint([], 1, sent, _TIMEOUT)
             routes[what] = source, receiver
         for number in range(count + 1):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import math
 import re
 import ssl
 import time
@@ -14,12 +15,15 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ..errors import InvalidArgument
+from ..storage import peers as publications
 from . import console, exits
 from .flags import Json, Switch
 
 #: Seconds that a transport has to answer, and the longest answer that is read.
 _PATIENCE_S = 3.0
 _LONGEST = 1 << 20
+#: The widest cell: a hostile transport may say anything.
+_WIDEST = 60
 #: How many transports are asked at a time.
 _AT_ONCE = 32
 _HEADS = ("at", "step", "gate", "does", "to", "sends", "receives", "done", "healed", "failed", "last heal")
@@ -105,7 +109,13 @@ def _peers(given: str) -> list[_Peer]:
     Raises:
         InvalidArgument: it names none
     """
-    return [_peer(word) for word in given.split() if not word.startswith("tensorferry") and not word.isdigit()]
+    words = given.split()
+    if words[:1] == [publications.SCHEME]:
+        # The metadata of a publication begins with its scheme and the step.
+        words = words[2:]
+    if not words:
+        raise InvalidArgument(f"{given!r} names no transport")
+    return [_peer(word) for word in words]
 
 
 def _peer(word: str) -> _Peer:
@@ -134,9 +144,11 @@ def _ask(peer: _Peer) -> None:
     for name, labels, number in _LINE.findall(text):
         label = re.sub(r'\w+="([^"]*)"', r"\1", labels)
         try:
-            values[name, label] = float(number)
+            value = float(number)
         except ValueError:
             continue
+        if math.isfinite(value):
+            values[name, label] = value
     if ("allowed", "") not in values:
         peer.trouble = "these are not the counters of tensorferry"
         return
@@ -185,8 +197,13 @@ def _does(peer: _Peer) -> str:
 
 
 def _row(peer: _Peer) -> Sequence[str]:
+    """Returns the cells of ``peer``, clean and not too wide."""
+    return [console.clean(cell)[:_WIDEST] for cell in _cells(peer)]
+
+
+def _cells(peer: _Peer) -> Sequence[str]:
     if peer.trouble:
-        return (peer.shown, *["-"] * 2, console.clean(peer.trouble)[:60], *["-"] * 7)
+        return (peer.shown, *["-"] * 2, peer.trouble, *["-"] * 7)
     total = peer.value("receiving_total_bytes")
     step = f"{peer.value('step'):.0f}" if ("step", "") in peer.values else "-"
     last = "-"
@@ -219,7 +236,7 @@ def _table(peers: list[_Peer]) -> Any:
         table.add_column(head, justify="right" if number in _RIGHT else "left", no_wrap=number == 0)
     for peer in peers:
         style = "red" if peer.trouble else "yellow" if peer.value("receiving") else ""
-        table.add_row(*(Text(console.clean(cell), style=style) for cell in _row(peer)))
+        table.add_row(*(Text(cell, style=style) for cell in _row(peer)))
     return table
 
 

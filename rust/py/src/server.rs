@@ -4,7 +4,7 @@
 //! forked child, where there is nothing to stop.
 
 use std::any::Any;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -151,7 +151,8 @@ impl PyServer {
 
     /// A receive of this process begins; counters and status page show it.
     fn begin_receive(&self, py: Python<'_>, step: i64) -> PyResult<PyReceive> {
-        Ok(PyReceive(Mutex::new(Some(self.server(py)?.begin_receive(step)))))
+        let inner = Mutex::new(Some(self.server(py)?.begin_receive(step)));
+        Ok(PyReceive { process: Process::current(), inner })
     }
 
     /// Opens the gate for what is published, which is served as `step` from now on.
@@ -210,14 +211,35 @@ impl PyServer {
 
 /// A receive of this process, for the counters of its server.
 #[pyclass(name = "Receive", module = "tensorferry._native", frozen)]
-pub(crate) struct PyReceive(Mutex<Option<Receive>>);
+pub(crate) struct PyReceive {
+    process: Process,
+    // None once it has ended.
+    inner: Mutex<Option<Receive>>,
+}
+
+impl PyReceive {
+    /// The receive, in the process it belongs to; in a forked child another thread of the parent may hold its locks.
+    fn inner(&self) -> Option<MutexGuard<'_, Option<Receive>>> {
+        self.process.is_current().then(|| self.inner.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+impl Drop for PyReceive {
+    fn drop(&mut self) {
+        if !self.process.is_current() {
+            std::mem::forget(self.inner.get_mut().unwrap_or_else(PoisonError::into_inner).take());
+        }
+    }
+}
 
 #[pymethods]
 impl PyReceive {
     /// The source has answered: from now on it is known how much there is, and how much of it is here.
     fn opened(&self, remote: &PyRemote) {
         let (received, total) = remote.progress();
-        if let Some(receive) = &*self.0.lock().unwrap_or_else(PoisonError::into_inner) {
+        if let Some(inner) = self.inner()
+            && let Some(receive) = &*inner
+        {
             receive.opened(received, total);
         }
     }
@@ -227,7 +249,7 @@ impl PyReceive {
     #[pyo3(signature = (took, report = None, failed = ""))]
     fn end(&self, py: Python<'_>, took: f64, report: Option<&PyReport>, failed: &str) -> PyResult<()> {
         let took = seconds(py, took)?;
-        if let Some(receive) = self.0.lock().unwrap_or_else(PoisonError::into_inner).take() {
+        if let Some(receive) = self.inner().and_then(|mut inner| inner.take()) {
             receive.end(report.map(|report| &report.0).ok_or(failed), took);
         }
         Ok(())
