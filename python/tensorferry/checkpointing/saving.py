@@ -208,9 +208,12 @@ class SharedStager:
     Args:
         memory_limit: bytes of shared memory that there may be at a time; ``None`` allows what is available
         accelerator: the accelerators, or a stand-in
+        allowed: what a load will allow; globals that it does not are warned of
     """
 
-    def __init__(self, memory_limit: int | None = None, accelerator: Accelerator = ACCELERATOR) -> None:
+    def __init__(
+        self, memory_limit: int | None = None, accelerator: Accelerator = ACCELERATOR, allowed: Allowed | None = None
+    ) -> None:
         if memory_limit is not None:
             _validate.integer("memory_limit", memory_limit, 1)
         self._budget = Budget(memory_limit)
@@ -219,7 +222,7 @@ class SharedStager:
             pinned=SharedHostMemory(accelerator, self._budget),
             pageable=SharedHostMemory(None, self._budget),
         )
-        self._refusals = RefusalWarnings(Allowed((), False), REFUSED_LATER)
+        self._refusals = RefusalWarnings(allowed or Allowed(), REFUSED_LATER)
 
     @property
     def held(self) -> int:

@@ -226,6 +226,7 @@ class CheckpointWriter(_TorchWriter):  # type: ignore[misc]  # mypy does not fol
         commit_hook: torch's ``WriterHook``
         ranks: instead of ``rank_info``
         options: how states are written
+        allowed: what a load will allow; globals that it does not are warned of
     """
 
     def __init__(
@@ -237,6 +238,7 @@ class CheckpointWriter(_TorchWriter):  # type: ignore[misc]  # mypy does not fol
         *,
         ranks: Ranks | None = None,
         options: Options | None = None,
+        allowed: Allowed | None = None,
     ) -> None:
         self._ranks = ranks or _ranks(rank_info, None, None)
         if options is None:
@@ -245,7 +247,7 @@ class CheckpointWriter(_TorchWriter):  # type: ignore[misc]  # mypy does not fol
         self._options = options
         self._barrier, self._commit_hook = barrier, commit_hook
         self._stager = HostStager(ACCELERATOR)
-        self._refusals = RefusalWarnings(Allowed((), False), REFUSED_LATER)
+        self._refusals = RefusalWarnings(allowed or Allowed(), REFUSED_LATER)
 
     def write(self, *args: Any, **kwargs: Any) -> None:
         """Writes a state and commits the checkpoint with the other ranks.
