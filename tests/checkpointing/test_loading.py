@@ -8,6 +8,7 @@ import shutil
 import threading
 import urllib.request
 from collections import OrderedDict, deque
+from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 
@@ -511,7 +512,7 @@ class _Unlisted:
 
 def test_a_save_warns_once_of_what_a_load_will_refuse(tmp_path, caplog):
     state = {"step": 3, "odd": _Unlisted()}
-    with SyncCheckpointer(rank=0, world_size=1) as checkpointer, caplog.at_level("INFO"):
+    with closing(SyncCheckpointer(rank=0, world_size=1)) as checkpointer, caplog.at_level("INFO"):
         for name in ("a", "b"):
             checkpointer.save(str(tmp_path / name), state)
         lines = [record.getMessage() for record in caplog.records]
@@ -521,7 +522,8 @@ def test_a_save_warns_once_of_what_a_load_will_refuse(tmp_path, caplog):
         with pytest.raises(UnsafePickle):
             checkpointer.load(str(tmp_path / "a"))
     caplog.clear()
-    with SyncCheckpointer(rank=0, world_size=1, safe_globals=[_Unlisted]) as checkpointer, caplog.at_level("INFO"):
+    listed = SyncCheckpointer(rank=0, world_size=1, safe_globals=[_Unlisted])
+    with closing(listed) as checkpointer, caplog.at_level("INFO"):
         checkpointer.save(str(tmp_path / "c"), state)
         assert isinstance(checkpointer.load(str(tmp_path / "c"))["odd"], _Unlisted)
     assert not caplog.records
