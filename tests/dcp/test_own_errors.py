@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from tensorferry import CorruptCheckpoint, IncompleteCheckpoint, InvalidArgument, UnsupportedLeaf
 from tensorferry.dcp import FileReader, FileWriter, PeerReader, own_errors
-from tensorferry.dcp.index import INDEX
+from tensorferry.storage.folder import INDEX
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
