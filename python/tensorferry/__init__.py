@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     )
     from .frameworks.installing import install
     from .net.metadata import join_metadata
+    from .net.report import ReceiveReport
     from .torchft.transport import HTTPTransport
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "IncompleteCheckpoint",
     "InvalidArgument",
     "ProtocolError",
+    "ReceiveReport",
     "SourceChanged",
     "SourceRefused",
     "StateMismatch",
@@ -64,6 +66,7 @@ __version__: str
 #: The module of each public name that is not an error class.
 _MODULES = {
     "HTTPTransport": ".torchft.transport",
+    "ReceiveReport": ".net.report",
     "install": ".frameworks.installing",
     "join_metadata": ".net.metadata",
 }

@@ -9,6 +9,7 @@ import shutil
 import threading
 import urllib.request
 from collections import OrderedDict, deque
+from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 
@@ -620,3 +621,26 @@ def test_a_keeper_is_asked_first_and_the_folder_is_what_remains(tmp_path, caplog
 
     assert loading.load(tmp_path / "c", prefer=broken)["w"].tolist() == [1, 1, 1]
     assert "it is gone" in caplog.text
+
+
+class _Unlisted:
+    """A class that no allow-list names."""
+
+
+def test_a_save_warns_once_of_what_a_load_will_refuse(tmp_path, caplog):
+    state = {"step": 3, "odd": _Unlisted()}
+    with closing(SyncCheckpointer(rank=0, world_size=1)) as checkpointer, caplog.at_level("INFO"):
+        for name in ("a", "b"):
+            checkpointer.save(str(tmp_path / name), state)
+        lines = [record.getMessage() for record in caplog.records]
+        assert len(lines) == 1
+        assert lines[0].startswith("a load will refuse this state: ")
+        assert "safe_globals=[" in lines[0]
+        with pytest.raises(UnsafePickle):
+            checkpointer.load(str(tmp_path / "a"))
+    caplog.clear()
+    listed = SyncCheckpointer(rank=0, world_size=1, safe_globals=[_Unlisted])
+    with closing(listed) as checkpointer, caplog.at_level("INFO"):
+        checkpointer.save(str(tmp_path / "c"), state)
+        assert isinstance(checkpointer.load(str(tmp_path / "c"))["odd"], _Unlisted)
+    assert not caplog.records

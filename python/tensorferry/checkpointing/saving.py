@@ -26,6 +26,7 @@ from ..errors import InvalidArgument, SystemRefused, TransportClosed
 from ..memory.accelerator import ACCELERATOR, Accelerator
 from ..memory.shared import Budget, NoRoom, SharedHostMemory
 from ..memory.staging import Stager
+from ..state.allowlist import Allowed, RefusalWarnings
 from ..state.snapshot import StateSnapshot
 from ..storage import folder as folders
 from ..storage.folder import SaveId
@@ -39,6 +40,8 @@ logger = logging.getLogger("tensorferry")
 GENERATIONS = 2
 #: Seconds for which an interpreter that exits without ``close`` waits for saves; they go on without it after that.
 _EXIT_WAIT_S = 60.0
+#: The warning of a save whose state a load with the default allow-list refuses.
+REFUSED_LATER = "a load will refuse this state: %s"
 #: The kinds of handovers.
 _SAVE, _KEEP = "save", "keep"
 #: What is wrong with a call in a callback of a future that would wait for ever.
@@ -229,9 +232,12 @@ class SharedStager:
     Args:
         memory_limit: bytes of shared memory that there may be at a time; ``None`` allows what is available
         accelerator: the accelerators, or a stand-in
+        allowed: what a load will allow; globals that it does not are warned of
     """
 
-    def __init__(self, memory_limit: int | None = None, accelerator: Accelerator = ACCELERATOR) -> None:
+    def __init__(
+        self, memory_limit: int | None = None, accelerator: Accelerator = ACCELERATOR, allowed: Allowed | None = None
+    ) -> None:
         if memory_limit is not None:
             _validate.integer("memory_limit", memory_limit, 1)
         self._budget = Budget(memory_limit)
@@ -240,6 +246,7 @@ class SharedStager:
             pinned=SharedHostMemory(accelerator, self._budget),
             pageable=SharedHostMemory(None, self._budget),
         )
+        self._refusals = RefusalWarnings(allowed or Allowed(), REFUSED_LATER)
 
     @property
     def held(self) -> int:
@@ -254,7 +261,9 @@ class SharedStager:
             UnsupportedLeaf: a leaf cannot be saved
             InvalidArgument: a graph is being captured on a device that holds a part of the state
         """
-        return StateSnapshot(state, self._stager, "copy")
+        snapshot = StateSnapshot(state, self._stager, "copy")
+        self._refusals.warn(snapshot.globals)
+        return snapshot
 
     def handover(self, kind: str, fields: dict[str, Any], snapshot: StateSnapshot) -> Handover:
         """Returns what other processes get of a complete snapshot."""

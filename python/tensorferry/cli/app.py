@@ -23,7 +23,7 @@ from ..errors import TensorferryError
 from . import console, exits
 
 #: The verbs, in the order in which the help has them.
-VERBS = ("serve", "pull", "inspect", "diff", "verify", "convert")
+VERBS = ("serve", "pull", "inspect", "diff", "verify", "convert", "doctor", "bench", "top")
 
 _HELP = """Moves, shows, compares, verifies and converts checkpoints of tensorferry, safetensors and torch.
 

@@ -65,13 +65,15 @@ class Serving:
 
     Attributes:
         interface: listen only on this interface, address or network (default: all)
-        port: listen on this port (default: any)
+        port: listen on this port, or on the first free one of a range like 29500-29599 (default: any)
+        metrics_port: serve /metrics and a status page, and nothing else, on this port too, to everybody
         advertise: the name or address by which peers reach this host
         max_bandwidth: bytes per second for all receivers together, such as 500M
     """
 
     interface: str | None = None
-    port: int = 0
+    port: str | None = None
+    metrics_port: str | None = None
     advertise: str | None = None
     max_bandwidth: str | None = None
 
@@ -81,8 +83,6 @@ class Serving:
         Raises:
             InvalidArgument: one of them cannot be used
         """
-        if not 0 <= self.port < 1 << 16:
-            raise InvalidArgument(f"--port must be between 0 and 65535, not {self.port}")
         secret = None if trust.secret_file is None else trust._read(trust.secret_file)
         return ServerOptions(
             secret=secret,
@@ -91,6 +91,8 @@ class Serving:
             interface=self.interface,
             advertise=self.advertise,
             max_bandwidth=None if self.max_bandwidth is None else amount("--max-bandwidth", self.max_bandwidth),
+            port=self.port,
+            metrics_port=self.metrics_port,
         )
 
 

@@ -52,7 +52,7 @@ def serve(
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
-    server, host = start(_PATIENCE_S, options, serving.port)
+    server, host = start(_PATIENCE_S, options)
     try:
         # It holds the shelves, which serve for as long as they are there.
         publisher = Publisher(server, host, step, unverified)

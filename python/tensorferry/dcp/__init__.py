@@ -8,11 +8,12 @@ loads it. docs/guides/dcp.md is the guide. The public names are imported on firs
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .failures import own_errors
     from .files import FileReader, FileWriter
     from .peer_reader import PeerReader
     from .peer_writer import PeerWriter
 
-__all__ = ["FileReader", "FileWriter", "PeerReader", "PeerWriter"]
+__all__ = ["FileReader", "FileWriter", "PeerReader", "PeerWriter", "own_errors"]
 
 #: The module of each public name.
 _MODULES = {
@@ -20,6 +21,7 @@ _MODULES = {
     "FileWriter": ".files",
     "PeerReader": ".peer_reader",
     "PeerWriter": ".peer_writer",
+    "own_errors": ".failures",
 }
 
 if not TYPE_CHECKING:  # With a module __getattr__, a type checker would accept any name.

@@ -15,6 +15,7 @@ from ..net.options import wants_same_host
 from ..net.secret import shared_secret
 from ..state.allowlist import Allowed
 from ..storage.peers import SCHEME, PeerSource, parse_publication
+from .failures import noted
 from .reader import SliceReader
 from .states import States
 
@@ -61,7 +62,7 @@ class PeerReader(SliceReader):
     ) -> None:
         super().__init__(Allowed(safe_globals, trust_pickle), ("bytes", "wanted", "retries"))
         self._string = None if metadata is None else _validate.string("metadata", metadata)
-        self._seconds = _validate.seconds("timeout", timeout)
+        self._seconds = _validate.patience("timeout", timeout)
         self._lanes = None if lanes is None else _validate.integer("lanes", lanes, 1)
         self._secret = shared_secret(secret)
         self._same_host = wants_same_host(same_host)
@@ -72,6 +73,7 @@ class PeerReader(SliceReader):
         self._string = string
         self._load.metadata = self._load.failed = None
 
+    @noted
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Fetches the index.
 

@@ -19,7 +19,7 @@ from ..errors import InvalidArgument, TransportClosed
 from ..memory.accelerator import ACCELERATOR
 from ..memory.staging import Stager
 from ..net.options import ServerOptions
-from ..net.serve import serve, withdraw
+from ..net.serve import metrics_url, serve, withdraw
 from ..state.snapshot import SnapshotMode, snapshot_mode
 from ..storage import reserved
 from ..storage.container import Container
@@ -73,7 +73,7 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
             memory
         snapshot: ``"borrow"`` serves CPU tensors from where they are; ``"copy"`` takes a private copy during the save,
             after which they may change. Accelerator tensors are always copied.
-        secret, tls, same_host, interface, advertise, max_bandwidth: as for ``HTTPTransport``
+        secret, tls, same_host, interface, advertise, max_bandwidth, port, metrics_port: as for ``HTTPTransport``
 
     Raises:
         SystemRefused: no port can be opened
@@ -91,6 +91,8 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         interface: str | None = None,
         advertise: str | None = None,
         max_bandwidth: int | None = None,
+        port: int | str | None = None,
+        metrics_port: int | str | None = None,
     ) -> None:
         super().__init__()
         self._timeout = timeout
@@ -103,6 +105,8 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
             interface=interface,
             advertise=advertise,
             max_bandwidth=max_bandwidth,
+            port=port,
+            metrics_port=metrics_port,
         )
         self._server, self._url = serve(timeout, options)
         self._plain = options.secret is None and not options.tls
@@ -125,6 +129,14 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         if not self._saved:
             raise InvalidArgument(_NOTHING)
         return publication_metadata(self._step, self._urls)
+
+    def metrics_url(self) -> str:
+        """Returns the URL of this rank's counters, as ``HTTPTransport.metrics_url`` does.
+
+        Raises:
+            ForkedProcess: this process was forked from the one that made the writer
+        """
+        return metrics_url(self._server, self._url)
 
     def folder(self) -> str:
         """Returns the ``checkpoint_id`` with which torch's own reader loads the state, without this package.

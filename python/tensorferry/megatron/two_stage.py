@@ -49,7 +49,7 @@ class TwoStageDataParallelLoadShardedStrategy(LoadStrategy):
         cpu_transfer: bytes go from host to host either way; the argument is there because Megatron's class had it
         spread: whether ranks fetch from each other what several of them need; ``None`` has each rank read alone if all
             files that the group needs are in the page cache of each rank's machine, where reading is quicker
-        interface, advertise: where the ranks listen, as for ``HTTPTransport``
+        interface, advertise, port: where the ranks listen during a load, as for ``HTTPTransport``
         options: as for :func:`load_strategy`
 
     Attributes:
@@ -68,6 +68,7 @@ class TwoStageDataParallelLoadShardedStrategy(LoadStrategy):
         timeout: timedelta = timedelta(minutes=5),
         interface: str | None = None,
         advertise: str | None = None,
+        port: int | str | None = None,
         **options: Any,
     ) -> None:
         super().__init__(timeout=timeout, **options)
@@ -79,7 +80,10 @@ class TwoStageDataParallelLoadShardedStrategy(LoadStrategy):
             interface=interface,
             advertise=advertise,
             max_bandwidth=None,
+            port=port,
         )
+        # Scrapers could not know a port that is there for a moment, and the variable may name one that a transport has.
+        self._server_options.metrics_ports = None
         self._data_parallel_group = data_parallel_group
         self._spread = None if spread is None else _validate.boolean("spread", spread)
 

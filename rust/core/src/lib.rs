@@ -69,5 +69,5 @@ pub use payload::{Destination, Item, Repeat, Slice, StagedRun};
 pub use priority::lower_priority;
 pub use publication::{Alternate, Publication, Readiness, Rendered, Stability, Store, Withdrawn};
 pub use report::{Report, Trouble};
-pub use server::{Frontend, Server, ServerConfig, Shelf};
+pub use server::{Frontend, Receive, Server, ServerConfig, Shelf};
 pub use trust::Secret;

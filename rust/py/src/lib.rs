@@ -68,7 +68,7 @@ mod _native {
     #[pymodule_export]
     use crate::secret::PySecret;
     #[pymodule_export]
-    use crate::server::{PyServer, PyShelf};
+    use crate::server::{PyReceive, PyServer, PyShelf};
     #[pymodule_export]
     use crate::slices::{
         PyWritten, fetch_slices, file_damage, file_entries, file_entry_digests, file_header, read_file, seal_file,

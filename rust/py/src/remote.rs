@@ -88,6 +88,11 @@ impl PyRemote {
         })
     }
 
+    /// The count of bytes of payload that are here, and how many there will be.
+    pub(crate) fn progress(&self) -> (Arc<AtomicU64>, u64) {
+        (Arc::clone(&self.received), self.header.payload_len())
+    }
+
     /// The checkpoint itself, to be fetched once, and what reports the progress of that.
     ///
     /// # Errors

@@ -75,7 +75,6 @@ class KeeperOptions:
         generations: most snapshots of one job and rank
         idle: seconds without clients and requests after which it ends; 0 means never
         server: how it is reached over the network and what protects it
-        port: the port to listen on; 0 means any
         buddies: addresses of keepers whose snapshots it copies
     """
 
@@ -84,7 +83,6 @@ class KeeperOptions:
     generations: int
     idle: float
     server: ServerOptions
-    port: int
     buddies: Sequence[str] = ()
 
 
@@ -143,7 +141,7 @@ class KeeperProcess:
             stack.callback(self._place.leave)
             self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             stack.callback(self._listener.close)
-            self._server, host = serve.start(_PATIENCE_S, options.server, options.port)
+            self._server, host = serve.start(_PATIENCE_S, options.server)
             stack.callback(self._server.shutdown, 1.0)
             self.host = host
             self._index_shelf = self._server.shelf(index.NAME if options.server.secret is not None else None)
