@@ -50,7 +50,7 @@ DOORS: dict[str, frozenset[str]] = {
     "megatron": frozenset({"dcp"}),
     "cli": frozenset(),
     "frameworks": frozenset({"dcp", "torchft"}),
-    "torchtitan": frozenset({"dcp"}),
+    "torchtitan": frozenset({"dcp", "frameworks"}),
     "testing": frozenset({"torchft"}),
 }
 

@@ -1,0 +1,43 @@
+"""torchft's Manager under ``install``: a killed replica heals, with torchft's own transport and with tensorferry's."""
+
+from __future__ import annotations
+
+import pytest
+from ranks import Process
+
+torchft = pytest.importorskip("torchft")
+STEPS = 40
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(270)
+@pytest.mark.parametrize("installed", ["1", ""], ids=["ours", "theirs"])
+@pytest.mark.parametrize("method", ["ddp", "local_sgd", "diloco"])
+def test_a_killed_replica_heals(method, installed):
+    if not installed and method != "ddp":
+        pytest.skip("torchft's own transport is tried with one method")
+    from torchft.coordination import LighthouseServer
+
+    lighthouse = LighthouseServer(bind="[::]:0", min_replicas=1, join_timeout_ms=500, heartbeat_timeout_ms=2000)
+    started = []
+
+    def start(name, seed):
+        about = (lighthouse.address(), method, name, seed, STEPS)
+        started.append(Process("manager_replica.py", *about, TENSORFERRY=installed))
+        return started[-1]
+
+    try:
+        one, two = start("one", 1), start("two", 2)
+        door = "tensorferry.torchft.transport" if installed else "torchft.checkpointing.http_transport"
+        assert [each.wait_for("transport") for each in (one, two)] == [door] * 2
+        two.wait_for("healed") if method == "ddp" else two.wait_for("step")
+        two.kill()
+        again = start("two_again", 3)
+        again.wait_for("healed")
+        ends = [each.wait_for("end") for each in (one, again)]
+        assert ends[0] == ends[1]
+        assert any("log tensorferry received step" in line for line in again.output) is bool(installed)
+    finally:
+        for each in started:
+            each.kill()
+        lighthouse.shutdown()
