@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from ranks import Process
 
@@ -9,13 +11,15 @@ torchft = pytest.importorskip("torchft")
 STEPS = 40
 
 
+CASES = [("ddp", "1"), ("diloco", "1")]
+if os.environ.get("TENSORFERRY_ALL_FRAMEWORKS"):
+    CASES += [("local_sgd", "1"), ("ddp", ""), ("diloco", ""), ("local_sgd", "")]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(270)
-@pytest.mark.parametrize("installed", ["1", ""], ids=["ours", "theirs"])
-@pytest.mark.parametrize("method", ["ddp", "local_sgd", "diloco"])
+@pytest.mark.parametrize(("method", "installed"), CASES)
 def test_a_killed_replica_heals(method, installed):
-    if not installed and method != "ddp":
-        pytest.skip("torchft's own transport is tried with one method")
     from torchft.coordination import LighthouseServer
 
     lighthouse = LighthouseServer(bind="[::]:0", min_replicas=1, join_timeout_ms=500, heartbeat_timeout_ms=2000)
