@@ -1,4 +1,4 @@
-"""A rank that trains with Lightning's ModelParallelStrategy: ``train FOLDER`` until it is killed, or ``resume FOLDER``."""
+"""A rank that trains with Lightning's ModelParallelStrategy: ``train FOLDER`` until killed, or ``resume FOLDER``."""
 
 from __future__ import annotations
 

@@ -127,9 +127,7 @@ class Installation:
                 if inspect.getattr_static(owner, name) is ours:
                     setattr(owner, name, before)
                 else:
-                    logger.warning(
-                        "%s.%s stays as it is: it is not what tensorferry.install has put there", owner, name
-                    )
+                    logger.warning("%s.%s stays as it is: somebody else has replaced it", owner, name)
             self._replaced = []
             logger.info("tensorferry.install is undone")
 

@@ -1,8 +1,8 @@
 """For torchtitan: overrides that are named on its command line.
 
 ``--override.imports tensorferry.torchtitan.files`` saves and loads with tensorferry's files.
-``--override.imports tensorferry.torchtitan.installed`` calls ``tensorferry.install()``, for torchtitan's fault tolerance:
-its checkpoint manager is another one, and its ``Manager`` then heals through tensorferry's ``HTTPTransport``.
+``--override.imports tensorferry.torchtitan.installed`` calls ``tensorferry.install()``, for torchtitan's fault
+tolerance: its checkpoint manager is another one, and its ``Manager`` then heals through our ``HTTPTransport``.
 """
 
 from __future__ import annotations
