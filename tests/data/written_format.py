@@ -1,8 +1,8 @@
 """States whose bytes are kept beside this file.
 
 `tests/state/test_written_format.py` reads those bytes with the code in the tree, and compares them with what that
-writes for the same states. `python tests/data/written_format.py` writes the files again: only where docs/format.md
-changes, too.
+writes for the same states. `python tests/data/written_format.py` writes the files again: only where
+docs/reference/format.md changes, too.
 
 All but `state.safetensors`, its checksums and `dcp/.metadata` are as commit 7b37416 wrote them. What that wrote instead
 of the first two is in `state-first.safetensors`, which is only read: its pickle names `tensorferry.tensors`. So is

@@ -1,4 +1,4 @@
-"""Everything that docs/architecture.md and CONTRIBUTING.md name exists: every path, and every name behind one.
+"""Everything that the page on architecture and CONTRIBUTING.md name exists: every path, and every name behind one.
 
 Paths are written as pytest writes them: ``state/tree.py::flatten``, ``client/lane.rs::Transfer::run_all``. One that
 does not begin at the root of the repository is below the Python package or the sources of the engine. Python modules
@@ -16,7 +16,8 @@ import pytest
 import test_rooms
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = ("docs/architecture.md", "CONTRIBUTING.md")
+ARCHITECTURE = "docs/explanation/architecture.md"
+DOCUMENTS = (ARCHITECTURE, "CONTRIBUTING.md")
 BASES = (ROOT, ROOT / "python" / "tensorferry", ROOT / "rust" / "core" / "src")
 
 #: Names in backticks that belong to other projects.
@@ -109,7 +110,7 @@ def test_classes_in_documents_exist(document: str) -> None:
 
 
 def test_every_room_is_on_the_map() -> None:
-    text = (ROOT / "docs/architecture.md").read_text()
+    text = (ROOT / ARCHITECTURE).read_text()
     for base in BASES[1:]:
         rooms = [path.name for path in base.iterdir() if path.is_dir() and not path.name.startswith("__")]
         assert [room for room in rooms if f"| `{room}/` |" not in text] == []
@@ -117,7 +118,7 @@ def test_every_room_is_on_the_map() -> None:
 
 def rows_of(heading: str) -> dict[str, set[str]]:
     """Returns each folder in the first column of the table below ``heading``, with those in the last column."""
-    section = (ROOT / "docs/architecture.md").read_text().partition(f"\n### {heading}\n")[2].partition("\n#")[0]
+    section = (ROOT / ARCHITECTURE).read_text().partition(f"\n### {heading}\n")[2].partition("\n#")[0]
     rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| `")]
     return {row[0].strip(" `/"): set(re.findall(r"`(\w+)/`", row[-1])) for row in rows}
 
@@ -149,7 +150,7 @@ def test_the_map_of_the_engine_is_the_rule_for_its_rooms() -> None:
         ("state/tree.py::Flat.leaf", None),
         ("error.rs::Error::kind", None),
         ("rust/wire/src/request.rs::parse_path", None),
-        ("docs/format.md", None),
+        ("docs/reference/format.md", None),
     ],
 )
 def test_what_does_not_exist_is_found(

@@ -444,7 +444,7 @@ def test_torchs_own_list_of_the_users_classes_counts() -> None:
 
 # The review of the allow-list. ---------------------------------------------------------------------------------------
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "pickles.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "reference" / "pickles.md"
 
 
 def documented() -> set[str]:

@@ -2,7 +2,7 @@
 
 ``FileWriter`` and ``FileReader`` replace ``FileSystemWriter`` and ``FileSystemReader``. A ``PeerWriter`` publishes the
 state of a running job from its memory; a ``PeerReader`` in another job, of any world size and with any placements,
-loads it. docs/dcp.md is the guide.
+loads it. docs/guides/dcp.md is the guide.
 """
 
 from .files import FileReader, FileWriter

@@ -1,7 +1,7 @@
 """The index of a distributed checkpoint: torch's ``Metadata`` as JSON.
 
 It is not a pickle, because a pickled ``Metadata`` of one torch version cannot be read by another, and the jobs on both
-sides need not run the same one. docs/format.md has the grammar.
+sides need not run the same one. docs/reference/format.md has the grammar.
 """
 
 from __future__ import annotations

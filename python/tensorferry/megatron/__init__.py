@@ -1,8 +1,8 @@
 """For Megatron-core's ``dist_checkpointing``: strategies that save and load, from files and between running jobs.
 
 ``save_strategy()`` and ``load_strategy()`` return what ``dist_checkpointing.save`` and ``load`` take as
-``sharded_strategy=``; ``save`` and ``load`` here do the same and raise every error on every rank. docs/megatron.md is
-the guide.
+``sharded_strategy=``; ``save`` and ``load`` here do the same and raise every error on every rank.
+docs/guides/megatron.md is the guide.
 """
 
 from .common_part import CommonLoadStrategy, CommonSaveStrategy

@@ -2,7 +2,7 @@
 
 Releases of megatron-core before 0.19 have these classes, and a registry of strategies by backend and version; the names
 below are the release's own then. Release 0.19 has dropped them: the classes below have the same methods then, and the
-registry is ours. docs/megatron.md has a table.
+registry is ours. docs/guides/megatron.md has a table.
 """
 
 from __future__ import annotations

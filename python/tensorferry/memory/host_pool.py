@@ -88,8 +88,8 @@ class HostPool:
     """Keeps host buffers from one snapshot or receive to the next, without a limit in bytes. It begins empty.
 
     How much it keeps follows from its use: a buffer for each snapshot or receive that was under way at the same time.
-    When none of the kept buffers fits, all of them are dropped. docs/architecture.md says how it differs from
-    ``_native.ArenaPool``.
+    When none of the kept buffers fits, all of them are dropped. docs/explanation/architecture.md says how it differs
+    from ``_native.ArenaPool``.
 
     Args:
         memory: allocates a buffer if none of the kept ones fits

@@ -1,7 +1,7 @@
 """The manifest of a container: everything that a receiver needs besides the entries and the pickle to build a state.
 
-docs/format.md lists the fields. ``rust/wire`` checks those that lead to memory (``tree``, ``flags``, ``objects``,
-``storages``) before this module sees them; this module checks the others.
+docs/reference/format.md lists the fields. ``rust/wire`` checks those that lead to memory (``tree``, ``flags``,
+``objects``, ``storages``) before this module sees them; this module checks the others.
 """
 
 from __future__ import annotations

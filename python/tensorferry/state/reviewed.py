@@ -3,7 +3,7 @@
 A pickle never gets a function of this table: its name yields a :class:`Function`, which is not callable and has no
 attributes to set. A class of the table stands for itself, since it can be a value (the factory of a ``defaultdict``);
 its :class:`Kind` says what a pickle may do with it. Both check all arguments before any code of torch, numpy or the
-standard library sees them. docs/pickles.md has the review, line by line.
+standard library sees them. docs/reference/pickles.md has the review, line by line.
 
 The table holds names. When a pickle first names a row, its object is looked up in the module that the row names, so
 that a receiver imports only what it needs. A peer's text selects a row and nothing else.

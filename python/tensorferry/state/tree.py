@@ -1,7 +1,7 @@
 """The tree of a state: its containers as JSON, with numbers for the leaves.
 
 The encoding does not depend on torch: a pickled pytree spec of one torch version cannot be read by another, and a fleet
-is upgraded replica by replica. docs/format.md describes the grammar, and ``rust/wire`` checks received trees.
+is upgraded replica by replica. docs/reference/format.md describes the grammar, and ``rust/wire`` checks received trees.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 It executes pickle instructions itself instead of using Python's unpickler, which calls whatever a pickle names, with
 any arguments, and sets the state of any object. This reader consults the table of reviewed globals (``reviewed.py``)
 for each call, each new object and each state, and can do nothing else. It also bounds the time, the memory and the
-stack that a pickle can use. docs/pickles.md gives the reasons.
+stack that a pickle can use. docs/reference/pickles.md gives the reasons.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ entries: ``INDEX_FILES``, the commit with name and checksum of each file, and ``
     step         the number that the caller gave the state, or null
     files        the name of each rank's file, by rank
     shards       for each path of the state at which some rank has a DTensor: the global shape, the dtype, and for each
-                 rank that has a part of it the fields of its manifest (docs/format.md), with ``rank``
+                 rank that has a part of it the fields of its manifest (docs/reference/format.md), with ``rank``
 
 Ranks need not talk to each other to commit, since their trainers may be gone by then. Rank 0 waits until the files of
 all ranks are in the folder, and writes the index; the others wait until it is there. A rank that fails leaves an empty

@@ -1,4 +1,4 @@
-"""The names of container entries that the format reserves; docs/format.md describes what they hold."""
+"""The names of container entries that the format reserves; docs/reference/format.md describes what they hold."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         secret: a secret of 16 bytes or more that the sources and receivers of this job share. With it, the metadata
             alone gives no access, and a receiver unpickles nothing before the source has proved that it knows the
             secret. Stock torchft peers cannot take part. ``None`` takes ``TENSORFERRY_SECRET`` or the content of the
-            file ``TENSORFERRY_SECRET_FILE``, if set; docs/security.md says what the secret protects against.
+            file ``TENSORFERRY_SECRET_FILE``, if set; docs/reference/security.md says what the secret protects against.
         tls: encrypt what receivers fetch from here over the network, and refuse sources that do not encrypt. The
             certificate is made for this transport, and its fingerprint is part of the metadata. A receiver without
             ``tls`` can fetch from encrypting sources as well as from plain ones. Stock torchft peers cannot take part.

@@ -32,8 +32,8 @@ const CHUNK: u64 = 4 << 20;
 const PIECE: usize = 256 << 10;
 
 /// Files with so many bytes of payload may be written past the page cache, where the file system can: that is less work
-/// for the processor and takes no memory from others (docs/performance.md). Smaller ones save little, and their next
-/// reader finds them in the cache.
+/// for the processor and takes no memory from others (docs/explanation/performance.md). Smaller ones save little, and
+/// their next reader finds them in the cache.
 pub const DIRECT_FROM: u64 = 64 << 20;
 
 /// How a file is written or read. The defaults choose the number of threads, and how large files are written.

@@ -1,7 +1,7 @@
 //! Memory that is kept from one receive for the next.
 //!
-//! A receive into fresh memory is bound by page faults, not by the network (docs/performance.md). An [`ArenaPool`]
-//! keeps mappings with their pages instead of unmapping them.
+//! A receive into fresh memory is bound by page faults, not by the network (docs/explanation/performance.md). An
+//! [`ArenaPool`] keeps mappings with their pages instead of unmapping them.
 //!
 //! Invariants:
 //!
@@ -30,7 +30,7 @@ pub struct Allocation {
 type Allocator = dyn Fn(usize) -> Option<Allocation> + Send + Sync;
 
 /// Memory that earlier receives have released, kept for later ones: it has its pages already, and page faults, not the
-/// network, bound a receive into fresh memory (docs/performance.md).
+/// network, bound a receive into fresh memory (docs/explanation/performance.md).
 ///
 /// ```
 /// use std::sync::Arc;
