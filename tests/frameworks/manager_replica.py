@@ -1,8 +1,8 @@
 """A replica that trains under torchft's Manager, which builds its transport itself.
 
-``LIGHTHOUSE METHOD NAME SEED STEPS``: the method is ``ddp``, ``local_sgd`` or ``diloco``; with ``TENSORFERRY=1`` in the
-environment ``install`` was called before. Prints ``step NUMBER`` and a digest after each step, and ``end`` and a digest
-after the last one; then it stays until it is killed.
+``LIGHTHOUSE METHOD NAME SEED``: the method is ``ddp``, ``local_sgd`` or ``diloco``; with ``TENSORFERRY=1`` in the
+environment ``install`` was called before. Prints ``step``, its number and a digest of the model after each step, until
+it is killed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TIMEOUT = timedelta(seconds=20)
 
 
 def main():
-    lighthouse, method, name, seed, steps = *sys.argv[1:4], int(sys.argv[4]), int(sys.argv[5])
+    lighthouse, method, name, seed = *sys.argv[1:4], int(sys.argv[4])
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(8, 9), torch.nn.Linear(9, 3))
@@ -66,12 +66,12 @@ def main():
         return model(torch.full((2, 8), float(manager.current_step() + 1))).square().sum()
 
     def report():
-        print(f"\nstep {manager.current_step()} {digest(state())}", flush=True)
+        print(f"\nstep {manager.current_step()} {digest(model.state_dict())}", flush=True)
         time.sleep(0.05)
 
     if method == "ddp":
         managed = Optimizer(manager, optimizer)
-        while manager.current_step() < steps:
+        while True:
             managed.zero_grad()
             loss().backward()
             for parameter in model.parameters():
@@ -85,14 +85,12 @@ def main():
             outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
             synchronised = DiLoCo(manager, [model], optimizer, outer, sync_every=2)
         with synchronised:
-            while manager.current_step() < steps:
+            while True:
                 for _ in range(2):
                     optimizer.zero_grad()
                     loss().backward()
                     optimizer.step()
                 report()
-    print(f"\nend {manager.current_step()} {digest(model.state_dict())}", flush=True)
-    time.sleep(100)
 
 
 main()

@@ -43,7 +43,8 @@ class Process:
         )
         self.output: list[str] = []
         self._lines: queue.Queue[str | None] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def _read(self) -> None:
         for line in self.process.stdout:
@@ -67,6 +68,8 @@ class Process:
         """Kills the process with SIGKILL."""
         self.process.kill()
         self.process.wait()
+        self._reader.join(20)
+        self.process.stdout.close()
 
 
 @contextlib.contextmanager
