@@ -7,6 +7,8 @@ TORCH ?= 2.15.0
 COMPAT_TORCH ?= 2.8.0
 # Both are tested, each from a folder of its own. The second asks for Python 3.12, and works on 3.11.
 MEGATRON := 0.16.1 0.19.2
+# Without what they can do without, so that few packages are added; tests of the rest are skipped where it is missing.
+FRAMEWORKS := torchtitan==0.3.0 tyro docstring_parser lightning==2.6.6 lightning_utilities torchmetrics accelerate==1.15.0 tqdm pyyaml
 RUST_SOURCES := $(shell find rust -name '*.rs' -not -path '*/target/*' -not -path '*/fuzz/*') Cargo.toml Cargo.lock $(wildcard rust/*/Cargo.toml)
 PY_SOURCES := $(shell find python -name '*.py' -o -name '*.pyi' -o -name py.typed)
 
@@ -27,6 +29,7 @@ $(VENV)/.deps: pyproject.toml
 	  $(BIN)/uv pip install -q --python $(BIN)/python --python-version 3.12 --no-deps \
 	    --target $(VENV)/megatron-$$release "megatron-core==$$release" || exit 1; \
 	done
+	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps --target $(VENV)/frameworks $(FRAMEWORKS)
 	touch $@
 
 # The wheel is abi3 and knows no torch: one is good for every venv, so a new venv is no reason to build it again.
@@ -94,6 +97,10 @@ test: build ## every test: Rust, the fuzz targets for a short time, Python
 	cargo test --locked -p tensorferry-wire -p tensorferry-core
 	$(MAKE) --no-print-directory fuzz FUZZ_SECONDS=$(FUZZ_SECONDS)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+.PHONY: test-frameworks
+test-frameworks: build ## the tests inside torchtitan, Lightning, accelerate and torchft's Manager
+	$(BIN)/python -m pytest tests/frameworks $(PYTEST_ARGS)
 
 .PHONY: fuzz
 FUZZ_SECONDS ?= 5

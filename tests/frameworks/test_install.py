@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import inspect
 import logging
 import multiprocessing
 import sys
@@ -78,6 +80,51 @@ def test_an_installation_in_another_one_changes_nothing(tmp_path):
             assert isinstance(dcp.FileSystemReader(tmp_path), FileReader)
         assert isinstance(dcp.FileSystemReader(tmp_path), FileReader)
     assert isinstance(dcp.FileSystemReader(tmp_path), filesystem.FileSystemReader)
+
+
+def test_installations_may_end_in_any_order():
+    before = vars(dcp)["FileSystemReader"]
+    first, second, third = tensorferry.install(), tensorferry.install(), tensorferry.install()
+    installed = vars(dcp)["FileSystemReader"]
+    for one in (first, third, third, first):
+        one.undo()
+        assert vars(dcp)["FileSystemReader"] is installed
+    second.undo()
+    assert vars(dcp)["FileSystemReader"] is before
+    second.undo()
+    with tensorferry.install():
+        assert vars(dcp)["FileSystemReader"] is not before
+    assert vars(dcp)["FileSystemReader"] is before
+
+
+def test_threads_that_install_and_undo_leave_torch_as_it_was(tmp_path):
+    before = {name: vars(dcp)[name] for name in ("FileSystemWriter", "FileSystemReader")}
+
+    def work():
+        for _ in range(50):
+            with tensorferry.install():
+                assert isinstance(dcp.FileSystemReader(tmp_path), FileReader)
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        for done in [pool.submit(work) for _ in range(8)]:
+            done.result(60)
+    assert {name: vars(dcp)[name] for name in before} == before
+
+
+def test_what_somebody_else_has_replaced_meanwhile_is_left_alone(monkeypatch, caplog):
+    monkeypatch.setattr(dcp, "FileSystemReader", filesystem.FileSystemReader)
+    with tensorferry.install():
+        dcp.FileSystemReader = wrapped = lambda path: path
+    assert dcp.FileSystemReader is wrapped
+    assert "stays as it is" in caplog.text
+    assert _storage_utils.FileSystemReader is filesystem.FileSystemReader
+
+
+def test_the_names_are_still_good_for_annotations_and_signatures():
+    theirs = filesystem.FileSystemReader
+    with tensorferry.install():
+        assert (dcp.FileSystemReader | None) == (theirs | None) == (None | dcp.FileSystemReader)
+        assert inspect.signature(dcp.FileSystemReader) == inspect.signature(theirs)
 
 
 def test_arguments_are_checked():

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from tensorferry.dcp import PeerWriter, marker
+from tensorferry.frameworks import installing
 
 pytestmark = [
     pytest.mark.timeout(180),
@@ -109,6 +110,25 @@ def test_without_the_override_a_step_of_ours_is_an_error_and_not_a_fresh_start(t
     manager(tmp_path / "ck", 5).save(1)
     with pytest.raises(dcp.CheckpointException, match=r"load it with tensorferry\.dcp\.FileReader"):
         manager(tmp_path / "ck", 0, override=False).load()
+
+
+def test_the_other_override_installs_for_managers_that_are_derived(tmp_path):
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Derived(CheckpointManager.Config):
+        pass
+
+    root = Root(checkpoint=Derived(enable=True, interval=1, folder=str(tmp_path)))
+    try:
+        apply_overrides(OverrideConfig(imports=[("tensorferry.torchtitan.installed", {"transport": False})]), root)
+        assert type(root.checkpoint) is Derived
+        manager(tmp_path / "ck", 4, override=False).save(1)
+        assert marker.is_marker(tmp_path / "ck/step-1/.metadata")
+        two = manager(tmp_path / "ck", 0, override=False)
+        assert two.load()
+        assert value_of(two) == 4
+    finally:
+        for one in list(installing._current):
+            one.undo()
 
 
 def test_an_unmodified_job_begins_with_the_state_of_a_running_one(tmp_path):

@@ -51,7 +51,7 @@ DOORS: dict[str, frozenset[str]] = {
     "megatron": frozenset({"dcp"}),
     "cli": frozenset({"checkpointing", "dcp", "megatron", "torchft"}),
     "frameworks": frozenset({"dcp", "torchft"}),
-    "torchtitan": frozenset({"dcp"}),
+    "torchtitan": frozenset({"dcp", "frameworks"}),
     "testing": frozenset({"torchft"}),
 }
 

@@ -26,7 +26,7 @@ from ..storage.container import Container
 from ..storage.peers import container_name, publication_metadata
 from . import index
 from .save_plan import ABOUT, PlanSnapshot
-from .torch_view import TorchView
+from .torch_view import Index, TorchView, in_reading_order
 
 logger = logging.getLogger("tensorferry")
 
@@ -231,16 +231,17 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
             )
         self._urls = urls
         with _gc.gc_paused():
-            self._packed = PlanSnapshot(plan, planner, self._stager, self._copy)
+            self._packed = PlanSnapshot(in_reading_order(plan), planner, self._stager, self._copy)
         done: Future[list[WriteResult]] = Future()
         done.set_result(self._packed.results(container_name(self._step, self._url)))
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Publishes the index along with the coordinator's part."""
-        stored = {result.index: result.storage_data for of_rank in results for result in of_rank}
+        entries = [(result.index, result.storage_data) for of_rank in results for result in of_rank]
+        stored = dict(entries)
         metadata.storage_data = stored
-        self._publish(index.encode(metadata, stored), len(stored))
+        self._publish((index.encode(metadata, stored), entries))
         metadata.storage_meta = _Done(self._step, self._urls)
 
     def _succeeded(self, step: int) -> None:
@@ -254,14 +255,12 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
                 "cannot publish what was saved: this rank's part of the checkpoint will be missing for readers"
             )
 
-    def _publish(self, text: bytes | None, entries: int = 0) -> None:
+    def _publish(self, of_all: Index | None) -> None:
         packed = self._packed
         assert packed is not None
-        described = None if text is None else (text, entries)
-        container = Container(
-            packed.rows, packed.owner, packed.private, [] if text is None else [(reserved.INDEX, text)], ABOUT
-        )
-        view = TorchView(packed, self._step, self._url, self._urls, described) if self._plain else None
+        parts = [] if of_all is None else [(reserved.INDEX, of_all[0])]
+        container = Container(packed.rows, packed.owner, packed.private, parts, ABOUT)
+        view = TorchView(packed, self._step, self._url, self._urls, of_all) if self._plain else None
         container.publish(self._server, self._step, alternate=view)
         self._packed = None
         self._saved = True

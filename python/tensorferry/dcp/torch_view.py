@@ -1,29 +1,82 @@
-"""Presents a publication as a folder that torch's own readers can load: ``.metadata``, and a file for each rank.
+"""Presents a publication as a folder that torch's own readers can load: ``.metadata``, and files for each rank.
 
-A rank's file is a sequence of ``torch.save`` archives. The elements of tensors are served from where they are. The
-bytes of an archive before and behind the elements depend only on dtype and shape, so that the coordinator can compute
-the lengths of the archives of all ranks.
+A file is a sequence of what ``torch.save`` writes. The elements of tensors are served from where they are. The bytes
+before and behind the elements depend only on dtype and shape, so that the coordinator can compute the lengths of the
+files of all ranks.
+
+torch reads such a folder by fsspec, which asks for 5 MiB more than it needs after every jump, and for many bytes twice
+if it reads on through a long file. Therefore a file has at most that length, unless it holds a single tensor; its
+tensors are in the order in which torch asks for them; and they are written in torch's older format, which
+``torch.load`` reads from the beginning to the end. It reads the newer one, a zip archive, from the end.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import io
+import math
 import os
 import pickle
-from collections import defaultdict
-from typing import Any
+import struct
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeAlias
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.serialization import MAGIC_NUMBER, PROTOCOL_VERSION
 
 from ..errors import ProtocolError
 from ..state.allowlist import Allowed
 from ..storage.peers import url_of
 from . import index
 from .index import ELEMENTS, EntryRef
-from .save_plan import PlanSnapshot
+from .save_plan import Elements, PlanSnapshot
+
+#: What fsspec reads ahead, and reads at once of a file that is not longer.
+_FILE_BYTES = 5 << 20
+#: The storage classes by which torch's older format names dtypes. Others have none there.
+_STORAGES = {
+    torch.bfloat16: torch.BFloat16Storage,
+    torch.bool: torch.BoolStorage,
+    torch.complex128: torch.ComplexDoubleStorage,
+    torch.complex64: torch.ComplexFloatStorage,
+    torch.float16: torch.HalfStorage,
+    torch.float32: torch.FloatStorage,
+    torch.float64: torch.DoubleStorage,
+    torch.int16: torch.ShortStorage,
+    torch.int32: torch.IntStorage,
+    torch.int64: torch.LongStorage,
+    torch.int8: torch.CharStorage,
+    torch.uint8: torch.ByteStorage,
+}
+
+
+def in_reading_order(plan: SavePlan) -> SavePlan:
+    """Returns ``plan`` with its items in the order in which ``torch.distributed.checkpoint.load`` asks for them."""
+    paths = plan.planner_data if isinstance(plan.planner_data, dict) else {}
+
+    def key(item: Any) -> str:
+        return str((paths.get(item.index.fqn) or (item.index.fqn,))[0])
+
+    return dataclasses.replace(plan, items=sorted(plan.items, key=key))
+
+
+#: The text of the index, and the entries of all ranks, those of one rank in the order of its rows.
+Index: TypeAlias = tuple[bytes, list[tuple[MetadataIndex, EntryRef]]]
+
+
+def _files(rank: int, lengths: Iterable[int]) -> Iterator[tuple[str, int]]:
+    """Yields for each entry of a rank the name of the file that holds it, and where it begins in that file."""
+    number = end = 0
+    for length in lengths:
+        if end and end + length > _FILE_BYTES:
+            number, end = number + 1, 0
+        yield f"__{rank}_{number}.distcp", end
+        end += length
 
 
 class TorchView:
@@ -34,18 +87,15 @@ class TorchView:
         step: the step of the publication
         url: this rank's URL
         urls: the URLs of all ranks, the coordinator's first
-        text: on the coordinator, the index and how many entries all ranks have written; ``None`` on the other ranks
+        index: on the coordinator, the index and the entries of all ranks; ``None`` on the other ranks
     """
 
-    def __init__(
-        self, packed: PlanSnapshot, step: int, url: str, urls: list[str], text: tuple[bytes, int] | None
-    ) -> None:
+    def __init__(self, packed: PlanSnapshot, step: int, url: str, urls: list[str], index: Index | None) -> None:
         self._packed = packed
-        self._step = step
+        self._folder = f"{step}/dcp/"
         self._url = url
         self._urls = urls
-        self._files = {_name(number): url for number, url in enumerate(urls)}
-        self._text = text
+        self._index = index
 
     def __call__(self, name: str) -> list[Any] | str | None:
         """Renders a file of the folder, or with an empty name the list of its files, as HTML.
@@ -58,33 +108,48 @@ class TorchView:
             ProtocolError: the planner has written items that its metadata does not describe
         """
         file = name.removeprefix("dcp/")
+        if file in self._own:
+            return self._parts(self._own[file])
+        if self._index is None:
+            return None if file else f"{self._urls[0]}{self._folder}"
         if not file:
-            return [self._listing()] if self._text is not None else f"{self._urls[0]}{self._step}/{name}"
-        if file == ".metadata" and self._text is not None:
-            return [self._metadata(*self._text)]
-        url = self._files.get(file)
-        if url is None or (url != self._url and self._text is None):
-            return None
-        return self._own() if url == self._url else f"{url}{self._step}/{name}"
+            return [self._listing()]
+        metadata, urls = self._of_all
+        if file == ".metadata":
+            return [pickle.dumps(metadata)]
+        return f"{urls[file]}{self._folder}{file}" if file in urls else None
 
     def _listing(self) -> bytes:
         """Returns the page by which fsspec lists a folder: any page with links to its files."""
-        links = "".join(f'<li><a href="{name}">{name}</a></li>\n' for name in (".metadata", *self._files))
+        links = "".join(f'<li><a href="{name}">{name}</a></li>\n' for name in (".metadata", *self._of_all[1]))
         return f"<!DOCTYPE html>\n<title>checkpoint</title>\n<ul>\n{links}</ul>\n".encode()
 
-    def _own(self) -> list[Any]:
-        rows = self._packed.rows
+    def _parts(self, of_file: list[int]) -> list[Any]:
+        memory, sizes = self._packed.rows.memory, self._packed.rows.sizes
         parts: list[Any] = []
-        columns = sorted(zip(rows.names, self._packed.elements, rows.memory, rows.sizes, strict=True), key=_by_name)
-        for _, elements, memory, nbytes in columns:
-            around = _around(*elements) if elements else (b"", b"")
-            parts += [around[0], (memory.data_ptr() if nbytes else 0, nbytes), around[1]]
+        for row in of_file:
+            elements = self._packed.elements[row]
+            before, behind = _around(*elements) if elements else (b"", b"")
+            parts += [before, (memory[row].data_ptr() if sizes[row] else 0, sizes[row]), behind]
         return parts
 
-    def _metadata(self, text: bytes, count: int) -> bytes:
+    @functools.cached_property
+    def _own(self) -> dict[str, list[int]]:
+        """The rows of each file of this rank."""
+        packed = self._packed
+        lengths = (_length(*entry) for entry in zip(packed.elements, packed.rows.sizes, strict=True))
+        found = defaultdict(list)
+        for row, (name, _) in enumerate(_files(self._urls.index(self._url), lengths)):
+            found[name].append(row)
+        return dict(found)
+
+    @functools.cached_property
+    def _of_all(self) -> tuple[Metadata, dict[str, str]]:
+        """Torch's index, and the URL of the rank that has each file it names."""
+        assert self._index is not None
+        text, entries = self._index
         metadata = index.decode(text, "the publication", Allowed((), trust=True))
-        refs: dict[MetadataIndex, EntryRef] = metadata.storage_data
-        if len(refs) != count:
+        if len(metadata.storage_data) != len(entries):
             raise ProtocolError(
                 "the planner has written items that its metadata does not describe, so torch cannot find them by name"
             )
@@ -94,28 +159,25 @@ class TorchView:
             if isinstance(stored, TensorStorageMetadata)
             for chunk in stored.chunks
         }
-        of_container = defaultdict(list)
-        for key, ref in refs.items():
-            of_container[ref.container].append((ref.entry, key, ref))
-        names = {url: name for name, url in self._files.items()}
-        metadata.storage_data = {}
-        for container, entries in of_container.items():
-            at = 0
-            for _, key, ref in sorted(entries, key=_by_name):
-                around = _around(*shapes[key.fqn, key.offset]) if ref.kind == ELEMENTS else (b"", b"")
-                length = ref.nbytes + sum(map(len, around))
-                file = names[url_of(container)]
-                metadata.storage_data[key] = _StorageInfo(file, at, length)
-                at += length
-        return pickle.dumps(metadata)
+        lengths = defaultdict(list)
+        keys = defaultdict(list)
+        for key, ref in entries:
+            elements = shapes[key.fqn, key.offset] if ref.kind == ELEMENTS else None
+            url = url_of(ref.container)
+            lengths[url].append(_length(elements, ref.nbytes))
+            keys[url].append(key)
+        metadata.storage_data, urls = {}, {}
+        for rank, url in enumerate(self._urls):
+            places = _files(rank, lengths[url])
+            for key, length, (name, start) in zip(keys[url], lengths[url], places, strict=True):
+                metadata.storage_data[key] = _StorageInfo(name, start, length)
+                urls[name] = url
+        return metadata, urls
 
 
-def _name(number: int) -> str:
-    return f"__{number}_0.distcp"
-
-
-def _by_name(entry: tuple[Any, ...]) -> str:
-    return entry[0]  # type: ignore[no-any-return]
+def _length(elements: Elements | None, nbytes: int) -> int:
+    """Returns how long an entry of ``nbytes`` bytes is in a file; ``elements`` as in :class:`PlanSnapshot`."""
+    return nbytes + (sum(map(len, _around(*elements))) if elements else 0)
 
 
 class _Recorder:
@@ -136,9 +198,49 @@ class _Recorder:
         pass
 
 
+class _Storage:
+    """Stands for the storage of a tensor that is pickled without it."""
+
+    def __init__(self, dtype: torch.dtype, count: int) -> None:
+        self.described = ("storage", _STORAGES[dtype], "0", "cpu", count, None)
+
+
+class _Tensor:
+    """Pickles as a contiguous tensor."""
+
+    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        meta = torch.empty(shape, dtype=dtype, device="meta")
+        hooks: OrderedDict[int, Any] = OrderedDict()
+        self._made = (_Storage(dtype, meta.numel()), 0, shape, meta.stride(), False, hooks)
+
+    def __reduce__(self) -> Any:
+        return torch._utils._rebuild_tensor_v2, self._made
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, obj: Any) -> Any:
+        return obj.described if isinstance(obj, _Storage) else None
+
+
 @functools.lru_cache(maxsize=4096)
 def _around(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
-    """Returns the bytes that ``torch.save`` writes before and behind the elements of a tensor."""
+    """Returns the bytes before and behind the elements of a tensor in a file that ``torch.load`` reads."""
+    return (_before(dtype, shape), b"") if dtype in _STORAGES else _around_in_archive(dtype, shape)
+
+
+def _before(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
+    """Returns what is before the elements in torch's older format; nothing is behind them."""
+    file = io.BytesIO()
+    sizes = {"short": 2, "int": 4, "long": 4}
+    about = {"protocol_version": PROTOCOL_VERSION, "little_endian": True, "type_sizes": sizes}
+    for part in (MAGIC_NUMBER, PROTOCOL_VERSION, about, _Tensor(dtype, shape), ["0"]):
+        _Pickler(file, 2).dump(part)
+    file.write(struct.pack("<q", math.prod(shape)))
+    return file.getvalue()
+
+
+def _around_in_archive(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
+    """Returns what is before and behind the elements in torch's newer format."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     recorder = _Recorder()

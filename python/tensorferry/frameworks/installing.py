@@ -13,6 +13,7 @@ from typing import Any
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, SerializationFormat
 
 from .. import _validate
+from .._fork import ForkSafeLock
 from ..dcp.files import FileReader, FileWriter
 from ..state.allowlist import Allowed
 from ..torchft.transport import HTTPTransport
@@ -29,8 +30,9 @@ _STORAGE = (
 _TRANSPORT = ("torchft.checkpointing", "torchft.manager")
 _SPAWNED = (multiprocessing.context.SpawnProcess, multiprocessing.context.ForkServerProcess)
 
-#: The installation in force in this process.
+#: The installations that have not been undone, of all threads, and what guards them. The first one has done the work.
 _current: list[Installation] = []
+_lock = ForkSafeLock()
 
 
 class _StandIn:
@@ -41,6 +43,7 @@ class _StandIn:
 
     def __init__(self, theirs: type, ours: type, make: Callable[..., Any]) -> None:
         self._theirs, self._ours, self._make = theirs, ours, make
+        self.__signature__ = inspect.signature(theirs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Makes an object of tensorferry's class, or of torch's if the arguments ask for what only that can do."""
@@ -55,6 +58,12 @@ class _StandIn:
 
     def __subclasscheck__(self, subclass: Any) -> bool:
         return issubclass(subclass, (self._theirs, self._ours))
+
+    def __or__(self, other: Any) -> Any:
+        return self._theirs | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | self._theirs
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._theirs, name)
@@ -92,7 +101,7 @@ class Installation:
     """What :func:`install` has replaced; as a context manager it is undone at the end of the block."""
 
     def __init__(self) -> None:
-        self._before: list[tuple[Any, str, Any]] = []
+        self._replaced: list[tuple[Any, str, Any, Any]] = []
 
     def __enter__(self) -> Installation:
         return self
@@ -101,17 +110,29 @@ class Installation:
         self.undo()
 
     def undo(self) -> None:
-        """Puts everything back as it was. Does nothing the second time."""
-        for owner, name, value in reversed(self._before):
-            setattr(owner, name, value)
-        if self._before:
-            logger.info("tensorferry.install is undone")
-        self._before.clear()
-        if self in _current:
+        """Ends this installation. Does nothing the second time.
+
+        When the last one of the process has ended, everything is put back as it was, except what somebody else has
+        replaced meanwhile; that is logged.
+        """
+        with _lock.held():
+            if self not in _current:
+                return
             _current.remove(self)
+            if _current:
+                _current[0]._replaced += self._replaced
+                self._replaced = []
+                return
+            for owner, name, before, ours in reversed(self._replaced):
+                if inspect.getattr_static(owner, name) is ours:
+                    setattr(owner, name, before)
+                else:
+                    logger.warning("%s.%s stays as it is: somebody else has replaced it", owner, name)
+            self._replaced = []
+            logger.info("tensorferry.install is undone")
 
     def _replace(self, owner: Any, name: str, value: Any) -> None:
-        self._before.append((owner, name, inspect.getattr_static(owner, name)))
+        self._replaced.append((owner, name, inspect.getattr_static(owner, name), value))
         setattr(owner, name, value)
 
 
@@ -132,8 +153,8 @@ def install(
         trust_pickle: let pickled objects in checkpoints name anything
 
     Returns:
-        The installation: ``undo()`` ends it, and so does the end of a ``with`` block. An installation within another
-        one changes nothing.
+        The installation: ``undo()`` ends it, and so does the end of a ``with`` block. One that is made while another
+        one is in force, in any thread, changes nothing, and holds what is there until it is undone, too.
 
     Raises:
         InvalidArgument: an argument cannot be used; it is named
@@ -142,28 +163,34 @@ def install(
     _validate.boolean("transport", transport)
     listed = tuple(_validate.items("safe_globals", safe_globals))
     Allowed(listed, trust_pickle)
-    made = Installation()
-    if _current:
-        logger.info("tensorferry.install: something is installed already, and stays as it is")
-        return made
     options = {"files": files, "transport": transport, "safe_globals": listed, "trust_pickle": trust_pickle}
-    if files:
+    made = Installation()
+    with _lock.held():
+        if _current:
+            logger.info("tensorferry.install: something is installed already, and stays as it is")
+        else:
+            _put_in_place(made, options)
+        _current.append(made)
+    return made
+
+
+def _put_in_place(made: Installation, options: dict[str, Any]) -> None:
+    if options["files"]:
+        read = _reader_maker(options["safe_globals"], options["trust_pickle"])
         writer = _StandIn(FileSystemWriter, FileWriter, _make_writer)
-        reader = _StandIn(FileSystemReader, FileReader, _reader_maker(listed, trust_pickle))
+        reader = _StandIn(FileSystemReader, FileReader, read)
         for name in _STORAGE:
             module = importlib.import_module(name)
             for attribute, stand_in in (("FileSystemWriter", writer), ("FileSystemReader", reader)):
                 if hasattr(module, attribute):
                     made._replace(module, attribute, stand_in)
                     logger.info("%s.%s is replaced by tensorferry's", name, attribute)
-    if transport and importlib.util.find_spec("torchft") is not None:
+    if options["transport"] and importlib.util.find_spec("torchft") is not None:
         for name in _TRANSPORT:
             made._replace(importlib.import_module(name), "HTTPTransport", HTTPTransport)
             logger.info("%s.HTTPTransport is replaced by tensorferry's", name)
     for process in _SPAWNED:
         made._replace(process, "_Popen", staticmethod(_carrying(process._Popen, options)))
-    _current.append(made)
-    return made
 
 
 def _carrying(popen: Callable[[Any], Any], options: dict[str, Any]) -> Callable[[Any], Any]:

@@ -1,4 +1,9 @@
-"""For torchtitan: ``--override.imports tensorferry.torchtitan.files`` saves and loads with tensorferry's files."""
+"""For torchtitan: overrides that are named on its command line.
+
+``--override.imports tensorferry.torchtitan.files`` saves and loads with tensorferry's files.
+``--override.imports tensorferry.torchtitan.installed`` calls ``tensorferry.install()``, for torchtitan's fault
+tolerance: its checkpoint manager is another one, and its ``Manager`` then heals through our ``HTTPTransport``.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +12,10 @@ from typing import Any
 from torchtitan.components.checkpointer.dcp import CheckpointManager
 from torchtitan.config import derive, override
 
+from ..frameworks.installing import install
 from .manager import FileCheckpointManager
 
-__all__ = ["files"]
+__all__ = ["files", "installed"]
 
 
 # Defined here, because torchtitan knows an override by the module that defines it.
@@ -25,3 +31,18 @@ def files(config: Any, **options: Any) -> Any:
         The configuration of a :class:`FileCheckpointManager`.
     """
     return derive(config, FileCheckpointManager.Config, **options)
+
+
+@override(target=CheckpointManager.Config, description="torch's and torchft's classes are tensorferry's")  # type: ignore[untyped-decorator]
+def installed(config: Any, **options: Any) -> Any:
+    """Calls :func:`tensorferry.install` in this process, for as long as it lives.
+
+    Args:
+        config: the configuration of torchtitan's checkpoint manager, or of one derived from it
+        options: the arguments of ``install``
+
+    Returns:
+        The configuration as it is.
+    """
+    install(**options)
+    return config

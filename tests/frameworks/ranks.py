@@ -1,0 +1,108 @@
+"""Runs a script of this folder as the ranks of a job, and reads what they print."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+HERE = Path(__file__).parent
+FRAMEWORKS = Path(sys.prefix) / "frameworks"
+
+
+def free_port() -> int:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return bound.getsockname()[1]
+
+
+class Process:
+    """A script that prints lines of a word and a value.
+
+    Args:
+        script: its name
+        arguments: what it is given
+        environment: what is added to the environment
+    """
+
+    def __init__(self, script: str, *arguments: object, **environment: object) -> None:
+        path = os.pathsep.join(filter(None, [str(FRAMEWORKS), os.environ.get("PYTHONPATH")]))
+        added = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, **environment}
+        self.process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", str(HERE / script), *map(str, arguments)],
+            env=os.environ | {key: str(value) for key, value in added.items()},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.output: list[str] = []
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        for line in self.process.stdout:
+            self.output.append(line)
+            self._lines.put(line)
+        self._lines.put(None)
+
+    def wait_for(self, word: str, timeout: float = 100) -> str:
+        """Returns the value of the next line that begins with ``word``."""
+        while (line := self._lines.get(timeout=timeout)) is not None:
+            first, _, value = line.partition(" ")
+            if first == word:
+                return value.strip()
+        raise AssertionError(f"it ended without {word!r}:\n" + "".join(self.output)[-6000:])
+
+    def end(self, timeout: float = 60) -> None:
+        """Waits for the end, which must be a success."""
+        assert self.process.wait(timeout) == 0, "".join(self.output)[-6000:]
+
+    def kill(self) -> None:
+        """Kills the process with SIGKILL."""
+        self.process.kill()
+        self.process.wait()
+        self._reader.join(20)
+        self.process.stdout.close()
+
+
+@contextlib.contextmanager
+def job(script: str, *arguments: object, world: int = 2):
+    """Starts ``world`` ranks, as torchrun does; all of them are killed at the end."""
+    about = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_port(),
+        "WORLD_SIZE": world,
+        "LOCAL_WORLD_SIZE": world,
+        "TORCHELASTIC_RUN_ID": "test",
+        "GROUP_RANK": 0,
+    }
+    ranks = [Process(script, *arguments, **about, RANK=rank, LOCAL_RANK=rank) for rank in range(world)]
+    try:
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+def digest(state) -> str:
+    """Returns a digest of this rank's part of all tensors in ``state``, and of the values beside them."""
+    import torch
+    from torch.distributed.tensor import DTensor
+    from torch.utils._pytree import tree_flatten_with_path
+
+    found = hashlib.sha256()
+    for path, leaf in sorted(tree_flatten_with_path(state)[0], key=lambda pair: str(pair[0])):
+        found.update(str(path).encode())
+        if isinstance(leaf, DTensor):
+            leaf = leaf.to_local()
+        if isinstance(leaf, torch.Tensor):
+            leaf = leaf.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        found.update(leaf if isinstance(leaf, bytes) else repr(leaf).encode())
+    return found.hexdigest()
