@@ -24,7 +24,7 @@ $(VENV)/.deps: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --disable-pip-version-check 'uv>=0.8,<1'
 	$(BIN)/uv pip install -q --python $(BIN)/python 'torch==$(TORCH)' 'torchft==0.2.0' \
-	  $$($(BIN)/python -c "import tomllib; o = tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']; print(*(repr(r) for r in o['dev'] + o['bench']))" | tr -d "'")
+	  $$($(BIN)/python -c "import tomllib; o = tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']; print(*(repr(r) for r in o['dev'] + o['bench'] + o['docs'] + o['cli']))" | tr -d "'")
 	for release in $(MEGATRON); do \
 	  $(BIN)/uv pip install -q --python $(BIN)/python --python-version 3.12 --no-deps \
 	    --target $(VENV)/megatron-$$release "megatron-core==$$release" || exit 1; \
@@ -48,13 +48,33 @@ build: $(VENV)/.installed ## build the wheel and install it into .venv
 
 # Linked by zig against the glibc of torch's own wheels, so that it installs wherever they do.
 GLIBC := 2_28
+TARGET ?= x86_64-unknown-linux-gnu
 .PHONY: wheel
-wheel: $(VENV)/.deps ## the wheel for a release: for glibc 2.28 and later, checked, in dist/release
+wheel: $(VENV)/.deps ## the wheel for a release: for glibc 2.28 and later, checked, in dist/release; TARGET=aarch64-unknown-linux-gnu
 	$(BIN)/uv pip install -q --python $(BIN)/python 'ziglang>=0.15,<1'
-	rm -rf dist/release
+	rm -rf dist/release/$(TARGET)
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/maturin build --release --quiet --zig --compatibility manylinux_$(GLIBC) \
-	  --out dist/release --target-dir target/zig --interpreter $(BIN)/python
-	$(BIN)/python tests/project/check_wheel.py dist/release $(GLIBC)
+	  --target $(TARGET) --out dist/release/$(TARGET) --target-dir target/zig --interpreter $(BIN)/python
+	$(BIN)/python tests/project/check_wheel.py dist/release/$(TARGET) $(GLIBC)
+
+.PHONY: sdist
+sdist: $(VENV)/.deps ## the source distribution, and a wheel that is built from it outside the checkout, in dist/sdist
+	rm -rf dist/sdist
+	$(BIN)/maturin sdist --out dist/sdist
+	cd / && $(CURDIR)/$(BIN)/python -m pip wheel -q --disable-pip-version-check --no-deps \
+	  --wheel-dir $(CURDIR)/dist/sdist/built $(CURDIR)/dist/sdist/*.tar.gz
+	$(BIN)/python tests/project/check_wheel.py dist/sdist/built
+
+PYTHONS ?= python3.11 python3.12 python3.13
+PYTHONS_ARGS ?= tests/state tests/storage tests/net tests/memory tests/transport -m 'not slow'
+.PHONY: pythons
+pythons: wheel ## the wheel for a release, installed and tested under each of PYTHONS, in an environment of its own
+	for python in $(PYTHONS); do \
+	  venv=build/pythons/$$(basename $$python); \
+	  $(BIN)/uv venv -q --clear --python $$python $$venv && \
+	  $(BIN)/uv pip install -q --python $$venv/bin/python 'torch==$(TORCH)' "$$(ls dist/release/$(TARGET)/*.whl)[dev,torchft]" && \
+	  $$venv/bin/python -m pytest -q -p no:cacheprovider $(PYTHONS_ARGS) || exit 1; \
+	done
 
 .PHONY: demo
 demo: build ## heal a real torchft job, first with torchft's transport, then with ours
@@ -91,16 +111,20 @@ fuzz: ## run each fuzz target for FUZZ_SECONDS seconds, or with FUZZ_RUNS=100000
 lint: build ## formatters, clippy, ruff, mypy and stubtest
 	cargo fmt --all --check
 	cargo clippy --locked --workspace --all-targets -- -D warnings
-	$(BIN)/ruff format --check python tests benches examples
-	$(BIN)/ruff check python tests benches examples
+	$(BIN)/ruff format --check python tests benches examples docs/*.py
+	$(BIN)/ruff check python tests benches examples docs/*.py
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest tensorferry._native --mypy-config-file pyproject.toml
 
 .PHONY: format
 format: $(VENV)/.deps ## rewrite the sources the way lint wants them
 	cargo fmt --all
-	$(BIN)/ruff format python tests benches examples
-	$(BIN)/ruff check --fix python tests benches examples
+	$(BIN)/ruff format python tests benches examples docs/*.py
+	$(BIN)/ruff check --fix python tests benches examples docs/*.py
+
+.PHONY: docs
+docs: $(VENV)/.deps ## the documentation as a site, in build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
 
 .PHONY: bench
 BENCH_ARGS ?=

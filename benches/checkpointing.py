@@ -10,50 +10,94 @@ checkpoint is being written. Contenders take turns within a round, forwards in e
     load          into tensors that exist, by a fresh process, from files that the page cache still holds
     memory        what the trainer and its helpers take at most beyond what they held before; shared pages count once
 
-The first save of a process makes buffers and processes, so it has a column of its own. The floor of the stand-still is
-a plain copy of the state by several threads into memory that was touched before.
+The first save of a process makes buffers and processes, so it has a column of its own. Those after it can make buffers,
+too, as long as a keeper takes all that there are: the fifth is the first that counts as a later one. The floor of the
+stand-still, and of a load, is a plain copy of the state by several threads into memory that was touched before.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import re
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from checkpointing_trainer import CONTENDERS, FLOOR, KEEPER, OURS, Trainer
+from checkpointing_trainer import CONTENDERS, FLOOR, KEEPER, KEEPER_NAME, OURS, SAVE, TORCH, Trainer
 from machine import facts, others_busy
 
 sys.path.append(str(Path(__file__).parents[1] / "examples" / "reshard"))
 from ranks import Job, RankFailed
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 _PATIENCE_S = 300
 MIB = 1 << 20
-_SAVES = 4
+#: Seconds that a keeper may take to begin, or to end.
+_KEEPER_S = 30
 
 
-def measure(contender: str, mib: int, folder: Path) -> dict[str, Any]:
+@contextlib.contextmanager
+def keeper() -> Iterator[str]:
+    """Runs a keeper within the block, whose clients find it through the folder that this gives."""
+    with tempfile.TemporaryDirectory() as folder, _running_keeper(folder):
+        yield folder
+
+
+@contextlib.contextmanager
+def _running_keeper(folder: str) -> Iterator[None]:
+    environment = {**os.environ, "TENSORFERRY_KEEPER_DIR": folder}
+    command = [sys.executable, "-m", "tensorferry.checkpointing.keeper", "--name", KEEPER_NAME]
+    options = ["--memory", "8G", "--interface", "127.0.0.1", "--generations", "2", "--quiet"]
+    with subprocess.Popen([*command, *options], env=environment) as running:
+        try:
+            deadline = time.monotonic() + _KEEPER_S
+            ask = [*command, "--status"]
+            while subprocess.run(ask, env=environment, capture_output=True, check=False).returncode:
+                if running.poll() is not None or time.monotonic() > deadline:
+                    raise RankFailed("the keeper does not begin")
+                time.sleep(0.05)
+            yield
+        finally:
+            running.terminate()
+            try:
+                running.wait(_KEEPER_S)
+            except subprocess.TimeoutExpired:
+                running.kill()
+
+
+def measure(contender: str, mib: int, kib_each: int, saves: int, unloaded: float, folder: Path) -> dict[str, Any]:
     """Saves a few times in one process, loads in another one; returns the costs."""
     folder.mkdir()
-    paths = [folder / f"step-{number}" for number in range(_SAVES)]
+    with keeper() if contender == KEEPER else contextlib.nullcontext() as sockets:
+        return _measure(contender, mib, kib_each, saves, unloaded, folder, sockets)
+
+
+def _measure(
+    contender: str, mib: int, kib_each: int, saves: int, unloaded: float, folder: Path, sockets: str | None
+) -> dict[str, Any]:
+    paths = [folder / f"step-{number}" for number in range(saves)]
     saving = Job("the trainer", 1, Trainer, _PATIENCE_S, daemon=False)
     loading = Job("the restarted trainer", 1, Trainer, _PATIENCE_S, daemon=False)
     try:
-        nbytes = saving("build", mib, 1)[0]
-        saving("open", contender, folder)
-        saves = saving("save", paths)[0]
-        sample: dict[str, Any] = {"bytes": nbytes, "saves": saves}
+        nbytes = saving("build", mib, 1, kib_each)[0]
+        saving("open", contender, sockets)
+        sample: dict[str, Any] = {"bytes": nbytes, "saves": saving("save", paths, unloaded)[0]}
         if contender != FLOOR:
             saving("close")
-            loading("build", mib, 2)
-            loading("open", contender, folder)
+            loading("build", mib, 2, kib_each)
+            loading("open", contender, sockets)
             sample["load_s"] = loading("load", paths[-1])[0]
-            sample["equal"] = loading("equals", mib, 1)[0]
+            sample["equal"] = loading("equals", mib, 1, kib_each)[0]
             loading("close")
     finally:
         saving.end()
@@ -86,7 +130,7 @@ def as_text(results: dict[str, Any]) -> str:
         samples = [s for s in good if s["contender"] == contender]
         if not samples:
             continue
-        later = [save for s in samples for save in s["saves"][1:]]
+        later = [save for s in samples for save in s["saves"][results["warm_up"] :]]
         still = [save["stand_still_s"] for save in later]
         rates = [save["rate"] for save in later if save.get("rate") is not None]
         durable = [save["durable_s"] for save in later if "durable_s" in save]
@@ -121,9 +165,16 @@ def _summary(medians: dict[str, dict[str, float]]) -> list[str]:
                 best = min(rivals, key=lambda name: rivals[name])
                 ratio = rivals[best] / medians[ours][key]
                 lines.append(f"{ours} {what} {ratio:.2f} times as fast as the best of the others ({best})")
-    if "still" in medians.get(OURS, {}) and FLOOR in medians:
-        ratio = medians[OURS]["still"] / medians[FLOOR]["still"]
-        lines.append(f"{OURS} stands still {ratio:.2f} times as long as {FLOOR} takes")
+    for rival, key, what in ((TORCH, "durable", "is durable"), (SAVE, "load", "loads")):
+        for ours in (OURS, KEEPER):
+            if key in medians.get(ours, {}) and key in medians.get(rival, {}):
+                ratio = medians[rival][key] / medians[ours][key]
+                lines.append(f"{ours} {what} {ratio:.2f} times as fast as {rival}")
+    for ours in (OURS, KEEPER):
+        for key, what in (("still", "stands still"), ("load", "loads")):
+            if key in medians.get(ours, {}) and FLOOR in medians:
+                ratio = medians[ours][key] / medians[FLOOR]["still"]
+                lines.append(f"{ours} {what} {ratio:.2f} times as long as {FLOOR} takes")
     return lines
 
 
@@ -133,6 +184,10 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path("build/bench"), help="where checkpoints are written")
     parser.add_argument("--rounds", type=int, default=3, help="interleaved rounds")
     parser.add_argument("--mib", type=int, default=512, help="size of the state")
+    parser.add_argument("--kib-each", type=int, default=0, help="size of each tensor; by default a model's")
+    parser.add_argument("--saves", type=int, default=8, help="saves of each process")
+    parser.add_argument("--warm-up", type=int, default=4, help="how many of them come before those that count as later")
+    parser.add_argument("--unloaded", type=float, default=1.5, help="seconds of training before each save")
     parser.add_argument("--contenders", default=",".join(CONTENDERS), help="separated by commas without blanks")
     options = parser.parse_args()
     contenders = _split(options.contenders)
@@ -144,6 +199,7 @@ def main() -> int:
         "version": 1,
         "machine": facts(),
         "others_busy": others_busy(),
+        "warm_up": options.warm_up,
         "samples": [],
         "problems": [],
     }
@@ -151,7 +207,14 @@ def main() -> int:
         for number in range(options.rounds):
             for contender in contenders[::-1] if number % 2 else contenders:
                 try:
-                    sample = measure(contender, options.mib, Path(folder).resolve() / "job")
+                    sample = measure(
+                        contender,
+                        options.mib,
+                        options.kib_each,
+                        options.saves,
+                        options.unloaded,
+                        Path(folder).resolve() / "job",
+                    )
                     if not sample.get("equal", True):
                         results["problems"].append(f"{contender}: what was loaded differs")
                 except RankFailed as e:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 OURS, KEEPER = "tensorferry", "tensorferry, keeper"
+#: The name of the keeper, whose sockets are in a folder of the contender's.
+KEEPER_NAME = "bench"
 TORCH = "torch AsyncCheckpointer"
 THREAD, PROCESS = "dcp.async_save, thread", "dcp.async_save, process"
 MANAGER = "torch_checkpointing"
@@ -27,13 +29,20 @@ FLOOR = "a plain copy"
 CONTENDERS = (FLOOR, OURS, KEEPER, TORCH, THREAD, PROCESS, MANAGER, SAVE)
 #: Tensors of a state: so many large ones, and small ones beside each.
 _LARGE, _SMALL = 32, 16
-_UNLOADED_S = 1.5
 _PATIENCE_S = 240
 
 
-def state(mib: int, seed: int) -> dict[str, torch.Tensor]:
-    """Returns a flat state of float32 tensors, ``mib`` MiB in all, as a model with small norms and biases has it."""
+def state(mib: int, seed: int, kib_each: int = 0) -> dict[str, torch.Tensor]:
+    """Returns a flat state of float32 tensors, ``mib`` MiB in all, as a model with small norms and biases has it.
+
+    With ``kib_each``, all tensors have so many KiB.
+    """
     generator = torch.Generator().manual_seed(seed)
+    if kib_each:
+        return {
+            f"layers.{i}.weight": torch.randn(kib_each * 256, generator=generator)
+            for i in range((mib << 10) // kib_each)
+        }
     each = (mib << 20) // 4 // _LARGE
     tensors = {f"layers.{i}.weight": torch.randn(each // 1024, 1024, generator=generator) for i in range(_LARGE)}
     small = {
@@ -68,17 +77,18 @@ def _memory(pids: list[int]) -> int:
 
 
 class Peak:
-    """Samples the memory of this process and its descendants in a thread, ten times a second."""
+    """Samples the memory of this process, its descendants and `others` in a thread, ten times a second."""
 
-    def __init__(self) -> None:
+    def __init__(self, others: list[int]) -> None:
         self._stop = threading.Event()
-        self._before = self.bytes = _memory(_process_tree())
+        self._others = others
+        self._before = self.bytes = _memory([*_process_tree(), *others])
         self._thread = threading.Thread(target=self._watch)
         self._thread.start()
 
     def _watch(self) -> None:
         while not self._stop.wait(0.1):
-            self.bytes = max(self.bytes, _memory(_process_tree()))
+            self.bytes = max(self.bytes, _memory([*_process_tree(), *self._others]))
 
     def extra(self) -> int:
         """Stops; returns by how many bytes the memory grew at most."""
@@ -93,16 +103,21 @@ class Saver:
     ``save`` returns when the training loop may go on and change the state, with a future for the end of the write.
     """
 
-    def __init__(self, contender: str, folder: Path) -> None:
+    def __init__(self, contender: str, sockets: str | None) -> None:
         self.contender = contender
-        self._folder = folder
+        #: Processes that work for it besides descendants of this one.
+        self.others: list[int] = []
         self._closers: list[Callable[[], object]] = []
         self._made: Any = None
         if contender in (OURS, KEEPER):
-            from tensorferry.checkpointing import make_async_checkpointer
+            from tensorferry.checkpointing import Keeper, make_async_checkpointer
 
-            keeper = str(folder.parent / "keeper") if contender == KEEPER else None
-            self._made = make_async_checkpointer(**({"keeper": keeper} if keeper else {}))
+            keeper = None
+            if sockets is not None:
+                os.environ["TENSORFERRY_KEEPER_DIR"] = sockets
+                keeper = Keeper(KEEPER_NAME)
+                self.others = [int(keeper.status()["pid"])]
+            self._made = make_async_checkpointer(keeper=keeper)
         elif contender == TORCH:
             self._made = _torch_checkpointer()
         elif contender == MANAGER:
@@ -208,14 +223,14 @@ class Trainer:
         self.held: dict[str, torch.Tensor] = {}
         self._saver: Saver | None = None
 
-    def build(self, mib: int, seed: int) -> int:
+    def build(self, mib: int, seed: int, kib_each: int) -> int:
         """Makes the state; returns its bytes."""
-        self.held = state(mib, seed)
+        self.held = state(mib, seed, kib_each)
         return sum(value.nbytes for value in self.held.values())
 
-    def open(self, contender: str, folder: Path) -> None:
-        """Makes the contender's checkpointer."""
-        self._saver = Saver(contender, folder)
+    def open(self, contender: str, sockets: str | None) -> None:
+        """Makes the contender's checkpointer; `sockets` is the folder by which a keeper is found, if there is one."""
+        self._saver = Saver(contender, sockets)
 
     def _step(self) -> None:
         """One step of training: some milliseconds of arithmetic and a small update."""
@@ -231,15 +246,15 @@ class Trainer:
             count += 1
         return count, time.perf_counter() - started
 
-    def save(self, paths: list[Path]) -> list[dict[str, Any]]:
-        """Saves to each path in turn, training on meanwhile; returns the costs of each save."""
+    def save(self, paths: list[Path], unloaded_s: float) -> list[dict[str, Any]]:
+        """Saves to each path in turn, training on meanwhile and before; returns the costs of each save."""
         assert self._saver is not None
         samples = []
         for path in paths:
-            ends = time.perf_counter() + _UNLOADED_S
+            ends = time.perf_counter() + unloaded_s
             steps, seconds = self._steps(lambda ends=ends: time.perf_counter() > ends)
             unloaded = steps / seconds
-            peak = Peak()
+            peak = Peak(self._saver.others)
             began = time.perf_counter()
             written = self._saver.save(self.held, path)
             stood_still = time.perf_counter() - began
@@ -263,9 +278,9 @@ class Trainer:
         self._saver.load(self.held, path)
         return time.perf_counter() - began
 
-    def equals(self, mib: int, seed: int) -> bool:
+    def equals(self, mib: int, seed: int, kib_each: int) -> bool:
         """Returns whether the state is now that of `seed`."""
-        return all(torch.equal(self.held[name], value) for name, value in state(mib, seed).items())
+        return all(torch.equal(self.held[name], value) for name, value in state(mib, seed, kib_each).items())
 
     def close(self) -> None:
         """Closes the contender's checkpointer."""

@@ -6,7 +6,8 @@ medians, and the smallest and largest in brackets.
 - Saves and loads of a state in two tensor parallel halves, each of them by two ranks. Saves end when Megatron's
   function returns; whether the bytes are on the disk then is up to the strategy.
 - A state that all ranks of a data parallel group need, loaded by 2, 4 or 8 ranks: how long it takes and how many bytes
-  the group reads from storage, by the strategies' own count or, for Megatron's, by that of the system.
+  the group reads from storage, by the strategies' own count or, for Megatron's, by that of the system. "Two-stage"
+  chooses, "spread" is told not to read alone what is in the page cache.
 
 Files are read from the page cache. Megatron's wrappers want a GPU: a few functions of torch are replaced so that
 they work in host memory.
@@ -35,7 +36,14 @@ import torch.distributed as dist
 MIB = 1 << 20
 TENSORS = 16
 SAVES = ("tensorferry", "torch_dist")
-SPREADS = ("tensorferry two-stage", "tensorferry alone", "torch_dist alone", "broadcast", "gather_object")
+SPREADS = (
+    "tensorferry two-stage",
+    "tensorferry spread",
+    "tensorferry alone",
+    "torch_dist alone",
+    "broadcast",
+    "gather_object",
+)
 
 
 def without_gpu() -> None:
@@ -117,8 +125,11 @@ class Rank:
 
         strategy: Any
         counted = [0]
-        if contender == "tensorferry two-stage":
-            strategy = megatron.TwoStageDataParallelLoadShardedStrategy(dist.group.WORLD, interface="127.0.0.1")
+        if contender in ("tensorferry two-stage", "tensorferry spread"):
+            spread = True if contender.endswith("spread") else None
+            strategy = megatron.TwoStageDataParallelLoadShardedStrategy(
+                dist.group.WORLD, spread=spread, interface="127.0.0.1"
+            )
         elif contender.startswith("tensorferry"):
             strategy = megatron.load_strategy()
         else:

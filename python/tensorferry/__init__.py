@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     )
     from .frameworks.installing import install
     from .net.metadata import join_metadata
+    from .net.report import ReceiveReport
     from .torchft.transport import HTTPTransport
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "IncompleteCheckpoint",
     "InvalidArgument",
     "ProtocolError",
+    "ReceiveReport",
     "SourceChanged",
     "SourceRefused",
     "StateMismatch",
@@ -59,11 +61,12 @@ __all__ = [
     "join_metadata",
 ]
 
-__version__ = "0.1.0"
+__version__: str
 
 #: The module of each public name that is not an error class.
 _MODULES = {
     "HTTPTransport": ".torchft.transport",
+    "ReceiveReport": ".net.report",
     "install": ".frameworks.installing",
     "join_metadata": ".net.metadata",
 }
@@ -76,6 +79,10 @@ if not TYPE_CHECKING:  # With a module __getattr__, a type checker would accept 
 
         if name == "errors":
             return import_module(".errors", __name__)
+        if name == "__version__":
+            from importlib.metadata import version
+
+            return version(__name__)
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(import_module(_MODULES.get(name, ".errors"), __name__), name)

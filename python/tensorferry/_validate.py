@@ -41,12 +41,16 @@ def patience(name: str, value: timedelta) -> float:
 
 
 def integer(name: str, value: Any, least: int, most: int = _MOST) -> int:
-    """Returns ``value`` as an integer from ``least`` to ``most``, both inclusive. ``1e9`` is one, ``0.5`` is not.
+    """Returns ``value`` as an integer from ``least`` to ``most``, both inclusive.
+
+    ``1e9`` is one; ``0.5`` is not, and neither is ``True``.
 
     Raises:
         InvalidArgument: ``value`` is not a whole number, or out of range
     """
     try:
+        if isinstance(value, bool):
+            raise TypeError("a truth value")
         number = operator.index(int(value) if isinstance(value, float) and value.is_integer() else value)
     except TypeError:
         raise InvalidArgument(f"{name} must be a whole number, not {brief(value)}") from None

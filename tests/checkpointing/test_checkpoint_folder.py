@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import threading
@@ -239,7 +240,7 @@ def test_what_is_no_complete_checkpoint_is_told_apart(tmp_path) -> None:
         read_index(tmp_path / "none")
     write(tmp_path, 1)
     (tmp_path / "index.safetensors").unlink()
-    with pytest.raises(IncompleteCheckpoint, match="only 1 files of saves that have not finished"):
+    with pytest.raises(IncompleteCheckpoint, match=r"only files of saves that have not finished \(1\)"):
         read_index(tmp_path)
     entry = (reserved.INDEX, b"{}")
     for control, match in (
@@ -306,6 +307,34 @@ def test_the_last_checkpoints_stay_and_nothing_of_others_is_removed(tmp_path) ->
     assert [path.name for path, _ in checkpoints(tmp_path)] == ["best", "run-1-step-9", "step-3"]
 
 
+def test_what_a_link_leads_to_is_not_removed(tmp_path) -> None:
+    write(tmp_path / "others" / "step-9", 9)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "step-0").symlink_to(tmp_path / "others" / "step-9")
+    for n in range(1, 4):
+        write(tmp_path / "run" / f"step-{n}", n, keep_last=1)
+    assert [path.name for path, _ in checkpoints(tmp_path / "run")] == ["step-0", "step-3"]
+    read_index(tmp_path / "others" / "step-9")
+
+
+def test_a_folder_that_must_not_be_entered_is_no_checkpoint_and_fails_no_save(tmp_path, monkeypatch) -> None:
+    # A lost+found, say; by what the system answers, since root may enter everything.
+    (tmp_path / "step-0").mkdir()
+    real = os.stat
+
+    def refused(path, *args, **kwargs):
+        if not isinstance(path, int) and f"{tmp_path}/step-0/" in os.fspath(path):
+            raise PermissionError(errno.EACCES, "Permission denied", os.fspath(path))
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "stat", refused)
+    for n in range(1, 4):
+        write(tmp_path / f"step-{n}", n, keep_last=1)
+    assert [path.name for path, _ in checkpoints(tmp_path)] == ["step-3"]
+    with pytest.raises(IncompleteCheckpoint):
+        read_index(tmp_path / "step-0")
+
+
 def test_a_removal_that_is_interrupted_leaves_no_checkpoint_and_is_finished_later(tmp_path, monkeypatch) -> None:
     for n in range(2):
         write(tmp_path / f"step-{n}", n)
@@ -346,8 +375,8 @@ def test_a_folder_that_cannot_be_made_or_listed_is_named(tmp_path) -> None:
 def test_ranks_with_different_tensors_at_one_path_are_refused() -> None:
     parts: dict = {}
     shard = {"dtype": "torch.float32", "global_shape": [4], "offsets": [0], "shape": [2]}
-    folder._add_shards(parts, 0, json.dumps({"shards": {"a": shard}}).encode())
-    folder._add_shards(parts, 1, json.dumps({"shards": {"a": {**shard, "offsets": [2]}}}).encode())
+    folder.add_shards(parts, 0, json.dumps({"shards": {"a": shard}}).encode())
+    folder.add_shards(parts, 1, json.dumps({"shards": {"a": {**shard, "rank": 0, "offsets": [2]}}}).encode())
     assert parts == {
         "a": {
             "dtype": "torch.float32",
@@ -359,4 +388,4 @@ def test_ranks_with_different_tensors_at_one_path_are_refused() -> None:
         }
     }
     with pytest.raises(InvalidArgument, match="different tensors at a"):
-        folder._add_shards(parts, 2, json.dumps({"shards": {"a": {**shard, "global_shape": [5]}}}).encode())
+        folder.add_shards(parts, 2, json.dumps({"shards": {"a": {**shard, "global_shape": [5]}}}).encode())

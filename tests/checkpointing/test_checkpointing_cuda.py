@@ -100,4 +100,9 @@ def test_map_location_puts_tensors_on_the_device(tmp_path: Path) -> None:
     found = saving.load(str(tmp_path / "one"), default_map_location="cuda")
     assert {tensor.device.type for tensor in found.values()} == {"cuda"}
     assert_same_state({name: tensor.cpu() for name, tensor in found.items()}, weights("cpu", 5.0))
+    # Without it, each tensor goes where it was.
+    found = saving.load(str(tmp_path / "one"))
+    assert {name: tensor.device for name, tensor in found.items()} == {
+        name: tensor.device for name, tensor in weights("cuda", 5.0).items()
+    }
     saving.close()

@@ -281,7 +281,7 @@ def test_it_ends_when_nobody_has_used_it_for_long_enough(folder):
         (["--generations", "0"], "--generations must be 1 or more"),
         (["--idle", "-1"], "--idle must be 0 or more"),
         (["--idle", "nan"], "--idle must be 0 or more"),
-        (["--port", "70000"], "--port must be between"),
+        (["--port", "70000"], "port must be a number from 1 to 65535"),
         (["--name", "../x"], "name must be"),
         (["--interface", "nowhere7"], "no interface or address 'nowhere7'"),
         (["--max-bandwidth", "fast"], "--max-bandwidth must be"),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import shutil
 import threading
 import urllib.request
 from collections import OrderedDict, deque
+from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,9 +20,17 @@ from torch import nn
 from equality import assert_same_state
 from leaf import Leaf
 from leaves import CATALOGUE
+from stand_in import StandIn
 from tensorferry import HTTPTransport
 from tensorferry._native import Stored
-from tensorferry.checkpointing import CheckpointReader, SyncCheckpointer, latest_checkpoint, load_file, loading
+from tensorferry.checkpointing import (
+    CheckpointReader,
+    SyncCheckpointer,
+    latest_checkpoint,
+    load_file,
+    loading,
+    torch_parts,
+)
 from tensorferry.errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
@@ -35,7 +45,9 @@ from tensorferry.memory.bounce import BounceBuffers
 from tensorferry.memory.staging import Stager
 from tensorferry.state import load
 from tensorferry.state.allowlist import Allowed
+from tensorferry.state.manifest import Manifest
 from tensorferry.state.snapshot import StateSnapshot
+from tensorferry.storage import folder as folder_module
 from tensorferry.storage.folder import INDEX, read_index
 
 pytestmark = pytest.mark.timeout(120)
@@ -271,6 +283,66 @@ def test_map_location_is_that_of_torch_load(writer, tmp_path):
         assert asked["v"].device.type == "meta"
 
 
+def test_the_device_that_was_saved_is_the_location(tmp_path, monkeypatch):
+    device = StandIn()
+    monkeypatch.setattr(torch_parts, "ACCELERATOR", device)
+    base = torch.arange(12.0)
+    state = {"w": torch.ones(3), "on": [torch.full((4,), 2.0), torch.full((5,), 3.0)], "base": base, "view": base[::2]}
+    state["other"] = torch.full((2,), 4.0)
+    device.adopt(*state["on"], base)
+    device.adopt(state["other"], device=1)
+    save(tmp_path / "c", state)
+    monkeypatch.undo()
+    seen = {}
+
+    def note(storage, location):
+        seen[storage.nbytes()] = location
+        return storage
+
+    loading.load(tmp_path / "c", default_map_location=note)
+    assert seen == {12: "cpu", 16: "cuda:0", 20: "cuda:0", 48: "cuda:0", 8: "cuda:1"}
+    loaded = loading.load(tmp_path / "c", default_map_location={"cuda:0": "meta", "cuda:1": "cpu"})
+    assert {name: value.device.type for name, value in loaded.items() if name != "on"} == {
+        "w": "cpu", "view": "meta", "base": "meta", "other": "cpu",
+    }  # fmt: skip
+    assert {value.device.type for value in loaded["on"]} == {"meta"}
+    # In place, and to the CPU by name, no such device is needed.
+    asked = {"view": torch.zeros(6), "other": None}
+    loading.load(tmp_path / "c", asked)
+    assert (asked["view"].tolist(), asked["other"].tolist()) == ([0, 2, 4, 6, 8, 10], [4, 4])
+    assert torch.equal(loading.load(tmp_path / "c", default_map_location="cpu")["view"], base[::2])
+    if not torch.cuda.is_available():
+        with pytest.raises(InvalidArgument, match=r"cuda:0.*default_map_location"):
+            loading.load(tmp_path / "c")
+        with pytest.raises(InvalidArgument, match=r"cuda:1"):
+            loading.load(tmp_path / "c", default_map_location={"cuda:0": "cpu"})
+
+
+def test_what_a_transport_sends_says_where_it_was_and_receivers_do_not_care():
+    device = StandIn()
+    value = torch.arange(5.0)
+    device.adopt(value)
+    snapshot = StateSnapshot({"a": torch.zeros(2), "v": value}, Stager(device), "borrow")
+    snapshot.complete()
+    assert json.loads(snapshot.manifest())["devices"] == {"cuda:0": [[1, 1]]}
+    state, _, _ = load.receive(
+        Stored.over(snapshot.rows, snapshot._control(), snapshot), Allowed(), None, BounceBuffers(ACCELERATOR)
+    )
+    assert torch.equal(state["v"], value)
+
+
+@pytest.mark.parametrize(
+    "devices", [[], {"cuda:0": 1}, {"cuda:0": [[0]]}, {"cuda:0": [["0", 1]]}, {"cuda:0": [[0, 1, 2]]}]
+)
+def test_devices_that_are_described_wrongly_are_refused_or_ignored(devices):
+    manifest = Manifest(json.dumps({"flags": "", "objects": 0, "storages": [], "devices": devices}), "{}")
+    if not devices:
+        assert manifest.location(0) == "cpu"
+    else:
+        with pytest.raises(ProtocolError, match="devices"):
+            manifest.location(0)
+
+
 @pytest.mark.parametrize("bad", [5, "nowhere", b"cpu"])
 def test_a_map_location_that_is_none_is_refused(bad, tmp_path):
     save(tmp_path / "c", {"w": torch.ones(3)})
@@ -372,6 +444,18 @@ def test_a_pickle_that_names_what_it_must_not_is_refused(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
+def test_a_file_of_torch_that_was_cut_off_is_damaged_and_not_to_be_trusted(tmp_path):
+    file = tmp_path / "checkpoint_0.pt"
+    torch.save({"w": torch.ones(2000)}, file)
+    whole = file.read_bytes()
+    for length in (0, 100, len(whole) // 2, len(whole) - 10):
+        file.write_bytes(whole[:length])
+        for allowed in (Allowed(), Allowed((), True)):
+            with pytest.raises(ProtocolError, match=r"checkpoint_0\.pt cannot be read: it is damaged") as caught:
+                loading.load(tmp_path, allowed=allowed)
+            assert "trust" not in str(caught.value)
+
+
 def test_a_file_on_its_own_is_a_state_again(tmp_path):
     state = {"w": torch.arange(4.0), "v": torch.arange(6)[::2], "n": {"lr": 0.5}}
     save(tmp_path / "c", state)
@@ -462,6 +546,40 @@ def test_the_latest_complete_checkpoint_is_found(tmp_path):
     assert latest_checkpoint(str(tmp_path)) == str(tmp_path / "step-1")
 
 
+@pytest.mark.parametrize("moment", ["read_index", "missing_files"])
+@pytest.mark.parametrize("name", ["step-1", "step-2"])
+def test_the_latest_is_found_while_a_save_replaces_it(name, moment, tmp_path, monkeypatch):
+    save(tmp_path / "step-1", {"w": torch.tensor(1)})
+    real, calls = getattr(folder_module, moment), []
+
+    def interrupted(*args):
+        calls.append(args)
+        if len(calls) == 1:
+            SyncCheckpointer(keep_last=1).save(tmp_path / name, {"w": torch.tensor(2)})
+        return real(*args)
+
+    monkeypatch.setattr(folder_module, moment, interrupted)
+    assert latest_checkpoint(tmp_path) == str(tmp_path / name)
+    assert len(calls) > 1
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+def test_a_checkpoint_that_is_removed_while_it_is_loaded_is_incomplete(kept, tmp_path, monkeypatch):
+    save(tmp_path / "a", {"w": torch.ones(3)})
+    real = loading.Stored.open
+
+    class Removing:
+        @staticmethod
+        def open(*args, **kwargs):
+            for file in [tmp_path / "a" / INDEX, rank_file(tmp_path / "a")][kept:]:
+                file.unlink()
+            return real(*args, **kwargs)
+
+    monkeypatch.setattr(loading, "Stored", Removing)
+    with pytest.raises(IncompleteCheckpoint, match="while it was loaded"):
+        loading.load(tmp_path / "a")
+
+
 def test_a_load_beside_saves_into_the_same_folder_is_of_one_save(tmp_path):
     save(tmp_path / "c", {"w": torch.zeros(MIB // 4), "n": 0})
     stop = threading.Event()
@@ -503,3 +621,26 @@ def test_a_keeper_is_asked_first_and_the_folder_is_what_remains(tmp_path, caplog
 
     assert loading.load(tmp_path / "c", prefer=broken)["w"].tolist() == [1, 1, 1]
     assert "it is gone" in caplog.text
+
+
+class _Unlisted:
+    """A class that no allow-list names."""
+
+
+def test_a_save_warns_once_of_what_a_load_will_refuse(tmp_path, caplog):
+    state = {"step": 3, "odd": _Unlisted()}
+    with closing(SyncCheckpointer(rank=0, world_size=1)) as checkpointer, caplog.at_level("INFO"):
+        for name in ("a", "b"):
+            checkpointer.save(str(tmp_path / name), state)
+        lines = [record.getMessage() for record in caplog.records]
+        assert len(lines) == 1
+        assert lines[0].startswith("a load will refuse this state: ")
+        assert "safe_globals=[" in lines[0]
+        with pytest.raises(UnsafePickle):
+            checkpointer.load(str(tmp_path / "a"))
+    caplog.clear()
+    listed = SyncCheckpointer(rank=0, world_size=1, safe_globals=[_Unlisted])
+    with closing(listed) as checkpointer, caplog.at_level("INFO"):
+        checkpointer.save(str(tmp_path / "c"), state)
+        assert isinstance(checkpointer.load(str(tmp_path / "c"))["odd"], _Unlisted)
+    assert not caplog.records

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rank_worker import TENSORS
+from rank_worker import SHARDED, TENSORS
 
 from tensorferry.checkpointing import SyncCheckpointer, latest_checkpoint, loading
 from tensorferry.errors import CorruptCheckpoint, IncompleteCheckpoint
@@ -39,7 +39,7 @@ def run(what: str, world: int, folder: Path) -> None:
             rank.wait()
 
 
-def test_dtensors_are_put_together_for_other_ranks_and_placements(tmp_path):
+def test_spread_tensors_are_put_together_for_other_ranks_and_placements(tmp_path):
     folder = tmp_path / "c"
     # With its own placements and with others, and then with another number of ranks.
     run("save", 2, folder)
@@ -49,8 +49,11 @@ def test_dtensors_are_put_together_for_other_ranks_and_placements(tmp_path):
     for name, (value, *_) in TENSORS.items():
         assert torch.equal(torch.as_tensor(state[name]), value), name
     assert (state["note"], state["plain"].tolist()) == (0, [0, 0, 0])
+    assert torch.equal(state["sharded"], SHARDED)
     asked = {name: torch.zeros_like(value[0]) for name, value in TENSORS.items()}
+    asked["sharded"] = torch.zeros_like(SHARDED)
     loading.load(folder, asked)
+    assert torch.equal(asked.pop("sharded"), SHARDED)
     for name, (value, *_) in TENSORS.items():
         assert torch.equal(asked[name], value), name
     # Damage in the file of another rank is noticed by whoever reads it.

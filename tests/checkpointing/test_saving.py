@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import fcntl
 import os
+import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +24,7 @@ from checkpoint_files import children, files_in, is_running, is_whole, resources
 from tensorferry.checkpointing import (
     AsyncCheckpointer,
     SyncCheckpointer,
+    handover,
     make_async_checkpointer,
     make_sync_checkpointer,
 )
@@ -211,6 +215,7 @@ def test_arguments_that_cannot_be_used_are_named() -> None:
         ({"threads": 0}, "threads"),
         ({"cached": 1}, "cached"),
         ({"keep_last": 0}, "keep_last"),
+        ({"keep_last": True}, "keep_last"),
         ({"patience": 0}, "patience"),
         ({"memory_limit": -1}, "memory_limit"),
         ({"rank": 1}, "rank and world_size"),
@@ -222,11 +227,20 @@ def test_arguments_that_cannot_be_used_are_named() -> None:
             AsyncCheckpointer(**options)
 
 
+class Silent(torch.Tensor):
+    """A tensor that answers nothing."""
+
+    @classmethod
+    def __torch_function__(cls, *_, **__):
+        raise RuntimeError("no answer")
+
+
 def test_what_cannot_be_saved_is_refused_and_the_next_state_is_saved(opened, tmp_path) -> None:
     checkpointer = opened()
-    for _ in range(3):
-        with pytest.raises(UnsupportedLeaf, match="lock"):
-            checkpointer.save(tmp_path / "a", {"lock": threading.Lock()})
+    for leaf in (threading.Lock(), torch.ones(2).as_subclass(Silent)):
+        for _ in range(3):
+            with pytest.raises(UnsupportedLeaf, match=r"model\.odd"):
+                checkpointer.save(tmp_path / "a", {"model": {"odd": leaf}})
     checkpointer.save(tmp_path / "b", state_of(1))[1].result(WAIT_S)
     assert is_whole(tmp_path / "b", 1)
 
@@ -255,6 +269,111 @@ def test_a_failure_nobody_has_looked_at_is_raised_once_by_the_next_save(opened, 
     with pytest.raises(SystemRefused, match="cannot be created"):
         checkpointer.close()
     checkpointer.close()
+
+
+def test_a_failure_nobody_has_looked_at_is_logged_at_the_end(tmp_path, caplog) -> None:
+    checkpointer = AsyncCheckpointer()
+    pid = writer_of(checkpointer)
+    (tmp_path / "file").write_text("")
+    _, written = checkpointer.save(tmp_path / "file" / "a", state_of(1))
+    concurrent.futures.wait([written], WAIT_S)
+    checkpointer._saver.finish_at_exit(time.monotonic() + WAIT_S)
+    assert ["cannot be created" in record.message for record in caplog.records] == [True]
+    checkpointer.close()
+    os.waitpid(pid, 0)
+
+
+def test_a_signal_handler_that_interrupts_a_save_is_told_so_and_the_save_goes_on(opened, tmp_path) -> None:
+    checkpointer = opened()
+    told = []
+
+    def handle(*_):
+        for call in (lambda: checkpointer.save(tmp_path / "b", state_of(2)), checkpointer.close):
+            try:
+                told.append(call())
+            except InvalidArgument as e:
+                told.append(str(e))
+
+    class Interrupted:
+        def __reduce__(self):
+            signal.raise_signal(signal.SIGUSR1)
+            return dict, ()
+
+    def give_up(*_):
+        raise TimeoutError("the handler waits for the save that it has interrupted")
+
+    before = [(one, signal.signal(one, do)) for one, do in ((signal.SIGUSR1, handle), (signal.SIGALRM, give_up))]
+    signal.alarm(20)
+    try:
+        checkpointer.save(tmp_path / "a", {**state_of(1), "odd": Interrupted()})[1].result(WAIT_S)
+        assert len(told) >= 2
+        assert all("signal handler" in one for one in told)
+        # Between saves, a handler may save.
+        del told[:]
+        signal.raise_signal(signal.SIGUSR1)
+        assert isinstance(told[0], tuple)
+    finally:
+        signal.alarm(0)
+        for one, do in before:
+            signal.signal(one, do)
+    assert is_whole(tmp_path / "a", 1)
+    assert is_whole(tmp_path / "b", 2)
+
+
+def test_a_callback_that_would_wait_for_itself_is_told_so(opened, tmp_path) -> None:
+    checkpointer = opened()
+    told = []
+
+    def call_both(_):
+        for call in (lambda: checkpointer.save(tmp_path / "c", state_of(3)), checkpointer.close):
+            try:
+                told.append(call())
+            except InvalidArgument as e:
+                told.append(str(e))
+
+    with stopped(writer_of(checkpointer)):
+        checkpointer.save(tmp_path / "a", state_of(1))
+        staged, written = checkpointer.save(tmp_path / "b", state_of(2))
+        staged.add_done_callback(call_both)
+    written.result(WAIT_S)
+    assert ["callback" in one for one in told] == [True, True]
+    # A save that need not wait is no trouble.
+    saved = []
+    written = checkpointer.save(tmp_path / "a", state_of(4))[1]
+    written.add_done_callback(lambda _: saved.append(checkpointer.save(tmp_path / "c", state_of(5))))
+    checkpointer.save(tmp_path / "b", state_of(6))[1].result(WAIT_S)
+    checkpointer.close()
+    assert len(saved) == 1
+    assert is_whole(tmp_path / "c", 5)
+
+
+def test_a_trainer_may_have_more_than_a_thousand_files_open(opened, tmp_path, monkeypatch) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 1200:
+        pytest.skip("no process may have so many files open here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1200), hard))
+    try:
+        pair = handover.pair
+
+        def far_up() -> tuple[socket.socket, socket.socket]:
+            first, second = pair()
+            with first, second:
+                high = [fcntl.fcntl(one, fcntl.F_DUPFD_CLOEXEC, 1100) for one in (first, second)]
+            return socket.socket(fileno=high[0]), socket.socket(fileno=high[1])
+
+        monkeypatch.setattr(handover, "pair", far_up)
+        opened().save(tmp_path / "a", state_of(1))[1].result(WAIT_S)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert is_whole(tmp_path / "a", 1)
+
+
+def test_a_path_that_no_file_system_has_is_refused(opened, tmp_path) -> None:
+    for make in (opened, SyncCheckpointer):
+        checkpointer = make()
+        for name in ("a\ud800", "a\0b", ""):
+            with pytest.raises(InvalidArgument, match="path must be"):
+                checkpointer.save(f"{tmp_path}/{name}" if name else "", state_of(1))
 
 
 def test_a_full_disk_fails_that_save_alone_and_leaves_nothing(opened, tmp_path) -> None:

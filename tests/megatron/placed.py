@@ -22,7 +22,7 @@ import pytest
 import ranks
 import torch
 
-RELEASES = ("0.16.1", "0.19.2")
+RELEASES = tuple(os.environ.get("TENSORFERRY_MEGATRON_RELEASES", "0.16.1,0.19.2").split(","))
 _PATIENCE_S = 60
 
 

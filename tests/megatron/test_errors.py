@@ -27,10 +27,10 @@ def outcome(call):
     return "nothing was raised"
 
 
-def tensor(key, rank, world, **options):
+def tensor(key, rank, world, rows=4, **options):
     from megatron.core.dist_checkpointing import ShardedTensor
 
-    return ShardedTensor.from_rank_offsets(key, torch.full((4, 3), float(rank)), (0, rank, world), **options)
+    return ShardedTensor.from_rank_offsets(key, torch.full((rows, 3), float(rank)), (0, rank, world), **options)
 
 
 def save_wrong(kept, folder, wrong, asynchronous):

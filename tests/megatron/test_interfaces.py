@@ -10,6 +10,7 @@ import torch
 
 
 def look(kept):
+    from importlib import import_module
     from importlib.util import find_spec
 
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
@@ -20,7 +21,7 @@ def look(kept):
 
     del kept
     base = "megatron.core.dist_checkpointing.strategies.base"
-    own = find_spec(base) is None
+    own = find_spec(base) is None or not hasattr(import_module(base), "register_default_strategy")
     names = (
         "StrategyAction", "LoadStrategyBase", "SaveStrategyBase", "LoadCommonStrategy", "SaveCommonStrategy",
         "LoadShardedStrategy", "SaveShardedStrategy", "AsyncSaveShardedStrategy", "get_default_strategy",

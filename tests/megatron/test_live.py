@@ -82,3 +82,43 @@ def test_a_source_that_is_gone_is_an_error_on_every_rank(host, tmp_path):
     host.job(2).run(close)
     for text in host.job(2).run(load_gone, metadata):
         assert text.startswith("cannot load from the running job")
+
+
+def heal(kept):
+    from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
+
+    from tensorferry import HTTPTransport
+
+    del kept
+    # Two replicas of two ranks, which torchft would run as two jobs.
+    rank = torch.distributed.get_rank()
+    is_healthy, peer = rank < 2, rank ^ 2
+    place = Placement(2, 1, 1, rank % 2)
+    state = sharded_state(place, torch.bfloat16, value=9 if is_healthy else 0, empty=not is_healthy)
+    del state["local"]
+
+    def local_state():
+        return dict_list_map_outplace(lambda leaf: getattr(leaf, "data", leaf), state)
+
+    kept_at = state["layers"][0]["column"].data.data_ptr()
+    with HTTPTransport(TIMEOUT, state_dict=local_state, interface="127.0.0.1") as transport:
+        urls = [None] * 4
+        torch.distributed.all_gather_object(urls, transport.metadata())
+        found = None
+        if is_healthy:
+            transport.send_checkpoint([peer], 3, local_state(), TIMEOUT)
+        else:
+            found = transport.recv_checkpoint(peer, urls[peer], 3, TIMEOUT)
+        torch.distributed.barrier()
+    if is_healthy:
+        return True
+    wanted = expected(place, torch.bfloat16, value=9)
+    del wanted["local"]
+    # Into the leaves' own memory, whatever their strides.
+    in_place = state["layers"][0]["column"].data.data_ptr() == kept_at
+    tensors = digest([layer["row"].data for layer in state["layers"]]) == [layer["row"] for layer in wanted["layers"]]
+    return in_place and tensors and digest(found) == wanted
+
+
+def test_a_replica_heals_from_its_counterpart(host):
+    assert host.job(4).run(heal) == [True] * 4

@@ -44,7 +44,9 @@ def load(kept, folder, how):
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     strategy = ours.load_strategy()
     if how == "two-stage":
-        strategy = ours.TwoStageDataParallelLoadShardedStrategy(torch.distributed.group.WORLD, interface="127.0.0.1")
+        strategy = ours.TwoStageDataParallelLoadShardedStrategy(
+            torch.distributed.group.WORLD, spread=True, interface="127.0.0.1"
+        )
     # A first load, of nothing, so that threads and modules are there.
     ours.load({}, folder, strategy)
     state = large(rank, world, False, lambda rows: torch.full((rows, 1024), 1.0))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from placed import Placement, digest, expected, sharded_state
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64)
+DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int64)
 #: (tensor, pipeline, data parallel) of the job that saves and of the one that loads, of as many ranks each as they say.
 CHANGES = (((2, 1, 2), (1, 2, 1)), ((1, 2, 1), (2, 2, 1)), ((1, 1, 4), (1, 1, 1)), ((1, 1, 1), (1, 4, 1)))
 if os.environ.get("TENSORFERRY_MEGATRON_RANKS") == "8":

@@ -90,6 +90,79 @@ def test_a_save_in_a_spawned_process_holds_the_state_as_it_was(host, tmp_path):
         assert found == wanted
 
 
+def save_by_worker(kept, folders):
+    from unittest import mock
+
+    from megatron.core.dist_checkpointing.strategies import async_utils
+
+    import tensorferry.megatron as ours
+
+    del kept
+    place = Placement(*PLACE)
+    found = []
+    # The worker wants a GPU. Forked, it has what is replaced here, and need not import Megatron.
+    context = torch.multiprocessing.get_context("fork")
+    with (
+        mock.patch.object(async_utils.mp, "get_context", return_value=context),
+        mock.patch.object(torch.cuda, "set_device"),
+        mock.patch.object(torch.cuda, "device_count", return_value=1),
+    ):
+        calls = async_utils.AsyncCallsQueue(persistent=True)
+        for value, folder in enumerate(folders):
+            state = sharded_state(place, value=value)
+            keep = state["scalar"].data
+            at = keep.data_ptr()
+            request = ours.save(state, folder, async_sharded_save=True)
+            if value == 1 and torch.distributed.get_rank() == 1:
+                # As if the folder were gone, for one save of one rank.
+                job, *rest = request.async_fn_args
+                job = dataclasses.replace(job, file=dataclasses.replace(job.file, path=Path(folder) / "gone" / "file"))
+                request = request._replace(async_fn_args=(job, *rest))
+            calls.schedule_async_request(request)
+            # From here on the trainer goes on.
+            keep.fill_(99)
+            try:
+                calls.maybe_finalize_async_calls(blocking=True)
+            except Exception as e:
+                found.append(str(e))
+                continue
+            assert keep.data_ptr() == at
+            found.append(digest(ours.load(sharded_state(place, empty=True), folder)) == expected(place, value=value))
+        calls.close()
+    return found
+
+
+def test_megatrons_persistent_worker_saves_and_outlives_a_save_that_fails(host, tmp_path):
+    folders = [tmp_path / str(number) for number in range(3)]
+    for folder in folders:
+        folder.mkdir()
+    for first, failed, last in host.job(2).run(save_by_worker, [str(folder) for folder in folders]):
+        assert (first, last) == (True, True)
+        assert re.search(r"SystemRefused: .*gone.*\(rank 1\)", failed)
+
+
+def drop_and_repeat(kept, folder):
+    from test_errors import outcome
+
+    import tensorferry.megatron as ours
+
+    del kept
+    state = sharded_state(Placement(*PLACE))
+    request = ours.save(state, folder, async_sharded_save=True)
+    dropped = request.async_fn_args[0].folder
+    request = None
+    gone = not Path(dropped).exists()
+    request = ours.save(state, folder, async_sharded_save=True)
+    return gone, outcome(request.execute_sync), outcome(request.execute_sync)
+
+
+def test_a_request_is_carried_out_once_and_leaves_nothing_behind_if_it_never_is(host, tmp_path):
+    for gone, first, again in host.job(2).run(drop_and_repeat, str(tmp_path)):
+        assert gone
+        assert first == "nothing was raised"
+        assert re.search("has been finished before: each request is carried out once. Save again", again)
+
+
 def fail_async(kept, folder, how):
     from test_errors import outcome
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
+import pytest
 import torch
 from placed import Placement, digest, expected, sharded_state
 
@@ -18,7 +22,7 @@ def load(kept, folder, sizes, dtype):
 
     place = Placement(*sizes)
     group = kept.setdefault(sizes, place.group())
-    strategy = ours.TwoStageDataParallelLoadShardedStrategy(group, interface="127.0.0.1")
+    strategy = ours.TwoStageDataParallelLoadShardedStrategy(group, spread=True, interface="127.0.0.1")
     found = digest(ours.load(sharded_state(place, dtype, empty=True), folder, strategy))
     return found, expected(place, dtype), strategy.report
 
@@ -34,8 +38,12 @@ def test_every_placement_is_loaded_as_without_it(host, tmp_path):
                 assert found == wanted
 
 
+TEXT = 500_000
+
+
 def save_large(kept, folder):
     from megatron.core.dist_checkpointing import ShardedTensor
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
 
     import tensorferry.megatron as ours
 
@@ -45,13 +53,19 @@ def save_large(kept, folder):
     for number in range(8):
         data = torch.arange(1 << 19, dtype=torch.float32).reshape(1024, 512) * (number + 1) + rank
         state[str(number)] = ShardedTensor.from_rank_offsets(f"w{number}", data, (0, rank, 2))
+    state["text"] = ShardedObject("text", "x" * TEXT, (1,), (0,), replica_id=rank)
     ours.save(state, folder)
 
 
-def load_large(kept, folder, wraps):
+def load_large(kept, folder, wraps, **options):
+    from unittest import mock
+
     from megatron.core.dist_checkpointing import ShardedTensor
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
 
     import tensorferry.megatron as ours
+    from tensorferry.megatron import common
+    from tensorferry.storage import commits
 
     del kept
     rank = torch.distributed.get_rank()
@@ -66,13 +80,25 @@ def load_large(kept, folder, wraps):
         state[str(number)] = ShardedTensor.from_rank_offsets(f"w{number}", data, replica_id=rank)
     strategy = ours.load_strategy()
     if wraps:
-        strategy = ours.TwoStageDataParallelLoadShardedStrategy(torch.distributed.group.WORLD, interface="127.0.0.1")
-    found = ours.load(state, folder, strategy)
+        strategy = ours.TwoStageDataParallelLoadShardedStrategy(
+            torch.distributed.group.WORLD, interface="127.0.0.1", **options
+        )
+    state["text"] = ShardedObject("text", None, (1,), (0,), replica_id=rank)
+    with (
+        mock.patch.object(commits, "read", wraps=commits.read) as index,
+        mock.patch.object(common, "read", wraps=common.read) as common_part,
+    ):
+        found = ours.load(state, folder, strategy)
+    assert found.pop("text") == "x" * TEXT
     whole = torch.cat([torch.arange(1 << 19, dtype=torch.float32).reshape(1024, 512)] * 2)
     first = torch.arange(2048)[:, None] // 1024
     wanted = [(whole * (number + 1) + first).to(found[str(number)].dtype) for number in range(8)]
     right = [torch.equal(found[str(number)], one) for number, one in enumerate(wanted)]
-    return right, strategy.report
+    return right, strategy.report | {"index": index.call_count, "common": common_part.call_count}
+
+
+def load_spread(kept, folder, wraps):
+    return load_large(kept, folder, wraps, spread=True)
 
 
 def test_every_byte_is_read_from_storage_once(host, tmp_path):
@@ -81,13 +107,59 @@ def test_every_byte_is_read_from_storage_once(host, tmp_path):
     alone = host.job(4).run(load_large, str(tmp_path), False)
     assert [right for right, _ in alone] == [[True] * 8] * 4
     assert sum(report["wanted"] for _, report in alone) >= 4 * size
-    shared = host.job(4).run(load_large, str(tmp_path), True)
+    shared = host.job(4).run(load_spread, str(tmp_path), True)
     assert [right for right, _ in shared] == [[True] * 8] * 4
     # The common state, too, which one rank compares with common.pt.
-    assert size <= sum(report["wanted"] for _, report in shared) < size + 10_000
-    assert sum(report["bytes"] for _, report in shared) < 1.02 * size + 100_000
+    assert size + TEXT <= sum(report["wanted"] for _, report in shared) < size + TEXT + 10_000
+    assert sum(report["bytes"] for _, report in shared) < 1.02 * (size + TEXT) + 100_000
+    assert [report["index"] for _, report in alone] == [1] * 4
+    assert [report["index"] for _, report in shared] == [1, 0, 0, 0]
+    assert [bool(report["common"]) for _, report in shared] == [True, False, False, False]
     # Two of the eight tensors are half as large in their targets, and are fetched as they are there.
     assert sum(report["fetched"] for _, report in shared) >= 3 * (size - size // 8)
+
+
+def choose(kept, folder, out_of_memory):
+    from unittest import mock
+
+    from tensorferry.megatron import page_cache
+
+    # As if this rank's machine did not have the files in memory.
+    is_first = torch.distributed.get_rank() == 0
+    with mock.patch.object(page_cache, "holds", return_value=not (out_of_memory and is_first)):
+        return load_large(kept, folder, True)
+
+
+def test_ranks_read_alone_what_is_in_the_memory_of_all_their_machines(host, tmp_path):
+    host.job(2).run(save_large, str(tmp_path))
+    for out_of_memory in (False, True):
+        told = host.job(2).run(choose, str(tmp_path), out_of_memory)
+        assert [right for right, _ in told] == [[True] * 8] * 2
+        assert [report["fetched"] > 0 for _, report in told] == [out_of_memory] * 2
+
+
+def look_at_the_page_cache(kept, folder):
+    from tensorferry.megatron import page_cache
+
+    del kept
+    path = Path(folder) / "file"
+    with path.open("wb") as file:
+        file.write(bytes(8 << 20))
+        os.fsync(file.fileno())
+        held = page_cache.holds([path])
+        os.posix_fadvise(file.fileno(), 4 << 20, 0, os.POSIX_FADV_DONTNEED)
+        dropped = page_cache.holds([path])
+    os.mkfifo(path.with_name("pipe"))
+    others = [page_cache.holds([path.with_name(name)]) for name in ("pipe", "none")]
+    return held, dropped, others
+
+
+def test_the_page_cache_is_asked_for_samples(host, tmp_path):
+    ((held, dropped, others),) = host.job(1).run(look_at_the_page_cache, str(tmp_path))
+    assert others == [False, False]
+    if not held:
+        pytest.skip("this file system has no reads that do not wait")
+    assert not dropped
 
 
 def load_damaged(kept, folder):
@@ -97,7 +169,9 @@ def load_damaged(kept, folder):
 
     del kept
     place = Placement(1, 1, 4)
-    strategy = ours.TwoStageDataParallelLoadShardedStrategy(torch.distributed.group.WORLD, interface="127.0.0.1")
+    strategy = ours.TwoStageDataParallelLoadShardedStrategy(
+        torch.distributed.group.WORLD, spread=True, interface="127.0.0.1"
+    )
     return outcome(lambda: ours.load(sharded_state(place, empty=True), folder, strategy))
 
 

@@ -490,6 +490,8 @@ def try_save(kept, folder, change):
             state["columns"].dtype = torch.float8_e4m3fn
         elif change == "key":
             state["rows"].key = "../rows"
+        elif change == "reserved":
+            state["rows"].key = "metadata.json"
     try:
         ZarrSaveShardedStrategy().save(state, folder)
     except CheckpointingException as e:
@@ -503,6 +505,7 @@ def try_save(kept, folder, change):
         ("no data", "rows: the main replica of a shard has no data to save"),
         ("dtype", "columns is of torch.float8_e4m3fn, which checkpoints of backend 'zarr' do not have"),
         ("key", "it leads out of"),
+        ("reserved", "'metadata.json' cannot be the key of a tensor or object: metadata.json is another file"),
     ],
 )
 def test_what_cannot_be_saved_is_refused_on_every_rank(ranks, tmp_path, change, text):

@@ -236,7 +236,7 @@ class TestHTTP:
         assert site("GET", "1/+000")[1] == site("GET", "1/0")[1], "an index as int() reads it"
 
     def test_a_step_without_a_state_is_404(self) -> None:
-        server = Server(patience=TIMEOUT.total_seconds(), bind="127.0.0.1:0")
+        server = Server(patience=TIMEOUT.total_seconds(), bind="127.0.0.1")
         server.allow(10)
         with pytest.raises(urllib.error.HTTPError, match="no state was sent: call send_checkpoint first") as refused:
             urllib.request.urlopen(server.url("127.0.0.1") + "10.safetensors")

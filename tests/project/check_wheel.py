@@ -1,12 +1,14 @@
 """Checks the one wheel in a folder: it is an abi3 wheel, which with a free-threaded Python first on PATH it silently is
-not, and it needs no newer glibc than it says."""
+not, it is for the processor that it says, it needs no newer glibc than it says, and it lists what it was built from."""
 
 import re
 import sys
 import zipfile
 from pathlib import Path
 
-_TAGGED = re.compile(r"tensorferry-[\d.]+-cp311-abi3-(?:manylinux_(\d+)_(\d+)|(?:many)?linux\w*?)_\w+?\.whl")
+_TAGGED = re.compile(r"tensorferry-[\d.]+-cp311-abi3-(?:manylinux_(\d+)_(\d+)|linux)_(x86_64|aarch64)\.whl")
+#: What ``e_machine`` in the header of a shared library is on each platform, little-endian at byte 18.
+_MACHINES = {"x86_64": 62, "aarch64": 183}
 
 
 def needed_glibc(library: bytes) -> tuple[int, int]:
@@ -32,11 +34,18 @@ def main(folder: str, glibc: str | None = None) -> None:
     with zipfile.ZipFile(wheels[0]) as wheel:
         libraries = [entry for entry in wheel.namelist() if entry.endswith(".so")]
         needed = max(needed_glibc(wheel.read(entry)) for entry in libraries)
+        machines = {int.from_bytes(wheel.read(entry)[18:20], "little") for entry in libraries}
+        boms = [entry for entry in wheel.namelist() if entry.endswith(".cyclonedx.json")]
     if tagged[1] and needed > (int(tagged[1]), int(tagged[2])):
         sys.exit(f"{name} needs glibc {needed[0]}.{needed[1]}")
     if glibc and (tagged[1], tagged[2]) != tuple(glibc.split("_")):
         sys.exit(f"{name} is not tagged manylinux_{glibc}")
-    print(f"{name}: abi3, needs glibc {needed[0]}.{needed[1]}")
+    if machines != {_MACHINES[tagged[3]]}:
+        sys.exit(f"{name} holds a library for another processor than its tag says")
+    if not boms:
+        sys.exit(f"{name} has no bill of materials (SBOM) of the crates in it")
+    size = wheels[0].stat().st_size / 1e6
+    print(f"{name}: {size:.1f} MB, abi3, needs glibc {needed[0]}.{needed[1]}")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,18 @@
 """The examples in README and docs run: Python in an environment of only the wheel and torch, without numpy. Verbs
-and options exist, and addresses answer.
+and options exist, links lead somewhere, and addresses answer.
 
 A block of Python runs as it stands. ``needs=NAME`` behind the language says that it needs a package which that
-environment does not have: then it runs in this one. :data:`SURROUNDINGS` has the code that a block presupposes.
+environment does not have: then it runs in this one. ``file=NAME`` is a file of the reader's, which a test of its page
+runs as the page says. :data:`SURROUNDINGS` has the code that a block presupposes.
 """
 
+import functools
 import re
+import shlex
+import signal
 import subprocess
 import sys
+import time
 import tomllib
 import urllib.request
 from dataclasses import dataclass
@@ -18,10 +23,17 @@ import pytest
 import torch
 
 import tensorferry
+from tensorferry import errors
+from tensorferry.cli import app as cli_app
+from tensorferry.cli import exits
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", *PAGES]
+#: Where the pages and files of the repository can be read, for those who have no checkout.
+REPOSITORY = re.compile(
+    r"https://(?:github\.com/tensorferry/tensorferry/blob|raw\.githubusercontent\.com/tensorferry/tensorferry)/main/"
+)
 BLOCK = re.compile(r"^```(?P<language>\w+)(?: (?P<mark>[^\n]*))?\n(?P<code>.*?)^```", re.MULTILINE | re.DOTALL)
 
 _STATE = """
@@ -43,6 +55,18 @@ import tensorferry.checkpointing
 _started = tensorferry.checkpointing.Keeper(start=True)
 atexit.register(os.kill, _started.status()["pid"], signal.SIGTERM)
 """
+#: What Megatron needs besides what it says, by which its blocks are marked.
+MEGATRON = "psutil"
+#: One rank, without a GPU, with the release that the Makefile puts beside the environment.
+_MEGATRON = f"""
+import sys, tempfile, torch
+sys.path.insert(0, {str(Path(sys.prefix) / "megatron-0.19.2")!r})
+if not torch.distributed.is_initialized():
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+from megatron.core.dist_checkpointing import ShardedTensor
+folder = tempfile.mkdtemp(dir=".")
+sharded_state_dict = {{"weight": ShardedTensor.from_rank_offsets("weight", torch.ones(8, 8)), "iteration": 3}}
+"""
 #: The code that precedes blocks with these beginnings.
 SURROUNDINGS = {
     # The README's folders, placed below the folder in which the test runs.
@@ -52,8 +76,6 @@ import tensorferry.dcp
 def FileWriter(path): return tensorferry.dcp.FileWriter("." + path)
 def FileReader(path): return tensorferry.dcp.FileReader("." + path)
 """,
-    "writer = PeerWriter()": _STATE,
-    "dcp.load(state, storage_reader=PeerReader(metadata))": _PUBLISHED,
     "dcp.load(state, checkpoint_id=writer.folder())": _PUBLISHED,
     # A keeper of its own, and the folder of checkpoints below the one in which the test runs.
     "from tensorferry.checkpointing import make_async_checkpointer": f"""{_KEEPER}
@@ -76,6 +98,12 @@ _saving.save(os.path.join(folder, "step-1"), model.state_dict())
 _saving.close()
 """,
     "from tensorferry.checkpointing import Keeper": _KEEPER,
+    "from tensorferry.checkpointing import Keeper, peer_metadata": f"""{_STATE}
+import time
+_saving = tensorferry.checkpointing.SyncCheckpointer(keeper="default")
+_saving.save(os.path.abspath("step-1"), state)
+while not tensorferry.checkpointing.Keeper().held(): time.sleep(0.01)
+""",
     "addresses = [None] * world_size": f"""{_KEEPER}
 from tensorferry.checkpointing import Keeper
 rank, world_size, gpus_per_node, keeper = 0, 2, 1, Keeper()
@@ -90,14 +118,23 @@ timeout = timedelta(seconds=30)
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.AdamW(model.parameters())
 """,
-    # One rank, without a GPU, with the release that the Makefile puts beside the environment.
-    "from megatron.core import dist_checkpointing": f"""
-import sys, tempfile, torch
-sys.path.insert(0, {str(Path(sys.prefix) / "megatron-0.19.2")!r})
-torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
-from megatron.core.dist_checkpointing import ShardedTensor
-folder = tempfile.mkdtemp(dir=".")
-sharded_state_dict = {{"weight": ShardedTensor.from_rank_offsets("weight", torch.ones(8, 8)), "iteration": 3}}
+    "from megatron.core import dist_checkpointing": _MEGATRON,
+    "from tensorferry import megatron\nfrom tensorferry.dcp import PeerWriter": _MEGATRON,
+    # A rank that heals from another one, which is in the same process.
+    "from megatron.core.dist_checkpointing.dict_utils": f"""{_MEGATRON}
+from datetime import timedelta
+import tensorferry
+peer, step, timeout, is_healthy = 0, 7, timedelta(seconds=30), False
+_healthy = tensorferry.HTTPTransport(timeout)
+_healthy.send_checkpoint([1], step, {{"weight": torch.ones(8, 8), "iteration": 3}}, timeout)
+peers_metadata = _healthy.metadata()
+sharded_state_dict["weight"].data.zero_()
+""",
+    "from tensorferry.megatron import ZarrLoadShardedStrategy": f"""{_MEGATRON}
+from megatron.core import dist_checkpointing
+from tensorferry.megatron import ZarrSaveShardedStrategy
+torch.cuda.synchronize = lambda *_: None
+dist_checkpointing.save(sharded_state_dict, folder, ZarrSaveShardedStrategy())
 """,
     # A manager needs a lighthouse and a store (`make demo` has them); this only checks that it accepts the arguments.
     "manager = torchft.Manager(": """
@@ -115,7 +152,8 @@ torchft.Manager = lambda *args, **options: _signature.bind_partial(*args, **opti
 class Block:
     document: str
     language: str
-    needs: str | None
+    kind: str
+    name: str
     code: str
 
     def __str__(self) -> str:
@@ -131,9 +169,10 @@ def blocks(language: str) -> list[Block]:
     for document in DOCUMENTS:
         for match in BLOCK.finditer((ROOT / document).read_text()):
             mark = match["mark"] or ""
-            assert not mark or mark.startswith("needs="), f"{document}: the mark {mark!r} of a block is unknown"
+            kind, _, name = mark.partition("=")
+            assert kind in ("", "needs", "file"), f"{document}: the mark {mark!r} of a block is unknown"
             if match["language"] == language:
-                found.append(Block(document, language, mark.removeprefix("needs=") or None, match["code"]))
+                found.append(Block(document, language, kind, name, match["code"]))
     return found
 
 
@@ -177,11 +216,113 @@ def test_the_bare_environment_has_no_numpy(bare: Path, tmp_path: Path):
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("block", blocks("python"), ids=str)
+# Pages may repeat a block of the README.
+@pytest.mark.parametrize(
+    "block",
+    {b.code: b for b in reversed(blocks("python")) if b.kind != "file" and b.name != MEGATRON}.values(),
+    ids=str,
+)
 def test_every_block_of_python_runs(block: Block, bare: Path, tmp_path: Path):
-    if block.needs is not None:
-        pytest.importorskip(block.needs, reason=f"{block} needs {block.needs}")
-    run(bare if block.needs is None else sys.executable, block.whole(), tmp_path)
+    if block.kind == "needs":
+        pytest.importorskip(block.name, reason=f"{block} needs {block.name}")
+    run(sys.executable if block.kind == "needs" else bare, block.whole(), tmp_path)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_block_has_a_language_that_is_tested(document: str):
+    fences = re.findall(r"^ *```.*$", (ROOT / document).read_text(), re.MULTILINE)
+    # Text is output and grammars; ini and yaml configure other programs.
+    known = re.compile(r"```(python|console|text|ini|yaml)( (needs|file)=[\w.]+)?")
+    assert [fence for fence in fences[::2] if not known.fullmatch(fence)] == []
+    assert set(fences[1::2]) <= {"```"}
+
+
+class Terminal:
+    """A command of a page, started in a folder; what it prints is in a file there."""
+
+    def __init__(self, command: list[str | Path], folder: Path, name: str) -> None:
+        self.output = folder / name
+        with self.output.open("w") as output:
+            self.process = subprocess.Popen(command, cwd=folder, stdout=output, stderr=subprocess.STDOUT)
+
+    def wait_for(self, what: str) -> None:
+        end = time.monotonic() + 60
+        while what not in self.output.read_text():
+            assert self.process.poll() is None, self.output.read_text()
+            assert time.monotonic() < end, self.output.read_text()
+            time.sleep(0.05)
+
+    def interrupt(self) -> None:
+        self.process.send_signal(signal.SIGINT)
+        self.process.wait(30)
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(30)
+
+
+def lay_out(document: str, folder: Path) -> list[list[str]]:
+    """Writes the files of a page into ``folder``; returns the commands that it runs them with."""
+    files = [block for block in blocks("python") if block.document == document and block.kind == "file"]
+    for block in files:
+        (folder / block.name).write_text(block.code)
+    lines = [line for block in blocks("console") if block.document == document for line in block.code.splitlines()]
+    commands = [command for line in lines if (command := shlex.split(line))[-1] in {b.name for b in files} | {"600"}]
+    assert len(commands) == len(files)
+    return commands
+
+
+@pytest.mark.timeout(400)
+def test_the_tutorial(bare: Path, tmp_path: Path):
+    [[python, *arguments]] = lay_out("docs/tutorial.md", tmp_path)
+    assert python == "python"
+    terminals = []
+
+    def start(name: str, first: str) -> Terminal:
+        terminals.append(Terminal([bare, "-I", *arguments], tmp_path, name))
+        terminals[-1].wait_for(first)
+        return terminals[-1]
+
+    try:
+        first = start("first", "step 1: loss")
+        second = start("second", "healed: continuing after step ")
+        second.wait_for("\nstep ")
+        # Nobody has the state any more.
+        first.interrupt()
+        second.interrupt()
+        assert start("alone", "ConnectError: ").process.wait(30) == 1
+    finally:
+        for terminal in terminals:
+            terminal.end()
+
+
+@pytest.mark.timeout(400)
+def test_the_two_jobs_that_reshard(tmp_path: Path):
+    pytest.importorskip("numpy")  # torch.distributed's object collectives warn without it
+    [torchrun, *publish], [python, *load] = lay_out("docs/guides/reshard.md", tmp_path)
+    assert (torchrun, python) == ("torchrun", "python")
+    job = Terminal([sys.executable, "-m", "torch.distributed.run", *publish], tmp_path, "publish")
+    try:
+        while not (tmp_path / "metadata.txt").exists():
+            job.wait_for("")
+            time.sleep(0.05)
+        done = subprocess.run(
+            [sys.executable, *load], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == "loaded\n"
+        assert job.process.wait(60) == 0, job.output.read_text()
+    finally:
+        job.end()
+
+
+def test_the_blocks_of_the_megatron_guides_run(tmp_path: Path):
+    pytest.importorskip(MEGATRON)
+    found = [block for block in blocks("python") if block.name == MEGATRON]
+    assert len(found) == 4
+    # In one process: to import Megatron takes longer than all of them.
+    run(sys.executable, "\n".join(block.whole() for block in found), tmp_path)
 
 
 @pytest.mark.timeout(400)
@@ -235,11 +376,54 @@ def anchors(document: Path) -> set[str]:
 @pytest.mark.parametrize("document", [*DOCUMENTS, "CHANGELOG.md"])
 def test_links_lead_somewhere(document: str):
     page = ROOT / document
-    for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text()):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         path, _, anchor = target.partition("#")
-        place = (page.parent / path).resolve() if path else page
+        if ours := REPOSITORY.match(path):
+            place = ROOT / path[ours.end() :]
+        elif re.match("https?:", path):
+            continue
+        else:
+            place = (page.parent / path).resolve() if path else page
+            # The package index shows the README alone, and the site is made of docs/ alone.
+            assert document != "README.md", f"{target} is relative"
+            assert not document.startswith("docs/") or place.is_relative_to(ROOT / "docs"), target
         assert place.exists(), target
         assert not anchor or anchor in anchors(place), target
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+def test_the_table_of_the_readme_can_be_checked_by_eye():
+    tables = [
+        re.search(r"^<!-- benchmark: begin -->\n(.*?)^<!-- benchmark: end -->", (ROOT / page).read_text(), re.M | re.S)[
+            1
+        ]
+        for page in ("README.md", "docs/index.md")
+    ]
+    assert tables[0] == tables[1]
+    rows = [line.strip("|").split("|") for line in tables[0].splitlines()[2:]]
+    assert 1 <= len(rows) <= 8
+    for _, theirs, *ours in rows:
+        for ms, ratio in zip(ours[::2], ours[1::2], strict=True):
+            assert f"{float(theirs) / float(ms):.1f}" == ratio.strip()
+
+
+def test_the_log_line_of_a_receive_is_the_one_that_is_explained():
+    [shown] = re.findall(r"^received step .*$", (ROOT / "docs/guides/slow-heal.md").read_text(), re.MULTILINE)
+    [written] = re.findall(r'"(received step .*%s)"', (ROOT / "python/tensorferry/net/report.py").read_text())
+    shown = shown.replace("HERE <- THERE", "ROUTES").replace(", FOUND of OFFERED tensors in place", "")
+    assert re.sub(r"\b[A-Z]{4,}\b", "%", shown) == re.sub(r"%[.\d]*[df]|%s(?!\Z)", "%", written).removesuffix("%s")
+
+
+def test_every_error_has_a_cause_and_a_remedy():
+    text = (ROOT / "docs/reference/errors.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \|([^|]*)\| [^|]+ \| [^|]+ \|$", text, re.MULTILINE)
+    assert sorted(name for name, _ in rows) == sorted(errors.__all__)
+    for name, also in rows:
+        bases = {base.__name__ for base in getattr(errors, name).__mro__}
+        assert {base.rpartition(".")[2] for base in re.findall(r"`([\w.]+)`", also)} <= bases, name
 
 
 def test_the_start_page_links_each_page():
@@ -285,6 +469,7 @@ def test_what_console_blocks_run_exists():
     options = suite_help()
     command = [sys.executable, "-m", "tensorferry.checkpointing.keeper", "--help"]
     keeper = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+    convert = (ROOT / "python/tensorferry/megatron/convert.py").read_text()
     for block in blocks("console"):
         for line in block.code.splitlines():
             command = re.sub(r"\s+#.*", "", line)
@@ -292,7 +477,7 @@ def test_what_console_blocks_run_exists():
                 case ["make", verb, *_]:
                     assert verb in verbs(), line
                 case ["pip", "install", what, *_]:
-                    found = re.fullmatch(r"'?tensorferry(?:\[(\w+)\])?'?", what)
+                    found = re.fullmatch(r"'?tensorferry(?:\[([\w-]+)\])?'?", what)
                     assert found is not None, line
                     assert found[1] is None or found[1] in extras, line
                 case ["python", "-m", "tensorferry.testing", *rest]:
@@ -300,8 +485,40 @@ def test_what_console_blocks_run_exists():
                 # A block may say on which node a command is run.
                 case ["$" | "node1$" | "node2$", "tensorferry-keeper", *rest]:
                     assert all(option in keeper for option in re.findall(r"--[a-z-]+", " ".join(rest))), line
+                case ["python", "-m", "tensorferry.megatron.convert", *rest]:
+                    assert all(option in convert for option in re.findall(r"--[a-z-]+", " ".join(rest))), line
+                case ["torchtitan", "...", *rest]:
+                    [name] = re.findall(r"--override.imports '?tensorferry\.torchtitan\.(\w+)", " ".join(rest))
+                    assert f"def {name}(" in (ROOT / "python/tensorferry/torchtitan/__init__.py").read_text()
+                case ["cat", path]:
+                    assert Path(path).exists(), line
+                case ["python" | "torchrun", *rest]:  # The page's own files, which its test runs.
+                    names = [other.name for other in blocks("python") if other.document == block.document]
+                    assert any(name and name in " ".join(rest).split() for name in names), line
+                case ["$", "tensorferry", verb, *rest]:
+                    assert verb in cli_app.VERBS, line
+                    assert all(option in command_help(verb) for option in re.findall(r"--[a-z-]+", " ".join(rest))), (
+                        line
+                    )
                 case _:
                     pytest.fail(f"{block.document}: nothing is known of {line!r}")
+
+
+@functools.cache
+def command_help(verb: str) -> str:
+    command = [sys.executable, "-m", "tensorferry", verb, "--help"]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+
+
+def test_the_reference_of_the_command_has_every_verb_and_status():
+    page = (ROOT / "docs/reference/cli.md").read_text()
+    assert all(f"\n## {verb}\n" in page for verb in cli_app.VERBS)
+    listed = re.findall(r"^\| ([\d, ]+) \| (.*?) \|", page.partition("## Exit statuses")[2], re.MULTILINE)
+    found = {int(status): names for statuses, names in listed for status in statuses.split(",")}
+    for kind, status in exits.STATUS.items():
+        assert f"`{kind.__name__}`" in found[status] or status == exits.OTHER
+    others = (exits.OK, exits.NO, exits.BUG, exits.INTERRUPTED, exits.TERMINATED, exits.BROKEN_PIPE)
+    assert found.keys() == {*exits.STATUS.values(), *others}
 
 
 def test_the_options_of_the_fault_suite_exist():

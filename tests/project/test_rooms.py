@@ -1,5 +1,6 @@
 """Which module may use which, in both languages. Without a test the architecture would erode.
 
+    command    __main__
     doors      torchft  dcp  checkpointing  megatron  cli  testing
     rooms      state
                storage -> net      memory
@@ -48,7 +49,7 @@ DOORS: dict[str, frozenset[str]] = {
     "dcp": frozenset(),
     "checkpointing": frozenset(),
     "megatron": frozenset({"dcp"}),
-    "cli": frozenset(),
+    "cli": frozenset({"checkpointing", "dcp", "megatron", "torchft"}),
     "frameworks": frozenset({"dcp", "torchft"}),
     "torchtitan": frozenset({"dcp", "frameworks"}),
     "testing": frozenset({"torchft"}),
@@ -178,6 +179,7 @@ PACKAGE = Language(
         **{door: GROUND | ROOMS.keys() | others for door, others in DOORS.items()},
         # The package itself: its public names, which it imports when they are used.
         "": GROUND | ROOMS.keys() | DOORS.keys(),
+        "__main__": frozenset({"cli"}),
     },
     modules=python_modules,
     uses=python_uses,

@@ -580,6 +580,13 @@ def test_dtensors_that_differ_in_nothing_share_one_spec(meshes: Meshes) -> None:
     flat = tree.flatten([made(2, Shard(0)), made(2, Shard(0)), made(2, Shard(1))])
     assert len(flat.rows.first_specs) == 2
     assert flat.unread == []
+    # More than are compared first, each by turns with the others.
+    kinds = [(rows, placement) for rows in (1, 2, 3, 4) for placement in (Shard(0), Shard(1))]
+    assert len(tree.flatten([made(*kind) for _ in range(3) for kind in kinds]).rows.first_specs) == len(kinds)
+    others = [
+        DTensor.from_local(torch.zeros(2, 4), mesh, [Shard(0)] * mesh.ndim, run_check=False) for mesh in meshes.all
+    ]
+    assert len(tree.flatten([made(2, Shard(0)), *others]).rows.first_specs) == 2, "each mesh has specs of its own"
     # Equal, and of another class.
     assert OtherShard(0) == Shard(0)
     assert len(tree.flatten([made(2, Shard(0)), made(2, OtherShard(0))]).rows.first_specs) == 2

@@ -97,6 +97,21 @@ def test_tensors_are_read_without_giving_them_a_dict() -> None:
     assert not any(isinstance(held, dict) for held in gc.get_referents(tensor))
 
 
+def test_what_a_program_has_put_in_place_of_a_property_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's C functions are called directly only as long as torch itself would call them."""
+    state = {"tensor": torch.ones(3), "parameter": nn.Parameter(torch.ones(3))}
+    assert tree.flatten(state).rows.flags == "03"
+    with monkeypatch.context() as patch:
+        patch.setattr(nn.Parameter, "is_neg", lambda _: True, raising=False)
+        assert tree.flatten(state).rows.names == ["tensor"]
+        patch.setattr(torch.Tensor, "is_neg", lambda _: True)
+        assert tree.flatten(state).rows.names == []
+    with monkeypatch.context() as patch:
+        patch.setattr(nn.Parameter, "requires_grad", property(lambda _: False))
+        assert tree.flatten(state).rows.flags == "01"
+    assert tree.flatten(state).rows.flags == "03"
+
+
 def test_leaves_are_found_again_by_what_they_are() -> None:
     whole = torch.arange(8.0)
     state = {"whole": whole, "alias": whole.view(2, 4), "odd": torch.arange(6.0)[:3], "none": None}

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .checkpointers import AsyncCheckpointer, SyncCheckpointer, make_async_checkpointer, make_sync_checkpointer
     from .keeper.client import Keeper
+    from .keeper.snapshot import peer_metadata
     from .loading import latest_checkpoint, load_file
     from .reader import CheckpointReader
     from .torch_parts import CheckpointProcess, CheckpointWriter, Stager
@@ -25,6 +26,7 @@ __all__ = [
     "load_file",
     "make_async_checkpointer",
     "make_sync_checkpointer",
+    "peer_metadata",
 ]
 
 #: The module of each public name.
@@ -40,6 +42,7 @@ _MODULES = {
     "load_file": ".loading",
     "make_async_checkpointer": ".checkpointers",
     "make_sync_checkpointer": ".checkpointers",
+    "peer_metadata": ".keeper.snapshot",
 }
 
 if not TYPE_CHECKING:  # With a module __getattr__, a type checker would accept any name.

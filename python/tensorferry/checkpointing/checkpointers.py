@@ -141,10 +141,12 @@ class SyncCheckpointer(_Checkpointer):
         if self._keeper is not None:
             if not (writer is commit_hook is barrier is None):
                 raise InvalidArgument("keeper= goes without writer=, commit_hook= and barrier=")
-            self._writer = _WaitingWriter(Saver(self._ranks, options, SharedStager(None, ACCELERATOR), self._keeper))
+            self._writer = _WaitingWriter(
+                Saver(self._ranks, options, SharedStager(None, ACCELERATOR, self._allowed), self._keeper)
+            )
         elif writer is None:
             self._writer = CheckpointWriter(
-                ranks=self._ranks, options=options, commit_hook=commit_hook, barrier=barrier
+                ranks=self._ranks, options=options, commit_hook=commit_hook, barrier=barrier, allowed=self._allowed
             )
         self._is_open = True
 
@@ -255,7 +257,7 @@ class AsyncCheckpointer(_Checkpointer):
         self._allowed = Allowed(safe_globals, trust_pickle)
         options = Options(threads=threads, cached=cached, keep_last=keep_last, patience=patience)
         self._keeper = _connected(keeper)
-        self._saver = Saver(self._ranks, options, SharedStager(memory_limit, ACCELERATOR), self._keeper)
+        self._saver = Saver(self._ranks, options, SharedStager(memory_limit, ACCELERATOR, self._allowed), self._keeper)
 
     def save(self, *args: Any, step: int | None = None, **kwargs: Any) -> tuple[Any, Any]:
         """Saves a state: ``save(path, state_dict)`` or ``save(state_dict, path)``, or both by name.

@@ -34,6 +34,7 @@ from ..state.allowlist import Allowed
 from ..state.build import Relocate
 from ..state.load import receive, receive_part
 from ..storage import folder as folders
+from ..storage.commits import is_file
 from .resharding import Resharding, check_parts, check_placements
 
 logger = logging.getLogger("tensorferry")
@@ -89,8 +90,10 @@ def read(
         path: the checkpoint's folder, or a single file: a container (``.safetensors``) or what ``torch.save`` wrote
         state_dict: loads only the keys of this state, at every level of nested dicts, into its tensors; ``None`` in
             place of a value takes whatever is there. Without it, everything is loaded
-        map_location: where tensors go that are not those of ``state_dict``, as ``torch.load`` has it. A container does
-            not say which device a tensor was on: all are on the CPU unless this says otherwise
+        map_location: where tensors go, as ``torch.load`` has it: ``None`` restores the device that each was on. With
+            ``state_dict``, those of it stay where they are, and ``None`` puts others on the CPU. A
+            checkpoint that does not say which device a tensor was on, since an earlier version saved it, counts as one
+            of the CPU
         strict: refuses a checkpoint that lacks keys of ``state_dict``
         rank: the rank of this process
         world_size: how many ranks load
@@ -148,7 +151,7 @@ def load_file(
     """
     allowed = Allowed(safe_globals, trust_pickle)
     loading = _Loading(state_dict, map_location, strict, 0, 1, allowed, None)
-    if not Path(path).is_file():
+    if not is_file(Path(path)):
         raise IncompleteCheckpoint(f"{os.fspath(path)}: there is no such file")
     return loading.from_file(Path(path))[0]
 
@@ -172,9 +175,19 @@ def complete_checkpoints(root: Path) -> list[tuple[Path, folders.Index]]:
     Raises:
         SystemRefused: ``root`` exists and cannot be listed
     """
-    if not root.is_dir():
+    if not os.path.isdir(root):
         return []
-    return [(folder, index) for folder, index in folders.checkpoints(root) if not folders.missing_files(folder, index)]
+    found = []
+    before = folders.committed_in(root)
+    for _ in range(_ATTEMPTS):
+        found = [one for one in folders.checkpoints(root) if not folders.missing_files(*one)]
+        # A save that replaced or removed one meanwhile has left none of its files, and committed another one: which may
+        # have been looked for before it was there.
+        now = folders.committed_in(root)
+        if now == before:
+            break
+        before = now
+    return found
 
 
 def _from_keeper(
@@ -197,9 +210,8 @@ def relocation(map_location: Any) -> Relocate | None:
     Raises:
         InvalidArgument: it is not a device, a dict or a callable
     """
-    if map_location is None:
-        return None
-    if not isinstance(map_location, (str, torch.device, dict)) and not callable(map_location):
+    known = map_location is None or isinstance(map_location, (str, torch.device, dict))
+    if not known and not callable(map_location):
         raise InvalidArgument(
             f"map_location must be a device, its name, a dict or a callable, not a {type(map_location).__name__}"
         )
@@ -211,8 +223,19 @@ def relocation(map_location: Any) -> Relocate | None:
             raise InvalidArgument(f"map_location {map_location!r} is not a device: {e}") from e
     restore = torch.serialization._get_restore_location(map_location)
 
-    def relocate(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-        moved = restore(storage, "cpu")
+    def relocate(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
+        if map_location is None and location == "cpu":
+            return storage
+        try:
+            moved = restore(storage, location)
+        except (RuntimeError, AssertionError) as e:
+            if not known:
+                raise
+            where = repr(location) if map_location is None else f"{map_location!r} (it was on {location!r})"
+            raise InvalidArgument(
+                f"map_location: a tensor cannot be put on {where}: {e}. Pass another default_map_location, such as "
+                '"cpu"'
+            ) from e
         return getattr(moved, "_untyped_storage", moved)
 
     return relocate
@@ -240,14 +263,14 @@ class _Loading:
         self._threads = threads
 
     def run(self, path: Path) -> tuple[Any, list[str]]:
-        if path.is_file():
+        if is_file(path):
             return self.from_file(path)
         for _ in range(_ATTEMPTS):
             try:
                 index = folders.read_index(path)
             except IncompleteCheckpoint:
                 file = path / f"checkpoint_{self._rank}.pt"
-                if file.is_file():
+                if is_file(file):
                     return self._from_archive(file)
                 raise
             if (found := self._of_index(path, index)) is not None:
@@ -266,10 +289,12 @@ class _Loading:
             stored = Stored.open(path / name, threads=self._threads, header=header)
             resharding = Resharding(path, index, self._rank, self._world_size, self._threads)
             return self.from_container(stored, resharding)
-        except (IncompleteCheckpoint, SystemRefused, CorruptCheckpoint):
-            if folders.committed_save(path) in (None, index.save_id):
-                raise
-            return None
+        except (IncompleteCheckpoint, SystemRefused, CorruptCheckpoint) as e:
+            if (committed := folders.committed_save(path)) not in (None, index.save_id):
+                return None
+            if isinstance(e, SystemRefused) and (committed is None or folders.missing_files(path, index)):
+                raise IncompleteCheckpoint(f"{path} was removed while it was loaded: {e}") from e
+            raise
 
     def from_file(self, path: Path) -> tuple[Any, list[str]]:
         """Loads a single file."""
@@ -286,18 +311,22 @@ class _Loading:
         return self.from_container(stored)
 
     def from_container(self, stored: Stored, resharding: Resharding | None = None) -> tuple[Any, list[str]]:
-        """Loads a container, and DTensors of other placements by ``resharding``."""
+        """Loads a container, and tensors with other parts by ``resharding``."""
         bounce = BounceBuffers(ACCELERATOR)
+        # With resharding, a ShardedTensor of other ranks is replaced by what they have of it.
+        allowed = self._allowed if resharding is None else self._allowed.detached()
+        relocate = self._relocate
+        # Without devices, there is nothing to be done, and with 100,000 tensors that takes long.
+        if self._map_location is None and (self._asking is not None or b'"devices"' not in (stored.manifest or b"")):
+            relocate = None
         try:
             if self._asking is None:
-                state, _, _ = receive(stored, self._allowed, None, bounce, self._relocate)
+                state, _, _ = receive(stored, allowed, None, bounce, relocate)
                 return (state if resharding is None else resharding.gathered(state)), []
             if resharding is None:
                 check_parts(stored, self._asking)
             kept = None if resharding is None else resharding.plan(self._asking)
-            found, missing = receive_part(
-                stored, self._allowed, self._asking, bounce, self._relocate, self._strict, kept
-            )
+            found, missing = receive_part(stored, allowed, self._asking, bounce, relocate, self._strict, kept)
             if resharding is not None:
                 resharding.fill()
             return part.merged(self._asking, found, kept), missing

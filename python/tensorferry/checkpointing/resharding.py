@@ -1,4 +1,4 @@
-"""Puts DTensors together from the files of all ranks, for other placements or another number of ranks."""
+"""Puts DTensors and ShardedTensors together from the files of all ranks, for other placements or numbers of ranks."""
 
 from __future__ import annotations
 
@@ -13,41 +13,50 @@ from torch import Tensor
 
 from .._native import Stored, _read_file
 from ..errors import ProtocolError, StateMismatch
-from ..memory.tensors import address, byte_strides, scratch, takes_bytes, why_not_writable
+from ..memory.tensors import (
+    DTYPES,
+    address,
+    byte_strides,
+    is_spread,
+    scratch,
+    spread_parts,
+    takes_bytes,
+    why_not_writable,
+)
 from ..state import tree
+from ..state.shards import Shard, described, entry_of
 from ..storage import folder as folders
-from ..storage.slices import SliceTuple, runs
+from ..storage.reserved import is_reserved
+from ..storage.slices import SliceTuple, contiguous_strides, runs
 
 #: Runs of fewer bytes than this are not read one by one: all bytes from the first run to the last are read into a
 #: temporary buffer, and torch copies the elements out of it.
 _SHORT_RUN = 256
 #: Bytes of temporary memory after which what was scheduled is read, unless one part needs more.
 _SCRATCH = 256 << 20
-#: The largest number of elements and dimensions of a tensor.
-_MOST, _DIMENSIONS = 2**62, 64
-
-
-class _Shard(NamedTuple):
-    """A rank's part of a DTensor, as its manifest describes it."""
-
-    rank: int
-    offsets: list[int]
-    shape: list[int]
-    stride: list[int]
-    storage: int | None
-    storage_offset: int
 
 
 class _Job(NamedTuple):
-    """A tensor to be filled with a box of a DTensor of the checkpoint."""
+    """A tensor to be filled with a box of a tensor of the checkpoint, which has these parts."""
 
     path: str
     target: Tensor
     offsets: list[int]
+    shards: list[Shard]
+
+
+class _Entries(NamedTuple):
+    """The storages in the manifest of a rank's file, and the columns of its entries."""
+
+    storages: list[Any]
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[tuple[int, ...]]
+    sizes: list[int]
 
 
 class Resharding:
-    """Fills tensors with values of a checkpoint's DTensors.
+    """Fills tensors with values of tensors that are spread over the ranks of a checkpoint, or over ranks here.
 
     Args:
         path: the checkpoint's folder
@@ -61,7 +70,7 @@ class Resharding:
         self._path, self._index, self._threads = path, index, threads
         self._rank, self._is_same = rank, world_size == index.world_size
         self._jobs: list[_Job] = []
-        self._entries: dict[int, tuple[list[Any], list[str], list[str], list[int]]] = {}
+        self._entries: dict[int, _Entries] = {}
         self._slices: dict[int, list[SliceTuple]] = defaultdict(list)
         self._after: list[tuple[Tensor, Tensor]] = []
         self._temporary = 0
@@ -77,37 +86,42 @@ class Resharding:
         """
         kept: set[int] = set()
         wrong: list[str] = []
-        if not self._index.shards:
-            return kept
         for value, path in _tensors(asking):
-            if path not in self._index.shards:
+            if (found := self._described(path, is_spread(value))) is None:
                 continue
-            dtype, shape, shards = self._described(path)
-            local, offsets = _local(value)
-            own = next((s for s in shards if s.rank == self._rank), None)
-            is_own = own is not None and (own.offsets, own.shape) == (offsets, list(local.shape))
-            if _is_dtensor(value) and self._is_same and is_own:
-                continue
-            if (value.dtype, list(value.shape)) != (dtype, shape):
-                wrong.append(f"{path}: {value.dtype} {list(value.shape)} here, {dtype} {shape} in the checkpoint")
-            elif (why := why_not_writable(local)) is not None:
-                wrong.append(f"{path}: cannot be written to here: {why}")
+            dtype, shape, shards = found
+            parts = spread_parts(value) or [(value, [0] * value.dim())]
+            if _is_dtensor(value) and self._is_same:
+                ((local, offsets),) = parts
+                own = next((s for s in shards if s.rank == self._rank), None)
+                if own is not None and (own.offsets, own.shape) == (offsets, list(local.shape)):
+                    continue
+            if (value.dtype, list(value.size())) != (dtype, shape):
+                wrong.append(f"{path}: {value.dtype} {list(value.size())} here, {dtype} {shape} in the checkpoint")
+            wrong += [
+                f"{path}: cannot be written to here: {why}"
+                for local, _ in parts
+                if (why := why_not_writable(local)) is not None
+            ]
             kept.add(id(value))
-            self._jobs.append(_Job(path, local.detach(), offsets))
+            self._jobs += [_Job(path, local.detach(), offsets, shards) for local, offsets in parts]
         _refuse(wrong)
         return kept
 
     def gathered(self, state: Any) -> Any:
-        """Returns ``state``; if another number of ranks has saved it, with a whole tensor in place of each DTensor."""
-        if self._is_same or not self._index.shards:
+        """Returns ``state``; if another number of ranks has saved it, with a whole tensor in place of each part."""
+        if not self._index.shards:
             return state
         flat = tree.flatten(state)
         for number, (value, path) in enumerate(zip(flat.objects, flat.object_paths, strict=True)):
-            if path in self._index.shards and _is_dtensor(value):
-                dtype, shape, _ = self._described(path)
+            # A ShardedTensor that could not join a process group is of no other use.
+            is_detached = getattr(value, "_process_group", value) is None
+            found = self._described(path, False) if is_spread(value) else None
+            if found is not None and (is_detached or not self._is_same):
+                dtype, shape, shards = found
                 memory = scratch(math.prod(shape) * dtype.itemsize).untyped_storage()
                 whole = torch.empty(0, dtype=dtype, device="cpu").set_(memory, 0, shape)
-                self._jobs.append(_Job(path, whole, [0] * len(shape)))
+                self._jobs.append(_Job(path, whole, [0] * len(shape), shards))
                 flat.objects[number] = torch.nn.Parameter(whole, value.requires_grad) if _is_parameter(value) else whole
         self.fill()
         return tree.unflatten(flat.tree, flat.plain, flat.objects)
@@ -120,10 +134,9 @@ class Resharding:
             CorruptCheckpoint: bytes do not match their checksums
         """
         for job in self._jobs:
-            dtype, _, shards = self._described(job.path)
             covered = 0
-            for shard in shards:
-                covered += self._schedule(job, shard, dtype)
+            for shard in job.shards:
+                covered += self._schedule(job, shard, job.target.dtype)
                 if self._temporary > _SCRATCH:
                     self._flush()
             if covered < job.target.numel():
@@ -131,33 +144,25 @@ class Resharding:
         self._flush()
         self._jobs.clear()
 
-    def _described(self, path: str) -> tuple[torch.dtype, list[int], list[_Shard]]:
-        """Returns dtype, global shape and parts of a DTensor of the checkpoint, without replicas."""
-        try:
-            fields = self._index.shards[path]
-            dtype = getattr(torch, fields["dtype"].removeprefix("torch."))
-            shape = _numbers(fields["global_shape"])
-            shards: dict[tuple[int, ...], _Shard] = {}
-            parts = sorted(fields["parts"], key=lambda one: one["rank"] != self._rank)
-            for one in parts:
-                shard = _Shard(
-                    _numbers([one["rank"]])[0],
-                    _numbers(one["offsets"]),
-                    _numbers(one["shape"]),
-                    _numbers(one["stride"]),
-                    one["storage"],
-                    _numbers([one["storage_offset"]])[0],
-                )
-                lengths = (shard.offsets, shard.shape, shard.stride, shape)
-                if not isinstance(dtype, torch.dtype) or len({len(length) for length in lengths}) != 1:
-                    raise ValueError("its fields contradict each other")
-                # Replicas of one part have the same values; the own one comes first.
-                shards.setdefault((*shard.offsets, *shard.shape), shard)
-        except (KeyError, TypeError, ValueError, AttributeError) as e:
-            raise ProtocolError(f"{self._path}: its index has no valid description of {path} ({e})") from e
-        return dtype, shape, list(shards.values())
+    def _described(self, path: str, take_plain: bool) -> tuple[torch.dtype, list[int], list[Shard]] | None:
+        """Returns dtype, global shape and parts of a tensor of the checkpoint, without replicas.
 
-    def _schedule(self, job: _Job, shard: _Shard, dtype: torch.dtype) -> int:
+        ``None`` if it is not spread over ranks there; with ``take_plain``, a plain one is a single part.
+        """
+        if path in self._index.shards:
+            return described(self._path, path, self._index.shards[path], self._rank)
+        if not take_plain:
+            return None
+        rank = self._rank if self._rank in self._index.files else 0
+        entries = self._rank_entries(rank)
+        if is_reserved(path) or path not in entries.names:
+            return None
+        at = entries.names.index(path)
+        shape = list(entries.shapes[at])
+        strides = contiguous_strides(shape, 1)
+        return DTYPES[entries.dtypes[at]], shape, [Shard(rank, [0] * len(shape), shape, strides, path, 0)]
+
+    def _schedule(self, job: _Job, shard: Shard, dtype: torch.dtype) -> int:
         """Schedules the read of what ``shard`` has of a job's box; returns how many elements that is."""
         size = int(dtype.itemsize)
         ends = [o + n for o, n in zip(job.offsets, job.target.shape, strict=True)]
@@ -171,9 +176,7 @@ class Resharding:
         for dim, (a, o, n) in enumerate(zip(first, job.offsets, lengths, strict=True)):
             target = target.narrow(dim, a - o, n)
         strides = [step * size for step in shard.stride]
-        steps = zip(first, shard.offsets, strides, strict=True)
-        start = shard.storage_offset * size + sum((a - o) * step for a, o, step in steps)
-        span = sum((n - 1) * step for n, step in zip(lengths, strides, strict=True)) + size
+        start, span = shard.span(first, lengths, size)
         entry, kind, nbytes, start = self._entry(job.path, shard, start, span)
         if takes_bytes(target, dtype):
             run, repeats = runs(lengths, strides, byte_strides(target), size)
@@ -186,17 +189,23 @@ class Resharding:
         self._after.append((target, memory.view(dtype).as_strided(lengths, shard.stride)))
         return count
 
-    def _entry(self, path: str, shard: _Shard, start: int, span: int) -> tuple[str, str, int, int]:
+    def _entry(self, path: str, shard: Shard, start: int, span: int) -> tuple[str, str, int, int]:
         """Returns the entry with the bytes ``[start, start + span)`` of a shard's storage, and where they are in it."""
-        storages, names, dtypes, sizes = self._rank_entries(shard.rank)
-        if type(shard.storage) is int and 0 <= shard.storage < len(storages):
-            for entry, low in storages[shard.storage][1]:
-                if low <= start and start + span <= low + sizes[entry]:
-                    return names[entry], dtypes[entry], sizes[entry], start - low
-        raise ProtocolError(f"{self._path}: the file of rank {shard.rank} does not have its part of {path}")
+        of = self._rank_entries(shard.rank)
+        try:
+            # A plain tensor has an entry of its own, of its name.
+            entry, start = (
+                (of.names.index(shard.storage), start)
+                if isinstance(shard.storage, str)
+                else entry_of(of.storages, of.sizes, shard.storage, start, span)
+            )
+        except (KeyError, ValueError):
+            message = f"{self._path}: the file of rank {shard.rank} does not have its part of {path}"
+            raise ProtocolError(message) from None
+        return of.names[entry], of.dtypes[entry], of.sizes[entry], start
 
-    def _rank_entries(self, rank: int) -> tuple[list[Any], list[str], list[str], list[int]]:
-        """Returns the storages of a rank's file; name, dtype and size of its entries."""
+    def _rank_entries(self, rank: int) -> _Entries:
+        """Returns the entries of a rank's file, and its storages."""
         if rank not in self._entries:
             if rank not in self._index.files:
                 raise ProtocolError(f"{self._path}: its index names a rank {rank}, whose file it does not")
@@ -205,7 +214,7 @@ class Resharding:
             if stored.manifest is None:
                 raise ProtocolError(f"{self._path / name} does not hold a state")
             storages = json.loads(stored.manifest)["storages"]
-            self._entries[rank] = storages, stored.names, stored.dtypes, stored.sizes
+            self._entries[rank] = _Entries(storages, stored.names, stored.dtypes, stored.shapes, stored.sizes)
         return self._entries[rank]
 
     def _flush(self) -> None:
@@ -220,15 +229,6 @@ class Resharding:
         self._temporary = 0
 
 
-def _numbers(values: Any) -> list[int]:
-    found = list(values)
-    if len(found) > _DIMENSIONS or not all(type(n) is int and 0 <= n < _MOST for n in found):
-        raise ValueError("a number in it cannot be a size or an offset")
-    if math.prod(max(n, 1) for n in found) >= _MOST:
-        raise ValueError("a shape in it is too large for a tensor")
-    return found
-
-
 def check_parts(stored: Stored, asking: Any) -> None:
     """Checks that the DTensors of ``asking`` are the parts of the whole that the container ``stored`` has.
 
@@ -240,11 +240,13 @@ def check_parts(stored: Stored, asking: Any) -> None:
         return
     wrong = []
     for value, path in _tensors(asking):
-        if _is_dtensor(value) and isinstance(shard := shards.get(path), dict):
-            local, offsets = _local(value)
-            if math.prod(local.shape) and (shard.get("offsets"), shard.get("shape")) != (offsets, list(local.shape)):
-                there = f"{shard.get('shape')} at {shard.get('offsets')}"
-                wrong.append(f"{path}: the part {list(local.shape)} at {offsets} here, {there} in the checkpoint")
+        if (parts := spread_parts(value)) is None or not isinstance(shard := shards.get(path), dict):
+            continue
+        here = [(offsets, list(local.shape)) for local, offsets in parts if math.prod(local.shape)]
+        listed = shard.get("parts", [shard])
+        there = [(one.get("offsets"), one.get("shape")) for one in listed if isinstance(one, dict)]
+        if not all(one in there for one in here):
+            wrong.append(f"{path}: the parts {here} here, {there} in the checkpoint, as [offsets, shape]")
     _refuse(wrong)
 
 
@@ -286,14 +288,3 @@ def _is_dtensor(value: Any) -> bool:
 
 def _is_parameter(value: Tensor) -> bool:
     return bool(getattr(value, "_is_param", False)) or isinstance(value, torch.nn.Parameter)
-
-
-def _local(value: Tensor) -> tuple[Tensor, list[int]]:
-    """Returns the local part of a tensor, and where it begins in the whole one."""
-    if not _is_dtensor(value):
-        return value, [0] * value.dim()
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    local: Any = value
-    _, offsets = compute_local_shape_and_global_offset(value.shape, local.device_mesh, local.placements)
-    return local._local_tensor, list(offsets)

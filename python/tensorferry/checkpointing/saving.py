@@ -8,12 +8,13 @@ and the third moment (:data:`GENERATIONS`), each with memory of its own.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,6 +26,7 @@ from ..errors import InvalidArgument, SystemRefused, TransportClosed
 from ..memory.accelerator import ACCELERATOR, Accelerator
 from ..memory.shared import Budget, NoRoom, SharedHostMemory
 from ..memory.staging import Stager
+from ..state.allowlist import Allowed, RefusalWarnings
 from ..state.snapshot import StateSnapshot
 from ..storage import folder as folders
 from ..storage.folder import SaveId
@@ -38,8 +40,15 @@ logger = logging.getLogger("tensorferry")
 GENERATIONS = 2
 #: Seconds for which an interpreter that exits without ``close`` waits for saves; they go on without it after that.
 _EXIT_WAIT_S = 60.0
+#: The warning of a save whose state a load with the default allow-list refuses.
+REFUSED_LATER = "a load will refuse this state: %s"
 #: The kinds of handovers.
 _SAVE, _KEEP = "save", "keep"
+#: What is wrong with a call in a callback of a future that would wait for ever.
+_IN_CALLBACK = (
+    "{} cannot be called in a callback of a save's future: the thread that runs callbacks is the one that hears how "
+    "saves went. Let the callback wake a thread of your own"
+)
 
 
 class Keeper(Protocol):
@@ -68,13 +77,20 @@ def folder_of(path: Any) -> Path:
         InvalidArgument: it does not name a folder of this machine
     """
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
-    if not isinstance(text, str) or not text or "\0" in text:
+    if not isinstance(text, str) or not text or not _is_file_name(text):
         raise InvalidArgument(f"path must be the path of a folder, not {_validate.brief(path)}")
     if "://" in text:
         raise InvalidArgument(
             f"{_validate.brief(path)} is not a folder of this machine: checkpoints are written to file systems only"
         )
     return Path(os.path.abspath(text))
+
+
+def _is_file_name(text: str) -> bool:
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
 
 
 class Ranks:
@@ -172,9 +188,15 @@ class _Turns:
         self._changed = threading.Condition()
         self._count = 0
 
-    def take(self) -> None:
-        """Waits until another save may begin."""
+    def take(self, may_wait: bool) -> None:
+        """Waits until another save may begin.
+
+        Raises:
+            InvalidArgument: it would have to wait, and may not
+        """
         with self._changed:
+            if not may_wait and self._count >= GENERATIONS:
+                raise InvalidArgument(_IN_CALLBACK.format("a save that has to wait for an earlier one"))
             self._changed.wait_for(lambda: self._count < GENERATIONS)
             self._count += 1
 
@@ -193,6 +215,11 @@ class _Turns:
             self._changed.wait_for(lambda: self._count < count)
             return True
 
+    @property
+    def is_any_taken(self) -> bool:
+        """Whether a save is unfinished."""
+        return self._count > 0
+
     def wait_for_all(self, timeout: float | None) -> bool:
         """Waits until all saves are over."""
         with self._changed:
@@ -205,9 +232,12 @@ class SharedStager:
     Args:
         memory_limit: bytes of shared memory that there may be at a time; ``None`` allows what is available
         accelerator: the accelerators, or a stand-in
+        allowed: what a load will allow; globals that it does not are warned of
     """
 
-    def __init__(self, memory_limit: int | None = None, accelerator: Accelerator = ACCELERATOR) -> None:
+    def __init__(
+        self, memory_limit: int | None = None, accelerator: Accelerator = ACCELERATOR, allowed: Allowed | None = None
+    ) -> None:
         if memory_limit is not None:
             _validate.integer("memory_limit", memory_limit, 1)
         self._budget = Budget(memory_limit)
@@ -216,6 +246,7 @@ class SharedStager:
             pinned=SharedHostMemory(accelerator, self._budget),
             pageable=SharedHostMemory(None, self._budget),
         )
+        self._refusals = RefusalWarnings(allowed or Allowed(), REFUSED_LATER)
 
     @property
     def held(self) -> int:
@@ -230,7 +261,9 @@ class SharedStager:
             UnsupportedLeaf: a leaf cannot be saved
             InvalidArgument: a graph is being captured on a device that holds a part of the state
         """
-        return StateSnapshot(state, self._stager, "copy")
+        snapshot = StateSnapshot(state, self._stager, "copy")
+        self._refusals.warn(snapshot.globals)
+        return snapshot
 
     def handover(self, kind: str, fields: dict[str, Any], snapshot: StateSnapshot) -> Handover:
         """Returns what other processes get of a complete snapshot."""
@@ -321,6 +354,8 @@ class Saver:
         self._writes: list[SaveFuture] = []
         self._writer = Writer()
         self._saving = threading.Lock()
+        #: The thread that holds ``_saving``, by which a signal handler finds that it has interrupted a save.
+        self._saving_thread: int | None = None
         self._is_open = True
         self._warned = False
         self._writer.start()
@@ -341,6 +376,8 @@ class Saver:
 
         Raises:
             TransportClosed: it was closed
+            InvalidArgument: a signal handler calls it that has interrupted a save of the same thread; or a callback of
+                a future calls it that would have to wait
             TensorferryError: the state cannot be copied; or an earlier save has failed and nobody has looked at its
                 future: then nothing is saved, and the next call saves again
         """
@@ -350,7 +387,7 @@ class Saver:
         """As :meth:`save`, for a state whose copy was begun elsewhere; returns the second future."""
 
         def take() -> tuple[StateSnapshot, Staged]:
-            self._turns.take()
+            self._turns.take(not self._writer.is_listening)
             return staged.snapshot, staged
 
         return self._begin(path, step, take)[1]
@@ -363,7 +400,7 @@ class Saver:
             raise TransportClosed("this checkpointer was closed")
         folder = folder_of(path)
         step = None if step is None else _validate.step_number(step)
-        with self._saving:
+        with self._alone():
             order = self._options.order(folder, self._ranks.new_save(step))
             try:
                 self._raise_unseen()
@@ -384,15 +421,38 @@ class Saver:
                 threading.Thread(target=self._complete, args=(one,), name=name, daemon=True).start()
         return one.staged, one.written
 
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """While the block runs, no other save begins."""
+        self._check_not_interrupting()
+        with self._saving:
+            self._saving_thread = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._saving_thread = None
+
+    def _check_not_interrupting(self) -> None:
+        if self._saving_thread == threading.get_ident():
+            raise InvalidArgument(
+                "a signal handler has interrupted save(), and so can neither save nor close: set a flag in the handler "
+                "and look at it after each step"
+            )
+
     def close(self) -> None:
         """Waits for all saves, ends the process that writes, and releases the memory. It may be called again.
 
         Raises:
+            InvalidArgument: it would wait for ever: a signal handler calls it that has interrupted a save of the same
+                thread, or a callback of a future while another save is unfinished
             TensorferryError: a save has failed, and nobody has looked at its future
         """
         if not self._is_open:
             return
         self._writer.check_process()
+        self._check_not_interrupting()
+        if self._writer.is_listening and self._turns.is_any_taken:
+            raise InvalidArgument(_IN_CALLBACK.format("close() while another save is unfinished"))
         self._is_open = False
         self._turns.wait_for_all(None)
         self._writer.close()
@@ -402,7 +462,7 @@ class Saver:
         self._raise_unseen()
 
     def _stage(self, state: Any) -> StateSnapshot:
-        self._turns.take()
+        self._turns.take(not self._writer.is_listening)
         try:
             while True:
                 try:
@@ -480,6 +540,10 @@ class Saver:
         """Waits for saves until ``deadline``, and leaves those that take longer to the process that writes."""
         if not self._turns.wait_for_all(max(deadline - time.monotonic(), 0.0)):
             logger.warning("the trainer ends before its last checkpoint is written; the process that writes goes on")
+        try:
+            self._raise_unseen()
+        except Exception as e:
+            logger.error("a save has failed, and nobody has asked its future: %s: %s", type(e).__name__, e)
         self._writer.detach()
 
 

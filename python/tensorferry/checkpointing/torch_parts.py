@@ -15,10 +15,11 @@ from .. import _validate
 from ..errors import InvalidArgument, TransportClosed
 from ..memory.accelerator import ACCELERATOR
 from ..memory.staging import Stager as HostStager
+from ..state.allowlist import Allowed, RefusalWarnings
 from ..state.snapshot import StateSnapshot
 from ..storage import folder as folders
 from ..storage.folder import FolderSave
-from .saving import Keeper, Options, Ranks, Saver, SharedStager, Staged, folder_of
+from .saving import REFUSED_LATER, Keeper, Options, Ranks, Saver, SharedStager, Staged, folder_of
 
 try:
     from torch.distributed.checkpoint._experimental.checkpoint_process import CheckpointProcess as _TorchProcess
@@ -225,6 +226,7 @@ class CheckpointWriter(_TorchWriter):  # type: ignore[misc]  # mypy does not fol
         commit_hook: torch's ``WriterHook``
         ranks: instead of ``rank_info``
         options: how states are written
+        allowed: what a load will allow; globals that it does not are warned of
     """
 
     def __init__(
@@ -236,6 +238,7 @@ class CheckpointWriter(_TorchWriter):  # type: ignore[misc]  # mypy does not fol
         *,
         ranks: Ranks | None = None,
         options: Options | None = None,
+        allowed: Allowed | None = None,
     ) -> None:
         self._ranks = ranks or _ranks(rank_info, None, None)
         if options is None:
@@ -244,6 +247,7 @@ class CheckpointWriter(_TorchWriter):  # type: ignore[misc]  # mypy does not fol
         self._options = options
         self._barrier, self._commit_hook = barrier, commit_hook
         self._stager = HostStager(ACCELERATOR)
+        self._refusals = RefusalWarnings(allowed or Allowed(), REFUSED_LATER)
 
     def write(self, *args: Any, **kwargs: Any) -> None:
         """Writes a state and commits the checkpoint with the other ranks.
@@ -266,6 +270,7 @@ class CheckpointWriter(_TorchWriter):  # type: ignore[misc]  # mypy does not fol
         try:
             save = FolderSave(folder_of(path), order.save, order.patience)
             snapshot = StateSnapshot(state, self._stager, "borrow")
+            self._refusals.warn(snapshot.globals)
             snapshot.complete()
             save.write(snapshot.container(), order.threads, order.cached)
             if self._commit_hook is not None:

@@ -153,6 +153,11 @@ class Writer:
             child.detach()
 
     @property
+    def is_listening(self) -> bool:
+        """Whether the calling thread is one that hears what a process says, and runs the callbacks of futures."""
+        return any(child.is_listening for child in self._all)
+
+    @property
     def is_own(self) -> bool:
         """Whether this is the process that made it, and not a forked child."""
         return self._process == os.getpid()
@@ -242,8 +247,12 @@ class _Child:
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_WR)
 
+    @property
+    def is_listening(self) -> bool:
+        return self._thread is threading.current_thread()
+
     def join(self, deadline: float | None) -> bool:
-        if self._thread is threading.current_thread():
+        if self.is_listening:
             return False
         self._thread.join(None if deadline is None else max(deadline - time.monotonic(), 0.0))
         return not self._thread.is_alive()

@@ -147,9 +147,11 @@ class _Process:
             self._sock.shutdown(socket.SHUT_RD)
 
     def _next(self) -> tuple[Order, Handover] | None:
+        # Not select(), which refuses descriptors of 1024 and more: the trainer may have had as many when it made ours.
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
         while True:
-            ready, _, _ = select.select([self._sock], [], [], _LOOK_S)
-            if not ready:
+            if not poll.poll(_LOOK_S * 1000):
                 if os.getppid() != self._trainer:
                     return None
                 continue

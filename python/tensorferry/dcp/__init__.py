@@ -2,11 +2,39 @@
 
 ``FileWriter`` and ``FileReader`` replace ``FileSystemWriter`` and ``FileSystemReader``. A ``PeerWriter`` publishes the
 state of a running job from its memory; a ``PeerReader`` in another job, of any world size and with any placements,
-loads it. docs/guides/dcp.md is the guide.
+loads it. docs/guides/dcp.md is the guide. The public names are imported on first use.
 """
 
-from .files import FileReader, FileWriter
-from .peer_reader import PeerReader
-from .peer_writer import PeerWriter
+from typing import TYPE_CHECKING
 
-__all__ = ["FileReader", "FileWriter", "PeerReader", "PeerWriter"]
+if TYPE_CHECKING:
+    from .failures import own_errors
+    from .files import FileReader, FileWriter
+    from .peer_reader import PeerReader
+    from .peer_writer import PeerWriter
+
+__all__ = ["FileReader", "FileWriter", "PeerReader", "PeerWriter", "own_errors"]
+
+#: The module of each public name.
+_MODULES = {
+    "FileReader": ".files",
+    "FileWriter": ".files",
+    "PeerReader": ".peer_reader",
+    "PeerWriter": ".peer_writer",
+    "own_errors": ".failures",
+}
+
+if not TYPE_CHECKING:  # With a module __getattr__, a type checker would accept any name.
+
+    def __getattr__(name: str) -> object:
+        """Imports a public name on first use."""
+        from importlib import import_module
+
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(import_module(_MODULES[name], __name__), name)
+        globals()[name] = value
+        return value
+
+    def __dir__() -> list[str]:
+        return [*__all__]

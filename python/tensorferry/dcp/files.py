@@ -34,6 +34,7 @@ from ..storage.container import Container
 from ..storage.folder import INDEX, make_folder
 from ..storage.source import FolderSource, replaced
 from . import index, marker, torch_folder
+from .failures import noted
 from .reader import SliceReader
 from .save_plan import ABOUT, PlanSnapshot
 from .torch_folder import TorchFolderSource, with_stand_ins
@@ -56,6 +57,37 @@ def _folder(path: Any) -> Path:
             f"{_validate.brief(path)} is not a folder of this machine: checkpoints are written to file systems only"
         )
     return Path(path)
+
+
+#: What to do about arguments of torch's writer that ask for something else.
+_OTHERWISE = {
+    "single_file_per_rank": "a rank always writes one file: leave it out",
+    "cache_staged_state_dict": "tensorferry.checkpointing.AsyncCheckpointer keeps its buffers: leave it out",
+    "_extensions": "files are not compressed or encrypted: use torch's FileSystemWriter",
+    "serialization_format": "the format is safetensors: use torch's FileSystemWriter",
+}
+
+
+def _threads_of_torch(threads: int | None, theirs: dict[str, Any]) -> int | None:
+    """Returns the number of threads that the arguments of a writer ask for, of which ``theirs`` are torch's.
+
+    Raises:
+        InvalidArgument: one of torch's cannot be followed
+        TypeError: one is not torch's either
+    """
+    changes_nothing = {"single_file_per_rank": True, "cache_staged_state_dict": False, "_extensions": None}
+    for name, value in theirs.items():
+        if name in ("thread_count", "sync_files", "per_thread_copy_ahead"):
+            continue
+        if name not in _OTHERWISE:
+            raise TypeError(f"FileWriter has no argument {name!r}")
+        if name not in changes_nothing or value != changes_nothing[name]:
+            raise InvalidArgument(f"{name}={_validate.brief(value)} is not for FileWriter: {_OTHERWISE[name]}")
+    if "thread_count" not in theirs:
+        return threads
+    if threads is not None:
+        raise InvalidArgument("threads and thread_count are the same: give one of them")
+    return _validate.integer("thread_count", theirs["thread_count"], 1)
 
 
 def _threads(threads: int | None) -> int | None:
@@ -130,6 +162,10 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
             machine reads from memory (``True``), or bypass it where the file system supports that, which takes less
             processor time (``False``). ``None`` chooses the first while the file takes at most an eighth of the
             available memory, unless memory turns out to be slower than a disk. Smaller files never bypass the cache
+        theirs: arguments of torch's ``FileSystemWriter``, so that its calls can be kept: ``thread_count`` is
+            ``threads``; ``single_file_per_rank=True``, ``sync_files``, ``per_thread_copy_ahead`` and
+            ``cache_staged_state_dict=False`` change nothing, since there is one file for each rank, it is always synced
+            and nothing is copied ahead. Others are refused
 
     Attributes:
         report: what the last save wrote on this rank, without the index: ``bytes``, and of these ``direct``, the bytes
@@ -146,10 +182,11 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
         threads: int | None = None,
         overwrite: bool = True,
         cached: bool | None = None,
+        **theirs: Any,
     ) -> None:
         super().__init__()
         self._path = _folder(path)
-        self._threads = _threads(threads)
+        self._threads = _threads(_threads_of_torch(threads, theirs))
         self._overwrite = _validate.boolean("overwrite", overwrite)
         self._cached = None if cached is None else _validate.boolean("cached", cached)
         self.report: dict[str, int] = {"bytes": 0, "direct": 0}
@@ -389,12 +426,15 @@ class FileReader(_InFolder, SliceReader):
         super().__init__(Allowed(self._safe_globals, trust_pickle), ("bytes", "wanted"))
         self._path = _folder(path)
         self._threads = _threads(threads)
+        #: What was read from the index, for ranks that are to read the same checkpoint: ``read_metadata(known=)``.
+        self.known: Any = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begins a new load, from the folder ``checkpoint_id`` if it is given."""
         self._load.checkpoint = path = _folder(checkpoint_id) if checkpoint_id else self._path
         self._load.metadata, self._path = None, path
 
+    @noted
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Reads the index.
 
@@ -406,7 +446,7 @@ class FileReader(_InFolder, SliceReader):
             InvalidArgument: torch's own writer has saved into the same folder since
         """
         del args
-        rank = kwargs.get("rank")
+        rank, known = kwargs.get("rank"), kwargs.get("known")
         folder: Path = self._load.checkpoint or self._path
         path = folder / INDEX
         shared = path.is_file()
@@ -419,8 +459,9 @@ class FileReader(_InFolder, SliceReader):
             if not path.is_file():
                 raise _incomplete(folder)
         _refuse_two(path)
-        source = FolderSource(path, self._threads)
+        source = FolderSource(path, self._threads, known)
         metadata = self._open(source, str(path))
+        self.known = source.known
         self._load.digest = source.digest if shared else None
         metadata.storage_meta = StorageMeta(checkpoint_id=folder)
         return metadata

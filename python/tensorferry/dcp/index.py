@@ -34,6 +34,8 @@ VERSION = 1
 
 #: The kinds of entries: the elements of a tensor; an object, or a tensor, as ``torch.save`` writes it.
 ELEMENTS, OBJECT, PICKLED_TENSOR = "t", "b", "p"
+#: A value that has no entry of its own, since its source builds it out of several; no index has this kind.
+BUILT = "v"
 
 #: Sizes and offsets in an index are below the first; tensors have at most as many dimensions as the second.
 _MOST, _DIMENSIONS = 2**63, 64
@@ -53,8 +55,10 @@ class EntryRef(NamedTuple):
         entry: the name of the entry in that container
         dtype: the entry's element type, by its name in a container
         nbytes: the entry's length in bytes
-        kind: one of ``ELEMENTS``, ``OBJECT``, ``PICKLED_TENSOR``
+        kind: one of ``ELEMENTS``, ``OBJECT``, ``PICKLED_TENSOR``, ``BUILT``
         header: during a save, the checksum of the file's header; otherwise ``None``
+        layout: where the elements are in an entry that they do not fill in their order: the offset of the first byte,
+            and the strides in elements
     """
 
     container: str
@@ -63,6 +67,7 @@ class EntryRef(NamedTuple):
     nbytes: int
     kind: str
     header: int | None = None
+    layout: tuple[int, tuple[int, ...]] | None = None
 
 
 @gc_paused()

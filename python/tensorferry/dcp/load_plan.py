@@ -5,9 +5,9 @@ from __future__ import annotations
 import io
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
@@ -20,7 +20,7 @@ from ..memory.tensors import DTYPE_NAMES, address, byte_strides, room, scratch, 
 from ..state.allowlist import Allowed
 from ..state.archives import unpickled
 from ..storage.slices import SliceTuple, contiguous_strides, runs
-from .index import ELEMENTS, PICKLED_TENSOR, EntryRef
+from .index import BUILT, ELEMENTS, PICKLED_TENSOR, EntryRef
 
 #: Runs of fewer bytes than this are not read one by one: all bytes from the first run to the last are read into a
 #: temporary buffer, and torch copies the elements out of it.
@@ -28,6 +28,21 @@ _SHORT_RUN = 256
 #: Bytes of temporary memory at most for items that cannot be read directly into their targets, unless one item needs
 #: more.
 _SCRATCH = 256 << 20
+
+
+@runtime_checkable
+class TakesObjects(Protocol):
+    """A planner that takes objects themselves, so that they are unpickled once; torch's take what they unpickle."""
+
+    def load_object(self, item: ReadItem, value: Any) -> None:
+        """Takes the object of an item."""
+
+
+#: An object of the plan and its entry; a tensor, its entry and its target.
+_Object: TypeAlias = tuple[ReadItem, EntryRef]
+_Tensor: TypeAlias = tuple[ReadItem, EntryRef, torch.Tensor]
+#: Returns the values to which entries refer that the source builds; takes the entries, and what reads slices.
+Values = Callable[[list[EntryRef], Callable[[Mapping[str, list[SliceTuple]]], None]], list[Any]]
 
 
 class Reading:
@@ -38,19 +53,22 @@ class Reading:
         planner: provides the targets
         read: reads slices to memory addresses; takes the slices by the name of their container
         allowed: the globals that pickled objects may name
+        values: returns values that the source builds; ``None`` if it builds none
     """
 
     def __init__(
         self,
         metadata: Metadata,
         planner: LoadPlanner,
-        read: Callable[[dict[str, list[SliceTuple]]], None],
+        read: Callable[[Mapping[str, list[SliceTuple]]], None],
         allowed: Allowed,
+        values: Values | None = None,
     ) -> None:
         self._metadata = metadata
         self._planner = planner
         self._read = read
         self._allowed = allowed
+        self._values = values
         self._slices: dict[str, list[SliceTuple]] = defaultdict(list)
         self._after_read: list[Callable[[], None]] = []
         self._temporary: list[torch.Tensor] = []
@@ -84,6 +102,7 @@ class Reading:
             else:
                 tensors.append((item, ref, self._target(item)))
         self._accelerator.check(self._devices)
+        objects, tensors = self._without_built(objects, tensors)
         for item, ref in objects:
             self._schedule_entry(ref, partial(self._load_bytes, item))
             if self._temporary_bytes > _SCRATCH:
@@ -93,6 +112,38 @@ class Reading:
             self._schedule_tensor(item, ref, target, alone)
             if self._temporary_bytes > _SCRATCH:
                 self._flush()
+
+    def _without_built(self, objects: list[_Object], tensors: list[_Tensor]) -> tuple[list[_Object], list[_Tensor]]:
+        """Has the source build the values that have no entry of their own; returns the other items."""
+        built_objects = [one for one in objects if one[1].kind == BUILT]
+        built_tensors = [one for one in tensors if one[1].kind == BUILT]
+        if self._values is not None and (built_objects or built_tensors):
+            values = self._values([one[1] for one in (*built_objects, *built_tensors)], self._read)
+            for (item, _), value in zip(built_objects, values, strict=False):
+                load = partial(self._planner.load_bytes, item, io.BytesIO(_saved(value, item.storage_index.fqn)))
+                self._after_read.append(load)
+            for (item, ref, target), value in zip(built_tensors, values[len(built_objects) :], strict=True):
+                self._after_read.append(partial(self._copy_part, item, ref, target, value))
+        return [one for one in objects if one[1].kind != BUILT], [one for one in tensors if one[1].kind != BUILT]
+
+    def _copy_part(self, item: ReadItem, ref: EntryRef, target: torch.Tensor, read: Any) -> None:
+        """Copies the part of the tensor ``read`` that an item asks for into its target."""
+        fqn = item.storage_index.fqn
+        if not isinstance(read, torch.Tensor):
+            raise ProtocolError(f"the index says that {fqn} is a tensor, but its entry holds another object")
+        try:
+            for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                if (start, length) != (0, read.shape[dim]):
+                    read = read.narrow(dim, start, length)
+        except Exception as e:
+            raise ProtocolError(f"{fqn} cannot be read ({type(e).__name__}: {e})") from e
+        if read.shape != target.shape:
+            raise ProtocolError(
+                f"{fqn}: its entry {ref.entry!r} holds a tensor of another shape than {list(target.shape)}"
+            )
+        with torch.no_grad():
+            target.copy_(read)
+        self._planner.commit_tensor(item, target)
 
     def _flush(self) -> None:
         """Reads all scheduled slices, and then does what was scheduled for after the read."""
@@ -161,21 +212,7 @@ class Reading:
         if ref.kind == PICKLED_TENSOR:
 
             def narrow(data: bytes) -> None:
-                fqn = item.storage_index.fqn
-                read = unpickled(data, fqn, self._allowed)
-                if not isinstance(read, torch.Tensor):
-                    raise ProtocolError(f"the index says that {fqn} is a tensor, but its entry holds another object")
-                try:
-                    for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                        if (start, length) != (0, read.shape[dim]):
-                            read = read.narrow(dim, start, length)
-                except Exception as e:
-                    raise ProtocolError(f"{fqn} cannot be read ({type(e).__name__}: {e})") from e
-                if read.shape != target.shape:
-                    raise ProtocolError(
-                        f"{fqn}: its entry {ref.entry!r} holds a tensor of another shape than {list(target.shape)}"
-                    )
-                commit(read)
+                self._copy_part(item, ref, target, unpickled(data, item.storage_index.fqn, self._allowed))
 
             self._schedule_entry(ref, narrow)
             return
@@ -185,12 +222,13 @@ class Reading:
             return
         size = dtype.itemsize
         direct = alone and takes_bytes(target, dtype) and not self._accelerator.holding([target])
-        if direct and lengths == shape and target.is_contiguous():
+        if direct and ref.layout is None and lengths == shape and target.is_contiguous():
             self._schedule_slice(ref, 0, ref.nbytes, address(target), [])
             self._after_read.append(lambda: commit(None))
             return
-        strides = contiguous_strides(shape, size)
-        start = sum(offset * stride for offset, stride in zip(item.storage_offsets, strides, strict=True))
+        begin, steps = (0, None) if ref.layout is None else ref.layout
+        strides = contiguous_strides(shape, size) if steps is None else [step * size for step in steps]
+        start = begin + sum(offset * stride for offset, stride in zip(item.storage_offsets, strides, strict=True))
         if direct:
             run, repeats = runs(lengths, strides, byte_strides(target), size)
             if run >= _SHORT_RUN or not repeats:
@@ -229,8 +267,13 @@ class Reading:
             shape = list(chunks[hint].sizes)
         else:
             shape = next(list(chunk.sizes) for chunk in chunks if chunk.offsets == offset)
-        matches = ref.kind == ELEMENTS and ref.dtype == DTYPE_NAMES.get(dtype, "U8")
-        if not matches or math.prod(shape) * dtype.itemsize != ref.nbytes:
+        if ref.layout is None:
+            matches = ref.dtype == DTYPE_NAMES.get(dtype, "U8") and math.prod(shape) * dtype.itemsize == ref.nbytes
+        else:
+            begin, steps = ref.layout
+            reach = sum((n - 1) * step for n, step in zip(shape, steps, strict=True)) + 1
+            matches = begin + reach * dtype.itemsize <= ref.nbytes
+        if ref.kind != ELEMENTS or not matches:
             raise ProtocolError(
                 f"{fqn}: the index says {dtype} {shape}, but its entry {ref.entry!r} has {ref.nbytes} bytes of "
                 f"{ref.dtype}"
@@ -241,6 +284,9 @@ class Reading:
         return dtype, shape
 
     def _load_bytes(self, item: ReadItem, data: bytes) -> None:
+        if isinstance(self._planner, TakesObjects):
+            self._planner.load_object(item, unpickled(data, item.storage_index.fqn, self._allowed))
+            return
         self._planner.load_bytes(item, io.BytesIO(rewritten(data, item.storage_index.fqn, self._allowed)))
 
 
@@ -312,7 +358,11 @@ def rewritten(data: bytes, fqn: str, allowed: Allowed) -> bytes:
     """
     if allowed.trusts:
         return data
-    value = unpickled(data, fqn, allowed)
+    return _saved(unpickled(data, fqn, allowed), fqn)
+
+
+def _saved(value: Any, fqn: str) -> bytes:
+    """Returns ``value`` as ``torch.save`` of this process writes it, for a planner."""
     file = io.BytesIO()
     try:
         torch.save(value, file)

@@ -14,19 +14,25 @@ from ..errors import InvalidArgument, TensorferryError
 from ..net.options import wants_same_host
 from ..net.secret import shared_secret
 from ..state.allowlist import Allowed
-from ..storage.peers import PeerSource
-from .peer_writer import SCHEME
+from ..storage.peers import SCHEME, PeerSource, parse_publication
+from .failures import noted
 from .reader import SliceReader
+from .states import States
 
 
 class PeerReader(SliceReader):
-    """Loads what a ``PeerWriter`` of another job has published, with ``torch.distributed.checkpoint.load``.
+    """Loads what another job serves, with ``torch.distributed.checkpoint.load``.
+
+    That is what a ``PeerWriter`` has published, or the states of a job's ranks that keepers hold or transports send:
+    their keys are those that torch's planners give the same states, and of what several ranks have, other than the
+    parts of DTensors and ShardedTensors, the first rank's is taken.
 
     Each rank fetches the slices that its plan needs from the ranks that hold them, several at a time, directly into its
     tensors where possible. The two jobs may differ in world size and placements.
 
     Args:
-        metadata: what ``metadata()`` of the writer returned; the ``checkpoint_id`` of a load overrides it
+        metadata: what ``metadata()`` of the writer or ``tensorferry.checkpointing.peer_metadata`` returned; the
+            ``checkpoint_id`` of a load overrides it
         timeout: the deadline of a load, counted from its beginning
         lanes: connections of this rank; ``None`` chooses by the number of cores
         secret: as for ``HTTPTransport``
@@ -56,7 +62,7 @@ class PeerReader(SliceReader):
     ) -> None:
         super().__init__(Allowed(safe_globals, trust_pickle), ("bytes", "wanted", "retries"))
         self._string = None if metadata is None else _validate.string("metadata", metadata)
-        self._seconds = _validate.seconds("timeout", timeout)
+        self._seconds = _validate.patience("timeout", timeout)
         self._lanes = None if lanes is None else _validate.integer("lanes", lanes, 1)
         self._secret = shared_secret(secret)
         self._same_host = wants_same_host(same_host)
@@ -67,11 +73,13 @@ class PeerReader(SliceReader):
         self._string = string
         self._load.metadata = self._load.failed = None
 
+    @noted
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Fetches the index.
 
         Raises:
-            InvalidArgument: there is no metadata, or it is not that of a ``PeerWriter``
+            InvalidArgument: there is no metadata, or it is not such a string
+            ProtocolError: states of ranks contradict each other, or the metadata lacks some of the ranks
             TensorferryError: as for ``HTTPTransport.recv_checkpoint``
         """
         del args
@@ -89,7 +97,12 @@ class PeerReader(SliceReader):
                 same_host=self._same_host,
                 secret=self._secret,
             )
-            metadata = self._open(source, "the publication")
+            if source.serves_states:
+                states = States(source, self._allowed)
+                self._read_from(source, states.values)
+                metadata = states.metadata()
+            else:
+                metadata = self._open(source, "the publication")
         except TensorferryError as e:
             self._load.failed = e
             raise
@@ -100,16 +113,16 @@ class PeerReader(SliceReader):
         """Returns the step and the URLs in the metadata.
 
         Raises:
-            InvalidArgument: it is not the metadata of a ``PeerWriter``
+            InvalidArgument: it is not such a string
         """
         string = self._load.checkpoint or self._string
-        words = (string or "").split()
-        if len(words) < 3 or words[0] != SCHEME or not (words[1].isascii() and words[1].isdecimal()):
+        found = parse_publication(string or "")
+        if found is None:
             raise InvalidArgument(
-                "PeerReader takes the string that metadata() of a PeerWriter returns after a save, not "
-                + _validate.brief(string)
+                "PeerReader takes the string that metadata() of a PeerWriter returns after a save, or "
+                "tensorferry.checkpointing.peer_metadata for what keepers hold, not " + _validate.brief(string)
             )
-        return _validate.step_number(int(words[1][:20])), words[2:]
+        return _validate.step_number(found[0]), found[1]
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

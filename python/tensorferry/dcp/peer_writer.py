@@ -19,11 +19,11 @@ from ..errors import InvalidArgument, TransportClosed
 from ..memory.accelerator import ACCELERATOR
 from ..memory.staging import Stager
 from ..net.options import ServerOptions
-from ..net.serve import serve, withdraw
+from ..net.serve import metrics_url, serve, withdraw
 from ..state.snapshot import SnapshotMode, snapshot_mode
 from ..storage import reserved
 from ..storage.container import Container
-from ..storage.peers import container_name
+from ..storage.peers import container_name, publication_metadata
 from . import index
 from .save_plan import ABOUT, PlanSnapshot
 from .torch_view import Index, TorchView, in_reading_order
@@ -32,8 +32,6 @@ logger = logging.getLogger("tensorferry")
 
 #: The writers of this process, by URL.
 _writers: weakref.WeakValueDictionary[str, PeerWriter] = weakref.WeakValueDictionary()
-#: The first word of a publication's metadata; its step and the URLs of the ranks follow.
-SCHEME = "tensorferry-dcp/1"
 _NOTHING = (
     "nothing is published, or the last save has failed: call torch.distributed.checkpoint.save with this writer first"
 )
@@ -75,7 +73,7 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
             memory
         snapshot: ``"borrow"`` serves CPU tensors from where they are; ``"copy"`` takes a private copy during the save,
             after which they may change. Accelerator tensors are always copied.
-        secret, tls, same_host, interface, advertise, max_bandwidth: as for ``HTTPTransport``
+        secret, tls, same_host, interface, advertise, max_bandwidth, port, metrics_port: as for ``HTTPTransport``
 
     Raises:
         SystemRefused: no port can be opened
@@ -93,6 +91,8 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         interface: str | None = None,
         advertise: str | None = None,
         max_bandwidth: int | None = None,
+        port: int | str | None = None,
+        metrics_port: int | str | None = None,
     ) -> None:
         super().__init__()
         self._timeout = timeout
@@ -105,6 +105,8 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
             interface=interface,
             advertise=advertise,
             max_bandwidth=max_bandwidth,
+            port=port,
+            metrics_port=metrics_port,
         )
         self._server, self._url = serve(timeout, options)
         self._plain = options.secret is None and not options.tls
@@ -126,7 +128,15 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         """
         if not self._saved:
             raise InvalidArgument(_NOTHING)
-        return " ".join([SCHEME, str(self._step), *self._urls])
+        return publication_metadata(self._step, self._urls)
+
+    def metrics_url(self) -> str:
+        """Returns the URL of this rank's counters, as ``HTTPTransport.metrics_url`` does.
+
+        Raises:
+            ForkedProcess: this process was forked from the one that made the writer
+        """
+        return metrics_url(self._server, self._url)
 
     def folder(self) -> str:
         """Returns the ``checkpoint_id`` with which torch's own reader loads the state, without this package.

@@ -15,7 +15,7 @@ from ..state.allowlist import Allowed
 from ..storage.slices import SliceTuple
 from ..storage.source import Source
 from . import index
-from .load_plan import Reading
+from .load_plan import Reading, Values
 
 
 class Load(threading.local):
@@ -25,6 +25,7 @@ class Load(threading.local):
         checkpoint: which checkpoint is loaded, once ``reset`` was called in this thread
         metadata: the metadata from the index
         source: what the load reads from
+        values: returns values that the source builds, by their entries; ``None`` if it builds none
         report: what it has read
         digest: identifies the index of all ranks, if there is one
         failed: why the index could not be read
@@ -34,6 +35,7 @@ class Load(threading.local):
         self.checkpoint: Any = None
         self.metadata: Metadata | None = None
         self.source: Source | None = None
+        self.values: Values | None = None
         self.report: dict[str, int] = {}
         self.digest: str | None = None
         self.failed: Exception | None = None
@@ -67,14 +69,18 @@ class SliceReader(StorageReader):  # type: ignore[misc]  # mypy does not follow 
         self.__dict__.update(state)
         self._load = Load()
 
+    def _read_from(self, source: Source, values: Values | None = None) -> None:
+        """Begins to read from ``source``; for ``values`` see :class:`Load`."""
+        self.report = self._load.report = dict.fromkeys(self.report, 0)
+        self._load.source, self._load.values = source, values
+
     def _begin(self, source: Source) -> bytes:
         """Begins to read from ``source``; returns its index, still encoded.
 
         Raises:
             TensorferryError: as for :meth:`Source.read_index`
         """
-        self.report = self._load.report = dict.fromkeys(self.report, 0)
-        self._load.source = source
+        self._read_from(source)
         return source.read_index()
 
     def _open(self, source: Source, name: str) -> Metadata:
@@ -109,7 +115,7 @@ class SliceReader(StorageReader):  # type: ignore[misc]  # mypy does not follow 
             TensorferryError: with peers, as for ``HTTPTransport.recv_checkpoint``
         """
         assert self._load.metadata is not None
-        Reading(self._load.metadata, planner, self._read, self._allowed).run(plan)
+        Reading(self._load.metadata, planner, self._read, self._allowed, self._load.values).run(plan)
         done: Future[None] = Future()
         done.set_result(None)
         return done

@@ -15,13 +15,16 @@ import io
 import json
 import os
 import secrets
-from dataclasses import asdict
+import stat
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .release import COMMON_STATE_FNAME, CONFIG_FNAME, CheckpointingConfig
+from .._native import _check_machine_has
+from ..errors import TensorferryError
+from .release import COMMON_STATE_FNAME, CONFIG_FNAME, CheckpointingConfig, CheckpointingException
 
 
 def encoded(state: Any) -> bytes:
@@ -32,12 +35,65 @@ def encoded(state: Any) -> bytes:
 
 
 def read(folder: Path) -> bytes | None:
-    """Returns the bytes of ``common.pt``; ``None`` if there is none."""
+    """Returns the bytes of ``common.pt``; ``None`` if there is none.
+
+    Raises:
+        CheckpointingException, SystemRefused: as for :func:`read_whole`
+    """
     try:
-        data: bytes = (folder / COMMON_STATE_FNAME).read_bytes()
+        return read_whole(folder / COMMON_STATE_FNAME)
     except FileNotFoundError:
         return None
-    return data
+
+
+def read_whole(path: Path) -> bytes:
+    """Returns the content of a file.
+
+    Raises:
+        FileNotFoundError: there is no such file
+        CheckpointingException: it is not a regular file, or cannot be read
+        SystemRefused: it is larger than the memory of this machine
+    """
+    try:
+        about = path.stat()
+        if not stat.S_ISREG(about.st_mode):
+            raise CheckpointingException(f"{path} is not a regular file: this is not a checkpoint of Megatron's")
+        _check_machine_has(about.st_size, "what is to be read")
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise
+    except OSError as e:
+        if isinstance(e, TensorferryError):
+            raise
+        raise CheckpointingException(f"{path} cannot be read: {e}") from e
+
+
+def config(folder: Path) -> CheckpointingConfig:
+    """Returns what ``metadata.json`` says: the backend of a checkpoint and the version of its format.
+
+    Raises:
+        CheckpointingException: there is no such folder or file, or it cannot be read
+    """
+    if not folder.is_dir():
+        raise CheckpointingException(f"Checkpoint directory {folder} does not exist")
+    try:
+        found = json.loads(read_whole(folder / CONFIG_FNAME))
+        # Earlier releases wrote more than later ones know.
+        known = {field.name for field in fields(CheckpointingConfig)}
+        return CheckpointingConfig(**{name: value for name, value in found.items() if name in known})
+    except FileNotFoundError:
+        raise CheckpointingException(
+            f"{folder} is not a distributed checkpoint: it has no metadata.json, which a save writes last. The save "
+            "was interrupted, or this is not the folder: load another checkpoint"
+        ) from None
+    except CheckpointingException:
+        raise
+    except Exception as e:
+        raise CheckpointingException(
+            f"{folder}/metadata.json cannot be read ({type(e).__name__}: {str(e)[:300]}). If a save of tensorferry's "
+            "into this folder was killed, tensorferry.megatron.restore_common(folder) writes it anew; else load "
+            "another checkpoint"
+        ) from e
 
 
 def write(folder: Path, data: bytes) -> None:

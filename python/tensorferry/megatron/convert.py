@@ -28,7 +28,7 @@ from ..storage.folder import sync_folder
 from . import common
 from .convert_outputs import OUTPUTS
 from .convert_sources import SOURCES, ZARR, Source
-from .release import CheckpointingException, maybe_load_config
+from .release import CheckpointingException
 from .shards import Box
 from .zarr import thread_count
 
@@ -102,17 +102,7 @@ def convert(
 
 
 def _open(folder: Path, allowed: Allowed, fill_missing: bool) -> Source:
-    config = None
-    if folder.is_dir():
-        try:
-            config = maybe_load_config(str(folder))
-        except Exception as e:
-            raise CheckpointingException(f"{folder}/metadata.json cannot be read ({type(e).__name__}: {e})") from e
-    if config is None:
-        raise CheckpointingException(
-            f"{folder} is not a distributed checkpoint: it has no metadata.json, which a save writes last. The save "
-            "was interrupted, or this is not the folder"
-        )
+    config = common.config(folder)
     kind = SOURCES.get(config.sharded_backend)
     if kind is None or config.sharded_backend_version != 1:
         raise CheckpointingException(

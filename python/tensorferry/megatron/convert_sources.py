@@ -34,7 +34,7 @@ from ..storage.source import FolderSource
 from . import common, shards
 from .release import COMMON, CheckpointingException, ShardedObject
 from .shards import Box
-from .zarr import arrays_of, load_object, objects_of, read_whole
+from .zarr import arrays_of, load_object, objects_of
 from .zarr_arrays import read_box
 
 ZARR = "zarr"
@@ -314,7 +314,7 @@ class TorchDistSource(_OfIndex):
         listed = Allowed([*classes, *_CLASSES], allowed.trusts)
         path = folder / _TORCH_INDEX
         try:
-            found = unpickler(listed, lambda _: _TORCH_INDEX)(io.BytesIO(read_whole(path))).load()
+            found = unpickler(listed, lambda _: _TORCH_INDEX)(io.BytesIO(common.read_whole(path))).load()
         except FileNotFoundError as e:
             raise CheckpointingException(f"{folder} is incomplete: it has no {_TORCH_INDEX}") from e
         except UnsafePickle as e:

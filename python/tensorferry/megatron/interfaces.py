@@ -1,7 +1,7 @@
 """The interfaces of ``dist_checkpointing.strategies.base``, by their names, whichever of them the release still has.
 
-Releases of megatron-core before 0.19 have these classes, and a registry of strategies by backend and version; the names
-below are the release's own then. Release 0.19 has dropped them: the classes below have the same methods then, and the
+Releases of megatron-core before 0.17 have these classes, and a registry of strategies by backend and version; the names
+below are the release's own then. Later ones have dropped them: the classes below have the same methods then, and the
 registry is ours. docs/guides/megatron.md has a table.
 """
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -19,10 +18,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from ..dcp import FileReader, PeerReader
-from ..dcp.load_plan import rewritten
 from ..dcp.reader import SliceReader
 from ..errors import TensorferryError
 from ..state.allowlist import Allowed
+from ..state.archives import unpickled
 from ..storage.folder import INDEX
 from . import common, removal, shards
 from .interfaces import LoadShardedStrategy
@@ -31,7 +30,6 @@ from .release import (
     CheckpointingException,
     ShardedObject,
     ShardedTensor,
-    maybe_load_config,
 )
 from .save import BACKEND, VERSION
 from .together import Together
@@ -42,6 +40,7 @@ class LoadStrategy(LoadShardedStrategy):
 
     Attributes:
         process_group: the ranks that load together
+        timeout: how long a rank waits for the others to begin, and for peers
         report: what the last load read on this rank, as ``FileReader.report`` and ``PeerReader.report``
     """
 
@@ -74,6 +73,7 @@ class LoadStrategy(LoadShardedStrategy):
         PeerReader(peers, **self._network)
         self._allowed = Allowed(pickles["safe_globals"], trust_pickle)
         self.process_group = process_group
+        self.timeout = timeout
         self.report: dict[str, int] = {}
 
     @property
@@ -121,7 +121,7 @@ class LoadStrategy(LoadShardedStrategy):
                 or something cannot be read or is damaged; it is raised on all ranks
         """
         del async_strategy
-        ranks = Together(self.process_group)
+        ranks = Together(self.process_group, self.timeout)
         loading = self._open(ranks, sharded_state_dict, checkpoint_dir)
         ranks.every(f"load {self.name(checkpoint_dir)}", lambda: self._read(loading))
         return shards.replaced(sharded_state_dict, loading.value)
@@ -132,7 +132,7 @@ class LoadStrategy(LoadShardedStrategy):
 
         def plan() -> Any:
             nonlocal opened
-            reader, metadata = self._index(checkpoint_dir, ranks.rank)
+            reader, metadata = self._shared_index(checkpoint_dir, ranks.rank)
             if ranks.coordinates and self._peers is None:
                 _check_common(Path(checkpoint_dir), reader, metadata)
             opened = Loading(state, metadata, reader)
@@ -142,14 +142,28 @@ class LoadStrategy(LoadShardedStrategy):
             assert opened is not None
             opened.reader.prepare_global_plan([LoadPlan([], storage_data=digest) for digest in digests])
 
-        ranks.step(f"load {self.name(checkpoint_dir)}", plan, compare)
+        def compare_ways(told: list[str]) -> None:
+            if len(set(told)) > 1:
+                raise CheckpointingException(
+                    f"the ranks load in different ways, {' and '.join(sorted(set(told)))}: make the same strategy on "
+                    "all ranks"
+                )
+
+        what = f"load {self.name(checkpoint_dir)}"
+        # First, since a strategy may take steps of its own while it plans.
+        ranks.step(what, lambda: self._way(), compare_ways)
+        ranks.step(what, plan, compare)
         assert opened is not None
         return opened
 
     def _read(self, loading: Loading) -> None:
         """Reads what :meth:`_open` has planned for this rank."""
-        loading.read([*loading.objects, *map(loading.item, loading.parts)])
+        loading.read([*loading.objects.values(), *map(loading.item, loading.parts)])
         self.report = dict(loading.reader.report)
+
+    def _way(self) -> str:
+        """Returns what has to be the same on all ranks for their steps to match."""
+        return type(self).__name__
 
     @property
     def is_live(self) -> bool:
@@ -160,10 +174,14 @@ class LoadStrategy(LoadShardedStrategy):
         """Returns what messages call the checkpoint."""
         return str(checkpoint_dir) if self._peers is None else "from the running job"
 
+    def _shared_index(self, checkpoint_dir: str | Path, rank: int) -> tuple[SliceReader, Metadata]:
+        """Opens the checkpoint on all ranks at once."""
+        return self._index(checkpoint_dir, rank)
+
     def _index(
-        self, checkpoint_dir: str | Path, rank: int = 0, checks_folder: bool = True
+        self, checkpoint_dir: str | Path, rank: int = 0, checks_folder: bool = True, known: Any = None
     ) -> tuple[SliceReader, Metadata]:
-        """Opens the checkpoint.
+        """Opens the checkpoint; ``known`` is what another rank has read from its index.
 
         Raises:
             CheckpointingException: the folder holds none that this strategy reads
@@ -172,11 +190,12 @@ class LoadStrategy(LoadShardedStrategy):
         reader: SliceReader
         if self._peers is not None:
             reader = PeerReader(self._peers, **self._network)
+            metadata = reader.read_metadata(rank=rank)
         else:
             if checks_folder:
                 self.check_folder(checkpoint_dir)
             reader = FileReader(checkpoint_dir, **self._files)
-        metadata = reader.read_metadata(rank=rank)
+            metadata = reader.read_metadata(rank=rank, known=known)
         reader.set_up_storage_reader(metadata, False)
         return reader, metadata
 
@@ -187,21 +206,8 @@ class LoadStrategy(LoadShardedStrategy):
             CheckpointingException: it does not; the text says what it holds
         """
         folder = Path(checkpoint_dir)
-        if not folder.is_dir():
-            raise CheckpointingException(f"Checkpoint directory {folder} does not exist")
-        try:
-            config = maybe_load_config(str(folder))
-        except Exception as e:
-            raise CheckpointingException(
-                f"{folder}/metadata.json cannot be read ({type(e).__name__}: {e}). If a save into this folder was "
-                "killed, tensorferry.megatron.restore_common(folder) writes it anew; else load another checkpoint"
-            ) from e
-        if config is None:
-            raise CheckpointingException(
-                f"{folder} is not a distributed checkpoint: it has no metadata.json, which a save writes last. The "
-                "save was interrupted, or this is not the folder: load another checkpoint"
-            )
-        # FullyParallelSaveStrategyWrapper of 0.19 writes its own backend into metadata.json, whatever it wraps.
+        config = common.config(folder)
+        # FullyParallelSaveStrategyWrapper since 0.17 writes its own backend into metadata.json, whatever it wraps.
         if config.sharded_backend != "torch_dist" or not (folder / INDEX).is_file():
             self.check_backend_compatibility(config.sharded_backend)
             self.check_version_compatibility(config.sharded_backend_version)
@@ -261,14 +267,33 @@ class LoadStrategy(LoadShardedStrategy):
         Raises:
             CheckpointingException: the checkpoint cannot be read, or needs something that is not on the allow-list
         """
-        data = common.read(Path(checkpoint_dir)) if self._peers is None else self.common_bytes(checkpoint_dir)
+        return self.decoded_common(self.encoded_common(checkpoint_dir))
+
+    def encoded_common(self, checkpoint_dir: str | Path) -> bytes | None:
+        """Returns the common state of a checkpoint as ``torch.save`` wrote it; ``None`` if it has none.
+
+        Raises:
+            CheckpointingException: the checkpoint cannot be read
+        """
+        if self._peers is not None:
+            return self.common_bytes(checkpoint_dir)
+        try:
+            return common.read(Path(checkpoint_dir))
+        except (OSError, TensorferryError) as e:
+            raise CheckpointingException(str(e)) from e
+
+    def decoded_common(self, data: bytes | None) -> Any:
+        """Returns what :meth:`encoded_common` has read.
+
+        Raises:
+            CheckpointingException: it is damaged, or needs something that is not on the allow-list
+        """
         if data is None:
             return {}
         try:
-            checked = rewritten(data, "the common state", self._allowed)
+            return unpickled(data, "the common state", self._allowed)
         except TensorferryError as e:
             raise CheckpointingException(str(e)) from e
-        return torch.load(io.BytesIO(checked), map_location="cpu", weights_only=False)
 
     def common_bytes(self, checkpoint_dir: str | Path, checks_folder: bool = True) -> bytes | None:
         """Returns the copy of ``common.pt`` that is inside the checkpoint; ``None`` if there is none.
@@ -315,7 +340,7 @@ def load_strategy(
         peers: load from the memory of a running job instead of a folder: what ``metadata()`` of its ``PeerWriter``
             returned
         threads: as for ``FileReader``
-        timeout: as for ``PeerReader``
+        timeout: as for ``PeerReader``; and how long a rank waits for the others to begin the same load
         lanes: as for ``PeerReader``
         secret: as for ``PeerReader``
         same_host: as for ``PeerReader``
@@ -368,7 +393,8 @@ class Loading:
         reserved: keys in the checkpoint that a state may not ask for
 
     Attributes:
-        objects: the items of this rank that read objects
+        objects: the items of this rank that read objects, by key
+        values: the objects that were read, by key
         parts: what it reads of tensors
         tensors: the leaves that are tensors, by number
 
@@ -380,10 +406,11 @@ class Loading:
         self, state: Any, metadata: Metadata, reader: SliceReader, reserved: frozenset[str] = frozenset({COMMON})
     ) -> None:
         self.reader = reader
+        self._metadata = metadata
         self.parts: list[Part] = []
         self.tensors: dict[int, ShardedTensor] = {}
         self._targets: dict[int, torch.Tensor] = {}
-        self._objects: dict[str, Any] = {}
+        self.values: dict[str, Any] = {}
         self._paths: list[str] = []
         known = metadata.state_dict_metadata
         wanted: set[str] = set()
@@ -402,7 +429,7 @@ class Loading:
                 self._add(number, leaf, known[leaf.key])
         for number, tensor in self.tensors.items():
             self._targets[number] = _target(tensor)
-        self.objects = [_object(key) for key in sorted(wanted)]
+        self.objects = {key: _object(key) for key in sorted(wanted)}
 
     def _add(self, number: int, shard: ShardedTensor, about: Any) -> None:
         shards.check(shard)
@@ -443,6 +470,14 @@ class Loading:
             lengths=torch.Size(part.wanted.sizes),
         )
 
+    def files(self) -> set[Path]:
+        """Returns the files of a checkpoint in a folder that this rank needs something of."""
+        stored = self._metadata.storage_data
+        wanted = {MetadataIndex(part.key, torch.Size(part.chunk)) for part in self.parts}
+        wanted |= {item.storage_index for item in self.objects.values()}
+        folder = Path(self._metadata.storage_meta.checkpoint_id)
+        return {folder / stored[at].container for at in wanted}
+
     def read(self, items: list[ReadItem]) -> None:
         """Reads items into their targets.
 
@@ -476,14 +511,14 @@ class Loading:
     def commit_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
         """Does nothing: the reader has written into the leaf's own data."""
 
-    def load_bytes(self, item: ReadItem, value: io.BytesIO) -> None:
-        """Takes an object, which the reader has checked with its allow-list."""
-        self._objects[item.storage_index.fqn] = torch.load(value, map_location="cpu", weights_only=False)
+    def load_object(self, item: ReadItem, value: Any) -> None:
+        """Takes an object, which the reader has unpickled with its allow-list."""
+        self.values[item.storage_index.fqn] = value
 
     def value(self, leaf: Any) -> Any:
         """Returns what was loaded for a leaf."""
         if isinstance(leaf, ShardedObject):
-            return self._objects[leaf.unique_key]
+            return self.values[leaf.unique_key]
         return leaf.data
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 if find_spec("megatron") is None or find_spec("megatron.core") is None:
     raise ImportError(
-        "tensorferry.megatron needs megatron-core (0.16.1 and 0.19.2 are tested), and psutil, which it does not "
+        "tensorferry.megatron needs megatron-core (0.16.1 to 0.19.2 are tested), and psutil, which it does not "
         "install itself: pip install megatron-core psutil"
     )
 
@@ -17,7 +17,6 @@ from megatron.core.dist_checkpointing.core import (
     CONFIG_FNAME,
     CheckpointingConfig,
     CheckpointingException,
-    maybe_load_config,
 )
 from megatron.core.dist_checkpointing.dict_utils import merge
 from megatron.core.dist_checkpointing.mapping import (
@@ -52,7 +51,6 @@ __all__ = [
     "force_all_tensors_to_non_fp8",
     "is_main_replica",
     "load_preprocess",
-    "maybe_load_config",
     "merge",
     "parse_strict_flag",
     "save_preprocess",
@@ -60,8 +58,11 @@ __all__ = [
 ]
 
 _STRATEGIES = "megatron.core.dist_checkpointing.strategies"
-#: The module with the interfaces and the registry of strategies, which releases since 0.19 do not have.
+#: The module with the interfaces and the registry of strategies, if the release has it. In 0.17 and 0.18 it is there,
+#: without the registry and the interfaces for the common part, and nothing asks for what is left of it.
 BASE: Any = import_module(f"{_STRATEGIES}.base") if find_spec(f"{_STRATEGIES}.base") else None
+if not hasattr(BASE, "register_default_strategy"):
+    BASE = None
 #: The key of the common state. Releases since 0.19 give it to a strategy as an object with this key; before, Megatron
 #: writes the common state itself.
 COMMON = "common_state"

@@ -5,9 +5,13 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import logging
 import os
+import shutil
 import tempfile
+import weakref
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
+from .. import _validate
 from ..dcp.files import FileWriter, RankFile
 from ..dcp.index import EntryRef
 from ..dcp.peer_writer import PeerWriter
@@ -37,10 +42,13 @@ from .release import (
     async_request_class,
     is_main_replica,
 )
-from .together import Together
+from .together import PATIENCE, Together
+
+logger = logging.getLogger("tensorferry")
 
 #: What ``metadata.json`` says of a checkpoint that this strategy has written.
-BACKEND, VERSION = "tensorferry", 1
+BACKEND = "tensorferry"
+VERSION = 1
 
 
 class SaveStrategy(TorchDistSaveShardedStrategy, AsyncSaveShardedStrategy):  # type: ignore[misc]
@@ -51,14 +59,23 @@ class SaveStrategy(TorchDistSaveShardedStrategy, AsyncSaveShardedStrategy):  # t
     Attributes:
         peers: publishes the state, if it is not written to files
         process_group: the ranks that save together
+        timeout: how long a rank waits for the others to begin
     """
 
-    def __init__(self, peers: PeerWriter | None, threads: int | None, cached: bool | None, process_group: Any) -> None:
+    def __init__(
+        self,
+        peers: PeerWriter | None,
+        threads: int | None,
+        cached: bool | None,
+        process_group: Any,
+        timeout: timedelta = PATIENCE,
+    ) -> None:
         TorchDistSaveShardedStrategy.__init__(self, BACKEND, VERSION)
         self.peers = peers
         self._threads = threads
         self._cached = cached
         self.process_group = process_group
+        self.timeout = timeout
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -98,12 +115,14 @@ class SaveStrategy(TorchDistSaveShardedStrategy, AsyncSaveShardedStrategy):  # t
         saving = self._begin(sharded_state_dict, checkpoint_dir)
         assert isinstance(saving.writer, FileWriter)
         job = _Job(saving.writer.rank_file(), saving.plan, tempfile.mkdtemp(prefix="tensorferry-"))
+        # If nobody calls the last function.
+        weakref.finalize(saving, _remove, job.folder, os.getpid())
         held = _Held(saving.data.values)
         return request(write, (job, None, None), [lambda: saving.finish(job.results)], preload_fn=held.on_host)
 
     def _begin(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> _Saving:
         """Plans a save together with the other ranks."""
-        ranks = Together(self.process_group)
+        ranks = Together(self.process_group, self.timeout)
         where = str(checkpoint_dir)
         writer: Any = self.peers or FileWriter(checkpoint_dir, threads=self._threads, cached=self._cached)
         data = _Data()
@@ -147,6 +166,7 @@ def save_strategy(
     threads: int | None = None,
     cached: bool | None = None,
     process_group: Any = None,
+    timeout: timedelta = PATIENCE,
 ) -> SaveStrategy:
     """Returns a strategy for ``dist_checkpointing.save(..., sharded_strategy=)``, in every release.
 
@@ -157,6 +177,7 @@ def save_strategy(
         cached: as for ``FileWriter``
         process_group: the ranks that save together; ``None`` means all. It may be of gloo where the default one is of
             NCCL
+        timeout: how long a rank waits for the others to begin the same save
 
     Raises:
         InvalidArgument: an argument cannot be used; it is named
@@ -164,7 +185,8 @@ def save_strategy(
     if peers is not None and not isinstance(peers, PeerWriter):
         raise InvalidArgument(f"peers must be a PeerWriter, not a {type(peers).__name__}")
     FileWriter(".", threads=threads, cached=cached)
-    return SaveStrategy(peers, threads, cached, process_group)
+    _validate.seconds("timeout", timeout)
+    return SaveStrategy(peers, threads, cached, process_group, timeout)
 
 
 @dataclasses.dataclass
@@ -315,23 +337,32 @@ class _Job:
         """Returns the results of :func:`write`, and removes the folder.
 
         Raises:
-            CheckpointingException: the other process has not written the file
+            CheckpointingException: the other process has not written the file, or this save has been finished before
         """
-        path = Path(self.folder) / "results.json"
+        if not Path(self.folder).is_dir():
+            raise CheckpointingException(
+                f"the save that was to write {self.file.path} has been finished before: each request is carried out "
+                "once. Save again"
+            )
         try:
-            told = json.loads(path.read_text())
-            path.unlink()
+            told = json.loads((Path(self.folder) / "results.json").read_text())
         except FileNotFoundError:
             raise CheckpointingException(
                 f"the process that was to write {self.file.path} has ended without writing it: its own messages say "
                 "why. Save again"
             ) from None
         finally:
-            os.rmdir(self.folder)
+            shutil.rmtree(self.folder)
         if told["error"] is not None:
             raise CheckpointingException(told["error"])
         refs = [EntryRef(*ref) for ref in told["entries"]]
         return [WriteResult(item.index, ref.nbytes, ref) for item, ref in zip(self.plan.items, refs, strict=True)]
+
+
+def _remove(folder: str, owner: int) -> None:
+    """Removes a folder, in the process that made it."""
+    if os.getpid() == owner:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 class _Held:
@@ -359,7 +390,10 @@ class _Held:
 
 
 def write(job: _Job, values: list[torch.Tensor | bytes], nothing: None) -> None:
-    """Writes a rank's file, in a process of its own; Megatron passes three arguments and replaces the second."""
+    """Writes a rank's file, in a process of its own; Megatron passes three arguments and replaces the second.
+
+    It raises nothing: Megatron's persistent worker would end, and the trainer would wait for it for ever.
+    """
     del nothing
     told: dict[str, Any] = {"error": None, "entries": []}
     try:
@@ -369,5 +403,9 @@ def write(job: _Job, values: list[torch.Tensor | bytes], nothing: None) -> None:
     except Exception as e:
         told["error"] = f"{type(e).__name__}: {e}"
     partial = Path(job.folder) / "results.partial"
-    partial.write_text(json.dumps(told))
-    partial.rename(Path(job.folder) / "results.json")
+    try:
+        partial.write_text(json.dumps(told))
+        partial.rename(Path(job.folder) / "results.json")
+    except OSError:
+        # The last function raises then. If the folder is gone, nobody waits for the results any more.
+        logger.exception("cannot tell the trainer what was written")

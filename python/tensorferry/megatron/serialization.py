@@ -71,20 +71,27 @@ def save(
     """
     strategy = save_strategy() if sharded_strategy is None else sharded_strategy
     ours = _ours(strategy, SaveStrategy, "save_strategy")
-    ranks = Together(ours.process_group)
+    ranks = Together(ours.process_group, ours.timeout)
     found: list[Any] = []
 
-    def prepare() -> None:
+    def prepare() -> list[tuple[Any, ...]]:
         if ours.peers is None and ranks.coordinates and not Path(checkpoint_dir).is_dir():
             raise CheckpointingException(f"Checkpoint directory {checkpoint_dir} does not exist: create it first")
         if content_metadata is not None:
             kept = {key: value for key, value in content_metadata.items() if key != _NOT_SAVED}
             sharded_state_dict[_CONTENT] = kept
         state, shared = save_preprocess(sharded_state_dict, False)
+        parts = shards.access((leaf for _, leaf in shards.leaves(state)), is_main_replica)
         state[COMMON] = ShardedObject(COMMON, shared, (1,), (0,), ranks.rank)
         found.append(state)
+        return parts
 
-    ranks.every(f"save into {checkpoint_dir}", prepare)
+    def check(parts: list[list[tuple[Any, ...]]]) -> None:
+        if strategy is not ours:
+            # Megatron's wrapper would check it on one rank alone.
+            shards.check_access(parts)
+
+    ranks.step(f"save into {checkpoint_dir}", prepare, check)
 
     def commit() -> None:
         def mark() -> None:
@@ -130,46 +137,59 @@ def load(
     """
     strategy = load_strategy() if sharded_strategy is None else sharded_strategy
     ours = _ours(strategy, LoadStrategy, "load_strategy")
-    ranks = Together(ours.process_group)
+    ranks = Together(ours.process_group, ours.timeout)
     handling = parse_strict_flag(strict)
     where = f"load {ours.name(checkpoint_dir)}"
     shared: Any = None
     wanted: Any = None
+    own: Any = None
     factories: Any = None
 
     def prepare() -> tuple[list[tuple[Any, ...]], set[str]]:
-        nonlocal shared, wanted, factories
+        nonlocal wanted, own, factories
         if not ours.is_live:
             ours.check_folder(checkpoint_dir)
         force_all_tensors_to_non_fp8(sharded_state_dict)
         wanted, own, factories = load_preprocess(sharded_state_dict)
-        shared = ours.common_state(checkpoint_dir)
-        merge(shared, own)
         wanted, _ = extract_sharded_base(wanted)
         found = [leaf for _, leaf in shards.leaves(wanted)]
         return shards.access(found, is_main_replica), {leaf.key for leaf in found}
 
-    def compare(told: list[tuple[list[tuple[Any, ...]], set[str]]]) -> tuple[set[str], set[str]]:
+    def compare(told: list[tuple[list[tuple[Any, ...]], set[str]]]) -> tuple[set[str], set[str], bytes | None]:
+        # One rank reads it for all.
+        common_bytes = ours.encoded_common(checkpoint_dir)
         if validate_access_integrity:
             shards.check_access(access for access, _ in told)
         if not StrictHandling.requires_explicit_ckpt_mismatch_check(handling):
-            return set(), set()
+            return set(), set(), common_bytes
         asked = set().union(*[keys for _, keys in told])
         known = {leaf.key for leaf in strategy.load_sharded_metadata(checkpoint_dir).values()}
         missing = known - asked if handling in _WANTS_MISSING else set()
         unexpected = asked - known
         if handling in _RAISING and (missing or unexpected):
             raise CheckpointingException(_mismatch(missing, unexpected))
-        return missing, unexpected
+        return missing, unexpected, common_bytes
 
-    missing, unexpected = ranks.step(where, prepare, compare)
+    missing, unexpected, common_bytes = ranks.step(where, prepare, compare)
+
+    def begin() -> None:
+        nonlocal shared
+        shared = ours.decoded_common(common_bytes)
+        merge(shared, own)
+
+    ranks.every(where, begin)
     if (missing or unexpected) and handling in _LOGGING and ranks.coordinates:
         logger.warning("%s", _mismatch(missing, unexpected))
     if unexpected:
         wanted = adjust_non_strict_load(wanted, unexpected)
     loaded = strategy.load(wanted, checkpoint_dir)
-    merge(shared, loaded)
-    apply_factory_merges(shared, factories)
+
+    def finish() -> None:
+        merge(shared, loaded)
+        apply_factory_merges(shared, factories)
+
+    # A wrapper of Megatron's may have failed on one rank: the others do not wait for it as long as for a collective.
+    Together(ours.process_group, ours.timeout).every(where, finish)
     return (shared, missing, unexpected) if handling in _RETURNING else shared
 
 

@@ -1,11 +1,26 @@
-"""Steps that all ranks of a job take together: if one of them fails, all of them raise."""
+"""Steps that all ranks of a job take together: if one of them fails, all of them raise.
+
+Ranks first *meet*, by keys in the store of the process group: a rank that never comes, because it has raised an error
+on its own or is dead, makes the others raise after a time, and leaves no collective half done. Then they exchange small
+messages by collectives of the group. Those who wait for one look into the store as well: a collective in which a rank
+dies fails on that rank's neighbours only, and they tell the others.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+import contextlib
+import math
+import pickle
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from importlib.metadata import version
+from typing import Any, NoReturn, TypeVar
 
+import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.distributed_c10d import _get_default_store
 
 from ..errors import TensorferryError
 from .release import CheckpointingException
@@ -13,21 +28,36 @@ from .release import CheckpointingException
 T = TypeVar("T")
 R = TypeVar("R")
 
+#: How long a rank waits for the others to begin the same save or load.
+PATIENCE = timedelta(minutes=5)
+#: Ranks with different releases of this package may take different steps.
+_RELEASE = version("tensorferry")
+#: Seconds after which the first rank has died, if it does not end a meeting in time.
+_GRACE = 10
+#: Seconds between two looks at what is waited for, at least and at most; in between, this part of the time waited.
+_SOON, _LATE, _PART = 0.00005, 0.01, 0.05
+#: Seconds between two looks for the word that the group is broken.
+_LOOK = 0.25
+
 
 class Together:
     """The ranks that save or load a checkpoint together.
 
     Args:
         group: a process group; ``None`` means the default one. Without ``torch.distributed`` there is one rank
+        patience: how long a rank waits for the others to begin
+        has_met: whether all ranks of the group are known to be here, from a step of a larger group
 
     Attributes:
         rank: the rank of this process in the group
         world: how many ranks there are
     """
 
-    def __init__(self, group: Any = None) -> None:
+    def __init__(self, group: Any = None, patience: timedelta = PATIENCE, has_met: bool = False) -> None:
         joined = dist.is_available() and dist.is_initialized()
         self._group = group
+        self._patience = patience.total_seconds()
+        self._has_met = has_met
         self.rank = dist.get_rank(group) if joined else 0
         self.world = dist.get_world_size(group) if joined else 1
 
@@ -40,7 +70,7 @@ class Together:
         """Calls ``local`` on every rank, and ``decide`` with what all of them have returned, on the coordinator.
 
         Args:
-            what: what is done, for messages: "cannot ..."
+            what: what is done, for messages: "cannot ..."; its first word is the same on all ranks, as is ``local``
             local: what each rank does
             decide: what the coordinator makes of it
 
@@ -48,62 +78,242 @@ class Together:
             What ``decide`` has returned, on every rank.
 
         Raises:
-            CheckpointingException: one of the calls has failed on one of the ranks; it is raised on all of them
+            CheckpointingException: one of the calls has failed on one of the ranks; it is raised on all of them. Or
+                a rank has not come, is gone, or does something else
         """
+        answered: tuple[R, bytes] | None = None
         value, error = _attempt(local)
         if self.world == 1:
             if error is None:
                 reply, error = _attempt(lambda: decide([value]))  # type: ignore[list-item]
                 if error is None:
                     return reply  # type: ignore[return-value]
-            raise CheckpointingException(f"cannot {what}: {_text(error)}") from error
-        sent = (None, _text(error)) if error is not None else (value, None)
-        # Sent as one object to the coordinator and back as another.
-        gathered: list[Any] | None = [None] * self.world if self.coordinates else None
-        first = dist.get_global_rank(self._group, 0) if self._group is not None else 0
-        dist.gather_object(sent, gathered, dst=first, group=self._group)
-        message: list[Any] = [None]
-        if gathered is not None:
-            failures = {rank: text for rank, (_, text) in enumerate(gathered) if text is not None}
-            reply = None
+            _raise(f"cannot {what}: {_text(error)}", error)
+        packed: bytes | None = None
+        if error is None:
+            packed, error = _attempt(lambda: pickle.dumps(value))
+        does = (what.partition(" ")[0], local.__qualname__)
+        sent = (_RELEASE, does, packed, None if error is None else _text(error))
+        with self._in_contact(what):
+            told = self._gathered(what, pickle.dumps(sent))
+        message: bytes | None = None
+        if told is not None:
+            failures = self._failures(told)
             if not failures:
-                reply, error = _attempt(lambda: decide([value for value, _ in gathered]))
+
+                def answer() -> tuple[R, bytes]:
+                    made = decide([pickle.loads(packed) for _, _, packed, _ in told])
+                    return made, pickle.dumps(made)
+
+                answered, error = _attempt(answer)
                 if error is not None:
-                    failures[self.rank] = _text(error)
-            message = [(failures, None if failures else reply)]
-        dist.broadcast_object_list(message, src=first, group=self._group)
-        failures, received = message[0]
+                    failures = {self.rank: _text(error)}
+            message = pickle.dumps((failures, b"" if answered is None else answered[1]))
+        with self._in_contact(what):
+            failures, packed = pickle.loads(self._spread(message))
         if failures:
-            raise CheckpointingException(_failed(what, failures, self.world)) from error
-        return reply if gathered is not None else received  # type: ignore[return-value]
+            _raise(_failed(what, failures, self.world), error)
+        return answered[0] if answered is not None else pickle.loads(packed)
 
     def every(self, what: str, local: Callable[[], T]) -> list[T]:
         """Calls ``local`` on every rank; returns on every rank what all of them have returned.
 
         Raises:
-            CheckpointingException: it has failed on one of the ranks; it is raised on all of them
+            CheckpointingException: as for :meth:`step`
         """
-        value, error = _attempt(local)
-        if self.world == 1:
-            if error is not None:
-                raise CheckpointingException(f"cannot {what}: {_text(error)}") from error
-            return [value]  # type: ignore[list-item]
-        gathered: list[Any] = [None] * self.world
-        dist.all_gather_object(gathered, (value, None if error is None else _text(error)), group=self._group)
-        failures = {rank: text for rank, (_, text) in enumerate(gathered) if text is not None}
-        if failures:
-            raise CheckpointingException(_failed(what, failures, self.world)) from error
-        return [value for value, _ in gathered]
+        return self.step(what, local, lambda values: values)
+
+    def _failures(self, told: list[Any]) -> dict[int, str]:
+        """Returns what has failed, by rank; ranks that do not do the same as this one have failed."""
+        release, (verb, function), *_ = told[self.rank]
+        failures = {}
+        for rank, (other, does, _, text) in enumerate(told):
+            if other != release:
+                text = f"it has tensorferry {other}, and rank {self.rank} has {release}: install one on all ranks"
+            elif does != (verb, function):
+                apart = (
+                    f"and rank {self.rank} to {verb}" if does[0] != verb else f"as is rank {self.rank}, in another way"
+                )
+                text = f"it is about to {does[0]}, {apart}: call one function on all ranks, with the same strategy"
+            if text is not None:
+                failures[rank] = text
+        return failures
+
+    def _gathered(self, what: str, sent: bytes) -> list[Any] | None:
+        """Sends bytes to the coordinator, and returns on it what all ranks have sent, unpickled."""
+        if not self._has_met:
+            self._meet(what)
+            self._has_met = True
+        device = self._device()
+        sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(self.world)]
+        own = torch.tensor([len(sent)], dtype=torch.int64, device=device)
+        self._wait(lambda: dist.all_gather(sizes, own, group=self._group, async_op=True))
+        lengths = [int(size) for size in sizes]
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: len(sent)] = torch.frombuffer(bytearray(sent), dtype=torch.uint8)
+        padded = padded.to(device)
+        received = [torch.empty_like(padded) for _ in lengths] if self.coordinates else None
+        self._wait(lambda: dist.gather(padded, received, dst=self._first(), group=self._group, async_op=True))
+        if received is None:
+            return None
+        return [pickle.loads(bytes(one[:size].cpu().numpy())) for one, size in zip(received, lengths, strict=True)]
+
+    def _spread(self, message: bytes | None) -> bytes:
+        """Sends the coordinator's bytes to all ranks."""
+        device = self._device()
+        size = torch.tensor([len(message or b"")], dtype=torch.int64, device=device)
+        self._wait(lambda: dist.broadcast(size, self._first(), group=self._group, async_op=True))
+        held = torch.empty(int(size), dtype=torch.uint8)
+        if message is not None:
+            held = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        held = held.to(device)
+        self._wait(lambda: dist.broadcast(held, self._first(), group=self._group, async_op=True))
+        return bytes(held.cpu().numpy())
+
+    def _first(self) -> int:
+        """Returns the coordinator's rank in the job."""
+        return dist.get_global_rank(self._group, 0) if self._group is not None else 0
+
+    def _device(self) -> torch.device:
+        """Returns where the group's collectives take their tensors; host memory, if they do."""
+        backends = str(dist.get_backend_config(self._group))
+        return torch.device("cpu" if "cpu:" in backends else backends.partition(":")[0])
+
+    def _wait(self, begin: Callable[[], Any]) -> None:
+        """Begins a collective, and waits for it, or for another rank's word that it will not end."""
+        work = begin()
+        self._until(work.is_completed)
+        work.wait()
+
+    def _until(self, is_there: Callable[[], bool], deadline: float = math.inf) -> bool:
+        """Waits for something, or for another rank's word that the group is broken; returns whether it is there."""
+        began = looked = time.monotonic()
+        # One look at a time: while a store waits by itself, other threads of the process cannot use it.
+        while not is_there():
+            now = time.monotonic()
+            if now > deadline:
+                return False
+            if now - looked > _LOOK:
+                looked = now
+                self._check_broken()
+            time.sleep(min(max(_PART * (now - began), _SOON), _LATE))
+        return True
+
+    @contextlib.contextmanager
+    def _in_contact(self, what: str) -> Iterator[None]:
+        """While the block runs, ranks exchange messages; if it fails, the other ranks are told that nobody can go on.
+
+        Raises:
+            CheckpointingException: it has failed
+        """
+        try:
+            yield
+        except CheckpointingException:
+            raise
+        except Exception as e:
+            text = str(e)
+            if not isinstance(e, _Broken):
+                text = f"{type(e).__name__}: {e}"
+                self._break(text)
+            raise CheckpointingException(
+                f"cannot {what}: the ranks have lost contact, since one of them has died or was interrupted ({text}). "
+                "Restart the job"
+            ) from e
+        except BaseException as e:  # Ctrl-C, say.
+            self._break(f"{type(e).__name__} on rank {self.rank}")
+            raise
+
+    def _meet(self, what: str) -> None:
+        """Waits until all ranks of the group are here.
+
+        The coordinator opens a meeting with a number that no other has had, waits for the others to join, and closes
+        it. The others join the last meeting that is open. So ranks that have been at different meetings, because one
+        of them had failed elsewhere, find each other the next time.
+
+        Raises:
+            CheckpointingException: a rank has not come; it is raised on all that have
+        """
+        self._check_broken()
+        missing = self._open() if self.coordinates else self._join()
+        if missing:
+            raise CheckpointingException(
+                f"cannot {what}: {missing} within {self._patience:g} s. If it has raised an error on its own, that "
+                "says why; megatron-core's save and load check some things on one rank alone, those of "
+                "tensorferry.megatron tell all ranks"
+            )
+
+    def _open(self) -> str:
+        """Holds a meeting; returns who is missing."""
+        store, name = _get_default_store(), self._name()
+        number = store.add(f"{name}/meetings", 1)
+        others = range(1, self.world)
+        store.set(f"{name}/{number}/open", b"")
+        deadline = time.monotonic() + self._patience
+        late = [rank for rank in others if not self._is_set(f"{name}/{number}/{rank}", deadline)]
+        missing = f"rank {', '.join(map(str, late[:8]))}{', ...' if late[8:] else ''} did not come" if late else ""
+        store.set(f"{name}/{number}/closed", missing.encode())
+        if not late:
+            # All who were at the last meeting have left it.
+            for key in ("open", "closed", *others):
+                store.delete_key(f"{name}/{number - 1}/{key}")
+        return missing
+
+    def _join(self) -> str:
+        """Goes to a meeting; returns who is missing."""
+        store, name = _get_default_store(), self._name()
+        deadline = time.monotonic() + self._patience
+        number = max(store.add(f"{name}/meetings", 0), 1)
+        while any(store.check([f"{name}/{number}/{key}"]) for key in (self.rank, "closed")):
+            number += 1
+        if not self._is_set(f"{name}/{number}/open", deadline):
+            return "rank 0 did not come"
+        store.set(f"{name}/{number}/{self.rank}", b"")
+        # The coordinator may have opened it just now, and waits for others.
+        if not self._is_set(f"{name}/{number}/closed", time.monotonic() + self._patience + _GRACE):
+            return "rank 0 did not go on"
+        return bytes(store.get(f"{name}/{number}/closed")).decode()
+
+    def _is_set(self, key: str, deadline: float) -> bool:
+        """Waits until a key is in the store; returns whether it is."""
+        store = _get_default_store()
+        return self._until(lambda: bool(store.check([key])), deadline)
+
+    def _check_broken(self) -> None:
+        """Raises _Broken if a rank has said that this group is broken."""
+        store, key = _get_default_store(), f"{self._name()}/broken"
+        if store.check([key]):
+            raise _Broken(bytes(store.get(key)).decode())
+
+    def _break(self, text: str) -> None:
+        """Tells the other ranks that nobody can go on in this group."""
+        with contextlib.suppress(Exception):
+            _get_default_store().set(f"{self._name()}/broken", text.encode())
+
+    def _name(self) -> str:
+        """Returns the beginning of the group's keys; groups that have no rank in common may have the same name."""
+        group = self._group if self._group is not None else dist.group.WORLD
+        return f"tensorferry/{group.group_name}/{self._first()}"
 
 
-def _attempt(call: Callable[[], T]) -> tuple[T | None, Exception | None]:
+class _Broken(Exception):
+    """A rank has said that the group is broken."""
+
+
+def _attempt(call: Callable[[], T]) -> tuple[T | None, BaseException | None]:
     try:
         return call(), None
-    except Exception as e:
+    except BaseException as e:  # Ctrl-C, too: the other ranks have to know.
         return None, e
 
 
-def _text(error: Exception | None) -> str:
+def _raise(text: str, error: BaseException | None) -> NoReturn:
+    """Raises Megatron's exception; or again what is none, such as KeyboardInterrupt."""
+    if error is not None and not isinstance(error, (Exception, CheckpointException)):
+        raise error
+    raise CheckpointingException(text) from error
+
+
+def _text(error: BaseException | None) -> str:
     assert error is not None
     if isinstance(error, (TensorferryError, CheckpointingException)):
         return str(error)

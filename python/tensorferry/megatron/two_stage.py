@@ -9,20 +9,23 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from torch.distributed.checkpoint.metadata import Metadata
 
 from .. import _validate
 from .._native import Readiness, Server, _fetch_slices
+from ..dcp.reader import SliceReader
 from ..memory.tensors import address, no_rows
 from ..net.options import ServerOptions
 from ..net.serve import serve
 from ..storage.container import Container
 from ..storage.slices import SliceTuple
-from . import shards
+from . import page_cache, shards
 from .load import Loading, LoadStrategy, Part
 from .together import Together
 
@@ -44,7 +47,9 @@ class TwoStageDataParallelLoadShardedStrategy(LoadStrategy):
         data_parallel_group: ranks that need the same shards, such as those of one data parallel group; all ranks of
             the job load with such a strategy
         cpu_transfer: bytes go from host to host either way; the argument is there because Megatron's class had it
-        interface, advertise: where the ranks listen, as for ``HTTPTransport``
+        spread: whether ranks fetch from each other what several of them need; ``None`` has each rank read alone if all
+            files that the group needs are in the page cache of each rank's machine, where reading is quicker
+        interface, advertise, port: where the ranks listen during a load, as for ``HTTPTransport``
         options: as for :func:`load_strategy`
 
     Attributes:
@@ -59,14 +64,15 @@ class TwoStageDataParallelLoadShardedStrategy(LoadStrategy):
         data_parallel_group: Any,
         cpu_transfer: bool = True,
         *,
+        spread: bool | None = None,
         timeout: timedelta = timedelta(minutes=5),
         interface: str | None = None,
         advertise: str | None = None,
+        port: int | str | None = None,
         **options: Any,
     ) -> None:
         super().__init__(timeout=timeout, **options)
         _validate.boolean("cpu_transfer", cpu_transfer)
-        self._timeout = timeout
         self._server_options = ServerOptions(
             secret=options.get("secret"),
             tls=False,
@@ -74,31 +80,73 @@ class TwoStageDataParallelLoadShardedStrategy(LoadStrategy):
             interface=interface,
             advertise=advertise,
             max_bandwidth=None,
+            port=port,
         )
+        # Scrapers could not know a port that is there for a moment, and the variable may name one that a transport has.
+        self._server_options.metrics_ports = None
         self._data_parallel_group = data_parallel_group
+        self._spread = None if spread is None else _validate.boolean("spread", spread)
+
+    def _way(self) -> str:
+        return f"{super()._way()}({self._spread})"
+
+    def _shared_index(self, checkpoint_dir: str | Path, rank: int) -> tuple[SliceReader, Metadata]:
+        """Opens the checkpoint; one rank of the group reads its index."""
+        group = Together(self._data_parallel_group, has_met=True)
+        opened: tuple[SliceReader, Metadata] | None = None
+
+        def read() -> Any:
+            nonlocal opened
+            if not group.coordinates or self.is_live:
+                return None
+            opened = self._index(checkpoint_dir, rank)
+            return opened[0].known
+
+        known = group.step(f"load {self.name(checkpoint_dir)}", read, lambda told: told[0])
+        return opened or self._index(checkpoint_dir, rank, known=known)
 
     def _read(self, loading: Loading) -> None:
         """Reads this rank's share of what its group needs, and fetches the rest."""
-        group = Together(self._data_parallel_group)
+        group = Together(self._data_parallel_group, has_met=True)
         if group.world == 1:
             super()._read(loading)
             return
         server: Server | None = None
 
-        def open_server() -> tuple[str, dict[ShardId, _Need]]:
+        def open_server() -> str:
             nonlocal server
-            server, url = serve(self._timeout, self._server_options)
-            return url, {shard: need for _, shard, need in _needs(loading)}
+            server, url = serve(self.timeout, self._server_options)
+            return url
+
+        def tell() -> tuple[str | None, dict[ShardId, _Need], list[str]]:
+            alone = self._spread is None and not self.is_live and page_cache.holds(loading.files())
+            url = None if alone or self._spread is False else open_server()
+            return url, {shard: need for _, shard, need in _needs(loading)}, list(loading.objects)
 
         try:
-            told = group.every("tell the other ranks what this one needs", open_server)
+            told = group.every("spread the checkpoint in its group", tell)
+            urls: list[Any] = [url for url, *_ in told]
+            if not any(urls):
+                super()._read(loading)
+                self.report["fetched"] = 0
+                return
+            if not all(urls):
+                # Some could have read alone, but not all.
+                urls = group.every("spread the checkpoint in its group", lambda: urls[group.rank] or open_server())
             assert server is not None
-            plan = _Plan([needs for _, needs in told])
-            exchange = _Exchange(loading, server, self._server_options, [url for url, _ in told], group.rank)
+            plan = _Plan([needs for _, needs, _ in told], [objects for *_, objects in told])
+            exchange = _Exchange(loading, server, self._server_options, urls, group.rank)
             for step, turn in enumerate(plan.turns):
-                failed = exchange.run(step, turn, plan.shared, self._timeout.total_seconds())
+                failed = exchange.run(step, turn, plan, self.timeout.total_seconds())
+
+                def done() -> dict[str, Any]:
+                    _raise(failed)  # noqa: B023
+                    # Objects go along with what all tell each other anyway.
+                    return {key: loading.values[key] for key in plan.objects.get(group.rank, ()) if step == 0}  # noqa: B023
+
                 # What this rank serves stays until all others have it; and all know if one of them has failed.
-                group.every("spread the checkpoint in its group", lambda: _raise(failed))  # noqa: B023
+                for values in group.every("spread the checkpoint in its group", done):
+                    loading.values.update({key: value for key, value in values.items() if key in loading.objects})
                 if step + 1 < len(plan.turns):
                     group.every("spread the checkpoint in its group", lambda: server.withdraw(0.0))
             self.report = dict(loading.reader.report) | {"fetched": exchange.fetched}
@@ -127,15 +175,26 @@ class _Plan:
     """Who reads what; every rank of the group computes the same.
 
     Args:
-        needs: what each rank needs
+        needs: the shards that each rank needs
+        objects: the keys of the objects that each rank needs
 
     Attributes:
         shared: the shards that more than one rank needs
+        objects: the objects that more than one rank needs, by the rank that reads them
+        shared_objects: all of these
         turns: these shards by the rank that reads them, in turns that need at most ``_WINDOW`` of temporary memory on
             any rank; there is at least one
     """
 
-    def __init__(self, needs: list[dict[ShardId, _Need]]) -> None:
+    def __init__(self, needs: list[dict[ShardId, _Need]], objects: Sequence[Iterable[str]] = ()) -> None:
+        readers: dict[str, list[int]] = defaultdict(list)
+        for rank, keys in enumerate(objects):
+            for key in keys:
+                readers[key].append(rank)
+        self.shared_objects = {key for key, ranks in readers.items() if len(ranks) > 1}
+        self.objects: dict[int, list[str]] = defaultdict(list)
+        for number, key in enumerate(sorted(self.shared_objects)):
+            self.objects[readers[key][number % len(readers[key])]].append(key)
         users: dict[ShardId, list[int]] = defaultdict(list)
         for rank, of_rank in enumerate(needs):
             for shard in of_rank:
@@ -187,7 +246,7 @@ class _Exchange:
         for part in loading.parts:
             self._parts[part.number].append(part)
 
-    def run(self, step: int, turn: Turn, shared: set[ShardId], seconds: float) -> Exception | None:
+    def run(self, step: int, turn: Turn, plan: _Plan, seconds: float) -> Exception | None:
         """Reads, serves and fetches; in the first turn, also reads what no other rank needs.
 
         Returns:
@@ -215,7 +274,7 @@ class _Exchange:
             if own:
                 self._serve(step, own)
             if step == 0:
-                self._read_alone(shared)
+                self._read_alone(plan)
             self.fetched += fetching.result()
             for shard, held in {**own, **received}.items():
                 self._spread(shard, held)
@@ -239,11 +298,13 @@ class _Exchange:
             if target.device != held.device or target.data_ptr() != held.data_ptr():
                 target.copy_(held)
 
-    def _read_alone(self, shared: set[ShardId]) -> None:
-        """Reads the objects, and the shards that no other rank needs."""
-        known = {number for number, shard, _ in _needs(self._loading) if shard in shared}
+    def _read_alone(self, plan: _Plan) -> None:
+        """Reads the shards and objects that no other rank needs, and the objects that this rank reads for others."""
+        known = {number for number, shard, _ in _needs(self._loading) if shard in plan.shared}
         parts = [self._loading.item(part) for part in self._loading.parts if part.number not in known]
-        self._loading.read([*self._loading.objects, *parts])
+        elsewhere = plan.shared_objects.difference(plan.objects[self._rank])
+        objects = [item for key, item in self._loading.objects.items() if key not in elsewhere]
+        self._loading.read([*objects, *parts])
 
     def _serve(self, step: int, own: dict[ShardId, torch.Tensor]) -> None:
         """Publishes the memory of shards, and reads them into it."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +17,6 @@ from typing import Any
 import torch
 
 from .. import _validate
-from .._native import _check_machine_has
 from ..errors import TensorferryError
 from ..memory.tensors import scratch, why_not_writable
 from ..state.allowlist import Allowed
@@ -33,7 +31,6 @@ from .release import (
     ShardedTensor,
     TorchDistSaveShardedStrategy,
     is_main_replica,
-    maybe_load_config,
 )
 from .together import Together
 from .zarr_arrays import ARRAY, DTYPES, Piece, ZarrArray, open_array, path_of
@@ -137,19 +134,7 @@ class ZarrLoadShardedStrategy(LoadShardedStrategy):
         return shards.replaced(sharded_state_dict, lambda leaf: values[id(leaf)])
 
     def _check_folder(self, folder: Path) -> None:
-        config = None
-        if folder.is_dir():
-            try:
-                config = maybe_load_config(str(folder))
-            except Exception as e:
-                raise CheckpointingException(
-                    f"{folder}/metadata.json cannot be read ({type(e).__name__}: {e}): load another checkpoint"
-                ) from e
-        if config is None:
-            raise CheckpointingException(
-                f"{folder} is not a distributed checkpoint: it has no metadata.json, which a save writes last. The "
-                "save was interrupted, or this is not the folder: load another checkpoint"
-            )
+        config = common.config(folder)
         self.check_backend_compatibility(config.sharded_backend)
         self.check_version_compatibility(config.sharded_backend_version)
 
@@ -484,7 +469,9 @@ def load_object(folder: Path, leaf: Any, allowed: Allowed) -> Any:
     # Early releases left the last number of the shape out of the name.
     early = path_of(folder, f"{os.path.splitext(leaf.unique_key)[0]}.pt")
     try:
-        return unpickled(read_whole(path if path.exists() or not early.exists() else early), leaf.unique_key, allowed)
+        return unpickled(
+            common.read_whole(path if path.exists() or not early.exists() else early), leaf.unique_key, allowed
+        )
     except FileNotFoundError as e:
         raise CheckpointingException(
             f"Object shard {path} not found: the checkpoint has no object {leaf.unique_key!r}. Objects cannot be "
@@ -492,28 +479,6 @@ def load_object(folder: Path, leaf: Any, allowed: Allowed) -> Any:
         ) from e
     except TensorferryError as e:
         raise CheckpointingException(f"{path}: {e}") from e
-
-
-def read_whole(path: Path) -> bytes:
-    """Returns the content of a file.
-
-    Raises:
-        FileNotFoundError: there is no such file
-        CheckpointingException: it is not a regular file, or cannot be read
-        SystemRefused: it is larger than the memory of this machine
-    """
-    try:
-        about = path.stat()
-        if not stat.S_ISREG(about.st_mode):
-            raise CheckpointingException(f"{path} is not a regular file: this is not a checkpoint of Megatron's")
-        _check_machine_has(about.st_size, "what is to be read")
-        return path.read_bytes()
-    except FileNotFoundError:
-        raise
-    except OSError as e:
-        if isinstance(e, TensorferryError):
-            raise
-        raise CheckpointingException(f"{path} cannot be read: {e}") from e
 
 
 def _whole(array: ZarrArray) -> Any:

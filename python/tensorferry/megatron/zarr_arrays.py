@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..memory.tensors import scratch, takes_bytes, view_as
 from ..storage.slices import contiguous_strides
-from .release import CheckpointingException
+from .release import COMMON_STATE_FNAME, CONFIG_FNAME, CheckpointingException
 
 ARRAY = ".zarray"
 #: The dtypes that those releases could write, by their names in an array's metadata.
@@ -265,11 +265,13 @@ def path_of(folder: Path, key: str) -> Path:
     """Returns the path of the array or object ``key`` in a checkpoint.
 
     Raises:
-        CheckpointingException: the key would lead out of the folder
+        CheckpointingException: the key would lead out of the folder, or to a file that every checkpoint has
     """
     parts = key.split("/") if isinstance(key, str) else [""]
     if "\0" in parts[-1] or any(part in ("", ".", "..") or "\0" in part for part in parts):
         raise CheckpointingException(f"{key!r} cannot be the key of a tensor or object: it leads out of {folder}")
+    if parts[0] in (COMMON_STATE_FNAME, CONFIG_FNAME):
+        raise CheckpointingException(f"{key!r} cannot be the key of a tensor or object: {parts[0]} is another file")
     return folder / key
 
 

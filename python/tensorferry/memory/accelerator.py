@@ -71,7 +71,9 @@ class Accelerator:
 
     def holding(self, tensors: Iterable[torch.Tensor]) -> list[torch.device]:
         """Returns the devices on which ``tensors`` lie; DTensors and others without a storage are allowed."""
-        found = {getattr(tensor, "_local_tensor", tensor).device for tensor in tensors}
+        # A subclass may raise anything when it is asked through __torch_function__.
+        with torch._C.DisableTorchFunctionSubclass():
+            found = {getattr(tensor, "_local_tensor", tensor).device for tensor in tensors}
         return [device for device in found if device.type not in ("cpu", "meta")]
 
     def device_indices(self, memory: Sequence[Any], found: list[int]) -> list[int]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .._native import HostView, _copy_memory
+from .._native import HostView, Rows, _copy_memory
 from .accelerator import Accelerator, Event, Streams, drain_after_error
 from .host_pool import Buffer, HostMemory, HostPool
 from .tensors import as_bytes
@@ -94,13 +94,16 @@ def host_view(memory: torch.UntypedStorage | Piece) -> tuple[HostView, int]:
     if not isinstance(memory, Piece):
         whole = as_bytes(memory)
     elif memory.buffer is not None:
-        whole = memory.buffer.memory
-        # The buffer, not its memory: as long as a tensor lies in it, it is not used for anything else.
-        return HostView(memory.buffer, memory.buffer.address, whole.nbytes), memory.offset
+        return buffer_view(memory.buffer), memory.offset
     else:
         assert memory.storage is not None
         whole, start = as_bytes(memory.storage), memory.start
     return HostView(whole, whole.data_ptr(), whole.nbytes), start
+
+
+def buffer_view(buffer: Buffer) -> HostView:
+    """Returns a buffer object for tensors in ``buffer``, which is not reused while one of them exists."""
+    return HostView(buffer, buffer.address, buffer.memory.nbytes)
 
 
 class Stager:
@@ -152,6 +155,21 @@ class Stager:
         for piece in on_host:
             piece.release()
         return Staging(self.accelerator, streams, pending)
+
+    def copy_rows(self, rows: Rows, without: list[int]) -> Buffer | None:
+        """Copies the memory of all rows but those in ``without`` into one buffer, which becomes their owner.
+
+        They lie in host memory. Nothing is done for each of them in Python: a state may have a million.
+
+        Returns:
+            The buffer; ``None`` if they have no bytes.
+        """
+        nbytes = rows.copied_size(without)
+        if not nbytes:
+            return None
+        buffer = self._pageable.take(nbytes)
+        rows.copy_into(buffer, buffer.address, buffer.memory.nbytes, without, threads=copying_threads())
+        return buffer
 
     def close(self) -> None:
         """Releases the free buffers; buffers in use are not reused any more."""

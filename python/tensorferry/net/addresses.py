@@ -40,13 +40,6 @@ def listening_address(interface: str | None) -> str | None:
     return None if not chosen else _own_address(chosen)
 
 
-def port_on(listening: str | None) -> str | None:
-    """Returns ``listening`` with port 0 (any free port) as the server's bind address; ``None`` means all addresses."""
-    if listening is None:
-        return None
-    return f"[{listening}]:0" if ":" in listening else f"{listening}:0"
-
-
 def advertised_host(advertise: str | None, listening: str | None) -> str:
     """Returns the name or address of this host for the metadata.
 
@@ -79,6 +72,21 @@ def advertised_host(advertise: str | None, listening: str | None) -> str:
         return listening
     name = socket.gethostname()
     return name if _resolves_for_peers(name) else _outward_address()
+
+
+def interfaces() -> list[tuple[str, str]]:
+    """Returns name and address of each interface that is up, loopback included."""
+    return _interfaces()
+
+
+def resolved(name: str) -> list[str]:
+    """Returns the addresses of the host called ``name``, as a transport looks its own name up.
+
+    Raises:
+        FetchTimeout: no name server has answered within a second
+        ConnectError: the name is not known
+    """
+    return _resolve(name, timeout=_NAME_PATIENCE_S)
 
 
 def interface_speed(address: str) -> tuple[str, float] | None:
@@ -123,7 +131,7 @@ def _parse(text: str) -> _Address | None:
 def _resolves_for_peers(name: str) -> bool:
     """Whether ``name`` resolves to an address that other hosts can use: neither loopback nor link-local."""
     try:
-        found = _resolve(name, timeout=_NAME_PATIENCE_S)
+        found = resolved(name)
     except FetchTimeout as e:
         logger.warning(
             "the metadata has an address of this host instead of its name: %s. Set advertise= or TENSORFERRY_ADVERTISE "

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 
 from .. import _validate
 from ..errors import InvalidArgument
 from .addresses import listening_address
 from .secret import shared_secret
+
+_PORTS = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", re.ASCII)
+_MOST_PORT = (1 << 16) - 1
 
 
 class ServerOptions:
@@ -24,6 +28,8 @@ class ServerOptions:
         advertise: the name, address, interface or network to put into the metadata; ``None`` lets
             ``advertised_host`` choose
         max_bandwidth: bytes per second for all receivers together; ``None`` means no limit
+        ports: the first and the last port to try; 0 means any
+        metrics_ports: the same for the port on which counters alone are served; ``None``: there is no such port
 
     Raises:
         InvalidArgument: an argument cannot be used; it is named
@@ -38,6 +44,8 @@ class ServerOptions:
         interface: str | None,
         advertise: str | None,
         max_bandwidth: int | None,
+        port: int | str | None = None,
+        metrics_port: int | str | None = None,
     ) -> None:
         """Checks the arguments, and reads the environment variables for those that are ``None``."""
         self.secret = shared_secret(secret)
@@ -48,6 +56,39 @@ class ServerOptions:
         self.max_bandwidth = max_bandwidth
         self.listening = listening_address(interface)
         self.advertise = advertise
+        self.ports = port_range("port", port, "TENSORFERRY_PORT") or (0, 0)
+        self.metrics_ports = port_range("metrics_port", metrics_port, "TENSORFERRY_METRICS_PORT")
+
+
+def port_range(name: str, given: int | str | None, variable: str) -> tuple[int, int] | None:
+    """Returns the first and the last of the ports that a server may listen on; ``None`` if none is given.
+
+    Args:
+        name: the name of the argument, for messages
+        given: a port, 0 for any, or a range like ``"29500-29599"``, both ends included; ``None`` takes the value of the
+            environment variable
+        variable: the name of that variable
+
+    Raises:
+        InvalidArgument: ``given`` is neither, or a range that ends before it begins
+    """
+    if given is None:
+        name, given = variable, os.environ.get(variable) or None
+    if given is None:
+        return None
+    if isinstance(given, bool) or not isinstance(given, (int, str)):
+        raise InvalidArgument(
+            f'{name} must be a port number or a range like "29500-29599", not {_validate.brief(given)}'
+        )
+    found = _PORTS.fullmatch(str(given))
+    first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, _MOST_PORT + 1)
+    # A range that begins with "any port" means nothing.
+    if not first <= last <= _MOST_PORT or (first == 0 and last != 0):
+        raise InvalidArgument(
+            f'{name} must be a number from 1 to {_MOST_PORT}, 0 for any port, or a range like "29500-29599", not '
+            f"{_validate.brief(given)}"
+        )
+    return first, last
 
 
 def wants_same_host(asked: bool | None) -> bool:

@@ -1,8 +1,9 @@
-"""The log lines about a receive."""
+"""How a receive went: as an object, and as log lines."""
 
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from .._native import Report
@@ -32,41 +33,100 @@ class InPlace(NamedTuple):
     here: str
 
 
+@dataclass(frozen=True, slots=True)
+class ReceiveReport:
+    """How a receive went.
+
+    Attributes:
+        step: the step that was received
+        bytes: bytes of payload received, those that had to be fetched again included
+        seconds: duration of the whole receive; the sum of the next three
+        open_seconds: until a source had answered and its header was here
+        fetch_seconds: until all bytes were here and verified
+        build_seconds: what was left: making tensors and objects, and copies that could not be received in their place
+        verify_seconds: the part of ``fetch_seconds`` that compared checksums with the source's
+        lanes: connections used
+        retries: ranges that had to be fetched again
+        same_host: whether shared memory was used instead of the network
+        routes: the routes that bytes took over the network: the address here, and the source's
+        troubles: for each source that a range had to be taken from, by its host and port, the last reason
+        in_place: how the live state matched; ``None`` without one
+    """
+
+    step: int
+    bytes: int
+    seconds: float
+    open_seconds: float
+    fetch_seconds: float
+    build_seconds: float
+    verify_seconds: float
+    lanes: int
+    retries: int
+    same_host: bool
+    routes: tuple[tuple[str, str], ...]
+    troubles: dict[str, str]
+    in_place: InPlace | None
+
+    @property
+    def bytes_per_second(self) -> float:
+        """The rate while bytes were fetched."""
+        return self.bytes / max(self.fetch_seconds, 1e-9)
+
+    @classmethod
+    def of(cls, step: int, report: Report, fit: InPlace | None, seconds: float) -> ReceiveReport:
+        """Returns the report of a receive of ``step`` that took ``seconds`` in all.
+
+        Args:
+            step: the step that was received
+            report: the native client's report
+            fit: how the live state matched, if there was one
+            seconds: duration of the whole receive
+        """
+        return cls(
+            step=step,
+            bytes=report.bytes,
+            seconds=seconds,
+            open_seconds=report.opening_seconds,
+            fetch_seconds=report.fetching_seconds,
+            build_seconds=max(seconds - report.opening_seconds - report.fetching_seconds, 0.0),
+            verify_seconds=report.verifying_seconds,
+            lanes=report.lanes,
+            retries=report.retries,
+            same_host=report.same_host,
+            routes=tuple(report.routes),
+            troubles=report.troubles,
+            in_place=fit,
+        )
+
+
 def in_place(fit: InPlace | None) -> str:
     """Returns the end of a log line: how many tensors were received in place; empty without a live state."""
     return "" if fit is None else f", {fit.matched} of {fit.offered} tensors in place"
 
 
-def log_receive(step: int, report: Report, fit: InPlace | None, seconds: float) -> None:
-    """Logs a receive: trouble with sources, its routes and its speed, and a warning if it was too slow.
-
-    Args:
-        step: the step that was received
-        report: the native client's report
-        fit: how the live state matched, if there was one
-        seconds: duration of the whole receive
-    """
+def log_receive(report: ReceiveReport) -> None:
+    """Logs a receive: trouble with sources, its routes and its speed, and a warning if it was too slow."""
     for source, trouble in report.troubles.items():
-        logger.warning("step %d: ranges of %s were fetched over other connections: %s", step, source, trouble)
-    rate = report.bytes / max(report.fetching_seconds, 1e-9)
+        logger.warning("step %d: ranges of %s were fetched over other connections: %s", report.step, source, trouble)
+    rate = report.bytes_per_second
     routes = [f"{here} <- {there}" for here, there in report.routes]
     if report.same_host:
         routes.append("shared memory")
     logger.info(
         "received step %d: %d bytes in %.3f s (%.2f GB/s; open %.3f s, fetch %.3f s), %d lanes over %s, %d retries%s",
-        step,
+        report.step,
         report.bytes,
-        seconds,
+        report.seconds,
         rate / 1e9,
-        report.opening_seconds,
-        report.fetching_seconds,
+        report.open_seconds,
+        report.fetch_seconds,
         report.lanes,
         ", ".join(routes) or "a connection that was closed",
         report.retries,
-        in_place(fit),
+        in_place(report.in_place),
     )
     # A short receive says nothing about a link.
-    if report.same_host or report.fetching_seconds < _LONG_S:
+    if report.same_host or report.fetch_seconds < _LONG_S:
         return
     for here, there in report.routes:
         interface = interface_speed(here)
@@ -74,7 +134,7 @@ def log_receive(step: int, report: Report, fit: InPlace | None, seconds: float) 
             logger.warning(
                 "step %d came at %.3f GB/s from %s, though %s here is rated at %.3f GB/s: check the network between "
                 "them, or choose another route with interface= or advertise= at the source",
-                step,
+                report.step,
                 rate / 1e9,
                 there,
                 interface[0],

@@ -4,14 +4,41 @@ from __future__ import annotations
 
 import logging
 from datetime import timedelta
+from urllib.parse import urlsplit
 
 from .. import _validate
 from .._native import Server
 from ..errors import ForkedProcess
-from .addresses import advertised_host, port_on
+from .addresses import advertised_host
 from .options import ServerOptions
 
 logger = logging.getLogger("tensorferry")
+
+
+def start(patience: float, options: ServerOptions) -> tuple[Server, str]:
+    """Starts a server that serves nothing yet; returns it and the host that peers reach it by.
+
+    Args:
+        patience: seconds for which a request waits until something is served
+        options: where the server listens, the host that peers are given and what protects it
+
+    Raises:
+        SystemRefused: no port can be opened
+        InvalidArgument: ``options.advertise`` cannot be used on this host
+    """
+    # First, because it can fail: a server that nobody keeps would hold its port until it is collected.
+    host = advertised_host(options.advertise, options.listening)
+    server = Server(
+        patience=patience,
+        bind=options.listening,
+        ports=options.ports,
+        metrics_ports=options.metrics_ports,
+        same_host=options.same_host,
+        max_bandwidth=options.max_bandwidth,
+        secret=options.secret,
+        tls=options.tls,
+    )
+    return server, host
 
 
 def serve(timeout: timedelta, options: ServerOptions) -> tuple[Server, str]:
@@ -19,21 +46,25 @@ def serve(timeout: timedelta, options: ServerOptions) -> tuple[Server, str]:
 
     Args:
         timeout: how long a request waits until something is served
-        options: where the server listens, the host that peers are given and what protects it
+        options: as for :func:`start`
 
     Raises:
         SystemRefused: no port can be opened
         InvalidArgument: ``timeout`` is not a time to wait, or ``options.advertise`` cannot be used on this host
     """
-    server = Server(
-        patience=_validate.patience("timeout", timeout),
-        bind=port_on(options.listening),
-        same_host=options.same_host,
-        max_bandwidth=options.max_bandwidth,
-        secret=options.secret,
-        tls=options.tls,
-    )
-    return server, server.url(advertised_host(options.advertise, options.listening))
+    server, host = start(_validate.patience("timeout", timeout), options)
+    return server, server.url(host)
+
+
+def metrics_url(server: Server, url: str) -> str:
+    """Returns the URL at which a scraper finds the counters of ``server``, whose URL for peers is ``url``.
+
+    It is that of the port for counters if there is one, and else below the random part of ``url``.
+
+    Raises:
+        ForkedProcess: this process was forked from the one that made the server
+    """
+    return server.metrics_url(urlsplit(url).hostname or "") or f"{url.removesuffix('checkpoint/')}metrics"
 
 
 def withdraw(server: Server, timeout: timedelta) -> None:

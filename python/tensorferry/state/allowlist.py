@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import _compat_pickle
 import collections
+import copy
+import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,6 +21,8 @@ from . import reviewed
 
 #: Modules that torch does not accept from a user's list either.
 _NEVER = ("sys", "os", "posix", "nt")
+
+logger = logging.getLogger("tensorferry")
 
 
 class Allowed:
@@ -43,6 +47,14 @@ class Allowed:
             if not reviewed.known(module, name):
                 self._extra[module, name] = value
         self._users = {id(value) for value in self._extra.values()}
+        #: Whether a ShardedTensor of another job is made, which belongs to no process group; otherwise it is refused.
+        self.detaches = False
+
+    def detached(self) -> Allowed:
+        """Returns the same list, by which ShardedTensors of other jobs are made, for one who takes their shards."""
+        made = copy.copy(self)
+        made.detaches = True
+        return made
 
     @property
     def trusts(self) -> bool:
@@ -117,6 +129,26 @@ def refusal(module: str, name: str, leaf: object = None) -> str:
         f"safe_globals=[{module}.{name}] to HTTPTransport or the reader on the receiving side, or trust_pickle=True to "
         "allow everything"
     )
+
+
+class RefusalWarnings:
+    """Warns, once for each, of globals of a state that those who read it with an allow-list will refuse.
+
+    Args:
+        allowed: that allow-list
+        message: of the warning, with one ``%s`` for what is refused and what to do
+    """
+
+    def __init__(self, allowed: Allowed, message: str) -> None:
+        self._allowed, self._message = allowed, message
+        self._warned: set[tuple[str, str]] = set()
+
+    def warn(self, globals_: dict[tuple[str, str], str]) -> None:
+        """Warns of ``globals_``: for each ``(module, name)`` the first leaf that needs it."""
+        for module, name in globals_.keys() - self._warned:
+            if not self._allowed.allows(module, name):
+                self._warned.add((module, name))
+                logger.warning(self._message, refusal(module, name, globals_[module, name]))
 
 
 _read: tuple[Any, dict[str, Any]] = (None, {})

@@ -16,14 +16,16 @@ from .unpickling import pickle_module
 #: Takes the name of a storage's record and its length in bytes; returns a tensor that stands in for the storage, or
 #: ``None`` to have the record read.
 StandIn = Callable[[str, int], "torch.Tensor | None"]
+#: Takes the offset of a record in its file and its length; returns a tensor over these bytes.
+Mapped = Callable[[int, int], "torch.Tensor"]
 
 
 class _Archive:
     """Torch's reader of ``torch.save`` archives, with a check of the lengths of storages."""
 
-    def __init__(self, source: io.BytesIO | str, stand_in: StandIn | None = None) -> None:
+    def __init__(self, source: io.BytesIO | str, stand_in: StandIn | None, mapped: Mapped | None) -> None:
         self._reader = torch._C.PyTorchFileReader(source)
-        self._stand_in = stand_in
+        self._stand_in, self._mapped = stand_in, mapped
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._reader, name)
@@ -41,6 +43,8 @@ class _Archive:
         has = self._size(name)
         if has != nbytes:
             raise ProtocolError(f"the record of a storage of {nbytes} bytes has {has} bytes")
+        if self._mapped is not None:
+            return self._mapped(self._reader.get_record_offset(name), nbytes)
         return self._reader.get_storage_from_record(name, nbytes, dtype)
 
     def _size(self, name: str) -> int:
@@ -61,10 +65,21 @@ def unpickled(data: bytes, fqn: str, allowed: Allowed) -> Any:
         UnsafePickle: the pickle asks for something that is not allowed, or ``torch.save`` does not write such data
         ProtocolError: the data is damaged
     """
-    return _load(io.BytesIO(data), fqn, allowed, "cpu", None)
+    if (archive := _opened(io.BytesIO(data))) is None:
+        raise UnsafePickle(
+            f"{fqn} is an object that torch.save did not write: pass trust_pickle=True to the reader if you trust the "
+            "job that saved it"
+        )
+    return _load(archive, fqn, allowed, "cpu")
 
 
-def load_file(path: Path, allowed: Allowed, map_location: Any = None, stand_in: StandIn | None = None) -> Any:
+def load_file(
+    path: Path,
+    allowed: Allowed,
+    map_location: Any = None,
+    stand_in: StandIn | None = None,
+    mapped: Mapped | None = None,
+) -> Any:
     """Loads the object that ``torch.save`` has written to the file ``path``.
 
     Args:
@@ -72,9 +87,11 @@ def load_file(path: Path, allowed: Allowed, map_location: Any = None, stand_in: 
         allowed: the globals that its pickle may name
         map_location: where its storages go, as ``torch.load`` has it
         stand_in: what is used in place of storages that are not to be read
+        mapped: returns the bytes of storages, which then are not read into memory of their own
 
     Raises:
-        UnsafePickle, ProtocolError: as for :func:`unpickled`
+        UnsafePickle: the pickle asks for something that is not allowed
+        ProtocolError: the file is damaged, or ``torch.save`` did not write it
         SystemRefused: the file cannot be opened
     """
     try:
@@ -82,20 +99,26 @@ def load_file(path: Path, allowed: Allowed, map_location: Any = None, stand_in: 
             pass
     except OSError as e:
         raise SystemRefused(e.errno, f"{path}: cannot be read: {e.strerror}") from e
-    return _load(str(path), str(path), allowed, map_location, stand_in)
+    if (archive := _opened(str(path), stand_in, mapped)) is None:
+        # Killed trainers leave such files: nobody is to be told to trust them.
+        raise ProtocolError(
+            f"{path} cannot be read: it is damaged or was cut off, or is no archive of torch.save (TorchScript, or the "
+            "format that torch.save had before 1.6)"
+        )
+    return _load(archive, str(path), allowed, map_location)
 
 
-def _load(source: io.BytesIO | str, name: str, allowed: Allowed, map_location: Any, stand_in: StandIn | None) -> Any:
+def _opened(source: io.BytesIO | str, stand_in: StandIn | None = None, mapped: Mapped | None = None) -> _Archive | None:
+    """Returns the archive of an object that ``torch.save`` wrote, ``None`` if it is anything else."""
     try:
-        archive = _Archive(source, stand_in)
+        archive = _Archive(source, stand_in, mapped)
         is_object = archive.has_record("data.pkl") and not archive.has_record("constants.pkl")
     except Exception:  # A malformed archive can raise anything.
-        is_object = False
-    if not is_object:
-        raise UnsafePickle(
-            f"{name} is an object that torch.save did not write: pass trust_pickle=True to the reader if you trust the "
-            "job that saved it"
-        )
+        return None
+    return archive if is_object else None
+
+
+def _load(archive: _Archive, name: str, allowed: Allowed, map_location: Any) -> Any:
     module = pickle_module(allowed, lambda _: name)
     try:
         # This is what torch.load does with an archive of torch.save. torch.load itself would determine the kind of

@@ -17,8 +17,9 @@ from .allowlist import Allowed
 from .in_place import InPlaceTargets
 from .manifest import Manifest
 
-#: Takes a storage in host memory; returns it, or a storage with its bytes on another device.
-Relocate: TypeAlias = Callable[[torch.UntypedStorage], torch.UntypedStorage]
+#: Takes a storage in host memory and the name of the device that it was on; returns it, or a storage with its bytes on
+#: another device.
+Relocate: TypeAlias = Callable[[torch.UntypedStorage, str], torch.UntypedStorage]
 
 
 class StateBuilder:
@@ -115,7 +116,8 @@ class StateBuilder:
                 else:
                     storages[k] = storage_over(*memory(entry), nbytes)
                 if relocate is not None and number is None:
-                    storages[k] = relocate(storages[k])
+                    pieces = self.manifest.storages[k][1]
+                    storages[k] = relocate(storages[k], self.manifest.location(pieces[0][0]) if pieces else "cpu")
             return storages[k]
 
         known = leaves if stand_ins is None else stand_ins.among(leaves)
@@ -178,7 +180,8 @@ class StateBuilder:
         if relocate is not None:
             for number, value in enumerate(made):
                 if value is not None and self.plain[number] not in direct:
-                    made[number] = _relocated(value, relocate)
+                    location = self.manifest.location(self.plain[number])
+                    made[number] = _relocated(value, relocate, location)
         received = cast("list[torch.Tensor]", made)
         if not flags:
             return received, received
@@ -190,9 +193,9 @@ class StateBuilder:
         return received, leaves
 
 
-def _relocated(value: torch.Tensor, relocate: Relocate) -> torch.Tensor:
+def _relocated(value: torch.Tensor, relocate: Relocate, location: str) -> torch.Tensor:
     storage = value.untyped_storage()
-    moved = relocate(storage)
+    moved = relocate(storage, location)
     if moved is storage:
         return value
     return torch.empty(0, dtype=value.dtype, device=moved.device).set_(moved, 0, value.shape, value.stride())
@@ -243,6 +246,10 @@ class StandIns:
             self._storages[k] = storage
             self._number_of[storage_key(storage)] = k
         return self._storages[k]
+
+    def number_of(self, storage: torch.UntypedStorage) -> int | None:
+        """Returns the number of the storage for which ``storage`` stands in, ``None`` if it is none of these."""
+        return self._number_of.get(storage_key(storage))
 
     def among(self, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Returns ``leaves`` with stand-ins for those that were not read."""

@@ -13,6 +13,7 @@ from ..errors import ProtocolError, TensorferryError
 from ..memory.bounce import BounceBuffers
 from ..memory.tensors import DTYPES
 from ..net.report import InPlace
+from ..net.tracing import Span
 from . import tree
 from .allowlist import Allowed
 from .build import Relocate, StandIns, StateBuilder
@@ -144,12 +145,16 @@ def _receive(
         if targets is not None:
             addresses |= targets.places
     places = [addresses.get(i) for i in range(builder.count)] if addresses else None
-    if targets is not None and targets.staged:
-        waves = remote.staged(places, list(targets.staged), bounce.size(targets.staged))
-        bounce.bring(waves, targets.staged)
-        arena, report = waves.finish()
-    else:
-        arena, report = remote.fetch(places)
+    with Span("fetch") as span:
+        if targets is not None and targets.staged:
+            waves = remote.staged(places, list(targets.staged), bounce.size(targets.staged))
+            bounce.bring(waves, targets.staged)
+            arena, report = waves.finish()
+        else:
+            arena, report = remote.fetch(places)
+        span.set(bytes=report.bytes, lanes=report.lanes, retries=report.retries, same_host=report.same_host)
+        if isinstance(remote, Remote):
+            span.last("verify", report.verifying_seconds)
 
     def memory(i: int) -> tuple[Any, int]:
         part = arena.part(i)
@@ -157,7 +162,7 @@ def _receive(
             raise ProtocolError(f"the source's manifest uses the bytes of entry {remote.names[i]!r} twice")
         return part, 0
 
-    with _gc.gc_paused():
+    with _gc.gc_paused(), Span("build"):
         made = arena.tensors(torch.Tensor)
         state = builder.build(pickled, allowed, memory, targets, made, stand_ins, relocate)
         if targets is not None:

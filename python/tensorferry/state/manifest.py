@@ -7,14 +7,15 @@ docs/reference/format.md lists the fields. ``rust/wire`` checks those that lead 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias, cast
 
 import torch
 
 from .._native import _describe_objects, _describe_shards
 from ..errors import ProtocolError
-from ..memory.tensors import dtensor_class
+from ..memory.tensors import dtensor_class, sharded_tensor_class, spread_parts
 from ..storage.container import VERSION
 from .aliases import Groups, Layout
 from .tree import Flat
@@ -67,6 +68,25 @@ def _described(flat: Flat) -> str:
     return _describe_objects(flat.rows, [(entry[0], _json(entry)) for entry in others if entry is not None])
 
 
+def with_devices(fields: str, devices: Iterable[tuple[int, torch.device]]) -> str:
+    """Returns ``fields`` from :func:`encode` with the devices of those entries that were not in host memory.
+
+    Args:
+        fields: the manifest as JSON
+        devices: entries with their devices, in ascending order
+    """
+    found: dict[torch.device, list[list[int]]] = {}
+    for entry, device in devices:
+        ranges = found.setdefault(device, [])
+        if ranges and ranges[-1][1] == entry - 1:
+            ranges[-1][1] = entry
+        else:
+            ranges.append([entry, entry])
+    if not found:
+        return fields
+    return f'{fields[:-1]},"devices":{_json({str(device): ranges for device, ranges in found.items()})}}}'
+
+
 def with_tree(fields: str, tree: str) -> bytes:
     """Returns the complete manifest: ``fields`` from :func:`encode` with the tree, which is JSON already, inserted."""
     return f'{fields[:-1]},"tree":{tree}}}'.encode()
@@ -95,40 +115,41 @@ def dtype_and_shape(value: torch.Tensor) -> tuple[str, list[int]] | None:
 
 
 def _shards(flat: Flat, numbers: Callable[[torch.UntypedStorage], int | None]) -> str:
-    """Returns as JSON, by path, where each DTensor's local part lies in the global tensor.
+    """Returns as JSON, by path, where the parts of each DTensor and ShardedTensor lie in the global tensor.
 
     A job with other placements can read slices with this.
     """
-    kind: Any = dtensor_class()
-    if kind is None:
+    if dtensor_class() is None and sharded_tensor_class() is None:
         return "{}"
+
+    def part(local: torch.Tensor, offsets: list[int]) -> dict[str, Any]:
+        return {
+            "offsets": offsets,
+            "shape": list(local.shape),
+            "stride": list(local.stride()),
+            "storage": numbers(local.untyped_storage()),
+            "storage_offset": local.storage_offset(),
+        }
+
     # torch takes long to compute an offset, and many DTensors share a spec.
-    text = _describe_shards(flat.rows, [_offsets(value) for _, value in flat.rows.first_specs])
+    text = _describe_shards(flat.rows, [_first_offsets(value) for _, value in flat.rows.first_specs])
     others: dict[str, dict[str, Any]] = {}
     for number in flat.unread:
         value: Any = flat.leaf(number)
-        if isinstance(value, kind):
-            local = value._local_tensor
-            others[flat.object_paths[-number - 1]] = {
-                "dtype": str(value.dtype),
-                "global_shape": list(value.shape),
-                "offsets": _offsets(value),
-                "shape": list(local.shape),
-                "stride": list(local.stride()),
-                "storage": numbers(local.untyped_storage()),
-                "storage_offset": local.storage_offset(),
-            }
+        if (parts := spread_parts(value)) is not None and all(local.layout is torch.strided for local, _ in parts):
+            described: dict[str, Any] = {"dtype": str(value.dtype), "global_shape": [int(dim) for dim in value.size()]}
+            found = [part(*one) for one in parts]
+            one_part = dtensor_class() is not None and isinstance(value, cast(type, dtensor_class()))
+            others[flat.object_paths[-number - 1]] = {**described, **(found[0] if one_part else {"parts": found})}
     members = [text] if text else []
     members += [_json(others)[1:-1]] if others else []
     return f"{{{','.join(members)}}}"
 
 
-def _offsets(value: Any) -> list[int]:
+def _first_offsets(value: Any) -> list[int]:
     """Returns where the local part of a DTensor begins in the global tensor."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    _, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
-    return [int(offset) for offset in offsets]
+    ((_, offsets),) = spread_parts(value) or [(None, [])]
+    return offsets
 
 
 class Manifest:
@@ -156,6 +177,19 @@ class Manifest:
         self.storages: Storages = self._fields["storages"]
         needs = self._fields.get("globals")
         self.needs: dict[str, Any] = needs if isinstance(needs, dict) else {}
+        self._devices: tuple[list[int], list[int], list[str]] | None = None
+
+    def location(self, entry: int) -> str:
+        """Returns the device on which an entry was, by the name that ``torch.load`` gives it.
+
+        Raises:
+            ProtocolError: the devices in the manifest are not described as they should be
+        """
+        if self._devices is None:
+            self._devices = _devices(self._fields.get("devices"))
+        starts, ends, names = self._devices
+        at = bisect_right(starts, entry) - 1
+        return names[at] if at >= 0 and entry <= ends[at] else "cpu"
 
     def described(self) -> tuple[dict[str, str], list[tuple[int, str, str, list[int]]]]:
         """Returns the texts of keys that are objects, and number, path, dtype and shape of each tensor in the pickle.
@@ -194,3 +228,18 @@ class Manifest:
                 f"the source's manifest lacks a valid list of the tensors that share memory: {e}"
             ) from e
         return groups
+
+
+def _devices(described: Any) -> tuple[list[int], list[int], list[str]]:
+    """Returns the first and last entries of the ranges on devices, in ascending order, and the names of the devices."""
+    ranges: list[tuple[int, int, str]] = []
+    try:
+        for name, of_device in (described or {}).items():
+            for first, last in of_device:
+                if type(first) is not int or type(last) is not int:
+                    raise TypeError("an entry is not a number")
+                ranges.append((first, last, name))
+    except (AttributeError, TypeError, ValueError) as e:
+        raise ProtocolError(f"the manifest lacks a valid list of the devices of its entries: {e}") from e
+    ranges.sort()
+    return [r[0] for r in ranges], [r[1] for r in ranges], [r[2] for r in ranges]

@@ -809,7 +809,7 @@ def _rebuild_from_type(unpickler: Unpickler, rebuild: Any, cls: Any, args: Any, 
     if rebuild.run is _rebuild_wrapper:
         require(type(made) is cls, "a wrapper rebuilt as another class")
         if cls.__name__ == "ShardedTensor":
-            _set_sharded(made, state)
+            _set_sharded(made, state, unpickler.allowed.detaches)
             return made
         named = _named(state)
         for name, kind in _WRAPPED[cls.__name__].items():
@@ -826,7 +826,7 @@ def _rebuild_from_type(unpickler: Unpickler, rebuild: Any, cls: Any, args: Any, 
     return made
 
 
-def _set_sharded(made: Any, state: Any) -> None:
+def _set_sharded(made: Any, state: Any, detaches: bool) -> None:
     require(type(state) is tuple and len(state) == 5, "a ShardedTensor that does not have five parts")
     shards, metadata, group, spec, remote = state
     require(
@@ -843,7 +843,14 @@ def _set_sharded(made: Any, state: Any) -> None:
     )
     # With remote references torch would contact the other ranks and wait for them.
     require(remote is False, "a ShardedTensor with remote references")
-    made.__setstate__(state)
+    try:
+        made.__setstate__(state)
+    except RuntimeError:
+        # There is no process group, or one of other ranks than those that saved it.
+        if not detaches:
+            raise
+        made._local_shards, made._metadata, _, made._sharding_spec, made._init_rrefs = state
+        made._process_group = None
 
 
 def _with_grad(_: Unpickler, value: Any) -> Tensor:

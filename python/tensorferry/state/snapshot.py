@@ -9,11 +9,11 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from .. import _gc
-from .._native import Readiness, Server, _add_pieces
+from .._native import HostView, Readiness, Server, _add_pieces
 from ..errors import InvalidArgument, TensorferryError
 from ..memory.accelerator import Accelerator
 from ..memory.host_pool import Buffer
-from ..memory.staging import Piece, Stager, host_view
+from ..memory.staging import Piece, Stager, buffer_view, host_view
 from ..memory.tensors import as_bytes, storage_over
 from ..storage import reserved
 from ..storage.container import Container
@@ -32,8 +32,9 @@ _SMALL_HOST_PART = 64 << 20
 
 SnapshotMode = Literal["borrow", "copy"]
 
-#: The memory of an entry: a whole storage that is served from where it is, or a piece of one, possibly copied.
-Memory: TypeAlias = torch.UntypedStorage | Piece
+#: The memory of an entry: a whole storage that is served from where it is, the buffer that it was copied to, or, on an
+#: accelerator, a piece of a storage and its place in a buffer.
+Memory: TypeAlias = torch.UntypedStorage | Buffer | Piece
 
 
 def snapshot_mode(snapshot: SnapshotMode) -> SnapshotMode:
@@ -73,10 +74,10 @@ class StateSnapshot:
     def __init__(self, state: Any, stager: Stager, snapshot: SnapshotMode) -> None:
         with _gc.gc_paused():
             device = self._read(state, stager.accelerator)
-            copied = self._stage(stager, snapshot, device)
+            self._stage(stager, snapshot, device)
         # If nothing was copied, rebuild() can return the state itself. Not so for a private snapshot without any bytes:
         # it is the state of one moment, and its objects are those of the pickle.
-        self._state = state if not self.private and all([m.buffer is None for m in copied]) else None
+        self._state = state if not self.private and not self._buffers else None
 
     def _read(self, state: Any, accelerator: Accelerator) -> list[int]:
         """Reads the state, natively if that works; returns the numbers of the rows in accelerator memory."""
@@ -120,23 +121,24 @@ class StateSnapshot:
         self._tree = flat.tree
         self.rows.forget()
 
-    def _stage(self, stager: Stager, snapshot: SnapshotMode, device: list[int]) -> list[Piece]:
+    def _stage(self, stager: Stager, snapshot: SnapshotMode, device: list[int]) -> None:
         accelerator = stager.accelerator
         device = device + [i for i in self._elsewhere if accelerator.device_of(self._storage(i)) is not None]
-        copied = device
+        devices = ((i, accelerator.device_of(self._storage(i))) for i in sorted(device))
+        self._fields = manifest.with_devices(self._fields, ((i, one) for i, one in devices if one is not None))
         on_host = self.rows.nbytes - sum([self.rows.size(i) for i in device])
-        if snapshot == "copy" or (device and on_host <= _SMALL_HOST_PART):
-            known = set(device)
-            copied, on_host = device + [i for i in range(len(self.rows)) if i not in known], 0
-        pieces = {}
-        for i in copied:
-            pieces[i] = self.memory[i] = self._piece(i)
-        self._staging = stager.begin(list(pieces.values()))
-        self._on_device = [(i, pieces[i]) for i in device if pieces[i].nbytes]
-        for i, piece in pieces.items():
+        copies_host = snapshot == "copy" or bool(device and on_host <= _SMALL_HOST_PART)
+        pieces = [(i, self._piece(i)) for i in device]
+        self._staging = stager.begin([piece for _, piece in pieces])
+        for i, piece in pieces:
+            self.memory[i] = piece
             self.rows.place(i, piece.data_ptr())
-        self.private = not on_host
-        return list(pieces.values())
+        self._on_device = [(i, piece) for i, piece in pieces if piece.nbytes]
+        found = {id(piece.buffer): piece.buffer for _, piece in pieces}
+        if copies_host:
+            found[0] = stager.copy_rows(self.rows, device)
+        self._buffers = [buffer for buffer in found.values() if buffer is not None]
+        self.private = copies_host or not on_host
 
     def _storage(self, row: int) -> torch.UntypedStorage:
         memory = self.memory[row]
@@ -144,13 +146,20 @@ class StateSnapshot:
         return memory
 
     def _piece(self, row: int) -> Piece:
-        """Returns the memory of an entry as a piece of a storage: one that was copied, or one to be copied."""
+        """Returns the memory of an entry as a piece of a storage, unless it is host memory that was copied."""
         memory = self.memory[row]
         if isinstance(memory, Piece):
             return memory
-        nbytes = self.rows.size(row)
-        start = self.rows.address(row) - memory.data_ptr() if nbytes else 0
-        return Piece(memory, start, start + nbytes)
+        storage, nbytes = self._storage(row), self.rows.size(row)
+        start = self.rows.address(row) - storage.data_ptr() if nbytes else 0
+        return Piece(storage, start, start + nbytes)
+
+    def _host_view(self, row: int) -> tuple[HostView, int]:
+        """As :func:`host_view`, for the memory of an entry."""
+        memory = self.memory[row]
+        if isinstance(memory, Buffer):
+            return buffer_view(memory), self.rows.address(row) - memory.address
+        return host_view(self._piece(row))
 
     def publish(self, server: Server, step: int, alternate: Callable[[str], list[Any] | None] | None) -> None:
         """Publishes the snapshot on ``server`` as ``step``, and copies accelerator memory to the host.
@@ -194,7 +203,7 @@ class StateSnapshot:
 
     def buffers(self) -> list[Buffer]:
         """Returns the buffers that the copies lie in, each once."""
-        return list({id(m.buffer): m.buffer for m in self.memory if isinstance(m, Piece) and m.buffer}.values())
+        return list(self._buffers)
 
     def manifest(self) -> bytes:
         """Returns the complete manifest as JSON; not valid after ``publish`` if nothing was copied."""
@@ -225,9 +234,9 @@ class StateSnapshot:
         for k, storage in builder.scattered.items():
             whole = as_bytes(storage)
             for entry, lo in builder.manifest.storages[k][1]:
-                part = storage_over(*host_view(self._piece(entry)), self.rows.size(entry))
+                part = storage_over(*self._host_view(entry), self.rows.size(entry))
                 whole[lo : lo + part.nbytes()].copy_(as_bytes(part))
-        return builder.build(self.pickle_bytes, Allowed(trust=True), lambda i: host_view(self._piece(i)))
+        return builder.build(self.pickle_bytes, Allowed(trust=True), self._host_view)
 
 
 def _pickled(flat: tree.Flat, accelerator: Accelerator) -> tuple[bytes, dict[tuple[str, str], str]]:

@@ -70,6 +70,11 @@ class Commit:
         return json.dumps({"began": self.began, "files": files}, separators=(",", ":")).encode()
 
 
+def is_file(path: Path) -> bool:
+    """Whether ``path`` is a file; ``Path.is_file`` raises where a folder must not be entered, and this does not."""
+    return os.path.isfile(path)
+
+
 def read(path: Path) -> tuple[bytes, Commit]:
     """Reads the index file ``path``; returns the index, still encoded, and its commit. The file is opened once.
 
@@ -128,7 +133,7 @@ def _of_ranks(found: Commit) -> Commit:
 
 def committed(path: Path) -> Commit | None:
     """Like :func:`files_of`, but returns ``None`` if there is no index, and no files if it cannot be read."""
-    if not path.is_file():
+    if not is_file(path):
         return None
     try:
         return files_of(path)
@@ -181,7 +186,7 @@ def holding(folder: Path, names: Iterable[str]) -> Iterator[None]:
                     stack.callback(os.close, file)
                     fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         for name in sorted(names):
-            if not (folder / name).is_file():
+            if not is_file(folder / name):
                 raise IncompleteCheckpoint(
                     f"{folder}: {name}, which this save has written, was removed by another process"
                 )

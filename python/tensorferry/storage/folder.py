@@ -112,10 +112,15 @@ def read_index(folder: Path) -> Index:
         SystemRefused: it cannot be read
     """
     path = folder / INDEX
-    if not path.is_file():
-        raise IncompleteCheckpoint(f"{folder} holds no complete checkpoint: it has no {INDEX}{_left_in(folder)}")
-    # From one file, which a save may be about to replace.
-    text, names_and_headers = _file_entries(path, [reserved.CHECKPOINT, reserved.INDEX_FILES])
+    if not commits.is_file(path):
+        raise _no_index(folder)
+    try:
+        # From one file, which a save may be about to replace.
+        text, names_and_headers = _file_entries(path, [reserved.CHECKPOINT, reserved.INDEX_FILES])
+    except SystemRefused as e:
+        if commits.is_file(path):
+            raise
+        raise _no_index(folder) from e
     if text is None:
         raise ProtocolError(
             f"{path} is not the index of a checkpointer's save. A checkpoint of torch.distributed.checkpoint is loaded "
@@ -143,15 +148,22 @@ def read_index(folder: Path) -> Index:
 
 def missing_files(folder: Path, index: Index) -> list[str]:
     """Returns the names of files of the checkpoint in ``folder`` that are not there."""
-    return [name for name, _ in index.files.values() if not (folder / name).is_file()]
+    return [name for name, _ in index.files.values() if not commits.is_file(folder / name)]
+
+
+def _no_index(folder: Path) -> IncompleteCheckpoint:
+    return IncompleteCheckpoint(f"{folder} holds no complete checkpoint: it has no {INDEX}{_left_in(folder)}")
 
 
 def _left_in(folder: Path) -> str:
     try:
-        count = sum(1 for name in os.listdir(folder) if commits.is_ours(name))
+        names = os.listdir(folder)
     except OSError as e:
         return f" ({e.strerror or e})"
-    return f", only {count} files of saves that have not finished" if count else ""
+    if INDEX in names:
+        return " that is a file"
+    count = sum(1 for name in names if commits.is_ours(name))
+    return f", only files of saves that have not finished ({count})" if count else ""
 
 
 def committed_save(folder: Path) -> str | None:
@@ -215,6 +227,11 @@ class FolderSave:
         except OSError as e:
             raise SystemRefused(f"the folder {folder} cannot be created: {e}") from e
         self._before = commits.committed(folder / INDEX) if save.rank == 0 else None
+
+    @property
+    def path(self) -> Path:
+        """Where the file of this rank belongs. A caller may put a complete one there, instead of :meth:`write`."""
+        return self.folder / self._name
 
     def write(self, container: Container, threads: int | None = None, cached: bool | None = None) -> Written:
         """Writes the state of this rank.
@@ -349,7 +366,7 @@ class FolderSave:
             path = self.folder / name
             headers[name] = _file_header(path)
             (manifest,) = _file_entries(path, [reserved.MANIFEST])
-            _add_shards(parts, rank, manifest)
+            add_shards(parts, rank, manifest)
         fields = {
             "version": _VERSION,
             "save": self.save.save,
@@ -377,16 +394,23 @@ class FolderSave:
             commits.remove_replaced(index, before, set(names), None)
 
 
-def _add_shards(parts: dict[str, Any], rank: int, manifest: bytes | None) -> None:
-    """Adds the parts of DTensors that a rank's manifest describes."""
+def add_shards(shards: dict[str, Any], rank: int, manifest: bytes | None) -> None:
+    """Adds the parts of DTensors and ShardedTensors that a rank's manifest describes.
+
+    Raises:
+        InvalidArgument: the ranks have different tensors at one path
+    """
     if manifest is None or b'"global_shape"' not in manifest:
         return
     for path, shard in json.loads(manifest)["shards"].items():
-        whole = parts.setdefault(path, {"dtype": shard["dtype"], "global_shape": shard["global_shape"], "parts": []})
+        whole = shards.setdefault(path, {"dtype": shard["dtype"], "global_shape": shard["global_shape"], "parts": []})
         if (whole["dtype"], whole["global_shape"]) != (shard["dtype"], shard["global_shape"]):
             raise InvalidArgument(f"the ranks have different tensors at {path}")
-        kept = {key: value for key, value in shard.items() if key not in ("dtype", "global_shape")}
-        whole["parts"].append({"rank": rank, **kept})
+        # A DTensor has one part on each rank, and a ShardedTensor has a list of them.
+        parts = shard.get("parts")
+        if parts is None:
+            parts = [{key: value for key, value in shard.items() if key not in ("dtype", "global_shape")}]
+        whole["parts"] += [{**part, "rank": rank} for part in parts]
 
 
 def _file_of(save: SaveId) -> str:
@@ -431,7 +455,7 @@ def checkpoints(root: Path) -> list[tuple[Path, Index]]:
         SystemRefused: ``root`` cannot be listed
     """
     try:
-        folders = [Path(entry.path) for entry in os.scandir(root) if entry.is_dir()]
+        folders = [Path(entry.path) for entry in os.scandir(root) if os.path.isdir(entry.path)]
     except OSError as e:
         raise SystemRefused(f"the folder {root} cannot be listed: {e}") from e
     found = []
@@ -439,6 +463,17 @@ def checkpoints(root: Path) -> list[tuple[Path, Index]]:
         with contextlib.suppress(TensorferryError):
             found.append((folder, read_index(folder)))
     return sorted(found, key=lambda one: (one[1].began, one[0].name))
+
+
+def committed_in(root: Path) -> frozenset[tuple[str, int, int]]:
+    """Returns what changes with every checkpoint below ``root`` that is committed or removed."""
+    found = []
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(root):
+            with contextlib.suppress(OSError):
+                about = os.stat(os.path.join(entry.path, INDEX))
+                found.append((entry.name, about.st_ino, about.st_mtime_ns))
+    return frozenset(found)
 
 
 def remove_checkpoint(folder: Path) -> None:
@@ -462,6 +497,7 @@ def keep_last(count: int, newest: Path) -> None:
 
     A series is the folders beside ``newest`` whose names differ from its name in numbers only, such as ``step-100`` and
     ``step-200``. A folder without a number in its name is a series of its own: what is beside it may be another job's.
+    So may what a link leads to: links are no part of a series.
 
     It raises nothing, since the checkpoint that was just saved is complete: what cannot be removed is logged.
 
@@ -473,7 +509,8 @@ def keep_last(count: int, newest: Path) -> None:
     if series == newest.name:
         return
     try:
-        found = [folder for folder, _ in checkpoints(newest.parent) if _series(folder) == series]
+        beside = checkpoints(newest.parent)
+        found = [folder for folder, _ in beside if _series(folder) == series and not folder.is_symlink()]
     except TensorferryError as e:
         logger.warning("older checkpoints are not removed: %s", e)
         return
@@ -485,7 +522,8 @@ def keep_last(count: int, newest: Path) -> None:
         for entry in list(os.scandir(newest.parent)):
             folder = Path(entry.path)
             if entry.is_dir(follow_symlinks=False) and folder not in found and _series(folder) == series:
-                _remove_remains(folder, now)
+                with contextlib.suppress(OSError):
+                    _remove_remains(folder, now)
 
 
 def _series(folder: Path) -> str:

@@ -15,8 +15,15 @@ from .slices import SliceTuple
 
 logger = logging.getLogger("tensorferry")
 
+#: The first word of a publication's metadata; its step and the URLs of the ranks follow.
+SCHEME = "tensorferry-dcp/1"
 #: Bytes requested along with a header. A reader of slices does not need most of what follows the header.
 _AHEAD = 64 << 10
+
+
+def publication_metadata(step: int, urls: Sequence[str]) -> str:
+    """Returns the metadata of a checkpoint that the ranks at ``urls`` serve as ``step``, for a ``PeerReader``."""
+    return " ".join([SCHEME, str(step), *urls])
 
 
 def container_name(step: int, url: str) -> str:
@@ -27,6 +34,14 @@ def container_name(step: int, url: str) -> str:
 def url_of(container: str) -> str:
     """Returns the URL in a name that :func:`container_name` returned."""
     return container.partition(" ")[2]
+
+
+def parse_publication(metadata: str) -> tuple[int, list[str]] | None:
+    """Returns the step and the URLs in the metadata of a publication; ``None`` if it is no such metadata."""
+    words = metadata.split()
+    if len(words) < 3 or words[0] != SCHEME or not (words[1].isascii() and words[1].isdecimal()):
+        return None
+    return int(words[1][:20]), words[2:]
 
 
 class PeerSource:
@@ -57,6 +72,43 @@ class PeerSource:
         self._lanes = lanes
         self._same_host = same_host
         self._secret = secret
+        self._first: dict[str, int] | None = None
+
+    def containers(self) -> list[str]:
+        """Returns the names of the containers of all ranks."""
+        return [container_name(self._step, url) for url in self._urls]
+
+    def open(self, container: str) -> Remote:
+        """Opens a container, whose control entries are then there.
+
+        Raises:
+            TensorferryError: as for ``HTTPTransport.recv_checkpoint``
+        """
+        return Remote.open(
+            [url_of(container)],
+            self._step,
+            timeout=self._left(),
+            lanes=1,
+            same_host=self._same_host,
+            secret=self._secret,
+        )
+
+    @property
+    def serves_states(self) -> bool:
+        """Whether the first rank serves a state, and no part of a distributed checkpoint.
+
+        Raises:
+            TensorferryError: as for ``HTTPTransport.recv_checkpoint``
+        """
+        names = self._first_entries()
+        return reserved.INDEX not in names and reserved.MANIFEST in names
+
+    def _first_entries(self) -> dict[str, int]:
+        """Returns name and length of each entry of the first rank's container."""
+        if self._first is None:
+            with contextlib.closing(self.open(self.containers()[0])) as remote:
+                self._first = dict(zip(remote.names, remote.sizes, strict=True))
+        return self._first
 
     def read_index(self) -> bytes:
         """Fetches the index from the first rank.
@@ -67,11 +119,7 @@ class PeerSource:
             TensorferryError: as for ``HTTPTransport.recv_checkpoint``
         """
         url = self._urls[0]
-        remote = Remote.open(
-            [url], self._step, timeout=self._left(), lanes=1, same_host=self._same_host, secret=self._secret
-        )
-        with contextlib.closing(remote):
-            sizes = dict(zip(remote.names, remote.sizes, strict=True))
+        sizes = self._first_entries()
         if reserved.INDEX not in sizes:
             raise ProtocolError(f"{url} serves no index of a distributed checkpoint")
         nbytes = sizes[reserved.INDEX]

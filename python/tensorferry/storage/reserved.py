@@ -13,6 +13,8 @@ INDEX = f"{PREFIX}dcp"
 CHECKPOINT = f"{PREFIX}checkpoint"
 #: The files that an index refers to. Indexes of older versions do not have this entry.
 INDEX_FILES = f"{PREFIX}files"
+#: The checksums of a file, its last entry.
+DIGESTS = f"{PREFIX}digests"
 
 #: safetensors reserves this key for the container's own metadata.
 _METADATA = "__metadata__"

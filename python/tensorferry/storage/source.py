@@ -10,6 +10,7 @@ from typing import Protocol
 from .._native import _read_file
 from ..errors import IncompleteCheckpoint, ProtocolError, SourceChanged, SystemRefused
 from . import commits
+from .commits import Commit
 from .slices import SliceTuple
 
 #: The longest file name, in bytes.
@@ -48,14 +49,17 @@ class FolderSource:
     Args:
         index: the path of the index
         threads: threads that read; ``None`` chooses by the number of cores
+        known: what another process of the job has read from the index, which is not read again then
 
     Attributes:
         digest: identifies the index that was read
+        known: what was read from the index, once it was
     """
 
-    def __init__(self, index: Path, threads: int | None) -> None:
+    def __init__(self, index: Path, threads: int | None, known: tuple[bytes, Commit] | None = None) -> None:
         self._index = index
         self._threads = threads
+        self.known = known
         self._headers: dict[str, int | None] = {}
         self.digest = ""
 
@@ -67,7 +71,9 @@ class FolderSource:
             CorruptCheckpoint: the index does not match its checksums
             SystemRefused: the file cannot be read
         """
-        text, commit = commits.read(self._index)
+        if self.known is None:
+            self.known = commits.read(self._index)
+        text, commit = self.known
         self._headers, self.digest = commit.files, digest_of(text)
         return text
 

@@ -36,6 +36,8 @@ _READ = 1 << 20
 #: Bytes of the longest name of a class or function in a pickle.
 _LINE = 1 << 16
 _MOST = 2**63 - 1
+#: The most characters of a refusal that a message repeats.
+_MOST_SAID = 2000
 
 
 class _Parts(list[Any]):
@@ -339,6 +341,11 @@ def _checking(unpickler: type[Any], records: dict[str, tuple[Any, int]]) -> type
     return Checking
 
 
+def _printable(said: str) -> str:
+    """Returns what a source said, for a message: on one line, of bounded length, without escape sequences."""
+    return "".join(c if c.isprintable() else " " for c in said[:_MOST_SAID])
+
+
 def receive(metadata: str, step: int, timeout: timedelta, allowed: Allowed) -> Any:
     """Fetches a state from torchft's own transport.
 
@@ -363,7 +370,7 @@ def receive(metadata: str, step: int, timeout: timedelta, allowed: Allowed) -> A
         connection.request("GET", url.path)
         with contextlib.closing(connection.getresponse()) as response:
             if response.status != 200:
-                raise SourceRefused.of(response.status, response.reason)
+                raise SourceRefused.of(response.status, _printable(response.reason))
             deadline.waits_for = "the source has not sent all of its answer"
             stream = _Exact(_Reader(response), _READ)
             return _load(stream, allowed)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast
 from urllib.parse import urlsplit
 
 from .. import _validate
-from .._native import ArenaPool, Remote, Report
+from .._native import ArenaPool, Receive, Remote, Report
 from ..errors import ForkedProcess, InvalidArgument, TransportClosed, UnprovenSource
 from ..memory.accelerator import ACCELERATOR
 from ..memory.bounce import BounceBuffers
@@ -20,9 +20,10 @@ from ..memory.host_pool import HostMemory
 from ..memory.staging import Stager
 from ..net.metadata import encrypted, is_stock
 from ..net.options import ServerOptions
-from ..net.report import InPlace, in_place, log_receive
-from ..net.serve import serve, withdraw
-from ..state.allowlist import Allowed, refusal
+from ..net.report import InPlace, ReceiveReport, in_place, log_receive
+from ..net.serve import metrics_url, serve, withdraw
+from ..net.tracing import Span
+from ..state.allowlist import Allowed, RefusalWarnings
 from ..state.in_place import InPlaceTargets
 from ..state.load import receive
 from ..state.snapshot import SnapshotMode, StateSnapshot, snapshot_mode
@@ -90,6 +91,12 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             ``TENSORFERRY_ADVERTISE``; by default the address listened on, the host's name if it resolves to an address
             that other hosts can use, or the address of the interface with the default route.
         max_bandwidth: bytes per second that all receivers together may take from here; ``None`` means no limit
+        port: listen on this port, or on the first free one of a range like ``"29500-29599"``, so that a firewall can
+            let peers in. ``None`` takes ``TENSORFERRY_PORT``; by default any free port.
+        metrics_port: serve ``/metrics`` and the status page, and nothing else, on this port too, so that a scraper has
+            an address that it can be told: a port, or a range of which each transport takes the first free one. Anyone
+            who reaches it can read them, unencrypted. ``None`` takes ``TENSORFERRY_METRICS_PORT``; by default there is
+            no such port, and they are found below the random part of the URL alone.
         reuse_bytes: keep up to this many bytes of received memory for the next receive, once all tensors in it are
             gone: fresh memory costs page faults, which take longer than the transfer. With an accelerator the memory is
             page-locked, so that copies from it run at full speed. Forked children cannot read it then, and copies from
@@ -98,7 +105,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             receive and once at its end; an exception from it ends the receive
 
     Raises:
-        SystemRefused: no port can be opened
+        SystemRefused: no port can be opened: with ``port=`` or ``metrics_port=``, because others use it, say
         InvalidArgument: an argument cannot be used; it is named
     """
 
@@ -118,6 +125,8 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         interface: str | None = None,
         advertise: str | None = None,
         max_bandwidth: int | None = None,
+        port: int | str | None = None,
+        metrics_port: int | str | None = None,
         reuse_bytes: int = 0,
         progress: Callable[[int, int], object] | None = None,
     ) -> None:
@@ -137,13 +146,16 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             interface=interface,
             advertise=advertise,
             max_bandwidth=max_bandwidth,
+            port=port,
+            metrics_port=metrics_port,
         )
         self._stager = Stager(ACCELERATOR)
         self._bounce = BounceBuffers(ACCELERATOR)
         self._sending = threading.Lock()
-        self._warned: set[tuple[str, str]] = set()
+        self._refusals = RefusalWarnings(self._allowed, "receivers will refuse this state: %s")
         self._warned_of_misses = False
         self._is_closed = False
+        self._last_report: ReceiveReport | None = None
         self._pool = ArenaPool(reuse_bytes, HostMemory(ACCELERATOR).make_pinned) if reuse_bytes else None
         self._progress = _validate.function("progress", progress)
         self._server, self._address = serve(timeout, self._options)
@@ -159,6 +171,30 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         It has a random part: without a shared secret, anyone who knows the string can read the state.
         """
         return self._address
+
+    def metrics_url(self) -> str:
+        """Returns the URL at which a Prometheus scraper finds this transport's counters.
+
+        With ``metrics_port=`` it is that port's, which everyone who reaches it may read; otherwise it has the random
+        part that gives access to the state as well.
+
+        Raises:
+            ForkedProcess: this process was forked from the one that made the transport
+        """
+        return metrics_url(self._server, self._address)
+
+    def status_url(self) -> str:
+        """Returns the URL of a page for people with the same figures; what holds for :meth:`metrics_url` holds for it.
+
+        Raises:
+            ForkedProcess: this process was forked from the one that made the transport
+        """
+        return self.metrics_url().removesuffix("metrics")
+
+    @property
+    def last_report(self) -> ReceiveReport | None:
+        """How the last receive that succeeded went; ``None`` before that, and after one from a stock torchft source."""
+        return self._last_report
 
     def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta) -> None:
         """Publishes ``state_dict`` as ``step`` and returns without waiting for receivers.
@@ -193,10 +229,10 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         self._server.check_process()
         self._check_open()
         started = time.perf_counter()
-        with self._sending:
+        with self._sending, Span("send", step=step):
             packed = StateSnapshot(state_dict, self._stager, self._snapshot)
             packed.publish(self._server, step, compat.bodies(packed.rebuild, self._num_chunks))
-        self._warn_of_refusals(packed.globals)
+        self._refusals.warn(packed.globals)
         logger.debug("step %d is published (%.4f s)", step, time.perf_counter() - started)
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
@@ -242,31 +278,39 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         sources = _validate.string("metadata", metadata).split()
         if self._options.tls:
             sources = encrypted(sources)
-        if len(sources) == 1 and is_stock(sources[0]):
-            metadata = sources[0]
-            if self._options.secret is not None:
-                raise UnprovenSource(
-                    f"{metadata} is a stock torchft source, which cannot prove that it knows the shared secret: a "
-                    "transport with a secret does not receive from stock sources. While a fleet is upgraded replica by "
-                    "replica, run it without a secret"
-                )
-            targets = self._targets() if self._state_dict is not None else None
-            state = compat.receive(metadata, step, timeout, self._allowed)
-            fit = None
-            if targets is not None:
-                state, fit = targets.fill(state), targets.fit
+        with Span("receive", step=step, sources=len(sources)) as span:
+            if len(sources) == 1 and is_stock(sources[0]):
+                return self._receive_stock(sources[0], step, timeout, started)
+            receive = self._server.begin_receive(step)
+            try:
+                state, native, fit = self._fetch(sources, step, seconds_given, receive)
+            except BaseException as e:
+                receive.end(time.perf_counter() - started, failed=type(e).__name__)
+                raise
             seconds = time.perf_counter() - started
-            logger.info("received step %d from a stock torchft source in %.3f s%s", step, seconds, in_place(fit))
+            receive.end(seconds, native)
+            self._last_report = report = ReceiveReport.of(step, native, fit, seconds)
+            span.set(bytes=report.bytes, lanes=report.lanes, retries=report.retries)
+            log_receive(report)
             self._warn_of_misses(fit)
             return cast(T, state)
-        try:
-            state, report, fit = self._fetch(sources, step, seconds_given)
-        except BaseException:
-            self._server.note_receive(None, time.perf_counter() - started)
-            raise
+
+    def _receive_stock(self, metadata: str, step: int, timeout: timedelta, started: float) -> T:
+        """Receives ``step`` from torchft's own transport; ``started`` is when the receive began."""
+        if self._options.secret is not None:
+            raise UnprovenSource(
+                f"{metadata} is a stock torchft source, which cannot prove that it knows the shared secret: a "
+                "transport with a secret does not receive from stock sources. While a fleet is upgraded replica by "
+                "replica, run it without a secret"
+            )
+        targets = self._targets() if self._state_dict is not None else None
+        state = compat.receive(metadata, step, timeout, self._allowed)
+        fit = None
+        if targets is not None:
+            state, fit = targets.fill(state), targets.fit
         seconds = time.perf_counter() - started
-        self._server.note_receive(report, seconds)
-        log_receive(step, report, fit, seconds)
+        self._last_report = None
+        logger.info("received step %d from a stock torchft source in %.3f s%s", step, seconds, in_place(fit))
         self._warn_of_misses(fit)
         return cast(T, state)
 
@@ -275,18 +319,22 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         assert self._state_dict is not None
         return InPlaceTargets(self._state_dict(), self._bounce.accelerator, may_stage, self._strict)
 
-    def _fetch(self, sources: list[str], step: int, timeout: float) -> tuple[Any, Report, InPlace | None]:
+    def _fetch(
+        self, sources: list[str], step: int, timeout: float, underway: Receive
+    ) -> tuple[Any, Report, InPlace | None]:
         """Fetches a state; returns it with the transfer's report and, with ``state_dict=``, how the live state fit."""
-        remote = Remote.open(
-            sources,
-            step,
-            timeout=timeout,
-            lanes=self._num_chunks or None,
-            same_host=self._options.same_host,
-            pool=self._pool,
-            progress=self._progress,
-            secret=self._options.secret,
-        )
+        with Span("open"):
+            remote = Remote.open(
+                sources,
+                step,
+                timeout=timeout,
+                lanes=self._num_chunks or None,
+                same_host=self._options.same_host,
+                pool=self._pool,
+                progress=self._progress,
+                secret=self._options.secret,
+            )
+        underway.opened(remote)
         # With several sources it may turn out only at the end that one of them served another snapshot.
         live = None if self._state_dict is None else lambda: self._targets(may_stage=len(sources) == 1)
         with contextlib.closing(remote):
@@ -384,13 +432,6 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             fit.there,
             fit.here,
         )
-
-    def _warn_of_refusals(self, globals_: dict[tuple[str, str], str]) -> None:
-        """Warns, at the sender, of globals that a receiver with the same allow-list will refuse."""
-        for module, name in globals_.keys() - self._warned:
-            if not self._allowed.allows(module, name):
-                self._warned.add((module, name))
-                logger.warning("receivers will refuse this state: %s", refusal(module, name, globals_[module, name]))
 
 
 class _Gate:

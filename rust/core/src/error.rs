@@ -64,6 +64,10 @@ pub enum Hint {
     SecretForSource,
     /// The server at the address is that of another program.
     OtherProgram,
+    /// Another program, or another server of this one, listens on the port.
+    ChoosePort,
+    /// The same for the port of counters.
+    ChooseMetricsPort,
 }
 
 /// An error of the engine: a kind, a message for people, and the cause if there is one.

@@ -30,6 +30,8 @@ pub struct Report {
     pub opening: Duration,
     /// Time in [`crate::Remote::fetch`].
     pub fetching: Duration,
+    /// The part of it that went to comparing digests after the last byte had come.
+    pub verifying: Duration,
 }
 
 /// Why a source did not bring something that another connection brought then.
@@ -42,8 +44,8 @@ pub struct Trouble {
 }
 
 impl Report {
-    /// Adds what another transfer brought at the same time: counts are summed, and of the times to open the longer one
-    /// counts. The caller sets the time of fetching, since only it knows when all of them began.
+    /// Adds what another transfer brought at the same time: counts are summed, and of the times to open and to
+    /// verify the longer one counts. The caller sets the time of fetching, since only it knows when all of them began.
     pub(crate) fn add(&mut self, other: Self) {
         self.bytes += other.bytes;
         self.wanted += other.wanted;
@@ -53,5 +55,6 @@ impl Report {
         self.routes.extend(other.routes);
         self.troubles.extend(other.troubles);
         self.opening = self.opening.max(other.opening);
+        self.verifying = self.verifying.max(other.verifying);
     }
 }

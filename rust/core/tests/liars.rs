@@ -55,6 +55,21 @@ fn a_source_that_is_full_is_asked_again_and_one_that_refuses_is_not() {
 }
 
 #[test]
+fn what_a_source_says_is_one_line_without_escape_sequences() {
+    let said = "gone\n2026-01-01 INFO root: all is well\x1b[2J\u{202e}\u{85}\r\u{7}";
+    let long = format!("{said}{}", "x".repeat(50_000));
+    for (what, answer) in [
+        ("body", format!("HTTP/1.1 400 Bad\r\nContent-Length: {}\r\n\r\n{said}", said.len())),
+        ("length", format!("HTTP/1.1 400 Bad\r\nContent-Length: {}\r\n\r\n{long}", long.len())),
+    ] {
+        let message = told(what, answer).to_string();
+        assert!(message.contains("gone 2026-01-01 INFO root: all is well [2J"), "{message}");
+        assert!(!message.chars().any(|c| c.is_control() || c == '\u{202e}'), "{message:?}");
+        assert!(message.len() < 2200, "{}", message.len());
+    }
+}
+
+#[test]
 fn answers_that_make_no_sense_are_protocol_errors() {
     let part = "HTTP/1.1 206 Partial Content\r\nETag: \"e\"\r\n";
     let lies: &[(&str, String)] = &[

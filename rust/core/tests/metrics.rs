@@ -1,13 +1,16 @@
-//! What `/metrics` reports about a server, and about the receives of the same process.
+//! What `/metrics` and the status page report about a server, and about the receives of the same process; the ports.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
 
 mod common;
 
+use std::net::TcpListener;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use common::raw::{Raw, get, request};
 use common::{BLOCK, Rig, STEP, State, eventually, lanes};
-use tensorferry_core::{FetchOptions, Report, Stability};
+use tensorferry_core::{ErrorKind, FetchOptions, Hint, Report, Secret, Server, ServerConfig, Stability};
 
 #[test]
 fn metrics_tell_how_answers_and_bodies_ended_and_who_waits() {
@@ -54,9 +57,10 @@ fn metrics_tell_of_receives_as_the_log_does() {
     let options = FetchOptions { same_host: false, ..lanes(3) };
     let arrived = state.fetch(&[&rig.url()], options).unwrap();
     let report = arrived.report();
+    assert!(!report.verifying.is_zero() && report.verifying < report.fetching);
     let took = report.opening + report.fetching + Duration::from_secs(2);
-    rig.server.note_receive(Some(report), took);
-    rig.server.note_receive(None, took);
+    rig.server.begin_receive(STEP).end(Ok(report), took);
+    rig.server.begin_receive(STEP).end(Err("ConnectError"), took);
     let text = get(&rig, &path, &[]).text().to_owned();
     for line in [
         "tensorferry_receives_total{end=\"healed\"} 1".to_owned(),
@@ -66,6 +70,8 @@ fn metrics_tell_of_receives_as_the_log_does() {
         format!("tensorferry_last_receive_seconds{{phase=\"fetch\"}} {}", report.fetching.as_secs_f64()),
         "tensorferry_last_receive_seconds{phase=\"build\"} 2".to_owned(),
         "tensorferry_last_receive_lanes 3".to_owned(),
+        "tensorferry_last_receive_step 7".to_owned(),
+        format!("tensorferry_receive_verify_seconds_total {}", report.verifying.as_secs_f64()),
         "tensorferry_last_receive_route{here=\"127.0.0.1\",there=\"127.0.0.1\"} 1".to_owned(),
     ] {
         assert!(text.lines().any(|l| l == line), "{line} is missing in\n{text}");
@@ -76,7 +82,7 @@ fn metrics_tell_of_receives_as_the_log_does() {
 fn metrics_are_what_a_scraper_reads() {
     let rig = Rig::serving(&State::of(&[BLOCK], 1));
     let report = Report { lanes: 2, same_host: true, ..Report::default() };
-    rig.server.note_receive(Some(&report), Duration::from_secs(1));
+    rig.server.begin_receive(STEP).end(Ok(&report), Duration::from_secs(1));
     let path = rig.path("").replace("checkpoint/", "metrics");
     let text = get(&rig, &path, &[]).text().to_owned();
     let mut known = "";
@@ -93,4 +99,113 @@ fn metrics_are_what_a_scraper_reads() {
         }
     }
     assert!(text.contains("tensorferry_last_receive_route{here=\"local\",there=\"local\"} 1\n"));
+}
+
+#[test]
+fn a_receive_that_runs_is_shown_and_one_that_is_dropped_has_failed() {
+    let rig = Rig::new();
+    let path = rig.path("").replace("checkpoint/", "metrics");
+    let has = |line: &str| get(&rig, &path, &[]).text().lines().any(|l| l == line);
+    let receive = rig.server.begin_receive(STEP);
+    assert!(has("tensorferry_receiving 1") && has("tensorferry_receiving_phase{phase=\"open\"} 1"));
+    let received = Arc::new(AtomicU64::new(30));
+    receive.opened(Arc::clone(&received), 100);
+    assert!(has("tensorferry_receiving_bytes 30") && has("tensorferry_receiving_total_bytes 100"));
+    assert!(has("tensorferry_receiving_phase{phase=\"fetch\"} 1"));
+    // Bytes that had to be fetched again count once.
+    received.store(130, Ordering::Relaxed);
+    assert!(has("tensorferry_receiving_bytes 100") && has("tensorferry_receiving_phase{phase=\"build\"} 1"));
+    drop(receive);
+    assert!(has("tensorferry_receiving 0") && has("tensorferry_receives_total{end=\"failed\"} 1"));
+}
+
+#[test]
+fn the_status_page_shows_what_is_sent_and_escapes_what_peers_say() {
+    let state = State::of(&[24 * BLOCK], 1);
+    let rig = Rig::serving(&state);
+    let page = || get(&rig, &rig.path(""), &[]);
+    let mut peer = Raw::to(&rig);
+    peer.send("GET", &rig.path("7.safetensors"), &[]);
+    peer.head();
+    eventually("the transfer is on the page", || page().text().contains("<td>127.0.0.1</td><td>7</td>"));
+    drop(peer);
+    eventually("the transfer is gone", || page().text().contains("Nobody is receiving from here now."));
+    assert_eq!(get(&rig, &rig.path("7&\"{'x'}"), &[]).status, 400);
+    let shown = page();
+    let text = shown.text();
+    assert!(text.contains("7&amp;&quot;{&#39;x&#39;}"), "{text}");
+    assert!(!text.contains("7&\""));
+    // Strangers leave no trace but a count.
+    assert_eq!(get(&rig, "/00000000000000000000000000000000/stranger", &[]).status, 404);
+    let text = page().text().to_owned();
+    assert!(text.contains("1 with 404 Not Found") && !text.contains("stranger"));
+    let token = rig.path("").split('/').nth(1).unwrap().to_owned();
+    assert!(!text.contains(&token), "the page gives access to the state");
+    let policy = shown.header("content-security-policy").unwrap();
+    assert!(policy.starts_with("default-src 'none'; style-src 'nonce-"), "{policy}");
+    for field in ["x-content-type-options", "referrer-policy", "cache-control"] {
+        assert!(shown.header(field).is_some(), "{field}");
+    }
+    assert_eq!(get(&rig, &rig.path("").replace("checkpoint/", ""), &[]).status, 200);
+    assert_eq!(get(&rig, "/", &[]).status, 404, "without the random part there is no page");
+}
+
+#[test]
+fn the_port_for_figures_gives_nothing_else() {
+    let state = State::of(&[BLOCK], 1);
+    let secret = Secret::new(b"at least sixteen bytes of it").unwrap();
+    let config = ServerConfig {
+        bind: Some([127, 0, 0, 1].into()),
+        metrics_ports: Some(0..=0),
+        secret: Some(secret),
+        tls: true,
+        ..ServerConfig::default()
+    };
+    let rig = Rig::configured(&config);
+    rig.server.store().publish(STEP, state.publication(Stability::Private));
+    let url = rig.server.metrics_url("127.0.0.1").unwrap();
+    let address = url.strip_prefix("http://").unwrap().split('/').next().unwrap().parse().unwrap();
+    let ask = |method: &str, path: &str| {
+        let mut raw = Raw::connect(address);
+        raw.send(method, path, &[]);
+        if method == "HEAD" { raw.head() } else { raw.answer() }
+    };
+    assert!(ask("GET", "/metrics").text().contains("\ntensorferry_step 7\n"));
+    assert!(ask("GET", "/").text().contains("<h1>tensorferry: step 7"));
+    assert_eq!(ask("HEAD", "/metrics").status, 200);
+    assert_eq!(ask("GET", "/healthz").text(), "ok\n");
+    for path in ["7.safetensors", "7/header", "7/digests", "7/full", ""] {
+        assert_eq!(ask("GET", &rig.path(path)).status, 404, "{path}");
+        assert_eq!(ask("GET", &format!("/checkpoint/{path}")).status, 404, "{path}");
+    }
+    assert_eq!(ask("POST", "/metrics").status, 405);
+    // Peers that say nothing neither keep others out nor keep their connection.
+    let mut silent: Vec<_> = (0..40).map(|_| Raw::connect(address)).collect();
+    std::thread::sleep(Duration::from_millis(100));
+    assert_eq!(ask("GET", "/metrics").status, 200);
+    assert!(silent[0].is_ended());
+    assert_eq!(rig.server.url("127.0.0.1").matches("sha256-").count(), 1);
+}
+
+#[test]
+fn the_first_free_port_of_a_range_is_taken() {
+    let held = TcpListener::bind("127.0.0.1:0").unwrap();
+    let first = held.local_addr().unwrap().port();
+    let on = |ports| ServerConfig { bind: Some([127, 0, 0, 1].into()), ports, ..ServerConfig::default() };
+    let runtime = tokio::runtime::Runtime::new().unwrap();
+    let refused = |ports| Server::bind(&on(ports), runtime.handle()).unwrap_err();
+    let error = refused(first..=first);
+    assert_eq!((error.kind(), error.hint()), (ErrorKind::System, Some(Hint::ChoosePort)));
+    assert!(error.to_string().contains(&format!("on port {first}: ")), "{error}");
+    let Some(last) = first.checked_add(20) else { return };
+    let server = Server::bind(&on(first..=last), runtime.handle()).unwrap();
+    let taken = server.address().port();
+    assert!(taken > first && taken <= last);
+    let error = refused(first..=first);
+    assert_eq!(error.hint(), Some(Hint::ChoosePort));
+    // On all addresses there is no place beside it either.
+    let config = ServerConfig { ports: taken..=taken, ..ServerConfig::default() };
+    assert_eq!(Server::bind(&config, runtime.handle()).unwrap_err().hint(), Some(Hint::ChoosePort));
+    let config = ServerConfig { metrics_ports: Some(first..=first), ..on(0..=0) };
+    assert_eq!(Server::bind(&config, runtime.handle()).unwrap_err().hint(), Some(Hint::ChooseMetricsPort));
 }

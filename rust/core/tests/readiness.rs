@@ -162,7 +162,7 @@ fn bytes_are_sent_up_to_the_mark_and_not_further() {
 
 #[test]
 fn receives_go_along_with_the_filling_and_are_verified() {
-    let config = ServerConfig { bind: Some(([127, 0, 0, 1], 0).into()), ..ServerConfig::default() };
+    let config = ServerConfig { bind: Some([127, 0, 0, 1].into()), ..ServerConfig::default() };
     for (tls, same_host) in [(false, false), (false, true), (true, false)] {
         for stability in [Stability::Private, Stability::Borrowed] {
             let rig = Rig::configured(&ServerConfig { tls, ..config.clone() });

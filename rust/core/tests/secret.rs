@@ -24,7 +24,7 @@ fn secret() -> Secret {
 }
 
 fn rig(secret: Option<Secret>) -> Rig {
-    let bind = Some(([127, 0, 0, 1], 0).into());
+    let bind = Some([127, 0, 0, 1].into());
     Rig::configured(&ServerConfig { secret, bind, same_host: true, ..ServerConfig::default() })
 }
 

@@ -119,7 +119,7 @@ fn a_head_that_does_not_come_and_a_body_that_is_not_read_end_the_connection() {
 
 /// A server for `state` with at most `max_connections` connections.
 fn crowded(state: &State, max_connections: usize, tls: bool) -> Rig {
-    let bind = Some(([127, 0, 0, 1], 0).into());
+    let bind = Some([127, 0, 0, 1].into());
     let rig =
         Rig::configured(&ServerConfig { max_connections, bind, tls, patience: PATIENCE, ..ServerConfig::default() });
     rig.server.store().publish(STEP, state.publication(Stability::Private));

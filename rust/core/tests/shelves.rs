@@ -52,11 +52,8 @@ fn what_was_withdrawn_from_a_shelf_is_released_without_the_server() {
 #[test]
 fn a_shelf_with_a_name_needs_the_secret_and_no_random_part() {
     let secret = Secret::new(b"sixteen bytes of it and more").unwrap();
-    let config = ServerConfig {
-        secret: Some(secret.clone()),
-        bind: Some(([127, 0, 0, 1], 0).into()),
-        ..ServerConfig::default()
-    };
+    let config =
+        ServerConfig { secret: Some(secret.clone()), bind: Some([127, 0, 0, 1].into()), ..ServerConfig::default() };
     let rig = Rig::configured(&config);
     let shelf = rig.server.shelf(Some("keeper")).unwrap();
     let state = State::of(&[BLOCK], 3);

@@ -162,11 +162,8 @@ fn columns_cost_no_more_than_their_blocks_whatever_the_way() {
 fn slices_are_proven_with_a_secret() {
     let state = state();
     let secret = Secret::new(&[7; 32]).unwrap();
-    let config = ServerConfig {
-        secret: Some(secret.clone()),
-        bind: Some(([127, 0, 0, 1], 0).into()),
-        ..ServerConfig::default()
-    };
+    let config =
+        ServerConfig { secret: Some(secret.clone()), bind: Some([127, 0, 0, 1].into()), ..ServerConfig::default() };
     let rig = Rig::configured(&config);
     rig.server.store().publish(STEP, state.publication(Stability::Private));
     let options = FetchOptions { secret: Some(secret), ..sliced(2) };

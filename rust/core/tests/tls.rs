@@ -16,7 +16,7 @@ use tensorferry_core::{
 };
 
 fn config() -> ServerConfig {
-    ServerConfig { tls: true, bind: Some(([127, 0, 0, 1], 0).into()), same_host: true, ..ServerConfig::default() }
+    ServerConfig { tls: true, bind: Some([127, 0, 0, 1].into()), same_host: true, ..ServerConfig::default() }
 }
 
 fn serving(state: &State) -> Rig {

@@ -56,6 +56,18 @@ impl PyEntries {
         self.column(py, |e| Ok(e.end - e.start))
     }
 
+    /// Where each entry begins in the payload.
+    #[getter]
+    fn starts<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        self.column(py, |e| Ok(e.start))
+    }
+
+    /// Keys and values of the container's `__metadata__`.
+    #[getter]
+    fn about(&self) -> Vec<(String, String)> {
+        self.header.metadata().to_vec()
+    }
+
     fn __len__(&self) -> usize {
         self.header.entries().len()
     }

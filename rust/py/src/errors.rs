@@ -31,6 +31,14 @@ fn remedy(hint: Hint) -> &'static str {
         Hint::SecretForReceiver => "Give this receiver the source's secret: secret=, or TENSORFERRY_SECRET",
         Hint::SecretForSource => "Give the source the same secret: secret=, or TENSORFERRY_SECRET",
         Hint::OtherProgram => "It may be a stock torchft server",
+        Hint::ChoosePort => {
+            "Choose another port with port= or TENSORFERRY_PORT, or a range such as \"29500-29599\", from which the first \
+             free port is taken"
+        }
+        Hint::ChooseMetricsPort => {
+            "Choose another port with metrics_port= or TENSORFERRY_METRICS_PORT, or a range such as \"9400-9499\", from \
+             which the first free port is taken"
+        }
     }
 }
 

@@ -22,6 +22,7 @@ mod columns;
 mod entries;
 mod errors;
 mod frontend;
+mod getters;
 mod memory;
 mod objects;
 mod pickle;
@@ -51,7 +52,7 @@ mod _native {
     #[pymodule_export]
     use crate::entries::PyEntries;
     #[pymodule_export]
-    use crate::memory::{PyArena, PyHostView, PyPart, PySharedBuffer, copy_memory};
+    use crate::memory::{PyArena, PyHostView, PyPart, PySharedBuffer, checksum_memory, copy_memory};
     #[pymodule_export]
     use crate::objects::{
         add_pieces, describe_objects, describe_shards, number_of_storage, pickle_objects, reach, restart,
@@ -67,9 +68,12 @@ mod _native {
     #[pymodule_export]
     use crate::secret::PySecret;
     #[pymodule_export]
-    use crate::server::{PyServer, PyShelf};
+    use crate::server::{PyReceive, PyServer, PyShelf};
     #[pymodule_export]
-    use crate::slices::{PyWritten, fetch_slices, file_entries, file_header, read_file, write_file};
+    use crate::slices::{
+        PyWritten, fetch_slices, file_damage, file_entries, file_entry_digests, file_header, read_file, seal_file,
+        write_file,
+    };
     #[pymodule_export]
     use crate::staged::PyStagedFetch;
     #[pymodule_export]

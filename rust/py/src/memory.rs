@@ -9,6 +9,8 @@
 //!   write to it any more.
 //! * **`DLPack`.** Torch's exchange table describes tensors and makes them without a call through the interpreter for
 //!   each property. It is looked up at run time, and everything works without it.
+//! * **Torch's own classes.** What that table lacks is asked by the C functions behind attributes and methods, which the
+//!   interpreter tells by its stable interface ([`Getter`]). Where there is none, they are looked up by name.
 //!
 //! Objects are released where the interpreter may be waited for, never on a thread of the runtime.
 
@@ -19,12 +21,13 @@ use std::sync::Arc;
 use pyo3::ffi;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyCapsule, PyList, PyType};
+use pyo3::types::{PyCapsule, PyList, PyString, PyType};
 use tensorferry_core::{
     Allocation, Arena, ArenaPool, Destination, Error, Hold, Memory, Repeat, SharedBuffer, Slice, StagedRun, Transfer,
     copy_all,
 };
 use tensorferry_wire::container::{Entry, Header};
+use tensorferry_wire::digest::checksum;
 use tensorferry_wire::dtype::Dtype;
 
 use crate::errors;
@@ -232,9 +235,26 @@ impl PySharedBuffer {
 #[allow(clippy::needless_pass_by_value, reason = "what Python calls takes values")]
 pub(crate) fn copy_memory(py: Python<'_>, copies: Vec<(usize, usize, usize)>, threads: usize) {
     let transfers: Vec<_> = copies.into_iter().map(|(from, to, len)| Transfer { from, to, len }).collect();
+    py.detach(|| copy(&transfers, threads));
+}
+
+/// Makes copies with up to `threads` threads. To be called without the interpreter.
+pub(crate) fn copy(transfers: &[Transfer], threads: usize) {
     // SAFETY: Python's part of the contract: addresses and lengths are those of tensors and buffers that the caller
     // holds for the length of the call, and nobody else uses the destinations, which do not overlap.
-    py.detach(|| unsafe { copy_all(&transfers, threads) });
+    unsafe { copy_all(transfers, threads) }
+}
+
+/// CRC-64/NVME of `nbytes` bytes at `address`, which the caller holds; other threads of the interpreter run meanwhile.
+#[pyfunction]
+#[pyo3(name = "_checksum")]
+pub(crate) fn checksum_memory(py: Python<'_>, address: usize, nbytes: usize) -> u64 {
+    if nbytes == 0 {
+        return checksum(&[]);
+    }
+    // SAFETY: Python's part of the contract: address and length are those of memory that the caller holds for the length
+    // of the call, and nobody writes to it meanwhile.
+    py.detach(|| checksum(unsafe { std::slice::from_raw_parts(address as *const u8, nbytes) }))
 }
 
 /// How many tensors are made or read before other threads of the interpreter have a turn: the training loop of a
@@ -495,6 +515,134 @@ impl Exchange {
         let nbytes = usize::try_from(elements).ok()?.checked_mul(itemsize)?;
         Some(Described { address: told.data as usize, nbytes, itemsize, dtype, is_dense, dims, steps, rank })
     }
+}
+
+/// An attribute of some classes, or one of their methods without arguments.
+///
+/// It is looked up once, and its C function is then called directly. Looking it up each time, and making the object that
+/// stands for a bound method, takes longer than most of these functions do.
+pub(crate) struct Getter {
+    /// What has it: no object of another class is passed to the function.
+    classes: Vec<Py<PyType>>,
+    function: Option<Function>,
+    otherwise: Lookup,
+}
+
+enum Function {
+    /// Of a method without arguments.
+    Method(ffi::PyCFunction),
+    /// Of a descriptor, and this.
+    Descriptor(ffi::descrgetfunc, Py<PyAny>),
+}
+
+/// What is done where there is no C function, and for objects of other classes.
+enum Lookup {
+    Attribute(Py<PyString>),
+    Method(Py<PyString>),
+    /// Call this with the object.
+    Call(Py<PyAny>),
+}
+
+impl Getter {
+    /// The attribute `name` of objects of `classes`.
+    pub(crate) fn attribute(classes: &[&Bound<'_, PyType>], name: &Bound<'_, PyString>) -> PyResult<Self> {
+        let types = name.py().import("types")?;
+        let kinds = [types.getattr("GetSetDescriptorType")?, types.getattr("MemberDescriptorType")?];
+        let descriptor = in_common(classes, name).filter(|found| kinds.iter().any(|kind| found.get_type().is(kind)));
+        let function = descriptor.and_then(|descriptor| {
+            // SAFETY: the slot of a class of the interpreter, which is empty or a function of this type.
+            let get = unsafe {
+                let slot = ffi::PyType_GetSlot(descriptor.get_type_ptr(), ffi::Py_tp_descr_get);
+                std::mem::transmute::<*mut c_void, Option<ffi::descrgetfunc>>(slot)
+            };
+            Some(Function::Descriptor(get?, descriptor.unbind()))
+        });
+        Ok(Self::new(classes, function, Lookup::Attribute(name.clone().unbind())))
+    }
+
+    /// The method `name` of objects of `classes`; `example` is one of them.
+    pub(crate) fn method(
+        classes: &[&Bound<'_, PyType>],
+        name: &Bound<'_, PyString>,
+        example: &Bound<'_, PyAny>,
+    ) -> PyResult<Self> {
+        let function = in_common(classes, name).map(|found| function_of(&found, example)).transpose()?.flatten();
+        Ok(Self::new(classes, function, Lookup::Method(name.clone().unbind())))
+    }
+
+    /// `method`, which all objects have, for those of `classes`, whatever these call by its name; `example` is one.
+    pub(crate) fn base_method(
+        classes: &[&Bound<'_, PyType>],
+        method: &Bound<'_, PyAny>,
+        example: &Bound<'_, PyAny>,
+    ) -> PyResult<Self> {
+        Ok(Self::new(classes, function_of(method, example)?, Lookup::Call(method.clone().unbind())))
+    }
+
+    fn new(classes: &[&Bound<'_, PyType>], function: Option<Function>, otherwise: Lookup) -> Self {
+        Self { classes: classes.iter().map(|&class| class.clone().unbind()).collect(), function, otherwise }
+    }
+
+    /// What it is of `value`.
+    ///
+    /// # Errors
+    /// Whatever it raises.
+    pub(crate) fn of<'py>(&self, value: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        let py = value.py();
+        let class = value.get_type_ptr();
+        let is_known = || self.classes.iter().any(|known| known.as_ptr() == class.cast());
+        // SAFETY: the interpreter is held, and `value` is of a class that has this descriptor, or whose method this
+        // function is. Both return an object that is ours, or raise.
+        unsafe {
+            match self.function.as_ref().filter(|_| is_known()) {
+                Some(Function::Method(function)) => {
+                    return Bound::from_owned_ptr_or_err(py, function(value.as_ptr(), std::ptr::null_mut()));
+                }
+                Some(Function::Descriptor(get, descriptor)) => {
+                    let found = get(descriptor.as_ptr(), value.as_ptr(), class.cast());
+                    return Bound::from_owned_ptr_or_err(py, found);
+                }
+                None => {}
+            }
+        }
+        match &self.otherwise {
+            Lookup::Attribute(name) => value.getattr(name.bind(py)),
+            Lookup::Method(name) => value.call_method0(name.bind(py)),
+            Lookup::Call(method) => method.bind(py).call1((value,)),
+        }
+    }
+
+    /// Whether it is true of `value`.
+    ///
+    /// # Errors
+    /// Whatever it raises.
+    pub(crate) fn is_true_of(&self, value: &Bound<'_, PyAny>) -> PyResult<bool> {
+        self.of(value)?.is_truthy()
+    }
+}
+
+/// The C function of `method`, a method without arguments that `example` has; `None` if it is not written in C.
+fn function_of(method: &Bound<'_, PyAny>, example: &Bound<'_, PyAny>) -> PyResult<Option<Function>> {
+    let kind = method.py().import("types")?.getattr("MethodDescriptorType")?;
+    if !method.get_type().is(&kind) {
+        return Ok(None);
+    }
+    let bound = method.call_method1("__get__", (example,))?;
+    // SAFETY: the interpreter is held, and only a function written in C is asked what it is made of. One without
+    // arguments is called with null in their place.
+    let function = unsafe {
+        let is_plain = ffi::PyCFunction_Check(bound.as_ptr()) != 0
+            && ffi::PyCFunction_GetFlags(bound.as_ptr()) == ffi::METH_NOARGS;
+        if is_plain { ffi::PyCFunction_GetFunction(bound.as_ptr()) } else { None }
+    };
+    Ok(function.map(Function::Method))
+}
+
+/// The attribute `name` of `classes`, `None` unless all have the same.
+fn in_common<'py>(classes: &[&Bound<'py, PyType>], name: &Bound<'py, PyString>) -> Option<Bound<'py, PyAny>> {
+    let (first, others) = classes.split_first()?;
+    let found = first.getattr(name).ok()?;
+    others.iter().all(|class| class.getattr(name).is_ok_and(|other| other.is(&found))).then_some(found)
 }
 
 /// What `DLPack` calls a dtype: a code and a number of bits. The float8 kinds are missing: not every version of torch

@@ -13,7 +13,7 @@ use tensorferry_wire::dtype::Dtype;
 
 use crate::columns::{ByAddress, Row};
 use crate::pickle::{self, Pickle};
-use crate::rows::{PyRows, quote};
+use crate::rows::{PyRows, quote, write_number};
 use crate::views::{Store, numbers, typed};
 
 /// The pickle of all objects of `rows`, `None` if one refers to another one in a way that only a pickler of all of them
@@ -119,6 +119,7 @@ impl<'py> Writer<'_, 'py> {
         Some(Sent {
             store: view.store,
             start: view.start,
+            address: view.told.address,
             end: view.end(),
             offset: view.offset(),
             dtype: view.dtype,
@@ -193,7 +194,7 @@ impl<'py> Writer<'_, 'py> {
         if self.function(2)?.is_none() {
             return Ok(None);
         }
-        match self.rows.leaf_number(local)? {
+        match self.rows.leaf_number_at(local, Some(view.address))? {
             // The local part is a leaf of its own, and a row.
             Some(row) if row >= 0 => {
                 self.pickle.constant("leaf");
@@ -355,6 +356,7 @@ impl<'py> Writer<'_, 'py> {
 struct Sent<'py> {
     store: usize,
     start: usize,
+    address: usize,
     end: usize,
     offset: usize,
     dtype: Dtype,
@@ -407,22 +409,29 @@ pub(crate) fn add_pieces(rows: &Bound<'_, PyRows>) -> PyResult<(String, Vec<i64>
     let table = rows.get();
     let numbered = table.views().numbered.clone();
     let mut text = String::from("[");
-    let mut elsewhere = Vec::new();
+    let (mut elsewhere, mut runs) = (Vec::new(), Vec::new());
     for (number, place) in numbered.into_iter().enumerate() {
-        let (object, address, nbytes, is_on_host, runs) = {
+        let (object, address, nbytes, is_on_host) = {
             let store = &mut table.views().stores[place];
             let object = store.object.bind(py).clone();
-            (object, store.address, store.nbytes, store.is_on_host, store.covered())
+            store.covered(&mut runs);
+            (object, store.address, store.nbytes, store.is_on_host)
         };
-        // Writing to a string cannot fail.
-        let _ = write!(text, "{}[{nbytes},[", if number > 0 { "," } else { "" });
+        text.push_str(if number > 0 { ",[" } else { "[" });
+        write_number(&mut text, nbytes as u64);
+        text.push_str(",[");
         if let Some(row) = table.filling(&object, address)? {
+            // Writing to a string cannot fail.
             let _ = write!(text, "[{row},0]");
         } else {
-            for (index, (start, end)) in runs.into_iter().enumerate() {
+            for (index, (start, end)) in runs.iter().copied().enumerate() {
+                let mut name = format!("{RESERVED_PREFIX}storage/");
+                write_number(&mut name, number as u64);
+                name.push('/');
+                write_number(&mut name, index as u64);
                 let row = table.add_piece(
                     &object,
-                    &format!("{RESERVED_PREFIX}storage/{number}/{index}"),
+                    &name,
                     &Row {
                         dtype: Dtype::U8,
                         shape: &[(end - start) as u64],
@@ -461,10 +470,13 @@ pub(crate) fn describe_objects(rows: &Bound<'_, PyRows>, others: Vec<(usize, Str
             add(&mut text, &other);
         }
         add(&mut text, "");
-        // Writing to a string cannot fail.
-        let _ = write!(text, "[{object},");
+        text.push('[');
+        write_number(&mut text, object as u64);
+        text.push(',');
         quote_path(&mut text, paths, object)?;
-        let _ = write!(text, ",\"torch.{}\",", typed(view.dtype).unwrap_or_default());
+        text.push_str(",\"torch.");
+        text.push_str(typed(view.dtype).unwrap_or_default());
+        text.push_str("\",");
         numbers(&mut text, views.shape_of(view));
         text.push(']');
     }
@@ -484,6 +496,7 @@ pub(crate) fn describe_shards(rows: &Bound<'_, PyRows>, offsets: Vec<Vec<u64>>) 
     let paths = table.object_paths(py);
     let paths = paths.bind(py);
     let views = table.views();
+    let beginnings: Vec<_> = offsets.iter().enumerate().map(|(spec, offsets)| views.shard_of(spec, offsets)).collect();
     let mut text = String::new();
     for (view, global) in views.all.iter().filter_map(|view| Some((view, view.global.as_ref()?))) {
         if !text.is_empty() {
@@ -491,7 +504,7 @@ pub(crate) fn describe_shards(rows: &Bound<'_, PyRows>, offsets: Vec<Vec<u64>>) 
         }
         quote_path(&mut text, paths, usize::try_from(-(view.leaf + 1))?)?;
         text.push(':');
-        views.shard(&mut text, view, offsets.get(global.spec).map_or(&[], Vec::as_slice));
+        views.shard(&mut text, view, beginnings.get(global.spec).map_or("", String::as_str));
     }
     Ok(text)
 }

@@ -88,6 +88,11 @@ impl PyRemote {
         })
     }
 
+    /// The count of bytes of payload that are here, and how many there will be.
+    pub(crate) fn progress(&self) -> (Arc<AtomicU64>, u64) {
+        (Arc::clone(&self.received), self.header.payload_len())
+    }
+
     /// The checkpoint itself, to be fetched once, and what reports the progress of that.
     ///
     /// # Errors
@@ -178,19 +183,37 @@ impl PyRemote {
     /// returned with a report.
     ///
     /// `addresses` has one item for each entry of the header. The caller holds the memory behind them until this
-    /// returns; after an exception it may hold some of the new bytes.
+    /// returns; after an exception it may hold some of the new bytes. With `resume`, blocks that are there already, as
+    /// the source's digests show, are not fetched.
     ///
     /// # Errors
     /// The engine's errors as exceptions, and whatever `progress` or a signal handler raises.
-    #[pyo3(signature = (addresses = None))]
-    fn fetch(&self, py: Python<'_>, addresses: Option<Vec<Option<usize>>>) -> PyResult<(PyArena, PyReport)> {
+    #[pyo3(signature = (addresses = None, *, resume = false))]
+    fn fetch(
+        &self,
+        py: Python<'_>,
+        addresses: Option<Vec<Option<usize>>>,
+        resume: bool,
+    ) -> PyResult<(PyArena, PyReport)> {
         let (remote, teller) = self.take(py)?;
         let destination = addresses.map_or(Destination::Fresh, given);
         let tell = |py: Python<'_>| teller.tell(py);
         let watch = teller.progress.is_some().then_some(&tell as &OnTick<'_>);
-        let arrived = runtime::run(py, &self.cancel, watch, move || remote.fetch(destination))?;
+        let arrived = runtime::run(py, &self.cancel, watch, move || {
+            if resume { remote.resume(destination) } else { remote.fetch(destination) }
+        })?;
         tell(py)?;
         Ok(handed_over(arrived, &self.header))
+    }
+
+    /// CRC-64/NVME of the bytes of each entry, `None` if the digests of the source are keyed with a secret. This counts
+    /// as the fetch.
+    ///
+    /// # Errors
+    /// As `fetch`.
+    fn entry_digests(&self, py: Python<'_>) -> PyResult<Option<Vec<u64>>> {
+        let (remote, _) = self.take(py)?;
+        runtime::run(py, &self.cancel, None, move || remote.entry_digests())
     }
 
     /// Begins a receive like `fetch`, in which the entries numbered in `staged` come through a buffer of `most` bytes

@@ -70,4 +70,10 @@ impl PyReport {
     fn fetching_seconds(&self) -> f64 {
         self.0.fetching.as_secs_f64()
     }
+
+    /// The part of `fetching_seconds` that compared digests.
+    #[getter]
+    fn verifying_seconds(&self) -> f64 {
+        self.0.verifying.as_secs_f64()
+    }
 }

@@ -19,13 +19,15 @@ use bytes::Bytes;
 use pyo3::exceptions::{PyException, PyIndexError, PyRuntimeError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyBytes, PyDict, PyInt, PyList, PyString, PyTuple, PyType};
-use tensorferry_core::Item;
+use tensorferry_core::{Item, Transfer};
 use tensorferry_wire::dtype::Dtype;
 
 use crate::columns::{ByAddress, Columns, Row, Span};
 use crate::errors;
-use crate::memory::{Described, Exchange, PySharedBuffer, TURN, borrowed};
+use crate::getters::{DTensorGetters, StorageGetters, TensorGetters};
+use crate::memory::{self, Described, Exchange, PySharedBuffer, TURN, borrowed};
 use crate::table::{self, Place};
 use crate::views::{Global, Store, View, Views, typed};
 
@@ -38,8 +40,9 @@ pub(crate) struct PyRows {
     dtypes: Vec<(Py<PyAny>, Dtype)>,
     /// `None`: this torch does not offer it, and every tensor is read in Python.
     exchange: Option<Exchange>,
-    /// `object.__getstate__`: returns attributes without making a dict for them, which an object would keep.
-    attributes: Py<PyAny>,
+    tensor_getters: PyOnceLock<TensorGetters>,
+    storage_getters: PyOnceLock<StorageGetters>,
+    dtensor_getters: PyOnceLock<DTensorGetters>,
     /// torch's class, where it was imported.
     dtensor: Option<Py<PyType>>,
     deque: Py<PyType>,
@@ -58,6 +61,8 @@ pub(crate) struct PyRows {
     /// Address of a spec to its number: many `DTensor`s share the object. `kept_specs` keeps them.
     spec_numbers: Mutex<ByAddress<usize>>,
     kept_specs: Py<PyList>,
+    /// The last specs that were compared, the last one first.
+    recent_specs: Mutex<Vec<RecentSpec>>,
     /// The placements of specs that differ, each a tuple: comparing with a few is quicker than hashing one.
     placements: Mutex<Vec<Py<PyTuple>>>,
     /// The tensors among the objects that are not read here.
@@ -95,6 +100,10 @@ impl PyRows {
 
     fn placements(&self) -> MutexGuard<'_, Vec<Py<PyTuple>>> {
         self.placements.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn recent_specs(&self) -> MutexGuard<'_, Vec<RecentSpec>> {
+        self.recent_specs.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn unread(&self) -> MutexGuard<'_, Vec<i64>> {
@@ -207,12 +216,6 @@ impl PyRows {
         self.exchange.as_ref().filter(|_| self.is_tensor(value))?.describe(value)
     }
 
-    /// The row whose memory starts at `address`, and whether it is that of `value`.
-    fn row_at(&self, address: usize, value: &Bound<'_, PyAny>) -> PyResult<Option<(usize, bool)>> {
-        let Some(row) = self.columns().starts.get(&address).copied() else { return Ok(None) };
-        Ok(Some((row, self.memory.bind(value.py()).get_item(row)?.is(value))))
-    }
-
     /// Reads a tensor. If it fills a storage of its own from first to last byte and needs no pickle, it becomes a row
     /// unless it is one: what `memory.tensors.is_plain` says.
     fn read(&self, value: &Bound<'_, PyAny>, path: [&str; 2]) -> PyResult<Read> {
@@ -220,11 +223,17 @@ impl PyRows {
         // Tensors of zeros that autograd makes have bytes, and no memory.
         let has_memory = |tensor: &Described| tensor.nbytes > 0 && tensor.address != 0;
         let Some(tensor) = self.describe(value).filter(has_memory) else { return Ok(Read::Unknown) };
-        let there = if tensor.is_dense { self.row_at(tensor.address, value)? } else { None };
-        if let Some((row, true)) = there {
+        let (there, seen) = {
+            let columns = self.columns();
+            let row = if tensor.is_dense { columns.starts.get(&tensor.address).copied() } else { None };
+            (row, columns.seen.get(&(value.as_ptr() as usize)).copied())
+        };
+        if let Some(row) = there
+            && self.memory.bind(py).get_item(row)?.is(value)
+        {
             return Ok(Read::Leaf(i64::try_from(row)?));
         }
-        if let Some(number) = self.columns().seen.get(&(value.as_ptr() as usize)).copied() {
+        if let Some(number) = seen {
             return Ok(Read::Leaf(number));
         }
         let Some(told) = left_to_python(py, self.ask(value, &tensor))? else { return Ok(Read::Unknown) };
@@ -251,9 +260,18 @@ impl PyRows {
         value.get_type_ptr() == self.parameter.as_ptr().cast()
     }
 
+    fn tensor_getters(&self, example: &Bound<'_, PyAny>) -> PyResult<&TensorGetters> {
+        let py = example.py();
+        let new = || TensorGetters::new(&[self.tensor.bind(py), self.parameter.bind(py)], example);
+        self.tensor_getters.get_or_try_init(py, new)
+    }
+
+    fn storage_getters(&self, example: &Bound<'_, PyAny>) -> PyResult<&StorageGetters> {
+        self.storage_getters.get_or_try_init(example.py(), || StorageGetters::new(example))
+    }
+
     /// What torch says of a tensor beyond its description, `None` if more belongs to it than a container says.
     fn ask<'py>(&self, value: &Bound<'py, PyAny>, tensor: &Described) -> PyResult<Option<Told<'py>>> {
-        let py = value.py();
         let dtype = match tensor.dtype {
             Some(dtype) => dtype,
             None => match self.byte_dtype(value)? {
@@ -261,13 +279,14 @@ impl PyRows {
                 None => return Ok(None),
             },
         };
-        let storage = value.call_method0(intern!(py, "untyped_storage"))?;
-        let truth = |name: &Bound<'_, PyString>| value.call_method0(name)?.is_truthy();
-        let requires_grad = value.getattr(intern!(py, "requires_grad"))?.is_truthy()?;
-        let needs_more = truth(intern!(py, "is_neg"))?
-            || dtype == Dtype::C64 && truth(intern!(py, "is_conj"))?
-            || self.attributes.bind(py).call1((value,))?.is_truthy()?
-            || has_hooks(value, requires_grad)?;
+        let of = self.tensor_getters(value)?;
+        let storage = of.storage.of(value)?;
+        let requires_grad = of.requires_grad.is_true_of(value)?;
+        // Autograd calls hooks when it has computed a gradient; torch registers none where it computes none.
+        let needs_more = of.is_neg.is_true_of(value)?
+            || dtype == Dtype::C64 && of.is_conj.is_true_of(value)?
+            || of.attributes.is_true_of(value)?
+            || requires_grad && of.hooks.is_true_of(value)?;
         if needs_more {
             return Ok(None);
         }
@@ -285,9 +304,9 @@ impl PyRows {
         let address: usize = if tensor.is_dense && tensor.nbytes == told.nbytes {
             tensor.address
         } else {
-            told.storage.call_method0(intern!(py, "data_ptr"))?.extract()?
+            self.storage_getters(&told.storage)?.address.of(&told.storage)?.extract()?
         };
-        let key: usize = told.storage.getattr(intern!(py, "_cdata"))?.extract()?;
+        let key: usize = self.storage_getters(&told.storage)?.key.of(&told.storage)?.extract()?;
         let Some(start) = tensor.address.checked_sub(address) else { return Ok(None) };
         if !start.is_multiple_of(tensor.itemsize) || start.saturating_add(tensor.extent()) > told.nbytes {
             return Ok(None);
@@ -307,18 +326,18 @@ impl PyRows {
 
     /// A `DTensor` whose local part and spec describe it completely, `None` for everything else.
     fn read_dtensor(&self, value: &Bound<'_, PyAny>) -> PyResult<Option<Box<View>>> {
-        let py = value.py();
-        let requires_grad = value.getattr(intern!(py, "requires_grad"))?.is_truthy()?;
-        if value.getattr(intern!(py, "__dict__"))?.is_truthy()? || has_hooks(value, requires_grad)? {
+        let of = self.dtensor_getters.get_or_try_init(value.py(), || DTensorGetters::new(&value.get_type()))?;
+        let requires_grad = of.requires_grad.is_true_of(value)?;
+        if of.dict.is_true_of(value)? || requires_grad && of.hooks.is_true_of(value)? {
             return Ok(None);
         }
-        let local = value.getattr(intern!(py, "_local_tensor"))?;
+        let local = of.local.of(value)?;
         if local.get_type_ptr() != self.tensor.as_ptr().cast() {
             return Ok(None);
         }
         let Some(tensor) = self.describe(&local).filter(|t| t.nbytes > 0 && t.address != 0) else { return Ok(None) };
         let Some(told) = self.ask(&local, &tensor)? else { return Ok(None) };
-        let Some(spec) = self.spec(value)? else { return Ok(None) };
+        let Some(spec) = self.spec(value, of.spec.of(value)?)? else { return Ok(None) };
         if self.views().specs.get(spec).is_none_or(|spec| spec.1 != told.dtype) {
             return Ok(None);
         }
@@ -330,26 +349,58 @@ impl PyRows {
 
     /// The number of the spec of a `DTensor`, which it may share with others: a spec is longer than all else that
     /// describes a `DTensor`, and many have one of their own. `None` if it cannot be compared with others.
-    fn spec(&self, value: &Bound<'_, PyAny>) -> PyResult<Option<usize>> {
+    fn spec(&self, value: &Bound<'_, PyAny>, spec: Bound<'_, PyAny>) -> PyResult<Option<usize>> {
         let py = value.py();
-        let spec = value.getattr(intern!(py, "_spec"))?;
         let id = spec.as_ptr() as usize;
         if let Some(&number) = self.spec_numbers().get(&id) {
             return Ok(Some(number));
         }
-        let Some(number) = self.number_of_spec(value, &spec)? else { return Ok(None) };
+        let Ok(dict) = spec.getattr(intern!(py, "__dict__"))?.cast_into::<PyDict>() else { return Ok(None) };
+        // Lists: comparing may run any code, also such that changes a dict.
+        let fields = (dict.keys(), dict.values());
+        let number = match self.like_recent_spec(&fields)? {
+            Some(number) => number,
+            None => match self.number_of_spec(value, &spec, &fields)? {
+                Some(number) => number,
+                None => return Ok(None),
+            },
+        };
         self.kept_specs.bind(py).append(spec)?;
         self.spec_numbers().insert(id, number);
         Ok(Some(number))
     }
 
-    fn number_of_spec(&self, value: &Bound<'_, PyAny>, spec: &Bound<'_, PyAny>) -> PyResult<Option<usize>> {
+    /// The number of one of the specs met last if these are its fields, too. A state has few that differ, and comparing
+    /// with a few is quicker than hashing one.
+    fn like_recent_spec(&self, fields: &Fields<'_>) -> PyResult<Option<usize>> {
+        let py = fields.0.py();
+        let recent: [_; RECENT_SPECS] = {
+            let recent = self.recent_specs();
+            std::array::from_fn(|at| {
+                let (number, names, values) = recent.get(at)?;
+                Some((*number, (names.bind(py).clone(), values.bind(py).clone())))
+            })
+        };
+        for (at, (number, known)) in recent.into_iter().flatten().enumerate() {
+            if is_same_spec(&known, fields)? {
+                self.recent_specs()[..=at].rotate_right(1);
+                return Ok(Some(number));
+            }
+        }
+        Ok(None)
+    }
+
+    fn number_of_spec(
+        &self,
+        value: &Bound<'_, PyAny>,
+        spec: &Bound<'_, PyAny>,
+        fields: &Fields<'_>,
+    ) -> PyResult<Option<usize>> {
         let py = value.py();
-        let Ok(fields) = spec.getattr(intern!(py, "__dict__"))?.cast_into::<PyDict>() else { return Ok(None) };
-        let (names, fields) = (fields.keys(), fields.values());
-        let mut parts = Vec::with_capacity(2 * fields.len() + 1);
+        let (names, values) = fields;
+        let mut parts = Vec::with_capacity(2 * values.len() + 1);
         let mut meta = None;
-        for (name, field) in names.iter().zip(fields) {
+        for (name, field) in names.iter().zip(values.iter()) {
             match name.cast::<PyString>()?.to_str()? {
                 "_hash" => continue,
                 "mesh" => parts.push((field.as_ptr() as usize).into_pyobject(py)?.into_any()),
@@ -369,7 +420,9 @@ impl PyRows {
         let key = PyTuple::new(py, parts)?;
         let (specs, firsts) = (self.specs.bind(py), self.first_specs.bind(py));
         if let Some(number) = specs.get_item(&key)? {
-            return Ok(Some(number.extract()?));
+            let number = number.extract()?;
+            self.note_spec(number, fields);
+            return Ok(Some(number));
         }
         let Some(meta) = meta else { return Ok(None) };
         let Some(dtype) = self.dtype_of(&meta)? else { return Ok(None) };
@@ -378,19 +431,24 @@ impl PyRows {
         firsts.append((spec, value))?;
         self.views().specs.push((shape, dtype));
         specs.set_item(key, number)?;
+        self.note_spec(number, fields);
         Ok(Some(number))
+    }
+
+    fn note_spec(&self, number: usize, fields: &Fields<'_>) {
+        let mut recent = self.recent_specs();
+        let forgotten = if recent.len() == RECENT_SPECS { recent.pop() } else { None };
+        recent.insert(0, (number, fields.0.clone().unbind(), fields.1.clone().unbind()));
+        // Releasing a spec may run any code.
+        drop(recent);
+        drop(forgotten);
     }
 
     /// The number of these placements among those that differ, `None` if there are too many.
     fn number_of_placements(&self, placements: &Bound<'_, PyTuple>) -> PyResult<Option<usize>> {
         let known: Vec<_> = self.placements().iter().map(|known| known.clone_ref(placements.py())).collect();
         for (number, known) in known.iter().enumerate() {
-            let known = known.bind(placements.py());
-            // A placement may equal one of another class.
-            let is_same = known.len() == placements.len()
-                && known.iter().zip(placements).all(|(a, b)| a.get_type_ptr() == b.get_type_ptr())
-                && known.eq(placements)?;
-            if is_same {
+            if are_same_placements(known.bind(placements.py()), placements)? {
                 return Ok(Some(number));
             }
         }
@@ -402,14 +460,24 @@ impl PyRows {
     }
 
     /// The number that `value` was given as a leaf, `None` if it is not a leaf.
-    pub(crate) fn leaf_number(&self, value: &Bound<'_, PyAny>) -> PyResult<Option<i64>> {
-        if let Some(number) = self.columns().seen.get(&(value.as_ptr() as usize)).copied() {
-            return Ok(Some(number));
+    fn leaf_number(&self, value: &Bound<'_, PyAny>) -> PyResult<Option<i64>> {
+        let tensor = self.describe(value).filter(|tensor| tensor.is_dense);
+        self.leaf_number_at(value, tensor.map(|tensor| tensor.address))
+    }
+
+    /// As `leaf_number`; `address` is where its first element is, if it is a tensor.
+    pub(crate) fn leaf_number_at(&self, value: &Bound<'_, PyAny>, address: Option<usize>) -> PyResult<Option<i64>> {
+        let (seen, row) = {
+            let columns = self.columns();
+            let row = address.and_then(|address| columns.starts.get(&address).copied());
+            (columns.seen.get(&(value.as_ptr() as usize)).copied(), row)
+        };
+        match row {
+            None => Ok(seen),
+            Some(_) if seen.is_some() => Ok(seen),
+            Some(row) if self.memory.bind(value.py()).get_item(row)?.is(value) => Ok(Some(i64::try_from(row)?)),
+            Some(_) => Ok(None),
         }
-        let Some(tensor) = self.describe(value) else { return Ok(None) };
-        let row = if tensor.is_dense { self.row_at(tensor.address, value)? } else { None };
-        let row = row.filter(|&(_, same)| same);
-        Ok(row.map(|(row, _)| i64::try_from(row)).transpose()?)
     }
 
     /// Adds a row for bytes of `storage`; returns its number.
@@ -423,7 +491,7 @@ impl PyRows {
     /// The row whose tensor fills `storage`, whose memory starts at `address`.
     pub(crate) fn filling(&self, storage: &Bound<'_, PyAny>, address: usize) -> PyResult<Option<usize>> {
         let py = storage.py();
-        let key_of = |storage: &Bound<'_, PyAny>| storage.getattr(intern!(py, "_cdata"))?.extract::<usize>();
+        let key_of = |storage: &Bound<'_, PyAny>| self.storage_getters(storage)?.key.of(storage)?.extract::<usize>();
         let Some(first) = self.columns().starts.get(&address).copied() else { return Ok(None) };
         let key = key_of(storage)?;
         let owners = self.owners.bind(py);
@@ -471,8 +539,10 @@ impl PyRows {
         let kind = self.kind(value)?;
         if kind != Kind::Container || by.depth > MAX_DEPTH || self.inside().contains(&id) {
             let number = self.number(value, kind, path, by.other)?;
-            // Writing to a string cannot fail.
-            let _ = write!(text, "{number}");
+            if number < 0 {
+                text.push('-');
+            }
+            write_number(text, number.unsigned_abs());
             self.turn(value.py());
             return Ok(());
         }
@@ -544,6 +614,7 @@ impl PyRows {
         below: &str,
         by: &Walk<'_, '_>,
     ) -> PyResult<()> {
+        self.columns().reserve(values.len());
         for (index, (key, value)) in keys.iter().zip(values.iter()).enumerate() {
             let key = key.cast_exact::<PyString>()?.to_str()?;
             if index > 0 {
@@ -581,6 +652,8 @@ impl PyRows {
 const MAX_DEPTH: usize = 80;
 /// A state has a handful of different placements. `DTensor`s of a state with more than this are pickled in Python.
 const MOST_PLACEMENTS: usize = 64;
+/// A layer of a model has a handful of different specs.
+const RECENT_SPECS: usize = 4;
 /// Integers below this are keys in a tree; larger ones are sent as objects.
 const SAFE_INTEGER: i64 = 1 << 53;
 
@@ -633,10 +706,46 @@ fn left_to_python<T>(py: Python<'_>, read: PyResult<Option<T>>) -> PyResult<Opti
     }
 }
 
-/// Whether autograd calls a function when it has computed the gradient of `value`; torch registers none for a tensor
-/// that requires none.
-fn has_hooks(value: &Bound<'_, PyAny>, requires_grad: bool) -> PyResult<bool> {
-    Ok(requires_grad && value.getattr(intern!(value.py(), "_backward_hooks"))?.is_truthy()?)
+/// The number of a spec, and the names and the values of its fields.
+type RecentSpec = (usize, Py<PyList>, Py<PyList>);
+
+/// The names and the values of the fields of an object.
+type Fields<'py> = (Bound<'py, PyList>, Bound<'py, PyList>);
+
+/// Whether two specs of `DTensor`s, by their fields, say the same.
+fn is_same_spec(one: &Fields<'_>, two: &Fields<'_>) -> PyResult<bool> {
+    let py = one.0.py();
+    if one.0.len() != two.0.len() {
+        return Ok(false);
+    }
+    for ((name, other_name), (field, other)) in one.0.iter().zip(&two.0).zip(one.1.iter().zip(&two.1)) {
+        if !name.is(&other_name) {
+            return Ok(false);
+        }
+        if field.is(&other) || name.is(intern!(py, "_hash")) {
+            continue;
+        }
+        let is_same = if name.is(intern!(py, "mesh")) {
+            false
+        } else if let (true, Ok(field), Ok(other)) =
+            (name.is(intern!(py, "placements")), field.cast_exact(), other.cast_exact())
+        {
+            are_same_placements(field, other)?
+        } else {
+            field.eq(other)?
+        };
+        if !is_same {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+/// Whether two placements are equal; a part of one may equal one of another class.
+fn are_same_placements(one: &Bound<'_, PyTuple>, two: &Bound<'_, PyTuple>) -> PyResult<bool> {
+    Ok(one.len() == two.len()
+        && one.iter().zip(two).all(|(a, b)| a.get_type_ptr() == b.get_type_ptr())
+        && one.eq(two)?)
 }
 
 fn changed() -> PyErr {
@@ -670,7 +779,9 @@ impl PyRows {
         Ok(Self {
             dtypes,
             exchange: if native { Exchange::of(tensor) } else { None },
-            attributes: tensor.py().get_type::<PyAny>().getattr("__getstate__")?.unbind(),
+            tensor_getters: PyOnceLock::new(),
+            storage_getters: PyOnceLock::new(),
+            dtensor_getters: PyOnceLock::new(),
             tensor: tensor.clone().unbind(),
             parameter: parameter.clone().unbind(),
             dtensor: dtensor.filter(|_| native),
@@ -685,6 +796,7 @@ impl PyRows {
             first_specs: PyList::empty(py).unbind(),
             spec_numbers: Mutex::default(),
             kept_specs: PyList::empty(py).unbind(),
+            recent_specs: Mutex::default(),
             placements: Mutex::default(),
             unread: Mutex::default(),
             inside: Mutex::default(),
@@ -899,14 +1011,14 @@ impl PyRows {
         self.specs.bind(py).clear();
         let views = std::mem::take(&mut *self.views());
         let kinds = std::mem::take(&mut *self.kinds());
-        let placements = std::mem::take(&mut *self.placements());
+        let specs = (std::mem::take(&mut *self.placements()), std::mem::take(&mut *self.recent_specs()));
         self.spec_numbers().clear();
         self.unread().clear();
         let mut columns = self.columns();
         (columns.seen, columns.starts, columns.doubles) = Default::default();
         // Releasing objects may run any code.
         drop(columns);
-        drop((views, kinds, placements));
+        drop((views, kinds, specs));
         Ok(())
     }
 
@@ -939,6 +1051,58 @@ impl PyRows {
         let mut columns = self.columns();
         let place = columns.addresses.get_mut(row).ok_or_else(|| PyIndexError::new_err("there is no such row"))?;
         *place = address;
+        Ok(())
+    }
+
+    /// The bytes of a buffer that [`Self::copy_into`] can copy all rows into but those in `without`.
+    #[allow(clippy::needless_pass_by_value, reason = "what Python calls takes values")]
+    fn copied_size(&self, py: Python<'_>, without: Vec<usize>) -> usize {
+        py.detach(|| self.columns().laid_out(&without).1)
+    }
+
+    /// Copies all rows but those in `without`, which lie in host memory, with up to `threads` threads to `address`, and
+    /// notes that they are there. `buffer`, which has the `nbytes` bytes there, becomes their owner.
+    ///
+    /// # Errors
+    /// `ValueError` when they are more bytes than that.
+    #[pyo3(signature = (buffer, address, nbytes, without, *, threads))]
+    #[allow(clippy::needless_pass_by_value, reason = "what Python calls takes values")]
+    fn copy_into(
+        &self,
+        buffer: &Bound<'_, PyAny>,
+        address: usize,
+        nbytes: usize,
+        without: Vec<usize>,
+        threads: usize,
+    ) -> PyResult<()> {
+        let py = buffer.py();
+        let there = py.detach(|| {
+            let (places, size) = self.columns().laid_out(&without);
+            if size > nbytes {
+                return None;
+            }
+            let transfers: Vec<_> = {
+                let columns = self.columns();
+                let transfer = |&(row, at): &(usize, usize)| Transfer {
+                    from: columns.addresses[row],
+                    to: address + at,
+                    len: columns.sizes[row],
+                };
+                places.iter().map(transfer).collect()
+            };
+            memory::copy(&transfers, threads);
+            let mut columns = self.columns();
+            for &(row, at) in &places {
+                columns.addresses[row] = address + at;
+            }
+            Some(places)
+        });
+        let there = there.ok_or_else(|| PyValueError::new_err("the rows do not fit into the buffer"))?;
+        let owners = self.owners.bind(py);
+        for (row, _) in there {
+            owners.set_item(row, buffer)?;
+            self.turn(py);
+        }
         Ok(())
     }
 
@@ -1006,6 +1170,20 @@ fn places(buffers: &[Py<PySharedBuffer>]) -> Vec<Place> {
 /// The dtype that a container calls `dtype`.
 fn named(dtype: &str) -> PyResult<Dtype> {
     Dtype::from_name(dtype).ok_or_else(|| PyValueError::new_err(format!("a container has no dtype {dtype}")))
+}
+
+/// `value` in decimal digits: `write!` takes several times as long.
+pub(crate) fn write_number(text: &mut String, value: u64) {
+    let (mut digits, mut at, mut rest) = ([b'0'; 20], 20, value);
+    loop {
+        at -= 1;
+        digits[at] = b'0' + (rest % 10) as u8;
+        rest /= 10;
+        if rest == 0 {
+            break;
+        }
+    }
+    text.push_str(std::str::from_utf8(&digits[at..]).unwrap_or_default());
 }
 
 /// `text` as a JSON string in ASCII, as Python's `json` writes it.

@@ -1,23 +1,24 @@
-//! `Server` and `Shelf`: publish tensors' memory and serve it.
+//! `Server`, `Shelf` and `Receive`: publish tensors' memory and serve it.
 //!
 //! A server owns sockets and uses threads of the runtime; it is dropped without the interpreter, and not at all in a
 //! forked child, where there is nothing to stop.
 
 use std::any::Any;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use tensorferry_core::{
-    Alternate, Error, Memory, Publication, Rendered, Server, ServerConfig, Shelf, Stability, Store, Withdrawn,
+    Alternate, Error, Memory, Publication, Receive, Rendered, Server, ServerConfig, Shelf, Stability, Store, Withdrawn,
 };
 
 use crate::errors;
 use crate::frontend::PythonFrontend;
 use crate::memory::{Owner, borrowed};
 use crate::readiness::PyReadiness;
+use crate::remote::PyRemote;
 use crate::report::{PyReport, seconds};
 use crate::rows::PyRows;
 use crate::runtime::{self, Process, SIGNAL_POLL};
@@ -40,18 +41,23 @@ impl PyServer {
 
 #[pymethods]
 impl PyServer {
-    /// Binds to `bind` (`"address:port"`, every interface by default) and starts to serve; the gate is closed.
-    /// `patience` seconds is how long a request waits for it, `max_bandwidth` the limit in bytes per second.
+    /// Listens on the address `bind` (every interface by default), on the first free one of `ports` (first and last of
+    /// them; 0 is any), and starts to serve; the gate is closed. On one of `metrics_ports` counters alone are served, to
+    /// everybody. `patience` seconds is how long a request waits for the gate, `max_bandwidth` the limit in bytes per
+    /// second.
     ///
     /// # Errors
-    /// `InvalidArgument` for an address that cannot be parsed, `SystemRefused` when it cannot be bound.
+    /// `InvalidArgument` for an address that cannot be parsed, `SystemRefused` when it cannot be listened on.
     #[new]
-    #[pyo3(signature = (*, patience, bind = None, same_host = true, max_bandwidth = None, secret = None, tls = false))]
+    #[pyo3(signature = (*, patience, bind = None, ports = (0, 0), metrics_ports = None, same_host = true,
+                        max_bandwidth = None, secret = None, tls = false))]
     #[allow(clippy::too_many_arguments, reason = "keywords in Python")]
     fn new(
         py: Python<'_>,
         patience: f64,
         bind: Option<&str>,
+        ports: (u16, u16),
+        metrics_ports: Option<(u16, u16)>,
         same_host: bool,
         max_bandwidth: Option<u64>,
         secret: Option<&PySecret>,
@@ -60,12 +66,23 @@ impl PyServer {
         let bind = bind
             .map(str::parse)
             .transpose()
-            .map_err(|_| errors::invalid(py, format!("bind={bind:?} is not an address and port")))?;
+            .map_err(|_| errors::invalid(py, format!("bind={bind:?} is not an address")))?;
+        let (ports, metrics_ports) = (ports.0..=ports.1, metrics_ports.map(|(first, last)| first..=last));
         let patience = seconds(py, patience)?;
         let secret = secret.map(|s| s.0.clone());
         let frontend = Arc::new(PythonFrontend);
-        let config =
-            ServerConfig { bind, patience, same_host, max_bandwidth, secret, tls, frontend, ..ServerConfig::default() };
+        let config = ServerConfig {
+            bind,
+            ports,
+            metrics_ports,
+            patience,
+            same_host,
+            max_bandwidth,
+            secret,
+            tls,
+            frontend,
+            ..ServerConfig::default()
+        };
         let inner = py
             .detach(|| Server::bind(&config, &runtime::handle().map_err(tensorferry_core::Error::from)?))
             .map_err(|e| errors::to_py(py, &e))?;
@@ -75,6 +92,12 @@ impl PyServer {
     /// The URL prefix of checkpoints for peers that reach this machine as `host`.
     fn url(&self, py: Python<'_>, host: &str) -> PyResult<String> {
         Ok(self.server(py)?.url(host))
+    }
+
+    /// The URL of the port on which counters alone are served, for those who reach this machine as `host`; `None` if
+    /// there is no such port.
+    fn metrics_url(&self, py: Python<'_>, host: &str) -> PyResult<Option<String>> {
+        Ok(self.server(py)?.metrics_url(host))
     }
 
     /// Publishes `rows` and then `control`, name and bytes of each, as `step`, and opens the gate.
@@ -126,12 +149,10 @@ impl PyServer {
         self.server(py).map(drop)
     }
 
-    /// Counts a receive: `report` as `Remote.fetch` gives it, or `None` where it failed, and the seconds it took in
-    /// all.
-    fn note_receive(&self, py: Python<'_>, report: Option<&PyReport>, took: f64) -> PyResult<()> {
-        let (server, took) = (self.server(py)?, seconds(py, took)?);
-        server.note_receive(report.map(|report| &report.0), took);
-        Ok(())
+    /// A receive of this process begins; counters and status page show it.
+    fn begin_receive(&self, py: Python<'_>, step: i64) -> PyResult<PyReceive> {
+        let inner = Mutex::new(Some(self.server(py)?.begin_receive(step)));
+        Ok(PyReceive { process: Process::current(), inner })
     }
 
     /// Opens the gate for what is published, which is served as `step` from now on.
@@ -183,6 +204,53 @@ impl PyServer {
             if Instant::now() >= until {
                 break;
             }
+        }
+        Ok(())
+    }
+}
+
+/// A receive of this process, for the counters of its server.
+#[pyclass(name = "Receive", module = "tensorferry._native", frozen)]
+pub(crate) struct PyReceive {
+    process: Process,
+    // None once it has ended.
+    inner: Mutex<Option<Receive>>,
+}
+
+impl PyReceive {
+    /// The receive, in the process it belongs to; in a forked child another thread of the parent may hold its locks.
+    fn inner(&self) -> Option<MutexGuard<'_, Option<Receive>>> {
+        self.process.is_current().then(|| self.inner.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+impl Drop for PyReceive {
+    fn drop(&mut self) {
+        if !self.process.is_current() {
+            std::mem::forget(self.inner.get_mut().unwrap_or_else(PoisonError::into_inner).take());
+        }
+    }
+}
+
+#[pymethods]
+impl PyReceive {
+    /// The source has answered: from now on it is known how much there is, and how much of it is here.
+    fn opened(&self, remote: &PyRemote) {
+        let (received, total) = remote.progress();
+        if let Some(inner) = self.inner()
+            && let Some(receive) = &*inner
+        {
+            receive.opened(received, total);
+        }
+    }
+
+    /// The receive is over after `took` seconds in all, with `report` as `Remote.fetch` gives it, or with an error of
+    /// the class `failed`. Only the first call counts.
+    #[pyo3(signature = (took, report = None, failed = ""))]
+    fn end(&self, py: Python<'_>, took: f64, report: Option<&PyReport>, failed: &str) -> PyResult<()> {
+        let took = seconds(py, took)?;
+        if let Some(receive) = self.inner().and_then(|mut inner| inner.take()) {
+            receive.end(report.map(|report| &report.0).ok_or(failed), took);
         }
         Ok(())
     }

@@ -122,6 +122,43 @@ pub(crate) fn file_header(py: Python<'_>, path: PathBuf) -> PyResult<u64> {
     runtime::run(py, &Cancel::new(), None, move || Container::open(&path).map(|container| container.checksum()))
 }
 
+/// The damaged parts of the container at `path`, as runs of payload bytes; `None` for a file without checksums.
+///
+/// # Errors
+/// `CorruptCheckpoint` when its header is damaged, `ProtocolError` when it is no container.
+#[pyfunction]
+#[pyo3(name = "_file_damage")]
+pub(crate) fn file_damage(py: Python<'_>, path: PathBuf) -> PyResult<Option<Vec<(u64, u64)>>> {
+    let options = FileOptions::default();
+    runtime::run(py, &options.cancel.clone(), None, move || {
+        let container = Container::open_any(&path)?;
+        container.has_checksums().then(|| container.damaged(&options)).transpose()
+    })
+}
+
+/// CRC-64/NVME of the bytes of each entry of the container at `path`, in the order of its header.
+///
+/// # Errors
+/// `CorruptCheckpoint` when a block that was read for it is damaged, `ProtocolError` when it is no container.
+#[pyfunction]
+#[pyo3(name = "_file_entry_digests")]
+pub(crate) fn file_entry_digests(py: Python<'_>, path: PathBuf) -> PyResult<Vec<u64>> {
+    let options = FileOptions::default();
+    runtime::run(py, &options.cancel.clone(), None, move || Container::open_any(&path)?.entry_digests(&options))
+}
+
+/// Writes the checksums of the container at `path`, which a receive has filled, into the entry that is there for them,
+/// and brings the file to the disk. Returns the checksum of its header.
+///
+/// # Errors
+/// `InvalidArgument` when it has no room for them, `SystemRefused` when the system refuses.
+#[pyfunction]
+#[pyo3(name = "_seal_file")]
+pub(crate) fn seal_file(py: Python<'_>, path: PathBuf) -> PyResult<u64> {
+    let options = FileOptions::default();
+    runtime::run(py, &options.cancel.clone(), None, move || tensorferry_core::seal_file(&path, &options))
+}
+
 /// Reads slices of the container at `path` into their places, verified. With `header`, only if that is the checksum of
 /// its header. Returns the bytes read and the bytes wanted.
 ///

@@ -4,13 +4,12 @@
 //! Their storages are sent as far as some tensor reaches, so `Stores` notes what is reached while the objects are
 //! pickled.
 
-use std::fmt::Write as _;
-
 use pyo3::prelude::*;
 use tensorferry_wire::dtype::Dtype;
 
 use crate::columns::{ByAddress, Span};
 use crate::memory::Described;
+use crate::rows::write_number;
 
 /// Memory of a tensor inside its storage.
 pub(crate) struct View {
@@ -48,6 +47,9 @@ impl View {
 
     /// Whether elements may share memory; true in some cases where they do not.
     fn may_overlap_itself(&self) -> bool {
+        if self.told.is_dense {
+            return false;
+        }
         let mut steps: Vec<_> =
             self.told.strides().iter().zip(self.told.shape()).filter(|(_, dim)| **dim > 1).collect();
         steps.sort_unstable();
@@ -71,8 +73,10 @@ pub(crate) struct Store {
     pub(crate) is_on_host: bool,
     /// What the pickle calls it.
     pub(crate) number: Option<usize>,
-    /// The bytes that are reached: first and last (exclusive).
-    pub(crate) spans: Vec<(usize, usize)>,
+    /// The bytes that are reached: first and last (exclusive). Most storages are reached by one tensor, which needs no
+    /// memory for a list.
+    reached: Option<(usize, usize)>,
+    reached_too: Vec<(usize, usize)>,
 }
 
 /// A gap of at most this many bytes that nothing reaches is sent along: a separate entry would cost as much.
@@ -80,21 +84,32 @@ const JOIN_GAP: usize = 512;
 
 impl Store {
     pub(crate) fn new(object: Py<PyAny>, address: usize, nbytes: usize, is_on_host: bool) -> Self {
-        Self { object, address, nbytes, is_on_host, number: None, spans: Vec::new() }
+        Self { object, address, nbytes, is_on_host, number: None, reached: None, reached_too: Vec::new() }
     }
 
-    /// The runs of bytes to send: the union of all spans, with runs joined over small gaps.
-    pub(crate) fn covered(&mut self) -> Vec<(usize, usize)> {
-        self.spans.sort_unstable();
-        let mut runs: Vec<(usize, usize)> = Vec::new();
-        for &(start, end) in &self.spans {
+    fn reach(&mut self, span: (usize, usize)) {
+        if self.reached.is_none() {
+            self.reached = Some(span);
+        } else if self.reached != Some(span) {
+            self.reached_too.push(span);
+        }
+    }
+
+    /// Puts the runs of bytes to send into `runs`: the union of all spans, with runs joined over small gaps.
+    pub(crate) fn covered(&mut self, runs: &mut Vec<(usize, usize)>) {
+        runs.clear();
+        if !self.reached_too.is_empty() {
+            self.reached_too.extend(self.reached);
+            self.reached_too.sort_unstable();
+        }
+        let one = self.reached.filter(|_| self.reached_too.is_empty());
+        for &(start, end) in self.reached_too.iter().chain(&one) {
             match runs.last_mut() {
                 Some(last) if start <= last.1 + JOIN_GAP => last.1 = last.1.max(end),
                 _ if end > start => runs.push((start, end)),
                 _ => {}
             }
         }
-        runs
     }
 }
 
@@ -104,8 +119,6 @@ pub(crate) struct Views {
     pub(crate) all: Vec<View>,
     /// Address of a tensor's object to its view. The state keeps all of them alive.
     pub(crate) of: ByAddress<usize>,
-    /// Number of an object in the list of objects to its view.
-    of_object: ByAddress<usize>,
     pub(crate) stores: Vec<Store>,
     /// Identity of a storage to its place.
     pub(crate) by_key: ByAddress<usize>,
@@ -123,7 +136,6 @@ impl Views {
         if let Some(global) = &view.global {
             self.of.entry(global.local.as_ptr() as usize).or_insert(number);
         }
-        self.of_object.insert(object(view.leaf), number);
         self.all.push(view);
     }
 
@@ -137,7 +149,8 @@ impl Views {
 
     /// The view of the leaf with this number.
     pub(crate) fn leaf(&self, leaf: i64) -> Option<&View> {
-        self.all.get(*self.of_object.get(&object(leaf))?)
+        // Objects are numbered downwards from -1 as they are met.
+        self.all.get(self.all.binary_search_by(|view| leaf.cmp(&view.leaf)).ok()?)
     }
 
     /// The storage with the identity `key`, and whether it had been met before.
@@ -152,7 +165,7 @@ impl Views {
     pub(crate) fn reach(&mut self, store: usize, span: (usize, usize)) -> usize {
         let numbered = &mut self.numbered;
         let store_ = &mut self.stores[store];
-        store_.spans.push(span);
+        store_.reach(span);
         *store_.number.get_or_insert_with(|| {
             numbered.push(store);
             numbered.len() - 1
@@ -163,7 +176,8 @@ impl Views {
     pub(crate) fn restart(&mut self) {
         for store in self.numbered.drain(..) {
             self.stores[store].number = None;
-            self.stores[store].spans.clear();
+            self.stores[store].reached = None;
+            self.stores[store].reached_too.clear();
         }
     }
 
@@ -180,37 +194,47 @@ impl Views {
         self.all.iter().filter(|view| view.leaf < 0 && view.may_overlap_itself()).map(|view| view.leaf).collect()
     }
 
-    /// Of a `DTensor`'s local part, where it lies in the whole and in its storage, as a JSON object.
-    pub(crate) fn shard(&self, text: &mut String, view: &View, offsets: &[u64]) {
-        let _ = write!(text, "{{\"dtype\":\"torch.{}\",\"global_shape\":", torch_name(view.dtype));
-        numbers(text, self.shape_of(view));
+    /// What the shards of `DTensor`s with the spec `spec` begin with: where they lie in the whole, whose element at
+    /// `offsets` is their first.
+    pub(crate) fn shard_of(&self, spec: usize, offsets: &[u64]) -> String {
+        let mut text = String::from("{\"dtype\":\"torch.");
+        if let Some((shape, dtype)) = self.specs.get(spec) {
+            text.push_str(torch_name(*dtype));
+            text.push_str("\",\"global_shape\":");
+            numbers(&mut text, shape);
+        }
         text.push_str(",\"offsets\":");
-        numbers(text, offsets);
+        numbers(&mut text, offsets);
         text.push_str(",\"shape\":");
+        text
+    }
+
+    /// Of a `DTensor`'s local part, where it lies in the whole and in its storage, as a JSON object. `beginning` is what
+    /// `shard_of` returns for its spec.
+    pub(crate) fn shard(&self, text: &mut String, view: &View, beginning: &str) {
+        text.push_str(beginning);
         numbers(text, view.told.shape());
         text.push_str(",\"stride\":");
         numbers(text, view.told.strides());
+        text.push_str(",\"storage\":");
         match self.stores[view.store].number {
-            Some(number) => {
-                let _ = write!(text, ",\"storage\":{number}");
-            }
-            None => text.push_str(",\"storage\":null"),
+            Some(number) => write_number(text, number as u64),
+            None => text.push_str("null"),
         }
-        let _ = write!(text, ",\"storage_offset\":{}}}", view.offset());
+        text.push_str(",\"storage_offset\":");
+        write_number(text, view.offset() as u64);
+        text.push('}');
     }
-}
-
-/// The place in the list of objects of the leaf with this number, which is negative.
-fn object(leaf: i64) -> usize {
-    usize::try_from(-(leaf + 1)).unwrap_or(usize::MAX)
 }
 
 /// `values` as a JSON array.
 pub(crate) fn numbers(text: &mut String, values: &[u64]) {
     text.push('[');
-    for (index, value) in values.iter().enumerate() {
-        // Writing to a string cannot fail.
-        let _ = write!(text, "{}{value}", if index > 0 { "," } else { "" });
+    for (index, &value) in values.iter().enumerate() {
+        if index > 0 {
+            text.push(',');
+        }
+        write_number(text, value);
     }
     text.push(']');
 }

@@ -3,6 +3,7 @@
 //!
 //! ```text
 //! /healthz                                        the server lives; needs no token
+//! /{token}/  and  /{token}/checkpoint/            the status page, for people
 //! /{token}/metrics                                counters
 //! /{token}/checkpoint/{key}.safetensors           header and payload; Range, or ?blocks={first}-{end},... for parts
 //! /{token}/checkpoint/{key}/header                the header alone
@@ -33,6 +34,8 @@ pub enum Resource<'a> {
     Healthz,
     /// `/metrics`
     Metrics,
+    /// `/` or `/checkpoint/`: the status page.
+    StatusPage,
     /// `/checkpoint/{key}.safetensors`: header and payload, or with the query that [`parse_runs`] reads, parts of the
     /// payload.
     Container(&'a str),
@@ -81,10 +84,12 @@ pub fn parse_path<'a>(path: &'a str, token: &str) -> Result<Resource<'a>, PathEr
         return Ok(Resource::Healthz);
     }
     let path = if token.is_empty() { path } else { strip_token(path, token).ok_or(PathError::NotFound)? };
-    let found = match path.strip_prefix('/').unwrap_or_default() {
-        "healthz" => Some(Resource::Healthz),
-        "metrics" => Some(Resource::Metrics),
-        other => other.strip_prefix("checkpoint/").and_then(parse_checkpoint),
+    let found = match path.strip_prefix('/') {
+        Some("healthz") => Some(Resource::Healthz),
+        Some("metrics") => Some(Resource::Metrics),
+        Some("" | "checkpoint/") => Some(Resource::StatusPage),
+        Some(other) => other.strip_prefix("checkpoint/").and_then(parse_checkpoint),
+        None => None,
     };
     found.ok_or_else(|| PathError::bad_url(path))
 }

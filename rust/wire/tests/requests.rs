@@ -13,6 +13,8 @@ const TOKEN: &str = "0123456789abcdef0123456789abcdef";
 fn paths_of_ours() {
     let table = [
         ("/metrics", Resource::Metrics),
+        ("/", Resource::StatusPage),
+        ("/checkpoint/", Resource::StatusPage),
         ("/healthz", Resource::Healthz),
         ("/checkpoint/12.safetensors", Resource::Container("12")),
         ("/checkpoint/a.b.safetensors", Resource::Container("a.b")),
@@ -47,11 +49,9 @@ fn paths_of_ours() {
 fn paths_of_no_one() {
     let table = [
         "",
-        "/",
         "//",
         "/foo",
         "/checkpoint",
-        "/checkpoint/",
         "/checkpoint/12",
         "/checkpoint/12/",
         "/checkpoint//header",

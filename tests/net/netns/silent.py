@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from tensorferry import HTTPTransport
 from tensorferry.dcp import PeerReader
-from tensorferry.dcp.peer_writer import SCHEME
+from tensorferry.storage.peers import SCHEME
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import math
@@ -18,7 +19,7 @@ from .client import Keeper
 from .limits import amount, memory_limit, shown
 from .place import DEFAULT_NAME, keeper_name
 from .process import KeeperOptions, KeeperProcess, ended_by_signals, lower_weight, raise_descriptor_limit
-from .snapshot import LOCAL, Snapshot
+from .snapshot import LOCAL, Snapshot, peer_metadata
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -81,7 +82,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--generations", type=int, default=2, metavar="N", help="snapshots of each job and rank (default: %(default)s)")
     add("--idle", type=float, default=0.0, metavar="SECONDS", help="end after so long without clients (default: never)")
     add("--interface", metavar="NAME", help="listen on this interface, address or network only (default: all)")
-    add("--port", type=int, default=0, help="listen on this port (default: any)")
+    add("--port", default="0", help="listen on this port, or on the first free one of a range like 29500-29599")
+    add("--metrics-port", help="serve /metrics and a status page, and nothing else, on this port too, to everybody")
     add("--advertise", metavar="HOST", help="name or address by which other nodes reach this one")
     add("--tls", action="store_true", help="encrypt what goes over the network")
     add("--max-bandwidth", metavar="SIZE", help="bytes per second that all receivers together may take, such as 500M")
@@ -97,8 +99,6 @@ def _options(name: str, chosen: argparse.Namespace) -> KeeperOptions:
         raise InvalidArgument(f"--generations must be 1 or more, not {chosen.generations}")
     if not (math.isfinite(chosen.idle) and chosen.idle >= 0):
         raise InvalidArgument(f"--idle must be 0 or more seconds, not {chosen.idle}")
-    if not 0 <= chosen.port < 1 << 16:
-        raise InvalidArgument(f"--port must be between 0 and 65535, not {chosen.port}")
     bandwidth = None if chosen.max_bandwidth is None else amount("--max-bandwidth", chosen.max_bandwidth)
     server = ServerOptions(
         secret=None,
@@ -107,6 +107,8 @@ def _options(name: str, chosen: argparse.Namespace) -> KeeperOptions:
         interface=chosen.interface,
         advertise=chosen.advertise,
         max_bandwidth=bandwidth,
+        port=chosen.port,
+        metrics_port=chosen.metrics_port,
     )
     return KeeperOptions(
         name=name,
@@ -114,7 +116,6 @@ def _options(name: str, chosen: argparse.Namespace) -> KeeperOptions:
         generations=chosen.generations,
         idle=chosen.idle,
         server=server,
-        port=chosen.port,
         buddies=[index.keeper_url(address, server) for address in chosen.buddy],
     )
 
@@ -134,6 +135,8 @@ def _print_status(name: str, *, as_json: bool) -> int:
         print(f"buddy {buddy['host']}: {_buddy(buddy)}")
     for one in held:
         print(_line(one))
+    with contextlib.suppress(TensorferryError):
+        print(f"for a PeerReader, the newest that is complete: {peer_metadata(held)}")
     return 0
 
 

@@ -25,9 +25,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ... import _validate
-from ..._native import Rows, Server, SharedBuffer
+from ..._native import Rows, SharedBuffer
 from ...errors import InvalidArgument, ProtocolError, SystemRefused, TensorferryError
-from ...net.addresses import advertised_host, port_on
+from ...net import serve
 from ...net.options import ServerOptions
 from .. import handover
 from ..handover import Handover, Message
@@ -75,7 +75,6 @@ class KeeperOptions:
         generations: most snapshots of one job and rank
         idle: seconds without clients and requests after which it ends; 0 means never
         server: how it is reached over the network and what protects it
-        port: the port to listen on; 0 means any
         buddies: addresses of keepers whose snapshots it copies
     """
 
@@ -84,7 +83,6 @@ class KeeperOptions:
     generations: int
     idle: float
     server: ServerOptions
-    port: int
     buddies: Sequence[str] = ()
 
 
@@ -143,7 +141,7 @@ class KeeperProcess:
             stack.callback(self._place.leave)
             self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             stack.callback(self._listener.close)
-            self._server, host = _serve(options)
+            self._server, host = serve.start(_PATIENCE_S, options.server)
             stack.callback(self._server.shutdown, 1.0)
             self.host = host
             self._index_shelf = self._server.shelf(index.NAME if options.server.secret is not None else None)
@@ -650,33 +648,6 @@ class KeeperProcess:
         self._selector.close()
         self._wake.close()
         self._woken.close()
-
-
-def _serve(options: KeeperOptions) -> tuple[Server, str]:
-    """Starts the server; returns it and the host that others reach it by."""
-    given = options.server
-
-    def server(bind: str | None) -> Server:
-        return Server(
-            patience=_PATIENCE_S,
-            bind=bind,
-            same_host=given.same_host,
-            max_bandwidth=given.max_bandwidth,
-            secret=given.secret,
-            tls=given.tls,
-        )
-
-    host = advertised_host(given.advertise, given.listening)
-    bind = port_on(given.listening)
-    if not options.port:
-        return server(bind), host
-    if bind is not None:
-        return server(f"{bind.rpartition(':')[0]}:{options.port}"), host
-    try:
-        return server(f"[::]:{options.port}"), host
-    except SystemRefused:
-        # A system without IPv6; or the port is taken, which is found once more.
-        return server(f"0.0.0.0:{options.port}"), host
 
 
 def _size_of(rows: Rows, control: Sequence[tuple[str, bytes]], buffers: Sequence[SharedBuffer]) -> int:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ... import _validate
-from ...errors import InvalidArgument, ProtocolError
+from ...errors import IncompleteCheckpoint, InvalidArgument, ProtocolError
+from ...storage.peers import publication_metadata
 
 #: Longest text, as it stands in a message: a path of the file system has up to 4096 bytes.
 _LONGEST = 8192
@@ -100,6 +102,37 @@ def snapshot(fields: Any) -> Snapshot:
         )
     except InvalidArgument as e:
         raise ProtocolError(f"a snapshot is not described: {e}") from e
+
+
+def peer_metadata(snapshots: Iterable[Snapshot]) -> str:
+    """Returns the string with which a ``tensorferry.dcp.PeerReader`` loads what keepers hold.
+
+    Args:
+        snapshots: what :meth:`Keeper.held` of one keeper returned, or of the keepers of several nodes, together
+
+    Returns:
+        The string for the newest save of which the snapshots of all ranks are among them.
+
+    Raises:
+        IncompleteCheckpoint: there is no such save
+        InvalidArgument: the ranks of such a save are served as different steps
+    """
+    saves: dict[tuple[str, str], dict[int, Snapshot]] = {}
+    for one in snapshots:
+        if one.metadata:
+            saves.setdefault(one.save, {})[one.rank] = one
+    whole = [ranks for ranks in saves.values() if len(ranks) == next(iter(ranks.values())).world_size]
+    if not whole:
+        raise IncompleteCheckpoint(
+            f"of none of the {len(saves)} saves in the keepers there are the snapshots of all ranks: ask the keepers "
+            "of all nodes, or wait for the next save"
+        )
+    newest = max(whole, key=lambda ranks: ranks[0].began)
+    if len(steps := {one.step for one in newest.values()}) > 1:
+        raise InvalidArgument(
+            f"the ranks of {newest[0].path} are served as different steps, {sorted(steps)}: pass step= to save()"
+        )
+    return publication_metadata(newest[0].step, [newest[rank].metadata for rank in sorted(newest)])
 
 
 def _text(fields: dict[str, Any], name: str, default: str | None = None) -> str:

@@ -2,7 +2,8 @@
 //!
 //! A file is written from memory by several threads under a temporary name, with a checksum for every block of 512
 //! bytes, and put in its place by a rename. It is read slice by slice, or whole like a checkpoint of a server
-//! ([`Stored`]), and no block is used unverified.
+//! ([`Stored`]), and no block is used unverified. A file can be checked without keeping its bytes (`check`), and one that
+//! a receive has filled gets its checksums afterwards ([`seal_file`]).
 //!
 //! Invariants:
 //!
@@ -10,8 +11,10 @@
 //! * a file that is being written is locked, so that others can tell it from one whose writer was killed;
 //! * what is checksummed is what is written: bytes are copied first, so a change of the memory in between does no harm.
 
+mod check;
 mod output;
 mod read;
+mod seal;
 mod stored;
 mod write;
 
@@ -19,6 +22,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 pub use self::read::Container;
+pub use self::seal::seal_file;
 pub use self::stored::{Stored, StoredWaves};
 pub use self::write::{Written, write_file};
 use crate::cancel::Cancel;
@@ -32,7 +36,7 @@ const CHUNK: u64 = 4 << 20;
 const PIECE: usize = 256 << 10;
 
 /// Files with so many bytes of payload may be written past the page cache, where the file system can: that is less work
-/// for the processor and takes no memory from others (docs/explanation/performance.md). Smaller ones save little, and
+/// for the processor and takes no memory from others (docs/explanation/decisions.md). Smaller ones save little, and
 /// their next reader finds them in the cache.
 pub const DIRECT_FROM: u64 = 64 << 20;
 
@@ -80,10 +84,16 @@ fn by_chunks<R>(plan: &Plan, options: &FileOptions, start: impl Fn() -> R + Sync
 where
     R: FnMut(u64, u64) -> Result<u64, Error>,
 {
-    let runs = plan.wanted_blocks(0);
-    let blocks = CHUNK / plan.block_size();
-    let chunks = runs.iter().map(|(first, end)| (end - first).div_ceil(blocks)).sum();
-    let queue = Queue::new(&runs, blocks);
+    by_runs(&plan.wanted_blocks(0), CHUNK / plan.block_size(), options, start)
+}
+
+/// As [`by_chunks`], for the blocks in `runs`, at most `most` at a time.
+fn by_runs<R>(runs: &[(u64, u64)], most: u64, options: &FileOptions, start: impl Fn() -> R + Sync) -> Result<u64, Error>
+where
+    R: FnMut(u64, u64) -> Result<u64, Error>,
+{
+    let chunks = runs.iter().map(|(first, end)| (end - first).div_ceil(most)).sum();
+    let queue = Queue::new(runs, most);
     let bytes = AtomicU64::new(0);
     let work = || {
         let mut read = start();

@@ -30,14 +30,14 @@ const AHEAD: u64 = 4 * CHUNK;
 /// A container in a file: the header is read and verified.
 #[derive(Debug)]
 pub struct Container {
-    path: PathBuf,
-    file: File,
-    header: Header,
-    payload_start: u64,
+    pub(super) path: PathBuf,
+    pub(super) file: File,
+    pub(super) header: Header,
+    pub(super) payload_start: u64,
     /// Where in the file the checksums of the blocks begin, if it has some.
-    digests_at: Option<u64>,
+    pub(super) digests_at: Option<u64>,
     /// Bytes of payload that have checksums: all but those of the checksums themselves.
-    covered: u64,
+    pub(super) covered: u64,
     checksum: u64,
 }
 

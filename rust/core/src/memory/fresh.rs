@@ -3,7 +3,7 @@
 //! Where the machine has its memory at hand, huge pages are up to six times cheaper to populate. On a virtual machine
 //! whose host takes free memory back ("free page reporting", 2 MiB at a time), a huge page is always one that the host
 //! has to back first, while small pages also come from fragments that it left alone: there huge pages are several times
-//! dearer (docs/explanation/performance.md). No setting of the kernel tells the two apart, and one turns into the
+//! dearer (docs/explanation/decisions.md). No setting of the kernel tells the two apart, and one turns into the
 //! other while memory is being taken. So [`FreshPages`] measures: every call that populates notes what it cost, and now
 //! and then one huge page's worth is populated with the kind of page that is not in use.
 //!

@@ -253,6 +253,11 @@ impl Store {
         self.state().allowed
     }
 
+    /// The size of the container that is served, header included; `None` if there is none.
+    pub(crate) fn published_len(&self) -> Option<u64> {
+        self.state().current.as_ref().map(|current| current.total_len())
+    }
+
     /// Transfers running now, withdrawn snapshots included.
     #[must_use]
     pub fn active(&self) -> usize {

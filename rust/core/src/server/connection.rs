@@ -5,6 +5,7 @@
 //! one, a withdrawal cuts it, or its transfer stalls. Whichever it is, dropping the [`ConnectionContext`] counts it
 //! out.
 
+use std::convert::Infallible;
 use std::io;
 use std::mem::MaybeUninit;
 use std::net::Shutdown;
@@ -23,7 +24,7 @@ use tokio::sync::{Notify, watch};
 use tokio_rustls::TlsAcceptor;
 
 use super::body::Progress;
-use super::connection_slots::ConnectionSlot;
+use super::connection_slots::{ConnectionSlot, FIRST_REQUEST};
 use super::local::Local;
 use super::write_timeout::WriteTimeout;
 use super::{Shared, handler};
@@ -31,6 +32,8 @@ use crate::fork::CloseOnFork;
 
 /// The state that requests of one connection share: the server, the handle that cuts the connection, its counters.
 pub(super) struct ConnectionContext {
+    /// Names the connection among all of this server.
+    pub(super) number: u64,
     pub(super) shared: Arc<Shared>,
     pub(super) cut: Arc<Notify>,
     pub(super) same_host: bool,
@@ -83,6 +86,33 @@ async fn serve(
     }
 }
 
+/// Serves a connection to the port for figures: one request, within the time that a newcomer has for its first.
+pub(super) async fn serve_observer(
+    stream: CloseOnFork<tokio::net::TcpStream>,
+    shared: Arc<Shared>,
+    slot: ConnectionSlot,
+    mut stopped: watch::Receiver<bool>,
+) {
+    let serving = http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(FIRST_REQUEST)
+        .keep_alive(false)
+        .serve_connection(
+            TokioIo::new(stream),
+            service_fn(|request| {
+                let shared = Arc::clone(&shared);
+                async move { Ok::<_, Infallible>(handler::observe(&shared, &request)) }
+            }),
+        );
+    tokio::select! {
+        // As for peers: how it ends is the observer's business.
+        _ = serving => {}
+        () = slot.first_request_timeout() => {}
+        () = slot.cut.notified() => {}
+        _ = stopped.wait_for(|s| *s) => {}
+    }
+}
+
 /// Serves a process of this machine. It speaks first: one that never says anything costs no thread and no memory.
 pub(super) async fn serve_local(
     socket: CloseOnFork<tokio::net::UnixStream>,
@@ -129,6 +159,7 @@ impl ConnectionContext {
         shared.connections.fetch_add(1, Ordering::Relaxed);
         let own = Arc::new(Progress::default());
         Self {
+            number: shared.accepted.fetch_add(1, Ordering::Relaxed),
             cut: Arc::clone(&slot.cut),
             same_host,
             progress: Arc::new([own, Arc::clone(&shared.progress)]),
@@ -170,5 +201,6 @@ impl ConnectionContext {
 impl Drop for ConnectionContext {
     fn drop(&mut self) {
         self.shared.connections.fetch_sub(1, Ordering::Relaxed);
+        self.shared.transfers.leave(self.number);
     }
 }

@@ -3,6 +3,7 @@
 //! the newest.
 
 use std::collections::HashMap;
+use std::fmt;
 use std::net::IpAddr;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -63,6 +64,7 @@ struct Holder {
 pub(super) struct ConnectionSlot {
     slots: Arc<ConnectionSlots>,
     number: u64,
+    pub(super) peer: Peer,
     pub(super) since: Instant,
     pub(super) open: Arc<AtomicUsize>,
     /// Notified when the connection has to end.
@@ -71,6 +73,16 @@ pub(super) struct ConnectionSlot {
 
 /// A good request that is being answered: its connection keeps its slot for as long.
 pub(super) struct Asking<'a>(&'a ConnectionSlot);
+
+impl fmt::Display for Peer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Address(address) => write!(f, "{address}"),
+            Self::Process(pid) => write!(f, "process {pid} of this machine"),
+            Self::Unknown => write!(f, "an unknown address"),
+        }
+    }
+}
 
 impl ConnectionSlots {
     /// Slots for `newcomers`, which keep theirs for `grace` at least, and for `proven` connections.
@@ -113,7 +125,7 @@ impl ConnectionSlots {
         let holder = Holder { peer, since, proven: false, asking: 0, open: Arc::clone(&open), cut: Arc::clone(&cut) };
         held.connections.insert(number, holder);
         drop(held);
-        Some(ConnectionSlot { slots: Arc::clone(self), number, since, open, cut })
+        Some(ConnectionSlot { slots: Arc::clone(self), number, peer, since, open, cut })
     }
 
     /// Ends the connection of a newcomer, if there is one: descriptors have run out.

@@ -7,6 +7,7 @@
 use std::future::poll_fn;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
+use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -14,7 +15,7 @@ use socket2::{Domain, Protocol, SockRef, Socket, Type};
 use tokio::sync::{Semaphore, watch};
 
 use super::Shared;
-use super::connection::{serve_local, serve_network};
+use super::connection::{serve_local, serve_network, serve_observer};
 use super::connection_slots::{ConnectionSlots, Peer};
 use crate::fork::CloseOnFork;
 use crate::same_host;
@@ -27,8 +28,12 @@ const OWN_MACHINE_BUFFER: usize = 256 << 10;
 /// How many local connections may be ending at a time, beside those that hold a slot.
 const ENDING: usize = 32;
 
-/// One socket for both families where the system has IPv6, else IPv4 alone. To be called on the runtime.
-pub(super) fn listen(bind: Option<SocketAddr>) -> io::Result<CloseOnFork<tokio::net::TcpListener>> {
+/// Listens on the first port of `ports` that is free, port 0 being any; on `address` or, without one, on all: on one
+/// socket for both families where the system has IPv6, else on IPv4 alone. To be called on the runtime.
+pub(super) fn listen(
+    address: Option<IpAddr>,
+    ports: &RangeInclusive<u16>,
+) -> io::Result<CloseOnFork<tokio::net::TcpListener>> {
     let listen_on = |address: SocketAddr| {
         CloseOnFork::make(|| {
             let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
@@ -42,10 +47,23 @@ pub(super) fn listen(bind: Option<SocketAddr>) -> io::Result<CloseOnFork<tokio::
             tokio::net::TcpListener::from_std(TcpListener::from(socket))
         })
     };
-    match bind {
-        Some(address) => listen_on(address),
-        None => listen_on((Ipv6Addr::UNSPECIFIED, 0).into()).or_else(|_| listen_on((Ipv4Addr::UNSPECIFIED, 0).into())),
+    let in_use = |e: &io::Error| e.kind() == io::ErrorKind::AddrInUse;
+    let mut last = io::Error::from(io::ErrorKind::InvalidInput);
+    for port in ports.clone() {
+        let listening = match address {
+            Some(address) => listen_on((address, port).into()),
+            None => match listen_on((Ipv6Addr::UNSPECIFIED, port).into()) {
+                // IPv4 alone would listen beside whoever has the port.
+                Err(e) if !in_use(&e) => listen_on((Ipv4Addr::UNSPECIFIED, port).into()),
+                listening => listening,
+            },
+        };
+        match listening {
+            Err(e) if in_use(&e) => last = e,
+            listening => return listening,
+        }
     }
+    Err(last)
 }
 
 /// The socket for processes of this machine. To be called on the runtime.
@@ -72,6 +90,29 @@ pub(super) async fn accept_network(
                 }
                 if let Some(slot) = slots.enter(from.map_or(Peer::Unknown, Peer::Address)) {
                     tokio::spawn(serve_network(stream, Arc::clone(&shared), slot, stopped.clone()));
+                }
+            }
+            Some(Err(_)) => recover(&slots).await,
+            None => return,
+        }
+    }
+}
+
+/// Accepts connections to the port for figures until the server stops.
+pub(super) async fn accept_observers(
+    listener: CloseOnFork<tokio::net::TcpListener>,
+    shared: Arc<Shared>,
+    slots: Arc<ConnectionSlots>,
+    mut stopped: watch::Receiver<bool>,
+) {
+    loop {
+        let accepting =
+            poll_fn(|context| CloseOnFork::poll_make(|| listener.poll_accept(context).map_ok(|(stream, _)| stream)));
+        match next(&slots, accepting, &mut stopped).await {
+            Some(Ok(stream)) => {
+                let peer = stream.peer_addr().map_or(Peer::Unknown, |from| Peer::Address(from.ip().to_canonical()));
+                if let Some(slot) = slots.enter(peer) {
+                    tokio::spawn(serve_observer(stream, Arc::clone(&shared), slot, stopped.clone()));
                 }
             }
             Some(Err(_)) => recover(&slots).await,

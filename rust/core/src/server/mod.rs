@@ -7,7 +7,10 @@
 //! 3. `auth` checks each request's proof of the shared secret, where there is one;
 //! 4. `handler` finds the resource, in the server's own store or on a `shelf`, waits for the gate, and takes a lease;
 //! 5. `body` sends the publication's memory, within the limit of `throttle`;
-//! 6. `metrics` counts.
+//! 6. `metrics` counts, `transfers` and `receives` know what is under way; `figures` takes all of it at one moment, for
+//!    `exposition` and `status_page`.
+//!
+//! The last two are also served on a port of their own, if there is one, to anyone who reaches it: nothing else is.
 //!
 //! Invariants: memory of a publication is sent only under a lease; a connection that is cut ends at its next poll;
 //! nothing that a peer sends makes the server keep more than a bounded amount of memory for it.
@@ -16,21 +19,27 @@ mod auth;
 mod body;
 mod connection;
 mod connection_slots;
+mod exposition;
+mod figures;
 mod frontend;
 mod handler;
 mod listeners;
 mod local;
 mod metrics;
+mod receives;
 mod shelf;
+mod status_page;
 mod throttle;
+mod transfers;
 mod write_timeout;
 
 use std::io;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
+use std::ops::RangeInclusive;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tokio::runtime::Handle;
 use tokio::sync::watch;
@@ -41,14 +50,17 @@ use self::connection::ConnectionContext;
 use self::connection_slots::ConnectionSlots;
 use self::frontend::ContainersOnly;
 pub use self::frontend::Frontend;
-use self::listeners::{accept_local, accept_network, listen, listen_same_host};
+use self::listeners::{accept_local, accept_network, accept_observers, listen, listen_same_host};
 use self::metrics::Metrics;
+pub use self::receives::Receive;
+use self::receives::Receives;
 pub use self::shelf::Shelf;
 use self::shelf::Shelves;
 use self::throttle::Throttle;
-use crate::error::{Error, ErrorKind};
+use self::transfers::Transfers;
+use crate::error::{Error, ErrorKind, Hint};
+use crate::fork::CloseOnFork;
 use crate::publication::Store;
-use crate::report::Report;
 use crate::same_host;
 use crate::trust::tls::Identity;
 use crate::trust::{Secret, random, secret};
@@ -62,6 +74,9 @@ const MAX_LOCAL_NEWCOMERS: usize = 32;
 const LOCAL_GRACE: Duration = Duration::from_millis(10);
 /// How long network connections without an authorised request keep their slot at least.
 const GRACE: Duration = Duration::from_millis(50);
+
+/// Connections at a time to the port for figures.
+const MAX_OBSERVERS: usize = 16;
 
 /// How a server is set up. Fields that are not named keep the defaults, which suit a trainer on a cluster:
 ///
@@ -82,8 +97,13 @@ const GRACE: Duration = Duration::from_millis(50);
 /// ```
 #[derive(Clone, Debug)]
 pub struct ServerConfig {
-    /// Where to listen; `None` is every interface, IPv6 and IPv4, on a port the system picks.
-    pub bind: Option<SocketAddr>,
+    /// Where to listen; `None` is every interface, IPv6 and IPv4.
+    pub bind: Option<IpAddr>,
+    /// The first of these ports that is free is taken; 0 is one that the system picks.
+    pub ports: RangeInclusive<u16>,
+    /// The same for a second port, on which everyone who reaches it is given counters and the status page, unencrypted,
+    /// and nothing else. `None`: there is none.
+    pub metrics_ports: Option<RangeInclusive<u16>>,
     /// How long a request waits for the gate to open, and how long a transfer may make no progress at all.
     pub patience: Duration,
     /// Whether paths carry a random part without which everything but `/healthz` is 404.
@@ -108,6 +128,8 @@ impl Default for ServerConfig {
     fn default() -> Self {
         Self {
             bind: None,
+            ports: 0..=0,
+            metrics_ports: None,
             patience: Duration::from_mins(1),
             capability: true,
             secret: None,
@@ -131,7 +153,7 @@ impl Default for ServerConfig {
 ///
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// let runtime = tokio::runtime::Runtime::new()?;
-/// let config = ServerConfig { bind: Some(([127, 0, 0, 1], 0).into()), ..ServerConfig::default() };
+/// let config = ServerConfig { bind: Some([127, 0, 0, 1].into()), ..ServerConfig::default() };
 /// let server = Server::bind(&config, runtime.handle())?;
 /// let mut peer = std::net::TcpStream::connect(server.address())?;
 /// peer.write_all(b"GET /healthz HTTP/1.1\r\nConnection: close\r\n\r\n")?;
@@ -165,7 +187,14 @@ struct Shared {
     progress: Arc<Progress>,
     requests: AtomicU64,
     metrics: Metrics,
+    transfers: Transfers,
+    receives: Receives,
+    /// Connections there are, and connections there have been.
     connections: AtomicUsize,
+    accepted: AtomicU64,
+    began: Instant,
+    /// The port on which counters alone are served.
+    metrics_port: Option<u16>,
     frontend: Arc<dyn Frontend>,
 }
 
@@ -175,10 +204,12 @@ impl Server {
     /// # Errors
     /// [`ErrorKind::System`] when the address cannot be bound.
     pub fn bind(config: &ServerConfig, handle: &Handle) -> Result<Self, Error> {
-        let failed = |e: io::Error| Error::caused(ErrorKind::System, "cannot listen for checkpoint requests", e);
         let runtime = handle.enter();
-        let listener = listen(config.bind).map_err(failed)?;
-        let address = listener.local_addr().map_err(failed)?;
+        let (listener, address) = bound(config.bind, &config.ports, "checkpoint requests", Hint::ChoosePort)?;
+        let observers = config.metrics_ports.as_ref();
+        let observers = observers.map(|ports| bound(config.bind, ports, "scrapers", Hint::ChooseMetricsPort));
+        let (observers, metrics_port) =
+            observers.transpose()?.map_or((None, None), |(listener, address)| (Some(listener), Some(address.port())));
         let token = if config.capability { random::token()? } else { String::new() };
         // If the system lets us have one: everything works without.
         let name = same_host::Name::new(&random::token()?);
@@ -197,7 +228,12 @@ impl Server {
             progress: Arc::default(),
             requests: AtomicU64::new(0),
             metrics: Metrics::default(),
+            transfers: Transfers::default(),
+            receives: Receives::default(),
             connections: AtomicUsize::new(0),
+            accepted: AtomicU64::new(0),
+            began: Instant::now(),
+            metrics_port,
             frontend: Arc::clone(&config.frontend),
         });
         let (stop, stopped) = watch::channel(false);
@@ -212,6 +248,15 @@ impl Server {
         if let Some(local) = local {
             let slots = ConnectionSlots::new(MAX_LOCAL_NEWCOMERS, LOCAL_GRACE, MAX_LOCAL, false);
             let (accepting, done) = (accept_local(local, Arc::clone(&shared), slots, stopped.clone()), done.clone());
+            handle.spawn(async move {
+                accepting.await;
+                drop(done);
+            });
+        }
+        if let Some(observers) = observers {
+            let slots = ConnectionSlots::new(MAX_OBSERVERS, GRACE, 1, false);
+            let accepting = accept_observers(observers, Arc::clone(&shared), slots, stopped.clone());
+            let done = done.clone();
             handle.spawn(async move {
                 accepting.await;
                 drop(done);
@@ -261,10 +306,17 @@ impl Server {
         self.shared.progress.bytes.load(Ordering::Relaxed)
     }
 
-    /// Counts a receive of this process for `/metrics`: its report, or `None` if it failed, and how long it took in
-    /// all.
-    pub fn note_receive(&self, report: Option<&Report>, took: Duration) {
-        self.shared.metrics.note_receive(report, took);
+    /// The URL of the port on which counters alone are served, as seen by those who reach `host`; `None` if there is no
+    /// such port.
+    #[must_use]
+    pub fn metrics_url(&self, host: &str) -> Option<String> {
+        self.shared.metrics_port.map(|port| format!("http://{}:{port}/metrics", in_url(host)))
+    }
+
+    /// A receive of this process begins, for counters and status page to show.
+    #[must_use]
+    pub fn begin_receive(&self, step: i64) -> Receive {
+        Receive::begin(&self.shared, step)
     }
 
     /// Stops accepting, ends all transfers and, for at most `patience`, waits until the listening socket is closed.
@@ -293,7 +345,7 @@ impl Drop for Server {
 impl Shared {
     /// The URL prefix of what is served below `token`.
     fn url(&self, host: &str, token: &str) -> String {
-        let host = if host.contains(':') && !host.starts_with('[') { format!("[{host}]") } else { host.to_owned() };
+        let host = in_url(host);
         let slash = if token.is_empty() { "" } else { "/" };
         let scheme = match &self.identity {
             Some(identity) => format!("https://{}@", identity.fingerprint),
@@ -309,4 +361,32 @@ impl Shared {
             store.close();
         }
     }
+}
+
+/// `host` as URLs have it: IPv6 addresses in brackets.
+fn in_url(host: &str) -> String {
+    if host.contains(':') && !host.starts_with('[') { format!("[{host}]") } else { host.to_owned() }
+}
+
+/// Listens for `purpose` on a port of `ports`; `hint` says what can be done where none of them is free.
+fn bound(
+    address: Option<IpAddr>,
+    ports: &RangeInclusive<u16>,
+    purpose: &str,
+    hint: Hint,
+) -> Result<(CloseOnFork<tokio::net::TcpListener>, SocketAddr), Error> {
+    let listener = listen(address, ports).and_then(|listener| {
+        let address = listener.local_addr()?;
+        Ok((listener, address))
+    });
+    listener.map_err(|e| {
+        let message = match (ports.start(), ports.end()) {
+            (0, _) => format!("cannot listen for {purpose}"),
+            (first, last) if first == last => format!("cannot listen for {purpose} on port {first}"),
+            (first, last) => format!("cannot listen for {purpose} on any port from {first} to {last}"),
+        };
+        let in_use = e.kind() == io::ErrorKind::AddrInUse;
+        let error = Error::caused(ErrorKind::System, message, e);
+        if in_use { error.hinting(hint) } else { error }
+    })
 }

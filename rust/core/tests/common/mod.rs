@@ -53,7 +53,7 @@ impl Rig {
     }
 
     pub(crate) fn with_patience(patience: Duration) -> Self {
-        Self::configured(&ServerConfig { patience, bind: Some(([127, 0, 0, 1], 0).into()), ..ServerConfig::default() })
+        Self::configured(&ServerConfig { patience, bind: Some([127, 0, 0, 1].into()), ..ServerConfig::default() })
     }
 
     pub(crate) fn configured(config: &ServerConfig) -> Self {

@@ -70,6 +70,9 @@ pub(crate) struct Connection {
     asked: Option<(Nonce, String)>,
 }
 
+/// The most characters of a source's refusal that a message repeats.
+const MAX_SAID: usize = 2000;
+
 impl Connection {
     pub(super) fn over(stream: CloseOnFork<Socket>, url: &Arc<SourceUrl>, limits: &Limits) -> Self {
         let stream = Arc::new(stream);
@@ -245,7 +248,7 @@ impl Connection {
     pub(crate) fn refuse(&mut self, head: &Head) -> Error {
         let detail = self.body(head, 64 << 10).unwrap_or_default();
         let detail = String::from_utf8_lossy(&detail);
-        let detail = if detail.trim().is_empty() { head.reason.as_str() } else { detail.trim() };
+        let detail = printable(if detail.trim().is_empty() { head.reason.as_str() } else { detail.trim() });
         let kind = match head.status {
             412 => ErrorKind::Changed,
             // The source has no room for another connection now. Like a connection that cannot be made, that may be
@@ -262,7 +265,7 @@ impl Connection {
                 Some(_) => Error::new(kind, format!("{gone} has another shared secret than this receiver")),
             };
         }
-        Error::new(kind, detail.to_owned())
+        Error::new(kind, detail)
     }
 
     /// Receives into the first of `parts`, or into as many as it takes.
@@ -339,4 +342,15 @@ impl Connection {
 /// Whether a call on a socket ended because its time was over.
 fn is_timeout(e: &io::Error) -> bool {
     matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut)
+}
+
+/// What a source said, for a message: on one line, of bounded length, and without characters that a terminal acts upon or
+/// that change the order of a line. Messages end up in logs, in which a source must not write lines of its own.
+fn printable(said: &str) -> String {
+    let hidden = |c: char| {
+        let moves =
+            matches!(c, '\u{61c}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}');
+        c.is_control() || moves || matches!(c, '\u{ad}' | '\u{feff}')
+    };
+    said.chars().take(MAX_SAID).map(|c| if hidden(c) { ' ' } else { c }).collect()
 }

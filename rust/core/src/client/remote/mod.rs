@@ -1,11 +1,14 @@
 //! A checkpoint at its sources: opened, fetched over lanes, verified against its digests.
 //!
 //! [`Remote::open`] (module `open`) asks the sources in turn until one answers and reads header and reserved entries
-//! (`first_fetch`). A fetch lays out the memory, makes a plan of it, lets lanes bring what is missing (`transfer`), and
-//! compares the checksums with those of the source until all match at one moment (`verify`).
+//! (`first_fetch`). A fetch lays out the memory, makes a plan of it, finds what an interrupted one has left (`resume`),
+//! lets lanes bring what is missing (`transfer`), and compares the checksums with those of the source until all match at
+//! one moment (`verify`). What two sources differ in can be told by the digests of their entries (`entry_digests`).
 
+mod entry_digests;
 mod first_fetch;
 mod open;
+mod resume;
 mod transfer;
 mod verify;
 
@@ -88,17 +91,39 @@ impl Remote {
     /// [`ErrorKind::Torn`] when the source keeps changing what it serves, [`ErrorKind::Changed`] when the source moved
     /// on, [`ErrorKind::System`] when there is no memory. Memory given as destination may then hold some of the new
     /// bytes.
-    pub fn fetch(mut self, destination: Destination) -> Result<Arrived, Error> {
+    pub fn fetch(self, destination: Destination) -> Result<Arrived, Error> {
+        self.fetch_missing(destination, false)
+    }
+
+    /// As [`Remote::fetch`], into memory that may hold some of the bytes already, from a receive that was interrupted:
+    /// blocks in it that match the source's digests are not fetched. [`Report::bytes`] does not count them.
+    ///
+    /// # Errors
+    /// As [`Remote::fetch`].
+    pub fn resume(self, destination: Destination) -> Result<Arrived, Error> {
+        self.fetch_missing(destination, true)
+    }
+
+    fn fetch_missing(mut self, destination: Destination, resume: bool) -> Result<Arrived, Error> {
         let started = Instant::now();
         let memory = self.prepare_memory(destination.addresses().as_deref(), &[])?;
         let (plan, arena, offsets) = memory.plan(self.header.payload_len())?;
         let mut report = self.begin();
-        let missing = self.missing(&plan);
-        self.choose_route(plan.held(&missing));
         let received = self.received()?;
+        let mut missing = self.missing(&plan);
+        let is_small = missing.is_empty();
+        if resume {
+            missing = self.without_present(&plan, &missing, &received)?;
+        }
+        self.choose_route(plan.held(&missing));
         self.copy_prefix(&plan);
         let fetch = PlannedFetch { plan: &plan, missing: &missing, held: &self.blocks(), received: &received };
-        self.transfer(&[fetch], &mut report)?;
+        if missing.is_empty() && !is_small {
+            // Nothing is to be fetched, but what is here may have been at the source at different moments.
+            self.settle(&[fetch], &mut report)?;
+        } else {
+            self.transfer(&[fetch], &mut report)?;
+        }
         Ok(Arrived { arena, offsets, report: self.complete(report, started) })
     }
 

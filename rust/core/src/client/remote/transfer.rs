@@ -47,6 +47,11 @@ impl Remote {
             let asked = if joined { &fetch.plan.wanted_blocks(JOIN_GAP)[..] } else { fetch.missing };
             self.run_lanes(fetch.plan, asked, true, fetch.received, report)?;
         }
+        self.settle(fetches, report)
+    }
+
+    /// Compares the digests of all blocks held, and fetches those that differ again, until all match at one moment.
+    pub(super) fn settle(&mut self, fetches: &[PlannedFetch<'_>], report: &mut Report) -> Result<(), Error> {
         let mut passes = Passes::default();
         loop {
             let differing = self.compare_digests(fetches, &mut passes, report)?;

@@ -5,7 +5,7 @@
 //! while it serves it, and gets more attempts, since it may come to rest.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tensorferry_wire::container::Header;
 use tensorferry_wire::digest::{BLOCK_SIZE, DigestTable, Hasher};
@@ -82,6 +82,7 @@ impl Remote {
         passes: &mut Passes,
         report: &mut Report,
     ) -> Result<Vec<Vec<(u64, u64)>>, Error> {
+        let started = Instant::now();
         let mut all = Hasher::new();
         let mut differing = Vec::with_capacity(fetches.len());
         for fetch in fetches {
@@ -93,6 +94,7 @@ impl Remote {
             report.troubles.append(&mut fetch.received.take_troubles());
             differing.push(runs);
         }
+        report.verifying += started.elapsed();
         let first =
             |(fetch, runs): (&PlannedFetch<'_>, &Vec<(u64, u64)>)| Some(fetch.plan.block_bounds(runs.first()?.0));
         let Some(first) = fetches.iter().zip(&differing).find_map(first) else { return Ok(differing) };
@@ -155,7 +157,7 @@ impl Remote {
 
     /// The source's digests of `runs` of blocks, from any source that serves this snapshot; that one is the primary
     /// from then on.
-    fn digests(&mut self, runs: &[(u64, u64)], block_size: u64) -> Result<DigestTable, Error> {
+    pub(super) fn digests(&mut self, runs: &[(u64, u64)], block_size: u64) -> Result<DigestTable, Error> {
         let mut last = Error::new(ErrorKind::Connect, "no source is left");
         for turn in 0..=self.sources.len() {
             let index = (self.primary + turn.saturating_sub(1)) % self.sources.len();

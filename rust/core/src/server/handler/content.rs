@@ -23,12 +23,14 @@ use super::{ConnectionContext, ServedResponse};
 use crate::publication::{Lease, LeasedSegments};
 use crate::server::body::{MemoryBody, ServedBody};
 use crate::server::metrics::Sending;
+use crate::server::transfers::Snapshot;
 
 /// Counts a request as open until its answer, body included, is dropped.
 struct OpenAnswer(Arc<ConnectionContext>, Sending);
 
 impl Drop for OpenAnswer {
     fn drop(&mut self) {
+        self.0.shared.transfers.end(self.0.number);
         self.0.open.fetch_sub(1, Ordering::Relaxed);
         self.1.end(&self.0);
     }
@@ -52,10 +54,12 @@ pub(super) fn conditional(headers: &HeaderMap, etag: &str) -> Option<ServedRespo
     None
 }
 
-/// The whole of `content` or the one range of it that `request` asks for, on the conditions it makes.
+/// The whole of `content`, which is served as `step`, or the one range of it that `request` asks for, on the conditions
+/// it makes.
 pub(super) fn memory<B>(
     connection: &Arc<ConnectionContext>,
     content: LeasedSegments,
+    step: i64,
     digest: bool,
     request: &Request<B>,
 ) -> ServedResponse {
@@ -82,7 +86,7 @@ pub(super) fn memory<B>(
             return refused;
         }
     };
-    let mut answer = body(connection, content, digest, vec![(start, end)]);
+    let mut answer = body(connection, content, step, digest, vec![(start, end)]);
     *answer.status_mut() = status;
     answer.headers_mut().insert(header::ACCEPT_RANGES, HeaderValue::from_static("bytes"));
     if status == StatusCode::PARTIAL_CONTENT {
@@ -91,10 +95,11 @@ pub(super) fn memory<B>(
     answer
 }
 
-/// The runs of blocks that `query` names, one after the other.
+/// The runs of blocks that `query` names, one after the other, of what is served as `step`.
 pub(super) async fn blocks<B>(
     connection: &Arc<ConnectionContext>,
     lease: Arc<Lease>,
+    step: i64,
     asked: &Request<B>,
     query: &str,
 ) -> ServedResponse {
@@ -113,7 +118,7 @@ pub(super) async fn blocks<B>(
     let (start, len) = (lease.publication().payload_start(), content.len());
     let runs = runs.into_iter().map(|(first, end)| (start + first * block_size, (start + end * block_size).min(len)));
     let runs = runs.collect();
-    body(connection, content, false, runs)
+    body(connection, content, step, false, runs)
 }
 
 /// The refusal of a `query` for blocks that are not there.
@@ -122,10 +127,11 @@ pub(super) fn no_such_blocks(lease: &Lease, query: &str) -> ServedResponse {
     text(StatusCode::BAD_REQUEST, &format!("there are {count} blocks of 1 MiB, not {query}"))
 }
 
-/// An answer of `runs` of bytes of `content`.
+/// An answer of `runs` of bytes of `content`, which is served as `step`.
 fn body(
     connection: &Arc<ConnectionContext>,
     content: LeasedSegments,
+    step: i64,
     digest: bool,
     runs: Vec<(u64, u64)>,
 ) -> ServedResponse {
@@ -135,6 +141,8 @@ fn body(
     let mut rest = runs.into_iter();
     let (at, end) = rest.next().unwrap_or_default();
     connection.open.fetch_add(1, Ordering::Relaxed);
+    let snapshot = Snapshot { step, etag: &etag, total: content.len() };
+    connection.shared.transfers.begin(connection.number, connection.slot.peer, &snapshot, &connection.progress[0]);
     let filling = digest && !lease.publication().is_ready(end);
     let mut answer = Response::new(ServedBody::Memory(Box::new(MemoryBody {
         content,

@@ -22,10 +22,11 @@ use self::content::{blocks, conditional, memory};
 use self::digests::digests;
 use self::messages::{GONE, bytes, elsewhere, full, insert, text};
 use self::waiting::{filled, lease};
-use super::ConnectionContext;
-use super::metrics::Metrics;
+use super::figures::Figures;
+use super::{ConnectionContext, Shared, exposition, status_page};
 use crate::publication::{Found, Lease, Store};
 use crate::server::body::ServedBody;
+use crate::trust::random;
 
 type ServedResponse = Response<ServedBody>;
 
@@ -47,16 +48,24 @@ pub(super) async fn answer<B>(
     let permitted = permitted(connection, request);
     // The connection keeps its slot while it is answered.
     let asking = match &permitted {
-        Ok((Resource::Healthz | Resource::Metrics, ..)) | Err(_) => None,
+        Ok((Resource::Healthz | Resource::Metrics | Resource::StatusPage, ..)) | Err(_) => None,
         Ok(_) => Some(connection.slot.begin().await),
     };
+    let stranger = matches!(permitted, Err(PathError::NotFound));
     let mut answer = match permitted {
         Ok(_) if matches!(asking, Some(None)) => full(),
         Ok((resource, store, nonce)) => resolve(connection, &store, resource, request, nonce.as_ref()).await,
         Err(PathError::NotFound) => text(StatusCode::NOT_FOUND, "not found"),
         Err(PathError::BadUrl(message)) => text(StatusCode::BAD_REQUEST, &message),
     };
-    connection.shared.metrics.note_answer(answer.status().as_u16());
+    let status = answer.status();
+    connection.shared.metrics.note_answer(status.as_u16());
+    if let ServedBody::Message(Some(message)) = answer.body()
+        && !stranger
+        && (status.is_client_error() || status.is_server_error())
+    {
+        connection.shared.metrics.note_refusal(connection.slot.peer, status.as_u16(), message);
+    }
     if head && answer.status() != StatusCode::NOT_MODIFIED {
         // hyper keeps the length of the body for the head and sends none of it.
         let length = http_body::Body::size_hint(answer.body()).exact().unwrap_or(0);
@@ -68,8 +77,8 @@ pub(super) async fn answer<B>(
 
 /// The resource that the request may have, the store it is in, and the nonce of its proof where one is needed.
 ///
-/// A peer without the secret gets the same 404 as one without the token. Liveness is open to everybody; counters need
-/// the random part of the path alone, since no scraper can sign requests.
+/// A peer without the secret gets the same 404 as one without the token. Liveness is open to everybody; counters and the
+/// status page need the random part of the path alone, since neither scrapers nor browsers can sign requests.
 fn permitted<'r, B>(
     connection: &ConnectionContext,
     request: &'r Request<B>,
@@ -87,7 +96,7 @@ fn permitted<'r, B>(
     });
     let Some(auth) = &shared.auth else { return Ok((found?, store, None)) };
     match found {
-        Ok(Resource::Metrics) => Ok((Resource::Metrics, store, None)),
+        Ok(figures @ (Resource::Metrics | Resource::StatusPage)) => Ok((figures, store, None)),
         Ok(Resource::Healthz) if path == "/healthz" => Ok((Resource::Healthz, store, None)),
         Err(PathError::NotFound) => Err(PathError::NotFound),
         found => {
@@ -106,7 +115,8 @@ async fn resolve<B>(
 ) -> ServedResponse {
     let key = match resource {
         Resource::Healthz => return text(StatusCode::OK, "ok"),
-        Resource::Metrics => return metrics(connection),
+        Resource::Metrics => return metrics(&connection.shared),
+        Resource::StatusPage => return status_page(&connection.shared),
         Resource::Container(key) | Resource::Header(key) | Resource::Digests(key) | Resource::Alternate(key, _) => key,
     };
     let Some(step) = request::parse_step(key) else {
@@ -119,9 +129,9 @@ async fn resolve<B>(
     let mut found = match resource {
         Resource::Container(_) => {
             if let Some(query) = request.uri().query().filter(|query| query.starts_with("blocks=")) {
-                blocks(connection, lease, request, query).await
+                blocks(connection, lease, step, request, query).await
             } else {
-                memory(connection, lease.content(), true, request)
+                memory(connection, lease.content(), step, true, request)
             }
         }
         Resource::Header(_) => {
@@ -135,7 +145,7 @@ async fn resolve<B>(
             let name = connection.shared.frontend.alternate(name).unwrap_or_default();
             alternate(connection, store, lease, step, name, request).await
         }
-        Resource::Healthz | Resource::Metrics => text(StatusCode::NOT_FOUND, "not found"),
+        Resource::Healthz | Resource::Metrics | Resource::StatusPage => text(StatusCode::NOT_FOUND, "not found"),
     };
     if let Some(name) = connection.shared.same_host.as_ref().filter(|_| !connection.same_host) {
         insert(found.headers_mut(), HeaderName::from_static(request::SAME_HOST_HEADER), &name.to_string());
@@ -172,7 +182,7 @@ async fn alternate<B>(
     match waiting::lease(connection, store, step, asked, false).await {
         Ok(lease) => match lease.rendered(&name).filter(|_| lease.publication().etag() == etag) {
             Some(body) => {
-                let mut answer = memory(connection, body, false, asked);
+                let mut answer = memory(connection, body, step, false, asked);
                 if answer.status().is_success() {
                     let media_type = HeaderValue::from_static(connection.shared.frontend.media_type(&name));
                     answer.headers_mut().insert(header::CONTENT_TYPE, media_type);
@@ -185,9 +195,40 @@ async fn alternate<B>(
     }
 }
 
+/// The answer to a request on the port for figures: to anyone, and nothing of a state.
+pub(super) fn observe<B>(shared: &Shared, request: &Request<B>) -> ServedResponse {
+    let head = request.method() == Method::HEAD;
+    let mut answer = match (request.method(), request.uri().path()) {
+        (&Method::GET | &Method::HEAD, "/healthz") => text(StatusCode::OK, "ok"),
+        (&Method::GET | &Method::HEAD, "/metrics") => metrics(shared),
+        (&Method::GET | &Method::HEAD, "/") => status_page(shared),
+        (&Method::GET | &Method::HEAD, _) => text(StatusCode::NOT_FOUND, "there are /, /metrics and /healthz here"),
+        _ => text(StatusCode::METHOD_NOT_ALLOWED, "only GET and HEAD are served here"),
+    };
+    if head {
+        *answer.body_mut() = ServedBody::Message(None);
+    }
+    answer
+}
+
 /// Counters in the Prometheus text format.
-fn metrics(connection: &ConnectionContext) -> ServedResponse {
-    let mut answer = text(StatusCode::OK, &Metrics::render(connection));
-    answer.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static("text/plain; version=0.0.4"));
+fn metrics(shared: &Shared) -> ServedResponse {
+    let mut answer = text(StatusCode::OK, &exposition::render(&Figures::of(shared)));
+    answer.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static(exposition::MEDIA_TYPE));
+    answer
+}
+
+/// The same figures for people.
+fn status_page(shared: &Shared) -> ServedResponse {
+    let Ok(nonce) = random::token() else {
+        return text(StatusCode::INTERNAL_SERVER_ERROR, "the system gives no random numbers");
+    };
+    let mut answer = text(StatusCode::OK, &status_page::render(&Figures::of(shared), &nonce));
+    let headers = answer.headers_mut();
+    headers.insert(header::CONTENT_TYPE, HeaderValue::from_static(status_page::MEDIA_TYPE));
+    insert(headers, header::CONTENT_SECURITY_POLICY, &status_page::content_security_policy(&nonce));
+    headers.insert(header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
+    headers.insert(header::REFERRER_POLICY, HeaderValue::from_static("no-referrer"));
+    headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
     answer
 }

@@ -1,0 +1,111 @@
+"""The application: its verbs, and how an error ends it.
+
+To add a verb, write ``cli/<verb>.py`` with a function of the same name, whose docstring is its help, and add it to
+:data:`VERBS`. A verb imports what is heavy inside its function: ``--help`` imports all verbs.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+from cyclopts import App, CycloptsError, Parameter
+
+from .. import __version__
+from ..errors import TensorferryError
+from . import console, exits
+
+#: The verbs, in the order in which the help has them.
+VERBS = ("serve", "pull", "inspect", "diff", "verify", "convert", "doctor", "bench", "top")
+
+_HELP = """Moves, shows, compares, verifies and converts checkpoints of tensorferry, safetensors and torch.
+
+METADATA is the string that metadata() of a running transport returns, or that `tensorferry serve` prints."""
+
+#: Set to 1, an error shows where it was raised.
+_TRACEBACK = "TENSORFERRY_TRACEBACK"
+
+
+def application(verbs: Sequence[str] = VERBS) -> App:
+    """Returns the application with these verbs."""
+    app = App(
+        name="tensorferry",
+        help=_HELP,
+        version=__version__,
+        help_format="plaintext",
+        default_parameter=Parameter(negative=()),
+        result_action="return_value",
+        print_error=False,
+        exit_on_error=False,
+        suppress_keyboard_interrupt=False,
+    )
+    for verb in verbs:
+        app.command(getattr(import_module(f"{__package__}.{verb}"), verb), name=verb)
+    if verbs is VERBS:
+        app.register_install_completion_command()
+    return app
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs the verb that ``arguments`` name; returns the exit status.
+
+    An error becomes one line on standard error, with ``--json`` among the arguments as a JSON object.
+    """
+    as_json = "--json" in arguments
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    signal.signal(signal.SIGTERM, _terminate)
+    logger, warnings = logging.getLogger("tensorferry"), _Warnings(logging.WARNING)
+    logger.addHandler(warnings)
+    try:
+        # The verb that is asked for is the only one that is imported.
+        verbs = [verb for verb in VERBS if verb in arguments[:1]] or VERBS
+        status = application(verbs)(list(arguments))
+        sys.stdout.flush()
+        return status if isinstance(status, int) else exits.OK
+    except CycloptsError as e:
+        return _fail("usage", str(e), exits.USAGE, as_json)
+    except BrokenPipeError:
+        # Whoever read the output has gone. What is left in the buffer must not raise again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return exits.BROKEN_PIPE
+    except exits.Terminated:
+        return _fail("terminated", "ended by a signal", exits.TERMINATED, as_json)
+    except KeyboardInterrupt:
+        return _fail("interrupted", "interrupted", exits.INTERRUPTED, as_json)
+    except Exception as e:
+        if os.environ.get(_TRACEBACK) == "1":
+            traceback.print_exc()
+        status = exits.status_of(e)
+        what = str(e) if isinstance(e, TensorferryError) else f"{e} (please report this; {_TRACEBACK}=1 shows where)"
+        return _fail(type(e).__name__, what, status, as_json)
+    finally:
+        logger.removeHandler(warnings)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+class _Warnings(logging.Handler):
+    """Prints the warnings of the package, each on one line."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Prints a warning."""
+        console.note(f"tensorferry: warning: {record.getMessage()}")
+
+
+def _fail(kind: str, message: str, status: int, as_json: bool) -> int:
+    if as_json:
+        print(json.dumps({"error": kind, "message": message, "status": status}), file=sys.stderr, flush=True)
+    else:
+        console.note(f"tensorferry: {kind}: {message}")
+    return status
+
+
+def _terminate(*_: Any) -> None:
+    raise exits.Terminated

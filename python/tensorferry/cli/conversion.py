@@ -1,0 +1,232 @@
+"""Conversions: a source, whose tensors lie in the pages of files, and the formats that are written from them."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import io
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from .._native import _file_damage
+from ..dcp.files import FileWriter
+from ..errors import CorruptCheckpoint, IncompleteCheckpoint, InvalidArgument, SystemRefused, UnsupportedLeaf
+from ..memory.accelerator import ACCELERATOR
+from ..memory.staging import Stager
+from ..memory.tensors import DTYPE_NAMES
+from ..state.snapshot import StateSnapshot
+from ..storage.folder import FolderSave, Index, SaveId, missing_files, read_index, sync_folder
+from ..storage.reserved import is_reserved
+from . import mapped_states
+from .places import Kind, Place
+from .torch_leaves import values_of
+
+#: Bytes that are written at a time.
+_CHUNK = 16 << 20
+
+
+class Conversion:
+    """A source that is converted.
+
+    Args:
+        place: what is converted
+        rank: of a checkpointer's folder, the rank
+        step: the step number of a checkpoint that is written; ``None`` takes that of the source
+        verify: compare files with their checksums first
+        drop_objects: leave out what a format cannot hold
+    """
+
+    def __init__(self, place: Place, rank: int, step: int | None, *, verify: bool, drop_objects: bool) -> None:
+        self._place, self._rank, self._step = place, rank, step
+        self._verify, self._drop = verify, drop_objects
+
+    def write(self, output: Path, to: str) -> dict[str, Any]:
+        """Writes the checkpoint to ``output``; returns how much there was.
+
+        Raises:
+            TensorferryError: the source cannot be read, or the output not be written
+        """
+        with pending(output, folder=to in ("checkpoint", "dcp", "torch-dcp")) as partial:
+            state = self._state(partial.parent)
+            values = values_of(state)
+            tensors = sum(isinstance(value, torch.Tensor) for value in values.values())
+            told: dict[str, Any] = {"tensors": tensors, "objects": len(values) - tensors}
+            match to:
+                case "tensorferry":
+                    packed = StateSnapshot(state, Stager(ACCELERATOR), "borrow")
+                    packed.container().write(partial, partial=partial.with_name(f"{partial.name}.new"))
+                case "safetensors":
+                    told["dropped"] = write_safetensors(values, partial, drop=self._drop)
+                case "torch":
+                    with partial.open("xb") as file:
+                        torch.save(state, file)
+                        _sync(file)
+                case "checkpoint":
+                    _write_checkpoint(state, partial, self._step)
+                case "dcp":
+                    _save(state, FileWriter(partial))
+                case _:
+                    _save(state, dcp.FileSystemWriter(partial))
+        return told
+
+    def _state(self, scratch: Path) -> Any:
+        path = self._place.path
+        match self._place.kind:
+            case Kind.CONTAINER:
+                return mapped_states.of_container(self._verified(path))
+            case Kind.ARCHIVE:
+                return mapped_states.of_archive(path)
+            case Kind.CHECKPOINT:
+                return mapped_states.of_container(self._verified(self._file_of_rank(path)))
+            case _:
+                return mapped_states.of_distributed(path, scratch)
+
+    def _file_of_rank(self, folder: Path) -> Path:
+        index: Index = read_index(folder)
+        if missing := missing_files(folder, index):
+            raise IncompleteCheckpoint(f"{folder} is incomplete: {', '.join(missing)} is missing")
+        if self._rank not in index.files:
+            raise InvalidArgument(f"--rank must be between 0 and {index.world_size - 1}, not {self._rank}")
+        if self._step is None:
+            self._step = index.step
+        return folder / index.files[self._rank][0]
+
+    def _verified(self, path: Path) -> Path:
+        if self._verify and (damaged := _file_damage(path)):
+            raise CorruptCheckpoint(f"{path} is damaged at {len(damaged)} places: see tensorferry verify")
+        return path
+
+
+@contextlib.contextmanager
+def pending(output: Path, *, folder: bool) -> Iterator[Path]:
+    """Yields the name under which ``output`` is written; it gets its own name when the block ends without an error.
+
+    Raises:
+        InvalidArgument: it exists, or another process writes it
+        SystemRefused: it cannot be written
+    """
+    partial = output.with_name(f"{output.name}.partial")
+    # The lock is a file of its own, since writers want to create theirs. What a killed conversion left is removed.
+    lock_path = output.with_name(f"{output.name}.lock")
+    try:
+        lock = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as e:
+        raise SystemRefused(e.errno, f"{output}: cannot be written: {e.strerror}") from e
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InvalidArgument(f"another process is converting into {output}: wait for it") from None
+        try:
+            if os.path.lexists(output) and not (folder and output.is_dir() and not any(output.iterdir())):
+                raise InvalidArgument(f"{output} exists already: convert into a new one")
+        except BaseException:
+            _remove(lock_path)
+            raise
+        _remove(partial)
+        _remove(partial.with_name(f"{partial.name}.new"))
+        try:
+            if folder:
+                partial.mkdir()
+            yield partial
+            partial.rename(output)
+            sync_folder(output.parent)
+        except OSError as e:
+            if isinstance(e, SystemRefused):
+                raise
+            raise SystemRefused(e.errno, f"{output}: cannot be written: {e.strerror or e}") from e
+        finally:
+            _remove(partial)
+            _remove(lock_path)
+    finally:
+        os.close(lock)
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def _sync(file: Any) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _write_checkpoint(state: Any, folder: Path, step: int | None) -> None:
+    save = FolderSave(folder, SaveId.new(step=step))
+    try:
+        save.write(StateSnapshot(state, Stager(ACCELERATOR), "borrow").container())
+        save.commit()
+    finally:
+        save.close()
+
+
+def _save(state: Any, writer: Any) -> None:
+    if not isinstance(state, dict):
+        raise UnsupportedLeaf(f"a distributed checkpoint holds a dict, and this state is a {type(state).__name__}")
+    with warnings.catch_warnings(), mapped_states.own_errors():
+        warnings.simplefilter("ignore")
+        dcp.state_dict_saver._save_state_dict(state, storage_writer=writer, no_dist=True)
+
+
+def write_safetensors(values: dict[str, Any], path: Path, *, drop: bool) -> list[str]:
+    """Writes tensors as a safetensors file for other programs, without checksums; returns the names left out.
+
+    Args:
+        values: the leaves of a state by their paths
+        path: the file, which must not exist
+        drop: leave out what is not a tensor, or not of a dtype that safetensors has
+
+    Raises:
+        UnsupportedLeaf: there is such a leaf, and ``drop`` is not set
+    """
+    dropped, tensors = [], {}
+    for name, value in values.items():
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided and value.dtype in DTYPE_NAMES:
+            tensors[f"~{name}" if is_reserved(name) else name] = value.detach()
+        elif drop:
+            dropped.append(name)
+        else:
+            raise UnsupportedLeaf(
+                f"{name}: safetensors cannot hold a {type(value).__name__}: leave such leaves out with --drop-objects, "
+                "or convert to tensorferry, which is a safetensors file as well"
+            )
+    # Wide elements first, so that all are aligned.
+    order = sorted(tensors, key=lambda name: -tensors[name].element_size())
+    fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name in order:
+        nbytes = tensors[name].numel() * tensors[name].element_size()
+        shape = list(tensors[name].shape)
+        fields[name] = {"dtype": DTYPE_NAMES[tensors[name].dtype], "shape": shape, "data_offsets": [at, at + nbytes]}
+        at += nbytes
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("xb", buffering=0) as file:
+        _write(file, len(text).to_bytes(8, "little") + text)
+        for name in order:
+            whole = tensors[name].resolve_conj().resolve_neg().contiguous()
+            start, nbytes = whole.data_ptr(), whole.numel() * whole.element_size()
+            for offset in range(0, nbytes, _CHUNK):
+                part = (ctypes.c_char * min(_CHUNK, nbytes - offset)).from_address(start + offset)
+                _write(file, memoryview(part).cast("B"))
+        _sync(file)
+    return dropped
+
+
+def _write(file: io.FileIO, data: bytes | memoryview) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[file.write(left) or 0 :]

@@ -1,0 +1,120 @@
+"""The options that verbs share, as dataclasses that a verb takes as one keyword argument each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from .._native import Secret
+from ..checkpointing.keeper.limits import amount
+from ..errors import InvalidArgument
+from ..net.options import ServerOptions, wants_same_host
+from ..net.secret import shared_secret
+
+#: ``--json``, of every verb that prints a result.
+Json = Annotated[bool, Parameter(name="--json", negative=())]
+#: An option that is either given or not.
+Switch = Annotated[bool, Parameter(negative=())]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class Trust:
+    """What peers have to prove, and what they are given.
+
+    Attributes:
+        secret_file: a file with the secret that sources and receivers share; by default TENSORFERRY_SECRET_FILE, or the
+            secret in TENSORFERRY_SECRET
+        tls: encrypt, and fetch only from sources that do
+        same_host: use shared memory between processes of one machine
+    """
+
+    secret_file: Path | None = None
+    tls: Switch = False
+    same_host: Annotated[bool | None, Parameter(negative="--no-same-host")] = None
+
+    def secret(self) -> Secret | None:
+        """Returns the shared secret.
+
+        Raises:
+            InvalidArgument: the file cannot be read, or what it holds is no secret
+        """
+        if self.secret_file is None:
+            return shared_secret(None)
+        return shared_secret(self._read(self.secret_file))
+
+    @staticmethod
+    def _read(path: Path) -> bytes:
+        try:
+            return path.read_bytes().removesuffix(b"\n").removesuffix(b"\r")
+        except OSError as e:
+            raise InvalidArgument(f"--secret-file cannot be read: {e}") from e
+
+    def uses_same_host(self) -> bool:
+        """Whether shared memory may replace the network."""
+        return wants_same_host(self.same_host)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class Serving:
+    """How a server is reached.
+
+    Attributes:
+        interface: listen only on this interface, address or network (default: all)
+        port: listen on this port, or on the first free one of a range like 29500-29599 (default: any)
+        metrics_port: serve /metrics and a status page, and nothing else, on this port too, to everybody
+        advertise: the name or address by which peers reach this host
+        max_bandwidth: bytes per second for all receivers together, such as 500M
+    """
+
+    interface: str | None = None
+    port: str | None = None
+    metrics_port: str | None = None
+    advertise: str | None = None
+    max_bandwidth: str | None = None
+
+    def options(self, trust: Trust) -> ServerOptions:
+        """Returns these options, and those of ``trust``, as a server takes them.
+
+        Raises:
+            InvalidArgument: one of them cannot be used
+        """
+        secret = None if trust.secret_file is None else trust._read(trust.secret_file)
+        return ServerOptions(
+            secret=secret,
+            tls=trust.tls,
+            same_host=trust.same_host,
+            interface=self.interface,
+            advertise=self.advertise,
+            max_bandwidth=None if self.max_bandwidth is None else amount("--max-bandwidth", self.max_bandwidth),
+            port=self.port,
+            metrics_port=self.metrics_port,
+        )
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class Receiving:
+    """How long a receive may take, and over how many connections.
+
+    Attributes:
+        timeout: seconds after which it fails
+        lanes: connections (default: by the number of cores)
+    """
+
+    timeout: float = 600.0
+    lanes: int | None = None
+
+    def checked_lanes(self) -> int | None:
+        """Returns ``lanes``.
+
+        Raises:
+            InvalidArgument: there are none
+        """
+        if self.lanes is not None and self.lanes < 1:
+            raise InvalidArgument(f"--lanes must be 1 or more, not {self.lanes}")
+        return self.lanes

@@ -1,0 +1,164 @@
+"""States whose tensors lie in the pages of files, so that the system can take their memory back: for conversions.
+
+A state of any size passes through a process like that. What has to be in memory of its own is pickled objects, views
+that were stored in pieces, and, for distributed checkpoints, what ``dcp/load_plan.py`` reads at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from .._native import Stored, _check_machine_has
+from ..dcp.files import FileReader
+from ..errors import ProtocolError, SystemRefused, TensorferryError
+from ..memory.tensors import DTYPES, over
+from ..state import archives
+from ..state.allowlist import Allowed
+from ..state.build import StateBuilder
+from ..state.manifest import Manifest
+from ..storage.reserved import DIGESTS
+from .mapped import Mapping
+
+
+def of_container(path: Path) -> Any:
+    """Returns the state in a container file; of a safetensors file of another program, a dict of its tensors.
+
+    Raises:
+        TensorferryError: it cannot be read, or its pickle names what is not allowed
+    """
+    stored = Stored.open(path, checksums=False)
+    for dtype, name in stored.kinds.items():
+        if dtype not in DTYPES:
+            raise ProtocolError(f"{path}: entry {name!r} has dtype {dtype}, which this version does not support")
+    mapping = Mapping(path)
+    starts, sizes = stored.starts, stored.sizes
+
+    def memory(number: int) -> tuple[Any, int]:
+        return mapping.pages, mapping.payload_start + starts[number]
+
+    if stored.manifest is None or stored.tree is None:
+        found = {}
+        columns = zip(stored.names, stored.dtypes, stored.shapes, sizes, strict=True)
+        for number, (name, dtype, shape, size) in enumerate(columns):
+            if name != DIGESTS:
+                buffer, offset = memory(number) if size else (None, 0)
+                found[name] = over(buffer, offset, DTYPES[dtype], shape, size)
+        return found
+    builder = StateBuilder(Manifest(stored.manifest, stored.tree), stored, stored.plain)
+    for k, storage in builder.scattered.items():
+        whole = torch.empty(0, dtype=torch.uint8).set_(storage)
+        for entry, lo in builder.manifest.storages[k][1]:
+            if sizes[entry]:
+                buffer, offset = memory(entry)
+                part = torch.frombuffer(buffer, dtype=torch.uint8, count=sizes[entry], offset=offset)
+                whole[lo : lo + sizes[entry]].copy_(part)
+    return builder.build(stored.pickle or b"", Allowed(), memory)
+
+
+def of_archive(path: Path) -> Any:
+    """Returns what ``torch.save`` wrote.
+
+    Raises:
+        TensorferryError: it cannot be read, or its pickle names what is not allowed
+    """
+    mapping = Mapping(path)
+
+    def mapped(offset: int, nbytes: int) -> torch.Tensor:
+        if not 0 <= offset <= offset + nbytes <= mapping.nbytes:
+            raise ProtocolError(f"{path}: a storage is not inside of the file")
+        if not nbytes:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(mapping.pages, dtype=torch.uint8, count=nbytes, offset=offset)
+
+    return archives.load_file(path, Allowed(), "cpu", mapped=mapped)
+
+
+def of_distributed(folder: Path, scratch: Path | None = None) -> Any:
+    """Returns the whole state of a distributed checkpoint, of this package or of torch.
+
+    Args:
+        folder: the checkpoint
+        scratch: a folder in whose file system the tensors lie, in a file without a name; ``None`` takes memory
+
+    Raises:
+        TensorferryError: it is incomplete, damaged, or names what is not allowed
+    """
+    state: dict[str, Any] = {}
+    reader, planner = FileReader(folder), _Planner(scratch)
+    # Read here first: torch logs an error of the index with a traceback, and looks for another index then.
+    reader.read_metadata()
+    with own_errors():
+        dcp.state_dict_loader._load_state_dict(state, storage_reader=reader, planner=planner, no_dist=True)
+    return state
+
+
+@contextlib.contextmanager
+def own_errors() -> Iterator[None]:
+    """Raises the error that torch's collectives have wrapped, which is not even an ``Exception`` there.
+
+    Raises:
+        TensorferryError: the error itself; a ``SystemRefused`` or ``ProtocolError`` if it is none of this package
+    """
+    try:
+        yield
+    except CheckpointException as e:
+        for failure, _ in e.failures.values():
+            if isinstance(failure, TensorferryError):
+                raise failure from None
+            if isinstance(failure, OSError):
+                raise SystemRefused(failure.errno, str(failure)) from e
+        raise ProtocolError(f"torch cannot handle this checkpoint: {[str(f) for f, _ in e.failures.values()]}") from e
+
+
+class _Planner(DefaultLoadPlanner):  # type: ignore[misc]  # mypy does not follow torch
+    """Makes the state that an index describes, and plans to load all of it."""
+
+    def __init__(self, scratch: Path | None) -> None:
+        super().__init__()
+        self._scratch = scratch
+
+    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        """Fills ``state_dict`` with tensors over the scratch file."""
+        assert metadata is not None
+        tensors = {k: v for k, v in metadata.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
+        places, at = {}, 0
+        for key, about in tensors.items():
+            places[key] = at
+            at += -(-about.size.numel() * about.properties.dtype.itemsize // 64) * 64
+        pages = self._pages(at)
+        for key, value in metadata.state_dict_metadata.items():
+            if (about := tensors.get(key)) is not None:
+                dtype, nbytes = about.properties.dtype, about.size.numel() * about.properties.dtype.itemsize
+                value = over(pages if nbytes else None, places[key] if nbytes else 0, dtype, tuple(about.size), nbytes)
+            if metadata.planner_data is not None and key in metadata.planner_data:
+                set_element(state_dict, metadata.planner_data[key], value)
+            else:
+                state_dict[key] = value
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+
+    def _pages(self, nbytes: int) -> mmap.mmap | None:
+        if not nbytes:
+            return None
+        if self._scratch is None:
+            _check_machine_has(nbytes, "the checkpoint")
+            return mmap.mmap(-1, nbytes)
+        try:
+            with tempfile.TemporaryFile(dir=self._scratch) as file:
+                # A write to a page for which the disk has no room would end the process.
+                os.posix_fallocate(file.fileno(), 0, nbytes)
+                return mmap.mmap(file.fileno(), nbytes)
+        except (OSError, OverflowError) as e:
+            raise SystemRefused(f"{self._scratch}: there is no room for {nbytes} bytes of tensors: {e}") from e

@@ -1,0 +1,219 @@
+"""``tensorferry serve``: publishes a checkpoint at rest as a transport publishes a live state."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .._native import Server, Shelf
+from ..errors import CorruptCheckpoint, IncompleteCheckpoint, InvalidArgument
+from . import console, exits
+from .flags import Json, Serving, Switch, Trust
+
+#: Seconds that a request waits, and that receivers have when the command ends.
+_PATIENCE_S = 60.0
+_END_S = 5.0
+
+
+def serve(
+    path: str,
+    /,
+    *,
+    step: int | None = None,
+    unverified: Switch = False,
+    json: Json = False,
+    serving: Serving = Serving(),  # noqa: B008 - it is frozen
+    trust: Trust = Trust(),  # noqa: B008
+) -> int:
+    """Publishes a checkpoint until it is interrupted, and prints the metadata for receivers.
+
+    A safetensors file, and files and folders of tensorferry, are served from where they are, by HTTPTransport's server,
+    and so is a torch.save file, without being read into memory; they must not be changed meanwhile. A distributed
+    checkpoint of torch is read first.
+
+    Args:
+        path: a file or a folder
+        step: the step number to serve it as (default: that of the checkpoint, or 0)
+        unverified: do not compare files with their checksums before they are served
+        json: print the metadata as one JSON document
+        serving: how it is reached
+        trust: what protects it
+    """
+    from ..net.serve import start
+    from . import places
+
+    place = places.find(path)
+    options = serving.options(trust)
+    if place.kind is places.Kind.PEERS:
+        raise InvalidArgument("a running peer serves already: pull from it")
+    ended = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: ended.set())
+    server, host = start(_PATIENCE_S, options)
+    try:
+        # It holds the shelves, which serve for as long as they are there.
+        publisher = Publisher(server, host, step, unverified)
+        published = publishers()[place.kind](publisher, place.path)
+        if json:
+            console.out_json(published)
+        else:
+            console.note(f"serving {path} as step {published['step']}; end with Ctrl-C")
+            for one in published["metadata"]:
+                print(one, flush=True)
+        while not ended.wait(0.2):
+            pass
+    finally:
+        server.shutdown(_END_S)
+    return exits.OK
+
+
+class Publisher:
+    """Publishes on one server; each method takes a path and returns what is printed as JSON.
+
+    Args:
+        server: the server
+        host: the host in its URLs
+        step: the step that was asked for
+        unverified: do not compare files with their checksums
+    """
+
+    def __init__(self, server: Server, host: str, step: int | None, unverified: bool) -> None:
+        self._server, self._host, self._step, self._unverified = server, host, step, unverified
+        self._shelves: list[Shelf] = []
+
+    def container(self, path: Path) -> dict[str, Any]:
+        """Publishes a container file."""
+        from .mapped import container_of
+
+        self._verify(path)
+        step = self._step or 0
+        container_of(path).publish(self._server, step, alternate=_stock_bodies(path))
+        return self._told(step, [self._server.url(self._host)], path)
+
+    def archive(self, path: Path) -> dict[str, Any]:
+        """Publishes what ``torch.save`` wrote."""
+        from ..memory.accelerator import ACCELERATOR
+        from ..memory.staging import Stager
+        from ..state.snapshot import StateSnapshot
+        from ..torchft import compat
+        from .mapped_states import of_archive
+
+        step = self._step or 0
+        packed = StateSnapshot(of_archive(path), Stager(ACCELERATOR), "borrow")
+        packed.publish(self._server, step, compat.bodies(packed.rebuild, 0))
+        return self._told(step, [self._server.url(self._host)], path)
+
+    def checkpoint(self, folder: Path) -> dict[str, Any]:
+        """Publishes the state of each rank of a checkpointer's folder, each under an address of its own."""
+        from ..storage.folder import missing_files, read_index
+        from .mapped import container_of
+
+        index = read_index(folder)
+        if missing := missing_files(folder, index):
+            raise IncompleteCheckpoint(f"{folder} lacks {', '.join(missing)}")
+        step = self._step if self._step is not None else (index.step or 0)
+        urls = []
+        for rank in range(index.world_size):
+            path = folder / index.files[rank][0]
+            self._verify(path)
+            where: Server | Shelf = self._server
+            if index.world_size > 1:
+                where = self._server.shelf()
+                self._shelves.append(where)
+            container_of(path).publish(where, step, alternate=_stock_bodies(path))
+            urls.append(where.url(self._host))
+        return self._told(step, urls, folder)
+
+    def distributed(self, folder: Path) -> dict[str, Any]:
+        """Publishes a distributed checkpoint as the ranks of a job with ``PeerWriter`` would."""
+        import json
+
+        from ..storage import commits, reserved
+        from ..storage.folder import INDEX
+        from ..storage.peers import container_name, publication_metadata
+        from . import distributed
+        from .mapped import container_of
+
+        text, commit = commits.read(folder / INDEX)
+        fields = distributed.decoded(text, folder / INDEX)
+        step = self._step if self._step is not None else 1
+        if step < 0:
+            raise InvalidArgument("the step of a distributed checkpoint must not be negative")
+        names = distributed.checked_files(folder, fields["sources"], commit)
+        for name in names:
+            self._verify(folder / name)
+        shelves = [self._server.shelf() for _ in names] or [self._server.shelf()]
+        urls = [shelf.url(self._host) for shelf in shelves]
+        fields["sources"] = [container_name(step, url) for url in urls[: len(names)]]
+        index = (reserved.INDEX, json.dumps(fields, separators=(",", ":")).encode())
+        for number, shelf in enumerate(shelves):
+            control = [index] if number == 0 else []
+            container = container_of(folder / names[number], control) if names else distributed.index_container(control)
+            container.publish(shelf, step)
+        self._shelves += shelves
+        return self._told(step, [publication_metadata(step, urls)], folder)
+
+    def torch_distributed(self, folder: Path) -> dict[str, Any]:
+        """Reads a distributed checkpoint of torch, and publishes it as a state."""
+        from ..memory.accelerator import ACCELERATOR
+        from ..memory.staging import Stager
+        from ..state.snapshot import StateSnapshot
+        from ..torchft import compat
+        from .mapped_states import of_distributed
+
+        step = self._step or 0
+        packed = StateSnapshot(of_distributed(folder), Stager(ACCELERATOR), "borrow")
+        packed.publish(self._server, step, compat.bodies(packed.rebuild, 0))
+        return self._told(step, [self._server.url(self._host)], folder)
+
+    def megatron(self, folder: Path) -> dict[str, Any]:
+        """Raises: a checkpoint of Megatron is converted first."""
+        raise InvalidArgument(
+            f"{folder} is a checkpoint of Megatron, whose layout only Megatron knows: load it with tensorferry.megatron"
+        )
+
+    def _verify(self, path: Path) -> None:
+        from .._native import _file_damage
+
+        if not self._unverified and (damaged := _file_damage(path)):
+            raise CorruptCheckpoint(
+                f"{path} is damaged at {len(damaged)} places, and is not served: see tensorferry verify"
+            )
+
+    def _told(self, step: int, metadata: list[str], path: Path) -> dict[str, Any]:
+        return {"metadata": metadata, "step": step, "path": str(path)}
+
+
+def _stock_bodies(path: Path) -> Callable[[str], list[Any] | str | None]:
+    """Returns what renders torchft's own bytes of the state in a file, which is read when they are first requested."""
+    render: list[Callable[[str], list[Any] | None]] = []
+    lock = threading.Lock()
+
+    def rendered(name: str) -> list[Any] | None:
+        with lock:
+            if not render:
+                from ..checkpointing.loading import load_file
+                from ..torchft import compat
+
+                state = load_file(path)
+                render.append(compat.bodies(lambda: state, 0))
+        return render[0](name)
+
+    return rendered
+
+
+def publishers() -> dict[Any, Callable[[Publisher, Path], dict[str, Any]]]:
+    """Returns what publishes each kind of checkpoint."""
+    from .places import Kind
+
+    return {
+        Kind.CONTAINER: Publisher.container,
+        Kind.ARCHIVE: Publisher.archive,
+        Kind.CHECKPOINT: Publisher.checkpoint,
+        Kind.DISTRIBUTED: Publisher.distributed,
+        Kind.TORCH_DISTRIBUTED: Publisher.torch_distributed,
+        Kind.MEGATRON: Publisher.megatron,
+    }

@@ -1,0 +1,126 @@
+"""Running peers, as the command line names them: their metadata, the step they serve, and an opened container."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from .. import _validate
+from .._native import Remote
+from ..errors import ConnectError, FetchTimeout, InvalidArgument, SourceChanged, TensorferryError, WrongStep
+from ..net.metadata import encrypted, is_stock, join_metadata
+from ..storage import peers
+from .flags import Receiving, Trust
+
+#: A step that nobody serves: the refusal says which one is.
+_NO_STEP = -(1 << 63)
+_SERVED = re.compile(r"serving (-?\d{1,19}) but got")
+#: How often a source may go on to another step between two requests.
+_ATTEMPTS = 3
+
+
+def is_metadata(text: str) -> bool:
+    """Whether an argument names running peers, and not a file."""
+    return text.startswith(("http://", "https://", f"{peers.SCHEME} "))
+
+
+@dataclass(frozen=True)
+class Peers:
+    """The peers that the metadata names.
+
+    Attributes:
+        urls: of all sources of a state; or of all ranks of a publication, the one with the index first
+        step: the step that the metadata names, if it names one
+        are_ranks: whether the peers are the ranks of a ``PeerWriter``'s publication
+    """
+
+    urls: list[str]
+    step: int | None = None
+    are_ranks: bool = False
+
+    @classmethod
+    def of(cls, metadata: Sequence[str], trust: Trust) -> Peers:
+        """Returns the peers that arguments of the command line name.
+
+        Raises:
+            InvalidArgument: they are not the metadata of tensorferry's peers
+            UnprovenSource: none of them encrypts, and ``trust`` asks for it
+        """
+        text = " ".join(metadata)
+        ranks = peers.parse_publication(text)
+        if ranks is not None:
+            found = cls(ranks[1], _validate.step_number(ranks[0]), True)
+        else:
+            if is_stock(text.strip()):
+                raise InvalidArgument(
+                    "this is the metadata of torchft's own transport, which serves no container: receive from it with "
+                    "an HTTPTransport of tensorferry"
+                )
+            found = cls(join_metadata(metadata).split())
+        return cls(encrypted(found.urls), found.step, found.are_ranks) if trust.tls else found
+
+
+def open_source(
+    urls: list[str],
+    step: int | None,
+    trust: Trust,
+    receiving: Receiving,
+    progress: Callable[[int, int], object] | None = None,
+) -> tuple[Remote, int]:
+    """Opens what the sources of a state serve.
+
+    Args:
+        urls: the sources
+        step: the step to open; ``None`` takes the one that is served
+        trust: what they have to prove
+        receiving: the deadline, of the whole receive, and the number of lanes
+        progress: called with the number of bytes that have arrived and the number of all bytes
+
+    Returns:
+        What was opened, and its step.
+
+    Raises:
+        TensorferryError: as for ``HTTPTransport.recv_checkpoint``
+    """
+    deadline = time.monotonic() + receiving.timeout
+    for attempt in range(_ATTEMPTS):
+        wanted = step if step is not None else _served_step(urls, trust, deadline)
+        try:
+            remote = Remote.open(
+                urls,
+                wanted,
+                timeout=max(deadline - time.monotonic(), 0.0),
+                lanes=receiving.checked_lanes(),
+                same_host=trust.uses_same_host(),
+                progress=progress,
+                secret=trust.secret(),
+            )
+        except WrongStep:
+            if step is not None or attempt == _ATTEMPTS - 1:
+                raise
+            continue
+        return remote, wanted
+    raise SourceChanged("the source goes on to other steps faster than one can be opened: name one with --step")
+
+
+def _served_step(urls: list[str], trust: Trust, deadline: float) -> int:
+    """Returns the step that the first source that answers serves."""
+    last: TensorferryError | None = None
+    for number, url in enumerate(urls):
+        left = max(deadline - time.monotonic(), 0.0) / (len(urls) - number)
+        try:
+            Remote.open(
+                [url], _NO_STEP, timeout=left, lanes=1, same_host=trust.uses_same_host(), secret=trust.secret()
+            ).close()
+        except WrongStep as e:
+            if found := _SERVED.search(str(e)):
+                return int(found[1])
+            last = e
+        except (ConnectError, FetchTimeout) as e:
+            last = e
+        else:
+            return _NO_STEP
+    assert last is not None
+    raise last

@@ -1,0 +1,67 @@
+"""The errors of this package, out of torch's ``CheckpointException``."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+from torch.distributed.checkpoint.api import CheckpointException
+
+from ..errors import TensorferryError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+#: The errors of :func:`noted` calls within a ``with own_errors()`` block.
+_noted: ContextVar[list[TensorferryError] | None] = ContextVar("tensorferry_noted", default=None)
+
+
+def noted(read: F) -> F:
+    """Decorates ``read_metadata`` of a reader: torch keeps of its errors only the text."""
+
+    @functools.wraps(read)
+    def reading(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return read(*args, **kwargs)
+        except TensorferryError as e:
+            errors = _noted.get()
+            if errors is not None:
+                errors.append(e)
+            raise
+
+    return reading  # type: ignore[return-value]  # the same signature
+
+
+@contextlib.contextmanager
+def own_errors() -> Iterator[None]:
+    """Within the block, raises this package's error where torch would raise a ``CheckpointException`` around it.
+
+    torch collects the errors of all ranks in a ``CheckpointException``, which is not an ``Exception``, and of an error
+    of a reader's index it keeps only the text, twice. This raises the first of the errors itself, so that ``except
+    IncompleteCheckpoint`` and the like work; a note names the ranks that had one. All ranks raise.
+
+    ::
+
+        with own_errors():
+            torch.distributed.checkpoint.load(state, storage_reader=FileReader(path))
+
+    Raises:
+        TensorferryError: the first error of this package among those of the ranks
+        CheckpointException: there is none among them
+    """
+    token = _noted.set([])
+    try:
+        yield
+    except CheckpointException as e:
+        failures = e.failures
+        ours = [(rank, error) for rank, (error, _) in sorted(failures.items()) if isinstance(error, TensorferryError)]
+        found = ours[0][1] if ours else next(iter(_noted.get() or ()), None)
+        if found is None:
+            raise
+        found.add_note(f"on ranks {', '.join(map(str, sorted(failures)))} of the job")
+        # torch's exception would say the same once more.
+        raise found from None
+    finally:
+        _noted.reset(token)

@@ -1,0 +1,110 @@
+"""The parts of tensors that are spread over ranks, as manifests and indexes describe them (docs/format.md)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ..errors import ProtocolError
+
+#: The largest number of elements and dimensions of a tensor.
+_MOST, _DIMENSIONS = 2**62, 64
+
+
+class Shard(NamedTuple):
+    """A rank's part of a tensor.
+
+    Attributes:
+        rank: whose part it is
+        offsets: where it begins in the whole tensor
+        shape: its elements in each dimension
+        stride: elements from one to the next in each dimension, in its storage
+        storage: the number of that storage in the rank's manifest
+        storage_offset: the elements before it in the storage
+    """
+
+    rank: int
+    offsets: list[int]
+    shape: list[int]
+    stride: list[int]
+    storage: Any
+    storage_offset: int
+
+    def span(self, first: Sequence[int], lengths: Sequence[int], size: int) -> tuple[int, int]:
+        """Returns the first byte in the storage of a box of elements, and how many bytes it reaches over.
+
+        Args:
+            first: where the box begins in the whole tensor
+            lengths: its elements in each dimension
+            size: bytes of an element
+        """
+        steps = zip(first, self.offsets, self.stride, strict=True)
+        start = self.storage_offset + sum((a - o) * step for a, o, step in steps)
+        reach = sum((n - 1) * step for n, step in zip(lengths, self.stride, strict=True)) + 1
+        return start * size, reach * size
+
+
+def described(where: object, path: str, fields: Any, own: int = 0) -> tuple[torch.dtype, list[int], list[Shard]]:
+    """Returns dtype, global shape and parts of the tensor at ``path``, without replicas.
+
+    Args:
+        where: how messages name the checkpoint
+        path: the path of the tensor in the state
+        fields: its description in an index
+        own: the rank whose replica of a part is preferred: they have the same values
+
+    Raises:
+        ProtocolError: the description is not valid
+    """
+    try:
+        dtype = getattr(torch, fields["dtype"].removeprefix("torch."))
+        shape = _numbers(fields["global_shape"])
+        shards: dict[tuple[int, ...], Shard] = {}
+        for one in sorted(fields["parts"], key=lambda part: part["rank"] != own):
+            shard = Shard(
+                _numbers([one["rank"]])[0],
+                _numbers(one["offsets"]),
+                _numbers(one["shape"]),
+                _numbers(one["stride"]),
+                one["storage"],
+                _numbers([one["storage_offset"]])[0],
+            )
+            lengths = (shard.offsets, shard.shape, shard.stride, shape)
+            if not isinstance(dtype, torch.dtype) or len({len(length) for length in lengths}) != 1:
+                raise ValueError("its fields contradict each other")
+            shards.setdefault((*shard.offsets, *shard.shape), shard)
+    except (KeyError, TypeError, ValueError, AttributeError) as e:
+        raise ProtocolError(f"{where}: its index has no valid description of {path} ({e})") from e
+    return dtype, shape, list(shards.values())
+
+
+def entry_of(storages: Sequence[Any], sizes: Sequence[int], number: Any, start: int, span: int) -> tuple[int, int]:
+    """Returns the entry of a container with the bytes ``[start, start + span)`` of a storage, and where they are in it.
+
+    Args:
+        storages: the storages in the container's manifest
+        sizes: the length of each entry in bytes
+        number: the number of the storage
+        start: the first byte
+        span: how many bytes
+
+    Raises:
+        KeyError: no entry has them
+    """
+    if type(number) is int and 0 <= number < len(storages):
+        for entry, low in storages[number][1]:
+            if low <= start and start + span <= low + sizes[entry]:
+                return entry, start - low
+    raise KeyError(number)
+
+
+def _numbers(values: Any) -> list[int]:
+    found = list(values)
+    if len(found) > _DIMENSIONS or not all(type(n) is int and 0 <= n < _MOST for n in found):
+        raise ValueError("a number in it cannot be a size or an offset")
+    if math.prod(max(n, 1) for n in found) >= _MOST:
+        raise ValueError("a shape in it is too large for a tensor")
+    return found

@@ -1,0 +1,75 @@
+//! Going on with a receive that was interrupted: which blocks are in their places already.
+
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+use tensorferry_wire::digest::BLOCK_SIZE;
+
+use super::Remote;
+use super::transfer::default_lanes;
+use crate::client::blocks::{block_len, requests};
+use crate::client::ledger::BlockLedger;
+use crate::error::Error;
+use crate::payload::Plan;
+
+impl Remote {
+    /// `missing` without the blocks whose bytes are at their destinations already, as the source's digests show. These
+    /// are noted in `received`.
+    pub(super) fn without_present(
+        &mut self,
+        plan: &Plan,
+        missing: &[(u64, u64)],
+        received: &BlockLedger,
+    ) -> Result<Vec<(u64, u64)>, Error> {
+        let mut left: Vec<(u64, u64)> = Vec::new();
+        for asked in requests(missing, BLOCK_SIZE) {
+            let table = self.digests(&asked, BLOCK_SIZE)?;
+            let blocks: Vec<u64> = asked.iter().flat_map(|&(first, end)| first..end).collect();
+            let present = self.present(plan, &blocks, &table.blocks)?;
+            for ((&block, &digest), present) in blocks.iter().zip(&table.blocks).zip(present) {
+                if present {
+                    received.note(block, digest, self.primary);
+                    let (start, end) = plan.block_bounds(block);
+                    self.progress.fetch_add(end - start, Ordering::Relaxed);
+                    continue;
+                }
+                match left.last_mut() {
+                    Some(run) if run.1 == block => run.1 += 1,
+                    _ => left.push((block, block + 1)),
+                }
+            }
+        }
+        Ok(left)
+    }
+
+    /// For each of `blocks`, whether the bytes at its destination have the checksum in `digests`.
+    fn present(&self, plan: &Plan, blocks: &[u64], digests: &[u64]) -> Result<Vec<bool>, Error> {
+        let found: Vec<AtomicBool> = blocks.iter().map(|_| AtomicBool::new(false)).collect();
+        let next = AtomicUsize::new(0);
+        let work = || -> Result<(), Error> {
+            let mut sink = vec![0; block_len()];
+            loop {
+                let index = next.fetch_add(1, Ordering::Relaxed);
+                let (Some(&block), Some(&digest)) = (blocks.get(index), digests.get(index)) else { return Ok(()) };
+                self.limits.left()?;
+                let (start, end) = plan.block_bounds(block);
+                let ours = plan.with_slices(start, end, &mut sink, |slices| {
+                    let mut hasher = self.algorithm.hasher();
+                    for slice in slices.iter() {
+                        hasher.update(slice);
+                    }
+                    hasher.finish()
+                });
+                found[index].store(ours == digest, Ordering::Relaxed);
+            }
+        };
+        std::thread::scope(|scope| {
+            for _ in 1..default_lanes() {
+                let thread = std::thread::Builder::new().name("tensorferry-present".to_owned());
+                // With fewer threads it takes longer. An error is a limit that this thread meets as well.
+                let _ = thread.spawn_scoped(scope, || drop(work()));
+            }
+            work()
+        })?;
+        Ok(found.into_iter().map(AtomicBool::into_inner).collect())
+    }
+}

@@ -1,0 +1,174 @@
+//! Checking a file without keeping its bytes: which blocks are damaged, and what the checksum of each entry is.
+//!
+//! Both take memory for a few pieces of the file, however long it is. The checksum of an entry comes from those of the
+//! blocks it fills, where the file has some; only the blocks in which it begins and ends are read then.
+
+use std::os::unix::fs::FileExt;
+use std::sync::{Mutex, PoisonError};
+
+use tensorferry_wire::digest::{Algorithm, FILE_BLOCK_SIZE, Hasher, Joiner, checksum, whole_blocks};
+
+use super::read::Container;
+use super::{CHUNK, FileOptions, PIECE, by_runs, refused};
+use crate::error::{Error, ErrorKind};
+use crate::payload::{checksum_blocks, slices};
+
+/// Blocks whose checksums are read at a time.
+const BATCH: u64 = 1 << 13;
+
+impl Container {
+    /// The blocks of 512 bytes that do not match their checksums, as ascending runs of payload bytes; none in a file
+    /// without checksums. All of the file is read.
+    ///
+    /// # Errors
+    /// [`ErrorKind::System`] when it cannot be read, [`ErrorKind::Cancelled`].
+    pub fn damaged(&self, options: &FileOptions) -> Result<Vec<(u64, u64)>, Error> {
+        if !self.has_checksums() {
+            return Ok(Vec::new());
+        }
+        let found: Mutex<Vec<u64>> = Mutex::default();
+        let blocks = self.covered.div_ceil(FILE_BLOCK_SIZE);
+        by_runs(&[(0, blocks)], CHUNK / FILE_BLOCK_SIZE, options, || {
+            let mut buffer = vec![0; PIECE];
+            let found = &found;
+            move |first, end| {
+                let expected = self.block_digests(first, end)?;
+                let mut got = Vec::with_capacity(expected.len());
+                let (mut at, stop) = (first * FILE_BLOCK_SIZE, (end * FILE_BLOCK_SIZE).min(self.covered));
+                while at < stop {
+                    let bytes = self.bytes(&mut buffer, at, stop)?;
+                    got.extend(checksum_blocks(&Algorithm::Crc64, [bytes], FILE_BLOCK_SIZE));
+                    at += bytes.len() as u64;
+                }
+                let bad = (first..).zip(expected.iter().zip(&got)).filter(|(_, (a, b))| a != b).map(|(block, _)| block);
+                found.lock().unwrap_or_else(PoisonError::into_inner).extend(bad);
+                Ok(stop - first * FILE_BLOCK_SIZE)
+            }
+        })?;
+        let mut bad = found.into_inner().unwrap_or_else(PoisonError::into_inner);
+        bad.sort_unstable();
+        let mut runs: Vec<(u64, u64)> = Vec::new();
+        for block in bad {
+            let (start, end) = (block * FILE_BLOCK_SIZE, ((block + 1) * FILE_BLOCK_SIZE).min(self.covered));
+            match runs.last_mut() {
+                Some(run) if run.1 == start => run.1 = end,
+                _ => runs.push((start, end)),
+            }
+        }
+        Ok(runs)
+    }
+
+    /// CRC-64/NVME of the bytes of each entry, in the order of the header.
+    ///
+    /// Of a file with checksums, the blocks that an entry fills are not read: what is returned is what was written.
+    ///
+    /// # Errors
+    /// As [`Container::damaged`]; [`ErrorKind::Corrupt`] when a block in which an entry begins or ends is damaged.
+    pub fn entry_digests(&self, options: &FileOptions) -> Result<Vec<u64>, Error> {
+        let entries = self.header.entries();
+        let digests: Mutex<Vec<u64>> = Mutex::new(vec![0; entries.len()]);
+        let joiner = Joiner::new(FILE_BLOCK_SIZE);
+        by_runs(&[(0, entries.len() as u64)], 16, options, || {
+            let mut buffer = vec![0; PIECE];
+            let (digests, joiner) = (&digests, &joiner);
+            move |first, end| {
+                for number in first..end {
+                    let number = usize::try_from(number).unwrap_or(usize::MAX);
+                    let Some(entry) = entries.get(number) else { break };
+                    let digest = if self.has_checksums() && entry.start < self.covered {
+                        self.joined(entry.start, entry.end, joiner, &mut buffer)?
+                    } else {
+                        self.hashed(Hasher::new(), entry.start, entry.end, &mut buffer, options)?.finish()
+                    };
+                    digests.lock().unwrap_or_else(PoisonError::into_inner)[number] = digest;
+                }
+                Ok(0)
+            }
+        })?;
+        Ok(digests.into_inner().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// The checksum of payload `[start, end)` from those of its blocks.
+    fn joined(&self, start: u64, end: u64, joiner: &Joiner, buffer: &mut [u8]) -> Result<u64, Error> {
+        let (first, behind) = whole_blocks(start, end, FILE_BLOCK_SIZE);
+        let mut edges = Hasher::new();
+        if first == behind {
+            // It begins and ends in one block, or in two neighbours.
+            self.verified(start, end, buffer, |bytes| edges.update(bytes))?;
+            return Ok(edges.finish());
+        }
+        self.verified(start, first * FILE_BLOCK_SIZE, buffer, |bytes| edges.update(bytes))?;
+        let mut digest = edges.finish();
+        for from in (first..behind).step_by(usize::try_from(BATCH).unwrap_or(usize::MAX)) {
+            for block in self.block_digests(from, (from + BATCH).min(behind))? {
+                digest = joiner.join(digest, block);
+            }
+        }
+        let mut tail = Hasher::new();
+        self.verified(behind * FILE_BLOCK_SIZE, end, buffer, |bytes| tail.update(bytes))?;
+        let rest = end - behind * FILE_BLOCK_SIZE;
+        Ok(if rest > 0 { Joiner::new(rest).join(digest, tail.finish()) } else { digest })
+    }
+
+    /// Calls `with` with the parts of payload `[start, end)`, which is less than two blocks, each in a verified block.
+    fn verified(&self, start: u64, end: u64, buffer: &mut [u8], mut with: impl FnMut(&[u8])) -> Result<(), Error> {
+        let mut at = start;
+        while at < end {
+            let block = at / FILE_BLOCK_SIZE;
+            let (low, high) = (block * FILE_BLOCK_SIZE, ((block + 1) * FILE_BLOCK_SIZE).min(self.covered));
+            let expected = self.block_digests(block, block + 1)?;
+            let bytes = self.bytes(buffer, low, high)?;
+            if expected.first() != Some(&checksum(bytes)) {
+                let message = format!(
+                    "{}: corrupt: block {block} (payload bytes {low}-{high}: {}) does not match its checksum: the file \
+                     was damaged after it was written",
+                    self.path.display(),
+                    slices::names(&self.header, low, high),
+                );
+                return Err(Error::new(ErrorKind::Corrupt, message));
+            }
+            let stop = end.min(high);
+            let inside = |at: u64| usize::try_from(at - low).unwrap_or(usize::MAX);
+            with(&bytes[inside(at)..inside(stop)]);
+            at = stop;
+        }
+        Ok(())
+    }
+
+    /// `hasher` with payload `[start, end)` added.
+    fn hashed(
+        &self,
+        mut hasher: Hasher,
+        start: u64,
+        end: u64,
+        buffer: &mut [u8],
+        options: &FileOptions,
+    ) -> Result<Hasher, Error> {
+        let mut at = start;
+        while at < end {
+            options.check()?;
+            let bytes = self.bytes(buffer, at, end)?;
+            hasher.update(bytes);
+            at += bytes.len() as u64;
+        }
+        Ok(hasher)
+    }
+
+    /// The checksums of blocks `[first, end)` in the file's table.
+    fn block_digests(&self, first: u64, end: u64) -> Result<Vec<u64>, Error> {
+        let Some(at) = self.digests_at else { return Ok(Vec::new()) };
+        let mut table = vec![0; usize::try_from(8 * (end - first)).unwrap_or(usize::MAX)];
+        let failed = |e| refused(&self.path, "cannot be read", e);
+        self.file.read_exact_at(&mut table, at + 8 * first).map_err(failed)?;
+        Ok(table.as_chunks().0.iter().map(|word| u64::from_le_bytes(*word)).collect())
+    }
+
+    /// The bytes of payload `[at, end)`, or as many of them as fit into `buffer`.
+    fn bytes<'a>(&self, buffer: &'a mut [u8], at: u64, end: u64) -> Result<&'a [u8], Error> {
+        let len = usize::try_from(end - at).unwrap_or(usize::MAX).min(buffer.len());
+        let bytes = &mut buffer[..len];
+        let failed = |e| refused(&self.path, "cannot be read", e);
+        self.file.read_exact_at(bytes, self.payload_start + at).map_err(failed)?;
+        Ok(bytes)
+    }
+}

@@ -1,0 +1,42 @@
+"""A runner for the command, and servers for what it fetches."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from commands import TIMEOUT, Run
+from tensorferry import HTTPTransport, cli
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+@pytest.fixture
+def run(capfd: pytest.CaptureFixture[str]) -> Callable[..., Run]:
+    """Runs the command in this process."""
+
+    def run_command(*arguments: object) -> Run:
+        capfd.readouterr()
+        status = cli.main([str(argument) for argument in arguments])
+        captured = capfd.readouterr()
+        return Run(status, captured.out, captured.err)
+
+    return run_command
+
+
+@pytest.fixture
+def publish() -> Iterator[Callable[..., str]]:
+    """Publishes a state on this host; returns the metadata."""
+    opened = []
+
+    def publish_state(state: Any, step: int = 5, **options: Any) -> str:
+        transport = HTTPTransport(TIMEOUT, interface="127.0.0.1", **options)
+        opened.append(transport)
+        transport.send_checkpoint([1], step, state, TIMEOUT)
+        return transport.metadata()
+
+    yield publish_state
+    for transport in opened:
+        transport.shutdown()

@@ -1,0 +1,538 @@
+"""``serve``, ``inspect``, ``diff``, ``verify`` and ``convert`` on every form of a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from commands import FORMS, TIMEOUT, command, damage, make_state, serving
+from equality import assert_same_state
+from tensorferry import HTTPTransport
+from tensorferry.checkpointing import CheckpointReader, load_file
+from tensorferry.cli import exits
+from tensorferry.cli.flags import Serving, Trust
+from tensorferry.cli.places import find
+from tensorferry.cli.serve import Publisher, publishers
+from tensorferry.dcp import FileReader, PeerReader
+from tensorferry.net.serve import start
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytestmark = [
+    pytest.mark.beyond_torchft,
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def forms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The state in each form, as read-only originals."""
+    folder = tmp_path_factory.mktemp("forms")
+    for write, name in FORMS.values():
+        write(make_state(), folder / name)
+    checkpoint = folder / FORMS["checkpoint"][1]
+    shutil.copy(next(checkpoint.glob("rank*")), folder / "state.safetensors")
+    found = {form: folder / name for form, (_, name) in FORMS.items()}
+    return {**found, "file": folder / "state.safetensors", "plain": plain_file(folder / "plain.safetensors")}
+
+
+def plain_file(path: Path) -> Path:
+    """A safetensors file of another program: two tensors, no checksums."""
+    header = {"b": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}}
+    header["a.x"] = {"dtype": "I64", "shape": [1], "data_offsets": [16, 24]}
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + struct.pack("<4fq", 1, 2, 3, 4, 7))
+    return path
+
+
+PLAIN = {"b": torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "a.x": torch.tensor([7])}
+
+
+def copied(form: Path, folder: Path) -> Path:
+    """A copy that a test may change."""
+    copy = folder / form.name
+    shutil.copytree(form, copy) if form.is_dir() else shutil.copy(form, copy)
+    return copy
+
+
+def same_values(a: Any, b: Any) -> None:
+    """Compares what formats of torch keep: values, types and dtypes, not what shares memory."""
+    assert a.keys() == b.keys()
+    for key, value in b.items():
+        if isinstance(value, dict):
+            same_values(a[key], value)
+        elif isinstance(value, torch.Tensor):
+            assert a[key].dtype == value.dtype
+            assert torch.equal(a[key], value), key
+        elif isinstance(value, list):
+            same_values(dict(enumerate(a[key])), dict(enumerate(value)))
+        else:
+            assert a[key] == value, key
+
+
+# serve
+
+
+@pytest.mark.parametrize("form", ["file", "checkpoint"])
+def test_what_is_served_is_received_as_from_a_transport(form: str, forms: dict[str, Path]) -> None:
+    with serving(forms[form], "--step", "3") as metadata, HTTPTransport(TIMEOUT, interface="127.0.0.1") as receiver:
+        assert_same_state(receiver.recv_checkpoint(0, metadata[0], 3, TIMEOUT), make_state())
+
+
+@pytest.mark.parametrize("form", ["file", "archive", "torch"])
+def test_what_torch_has_written_is_served_to_stock_receivers_too(
+    form: str, forms: dict[str, Path], open_stock: Any
+) -> None:
+    # In this process, which has torch already.
+    server, host = start(30.0, Serving(interface="127.0.0.1").options(Trust()))
+    place = find(str(forms[form]))
+    try:
+        (metadata,) = publishers()[place.kind](Publisher(server, host, 3, False), place.path)["metadata"]
+        for receiver in (open_stock(), HTTPTransport(TIMEOUT, interface="127.0.0.1")):
+            same_values(receiver.recv_checkpoint(0, metadata, 3, TIMEOUT), make_state())
+            if isinstance(receiver, HTTPTransport):
+                receiver.shutdown()
+    finally:
+        server.shutdown(5.0)
+
+
+def test_a_distributed_checkpoint_is_served_to_peer_readers(forms: dict[str, Path]) -> None:
+    state = make_state()
+    target = {key: torch.zeros_like(value) for key, value in state.items() if isinstance(value, torch.Tensor)}
+    with serving(forms["distributed"]) as metadata:
+        dcp.load(target, storage_reader=PeerReader(metadata[0]))
+    assert all(torch.equal(target[key], state[key]) for key in target)
+
+
+def test_a_safetensors_file_is_served_without_torch(
+    forms: dict[str, Path], run: Callable[..., Any], tmp_path: Path
+) -> None:
+    with serving(forms["plain"]) as metadata:
+        with HTTPTransport(TIMEOUT, interface="127.0.0.1") as receiver:
+            assert_same_state(receiver.recv_checkpoint(0, metadata[0], 0, TIMEOUT), PLAIN)
+        assert run("pull", metadata[0], "-o", tmp_path / "a").status == 0
+    assert_same_state(load_file(tmp_path / "a"), PLAIN)
+
+
+def test_the_port_is_the_one_that_was_asked_for(forms: dict[str, Path]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        taken.listen()
+        with command("serve", forms["plain"], "--interface", "127.0.0.1", "--port", port) as process:
+            assert "SystemRefused" in process.communicate(timeout=30)[1]
+            assert process.returncode == 14
+    with serving(forms["plain"], "--port", port) as metadata:
+        assert f"127.0.0.1:{port}/" in metadata[0]
+
+
+def test_ctrl_c_is_the_normal_end(forms: dict[str, Path]) -> None:
+    with command("serve", forms["plain"], "--interface", "127.0.0.1") as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("http://127.0.0.1:")
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert err == f"serving {forms['plain']} as step 0; end with Ctrl-C\n"
+
+
+@pytest.mark.parametrize("form", ["file", "checkpoint", "distributed"])
+def test_a_damaged_checkpoint_is_not_served(form: str, forms: dict[str, Path], tmp_path: Path, run: Any) -> None:
+    path = copied(forms[form], tmp_path)
+    damage(next(path.glob("rank*")) if path.is_dir() else path, 100_000)
+    assert run("serve", path, "--interface", "127.0.0.1").status == 4
+
+
+# inspect
+
+
+@pytest.mark.parametrize("form", ["file", "archive", "checkpoint", "distributed", "torch"])
+def test_the_leaves_are_listed(form: str, forms: dict[str, Path], run: Callable[..., Any]) -> None:
+    (told,) = run("inspect", forms[form], "--json").json
+    leaves = {leaf["path"]: leaf for leaf in told["leaves"]}
+    assert leaves["model.weight"]["shape"] == [300, 200]
+    assert leaves["half"]["dtype"] == "bfloat16"
+    assert (leaves["view"]["dtype"], leaves["view"]["shape"], leaves["view"]["bytes"]) == ("int64", [6], 48)
+    assert leaves["empty"]["bytes"] == 0
+    assert leaves["step"]["kind"] == "object"
+    shown = run("inspect", forms[form])
+    assert shown.status == 0
+    assert all(path in shown.out for path in leaves)
+
+
+def test_what_shares_memory_is_said(forms: dict[str, Path], run: Callable[..., Any]) -> None:
+    shown = run("inspect", forms["file"]).out
+    (line,) = [line for line in shown.splitlines() if line.startswith("model.tied")]
+    assert "model.weight" in line
+    assert "parameter, requires grad" in shown
+
+
+def test_the_largest_leaves_come_once_more(run: Callable[..., Any], publish: Any) -> None:
+    metadata = publish({f"{i:02}": torch.zeros(i) for i in range(30)})
+    shown = run("inspect", metadata, "--largest", "2").out.partition("largest:")[2]
+    assert [line.split()[0] for line in shown.splitlines()[2:]] == ["29", "28"]
+
+
+@pytest.mark.parametrize("secret", [None, "a secret of sixteen bytes"])
+def test_digests_are_those_of_the_bytes(
+    secret: str | None, forms: dict[str, Path], run: Callable[..., Any], publish: Any, monkeypatch: Any
+) -> None:
+    def digests(*arguments: object) -> dict[str, str]:
+        (told,) = run("inspect", *arguments, "--digests", "--json").json
+        return {leaf["path"]: leaf["digest"] for leaf in told["leaves"] if leaf["kind"] == "tensor"}
+
+    if secret:
+        monkeypatch.setenv("TENSORFERRY_SECRET", secret)
+    known = digests(forms["file"])
+    assert known["model.weight"] not in (None, known["model.bias"])
+    # At a peer without a secret, in a file without checksums, and from memory.
+    assert set(digests(publish(make_state())).values()) == ({None} if secret else set(known.values()))
+    archive = digests(forms["archive"])
+    assert all(archive[path] == digest for path, digest in known.items() if path in archive)
+    assert len(digests(forms["plain"])) == 2
+
+
+def test_names_cannot_command_the_terminal(run: Callable[..., Any], publish: Any, tmp_path: Path) -> None:
+    name = "\x1b]0;owned\x07\x1b[2J\u202etxt"
+    metadata = publish({name: torch.ones(2), "nested": {name: 3}})
+    assert run("pull", metadata, "-o", tmp_path / name).status == 0
+    for arguments in (["inspect", metadata], ["inspect", tmp_path / name], ["verify", tmp_path / name]):
+        shown = run(*arguments)
+        assert shown.status == 0
+        assert "\x1b" not in shown.out + shown.err
+        assert "\u202e" not in shown.out + shown.err
+        assert r"\x1b]0;owned\x07" in shown.out
+    other = publish({name: torch.zeros(2), "nested": {name: 4}})
+    shown = run("diff", metadata, other)
+    assert shown.status == exits.NO
+    assert "\x1b" not in shown.out
+    assert "\x1b" not in run("inspect", metadata, "--json").out
+
+
+# diff
+
+
+@pytest.mark.parametrize("other", ["archive", "checkpoint", "distributed", "torch", "peer"])
+@pytest.mark.parametrize("one", ["file", "archive", "distributed"])
+def test_one_state_in_two_forms_is_the_same(
+    one: str, other: str, forms: dict[str, Path], run: Callable[..., Any], publish: Any
+) -> None:
+    there = publish(make_state()) if other == "peer" else forms[other]
+    done = run("diff", forms[one], there)
+    assert (done.status, done.out) == (0, ""), done.out
+    told = run("diff", forms[one], there, "--json").json
+    if one == "file" and other in ("checkpoint", "peer"):
+        assert told["by_bytes"] == 0
+    if (one, other) == ("distributed", "distributed"):
+        assert told["by_bytes"] == 0
+
+
+def test_what_differs_is_named(run: Callable[..., Any], publish: Any) -> None:
+    before = publish(make_state())
+    changed = make_state()
+    changed["model"]["bias"][3] += 1
+    changed["half"] = changed["half"].float()
+    changed["view"][0] = 99
+    changed["step"] = 13
+    changed["more"] = changed.pop("scalar")
+    done = run("diff", before, publish(changed))
+    assert done.status == exits.NO
+    assert done.out.splitlines() == [
+        "model.bias: the bytes differ",
+        "half: bfloat16 [70, 3] and float32 [70, 3]",
+        "scalar: only in the first",
+        "view: the values differ",
+        "step: the values differ",
+        "more: only in the second",
+    ]
+
+
+def test_an_error_of_diff_is_no_difference(run: Callable[..., Any], forms: dict[str, Path], tmp_path: Path) -> None:
+    assert run("diff", forms["file"], tmp_path / "none").status == 3
+    assert run("diff", forms["file"]).status == exits.USAGE
+
+
+def test_nan_is_the_same_as_itself_and_minus_zero_is_not_zero(run: Callable[..., Any], publish: Any) -> None:
+    one = publish({"a": torch.tensor([float("nan"), 0.0])})
+    assert run("diff", one, publish({"a": torch.tensor([float("nan"), 0.0])})).status == 0
+    assert run("diff", one, publish({"a": torch.tensor([float("nan"), -0.0])})).status == exits.NO
+
+
+# verify
+
+
+@pytest.mark.parametrize("form", ["file", "archive", "checkpoint", "distributed"])
+def test_every_damaged_byte_is_found(
+    form: str, forms: dict[str, Path], run: Callable[..., Any], tmp_path: Path
+) -> None:
+    path = copied(forms[form], tmp_path)
+    assert run("verify", path).status == 0
+    file = next(path.glob("rank*")) if path.is_dir() else path
+    damage(file, 100_000)
+    done = run("verify", path)
+    assert done.status == 4
+    if form != "archive":
+        assert "model." in done.out
+        bad = [one for one in run("verify", path, "--json").json["files"] if one["damaged"]]
+        assert [(one["path"], len(one["damaged"])) for one in bad] == [(str(file), 1)]
+        assert bad[0]["damaged"][0]["end"] - bad[0]["damaged"][0]["start"] == 512
+
+
+def test_damage_in_each_part_of_a_file(forms: dict[str, Path], run: Callable[..., Any], tmp_path: Path) -> None:
+    size = forms["file"].stat().st_size
+    for offset in (0, 20, 4096, size // 2, size - 5000, size - 20):
+        path = copied(forms["file"], tmp_path)
+        damage(path, offset)
+        assert run("verify", path).status in (4, 5), offset
+    with path.open("r+b") as file:
+        file.truncate(size - 1)
+    assert run("verify", path).status == 4
+
+
+def test_a_file_without_checksums_is_not_called_verified(forms: dict[str, Path], run: Callable[..., Any]) -> None:
+    done = run("verify", forms["plain"])
+    assert done.status == exits.NO
+    assert "no checksums" in done.out
+    assert run("verify", forms["torch"]).status == exits.USAGE
+
+
+def test_a_missing_file_of_a_checkpoint(forms: dict[str, Path], run: Callable[..., Any], tmp_path: Path) -> None:
+    for form in ("checkpoint", "distributed"):
+        path = copied(forms[form], tmp_path)
+        next(path.glob("rank*")).unlink()
+        for verb in ("verify", "serve"):
+            assert run(verb, path).status == 3, (form, verb)
+
+
+def test_a_file_of_another_save_under_the_name(forms: dict[str, Path], run: Callable[..., Any], tmp_path: Path) -> None:
+    for form in ("checkpoint", "distributed"):
+        path = copied(forms[form], tmp_path)
+        (tmp_path / "other").mkdir(exist_ok=True)
+        FORMS[form][0](make_state(), tmp_path / "other" / form)
+        shutil.copy(next((tmp_path / "other" / form).glob("rank*")), next(path.glob("rank*")))
+        assert run("verify", path).status == 4
+
+
+# convert
+
+
+@pytest.mark.parametrize("form", ["file", "archive", "checkpoint", "distributed", "torch"])
+def test_every_form_becomes_every_other(
+    form: str, forms: dict[str, Path], run: Callable[..., Any], tmp_path: Path
+) -> None:
+    state = make_state()
+    readers: dict[str, Callable[[Path], Any]] = {
+        "tensorferry": load_file,
+        "torch": lambda path: torch.load(path, weights_only=True),
+        "checkpoint": lambda path: CheckpointReader().read(path)[0],
+    }
+    for to, read in readers.items():
+        done = run("convert", forms[form], tmp_path / to, "--to", to)
+        assert done.status == 0, done.err
+        same_values(read(tmp_path / to), state)
+    assert run("verify", tmp_path / "tensorferry").status == 0
+    for to in ("dcp", "torch-dcp"):
+        assert run("convert", forms[form], tmp_path / to, "--to", to).status == 0
+        target = {key: torch.zeros_like(value) for key, value in state.items() if isinstance(value, torch.Tensor)}
+        reader = FileReader(tmp_path / to) if to == "dcp" else dcp.FileSystemReader(tmp_path / to)
+        dcp.load(target, storage_reader=reader)
+        assert all(torch.equal(target[key], state[key]) for key in target)
+        assert run("diff", tmp_path / to, forms[form]).status == 0
+    assert sorted(os.listdir(tmp_path)) == sorted([*readers, "dcp", "torch-dcp"])
+
+
+def test_safetensors_for_other_programs(forms: dict[str, Path], run: Callable[..., Any], tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    out = tmp_path / "a.safetensors"
+    refused = run("convert", forms["file"], out, "--to", "safetensors")
+    assert refused.status == 8
+    assert "--drop-objects" in refused.err
+    assert os.listdir(tmp_path) == []
+    done = run("convert", forms["file"], out, "--to", "safetensors", "--drop-objects")
+    assert done.status == 0
+    assert "step is not a tensor" in done.err
+    found = safetensors.load_file(out)
+    state = make_state()
+    assert torch.equal(found["model.weight"], state["model"]["weight"])
+    assert torch.equal(found["view"], state["view"])
+    assert not any(name.startswith("__tensorferry__") for name in found)
+    # And back.
+    assert run("convert", out, tmp_path / "b.safetensors").status == 0
+    assert_same_state(
+        load_file(tmp_path / "b.safetensors"), {name: found[name] for name in load_file(tmp_path / "b.safetensors")}
+    )
+
+
+def test_keys_with_dots_lose_nothing(run: Callable[..., Any], tmp_path: Path) -> None:
+    state = {"a": {"b": 1, "c": torch.ones(2)[1:]}, "a.b": torch.zeros(3), "a.c": torch.arange(2)}
+    torch.save(state, tmp_path / "a.pt")
+    done = run("convert", tmp_path / "a.pt", tmp_path / "a", "--to", "safetensors", "--drop-objects")
+    assert done.status == 0
+    (told,) = run("inspect", tmp_path / "a", "--json").json
+    assert sorted(leaf["bytes"] for leaf in told["leaves"]) == [4, 12, 16]
+    other = {**state, "a": {**state["a"], "b": 2}}
+    torch.save(other, tmp_path / "b.pt")
+    assert run("diff", tmp_path / "a.pt", tmp_path / "b.pt").status == exits.NO
+    assert run("diff", tmp_path / "a.pt", tmp_path / "a.pt").status == 0
+
+
+def test_a_curled_container_becomes_a_state_again(run: Callable[..., Any], publish: Any, tmp_path: Path) -> None:
+    curl = shutil.which("curl")
+    if curl is None:
+        pytest.skip("there is no curl")
+    url = f"{publish(make_state())}5.safetensors"
+    subprocess.run([curl, "-sfo", tmp_path / "5.safetensors", url], check=True, timeout=30)
+    assert_same_state(load_file(tmp_path / "5.safetensors"), make_state())
+    assert "model.weight" in run("inspect", tmp_path / "5.safetensors").out
+    assert run("verify", tmp_path / "5.safetensors").status == exits.NO
+    assert run("convert", tmp_path / "5.safetensors", tmp_path / "a.safetensors").status == 0
+    assert run("verify", tmp_path / "a.safetensors").status == 0
+    assert run("convert", tmp_path / "5.safetensors", tmp_path / "a.pt").status == 0
+    same_values(torch.load(tmp_path / "a.pt", weights_only=True), make_state())
+
+
+def test_tools_that_read_with_torch_get_what_they_need(
+    forms: dict[str, Path], run: Callable[..., Any], tmp_path: Path
+) -> None:
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    assert run("convert", forms["distributed"], tmp_path / "torch", "--to", "torch-dcp").status == 0
+    dcp_to_torch_save(tmp_path / "torch", tmp_path / "a.pt")
+    same_values(torch.load(tmp_path / "a.pt", weights_only=True), make_state())
+
+
+def test_output_that_exists_is_not_touched(forms: dict[str, Path], run: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "a.pt").write_text("precious")
+    assert run("convert", forms["file"], tmp_path / "a.pt").status == exits.USAGE
+    assert (tmp_path / "a.pt").read_text() == "precious"
+    assert run("convert", forms["file"], tmp_path / "a.unknown").status == exits.USAGE
+    assert run("convert", forms["file"], tmp_path / "none" / "a.pt").status == 14
+    # What a killed conversion has left is in nobody's way.
+    (tmp_path / "b.pt.partial").write_text("left")
+    assert run("convert", forms["file"], tmp_path / "b.pt").status == 0
+    assert sorted(os.listdir(tmp_path)) == ["a.pt", "b.pt"]
+
+
+@pytest.mark.parametrize("form", ["file", "checkpoint"])
+def test_damage_is_not_converted(form: str, forms: dict[str, Path], run: Callable[..., Any], tmp_path: Path) -> None:
+    path = copied(forms[form], tmp_path)
+    damage(next(path.glob("rank*")) if path.is_dir() else path, 100_000)
+    assert run("convert", path, tmp_path / "a.pt").status == 4
+    assert not (tmp_path / "a.pt").exists()
+
+
+class Harmful:
+    def __reduce__(self) -> Any:
+        return os.system, ("touch owned",)
+
+
+def test_pickles_are_read_with_the_allow_list_only(
+    run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"a": torch.ones(2), "b": Harmful()}, "evil.pt")
+    (tmp_path / "folder").mkdir()
+    with Path("folder/.metadata").open("wb") as file:
+        pickle.dump(Harmful(), file)
+    for arguments in (
+        ["inspect", "evil.pt"],
+        ["convert", "evil.pt", "a.safetensors"],
+        ["serve", "evil.pt"],
+        ["diff", "evil.pt", "evil.pt"],
+        ["inspect", "folder"],
+        ["convert", "folder", "a.safetensors"],
+        ["serve", "folder"],
+    ):
+        done = run(*arguments)
+        assert done.status == 6, (arguments, done.err)
+    assert sorted(os.listdir()) == ["evil.pt", "folder"]
+
+
+def test_hostile_files_end_with_a_typed_error(run: Callable[..., Any], tmp_path: Path) -> None:
+    huge = json.dumps({"w": {"dtype": "U8", "shape": [1 << 62], "data_offsets": [0, 1 << 62]}}).encode()
+    files = {
+        "empty": b"",
+        "short": b"\x08",
+        "length": struct.pack("<Q", 1 << 63),
+        "huge": struct.pack("<Q", len(huge)) + huge,
+        "zip": b"PK\x03\x04" + bytes(100),
+        "deep": struct.pack("<Q", 200_000) + b"[" * 200_000,
+    }
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+        for verb in (["inspect"], ["verify"], ["convert", "--to", "torch"], ["serve", "--interface", "127.0.0.1"]):
+            out = [tmp_path / "out"] if verb[0] == "convert" else []
+            done = run(verb[0], tmp_path / name, *out, *verb[1:])
+            assert done.status in (4, 5, 6), (name, verb, done.err)
+            assert len(done.err.splitlines()) <= 1
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", "/dev/null"):
+        assert run("inspect", path).status == 5
+    assert run("inspect", "").status == exits.USAGE
+
+
+def test_an_index_that_leads_out_of_its_folder(run: Callable[..., Any], tmp_path: Path) -> None:
+    from tensorferry.cli.distributed import index_container
+    from tensorferry.storage import reserved
+
+    fields = {"version": 1, "sources": ["../secret.safetensors"], "state": {}, "planner": None}
+    files = {"began": 0, "files": {"../secret.safetensors": "0" * 16}}
+    control = [
+        (reserved.INDEX, json.dumps(fields).encode()),
+        (reserved.INDEX_FILES, json.dumps(files).encode()),
+    ]
+    plain_file(tmp_path / "secret.safetensors")
+    (tmp_path / "f").mkdir()
+    index_container(control).write(tmp_path / "f" / "index.safetensors", partial=tmp_path / "f" / "partial")
+    for verb in ("serve", "verify", "inspect"):
+        done = run(verb, tmp_path / "f", *(["--digests"] if verb == "inspect" else []))
+        assert done.status == 5, (verb, done.err)
+        assert "outside" in done.err
+
+
+def test_memory_stays_bounded(tmp_path: Path) -> None:
+    state = {f"w{i}": torch.full((4 << 20,), float(i)) for i in range(8)}
+    sources = {}
+    for form in ("archive", "checkpoint", "distributed"):
+        sources[form] = tmp_path / FORMS[form][1]
+        FORMS[form][0](state, sources[form])
+    jobs = [("archive", "tensorferry"), ("distributed", "torch"), ("checkpoint", "safetensors")]
+    block = f"""
+import threading, time
+import torch, tensorferry.cli.conversion, torch.distributed.checkpoint
+from tensorferry.cli import main
+def held():
+    return int(next(line for line in open("/proc/self/status") if line.startswith("RssAnon")).split()[1]) >> 10
+before, most, done = held(), 0, False
+def watch():
+    global most
+    while not done:
+        most = max(most, held())
+        time.sleep(0.002)
+thread = threading.Thread(target=watch)
+thread.start()
+status = [main(["convert", source, to, "--to", to]) for source, to in {[(str(sources[a]), b) for a, b in jobs]!r}]
+done = True
+thread.join()
+print(status, most - before, sep=";")
+"""
+    command_line = [sys.executable, "-W", "ignore", "-c", block]
+    done = subprocess.run(command_line, capture_output=True, text=True, timeout=100, check=True, cwd=tmp_path)
+    status, grown = done.stdout.splitlines()[-1].split(";")
+    # Of 128 MiB of tensors.
+    assert (status, int(grown) < 80) == ("[0, 0, 0]", True), done.stdout

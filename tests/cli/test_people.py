@@ -1,0 +1,240 @@
+"""``doctor``, ``bench`` and ``top``."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import torch
+
+from tensorferry.cli import app, doctor, top
+from tensorferry.net import addresses
+
+TIMEOUT = timedelta(seconds=30)
+
+pytestmark = pytest.mark.beyond_torchft
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    """Runs the command in this process; returns the status, the lines of its output and what went to standard error."""
+    # SIGTERM is the business of the test runner.
+    monkeypatch.setattr(app.signal, "signal", lambda *_: None)
+
+    def call(*arguments):
+        status = app.run([str(argument) for argument in arguments])
+        told = capsys.readouterr()
+        return status, told.out.splitlines(), told.err
+
+    return call
+
+
+@pytest.fixture
+def source(open_transport):
+    transport = open_transport(interface="127.0.0.1", metrics_port=0, same_host=False)
+    transport.send_checkpoint([1], 7, {"w": torch.zeros(1 << 19)}, TIMEOUT)
+    return transport
+
+
+class TestDoctor:
+    def found(self, run, *arguments):
+        status, lines, _ = run("doctor", "--quick", "--json", *arguments)
+        assert len(lines) == 1
+        return status, {one["about"]: one for one in json.loads(lines[0])}
+
+    def test_it_says_what_a_transport_would_do(self, run, open_transport):
+        status, found = self.found(run)
+        assert status == int(any(one["verdict"] == "bad" for one in found.values()))
+        assert {"torch", "listens", "name lookup", "advertises", "interface", "memory", "huge pages"} <= found.keys()
+        address = open_transport().metadata().split("//")[1].rpartition(":")[0]
+        assert found["advertises"]["text"].startswith(address.split(":")[0])
+        for one in found.values():
+            assert one["verdict"] == "ok" or one["remedy"], one
+
+    def test_a_name_server_that_says_nothing_is_bad(self, run, monkeypatch):
+        def silent(name, *, timeout):
+            from tensorferry import FetchTimeout
+
+            raise FetchTimeout(f"{name}: timed out after {timeout} s")
+
+        monkeypatch.setattr(addresses, "_resolve", silent)
+        status, found = self.found(run)
+        assert status == 1
+        assert found["name lookup"]["verdict"] == "bad"
+        assert "TENSORFERRY_ADVERTISE" in found["name lookup"]["remedy"]
+        assert "default route" in found["advertises"]["text"]
+
+    def test_a_slow_one_is_worth_a_look(self, run, monkeypatch):
+        def slow(*_, **__):
+            time.sleep(0.25)
+            return ["10.1.2.3"]
+
+        monkeypatch.setattr(addresses, "_resolve", slow)
+        assert self.found(run)[1]["name lookup"]["verdict"] == "look"
+
+    def test_settings_that_cannot_be_used_are_named(self, run, monkeypatch):
+        monkeypatch.setenv("TENSORFERRY_PORT", "90-80")
+        monkeypatch.setenv("TENSORFERRY_ADVERTISE", "http://x")
+        status, found = self.found(run)
+        assert status == 1
+        assert "TENSORFERRY_PORT" in found["ports"]["remedy"]
+        assert found["advertises"]["verdict"] == "bad"
+
+    def test_a_port_that_the_system_gives_away_is_worth_a_look(self, run, monkeypatch):
+        monkeypatch.setenv("TENSORFERRY_PORT", "1024-65535")
+        assert self.found(run)[1]["ports"]["verdict"] == "look"
+
+    def test_the_way_to_a_peer(self, run, source, monkeypatch):
+        monkeypatch.setattr(addresses, "interface_speed", lambda _: ("eth0", 1e15))
+        status, lines, _ = run("doctor", "--quick", source.metadata(), "--no-same-host")
+        text = "\n".join(lines)
+        assert "step 7, opened in" in text
+        assert "the state is too small to say" in text
+        monkeypatch.setattr(addresses, "interface_speed", lambda _: ("eth0", 1e3))
+        _, lines, _ = run("doctor", "--quick", source.metadata())
+        assert "eth0 here is rated at 1.0 kB/s" in "\n".join(lines)
+        source.shutdown()
+        status, lines, _ = run("doctor", "--quick", source.metadata(), "--timeout", "2")
+        assert status == 1
+        assert any(line.startswith("bad   peer") and "ConnectError" in line for line in lines)
+
+    @pytest.mark.parametrize(
+        ("version", "specifier", "fits"),
+        [
+            ("2.8.0", ">=2.8,<2.16", True),
+            ("2.15.0+cu130", ">=2.8,<2.16", True),
+            ("2.16.0", ">=2.8,<2.16", False),
+            ("2.7.1", ">=2.8,<2.16", False),
+            ("0.2.0", "==0.2.0", True),
+            ("0.2.1", "==0.2.0", False),
+            ("1.0", "~=1.0", False),
+        ],
+    )
+    def test_versions(self, version, specifier, fits):
+        assert doctor._fits(version, specifier) == fits
+
+    def test_a_check_that_fails_stops_no_other(self, run, monkeypatch):
+        monkeypatch.setattr(addresses, "interfaces", lambda: 1 / 0)
+        _, found = self.found(run)
+        assert "ZeroDivisionError" in found["interfaces"]["text"]
+        assert "huge pages" in found
+
+
+def test_bench_measures_every_route(run):
+    status, lines, _ = run("bench", "--size", "2M", "--rounds", "1", "--json")
+    assert status == 0
+    (result,) = map(json.loads, lines)
+    routes = {(one["route"], one["into"]) for one in result["receives"]}
+    assert routes == {(r, i) for r in ("shared memory", "loopback", "loopback, TLS") for i in ("place", "fresh")}
+    assert all(0 < one["least"] <= one["median"] <= one["most"] for one in result["receives"])
+    for wrong in (["--size", "0"], ["--size", "1Q"], ["--size", "4000000T"], ["--rounds", "0"]):
+        assert run("bench", *wrong)[0] != 0
+
+
+class TestTop:
+    def test_who_serves_and_who_heals(self, run, source, open_transport):
+        healing = open_transport(interface="127.0.0.1", same_host=False)
+        source.send_checkpoint([1], 7, {"w": torch.zeros(1 << 18)}, TIMEOUT)
+        healing.recv_checkpoint(0, source.metadata(), 7, TIMEOUT)
+        port = source.metrics_url().removesuffix("/metrics").removeprefix("http://")
+        status, lines, _ = run("top", "--once", f"{source.metadata()} {healing.metadata()}", port)
+        assert status == 0
+        head, first, second, third = lines
+        assert head.split()[:3] == ["at", "step", "gate"]
+        assert first.split()[1:3] == third.split()[1:3] == ["7", "open"]
+        assert "closed" in second
+        assert "step 7 in " in second
+        assert third.startswith(port)
+        # The part of the metadata that gives access is nowhere.
+        assert not [line for line in lines if source.metadata().split("/")[3] in line]
+
+    def test_a_receive_that_runs(self, run, open_transport):
+        source = open_transport(interface="127.0.0.1", same_host=False, max_bandwidth=1 << 20)
+        healing = open_transport(interface="127.0.0.1")
+        source.send_checkpoint([1], 7, {"w": torch.zeros(1 << 20)}, TIMEOUT)
+        thread = threading.Thread(target=lambda: healing.recv_checkpoint(0, source.metadata(), 7, TIMEOUT))
+        thread.start()
+        shown = {}
+        for _ in range(200):
+            _, lines, _ = run("top", "--once", "--json", source.metadata(), healing.metadata())
+            sender, shown = json.loads(lines[0])
+            if shown["receiving_bytes"] and sender["receivers"]:
+                break
+            time.sleep(0.01)
+        assert shown["receiving"] == shown["receiving_phase{fetch}"] == sender["receivers"] == 1
+        assert 0 < shown["receiving_bytes"] < shown["receiving_total_bytes"]
+        source.shutdown()
+        thread.join()
+
+    def test_it_asks_over_tls_and_past_a_secret(self, run, open_transport):
+        secured = open_transport(interface="127.0.0.1", tls=True, secret="a secret of thirty-two characters")
+        assert run("top", "--once", secured.metadata())[0] == 0
+
+    @pytest.mark.parametrize(
+        "answer",
+        [
+            b"tensorferry_allowed 1\ntensorferry_step 1\x1b]0;owned\x07\n\x1b[2Jtensorferry_step 9e999999\n",
+            b"tensorferry_allowed{x=\"\x1b[31m\"} 1\n",
+            b"\xff\xfe" * 1000,
+            b"",
+            b"x" * (2 << 20),
+        ],
+    )  # fmt: skip
+    def test_a_hostile_transport_writes_nothing_on_the_terminal(self, run, answer):
+        class Hostile(BaseHTTPRequestHandler):
+            def do_GET(self):
+                self.send_response(200, "\x1b[2Jowned")
+                self.end_headers()
+                self.wfile.write(answer)
+
+            def log_message(self, *_):
+                pass
+
+        with ThreadingHTTPServer(("127.0.0.1", 0), Hostile) as server:
+            thread = threading.Thread(target=server.serve_forever)
+            thread.start()
+            for how in ([], ["--json"]):
+                status, lines, err = run("top", "--once", *how, f"127.0.0.1:{server.server_port}")
+                assert status in (0, 1)
+                assert "\x1b" not in "".join(lines) + err
+            server.shutdown()
+            thread.join()
+
+    def test_one_that_is_gone_or_says_nothing_stops_no_other(self, run, source, monkeypatch):
+        monkeypatch.setattr(top, "_PATIENCE_S", 0.3)
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            gone, quiet = "127.0.0.1:1", f"127.0.0.1:{silent.getsockname()[1]}"
+            status, lines, _ = run("top", "--once", gone, source.metadata(), quiet)
+        assert status == 1
+        assert "refused" in lines[1]
+        assert lines[2].split()[1:3] == ["7", "open"]
+        assert "timed out" in lines[3]
+
+    @pytest.mark.parametrize(
+        "wrong", [[], ["no port"], ["http://"], ["x:99999"], ["a\x1b:80"], ["--every", "0", "a:1"]]
+    )
+    def test_what_names_no_transport_is_refused(self, run, wrong):
+        assert run("top", "--once", *wrong)[0] == 2
+
+    def test_the_live_table_ends_with_an_interrupt(self, source):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tensorferry", "top", "--every", "0.1", source.metadata()],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            time.sleep(2.0)
+            process.send_signal(2)
+            out, _ = process.communicate(timeout=20)
+        finally:
+            process.kill()
+            process.wait()
+        assert process.returncode == 0
+        assert "open" in out

@@ -1,0 +1,316 @@
+"""``tensorferry pull``: verified, resumed, and clean after an interruption."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from commands import command, make_state, until
+from equality import assert_same_state
+from tensorferry import join_metadata
+from tensorferry.checkpointing import CheckpointReader, load_file
+from tensorferry.cli import exits
+from tensorferry.cli.progress import Progress
+from tensorferry.dcp import FileReader, PeerWriter
+from tensorferry.errors import InvalidArgument, ProtocolError, SystemRefused
+from tensorferry.storage.download import Download
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+pytestmark = pytest.mark.beyond_torchft
+
+SECRET = "a secret of sixteen bytes"
+
+
+def large() -> dict[str, Any]:
+    """A state of 24 MiB, so of many blocks."""
+    generator = torch.Generator().manual_seed(1)
+    return {str(i): torch.randn(3 << 18, generator=generator) for i in range(8)}
+
+
+def test_a_file_that_was_pulled_is_the_state(run: Callable[..., Any], publish: Any, tmp_path: Path) -> None:
+    metadata = publish(make_state())
+    told = run("pull", metadata, "-o", tmp_path / "a.safetensors", "--json").json
+    assert (told["step"], told["path"]) == (5, str(tmp_path / "a.safetensors"))
+    assert_same_state(load_file(tmp_path / "a.safetensors"), make_state())
+    assert run("verify", tmp_path / "a.safetensors").status == 0
+    # The same bytes, whenever and by whomever it is pulled.
+    assert run("pull", metadata, "-o", tmp_path / "b.safetensors").status == 0
+    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
+    assert sorted(os.listdir(tmp_path)) == ["a.safetensors", "b.safetensors"]
+
+
+def test_a_folder_that_was_pulled_is_a_checkpoint(run: Callable[..., Any], publish: Any, tmp_path: Path) -> None:
+    assert run("pull", publish(make_state(), step=9), "--into-folder", tmp_path / "c").status == 0
+    assert_same_state(CheckpointReader().read(tmp_path / "c")[0], make_state())
+    # Into a folder that has a checkpoint, which is replaced.
+    other = {"other": torch.ones(3)}
+    assert run("pull", publish(other), "--into-folder", tmp_path / "c").status == 0
+    assert_same_state(CheckpointReader().read(tmp_path / "c")[0], other)
+    assert len(os.listdir(tmp_path / "c")) == 2
+    assert run("verify", tmp_path / "c").status == 0
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_distributed_checkpoint_is_pulled_into_a_folder(run: Callable[..., Any], tmp_path: Path) -> None:
+    writer = PeerWriter(interface="127.0.0.1")
+    try:
+        dcp.save(make_state(), storage_writer=writer)
+        assert run("pull", writer.metadata()).status == exits.USAGE
+        for _ in range(2):
+            done = run("pull", writer.metadata(), "--into-folder", tmp_path / "d")
+            assert done.status == 0, done.err
+    finally:
+        writer.shutdown()
+    target = {key: torch.zeros_like(value) for key, value in make_state().items() if isinstance(value, torch.Tensor)}
+    dcp.load(target, storage_reader=FileReader(tmp_path / "d"))
+    assert len(target) == 4
+    assert all(torch.equal(value, make_state()[key]) for key, value in target.items())
+    assert run("verify", tmp_path / "d").status == 0
+    assert sorted(name[:4] for name in os.listdir(tmp_path / "d")) == [".met", "inde", "rank"]
+
+
+@pytest.mark.parametrize("same_host", ["--same-host", "--no-same-host"])
+def test_what_is_there_is_not_fetched_again(
+    same_host: str, run: Callable[..., Any], publish: Any, tmp_path: Path
+) -> None:
+    metadata, path = publish(large()), tmp_path / "a.safetensors"
+    assert run("pull", metadata, "-o", path).status == 0
+    whole = path.read_bytes()
+    # As after a power failure: some pages were written and others were not, and one has a flipped bit.
+    left = bytearray(whole)
+    start = int.from_bytes(whole[:8], "little") + 8
+    left[start + (10 << 20) : start + (12 << 20)] = bytes(2 << 20)
+    left[start + (20 << 20) + 5] ^= 1
+    (tmp_path / "a.safetensors.partial").write_bytes(left)
+    path.unlink()
+    told = run("pull", metadata, "-o", path, same_host, "--json").json
+    assert path.read_bytes() == whole
+    # Three blocks, and the first one, which comes along with the header.
+    assert told["fetched"] == 4 << 20
+    assert told["bytes"] == sum(tensor.nbytes for tensor in large().values()) + told["bytes"] % (1 << 20)
+
+
+def test_a_complete_partial_file_is_only_compared(run: Callable[..., Any], publish: Any, tmp_path: Path) -> None:
+    metadata, path = publish(large()), tmp_path / "a.safetensors"
+    assert run("pull", metadata, "-o", path).status == 0
+    whole = path.read_bytes()
+    path.rename(tmp_path / "a.safetensors.partial")
+    assert run("pull", metadata, "-o", path, "--json").json["fetched"] == 1 << 20
+    assert path.read_bytes() == whole
+
+
+def test_the_rest_of_another_state_is_not_kept(run: Callable[..., Any], publish: Any, tmp_path: Path) -> None:
+    before, after = large(), {name: tensor + 1 for name, tensor in large().items()}
+    path = tmp_path / "a.safetensors"
+    assert run("pull", publish(before), "-o", path).status == 0
+    # Same header, other bytes; and something else entirely.
+    path.rename(tmp_path / "a.safetensors.partial")
+    assert run("pull", publish(after), "-o", path).status == 0
+    assert_same_state(load_file(path), after)
+    (tmp_path / "a.safetensors.partial").write_bytes(b"\x00" * 100)
+    assert run("pull", publish(before), "-o", path).status == 0
+    assert_same_state(load_file(path), before)
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_an_interrupted_pull_goes_on(
+    how: signal.Signals, run: Callable[..., Any], publish: Any, tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
+    metadata = publish(large(), max_bandwidth=16 << 20)
+    path, partial = tmp_path / "a.safetensors", tmp_path / "a.safetensors.partial"
+    kills = pytestconfig.getoption("--pull-kills") if how == signal.SIGKILL else 1
+    for kill in range(kills):
+        with command("pull", metadata, "-o", path, "--no-same-host") as process:
+            until(partial_with(partial, 4 + kill % 3), process)
+            process.send_signal(how)
+            _, err = process.communicate(timeout=30)
+        assert process.returncode == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[how]
+        if how != signal.SIGKILL:
+            assert err.splitlines()[0].startswith(f"{partial} holds what has arrived")
+            assert len(err.splitlines()) == 2
+        assert not path.exists()
+    told = run("pull", metadata, "-o", path, "--json").json
+    assert told["fetched"] < 22 << 20
+    assert_same_state(load_file(path), large())
+
+
+def partial_with(partial: Path, blocks: int) -> Callable[[], bool]:
+    """Whether a file has so many blocks by now."""
+    return lambda: partial.exists() and blocks_in(partial) >= blocks
+
+
+def blocks_in(partial: Path) -> int:
+    """How many blocks of a file hold something."""
+    with partial.open("rb") as file:
+        file.seek(4096)
+        count = 0
+        while part := file.read(1 << 20):
+            count += part[: 1 << 10].strip(b"\0") != b""
+    return count
+
+
+def test_several_sources_serve_one_pull(run: Callable[..., Any], publish: Any, tmp_path: Path) -> None:
+    one, other = publish(large()), publish(large())
+    assert run("pull", one, other, "-o", tmp_path / "a").status == 0
+    assert_same_state(load_file(tmp_path / "a"), large())
+    assert run("pull", join_metadata([one, other]), "-o", tmp_path / "b").status == 0
+
+
+def test_a_source_with_secret_and_tls(run: Callable[..., Any], publish: Any, tmp_path: Path) -> None:
+    metadata = publish(large(), secret=SECRET, tls=True)
+    key = tmp_path / "key"
+    key.write_text(f"{SECRET}\n")
+    assert run("pull", metadata, "-o", tmp_path / "a", "--secret-file", key, "--tls", "--no-same-host").status == 0
+    assert_same_state(load_file(tmp_path / "a"), large())
+    (tmp_path / "a").rename(tmp_path / "a.partial")
+    told = run("pull", metadata, "-o", tmp_path / "a", "--secret-file", key, "--no-same-host", "--json").json
+    assert told["fetched"] == 1 << 20
+    key.write_text("another secret of 16 bytes")
+    assert run("pull", metadata, "-o", tmp_path / "b", "--secret-file", key).status in (11, 13)
+    assert run("pull", metadata, "-o", tmp_path / "b").status in (11, 13)
+    assert run("pull", metadata, "-o", tmp_path / "b", "--secret-file", tmp_path / "none").status == exits.USAGE
+    assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize(
+    ("metadata", "status"),
+    [
+        ("http://127.0.0.1:9/checkpoint/", exits.USAGE),
+        ("http://", exits.USAGE),
+        ("ftp://127.0.0.1/x/checkpoint/", exits.USAGE),
+        ("\x1b[31m", exits.USAGE),
+        (f"http://127.0.0.1:1/{'0' * 32}/checkpoint/", 9),
+        ("tensorferry-dcp/1 99999999999999999999 http://127.0.0.1:1/x/checkpoint/", exits.USAGE),
+        ("tensorferry-dcp/1 1 ../../etc/passwd", exits.USAGE),
+        (f"http://127.0.0.1:99999/{'0' * 32}/checkpoint/", exits.USAGE),
+        (f"http://[::1/{'0' * 32}/checkpoint/", exits.USAGE),
+    ],
+)
+def test_metadata_that_is_none(metadata: str, status: int, run: Callable[..., Any], tmp_path: Path) -> None:
+    done = run("pull", metadata, "--into-folder", tmp_path / "f", "--timeout", "2")
+    assert done.status == status, done.err
+    assert "Traceback" not in done.err
+    assert "\x1b" not in done.err
+
+
+def test_a_wrong_step_is_refused_and_leaves_nothing(run: Callable[..., Any], publish: Any, tmp_path: Path) -> None:
+    metadata = publish(make_state())
+    assert run("pull", metadata, "-o", tmp_path / "a", "--step", "6").status == 11
+    assert run("pull", metadata, "-o", tmp_path / "a", "--step", "5").status == 0
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_options_that_contradict_each_other(run: Callable[..., Any], publish: Any, tmp_path: Path) -> None:
+    metadata = publish(make_state())
+    for arguments in (
+        ["-o", tmp_path / "a", "--into-folder", tmp_path / "b"],
+        ["-o", tmp_path],
+        ["--lanes", "0"],
+        ["--tls"],
+    ):
+        assert run("pull", metadata, *arguments).status in (exits.USAGE, 13), arguments
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_link_in_the_place_of_the_file_is_not_followed(run: Callable[..., Any], publish: Any, tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("kept")
+    (tmp_path / "a.partial").symlink_to(tmp_path / "precious")
+    assert run("pull", publish(make_state()), "-o", tmp_path / "a").status == 14
+    assert (tmp_path / "precious").read_text() == "kept"
+
+
+class Announced:
+    """A source that announces one entry, and would have nothing to send."""
+
+    def __init__(self, nbytes: int, name: str = "w") -> None:
+        self.names, self.dtypes, self.shapes = [name], ["U8"], [(nbytes,)]
+        self.starts, self.sizes, self.about = [0], [nbytes], [("format", "pt")]
+
+
+def test_a_source_that_announces_more_than_the_disk_has(tmp_path: Path) -> None:
+    for nbytes in (1 << 50, (1 << 62) + 7):
+        with pytest.raises(SystemRefused, match="no room"):
+            Download(Announced(nbytes), tmp_path / "a.partial")  # type: ignore[arg-type]
+        assert os.listdir(tmp_path) == []
+
+
+def test_a_source_with_an_entry_that_only_files_have(tmp_path: Path) -> None:
+    with pytest.raises(ProtocolError, match="only files have"):
+        Download(Announced(8, "__tensorferry__/digests"), tmp_path / "a.partial")  # type: ignore[arg-type]
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_that_cannot_be_written_to(run: Callable[..., Any], publish: Any, tmp_path: Path) -> None:
+    metadata = publish(make_state())
+    (tmp_path / "file").write_text("")
+    assert run("pull", metadata, "-o", tmp_path / "none" / "a").status == 14
+    assert run("pull", metadata, "--into-folder", tmp_path / "file" / "a").status == 14
+
+
+def test_progress_is_lines_without_a_terminal(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tensorferry.cli.progress._EVERY_S", 0.0)
+    with Progress("\x1b[31mfetching") as progress:
+        for done in (0, 50, 100):
+            progress(done, 100)
+    lines = capfd.readouterr().err.splitlines()
+    assert [line.startswith("\\x1b[31mfetching: ") for line in lines] == [True] * 3
+    assert "50 %, 50 B of 100 B, " in lines[1]
+    assert "lanes" in lines[1]
+    assert "left" in lines[1]
+    with Progress("quiet", quiet=True) as progress:
+        progress(1, 2)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_bar_is_drawn_on_a_terminal(publish: Any, tmp_path: Path) -> None:
+    metadata = publish(large(), max_bandwidth=16 << 20)
+    ours, theirs = os.openpty()
+    arguments = [sys.executable, "-m", "tensorferry", "pull", metadata, "-o", tmp_path / "a", "--no-same-host"]
+    with subprocess.Popen(arguments, stderr=theirs, stdout=subprocess.PIPE, env={**os.environ, "TERM": "xterm"}) as bar:
+        os.close(theirs)
+        drawn = b""
+        with contextlib.suppress(OSError):  # EIO: the process has ended.
+            while part := os.read(ours, 1 << 16):
+                drawn += part
+        assert bar.wait(timeout=60) == 0
+    os.close(ours)
+    assert b"fetching" in drawn
+    assert b"lanes" in drawn
+    assert b"MB/s" in drawn
+    assert b"\x1b[2K" in drawn
+
+
+def test_the_transport_of_torchft_is_named(run: Callable[..., Any], open_stock: Any) -> None:
+    stock = open_stock()
+    done = run("pull", stock.metadata())
+    assert done.status == exits.USAGE
+    assert "torchft" in done.err
+
+
+def test_a_download_is_resumed_only_where_it_is_the_same(tmp_path: Path) -> None:
+    first = Download(Announced(10_000), tmp_path / "a.partial")  # type: ignore[arg-type]
+    assert not first.resumed
+    with pytest.raises(InvalidArgument, match="another process"):
+        Download(Announced(10_000), tmp_path / "a.partial")  # type: ignore[arg-type]
+    first.close()
+    again = Download(Announced(10_000), tmp_path / "a.partial")  # type: ignore[arg-type]
+    assert again.resumed
+    again.close()
+    other = Download(Announced(10_001), tmp_path / "a.partial")  # type: ignore[arg-type]
+    assert not other.resumed
+    other.discard()
+    assert os.listdir(tmp_path) == []

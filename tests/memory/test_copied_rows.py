@@ -1,0 +1,136 @@
+"""The rows of a state are copied into one buffer natively: every byte once, and what they came from is let go."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import random
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from equality import assert_same_state
+from tensorferry.checkpointing.saving import SharedStager
+from tensorferry.memory.accelerator import ACCELERATOR
+from tensorferry.memory.host_pool import Buffer
+from tensorferry.memory.staging import Stager
+from tensorferry.state import snapshot, tree
+from tensorferry.state.snapshot import StateSnapshot
+
+pytestmark = [pytest.mark.beyond_torchft, pytest.mark.timeout(60)]
+
+
+def odd_state(seed: int) -> dict[str, Any]:
+    """Tensors of many sizes, some of them aliases, views, tied, empty, not contiguous or over memory of others."""
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    sizes = [draw.choice([0, 1, 3, 15, 16, 17, 255, 4096, 70_001, 400_000]) for _ in range(40)]
+    state: dict[str, Any] = {str(n): torch.randn(size) for n, size in enumerate(sizes)}
+    memory, weight = bytearray(draw.randbytes(4096)), nn.Parameter(torch.randn(64, 64))
+    state |= {
+        "bytes": torch.arange(draw.randrange(1, 300)).to(torch.uint8),
+        "weight": weight,
+        "tied": weight,
+        "alias": weight.detach(),
+        "column": weight.detach()[:, 3],
+        "part": torch.arange(100.0)[7:31],
+        "expanded": torch.randn(3, 1).expand(3, 1000),
+        "channels last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "conj": torch.randn(9, dtype=torch.complex64).conj(),
+        "over memory": torch.frombuffer(memory, dtype=torch.uint8),
+        "over its end": torch.frombuffer(memory, dtype=torch.uint8, offset=1024),
+        "number": draw.random(),
+    }
+    return state
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_copy_is_the_state_of_one_moment_and_its_rows_lie_apart(seed: int) -> None:
+    state = odd_state(seed)
+    before = odd_state(seed)
+    made = StateSnapshot(state, Stager(ACCELERATOR), "copy")
+    for leaf in state.values():
+        if isinstance(leaf, torch.Tensor) and leaf.numel() and leaf.stride(0):
+            leaf.detach().zero_()
+    assert_same_state(made.rebuild(), before)
+    (buffer,) = made.buffers()
+    places = sorted((made.rows.address(n), made.rows.size(n)) for n in range(len(made.rows)) if made.rows.size(n))
+    assert all((at - buffer.address) % 64 == 0 for at, _ in places)
+    assert all(at + size <= following for (at, size), (following, _) in itertools.pairwise(places))
+    assert buffer.address == places[0][0]
+    assert places[-1][0] + sum(places[-1][1:]) <= buffer.address + buffer.memory.nbytes
+
+
+def test_tied_weights_and_aliases_are_copied_once() -> None:
+    weight = nn.Parameter(torch.randn(1000, 1000))
+    state = {"a": weight, "b": weight, "c": weight.detach(), "d": weight.detach()[1:]}
+    (buffer,) = StateSnapshot(state, Stager(ACCELERATOR), "copy").buffers()
+    assert weight.nbytes <= buffer.memory.nbytes < 2 * weight.nbytes
+
+
+def test_what_was_copied_is_not_kept() -> None:
+    class Marked(bytearray):
+        """Memory that can be watched."""
+
+    memory = Marked(400)
+    gone: list[bool] = []
+    weakref.finalize(memory, gone.append, True)
+    state = {"a": torch.frombuffer(memory, dtype=torch.float32), "view": torch.arange(10.0)[2:5]}
+    del memory
+    made = StateSnapshot(state, Stager(ACCELERATOR), "copy")
+    state.clear()
+    gc.collect()
+    assert gone == [True]
+    assert made.rebuild()["view"].tolist() == [2.0, 3.0, 4.0]
+
+
+def test_rows_that_are_left_out_stay_and_a_buffer_that_is_too_small_is_refused() -> None:
+    state = {"a": torch.ones(100), "b": torch.arange(1000.0), "c": torch.ones(3)}
+    rows = tree.flatten(state).rows
+    before = [rows.address(n) for n in range(3)]
+    needed = rows.copied_size([1])
+    assert needed == 448 + 12
+    target = torch.zeros(needed + 1, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="do not fit"):
+        rows.copy_into(target, target.data_ptr(), needed - 1, [1], threads=2)
+    assert [rows.address(n) for n in range(3)] == before
+    assert not target.any()
+    rows.copy_into(target, target.data_ptr(), needed, [1], threads=2)
+    assert [rows.address(n) for n in range(3)] == [target.data_ptr(), before[1], target.data_ptr() + 448]
+    assert [owner is target for owner in rows.owners] == [True, False, True]
+    assert target[:400].view(torch.float32).tolist() == [1.0] * 100
+    assert target[448:460].view(torch.float32).tolist() == [1.0] * 3
+    assert not target[460:].any()
+
+
+def test_a_state_without_bytes_needs_no_buffer() -> None:
+    made = StateSnapshot({"e": torch.empty(0, 3), "n": 1}, Stager(ACCELERATOR), "copy")
+    assert (made.buffers(), made.private) == ([], True)
+    assert_same_state(made.rebuild(), {"e": torch.empty(0, 3), "n": 1})
+
+
+def test_the_memory_of_a_save_is_that_of_the_one_before_if_it_is_free() -> None:
+    stager = SharedStager()
+    state = {str(n): torch.randn(1000) for n in range(100)}
+    addresses = []
+    for _ in range(4):
+        (buffer,) = stager.stage(state).buffers()
+        addresses.append(buffer.address)
+        del buffer
+    assert len(set(addresses)) == 1
+    kept = [stager.stage(state), stager.stage(state)]
+    assert len({buffer.address for one in kept for buffer in one.buffers()}) == 2
+    del kept
+    stager.close()
+
+
+def test_nothing_is_done_for_each_tensor_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("a piece for a tensor in host memory")
+
+    monkeypatch.setattr(snapshot, "Piece", refuse)
+    made = StateSnapshot({str(n): torch.randn(9) for n in range(100)}, Stager(ACCELERATOR), "copy")
+    assert {type(owner) for owner in made.rows.owners} == {Buffer}

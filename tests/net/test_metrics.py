@@ -1,0 +1,107 @@
+"""The counters as Prometheus reads them; the page of their names, the dashboard and the alerts name what there is."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import urllib.request
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+parser = pytest.importorskip("prometheus_client.parser")
+
+TIMEOUT = timedelta(seconds=30)
+ROOT = Path(__file__).parents[2]
+DASHBOARD = ROOT / "deploy/grafana-dashboard.json"
+ALERTS = ROOT / "deploy/prometheus-alerts.yml"
+
+pytestmark = pytest.mark.beyond_torchft
+
+
+def scraped(transport):
+    with urllib.request.urlopen(transport.metrics_url()) as answer:
+        assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+        return {family.name: family for family in parser.text_string_to_metric_families(answer.read().decode())}
+
+
+@pytest.fixture
+def families(open_transport):
+    """What a transport shows that has served a receive and healed itself."""
+    source, healed = open_transport(interface="127.0.0.1"), open_transport(interface="127.0.0.1", same_host=False)
+    source.send_checkpoint([1], 3, {"w": torch.zeros(1 << 18)}, TIMEOUT)
+    healed.recv_checkpoint(0, source.metadata(), 3, TIMEOUT)
+    healed.send_checkpoint([1], 4, {"w": torch.zeros(1 << 18)}, TIMEOUT)
+    source.recv_checkpoint(0, healed.metadata(), 4, TIMEOUT)
+    with pytest.raises(Exception, match="invalid checkpoint requested"):
+        source.recv_checkpoint(0, healed.metadata(), 2, TIMEOUT)
+    return scraped(healed)
+
+
+def names(families):
+    return {sample.name for family in families.values() for sample in family.samples}
+
+
+def test_a_scraper_reads_every_line(families):
+    for family in families.values():
+        assert family.documentation, family.name
+        assert family.type in ("counter", "gauge"), family.name
+        assert family.samples, family.name
+    value = {sample.name: sample.value for family in families.values() for sample in family.samples}
+    assert value["tensorferry_step"] == 4
+    assert value["tensorferry_last_receive_step"] == 3
+    assert value["tensorferry_last_receive_bytes"] == value["tensorferry_received_bytes_total"] > 1 << 20
+    seconds = {s.labels["phase"]: s.value for s in families["tensorferry_last_receive_seconds"].samples}
+    assert 0 < value["tensorferry_receive_verify_seconds_total"] < seconds["fetch"]
+
+
+def test_the_reference_names_every_series_and_no_other(families):
+    page = (ROOT / "docs/reference/metrics.md").read_text()
+    described = {
+        f"tensorferry_{name}"
+        for row in re.findall(r"^\| (`.*?) \|", page, re.M)
+        for name in re.findall(r"`(\w+)(?:\{[\w,]+\})?`", row)
+    }
+    assert described == names(families)
+
+
+def test_the_dashboard_is_one_and_asks_for_series_that_there_are(families):
+    board = json.loads(DASHBOARD.read_text())
+    assert board["schemaVersion"] >= 36
+    assert board["title"]
+    ids = [panel["id"] for panel in board["panels"]]
+    assert len(ids) == len(set(ids))
+    asked = set()
+    for panel in board["panels"]:
+        assert {"title", "type", "gridPos", "targets", "datasource"} <= panel.keys(), panel.get("title")
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24
+        for target in panel["targets"]:
+            asked |= set(re.findall(r"\btensorferry_\w+", target["expr"]))
+    assert asked
+    assert asked <= names(families)
+
+
+def test_the_alerts_ask_for_series_that_there_are(families):
+    text = ALERTS.read_text()
+    asked = set(re.findall(r"\btensorferry_\w+", text))
+    assert asked
+    assert asked <= names(families)
+    # Every rule says what is wrong and what to look at.
+    assert text.count("- alert:") == text.count("summary:") == text.count("description:") == text.count("severity:")
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+def test_prometheus_itself_accepts_alerts_and_counters(open_transport):
+    checked = subprocess.run(["promtool", "check", "rules", ALERTS], capture_output=True, text=True, timeout=30)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    source = open_transport(interface="127.0.0.1")
+    source.send_checkpoint([1], 3, {"w": torch.zeros(8)}, TIMEOUT)
+    with urllib.request.urlopen(source.metrics_url()) as answer:
+        text = answer.read()
+    checked = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, timeout=30)
+    assert checked.returncode == 0, checked.stdout + checked.stderr

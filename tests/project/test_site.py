@@ -1,0 +1,113 @@
+"""The documentation as a site: it builds without a warning, its links lead somewhere, it needs nothing from outside.
+
+``make docs`` builds the same.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+pytest.importorskip("mkdocs", reason="the site is built by mkdocs, of the extra docs")
+pytest.importorskip("mkdocstrings")
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Page(HTMLParser):
+    """What a page of the site refers to.
+
+    Attributes:
+        links: the targets of its links
+        loaded: what a browser loads to show it
+        anchors: what may stand behind ``#``
+        text: its text
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.loaded: list[str] = []
+        self.anchors: set[str] = set()
+        self.text = ""
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        named = {name: value for name, value in attrs if value is not None}
+        self.anchors |= {named[name] for name in ("id", "name") if name in named}
+        if tag == "a" and "href" in named:
+            self.links.append(named["href"])
+        if "src" in named:
+            self.loaded.append(named["src"])
+        if tag == "link" and "href" in named and named.get("rel") != "canonical":
+            self.loaded.append(named["href"])
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Page]:
+    folder = tmp_path_factory.mktemp("site") / "built"
+    command = [sys.executable, "-W", "ignore", "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", folder]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return {path: Page(path) for path in folder.rglob("*.html") if path.name != "404.html"}
+
+
+def test_every_page_is_built(site: dict[Path, Page]):
+    pages = [path.relative_to(ROOT / "docs").with_suffix("") for path in (ROOT / "docs").rglob("*.md")]
+    built = {str(path.with_suffix("")).partition("/built/")[2] for path in site}
+    assert {str(page) for page in pages} == built
+
+
+def test_links_of_the_site_lead_somewhere(site: dict[Path, Page]):
+    wrong = []
+    for path, page in site.items():
+        for target in page.links:
+            parts = urlsplit(target)
+            if parts.scheme or parts.netloc:
+                continue
+            place = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            place = place / "index.html" if place.is_dir() else place
+            if not place.exists() or (parts.fragment and unquote(parts.fragment) not in site[place].anchors):
+                wrong.append(f"{path.name}: {target}")
+    assert sum(len(page.links) for page in site.values()) > 100
+    assert wrong == []
+
+
+def test_the_site_loads_nothing_from_outside(site: dict[Path, Page]):
+    loaded = {target for page in site.values() for target in page.loaded}
+    assert any(target.endswith(".css") for target in loaded)
+    assert [target for target in loaded if urlsplit(target).netloc] == []
+
+
+def test_no_markup_is_left_in_the_text(site: dict[Path, Page]):
+    left = {"```", ":class:", ":meth:", ":func:", ":::"}
+    assert {
+        path.name: found for path, page in site.items() if (found := {mark for mark in left if mark in page.text})
+    } == {}
+
+
+@pytest.mark.parametrize("package", ["", "checkpointing", "dcp", "megatron", "testing"])
+def test_every_public_name_is_in_the_reference(package: str, site: dict[Path, Page]):
+    # Read and not imported: megatron-core may be missing.
+    [public] = [
+        ast.literal_eval(node.value)
+        for node in ast.parse((ROOT / "python/tensorferry" / package / "__init__.py").read_text()).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    ]
+    anchors = {anchor for path, page in site.items() if path.parent.name == "reference" for anchor in page.anchors}
+    documented = {
+        name for *modules, name in (anchor.split(".") for anchor in anchors) if modules[:1] == ["tensorferry"]
+    }
+    assert [name for name in public if name not in documented] == []
