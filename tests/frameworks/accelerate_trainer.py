@@ -16,7 +16,7 @@ from accelerate.utils import (
     save_fsdp_model,
     save_fsdp_optimizer,
 )
-from ranks import digest
+from framework_ranks import digest
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from ranks import FRAMEWORKS
+from framework_ranks import FRAMEWORKS
 
 if FRAMEWORKS.is_dir():
     sys.path.append(str(FRAMEWORKS))

@@ -10,7 +10,7 @@ import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import ModelParallelStrategy
 from lightning.fabric.utilities.load import _load_distributed_checkpoint
-from ranks import digest
+from framework_ranks import digest
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
 

@@ -15,7 +15,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from ranks import digest
+from framework_ranks import digest
 
 import tensorferry
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from ranks import Process
+from framework_ranks import Process
 
 torchft = pytest.importorskip("torchft")
 

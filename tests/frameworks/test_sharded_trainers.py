@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 import pytest
-from ranks import job
+from framework_ranks import job
 
 from tensorferry.dcp import marker
 
