@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import torch
+from framework_ranks import digest
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import ModelParallelStrategy
 from lightning.fabric.utilities.load import _load_distributed_checkpoint
-from framework_ranks import digest
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
 
