@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from importlib import metadata as packages
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import ConnectError, FetchTimeout, InvalidArgument, TensorferryError
 from ..net import addresses
@@ -62,7 +62,7 @@ def doctor(
         trust: what peers have to prove
         receiving: the deadline of the measurement with a peer, and its lanes
     """
-    findings = []
+    findings: list[Any] = []
     checks = [_versions, _address, _interfaces, _ports, _memory, _limits, _kernel, *([] if quick else [_rates])]
     for check in checks:
         try:

@@ -61,11 +61,12 @@ def rounds(nbytes: int, count: int, *, into: str = "place") -> Iterator[tuple[st
         # The variables may name ports that the transports of a job have.
         local: dict[str, Any] = {"interface": "127.0.0.1", "port": 0, "metrics_port": 0}
         routes = {}
-        for what, options in (
+        chosen: list[tuple[str, dict[str, Any]]] = [
             ("shared memory", {"same_host": True}),
             ("loopback", {"same_host": False}),
             ("loopback, TLS", {"same_host": False, "tls": True}),
-        ):
+        ]
+        for what, options in chosen:
             source = stack.enter_context(HTTPTransport[Any](_TIMEOUT, **local, **options))
             receiver = stack.enter_context(HTTPTransport[Any](_TIMEOUT, **local, **options, **here))
             source.send_checkpoint([], 1, sent, _TIMEOUT)
