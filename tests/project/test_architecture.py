@@ -21,7 +21,7 @@ DOCUMENTS = (ARCHITECTURE, "CONTRIBUTING.md")
 BASES = (ROOT, ROOT / "python" / "tensorferry", ROOT / "rust" / "core" / "src")
 
 #: Names in backticks that belong to other projects.
-FOREIGN = {"StorageWriter", "StorageReader", "Metadata", "PGTransport"}
+FOREIGN = {"Cargo", "StorageWriter", "StorageReader", "Metadata", "PGTransport"}
 
 
 def code_of(document: str) -> list[str]:

@@ -14,11 +14,11 @@ import sys
 import traceback
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.metadata import version
 from typing import Any
 
 from cyclopts import App, CycloptsError, Parameter
 
-from .. import __version__
 from ..errors import TensorferryError
 from . import console, exits
 
@@ -38,7 +38,7 @@ def application(verbs: Sequence[str] = VERBS) -> App:
     app = App(
         name="tensorferry",
         help=_HELP,
-        version=__version__,
+        version=version("tensorferry"),
         help_format="plaintext",
         default_parameter=Parameter(negative=()),
         result_action="return_value",
