@@ -176,7 +176,7 @@ def _write_checkpoint(state: Any, folder: Path, step: int | None) -> None:
 def _save(state: Any, writer: Any) -> None:
     if not isinstance(state, dict):
         raise UnsupportedLeaf(f"a distributed checkpoint holds a dict, and this state is a {type(state).__name__}")
-    with warnings.catch_warnings(), mapped_states.own_errors():
+    with warnings.catch_warnings(), mapped_states.typed_errors():
         warnings.simplefilter("ignore")
         dcp.state_dict_saver._save_state_dict(state, storage_writer=writer, no_dist=True)
 

@@ -22,8 +22,9 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from .._native import Stored, _check_machine_has
+from ..dcp.failures import own_errors
 from ..dcp.files import FileReader
-from ..errors import ProtocolError, SystemRefused, TensorferryError
+from ..errors import ProtocolError, SystemRefused
 from ..memory.tensors import DTYPES, over
 from ..state import archives
 from ..state.allowlist import Allowed
@@ -100,24 +101,23 @@ def of_distributed(folder: Path, scratch: Path | None = None) -> Any:
     reader, planner = FileReader(folder), _Planner(scratch)
     # Read here first: torch logs an error of the index with a traceback, and looks for another index then.
     reader.read_metadata()
-    with own_errors():
+    with typed_errors():
         dcp.state_dict_loader._load_state_dict(state, storage_reader=reader, planner=planner, no_dist=True)
     return state
 
 
 @contextlib.contextmanager
-def own_errors() -> Iterator[None]:
-    """Raises the error that torch's collectives have wrapped, which is not even an ``Exception`` there.
+def typed_errors() -> Iterator[None]:
+    """Raises an error of this package for each that torch's collectives have wrapped.
 
     Raises:
         TensorferryError: the error itself; a ``SystemRefused`` or ``ProtocolError`` if it is none of this package
     """
     try:
-        yield
+        with own_errors():
+            yield
     except CheckpointException as e:
         for failure, _ in e.failures.values():
-            if isinstance(failure, TensorferryError):
-                raise failure from None
             if isinstance(failure, OSError):
                 raise SystemRefused(failure.errno, str(failure)) from e
         raise ProtocolError(f"torch cannot handle this checkpoint: {[str(f) for f, _ in e.failures.values()]}") from e
