@@ -53,8 +53,11 @@ def leaves_of(state: Any, *, digests: bool) -> list[Leaf]:
     found = []
     for path, value in values_of(state).items():
         if isinstance(value, torch.Tensor):
-            nbytes = value.numel() * value.element_size() if value.layout is torch.strided else 0
-            kind = "tensor" if value.is_contiguous() and value.untyped_storage().nbytes() == nbytes else "view"
+            if value.layout is torch.strided:
+                nbytes = value.numel() * value.element_size()
+                kind = "tensor" if value.is_contiguous() and value.untyped_storage().nbytes() == nbytes else "view"
+            else:
+                nbytes, kind = 0, "view"
             dtype = str(value.dtype).removeprefix("torch.")
             digest = digest_of(value) if digests else None
             found.append(Leaf(path, kind, dtype, tuple(value.shape), nbytes, [], digest))
