@@ -86,6 +86,7 @@ def test_sparse_and_quantized_tensors_equal_themselves_only(run: Callable[..., A
     }
     for name, state in states.items():
         torch.save(state, tmp_path / f"{name}.pt")
+    assert run("inspect", tmp_path / "one.pt").status == exits.OK
     assert run("diff", tmp_path / "one.pt", tmp_path / "same.pt").status == exits.OK
     told = run("diff", tmp_path / "one.pt", tmp_path / "other.pt", "--json")
     assert told.status == exits.NO

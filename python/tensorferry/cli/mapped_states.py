@@ -33,7 +33,6 @@ from ..state.manifest import Manifest
 from ..storage.reserved import DIGESTS
 from .mapped import Mapping, check_dimensions
 
-
 #: The dtypes of quantized tensors.
 _QUANTIZED = (torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4)
 
