@@ -11,7 +11,7 @@ import torch
 from ..dcp import torch_folder
 from ..dcp.marker import NAME
 from ..dcp.torch_folder import TorchFolderSource, with_stand_ins
-from ..errors import InvalidArgument, ProtocolError
+from ..errors import InvalidArgument
 from ..state import archives, tree
 from ..state.allowlist import Allowed
 from .leaves import Leaf, Listing, unique, walk
@@ -35,18 +35,10 @@ def of_place(place: Place, *, digests: bool) -> Listing:
 
 
 def _of_archive(path: Path, *, digests: bool) -> Listing:
-    """Lists a ``torch.save`` file; without ``digests``, no storage of it is read."""
+    """Lists a ``torch.save`` file; without ``digests``, of its storages only the indices of sparse tensors are read."""
+    from .mapped_states import of_archive
 
-    def untouched(_: str, nbytes: int) -> torch.Tensor:
-        return torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage(nbytes))
-
-    try:
-        state = archives.load_file(path, Allowed(), _here, None if digests else untouched)
-    except ProtocolError:
-        if digests:
-            raise
-        # torch looks at the indices of sparse tensors, so it needs the true ones.
-        state = archives.load_file(path, Allowed(), _here)
+    state = archives.load_file(path, Allowed(), _here) if digests else of_archive(path)
     leaves = list(leaves_of(state, digests=digests))
     about: dict[str, Any] = {"kind": Kind.ARCHIVE.value, "file_bytes": path.stat().st_size, "checksums": False}
     return Listing({**about, "bytes": sum(leaf.bytes for leaf in leaves)}, leaves)
