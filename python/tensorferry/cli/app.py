@@ -19,7 +19,7 @@ from typing import Any
 
 from cyclopts import App, CycloptsError, Parameter
 
-from ..errors import TensorferryError
+from ..errors import SystemRefused, TensorferryError
 from . import console, exits
 
 #: The verbs, in the order in which the help has them.
@@ -59,6 +59,7 @@ def run(arguments: Sequence[str]) -> int:
     An error becomes one line on standard error, with ``--json`` among the arguments as a JSON object.
     """
     as_json = "--json" in arguments
+    _prepare_streams()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     signal.signal(signal.SIGTERM, _terminate)
     logger, warnings = logging.getLogger("tensorferry"), _Warnings(logging.WARNING)
@@ -80,16 +81,34 @@ def run(arguments: Sequence[str]) -> int:
         return _fail("terminated", "ended by a signal", exits.TERMINATED, as_json)
     except KeyboardInterrupt:
         return _fail("interrupted", "interrupted", exits.INTERRUPTED, as_json)
+    except OSError as e:
+        if isinstance(e, TensorferryError):
+            return _fail_with(e, as_json)
+        # A full disk, for example, to which standard output goes: that must not raise again at exit.
+        try:
+            sys.stdout.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _fail_with(SystemRefused(e.errno, e.strerror or str(e), e.filename), as_json)
     except Exception as e:
-        if os.environ.get(_TRACEBACK) == "1":
-            traceback.print_exc()
-        status = exits.status_of(e)
-        what = str(e) if isinstance(e, TensorferryError) else f"{e} (please report this; {_TRACEBACK}=1 shows where)"
-        return _fail(type(e).__name__, what, status, as_json)
+        return _fail_with(e, as_json)
     finally:
         logger.removeHandler(warnings)
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+def _prepare_streams() -> None:
+    """Makes standard output and error fit to print to, whatever the process was started with.
+
+    Python has ``None`` for one that was closed. Names can have characters that the locale's encoding lacks.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - for the process's lifetime
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
 
 
 class _Warnings(logging.Handler):
@@ -98,6 +117,14 @@ class _Warnings(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Prints a warning."""
         console.note(f"tensorferry: warning: {record.getMessage()}")
+
+
+def _fail_with(error: Exception, as_json: bool) -> int:
+    if os.environ.get(_TRACEBACK) == "1":
+        traceback.print_exc()
+    mistake = f"{error} (please report this; {_TRACEBACK}=1 shows where)"
+    what = str(error) if isinstance(error, TensorferryError) else mistake
+    return _fail(type(error).__name__, what, exits.status_of(error), as_json)
 
 
 def _fail(kind: str, message: str, status: int, as_json: bool) -> int:

@@ -29,6 +29,7 @@ from ..storage.reserved import is_reserved
 from . import mapped_states
 from .places import Kind, Place
 from .torch_leaves import values_of
+from .values import has_elements, whole
 
 #: Bytes that are written at a time.
 _CHUNK = 16 << 20
@@ -176,6 +177,11 @@ def _write_checkpoint(state: Any, folder: Path, step: int | None) -> None:
 def _save(state: Any, writer: Any) -> None:
     if not isinstance(state, dict):
         raise UnsupportedLeaf(f"a distributed checkpoint holds a dict, and this state is a {type(state).__name__}")
+    for name, value in values_of(state).items():
+        # torch writes the integers of a quantized tensor without their scale, and reads memory that is not there.
+        if isinstance(value, torch.Tensor) and (value.is_quantized or value.is_meta):
+            kind = "quantized" if value.is_quantized else "on the device meta, without elements"
+            raise UnsupportedLeaf(f"{name}: a distributed checkpoint cannot hold it, because it is {kind}")
     with warnings.catch_warnings(), mapped_states.typed_errors():
         warnings.simplefilter("ignore")
         dcp.state_dict_saver._save_state_dict(state, storage_writer=writer, no_dist=True)
@@ -194,7 +200,7 @@ def write_safetensors(values: dict[str, Any], path: Path, *, drop: bool) -> list
     """
     dropped, tensors = [], {}
     for name, value in values.items():
-        if isinstance(value, torch.Tensor) and value.layout is torch.strided and value.dtype in DTYPE_NAMES:
+        if isinstance(value, torch.Tensor) and has_elements(value) and value.dtype in DTYPE_NAMES:
             tensors[f"~{name}" if is_reserved(name) else name] = value.detach()
         elif drop:
             dropped.append(name)
@@ -217,8 +223,8 @@ def write_safetensors(values: dict[str, Any], path: Path, *, drop: bool) -> list
     with path.open("xb", buffering=0) as file:
         _write(file, len(text).to_bytes(8, "little") + text)
         for name in order:
-            whole = tensors[name].resolve_conj().resolve_neg().contiguous()
-            start, nbytes = whole.data_ptr(), whole.numel() * whole.element_size()
+            copy = whole(tensors[name])
+            start, nbytes = copy.data_ptr(), copy.numel() * copy.element_size()
             for offset in range(0, nbytes, _CHUNK):
                 part = (ctypes.c_char * min(_CHUNK, nbytes - offset)).from_address(start + offset)
                 _write(file, memoryview(part).cast("B"))

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from .._native import Rows, Stored
-from ..errors import SystemRefused
+from ..errors import SystemRefused, UnsupportedLeaf
 from ..storage import reserved
 from ..storage.container import VERSION, Container
 
 #: Pages of a private mapping that nobody writes to need no memory of their own (Linux).
 _NO_RESERVE = 0x4000
+#: A row of what is published counts dimensions in one byte.
+_MOST_DIMENSIONS = 255
 #: Keys of ``__metadata__`` that belong to a file, or that every container has.
 _OWN_KEYS = frozenset({"format", "tensorferry.version", "tensorferry.file", "tensorferry.checkpoint"})
 
@@ -67,6 +69,7 @@ def container_of(path: Path, control: list[tuple[str, bytes]] | None = None) -> 
         TensorferryError: the file cannot be read, or is not a container
     """
     stored = Stored.open(path, checksums=False)
+    check_dimensions(path, stored)
     mapping = Mapping(path)
     rows = Rows(object, object, {}, native=False)
     names, dtypes, shapes = stored.names, stored.dtypes, stored.shapes
@@ -79,6 +82,20 @@ def container_of(path: Path, control: list[tuple[str, bytes]] | None = None) -> 
     about = [(key, value) for key, value in stored.about if key not in _OWN_KEYS]
     # Borrowed: whoever writes to the file meanwhile makes receivers notice it.
     return Container(rows, mapping, False, control, about)
+
+
+def check_dimensions(path: Path, stored: Stored) -> None:
+    """Refuses a file of another program with tensors of more dimensions than this package can send.
+
+    Raises:
+        UnsupportedLeaf: there is one
+    """
+    for name, shape in zip(stored.names, stored.shapes, strict=True):
+        if len(shape) > _MOST_DIMENSIONS:
+            raise UnsupportedLeaf(
+                f"{path}: {name} has {len(shape)} dimensions, and tensorferry holds tensors of at most "
+                f"{_MOST_DIMENSIONS}"
+            )
 
 
 def _flat_manifest(names: list[str]) -> bytes:

@@ -24,14 +24,17 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from .._native import Stored, _check_machine_has
 from ..dcp.failures import own_errors
 from ..dcp.files import FileReader
-from ..errors import ProtocolError, SystemRefused
+from ..errors import ProtocolError, SystemRefused, UnsupportedLeaf
 from ..memory.tensors import DTYPES, over
 from ..state import archives
 from ..state.allowlist import Allowed
 from ..state.build import StateBuilder
 from ..state.manifest import Manifest
 from ..storage.reserved import DIGESTS
-from .mapped import Mapping
+from .mapped import Mapping, check_dimensions
+
+#: The dtypes of quantized tensors.
+_QUANTIZED = (torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4)
 
 
 def of_container(path: Path) -> Any:
@@ -44,6 +47,7 @@ def of_container(path: Path) -> Any:
     for dtype, name in stored.kinds.items():
         if dtype not in DTYPES:
             raise ProtocolError(f"{path}: entry {name!r} has dtype {dtype}, which this version does not support")
+    check_dimensions(path, stored)
     mapping = Mapping(path)
     starts, sizes = stored.starts, stored.sizes
 
@@ -136,6 +140,11 @@ class _Planner(DefaultLoadPlanner):  # type: ignore[misc]  # mypy does not follo
         tensors = {k: v for k, v in metadata.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
         places, at = {}, 0
         for key, about in tensors.items():
+            # torch ends the process when it copies into a tensor of such a dtype that is made from bytes.
+            if about.properties.dtype in _QUANTIZED:
+                raise UnsupportedLeaf(
+                    f"{key} is of {about.properties.dtype}, whose scale no distributed checkpoint has"
+                )
             places[key] = at
             at += -(-about.size.numel() * about.properties.dtype.itemsize // 64) * 64
         pages = self._pages(at)

@@ -69,6 +69,8 @@ def find(text: str) -> Place:
             raise ProtocolError(f"{path} is neither a file nor a folder")
         with path.open("rb") as file:
             head = file.read(4)
+    except IncompleteCheckpoint:  # It is a FileNotFoundError as well.
+        raise
     except FileNotFoundError:
         raise IncompleteCheckpoint(f"{path}: there is no such file or folder") from None
     except OSError as e:

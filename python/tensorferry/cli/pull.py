@@ -98,6 +98,9 @@ class _Pull:
             path = output if output is not None else Path(f"step-{step}.safetensors")
             if path.is_dir():
                 raise InvalidArgument(f"{path} is a folder: use --into-folder, or name a file in it")
+            # The rename at the end would put the file in the place of a device such as /dev/null.
+            if path.is_symlink() or (path.exists() and not path.is_file()):
+                raise InvalidArgument(f"{path} is a link, a pipe or a device, which a file would replace: name a file")
             return path, path.with_name(f"{path.name}.partial")
 
         path, step = self._fetch(urls, place)

@@ -35,12 +35,10 @@ def of_place(place: Place, *, digests: bool) -> Listing:
 
 
 def _of_archive(path: Path, *, digests: bool) -> Listing:
-    """Lists a ``torch.save`` file; without ``digests``, no storage of it is read."""
+    """Lists a ``torch.save`` file; without ``digests``, of its storages only the indices of sparse tensors are read."""
+    from .mapped_states import of_archive
 
-    def untouched(_: str, nbytes: int) -> torch.Tensor:
-        return torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage(nbytes))
-
-    state = archives.load_file(path, Allowed(), _here, None if digests else untouched)
+    state = archives.load_file(path, Allowed(), _here) if digests else of_archive(path)
     leaves = list(leaves_of(state, digests=digests))
     about: dict[str, Any] = {"kind": Kind.ARCHIVE.value, "file_bytes": path.stat().st_size, "checksums": False}
     return Listing({**about, "bytes": sum(leaf.bytes for leaf in leaves)}, leaves)
@@ -53,8 +51,11 @@ def leaves_of(state: Any, *, digests: bool) -> list[Leaf]:
     found = []
     for path, value in values_of(state).items():
         if isinstance(value, torch.Tensor):
-            nbytes = value.numel() * value.element_size() if value.layout is torch.strided else 0
-            kind = "tensor" if value.is_contiguous() and value.untyped_storage().nbytes() == nbytes else "view"
+            if value.layout is torch.strided:
+                nbytes = value.numel() * value.element_size()
+                kind = "tensor" if value.is_contiguous() and value.untyped_storage().nbytes() == nbytes else "view"
+            else:
+                nbytes, kind = 0, "view"
             dtype = str(value.dtype).removeprefix("torch.")
             digest = digest_of(value) if digests else None
             found.append(Leaf(path, kind, dtype, tuple(value.shape), nbytes, [], digest))
