@@ -357,11 +357,9 @@ def test_every_pickle_from_elsewhere_is_read_by_the_one_machine() -> None:
         )
         if calls and path.parent.name != "testing":
             found[path.name] = sorted(set(calls))
-    # Megatron's objects: what torch.load reads there, this machine has read and written anew.
-    assert found == {"unpickling.py": ["find_class", "pickle.Unpickler"], "load.py": ["torch.load("]}
-    rewriting = (root / "megatron/load.py").read_text()
-    assert rewriting.count("torch.load(") == 2
-    assert "rewritten(data" in rewriting
+    # What the ranks of one Megatron job say to each other comes through their process group, as in torch's collectives
+    # of objects: whoever can write there runs code in the job anyway.
+    assert found == {"unpickling.py": ["find_class", "pickle.Unpickler"], "together.py": ["pickle.loads"]}
 
 
 # Pickles of honest senders are accepted. -----------------------------------------------------------------------------

@@ -167,8 +167,9 @@ def test_a_failed_receive_keeps_no_connection_while_its_exception_is_kept(
         with pytest.raises(tensorferry.StateMismatch) as kept:
             target.recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
     else:
+        source.send_checkpoint([1], 1, [torch.ones(3 * MIB)], TIMEOUT)
         reader = PeerReader(f"tensorferry-dcp/1 1 {source.metadata()}")
-        with pytest.raises(tensorferry.ProtocolError, match="no index") as kept:
+        with pytest.raises(tensorferry.ProtocolError, match="is a list") as kept:
             reader.read_metadata()
     end = time.monotonic() + 10
     while connections(source) and time.monotonic() < end:

@@ -133,18 +133,21 @@ class _State:
         # Of a ShardedTensor of this other job, only the shards are taken.
         self._allowed = allowed.detached()
         self._remote: Remote = source.open(name)
-        self.manifest = self._remote.manifest
-        self._names, self._dtypes, self._sizes = self._remote.names, self._remote.dtypes, self._remote.sizes
-        self._values: dict[str, Any] = {}
         try:
-            self._begin()
-        except UnsafePickle:
-            raise
-        except TensorferryError:
-            # Some objects cannot be built before the bytes of their tensors are here: sparse tensors check their
-            # indices. What is really wrong with the pickle shows again.
-            self._begin(source.read)
-        self._remote.close()
+            self.manifest = self._remote.manifest
+            self._names, self._dtypes, self._sizes = self._remote.names, self._remote.dtypes, self._remote.sizes
+            self._values: dict[str, Any] = {}
+            try:
+                self._begin()
+            except UnsafePickle:
+                raise
+            except TensorferryError:
+                # Some objects cannot be built before the bytes of their tensors are here: sparse tensors check their
+                # indices. What is really wrong with the pickle shows again.
+                self._begin(source.read)
+        finally:
+            # An exception keeps this object as long as somebody keeps it.
+            self._remote.close()
         #: The path at which the manifest describes a tensor that stands in several places.
         self._first: dict[int, str] = {}
         for fqn, value in self._values.items():

@@ -301,7 +301,7 @@ fn metrics_count_what_happened() {
     let (rig, _, whole) = rig();
     let path = rig.path("").replace("checkpoint/", "metrics");
     let got = get(&rig, &path, &[]);
-    assert_eq!(got.header("content-type"), Some("text/plain; version=0.0.4"));
+    assert_eq!(got.header("content-type"), Some("text/plain; version=0.0.4; charset=utf-8"));
     for line in [format!("tensorferry_sent_bytes_total {}", whole.len()), "tensorferry_allowed 1".to_owned()] {
         assert!(got.text().lines().any(|l| l == line), "{line} is missing in\n{}", got.text());
     }
