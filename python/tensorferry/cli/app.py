@@ -64,8 +64,9 @@ def run(arguments: Sequence[str]) -> int:
     logger, warnings = logging.getLogger("tensorferry"), _Warnings(logging.WARNING)
     logger.addHandler(warnings)
     try:
-        # The verb that is asked for is the only one that is imported.
-        verbs = [verb for verb in VERBS if verb in arguments[:1]] or VERBS
+        # The verb that is asked for is the only one that is imported; the version needs none.
+        asked = [verb for verb in VERBS if verb in arguments[:1]]
+        verbs = asked if asked or arguments[:1] == ["--version"] else VERBS
         status = application(verbs)(list(arguments))
         sys.stdout.flush()
         return status if isinstance(status, int) else exits.OK

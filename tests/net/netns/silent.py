@@ -72,14 +72,14 @@ def main(door: str, seconds: float, interrupt: float | None) -> None:
         call()
     except BaseException as error:
         end = [type(error).__name__, str(error)]
-    took = time.monotonic() - begin
+    ended_at = time.monotonic()
+    took = ended_at - begin
     silent.settimeout(0)
     asked = False
     with contextlib.suppress(OSError):
         asked = bool(silent.recv(4096))
-    print(
-        json.dumps({"took": took, "ended": end[0], "message": end[1], "asked": asked, "warnings": warnings}), flush=True
-    )
+    result = {"took": took, "ended_at": ended_at, "ended": end[0], "message": end[1], "asked": asked}
+    print(json.dumps(result | {"warnings": warnings}), flush=True)
     # Threads that are still looking up a name must not delay the exit either; the caller checks that.
     sys.exit(0)
 

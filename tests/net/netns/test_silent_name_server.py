@@ -91,8 +91,6 @@ def test_an_interrupt_ends_construction(attempt: Callable[..., dict[str, Any]]) 
 
 
 def test_the_process_does_not_wait_for_the_resolver_at_its_end(attempt: Callable[..., dict[str, Any]]) -> None:
-    begin = time.monotonic()
     result = attempt("ours", seconds=0.2)
-    assert time.monotonic() - begin - result["took"] < UNBOUNDED_S, (
-        "less than the resolver takes, torch's import included"
-    )
+    # Processes of one machine share this clock, so that torch's import does not count.
+    assert time.monotonic() - result["ended_at"] < UNBOUNDED_S - result["took"], "less than the resolver takes"
