@@ -190,7 +190,8 @@ def test_two_ranks_that_were_killed_go_on_from_two_keepers(folder, tmp_path):
     with KeeperAtWork(folder, name="node0"), KeeperAtWork(folder, name="node1"):
         first = start("first")
         for process in first:
-            assert process.stdout.readline() == "saved\n"
+            # Gloo of torch 2.8 writes to stdout too.
+            assert "saved\n" in iter(process.stdout.readline, "")
         for rank in range(2):
             with Keeper(f"node{rank}") as keeper:
                 eventually("all is kept", lambda keeper=keeper: any(s.path.endswith("step-2") for s in keeper.held()))
@@ -203,4 +204,4 @@ def test_two_ranks_that_were_killed_go_on_from_two_keepers(folder, tmp_path):
         for process in second:
             said, _ = process.communicate(timeout=60)
             assert process.returncode == 0
-            assert said.strip() == str(tmp_path / "run" / "step-2")
+            assert said.splitlines()[-1] == str(tmp_path / "run" / "step-2")

@@ -20,6 +20,7 @@ import torch.distributed.checkpoint as dcp
 
 from commands import FORMS, TIMEOUT, command, damage, make_state, serving
 from equality import assert_same_state
+from leaf import STOCK_READS_EMPTY
 from tensorferry import HTTPTransport
 from tensorferry.checkpointing import CheckpointReader, load_file
 from tensorferry.cli import exits
@@ -42,9 +43,13 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def forms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The state in each form, as read-only originals."""
-    folder = tmp_path_factory.mktemp("forms")
+    return written(make_state(), tmp_path_factory.mktemp("forms"))
+
+
+def written(state: dict[str, Any], folder: Path) -> dict[str, Path]:
+    """Writes a state in each form, and returns where."""
     for write, name in FORMS.values():
-        write(make_state(), folder / name)
+        write(state, folder / name)
     checkpoint = folder / FORMS["checkpoint"][1]
     shutil.copy(next(checkpoint.glob("rank*")), folder / "state.safetensors")
     found = {form: folder / name for form, (_, name) in FORMS.items()}
@@ -96,15 +101,19 @@ def test_what_is_served_is_received_as_from_a_transport(form: str, forms: dict[s
 
 @pytest.mark.parametrize("form", ["file", "archive", "torch"])
 def test_what_torch_has_written_is_served_to_stock_receivers_too(
-    form: str, forms: dict[str, Path], open_stock: Any
+    form: str, forms: dict[str, Path], open_stock: Any, tmp_path: Path
 ) -> None:
+    state = make_state()
+    if not STOCK_READS_EMPTY:
+        del state["empty"]
+        forms = written(state, tmp_path)
     # In this process, which has torch already.
     server, host = start(30.0, Serving(interface="127.0.0.1").options(Trust()))
     place = find(str(forms[form]))
     try:
         (metadata,) = publishers()[place.kind](Publisher(server, host, 3, False), place.path)["metadata"]
         for receiver in (open_stock(), HTTPTransport(TIMEOUT, interface="127.0.0.1")):
-            same_values(receiver.recv_checkpoint(0, metadata, 3, TIMEOUT), make_state())
+            same_values(receiver.recv_checkpoint(0, metadata, 3, TIMEOUT), state)
             if isinstance(receiver, HTTPTransport):
                 receiver.shutdown()
     finally:

@@ -73,9 +73,9 @@ def test_saves_into_one_folder_that_overlap_lose_nothing(when, older_first, tmp_
     save(tmp_path, 1)
     older, newer = Slow("planned" if older_first else when), Slow(when if older_first else "none")
     state = [{"a": torch.full((1000,), float(n))} for n in (2, 3)]
-    running = [dcp.async_save(state[0], storage_writer=SlowWriter(tmp_path, older), planner=older, no_dist=True)]
+    running = [dcp.async_save(state[0], storage_writer=SlowWriter(tmp_path, older), planner=older)]
     assert older.reached.wait(60)
-    running.append(dcp.async_save(state[1], storage_writer=SlowWriter(tmp_path, newer), planner=newer, no_dist=True))
+    running.append(dcp.async_save(state[1], storage_writer=SlowWriter(tmp_path, newer), planner=newer))
     if older_first:
         assert newer.reached.wait(60)
         older.go.set()
@@ -100,7 +100,7 @@ def test_saves_into_one_folder_that_overlap_lose_nothing(when, older_first, tmp_
 def test_one_writer_in_two_saves_at_once_writes_two_files(tmp_path):
     first, second = Slow("begun"), Slow("none")
     writer = FileWriter(tmp_path)
-    running = dcp.async_save({"a": torch.full((1000,), 1.0)}, storage_writer=writer, planner=first, no_dist=True)
+    running = dcp.async_save({"a": torch.full((1000,), 1.0)}, storage_writer=writer, planner=first)
     assert first.reached.wait(60)
     dcp.save({"a": torch.full((1000,), 2.0)}, storage_writer=writer, planner=second, no_dist=True)
     assert loaded(tmp_path) == 2

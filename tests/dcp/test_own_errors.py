@@ -31,7 +31,9 @@ def load(folder, wanted=None):
 def test_an_error_of_the_index_keeps_its_class_and_is_said_once(tmp_path):
     with pytest.raises(CheckpointException) as theirs:
         load(tmp_path)
-    assert str(theirs.value).count("there is no checkpoint in") == 2, "torch says it once: is own_errors still needed?"
+    # torch 2.8 reads the index once. 2.15 tries again for an index of the rank, and raises an AssertionError of both.
+    said = 1 if torch.__version__ < (2, 9) else 2
+    assert str(theirs.value).count("there is no checkpoint in") == said, "torch has changed: is own_errors needed?"
     with pytest.raises(IncompleteCheckpoint) as caught, own_errors():
         load(tmp_path)
     text = "".join(traceback.format_exception(caught.value))

@@ -31,7 +31,8 @@ def _torch_reads_empty_storages() -> bool:
 
 
 # torchft can receive what torch can read: torch 2.8 fails on a storage without bytes (pytorch#180481).
-BOTH_IF_EMPTY = BOTH if _torch_reads_empty_storages() else NEITHER
+STOCK_READS_EMPTY = _torch_reads_empty_storages()
+BOTH_IF_EMPTY = BOTH if STOCK_READS_EMPTY else NEITHER
 
 
 @dataclass(frozen=True)
