@@ -9,7 +9,6 @@ import urllib.error
 import urllib.request
 from collections import OrderedDict
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from rank_worker import SHARDED, TENSORS
 from torch.distributed.checkpoint.api import CheckpointException
 
+from checkpoint_ranks import run
 from keepers import KeeperAtWork, eventually
 from tensorferry import HTTPTransport
 from tensorferry.checkpointing import Keeper, make_async_checkpointer, peer_metadata
@@ -29,27 +29,6 @@ pytestmark = [
 ]
 
 SECRET = "a secret of sixteen or more characters"
-
-
-def run(what: str, world: int, folder: Path, expected: int = 0) -> None:
-    worker = Path(__file__).with_name("rank_worker.py")
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, worker, what, str(rank), str(world), str(folder)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    try:
-        for rank in ranks:
-            output, _ = rank.communicate(timeout=100)
-            assert rank.returncode == expected, output[-3000:]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
 
 
 def kept(count: int) -> str:

@@ -2,41 +2,18 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
 from rank_worker import SHARDED, TENSORS
 
+from checkpoint_ranks import run
 from tensorferry.checkpointing import SyncCheckpointer, latest_checkpoint, loading
 from tensorferry.errors import CorruptCheckpoint, IncompleteCheckpoint
 from tensorferry.storage.folder import read_index
 
 pytestmark = pytest.mark.timeout(240)
-
-
-def run(what: str, world: int, folder: Path) -> None:
-    worker = Path(__file__).with_name("rank_worker.py")
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, worker, what, str(rank), str(world), str(folder)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    try:
-        for rank in ranks:
-            output, _ = rank.communicate(timeout=100)
-            assert rank.returncode == 0, output[-3000:]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
 
 
 def test_spread_tensors_are_put_together_for_other_ranks_and_placements(tmp_path):
