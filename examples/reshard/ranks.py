@@ -112,14 +112,16 @@ class Job:
 
 
 def _serve(
-    orders: Connection, rank: int, world: int, store: str, patience: float, make: Callable[[int, int], Any]
+    orders: Connection, rank: int, world: int, store: str | dist.Store, patience: float, make: Callable[[int, int], Any]
 ) -> None:
     """Run in a rank: call the requested methods until the requests end."""
     os.environ |= {"OMP_NUM_THREADS": "1", "LOCAL_RANK": str(rank)}
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     timeout = timedelta(seconds=patience)
-    dist.init_process_group("gloo", rank=rank, world_size=world, store=dist.FileStore(store, world), timeout=timeout)
+    if isinstance(store, str):
+        store = dist.FileStore(store, world)
+    dist.init_process_group("gloo", rank=rank, world_size=world, store=store, timeout=timeout)
     held = make(rank, world)
     with contextlib.suppress(EOFError):
         while (order := orders.recv()) is not None:

@@ -15,7 +15,9 @@ from job import Job
 
 import tensorferry
 from tensorferry.dcp import PeerReader, PeerWriter
+from tensorferry.dcp.peer_writer import _Done
 from tensorferry.errors import InvalidArgument
+from tensorferry.storage.container import Container
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning", "ignore::FutureWarning")
 
@@ -63,6 +65,29 @@ def test_every_save_replaces_the_one_before(open_writer):
     assert len(set(strings)) == 3
     with pytest.raises(dcp.CheckpointException, match="serving 3 but got step=1"):
         read(strings[0], {"x": torch.zeros(9, dtype=torch.int64)})
+
+
+def test_a_rank_that_cannot_publish_its_part_says_so(open_writer, monkeypatch, caplog):
+    writer = open_writer()
+    state = {"x": torch.ones(9)}
+
+    def refuse(*_, **__):
+        raise MemoryError("no room")
+
+    # On ranks other than the first, the last step is called while torch unpickles metadata, and may not raise.
+    monkeypatch.setattr(writer, "finish", lambda **_: None)
+    monkeypatch.setattr(Container, "publish", refuse)
+    dcp.save(state, storage_writer=writer)
+    pickle.loads(pickle.dumps(_Done(writer._step, writer._urls)))
+    assert "this rank's part of the checkpoint will be missing for readers" in caplog.text
+    for ask in (writer.metadata, writer.folder):
+        with pytest.raises(
+            InvalidArgument, match=r"could not publish its part of it \(MemoryError: no room\).*Save again"
+        ):
+            ask()
+    monkeypatch.undo()
+    dcp.save(state, storage_writer=writer)
+    assert read(writer.metadata(), state)["x"].tolist() == [1.0] * 9
 
 
 def test_withdrawn_state_is_not_read_any_more(open_writer):

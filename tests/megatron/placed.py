@@ -55,9 +55,9 @@ class Host:
             self._jobs[world] = Job(self, world)
         return self._jobs[world]
 
-    def fork(self, world, store):
+    def fork(self, world, store, patience):
         """Forks the ranks of a job; returns a connection to each, and its process id."""
-        self._orders.send((world, store))
+        self._orders.send((world, store, patience))
         told = {}
         for _ in range(world):
             pipe = self._listener.accept()
@@ -94,20 +94,22 @@ def serve(address):
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with Client(address) as orders, contextlib.suppress(EOFError):
         while True:
-            world, store = orders.recv()
+            world, store, patience = orders.recv()
             for rank in range(world):
                 if os.fork() == 0:
                     orders.close()
-                    _be(rank, world, store, address)
+                    _be(rank, world, store, patience, address)
 
 
-def _be(rank, world, store, address):
+def _be(rank, world, store, patience, address):
     """Is a rank, and ends the process."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     with Client(address) as pipe:
         pipe.send((rank, os.getpid()))
         with contextlib.suppress(EOFError, OSError):
-            ranks._serve(pipe, rank, world, store, _PATIENCE_S, _Rank)
+            if isinstance(store, int):
+                store = torch.distributed.TCPStore("127.0.0.1", store, is_master=False)
+            ranks._serve(pipe, rank, world, store, patience, _Rank)
     os._exit(0)
 
 
@@ -124,12 +126,19 @@ class _Rank:
 
 
 class Job(ranks.Job):
-    """``world`` ranks; a call gives what each rank returns. Made by :meth:`Host.job`."""
+    """``world`` ranks; a call gives what each rank returns. :meth:`Host.job` makes those that are used again.
 
-    def __init__(self, host, world):
+    ``patience`` is the time-out of the process group; with ``over_tcp``, its store is in this process, as torchrun has
+    it in its own. A rank that is stopped while it holds the lock of a store in a file stops all.
+    """
+
+    def __init__(self, host, world, patience=_PATIENCE_S, over_tcp=False):
         self._name, self._patience = f"{world} ranks", _PATIENCE_S
         self._folder = tempfile.TemporaryDirectory()
-        forked = host.fork(world, f"{self._folder.name}/store")
+        self._store = (
+            torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if over_tcp else None
+        )
+        forked = host.fork(world, self._store.port if over_tcp else f"{self._folder.name}/store", patience)
         self._pipes = [pipe for pipe, _ in forked]
         self.pids = [pid for _, pid in forked]
         self.alive = True

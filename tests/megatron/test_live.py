@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 from datetime import timedelta
 
 import torch
 from placed import Placement, digest, expected, sharded_state
+
+from tensorferry.errors import InvalidArgument
 
 TIMEOUT = timedelta(seconds=30)
 
@@ -82,6 +86,41 @@ def test_a_source_that_is_gone_is_an_error_on_every_rank(host, tmp_path):
     host.job(2).run(close)
     for text in host.job(2).run(load_gone, metadata):
         assert text.startswith("cannot load from the running job")
+
+
+def publish_in_part(kept, victim):
+    from unittest import mock
+
+    from test_errors import outcome
+
+    import tensorferry.megatron as ours
+    from tensorferry.dcp import PeerWriter
+    from tensorferry.storage.container import Container
+
+    writer = PeerWriter(TIMEOUT, interface="127.0.0.1")
+    kept["state"] = state = sharded_state(Placement(1, 1, 2), value=5)
+    with contextlib.ExitStack() as stack:
+        if torch.distributed.get_rank() == victim:
+            stack.enter_context(mock.patch.object(Container, "publish", side_effect=MemoryError("no room")))
+        text = outcome(lambda: ours.publish(state, writer))
+    try:
+        writer.metadata()
+        published = True
+    except InvalidArgument:
+        published = False
+    kept["writer"] = writer
+    return text, published, ours.publish(state, writer)
+
+
+def test_a_rank_that_cannot_publish_its_part_is_an_error_on_every_rank(host):
+    for victim in (0, 1):
+        told = host.job(2).run(publish_in_part, victim)
+        for text, published, _ in told:
+            assert re.match(rf"cannot .*MemoryError: no room.*\(rank {victim}\)", text)
+            assert not published
+        for found, wanted in host.job(4).run(load, (1, 1, 4), told[0][2], "ours", ""):
+            assert found == wanted
+        host.job(2).run(close)
 
 
 def heal(kept):

@@ -194,6 +194,31 @@ def test_a_background_write_that_fails_is_an_error_on_every_rank(host, tmp_path)
     assert not (tmp_path / "metadata.json").exists()
 
 
+def save_without_room(kept, folder):
+    import tempfile
+    from unittest import mock
+
+    from test_errors import outcome
+
+    import tensorferry.megatron as ours
+
+    del kept
+    # Where the results of the other process are to appear.
+    before = set(Path(tempfile.gettempdir()).glob("tensorferry-*"))
+    torch.distributed.barrier()
+    temporary = "/nowhere" if torch.distributed.get_rank() == 1 else tempfile.gettempdir()
+    with mock.patch.object(tempfile, "tempdir", temporary):
+        text = outcome(lambda: ours.save(sharded_state(Placement(*PLACE)), folder, async_sharded_save=True))
+    torch.distributed.barrier()
+    return text, set(Path(tempfile.gettempdir()).glob("tensorferry-*")) - before
+
+
+def test_a_rank_without_temporary_files_is_an_error_on_every_rank(host, tmp_path):
+    for text, left in host.job(2).run(save_without_room, str(tmp_path)):
+        assert re.search(r"FileNotFoundError: .*/nowhere.*\(rank 1\)", text)
+        assert not left
+
+
 def save(kept, folder, value):
     import tensorferry.megatron as ours
 

@@ -105,13 +105,9 @@ class Reading:
         objects, tensors = self._without_built(objects, tensors)
         for item, ref in objects:
             self._schedule_entry(ref, partial(self._load_bytes, item))
-            if self._temporary_bytes > _SCRATCH:
-                self._flush()
         direct = _without_aliases([(item, target) for item, _, target in tensors])
         for (item, ref, target), alone in zip(tensors, direct, strict=True):
             self._schedule_tensor(item, ref, target, alone)
-            if self._temporary_bytes > _SCRATCH:
-                self._flush()
 
     def _without_built(self, objects: list[_Object], tensors: list[_Tensor]) -> tuple[list[_Object], list[_Tensor]]:
         """Has the source build the values that have no entry of their own; returns the other items."""
@@ -184,15 +180,21 @@ class Reading:
         return target
 
     def _scratch(self, nbytes: int) -> torch.Tensor:
+        self._make_room(nbytes)
         memory = scratch(nbytes)
         self._temporary.append(memory)
-        self._temporary_bytes += nbytes
         return memory
+
+    def _make_room(self, nbytes: int) -> None:
+        """Counts temporary memory that is about to be taken; what was scheduled before is read first if it is much."""
+        if self._temporary_bytes and self._temporary_bytes + nbytes > _SCRATCH:
+            self._flush()
+        self._temporary_bytes += nbytes
 
     def _schedule_entry(self, ref: EntryRef, load: Callable[[bytes], None]) -> None:
         """Schedules the read of a whole entry, and then a call of ``load`` with its bytes."""
+        self._make_room(ref.nbytes)
         memory, start = room(ref.nbytes)
-        self._temporary_bytes += ref.nbytes
         if ref.nbytes:
             self._schedule_slice(ref, 0, ref.nbytes, start, [])
         self._after_read.append(lambda: load(bytes(memory)))

@@ -65,7 +65,8 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
     """Publishes with ``torch.distributed.checkpoint.save`` what each rank would save, for readers in other jobs.
 
     Each rank serves its own part from its own server, once all ranks have succeeded. A save that fails publishes
-    nothing on any rank, and the previous publication stays. By default tensors in host memory are not copied: they must
+    nothing on any rank, and the previous publication stays. If a rank cannot publish its part after all have succeeded,
+    it logs that, and its ``metadata()`` raises; whoever loads is told that the part is missing. By default tensors in host memory are not copied: they must
     not change until ``withdraw`` returns. Make one writer and keep it: every save replaces the publication.
 
     Args:
@@ -116,6 +117,7 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         self._coordinates = False
         self._saved = False
         self._is_closed = False
+        self._failure: Exception | None = None
         _writers[self._url] = self
 
     def metadata(self) -> str:
@@ -124,10 +126,9 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         It has random parts: without a shared secret, anyone who knows the string can read the state.
 
         Raises:
-            InvalidArgument: nothing is published, or the last save has failed
+            InvalidArgument: nothing is published, the last save has failed, or this rank could not publish its part
         """
-        if not self._saved:
-            raise InvalidArgument(_NOTHING)
+        self._check_saved()
         return publication_metadata(self._step, self._urls)
 
     def metrics_url(self) -> str:
@@ -145,15 +146,14 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         aiohttp to read it, and reads whole chunks, without checksums.
 
         Raises:
-            InvalidArgument: nothing is published, the last save has failed, or the writer has a secret or TLS, which
-                torch's reader does not support
+            InvalidArgument: as for :meth:`metadata`; or the writer has a secret or TLS, which torch's reader does not
+                support
         """
         if not self._plain:
             raise InvalidArgument(
                 "torch's reader supports neither a shared secret nor a pinned certificate: use a PeerReader"
             )
-        if not self._saved:
-            raise InvalidArgument(_NOTHING)
+        self._check_saved()
         return f"{self._urls[0]}{self._step}/dcp"
 
     def withdraw(self) -> None:
@@ -165,6 +165,7 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         """
         self._packed = None
         self._saved = False
+        self._failure = None
         withdraw(self._server, self._timeout)
 
     def shutdown(self) -> None:
@@ -194,6 +195,7 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         del args, kwargs
         self._coordinates = is_coordinator
         self._saved = False
+        self._failure = None
         self._packed = None
         # Every rank counts every save, so the step is the same on all ranks.
         self._step += 1
@@ -249,11 +251,22 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         try:
             if step == self._step and not self._saved and self._packed is not None:
                 self._publish(None)
-        except Exception:
+        except Exception as e:
             # Not raised: this is called while torch unpickles metadata, when the save has succeeded already.
+            self._failure = e
             logger.exception(
                 "cannot publish what was saved: this rank's part of the checkpoint will be missing for readers"
             )
+
+    def _check_saved(self) -> None:
+        if self._failure is not None:
+            raise InvalidArgument(
+                "the last save has succeeded, but this rank could not publish its part of it "
+                f"({type(self._failure).__name__}: {self._failure}): whoever loads waits for that part and fails. "
+                "Save again"
+            ) from self._failure
+        if not self._saved:
+            raise InvalidArgument(_NOTHING)
 
     def _publish(self, of_all: Index | None) -> None:
         packed = self._packed

@@ -122,8 +122,9 @@ class LoadStrategy(LoadShardedStrategy):
         """
         del async_strategy
         ranks = Together(self.process_group, self.timeout)
-        loading = self._open(ranks, sharded_state_dict, checkpoint_dir)
-        ranks.every(f"load {self.name(checkpoint_dir)}", lambda: self._read(loading))
+        with ranks.counting_on_each_other():
+            loading = self._open(ranks, sharded_state_dict, checkpoint_dir)
+            ranks.every(f"load {self.name(checkpoint_dir)}", lambda: self._read(loading))
         return shards.replaced(sharded_state_dict, loading.value)
 
     def _open(self, ranks: Together, state: Any, checkpoint_dir: str | Path) -> Loading:

@@ -59,7 +59,7 @@ class SaveStrategy(TorchDistSaveShardedStrategy, AsyncSaveShardedStrategy):  # t
     Attributes:
         peers: publishes the state, if it is not written to files
         process_group: the ranks that save together
-        timeout: how long a rank waits for the others to begin
+        timeout: how long a rank waits for the others to begin, and to finish a save in the background
     """
 
     def __init__(
@@ -89,8 +89,12 @@ class SaveStrategy(TorchDistSaveShardedStrategy, AsyncSaveShardedStrategy):  # t
             CheckpointingException: a shard is missing, is there twice or cannot be saved, or the system refuses; it is
                 raised on all ranks, and the checkpoint that was in the folder before stays
         """
-        saving = self._begin(sharded_state_dict, checkpoint_dir)
-        saving.finish(lambda: saving.writer.write_data(saving.plan, saving.data).value())
+        ranks = Together(self.process_group, self.timeout)
+        with ranks.counting_on_each_other():
+            saving = self._begin(ranks, sharded_state_dict, checkpoint_dir)
+            saving.finish(ranks, lambda: saving.writer.write_data(saving.plan, saving.data).value())
+            if self.peers is not None:
+                _check_published(ranks, self.peers)
 
     def async_save(self, sharded_state_dict: Any, checkpoint_dir: str | Path, async_strategy: str | None = None) -> Any:
         """Plans a save, and returns the request that carries it out.
@@ -112,17 +116,28 @@ class SaveStrategy(TorchDistSaveShardedStrategy, AsyncSaveShardedStrategy):  # t
         if self.peers is not None:
             self.save(sharded_state_dict, checkpoint_dir)
             return request(None, (), [])
-        saving = self._begin(sharded_state_dict, checkpoint_dir)
+        ranks = Together(self.process_group, self.timeout)
+        folders: list[str] = []
+        with ranks.counting_on_each_other():
+            saving = self._begin(ranks, sharded_state_dict, checkpoint_dir, folders)
         assert isinstance(saving.writer, FileWriter)
-        job = _Job(saving.writer.rank_file(), saving.plan, tempfile.mkdtemp(prefix="tensorferry-"))
+        job = _Job(saving.writer.rank_file(), saving.plan, *folders)
         # If nobody calls the last function.
         weakref.finalize(saving, _remove, job.folder, os.getpid())
         held = _Held(saving.data.values)
-        return request(write, (job, None, None), [lambda: saving.finish(job.results)], preload_fn=held.on_host)
 
-    def _begin(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> _Saving:
-        """Plans a save together with the other ranks."""
-        ranks = Together(self.process_group, self.timeout)
+        def finish() -> None:
+            # They have gone separate ways since: one that has failed elsewhere does not come.
+            ranks = Together(self.process_group, self.timeout)
+            with ranks.counting_on_each_other():
+                saving.finish(ranks, job.results)
+
+        return request(write, (job, None, None), [finish], preload_fn=held.on_host)
+
+    def _begin(
+        self, ranks: Together, sharded_state_dict: Any, checkpoint_dir: str | Path, folders: list[str] | None = None
+    ) -> _Saving:
+        """Plans a save together with the other ranks; adds to ``folders`` one for the results of another process."""
         where = str(checkpoint_dir)
         writer: Any = self.peers or FileWriter(checkpoint_dir, threads=self._threads, cached=self._cached)
         data = _Data()
@@ -141,6 +156,8 @@ class SaveStrategy(TorchDistSaveShardedStrategy, AsyncSaveShardedStrategy):  # t
                     bare = torch.frombuffer(bytearray(shared), dtype=torch.uint8)
                     items.append(data.add_tensor(COMMON, shards.Box((0,), tuple(bare.shape)), bare.shape, bare))
             own = writer.prepare_local_plan(SavePlan(items))
+            if folders is not None:
+                folders.append(tempfile.mkdtemp(prefix="tensorferry-"))
             return own
 
         def decide(plans: list[SavePlan]) -> list[Any]:
@@ -148,10 +165,14 @@ class SaveStrategy(TorchDistSaveShardedStrategy, AsyncSaveShardedStrategy):  # t
             decided = _metadata(plans)
             return [one.storage_data for one in writer.prepare_global_plan(plans)]
 
-        stored = ranks.step(f"save into {where}" if self.peers is None else "publish", plan, decide)
+        try:
+            stored = ranks.step(f"save into {where}" if self.peers is None else "publish", plan, decide)
+        except BaseException:
+            for folder in folders or ():
+                _remove(folder, os.getpid())
+            raise
         assert own is not None
         return _Saving(
-            ranks=ranks,
             writer=writer,
             plan=dataclasses.replace(own, storage_data=stored[ranks.rank]),
             data=data,
@@ -177,7 +198,7 @@ def save_strategy(
         cached: as for ``FileWriter``
         process_group: the ranks that save together; ``None`` means all. It may be of gloo where the default one is of
             NCCL
-        timeout: how long a rank waits for the others to begin the same save
+        timeout: how long a rank waits for the others to begin the same save, and to finish one in the background
 
     Raises:
         InvalidArgument: an argument cannot be used; it is named
@@ -194,7 +215,6 @@ class _Saving:
     """A save that is planned.
 
     Attributes:
-        ranks: those that save together
         writer: writes or publishes
         plan: what this rank writes
         data: the data of its items
@@ -202,14 +222,13 @@ class _Saving:
         common: the folder and the bytes of ``common.pt``, on the coordinator
     """
 
-    ranks: Together
     writer: Any
     plan: SavePlan
     data: _Data
     metadata: Metadata | None
     common: tuple[Path, bytes] | None
 
-    def finish(self, write: Any) -> None:
+    def finish(self, ranks: Together, write: Any) -> None:
         """Calls ``write``, which returns the results of this rank, on all ranks; then commits the checkpoint."""
 
         def commit(results: list[list[WriteResult]]) -> Any:
@@ -220,7 +239,21 @@ class _Saving:
             return self.metadata.storage_meta
 
         # Unpickling what a PeerWriter's commit returns has every rank publish its part.
-        self.ranks.step("write the checkpoint", write, commit)
+        ranks.step("write the checkpoint", write, commit)
+
+
+def _check_published(ranks: Together, peers: PeerWriter) -> None:
+    """Has no rank publish anything if one of them could not publish its part after all had succeeded.
+
+    Raises:
+        CheckpointingException: one of them could not; it is raised on all
+    """
+    try:
+        ranks.every("publish", peers.metadata)
+    except CheckpointingException:
+        # Without that part, whoever loads would wait for it.
+        peers.withdraw()
+        raise
 
 
 class _Data:

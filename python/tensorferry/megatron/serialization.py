@@ -7,8 +7,9 @@ one rank: the others wait for it in the next collective, for ever. These functio
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ..dcp import PeerWriter
 from . import common, shards
@@ -31,6 +32,8 @@ from .release import (
 )
 from .save import BACKEND, VERSION, SaveStrategy, save_strategy
 from .together import Together
+
+T = TypeVar("T")
 
 logger = logging.getLogger("tensorferry")
 
@@ -91,23 +94,29 @@ def save(
             # Megatron's wrapper would check it on one rank alone.
             shards.check_access(parts)
 
-    ranks.step(f"save into {checkpoint_dir}", prepare, check)
+    with ranks.counting_on_each_other():
+        ranks.step(f"save into {checkpoint_dir}", prepare, check)
 
     def commit() -> None:
         def mark() -> None:
             if ranks.coordinates and ours.peers is None:
                 common.mark(Path(checkpoint_dir), ours.backend, ours.version)
 
-        ranks.every("write metadata.json", mark)
+        # They have gone separate ways since.
+        Together(ours.process_group, ours.timeout).every("write metadata.json", mark)
 
     if not async_sharded_save:
-        strategy.save(found[0], checkpoint_dir)
+        _wrapped(f"save into {checkpoint_dir}", strategy, lambda: strategy.save(found[0], checkpoint_dir))
         commit()
         return None
     if strategy is ours:
         request = ours.async_save(found[0], checkpoint_dir, async_strategy)
     else:
-        request = _async_save(strategy, found[0], checkpoint_dir, async_strategy)
+        request = _wrapped(
+            f"save into {checkpoint_dir}",
+            strategy,
+            lambda: _async_save(strategy, found[0], checkpoint_dir, async_strategy),
+        )
     request.finalize_fns.append(commit)
     return request
 
@@ -170,19 +179,20 @@ def load(
             raise CheckpointingException(_mismatch(missing, unexpected))
         return missing, unexpected, common_bytes
 
-    missing, unexpected, common_bytes = ranks.step(where, prepare, compare)
+    with ranks.counting_on_each_other():
+        missing, unexpected, common_bytes = ranks.step(where, prepare, compare)
 
-    def begin() -> None:
-        nonlocal shared
-        shared = ours.decoded_common(common_bytes)
-        merge(shared, own)
+        def begin() -> None:
+            nonlocal shared
+            shared = ours.decoded_common(common_bytes)
+            merge(shared, own)
 
-    ranks.every(where, begin)
+        ranks.every(where, begin)
     if (missing or unexpected) and handling in _LOGGING and ranks.coordinates:
         logger.warning("%s", _mismatch(missing, unexpected))
     if unexpected:
         wanted = adjust_non_strict_load(wanted, unexpected)
-    loaded = strategy.load(wanted, checkpoint_dir)
+    loaded = _wrapped(where, strategy, lambda: strategy.load(wanted, checkpoint_dir))
 
     def finish() -> None:
         merge(shared, loaded)
@@ -318,6 +328,23 @@ def _ours(strategy: Any, kind: Any, maker: str) -> Any:
             "call the function of the same name in megatron.core.dist_checkpointing"
         )
     return found
+
+
+def _wrapped(what: str, strategy: Any, call: Callable[[], T]) -> T:
+    """Calls a strategy, which may be a wrapper of Megatron's around ours, with code and collectives of its own.
+
+    Raises:
+        CheckpointingException: the wrapper has failed on this rank, or its collective has since another rank did not
+            take part
+    """
+    try:
+        return call()
+    except CheckpointingException:
+        raise
+    except Exception as e:
+        raise CheckpointingException(
+            f"cannot {what}: {type(strategy).__name__} has failed on this rank ({type(e).__name__}: {e})"
+        ) from e
 
 
 def _async_save(wrapper: Any, state: Any, checkpoint_dir: str | Path, async_strategy: str) -> Any:

@@ -58,6 +58,7 @@ class Together:
         self._group = group
         self._patience = patience.total_seconds()
         self._has_met = has_met
+        self._told: BaseException | None = None
         self.rank = dist.get_rank(group) if joined else 0
         self.world = dist.get_world_size(group) if joined else 1
 
@@ -81,6 +82,10 @@ class Together:
             CheckpointingException: one of the calls has failed on one of the ranks; it is raised on all of them. Or
                 a rank has not come, is gone, or does something else
         """
+        with self.counting_on_each_other():
+            return self._step(what, local, decide)
+
+    def _step(self, what: str, local: Callable[[], T], decide: Callable[[list[T]], R]) -> R:
         answered: tuple[R, bytes] | None = None
         value, error = _attempt(local)
         if self.world == 1:
@@ -88,13 +93,13 @@ class Together:
                 reply, error = _attempt(lambda: decide([value]))  # type: ignore[list-item]
                 if error is None:
                     return reply  # type: ignore[return-value]
-            _raise(f"cannot {what}: {_text(error)}", error)
+            self._raise(f"cannot {what}: {_text(error)}", error)
         packed: bytes | None = None
         if error is None:
             packed, error = _attempt(lambda: pickle.dumps(value))
         does = (what.partition(" ")[0], local.__qualname__)
         sent = (_RELEASE, does, packed, None if error is None else _text(error))
-        with self._in_contact(what):
+        with self._in_contact(what, error):
             told = self._gathered(what, pickle.dumps(sent))
         message: bytes | None = None
         if told is not None:
@@ -109,10 +114,10 @@ class Together:
                 if error is not None:
                     failures = {self.rank: _text(error)}
             message = pickle.dumps((failures, b"" if answered is None else answered[1]))
-        with self._in_contact(what):
+        with self._in_contact(what, error):
             failures, packed = pickle.loads(self._spread(message))
         if failures:
-            _raise(_failed(what, failures, self.world), error)
+            self._raise(_failed(what, failures, self.world), error)
         return answered[0] if answered is not None else pickle.loads(packed)
 
     def every(self, what: str, local: Callable[[], T]) -> list[T]:
@@ -122,6 +127,22 @@ class Together:
             CheckpointingException: as for :meth:`step`
         """
         return self.step(what, local, lambda values: values)
+
+    @contextlib.contextmanager
+    def counting_on_each_other(self) -> Iterator[None]:
+        """While the block runs, the other ranks wait for this one, at most for the time-out of the process group.
+
+        What ends the block on this rank alone, at any place, is told to them: they wait no longer, and raise.
+        """
+        try:
+            yield
+        except CheckpointingException:
+            # Of a step, which has told all ranks.
+            raise
+        except BaseException as e:
+            if self._has_met and self.world > 1 and e is not self._told:
+                self._break(f"{type(e).__name__} on rank {self.rank}")
+            raise
 
     def _failures(self, told: list[Any]) -> dict[int, str]:
         """Returns what has failed, by rank; ranks that do not do the same as this one have failed."""
@@ -199,9 +220,20 @@ class Together:
             time.sleep(min(max(_PART * (now - began), _SOON), _LATE))
         return True
 
+    def _raise(self, text: str, error: BaseException | None) -> NoReturn:
+        """Raises what all ranks know: Megatron's exception; or again what is none, such as KeyboardInterrupt."""
+        if error is not None and _interrupts(error):
+            self._told = error
+            raise error
+        raise CheckpointingException(text) from error
+
     @contextlib.contextmanager
-    def _in_contact(self, what: str) -> Iterator[None]:
+    def _in_contact(self, what: str, own: BaseException | None) -> Iterator[None]:
         """While the block runs, ranks exchange messages; if it fails, the other ranks are told that nobody can go on.
+
+        Args:
+            what: what is done, for messages
+            own: what has failed on this rank before, and is to be told; an interrupt is raised again in any case
 
         Raises:
             CheckpointingException: it has failed
@@ -209,19 +241,23 @@ class Together:
         try:
             yield
         except CheckpointingException:
+            # Some did not come, and all who did raise this.
+            if own is not None and _interrupts(own):
+                raise own from None
             raise
-        except Exception as e:
+        except BaseException as e:
             text = str(e)
             if not isinstance(e, _Broken):
-                text = f"{type(e).__name__}: {e}"
+                text = f"{type(e).__name__} on rank {self.rank}: {e}"
                 self._break(text)
+            if own is not None and _interrupts(own):
+                raise own from None
+            if _interrupts(e):
+                raise
             raise CheckpointingException(
                 f"cannot {what}: the ranks have lost contact, since one of them has died or was interrupted ({text}). "
                 "Restart the job"
             ) from e
-        except BaseException as e:  # Ctrl-C, say.
-            self._break(f"{type(e).__name__} on rank {self.rank}")
-            raise
 
     def _meet(self, what: str) -> None:
         """Waits until all ranks of the group are here.
@@ -306,11 +342,9 @@ def _attempt(call: Callable[[], T]) -> tuple[T | None, BaseException | None]:
         return None, e
 
 
-def _raise(text: str, error: BaseException | None) -> NoReturn:
-    """Raises Megatron's exception; or again what is none, such as KeyboardInterrupt."""
-    if error is not None and not isinstance(error, (Exception, CheckpointException)):
-        raise error
-    raise CheckpointingException(text) from error
+def _interrupts(error: BaseException) -> bool:
+    """Whether it ends more than what is being done here: KeyboardInterrupt, say."""
+    return not isinstance(error, (Exception, CheckpointException))
 
 
 def _text(error: BaseException | None) -> str:

@@ -111,6 +111,11 @@ class TwoStageDataParallelLoadShardedStrategy(LoadStrategy):
         if group.world == 1:
             super()._read(loading)
             return
+        with group.counting_on_each_other():
+            self._share(group, loading)
+
+    def _share(self, group: Together, loading: Loading) -> None:
+        """Reads and fetches together with the others of the group."""
         server: Server | None = None
 
         def open_server() -> str:
@@ -246,7 +251,7 @@ class _Exchange:
         for part in loading.parts:
             self._parts[part.number].append(part)
 
-    def run(self, step: int, turn: Turn, plan: _Plan, seconds: float) -> Exception | None:
+    def run(self, step: int, turn: Turn, plan: _Plan, seconds: float) -> BaseException | None:
         """Reads, serves and fetches; in the first turn, also reads what no other rank needs.
 
         Returns:
@@ -270,7 +275,7 @@ class _Exchange:
                 for owner, wanted in others.items()
                 if wanted
             ]
-            fetching = _Fetching(orders, seconds, self._options)
+            fetching = _Fetching(orders, list(received.values()), seconds, self._options)
             if own:
                 self._serve(step, own)
             if step == 0:
@@ -278,7 +283,7 @@ class _Exchange:
             self.fetched += fetching.result()
             for shard, held in {**own, **received}.items():
                 self._spread(shard, held)
-        except Exception as e:
+        except BaseException as e:  # Ctrl-C, too: nothing may be written to memory that is not used any more.
             # Ends the fetches of others, which would wait for what is never read.
             self._server.shutdown(0.0)
             if fetching is not None:
@@ -347,11 +352,13 @@ class _Fetching:
 
     Args:
         orders: the slices, by source
+        held: the tensors that they are written to, which live as long as the thread
         seconds: until when
         options: those of the servers
     """
 
-    def __init__(self, orders: list[Any], seconds: float, options: ServerOptions) -> None:
+    def __init__(self, orders: list[Any], held: list[torch.Tensor], seconds: float, options: ServerOptions) -> None:
+        self._held = held
         self._bytes = 0
         self._failed: Exception | None = None
         self._thread: threading.Thread | None = None
@@ -386,7 +393,7 @@ class _Fetching:
             self._thread.join()
 
 
-def _raise(failed: Exception | None) -> None:
+def _raise(failed: BaseException | None) -> None:
     if failed is not None:
         raise failed
 

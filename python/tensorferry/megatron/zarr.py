@@ -129,8 +129,9 @@ class ZarrLoadShardedStrategy(LoadShardedStrategy):
             self._open(folder, sharded_state_dict, values, parts)
 
         # First on all ranks, before a byte of anyone's tensors is overwritten.
-        ranks.every(f"load {folder}", check)
-        ranks.every(f"load {folder}", lambda: self._read(folder, values, parts))
+        with ranks.counting_on_each_other():
+            ranks.every(f"load {folder}", check)
+            ranks.every(f"load {folder}", lambda: self._read(folder, values, parts))
         return shards.replaced(sharded_state_dict, lambda leaf: values[id(leaf)])
 
     def _check_folder(self, folder: Path) -> None:
@@ -296,8 +297,9 @@ class ZarrSaveShardedStrategy(TorchDistSaveShardedStrategy, SaveShardedStrategy)
             for path in {folder, *(array.path for array in arrays.values())}:
                 sync_folder(path)
 
-        ranks.every(f"save into {folder}", create)
-        ranks.every(f"save into {folder}", write)
+        with ranks.counting_on_each_other():
+            ranks.every(f"save into {folder}", create)
+            ranks.every(f"save into {folder}", write)
 
     def async_save(self, *args: Any, **kwargs: Any) -> Any:
         """Refuses: those releases saved this format synchronously only, and so does this strategy.

@@ -1,0 +1,186 @@
+"""Whatever befalls one rank, wherever it is: the others raise Megatron's exception, and the checkpoint before stays."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import signal
+import time
+from datetime import timedelta
+
+import torch
+from placed import Job
+from test_errors import outcome, tensor
+
+#: How long ranks wait for those that never come, and collectives for those that are stopped.
+SHORT, GROUP_S = timedelta(seconds=2), 5
+PHASES = ("save", "save in the background", "publish", "load", "load two-stage", "load live")
+SIGNALS = {
+    "killed": signal.SIGKILL,
+    "stopped": signal.SIGSTOP,
+    "interrupted": signal.SIGINT,
+    "raises": signal.SIGUSR1,
+}
+
+
+#: Of each tensor, whatever the number of ranks.
+ROWS = 16384
+
+
+def states(count):
+    """The state of this rank in the save number ``count``, whose tensors hold that number."""
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    made = {name: tensor(name, rank, world, ROWS // world) for name in ("w", "v")}
+    for shard in made.values():
+        shard.data.fill_(count)
+    made["o"] = ShardedObject("o", count, (1,), (0,), replica_id=rank)
+    return made | {"count": count}
+
+
+def save(kept, folder):
+    import tensorferry.megatron as ours
+
+    del kept
+    ours.save(states(1), folder)
+
+
+def in_background(ours, state, folder, strategy):
+    """What Megatron's queue does, without its own collectives, which wait as long as those of the process group."""
+    request = ours.save(state, folder, strategy, async_sharded_save=True)
+    job, _, nothing = request.async_fn_args
+    values = request.preload_fn()
+    writer = os.fork()
+    if writer == 0:
+        with contextlib.suppress(BaseException):
+            request.async_fn(job, values, nothing)
+        os._exit(0)
+    os.waitpid(writer, 0)
+    for function in request.finalize_fns:
+        function()
+
+
+def go_on(kept, phase, folder, metadata):
+    """Does one thing again and again, until something befalls a rank."""
+    import tensorferry.megatron as ours
+    from tensorferry.dcp import PeerWriter
+
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+    def be_struck(*_):
+        raise RuntimeError("struck")
+
+    signal.signal(signal.SIGUSR1, be_struck)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if phase == "publish":
+        kept["writer"] = PeerWriter(SHORT, interface="127.0.0.1")
+    if phase == "load two-stage":
+        # Two groups, where there are ranks enough.
+        groups = [torch.distributed.new_group(members) for members in (range(world // 2), range(world // 2, world))]
+        group = torch.distributed.group.WORLD if world == 2 else groups[rank >= world // 2]
+        replicas = {name: tensor(name, 0, 1, ROWS, replica_id=rank) for name in ("w", "v")}
+
+    def run():
+        count = 1
+        while True:
+            count += 1
+            if phase == "save":
+                ours.save(states(count), folder, ours.save_strategy(timeout=SHORT))
+            elif phase == "save in the background":
+                in_background(ours, states(count), folder, ours.save_strategy(timeout=SHORT))
+            elif phase == "publish":
+                ours.publish(states(count), kept["writer"], timeout=SHORT)
+            elif phase == "load":
+                ours.load(states(0), folder, ours.load_strategy(timeout=SHORT))
+            elif phase == "load live":
+                state = {name: tensor(name, rank, world, ROWS // world) for name in ("w", "v")}
+                ours.load(state, "", ours.load_strategy(peers=metadata, timeout=SHORT))
+            else:
+                strategy = ours.TwoStageDataParallelLoadShardedStrategy(
+                    group, spread=True, interface="127.0.0.1", timeout=SHORT
+                )
+                ours.load(dict(replicas), folder, strategy)
+
+    try:
+        text = outcome(run)
+    finally:
+        for number in (signal.SIGUSR1, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+    return text
+
+
+def publish(kept):
+    import tensorferry.megatron as ours
+    from tensorferry.dcp import PeerWriter
+
+    if "writer" not in kept:
+        kept["writer"] = PeerWriter(interface="127.0.0.1")
+    # Borrowed: it lives as long as the publication.
+    kept["state"] = {name: tensor(name, 0, 1, ROWS) for name in ("w", "v")}
+    return ours.publish(kept["state"], kept["writer"])
+
+
+def check(kept, folder):
+    """Mends what may be mended; the state is that of one save, whichever."""
+    import tensorferry.megatron as ours
+
+    del kept
+    if torch.distributed.get_rank() == 0:
+        ours.restore_common(folder)
+    torch.distributed.barrier()
+    found = ours.load(states(0), folder)
+    return {float(number) for name in ("w", "v") for number in found[name].unique()} | {found["o"], found["count"]}
+
+
+def strike(job, victim, way):
+    """Strikes a rank, and waits for what the others say, and it, if it can: their texts by rank, and the seconds."""
+    began = time.monotonic()
+    waits_for = [rank for rank in range(len(job.pids)) if rank != victim or way in ("interrupted", "raises")]
+    told, after = {}, 0.0
+    os.kill(job.pids[victim], SIGNALS[way])
+    for rank in waits_for:
+        while not job._pipes[rank].poll(0.5):
+            assert time.monotonic() - began < 40, f"rank {rank} waits, {victim} was {way}"
+            if rank == victim:
+                # An exception may have been raised where it is lost, in a destructor, say.
+                os.kill(job.pids[victim], SIGNALS[way])
+        fine, told[rank] = job._pipes[rank].recv()
+        assert fine, told[rank]
+        after = max(after, time.monotonic() - began)
+    return told, after
+
+
+def test_all_others_raise_and_the_checkpoint_before_stays(host, tmp_path, pytestconfig):
+    random.seed(pytestconfig.getoption("--fuzz-seed"))
+    sources = host.job(1)
+    slowest = {}
+    rounds = max(1, pytestconfig.getoption("--kills") * 6 // 10)
+    # Each phase and each way come up before any of them does again.
+    for number in range(rounds):
+        phase, way = PHASES[number % len(PHASES)], list(SIGNALS)[(number + number // len(PHASES)) % len(SIGNALS)]
+        world = random.choice((2, 4))
+        victim = random.randrange(world)
+        folder = tmp_path / f"{number}"
+        folder.mkdir()
+        job = Job(host, world, GROUP_S, over_tcp=True)
+        try:
+            job.run(save, str(folder))
+            metadata = sources.run(publish)[0] if phase == "load live" else None
+            job.start(go_on, phase, str(folder), metadata)
+            time.sleep(0.1 + random.random() * 0.4)
+            told, after = strike(job, victim, way)
+        finally:
+            job.kill()
+        slowest[phase, way] = max(after, slowest.get((phase, way), 0))
+        for rank, text in told.items():
+            where = (number, phase, way, victim, rank, text)
+            if rank == victim:
+                assert re.search("KeyboardInterrupt" if way == "interrupted" else "struck", text), where
+            else:
+                assert re.match("cannot (save|load|write|publish|spread)", text), where
+        (numbers,) = {frozenset(one) for one in host.job(2).run(check, str(folder))}
+        assert len(numbers) == 1, (phase, way, numbers)
+    print(host.release, {key: round(value, 1) for key, value in sorted(slowest.items())})
