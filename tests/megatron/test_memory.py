@@ -73,7 +73,7 @@ def test_a_load_takes_no_memory_beside_its_targets(host, tmp_path):
     host.job(2).run(save, str(tmp_path))
     for how in ("plain", "two-stage", "cast", "cast, two-stage", "columns", "columns, two-stage"):
         for more, right in host.job(2).run(load, str(tmp_path), how):
-            print(how, more / MIB)
             assert right
-            # Of 96 MiB that are loaded. Each connection and each thread has buffers of its own.
-            assert more < 40 * MIB, how
+            # Of 96 MiB that are loaded. Each connection and each thread has buffers of its own: 1 MiB were measured
+            # with "plain", 10 with "two-stage", and 40 with a window, half of which the allocator had kept.
+            assert more < {"plain": 8 * MIB, "two-stage": 24 * MIB}.get(how, WINDOW + 32 * MIB), how

@@ -66,8 +66,9 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
 
     Each rank serves its own part from its own server, once all ranks have succeeded. A save that fails publishes
     nothing on any rank, and the previous publication stays. If a rank cannot publish its part after all have succeeded,
-    it logs that, and its ``metadata()`` raises; whoever loads is told that the part is missing. By default tensors in host memory are not copied: they must
-    not change until ``withdraw`` returns. Make one writer and keep it: every save replaces the publication.
+    it logs that, and its ``metadata()`` raises; whoever loads waits for the part, and fails. By default tensors in host
+    memory are not copied: they must not change until ``withdraw`` returns. Make one writer and keep it: every save
+    replaces the publication.
 
     Args:
         timeout: how long a request waits for a checkpoint, and how long ``withdraw`` waits for readers of borrowed

@@ -124,7 +124,7 @@ class LoadStrategy(LoadShardedStrategy):
         ranks = Together(self.process_group, self.timeout)
         with ranks.counting_on_each_other():
             loading = self._open(ranks, sharded_state_dict, checkpoint_dir)
-            ranks.every(f"load {self.name(checkpoint_dir)}", lambda: self._read(loading))
+            ranks.every(f"load {self.name(checkpoint_dir)}", lambda: self._read(ranks, loading))
         return shards.replaced(sharded_state_dict, loading.value)
 
     def _open(self, ranks: Together, state: Any, checkpoint_dir: str | Path) -> Loading:
@@ -133,7 +133,7 @@ class LoadStrategy(LoadShardedStrategy):
 
         def plan() -> Any:
             nonlocal opened
-            reader, metadata = self._shared_index(checkpoint_dir, ranks.rank)
+            reader, metadata = self._shared_index(ranks, checkpoint_dir)
             if ranks.coordinates and self._peers is None:
                 _check_common(Path(checkpoint_dir), reader, metadata)
             opened = Loading(state, metadata, reader)
@@ -157,8 +157,9 @@ class LoadStrategy(LoadShardedStrategy):
         assert opened is not None
         return opened
 
-    def _read(self, loading: Loading) -> None:
+    def _read(self, ranks: Together, loading: Loading) -> None:
         """Reads what :meth:`_open` has planned for this rank."""
+        del ranks
         loading.read([*loading.objects.values(), *map(loading.item, loading.parts)])
         self.report = dict(loading.reader.report)
 
@@ -175,9 +176,9 @@ class LoadStrategy(LoadShardedStrategy):
         """Returns what messages call the checkpoint."""
         return str(checkpoint_dir) if self._peers is None else "from the running job"
 
-    def _shared_index(self, checkpoint_dir: str | Path, rank: int) -> tuple[SliceReader, Metadata]:
+    def _shared_index(self, ranks: Together, checkpoint_dir: str | Path) -> tuple[SliceReader, Metadata]:
         """Opens the checkpoint on all ranks at once."""
-        return self._index(checkpoint_dir, rank)
+        return self._index(checkpoint_dir, ranks.rank)
 
     def _index(
         self, checkpoint_dir: str | Path, rank: int = 0, checks_folder: bool = True, known: Any = None

@@ -46,18 +46,20 @@ class Together:
     Args:
         group: a process group; ``None`` means the default one. Without ``torch.distributed`` there is one rank
         patience: how long a rank waits for the others to begin
-        has_met: whether all ranks of the group are known to be here, from a step of a larger group
+        within: those of a larger group, in the middle of a step: all ranks of this group are known to be here, and do
+            not wait for each other if the larger group cannot go on
 
     Attributes:
         rank: the rank of this process in the group
         world: how many ranks there are
     """
 
-    def __init__(self, group: Any = None, patience: timedelta = PATIENCE, has_met: bool = False) -> None:
+    def __init__(self, group: Any = None, patience: timedelta = PATIENCE, within: Together | None = None) -> None:
         joined = dist.is_available() and dist.is_initialized()
         self._group = group
         self._patience = patience.total_seconds()
-        self._has_met = has_met
+        self._has_met = within is not None
+        self._within = within
         self._told: BaseException | None = None
         self.rank = dist.get_rank(group) if joined else 0
         self.world = dist.get_world_size(group) if joined else 1
@@ -315,10 +317,12 @@ class Together:
         return self._until(lambda: bool(store.check([key])), deadline)
 
     def _check_broken(self) -> None:
-        """Raises _Broken if a rank has said that this group is broken."""
+        """Raises _Broken if a rank has said that this group is broken, or the larger one."""
         store, key = _get_default_store(), f"{self._name()}/broken"
         if store.check([key]):
             raise _Broken(bytes(store.get(key)).decode())
+        if self._within is not None:
+            self._within._check_broken()
 
     def _break(self, text: str) -> None:
         """Tells the other ranks that nobody can go on in this group."""

@@ -90,31 +90,31 @@ class TwoStageDataParallelLoadShardedStrategy(LoadStrategy):
     def _way(self) -> str:
         return f"{super()._way()}({self._spread})"
 
-    def _shared_index(self, checkpoint_dir: str | Path, rank: int) -> tuple[SliceReader, Metadata]:
+    def _shared_index(self, ranks: Together, checkpoint_dir: str | Path) -> tuple[SliceReader, Metadata]:
         """Opens the checkpoint; one rank of the group reads its index."""
-        group = Together(self._data_parallel_group, has_met=True)
+        group = Together(self._data_parallel_group, within=ranks)
         opened: tuple[SliceReader, Metadata] | None = None
 
         def read() -> Any:
             nonlocal opened
             if not group.coordinates or self.is_live:
                 return None
-            opened = self._index(checkpoint_dir, rank)
+            opened = self._index(checkpoint_dir, ranks.rank)
             return opened[0].known
 
         known = group.step(f"load {self.name(checkpoint_dir)}", read, lambda told: told[0])
-        return opened or self._index(checkpoint_dir, rank, known=known)
+        return opened or self._index(checkpoint_dir, ranks.rank, known=known)
 
-    def _read(self, loading: Loading) -> None:
+    def _read(self, ranks: Together, loading: Loading) -> None:
         """Reads this rank's share of what its group needs, and fetches the rest."""
-        group = Together(self._data_parallel_group, has_met=True)
+        group = Together(self._data_parallel_group, within=ranks)
         if group.world == 1:
-            super()._read(loading)
+            super()._read(ranks, loading)
             return
         with group.counting_on_each_other():
-            self._share(group, loading)
+            self._share(group, ranks, loading)
 
-    def _share(self, group: Together, loading: Loading) -> None:
+    def _share(self, group: Together, ranks: Together, loading: Loading) -> None:
         """Reads and fetches together with the others of the group."""
         server: Server | None = None
 
@@ -132,7 +132,7 @@ class TwoStageDataParallelLoadShardedStrategy(LoadStrategy):
             told = group.every("spread the checkpoint in its group", tell)
             urls: list[Any] = [url for url, *_ in told]
             if not any(urls):
-                super()._read(loading)
+                super()._read(ranks, loading)
                 self.report["fetched"] = 0
                 return
             if not all(urls):
