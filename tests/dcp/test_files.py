@@ -9,6 +9,7 @@ import random
 import re
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -19,7 +20,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import tensorferry
 from tensorferry._native import _file_entries
-from tensorferry.dcp import FileReader, FileWriter, PeerReader, PeerWriter, index
+from tensorferry.dcp import FileReader, FileWriter, PeerReader, PeerWriter, index, load_plan
+from tensorferry.memory.tensors import scratch
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is:UserWarning", "ignore:TypedStorage is:UserWarning", "ignore::FutureWarning"
@@ -550,3 +552,27 @@ def test_a_path_in_bytes_is_refused(tmp_path):
         for door in (FileReader, FileWriter):
             with pytest.raises(tensorferry.InvalidArgument, match="path must be the path of a folder"):
                 door(path)
+
+
+def test_temporary_memory_has_a_bound(tmp_path, monkeypatch):
+    state = {f"w{number}": torch.full((200_000,), float(number)) for number in range(7)}
+    state["large"] = torch.full((900_000,), 9.0)
+    dcp.save(state, storage_writer=FileWriter(tmp_path))
+    alive, most = {}, []
+
+    def counting(nbytes):
+        memory = scratch(nbytes)
+        number = len(most)
+        alive[number] = nbytes
+        weakref.finalize(memory, alive.pop, number)
+        most.append(sum(alive.values()))
+        return memory
+
+    # Two and a half of the tensors.
+    monkeypatch.setattr(load_plan, "_SCRATCH", 2_000_000)
+    monkeypatch.setattr(load_plan, "scratch", counting)
+    found = {name: torch.zeros(tensor.shape, dtype=torch.float16) for name, tensor in state.items()}
+    dcp.load(found, storage_reader=FileReader(tmp_path))
+    assert all(torch.equal(found[name], tensor.half()) for name, tensor in state.items())
+    # The large one alone.
+    assert sorted(most)[-2:] == [1_600_000, 3_600_000]

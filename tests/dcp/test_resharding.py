@@ -17,27 +17,3 @@ def test_every_dtype_and_placement_arrives_bit_by_bit(source, target, tmp_path):
             problems = loading.run(states.load, turn + 1, ours, theirs, strings.pop())
             assert problems == [[]] * target
             saving.run(states.end)
-
-
-def test_temporary_memory_has_a_bound(tmp_path, monkeypatch):
-    state = {f"w{number}": torch.full((200_000,), float(number)) for number in range(7)}
-    state["large"] = torch.full((900_000,), 9.0)
-    dcp.save(state, storage_writer=FileWriter(tmp_path))
-    alive, most = {}, []
-
-    def counting(nbytes):
-        memory = scratch(nbytes)
-        number = len(most)
-        alive[number] = nbytes
-        weakref.finalize(memory, alive.pop, number)
-        most.append(sum(alive.values()))
-        return memory
-
-    # Two and a half of the tensors.
-    monkeypatch.setattr(load_plan, "_SCRATCH", 2_000_000)
-    monkeypatch.setattr(load_plan, "scratch", counting)
-    found = {name: torch.zeros(tensor.shape, dtype=torch.float16) for name, tensor in state.items()}
-    dcp.load(found, storage_reader=FileReader(tmp_path))
-    assert all(torch.equal(found[name], tensor.half()) for name, tensor in state.items())
-    # The large one alone.
-    assert sorted(most)[-2:] == [1_600_000, 3_600_000]
