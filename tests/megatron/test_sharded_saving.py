@@ -340,6 +340,50 @@ def test_a_checkpoint_answers_as_megatrons_do(host, tmp_path):
         assert found["left"] == ["gated", "optimizer.flat", "scalar", "vocabulary"]
 
 
+def remove_all(kept, folder):
+    import tensorferry.megatron as ours
+
+    del kept
+    ours.save(sharded_state(Placement(*PLACE)), folder)
+    if torch.distributed.get_rank() == 0:
+        kept_files = []
+        # The common state is inside the checkpoint, in the file of the first rank.
+        for prefix in ("layers.", ""):
+            ours.remove_sharded_tensors(folder, prefix)
+            kept_files.append(len(list(Path(folder).glob("rank*"))))
+        return kept_files
+    return None
+
+
+def test_a_file_goes_when_nothing_in_it_is_left(host, tmp_path):
+    assert host.job(2).run(remove_all, str(tmp_path))[0] == [2, 0]
+
+
+def load_pickled(kept, folder):
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+    from test_errors import outcome
+
+    import tensorferry.megatron as ours
+
+    del kept
+    rank = torch.distributed.get_rank()
+
+    def state(value=None):
+        return {"o": ShardedObject("o", value, (1,), (0,), replica_id=rank), "spread": dataclasses.replace}
+
+    ours.save(state(Path.home), folder)
+    allowed = {"safe_globals": [Path.home, Path, getattr, dataclasses.replace]}
+    refused = outcome(lambda: ours.load(state(), folder))
+    found = [ours.load(state(), folder, ours.load_strategy(**options)) for options in (allowed, {"trust_pickle": True})]
+    return refused, [(one["o"] == Path.home, one["spread"] is dataclasses.replace) for one in found]
+
+
+def test_pickles_are_read_with_the_allow_list(host, tmp_path):
+    for refused, found in host.job(2).run(load_pickled, str(tmp_path)):
+        assert re.search("not on the allow-list", refused)
+        assert found == [(True, True)] * 2
+
+
 def refuse(kept, folder):
     from test_errors import outcome
 

@@ -119,7 +119,7 @@ def test_every_byte_is_read_from_storage_once(host, tmp_path):
     assert sum(report["fetched"] for _, report in shared) >= 3 * (size - size // 8)
 
 
-def choose(kept, folder, out_of_memory):
+def choose(kept, folder, out_of_memory, **options):
     from unittest import mock
 
     from tensorferry.megatron import page_cache
@@ -127,7 +127,11 @@ def choose(kept, folder, out_of_memory):
     # As if this rank's machine did not have the files in memory.
     is_first = torch.distributed.get_rank() == 0
     with mock.patch.object(page_cache, "holds", return_value=not (out_of_memory and is_first)):
-        return load_large(kept, folder, True)
+        return load_large(kept, folder, True, **options)
+
+
+def choose_alone(kept, folder):
+    return choose(kept, folder, True, spread=False)
 
 
 def test_ranks_read_alone_what_is_in_the_memory_of_all_their_machines(host, tmp_path):
@@ -136,6 +140,8 @@ def test_ranks_read_alone_what_is_in_the_memory_of_all_their_machines(host, tmp_
         told = host.job(2).run(choose, str(tmp_path), out_of_memory)
         assert [right for right, _ in told] == [[True] * 8] * 2
         assert [report["fetched"] > 0 for _, report in told] == [out_of_memory] * 2
+    told = host.job(2).run(choose_alone, str(tmp_path))
+    assert [(right, report["fetched"]) for right, report in told] == [([True] * 8, 0)] * 2
 
 
 def look_at_the_page_cache(kept, folder):

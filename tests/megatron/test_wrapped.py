@@ -53,7 +53,7 @@ def wrappers():
     named = {"backend": "tensorferry"} if "backend" in inspect.signature(saves).parameters else {}
     everyone = torch.distributed.group.WORLD
     return (
-        lambda: saves(ours.save_strategy(), everyone, **named),
+        lambda is_named=True: saves(ours.save_strategy(), everyone, **(named if is_named else {})),
         lambda how: theirs.FullyParallelLoadStrategyWrapper(ours.load_strategy(), everyone, exchange_algo=how),
     )
 
@@ -69,10 +69,12 @@ def save_and_load(kept, folder, sizes):
     found = {}
     with without_gpu():
         stock.save(sharded_state(place, value=1), f"{folder}/stock", save())
+        # Since 0.17 its metadata.json says torch_dist.
+        stock.save(sharded_state(place, value=1), f"{folder}/unnamed", save(False))
         ours.save(sharded_state(place, value=1), f"{folder}/ours", save())
         request = ours.save(sharded_state(place, value=1), f"{folder}/background", save(), async_sharded_save=True)
         request.execute_sync()
-        for name in ("stock", "ours", "background"):
+        for name in ("stock", "unnamed", "ours", "background"):
             found[name] = digest(ours.load(sharded_state(place, empty=True), f"{folder}/{name}"))
         for how in ("broadcast", "gather_object"):
             for module in (stock, ours):
@@ -84,10 +86,10 @@ def save_and_load(kept, folder, sizes):
 def test_their_wrappers_save_and_load_with_our_strategies(host, tmp_path):
     for sizes in ((1, 1, 2), (2, 1, 2)):
         folder = tmp_path / str(sizes)
-        for name in ("stock", "ours", "background"):
+        for name in ("stock", "unnamed", "ours", "background"):
             (folder / name).mkdir(parents=True)
         for found, wanted in host.job(math.prod(sizes)).run(save_and_load, str(folder), sizes):
-            assert len(found) == 7
+            assert len(found) == 8
             for how, state in found.items():
                 assert state == wanted, how
 
