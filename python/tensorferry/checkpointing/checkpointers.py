@@ -162,7 +162,7 @@ class SyncCheckpointer(_Checkpointer):
         """
         path, state, options = state_and_path("save", args, kwargs)
         if not self._is_open:
-            raise TransportClosed("this checkpointer was closed")
+            raise TransportClosed("this checkpointer was closed: make a new one")
         # By name: torch has changed the order once.
         self._writer.write(path=path, state_dict=state, **options)
 

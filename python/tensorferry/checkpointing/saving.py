@@ -397,7 +397,7 @@ class Saver:
     ) -> tuple[SaveFuture, SaveFuture]:
         self._writer.check_process()
         if not self._is_open:
-            raise TransportClosed("this checkpointer was closed")
+            raise TransportClosed("this checkpointer was closed: make a new one")
         folder = folder_of(path)
         step = None if step is None else _validate.step_number(step)
         with self._alone():

@@ -116,7 +116,7 @@ class Stager(_TorchStager):  # type: ignore[misc]  # mypy does not follow torch
         """
         del kwargs
         if self._stager is None:
-            raise TransportClosed("this stager was closed")
+            raise TransportClosed("this stager was closed: make a new one")
         snapshot = self._stager.stage(state_dict)
         staged = StagedFuture(snapshot, self._stager)
         staged.set_running_or_notify_cancel()

@@ -137,7 +137,7 @@ class Keeper:
             fields["job"] = self._job or job_of(str(given.fields.get("path")))
             with self._lock:
                 if self._is_closed:
-                    raise TransportClosed("this keeper was closed")
+                    raise TransportClosed("this connection to a keeper was closed: make a new Keeper")
                 sock = self._sock or self._open()
                 self._offers.append(offer)
                 try:
