@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import IO
 
 HERE = Path(__file__).parent
 FRAMEWORKS = Path(sys.prefix) / "frameworks"
@@ -29,11 +30,17 @@ class Process:
         script: its name in this folder, or its path
         arguments: what it is given
         folder: where it runs; where the tests do, if it is ``None``
+        errors: a file for what it writes to stderr, which otherwise gets in between the lines on stdout
         environment: what is added to the environment
     """
 
     def __init__(
-        self, script: str | Path, *arguments: object, folder: Path | None = None, **environment: object
+        self,
+        script: str | Path,
+        *arguments: object,
+        folder: Path | None = None,
+        errors: IO[str] | None = None,
+        **environment: object,
     ) -> None:
         path = os.pathsep.join(filter(None, [str(FRAMEWORKS), os.environ.get("PYTHONPATH")]))
         added = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, **environment}
@@ -42,7 +49,7 @@ class Process:
             cwd=folder,
             env=os.environ | {key: str(value) for key, value in added.items()},
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stderr=errors or subprocess.STDOUT,
             text=True,
         )
         self.output: list[str] = []

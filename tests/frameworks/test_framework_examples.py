@@ -21,7 +21,7 @@ def losses(output: list[str]) -> dict[int, str]:
 @pytest.mark.slow
 @pytest.mark.timeout(270)
 @pytest.mark.parametrize("name", ["torchft_ddp", "torchft_diloco"])
-def test_a_killed_replica_heals_and_trains_on_with_the_same_loss(name):
+def test_a_killed_replica_heals_and_trains_on_with_the_same_loss(name, tmp_path):
     pytest.importorskip("torchft")
     from torchft.coordination import LighthouseServer
 
@@ -33,7 +33,9 @@ def test_a_killed_replica_heals_and_trains_on_with_the_same_loss(name):
         stores.append(TCPStore("localhost", 0, is_master=True, wait_for_workers=False))
         rank = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "localhost", "MASTER_PORT": stores[-1].port}
         about = {"TORCHFT_LIGHTHOUSE": lighthouse.address(), "REPLICA": replica}
-        started.append(Process(EXAMPLES / f"{name}.py", **rank, **about))
+        # torchft logs to stderr, in the middle of lines.
+        with (tmp_path / f"{len(started)}.log").open("w") as log:
+            started.append(Process(EXAMPLES / f"{name}.py", errors=log, **rank, **about))
         return started[-1]
 
     try:
