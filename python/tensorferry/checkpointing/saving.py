@@ -286,7 +286,7 @@ class Options:
         patience: seconds without a sign of life of another rank after which a save has failed
 
     Raises:
-        InvalidArgument: an argument cannot be used; it is named
+        InvalidArgument: an argument cannot be used; the message names it
     """
 
     def __init__(

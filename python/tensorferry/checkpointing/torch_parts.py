@@ -158,16 +158,16 @@ class CheckpointProcess(_TorchProcess):  # type: ignore[misc]  # mypy does not f
     Args:
         rank_info: torch's ``RankInfo``; by default that of ``torch.distributed``
         agree: as for ``SyncCheckpointer``, like all others
-        process_group: likewise
-        threads: likewise
-        cached: likewise
-        keep_last: likewise
-        patience: likewise
+        process_group: as for ``AsyncCheckpointer``
+        threads: as for ``AsyncCheckpointer``
+        cached: as for ``AsyncCheckpointer``
+        keep_last: as for ``AsyncCheckpointer``
+        patience: as for ``AsyncCheckpointer``
         memory_limit: as for ``AsyncCheckpointer``, like the next
-        keeper: likewise
+        keeper: as for ``AsyncCheckpointer``
 
     Raises:
-        InvalidArgument: an argument cannot be used; it is named
+        InvalidArgument: an argument cannot be used; the message names it
         SystemRefused: the process cannot be started
     """
 
@@ -211,7 +211,7 @@ class CheckpointProcess(_TorchProcess):  # type: ignore[misc]  # mypy does not f
         """Waits for all saves, and ends the process.
 
         Raises:
-            TensorferryError: a save has failed, and nobody has asked its future
+            TensorferryError: a save has failed, and nobody has read its future's result
         """
         self._saver.close()
 

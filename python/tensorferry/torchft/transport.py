@@ -105,8 +105,8 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             receive and once at its end; an exception from it ends the receive
 
     Raises:
-        SystemRefused: no port can be opened: with ``port=`` or ``metrics_port=``, because others use it, say
-        InvalidArgument: an argument cannot be used; it is named
+        SystemRefused: no port can be opened, for example because another program uses the one that was asked for
+        InvalidArgument: an argument cannot be used; the message names it
     """
 
     def __init__(
