@@ -157,13 +157,13 @@ class CheckpointProcess(_TorchProcess):  # type: ignore[misc]  # mypy does not f
 
     Args:
         rank_info: torch's ``RankInfo``; by default that of ``torch.distributed``
-        agree: as for ``SyncCheckpointer``, like all others
+        agree: as for ``SyncCheckpointer``
         process_group: as for ``AsyncCheckpointer``
         threads: as for ``AsyncCheckpointer``
         cached: as for ``AsyncCheckpointer``
         keep_last: as for ``AsyncCheckpointer``
         patience: as for ``AsyncCheckpointer``
-        memory_limit: as for ``AsyncCheckpointer``, like the next
+        memory_limit: as for ``AsyncCheckpointer``
         keeper: as for ``AsyncCheckpointer``
 
     Raises:
