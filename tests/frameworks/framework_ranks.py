@@ -66,9 +66,9 @@ class Process:
     def wait_for(self, word: str, timeout: float = 100) -> str:
         """Returns the value of the next line that begins with ``word``."""
         while (line := self._lines.get(timeout=timeout)) is not None:
-            first, _, value = line.partition(" ")
+            first, _, value = line.strip().partition(" ")
             if first == word:
-                return value.strip()
+                return value
         raise AssertionError(f"it ended without {word!r}:\n" + "".join(self.output)[-6000:])
 
     def end(self, timeout: float = 60) -> None:
