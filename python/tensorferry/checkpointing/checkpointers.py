@@ -193,7 +193,7 @@ class SyncCheckpointer(_Checkpointer):
 
 
 class _WaitingWriter:
-    """Writes by way of a copy that a keeper gets as well, and waits."""
+    """Writes from a copy, which a keeper gets as well, and waits."""
 
     def __init__(self, saver: Saver) -> None:
         self._saver = saver
