@@ -1,8 +1,8 @@
 """Trains with accelerate and FSDP2, and saves and resumes with tensorferry's files.
 
     pip install tensorferry accelerate
-    accelerate launch --num_processes 2 accelerate_fsdp2.py 8     # trains 8 steps on two GPUs, and saves every fourth
-    accelerate launch --num_processes 2 accelerate_fsdp2.py 16    # goes on from the newest checkpoint
+    torchrun --nproc-per-node 2 accelerate_fsdp2.py 8     # trains 8 steps on two GPUs, and saves every fourth
+    torchrun --nproc-per-node 2 accelerate_fsdp2.py 16    # goes on from the newest checkpoint
 
 accelerate shards on accelerators. On the CPU it ignores ``fsdp_plugin``, and there is nothing for tensorferry to do.
 """
