@@ -1,8 +1,8 @@
 """Trains with Lightning's Trainer and ModelParallelStrategy (FSDP2), and saves and resumes with tensorferry's files.
 
     pip install tensorferry lightning
-    python lightning_fsdp2.py 8     # trains 8 steps on two ranks, and saves after every fourth
-    python lightning_fsdp2.py 16    # goes on from the newest checkpoint
+    python lightning_fsdp2.py 2    # trains two epochs on two ranks, and saves after each
+    python lightning_fsdp2.py 4    # goes on from the newest checkpoint
 
 Lightning starts the second rank itself, by running the script again.
 """
@@ -49,19 +49,18 @@ class Autoencoder(LightningModule):
 def main() -> None:
     tensorferry.install()  # Lightning's shards are now written with FileWriter and read with FileReader
 
-    steps = int(sys.argv[1])
     torch.manual_seed(0)
-    data = torch.utils.data.DataLoader(torch.randn(8 * 16, 32), batch_size=8)
+    data = torch.utils.data.DataLoader(torch.randn(64, 32), batch_size=8)
     trainer = Trainer(
         accelerator="auto",
         devices=2,
         strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
-        max_steps=steps,
-        callbacks=[ModelCheckpoint(CHECKPOINTS, filename="{step}", every_n_train_steps=4, save_top_k=-1)],
+        max_epochs=int(sys.argv[1]),
+        callbacks=[ModelCheckpoint(CHECKPOINTS, filename="{epoch}", save_top_k=-1)],
         logger=False,
         enable_progress_bar=False,
     )
-    saved = sorted(CHECKPOINTS.glob("step=*"), key=lambda path: int(path.stem.partition("=")[2]))
+    saved = sorted(CHECKPOINTS.glob("epoch=*"), key=lambda path: int(path.stem.partition("=")[2]))
     trainer.fit(Autoencoder(), data, ckpt_path=saved[-1] if saved else None)
 
 
