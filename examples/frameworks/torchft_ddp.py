@@ -53,7 +53,7 @@ def main() -> None:
         batch = torch.randn(16, 32, generator=batches)
         optimizer.zero_grad()  # begins the quorum of this step
         torch.nn.functional.mse_loss(model(batch), batch).backward()
-        # torchft's DistributedDataParallel would do this, but the one of 0.2.0 ends the survivors with an AssertionError
+        # torchft's DistributedDataParallel does this as well, but in 0.2.0 it ends the survivors with an AssertionError
         # when a replica dies in the middle of an all-reduce over gloo.
         for parameter in model.parameters():
             manager.allreduce(parameter.grad).wait()
