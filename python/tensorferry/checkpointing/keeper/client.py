@@ -137,7 +137,7 @@ class Keeper:
             fields["job"] = self._job or job_of(str(given.fields.get("path")))
             with self._lock:
                 if self._is_closed:
-                    raise TransportClosed("this keeper was closed")
+                    raise TransportClosed("this connection to a keeper was closed: make a new Keeper")
                 sock = self._sock or self._open()
                 self._offers.append(offer)
                 try:
@@ -245,7 +245,7 @@ class Keeper:
             job: only of this job
             path: only of checkpoints with this path
             rank: only of this rank
-            ask_buddies: let the keeper ask its buddies anew, instead of telling what it knew a second ago
+            ask_buddies: let the keeper ask its buddies anew, instead of returning what it knew a second ago
 
         Raises:
             ConnectError: no keeper of this name runs on this node
@@ -276,7 +276,7 @@ class Keeper:
             return question.answer("status").fields
 
     def address(self) -> str:
-        """Returns what another keeper is given as ``--buddy``; without a secret, who knows it can read all snapshots.
+        """Returns this keeper's address for ``--buddy``. Without a secret, anyone who knows it can read all snapshots.
 
         Raises:
             ConnectError: no keeper of this name runs on this node
