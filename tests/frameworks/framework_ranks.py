@@ -73,8 +73,8 @@ class Process:
 
 
 @contextlib.contextmanager
-def job(script: str, *arguments: object, world: int = 2):
-    """Starts ``world`` ranks, as torchrun does; all of them are killed at the end."""
+def job(script: str, *arguments: object, world: int = 2, **environment: object):
+    """Starts ``world`` ranks, as torchrun does, with more in the environment; all of them are killed at the end."""
     about = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": free_port(),
@@ -82,6 +82,7 @@ def job(script: str, *arguments: object, world: int = 2):
         "LOCAL_WORLD_SIZE": world,
         "TORCHELASTIC_RUN_ID": "test",
         "GROUP_RANK": 0,
+        **environment,
     }
     ranks = [Process(script, *arguments, **about, RANK=rank, LOCAL_RANK=rank) for rank in range(world)]
     try:

@@ -3,14 +3,21 @@
     titan_job.py --module titan_job --config tiny ...
 
 It runs ``torchtitan.train.main``. torchtitan trains on accelerators only, so what it asks of one is answered here for
-the CPU; and the packages that read its data sets and draw its metrics, which this job does not use, are stood in for.
-Prints ``step``, its number and a digest of the state after each step, and ``loaded`` with what a checkpoint gave.
-``PAUSE_AT``, in the environment, is a step after which the rank trains no more and waits to be killed.
+the CPU; the packages that read its data sets and draw its metrics, which these jobs do not use, are stood in for.
+Prints ``step``, its number and a digest of the state after each step, and ``loaded`` with what a checkpoint gave. In
+the environment:
+
+- ``PAUSE_AT``: the step after which the rank waits to be killed; it prints ``paused``
+- ``SAVE_THEIRS``: the step that is also saved with torch's writer, in the folder ``theirs``
+- ``COMPARE``: that folder; it is loaded first, with torch's reader, and printed as ``theirs``
+- ``PUBLISH``: the state is published when the rank pauses; it prints ``address``
+- ``INSTALL``: ``tensorferry.install()`` is called, for trainers that apply no overrides
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import sys
 import time
@@ -28,20 +35,30 @@ torch.cpu.memory_stats = lambda *_: {}
 for name in ("datasets", "datasets.distributed", "torch.utils.tensorboard"):
     sys.modules.setdefault(name, mock.MagicMock(__path__=[]))
 
+import torch.distributed.checkpoint as dcp  # noqa: E402
 from framework_ranks import digest  # noqa: E402
+from torch.distributed.checkpoint.staging import StagingOptions  # noqa: E402
 from torch.distributed.checkpoint.stateful import Stateful  # noqa: E402
 from torch.distributed.fsdp import FSDPModule  # noqa: E402
 from torchtitan import train  # noqa: E402
-from torchtitan.components.checkpointer import CheckpointManager  # noqa: E402
+from torchtitan.components.checkpointer import AsyncMode, CheckpointManager  # noqa: E402
+from torchtitan.components.checkpointer import dcp as checkpointer_dcp  # noqa: E402
 from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
 from torchtitan.components.loss import CrossEntropyLoss  # noqa: E402
 from torchtitan.components.metrics import MetricsProcessor  # noqa: E402
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw  # noqa: E402
 from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
 from torchtitan.config import CommConfig, TrainingConfig  # noqa: E402
+from torchtitan.experiments.torchft.checkpoint import TorchFTCheckpointManager  # noqa: E402
+from torchtitan.experiments.torchft.config.job_config import FaultTolerance  # noqa: E402
+from torchtitan.experiments.torchft.optimizer import TorchFTOptimizersContainer  # noqa: E402
+from torchtitan.experiments.torchft.trainer import FaultTolerantTrainer  # noqa: E402
 from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: E402
 from torchtitan.models.llama3 import model_registry  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
+
+import tensorferry  # noqa: E402
+from tensorferry.dcp import PeerWriter  # noqa: E402
 
 
 class Numbers(BaseDataLoader, Stateful):
@@ -112,26 +129,71 @@ def tiny():
     )
 
 
-def state_of(trainer):
-    """Returns a digest of all that a checkpoint of ``trainer`` holds."""
-    return digest({key: one.state_dict() for key, one in sorted(trainer.checkpointer.states.items())})
+def healing():
+    """Returns the configuration of a job that torchft heals; torchtitan calls this."""
+    made = tiny()
+    fields = {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
+    fields["optimizer"] = TorchFTOptimizersContainer.Config(param_groups=made.optimizer.param_groups)
+    fields["checkpoint"] = TorchFTCheckpointManager.Config(
+        enable=True, interval=10**6, keep_latest_k=0, enable_ft_dataloader_checkpoints=False
+    )
+    return FaultTolerantTrainer.Config(**fields, fault_tolerance=FaultTolerance(enable=True, group_size=1))
 
 
-def report(trainer_class):
-    """Has trainers of a class print what they hold after a load and after each step."""
-    step, load = trainer_class.train_step, CheckpointManager.load
+def state_of(manager):
+    """Returns a digest of all that a checkpoint manager saves."""
+    return digest({key: one.state_dict() for key, one in sorted(manager.states.items())})
 
-    def stepping(self, *arguments):
-        step(self, *arguments)
-        print(f"\nstep {self.step} {state_of(self)}", flush=True)
 
-    def loading(self, *arguments, **named):
-        found = load(self, *arguments, **named)
-        trainer = self.states["train_state"]
-        print(f"\nloaded {found} {trainer.step} {state_of(trainer)}", flush=True)
+class Reporting:
+    """What is printed and waited for around the methods of torchtitan's classes."""
+
+    def __init__(self, environment):
+        self.pause_at = int(environment.get("PAUSE_AT", 0))
+        self.save_theirs = int(environment.get("SAVE_THEIRS", 0))
+        self.compare, self.publish = environment.get("COMPARE"), environment.get("PUBLISH")
+
+    def begin(self):
+        self.train_step, self.load, self.save = Trainer.train_step, CheckpointManager.load, CheckpointManager.save
+        for trainer in (Trainer, FaultTolerantTrainer):
+            trainer.train_step = self.reporting(trainer.train_step)
+        CheckpointManager.load = lambda *given, **named: self.loading(*given, **named)
+        CheckpointManager.save = lambda *given, **named: self.saving(*given, **named)
+
+    @staticmethod
+    def reporting(train_step):
+        def stepping(trainer, *arguments):
+            train_step(trainer, *arguments)
+            print(f"\nstep {trainer.step} {state_of(trainer.checkpointer)}", flush=True)
+
+        return stepping
+
+    def loading(self, manager, *arguments, **named):
+        if self.compare:
+            CheckpointManager.dcp_load(manager, manager._states_to_load(False), self.compare, False, False)
+            print(f"\ntheirs {state_of(manager)}", flush=True)
+            with torch.no_grad():
+                for parameter in manager.states["model"].model[0].parameters():
+                    parameter.fill_(0.5)
+        found = self.load(manager, *arguments, **named)
+        print(f"\nloaded {found} {manager.states['train_state'].step} {state_of(manager)}", flush=True)
         return found
 
-    trainer_class.train_step, CheckpointManager.load = stepping, loading
+    def saving(self, manager, step, *arguments, **named):
+        saved = self.save(manager, step, *arguments, **named)
+        if step == self.save_theirs:
+            theirs = manager._create_checkpoint_id(step, os.path.join(os.path.dirname(manager.folder), "theirs"))
+            CheckpointManager.dcp_save(manager, manager._flattened_model_states_sd(), theirs, AsyncMode.DISABLED)
+        if step == self.pause_at:
+            manager.maybe_wait_for_staging()
+            manager.maybe_wait_for_saving()
+            if self.publish:
+                writer = PeerWriter(interface="127.0.0.1")
+                dcp.save(manager._flattened_model_states_sd(), storage_writer=writer)
+                print(f"\naddress {writer.folder()}", flush=True)
+            print(f"\npaused {step}", flush=True)
+            time.sleep(10**6)
+        return saved
 
 
 def only_sums():
@@ -145,26 +207,18 @@ def only_sums():
     FSDPModule.set_gradient_divide_factor = dividing
 
 
-def pause(at):
-    """Has the checkpoint manager wait for ever after a step, when that is saved."""
-    save = CheckpointManager.save
-
-    def saving(self, step, *arguments, **named):
-        saved = save(self, step, *arguments, **named)
-        if step == at:
-            self.maybe_wait_for_staging()
-            self.maybe_wait_for_saving()
-            print(f"\npaused {step}", flush=True)
-            time.sleep(10**6)
-        return saved
-
-    CheckpointManager.save = saving
+def stage_without_accelerator():
+    """Has the stager of ``async_with_pinned_mem`` do without pinned memory and streams."""
+    options = StagingOptions(use_pinned_memory=False, use_non_blocking_copy=False)
+    checkpointer_dcp.StagingOptions = lambda **_: options
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    logging.getLogger("tensorferry").setLevel(logging.INFO)
     only_sums()
-    report(Trainer)
-    if os.environ.get("PAUSE_AT"):
-        pause(int(os.environ["PAUSE_AT"]))
+    stage_without_accelerator()
+    Reporting(os.environ).begin()
+    if os.environ.get("INSTALL"):
+        tensorferry.install()
     train.main()
