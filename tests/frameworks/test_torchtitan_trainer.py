@@ -72,12 +72,13 @@ def test_torchft_heals_a_killed_replica_of_it(tmp_path):
         with replica(0, "one", 1) as (one,):
             with replica(1, "two", 2) as (two,):
                 for each in (one, two):
-                    each.wait_for("step")
+                    each.wait_for("synced")
             with replica(1, "two_again", 3) as (again,):
-                seen = dict(again.wait_for("step").split() for _ in range(3))
+                seen = dict(again.wait_for("synced").split() for _ in range(3))
                 assert any("tensorferry" in line and "received step" in line for line in again.output)
-            while one.wait_for("step").split()[0] != max(seen, key=int):
-                pass
-            assert seen.items() <= dict(line.split()[1:] for line in one.output if line.startswith("step ")).items()
+                while one.wait_for("synced").split()[0] != max(seen, key=int):
+                    pass
+            of_one = dict(line.split()[1:] for line in one.output if line.startswith("synced "))
+            assert seen.items() <= of_one.items()
     finally:
         lighthouse.shutdown()

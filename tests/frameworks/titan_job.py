@@ -4,14 +4,14 @@
 
 It runs ``torchtitan.train.main``. torchtitan trains on accelerators only, so what it asks of one is answered here for
 the CPU; the packages that read its data sets and draw its metrics, which these jobs do not use, are stood in for.
-Prints ``step``, its number and a digest of the state after each step, and ``loaded`` with what a checkpoint gave. In
-the environment:
+Prints ``step``, its number and a digest of the state after each step, and ``loaded`` with what a checkpoint gave; with
+the configuration ``healing``, for torchft, ``synced`` and a digest of the model. In the environment:
 
 - ``PAUSE_AT``: the step after which the rank waits to be killed; it prints ``paused``
 - ``SAVE_THEIRS``: the step that is also saved with torch's writer, in the folder ``theirs``
 - ``COMPARE``: that folder; it is loaded first, with torch's reader, and printed as ``theirs``
 - ``PUBLISH``: the state is published when the rank pauses; it prints ``address``
-- ``INSTALL``: ``tensorferry.install()`` is called, for trainers that apply no overrides
+- ``INSTALL``: ``tensorferry.torchtitan.train`` is run instead, for trainers that apply no overrides
 """
 
 from __future__ import annotations
@@ -57,8 +57,11 @@ from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa
 from torchtitan.models.llama3 import model_registry  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
 
-import tensorferry  # noqa: E402
 from tensorferry.dcp import PeerWriter  # noqa: E402
+from tensorferry.torchtitan import train as installing_train  # noqa: E402
+
+#: After as many steps, DiLoCo makes the replicas equal.
+SYNC_STEPS = 2
 
 
 class Numbers(BaseDataLoader, Stateful):
@@ -69,6 +72,7 @@ class Numbers(BaseDataLoader, Stateful):
         pass
 
     def __init__(self, config, *, dp_rank, seq_len, local_batch_size, **_):
+        del config
         self.rank, self.shape, self.given = dp_rank, (local_batch_size, seq_len + 1), 0
 
     def __iter__(self):
@@ -93,6 +97,7 @@ class NoTokenizer(BaseTokenizer):
         pass
 
     def __init__(self, config, **_):
+        del config
         super().__init__()
 
     def encode(self, *_):
@@ -137,7 +142,8 @@ def healing():
     fields["checkpoint"] = TorchFTCheckpointManager.Config(
         enable=True, interval=10**6, keep_latest_k=0, enable_ft_dataloader_checkpoints=False
     )
-    return FaultTolerantTrainer.Config(**fields, fault_tolerance=FaultTolerance(enable=True, group_size=1))
+    healed = FaultTolerance(enable=True, group_size=2, semi_sync_method="diloco", sync_steps=SYNC_STEPS)
+    return FaultTolerantTrainer.Config(**fields, fault_tolerance=healed)
 
 
 def state_of(manager):
@@ -164,6 +170,11 @@ class Reporting:
     def reporting(train_step):
         def stepping(trainer, *arguments):
             train_step(trainer, *arguments)
+            if isinstance(trainer, FaultTolerantTrainer):
+                # Each replica has an inner optimizer and data of its own.
+                if trainer.step % SYNC_STEPS == 0:
+                    print(f"\nsynced {trainer.step} {digest(trainer.model_parts[0].state_dict())}", flush=True)
+                return
             print(f"\nstep {trainer.step} {state_of(trainer.checkpointer)}", flush=True)
 
         return stepping
@@ -219,6 +230,4 @@ if __name__ == "__main__":
     only_sums()
     stage_without_accelerator()
     Reporting(os.environ).begin()
-    if os.environ.get("INSTALL"):
-        tensorferry.install()
-    train.main()
+    (installing_train if os.environ.get("INSTALL") else train).main()
