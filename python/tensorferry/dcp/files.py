@@ -250,9 +250,17 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
         """Writes this rank's file.
 
         Raises:
+            InvalidArgument: the coordinator saves with another class
             UnsupportedLeaf: an item cannot be written; the message names it
             SystemRefused: the system refuses, for example because the disk is full
         """
+        # A planner that caches plans may give one out that was planned for another writer, in an earlier save.
+        if plan.storage_data is not None and not getattr(planner, "_enable_plan_caching", False):
+            # The coordinator would write an index of its own kind, in which nothing finds what this rank has written.
+            raise InvalidArgument(
+                f"the coordinator has planned this save for another writer ({_validate.brief(plan.storage_data)}): "
+                "give every rank a FileWriter, or call tensorferry.install() in every process"
+            )
         save = self._running.save
         done: Future[list[WriteResult]] = Future()
         self.report = {"bytes": 0, "direct": 0}

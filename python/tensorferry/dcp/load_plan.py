@@ -20,6 +20,7 @@ from ..memory.tensors import DTYPE_NAMES, address, byte_strides, room, scratch, 
 from ..state.allowlist import Allowed
 from ..state.archives import unpickled
 from ..storage.slices import SliceTuple, contiguous_strides, runs
+from . import torch_view
 from .index import BUILT, ELEMENTS, PICKLED_TENSOR, EntryRef
 
 #: Runs of fewer bytes than this are not read one by one: all bytes from the first run to the last are read into a
@@ -212,7 +213,10 @@ class Reading:
         if ref.kind == PICKLED_TENSOR:
 
             def narrow(data: bytes) -> None:
-                self._copy_part(item, ref, target, unpickled(data, item.storage_index.fqn, self._allowed))
+                tensor = torch_view.elements(data, *self._described(item))
+                if tensor is None:
+                    tensor = unpickled(data, item.storage_index.fqn, self._allowed)
+                self._copy_part(item, ref, target, tensor)
 
             self._schedule_entry(ref, narrow)
             return
@@ -258,15 +262,8 @@ class Reading:
         Raises:
             ProtocolError: the entry does not hold such a chunk, or the item goes beyond it
         """
-        fqn, offset = item.storage_index.fqn, item.storage_index.offset
-        stored = self._metadata.state_dict_metadata[fqn]
-        dtype = stored.properties.dtype
-        chunks = stored.chunks
-        hint = item.storage_index.index
-        if hint is not None and hint < len(chunks) and chunks[hint].offsets == offset:
-            shape = list(chunks[hint].sizes)
-        else:
-            shape = next(list(chunk.sizes) for chunk in chunks if chunk.offsets == offset)
+        fqn = item.storage_index.fqn
+        dtype, shape = self._described(item)
         if ref.layout is None:
             matches = ref.dtype == DTYPE_NAMES.get(dtype, "U8") and math.prod(shape) * dtype.itemsize == ref.nbytes
         else:
@@ -282,6 +279,14 @@ class Reading:
         if not inside:
             raise ProtocolError(f"{fqn}: the plan goes beyond a chunk of shape {shape}")
         return dtype, shape
+
+    def _described(self, item: ReadItem) -> tuple[torch.dtype, list[int]]:
+        """Returns dtype and shape of the chunk that contains an item, as the metadata has them."""
+        stored = self._metadata.state_dict_metadata[item.storage_index.fqn]
+        chunks, offset, hint = stored.chunks, item.storage_index.offset, item.storage_index.index
+        if hint is not None and hint < len(chunks) and chunks[hint].offsets == offset:
+            return stored.properties.dtype, list(chunks[hint].sizes)
+        return stored.properties.dtype, next(list(chunk.sizes) for chunk in chunks if chunk.offsets == offset)
 
     def _load_bytes(self, item: ReadItem, data: bytes) -> None:
         if isinstance(self._planner, TakesObjects):
