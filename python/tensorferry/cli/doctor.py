@@ -8,7 +8,6 @@ import resource
 import socket
 import time
 from collections.abc import Iterator
-from importlib import metadata as packages
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -83,6 +82,8 @@ def doctor(
 
 
 def _versions() -> Iterator[Finding]:
+    from importlib import metadata as packages
+
     wanted = {}
     for requirement in packages.requires("tensorferry") or []:
         # Those of extras count where the package is there.

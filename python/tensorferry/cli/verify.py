@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
 from json import loads
 from pathlib import Path
 from typing import Any
@@ -115,6 +114,8 @@ def _named(path: Path, damaged: list[tuple[int, int]]) -> list[dict[str, Any]]:
 
 def _damage_of_archive(path: Path) -> str | None:
     """Returns what is wrong with an archive of torch's, by the CRC-32 of its records; ``None`` if all of them match."""
+    import zipfile
+
     try:
         with zipfile.ZipFile(path) as archive:
             bad = archive.testzip()

@@ -282,9 +282,7 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
                 self._progress(0, 0)
             done.set_result([])
             return done
-        save.written, results = self.rank_file().write(
-            plan, planner, progress=self._progress, allowed=self._allowed
-        )
+        save.written, results = self.rank_file().write(plan, planner, progress=self._progress, allowed=self._allowed)
         self.report = {"bytes": save.written.bytes, "direct": save.written.direct}
         done.set_result(results)
         return done
