@@ -229,8 +229,8 @@ class TestTop:
         ended = threading.Event()
 
         def drip(listener):
-            with contextlib.suppress(OSError):
-                connection, _ = listener.accept()
+            connection, _ = listener.accept()
+            with contextlib.suppress(OSError), connection:
                 connection.sendall(b"HTTP/1.1 200 OK\r\n")
                 while not ended.wait(0.02):
                     connection.sendall(b"x: y\r\n")
