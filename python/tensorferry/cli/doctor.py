@@ -264,7 +264,7 @@ def _peer(metadata: tuple[str, ...], trust: Trust, receiving: Receiving) -> Iter
         finally:
             remote.close()
     except TensorferryError as e:
-        yield Finding("peer", _BAD, f"{type(e).__name__}: {e}", "see docs/guides/observability.md")
+        yield Finding("peer", _BAD, f"{type(e).__name__}: {exits.message_of(e)}", "see docs/guides/observability.md")
         return
     slow = opened > 1.0
     remedy = "the source was not ready, or its name took long to resolve" if slow else ""
