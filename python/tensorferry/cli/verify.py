@@ -61,7 +61,7 @@ def _files(place: Any) -> list[tuple[Path, bool]]:
     from .places import Kind
 
     path: Path = place.path
-    match place.kind:
+    match place.layout:
         case Kind.CONTAINER:
             return [(path, False)]
         case Kind.ARCHIVE:
@@ -74,7 +74,7 @@ def _files(place: Any) -> list[tuple[Path, bool]]:
                 path, [name for name, _ in index.files.values()], commits.files_of(path / INDEX)
             )
             return [(path / name, False) for name in (INDEX, *names)]
-        case Kind.DISTRIBUTED | Kind.MEGATRON if (path / INDEX).is_file():
+        case Kind.DISTRIBUTED:
             text, commit = commits.read(path / INDEX)
             fields = distributed.decoded(text, path / INDEX)
             names = distributed.checked_files(path, fields["sources"], commit)

@@ -187,8 +187,8 @@ class Reading:
         """Returns how many bytes a part of a tensor has, as it is stored."""
         if ref.kind != ELEMENTS:
             return ref.nbytes
-        dtype: torch.dtype = self._metadata.state_dict_metadata[item.storage_index.fqn].properties.dtype
-        return math.prod(item.lengths) * dtype.itemsize
+        dtype = self._metadata.state_dict_metadata[item.storage_index.fqn].properties.dtype
+        return int(dtype.itemsize) * math.prod(map(int, item.lengths))
 
     def _ref(self, item: ReadItem) -> EntryRef:
         ref = self._metadata.storage_data.get(item.storage_index)

@@ -11,9 +11,9 @@ from torch.nn import Parameter
 
 from .._native import Arena, Rows, _check_machine_has
 
-#: The dtypes that a container of this package names. Tensors of other dtypes (complex128, the rarer float8 kinds, sub-byte and
-#: quantised dtypes) travel as bytes, with their dtype in the pickle: older safetensors readers refuse a whole file for
-#: one dtype that they do not know.
+#: The dtypes that a container of this package names. Tensors of other dtypes (complex128, the rarer float8 kinds,
+#: sub-byte and quantised dtypes) travel as bytes, with their dtype in the pickle: older safetensors readers refuse a
+#: whole file for one dtype that they do not know.
 DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
