@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,7 @@ class _Side:
 
         Of what several ranks have besides, the first rank's is taken.
         """
-        if len(self.listings) == 1:
+        if len(self.listings) == 1 and not (self.place.kind is Kind.CHECKPOINT and any(self.parts())):
             return
         from .torch_leaves import leaves_of
 
@@ -73,6 +74,8 @@ class _Side:
         if self.place.kind is Kind.CHECKPOINT:
             from ..checkpointing import loading
 
+            # It warns of meshes of which no process group is there, as here.
+            logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)
             return loading.read(self.place.path, rank=0, world_size=1)[0]
         from ..dcp import PeerReader
         from .mapped_states import of_distributed

@@ -131,7 +131,7 @@ def _served_step(urls: list[str], trust: Trust, deadline: float) -> int:
         except WrongStep as e:
             if found := _SERVED.search(str(e)):
                 return int(found[1])
-            last = e
+            last = WrongStep.of(e.code, _without_step(e))
         except (ConnectError, FetchTimeout) as e:
             last = type(e)(_without_step(e))
         except SourceRefused as e:
