@@ -158,3 +158,7 @@ def _load(archive: _Archive, name: str, allowed: Allowed, map_location: Any) -> 
         raise
     except Exception as e:
         raise ProtocolError(f"{name} cannot be read ({type(e).__name__}: {e})") from e
+    finally:
+        # torch clears this only after a load that succeeded. With what is left of a failed one, no DTensor can be
+        # unpickled in this thread any more.
+        torch.serialization._serialization_tls.map_location = None
