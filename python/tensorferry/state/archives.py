@@ -98,7 +98,9 @@ def globals_of(data: bytes | bytearray) -> set[tuple[str, str]]:
         for operation, argument, _ in pickletools.genops(bytes(data[start : end + 1])):
             if operation.name == "GLOBAL":
                 module, _, qualified = str(argument).partition(" ")
-                found.add((module, qualified))
+                # Readers take the class of a storage for the name of its dtype.
+                if not (module in ("torch", "torch.storage") and qualified.endswith("Storage")):
+                    found.add((module, qualified))
     return found
 
 
