@@ -26,7 +26,7 @@ from ..errors import InvalidArgument, SystemRefused, TransportClosed
 from ..memory.accelerator import ACCELERATOR, Accelerator
 from ..memory.shared import Budget, NoRoom, SharedHostMemory
 from ..memory.staging import Stager
-from ..state.allowlist import Allowed, RefusalWarnings
+from ..state.allowlist import REFUSED_LATER, Allowed, RefusalWarnings
 from ..state.snapshot import StateSnapshot
 from ..storage import folder as folders
 from ..storage.folder import SaveId
@@ -40,8 +40,6 @@ logger = logging.getLogger("tensorferry")
 GENERATIONS = 2
 #: Seconds for which an interpreter that exits without ``close`` waits for saves; they go on without it after that.
 _EXIT_WAIT_S = 60.0
-#: The warning of a save whose state a load with the default allow-list refuses.
-REFUSED_LATER = "a load will refuse this state: %s"
 #: The kinds of handovers.
 _SAVE, _KEEP = "save", "keep"
 #: What is wrong with a call in a callback of a future that would wait for ever.

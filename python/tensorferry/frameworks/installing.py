@@ -78,13 +78,17 @@ def _torchs(theirs: type) -> type:
     return theirs
 
 
-def _make_writer(*args: Any, **kwargs: Any) -> Any:
-    asked = inspect.signature(FileSystemWriter).bind(*args, **kwargs).arguments
-    format_ = asked.get("serialization_format", SerializationFormat.TORCH_SAVE)
-    if asked.get("_extensions") or format_ != SerializationFormat.TORCH_SAVE:
-        logger.warning("torch's FileSystemWriter is used: tensorferry's has no extensions and no other format")
-        return FileSystemWriter(*args, **kwargs)
-    return FileWriter(asked["path"], overwrite=asked.get("overwrite", True))
+def _writer_maker(safe_globals: tuple[Any, ...], trust_pickle: bool) -> Callable[..., Any]:
+    def make(*args: Any, **kwargs: Any) -> Any:
+        asked = inspect.signature(FileSystemWriter).bind(*args, **kwargs).arguments
+        format_ = asked.get("serialization_format", SerializationFormat.TORCH_SAVE)
+        if asked.get("_extensions") or format_ != SerializationFormat.TORCH_SAVE:
+            logger.warning("torch's FileSystemWriter is used: tensorferry's has no extensions and no other format")
+            return FileSystemWriter(*args, **kwargs)
+        overwrite = asked.get("overwrite", True)
+        return FileWriter(asked["path"], overwrite=overwrite, safe_globals=safe_globals, trust_pickle=trust_pickle)
+
+    return make
 
 
 def _reader_maker(safe_globals: tuple[Any, ...], trust_pickle: bool) -> Callable[..., Any]:
@@ -178,9 +182,9 @@ def install(
 
 def _put_in_place(made: Installation, options: dict[str, Any]) -> None:
     if options["files"]:
-        read = _reader_maker(options["safe_globals"], options["trust_pickle"])
-        writer = _StandIn(FileSystemWriter, FileWriter, _make_writer)
-        reader = _StandIn(FileSystemReader, FileReader, read)
+        trusted = options["safe_globals"], options["trust_pickle"]
+        writer = _StandIn(FileSystemWriter, FileWriter, _writer_maker(*trusted))
+        reader = _StandIn(FileSystemReader, FileReader, _reader_maker(*trusted))
         for name in _STORAGE:
             module = importlib.import_module(name)
             for attribute, stand_in in (("FileSystemWriter", writer), ("FileSystemReader", reader)):
