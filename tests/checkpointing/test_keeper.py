@@ -284,6 +284,31 @@ def test_a_signal_ends_it_and_nothing_is_left(folder, by):
     assert set(os.listdir("/dev/shm")) == before
 
 
+def test_a_trainer_that_executes_another_program_leaves_its_snapshot(folder):
+    """Nothing of it can write to what it gave any more: a trainer that restarts itself in this way finds its state."""
+    script = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+from keepers import offered
+from tensorferry.checkpointing.keeper.client import Keeper
+keeper = Keeper()
+offered(keeper, {"w": 5})
+os.execv("/bin/sleep", ["sleep", "600"])
+"""
+    support = Path(__file__).parent.parent / "support"
+    with KeeperAtWork(folder) as process, Keeper() as keeper:
+        trainer = subprocess.Popen([sys.executable, "-c", script, support])
+        eventually("it is kept", keeper.held)
+        eventually("the trainer is gone", lambda: keeper.status()["clients"] == 1)
+        # For so long, the keeper waits for the end of the process.
+        time.sleep(2.5)
+        assert trainer.poll() is None
+        assert loaded(keeper, keeper.held()[0]) == {"w": 5}
+        trainer.kill()
+        trainer.wait()
+        assert "left without a word" not in process.said()
+
+
 def test_a_forked_child_is_not_the_trainer(folder):
     """The child outlives its parent, and must not stand for it: a keeper would spare what a dead trainer gave."""
     script = """

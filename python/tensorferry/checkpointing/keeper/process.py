@@ -20,8 +20,9 @@ import signal
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from ... import _validate
@@ -112,6 +113,19 @@ class _Client:
         poll = select.poll()
         poll.register(self.process, select.POLLIN)
         return bool(poll.poll(0))
+
+    def can_write_to(self, files: Set[tuple[int, int]]) -> bool:
+        """Whether the process has mapped one of ``files``, as it has not after ``exec``."""
+        try:
+            lines = Path(f"/proc/{self.pid}/maps").read_text(errors="replace").splitlines()
+        except OSError:
+            return True
+        for line in lines:
+            _, _, _, device, inode, *_ = line.split(maxsplit=5)
+            major, minor = (int(number, 16) for number in device.split(":"))
+            if (os.makedev(major, minor), int(inode)) in files:
+                return True
+        return False
 
     def forget(self) -> None:
         """Closes what is left when the process is gone, or need not be watched."""
@@ -391,8 +405,9 @@ class KeeperProcess:
             if not client.has_ended():
                 if now < deadline:
                     continue
-                logger.warning("process %d left without a word and lives: what it gave is not kept", client.pid)
-                self._drop_given(client)
+                if client.can_write_to({file for kept in client.given for file in kept.body.files}):
+                    logger.warning("process %d left without a word and lives: what it gave is not kept", client.pid)
+                    self._drop_given(client)
             del self._suspects[client]
             client.forget()
             client.given.clear()
