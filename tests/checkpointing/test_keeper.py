@@ -173,12 +173,16 @@ def test_a_snapshot_that_is_lent_is_not_given_back_before_it_is_read(folder):
 def test_what_a_trainer_may_write_to_is_not_kept(folder):
     """A trainer that lost its connection without dying takes its memory back: so nobody may be given it any more."""
     with KeeperAtWork(folder) as process, Keeper() as keeper, Keeper() as other:
-        lost = offered(keeper, state_of(0))
+        # As in a checkpointer's pool, the memory stays mapped.
+        given, lost = staged(state_of(0)), Told()
+        keeper.offer(given, lost)
+        eventually("it is kept", keeper.held)
         offered(other, state_of(1), "/ckpt/other/1")
         keeper._sock.shutdown(socket.SHUT_RDWR)
         eventually("it is told that its memory is free", lambda: lost.times == 1)
         eventually("it is not kept", lambda: [one.path for one in keeper.held()] == ["/ckpt/other/1"])
         assert "lives: what it gave is not kept" in process.said()
+        del given
         # Likewise one that is thrown out.
         cast_out = offered(other, state_of(2), "/ckpt/other/2")
         other._sock.send(b"nonsense")
@@ -284,58 +288,39 @@ def test_a_signal_ends_it_and_nothing_is_left(folder, by):
     assert set(os.listdir("/dev/shm")) == before
 
 
-def test_a_trainer_that_executes_another_program_leaves_its_snapshot(folder):
-    """Nothing of it can write to what it gave any more: a trainer that restarts itself in this way finds its state."""
-    script = """
-import os, sys
-sys.path.insert(0, sys.argv[1])
-from keepers import offered
-from tensorferry.checkpointing.keeper.client import Keeper
-keeper = Keeper()
-offered(keeper, {"w": 5})
-os.execv("/bin/sleep", ["sleep", "600"])
-"""
-    support = Path(__file__).parent.parent / "support"
-    with KeeperAtWork(folder) as process, Keeper() as keeper:
-        trainer = subprocess.Popen([sys.executable, "-c", script, support])
-        eventually("it is kept", keeper.held)
-        eventually("the trainer is gone", lambda: keeper.status()["clients"] == 1)
-        # For so long, the keeper waits for the end of the process.
-        time.sleep(2.5)
-        assert trainer.poll() is None
-        assert loaded(keeper, keeper.held()[0]) == {"w": 5}
-        trainer.kill()
-        trainer.wait()
-        assert "left without a word" not in process.said()
-
-
-def test_a_forked_child_is_not_the_trainer(folder):
-    """The child outlives its parent, and must not stand for it: a keeper would spare what a dead trainer gave."""
+def test_a_trainer_that_forks_and_executes_another_program_leaves_its_snapshot(folder):
+    """Nobody can write to it: a trainer that restarts itself in this way finds it. The child does not stand for it."""
     script = """
 import os, signal, sys
 sys.path.insert(0, sys.argv[1])
 from keepers import offered
 from tensorferry.checkpointing.keeper.client import Keeper
 keeper = Keeper()
-offered(keeper, {"w": 1})
+offered(keeper, {"w": 5})
 if os.fork() == 0:
     Keeper().held()
     print(os.getpid(), flush=True)
     signal.pause()
-signal.pause()
+sys.stdin.readline()
+os.execv("/bin/sleep", ["sleep", "600"])
 """
     support = Path(__file__).parent.parent / "support"
-    with KeeperAtWork(folder), Keeper() as keeper:
-        with subprocess.Popen([sys.executable, "-c", script, support], stdout=subprocess.PIPE, text=True) as trainer:
+    with KeeperAtWork(folder) as process, Keeper() as keeper:
+        command = [sys.executable, "-c", script, support]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as trainer:
             child = int(trainer.stdout.readline())
             try:
                 assert keeper.status()["clients"] == 2
-                trainer.kill()
-                trainer.wait()
+                trainer.stdin.close()
                 eventually("the trainer is not connected", lambda: keeper.status()["clients"] == 1)
+                # For so long, the keeper waits for the end of the process.
+                time.sleep(2.5)
+                assert trainer.poll() is None
             finally:
+                trainer.kill()
                 os.kill(child, signal.SIGKILL)
-        assert len(keeper.held()) == 1
+        assert loaded(keeper, keeper.held()[0]) == {"w": 5}
+        assert "left without a word" not in process.said()
 
 
 def test_a_name_is_unique_and_a_killed_keeper_leaves_it_free(folder):
