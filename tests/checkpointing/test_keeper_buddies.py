@@ -132,7 +132,7 @@ def test_a_buddy_that_does_not_answer_is_waited_for_a_short_time(folder, monkeyp
         assert [s.remote for s in eventually("it is listed", one.held)] == [True]
         buddy.process.send_signal(signal.SIGSTOP)
         assert one.prefer("/ckpt/run/step-1", 0, 1) is None
-        assert "from the disk: <urlopen error step 1: timed out" in caplog.text
+        assert "timed out" in caplog.text
         # Nobody waits for it as long as the keeper itself tries to reach it.
         for _ in range(2):
             began = time.monotonic()
