@@ -244,7 +244,7 @@ def test_a_stopped_keeper_does_not_hold_the_trainer_up(folder):
 
 
 def test_a_stopped_keeper_is_waited_for_once_and_found_when_it_goes_on_or_has_a_successor(folder, monkeypatch):
-    monkeypatch.setattr(client, "_AT_ONCE_S", 0.5)
+    monkeypatch.setattr(client, "_AT_WORK_S", 0.5)
     waits = []
     begin = client._Question.begin
     monkeypatch.setattr(client._Question, "begin", lambda question: waits.append(1) or begin(question))

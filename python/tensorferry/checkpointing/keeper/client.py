@@ -51,8 +51,10 @@ from .snapshot import Snapshot, snapshot
 
 logger = logging.getLogger("tensorferry")
 
-#: Seconds that the keeper has to show that it is at work, and to take an offer: it does at once unless it is stopped.
-_AT_ONCE_S = 2.0
+#: Seconds that the keeper has to take an offer, which holds the trainer up: it does at once unless it is stopped.
+_OFFER_S = 2.0
+#: Seconds that it has to show that it is at work. Giving back the memory of a large snapshot may take it a moment.
+_AT_WORK_S = 5.0
 #: Seconds that an answer may take for which it asks its buddies, or computes checksums.
 _ANSWER_S = 20.0
 #: Seconds in which a buddy has to begin to send a snapshot.
@@ -168,7 +170,7 @@ class Keeper:
 
     def _open(self) -> socket.socket:
         sock = _connect(self.name)
-        sock.settimeout(_AT_ONCE_S)
+        sock.settimeout(_OFFER_S)
         self._sock = sock
         threading.Thread(target=self._listen, args=(sock,), name="tensorferry-keeper", daemon=True).start()
         return sock
@@ -226,7 +228,7 @@ class Keeper:
             _tell(offer)
             self._note_release()
 
-    def let_go(self, patience: float = _AT_ONCE_S) -> bool:
+    def let_go(self, patience: float = _OFFER_S) -> bool:
         """Has the keeper evict the oldest snapshot that this object has offered, for a trainer that needs its memory.
 
         Returns:
@@ -502,8 +504,8 @@ class _Question:
         self.status: dict[str, Any] = {}
 
     def begin(self) -> bool:
-        """Returns whether the keeper is at work: whether it says something about itself at once."""
-        self._sock.settimeout(_AT_ONCE_S)
+        """Returns whether the keeper is at work: whether it says something about itself soon."""
+        self._sock.settimeout(_AT_WORK_S)
         try:
             self.send(Message("status"))
             self.status = self.answer("status").fields
@@ -596,7 +598,7 @@ def _connect(name: str) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     _sockets.add(sock)
     try:
-        sock.settimeout(_AT_ONCE_S)
+        sock.settimeout(_OFFER_S)
         _queue_at(sock, path)
         _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     except OSError as e:
@@ -609,7 +611,7 @@ def _connect(name: str) -> socket.socket:
 
 
 def _queue_at(sock: socket.socket, path: Path) -> None:
-    deadline = time.monotonic() + _AT_ONCE_S
+    deadline = time.monotonic() + _OFFER_S
     while True:
         try:
             sock.connect(os.fspath(path))
