@@ -224,7 +224,8 @@ def test_training_goes_on_without_a_keeper_and_with_the_next_one(folder, caplog)
     keeper.close()
 
 
-def test_a_stopped_keeper_does_not_hold_the_trainer_up(folder):
+def test_a_stopped_keeper_does_not_hold_the_trainer_up(folder, monkeypatch):
+    monkeypatch.setattr(client, "_OFFER_S", 0.3)
     with KeeperAtWork(folder) as process, Keeper() as keeper:
         offered(keeper, state_of(0))
         process.process.send_signal(signal.SIGSTOP)

@@ -12,7 +12,6 @@ import sys
 import time
 
 import pytest
-import torch
 
 from checkpoint_files import is_whole
 from keepers import PATIENCE, KeeperAtWork, eventually, loaded
@@ -113,8 +112,7 @@ def test_keepers_that_are_killed_while_a_trainer_saves_and_loads(folder, tmp_pat
         assert latest_checkpoint(root) == str(root / f"step-{last}")
         assert sorted(os.listdir(root)) == sorted(f"step-{n}" for n in (last, last - 1))
         assert all(is_whole(root / f"step-{n}", n) for n in (last, last - 1))
-        assert [one.step for one in own.held() if not one.remote][-1:] == [last]
-        assert torch.equal(loaded(own, own.held()[-1])["w"], torch.full((1 << 20,), float(last)))
+        assert assert_all_is_right(own) > 0
     assert checked > 0
     for keeper_process in running.values():
         assert keeper_process.end() == 0

@@ -114,6 +114,8 @@ class Keeper:
         self._sock: socket.socket | None = None
         self._offers: collections.deque[_Offer] = collections.deque()
         self._was_missed = False
+        #: Whether an offer has waited in vain for answers to those before it: the next one does not wait.
+        self._is_late = False
         #: A question that the keeper has left unanswered, so that nobody waits for it again before it answers.
         self._unanswered: _Question | None = None
         self._is_closed = False
@@ -134,7 +136,7 @@ class Keeper:
         """Offers a staged snapshot to the keeper.
 
         It raises nothing and waits for nobody longer than two seconds: without a keeper, training goes on without one.
-        While the keeper has left two offers unanswered, for example because it is stopped, no further one is made.
+        If the keeper leaves two offers unanswered, for example because it is stopped, no further one is made.
 
         Args:
             given: the snapshot; its fields say ``path``, ``save_id``, ``rank``, ``world_size``, ``began`` and
@@ -148,9 +150,10 @@ class Keeper:
             fields = {name: given.fields.get(name) for name in _FIELDS}
             fields["job"] = self._job or job_of(str(given.fields.get("path")))
             with self._lock:
+                self._is_late = not self._changed.wait_for(self._answers, 0.0 if self._is_late else _OFFER_S)
                 if self._is_closed:
                     raise TransportClosed("this keeper was closed")
-                if sum(not one.is_answered for one in self._offers) >= _MOST_UNANSWERED:
+                if self._is_late:
                     raise _not_at_work(self.name)
                 sock = self._sock or self._open()
                 self._offers.append(offer)
@@ -167,6 +170,9 @@ class Keeper:
                 logger.warning("checkpoints are not kept in memory: %s", e)
             self._was_missed = True
             _tell(offer)
+
+    def _answers(self) -> bool:
+        return sum(not one.is_answered for one in self._offers) < _MOST_UNANSWERED
 
     def _open(self) -> socket.socket:
         sock = _connect(self.name)
@@ -220,6 +226,7 @@ class Keeper:
             if offer is None:
                 return
             offer.is_answered = True
+            self._changed.notify_all()
             if message.kind != "kept":
                 self._offers.remove(offer)
         if message.kind == "refused":
@@ -238,7 +245,7 @@ class Keeper:
             sock, before = self._sock, self._released
             if sock is None or not self._offers:
                 return False
-            if sum(not one.is_answered for one in self._offers) >= _MOST_UNANSWERED:
+            if not self._answers():
                 # It is not at work.
                 return False
             try:
