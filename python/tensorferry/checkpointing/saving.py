@@ -287,7 +287,7 @@ class Options:
         patience: seconds without a sign of life of another rank after which a save has failed
 
     Raises:
-        InvalidArgument: an argument cannot be used; it is named
+        InvalidArgument: an argument cannot be used; the message names it
     """
 
     def __init__(
@@ -401,7 +401,7 @@ class Saver:
     ) -> tuple[SaveFuture, SaveFuture]:
         self._writer.check_process()
         if not self._is_open:
-            raise TransportClosed("this checkpointer was closed")
+            raise TransportClosed("this checkpointer was closed: make a new one")
         folder = folder_of(path)
         step = None if step is None else _validate.step_number(step)
         with self._alone():

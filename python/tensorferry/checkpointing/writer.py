@@ -191,7 +191,7 @@ class _Child:
     def __init__(self, lost: Callable[[Pending, WriterLost], None]) -> None:
         self._left = lost
         if not sys.executable:
-            raise SystemRefused("no process can be started: sys.executable is not known")
+            raise SystemRefused("no process can be started: sys.executable is empty; set it to the path of Python")
         ours, theirs = handover.pair()
         # What it says if it fails. Not a pipe: nobody need read it, and nobody waits for its end.
         self._said = os.memfd_create("tensorferry-writer", os.MFD_CLOEXEC)

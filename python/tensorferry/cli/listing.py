@@ -36,7 +36,7 @@ def listings(
     if place.kind is Kind.PEERS:
         return _of_peers(Peers.of(given, trust), step, receiving, trust, digests=digests)
     if len(given) > 1:
-        raise InvalidArgument("one file or folder at a time, please")
+        raise InvalidArgument(f"this command takes one file or folder, not {len(given)}: run it for each")
     return [*_of_place(place, digests=digests)]
 
 

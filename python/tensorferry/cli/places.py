@@ -59,7 +59,7 @@ def find(text: str) -> Place:
     if is_metadata(text):
         return Place(Kind.PEERS, text)
     if not text or "\0" in text:
-        raise InvalidArgument("a path must not be empty, and has no NUL")
+        raise InvalidArgument("a path must not be empty, and must not have NUL characters")
     path = Path(text)
     try:
         mode = path.stat().st_mode

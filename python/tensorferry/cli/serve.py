@@ -113,7 +113,9 @@ class Publisher:
 
         index = read_index(folder)
         if missing := missing_files(folder, index):
-            raise IncompleteCheckpoint(f"{folder} lacks {', '.join(missing)}")
+            raise IncompleteCheckpoint(
+                f"{folder} is incomplete: {', '.join(missing)} is missing. Serve another checkpoint"
+            )
         step = self._step if self._step is not None else (index.step or 0)
         urls = []
         for rank in range(index.world_size):

@@ -130,7 +130,7 @@ class RankFile:
         While the first of the two lives, the file is locked.
 
         Raises:
-            UnsupportedLeaf: an item cannot be written; it is named
+            UnsupportedLeaf: an item cannot be written; the message names it
             SystemRefused: the system refuses, for example because the disk is full
         """
         with _gc.gc_paused():
@@ -150,8 +150,8 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
     """Writes a checkpoint into a folder, for ``torch.distributed.checkpoint.save`` and ``async_save``.
 
     Each rank writes one safetensors file, with a checksum of every 512 bytes, and the coordinator writes
-    ``index.safetensors`` last, and after it a ``.metadata`` that holds a sentence, because tools look for a file of
-    this name. A folder may be saved into repeatedly: the old checkpoint stays whole until the index of the new one
+    ``index.safetensors`` last. After it comes a ``.metadata``, a file for which tools look; it has a sentence for
+    torch's reader. A folder may be saved into repeatedly: the old checkpoint stays whole until the index of the new one
     replaces the old index, in one step, and is removed afterwards.
 
     Args:
@@ -172,7 +172,7 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
             that bypassed the page cache
 
     Raises:
-        InvalidArgument: an argument cannot be used; it is named
+        InvalidArgument: an argument cannot be used; the message names it
     """
 
     def __init__(
@@ -250,7 +250,7 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
         """Writes this rank's file.
 
         Raises:
-            UnsupportedLeaf: an item cannot be written; it is named
+            UnsupportedLeaf: an item cannot be written; the message names it
             SystemRefused: the system refuses, for example because the disk is full
         """
         save = self._running.save
@@ -411,7 +411,7 @@ class FileReader(_InFolder, SliceReader):
             the plan asked for
 
     Raises:
-        InvalidArgument: an argument cannot be used; it is named
+        InvalidArgument: an argument cannot be used; the message names it
     """
 
     def __init__(

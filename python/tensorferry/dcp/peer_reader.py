@@ -46,7 +46,7 @@ class PeerReader(SliceReader):
             asked for, and ``retries``
 
     Raises:
-        InvalidArgument: an argument cannot be used; it is named
+        InvalidArgument: an argument cannot be used; the message names it
     """
 
     def __init__(

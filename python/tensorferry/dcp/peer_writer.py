@@ -77,7 +77,7 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
 
     Raises:
         SystemRefused: no port can be opened
-        InvalidArgument: an argument cannot be used; it is named
+        InvalidArgument: an argument cannot be used; the message names it
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         """Takes the snapshot of this rank's part; it is published when all ranks have succeeded.
 
         Raises:
-            UnsupportedLeaf: an item cannot be sent; it is named
+            UnsupportedLeaf: an item cannot be sent; the message names it
             InvalidArgument: the planner reuses a plan that was made for another writer
         """
         urls = plan.storage_data

@@ -39,7 +39,7 @@ class PlanSnapshot:
         elements: dtype and shape of each entry that holds a tensor's elements, ``None`` for the others
 
     Raises:
-        UnsupportedLeaf: an item cannot be written; it is named
+        UnsupportedLeaf: an item cannot be written; the message names it
         InvalidArgument: a graph is being captured on a device that holds an item
     """
 

@@ -157,7 +157,7 @@ def install(
         one is in force, in any thread, changes nothing, and holds what is there until it is undone, too.
 
     Raises:
-        InvalidArgument: an argument cannot be used; it is named
+        InvalidArgument: an argument cannot be used; the message names it
     """
     _validate.boolean("files", files)
     _validate.boolean("transport", transport)

@@ -425,7 +425,9 @@ def add_shards(shards: dict[str, Any], rank: int, manifest: bytes | None) -> Non
     for path, shard in json.loads(manifest)["shards"].items():
         whole = shards.setdefault(path, {"dtype": shard["dtype"], "global_shape": shard["global_shape"], "parts": []})
         if (whole["dtype"], whole["global_shape"]) != (shard["dtype"], shard["global_shape"]):
-            raise InvalidArgument(f"the ranks have different tensors at {path}")
+            raise InvalidArgument(
+                f"the ranks have different tensors at {path}: dtype and global shape must be the same on all of them"
+            )
         # A DTensor has one part on each rank, and a ShardedTensor has a list of them.
         parts = shard.get("parts")
         if parts is None:

@@ -152,7 +152,7 @@ class Keeper:
             with self._lock:
                 self._is_late = not self._changed.wait_for(self._answers, 0.0 if self._is_late else _OFFER_S)
                 if self._is_closed:
-                    raise TransportClosed("this keeper was closed")
+                    raise TransportClosed("this connection to a keeper was closed: make a new Keeper")
                 if self._is_late:
                     raise _not_at_work(self.name)
                 sock = self._sock or self._open()
@@ -270,7 +270,7 @@ class Keeper:
             job: only of this job
             path: only of checkpoints with this path
             rank: only of this rank
-            ask_buddies: let the keeper ask its buddies anew, instead of telling what it knew a second ago
+            ask_buddies: let the keeper ask its buddies anew, instead of returning what it knew a second ago
 
         Raises:
             ConnectError: no keeper of this name runs on this node
@@ -300,7 +300,7 @@ class Keeper:
             return question.status
 
     def address(self) -> str:
-        """Returns what another keeper is given as ``--buddy``; without a secret, who knows it can read all snapshots.
+        """Returns this keeper's address for ``--buddy``. Without a secret, anyone who knows it can read all snapshots.
 
         Raises:
             ConnectError: no keeper of this name runs on this node
