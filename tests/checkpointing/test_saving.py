@@ -393,6 +393,18 @@ def test_a_full_disk_fails_that_save_alone_and_leaves_nothing(opened, tmp_path) 
     assert is_whole(tmp_path / "a", 3)
 
 
+def test_a_failed_save_leaves_no_folder_of_its_own_and_none_of_others_goes(opened, tmp_path) -> None:
+    checkpointer = opened()
+    checkpointer.save(tmp_path / "a", state_of(1))[1].result(WAIT_S)
+    resource.prlimit(writer_of(checkpointer), resource.RLIMIT_FSIZE, (6 * MIB, resource.RLIM_INFINITY))
+    (tmp_path / "there").mkdir()
+    for name in ("new", "there"):
+        with pytest.raises(SystemRefused):
+            checkpointer.save(tmp_path / name, state_of(2, 32))[1].result(WAIT_S)
+    assert files_in(tmp_path) == ["a", "there"]
+    assert files_in(tmp_path / "there") == []
+
+
 def test_a_folder_that_is_removed_while_it_is_written_fails_that_save_alone(opened, tmp_path) -> None:
     checkpointer = opened()
     checkpointer.save(tmp_path / "a", state_of(1))[1].result(WAIT_S)
