@@ -22,6 +22,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from ... import _validate
@@ -675,8 +676,13 @@ def ended_by_signals(keeper: KeeperProcess) -> Iterator[None]:
 
 def lower_weight() -> None:
     """Gives this process, and all threads that it starts from now on, less weight than a trainer has."""
+    nice = max(os.getpriority(os.PRIO_PROCESS, 0), _NICE)
     with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, 0, max(os.getpriority(os.PRIO_PROCESS, 0), _NICE))
+        os.setpriority(os.PRIO_PROCESS, 0, nice)
+    if os.getsid(0) == os.getpid():
+        # Where the kernel gives each session a share (autogroups), that counts within the session only.
+        with contextlib.suppress(OSError):
+            Path("/proc/self/autogroup").write_text(str(nice))
 
 
 def raise_descriptor_limit() -> None:
