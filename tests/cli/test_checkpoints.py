@@ -304,7 +304,7 @@ def test_every_damaged_byte_is_found(
 
 def test_damage_in_each_part_of_a_file(forms: dict[str, Path], run: Callable[..., Any], tmp_path: Path) -> None:
     size = forms["file"].stat().st_size
-    for offset in (0, 20, 4096, size // 2, size - 5000, size - 20):
+    for offset in (0, 20, 4096, size // 2, size - 5000, size - 20, size - 1):
         path = copied(forms["file"], tmp_path)
         damage(path, offset)
         assert run("verify", path).status in (4, 5), offset
