@@ -587,8 +587,8 @@ signal.pause()
             said = b""
             while b"stopped" not in said:
                 said += os.read(ours, 1000)
-            # Ctrl-\ sends SIGQUIT, which neither process ignores; SIGHUP follows when the terminal is closed. The writer
-            # does not stay stopped: the system continues process groups that are orphaned.
+            # Ctrl-\ sends SIGQUIT, which neither process ignores, and SIGHUP follows when the terminal is closed. The
+            # writer does not stay stopped: the system continues process groups that are orphaned.
             os.write(ours, b"\x1c")
             assert trainer.wait(WAIT_S) == -signal.SIGQUIT
         finally:
