@@ -452,6 +452,8 @@ def test_a_trainer_can_start_the_keeper_it_needs(folder):
             offered(keeper, state_of(0))
             assert os.getpriority(os.PRIO_PROCESS, pid) >= os.getpriority(os.PRIO_PROCESS, 0)
             assert os.getsid(pid) == pid
+            if (share := Path(f"/proc/{pid}/autogroup")).exists():
+                assert share.read_text().split()[-1] == str(os.getpriority(os.PRIO_PROCESS, pid))
         finally:
             os.kill(pid, signal.SIGTERM)
         eventually("it is gone", lambda: not list(folder.iterdir()))

@@ -694,8 +694,13 @@ def ended_by_signals(keeper: KeeperProcess) -> Iterator[None]:
 
 def lower_weight() -> None:
     """Gives this process, and all threads that it starts from now on, less weight than a trainer has."""
+    nice = max(os.getpriority(os.PRIO_PROCESS, 0), _NICE)
     with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, 0, max(os.getpriority(os.PRIO_PROCESS, 0), _NICE))
+        os.setpriority(os.PRIO_PROCESS, 0, nice)
+    if os.getsid(0) == os.getpid():
+        # Where the kernel gives each session a share (autogroups), that counts within the session only.
+        with contextlib.suppress(OSError):
+            Path("/proc/self/autogroup").write_text(str(nice))
 
 
 def raise_descriptor_limit() -> None:
