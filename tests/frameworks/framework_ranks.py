@@ -85,8 +85,11 @@ class Process:
 
 
 @contextlib.contextmanager
-def job(script: str | Path, *arguments: object, world: int = 2, folder: Path | None = None):
-    """Starts ``world`` ranks in ``folder``, as torchrun does; all of them are killed at the end."""
+def job(script: str | Path, *arguments: object, world: int = 2, folder: Path | None = None, **environment: object):
+    """Starts ``world`` ranks in ``folder``, as torchrun does; all of them are killed at the end.
+
+    ``environment`` is added to theirs.
+    """
     about = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": free_port(),
@@ -94,6 +97,7 @@ def job(script: str | Path, *arguments: object, world: int = 2, folder: Path | N
         "LOCAL_WORLD_SIZE": world,
         "TORCHELASTIC_RUN_ID": "test",
         "GROUP_RANK": 0,
+        **environment,
     }
     ranks = [Process(script, *arguments, folder=folder, **about, RANK=rank, LOCAL_RANK=rank) for rank in range(world)]
     try:

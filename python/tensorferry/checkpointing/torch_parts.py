@@ -15,11 +15,11 @@ from .. import _validate
 from ..errors import InvalidArgument, TransportClosed
 from ..memory.accelerator import ACCELERATOR
 from ..memory.staging import Stager as HostStager
-from ..state.allowlist import Allowed, RefusalWarnings
+from ..state.allowlist import REFUSED_LATER, Allowed, RefusalWarnings
 from ..state.snapshot import StateSnapshot
 from ..storage import folder as folders
 from ..storage.folder import FolderSave
-from .saving import REFUSED_LATER, Keeper, Options, Ranks, Saver, SharedStager, Staged, folder_of
+from .saving import Keeper, Options, Ranks, Saver, SharedStager, Staged, folder_of
 
 try:
     from torch.distributed.checkpoint._experimental.checkpoint_process import CheckpointProcess as _TorchProcess

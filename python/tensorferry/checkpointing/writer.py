@@ -205,7 +205,9 @@ class _Child:
                     stdout=subprocess.DEVNULL,
                     stderr=self._said,
                     pass_fds=[theirs.fileno()],
-                    start_new_session=True,
+                    # Not in a session of its own: where the kernel gives each session a share (autogroups), the weight
+                    # of a process counts within its session only, and this one would have as much as the whole trainer.
+                    process_group=0,
                     cwd="/",
                 )
         except OSError as e:

@@ -54,7 +54,7 @@ def _of_peers(
 
 def _of_place(place: Place, *, digests: bool) -> list[tuple[str, Listing]]:
     path = place.path
-    match place.kind:
+    match place.layout:
         case Kind.CONTAINER:
             return [(place.text, leaves.of_file(path, digests=digests))]
         case Kind.CHECKPOINT:

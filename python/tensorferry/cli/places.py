@@ -47,6 +47,15 @@ class Place:
         """The file or the folder."""
         return Path(self.text)
 
+    @property
+    def layout(self) -> Kind:
+        """How its files are laid out: those of most of Megatron's backends are a distributed checkpoint's."""
+        if self.kind is Kind.MEGATRON and (self.path / INDEX).is_file():
+            return Kind.DISTRIBUTED
+        if self.kind is Kind.MEGATRON and (self.path / marker.NAME).is_file():
+            return Kind.TORCH_DISTRIBUTED
+        return self.kind
+
 
 def find(text: str) -> Place:
     """Returns what ``text`` names.
