@@ -220,7 +220,7 @@ class StateSnapshot:
 
     def _control(self) -> list[tuple[str, bytes]]:
         control = [(reserved.MANIFEST, self.manifest())]
-        return [*control, (reserved.PICKLE, _padded(self.pickle_bytes))] if self.pickle_bytes else control
+        return [*control, (reserved.PICKLE, _padded(self.pickle_bytes, b"\0"))] if self.pickle_bytes else control
 
     def rebuild(self) -> Any:
         """Returns the state with all tensors on the host, over the published memory where possible.
@@ -249,5 +249,5 @@ def _pickled(flat: tree.Flat, accelerator: Accelerator) -> tuple[bytes, dict[tup
         return pickling.dump(flat)
 
 
-def _padded(data: bytes) -> bytes:
-    return data + b"\0" * (-len(data) % 64)
+def _padded(data: bytes, fill: bytes) -> bytes:
+    return data + fill * (-len(data) % 64)

@@ -178,8 +178,7 @@ impl<'py> Writer<'_, 'py> {
             self.pickle.get(number);
             return Ok(Some(()));
         }
-        let written =
-            if parameter { self.parameter(place, requires_grad)? } else { self.plain(place, requires_grad)? };
+        let written = if parameter { self.parameter(place, requires_grad)? } else { self.plain(place, requires_grad)? };
         if is_shared && written.is_some() {
             let number = self.pickle.memoize();
             self.views_known.insert(first, number);
@@ -499,10 +498,7 @@ pub(crate) fn describe_objects<'py>(
 #[pyfunction]
 #[pyo3(name = "_describe_shards")]
 #[allow(clippy::needless_pass_by_value, reason = "what Python calls takes values")]
-pub(crate) fn describe_shards<'py>(
-    rows: &Bound<'py, PyRows>,
-    offsets: Vec<Vec<u64>>,
-) -> PyResult<Bound<'py, PyBytes>> {
+pub(crate) fn describe_shards<'py>(rows: &Bound<'py, PyRows>, offsets: Vec<Vec<u64>>) -> PyResult<Bound<'py, PyBytes>> {
     let py = rows.py();
     let table = rows.get();
     let paths = table.object_paths(py);

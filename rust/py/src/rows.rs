@@ -26,7 +26,7 @@ use tensorferry_wire::dtype::Dtype;
 
 use crate::columns::{ByAddress, Columns, Row, Span};
 use crate::errors;
-use crate::getters::{DTensorGetters, StorageGetters, TensorGetters};
+use crate::getters::{DTensorGetters, StorageGetters, TensorGetters, WithoutTorchFunction};
 use crate::memory::{self, Described, Exchange, PySharedBuffer, TURN, borrowed};
 use crate::table::{self, Place};
 use crate::views::{Global, Store, View, Views, typed};
@@ -117,7 +117,7 @@ impl PyRows {
         if self.is_tensor(value) {
             return Ok(Kind::Tensor);
         }
-        if self.dtensor.as_ref().is_some_and(|dtensor| dtensor.as_ptr() == value.get_type_ptr().cast()) {
+        if self.is_dtensor(value) {
             return Ok(Kind::DTensor);
         }
         let id = value.get_type_ptr() as usize;
@@ -139,6 +139,11 @@ impl PyRows {
         };
         self.kinds().insert(id, (class.unbind(), kind));
         Ok(kind)
+    }
+
+    /// Whether `value` is a `DTensor`, and not of a subclass.
+    fn is_dtensor(&self, value: &Bound<'_, PyAny>) -> bool {
+        self.dtensor.as_ref().is_some_and(|dtensor| dtensor.as_ptr() == value.get_type_ptr().cast())
     }
 
     /// The rows as items to publish, and behind them `control`, name and bytes of each. To be called without the
@@ -608,6 +613,22 @@ impl PyRows {
         Ok(true)
     }
 
+    /// Begins a run of `DTensor`s, which torch does not ask for functions, if `value` is one, and ends it if not: what
+    /// belongs to other leaves may be any code.
+    fn begin_or_end_run<'py>(
+        &self,
+        value: &Bound<'py, PyAny>,
+        run: &mut Option<WithoutTorchFunction<'py>>,
+    ) -> PyResult<()> {
+        let is_dtensor = self.is_dtensor(value);
+        if !is_dtensor {
+            *run = None;
+        } else if run.is_none() {
+            *run = left_to_python(value.py(), WithoutTorchFunction::new(value.py()).map(Some))?;
+        }
+        Ok(())
+    }
+
     /// Writes the members of a JSON object.
     fn texts_of(
         &self,
@@ -618,7 +639,9 @@ impl PyRows {
         by: &Walk<'_, '_>,
     ) -> PyResult<()> {
         self.columns().reserve(values.len());
+        let mut run = None;
         for (index, (key, value)) in keys.iter().zip(values.iter()).enumerate() {
+            self.begin_or_end_run(&value, &mut run)?;
             let key = key.cast_exact::<PyString>()?.to_str()?;
             if index > 0 {
                 text.push(',');
@@ -639,7 +662,9 @@ impl PyRows {
         below: &str,
         by: &Walk<'_, '_>,
     ) -> PyResult<()> {
+        let mut run = None;
         for (index, value) in values.iter().enumerate() {
+            self.begin_or_end_run(&value, &mut run)?;
             text.push(',');
             let name = match names {
                 Some(names) => names.get_item(index)?.extract()?,
