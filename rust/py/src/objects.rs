@@ -125,7 +125,7 @@ impl<'py> Writer<'_, 'py> {
     }
 
     /// A leaf that is described here. Its own object occurs once among the objects, so that only the tensor that it is or
-    /// has is memoized.
+    /// has may be referred to again.
     fn leaf(&mut self, place: usize) -> Written {
         let (global, requires_grad, parameter) = {
             let view = &self.rows.views().all[place];
@@ -164,6 +164,7 @@ impl<'py> Writer<'_, 'py> {
         self.pickle.truth(requires_grad);
         self.pickle.op(pickle::TUPLE3);
         self.pickle.op(pickle::REDUCE);
+        self.pickle.memoize();
         Ok(Some(()))
     }
 
@@ -179,9 +180,11 @@ impl<'py> Writer<'_, 'py> {
             return Ok(Some(()));
         }
         let written = if parameter { self.parameter(place, requires_grad)? } else { self.plain(place, requires_grad)? };
-        if is_shared && written.is_some() {
+        if written.is_some() {
             let number = self.pickle.memoize();
-            self.views_known.insert(first, number);
+            if is_shared {
+                self.views_known.insert(first, number);
+            }
         }
         Ok(written)
     }
