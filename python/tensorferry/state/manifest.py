@@ -58,7 +58,10 @@ def encode(
     texts = {"storages": layout, "tensors": _described(flat), "shards": _shards(flat, numbers)}
     members: Fields = []
     for name, value in fields.items():
-        members += [f'{"," if members else "{"}"{name}":'.encode(), texts[name] if name in texts else _json(value).encode()]
+        members += [
+            f'{"," if members else "{"}"{name}":'.encode(),
+            texts[name] if name in texts else _json(value).encode(),
+        ]
     return members
 
 
