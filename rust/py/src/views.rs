@@ -12,6 +12,7 @@ use crate::memory::Described;
 use crate::rows::write_number;
 
 /// Memory of a tensor inside its storage.
+#[allow(clippy::struct_excessive_bools, reason = "each is a property of its own, and a state has many views")]
 pub(crate) struct View {
     /// Its number in the tree, of a local part that of its `DTensor`.
     pub(crate) leaf: i64,
