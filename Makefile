@@ -8,7 +8,7 @@ COMPAT_TORCH ?= 2.8.0
 # Both are tested, each from a folder of its own. The second asks for Python 3.12, and works on 3.11.
 MEGATRON := 0.16.1 0.19.2
 # Without what they can do without, so that few packages are added; tests of the rest are skipped where it is missing.
-FRAMEWORKS := torchtitan==0.3.0 tyro docstring_parser lightning==2.6.6 lightning_utilities torchmetrics accelerate==1.15.0 tqdm pyyaml
+FRAMEWORKS := torchtitan==0.3.0 tyro docstring_parser typeguard torchdata tokenizers spmd_types==0.2.3 lightning==2.6.6 lightning_utilities torchmetrics accelerate==1.15.0 tqdm pyyaml
 RUST_SOURCES := $(shell find rust -name '*.rs' -not -path '*/target/*' -not -path '*/fuzz/*') Cargo.toml Cargo.lock $(wildcard rust/*/Cargo.toml)
 PY_SOURCES := $(shell find python -name '*.py' -o -name '*.pyi' -o -name py.typed)
 

@@ -8,7 +8,8 @@ checkpoint is being written. Contenders take turns within a round, forwards in e
     durable       from the call of save() until the bytes are on the disk; contenders that leave synchronising to the
                   system are synchronised afterwards, within the time
     load          into tensors that exist, by a fresh process, from files that the page cache still holds
-    memory        what the trainer and its helpers take at most beyond what they held before; shared pages count once
+    memory        what the trainer and its helpers take at most beyond what they held before; shared pages count once.
+                  It is sampled during the saves that do not count as later ones, since that takes part of a core
 
 The first save of a process makes buffers and processes, so it has a column of its own. Those after it can make buffers,
 too, as long as a keeper takes all that there are: the fifth is the first that counts as a later one. The floor of the
@@ -75,23 +76,23 @@ def _running_keeper(folder: str) -> Iterator[None]:
                 running.kill()
 
 
-def measure(contender: str, mib: int, kib_each: int, saves: int, unloaded: float, folder: Path) -> dict[str, Any]:
+def measure(contender: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Saves a few times in one process, loads in another one; returns the costs."""
     folder.mkdir()
     with keeper() if contender == KEEPER else contextlib.nullcontext() as sockets:
-        return _measure(contender, mib, kib_each, saves, unloaded, folder, sockets)
+        return _measure(contender, options, folder, sockets)
 
 
-def _measure(
-    contender: str, mib: int, kib_each: int, saves: int, unloaded: float, folder: Path, sockets: str | None
-) -> dict[str, Any]:
-    paths = [folder / f"step-{number}" for number in range(saves)]
+def _measure(contender: str, options: argparse.Namespace, folder: Path, sockets: str | None) -> dict[str, Any]:
+    mib, kib_each = options.mib, options.kib_each
+    paths = [folder / f"step-{number}" for number in range(options.saves)]
     saving = Job("the trainer", 1, Trainer, _PATIENCE_S, daemon=False)
     loading = Job("the restarted trainer", 1, Trainer, _PATIENCE_S, daemon=False)
     try:
         nbytes = saving("build", mib, 1, kib_each)[0]
         saving("open", contender, sockets)
-        sample: dict[str, Any] = {"bytes": nbytes, "saves": saving("save", paths, unloaded)[0]}
+        saves = saving("save", paths, options.unloaded, options.warm_up, options.neighbours)[0]
+        sample: dict[str, Any] = {"bytes": nbytes, "saves": saves}
         if contender != FLOOR:
             saving("close")
             loading("build", mib, 2, kib_each)
@@ -135,7 +136,7 @@ def as_text(results: dict[str, Any]) -> str:
         rates = [save["rate"] for save in later if save.get("rate") is not None]
         durable = [save["durable_s"] for save in later if "durable_s" in save]
         loads = [s["load_s"] for s in samples if "load_s" in s]
-        extra = [float(max(save["extra"] for save in s["saves"])) for s in samples]
+        extra = [float(max(found)) for s in samples if (found := [e["extra"] for e in s["saves"] if "extra" in e])]
         medians[contender] = {
             name: statistics.median(values)
             for name, values in {"still": still, "durable": durable, "load": loads}.items()
@@ -188,6 +189,7 @@ def main() -> int:
     parser.add_argument("--saves", type=int, default=8, help="saves of each process")
     parser.add_argument("--warm-up", type=int, default=4, help="how many of them come before those that count as later")
     parser.add_argument("--unloaded", type=float, default=1.5, help="seconds of training before each save")
+    parser.add_argument("--neighbours", type=int, default=0, help="processes beside that keep a core busy each")
     parser.add_argument("--contenders", default=",".join(CONTENDERS), help="separated by commas without blanks")
     options = parser.parse_args()
     contenders = _split(options.contenders)
@@ -200,6 +202,7 @@ def main() -> int:
         "machine": facts(),
         "others_busy": others_busy(),
         "warm_up": options.warm_up,
+        "neighbours": options.neighbours,
         "samples": [],
         "problems": [],
     }
@@ -207,14 +210,7 @@ def main() -> int:
         for number in range(options.rounds):
             for contender in contenders[::-1] if number % 2 else contenders:
                 try:
-                    sample = measure(
-                        contender,
-                        options.mib,
-                        options.kib_each,
-                        options.saves,
-                        options.unloaded,
-                        Path(folder).resolve() / "job",
-                    )
+                    sample = measure(contender, options, Path(folder).resolve() / "job")
                     if not sample.get("equal", True):
                         results["problems"].append(f"{contender}: what was loaded differs")
                 except RankFailed as e:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import Future
@@ -16,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from dcp_ranks import _copy_plainly
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 OURS, KEEPER = "tensorferry", "tensorferry, keeper"
 #: The name of the keeper, whose sockets are in a folder of the contender's.
@@ -212,6 +214,16 @@ def _on_disk(path: Path) -> None:
             os.close(opened)
 
 
+@contextlib.contextmanager
+def _neighbours(count: int) -> Iterator[None]:
+    """While the block runs, so many processes keep a core busy each, as those that load data do."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(count):
+            busy = stack.enter_context(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
+            stack.callback(busy.kill)
+        yield
+
+
 class Trainer:
     """A rank of one: a state, a training loop, and a contender."""
 
@@ -246,30 +258,35 @@ class Trainer:
             count += 1
         return count, time.perf_counter() - started
 
-    def save(self, paths: list[Path], unloaded_s: float) -> list[dict[str, Any]]:
-        """Saves to each path in turn, training on meanwhile and before; returns the costs of each save."""
+    def save(self, paths: list[Path], unloaded_s: float, warm_up: int, neighbours: int) -> list[dict[str, Any]]:
+        """Saves to each path in turn, training on meanwhile and before; returns the costs of each save.
+
+        The memory is sampled during the first `warm_up` saves only: to sum it up takes a good part of a core.
+        """
+        with _neighbours(neighbours):
+            return [self._save(path, unloaded_s, number < warm_up) for number, path in enumerate(paths)]
+
+    def _save(self, path: Path, unloaded_s: float, watched: bool) -> dict[str, Any]:
         assert self._saver is not None
-        samples = []
-        for path in paths:
-            ends = time.perf_counter() + unloaded_s
-            steps, seconds = self._steps(lambda ends=ends: time.perf_counter() > ends)
-            unloaded = steps / seconds
-            peak = Peak(self._saver.others)
-            began = time.perf_counter()
-            written = self._saver.save(self.held, path)
-            stood_still = time.perf_counter() - began
-            sample: dict[str, Any] = {"stand_still_s": stood_still}
-            if written is not None:
-                steps, seconds = self._steps(written.done)
-                written.result()
-                sample["rate"] = steps / seconds / unloaded if seconds > 0.05 else None
-            if self._saver.contender != FLOOR:
-                if self._saver.contender not in (OURS, KEEPER):
-                    _on_disk(path)
-                sample["durable_s"] = time.perf_counter() - began
+        ends = time.perf_counter() + unloaded_s
+        steps, seconds = self._steps(lambda: time.perf_counter() > ends)
+        unloaded = steps / seconds
+        peak = Peak(self._saver.others) if watched else None
+        began = time.perf_counter()
+        written = self._saver.save(self.held, path)
+        stood_still = time.perf_counter() - began
+        sample: dict[str, Any] = {"stand_still_s": stood_still}
+        if written is not None:
+            steps, seconds = self._steps(written.done)
+            written.result()
+            sample["rate"] = steps / seconds / unloaded if seconds > 0.05 else None
+        if self._saver.contender != FLOOR:
+            if self._saver.contender not in (OURS, KEEPER):
+                _on_disk(path)
+            sample["durable_s"] = time.perf_counter() - began
+        if peak is not None:
             sample["extra"] = peak.extra()
-            samples.append(sample)
-        return samples
+        return sample
 
     def load(self, path: Path) -> float:
         """Loads into the state; returns the seconds."""

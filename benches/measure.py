@@ -200,6 +200,7 @@ def _transfer(lab: Lab, row: Row, contender: Contender, memory: str, check: bool
                 pair.send("state")
             received = pair.receive("state", repeats=row.repeats)
             sample |= {f"{order}_s": received["s"], f"{order}_all_s": received["all_s"]}
+            sample[f"{order}_phases"] = receiver.ask("phases")
             sample[f"{order}_receiver_extra"] = received["extra"]
             if check:
                 source.post("digest", received=False)
@@ -208,6 +209,7 @@ def _transfer(lab: Lab, row: Row, contender: Contender, memory: str, check: bool
                 if not sample[f"{order}_equal"]:
                     lab.problems.append(f"{what}: the {order} receive differs from what was sent")
         sample["source_extra"] = source.ask("extra_memory")
+        sample["source_phases"] = source.ask("phases")
         pair.close()
     return sample
 

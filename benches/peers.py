@@ -99,9 +99,17 @@ class Agent:
 
     def open(self, contender: str) -> str:
         """Build the transport; return its metadata with the host replaced by loopback."""
+        begin = time.perf_counter()
         self._transport = Contender.parse(contender).open(_TIMEOUT, lambda: self._live)
+        self._made_s = time.perf_counter() - begin
         parts = urlsplit(self._transport.metadata())
         return urlunsplit(parts._replace(netloc=f"127.0.0.1:{parts.port}"))
+
+    def phases(self) -> dict[str, float]:
+        """Return the seconds that it took to make the transport and, of ours, each phase of the last receive."""
+        report = getattr(self._transport, "last_report", None)
+        names = ("open_seconds", "fetch_seconds", "verify_seconds", "build_seconds") if report else ()
+        return {"made": self._made_s} | {name.removesuffix("_seconds"): getattr(report, name) for name in names}
 
     def join(self, metadata: str) -> None:
         """Meet the other process, where the transport needs that."""

@@ -154,6 +154,8 @@ def title(contender: str) -> str:
 
 _DETAIL_HEAD = ["", "receive ms", "GB/s", "us/tensor", "x best rival", "of raw touched", "of raw fresh"]
 _DETAIL_HEAD += ["send ms", "send us/tensor", "peak: source", "receiver"]
+_PHASES = ("made", "open", "fetch", "verify", "build")
+_PHASE_HEAD = ["", "transport made ms", "open ms", "fetch ms", "of it, verify ms", "build ms"]
 _STALL_HEAD = ["", "worst gap unloaded ms", "during send ms", "while serving ms", "less the host's pauses ms", "rate"]
 
 
@@ -176,6 +178,19 @@ def _detail_cells(line: dict[str, Any]) -> list[str]:
     ]
 
 
+def _phase_cells(samples: list[Sample]) -> Iterable[list[str]]:
+    """Return what the receives of each contender consist of, as far as it says so itself."""
+    for contender in dict.fromkeys(sample["contender"] for sample in samples):
+        here = [s for s in samples if s["contender"] == contender and "fetch" in s.get("first_phases", {})]
+        for memory in dict.fromkeys(sample["memory"] for sample in here):
+            for order in _ORDERS:
+                phases = [s[f"{order}_phases"] for s in here if s["memory"] == memory and f"{order}_phases" in s]
+                if phases:
+                    line = _line_name(Contender.parse(contender).in_place, memory, order)
+                    times = [_show(spread(phase[name] for phase in phases), 1e3) for name in _PHASES]
+                    yield [f"{title(contender)}: {line}", *times]
+
+
 def _raw_cells(name: str, seconds: dict[str, float], nbytes: int) -> list[str]:
     kind, streams = name.split("_")
     name = f"raw sockets, {streams} stream{'s' if streams == '2' else ''}, {_RAW_KINDS[kind]}"
@@ -194,6 +209,9 @@ def _details(results: dict[str, Any]) -> Iterable[tuple[str, list[list[str]]]]:
         cells += [_detail_cells(line) for line in summary["lines"]]
         cells += [_raw_cells(k, v, row["bytes"]) for k, v in summary["raw_seconds"].items() if v]
         yield f"{row['title']}: {row['bytes'] / 1e6:.6g} MB in {row['tensors']:,} tensors", cells
+    for row in results["rows"]:
+        if phases := list(_phase_cells(_good(row["samples"]))):
+            yield f"Phases of a receive, {row['title']}", [_PHASE_HEAD, *phases]
     for name in dict.fromkeys(line["row"] for line in results["stall_summary"]):
         cells = [_STALL_HEAD, *(_stall_cells(line) for line in results["stall_summary"] if line["row"] == name)]
         yield f"The source's main loop, {name}", cells

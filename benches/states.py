@@ -141,7 +141,13 @@ def _count(wanted: int, scale: float) -> int:
 
 
 _LARGE: dict[str, Any] = {"in_place": True, "again": True, "floor": True}
-_JOB: dict[str, Any] = {"in_place": True, "job": True, "has_optimizer": True, "table": ("first", "in place")}
+_JOB: dict[str, Any] = {
+    "in_place": True,
+    "again": True,
+    "job": True,
+    "has_optimizer": True,
+    "table": ("first", "in place"),
+}
 
 ROWS = {
     row.name: row

@@ -6,6 +6,8 @@ are imported on first use.
 
 from typing import TYPE_CHECKING
 
+from ._first_use import on_first_use
+
 if TYPE_CHECKING:
     from .errors import (
         ConnectError,
@@ -63,31 +65,28 @@ __all__ = [
 
 __version__: str
 
-#: The module of each public name that is not an error class.
-_MODULES = {
-    "HTTPTransport": ".torchft.transport",
-    "ReceiveReport": ".net.report",
-    "install": ".frameworks.installing",
-    "join_metadata": ".net.metadata",
-}
-
 if not TYPE_CHECKING:  # With a module __getattr__, a type checker would accept any name.
+    _get, _ = on_first_use(
+        __name__,
+        dict.fromkeys(__all__, ".errors")
+        | {
+            "HTTPTransport": ".torchft.transport",
+            "ReceiveReport": ".net.report",
+            "install": ".frameworks.installing",
+            "join_metadata": ".net.metadata",
+        },
+    )
 
     def __getattr__(name: str) -> object:
-        """Imports a public name on first use, so that ``import tensorferry`` loads neither torch nor ``_native``."""
-        from importlib import import_module
-
         if name == "errors":
+            from importlib import import_module
+
             return import_module(".errors", __name__)
         if name == "__version__":
             from importlib.metadata import version
 
             return version(__name__)
-        if name not in __all__:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(import_module(_MODULES.get(name, ".errors"), __name__), name)
-        globals()[name] = value
-        return value
+        return _get(name)
 
     def __dir__() -> list[str]:
         return [*__all__, "__version__", "errors"]

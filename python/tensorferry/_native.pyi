@@ -389,6 +389,7 @@ def _write_file(
     metadata: list[tuple[str, str]],
     threads: int | None = None,
     cached: bool | None = None,
+    progress: Callable[[int, int], object] | None = None,
 ) -> Written: ...
 def _file_entries(path: str | PathLike[str], names: list[str]) -> list[bytes | None]: ...
 def _file_header(path: str | PathLike[str]) -> int: ...
@@ -396,7 +397,12 @@ def _file_damage(path: str | PathLike[str]) -> list[tuple[int, int]] | None: ...
 def _file_entry_digests(path: str | PathLike[str]) -> list[int]: ...
 def _seal_file(path: str | PathLike[str]) -> int: ...
 def _read_file(
-    path: str | PathLike[str], parts: list[_SliceTuple], *, threads: int | None = None, header: int | None = None
+    path: str | PathLike[str],
+    parts: list[_SliceTuple],
+    *,
+    threads: int | None = None,
+    header: int | None = None,
+    progress: Callable[[int, int], object] | None = None,
 ) -> dict[str, int]: ...
 def _fetch_slices(
     orders: list[tuple[list[str], int, list[_SliceTuple]]],
@@ -406,6 +412,7 @@ def _fetch_slices(
     same_host: bool = False,
     ahead: int | None = None,
     secret: Secret | None = None,
+    progress: Callable[[int, int], object] | None = None,
 ) -> Report: ...
 def _unflatten(
     tree: str,

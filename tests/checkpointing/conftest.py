@@ -1,8 +1,17 @@
-"""The fixture that the tests of the keeper share."""
+"""The fixtures that the tests of checkpointers and of the keeper share."""
 
 from __future__ import annotations
 
 import pytest
+
+from started import ended_with_the_block
+
+
+@pytest.fixture(autouse=True)
+def _no_process_outlives_its_test():
+    """Ranks, trainers and keepers of a test that fails in the middle end with it."""
+    with ended_with_the_block():
+        yield
 
 
 @pytest.fixture

@@ -225,6 +225,15 @@ def test_what_killed_saves_have_left_is_removed_by_a_later_save(tmp_path) -> Non
     )
 
 
+def test_a_folder_that_another_process_has_removed_while_it_was_empty_is_made_again(tmp_path) -> None:
+    save = FolderSave(tmp_path / "a", SaveId.new())
+    (tmp_path / "a").rmdir()
+    save.write(Container(no_rows(), None, True))
+    save.commit()
+    save.close()
+    assert read_index(tmp_path / "a").world_size == 1
+
+
 def test_torchs_files_are_replaced(tmp_path) -> None:
     torch.save({"w": torch.zeros(1)}, tmp_path / "checkpoint_0.pt")
     torch.save({"w": torch.zeros(1)}, tmp_path / "checkpoint_1.pt")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -20,6 +21,7 @@ import torch
 from keepers import PATIENCE, KeeperAtWork, Told, eventually, loaded, offered, staged
 from tensorferry import HTTPTransport
 from tensorferry._native import _copy_memory
+from tensorferry.checkpointing.keeper import client
 from tensorferry.checkpointing.keeper.client import Keeper
 from tensorferry.errors import ConnectError, CorruptCheckpoint, InvalidArgument
 
@@ -171,12 +173,16 @@ def test_a_snapshot_that_is_lent_is_not_given_back_before_it_is_read(folder):
 def test_what_a_trainer_may_write_to_is_not_kept(folder):
     """A trainer that lost its connection without dying takes its memory back: so nobody may be given it any more."""
     with KeeperAtWork(folder) as process, Keeper() as keeper, Keeper() as other:
-        lost = offered(keeper, state_of(0))
+        # As in a checkpointer's pool, the memory stays mapped.
+        given, lost = staged(state_of(0)), Told()
+        keeper.offer(given, lost)
+        eventually("it is kept", keeper.held)
         offered(other, state_of(1), "/ckpt/other/1")
         keeper._sock.shutdown(socket.SHUT_RDWR)
         eventually("it is told that its memory is free", lambda: lost.times == 1)
         eventually("it is not kept", lambda: [one.path for one in keeper.held()] == ["/ckpt/other/1"])
         assert "lives: what it gave is not kept" in process.said()
+        del given
         # Likewise one that is thrown out.
         cast_out = offered(other, state_of(2), "/ckpt/other/2")
         other._sock.send(b"nonsense")
@@ -218,17 +224,55 @@ def test_training_goes_on_without_a_keeper_and_with_the_next_one(folder, caplog)
     keeper.close()
 
 
-def test_a_stopped_keeper_does_not_hold_the_trainer_up(folder):
+def test_a_stopped_keeper_does_not_hold_the_trainer_up(folder, monkeypatch):
+    monkeypatch.setattr(client, "_OFFER_S", 0.3)
     with KeeperAtWork(folder) as process, Keeper() as keeper:
         offered(keeper, state_of(0))
         process.process.send_signal(signal.SIGSTOP)
         try:
-            told = [Told() for _ in range(3)]
+            told = [Told() for _ in range(5)]
             for one in told:
                 keeper.offer(staged(state_of(1)), one)
+            # What it has not answered takes memory, so it is not offered more.
+            assert [one.times for one in told] == [0, 0, 1, 1, 1]
+            assert keeper.let_go() is False
         finally:
             process.process.send_signal(signal.SIGCONT)
-        eventually("they are taken after all", lambda: len(keeper.held()) == 2 and told[0].times == 1)
+        eventually("they are taken after all", lambda: len(keeper.held()) == 2)
+        assert [one.times for one in told] == [0, 0, 1, 1, 1]
+        offered(keeper, state_of(2))
+        eventually("the first is evicted", lambda: told[0].times == 1)
+
+
+def test_a_stopped_keeper_is_waited_for_once_and_found_when_it_goes_on_or_has_a_successor(folder, monkeypatch):
+    monkeypatch.setattr(client, "_AT_WORK_S", 0.5)
+    waits = []
+    begin = client._Question.begin
+    monkeypatch.setattr(client._Question, "begin", lambda question: waits.append(1) or begin(question))
+
+    def is_at_work() -> bool:
+        with contextlib.suppress(ConnectError):
+            return bool(keeper.status())
+        return False
+
+    with KeeperAtWork(folder) as process, Keeper() as keeper:
+        for _ in range(2):
+            del waits[:]
+            process.process.send_signal(signal.SIGSTOP)
+            for call in (keeper.held, keeper.status, keeper.address, lambda: keeper.set_buddies([])):
+                with pytest.raises(ConnectError, match="does not answer"):
+                    call()
+            assert keeper.prefer("/ckpt/run/step-1", 0, 1) is None
+            assert keeper.below(Path("/ckpt/run"), 0, 1) == []
+            assert len(waits) == 1
+            process.process.send_signal(signal.SIGCONT)
+            eventually("it answers again", is_at_work)
+        process.process.send_signal(signal.SIGSTOP)
+        with pytest.raises(ConnectError, match="does not answer"):
+            keeper.held()
+        process.kill()
+        with KeeperAtWork(folder):
+            assert keeper.held() == []
 
 
 @pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
@@ -243,6 +287,41 @@ def test_a_signal_ends_it_and_nothing_is_left(folder, by):
         assert source.fetch()
     assert os.listdir(folder) == []
     assert set(os.listdir("/dev/shm")) == before
+
+
+def test_a_trainer_that_forks_and_executes_another_program_leaves_its_snapshot(folder):
+    """Nobody can write to it: a trainer that restarts itself in this way finds it. The child does not stand for it."""
+    script = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[1])
+from keepers import offered
+from tensorferry.checkpointing.keeper.client import Keeper
+keeper = Keeper()
+offered(keeper, {"w": 5})
+if os.fork() == 0:
+    Keeper().held()
+    print(os.getpid(), flush=True)
+    signal.pause()
+sys.stdin.readline()
+os.execv("/bin/sleep", ["sleep", "600"])
+"""
+    support = Path(__file__).parent.parent / "support"
+    with KeeperAtWork(folder) as process, Keeper() as keeper:
+        command = [sys.executable, "-c", script, support]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as trainer:
+            child = int(trainer.stdout.readline())
+            try:
+                assert keeper.status()["clients"] == 2
+                trainer.stdin.close()
+                eventually("the trainer is not connected", lambda: keeper.status()["clients"] == 1)
+                # For so long, the keeper waits for the end of the process.
+                time.sleep(2.5)
+                assert trainer.poll() is None
+            finally:
+                trainer.kill()
+                os.kill(child, signal.SIGKILL)
+        assert loaded(keeper, keeper.held()[0]) == {"w": 5}
+        assert "left without a word" not in process.said()
 
 
 def test_a_name_is_unique_and_a_killed_keeper_leaves_it_free(folder):
@@ -373,6 +452,8 @@ def test_a_trainer_can_start_the_keeper_it_needs(folder):
             offered(keeper, state_of(0))
             assert os.getpriority(os.PRIO_PROCESS, pid) >= os.getpriority(os.PRIO_PROCESS, 0)
             assert os.getsid(pid) == pid
+            if (share := Path(f"/proc/{pid}/autogroup")).exists():
+                assert share.read_text().split()[-1] == str(os.getpriority(os.PRIO_PROCESS, pid))
         finally:
             os.kill(pid, signal.SIGTERM)
         eventually("it is gone", lambda: not list(folder.iterdir()))

@@ -12,6 +12,7 @@ import torch
 
 from keepers import KeeperAtWork, eventually, loaded, offered
 from tensorferry import HTTPTransport
+from tensorferry.checkpointing.keeper import client, partners
 from tensorferry.checkpointing.keeper.client import Keeper
 from tensorferry.errors import InvalidArgument
 
@@ -115,6 +116,28 @@ def test_a_buddy_that_is_away_holds_nobody_up_and_is_found_again(folder, monkeyp
             assert time.monotonic() - began < 5
             assert process.end() == 0
             buddy.process.send_signal(signal.SIGCONT)
+
+
+def test_a_buddy_that_does_not_answer_is_waited_for_a_short_time(folder, monkeypatch, caplog):
+    """It is stopped after its list is known: what it held is given up after seconds, not at the deadline of a load."""
+    monkeypatch.setattr(client, "_REACH_S", 1.0)
+    with (
+        KeeperAtWork(folder, "--memory", "1M", name="one"),
+        KeeperAtWork(folder, name="two") as buddy,
+        Keeper("one") as one,
+        Keeper("two") as two,
+    ):
+        one.set_buddies([two.address()])
+        offered(two, state_of(5, 4 * MIB))
+        assert [s.remote for s in eventually("it is listed", one.held)] == [True]
+        buddy.process.send_signal(signal.SIGSTOP)
+        assert one.prefer("/ckpt/run/step-1", 0, 1) is None
+        assert "timed out" in caplog.text
+        # Nobody waits for it as long as the keeper itself tries to reach it.
+        for _ in range(2):
+            began = time.monotonic()
+            one.held(ask_buddies=True)
+            assert time.monotonic() - began < partners._LIST_S / 2
 
 
 def test_a_copy_never_takes_the_place_of_what_is_the_nodes_own(folder):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -9,14 +10,20 @@ import signal
 import subprocess
 import sys
 import textwrap
+import urllib.request
 from pathlib import Path
 
 import pytest
 import torch
 
-from keepers import KeeperAtWork, eventually
+from keepers import KeeperAtWork, eventually, loaded
 from tensorferry.checkpointing import Keeper, make_async_checkpointer, make_sync_checkpointer
+from tensorferry.checkpointing.keeper import client
 from tensorferry.errors import InvalidArgument, TensorferryError
+from tensorferry.memory.accelerator import ACCELERATOR
+from tensorferry.memory.bounce import BounceBuffers
+from tensorferry.state.allowlist import Allowed
+from tensorferry.state.load import receive
 
 MIB = 1 << 20
 
@@ -43,6 +50,15 @@ def assert_same(found: dict, expected: dict) -> None:
 def held(count: int) -> None:
     with Keeper() as keeper:
         eventually("it is kept", lambda: len(keeper.held()) == count)
+
+
+def size_of_copy(state: dict, tmp_path: Path) -> int:
+    """Returns the bytes of shared memory that a copy of ``state`` takes."""
+    probe = make_async_checkpointer()
+    probe.save(tmp_path / "probe" / "1", state)[1].result()
+    size = probe._saver._stager.held
+    probe.close()
+    return size
 
 
 @pytest.mark.parametrize("make", [make_async_checkpointer, make_sync_checkpointer])
@@ -107,16 +123,72 @@ def test_the_memory_of_generations_is_used_again(folder, tmp_path):
 def test_a_trainer_without_memory_for_a_copy_takes_it_from_the_keeper(folder, tmp_path):
     with KeeperAtWork(folder, "--generations", "9") as process:
         # Room for two copies, of which the keeper would take both.
-        probe = make_async_checkpointer()
-        probe.save(tmp_path / "probe" / "1", state_of(0))[1].result()
-        size = probe._saver._stager.held
-        probe.close()
+        size = size_of_copy(state_of(0), tmp_path)
         checkpointer = make_async_checkpointer(keeper="default", memory_limit=2 * size)
         for number in range(6):
             checkpointer.save(tmp_path / "run" / f"step-{number}", state_of(number))[1].result()
         assert "is evicted" in process.said()
         assert_same(checkpointer.load(tmp_path / "run" / "step-5"), state_of(5))
         checkpointer.close()
+
+
+def test_a_stopped_keeper_fails_no_save_and_takes_no_more_memory(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(client, "_OFFER_S", 0.3)
+    size = size_of_copy(state_of(0), tmp_path)
+    with KeeperAtWork(folder, "--generations", "1") as process, Keeper() as keeper:
+        checkpointers = {"small": make_async_checkpointer(keeper="default", memory_limit=3 * size)}
+        checkpointers["large"] = make_async_checkpointer(keeper="default")
+
+        def save(number: int) -> None:
+            for name, checkpointer in checkpointers.items():
+                checkpointer.save(tmp_path / name / f"step-{number}", state_of(number))[1].result()
+
+        def is_kept(number: int) -> bool:
+            return [Path(one.path).name for one in keeper.held()] == [f"step-{number}"] * 2
+
+        save(0)
+        eventually("both are kept", lambda: is_kept(0))
+        process.process.send_signal(signal.SIGSTOP)
+        try:
+            for number in range(1, 10):
+                save(number)
+            # What it held, two that it was offered, and two for saves.
+            assert checkpointers["large"]._saver._stager.held <= 5 * size
+            assert checkpointers["small"]._saver._stager.held <= 3 * size
+        finally:
+            process.process.send_signal(signal.SIGCONT)
+        eventually("what it was offered is kept", lambda: is_kept(2))
+        for one in keeper.held():
+            assert_same(loaded(keeper, one), state_of(2))
+        save(10)
+        eventually("later saves are kept", lambda: is_kept(10))
+        for checkpointer in checkpointers.values():
+            checkpointer.close()
+
+
+@pytest.mark.parametrize("network", [False, True])
+def test_who_reads_from_the_keeper_fails_no_save(folder, tmp_path, network):
+    """Slow readers have memory that the trainer needs: those of this node keep it, those of others are cut."""
+
+    def large(number: int) -> dict:
+        return {"w": torch.full((8 * MIB // 4,), float(number))}
+
+    with KeeperAtWork(folder, "--generations", "1") as process, Keeper() as keeper, contextlib.ExitStack() as stack:
+        limit = 3 * size_of_copy(large(0), tmp_path)
+        checkpointer = make_async_checkpointer(keeper="default", memory_limit=limit)
+        reading = {}
+        for number in range(6):
+            checkpointer.save(tmp_path / "run" / str(number), large(number), step=number)[1].result()
+            one = eventually("it is kept", lambda number=number: [s for s in keeper.held() if s.step == number])[0]
+            if network:
+                stack.enter_context(urllib.request.urlopen(f"{one.metadata}{number}.safetensors", timeout=60))
+            elif number < 2:
+                reading[number] = keeper.open(one)
+        for number, source in reading.items():
+            state, _, _ = receive(source, Allowed(), None, BounceBuffers(ACCELERATOR))
+            assert torch.equal(state["w"], large(number)["w"])
+        checkpointer.close()
+        assert "Traceback" not in process.said()
 
 
 def test_latest_finds_what_was_never_written(folder, tmp_path):

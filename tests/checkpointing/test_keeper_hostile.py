@@ -243,6 +243,23 @@ except ConnectionError:
             p.chmod(mode)
 
 
+def test_the_keeper_of_another_user_is_refused_by_an_error_that_says_so(at_work):
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another user")
+    code = """
+import os
+from tensorferry.checkpointing.keeper.client import Keeper
+from tensorferry.errors import SystemRefused
+os.setgid(65534); os.setuid(65534)
+try:
+    Keeper().held()
+except SystemRefused as e:
+    print(e)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE)
+    assert str(at_work.folder) in done.stdout, done.stderr
+
+
 def test_a_socket_of_another_user_is_not_believed(folder):
     if os.geteuid() != 0:
         pytest.skip("only root can become another user")

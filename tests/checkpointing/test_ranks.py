@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 
 import pytest
 
 from checkpoint_files import tensors_of
+from started import ended_with_the_block
 from tensorferry.storage.folder import read_index
 
 RANK = """
@@ -35,6 +37,19 @@ except IncompleteCheckpoint as e:
 checkpointer.close()
 dist.destroy_process_group()
 """
+
+
+def test_no_process_outlives_a_test_that_fails() -> None:
+    def test() -> None:
+        with ended_with_the_block():
+            started.append(subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE))
+            raise AssertionError("the test fails")
+
+    started: list[subprocess.Popen] = []
+    with pytest.raises(AssertionError, match="the test fails"):
+        test()
+    (process,) = started
+    assert process.returncode == -signal.SIGKILL
 
 
 @pytest.mark.timeout(120)

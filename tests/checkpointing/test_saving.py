@@ -393,6 +393,18 @@ def test_a_full_disk_fails_that_save_alone_and_leaves_nothing(opened, tmp_path) 
     assert is_whole(tmp_path / "a", 3)
 
 
+def test_a_failed_save_leaves_no_folder_of_its_own_and_none_of_others_goes(opened, tmp_path) -> None:
+    checkpointer = opened()
+    checkpointer.save(tmp_path / "a", state_of(1))[1].result(WAIT_S)
+    resource.prlimit(writer_of(checkpointer), resource.RLIMIT_FSIZE, (6 * MIB, resource.RLIM_INFINITY))
+    (tmp_path / "there").mkdir()
+    for name in ("new", "there"):
+        with pytest.raises(SystemRefused):
+            checkpointer.save(tmp_path / name, state_of(2, 32))[1].result(WAIT_S)
+    assert files_in(tmp_path) == ["a", "there"]
+    assert files_in(tmp_path / "there") == []
+
+
 def test_a_folder_that_is_removed_while_it_is_written_fails_that_save_alone(opened, tmp_path) -> None:
     checkpointer = opened()
     checkpointer.save(tmp_path / "a", state_of(1))[1].result(WAIT_S)
@@ -567,7 +579,40 @@ os._exit(0)
     assert is_whole(tmp_path / "b", 2)
 
 
-def test_the_writer_knows_no_torch_and_is_in_a_session_of_its_own_at_lower_priority(opened) -> None:
+def test_the_end_of_the_terminal_does_not_stop_an_accepted_save(tmp_path) -> None:
+    script = """
+import os, resource, signal, sys, torch
+os.login_tty(int(sys.argv[2]))
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+from tensorferry.checkpointing import AsyncCheckpointer
+checkpointer = AsyncCheckpointer()
+checkpointer.save(sys.argv[1], {"w": torch.full((8 << 20,), 3.0)})[0].result(30)
+os.kill(checkpointer._saver.writer.pid, signal.SIGSTOP)
+print("stopped", flush=True)
+signal.pause()
+"""
+    ours, theirs = os.openpty()
+    command = [sys.executable, "-c", script, str(tmp_path / "a"), str(theirs)]
+    with subprocess.Popen(command, pass_fds=[theirs]) as trainer:
+        os.close(theirs)
+        try:
+            said = b""
+            while b"stopped" not in said:
+                said += os.read(ours, 1000)
+            # Ctrl-\ sends SIGQUIT, which neither process ignores, and SIGHUP follows when the terminal is closed. The
+            # writer does not stay stopped: the system continues process groups that are orphaned.
+            os.write(ours, b"\x1c")
+            assert trainer.wait(WAIT_S) == -signal.SIGQUIT
+        finally:
+            trainer.kill()
+            os.close(ours)
+    deadline = time.monotonic() + WAIT_S
+    while not (tmp_path / "a" / "index.safetensors").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert is_whole(tmp_path / "a", 3)
+
+
+def test_the_writer_knows_no_torch_and_is_in_a_process_group_of_its_own_at_lower_priority(opened) -> None:
     pid = writer_of(opened())
     maps = ""
     deadline = time.monotonic() + WAIT_S
@@ -575,7 +620,9 @@ def test_the_writer_knows_no_torch_and_is_in_a_session_of_its_own_at_lower_prior
         maps = Path(f"/proc/{pid}/maps").read_text()
     assert "_native" in maps
     assert "torch" not in maps
-    assert os.getsid(pid) == pid
+    assert os.getpgid(pid) == pid
+    # Where sessions have a share each, its priority counts among the trainer's threads only in the trainer's session.
+    assert os.getsid(pid) == os.getsid(0)
     while os.getpriority(os.PRIO_PROCESS, pid) <= os.getpriority(os.PRIO_PROCESS, 0):
         assert time.monotonic() < deadline
     assert pid in children(os.getpid())

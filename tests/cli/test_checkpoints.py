@@ -18,11 +18,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+import checkpoint_ranks
 from commands import FORMS, TIMEOUT, command, damage, make_state, serving
 from equality import assert_same_state
 from leaf import STOCK_READS_EMPTY
 from tensorferry import HTTPTransport
-from tensorferry.checkpointing import CheckpointReader, load_file
+from tensorferry.checkpointing import CheckpointReader, SyncCheckpointer, load_file
 from tensorferry.cli import exits
 from tensorferry.cli.flags import Serving, Trust
 from tensorferry.cli.places import find
@@ -304,7 +305,7 @@ def test_every_damaged_byte_is_found(
 
 def test_damage_in_each_part_of_a_file(forms: dict[str, Path], run: Callable[..., Any], tmp_path: Path) -> None:
     size = forms["file"].stat().st_size
-    for offset in (0, 20, 4096, size // 2, size - 5000, size - 20):
+    for offset in (0, 20, 4096, size // 2, size - 5000, size - 20, size - 1):
         path = copied(forms["file"], tmp_path)
         damage(path, offset)
         assert run("verify", path).status in (4, 5), offset
@@ -545,3 +546,39 @@ print(status, most - before, sep=";")
     status, grown = done.stdout.splitlines()[-1].split(";")
     # Of 128 MiB of tensors.
     assert (status, int(grown) < 80) == ("[0, 0, 0]", True), done.stdout
+
+
+def test_a_folder_of_megatrons_is_served_and_shown(
+    run: Callable[..., Any], forms: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = copied(forms["distributed"], tmp_path)
+    (folder / "metadata.json").write_text('{"sharded_backend": "tensorferry", "sharded_backend_version": 1}')
+    for verb in ("inspect", "verify"):
+        assert run(verb, folder).status == exits.OK
+    assert run("diff", folder, forms["distributed"]).status == exits.OK
+    with serving(folder) as (metadata,):
+        state = {"model": {"bias": torch.zeros(200)}}
+        dcp.load(state, storage_reader=PeerReader(metadata))
+    assert torch.equal(state["model"]["bias"], make_state()["model"]["bias"])
+    theirs = copied(forms["torch"], tmp_path)
+    (theirs / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    assert run("inspect", theirs).status == exits.OK
+    refused = run("serve", theirs)
+    assert refused.status == exits.USAGE
+    assert "--to dcp" in refused.err
+
+
+def test_checkpoints_of_different_numbers_of_ranks_are_compared(run: Callable[..., Any], tmp_path: Path) -> None:
+    checkpoint_ranks.run("save", 2, tmp_path / "two")
+    state = CheckpointReader().read(tmp_path / "two")[0]
+    saver = SyncCheckpointer()
+    saver.save(str(tmp_path / "one"), state)
+    told = run("diff", tmp_path / "one", tmp_path / "two", "--json")
+    assert told.status == exits.OK, told.out + told.err
+    state["rows"][7, 3] += 1
+    saver.save(str(tmp_path / "other"), state)
+    saver.close()
+    for pair in (("other", "two"), ("two", "other")):
+        told = run("diff", *(tmp_path / name for name in pair), "--json")
+        assert told.status == exits.NO
+        assert told.json["differences"] == [{"path": "rows", "how": "the bytes differ"}]

@@ -142,3 +142,43 @@ def test_outputs_that_are_closed_full_or_ascii(tmp_path: Path) -> None:
     assert told.returncode == 14
     assert b"No space left on device" in told.stderr
     assert b"please report" not in told.stderr
+
+
+RARE = {"F8_E8M0": torch.float8_e8m0fnu, "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz}
+
+
+@pytest.mark.parametrize("dtype", RARE)
+def test_the_rare_kinds_of_float8_are_converted(run: Callable[..., Any], tmp_path: Path, dtype: str) -> None:
+    path = header_file(tmp_path / "a.safetensors", {"e": {"dtype": dtype, "shape": [2], "data_offsets": [0, 2]}}, b"@A")
+    expected = torch.tensor([0x40, 0x41], dtype=torch.uint8).view(RARE[dtype])
+    assert run("convert", path, tmp_path / "a.pt").status == exits.OK
+    assert torch.equal(torch.load(tmp_path / "a.pt")["e"].view(torch.uint8), expected.view(torch.uint8))
+    assert run("convert", tmp_path / "a.pt", tmp_path / "b", "--to", "safetensors").status == exits.OK
+    assert run("diff", path, tmp_path / "b").status == exits.OK
+    assert dtype.encode() in (tmp_path / "b").read_bytes()
+
+
+@pytest.mark.parametrize("to", ["dcp", "torch-dcp"])
+def test_leaves_that_would_have_one_name_are_refused(run: Callable[..., Any], tmp_path: Path, to: str) -> None:
+    torch.save({"a.b": torch.ones(1), "a": {"b": torch.ones(2)}}, tmp_path / "a.pt")
+    told = run("convert", tmp_path / "a.pt", tmp_path / "out", "--to", to)
+    assert (told.status, os.listdir(tmp_path)) == (8, ["a.pt"])
+    assert "a.b" in told.err
+
+
+def test_pull_does_not_write_through_a_hard_link(run: Callable[..., Any], publish: Any, tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("kept")
+    os.link(tmp_path / "precious", tmp_path / "a.partial")
+    told = run("pull", publish({"w": torch.ones(3)}), "-o", tmp_path / "a", "--quiet")
+    assert told.status == exits.USAGE, told.err
+    assert "has another name" in told.err
+    assert (tmp_path / "precious").read_text() == "kept"
+
+
+@pytest.mark.parametrize("path", ["", f"{'0' * 32}/checkpoint/"])
+def test_an_error_names_no_step_that_nobody_asked_for(run: Callable[..., Any], path: str) -> None:
+    told = run("inspect", f"http://127.0.0.1:1/{path}", "--timeout", "2")
+    assert told.status == 9
+    assert "-9223372036854775808" not in told.err
+    assert "urlopen" not in told.err
+    assert "cannot connect to 127.0.0.1:1" in told.err

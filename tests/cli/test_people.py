@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import tensorferry
-from tensorferry.cli import app, doctor, top
+from tensorferry.cli import app, doctor, fleet
 from tensorferry.net import addresses
 
 TIMEOUT = timedelta(seconds=30)
@@ -215,7 +215,7 @@ class TestTop:
             thread.join()
 
     def test_one_that_is_gone_or_says_nothing_stops_no_other(self, run, source, monkeypatch):
-        monkeypatch.setattr(top, "_PATIENCE_S", 0.3)
+        monkeypatch.setattr(fleet, "_PATIENCE_S", 0.3)
         with socket.create_server(("127.0.0.1", 0)) as silent:
             gone, quiet = "127.0.0.1:1", f"127.0.0.1:{silent.getsockname()[1]}"
             status, lines, _ = run("top", "--once", gone, source.metadata(), quiet)
@@ -223,6 +223,45 @@ class TestTop:
         assert "refused" in lines[1]
         assert lines[2].split()[1:3] == ["7", "open"]
         assert "timed out" in lines[3]
+
+    def test_one_that_drips_is_given_up(self, run, monkeypatch):
+        monkeypatch.setattr(fleet, "_PATIENCE_S", 0.3)
+        ended = threading.Event()
+
+        def drip(listener):
+            connection, _ = listener.accept()
+            with contextlib.suppress(OSError), connection:
+                connection.sendall(b"HTTP/1.1 200 OK\r\n")
+                while not ended.wait(0.02):
+                    connection.sendall(b"x: y\r\n")
+
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            thread = threading.Thread(target=drip, args=(listener,))
+            thread.start()
+            status, lines, _ = run("top", "--once", f"127.0.0.1:{listener.getsockname()[1]}")
+            ended.set()
+            thread.join(10)
+        assert status == 1
+        assert "timed out" in lines[1]
+
+    def test_a_redirect_is_not_followed(self, run, source):
+        class Elsewhere(BaseHTTPRequestHandler):
+            def do_GET(self):
+                self.send_response(302)
+                self.send_header("Location", source.metrics_url())
+                self.end_headers()
+
+            def log_message(self, *_):
+                pass
+
+        with ThreadingHTTPServer(("127.0.0.1", 0), Elsewhere) as server:
+            thread = threading.Thread(target=server.serve_forever)
+            thread.start()
+            status, lines, _ = run("top", "--once", f"127.0.0.1:{server.server_port}")
+            server.shutdown()
+            thread.join()
+        assert status == 1
+        assert "it answers 302" in lines[1]
 
     @pytest.mark.parametrize(
         "wrong", [[], ["no port"], ["http://"], ["x:99999"], ["a\x1b:80"], ["--every", "0", "a:1"]]

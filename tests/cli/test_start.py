@@ -43,6 +43,19 @@ for arguments in (
     subprocess.run([sys.executable, "-c", block], timeout=60, check=True)
 
 
+def test_help_imports_nothing_that_takes_long() -> None:
+    block = f"""
+import contextlib, io, sys
+from tensorferry import cli
+with contextlib.redirect_stdout(io.StringIO()):
+    for arguments in (["--help"], *([verb, "--help"] for verb in {app.VERBS!r})):
+        assert cli.main(arguments) == 0
+slow = ("asyncio", "concurrent.futures", "importlib.metadata", "multiprocessing", "ssl", "urllib.request", "zipfile")
+assert not [name for name in slow if name in sys.modules]
+"""
+    subprocess.run([sys.executable, "-c", block], timeout=60, check=True)
+
+
 @pytest.mark.parametrize("package", ["cyclopts", "rich"])
 def test_without_the_extra_the_command_says_what_to_install(package: str) -> None:
     block = f"import sys; sys.modules[{package!r}] = None; from tensorferry.cli import main; sys.exit(main(['--help']))"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import re
 import urllib.error
@@ -13,9 +14,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from job import Job
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import states
-from tensorferry.dcp import PeerWriter, torch_view
+from tensorferry.dcp import FileReader, FileWriter, PeerReader, PeerWriter, torch_view
 from tensorferry.errors import InvalidArgument
 
 pytestmark = pytest.mark.filterwarnings(
@@ -29,6 +31,11 @@ def test_archives_are_those_of_torch(dtype):
         value = states.whole(f"{dtype}", dtype, shape)
         before, behind = torch_view._around(dtype, shape)
         made = before + value.contiguous().view(-1).view(torch.uint8).numpy().tobytes() + behind
+        ours = torch_view.elements(made, dtype, shape)
+        assert (ours is not None) is (dtype in torch_view._STORAGES)
+        assert ours is None or torch.equal(ours.view(-1).view(torch.uint8), value.view(-1).view(torch.uint8))
+        assert torch_view.elements(made + b"x", dtype, shape) is None
+        assert torch_view.elements(made, dtype, (*shape, 2)) is None
         if dtype not in torch_view._STORAGES:
             file = io.BytesIO()
             torch.save(value, file)
@@ -58,6 +65,10 @@ def _load(kept, turn, **where):
     return states.compare(found, states.state(turn, blank=False))
 
 
+def _load_with_our_reader(kept, turn, path):
+    return _load(kept, turn, storage_reader=FileReader(path))
+
+
 def _load_by_address(kept, turn, address):
     return _load(kept, turn, checkpoint_id=address)
 
@@ -82,6 +93,13 @@ def test_torch_loads_from_the_address_of_a_job(tmp_path):
                 (tmp_path / file).write_bytes(answer.read())
         assert target.run(_load_downloaded, 1, tmp_path) == [[]] * 3
         import fsspec
+
+        # All that its list names, downloaded by fsspec.
+        (tmp_path / "copy").mkdir()
+        system, path = fsspec.core.url_to_fs(f"{address}/")
+        for name in system.ls(path, detail=False):
+            system.get_file(name, str(tmp_path / "copy" / name.rpartition("/")[2]))
+        assert target.run(_load_with_our_reader, 1, tmp_path / "copy") == [[]] * 3
 
         for listed in (address, f"{address}/"):
             system, path = fsspec.core.url_to_fs(listed, use_listings_cache=False)
@@ -183,3 +201,35 @@ def test_a_planner_that_hides_things_is_not_read_by_name():
         with pytest.raises(urllib.error.HTTPError, match="items that its metadata does not describe"):
             _download(writer.folder(), ".metadata")
     assert not dist.is_initialized()
+
+
+class _Twice(DefaultSavePlanner):
+    """Has each item written twice, as a planner that does not leave out duplicates has two ranks write it."""
+
+    def create_global_plan(self, all_plans):
+        plans, metadata = super().create_global_plan(all_plans)
+        return [dataclasses.replace(plan, items=plan.items * 2) for plan in plans], metadata
+
+
+def test_a_key_that_two_ranks_have_written_is_refused_by_the_folder_alone():
+    state = {"x": torch.arange(5), "y": 3}
+    with PeerWriterHere() as writer:
+        dcp.save(state, storage_writer=writer, planner=_Twice(), no_dist=True)
+        address = writer.folder()
+        for file in ("", ".metadata"):
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                _download(address, file)
+            assert refused.value.code == 500
+            assert "the planner has written items that its metadata does not describe" in refused.value.read().decode()
+        found = {"x": torch.zeros(5, dtype=torch.int64), "y": 0}
+        dcp.load(found, storage_reader=PeerReader(writer.metadata()), no_dist=True)
+        assert found["x"].tolist() == [0, 1, 2, 3, 4]
+        assert found["y"] == 3
+
+
+def test_a_key_that_two_ranks_have_written_loads_from_files(tmp_path):
+    dcp.save({"x": torch.arange(5), "y": 3}, storage_writer=FileWriter(tmp_path), planner=_Twice(), no_dist=True)
+    found = {"x": torch.zeros(5, dtype=torch.int64), "y": 0}
+    dcp.load(found, storage_reader=FileReader(tmp_path), no_dist=True)
+    assert found["x"].tolist() == [0, 1, 2, 3, 4]
+    assert found["y"] == 3

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from job import Job
 
 import tensorferry
 from tensorferry.dcp import FileReader, FileWriter, PeerWriter
@@ -172,3 +174,26 @@ def test_a_writer_that_was_shut_down_publishes_nothing():
     assert isinstance(error, tensorferry.TransportClosed)
     with pytest.raises(tensorferry.InvalidArgument, match="nothing is published"):
         writer.metadata()
+
+
+def _save_installed_on(kept, path, rank):
+    if dist.get_rank() == rank:
+        kept["installed"] = tensorferry.install()
+    state = {f"of_{dist.get_rank()}": torch.ones(3)}
+    try:
+        dcp.save(state, checkpoint_id=path)
+    except dcp.CheckpointException as e:
+        return str(e)
+    finally:
+        if "installed" in kept:
+            kept.pop("installed").undo()
+    return None
+
+
+def test_ranks_without_it_beside_ranks_with_it_fail_the_save(tmp_path):
+    with Job(2) as job:
+        for rank in (0, 1):
+            said = job.run(_save_installed_on, tmp_path / str(rank), rank)
+            assert all(said), said
+            assert not (tmp_path / str(rank) / ".metadata").exists()
+        assert any("call tensorferry.install() in every process" in one for one in said)

@@ -7,56 +7,54 @@ import sys
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import (
-    FullyShardedDataParallelPlugin,
-    load_fsdp_model,
-    load_fsdp_optimizer,
-    merge_fsdp_weights,
-    save_fsdp_model,
-    save_fsdp_optimizer,
-)
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, merge_fsdp_weights
 from framework_ranks import digest
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict import get_state_dict
-from torch.distributed.fsdp import fully_shard
 
 import tensorferry
+
+
+def on_cpu():
+    """Returns an ``Accelerator`` with FSDP2 on the CPU: accelerate itself takes its plugin on accelerators only."""
+    accelerator = Accelerator(cpu=True)
+    accelerator.state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, state_dict_type="SHARDED_STATE_DICT", cpu_ram_efficient_loading=False
+    )
+    return accelerator
 
 
 class Training:
     def __init__(self, accelerator):
         self.rank = accelerator.process_index
+        accelerator.free_memory()
         torch.manual_seed(self.rank)
-        # accelerate itself shards on accelerators only; what it saves and loads is the same.
-        self.model = torch.nn.Sequential(torch.nn.Linear(8, 9), torch.nn.Linear(9, 3))
-        for layer in (*self.model, self.model):
-            fully_shard(layer, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (2,)))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
-        self.plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
+        model = torch.nn.Sequential(torch.nn.Linear(8, 9), torch.nn.Linear(9, 3))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        self.model, self.optimizer = accelerator.prepare(model, optimizer)
         self.accelerator = accelerator
 
     def train(self, number):
         self.optimizer.zero_grad()
-        self.model(torch.full((2, 8), number + self.rank / 2)).square().sum().backward()
+        self.accelerator.backward(self.model(torch.full((2, 8), number + self.rank / 2)).square().sum())
         self.optimizer.step()
 
     def save(self, path):
-        save_fsdp_model(self.plugin, self.accelerator, self.model, path)
-        save_fsdp_optimizer(self.plugin, self.accelerator, self.optimizer, self.model, path)
+        self.accelerator.save_state(path)
 
     def load(self, path):
-        load_fsdp_model(self.plugin, self.accelerator, self.model, path)
-        load_fsdp_optimizer(self.plugin, self.accelerator, self.optimizer, self.model, path)
+        self.accelerator.load_state(path)
         return self.digest()
 
     def digest(self):
-        return digest(get_state_dict(self.model, self.optimizer))
+        return digest(get_state_dict(self.model, self.optimizer.optimizer))
 
 
 def main():
     what, folder = sys.argv[1], Path(sys.argv[2])
-    accelerator = Accelerator(cpu=True)
+    accelerator = on_cpu()
     training = Training(accelerator)
     training.train(1)
     training.train(2)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import IO
 
 HERE = Path(__file__).parent
 FRAMEWORKS = Path(sys.prefix) / "frameworks"
@@ -26,19 +27,29 @@ class Process:
     """A script that prints lines of a word and a value.
 
     Args:
-        script: its name
+        script: its name in this folder, or its path
         arguments: what it is given
+        folder: where it runs; where the tests do, if it is ``None``
+        errors: a file for what it writes to stderr, which otherwise gets in between the lines on stdout
         environment: what is added to the environment
     """
 
-    def __init__(self, script: str, *arguments: object, **environment: object) -> None:
+    def __init__(
+        self,
+        script: str | Path,
+        *arguments: object,
+        folder: Path | None = None,
+        errors: IO[str] | None = None,
+        **environment: object,
+    ) -> None:
         path = os.pathsep.join(filter(None, [str(FRAMEWORKS), os.environ.get("PYTHONPATH")]))
         added = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, **environment}
         self.process = subprocess.Popen(
             [sys.executable, "-W", "ignore", str(HERE / script), *map(str, arguments)],
+            cwd=folder,
             env=os.environ | {key: str(value) for key, value in added.items()},
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stderr=errors or subprocess.STDOUT,
             text=True,
         )
         self.output: list[str] = []
@@ -55,14 +66,15 @@ class Process:
     def wait_for(self, word: str, timeout: float = 100) -> str:
         """Returns the value of the next line that begins with ``word``."""
         while (line := self._lines.get(timeout=timeout)) is not None:
-            first, _, value = line.partition(" ")
+            first, _, value = line.strip().partition(" ")
             if first == word:
-                return value.strip()
+                return value
         raise AssertionError(f"it ended without {word!r}:\n" + "".join(self.output)[-6000:])
 
     def end(self, timeout: float = 60) -> None:
-        """Waits for the end, which must be a success."""
+        """Waits for the end, which must be a success, and for the last of the output."""
         assert self.process.wait(timeout) == 0, "".join(self.output)[-6000:]
+        self._reader.join(20)
 
     def kill(self) -> None:
         """Kills the process with SIGKILL."""
@@ -73,8 +85,11 @@ class Process:
 
 
 @contextlib.contextmanager
-def job(script: str, *arguments: object, world: int = 2):
-    """Starts ``world`` ranks, as torchrun does; all of them are killed at the end."""
+def job(script: str | Path, *arguments: object, world: int = 2, folder: Path | None = None, **environment: object):
+    """Starts ``world`` ranks in ``folder``, as torchrun does; all of them are killed at the end.
+
+    ``environment`` is added to theirs.
+    """
     about = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": free_port(),
@@ -82,8 +97,9 @@ def job(script: str, *arguments: object, world: int = 2):
         "LOCAL_WORLD_SIZE": world,
         "TORCHELASTIC_RUN_ID": "test",
         "GROUP_RANK": 0,
+        **environment,
     }
-    ranks = [Process(script, *arguments, **about, RANK=rank, LOCAL_RANK=rank) for rank in range(world)]
+    ranks = [Process(script, *arguments, folder=folder, **about, RANK=rank, LOCAL_RANK=rank) for rank in range(world)]
     try:
         yield ranks
     finally:

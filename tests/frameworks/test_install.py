@@ -6,7 +6,10 @@ import concurrent.futures
 import inspect
 import logging
 import multiprocessing
+import os
 import sys
+import threading
+import types
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from torch.distributed.checkpoint import _storage_utils, filesystem, format_util
 
 import tensorferry
 from tensorferry.dcp import FileReader, FileWriter, marker
+from tensorferry.frameworks import installing
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -118,6 +122,87 @@ def test_what_somebody_else_has_replaced_meanwhile_is_left_alone(monkeypatch, ca
     assert dcp.FileSystemReader is wrapped
     assert "stays as it is" in caplog.text
     assert _storage_utils.FileSystemReader is filesystem.FileSystemReader
+
+
+def test_modules_that_keep_torchs_classes_are_named_in_the_log(monkeypatch, caplog):
+    before = types.ModuleType("a_framework")
+    before.FileSystemWriter = filesystem.FileSystemWriter
+    monkeypatch.setitem(sys.modules, "a_framework", before)
+    monkeypatch.setitem(sys.modules, "not_there", None)
+    if torchft is not None:
+        before.HTTPTransport = torchft.manager.HTTPTransport
+    with tensorferry.install():
+        warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+        names = ["FileSystemWriter", *(["HTTPTransport"] if torchft is not None else [])]
+        assert warnings == [
+            f"a_framework has imported {name} before tensorferry.install() and keeps it: call install() before that "
+            "import"
+            for name in names
+        ]
+        assert before.FileSystemWriter is filesystem.FileSystemWriter
+
+
+def test_a_forked_child_has_it_and_undoes_it_for_itself_alone(tmp_path):
+    held, go = threading.Event(), threading.Event()
+
+    def hold():
+        with installing._lock.held():
+            held.set()
+            go.wait(60)
+
+    with tensorferry.install() as installed:
+        ours = vars(dcp)["FileSystemReader"]
+        # Another thread is inside of install or undo at the fork.
+        thread = threading.Thread(target=hold)
+        thread.start()
+        assert held.wait(60)
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                assert isinstance(dcp.FileSystemReader(tmp_path), FileReader)
+                installed.undo()
+                assert dcp.FileSystemReader is filesystem.FileSystemReader
+                code = 0
+            finally:
+                os._exit(code)
+        go.set()
+        thread.join()
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert vars(dcp)["FileSystemReader"] is ours
+
+
+class _Waiting:
+    """A part of a state whose save waits, so that something can happen meanwhile."""
+
+    def __init__(self):
+        self.asked, self.go = threading.Event(), threading.Event()
+
+    def state_dict(self):
+        self.asked.set()
+        assert self.go.wait(60)
+        return {"a": torch.ones(3)}
+
+    def load_state_dict(self, state):
+        """torch asks parts for their state that can load one, too."""
+
+
+def test_a_save_that_runs_ends_as_it_has_begun(tmp_path):
+    def save(folder, meanwhile):
+        part = _Waiting()
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            saving = pool.submit(dcp.save, {"part": part}, checkpoint_id=folder, no_dist=True)
+            assert part.asked.wait(60)
+            try:
+                return meanwhile()
+            finally:
+                part.go.set()
+                saving.result(60)
+
+    save(tmp_path / "ours", tensorferry.install().undo)
+    save(tmp_path / "theirs", tensorferry.install).undo()
+    assert names(tmp_path / "ours") == OURS
+    assert (tmp_path / "theirs/__0_0.distcp").exists()
 
 
 def test_the_names_are_still_good_for_annotations_and_signatures():

@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 
 import pytest
 from framework_ranks import job
 
 from tensorferry.dcp import marker
 
+CASES = [("lightning", ""), ("accelerate", "")]
+if os.environ.get("TENSORFERRY_ALL_FRAMEWORKS"):
+    CASES += [("lightning", "fsdp")]
+
 
 @pytest.mark.slow
 @pytest.mark.timeout(270)
-@pytest.mark.parametrize("name", ["lightning", "accelerate"])
-def test_killed_ranks_go_on_with_the_state_that_torchs_own_writer_saves(name, tmp_path):
+@pytest.mark.parametrize(("name", "strategy"), CASES)
+def test_killed_ranks_go_on_with_the_state_that_torchs_own_writer_saves(name, strategy, tmp_path):
     if importlib.util.find_spec(name) is None:
         pytest.skip(f"{name} is not installed")
     script = f"{name}_trainer.py"
-    with job(script, "train", tmp_path) as ranks:
+    with job(script, "train", tmp_path, STRATEGY=strategy) as ranks:
         saved = [rank.wait_for("saved") for rank in ranks]
         for rank in ranks:
             rank.kill()
     assert any(marker.is_marker(path) for path in (tmp_path / "ours").rglob(".metadata"))
     assert list((tmp_path / "theirs").rglob("*.distcp"))
     assert not list((tmp_path / "ours").rglob("*.distcp"))
-    with job(script, "resume", tmp_path) as ranks:
+    with job(script, "resume", tmp_path, STRATEGY=strategy) as ranks:
         for rank, before in zip(ranks, saved, strict=True):
             assert rank.wait_for("theirs") == before
             assert rank.wait_for("ours") == before

@@ -18,7 +18,7 @@ def test_the_bench_of_checkpointers_runs(tmp_path):
     command = [
         sys.executable, str(ROOT / "benches" / "checkpointing.py"),
         "--json", str(results_path), "--folder", str(tmp_path),
-        "--mib", "4", "--rounds", "1", "--saves", "2", "--warm-up", "1", "--unloaded", "0.05",
+        "--mib", "4", "--rounds", "1", "--saves", "2", "--warm-up", "1", "--unloaded", "0.05", "--neighbours", "1",
         "--contenders", ",".join(CONTENDERS),
     ]  # fmt: skip
     with subprocess.Popen(
@@ -35,7 +35,9 @@ def test_the_bench_of_checkpointers_runs(tmp_path):
     assert [sample["contender"] for sample in results["samples"]] == CONTENDERS
     for sample in results["samples"]:
         assert len(sample["saves"]) == 2
-        assert all(save["stand_still_s"] > 0 and save["extra"] >= 0 for save in sample["saves"])
+        assert all(save["stand_still_s"] > 0 for save in sample["saves"])
+        # Who sums up the memory takes a part of a core, so not during the saves whose step rate counts.
+        assert ["extra" in save for save in sample["saves"]] == [True, False]
         if sample["contender"] != "a plain copy":
             assert sample["equal"] is True
             assert sample["load_s"] > 0

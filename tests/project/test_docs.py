@@ -491,6 +491,9 @@ def test_what_console_blocks_run_exists():
                     overrides = (ROOT / "python/tensorferry/torchtitan/__init__.py").read_text()
                     for name in re.findall(r"--override.imports '?tensorferry\.torchtitan\.(\w+)", " ".join(rest)):
                         assert f"def {name}(" in overrides
+                case ["torchrun", "...", "-m", module]:
+                    path = ROOT / "python" / module.split()[0].replace(".", "/")
+                    assert path.with_suffix(".py").exists(), line
                 case ["cat", path]:
                     assert Path(path).exists(), line
                 case ["python" | "torchrun", *rest]:  # The page's own files, which its test runs.

@@ -16,9 +16,11 @@ from exchange import TIMEOUT, send_and_receive
 from leaf import Leaf
 from leaves import CARRIED, CATALOGUE, cases
 from object_leaves import REFUSED
+from tensorferry.checkpointing import load_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.beyond_torchft]
 
@@ -112,3 +114,15 @@ def test_a_hostile_pickle_is_not_run(attack: Attack, open_transport: Callable[..
     transport = open_transport()
     with pytest.raises(tensorferry.UnsafePickle):
         send_and_receive(transport, transport, {"user": {"leaf": attack, "w": torch.ones(2)}})
+
+
+def test_a_refused_archive_leaves_nothing_behind_in_torch(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(1), "o": Unlisted()}, tmp_path / "a.pt")
+    with pytest.raises(tensorferry.UnsafePickle, match="Unlisted"):
+        load_file(tmp_path / "a.pt", map_location=lambda storage, _: storage)
+    # With a function here, torch unpickles no DTensor.
+    assert torch.serialization._serialization_tls.map_location is None
+
+
+class Unlisted:
+    """A class that no allow-list has."""

@@ -27,8 +27,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import tensorferry
 from exchange import Listener
@@ -223,13 +226,41 @@ class Manifests:
 
         snapshot.StateSnapshot.publish = publish  # type: ignore[method-assign]
         try:
-            self._source.send_checkpoint([1], self._step, sample(), TIMEOUT)
+            self._source.send_checkpoint([1], self._step, self._state(), TIMEOUT)
         finally:
             snapshot.StateSnapshot.publish = kept  # type: ignore[method-assign]
-        chance.choice(self._targets).recv_checkpoint(0, self._source.metadata(), self._step, TIMEOUT)
+        self._receive(self._source.metadata())
+
+    def _state(self) -> dict[str, Any]:
+        return sample()
+
+    def _receive(self, metadata: str) -> None:
+        self._chance.choice(self._targets).recv_checkpoint(0, metadata, self._step, TIMEOUT)
 
     def shown(self) -> str:
         return self._bad[1].decode(errors="replace")
+
+
+class States(Manifests):
+    """The same, of states that a ``PeerReader`` loads, as keepers serve them."""
+
+    def __init__(self, chance: random.Random) -> None:
+        super().__init__(chance)
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+        mesh = init_device_mesh("cpu", (1,))
+        self._spread = distribute_tensor(torch.ones(6, 4), mesh, [Shard(0)])
+
+    def _state(self) -> dict[str, Any]:
+        return {**states(), "spread": self._spread}
+
+    def _receive(self, metadata: str) -> None:
+        load(PeerReader(f"tensorferry-dcp/1 {self._step} {metadata}", timeout=TIMEOUT))
+
+
+def states() -> dict[str, Any]:
+    """What :func:`load` loads."""
+    nested = {"y": [torch.zeros(3), torch.ones(2)]}
+    return {"x": torch.ones(4, 300), "nested": nested, "o": {1, 2}, "n": 3, "sparse": torch.eye(3).to_sparse()}
 
 
 class Indexes:
@@ -238,8 +269,7 @@ class Indexes:
     def __init__(self, chance: random.Random) -> None:
         self._chance = chance
         self._text = b""
-        self._state = {"x": torch.ones(4, 300), "nested": {"y": [torch.zeros(3), torch.ones(2)]}, "o": {1, 2}, "n": 3}
-        self._state["sparse"] = torch.eye(3).to_sparse()
+        self._state = states()
         self._folder = tempfile.TemporaryDirectory()
         self._peer = PeerWriter(TIMEOUT, interface="127.0.0.1")
         self._encode = index.encode
@@ -273,6 +303,7 @@ def load(reader: Any) -> None:
     """Does the work of `dcp.load`, which would hide the exception."""
     live = {"x": torch.zeros(4, 300), "nested": {"y": [torch.zeros(3), torch.zeros(2)]}, "o": None, "n": 0}
     live["sparse"] = torch.zeros(3, 3).to_sparse()
+    live["spread"] = torch.zeros(6, 4)
     metadata = reader.read_metadata()
     planner = DefaultLoadPlanner(allow_partial_load=True)
     try:
@@ -366,6 +397,7 @@ class Stock:
 
 TARGETS: dict[str, Callable[[random.Random], Any]] = {
     "manifest": Manifests,
+    "states": States,
     "index": Indexes,
     "files": Files,
     "stock": Stock,

@@ -48,8 +48,12 @@ class KeeperAtWork:
             self.process = subprocess.Popen(
                 [*command, "--interface", "127.0.0.1", *options], env=environment, stderr=log, stdout=log
             )
-        eventually(f"the keeper {name} is up: {self.said()}", lambda: self.is_up() or self.process.poll() is not None)
-        assert self.process.poll() is None, self.said()
+        try:
+            eventually(f"the keeper {name} is up", lambda: self.is_up() or self.process.poll() is not None)
+            assert self.process.poll() is None, self.said()
+        except BaseException:
+            self.kill()
+            raise
 
     def is_up(self) -> bool:
         return _is_running(self.name)

@@ -6,6 +6,8 @@ itself. The public names are imported on first use: the process that writes need
 
 from typing import TYPE_CHECKING
 
+from .._first_use import on_first_use
+
 if TYPE_CHECKING:
     from .checkpointers import AsyncCheckpointer, SyncCheckpointer, make_async_checkpointer, make_sync_checkpointer
     from .keeper.client import Keeper
@@ -29,33 +31,21 @@ __all__ = [
     "peer_metadata",
 ]
 
-#: The module of each public name.
-_MODULES = {
-    "AsyncCheckpointer": ".checkpointers",
-    "CheckpointProcess": ".torch_parts",
-    "CheckpointReader": ".reader",
-    "CheckpointWriter": ".torch_parts",
-    "Keeper": ".keeper.client",
-    "Stager": ".torch_parts",
-    "SyncCheckpointer": ".checkpointers",
-    "latest_checkpoint": ".loading",
-    "load_file": ".loading",
-    "make_async_checkpointer": ".checkpointers",
-    "make_sync_checkpointer": ".checkpointers",
-    "peer_metadata": ".keeper.snapshot",
-}
-
 if not TYPE_CHECKING:  # With a module __getattr__, a type checker would accept any name.
-
-    def __getattr__(name: str) -> object:
-        """Imports a public name on first use."""
-        from importlib import import_module
-
-        if name not in _MODULES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(import_module(_MODULES[name], __name__), name)
-        globals()[name] = value
-        return value
-
-    def __dir__() -> list[str]:
-        return [*__all__]
+    __getattr__, __dir__ = on_first_use(
+        __name__,
+        {
+            "AsyncCheckpointer": ".checkpointers",
+            "CheckpointProcess": ".torch_parts",
+            "CheckpointReader": ".reader",
+            "CheckpointWriter": ".torch_parts",
+            "Keeper": ".keeper.client",
+            "Stager": ".torch_parts",
+            "SyncCheckpointer": ".checkpointers",
+            "latest_checkpoint": ".loading",
+            "load_file": ".loading",
+            "make_async_checkpointer": ".checkpointers",
+            "make_sync_checkpointer": ".checkpointers",
+            "peer_metadata": ".keeper.snapshot",
+        },
+    )

@@ -92,7 +92,7 @@ class SyncCheckpointer(_Checkpointer):
         writer: writes instead of the own writer: torch's ``CheckpointWriter``, or one of this package
         reader: reads instead of the own reader: torch's ``CheckpointReader``, or one of this package
         rank: the rank of this process, by default that of ``torch.distributed``, or 0
-        world_size: how many ranks save together; likewise
+        world_size: how many ranks save together, by default as many as ``torch.distributed`` has, or 1
         agree: returns on every rank what rank 0 passes to it; needed for several ranks without ``torch.distributed``
         process_group: the process group in which ranks agree
         commit_hook: torch's ``WriterHook``: ``pre_commit`` is called when this rank's file is written, ``post_commit``
@@ -110,7 +110,7 @@ class SyncCheckpointer(_Checkpointer):
         trust_pickle: lets them name anything
 
     Raises:
-        InvalidArgument: an argument cannot be used; it is named
+        InvalidArgument: an argument cannot be used; the message names it
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class SyncCheckpointer(_Checkpointer):
         """
         path, state, options = state_and_path("save", args, kwargs)
         if not self._is_open:
-            raise TransportClosed("this checkpointer was closed")
+            raise TransportClosed("this checkpointer was closed: make a new one")
         # By name: torch has changed the order once.
         self._writer.write(path=path, state_dict=state, **options)
 
@@ -193,7 +193,7 @@ class SyncCheckpointer(_Checkpointer):
 
 
 class _WaitingWriter:
-    """Writes by way of a copy that a keeper gets as well, and waits."""
+    """Writes from a copy, which a keeper gets as well, and waits."""
 
     def __init__(self, saver: Saver) -> None:
         self._saver = saver
@@ -217,23 +217,23 @@ class AsyncCheckpointer(_Checkpointer):
     process that writes, can stop it: it is written even if the trainer is killed.
 
     Args:
-        rank: as for :class:`SyncCheckpointer`, like the next eight
-        world_size: likewise
-        agree: likewise
-        process_group: likewise
-        threads: likewise
-        cached: likewise
-        keep_last: likewise
-        patience: likewise
+        rank: as for :class:`SyncCheckpointer`
+        world_size: as for :class:`SyncCheckpointer`
+        agree: as for :class:`SyncCheckpointer`
+        process_group: as for :class:`SyncCheckpointer`
+        threads: as for :class:`SyncCheckpointer`
+        cached: as for :class:`SyncCheckpointer`
+        keep_last: as for :class:`SyncCheckpointer`
+        patience: as for :class:`SyncCheckpointer`
         memory_limit: bytes of shared memory that there may be at a time; a save that does not fit waits for an earlier
             one, and is refused if there is none. ``None`` allows what the machine, or the control group of the
             process, has available
         keeper: keeps the states in memory, too: the name of a keeper of this machine, or an object with ``offer``
         safe_globals: as for :class:`SyncCheckpointer`
-        trust_pickle: likewise
+        trust_pickle: as for :class:`SyncCheckpointer`
 
     Raises:
-        InvalidArgument: an argument cannot be used; it is named
+        InvalidArgument: an argument cannot be used; the message names it
         SystemRefused: the process that writes cannot be started
     """
 
@@ -270,7 +270,7 @@ class AsyncCheckpointer(_Checkpointer):
         Returns:
             Two futures of ``None``. When the first is done, the state may change, and the save is accepted. When the
             second is done, the checkpoint is on the disk, and committed by a rename. A failure is raised by the second
-            one, and by the next call of ``save`` if nobody has asked the future by then.
+            one, and by the next call of ``save`` if nobody has read the future's result by then.
 
         Raises:
             InvalidArgument: what is the path and what the state cannot be told apart
@@ -286,7 +286,7 @@ class AsyncCheckpointer(_Checkpointer):
         """Waits for all saves, and ends the process that writes. It may be called again.
 
         Raises:
-            TensorferryError: a save has failed, and nobody has asked its future
+            TensorferryError: a save has failed, and nobody has read its future's result
         """
         self._saver.close()
 

@@ -28,7 +28,7 @@ class CheckpointReader(_TorchReader):  # type: ignore[misc]  # mypy does not fol
         trust_pickle: lets them name anything
 
     Raises:
-        InvalidArgument: an argument cannot be used; it is named
+        InvalidArgument: an argument cannot be used; the message names it
     """
 
     def __init__(

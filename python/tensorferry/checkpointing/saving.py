@@ -24,9 +24,10 @@ import torch
 from .. import _validate
 from ..errors import InvalidArgument, SystemRefused, TransportClosed
 from ..memory.accelerator import ACCELERATOR, Accelerator
+from ..memory.host_pool import Buffer
 from ..memory.shared import Budget, NoRoom, SharedHostMemory
 from ..memory.staging import Stager
-from ..state.allowlist import Allowed, RefusalWarnings
+from ..state.allowlist import REFUSED_LATER, Allowed, RefusalWarnings
 from ..state.snapshot import StateSnapshot
 from ..storage import folder as folders
 from ..storage.folder import SaveId
@@ -40,8 +41,6 @@ logger = logging.getLogger("tensorferry")
 GENERATIONS = 2
 #: Seconds for which an interpreter that exits without ``close`` waits for saves; they go on without it after that.
 _EXIT_WAIT_S = 60.0
-#: The warning of a save whose state a load with the default allow-list refuses.
-REFUSED_LATER = "a load will refuse this state: %s"
 #: The kinds of handovers.
 _SAVE, _KEEP = "save", "keep"
 #: What is wrong with a call in a callback of a future that would wait for ever.
@@ -286,7 +285,7 @@ class Options:
         patience: seconds without a sign of life of another rank after which a save has failed
 
     Raises:
-        InvalidArgument: an argument cannot be used; it is named
+        InvalidArgument: an argument cannot be used; the message names it
     """
 
     def __init__(
@@ -352,6 +351,9 @@ class Saver:
         self._ranks, self._options, self._stager, self._keeper = ranks, options, stager, keeper
         self._turns = _Turns()
         self._writes: list[SaveFuture] = []
+        #: The memory of what the keeper was offered and has not released, the oldest first.
+        self._offered: list[list[Buffer]] = []
+        self._offering = threading.Lock()
         self._writer = Writer()
         self._saving = threading.Lock()
         #: The thread that holds ``_saving``, by which a signal handler finds that it has interrupted a save.
@@ -397,7 +399,7 @@ class Saver:
     ) -> tuple[SaveFuture, SaveFuture]:
         self._writer.check_process()
         if not self._is_open:
-            raise TransportClosed("this checkpointer was closed")
+            raise TransportClosed("this checkpointer was closed: make a new one")
         folder = folder_of(path)
         step = None if step is None else _validate.step_number(step)
         with self._alone():
@@ -469,7 +471,7 @@ class Saver:
                     return self._stager.stage(state)
                 except NoRoom:
                     # An earlier save may be about to give memory back, and the keeper has what it can do without.
-                    if not self._turns.wait_for_another() and not self._keeper_lets_go():
+                    if not (self._turns.wait_for_another() or self._keeper_lets_go() or self._leave_to_keeper()):
                         raise
         except BaseException:
             self._turns.give()
@@ -505,6 +507,8 @@ class Saver:
     def _offer(self, keeper: Keeper, given: Handover, snapshot: StateSnapshot) -> None:
         # While the keeper has it, no buffer is used again.
         held = snapshot.buffers()
+        with self._offering:
+            self._offered = [*filter(None, self._offered), held]
         try:
             keeper.offer(Handover(_KEEP, given.fields, given.rows, given.control, given.buffers), held.clear)
         except Exception as e:  # A keeper never hurts a trainer.
@@ -517,6 +521,21 @@ class Saver:
         except Exception as e:  # As above.
             self._warn(e)
             return False
+
+    def _leave_to_keeper(self) -> bool:
+        """Leaves the oldest memory that the keeper holds on to to the keeper alone; returns whether there was any.
+
+        The keeper may be stopped, or lend it to a process that reads it. So this trainer never uses it again, but does
+        not count it as its own any more: what a keeper does is not to fail a save.
+        """
+        with self._offering:
+            oldest = next(filter(None, self._offered), None)
+        if oldest is None:
+            return False
+        for buffer in list(oldest):
+            buffer.sound = False
+        oldest.clear()
+        return True
 
     def _warn(self, error: Exception) -> None:
         if not self._warned:

@@ -15,11 +15,11 @@ from .. import _validate
 from ..errors import InvalidArgument, TransportClosed
 from ..memory.accelerator import ACCELERATOR
 from ..memory.staging import Stager as HostStager
-from ..state.allowlist import Allowed, RefusalWarnings
+from ..state.allowlist import REFUSED_LATER, Allowed, RefusalWarnings
 from ..state.snapshot import StateSnapshot
 from ..storage import folder as folders
 from ..storage.folder import FolderSave
-from .saving import REFUSED_LATER, Keeper, Options, Ranks, Saver, SharedStager, Staged, folder_of
+from .saving import Keeper, Options, Ranks, Saver, SharedStager, Staged, folder_of
 
 try:
     from torch.distributed.checkpoint._experimental.checkpoint_process import CheckpointProcess as _TorchProcess
@@ -116,7 +116,7 @@ class Stager(_TorchStager):  # type: ignore[misc]  # mypy does not follow torch
         """
         del kwargs
         if self._stager is None:
-            raise TransportClosed("this stager was closed")
+            raise TransportClosed("this stager was closed: make a new one")
         snapshot = self._stager.stage(state_dict)
         staged = StagedFuture(snapshot, self._stager)
         staged.set_running_or_notify_cancel()
@@ -157,17 +157,17 @@ class CheckpointProcess(_TorchProcess):  # type: ignore[misc]  # mypy does not f
 
     Args:
         rank_info: torch's ``RankInfo``; by default that of ``torch.distributed``
-        agree: as for ``SyncCheckpointer``, like all others
-        process_group: likewise
-        threads: likewise
-        cached: likewise
-        keep_last: likewise
-        patience: likewise
-        memory_limit: as for ``AsyncCheckpointer``, like the next
-        keeper: likewise
+        agree: as for ``SyncCheckpointer``
+        process_group: as for ``AsyncCheckpointer``
+        threads: as for ``AsyncCheckpointer``
+        cached: as for ``AsyncCheckpointer``
+        keep_last: as for ``AsyncCheckpointer``
+        patience: as for ``AsyncCheckpointer``
+        memory_limit: as for ``AsyncCheckpointer``
+        keeper: as for ``AsyncCheckpointer``
 
     Raises:
-        InvalidArgument: an argument cannot be used; it is named
+        InvalidArgument: an argument cannot be used; the message names it
         SystemRefused: the process cannot be started
     """
 
@@ -211,7 +211,7 @@ class CheckpointProcess(_TorchProcess):  # type: ignore[misc]  # mypy does not f
         """Waits for all saves, and ends the process.
 
         Raises:
-            TensorferryError: a save has failed, and nobody has asked its future
+            TensorferryError: a save has failed, and nobody has read its future's result
         """
         self._saver.close()
 

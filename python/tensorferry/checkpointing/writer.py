@@ -191,7 +191,7 @@ class _Child:
     def __init__(self, lost: Callable[[Pending, WriterLost], None]) -> None:
         self._left = lost
         if not sys.executable:
-            raise SystemRefused("no process can be started: sys.executable is not known")
+            raise SystemRefused("no process can be started: sys.executable is empty; set it to the path of Python")
         ours, theirs = handover.pair()
         # What it says if it fails. Not a pipe: nobody need read it, and nobody waits for its end.
         self._said = os.memfd_create("tensorferry-writer", os.MFD_CLOEXEC)
@@ -205,7 +205,9 @@ class _Child:
                     stdout=subprocess.DEVNULL,
                     stderr=self._said,
                     pass_fds=[theirs.fileno()],
-                    start_new_session=True,
+                    # Not in a session of its own: where the kernel gives each session a share (autogroups), the weight
+                    # of a process counts within its session only, and this one would have as much as the whole trainer.
+                    process_group=0,
                     cwd="/",
                 )
         except OSError as e:

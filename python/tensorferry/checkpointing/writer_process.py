@@ -1,9 +1,12 @@
 """The process that writes checkpoints; torch-free, so that it is ready at once.
 
-It belongs to one trainer, which starts it and hands staged states over (``handover.py``). It is in a session of its
-own: what the terminal or a launcher sends to the trainer's processes does not reach it. A state that it has accepted it
+It belongs to one trainer, which starts it and hands staged states over (``handover.py``). It is in a process group of
+its own: what the terminal or a launcher sends to the trainer's processes does not reach it. What it has accepted it
 writes, whatever becomes of the trainer; it ends when the trainer has closed the socket, or is gone, and everything is
 written. SIGTERM has the same effect; SIGKILL ends it at once.
+
+It is not slowed down, only of less weight than the trainer: it uses what the trainer's threads leave of the cores, and
+about a tenth of a core for each of its threads where they leave nothing.
 
 Messages to it: the handover ``save``, whose fields are :class:`Order`. Messages from it, each with the ``save_id``:
 
@@ -38,7 +41,7 @@ from .handover import Handover, Message
 
 logger = logging.getLogger("tensorferry")
 
-#: How much the trainer's threads go before those of this process.
+#: How much the trainer's threads go before those of this process: a tenth of a thread's weight is left to it.
 _NICE = 10
 #: Seconds after which it looks whether the trainer is still there: a forked child may hold the trainer's socket open.
 _LOOK_S = 1.0

@@ -14,7 +14,6 @@ import sys
 import traceback
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.metadata import version
 from typing import Any
 
 from cyclopts import App, CycloptsError, Parameter
@@ -33,12 +32,19 @@ METADATA is the string that metadata() of a running transport returns, or that `
 _TRACEBACK = "TENSORFERRY_TRACEBACK"
 
 
+def installed_version() -> str:
+    """Returns the version of the package."""
+    from importlib.metadata import version
+
+    return version("tensorferry")
+
+
 def application(verbs: Sequence[str] = VERBS) -> App:
     """Returns the application with these verbs."""
     app = App(
         name="tensorferry",
         help=_HELP,
-        version=version("tensorferry"),
+        version=installed_version,
         help_format="plaintext",
         default_parameter=Parameter(negative=()),
         result_action="return_value",
@@ -123,7 +129,7 @@ def _fail_with(error: Exception, as_json: bool) -> int:
     if os.environ.get(_TRACEBACK) == "1":
         traceback.print_exc()
     mistake = f"{error} (please report this; {_TRACEBACK}=1 shows where)"
-    what = str(error) if isinstance(error, TensorferryError) else mistake
+    what = exits.message_of(error) if isinstance(error, TensorferryError) else mistake
     return _fail(type(error).__name__, what, exits.status_of(error), as_json)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +22,26 @@ class _Side:
         self._text, self._step, self._receiving, self._trust = text, step, receiving, trust
         self.place = find(text)
         # What torch has written in several files has no digests: its bytes are read.
-        digests = self.place.kind is not Kind.TORCH_DISTRIBUTED
+        digests = self.place.layout is not Kind.TORCH_DISTRIBUTED
         self.listings = listings([text], step, receiving, trust, digests=digests)
         self._values: dict[int, dict[str, Any]] = {}
+        #: The state of all ranks, once they were put together.
+        self._whole: Any = None
 
     def values(self, number: int) -> dict[str, Any]:
         """Returns the leaves of the container of this number, by their paths."""
         if number not in self._values:
             from .torch_leaves import values_of
+            from .values import whole_of
 
-            self._values[number] = values_of(self._state(number))
+            values = values_of(self._state(number))
+            self._values[number] = {path: whole_of(value) for path, value in values.items()}
         return self._values[number]
 
     @property
     def is_distributed(self) -> bool:
         """Whether an index lists the leaves, as ``torch.distributed.checkpoint`` cuts a state into them."""
-        return self.place.kind in (Kind.DISTRIBUTED, Kind.TORCH_DISTRIBUTED)
+        return self.place.layout in (Kind.DISTRIBUTED, Kind.TORCH_DISTRIBUTED)
 
     def list_as_state(self) -> None:
         """Lists the leaves of a distributed checkpoint as those of a state, which may be others; digests stay."""
@@ -46,11 +52,50 @@ class _Side:
         leaves = [known.get(leaf.path, leaf) for leaf in leaves_of(self._state(0), digests=False)]
         self.listings = [(name, Listing(listing.about, leaves))]
 
+    def parts(self) -> list[list[tuple[str, str]]]:
+        """Returns for each rank which part it has of the tensors that are spread over ranks."""
+        return [[(leaf.path, leaf.part) for leaf in listing.leaves if leaf.part] for _, listing in self.listings]
+
+    def put_together(self) -> None:
+        """Lists the leaves of all ranks as those of one state, with whole tensors in place of their parts.
+
+        Of what several ranks have besides, the first rank's is taken.
+        """
+        if len(self.listings) == 1 and not (self.place.kind is Kind.CHECKPOINT and any(self.parts())):
+            return
+        from .torch_leaves import leaves_of
+
+        (name, first), *_ = self.listings
+        self._whole = self._state_of_all_ranks()
+        self._values.clear()
+        self.listings = [(name, Listing(first.about, leaves_of(self._whole, digests=True)))]
+
+    def _state_of_all_ranks(self) -> Any:
+        if self.place.kind is Kind.CHECKPOINT:
+            from ..checkpointing import loading
+
+            # It warns of meshes of which no process group is there, as here.
+            logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)
+            return loading.read(self.place.path, rank=0, world_size=1)[0]
+        from ..dcp import PeerReader
+        from .mapped_states import of_distributed
+
+        reader = PeerReader(
+            self._text,
+            timeout=timedelta(seconds=self._receiving.timeout),
+            lanes=self._receiving.checked_lanes(),
+            secret=self._trust.given_secret(),
+            same_host=self._trust.same_host,
+        )
+        return of_distributed(reader)
+
     def _state(self, number: int) -> Any:
         from . import mapped_states
 
         path = self.place.path
-        match self.place.kind:
+        match self.place.layout:
+            case _ if self._whole is not None:
+                return self._whole
             case Kind.PEERS:
                 return self._of_peer(number)
             case Kind.CONTAINER:
@@ -101,17 +146,14 @@ class Comparison:
         """Returns the differences, and how leaves were compared.
 
         Raises:
-            InvalidArgument: the two have different numbers of ranks
             TensorferryError: one of them cannot be read
         """
         if self._a.is_distributed != self._b.is_distributed:
             (self._a if self._a.is_distributed else self._b).list_as_state()
+        if len(self._a.listings) != len(self._b.listings) or self._a.parts() != self._b.parts():
+            self._a.put_together()
+            self._b.put_together()
         ones, others = self._a.listings, self._b.listings
-        if len(ones) != len(others):
-            raise InvalidArgument(
-                f"the first has {len(ones)} containers, one for each rank, and the second {len(others)}: compare them "
-                "rank by rank"
-            )
         for number, ((_, one), (_, other)) in enumerate(zip(ones, others, strict=True)):
             self._compare(number, one, other, f"rank {number}: " if len(ones) > 1 else "")
         return {

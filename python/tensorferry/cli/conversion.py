@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from .._native import _file_damage
 from ..dcp.files import FileWriter
 from ..errors import CorruptCheckpoint, IncompleteCheckpoint, InvalidArgument, SystemRefused, UnsupportedLeaf
 from ..memory.accelerator import ACCELERATOR
 from ..memory.staging import Stager
-from ..memory.tensors import DTYPE_NAMES
+from ..memory.tensors import DTYPES
 from ..state.snapshot import StateSnapshot
 from ..storage.folder import FolderSave, Index, SaveId, missing_files, read_index, sync_folder
 from ..storage.reserved import is_reserved
@@ -31,6 +32,8 @@ from .places import Kind, Place
 from .torch_leaves import values_of
 from .values import has_elements, whole
 
+#: The names of the dtypes that a safetensors file can have.
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 #: Bytes that are written at a time.
 _CHUNK = 16 << 20
 
@@ -182,6 +185,13 @@ def _save(state: Any, writer: Any) -> None:
         if isinstance(value, torch.Tensor) and (value.is_quantized or value.is_meta):
             kind = "quantized" if value.is_quantized else "on the device meta, without elements"
             raise UnsupportedLeaf(f"{name}: a distributed checkpoint cannot hold it, because it is {kind}")
+    try:
+        flatten_state_dict(state)
+    except ValueError as e:
+        raise UnsupportedLeaf(
+            f"a distributed checkpoint names a leaf by its keys, joined with dots, and two leaves of this state would "
+            f"have the same name: {e}"
+        ) from e
     with warnings.catch_warnings(), mapped_states.typed_errors():
         warnings.simplefilter("ignore")
         dcp.state_dict_saver._save_state_dict(state, storage_writer=writer, no_dist=True)
@@ -200,7 +210,7 @@ def write_safetensors(values: dict[str, Any], path: Path, *, drop: bool) -> list
     """
     dropped, tensors = [], {}
     for name, value in values.items():
-        if isinstance(value, torch.Tensor) and has_elements(value) and value.dtype in DTYPE_NAMES:
+        if isinstance(value, torch.Tensor) and has_elements(value) and value.dtype in _NAMES:
             tensors[f"~{name}" if is_reserved(name) else name] = value.detach()
         elif drop:
             dropped.append(name)
@@ -216,7 +226,7 @@ def write_safetensors(values: dict[str, Any], path: Path, *, drop: bool) -> list
     for name in order:
         nbytes = tensors[name].numel() * tensors[name].element_size()
         shape = list(tensors[name].shape)
-        fields[name] = {"dtype": DTYPE_NAMES[tensors[name].dtype], "shape": shape, "data_offsets": [at, at + nbytes]}
+        fields[name] = {"dtype": _NAMES[tensors[name].dtype], "shape": shape, "data_offsets": [at, at + nbytes]}
         at += nbytes
     text = json.dumps(fields, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

@@ -8,7 +8,6 @@ import resource
 import socket
 import time
 from collections.abc import Iterator
-from importlib import metadata as packages
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -83,6 +82,8 @@ def doctor(
 
 
 def _versions() -> Iterator[Finding]:
+    from importlib import metadata as packages
+
     wanted = {}
     for requirement in packages.requires("tensorferry") or []:
         # Those of extras count where the package is there.
@@ -263,7 +264,7 @@ def _peer(metadata: tuple[str, ...], trust: Trust, receiving: Receiving) -> Iter
         finally:
             remote.close()
     except TensorferryError as e:
-        yield Finding("peer", _BAD, f"{type(e).__name__}: {e}", "see docs/guides/observability.md")
+        yield Finding("peer", _BAD, f"{type(e).__name__}: {exits.message_of(e)}", "see docs/guides/observability.md")
         return
     slow = opened > 1.0
     remedy = "the source was not ready, or its name took long to resolve" if slow else ""

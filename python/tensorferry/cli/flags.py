@@ -42,9 +42,15 @@ class Trust:
         Raises:
             InvalidArgument: the file cannot be read, or what it holds is no secret
         """
-        if self.secret_file is None:
-            return shared_secret(None)
-        return shared_secret(self._read(self.secret_file))
+        return shared_secret(self.given_secret())
+
+    def given_secret(self) -> bytes | None:
+        """Returns what the file holds, if one was named.
+
+        Raises:
+            InvalidArgument: the file cannot be read
+        """
+        return None if self.secret_file is None else self._read(self.secret_file)
 
     @staticmethod
     def _read(path: Path) -> bytes:
@@ -83,9 +89,8 @@ class Serving:
         Raises:
             InvalidArgument: one of them cannot be used
         """
-        secret = None if trust.secret_file is None else trust._read(trust.secret_file)
         return ServerOptions(
-            secret=secret,
+            secret=trust.given_secret(),
             tls=trust.tls,
             same_host=trust.same_host,
             interface=self.interface,

@@ -55,6 +55,7 @@ class Leaf:
         bytes: how many bytes its elements have
         notes: what else is known of it: that it is a Parameter, with what it shares memory, which shard it is
         digest: CRC-64/NVME of its bytes, in hexadecimal digits; ``None`` if it is not known
+        part: which part of a tensor it is that is spread over ranks; empty for others
     """
 
     path: str
@@ -64,6 +65,7 @@ class Leaf:
     bytes: int = 0
     notes: list[str] = field(default_factory=list)
     digest: str | None = None
+    part: str = ""
 
     def fields(self) -> dict[str, Any]:
         """Returns the leaf for JSON."""
@@ -184,9 +186,11 @@ def _of_state(plain: list[Leaf], fields: dict[str, Any], tree: Any) -> Iterator[
             yield Leaf(path, "object", notes=notes)
             continue
         dtype, shape = str(row[2]).removeprefix("torch."), _shape(row[3])
+        part = ""
         if isinstance(shard := shards.get(path), dict):
-            notes.append(f"shard at {shard.get('offsets')} of {shard.get('shape')}")
-        yield Leaf(path, "view", dtype, shape, nbytes(dtype, shape), notes)
+            part = f"shard at {shard.get('offsets')} of {shard.get('shape')}"
+            notes.append(part)
+        yield Leaf(path, "view", dtype, shape, nbytes(dtype, shape), notes, part=part)
 
 
 def _shape(sizes: Any) -> tuple[int, ...]:

@@ -36,7 +36,7 @@ def listings(
     if place.kind is Kind.PEERS:
         return _of_peers(Peers.of(given, trust), step, receiving, trust, digests=digests)
     if len(given) > 1:
-        raise InvalidArgument("one file or folder at a time, please")
+        raise InvalidArgument(f"this command takes one file or folder, not {len(given)}: run it for each")
     return [*_of_place(place, digests=digests)]
 
 
@@ -54,7 +54,7 @@ def _of_peers(
 
 def _of_place(place: Place, *, digests: bool) -> list[tuple[str, Listing]]:
     path = place.path
-    match place.kind:
+    match place.layout:
         case Kind.CONTAINER:
             return [(place.text, leaves.of_file(path, digests=digests))]
         case Kind.CHECKPOINT:

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from .._native import Stored, _check_machine_has
 from ..dcp.failures import own_errors
 from ..dcp.files import FileReader
+from ..dcp.reader import SliceReader
 from ..errors import ProtocolError, SystemRefused, UnsupportedLeaf
 from ..memory.tensors import DTYPES, over
 from ..state import archives
@@ -91,18 +92,19 @@ def of_archive(path: Path) -> Any:
     return archives.load_file(path, Allowed(), "cpu", mapped=mapped)
 
 
-def of_distributed(folder: Path, scratch: Path | None = None) -> Any:
+def of_distributed(checkpoint: Path | SliceReader, scratch: Path | None = None) -> Any:
     """Returns the whole state of a distributed checkpoint, of this package or of torch.
 
     Args:
-        folder: the checkpoint
+        checkpoint: its folder, or what reads it
         scratch: a folder in whose file system the tensors lie, in a file without a name; ``None`` takes memory
 
     Raises:
         TensorferryError: it is incomplete, damaged, or names what is not allowed
     """
     state: dict[str, Any] = {}
-    reader, planner = FileReader(folder), _Planner(scratch)
+    planner = _Planner(scratch)
+    reader = FileReader(checkpoint) if isinstance(checkpoint, Path) else checkpoint
     # Read here first: torch logs an error of the index with a traceback, and looks for another index then.
     reader.read_metadata()
     with typed_errors():

@@ -47,6 +47,15 @@ class Place:
         """The file or the folder."""
         return Path(self.text)
 
+    @property
+    def layout(self) -> Kind:
+        """How its files are laid out: those of most of Megatron's backends are a distributed checkpoint's."""
+        if self.kind is Kind.MEGATRON and (self.path / INDEX).is_file():
+            return Kind.DISTRIBUTED
+        if self.kind is Kind.MEGATRON and (self.path / marker.NAME).is_file():
+            return Kind.TORCH_DISTRIBUTED
+        return self.kind
+
 
 def find(text: str) -> Place:
     """Returns what ``text`` names.
@@ -59,7 +68,7 @@ def find(text: str) -> Place:
     if is_metadata(text):
         return Place(Kind.PEERS, text)
     if not text or "\0" in text:
-        raise InvalidArgument("a path must not be empty, and has no NUL")
+        raise InvalidArgument("a path must not be empty, and must not have NUL characters")
     path = Path(text)
     try:
         mode = path.stat().st_mode

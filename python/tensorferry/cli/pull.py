@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import time
 from pathlib import Path
@@ -180,5 +179,7 @@ class _Pull:
 
 def _partial_name(urls: list[str], step: int) -> str:
     """Returns the name of an incomplete file in a folder, the same for the same source and step."""
+    import hashlib
+
     named = hashlib.blake2b("\0".join([*urls, str(step)]).encode(), digest_size=8).hexdigest()
     return f".pull-{named}.partial"

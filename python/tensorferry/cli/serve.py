@@ -32,7 +32,7 @@ def serve(
 
     A safetensors file, and files and folders of tensorferry, are served from where they are, by HTTPTransport's server,
     and so is a torch.save file, without being read into memory; they must not be changed meanwhile. A distributed
-    checkpoint of torch is read first.
+    checkpoint of torch is read first. What tensorferry.megatron saved is for its load_strategy(peers=).
 
     Args:
         path: a file or a folder
@@ -46,6 +46,8 @@ def serve(
     from . import places
 
     place = places.find(path)
+    # The index of torch's own backend does not have the common state, without which Megatron loads nothing.
+    kind = place.layout if place.layout is places.Kind.DISTRIBUTED else place.kind
     options = serving.options(trust)
     if place.kind is places.Kind.PEERS:
         raise InvalidArgument("a running peer serves already: pull from it")
@@ -56,7 +58,7 @@ def serve(
     try:
         # It holds the shelves, which serve for as long as they are there.
         publisher = Publisher(server, host, step, unverified)
-        published = publishers()[place.kind](publisher, place.path)
+        published = publishers()[kind](publisher, place.path)
         if json:
             console.out_json(published)
         else:
@@ -113,7 +115,9 @@ class Publisher:
 
         index = read_index(folder)
         if missing := missing_files(folder, index):
-            raise IncompleteCheckpoint(f"{folder} lacks {', '.join(missing)}")
+            raise IncompleteCheckpoint(
+                f"{folder} is incomplete: {', '.join(missing)} is missing. Serve another checkpoint"
+            )
         step = self._step if self._step is not None else (index.step or 0)
         urls = []
         for rank in range(index.world_size):
@@ -170,9 +174,10 @@ class Publisher:
         return self._told(step, [self._server.url(self._host)], folder)
 
     def megatron(self, folder: Path) -> dict[str, Any]:
-        """Raises: a checkpoint of Megatron is converted first."""
+        """Raises: a checkpoint of one of Megatron's own backends is converted first."""
         raise InvalidArgument(
-            f"{folder} is a checkpoint of Megatron, whose layout only Megatron knows: load it with tensorferry.megatron"
+            f"{folder} is a checkpoint of one of Megatron's own backends: run `tensorferry convert {folder} OUT --to "
+            "dcp`, and serve OUT"
         )
 
     def _verify(self, path: Path) -> None:

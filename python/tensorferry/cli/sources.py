@@ -9,9 +9,18 @@ from dataclasses import dataclass
 
 from .. import _validate
 from .._native import Remote
-from ..errors import ConnectError, FetchTimeout, InvalidArgument, SourceChanged, TensorferryError, WrongStep
+from ..errors import (
+    ConnectError,
+    FetchTimeout,
+    InvalidArgument,
+    SourceChanged,
+    SourceRefused,
+    TensorferryError,
+    WrongStep,
+)
 from ..net.metadata import encrypted, is_stock, join_metadata
 from ..storage import peers
+from .exits import message_of
 from .flags import Receiving, Trust
 
 #: A step that nobody serves: the refusal says which one is.
@@ -105,6 +114,11 @@ def open_source(
     raise SourceChanged("the source goes on to other steps faster than one can be opened: name one with --step")
 
 
+def _without_step(error: TensorferryError) -> str:
+    """Returns the message of an error without the step that nobody has asked for."""
+    return message_of(error).replace(f"step {_NO_STEP} from ", "").replace(f"step {_NO_STEP}: ", "")
+
+
 def _served_step(urls: list[str], trust: Trust, deadline: float) -> int:
     """Returns the step that the first source that answers serves."""
     last: TensorferryError | None = None
@@ -117,9 +131,13 @@ def _served_step(urls: list[str], trust: Trust, deadline: float) -> int:
         except WrongStep as e:
             if found := _SERVED.search(str(e)):
                 return int(found[1])
-            last = e
+            last = WrongStep.of(e.code, _without_step(e))
         except (ConnectError, FetchTimeout) as e:
-            last = e
+            last = type(e)(_without_step(e))
+        except SourceRefused as e:
+            raise SourceRefused.of(e.code, _without_step(e)) from None
+        except TensorferryError as e:
+            raise type(e)(_without_step(e)) from None
         else:
             return _NO_STEP
     assert last is not None

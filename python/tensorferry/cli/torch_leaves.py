@@ -25,11 +25,11 @@ def of_place(place: Place, *, digests: bool) -> Listing:
         TensorferryError: it cannot be read
         InvalidArgument: digests were asked for, of which such files have none
     """
-    if place.kind is Kind.MEGATRON:
-        raise InvalidArgument(f"{place.text} is a checkpoint of Megatron: inspect the folder's files one by one")
-    if digests and place.kind is Kind.TORCH_DISTRIBUTED:
+    if place.layout is Kind.MEGATRON:
+        raise InvalidArgument(f"{place.text} is a checkpoint of Megatron's backend zarr: convert it first")
+    if digests and place.layout is Kind.TORCH_DISTRIBUTED:
         raise InvalidArgument(f"{place.text} has no digests: convert it, or compare it with tensorferry diff")
-    if place.kind is Kind.TORCH_DISTRIBUTED:
+    if place.layout is Kind.TORCH_DISTRIBUTED:
         return _of_folder(place.path)
     return _of_archive(place.path, digests=digests)
 

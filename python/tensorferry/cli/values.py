@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .._native import _check_machine_has, _checksum
+from ..memory.tensors import spread_parts
 
 #: Tensors that are described by dtype, shape and elements.
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -31,6 +32,14 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_contiguous():
         _check_machine_has(tensor.numel() * tensor.element_size(), "a copy of a view")
     return tensor.resolve_conj().resolve_neg().contiguous()
+
+
+def whole_of(value: Any) -> Any:
+    """Returns ``value``; of a tensor that is spread over ranks, and of which one has all of it, what that rank has."""
+    parts = spread_parts(value) if isinstance(value, torch.Tensor) else None
+    if parts is not None and len(parts) == 1 and parts[0][0].size() == value.size():
+        return parts[0][0]
+    return value
 
 
 def digest_of(tensor: torch.Tensor) -> str | None:

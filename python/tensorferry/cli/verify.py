@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
 from json import loads
 from pathlib import Path
 from typing import Any
@@ -62,7 +61,7 @@ def _files(place: Any) -> list[tuple[Path, bool]]:
     from .places import Kind
 
     path: Path = place.path
-    match place.kind:
+    match place.layout:
         case Kind.CONTAINER:
             return [(path, False)]
         case Kind.ARCHIVE:
@@ -75,7 +74,7 @@ def _files(place: Any) -> list[tuple[Path, bool]]:
                 path, [name for name, _ in index.files.values()], commits.files_of(path / INDEX)
             )
             return [(path / name, False) for name in (INDEX, *names)]
-        case Kind.DISTRIBUTED | Kind.MEGATRON if (path / INDEX).is_file():
+        case Kind.DISTRIBUTED:
             text, commit = commits.read(path / INDEX)
             fields = distributed.decoded(text, path / INDEX)
             names = distributed.checked_files(path, fields["sources"], commit)
@@ -115,6 +114,8 @@ def _named(path: Path, damaged: list[tuple[int, int]]) -> list[dict[str, Any]]:
 
 def _damage_of_archive(path: Path) -> str | None:
     """Returns what is wrong with an archive of torch's, by the CRC-32 of its records; ``None`` if all of them match."""
+    import zipfile
+
     try:
         with zipfile.ZipFile(path) as archive:
             bad = archive.testzip()

@@ -7,6 +7,8 @@ loads it. docs/guides/dcp.md is the guide. The public names are imported on firs
 
 from typing import TYPE_CHECKING
 
+from .._first_use import on_first_use
+
 if TYPE_CHECKING:
     from .failures import own_errors
     from .files import FileReader, FileWriter
@@ -15,26 +17,14 @@ if TYPE_CHECKING:
 
 __all__ = ["FileReader", "FileWriter", "PeerReader", "PeerWriter", "own_errors"]
 
-#: The module of each public name.
-_MODULES = {
-    "FileReader": ".files",
-    "FileWriter": ".files",
-    "PeerReader": ".peer_reader",
-    "PeerWriter": ".peer_writer",
-    "own_errors": ".failures",
-}
-
 if not TYPE_CHECKING:  # With a module __getattr__, a type checker would accept any name.
-
-    def __getattr__(name: str) -> object:
-        """Imports a public name on first use."""
-        from importlib import import_module
-
-        if name not in _MODULES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(import_module(_MODULES[name], __name__), name)
-        globals()[name] = value
-        return value
-
-    def __dir__() -> list[str]:
-        return [*__all__]
+    __getattr__, __dir__ = on_first_use(
+        __name__,
+        {
+            "FileReader": ".files",
+            "FileWriter": ".files",
+            "PeerReader": ".peer_reader",
+            "PeerWriter": ".peer_writer",
+            "own_errors": ".failures",
+        },
+    )

@@ -32,7 +32,7 @@ from ..storage import commits, reserved
 from ..storage.commits import Commit, new_id
 from ..storage.container import Container
 from ..storage.folder import INDEX, make_folder
-from ..storage.source import FolderSource, replaced
+from ..storage.source import FolderSource, Progress, replaced
 from . import index, marker, torch_folder
 from .failures import noted
 from .reader import SliceReader
@@ -124,17 +124,27 @@ class RankFile:
     threads: int | None
     cached: bool | None
 
-    def write(self, plan: SavePlan, planner: SavePlanner) -> tuple[Written, list[WriteResult]]:
+    def write(
+        self,
+        plan: SavePlan,
+        planner: SavePlanner,
+        *,
+        progress: Progress | None = None,
+        allowed: Allowed | None = None,
+    ) -> tuple[Written, list[WriteResult]]:
         """Writes the items of ``plan``; returns how much was written, and a result for each item.
 
-        While the first of the two lives, the file is locked.
+        While the first of the two lives, the file is locked. ``progress`` is as for :class:`FileWriter`, ``allowed`` is
+        the allow-list of loads, if they are to be warned for.
 
         Raises:
-            UnsupportedLeaf: an item cannot be written; it is named
+            UnsupportedLeaf: an item cannot be written; the message names it
             SystemRefused: the system refuses, for example because the disk is full
         """
         with _gc.gc_paused():
             packed = PlanSnapshot(plan, planner, Stager(ACCELERATOR), copy=False)
+        if allowed is not None:
+            packed.warn_of_refusals(allowed)
         # A random entry in the header, so that the checksum of the header, which the index records, is unique.
         about = [*ABOUT, ("tensorferry.file", secrets.token_hex(16))]
         written = Container(packed.rows, packed.owner, packed.private, about=about).write(
@@ -142,6 +152,7 @@ class RankFile:
             partial=self.path.with_name(f"{self.path.name}.partial"),
             threads=self.threads,
             cached=self.cached,
+            progress=progress,
         )
         return written, packed.results(self.path.name, written.header)
 
@@ -150,8 +161,8 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
     """Writes a checkpoint into a folder, for ``torch.distributed.checkpoint.save`` and ``async_save``.
 
     Each rank writes one safetensors file, with a checksum of every 512 bytes, and the coordinator writes
-    ``index.safetensors`` last, and after it a ``.metadata`` that holds a sentence, because tools look for a file of
-    this name. A folder may be saved into repeatedly: the old checkpoint stays whole until the index of the new one
+    ``index.safetensors`` last. After it comes a ``.metadata``, a file for which tools look; it has a sentence for
+    torch's reader. A folder may be saved into repeatedly: the old checkpoint stays whole until the index of the new one
     replaces the old index, in one step, and is removed afterwards.
 
     Args:
@@ -162,6 +173,11 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
             machine reads from memory (``True``), or bypass it where the file system supports that, which takes less
             processor time (``False``). ``None`` chooses the first while the file takes at most an eighth of the
             available memory, unless memory turns out to be slower than a disk. Smaller files never bypass the cache
+        progress: called with the number of bytes that this rank has written and the number of all bytes of its file, a
+            few times a second during a save and once at its end, in the thread of the save; an exception from it ends
+            the save
+        safe_globals, trust_pickle: what loads will be given; a save warns, once for each, of classes and functions that
+            its objects need and a load would refuse
         theirs: arguments of torch's ``FileSystemWriter``, so that its calls can be kept: ``thread_count`` is
             ``threads``; ``single_file_per_rank=True``, ``sync_files``, ``per_thread_copy_ahead`` and
             ``cache_staged_state_dict=False`` change nothing, since there is one file for each rank, it is always synced
@@ -172,7 +188,7 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
             that bypassed the page cache
 
     Raises:
-        InvalidArgument: an argument cannot be used; it is named
+        InvalidArgument: an argument cannot be used; the message names it
     """
 
     def __init__(
@@ -182,6 +198,9 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
         threads: int | None = None,
         overwrite: bool = True,
         cached: bool | None = None,
+        progress: Progress | None = None,
+        safe_globals: Iterable[Any] = (),
+        trust_pickle: bool = False,
         **theirs: Any,
     ) -> None:
         super().__init__()
@@ -189,6 +208,8 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
         self._threads = _threads(_threads_of_torch(threads, theirs))
         self._overwrite = _validate.boolean("overwrite", overwrite)
         self._cached = None if cached is None else _validate.boolean("cached", cached)
+        self._progress = _validate.function("progress", progress)
+        self._allowed = Allowed(safe_globals, trust_pickle)
         self.report: dict[str, int] = {"bytes": 0, "direct": 0}
         self._running = _Running()
 
@@ -250,16 +271,26 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
         """Writes this rank's file.
 
         Raises:
-            UnsupportedLeaf: an item cannot be written; it is named
+            InvalidArgument: the coordinator saves with another class
+            UnsupportedLeaf: an item cannot be written; the message names it
             SystemRefused: the system refuses, for example because the disk is full
         """
+        # A planner that caches plans may give one out that was planned for another writer, in an earlier save.
+        if plan.storage_data is not None and not getattr(planner, "_enable_plan_caching", False):
+            # The coordinator would write an index of its own kind, in which nothing finds what this rank has written.
+            raise InvalidArgument(
+                f"the coordinator has planned this save for another writer ({_validate.brief(plan.storage_data)}): "
+                "give every rank a FileWriter, or call tensorferry.install() in every process"
+            )
         save = self._running.save
         done: Future[list[WriteResult]] = Future()
         self.report = {"bytes": 0, "direct": 0}
         if not plan.items:
+            if self._progress is not None:
+                self._progress(0, 0)
             done.set_result([])
             return done
-        save.written, results = self.rank_file().write(plan, planner)
+        save.written, results = self.rank_file().write(plan, planner, progress=self._progress, allowed=self._allowed)
         self.report = {"bytes": save.written.bytes, "direct": save.written.direct}
         done.set_result(results)
         return done
@@ -267,7 +298,8 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
     def rank_file(self) -> RankFile:
         """Returns where and how this rank writes its file of the save that has begun in this thread.
 
-        With it another process can write the file in place of ``write_data``; the results come back to ``finish``.
+        With it another process can write the file in place of ``write_data``, without progress or
+        warnings; the results come back to ``finish``.
         """
         save = self._running.save
         return RankFile(save.path / f"rank{save.rank:05d}-{save.id}.safetensors", self._threads, self._cached)
@@ -405,13 +437,15 @@ class FileReader(_InFolder, SliceReader):
         threads: threads with which a rank reads; ``None`` chooses by the number of cores
         safe_globals: classes and functions that pickled objects may name besides the default list
         trust_pickle: let pickled objects name anything; anyone who can write to the folder can then run code here
+        progress: called with the number of bytes that this rank has read and the number of all bytes that its plan
+            needs, a few times a second during a load and once at its end; an exception from it ends the load
 
     Attributes:
         report: what the last load read, without the index: ``bytes`` of files, and of these ``wanted``, the bytes that
             the plan asked for
 
     Raises:
-        InvalidArgument: an argument cannot be used; it is named
+        InvalidArgument: an argument cannot be used; the message names it
     """
 
     def __init__(
@@ -421,9 +455,10 @@ class FileReader(_InFolder, SliceReader):
         threads: int | None = None,
         safe_globals: Iterable[Any] = (),
         trust_pickle: bool = False,
+        progress: Progress | None = None,
     ) -> None:
         self._safe_globals = tuple(_validate.items("safe_globals", safe_globals))
-        super().__init__(Allowed(self._safe_globals, trust_pickle), ("bytes", "wanted"))
+        super().__init__(Allowed(self._safe_globals, trust_pickle), ("bytes", "wanted"), progress)
         self._path = _folder(path)
         self._threads = _threads(threads)
         #: What was read from the index, for ranks that are to read the same checkpoint: ``read_metadata(known=)``.

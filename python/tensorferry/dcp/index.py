@@ -302,4 +302,6 @@ def _read_planner_data(stored: Any, keys: Iterable[str], where: str, allowed: Al
                     "trust_pickle=True to the reader if you trust the job that saved it"
                 )
             return kept
-    raise ProtocolError(f"{where}: the planner's data in its index cannot be read")
+    raise ProtocolError(
+        f"{where}: the planner's data in its index cannot be read: a newer tensorferry may have written it"
+    )

@@ -20,6 +20,8 @@ from ..memory.tensors import DTYPE_NAMES, address, byte_strides, room, scratch, 
 from ..state.allowlist import Allowed
 from ..state.archives import unpickled
 from ..storage.slices import SliceTuple, contiguous_strides, runs
+from ..storage.source import Parts, Progress
+from . import torch_view
 from .index import BUILT, ELEMENTS, PICKLED_TENSOR, EntryRef
 
 #: Runs of fewer bytes than this are not read one by one: all bytes from the first run to the last are read into a
@@ -41,6 +43,15 @@ class TakesObjects(Protocol):
 #: An object of the plan and its entry; a tensor, its entry and its target.
 _Object: TypeAlias = tuple[ReadItem, EntryRef]
 _Tensor: TypeAlias = tuple[ReadItem, EntryRef, torch.Tensor]
+
+
+class Read(Protocol):
+    """Reads slices to memory addresses; takes the slices by the name of their container."""
+
+    def __call__(self, slices: Mapping[str, list[SliceTuple]], progress: Progress | None = None) -> None:
+        """Reads ``slices``, and reports how far that is."""
+
+
 #: Returns the values to which entries refer that the source builds; takes the entries, and what reads slices.
 Values = Callable[[list[EntryRef], Callable[[Mapping[str, list[SliceTuple]]], None]], list[Any]]
 
@@ -51,24 +62,30 @@ class Reading:
     Args:
         metadata: the checkpoint's metadata, as ``index.decode`` returns it
         planner: provides the targets
-        read: reads slices to memory addresses; takes the slices by the name of their container
+        read: reads slices to memory addresses
         allowed: the globals that pickled objects may name
         values: returns values that the source builds; ``None`` if it builds none
+        progress: reports how many bytes of the plan's items are there; values that the source builds do not count
     """
 
     def __init__(
         self,
         metadata: Metadata,
         planner: LoadPlanner,
-        read: Callable[[Mapping[str, list[SliceTuple]]], None],
+        read: Read,
         allowed: Allowed,
         values: Values | None = None,
+        progress: Progress | None = None,
     ) -> None:
         self._metadata = metadata
         self._planner = planner
         self._read = read
         self._allowed = allowed
         self._values = values
+        self._progress = progress
+        self._parts: Parts | None = None
+        #: Bytes of the items that have been scheduled since the last read.
+        self._scheduled = 0
         self._slices: dict[str, list[SliceTuple]] = defaultdict(list)
         self._after_read: list[Callable[[], None]] = []
         self._temporary: list[torch.Tensor] = []
@@ -91,6 +108,8 @@ class Reading:
         with _gc.gc_paused():
             self._schedule(plan)
         self._flush()
+        if self._parts is not None:
+            self._parts.end()
 
     def _schedule(self, plan: LoadPlan) -> None:
         """Turns all items into slices to be fetched, and fetches them whenever much temporary memory is held."""
@@ -103,12 +122,18 @@ class Reading:
                 tensors.append((item, ref, self._target(item)))
         self._accelerator.check(self._devices)
         objects, tensors = self._without_built(objects, tensors)
+        if self._progress is not None:
+            wanted = sum(ref.nbytes for _, ref in objects) + sum(self._nbytes(item, ref) for item, ref, _ in tensors)
+            self._parts = Parts(self._progress, wanted)
         for item, ref in objects:
+            self._scheduled += ref.nbytes
             self._schedule_entry(ref, partial(self._load_bytes, item))
             if self._temporary_bytes > _SCRATCH:
                 self._flush()
         direct = _without_aliases([(item, target) for item, _, target in tensors])
         for (item, ref, target), alone in zip(tensors, direct, strict=True):
+            if self._parts is not None:
+                self._scheduled += self._nbytes(item, ref)
             self._schedule_tensor(item, ref, target, alone)
             if self._temporary_bytes > _SCRATCH:
                 self._flush()
@@ -150,13 +175,21 @@ class Reading:
         slices, after_read = dict(self._slices), self._after_read
         self._slices, self._after_read = defaultdict(list), []
         if slices:
-            self._read(slices)
+            self._read(slices, progress=None if self._parts is None else self._parts.next(self._scheduled))
+        self._scheduled = 0
         # Planners may copy to a device as well, in commit_tensor.
         with self._accelerator.writing({*self._accelerator.in_use(), *self._devices}):
             for call in after_read:
                 call()
         self._temporary.clear()
         self._temporary_bytes = 0
+
+    def _nbytes(self, item: ReadItem, ref: EntryRef) -> int:
+        """Returns how many bytes a part of a tensor has, as it is stored."""
+        if ref.kind != ELEMENTS:
+            return ref.nbytes
+        dtype = self._metadata.state_dict_metadata[item.storage_index.fqn].properties.dtype
+        return int(dtype.itemsize) * math.prod(map(int, item.lengths))
 
     def _ref(self, item: ReadItem) -> EntryRef:
         ref = self._metadata.storage_data.get(item.storage_index)
@@ -212,7 +245,10 @@ class Reading:
         if ref.kind == PICKLED_TENSOR:
 
             def narrow(data: bytes) -> None:
-                self._copy_part(item, ref, target, unpickled(data, item.storage_index.fqn, self._allowed))
+                tensor = torch_view.elements(data, *self._described(item))
+                if tensor is None:
+                    tensor = unpickled(data, item.storage_index.fqn, self._allowed)
+                self._copy_part(item, ref, target, tensor)
 
             self._schedule_entry(ref, narrow)
             return
@@ -258,15 +294,8 @@ class Reading:
         Raises:
             ProtocolError: the entry does not hold such a chunk, or the item goes beyond it
         """
-        fqn, offset = item.storage_index.fqn, item.storage_index.offset
-        stored = self._metadata.state_dict_metadata[fqn]
-        dtype = stored.properties.dtype
-        chunks = stored.chunks
-        hint = item.storage_index.index
-        if hint is not None and hint < len(chunks) and chunks[hint].offsets == offset:
-            shape = list(chunks[hint].sizes)
-        else:
-            shape = next(list(chunk.sizes) for chunk in chunks if chunk.offsets == offset)
+        fqn = item.storage_index.fqn
+        dtype, shape = self._described(item)
         if ref.layout is None:
             matches = ref.dtype == DTYPE_NAMES.get(dtype, "U8") and math.prod(shape) * dtype.itemsize == ref.nbytes
         else:
@@ -282,6 +311,14 @@ class Reading:
         if not inside:
             raise ProtocolError(f"{fqn}: the plan goes beyond a chunk of shape {shape}")
         return dtype, shape
+
+    def _described(self, item: ReadItem) -> tuple[torch.dtype, list[int]]:
+        """Returns dtype and shape of the chunk that contains an item, as the metadata has them."""
+        stored = self._metadata.state_dict_metadata[item.storage_index.fqn]
+        chunks, offset, hint = stored.chunks, item.storage_index.offset, item.storage_index.index
+        if hint is not None and hint < len(chunks) and chunks[hint].offsets == offset:
+            return stored.properties.dtype, list(chunks[hint].sizes)
+        return stored.properties.dtype, next(list(chunk.sizes) for chunk in chunks if chunk.offsets == offset)
 
     def _load_bytes(self, item: ReadItem, data: bytes) -> None:
         if isinstance(self._planner, TakesObjects):

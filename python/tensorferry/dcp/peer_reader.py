@@ -15,6 +15,7 @@ from ..net.options import wants_same_host
 from ..net.secret import shared_secret
 from ..state.allowlist import Allowed
 from ..storage.peers import SCHEME, PeerSource, parse_publication
+from ..storage.source import Progress
 from .failures import noted
 from .reader import SliceReader
 from .states import States
@@ -40,13 +41,15 @@ class PeerReader(SliceReader):
         safe_globals: classes and functions that pickled objects may name besides the default list
         trust_pickle: let pickled objects name anything; anyone who can answer in place of a source can then run code
             here
+        progress: called with the number of bytes that this rank has fetched and the number of all bytes that its plan
+            needs, a few times a second during a load and once at its end; an exception from it ends the load
 
     Attributes:
         report: what the last load fetched, without the index: ``bytes``, of these ``wanted``, the bytes that the plan
             asked for, and ``retries``
 
     Raises:
-        InvalidArgument: an argument cannot be used; it is named
+        InvalidArgument: an argument cannot be used; the message names it
     """
 
     def __init__(
@@ -59,8 +62,9 @@ class PeerReader(SliceReader):
         same_host: bool | None = None,
         safe_globals: Iterable[Any] = (),
         trust_pickle: bool = False,
+        progress: Progress | None = None,
     ) -> None:
-        super().__init__(Allowed(safe_globals, trust_pickle), ("bytes", "wanted", "retries"))
+        super().__init__(Allowed(safe_globals, trust_pickle), ("bytes", "wanted", "retries"), progress)
         self._string = None if metadata is None else _validate.string("metadata", metadata)
         self._seconds = _validate.patience("timeout", timeout)
         self._lanes = None if lanes is None else _validate.integer("lanes", lanes, 1)

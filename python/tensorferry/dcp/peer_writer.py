@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import os
 import weakref
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +21,7 @@ from ..memory.accelerator import ACCELERATOR
 from ..memory.staging import Stager
 from ..net.options import ServerOptions
 from ..net.serve import metrics_url, serve, withdraw
+from ..state.allowlist import Allowed
 from ..state.snapshot import SnapshotMode, snapshot_mode
 from ..storage import reserved
 from ..storage.container import Container
@@ -73,11 +75,13 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
             memory
         snapshot: ``"borrow"`` serves CPU tensors from where they are; ``"copy"`` takes a private copy during the save,
             after which they may change. Accelerator tensors are always copied.
+        safe_globals, trust_pickle: what loads will be given; a save warns, once for each, of classes and functions that
+            its objects need and a load would refuse
         secret, tls, same_host, interface, advertise, max_bandwidth, port, metrics_port: as for ``HTTPTransport``
 
     Raises:
         SystemRefused: no port can be opened
-        InvalidArgument: an argument cannot be used; it is named
+        InvalidArgument: an argument cannot be used; the message names it
     """
 
     def __init__(
@@ -93,11 +97,14 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         max_bandwidth: int | None = None,
         port: int | str | None = None,
         metrics_port: int | str | None = None,
+        safe_globals: Iterable[Any] = (),
+        trust_pickle: bool = False,
     ) -> None:
         super().__init__()
         self._timeout = timeout
         self._copy = snapshot_mode(snapshot) == "copy"
         self._stager = Stager(ACCELERATOR)
+        self._allowed = Allowed(safe_globals, trust_pickle)
         options = ServerOptions(
             secret=secret,
             tls=tls,
@@ -221,7 +228,7 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         """Takes the snapshot of this rank's part; it is published when all ranks have succeeded.
 
         Raises:
-            UnsupportedLeaf: an item cannot be sent; it is named
+            UnsupportedLeaf: an item cannot be sent; the message names it
             InvalidArgument: the planner reuses a plan that was made for another writer
         """
         urls = plan.storage_data
@@ -232,6 +239,7 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         self._urls = urls
         with _gc.gc_paused():
             self._packed = PlanSnapshot(in_reading_order(plan), planner, self._stager, self._copy)
+        self._packed.warn_of_refusals(self._allowed)
         done: Future[list[WriteResult]] = Future()
         done.set_result(self._packed.results(container_name(self._step, self._url)))
         return done

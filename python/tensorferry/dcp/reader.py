@@ -11,9 +11,10 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from .. import _validate
 from ..state.allowlist import Allowed
 from ..storage.slices import SliceTuple
-from ..storage.source import Source
+from ..storage.source import Progress, Source
 from . import index
 from .load_plan import Reading, Values
 
@@ -49,14 +50,16 @@ class SliceReader(StorageReader):  # type: ignore[misc]  # mypy does not follow 
     Args:
         allowed: the globals that pickled objects may name
         counts: the names of the counts in ``report``
+        progress: reports how far a load is; ``None`` if nobody wants to know
 
     Attributes:
         report: what the last load read, without the index; of several at once, the one that began last
     """
 
-    def __init__(self, allowed: Allowed, counts: Iterable[str]) -> None:
+    def __init__(self, allowed: Allowed, counts: Iterable[str], progress: Progress | None) -> None:
         super().__init__()
         self._allowed = allowed
+        self._progress = _validate.function("progress", progress)
         self._load = Load()
         self.report: dict[str, int] = dict.fromkeys(counts, 0)
 
@@ -113,15 +116,16 @@ class SliceReader(StorageReader):  # type: ignore[misc]  # mypy does not follow 
             UnsafePickle: an object needs something that is not on the allow-list
             InvalidArgument: a graph is being captured on a device that is to be written to
             TensorferryError: with peers, as for ``HTTPTransport.recv_checkpoint``
+            Exception: what ``progress`` raises
         """
         assert self._load.metadata is not None
-        Reading(self._load.metadata, planner, self._read, self._allowed, self._load.values).run(plan)
+        Reading(self._load.metadata, planner, self._read, self._allowed, self._load.values, self._progress).run(plan)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _read(self, slices: Mapping[str, list[SliceTuple]]) -> None:
+    def _read(self, slices: Mapping[str, list[SliceTuple]], progress: Progress | None = None) -> None:
         """Reads slices from the source, and counts them in ``report``."""
         assert self._load.source is not None
-        for name, count in self._load.source.read(slices).items():
+        for name, count in self._load.source.read(slices, progress).items():
             self._load.report[name] += count

@@ -14,11 +14,15 @@ from .._gc import gc_paused
 from ..errors import InvalidArgument, UnsupportedLeaf
 from ..memory.staging import Piece, Stager
 from ..memory.tensors import DTYPE_NAMES, address, dense, no_rows, reach, scratch, without_memory
+from ..state.allowlist import REFUSED_LATER, Allowed, RefusalWarnings
+from ..state.archives import globals_of
 from ..storage import reserved
 from .index import ELEMENTS, OBJECT, PICKLED_TENSOR, EntryRef
 
 #: The ``__metadata__`` of the containers of a distributed checkpoint, besides that of every container.
 ABOUT = (("tensorferry.dcp", "1"),)
+#: What was warned of in this process. Many programs make a writer for each save.
+_warned: set[tuple[str, str]] = set()
 #: The dtype and the shape of an entry with a tensor's elements.
 Elements: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
 
@@ -39,7 +43,7 @@ class PlanSnapshot:
         elements: dtype and shape of each entry that holds a tensor's elements, ``None`` for the others
 
     Raises:
-        UnsupportedLeaf: an item cannot be written; it is named
+        UnsupportedLeaf: an item cannot be written; the message names it
         InvalidArgument: a graph is being captured on a device that holds an item
     """
 
@@ -49,6 +53,8 @@ class PlanSnapshot:
         self.elements: list[Elements | None] = []
         self._indices: list[MetadataIndex] = []
         self._kinds: list[str] = []
+        #: The key and the pickle of each object, in the memory of its entry.
+        self._pickles: list[tuple[str, bytearray]] = []
         self._taken: set[str] = set()
         self._borrowed = False
         self._accelerator = stager.accelerator
@@ -60,7 +66,7 @@ class PlanSnapshot:
                     data = planner.resolve_data(item)
                     self._indices.append(item.index)
                     if item.type == WriteItemType.BYTE_IO:
-                        self._append_bytes(reserved.pickled_object(number), data.getvalue(), OBJECT)
+                        self._append_bytes(item, reserved.pickled_object(number), data.getvalue(), OBJECT)
                     else:
                         also(self._accelerator.holding([data]))
                         self._append_tensor(item, data, number, copy, pieces)
@@ -73,8 +79,10 @@ class PlanSnapshot:
             self.rows.place(row, piece.data_ptr())
         self.private = not self._borrowed
 
-    def _append_bytes(self, name: str, data: bytes, kind: str) -> None:
-        memory = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else scratch(0)
+    def _append_bytes(self, item: WriteItem, name: str, data: bytes, kind: str) -> None:
+        copy = bytearray(data)
+        self._pickles.append((item.index.fqn, copy))
+        memory = torch.frombuffer(copy, dtype=torch.uint8) if data else scratch(0)
         self.owner.append(memory)
         self.elements.append(None)
         self._kinds.append(kind)
@@ -89,7 +97,7 @@ class PlanSnapshot:
         if memory is None:
             file = io.BytesIO()
             torch.save(tensor.detach(), file)
-            self._append_bytes(reserved.pickled_tensor(number), file.getvalue(), PICKLED_TENSOR)
+            self._append_bytes(item, reserved.pickled_tensor(number), file.getvalue(), PICKLED_TENSOR)
             return
         dtype = DTYPE_NAMES.get(memory.dtype)
         shape = tuple(memory.shape) if dtype else (memory.nbytes,)
@@ -121,6 +129,14 @@ class PlanSnapshot:
             unique = f"{name}~{count}"
         self._taken.add(unique)
         return unique
+
+    def warn_of_refusals(self, allowed: Allowed) -> None:
+        """Warns, once in this process, of each global that the pickled objects name and ``allowed`` refuses."""
+        needed: dict[tuple[str, str], str] = {}
+        for fqn, pickle in self._pickles:
+            for named in globals_of(pickle):
+                needed.setdefault(named, fqn)
+        RefusalWarnings(allowed, REFUSED_LATER, _warned).warn(needed)
 
     @gc_paused()
     def results(self, container: str, header: int | None = None) -> list[WriteResult]:

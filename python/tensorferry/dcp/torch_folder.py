@@ -34,8 +34,8 @@ from ..errors import (
 )
 from ..state.allowlist import Allowed
 from ..state.unpickling import unpickler
-from ..storage.slices import SliceTuple
-from ..storage.source import digest_of
+from ..storage.slices import SliceTuple, nbytes_of
+from ..storage.source import Parts, Progress, digest_of
 from .index import OBJECT, PICKLED_TENSOR, EntryRef, check_inside, checked_sizes, has_safe_paths
 
 logger = logging.getLogger("tensorferry")
@@ -201,11 +201,12 @@ class TorchFolderSource:
         )
         return data
 
-    def read(self, slices: Mapping[str, list[SliceTuple]]) -> Mapping[str, int]:
+    def read(self, slices: Mapping[str, list[SliceTuple]], progress: Progress | None = None) -> Mapping[str, int]:
         """Reads whole entries of the files to their memory addresses.
 
         Args:
             slices: one slice for each entry, which is all of it, by file name
+            progress: as for :meth:`Source.read`, called after each file
 
         Returns:
             ``bytes`` of files that were read, and of these ``wanted``, which are all.
@@ -216,6 +217,7 @@ class TorchFolderSource:
             SystemRefused: a file cannot be read
         """
         read = 0
+        parts = None if progress is None else Parts(progress, sum(map(nbytes_of, slices.values())))
         for name, entries in slices.items():
             path = self._index.parent / name
             if not path.is_file():
@@ -230,6 +232,8 @@ class TorchFolderSource:
                         read += nbytes
             except OSError as e:
                 raise SystemRefused(f"{path} cannot be read: {e}") from e
+            if parts is not None:
+                parts.next(nbytes_of(entries))(1, 1)
         return {"bytes": read, "wanted": read}
 
 

@@ -228,6 +228,26 @@ def _around(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
     return (_before(dtype, shape), b"") if dtype in _STORAGES else _around_in_archive(dtype, shape)
 
 
+def elements(data: bytes, dtype: torch.dtype, shape: Iterable[int]) -> torch.Tensor | None:
+    """Returns the tensor that a downloaded file of a :class:`TorchView` holds in ``data``.
+
+    Its bytes are compared with those that a view writes, so nothing is unpickled.
+
+    Returns:
+        The tensor, or ``None`` if ``data`` is not what a view writes for ``dtype`` and ``shape`` in torch's older
+        format.
+    """
+    shape = tuple(shape)
+    if dtype not in _STORAGES:
+        return None
+    before = _before(dtype, shape)
+    if not data.startswith(before) or len(data) != len(before) + math.prod(shape) * dtype.itemsize:
+        return None
+    if not math.prod(shape):
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(data[len(before) :]), dtype=torch.uint8).view(dtype).view(shape)
+
+
 def _before(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
     """Returns what is before the elements in torch's older format; nothing is behind them."""
     file = io.BytesIO()

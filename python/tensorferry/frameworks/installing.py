@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import logging
 import multiprocessing.context
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -77,13 +78,17 @@ def _torchs(theirs: type) -> type:
     return theirs
 
 
-def _make_writer(*args: Any, **kwargs: Any) -> Any:
-    asked = inspect.signature(FileSystemWriter).bind(*args, **kwargs).arguments
-    format_ = asked.get("serialization_format", SerializationFormat.TORCH_SAVE)
-    if asked.get("_extensions") or format_ != SerializationFormat.TORCH_SAVE:
-        logger.warning("torch's FileSystemWriter is used: tensorferry's has no extensions and no other format")
-        return FileSystemWriter(*args, **kwargs)
-    return FileWriter(asked["path"], overwrite=asked.get("overwrite", True))
+def _writer_maker(safe_globals: tuple[Any, ...], trust_pickle: bool) -> Callable[..., Any]:
+    def make(*args: Any, **kwargs: Any) -> Any:
+        asked = inspect.signature(FileSystemWriter).bind(*args, **kwargs).arguments
+        format_ = asked.get("serialization_format", SerializationFormat.TORCH_SAVE)
+        if asked.get("_extensions") or format_ != SerializationFormat.TORCH_SAVE:
+            logger.warning("torch's FileSystemWriter is used: tensorferry's has no extensions and no other format")
+            return FileSystemWriter(*args, **kwargs)
+        overwrite = asked.get("overwrite", True)
+        return FileWriter(asked["path"], overwrite=overwrite, safe_globals=safe_globals, trust_pickle=trust_pickle)
+
+    return make
 
 
 def _reader_maker(safe_globals: tuple[Any, ...], trust_pickle: bool) -> Callable[..., Any]:
@@ -144,7 +149,8 @@ def install(
     From now on ``torch.distributed.checkpoint.FileSystemWriter`` and ``FileSystemReader`` make a ``FileWriter`` and a
     ``FileReader``, a ``checkpoint_id`` that is a folder is saved and loaded with them, and torchft's ``Manager`` builds
     a ``tensorferry.HTTPTransport``. What is replaced is logged. Processes that this one spawns get the same. Names that
-    a module has imported before keep their meaning, and classes derived from torch's stay torch's.
+    a module has imported before keep their meaning, with a warning that names the module, and classes derived from
+    torch's stay torch's.
 
     Args:
         files: replace torch's storage classes
@@ -157,7 +163,7 @@ def install(
         one is in force, in any thread, changes nothing, and holds what is there until it is undone, too.
 
     Raises:
-        InvalidArgument: an argument cannot be used; it is named
+        InvalidArgument: an argument cannot be used; the message names it
     """
     _validate.boolean("files", files)
     _validate.boolean("transport", transport)
@@ -176,21 +182,40 @@ def install(
 
 def _put_in_place(made: Installation, options: dict[str, Any]) -> None:
     if options["files"]:
-        read = _reader_maker(options["safe_globals"], options["trust_pickle"])
-        writer = _StandIn(FileSystemWriter, FileWriter, _make_writer)
-        reader = _StandIn(FileSystemReader, FileReader, read)
+        trusted = options["safe_globals"], options["trust_pickle"]
+        writer = _StandIn(FileSystemWriter, FileWriter, _writer_maker(*trusted))
+        reader = _StandIn(FileSystemReader, FileReader, _reader_maker(*trusted))
         for name in _STORAGE:
             module = importlib.import_module(name)
             for attribute, stand_in in (("FileSystemWriter", writer), ("FileSystemReader", reader)):
                 if hasattr(module, attribute):
                     made._replace(module, attribute, stand_in)
                     logger.info("%s.%s is replaced by tensorferry's", name, attribute)
+        _warn_of_copies("torch.", FileSystemWriter, FileSystemReader)
     if options["transport"] and importlib.util.find_spec("torchft") is not None:
-        for name in _TRANSPORT:
-            made._replace(importlib.import_module(name), "HTTPTransport", HTTPTransport)
-            logger.info("%s.HTTPTransport is replaced by tensorferry's", name)
+        modules = [importlib.import_module(name) for name in _TRANSPORT]
+        theirs = modules[0].HTTPTransport
+        for module in modules:
+            made._replace(module, "HTTPTransport", HTTPTransport)
+            logger.info("%s.HTTPTransport is replaced by tensorferry's", module.__name__)
+        _warn_of_copies("torchft.", theirs)
     for process in _SPAWNED:
         made._replace(process, "_Popen", staticmethod(_carrying(process._Popen, options)))
+
+
+def _warn_of_copies(package: str, *classes: type) -> None:
+    """Warns of modules outside of ``package`` that have imported one of ``classes`` by its name before."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith((package, "tensorferry.")) or module is None:
+            continue
+        names = getattr(module, "__dict__", {})
+        for cls in classes:
+            if names.get(cls.__name__) is cls:
+                logger.warning(
+                    "%s has imported %s before tensorferry.install() and keeps it: call install() before that import",
+                    name,
+                    cls.__name__,
+                )
 
 
 def _carrying(popen: Callable[[Any], Any], options: dict[str, Any]) -> Callable[[Any], Any]:

@@ -80,7 +80,7 @@ def convert(
         trust_pickle: read pickles without limits: whoever can write to ``source`` can then run code here
 
     Raises:
-        InvalidArgument: an argument cannot be used; it is named
+        InvalidArgument: an argument cannot be used; the message names it
         CheckpointingException: ``source`` is incomplete, damaged or of another format, ``output`` exists, or the system
             refuses
     """

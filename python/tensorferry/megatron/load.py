@@ -350,7 +350,7 @@ def load_strategy(
             NCCL
 
     Raises:
-        InvalidArgument: an argument cannot be used; it is named
+        InvalidArgument: an argument cannot be used; the message names it
     """
     return LoadStrategy(
         peers,

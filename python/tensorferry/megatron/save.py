@@ -54,7 +54,7 @@ VERSION = 1
 class SaveStrategy(TorchDistSaveShardedStrategy, AsyncSaveShardedStrategy):  # type: ignore[misc]
     """Saves a sharded state; :func:`save_strategy` makes it.
 
-    It derives from Megatron's own strategy because releases since 0.17 replace every other one without a word.
+    It derives from Megatron's own strategy because releases since 0.17 silently replace every other class.
 
     Attributes:
         peers: publishes the state, if it is not written to files
@@ -180,7 +180,7 @@ def save_strategy(
         timeout: how long a rank waits for the others to begin the same save
 
     Raises:
-        InvalidArgument: an argument cannot be used; it is named
+        InvalidArgument: an argument cannot be used; the message names it
     """
     if peers is not None and not isinstance(peers, PeerWriter):
         raise InvalidArgument(f"peers must be a PeerWriter, not a {type(peers).__name__}")

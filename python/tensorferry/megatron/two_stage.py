@@ -46,7 +46,7 @@ class TwoStageDataParallelLoadShardedStrategy(LoadStrategy):
     Args:
         data_parallel_group: ranks that need the same shards, such as those of one data parallel group; all ranks of
             the job load with such a strategy
-        cpu_transfer: bytes go from host to host either way; the argument is there because Megatron's class had it
+        cpu_transfer: changes nothing, because bytes go through host memory either way; Megatron's class had it
         spread: whether ranks fetch from each other what several of them need; ``None`` has each rank read alone if all
             files that the group needs are in the page cache of each rank's machine, where reading is quicker
         interface, advertise, port: where the ranks listen during a load, as for ``HTTPTransport``
@@ -56,7 +56,7 @@ class TwoStageDataParallelLoadShardedStrategy(LoadStrategy):
         report: what the last load read from storage on this rank, and ``fetched``, the bytes from other ranks
 
     Raises:
-        InvalidArgument: an argument cannot be used; it is named
+        InvalidArgument: an argument cannot be used; the message names it
     """
 
     def __init__(

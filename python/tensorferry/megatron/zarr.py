@@ -57,7 +57,7 @@ class ZarrLoadShardedStrategy(LoadShardedStrategy):
             ``filled`` with their array's fill value
 
     Raises:
-        InvalidArgument: an argument cannot be used; it is named
+        InvalidArgument: an argument cannot be used; the message names it
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class TensorStoreLoadShardedStrategy(ZarrLoadShardedStrategy):
         threads, safe_globals, trust_pickle, process_group: as for :class:`ZarrLoadShardedStrategy`
 
     Raises:
-        InvalidArgument: an argument cannot be used; it is named
+        InvalidArgument: an argument cannot be used; the message names it
     """
 
     def __init__(
@@ -221,8 +221,8 @@ class ZarrSaveShardedStrategy(TorchDistSaveShardedStrategy, SaveShardedStrategy)
     """Saves checkpoints of backend ``zarr``, which megatron-core 0.3 to 0.15 reads.
 
     A shard becomes a chunk. Like those releases, it does not save into an array that is there already; unlike them, it
-    saves shards of uneven sizes, too. It derives from Megatron's own strategy because releases since 0.17 replace every
-    other one without a word.
+    saves shards of uneven sizes, too. It derives from Megatron's own strategy because releases since 0.17 silently
+    replace every other class.
 
     Args:
         backend: ``"zarr"``
@@ -231,7 +231,7 @@ class ZarrSaveShardedStrategy(TorchDistSaveShardedStrategy, SaveShardedStrategy)
         process_group: the ranks that save together; ``None`` means all
 
     Raises:
-        InvalidArgument: an argument cannot be used; it is named
+        InvalidArgument: an argument cannot be used; the message names it
         CheckpointingException: ``backend`` or ``version`` is another one
     """
 

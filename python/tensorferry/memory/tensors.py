@@ -11,9 +11,9 @@ from torch.nn import Parameter
 
 from .._native import Arena, Rows, _check_machine_has
 
-#: The dtypes that a container can name. Tensors of other dtypes (complex128, the rarer float8 kinds, sub-byte and
-#: quantised dtypes) travel as bytes, with their dtype in the pickle: older safetensors readers refuse a whole file for
-#: one dtype that they do not know.
+#: The dtypes that a container of this package names. Tensors of other dtypes (complex128, the rarer float8 kinds,
+#: sub-byte and quantised dtypes) travel as bytes, with their dtype in the pickle: older safetensors readers refuse a
+#: whole file for one dtype that they do not know.
 DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -35,7 +35,12 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
 #: Dtypes of which torch pickles the untyped storage, because they have no typed one.
 _UNTYPED = torch.storage._new_dtypes()
 
-DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+#: The dtypes that a container may have: also those that only files of other programs have.
+DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()} | {
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+}
 
 #: From this many bytes on, memory has a mapping of its own. With one for smaller objects, too, a process would run out
 #: of mappings.

@@ -32,7 +32,7 @@ class ServerOptions:
         metrics_ports: the same for the port on which counters alone are served; ``None``: there is no such port
 
     Raises:
-        InvalidArgument: an argument cannot be used; it is named
+        InvalidArgument: an argument cannot be used; the message names it
     """
 
     def __init__(

@@ -41,9 +41,9 @@ class ReceiveReport:
         step: the step that was received
         bytes: bytes of payload received, those that had to be fetched again included
         seconds: duration of the whole receive; the sum of the next three
-        open_seconds: until a source had answered and its header was here
-        fetch_seconds: until all bytes were here and verified
-        build_seconds: what was left: making tensors and objects, and copies that could not be received in their place
+        open_seconds: time until a source had answered and its header had arrived
+        fetch_seconds: time until all bytes had arrived and were verified
+        build_seconds: the remaining time, in which tensors and objects are made and what came elsewhere is copied
         verify_seconds: the part of ``fetch_seconds`` that compared checksums with the source's
         lanes: connections used
         retries: ranges that had to be fetched again

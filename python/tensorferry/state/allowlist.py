@@ -10,7 +10,7 @@ import _compat_pickle
 import collections
 import copy
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import _weights_only_unpickler
@@ -131,19 +131,24 @@ def refusal(module: str, name: str, leaf: object = None) -> str:
     )
 
 
+#: The warning of a save whose state a load refuses.
+REFUSED_LATER = "a load will refuse this state: %s"
+
+
 class RefusalWarnings:
     """Warns, once for each, of globals of a state that those who read it with an allow-list will refuse.
 
     Args:
         allowed: that allow-list
         message: of the warning, with one ``%s`` for what is refused and what to do
+        warned: the globals that others have warned of already, to which those of this object are added
     """
 
-    def __init__(self, allowed: Allowed, message: str) -> None:
+    def __init__(self, allowed: Allowed, message: str, warned: set[tuple[str, str]] | None = None) -> None:
         self._allowed, self._message = allowed, message
-        self._warned: set[tuple[str, str]] = set()
+        self._warned = set() if warned is None else warned
 
-    def warn(self, globals_: dict[tuple[str, str], str]) -> None:
+    def warn(self, globals_: Mapping[tuple[str, str], str]) -> None:
         """Warns of ``globals_``: for each ``(module, name)`` the first leaf that needs it."""
         for module, name in globals_.keys() - self._warned:
             if not self._allowed.allows(module, name):

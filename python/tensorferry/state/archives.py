@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import pickletools
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,9 @@ from .unpickling import pickle_module
 StandIn = Callable[[str, int], "torch.Tensor | None"]
 #: Takes the offset of a record in its file and its length; returns a tensor over these bytes.
 Mapped = Callable[[int, int], "torch.Tensor"]
+
+#: An instruction of a pickle that names a global.
+_GLOBAL = re.compile(rb"c[^\n]+\n[^\n]+\n")
 
 
 class _Archive:
@@ -71,6 +77,31 @@ def unpickled(data: bytes, fqn: str, allowed: Allowed) -> Any:
             "job that saved it"
         )
     return _load(archive, fqn, allowed, "cpu")
+
+
+def globals_of(data: bytes | bytearray) -> set[tuple[str, str]]:
+    """Returns module and name of the globals that the pickle in ``data``, which ``torch.save`` wrote, names.
+
+    Those of an object that was pickled by another protocol than torch's own, 2, are not found.
+    """
+    if data[:4] != b"PK\x03\x04":
+        return set()
+    # The pickle is the first record, stored as it is, and a descriptor follows it.
+    name, extra = int.from_bytes(data[26:28], "little"), int.from_bytes(data[28:30], "little")
+    start = 30 + name + extra
+    end = data.find(b".PK\x07\x08", start)
+    if end < 0 or not _GLOBAL.search(data, start, end):
+        return set()
+    found = set()
+    # An error means that it was cut short by a text that looks like its end.
+    with contextlib.suppress(ValueError):
+        for operation, argument, _ in pickletools.genops(bytes(data[start : end + 1])):
+            if operation.name == "GLOBAL":
+                module, _, qualified = str(argument).partition(" ")
+                # Readers take the class of a storage for the name of its dtype.
+                if not (module in ("torch", "torch.storage") and qualified.endswith("Storage")):
+                    found.add((module, qualified))
+    return found
 
 
 def load_file(
@@ -129,3 +160,7 @@ def _load(archive: _Archive, name: str, allowed: Allowed, map_location: Any) -> 
         raise
     except Exception as e:
         raise ProtocolError(f"{name} cannot be read ({type(e).__name__}: {e})") from e
+    finally:
+        # torch clears this only after a load that succeeded. With what is left of a failed one, no DTensor can be
+        # unpickled in this thread any more.
+        torch.serialization._serialization_tls.map_location = None

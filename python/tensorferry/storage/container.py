@@ -70,7 +70,13 @@ class Container:
         )
 
     def write(
-        self, path: PathLike[str], *, partial: PathLike[str], threads: int | None = None, cached: bool | None = None
+        self,
+        path: PathLike[str],
+        *,
+        partial: PathLike[str],
+        threads: int | None = None,
+        cached: bool | None = None,
+        progress: Callable[[int, int], object] | None = None,
     ) -> Written:
         """Writes the container to the file ``path``, which appears only when all of it is on the disk.
 
@@ -79,12 +85,14 @@ class Container:
             partial: the name of the file while it is being written
             threads: threads that write; ``None`` chooses by the number of cores
             cached: whether large files are written through the page cache; ``None`` chooses, see ``FileWriter``
+            progress: called with the number of bytes written and the number of all bytes
 
         Returns:
             How much was written; while this object lives, the file stays locked.
 
         Raises:
             SystemRefused: the system refuses, for example because the disk is full
+            Exception: what ``progress`` raises
         """
         return _write_file(
             path,
@@ -94,4 +102,5 @@ class Container:
             metadata=self.metadata,
             threads=threads,
             cached=cached,
+            progress=progress,
         )

@@ -15,6 +15,7 @@ import mmap
 import os
 import re
 import secrets
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ class Download:
         resumed: whether the file was there already
 
     Raises:
-        InvalidArgument: another process is downloading into the same file
+        InvalidArgument: another process is downloading into the same file, or it has another name
         ProtocolError: the source serves an entry with the name that the checksums have in a file
         SystemRefused: the file cannot be made, for example because the disk is full
     """
@@ -88,7 +89,13 @@ class Download:
             # A file system without locks.
             if e.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
                 raise
-        if not os.path.samestat(os.fstat(self._fd), os.stat(self._partial)):
+        status = os.fstat(self._fd)
+        if stat.S_ISREG(status.st_mode) and status.st_nlink > 1:
+            raise InvalidArgument(
+                f"{self._partial} has another name, under which its content would change as well: remove it, or choose "
+                "another name"
+            )
+        if not os.path.samestat(status, os.stat(self._partial)):
             raise InvalidArgument(f"another process has just completed {self._partial}: download again")
 
     def _token(self) -> str:

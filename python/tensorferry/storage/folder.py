@@ -174,8 +174,11 @@ def committed_save(folder: Path) -> str | None:
         return None
 
 
-def make_folder(folder: Path) -> None:
+def make_folder(folder: Path) -> bool:
     """Creates the folder and its missing parents, and syncs their directory entries to the disk.
+
+    Returns:
+        Whether the folder was not there before.
 
     Raises:
         OSError: the system refuses
@@ -188,6 +191,7 @@ def make_folder(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for level in reversed(missing):
         sync_folder(level.parent)
+    return bool(missing)
 
 
 def sync_folder(folder: Path) -> None:
@@ -222,10 +226,7 @@ class FolderSave:
         self._patience = patience
         self._name = _file_of(save)
         self._written: Written | None = None
-        try:
-            make_folder(folder)
-        except OSError as e:
-            raise SystemRefused(f"the folder {folder} cannot be created: {e}") from e
+        self._is_new = self._make_folder()
         self._before = commits.committed(folder / INDEX) if save.rank == 0 else None
 
     @property
@@ -246,10 +247,23 @@ class FolderSave:
         """
         # A random entry in the header, so that the checksum of the header, which the index records, is unique.
         about = [*container.about, *_ABOUT, ("tensorferry.file", secrets.token_hex(16))]
-        self._written = dataclasses.replace(container, about=about).write(
-            self.folder / self._name, partial=self.folder / f"{self._name}.partial", threads=threads, cached=cached
-        )
+        described = dataclasses.replace(container, about=about)
+        partial = self.folder / f"{self._name}.partial"
+        try:
+            self._written = described.write(self.path, partial=partial, threads=threads, cached=cached)
+        except SystemRefused:
+            if self.folder.is_dir():
+                raise
+            # Another process has removed it while it was empty: a save of its own has failed, or old ones went.
+            self._make_folder()
+            self._written = described.write(self.path, partial=partial, threads=threads, cached=cached)
         return self._written
+
+    def _make_folder(self) -> bool:
+        try:
+            return make_folder(self.folder)
+        except OSError as e:
+            raise SystemRefused(f"the folder {self.folder} cannot be created: {e}") from e
 
     def commit(self, check: Callable[[], None] = lambda: None) -> None:
         """Commits the checkpoint once all ranks have written; when it returns, the checkpoint is on the disk.
@@ -268,9 +282,15 @@ class FolderSave:
             self._wait_for_index(check)
 
     def fail(self, reason: str) -> None:
-        """Ends the save for all ranks, unless it is committed; see :func:`abandon`."""
+        """Ends the save for all ranks, unless it is committed; see :func:`abandon`.
+
+        A folder that this save has made is removed if nothing is in it, as after a save of one rank.
+        """
         self._written = None
         abandon(self.folder, self.save, reason)
+        if self._is_new:
+            with contextlib.suppress(OSError):
+                self.folder.rmdir()
 
     def close(self) -> None:
         """Unlocks the file of this rank."""
@@ -405,7 +425,9 @@ def add_shards(shards: dict[str, Any], rank: int, manifest: bytes | None) -> Non
     for path, shard in json.loads(manifest)["shards"].items():
         whole = shards.setdefault(path, {"dtype": shard["dtype"], "global_shape": shard["global_shape"], "parts": []})
         if (whole["dtype"], whole["global_shape"]) != (shard["dtype"], shard["global_shape"]):
-            raise InvalidArgument(f"the ranks have different tensors at {path}")
+            raise InvalidArgument(
+                f"the ranks have different tensors at {path}: dtype and global shape must be the same on all of them"
+            )
         # A DTensor has one part on each rank, and a ShardedTensor has a list of them.
         parts = shard.get("parts")
         if parts is None:

@@ -12,6 +12,7 @@ from .._native import Arena, Remote, Secret, _check_machine_has, _fetch_slices
 from ..errors import ProtocolError
 from . import reserved
 from .slices import SliceTuple
+from .source import Progress
 
 logger = logging.getLogger("tensorferry")
 
@@ -131,11 +132,12 @@ class PeerSource:
         self.read({container_name(self._step, url): [whole]})
         return bytes(memory)
 
-    def read(self, slices: Mapping[str, list[SliceTuple]]) -> Mapping[str, int]:
+    def read(self, slices: Mapping[str, list[SliceTuple]], progress: Progress | None = None) -> Mapping[str, int]:
         """Fetches slices to their memory addresses, from several ranks at a time.
 
         Args:
             slices: the slices by :func:`container_name`
+            progress: as for :meth:`Source.read`
 
         Returns:
             ``bytes`` that were fetched, of these ``wanted``, those of the slices, and ``retries``.
@@ -157,6 +159,7 @@ class PeerSource:
             same_host=self._same_host,
             ahead=_AHEAD,
             secret=self._secret,
+            progress=progress,
         )
         for source, trouble in report.troubles.items():
             logger.warning("slices from %s were fetched over other connections: %s", source, trouble)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import TypeAlias
 
 #: ``(entry, dtype, nbytes, start, run, address, repeats)``, as the native module takes it: of the ``entry`` with this
 #: dtype and length, runs of ``run`` bytes, the first one from byte ``start`` to memory ``address``; ``repeats`` is as
 #: :func:`runs` returns it.
 SliceTuple: TypeAlias = tuple[str, str, int, int, int, int, list[tuple[int, int, int]]]
+
+
+def nbytes_of(slices: Iterable[SliceTuple]) -> int:
+    """Returns how many bytes slices bring to memory."""
+    return sum(run * math.prod(repeat[0] for repeat in repeats) for _, _, _, _, run, _, repeats in slices)
 
 
 def contiguous_strides(shape: list[int], size: int) -> list[int]:

@@ -3,18 +3,49 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from .._native import _read_file
 from ..errors import IncompleteCheckpoint, ProtocolError, SourceChanged, SystemRefused
 from . import commits
 from .commits import Commit
-from .slices import SliceTuple
+from .slices import SliceTuple, nbytes_of
 
 #: The longest file name, in bytes.
 _LONGEST_NAME = 255
+
+#: Called with the number of bytes that are there and the number of all bytes; an exception from it ends the read.
+Progress: TypeAlias = Callable[[int, int], object]
+
+
+class Parts:
+    """The progress of a read that is made of several, one after the other.
+
+    Args:
+        progress: reports that of all of them together
+        total: their bytes
+    """
+
+    def __init__(self, progress: Progress, total: int) -> None:
+        self._progress, self._total, self._begun = progress, total, 0
+        self._reported: int | None = None
+
+    def next(self, nbytes: int) -> Progress:
+        """Returns what reports the progress of the next read, which counts for ``nbytes``, when all before are done."""
+        before = self._begun
+        self._begun = before + nbytes
+        return lambda done, total: self._report(before + (nbytes * done // total if total else nbytes))
+
+    def end(self) -> None:
+        """Reports that all bytes are there."""
+        self._report(self._total)
+
+    def _report(self, done: int) -> None:
+        if done != self._reported:
+            self._reported = done
+            self._progress(done, self._total)
 
 
 class Source(Protocol):
@@ -28,11 +59,12 @@ class Source(Protocol):
             TensorferryError: it cannot be read or verified
         """
 
-    def read(self, slices: Mapping[str, list[SliceTuple]]) -> Mapping[str, int]:
+    def read(self, slices: Mapping[str, list[SliceTuple]], progress: Progress | None = None) -> Mapping[str, int]:
         """Reads slices of the containers to their memory addresses.
 
         Args:
             slices: the slices by container, with the name that the index gives it
+            progress: reports how many bytes of the slices are there, while they are read and when all of them are
 
         Returns:
             What was read, for a reader's ``report``.
@@ -77,11 +109,12 @@ class FolderSource:
         self._headers, self.digest = commit.files, digest_of(text)
         return text
 
-    def read(self, slices: Mapping[str, list[SliceTuple]]) -> Mapping[str, int]:
+    def read(self, slices: Mapping[str, list[SliceTuple]], progress: Progress | None = None) -> Mapping[str, int]:
         """Reads slices of the files to their memory addresses.
 
         Args:
             slices: the slices by file name
+            progress: as for :meth:`Source.read`
 
         Returns:
             ``bytes`` of files that were read, and of these ``wanted``, those of the slices.
@@ -95,6 +128,7 @@ class FolderSource:
         """
         folder = self._index.parent
         read = {"bytes": 0, "wanted": 0}
+        parts = None if progress is None else Parts(progress, sum(map(nbytes_of, slices.values())))
         for name, of_file in slices.items():
             if Path(name).name != name or name in ("", "..") or "\0" in name or len(name.encode()) > _LONGEST_NAME:
                 raise ProtocolError(f"{folder}: its index names a file outside of it, {name!r}")
@@ -106,7 +140,13 @@ class FolderSource:
             if not path.is_file():
                 raise self._missing(name)
             try:
-                report = _read_file(path, of_file, threads=self._threads, header=self._headers[name])
+                report = _read_file(
+                    path,
+                    of_file,
+                    threads=self._threads,
+                    header=self._headers[name],
+                    progress=None if parts is None else parts.next(nbytes_of(of_file)),
+                )
             except SystemRefused as e:
                 if path.is_file():
                     raise

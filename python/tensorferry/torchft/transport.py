@@ -93,10 +93,10 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         max_bandwidth: bytes per second that all receivers together may take from here; ``None`` means no limit
         port: listen on this port, or on the first free one of a range like ``"29500-29599"``, so that a firewall can
             let peers in. ``None`` takes ``TENSORFERRY_PORT``; by default any free port.
-        metrics_port: serve ``/metrics`` and the status page, and nothing else, on this port too, so that a scraper has
-            an address that it can be told: a port, or a range of which each transport takes the first free one. Anyone
-            who reaches it can read them, unencrypted. ``None`` takes ``TENSORFERRY_METRICS_PORT``; by default there is
-            no such port, and they are found below the random part of the URL alone.
+        metrics_port: serve ``/metrics`` and the status page, and nothing else, on this port too, so that the address
+            can be written into a scraper's configuration: a port, or a range of which each transport takes the first
+            free one. Anyone who reaches it can read them, unencrypted. ``None`` takes ``TENSORFERRY_METRICS_PORT``; by
+            default there is no such port, and they are found below the random part of the URL alone.
         reuse_bytes: keep up to this many bytes of received memory for the next receive, once all tensors in it are
             gone: fresh memory costs page faults, which take longer than the transfer. With an accelerator the memory is
             page-locked, so that copies from it run at full speed. Forked children cannot read it then, and copies from
@@ -105,8 +105,8 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             receive and once at its end; an exception from it ends the receive
 
     Raises:
-        SystemRefused: no port can be opened: with ``port=`` or ``metrics_port=``, because others use it, say
-        InvalidArgument: an argument cannot be used; it is named
+        SystemRefused: no port can be opened, for example because another program uses the one that was asked for
+        InvalidArgument: an argument cannot be used; the message names it
     """
 
     def __init__(

@@ -55,7 +55,7 @@ class FileCheckpointManager(CheckpointManager):  # type: ignore[misc]  # mypy do
         """
         if to_hf or filesystem.is_remote(checkpoint_id):
             return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
-        writer = FileWriter(checkpoint_id, threads=self._threads, cached=self._cached)
+        writer = FileWriter(checkpoint_id, threads=self._threads, cached=self._cached, trust_pickle=self._trusts)
         if async_mode == AsyncMode.ASYNC:
             saving = dcp.async_save(state_dict, storage_writer=writer, process_group=self.pg)
         elif async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:

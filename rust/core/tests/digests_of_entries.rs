@@ -56,7 +56,15 @@ fn digests_of_entries_are_those_of_their_bytes() {
     // The checksums of what is there now are those of a sealed file.
     let sealed = seal_file(&path, &options).unwrap();
     assert_eq!(sealed, container.checksum());
-    assert_eq!(Container::open(&path).unwrap().damaged(&options).unwrap(), []);
+    let container = Container::open(&path).unwrap();
+    assert_eq!(container.damaged(&options).unwrap(), []);
+    // The last bytes of a file are the checksum of its table.
+    let end = fs::metadata(&path).unwrap().len();
+    let mut last = [0];
+    file.read_exact_at(&mut last, end - 1).unwrap();
+    file.write_all_at(&[last[0] ^ 1], end - 1).unwrap();
+    let payload = container.header().payload_len();
+    assert_eq!(container.damaged(&options).unwrap(), [(payload - 8, payload)]);
     file.set_len(fs::metadata(&path).unwrap().len() - 1).unwrap();
     assert_eq!(seal_file(&path, &options).unwrap_err().kind(), ErrorKind::Invalid);
     fs::remove_dir_all(&folder).unwrap();

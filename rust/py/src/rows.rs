@@ -856,7 +856,7 @@ impl PyRows {
 
     /// Bytes of all rows.
     #[getter]
-    fn nbytes(&self) -> usize {
+    pub(crate) fn nbytes(&self) -> usize {
         self.columns().sizes.iter().sum()
     }
 

@@ -4,18 +4,20 @@
 //! slices.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
-use tensorferry_core::{Cancel, Container, FetchOptions, FileOptions, Repeat, Slice, SliceRequest, Written};
+use tensorferry_core::{Cancel, Container, Error, FetchOptions, FileOptions, Repeat, Slice, SliceRequest, Written};
 use tensorferry_wire::dtype::Dtype;
 
 use crate::errors;
 use crate::memory;
 use crate::report::{PyReport, seconds};
 use crate::rows::PyRows;
-use crate::runtime;
+use crate::runtime::{self, OnTick};
 use crate::secret::PySecret;
+use crate::staged::ProgressReporter;
 
 /// `(entry, dtype, nbytes, start, run, address, [(count, from, to), ...])`.
 type SliceTuple = (String, String, u64, u64, u64, usize, Vec<(u64, u64, u64)>);
@@ -35,6 +37,11 @@ fn slices(py: Python<'_>, parts: Vec<SliceTuple>) -> PyResult<Vec<Slice>> {
         Ok(memory::slice(entry, (known, nbytes), (start, run), address, repeats))
     };
     parts.into_iter().map(slice).collect()
+}
+
+/// How many bytes `slices` are of.
+fn total_len(slices: &[Slice]) -> u64 {
+    slices.iter().map(Slice::len).fold(0, u64::saturating_add)
 }
 
 /// A file that was written, locked for as long as this lives.
@@ -62,15 +69,32 @@ impl PyWritten {
     }
 }
 
+/// Runs `work` as [`runtime::run`] does, and has `teller` report while it runs and at its end.
+///
+/// # Errors
+/// As [`runtime::run`]; an exception of the callback ends the work.
+fn run_telling<T: Send>(
+    py: Python<'_>,
+    cancel: &Cancel,
+    teller: &ProgressReporter,
+    work: impl FnOnce() -> Result<T, Error> + Send,
+) -> PyResult<T> {
+    let tell = |py: Python<'_>| teller.tell(py);
+    let done = runtime::run(py, cancel, teller.progress.is_some().then_some(&tell as &OnTick<'_>), work)?;
+    tell(py)?;
+    Ok(done)
+}
+
 /// Writes `rows` and then `control`, name and bytes of each, as a container with checksums to `path`. Until it is
 /// complete it is called `partial`, a name in the same folder that must be free. The caller holds the memory of the
-/// rows.
+/// rows. `progress` is called with the bytes of payload that are written and those in all.
 ///
 /// # Errors
 /// `InvalidArgument` when the rows make no valid container, `SystemRefused` when the system does; nothing is left
-/// behind.
+/// behind. And whatever `progress` raises.
 #[pyfunction]
-#[pyo3(name = "_write_file", signature = (path, *, partial, rows, control, metadata, threads = None, cached = None))]
+#[pyo3(name = "_write_file", signature = (path, *, partial, rows, control, metadata, threads = None, cached = None,
+                                          progress = None))]
 #[allow(clippy::too_many_arguments, reason = "Python's keywords")]
 pub(crate) fn write_file(
     py: Python<'_>,
@@ -81,11 +105,14 @@ pub(crate) fn write_file(
     metadata: Vec<(String, String)>,
     threads: Option<usize>,
     cached: Option<bool>,
+    progress: Option<Py<PyAny>>,
 ) -> PyResult<PyWritten> {
     let rows = rows.get();
     let cancel = Cancel::new();
-    let options = FileOptions { threads, cancel: cancel.clone(), cached };
-    let written = runtime::run(py, &cancel, None, move || {
+    let total = control.iter().map(|(_, bytes)| bytes.len()).fold(rows.nbytes(), usize::saturating_add) as u64;
+    let teller = ProgressReporter { received: Arc::default(), total, progress };
+    let options = FileOptions { threads, cancel: cancel.clone(), cached, progress: Arc::clone(&teller.received) };
+    let written = run_telling(py, &cancel, &teller, move || {
         tensorferry_core::write_file(&path, &partial, metadata, rows.items(control), &options)
     })?;
     Ok(PyWritten(written))
@@ -160,23 +187,28 @@ pub(crate) fn seal_file(py: Python<'_>, path: PathBuf) -> PyResult<u64> {
 }
 
 /// Reads slices of the container at `path` into their places, verified. With `header`, only if that is the checksum of
-/// its header. Returns the bytes read and the bytes wanted.
+/// its header. Returns the bytes read and the bytes wanted. `progress` is called with the bytes of `parts` that are here
+/// and those in all; what is read around them counts until the second is reached.
 ///
 /// # Errors
-/// `CorruptCheckpoint` when a block, or the header, is not what was written; the memory may hold anything then.
+/// `CorruptCheckpoint` when a block, or the header, is not what was written; the memory may hold anything then. And
+/// whatever `progress` raises.
 #[pyfunction]
-#[pyo3(name = "_read_file", signature = (path, parts, *, threads = None, header = None))]
+#[pyo3(name = "_read_file", signature = (path, parts, *, threads = None, header = None, progress = None))]
 pub(crate) fn read_file(
     py: Python<'_>,
     path: PathBuf,
     parts: Vec<SliceTuple>,
     threads: Option<usize>,
     header: Option<u64>,
+    progress: Option<Py<PyAny>>,
 ) -> PyResult<Bound<'_, PyDict>> {
     let slices = slices(py, parts)?;
     let cancel = Cancel::new();
-    let options = FileOptions { threads, cancel: cancel.clone(), ..FileOptions::default() };
-    let report = runtime::run(py, &cancel, None, move || {
+    let teller = ProgressReporter { received: Arc::default(), total: total_len(&slices), progress };
+    let received = Arc::clone(&teller.received);
+    let options = FileOptions { threads, cancel: cancel.clone(), progress: received, ..FileOptions::default() };
+    let report = run_telling(py, &cancel, &teller, move || {
         let container = Container::open(&path)?;
         header.map_or(Ok(()), |header| container.expect(header))?;
         container.read(&slices, &options)
@@ -189,13 +221,15 @@ pub(crate) fn read_file(
 
 /// Fetches slices from several sources at once: `(urls, step, parts)` for each. Returns one report for all of them.
 ///
-/// `ahead` is how many bytes the first request to each source asks for, header included.
+/// `ahead` is how many bytes the first request to each source asks for, header included. `progress` is as for
+/// `_read_file`.
 ///
 /// # Errors
-/// The first error of any source, as an exception; the others are cancelled.
+/// The first error of any source, as an exception; the others are cancelled. And whatever `progress` raises.
 #[pyfunction]
 #[pyo3(name = "_fetch_slices", signature = (orders, *, timeout, lanes = None, same_host = false, ahead = None,
-                                            secret = None))]
+                                            secret = None, progress = None))]
+#[allow(clippy::too_many_arguments, reason = "Python's keywords")]
 pub(crate) fn fetch_slices(
     py: Python<'_>,
     orders: Vec<(Vec<String>, i64, Vec<SliceTuple>)>,
@@ -204,19 +238,23 @@ pub(crate) fn fetch_slices(
     same_host: bool,
     ahead: Option<u64>,
     secret: Option<&PySecret>,
+    progress: Option<Py<PyAny>>,
 ) -> PyResult<PyReport> {
     let timeout = seconds(py, timeout.max(0.0))?;
     let order = |(urls, step, parts)| Ok(SliceRequest { urls, step, slices: slices(py, parts)? });
     let orders = orders.into_iter().map(order).collect::<PyResult<Vec<_>>>()?;
     let cancel = Cancel::new();
+    let total = orders.iter().map(|order| total_len(&order.slices)).fold(0, u64::saturating_add);
+    let teller = ProgressReporter { received: Arc::default(), total, progress };
     let defaults = FetchOptions::within(timeout);
     let options = FetchOptions {
         lanes,
         same_host,
         ahead: ahead.unwrap_or(defaults.ahead),
         secret: secret.map(|s| s.0.clone()),
+        progress: Arc::clone(&teller.received),
         cancel: cancel.clone(),
         ..defaults
     };
-    runtime::run(py, &cancel, None, move || tensorferry_core::fetch_slices(orders, &options)).map(PyReport)
+    run_telling(py, &cancel, &teller, move || tensorferry_core::fetch_slices(orders, &options)).map(PyReport)
 }

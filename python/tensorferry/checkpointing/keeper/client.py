@@ -11,12 +11,14 @@ import collections
 import contextlib
 import logging
 import os
+import select
 import socket
 import struct
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -49,9 +51,16 @@ from .snapshot import Snapshot, snapshot
 
 logger = logging.getLogger("tensorferry")
 
-#: Seconds that the keeper has to answer a question, and to take an offer. It answers at once unless it is stopped.
-_ANSWER_S = 20.0
+#: Seconds that the keeper has to take an offer, which holds the trainer up: it does at once unless it is stopped.
 _OFFER_S = 2.0
+#: Seconds that it has to show that it is at work. Giving back the memory of a large snapshot may take it a moment.
+_AT_WORK_S = 5.0
+#: Seconds that an answer may take for which it asks its buddies, or computes checksums.
+_ANSWER_S = 20.0
+#: Seconds in which a buddy has to begin to send a snapshot.
+_REACH_S = 5.0
+#: Most offers that it may leave unanswered: it answers at once, and what it has not answered takes memory.
+_MOST_UNANSWERED = 2
 #: Seconds that a keeper which was started has until it listens.
 _START_S = 20.0
 
@@ -105,6 +114,10 @@ class Keeper:
         self._sock: socket.socket | None = None
         self._offers: collections.deque[_Offer] = collections.deque()
         self._was_missed = False
+        #: Whether an offer has waited in vain for answers to those before it: the next one does not wait.
+        self._is_late = False
+        #: A question that the keeper has left unanswered, so that nobody waits for it again before it answers.
+        self._unanswered: _Question | None = None
         self._is_closed = False
         if _validate.boolean("start", start):
             self._start()
@@ -123,6 +136,7 @@ class Keeper:
         """Offers a staged snapshot to the keeper.
 
         It raises nothing and waits for nobody longer than two seconds: without a keeper, training goes on without one.
+        If the keeper leaves two offers unanswered, for example because it is stopped, no further one is made.
 
         Args:
             given: the snapshot; its fields say ``path``, ``save_id``, ``rank``, ``world_size``, ``began`` and
@@ -136,8 +150,11 @@ class Keeper:
             fields = {name: given.fields.get(name) for name in _FIELDS}
             fields["job"] = self._job or job_of(str(given.fields.get("path")))
             with self._lock:
+                self._is_late = not self._changed.wait_for(self._answers, 0.0 if self._is_late else _OFFER_S)
                 if self._is_closed:
-                    raise TransportClosed("this keeper was closed")
+                    raise TransportClosed("this connection to a keeper was closed: make a new Keeper")
+                if self._is_late:
+                    raise _not_at_work(self.name)
                 sock = self._sock or self._open()
                 self._offers.append(offer)
                 try:
@@ -154,6 +171,9 @@ class Keeper:
             self._was_missed = True
             _tell(offer)
 
+    def _answers(self) -> bool:
+        return sum(not one.is_answered for one in self._offers) < _MOST_UNANSWERED
+
     def _open(self) -> socket.socket:
         sock = _connect(self.name)
         sock.settimeout(_OFFER_S)
@@ -165,6 +185,7 @@ class Keeper:
         """Reads what the keeper says about offers, until it is gone."""
         # A timeout would be one of reading, too: this has a descriptor of its own.
         with sock.dup() as reading:
+            _sockets.add(reading)
             reading.settimeout(None)
             try:
                 while isinstance(message := handover.receive(reading), Message):
@@ -205,6 +226,7 @@ class Keeper:
             if offer is None:
                 return
             offer.is_answered = True
+            self._changed.notify_all()
             if message.kind != "kept":
                 self._offers.remove(offer)
         if message.kind == "refused":
@@ -213,7 +235,7 @@ class Keeper:
             _tell(offer)
             self._note_release()
 
-    def let_go(self, patience: float = 5.0) -> bool:
+    def let_go(self, patience: float = _OFFER_S) -> bool:
         """Has the keeper evict the oldest snapshot that this object has offered, for a trainer that needs its memory.
 
         Returns:
@@ -222,6 +244,9 @@ class Keeper:
         with self._lock:
             sock, before = self._sock, self._released
             if sock is None or not self._offers:
+                return False
+            if not self._answers():
+                # It is not at work.
                 return False
             try:
                 handover.send(sock, Message("let_go"))
@@ -245,7 +270,7 @@ class Keeper:
             job: only of this job
             path: only of checkpoints with this path
             rank: only of this rank
-            ask_buddies: let the keeper ask its buddies anew, instead of telling what it knew a second ago
+            ask_buddies: let the keeper ask its buddies anew, instead of returning what it knew a second ago
 
         Raises:
             ConnectError: no keeper of this name runs on this node
@@ -257,7 +282,7 @@ class Keeper:
             "rank": rank,
             "ask_buddies": ask_buddies,
         }
-        with _Question(self.name) as question:
+        with self._question() as question:
             question.send(Message("held", fields))
             found = []
             while (message := question.answer("snapshot", "end")).kind == "snapshot":
@@ -271,12 +296,11 @@ class Keeper:
             ConnectError: no keeper of this name runs on this node
             ProtocolError: it answers something else
         """
-        with _Question(self.name) as question:
-            question.send(Message("status"))
-            return question.answer("status").fields
+        with self._question() as question:
+            return question.status
 
     def address(self) -> str:
-        """Returns what another keeper is given as ``--buddy``; without a secret, who knows it can read all snapshots.
+        """Returns this keeper's address for ``--buddy``. Without a secret, anyone who knows it can read all snapshots.
 
         Raises:
             ConnectError: no keeper of this name runs on this node
@@ -294,7 +318,7 @@ class Keeper:
             ConnectError: no keeper of this name runs on this node
             ProtocolError: it answers something else
         """
-        with _Question(self.name) as question:
+        with self._question() as question:
             question.send(Message("buddies", {"buddies": _validate.items("addresses", addresses)}))
             answer = question.answer("buddies", "refused")
         if answer.kind == "refused":
@@ -322,14 +346,16 @@ class Keeper:
             if self._tls:
                 encrypted([about.metadata])
             seconds = _validate.seconds("timeout", timeout)
-            remote = Remote.open([about.metadata], about.step, timeout=seconds, secret=self._secret)
+            # One that does not answer is not waited for as long as one that sends.
+            self._reach(about, min(seconds, _REACH_S)).close()
+            remote = self._reach(about, seconds)
             try:
                 rows, buffer = fetch_snapshot(remote, lambda _: None)
             finally:
                 remote.close()
             return Stored.over(rows, [], buffer)
         with contextlib.ExitStack() as stack:
-            question = stack.enter_context(_Question(self.name))
+            question = stack.enter_context(self._question())
             question.send(Message("take", {"job": about.job, "save_id": about.save_id, "rank": about.rank}))
             answer = question.memory()
             if answer is None:
@@ -337,6 +363,9 @@ class Keeper:
             found = kept_state(answer, _Loan(question))
             stack.pop_all()
         return found
+
+    def _reach(self, about: Snapshot, seconds: float) -> Remote:
+        return Remote.open([about.metadata], about.step, timeout=seconds, secret=self._secret)
 
     def below(self, root: Path, rank: int, world_size: int) -> list[Snapshot]:
         """Returns the snapshots of ``rank`` of checkpoints in ``root``, here or at a buddy; raises nothing."""
@@ -377,6 +406,27 @@ class Keeper:
             logger.warning("loading %s from the disk: %s", path, e)
         return None
 
+    def _question(self) -> _Question:
+        """Returns a connection for one question, to a keeper that is at work.
+
+        A keeper that is stopped is waited for once, briefly; until it answers, further questions fail at once.
+
+        Raises:
+            ConnectError: no keeper of this name runs on this node, or it does not answer
+            ProtocolError: it answers something else
+        """
+        unanswered = self._unanswered
+        if unanswered is not None and not unanswered.has_answer():
+            raise _not_at_work(self.name)
+        if unanswered is not None:
+            self._unanswered = None
+            unanswered.close()
+        question = _Question(self.name)
+        if not question.begin():
+            self._unanswered = question
+            raise _not_at_work(self.name)
+        return question
+
     def close(self) -> None:
         """Ends the connection of a trainer that saves; nothing can be offered any more.
 
@@ -387,6 +437,9 @@ class Keeper:
             return
         with self._lock:
             self._is_closed = True
+            if (unanswered := self._unanswered) is not None:
+                self._unanswered = None
+                unanswered.close()
             if (sock := self._sock) is not None:
                 with contextlib.suppress(OSError, TensorferryError):
                     handover.send(sock, Message("farewell"))
@@ -427,6 +480,14 @@ def job_of(path: str) -> str:
     return str(Path(path).absolute().parent)
 
 
+class _Silent(ConnectError):
+    """The keeper does not answer."""
+
+
+def _not_at_work(name: str) -> _Silent:
+    return _Silent(f"the keeper {name} does not answer: it may be stopped, or the machine overloaded")
+
+
 class _Loan:
     """The hold that a reader has on a snapshot in the keeper; ends with its last reference."""
 
@@ -438,12 +499,38 @@ class _Loan:
 
 
 class _Question:
-    """A connection for one question."""
+    """A connection for one question.
+
+    Attributes:
+        status: what the keeper said about itself, once :meth:`begin` has returned true
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._sock = _connect(name)
+        self.status: dict[str, Any] = {}
+
+    def begin(self) -> bool:
+        """Returns whether the keeper is at work: whether it says something about itself soon."""
+        self._sock.settimeout(_AT_WORK_S)
+        try:
+            self.send(Message("status"))
+            self.status = self.answer("status").fields
+        except _Silent:
+            return False
+        except BaseException:
+            self.close()
+            raise
         self._sock.settimeout(_ANSWER_S)
+        return True
+
+    def has_answer(self) -> bool:
+        """Whether there is something to be read by now, or the keeper has ended; or this connection, in a fork."""
+        if self._sock.fileno() < 0:
+            return True
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        return bool(poll.poll(0))
 
     def __enter__(self) -> _Question:
         return self
@@ -484,11 +571,25 @@ class _Question:
         try:
             yield
         except TimeoutError as e:
-            raise ConnectError(f"the keeper {self._name} does not answer") from e
+            raise _not_at_work(self._name) from e
         except OSError as e:
             if isinstance(e, TensorferryError):
                 raise
             raise ConnectError(f"the keeper {self._name} is gone: {e}") from e
+
+
+#: All connections to keepers. They are closed in a forked child: while it had them, a keeper would take a trainer that
+#: is gone for one that is connected.
+_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for inherited in list(_sockets):
+        if (descriptor := inherited.detach()) >= 0:
+            os.close(descriptor)
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _connect(name: str) -> socket.socket:
@@ -502,6 +603,7 @@ def _connect(name: str) -> socket.socket:
     if path is None:
         raise ConnectError(f"no keeper called {name!r} runs on this node: start one with tensorferry-keeper")
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    _sockets.add(sock)
     try:
         sock.settimeout(_OFFER_S)
         _queue_at(sock, path)

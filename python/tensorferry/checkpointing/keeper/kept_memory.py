@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 import weakref
@@ -40,6 +41,7 @@ class KeptMemory:
 
     Attributes:
         buffers: how many pieces of memory it has
+        files: device and inode of each piece, by which the mappings of a process show whether it can write to it
         digests: the checksums of its blocks, once :class:`Digester` has computed them; empty if that was not possible
 
     Raises:
@@ -57,6 +59,7 @@ class KeptMemory:
         released: Callable[[], None],
     ) -> None:
         self.buffers = len(buffers)
+        self.files = frozenset((about.st_dev, about.st_ino) for about in map(os.fstat, (b.fileno() for b in buffers)))
         self.digests: bytes | None = None
         self._content: tuple[Rows, Sequence[tuple[str, bytes]], Sequence[SharedBuffer]] | None = (
             rows,

@@ -34,6 +34,9 @@ _LONGEST_INTERVAL_S = 30.0
 #: Seconds that fetching the list may take, and a snapshot.
 _LIST_S = 10.0
 _FETCH_S = 600.0
+#: Seconds for which questions wait for the list of a partner, and each of them at least, if it does not answer.
+_ASK_S = 3.0
+_ASK_AGAIN_S = 1.0
 
 T = TypeVar("T")
 
@@ -53,6 +56,7 @@ class Partner(threading.Thread):
         self._keeper = keeper
         self._stopped = threading.Event()
         self._asked = threading.Event()
+        self._asked_at = 0.0
         self._heard: float | None = None
         self._error = ""
         self._failed: dict[tuple[str, str, int], float] = {}
@@ -63,9 +67,17 @@ class Partner(threading.Thread):
         """Whether an answer to :meth:`ask` is still to come."""
         return self._asked.is_set()
 
-    def ask(self) -> None:
-        """Asks for the list now; until it is there, or cannot be had, ``is_asked`` is true."""
-        self._asked.set()
+    def ask(self) -> float:
+        """Asks for the list now; until it is there, or cannot be had, ``is_asked`` is true.
+
+        Returns:
+            Seconds for which to wait for that: fewer if others have waited in vain.
+        """
+        now = time.monotonic()
+        if not self.is_asked:
+            self._asked_at = now
+            self._asked.set()
+        return max(0.0 if self._error else self._asked_at + _ASK_S - now, _ASK_AGAIN_S)
 
     def stop(self) -> None:
         """Ends the thread soon, with what it is fetching."""

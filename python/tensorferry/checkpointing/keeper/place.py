@@ -60,7 +60,12 @@ def find_socket(name: str) -> Path | None:
     """
     for folder in folders():
         path = folder / _socket(name)
-        if path.exists():
+        try:
+            is_there = path.exists()
+        except OSError as e:
+            _check(folder)
+            raise SystemRefused(f"{path} cannot be examined: {e}") from e
+        if is_there:
             _check(folder)
             return path
     return None

@@ -20,8 +20,9 @@ import signal
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from ... import _validate
@@ -61,8 +62,6 @@ _PATIENCE_S = 5.0
 _NICE = 5
 #: Seconds between the end of a trainer's connection and that of the trainer.
 _ENDING_S = 2.0
-#: Seconds that an answer which waits for partners may take.
-_ASK_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -114,6 +113,19 @@ class _Client:
         poll = select.poll()
         poll.register(self.process, select.POLLIN)
         return bool(poll.poll(0))
+
+    def can_write_to(self, files: Set[tuple[int, int]]) -> bool:
+        """Whether the process has mapped one of ``files``, as it has not after ``exec``."""
+        try:
+            lines = Path(f"/proc/{self.pid}/maps").read_text(errors="replace").splitlines()
+        except OSError:
+            return True
+        for line in lines:
+            _, _, _, device, inode, *_ = line.split(maxsplit=5)
+            major, minor = (int(number, 16) for number in device.split(":"))
+            if (os.makedev(major, minor), int(inode)) in files:
+                return True
+        return False
 
     def forget(self) -> None:
         """Closes what is left when the process is gone, or need not be watched."""
@@ -217,7 +229,9 @@ class KeeperProcess:
         self._look_at_clocks()
 
     def _patience(self) -> float:
-        return 0.0 if self._calls else 0.05 if self._suspects else 1.0
+        longest = 0.0 if self._calls else 0.05 if self._suspects else 1.0
+        deadlines = [deadline for _, _, deadline, _ in self._waiting]
+        return max(min([longest, *(deadline - time.monotonic() for deadline in deadlines)]), 0.0)
 
     def _run_calls(self) -> None:
         # Only those that are there now: calls may add calls.
@@ -391,8 +405,9 @@ class KeeperProcess:
             if not client.has_ended():
                 if now < deadline:
                     continue
-                logger.warning("process %d left without a word and lives: what it gave is not kept", client.pid)
-                self._drop_given(client)
+                if client.can_write_to({file for kept in client.given for file in kept.body.files}):
+                    logger.warning("process %d left without a word and lives: what it gave is not kept", client.pid)
+                    self._drop_given(client)
             del self._suspects[client]
             client.forget()
             client.given.clear()
@@ -508,13 +523,18 @@ class KeeperProcess:
                     break
 
     def _let_go_of_oldest(self, client: _Client) -> None:
-        """Evicts the oldest snapshot of ``client``, which needs its memory now: its readers elsewhere are cut."""
-        own = [kept for kept in client.given if kept not in self._going]
-        if own and not any(kept in client.given for kept in self._going):
-            oldest = min(own, key=lambda kept: kept.order)
+        """Evicts the oldest snapshot of ``client``, which needs its memory now: its readers elsewhere are cut.
+
+        What was evicted before and still has such readers goes first. What a process of this node reads is spared.
+        """
+        free = [kept for kept in client.given if not kept.lent]
+        leaving = [kept for kept in free if kept in self._going]
+        oldest = min(free, key=lambda kept: kept.order, default=None)
+        if not leaving and oldest is not None:
             self._evict(oldest)
-            if not oldest.lent:
-                self._cut(oldest)
+            leaving = [oldest]
+        for kept in leaving:
+            self._cut(kept)
 
     # Lending.
 
@@ -562,9 +582,8 @@ class KeeperProcess:
             return
         if any(waiting is client for waiting, *_ in self._waiting):
             raise ProtocolError("it asks again before it was answered")
-        for partner in partners:
-            partner.ask()
-        self._waiting.append((client, message, time.monotonic() + _ASK_S, partners))
+        patience = max([partner.ask() for partner in partners])
+        self._waiting.append((client, message, time.monotonic() + patience, partners))
 
     def _list(self, client: _Client, message: Message) -> None:
         wanted = {name: value for name in ("job", "path", "rank") if (value := message.fields.get(name)) is not None}
@@ -675,8 +694,13 @@ def ended_by_signals(keeper: KeeperProcess) -> Iterator[None]:
 
 def lower_weight() -> None:
     """Gives this process, and all threads that it starts from now on, less weight than a trainer has."""
+    nice = max(os.getpriority(os.PRIO_PROCESS, 0), _NICE)
     with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, 0, max(os.getpriority(os.PRIO_PROCESS, 0), _NICE))
+        os.setpriority(os.PRIO_PROCESS, 0, nice)
+    if os.getsid(0) == os.getpid():
+        # Where the kernel gives each session a share (autogroups), that counts within the session only.
+        with contextlib.suppress(OSError):
+            Path("/proc/self/autogroup").write_text(str(nice))
 
 
 def raise_descriptor_limit() -> None:

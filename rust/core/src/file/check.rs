@@ -18,7 +18,8 @@ const BATCH: u64 = 1 << 13;
 
 impl Container {
     /// The blocks of 512 bytes that do not match their checksums, as ascending runs of payload bytes; none in a file
-    /// without checksums. All of the file is read.
+    /// without checksums. If all of them match, but not the checksum of their table, that is the run. All of the file is
+    /// read.
     ///
     /// # Errors
     /// [`ErrorKind::System`] when it cannot be read, [`ErrorKind::Cancelled`].
@@ -55,7 +56,19 @@ impl Container {
                 _ => runs.push((start, end)),
             }
         }
+        if runs.is_empty() {
+            runs.extend(self.damaged_table(options)?);
+        }
         Ok(runs)
+    }
+
+    /// Where the checksum of the table of checksums is, if it does not match. A reader of slices does not need it.
+    fn damaged_table(&self, options: &FileOptions) -> Result<Option<(u64, u64)>, Error> {
+        let (start, end) = (self.header.payload_len() - 8, self.header.payload_len());
+        let mut buffer = vec![0; PIECE];
+        let found = self.hashed(Hasher::new(), self.covered, start, &mut buffer, options)?.finish();
+        let expected = self.bytes(&mut buffer, start, end)?;
+        Ok((expected != found.to_le_bytes()).then_some((start, end)))
     }
 
     /// CRC-64/NVME of the bytes of each entry, in the order of the header.

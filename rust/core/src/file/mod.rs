@@ -19,6 +19,7 @@ mod stored;
 mod write;
 
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 pub use self::read::Container;
@@ -50,6 +51,8 @@ pub struct FileOptions {
     /// Whether a file of [`DIRECT_FROM`] or more is written through the page cache. By default it is, for its next
     /// reader, as long as it is small beside the available memory and that memory is no slower than a disk.
     pub cached: Option<bool>,
+    /// Counts the bytes of payload as they are written, or read in blocks, for another thread to look at.
+    pub progress: Arc<AtomicU64>,
 }
 
 impl FileOptions {
@@ -101,6 +104,7 @@ where
             match options.check().and_then(|()| read(range.at, range.end)) {
                 Ok(taken) => {
                     bytes.fetch_add(taken, Ordering::Relaxed);
+                    options.progress.fetch_add(taken, Ordering::Relaxed);
                 }
                 Err(e) => queue.fail(e),
             }

@@ -181,7 +181,10 @@ fn write_payload(
             let at = start + chunk * CHUNK;
             let stop = (at + CHUNK).min(end);
             match write_chunk(output, content, (at, stop), &mut buffer, &mut under_way) {
-                Ok(digests) => parts.lock().unwrap_or_else(PoisonError::into_inner).push((chunk, digests)),
+                Ok(digests) => {
+                    options.progress.fetch_add(stop - at, Ordering::Relaxed);
+                    parts.lock().unwrap_or_else(PoisonError::into_inner).push((chunk, digests));
+                }
                 Err(e) => return fail(Failure::System(e)),
             }
         }

@@ -69,6 +69,13 @@ impl Slice {
         Self { entry: entry.into(), dtype, nbytes, start, run, address, repeats }
     }
 
+    /// Bytes of all its runs.
+    #[must_use]
+    #[allow(clippy::len_without_is_empty, reason = "nobody asks whether a slice is empty")]
+    pub fn len(&self) -> u64 {
+        self.repeats.iter().fold(self.run, |len, repeat| len.saturating_mul(repeat.count))
+    }
+
     /// Where each run starts in the entry and in memory; checks that all lie inside.
     fn runs(&self) -> Result<Vec<(u64, usize)>, Error> {
         let outside = || {

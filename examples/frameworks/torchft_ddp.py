@@ -1,0 +1,68 @@
+"""Trains a data-parallel replica with torchft's Manager, which heals through tensorferry's transport.
+
+    pip install 'tensorferry[torchft]'
+    torchft_lighthouse --min_replicas 1 --join_timeout_ms 1000 &
+    export TORCHFT_LIGHTHOUSE=http://localhost:29510
+    REPLICA=0 torchrun --nproc-per-node 1 --master-port 29600 torchft_ddp.py &
+    REPLICA=1 torchrun --nproc-per-node 1 --master-port 29601 torchft_ddp.py
+
+Stop the second replica with Ctrl-C and start it again: it prints ``healed`` and goes on with the loss of the first.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+from torchft import Manager, Optimizer, ProcessGroupGloo
+
+from tensorferry import HTTPTransport  # was: from torchft.checkpointing import HTTPTransport
+
+TIMEOUT = timedelta(seconds=30)
+REPLICA = int(os.environ["REPLICA"])
+STEPS = int(os.environ.get("STEPS", "1000000"))
+
+
+def main() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 32))
+    inner = torch.optim.AdamW(model.parameters())
+
+    def state_dict():
+        return {"model": model.state_dict(), "optimizer": inner.state_dict()}
+
+    def load_state_dict(state):
+        model.load_state_dict(state["model"])
+        inner.load_state_dict(state["optimizer"])
+        print("healed", flush=True)
+
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=TIMEOUT),
+        min_replica_size=1,
+        state_dict=state_dict,
+        load_state_dict=load_state_dict,
+        replica_id=f"replica_{REPLICA}",
+        timeout=TIMEOUT,
+        checkpoint_transport=HTTPTransport(TIMEOUT, num_chunks=0),
+    )
+    optimizer = Optimizer(manager, inner)
+    batches = torch.Generator().manual_seed(REPLICA)
+    test = torch.randn(64, 32, generator=torch.Generator().manual_seed(1234))
+
+    while manager.current_step() < STEPS:
+        batch = torch.randn(16, 32, generator=batches)
+        optimizer.zero_grad()  # begins the quorum of this step
+        torch.nn.functional.mse_loss(model(batch), batch).backward()
+        # torchft's DistributedDataParallel does this as well, but in 0.2.0 it ends the survivors with an AssertionError
+        # when a replica dies in the middle of an all-reduce over gloo.
+        for parameter in model.parameters():
+            manager.allreduce(parameter.grad).wait()
+        optimizer.step()  # if all replicas of the quorum agree
+        with torch.no_grad():
+            loss = torch.nn.functional.mse_loss(model(test), test).item()
+        print(f"step {manager.current_step()} loss {loss!r}", flush=True)
+    manager.shutdown(wait=False)
+
+
+if __name__ == "__main__":
+    main()
