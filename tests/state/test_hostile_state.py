@@ -149,7 +149,7 @@ def test_what_is_not_as_announced_is_written_nowhere(
     live = {"late": torch.zeros(2), "o": torch.zeros(3, 3)}
     source, receiver = open_transport(), open_transport(state_dict=lambda: live)
     with monkeypatch.context() as patch:
-        patch.setattr(manifest, "_described", lambda flat: json.dumps(lie(flat)))
+        patch.setattr(manifest, "_described", lambda flat: json.dumps(lie(flat)).encode())
         # A view, so that it is copied after everything has arrived.
         source.send_checkpoint([1], 1, {"late": torch.ones(4)[::2], "o": value}, TIMEOUT)
     if not announced and not isinstance(value, torch.Tensor):

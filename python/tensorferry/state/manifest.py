@@ -22,17 +22,19 @@ from .tree import Flat
 
 #: For each storage its size in bytes, and the entries that hold bytes of it, each with the offset of its first byte.
 Storages: TypeAlias = list[tuple[int, list[tuple[int, int]]]]
+#: A JSON object without its closing brace, in parts: it may have megabytes, and each copy of a text takes fresh memory.
+Fields: TypeAlias = list[bytes]
 
 
 def encode(
     flat: Flat,
     flags: str,
-    layout: str,
+    layout: bytes,
     shared: Groups,
     names: dict[tuple[str, str], str],
     numbers: Callable[[torch.UntypedStorage], int | None],
-) -> str:
-    """Returns the manifest of a state as JSON, without the tree.
+) -> Fields:
+    """Returns the manifest of a state, without the tree.
 
     Args:
         flat: the state
@@ -54,25 +56,30 @@ def encode(
         "globals": {f"{module}.{name}": path for (module, name), path in names.items()},
     }
     texts = {"storages": layout, "tensors": _described(flat), "shards": _shards(flat, numbers)}
-    members = [f'"{name}":{texts[name] if name in texts else _json(value)}' for name, value in fields.items()]
-    return f"{{{','.join(members)}}}"
+    members: Fields = []
+    for name, value in fields.items():
+        members += [
+            f'{"," if members else "{"}"{name}":'.encode(),
+            texts[name] if name in texts else _json(value).encode(),
+        ]
+    return members
 
 
 def _json(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"))
 
 
-def _described(flat: Flat) -> str:
+def _described(flat: Flat) -> bytes:
     """Returns :func:`describe` as JSON."""
     others = [_entry(flat, -n - 1) for n in flat.unread]
     return _describe_objects(flat.rows, [(entry[0], _json(entry)) for entry in others if entry is not None])
 
 
-def with_devices(fields: str, devices: Iterable[tuple[int, torch.device]]) -> str:
+def with_devices(fields: Fields, devices: Iterable[tuple[int, torch.device]]) -> Fields:
     """Returns ``fields`` from :func:`encode` with the devices of those entries that were not in host memory.
 
     Args:
-        fields: the manifest as JSON
+        fields: the manifest
         devices: entries with their devices, in ascending order
     """
     found: dict[torch.device, list[list[int]]] = {}
@@ -84,12 +91,17 @@ def with_devices(fields: str, devices: Iterable[tuple[int, torch.device]]) -> st
             ranges.append([entry, entry])
     if not found:
         return fields
-    return f'{fields[:-1]},"devices":{_json({str(device): ranges for device, ranges in found.items()})}}}'
+    text = _json({str(device): ranges for device, ranges in found.items()})
+    return [*fields, f',"devices":{text}'.encode()]
 
 
-def with_tree(fields: str, tree: str) -> bytes:
-    """Returns the complete manifest: ``fields`` from :func:`encode` with the tree, which is JSON already, inserted."""
-    return f'{fields[:-1]},"tree":{tree}}}'.encode()
+def with_tree(fields: Fields, tree: str) -> bytes:
+    """Returns the complete manifest: ``fields`` from :func:`encode` with the tree, which is JSON already, inserted.
+
+    There are spaces behind it, up to a multiple of 64 bytes.
+    """
+    parts = [*fields, b',"tree":', tree.encode(), b"}"]
+    return b"".join([*parts, b" " * (-sum([len(part) for part in parts]) % 64)])
 
 
 def describe(flat: Flat) -> list[list[Any]]:
@@ -114,13 +126,13 @@ def dtype_and_shape(value: torch.Tensor) -> tuple[str, list[int]] | None:
         return None
 
 
-def _shards(flat: Flat, numbers: Callable[[torch.UntypedStorage], int | None]) -> str:
+def _shards(flat: Flat, numbers: Callable[[torch.UntypedStorage], int | None]) -> bytes:
     """Returns as JSON, by path, where the parts of each DTensor and ShardedTensor lie in the global tensor.
 
     A job with other placements can read slices with this.
     """
     if dtensor_class() is None and sharded_tensor_class() is None:
-        return "{}"
+        return b"{}"
 
     def part(local: torch.Tensor, offsets: list[int]) -> dict[str, Any]:
         return {
@@ -142,8 +154,8 @@ def _shards(flat: Flat, numbers: Callable[[torch.UntypedStorage], int | None]) -
             one_part = dtensor_class() is not None and isinstance(value, cast(type, dtensor_class()))
             others[flat.object_paths[-number - 1]] = {**described, **(found[0] if one_part else {"parts": found})}
     members = [text] if text else []
-    members += [_json(others)[1:-1]] if others else []
-    return f"{{{','.join(members)}}}"
+    members += [_json(others)[1:-1].encode()] if others else []
+    return b"".join([b"{", b",".join(members), b"}"])
 
 
 def _first_offsets(value: Any) -> list[int]:
@@ -153,7 +165,7 @@ def _first_offsets(value: Any) -> list[int]:
 
 
 class Manifest:
-    """A decoded manifest: one that ``rust/wire`` has checked, or one from :func:`encode`.
+    """A decoded manifest that ``rust/wire`` has checked, or one from :func:`with_tree`.
 
     Args:
         fields: the JSON text; a tree in it is ignored

@@ -181,7 +181,7 @@ class StateSnapshot:
         if self._state is not None:
             # The server has its own copies, and rebuild() returns the state itself.
             self.pickle_bytes = b""
-            self._fields = self._tree = ""
+            self._fields, self._tree = [], ""
 
     @property
     def is_complete(self) -> bool:
@@ -219,7 +219,7 @@ class StateSnapshot:
         filling.finish()
 
     def _control(self) -> list[tuple[str, bytes]]:
-        control = [(reserved.MANIFEST, _padded(self.manifest(), b" "))]
+        control = [(reserved.MANIFEST, self.manifest())]
         return [*control, (reserved.PICKLE, _padded(self.pickle_bytes, b"\0"))] if self.pickle_bytes else control
 
     def rebuild(self) -> Any:
@@ -230,7 +230,7 @@ class StateSnapshot:
         if self._state is not None:
             return self._state
         plain = [i for i, name in enumerate(self.rows.names) if not name.startswith(reserved.PREFIX)]
-        builder = StateBuilder(manifest.Manifest(self._fields, self._tree), self.rows, plain)
+        builder = StateBuilder(manifest.Manifest(self.manifest(), self._tree), self.rows, plain)
         for k, storage in builder.scattered.items():
             whole = as_bytes(storage)
             for entry, lo in builder.manifest.storages[k][1]:

@@ -93,6 +93,19 @@ impl Columns {
     /// # Errors
     /// `OverflowError` for more than 255 dimensions.
     pub(crate) fn push(&mut self, name: [&str; 2], row: &Row<'_>) -> PyResult<i64> {
+        let number = self.ends.len();
+        let added = self.push_unindexed(name, row)?;
+        if row.nbytes > 0 && *self.starts.entry(row.address).or_insert(number) != number {
+            self.doubles.entry(row.address).or_default().new.push(number);
+        }
+        Ok(added)
+    }
+
+    /// As `push`, for a row that is not found by where its memory starts.
+    ///
+    /// # Errors
+    /// As `push`.
+    pub(crate) fn push_unindexed(&mut self, name: [&str; 2], row: &Row<'_>) -> PyResult<i64> {
         let rank = u8::try_from(row.shape.len()).map_err(|_| PyOverflowError::new_err("more than 255 dimensions"))?;
         let number = self.ends.len();
         self.names.extend(name);
@@ -103,9 +116,6 @@ impl Columns {
         self.addresses.push(row.address);
         self.sizes.push(row.nbytes);
         self.flags.push(char::from(b'0' + (row.flag & 3)));
-        if row.nbytes > 0 && *self.starts.entry(row.address).or_insert(number) != number {
-            self.doubles.entry(row.address).or_default().new.push(number);
-        }
         Ok(i64::try_from(number)?)
     }
 

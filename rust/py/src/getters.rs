@@ -52,6 +52,27 @@ impl StorageGetters {
     }
 }
 
+/// While this lives, torch does not ask classes of tensors for their `__torch_function__` on this thread, which takes longer
+/// than the getters of a `DTensor` do. The class `DTensor` has none that does anything.
+pub(crate) struct WithoutTorchFunction<'py>(Bound<'py, PyAny>);
+
+impl<'py> WithoutTorchFunction<'py> {
+    pub(crate) fn new(py: Python<'py>) -> PyResult<Self> {
+        let guard = py.import(intern!(py, "torch._C"))?.call_method0(intern!(py, "DisableTorchFunctionSubclass"))?;
+        guard.call_method0(intern!(py, "__enter__"))?;
+        Ok(Self(guard))
+    }
+}
+
+impl Drop for WithoutTorchFunction<'_> {
+    fn drop(&mut self) {
+        let py = self.0.py();
+        if let Err(error) = self.0.call_method1(intern!(py, "__exit__"), (py.None(), py.None(), py.None())) {
+            error.write_unraisable(py, Some(&self.0));
+        }
+    }
+}
+
 /// Of `DTensor`s.
 pub(crate) struct DTensorGetters {
     pub(crate) local: Getter,

@@ -3,8 +3,6 @@
 //! Numbers, text, views, `DTensor`s and arrays are written here. Everything else the interpreter's pickler writes, one
 //! object at a time, and its opcodes are put between ours ([`crate::pickle`]).
 
-use std::fmt::Write as _;
-
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyBytes, PyFloat, PyInt, PyList, PyString, PyTuple};
@@ -14,7 +12,7 @@ use tensorferry_wire::dtype::Dtype;
 use crate::columns::{ByAddress, Row};
 use crate::pickle::{self, Pickle};
 use crate::rows::{PyRows, quote, write_number};
-use crate::views::{Store, numbers, typed};
+use crate::views::{Store, View, numbers, typed};
 
 /// The pickle of all objects of `rows`, `None` if one refers to another one in a way that only a pickler of all of them
 /// can say.
@@ -47,9 +45,11 @@ pub(crate) fn pickle_objects<'py>(
         functions_known: [None; 4],
         specs_known: vec![None; table.views().specs.len()],
         known: ByAddress::default(),
+        views_known: ByAddress::default(),
         arrays: ByAddress::default(),
         kept: Vec::new(),
         number: 0,
+        view: 0,
     };
     for number in 0..objects.len() {
         let value = objects.get_item(number)?;
@@ -78,12 +78,16 @@ struct Writer<'a, 'py> {
     specs_known: Vec<Option<u32>>,
     /// Address of an object that was written before, to what a reader memoized it as.
     known: ByAddress<u32>,
+    /// The same of the first view of a tensor of which there are several.
+    views_known: ByAddress<u32>,
     /// Classes of numpy's scalars and dtypes: whether plain bytes describe a value.
     arrays: ByAddress<bool>,
     /// Keeps objects whose addresses are noted.
     kept: Vec<Bound<'py, PyAny>>,
     /// The object that is written.
     number: usize,
+    /// The next view, in the order of the objects.
+    view: usize,
 }
 
 type Written = PyResult<Option<()>>;
@@ -100,8 +104,8 @@ impl<'py> Writer<'_, 'py> {
             self.pickle.integer(value);
         } else if let Some(value) = value.cast_exact::<PyString>().ok().and_then(|value| value.to_str().ok()) {
             self.pickle.text(value);
-        } else if let Some(view) = self.view_of(value) {
-            return self.tensor(value, &view);
+        } else if let Some(view) = self.next_view() {
+            return self.leaf(view);
         } else if self.is_plain_array(value)? {
             return self.array(value);
         } else {
@@ -110,91 +114,33 @@ impl<'py> Writer<'_, 'py> {
         Ok(Some(()))
     }
 
-    /// What is written of a view, taken out of the table, which the interpreter's pickler uses as well.
-    fn view_of(&self, value: &Bound<'py, PyAny>) -> Option<Sent<'py>> {
-        let views = self.rows.views();
-        let view = &views.all[*views.of.get(&(value.as_ptr() as usize))?];
-        let global = view.global.as_ref().map(|global| (global.local.bind(self.py).clone(), global.spec));
-        let local_requires_grad = view.global.as_ref().is_some_and(|global| global.local_requires_grad);
-        Some(Sent {
-            store: view.store,
-            start: view.start,
-            address: view.told.address,
-            end: view.end(),
-            offset: view.offset(),
-            dtype: view.dtype,
-            shape: view.told.clone(),
-            requires_grad: view.requires_grad,
-            parameter: view.parameter,
-            local_requires_grad,
-            global,
+    /// The place of the view that the object is, `None` if it is none. Views are in the order of the objects.
+    fn next_view(&mut self) -> Option<usize> {
+        let place = self.view;
+        let leaf = -i64::try_from(self.number + 1).ok()?;
+        (self.rows.views().all.get(place)?.leaf == leaf).then(|| {
+            self.view += 1;
+            place
         })
     }
 
-    fn tensor(&mut self, value: &Bound<'py, PyAny>, view: &Sent<'py>) -> Written {
-        let id = value.as_ptr() as usize;
-        if let Some(&number) = self.known.get(&id) {
-            self.pickle.get(number);
-            return Ok(Some(()));
-        }
-        let written = match &view.global {
-            Some((local, spec)) if !local.is(value) => self.dtensor(view, local, *spec)?,
-            Some(_) => self.plain(view, view.local_requires_grad)?,
-            None if view.parameter => self.parameter(view)?,
-            None => self.plain(view, view.requires_grad)?,
+    /// A leaf that is described here. Its own object occurs once among the objects, so that only the tensor that it is or
+    /// has may be referred to again.
+    fn leaf(&mut self, place: usize) -> Written {
+        let (global, requires_grad, parameter) = {
+            let view = &self.rows.views().all[place];
+            let global = view.global.as_ref().map(|global| {
+                (global.local.bind(self.py).clone(), global.spec, global.local_requires_grad, view.address)
+            });
+            (global, view.requires_grad, view.parameter)
         };
-        if written.is_some() {
-            let number = self.pickle.memoize();
-            self.known.insert(id, number);
-        }
-        Ok(written)
-    }
-
-    /// A tensor, as torch's own pickling writes it.
-    fn plain(&mut self, view: &Sent<'py>, requires_grad: bool) -> Written {
-        let Some(dtype) = typed(view.dtype) else { return Ok(None) };
-        if self.function(0)?.is_none() {
-            return Ok(None);
-        }
-        let number = self.rows.views().reach(view.store, (view.start, view.end));
-        let pickle = &mut self.pickle;
-        pickle.op(pickle::MARK);
-        pickle.constant("typed");
-        pickle.integer(i64::try_from(number)?);
-        pickle.constant(dtype);
-        pickle.op(pickle::TUPLE3);
-        pickle.op(pickle::BINPERSID);
-        pickle.integer(i64::try_from(view.offset)?);
-        if pickle.numbers(view.shape.shape()).and_then(|()| pickle.numbers(view.shape.strides())).is_none() {
-            return Ok(None);
-        }
-        pickle.truth(requires_grad);
-        if self.hooks()?.is_none() {
-            return Ok(None);
-        }
-        self.pickle.op(pickle::TUPLE);
-        self.pickle.op(pickle::REDUCE);
-        Ok(Some(()))
-    }
-
-    fn parameter(&mut self, view: &Sent<'py>) -> Written {
-        if self.function(1)?.is_none() || self.plain(view, false)?.is_none() {
-            return Ok(None);
-        }
-        self.pickle.truth(view.requires_grad);
-        if self.hooks()?.is_none() {
-            return Ok(None);
-        }
-        self.pickle.op(pickle::TUPLE3);
-        self.pickle.op(pickle::REDUCE);
-        Ok(Some(()))
-    }
-
-    fn dtensor(&mut self, view: &Sent<'py>, local: &Bound<'py, PyAny>, spec: usize) -> Written {
+        let Some((local, spec, local_requires_grad, address)) = global else {
+            return self.tensor(place, requires_grad, parameter);
+        };
         if self.function(2)?.is_none() {
             return Ok(None);
         }
-        match self.rows.leaf_number_at(local, Some(view.address))? {
+        match self.rows.leaf_number_at(&local, Some(address))? {
             // The local part is a leaf of its own, and a row.
             Some(row) if row >= 0 => {
                 self.pickle.constant("leaf");
@@ -203,7 +149,7 @@ impl<'py> Writer<'_, 'py> {
                 self.pickle.op(pickle::BINPERSID);
             }
             _ => {
-                if self.tensor(local, view)?.is_none() {
+                if self.tensor(place, local_requires_grad, false)?.is_none() {
                     return Ok(None);
                 }
             }
@@ -215,7 +161,75 @@ impl<'py> Writer<'_, 'py> {
             let Some(number) = self.constant(&first)? else { return Ok(None) };
             self.specs_known[spec] = Some(number);
         }
-        self.pickle.truth(view.requires_grad);
+        self.pickle.truth(requires_grad);
+        self.pickle.op(pickle::TUPLE3);
+        self.pickle.op(pickle::REDUCE);
+        self.pickle.memoize();
+        Ok(Some(()))
+    }
+
+    /// The tensor that a view is of.
+    fn tensor(&mut self, place: usize, requires_grad: bool, parameter: bool) -> Written {
+        let (first, is_shared) = {
+            let views = self.rows.views();
+            let first = views.all[place].first;
+            (first, views.all[first].is_shared)
+        };
+        if is_shared && let Some(&number) = self.views_known.get(&first) {
+            self.pickle.get(number);
+            return Ok(Some(()));
+        }
+        let written = if parameter { self.parameter(place, requires_grad)? } else { self.plain(place, requires_grad)? };
+        if written.is_some() {
+            let number = self.pickle.memoize();
+            if is_shared {
+                self.views_known.insert(first, number);
+            }
+        }
+        Ok(written)
+    }
+
+    /// A tensor, as torch's own pickling writes it.
+    fn plain(&mut self, place: usize, requires_grad: bool) -> Written {
+        if self.function(0)?.is_none() {
+            return Ok(None);
+        }
+        {
+            let mut views = self.rows.views();
+            let View { store, start, end, .. } = views.all[place];
+            let number = views.reach(store, (start, end));
+            let view = &views.all[place];
+            let Some(dtype) = typed(view.dtype) else { return Ok(None) };
+            let (shape, strides) = views.dims_of(view);
+            let pickle = &mut self.pickle;
+            pickle.op(pickle::MARK);
+            pickle.constant("typed");
+            pickle.integer(i64::try_from(number)?);
+            pickle.constant(dtype);
+            pickle.op(pickle::TUPLE3);
+            pickle.op(pickle::BINPERSID);
+            pickle.integer(i64::try_from(view.offset())?);
+            if pickle.numbers(shape).and_then(|()| pickle.numbers(strides)).is_none() {
+                return Ok(None);
+            }
+            pickle.truth(requires_grad);
+        }
+        if self.hooks()?.is_none() {
+            return Ok(None);
+        }
+        self.pickle.op(pickle::TUPLE);
+        self.pickle.op(pickle::REDUCE);
+        Ok(Some(()))
+    }
+
+    fn parameter(&mut self, place: usize, requires_grad: bool) -> Written {
+        if self.function(1)?.is_none() || self.plain(place, false)?.is_none() {
+            return Ok(None);
+        }
+        self.pickle.truth(requires_grad);
+        if self.hooks()?.is_none() {
+            return Ok(None);
+        }
         self.pickle.op(pickle::TUPLE3);
         self.pickle.op(pickle::REDUCE);
         Ok(Some(()))
@@ -352,21 +366,6 @@ impl<'py> Writer<'_, 'py> {
     }
 }
 
-/// What the pickle says of a view.
-struct Sent<'py> {
-    store: usize,
-    start: usize,
-    address: usize,
-    end: usize,
-    offset: usize,
-    dtype: Dtype,
-    shape: crate::memory::Described,
-    requires_grad: bool,
-    parameter: bool,
-    local_requires_grad: bool,
-    global: Option<(Bound<'py, PyAny>, usize)>,
-}
-
 /// Notes that a pickle refers to the bytes `[start, end)` of `storage`, which has the identity `key`, is at `address` and
 /// has `nbytes` bytes; returns the storage's number in the pickle.
 #[pyfunction]
@@ -404,12 +403,14 @@ pub(crate) fn restart(rows: &Bound<'_, PyRows>) {
 /// of the new rows that may not lie in host memory.
 #[pyfunction]
 #[pyo3(name = "_add_pieces")]
-pub(crate) fn add_pieces(rows: &Bound<'_, PyRows>) -> PyResult<(String, Vec<i64>)> {
+pub(crate) fn add_pieces<'py>(rows: &Bound<'py, PyRows>) -> PyResult<(Bound<'py, PyBytes>, Vec<i64>)> {
     let py = rows.py();
     let table = rows.get();
     let numbered = table.views().numbered.clone();
-    let mut text = String::from("[");
-    let (mut elsewhere, mut runs) = (Vec::new(), Vec::new());
+    let mut text = String::with_capacity(numbered.len() * ENTRY_TEXT);
+    text.push('[');
+    let (mut elsewhere, mut runs, mut name) = (Vec::new(), Vec::new(), String::new());
+    let prefix = format!("{RESERVED_PREFIX}storage/");
     for (number, place) in numbered.into_iter().enumerate() {
         let (object, address, nbytes, is_on_host) = {
             let store = &mut table.views().stores[place];
@@ -421,17 +422,18 @@ pub(crate) fn add_pieces(rows: &Bound<'_, PyRows>) -> PyResult<(String, Vec<i64>
         write_number(&mut text, nbytes as u64);
         text.push_str(",[");
         if let Some(row) = table.filling(&object, address)? {
-            // Writing to a string cannot fail.
-            let _ = write!(text, "[{row},0]");
+            text.push('[');
+            write_number(&mut text, row as u64);
+            text.push_str(",0]");
         } else {
             for (index, (start, end)) in runs.iter().copied().enumerate() {
-                let mut name = format!("{RESERVED_PREFIX}storage/");
+                name.clear();
                 write_number(&mut name, number as u64);
                 name.push('/');
                 write_number(&mut name, index as u64);
                 let row = table.add_piece(
                     &object,
-                    &name,
+                    [&prefix, &name],
                     &Row {
                         dtype: Dtype::U8,
                         shape: &[(end - start) as u64],
@@ -440,7 +442,11 @@ pub(crate) fn add_pieces(rows: &Bound<'_, PyRows>) -> PyResult<(String, Vec<i64>
                         flag: 0,
                     },
                 )?;
-                let _ = write!(text, "{}[{row},{start}]", if index > 0 { "," } else { "" });
+                text.push_str(if index > 0 { ",[" } else { "[" });
+                write_number(&mut text, row.unsigned_abs());
+                text.push(',');
+                write_number(&mut text, start as u64);
+                text.push(']');
                 if !is_on_host {
                     elsewhere.push(row);
                 }
@@ -450,20 +456,24 @@ pub(crate) fn add_pieces(rows: &Bound<'_, PyRows>) -> PyResult<(String, Vec<i64>
         table.turn(py);
     }
     text.push(']');
-    Ok((text, elsewhere))
+    Ok((PyBytes::new(py, text.as_bytes()), elsewhere))
 }
 
 /// As JSON, `[object, path, dtype, shape]` for each view, and between them `others`, each with the number of its object.
 #[pyfunction]
 #[pyo3(name = "_describe_objects")]
-pub(crate) fn describe_objects(rows: &Bound<'_, PyRows>, others: Vec<(usize, String)>) -> PyResult<String> {
+pub(crate) fn describe_objects<'py>(
+    rows: &Bound<'py, PyRows>,
+    others: Vec<(usize, String)>,
+) -> PyResult<Bound<'py, PyBytes>> {
     let py = rows.py();
     let table = rows.get();
     let paths = table.object_paths(py);
     let paths = paths.bind(py);
     let views = table.views();
+    let mut text = String::with_capacity(views.all.len() * OBJECT_TEXT);
     let mut others = others.into_iter().peekable();
-    let mut text = String::from("[");
+    text.push('[');
     for view in &views.all {
         let object = usize::try_from(-(view.leaf + 1))?;
         while let Some((_, other)) = others.next_if(|other| other.0 < object) {
@@ -482,7 +492,8 @@ pub(crate) fn describe_objects(rows: &Bound<'_, PyRows>, others: Vec<(usize, Str
     }
     others.for_each(|(_, other)| add(&mut text, &other));
     text.push(']');
-    Ok(text)
+    drop(views);
+    Ok(PyBytes::new(py, text.as_bytes()))
 }
 
 /// As the members of a JSON object, by path where the local part of each `DTensor` lies that is described here.
@@ -490,14 +501,14 @@ pub(crate) fn describe_objects(rows: &Bound<'_, PyRows>, others: Vec<(usize, Str
 #[pyfunction]
 #[pyo3(name = "_describe_shards")]
 #[allow(clippy::needless_pass_by_value, reason = "what Python calls takes values")]
-pub(crate) fn describe_shards(rows: &Bound<'_, PyRows>, offsets: Vec<Vec<u64>>) -> PyResult<String> {
+pub(crate) fn describe_shards<'py>(rows: &Bound<'py, PyRows>, offsets: Vec<Vec<u64>>) -> PyResult<Bound<'py, PyBytes>> {
     let py = rows.py();
     let table = rows.get();
     let paths = table.object_paths(py);
     let paths = paths.bind(py);
     let views = table.views();
     let beginnings: Vec<_> = offsets.iter().enumerate().map(|(spec, offsets)| views.shard_of(spec, offsets)).collect();
-    let mut text = String::new();
+    let mut text = String::with_capacity(views.all.len() * SHARD_TEXT);
     for (view, global) in views.all.iter().filter_map(|view| Some((view, view.global.as_ref()?))) {
         if !text.is_empty() {
             text.push(',');
@@ -506,8 +517,15 @@ pub(crate) fn describe_shards(rows: &Bound<'_, PyRows>, offsets: Vec<Vec<u64>>) 
         text.push(':');
         views.shard(&mut text, view, beginnings.get(global.spec).map_or("", String::as_str));
     }
-    Ok(text)
+    drop(views);
+    Ok(PyBytes::new(py, text.as_bytes()))
 }
+
+/// About how many bytes of text there are for each storage, object and shard: a text that grows is copied again and
+/// again, and memory that is not touched costs nothing.
+const ENTRY_TEXT: usize = 48;
+const OBJECT_TEXT: usize = 128;
+const SHARD_TEXT: usize = 320;
 
 fn add(text: &mut String, element: &str) {
     if text.len() > 1 {

@@ -26,7 +26,7 @@ use tensorferry_wire::dtype::Dtype;
 
 use crate::columns::{ByAddress, Columns, Row, Span};
 use crate::errors;
-use crate::getters::{DTensorGetters, StorageGetters, TensorGetters};
+use crate::getters::{DTensorGetters, StorageGetters, TensorGetters, WithoutTorchFunction};
 use crate::memory::{self, Described, Exchange, PySharedBuffer, TURN, borrowed};
 use crate::table::{self, Place};
 use crate::views::{Global, Store, View, Views, typed};
@@ -117,15 +117,16 @@ impl PyRows {
         if self.is_tensor(value) {
             return Ok(Kind::Tensor);
         }
+        if self.is_dtensor(value) {
+            return Ok(Kind::DTensor);
+        }
         let id = value.get_type_ptr() as usize;
         if let Some(&(_, kind)) = self.kinds().get(&id) {
             return Ok(kind);
         }
         let class = value.get_type();
         let is = |base: &Bound<'_, PyType>| class.is_subclass(base);
-        let kind = if self.dtensor.as_ref().is_some_and(|dtensor| dtensor.is(&class)) {
-            Kind::DTensor
-        } else if is(self.tensor.bind(py))? {
+        let kind = if is(self.tensor.bind(py))? {
             Kind::OtherTensor
         } else if is(&py.get_type::<PyDict>())?
             || is(&py.get_type::<PyList>())?
@@ -138,6 +139,11 @@ impl PyRows {
         };
         self.kinds().insert(id, (class.unbind(), kind));
         Ok(kind)
+    }
+
+    /// Whether `value` is a `DTensor`, and not of a subclass.
+    fn is_dtensor(&self, value: &Bound<'_, PyAny>) -> bool {
+        self.dtensor.as_ref().is_some_and(|dtensor| dtensor.as_ptr() == value.get_type_ptr().cast())
     }
 
     /// The rows as items to publish, and behind them `control`, name and bytes of each. To be called without the
@@ -204,10 +210,10 @@ impl PyRows {
         Ok(-i64::try_from(objects.len())?)
     }
 
-    fn add_view(&self, value: &Bound<'_, PyAny>, path: [&str; 2], mut view: Box<View>) -> PyResult<i64> {
+    fn add_view(&self, value: &Bound<'_, PyAny>, path: [&str; 2], mut view: View) -> PyResult<i64> {
         let number = self.add_object(value, path)?;
         view.leaf = number;
-        self.views().add(value.as_ptr() as usize, *view);
+        self.views().add(value.as_ptr() as usize, view);
         Ok(number)
     }
 
@@ -239,7 +245,7 @@ impl PyRows {
         let Some(told) = left_to_python(py, self.ask(value, &tensor))? else { return Ok(Read::Unknown) };
         let fills = tensor.is_dense && told.nbytes == tensor.nbytes;
         if !fills || there.is_some() && self.filling(&told.storage, tensor.address)?.is_some() {
-            let view = left_to_python(py, self.view(value, tensor, &told))?;
+            let view = left_to_python(py, self.view(value, &tensor, &told, None))?;
             return Ok(view.map_or(Read::Unknown, Read::View));
         }
         let parameter = u8::from(self.is_parameter(value));
@@ -295,7 +301,14 @@ impl PyRows {
     }
 
     /// A tensor as a view of its storage, `None` if only Python can pickle it or say why it cannot be sent.
-    fn view(&self, value: &Bound<'_, PyAny>, tensor: Described, told: &Told<'_>) -> PyResult<Option<Box<View>>> {
+    /// As the local part of a `DTensor` with the spec `spec`, it has to have the dtype that the spec says.
+    fn view(
+        &self,
+        value: &Bound<'_, PyAny>,
+        tensor: &Described,
+        told: &Told<'_>,
+        spec: Option<usize>,
+    ) -> PyResult<Option<View>> {
         let py = value.py();
         let has_names = self.has_names && value.call_method0(intern!(py, "has_names"))?.is_truthy()?;
         if typed(told.dtype).is_none() || has_names {
@@ -311,21 +324,19 @@ impl PyRows {
         if !start.is_multiple_of(tensor.itemsize) || start.saturating_add(tensor.extent()) > told.nbytes {
             return Ok(None);
         }
-        let store = self.views().store(key, || Store::new(told.storage.clone().unbind(), address, told.nbytes, true));
-        Ok(Some(Box::new(View {
-            leaf: 0,
-            store,
-            start,
-            dtype: told.dtype,
-            told: tensor,
-            requires_grad: told.requires_grad,
-            parameter: self.is_parameter(value),
-            global: None,
-        })))
+        let mut views = self.views();
+        if spec.is_some_and(|spec| views.specs.get(spec).is_none_or(|spec| spec.1 != told.dtype)) {
+            return Ok(None);
+        }
+        let store = views.store(key, || Store::new(told.storage.clone().unbind(), address, told.nbytes, true));
+        Ok(views.view(store, start, tensor, told.dtype).map(|mut view| {
+            (view.requires_grad, view.parameter) = (told.requires_grad, self.is_parameter(value));
+            view
+        }))
     }
 
     /// A `DTensor` whose local part and spec describe it completely, `None` for everything else.
-    fn read_dtensor(&self, value: &Bound<'_, PyAny>) -> PyResult<Option<Box<View>>> {
+    fn read_dtensor(&self, value: &Bound<'_, PyAny>) -> PyResult<Option<View>> {
         let of = self.dtensor_getters.get_or_try_init(value.py(), || DTensorGetters::new(&value.get_type()))?;
         let requires_grad = of.requires_grad.is_true_of(value)?;
         if of.dict.is_true_of(value)? || requires_grad && of.hooks.is_true_of(value)? {
@@ -338,10 +349,7 @@ impl PyRows {
         let Some(tensor) = self.describe(&local).filter(|t| t.nbytes > 0 && t.address != 0) else { return Ok(None) };
         let Some(told) = self.ask(&local, &tensor)? else { return Ok(None) };
         let Some(spec) = self.spec(value, of.spec.of(value)?)? else { return Ok(None) };
-        if self.views().specs.get(spec).is_none_or(|spec| spec.1 != told.dtype) {
-            return Ok(None);
-        }
-        let Some(mut view) = self.view(&local, tensor, &told)? else { return Ok(None) };
+        let Some(mut view) = self.view(&local, &tensor, &told, Some(spec))? else { return Ok(None) };
         let local_requires_grad = std::mem::replace(&mut view.requires_grad, requires_grad);
         view.global = Some(Global { local: local.unbind(), local_requires_grad, spec });
         Ok(Some(view))
@@ -481,8 +489,8 @@ impl PyRows {
     }
 
     /// Adds a row for bytes of `storage`; returns its number.
-    pub(crate) fn add_piece(&self, storage: &Bound<'_, PyAny>, name: &str, row: &Row<'_>) -> PyResult<i64> {
-        let number = self.columns().push([name, ""], row)?;
+    pub(crate) fn add_piece(&self, storage: &Bound<'_, PyAny>, name: [&str; 2], row: &Row<'_>) -> PyResult<i64> {
+        let number = self.columns().push_unindexed(name, row)?;
         self.memory.bind(storage.py()).append(storage)?;
         self.owners.bind(storage.py()).append(storage)?;
         Ok(number)
@@ -605,6 +613,22 @@ impl PyRows {
         Ok(true)
     }
 
+    /// Begins a run of `DTensor`s, which torch does not ask for functions, if `value` is one, and ends it if not: what
+    /// belongs to other leaves may be any code.
+    fn begin_or_end_run<'py>(
+        &self,
+        value: &Bound<'py, PyAny>,
+        run: &mut Option<WithoutTorchFunction<'py>>,
+    ) -> PyResult<()> {
+        let is_dtensor = self.is_dtensor(value);
+        if !is_dtensor {
+            *run = None;
+        } else if run.is_none() {
+            *run = left_to_python(value.py(), WithoutTorchFunction::new(value.py()).map(Some))?;
+        }
+        Ok(())
+    }
+
     /// Writes the members of a JSON object.
     fn texts_of(
         &self,
@@ -615,7 +639,9 @@ impl PyRows {
         by: &Walk<'_, '_>,
     ) -> PyResult<()> {
         self.columns().reserve(values.len());
+        let mut run = None;
         for (index, (key, value)) in keys.iter().zip(values.iter()).enumerate() {
+            self.begin_or_end_run(&value, &mut run)?;
             let key = key.cast_exact::<PyString>()?.to_str()?;
             if index > 0 {
                 text.push(',');
@@ -636,7 +662,9 @@ impl PyRows {
         below: &str,
         by: &Walk<'_, '_>,
     ) -> PyResult<()> {
+        let mut run = None;
         for (index, value) in values.iter().enumerate() {
+            self.begin_or_end_run(&value, &mut run)?;
             text.push(',');
             let name = match names {
                 Some(names) => names.get_item(index)?.extract()?,
@@ -675,7 +703,7 @@ enum Read {
     /// A leaf with this number.
     Leaf(i64),
     /// No row, and not a leaf yet.
-    View(Box<View>),
+    View(View),
     /// What only Python can tell.
     Unknown,
 }
@@ -887,7 +915,7 @@ impl PyRows {
     fn start(&self, number: i64) -> usize {
         match usize::try_from(number) {
             Ok(row) => self.columns().addresses.get(row).copied().unwrap_or(0),
-            Err(_) => self.views().leaf(number).map_or(0, |view| view.told.address),
+            Err(_) => self.views().leaf(number).map_or(0, |view| view.address),
         }
     }
 
@@ -984,7 +1012,9 @@ impl PyRows {
 
     /// Whether `value` is a tensor that is no row and is described here, or the local part of one.
     fn is_view(&self, value: &Bound<'_, PyAny>) -> bool {
-        self.views().of.contains_key(&(value.as_ptr() as usize))
+        let id = value.as_ptr() as usize;
+        let leaf = self.columns().seen.get(&id).copied();
+        self.views().is_described(id, leaf)
     }
 
     /// The row whose tensor fills `storage`, whose memory starts at `address`.

@@ -12,16 +12,29 @@ use crate::memory::Described;
 use crate::rows::write_number;
 
 /// Memory of a tensor inside its storage.
+#[allow(clippy::struct_excessive_bools, reason = "each is a property of its own, and a state has many views")]
 pub(crate) struct View {
     /// Its number in the tree, of a local part that of its `DTensor`.
     pub(crate) leaf: i64,
     pub(crate) store: usize,
     /// Where its first element is, in bytes from the start of the storage.
     pub(crate) start: usize,
+    /// Bytes from the start of the storage to the end of what it can reach.
+    pub(crate) end: usize,
+    /// Where its first element is in memory.
+    pub(crate) address: usize,
+    /// Where its shape begins in `Views::dims`; its strides are behind it.
+    dims: usize,
+    rank: u8,
+    itemsize: u8,
+    is_dense: bool,
     pub(crate) dtype: Dtype,
-    pub(crate) told: Described,
     pub(crate) requires_grad: bool,
     pub(crate) parameter: bool,
+    /// Whether several views are of the same object of Python, this one being the first of them.
+    pub(crate) is_shared: bool,
+    /// The first view of the same object of Python, of a `DTensor`: of its local part.
+    pub(crate) first: usize,
     /// What only a `DTensor` has.
     pub(crate) global: Option<Global>,
 }
@@ -35,23 +48,24 @@ pub(crate) struct Global {
 }
 
 impl View {
-    /// Bytes from the start of the storage to the end of what it can reach.
-    pub(crate) fn end(&self) -> usize {
-        self.start + self.told.extent()
-    }
-
     /// Its first element, counted in elements.
     pub(crate) fn offset(&self) -> usize {
-        self.start / self.told.itemsize
+        self.start / usize::from(self.itemsize)
     }
 
-    /// Whether elements may share memory; true in some cases where they do not.
-    fn may_overlap_itself(&self) -> bool {
-        if self.told.is_dense {
+    /// Its shape and its strides, out of all there are.
+    fn dims<'a>(&self, all: &'a [u64]) -> (&'a [u64], &'a [u64]) {
+        let rank = usize::from(self.rank);
+        all[self.dims..self.dims + 2 * rank].split_at(rank)
+    }
+
+    /// Whether elements may share memory; true in some cases where they do not. `dims` are all there are.
+    fn may_overlap_itself(&self, dims: &[u64]) -> bool {
+        if self.is_dense {
             return false;
         }
-        let mut steps: Vec<_> =
-            self.told.strides().iter().zip(self.told.shape()).filter(|(_, dim)| **dim > 1).collect();
+        let (shape, strides) = self.dims(dims);
+        let mut steps: Vec<_> = strides.iter().zip(shape).filter(|(_, dim)| **dim > 1).collect();
         steps.sort_unstable();
         let mut end = 1;
         for (&step, &dim) in steps {
@@ -117,8 +131,12 @@ impl Store {
 #[derive(Default)]
 pub(crate) struct Views {
     pub(crate) all: Vec<View>,
-    /// Address of a tensor's object to its view. The state keeps all of them alive.
-    pub(crate) of: ByAddress<usize>,
+    /// Shape and strides of all views, one after the other: a view with room for eight dimensions would be three times as
+    /// long, and a state has many.
+    dims: Vec<u64>,
+    /// Address of a tensor's object, of a `DTensor` that of its local part, to the first view of it. The state keeps all
+    /// of them alive.
+    of: ByAddress<usize>,
     pub(crate) stores: Vec<Store>,
     /// Identity of a storage to its place.
     pub(crate) by_key: ByAddress<usize>,
@@ -129,21 +147,57 @@ pub(crate) struct Views {
 }
 
 impl Views {
+    /// A view of bytes that begin at `start` in the storage `store`; no leaf yet.
+    pub(crate) fn view(&mut self, store: usize, start: usize, told: &Described, dtype: Dtype) -> Option<View> {
+        let dims = self.dims.len();
+        self.dims.extend_from_slice(told.shape());
+        self.dims.extend_from_slice(told.strides());
+        Some(View {
+            leaf: 0,
+            store,
+            start,
+            end: start + told.extent(),
+            address: told.address,
+            dims,
+            rank: u8::try_from(told.shape().len()).ok()?,
+            itemsize: u8::try_from(told.itemsize).ok()?,
+            is_dense: told.is_dense,
+            dtype,
+            requires_grad: false,
+            parameter: false,
+            is_shared: false,
+            first: 0,
+            global: None,
+        })
+    }
+
     /// Adds the view of a leaf, whose object is at `id`.
-    pub(crate) fn add(&mut self, id: usize, view: View) {
+    pub(crate) fn add(&mut self, id: usize, mut view: View) {
+        let id = view.global.as_ref().map_or(id, |global| global.local.as_ptr() as usize);
         let number = self.all.len();
-        self.of.insert(id, number);
-        if let Some(global) = &view.global {
-            self.of.entry(global.local.as_ptr() as usize).or_insert(number);
+        view.first = *self.of.entry(id).or_insert(number);
+        if let Some(first) = self.all.get_mut(view.first) {
+            first.is_shared = true;
         }
         self.all.push(view);
     }
 
+    /// Whether the object at `id`, which has this number if it is a leaf, is described here, or is a local part of one
+    /// that is.
+    pub(crate) fn is_described(&self, id: usize, leaf: Option<i64>) -> bool {
+        self.of.contains_key(&id) || leaf.is_some_and(|leaf| self.leaf(leaf).is_some())
+    }
+
+    /// The shape and the strides of a view.
+    pub(crate) fn dims_of(&self, view: &View) -> (&[u64], &[u64]) {
+        view.dims(&self.dims)
+    }
+
     /// The shape of the whole tensor.
-    pub(crate) fn shape_of<'a>(&'a self, view: &'a View) -> &'a [u64] {
+    pub(crate) fn shape_of(&self, view: &View) -> &[u64] {
         match &view.global {
             Some(global) => self.specs.get(global.spec).map_or(&[], |(shape, _)| shape),
-            None => view.told.shape(),
+            None => self.dims_of(view).0,
         }
     }
 
@@ -185,13 +239,14 @@ impl Views {
     pub(crate) fn spans(&self) -> impl Iterator<Item = Span> {
         self.all.iter().filter(|view| view.leaf < 0).map(|view| {
             let address = self.stores[view.store].address;
-            (view.leaf, 0, address + view.start, address + view.end())
+            (view.leaf, 0, address + view.start, address + view.end)
         })
     }
 
     /// The leaves whose own elements may share memory.
     pub(crate) fn self_overlapping(&self) -> Vec<i64> {
-        self.all.iter().filter(|view| view.leaf < 0 && view.may_overlap_itself()).map(|view| view.leaf).collect()
+        let overlaps = |view: &&View| view.leaf < 0 && view.may_overlap_itself(&self.dims);
+        self.all.iter().filter(overlaps).map(|view| view.leaf).collect()
     }
 
     /// What the shards of `DTensor`s with the spec `spec` begin with: where they lie in the whole, whose element at
@@ -212,10 +267,11 @@ impl Views {
     /// Of a `DTensor`'s local part, where it lies in the whole and in its storage, as a JSON object. `beginning` is what
     /// `shard_of` returns for its spec.
     pub(crate) fn shard(&self, text: &mut String, view: &View, beginning: &str) {
+        let (shape, strides) = self.dims_of(view);
         text.push_str(beginning);
-        numbers(text, view.told.shape());
+        numbers(text, shape);
         text.push_str(",\"stride\":");
-        numbers(text, view.told.strides());
+        numbers(text, strides);
         text.push_str(",\"storage\":");
         match self.stores[view.store].number {
             Some(number) => write_number(text, number as u64),
