@@ -627,6 +627,31 @@ def test_a_dtensor_that_its_spec_describes_wrongly_is_left_to_python(meshes: Mes
     assert tree.flatten([made]).unread == [-1]
 
 
+@pytest.mark.parametrize("failing", [False, True])
+def test_torch_asks_classes_for_functions_wherever_their_code_may_run(
+    failing: bool, meshes: Meshes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Among DTensors it does not, which is quicker; other leaves and the caller notice nothing."""
+    seen: list[bool] = []
+    container = tree._Walk.container
+
+    def recording(self: tree._Walk, value: Any, path: str, depth: int) -> str:
+        seen.append(torch._C._is_torch_function_enabled())
+        if failing:
+            raise UnsupportedLeaf("odd")
+        return container(self, value, path, depth)
+
+    monkeypatch.setattr(tree._Walk, "container", recording)
+    sharded = [DTensor.from_local(torch.zeros(2, 4), meshes.all[0], [Shard(0)], run_check=False) for _ in range(4)]
+    odd = collections.deque([1])
+    state = {"list": [*sharded[:2], odd, *sharded[2:]], "dict": {"a": sharded[0], "b": odd, "c": sharded[1]}}
+    with pytest.raises(UnsupportedLeaf, match="odd") if failing else contextlib.nullcontext():
+        tree.flatten(state)
+    assert seen
+    assert all(seen)
+    assert torch._C._is_torch_function_enabled()
+
+
 def test_what_cannot_be_pickled_is_named_among_what_is_pickled_natively() -> None:
     with pytest.raises(UnsupportedLeaf, match=r"b\.c .*no pickle of this one"):
         dump({"a": 1.5, "b": {"c": FailsToPickle()}, "d": np.arange(2)})
