@@ -171,7 +171,7 @@ mod tests {
         let silent = Arc::new(NameLookup { name: "silent".into(), found: Mutex::default(), done: Condvar::new() });
         with_those_under_way(|under_way| under_way.push(Arc::clone(&silent)));
         let late = resolve("silent", Duration::from_millis(150), &Cancel::new()).unwrap_err();
-        assert!(late.is_timeout() && late.to_string().contains("no name server has answered within 0.1"), "{late}");
+        assert!(late.is_timeout() && late.to_string().contains("no name server has answered within"), "{late}");
         let (cancel, started) = (Cancel::new(), Instant::now());
         thread::scope(|scope| {
             scope.spawn(|| {
