@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import fcntl
+import gc
 import os
 import resource
 import shutil
@@ -118,6 +119,7 @@ def test_a_save_is_accepted_only_when_the_writer_holds_it_and_a_third_one_waits_
 
 
 def test_the_memory_is_kept_from_save_to_save_and_is_two_generations_at_most(opened, tmp_path) -> None:
+    gc.collect()  # other tests may have left memory to the collector
     checkpointer = opened()
     nbytes = 8 * MIB
     held = []

@@ -205,7 +205,9 @@ def test_many_small_objects_are_held_a_few_at_a_time(tmp_path, monkeypatch):
     dcp.save(saved, storage_writer=FileWriter(tmp_path))
     calls = []
     read = FileReader._read
-    monkeypatch.setattr(FileReader, "_read", lambda self, slices: (calls.append(slices), read(self, slices)))
+    monkeypatch.setattr(
+        FileReader, "_read", lambda self, slices, **options: (calls.append(slices), read(self, slices, **options))
+    )
     found = dict.fromkeys(saved, "")
     dcp.load(found, storage_reader=FileReader(tmp_path))
     assert found == saved

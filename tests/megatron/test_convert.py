@@ -119,7 +119,7 @@ def test_a_conversion_takes_no_more_memory_than_its_window(alone, tmp_path):
         [(done, grown)] = alone.run(convert_measured, str(tmp_path / source), str(tmp_path / to), given)
         assert done == (1, 0, 96 << 20)
         # The window, and what threads, copies on their way to a file and the allocator keep.
-        assert grown < 48 << 20, to
+        assert grown < 64 << 20, to
         assert max(path.stat().st_size for path in (tmp_path / to).iterdir()) < 6 << 20
     for name in ("tensorferry", "torch_dist", "tensorferry2"):
         assert alone.run(load_key, str(tmp_path / name), rows, name != "torch_dist") == [(True, 3)]
