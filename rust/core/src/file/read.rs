@@ -25,7 +25,7 @@ use crate::payload::{Plan, Slice, checksum_blocks, copy_with_checksums, slices};
 const REQUEST: usize = 1 << 20;
 /// Bytes ahead of a reading thread that are requested from the disk when something is not in the page cache: the disk
 /// has work while threads are between two chunks.
-const AHEAD: u64 = 4 * CHUNK;
+const AHEAD: u64 = CHUNK / 2;
 
 /// A container in a file: the header is read and verified.
 #[derive(Debug)]
