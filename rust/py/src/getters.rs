@@ -3,6 +3,7 @@
 
 use pyo3::intern;
 use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
 use pyo3::types::PyType;
 
 use crate::memory::Getter;
@@ -58,7 +59,9 @@ pub(crate) struct WithoutTorchFunction<'py>(Bound<'py, PyAny>);
 
 impl<'py> WithoutTorchFunction<'py> {
     pub(crate) fn new(py: Python<'py>) -> PyResult<Self> {
-        let guard = py.import(intern!(py, "torch._C"))?.call_method0(intern!(py, "DisableTorchFunctionSubclass"))?;
+        // Looked up once: each optimizer state of a parameter is a dict, and so a run of its own.
+        static CLASS: PyOnceLock<Py<PyType>> = PyOnceLock::new();
+        let guard = CLASS.import(py, "torch._C", "DisableTorchFunctionSubclass")?.call0()?;
         guard.call_method0(intern!(py, "__enter__"))?;
         Ok(Self(guard))
     }

@@ -131,8 +131,8 @@ impl Store {
 #[derive(Default)]
 pub(crate) struct Views {
     pub(crate) all: Vec<View>,
-    /// Shape and strides of all views, one after the other: a view with room for eight dimensions would be three times as
-    /// long, and a state has many.
+    /// Shape and strides of all views, one after the other: a view has no room for eight dimensions, since a state has many
+    /// views, of few.
     dims: Vec<u64>,
     /// Address of a tensor's object, of a `DTensor` that of its local part, to the first view of it. The state keeps all
     /// of them alive.
