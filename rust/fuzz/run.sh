@@ -69,12 +69,18 @@ cat >corpus/json.dict <<'DICT'
 "&grain=4096"
 DICT
 
-for target in "$@"; do
-    mkdir -p "artifacts/$target"
+fuzz() { # TARGET
+    mkdir -p "artifacts/$1"
     limit="-max_total_time=$seconds"
     [ -z "${FUZZ_RUNS:-}" ] || limit="-runs=$FUZZ_RUNS"
-    echo "== $target $limit"
-    "$CARGO_TARGET_DIR/$host/release/$target" "corpus/$target" -dict=corpus/json.dict \
+    status=0
+    told=$("$CARGO_TARGET_DIR/$host/release/$1" "corpus/$1" -dict=corpus/json.dict \
         "$limit" -rss_limit_mb=1024 -timeout=10 -max_len=4096 \
-        -print_final_stats=1 -verbosity=0 -artifact_prefix="artifacts/$target/"
-done
+        -print_final_stats=1 -verbosity=0 -artifact_prefix="artifacts/$1/" 2>&1) || status=$?
+    printf '== %s %s\n%s\n' "$1" "$limit" "$told"
+    return $status
+}
+export -f fuzz
+export seconds host
+# Two at a time; xargs ends with an error if one does.
+printf '%s\n' "$@" | xargs -P 2 -I TARGET bash -c 'fuzz TARGET'
