@@ -44,6 +44,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):
+        # Workers take files in this order: the longest ones first, so that none is left to one worker at the end.
+        slow = {item.path for item in items if item.get_closest_marker("slow")}
+        items.sort(key=lambda item: item.path not in slow)
     if config.getoption("--transport") == "torchft":
         skip = pytest.mark.skip(reason="torchft's HTTPTransport does not do this")
         # torchft's receiver keeps tensors in the memory of a bytes object, and it leaves sockets to the collector.
