@@ -2,13 +2,11 @@
 //! goes on where another one ended; what a receive has filled is sealed.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
 
-mod common;
-
 use std::fs;
 use std::os::unix::fs::FileExt;
 
+use crate::common::{BLOCK, Rig, STEP, State, lanes};
 use bytes::Bytes;
-use common::{BLOCK, Rig, STEP, State, lanes};
 use tensorferry_core::{Container, Destination, ErrorKind, FileOptions, Item, Remote, seal_file, write_file};
 use tensorferry_wire::container::DIGESTS_ENTRY;
 use tensorferry_wire::digest::checksum;

@@ -2,12 +2,10 @@
 //! the right kind of error, and no wrong byte is ever handed over.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
 
-mod common;
-
 use std::time::{Duration, Instant};
 
-use common::faults::{ALWAYS, Fault, Proxy};
-use common::{BLOCK, PATIENCE, Rig, STEP, State, lanes};
+use crate::common::faults::{ALWAYS, Fault, Proxy};
+use crate::common::{BLOCK, PATIENCE, Rig, STEP, State, lanes};
 use tensorferry_core::{Arrived, Cancel, Destination, Error, ErrorKind, FetchOptions, Remote};
 
 fn state() -> State {

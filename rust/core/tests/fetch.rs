@@ -1,9 +1,7 @@
 //! Receiving works for every size, every destination and any number of lanes.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
 
-mod common;
-
-use common::{BLOCK, Rig, STEP, State, lanes, noise};
+use crate::common::{BLOCK, Rig, STEP, State, lanes, noise};
 use tensorferry_core::{Destination, ErrorKind, Remote, Stability};
 use tensorferry_wire::container::{MANIFEST_ENTRY, PICKLE_ENTRY};
 
@@ -27,7 +25,7 @@ fn every_size_arrives_in_fresh_memory_over_any_number_of_lanes() {
         assert_eq!((report.retries, report.lanes), (0, count));
         assert!(arrived.offsets().iter().all(|o| o.is_some_and(|o| o % 64 == 0)));
     }
-    let default = state.fetch(&[&rig.url()], tensorferry_core::FetchOptions::within(common::PATIENCE)).unwrap();
+    let default = state.fetch(&[&rig.url()], tensorferry_core::FetchOptions::within(crate::common::PATIENCE)).unwrap();
     assert!((2..=8).contains(&default.report().lanes));
 }
 

@@ -1,15 +1,13 @@
 //! Containers in files: they are valid safetensors, slices of them can be read, and every damage is noticed.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
 
-mod common;
-
 use std::fs;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use crate::common::{BLOCK, State};
 use bytes::Bytes;
-use common::{BLOCK, State};
 use safetensors::SafeTensors;
 use tensorferry_core::{
     Cancel, Container, DIRECT_FROM, ErrorKind, FileOptions, FileReport, Item, Repeat, Slice, write_file,

@@ -1,12 +1,10 @@
 //! The gate: which requests wait, for how long, and what is served once it opens.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
 
-mod common;
-
 use std::time::{Duration, Instant};
 
-use common::raw::{Raw, get};
-use common::{BLOCK, PATIENCE, Rig, STEP, State, eventually, lanes};
+use crate::common::raw::{Raw, get};
+use crate::common::{BLOCK, PATIENCE, Rig, STEP, State, eventually, lanes};
 use tensorferry_core::{ErrorKind, FetchOptions, Remote, Stability};
 
 #[test]

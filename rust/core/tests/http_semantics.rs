@@ -1,12 +1,10 @@
 //! The server's answers, byte for byte: methods, paths, conditions, ranges, connections.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
 
-mod common;
-
 use std::io::Write;
 
-use common::raw::{Raw, get, request};
-use common::{BLOCK, Rig, STEP, State, noise};
+use crate::common::raw::{Raw, get, request};
+use crate::common::{BLOCK, Rig, STEP, State, noise};
 use safetensors::SafeTensors;
 use tensorferry_core::Stability;
 use tensorferry_wire::container::Header;

@@ -1,16 +1,14 @@
 //! Sources that do not keep to the protocol: each lie ends the transfer in time, with a kind of error that fits it.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
 
-mod common;
-
 use std::io::Write;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use common::faults::Liar;
-use common::raw::get;
-use common::{BLOCK, Rig, STEP, State, lanes};
+use crate::common::faults::Liar;
+use crate::common::raw::get;
+use crate::common::{BLOCK, Rig, STEP, State, lanes};
 use tensorferry_core::{Destination, ErrorKind, FetchOptions, Hint, Remote};
 
 /// Fetches from a server that answers every request with `answer`. Returns the error after checking that it came in

@@ -1,15 +1,13 @@
 //! What `/metrics` and the status page report about a server, and about the receives of the same process; the ports.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
 
-mod common;
-
 use std::net::TcpListener;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use common::raw::{Raw, get, request};
-use common::{BLOCK, Rig, STEP, State, eventually, lanes};
+use crate::common::raw::{Raw, get, request};
+use crate::common::{BLOCK, Rig, STEP, State, eventually, lanes};
 use tensorferry_core::{ErrorKind, FetchOptions, Hint, Report, Secret, Server, ServerConfig, Stability};
 
 #[test]

@@ -1,13 +1,11 @@
 //! State that is changed while it is served: the received bytes are of one moment, or the receive fails and says why.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
 
-mod common;
-
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use common::{BLOCK, PATIENCE, Rig, STEP, lanes};
+use crate::common::{BLOCK, PATIENCE, Rig, STEP, lanes};
 use tensorferry_core::{
     Arrived, Destination, Error, ErrorKind, FetchOptions, Hint, Item, Memory, Publication, Remote, Repeat, Secret,
     ServerConfig, Slice, Stability, Withdrawn,

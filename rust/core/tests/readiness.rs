@@ -2,17 +2,15 @@
 //! no other request is delayed by that.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
 
-mod common;
-
 use std::io::Read;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use common::local::{LocalReader, name_of};
-use common::raw::{Answer, Raw, get};
-use common::{BLOCK, PATIENCE, Rig, STEP, State, eventually, lanes, noise};
+use crate::common::local::{LocalReader, name_of};
+use crate::common::raw::{Answer, Raw, get};
+use crate::common::{BLOCK, PATIENCE, Rig, STEP, State, eventually, lanes, noise};
 use tensorferry_core::{
     Alternate, Destination, Error, ErrorKind, FetchOptions, Item, Memory, Publication, Readiness, Remote, Rendered,
     ServerConfig, Stability, Withdrawn,

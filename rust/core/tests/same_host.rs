@@ -2,17 +2,15 @@
 //! strict as the network.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
 
-mod common;
-
 use std::io::{Read, Write};
 use std::time::{Duration, Instant};
 
-use common::faults::{ALWAYS, Fault, Proxy};
-use common::local::{
+use crate::common::faults::{ALWAYS, Fault, Proxy};
+use crate::common::local::{
     FakeSource, LocalReader, NAME_HEADER, answer_from_ring, greet, name_of, read_request, shared_memory,
 };
-use common::raw::{connections, get};
-use common::{BLOCK, PATIENCE, Rig, STEP, State, eventually, lanes, noise};
+use crate::common::raw::{connections, get};
+use crate::common::{BLOCK, PATIENCE, Rig, STEP, State, eventually, lanes, noise};
 use tensorferry_core::{
     Destination, ErrorKind, FetchOptions, Item, Memory, Publication, Remote, Report, ServerConfig, Stability, Withdrawn,
 };

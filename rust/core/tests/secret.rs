@@ -1,16 +1,14 @@
 //! The shared secret: a peer that does not have it gets nothing, and nothing it sends is accepted.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
 
-mod common;
-
 use std::io::Write;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use common::faults::{Fault, Liar, Proxy};
-use common::local::{LocalReader, NAME_HEADER};
-use common::raw::{Answer, Raw, get, request};
-use common::{BLOCK, PATIENCE, Rig, STEP, State};
+use crate::common::faults::{Fault, Liar, Proxy};
+use crate::common::local::{LocalReader, NAME_HEADER};
+use crate::common::raw::{Answer, Raw, get, request};
+use crate::common::{BLOCK, PATIENCE, Rig, STEP, State};
 use tensorferry_core::{Destination, Error, ErrorKind, FetchOptions, Hint, Remote, Secret, ServerConfig, Stability};
 use tensorferry_wire::digest::{self, DigestTable};
 use tensorferry_wire::proof::{self, Key};

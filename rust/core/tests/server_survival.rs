@@ -1,17 +1,15 @@
 //! Bad clients: whatever they do, good receivers are served, and the server shuts down when it should.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
 
-mod common;
-
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixStream};
 use std::time::{Duration, Instant};
 
-use common::local::{LocalReader, name_of};
-use common::raw::{Raw, connections, get};
-use common::{BLOCK, PATIENCE, Rig, STEP, State, eventually, lanes, noise};
+use crate::common::local::{LocalReader, name_of};
+use crate::common::raw::{Raw, connections, get};
+use crate::common::{BLOCK, PATIENCE, Rig, STEP, State, eventually, lanes, noise};
 use tensorferry_core::{FetchOptions, ServerConfig, Stability};
 
 fn state() -> State {

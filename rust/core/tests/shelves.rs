@@ -1,13 +1,11 @@
 //! Several checkpoints behind one port, each on a shelf of its own.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
 
-mod common;
-
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::raw::get;
-use common::{BLOCK, Rig, STEP, State, eventually, lanes};
+use crate::common::raw::get;
+use crate::common::{BLOCK, Rig, STEP, State, eventually, lanes};
 use tensorferry_core::{ErrorKind, FetchOptions, Secret, ServerConfig, Stability, Withdrawn};
 
 /// The path of `tail` below `url`.

@@ -1,10 +1,8 @@
 //! Parts of entries, fetched into the caller's memory: the bytes are exact and verified, and few others are sent.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
 
-mod common;
-
-use common::faults::{ALWAYS, Fault, Proxy};
-use common::{BLOCK, Rig, STEP, State, lanes};
+use crate::common::faults::{ALWAYS, Fault, Proxy};
+use crate::common::{BLOCK, Rig, STEP, State, lanes};
 use tensorferry_core::fetch_slices;
 use tensorferry_core::{
     Error, ErrorKind, FetchOptions, Remote, Repeat, Report, Secret, ServerConfig, Slice, SliceRequest, Stability,

@@ -1,15 +1,13 @@
 //! Several sources: one takes over for another, and bytes of two that differ are never mixed.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
 
-mod common;
-
 use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use common::faults::{ALWAYS, Fault, Liar, Proxy};
-use common::{BLOCK, PATIENCE, Rig, STEP, State, lanes};
+use crate::common::faults::{ALWAYS, Fault, Liar, Proxy};
+use crate::common::{BLOCK, PATIENCE, Rig, STEP, State, lanes};
 use tensorferry_core::{Destination, ErrorKind, FetchOptions, Remote, Stability};
 
 /// Options that find a stuck connection quickly.

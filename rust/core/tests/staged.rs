@@ -1,14 +1,12 @@
 //! Receives in waves: bytes pass through memory that the next wave reuses, and are verified before they are handed on.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
 
-mod common;
-
 use std::net::{TcpListener, TcpStream};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use common::faults::{ALWAYS, Fault, Proxy};
-use common::{BLOCK, Rig, STEP, State, lanes};
+use crate::common::faults::{ALWAYS, Fault, Proxy};
+use crate::common::{BLOCK, Rig, STEP, State, lanes};
 use tensorferry_core::{Arrived, Destination, Error, ErrorKind, FetchOptions, Remote, Stability, StagedFetch};
 
 const POISON: u8 = 0xA5;

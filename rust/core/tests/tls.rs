@@ -1,16 +1,14 @@
 //! TLS: the same bytes arrive, encrypted; another certificate is refused, and clients without TLS harm no others.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
 
-mod common;
-
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use common::faults::{ALWAYS, Fault, Proxy};
-use common::raw::Raw;
-use common::{BLOCK, PATIENCE, Rig, STEP, State, eventually};
+use crate::common::faults::{ALWAYS, Fault, Proxy};
+use crate::common::raw::Raw;
+use crate::common::{BLOCK, PATIENCE, Rig, STEP, State, eventually};
 use tensorferry_core::{
     Cancel, Destination, Error, ErrorKind, FetchOptions, Remote, Secret, ServerConfig, Stability, Withdrawn,
 };

@@ -1,15 +1,13 @@
 //! Withdrawing a snapshot: the trainer goes on at once or after a bounded wait, and its memory is not read any more.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
 
-mod common;
-
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use common::local::{LocalReader, name_of};
-use common::raw::{Raw, get};
-use common::{BLOCK, PATIENCE, Rig, STEP, State, eventually, lanes, noise};
+use crate::common::local::{LocalReader, name_of};
+use crate::common::raw::{Raw, get};
+use crate::common::{BLOCK, PATIENCE, Rig, STEP, State, eventually, lanes, noise};
 use tensorferry_core::{
     Destination, ErrorKind, FetchOptions, Item, Memory, Publication, Remote, ServerConfig, Stability, Withdrawn,
 };
@@ -315,7 +313,7 @@ fn slow() -> Rig {
 
 /// The entity tag of the snapshot that `rig` serves, obtained without beginning a receive.
 fn etag_of(rig: &Rig) -> String {
-    common::raw::request(rig, "HEAD", &rig.path("7.safetensors"), &[]).header("etag").unwrap().to_owned()
+    crate::common::raw::request(rig, "HEAD", &rig.path("7.safetensors"), &[]).header("etag").unwrap().to_owned()
 }
 
 #[test]

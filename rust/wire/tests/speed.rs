@@ -1,5 +1,5 @@
 //! How long encoding and checking take for a header and a manifest of 100,000 tensors. Run with
-//! `cargo test --release -p tensorferry-wire --test speed -- --ignored --nocapture`.
+//! `cargo test --release -p tensorferry-wire --test formats -- speed --ignored --nocapture`.
 #![allow(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
 use std::time::{Duration, Instant};
