@@ -7,15 +7,14 @@ import logging
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import textwrap
 import urllib.request
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from checkpoint_ranks import ranks_of
 from keepers import KeeperAtWork, eventually, loaded
 from tensorferry.checkpointing import Keeper, make_async_checkpointer, make_sync_checkpointer
 from tensorferry.checkpointing.keeper import client
@@ -216,64 +215,39 @@ def test_arguments_are_checked(folder):
     assert not folder.exists()
 
 
-JOB = """
-import os, signal, sys
-sys.path.insert(0, {here!r})
-import torch
-import torch.distributed as dist
-from test_keeper_checkpointers import state_of
-from tensorferry.checkpointing import make_async_checkpointer
-rank, root, phase = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-dist.init_process_group("gloo", init_method=f"file://{{root}}/store-{{phase}}", rank=rank, world_size=2)
-checkpointer = make_async_checkpointer(keeper=sys.argv[4])
-run = os.path.join(root, "run")
-if phase == "first":
-    for number in range(3):
-        checkpointer.save(os.path.join(run, f"step-{{number}}"), state_of(10 * number + rank))[1].result()
-    print("saved", flush=True)
-    signal.pause()
-newest = checkpointer.latest(run)
-state = checkpointer.load(newest)
-assert torch.equal(state["model"]["w"], state_of(20 + rank)["model"]["w"]), newest
-print(newest, flush=True)
-checkpointer.close()
-dist.destroy_process_group()
-"""
+def train(rank: int, root: str, phase: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{root}/store-{phase}", rank=rank, world_size=2)
+    checkpointer = make_async_checkpointer(keeper=f"node{rank}")
+    run = os.path.join(root, "run")
+    if phase == "first":
+        for number in range(3):
+            checkpointer.save(os.path.join(run, f"step-{number}"), state_of(10 * number + rank))[1].result()
+        print("saved", flush=True)
+        signal.pause()
+    newest = checkpointer.latest(run)
+    state = checkpointer.load(newest)
+    assert torch.equal(state["model"]["w"], state_of(20 + rank)["model"]["w"]), newest
+    print(newest, flush=True)
+    checkpointer.close()
+    dist.destroy_process_group()
 
 
 @pytest.mark.slow
 def test_two_ranks_that_were_killed_go_on_from_two_keepers(folder, tmp_path):
     """Each rank has a keeper of its own, which stands for its node; nothing is left on the disk."""
-    here = Path(__file__).parent
-    code = textwrap.dedent(JOB).format(here=str(here))
-    environment = {**os.environ, "PYTHONPATH": str(here.parent / "support")}
-
-    def start(phase: str) -> list[subprocess.Popen]:
-        return [
-            subprocess.Popen(
-                [sys.executable, "-c", code, str(rank), str(tmp_path), phase, f"node{rank}"],
-                stdout=subprocess.PIPE,
-                env=environment,
-                text=True,
-            )
-            for rank in range(2)
-        ]
-
     with KeeperAtWork(folder, name="node0"), KeeperAtWork(folder, name="node1"):
-        first = start("first")
-        for process in first:
-            # Gloo of torch 2.8 writes to stdout too.
-            assert "saved\n" in iter(process.stdout.readline, "")
-        for rank in range(2):
-            with Keeper(f"node{rank}") as keeper:
-                eventually("all is kept", lambda keeper=keeper: any(s.path.endswith("step-2") for s in keeper.held()))
-        for process in first:
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-            process.stdout.close()
+        with ranks_of(2, train, str(tmp_path), "first") as first:
+            for rank in first:
+                # Gloo of torch 2.8 writes to stdout too.
+                eventually("a rank has saved", lambda rank=rank: "saved" in rank.said())
+            for number in range(2):
+                with Keeper(f"node{number}") as keeper:
+                    eventually(
+                        "all is kept", lambda keeper=keeper: any(s.path.endswith("step-2") for s in keeper.held())
+                    )
+            for rank in first:
+                rank.kill()
         shutil.rmtree(tmp_path / "run")
-        second = start("second")
-        for process in second:
-            said, _ = process.communicate(timeout=60)
-            assert process.returncode == 0
-            assert said.splitlines()[-1] == str(tmp_path / "run" / "step-2")
+        with ranks_of(2, train, str(tmp_path), "second") as second:
+            for rank in second:
+                assert rank.end()[-1] == str(tmp_path / "run" / "step-2")

@@ -13,11 +13,11 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from rank_worker import SHARDED, TENSORS
 from torch.distributed.checkpoint.api import CheckpointException
 
 from checkpoint_ranks import run
 from keepers import KeeperAtWork, eventually
+from rank_worker import SHARDED, TENSORS
 from tensorferry import HTTPTransport
 from tensorferry.checkpointing import Keeper, make_async_checkpointer, peer_metadata
 from tensorferry.dcp import PeerReader

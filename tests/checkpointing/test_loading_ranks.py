@@ -6,9 +6,9 @@ import threading
 
 import pytest
 import torch
-from rank_worker import SHARDED, TENSORS
 
 from checkpoint_ranks import run
+from rank_worker import SHARDED, TENSORS
 from tensorferry.checkpointing import SyncCheckpointer, latest_checkpoint, loading
 from tensorferry.errors import CorruptCheckpoint, IncompleteCheckpoint
 from tensorferry.storage.folder import read_index

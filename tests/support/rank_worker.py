@@ -1,4 +1,4 @@
-"""One rank of a job with DTensors: ``rank_worker.py save|load|keep|fetch rank world folder``.
+"""What one rank of a job with DTensors does: :func:`main`.
 
 ``save`` saves and loads; ``load`` loads; ``keep`` saves with a keeper, and kills itself; ``fetch`` loads with a
 ``PeerReader`` what the environment variable ``KEPT`` names.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 
 import torch
 import torch.distributed as dist
@@ -93,7 +92,7 @@ def fetch() -> None:
         assert (asked["plain"].tolist(), asked["note"]) == ([0.0] * 3, 0)
 
 
-def main(what: str, rank: int, world: int, folder: str) -> None:
+def main(rank: int, what: str, world: int, folder: str) -> None:
     store = dist.FileStore(f"{folder}-{what}-{world}.store", world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     mesh = init_device_mesh("cpu", (world,))
@@ -114,7 +113,3 @@ def main(what: str, rank: int, world: int, folder: str) -> None:
     checkpointer.close()
     dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
