@@ -1,4 +1,7 @@
-"""A program for a host whose name server never answers: opens one source, and prints how that ended, and when."""
+"""A program for a host whose name server never answers: opens one source, and prints how that ended, and when.
+
+It reads lines of options, and does so for each of them in a fork: importing torch takes longer than most of it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from tensorferry import HTTPTransport
 from tensorferry.dcp import PeerReader
@@ -54,7 +57,7 @@ DOORS = {
 }
 
 
-def main(door: str, seconds: float, interrupt: float | None) -> None:
+def main(door: str, seconds: float, interrupt: float | None) -> NoReturn:
     # Neither this host's name nor any other is in its hosts file.
     socket.sethostname("nowhere.example")
     silent = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
@@ -85,4 +88,8 @@ def main(door: str, seconds: float, interrupt: float | None) -> None:
 
 
 if __name__ == "__main__":
-    main(**json.loads(sys.argv[1]))
+    for line in sys.stdin:
+        pid = os.fork()
+        if pid == 0:
+            main(**json.loads(line))
+        print(json.dumps({"status": os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}), flush=True)

@@ -41,16 +41,23 @@ def attempt() -> Iterator[Callable[..., dict[str, Any]]]:
         shutil.rmtree(folder, ignore_errors=True)
         pytest.skip(f"no network namespaces here: {reason}")
 
+    command = ["ip", "netns", "exec", host, "unshare", "--uts", sys.executable, str(SCRIPT)]
+    program = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
     def run(door: str, seconds: float = 1, interrupt: float | None = None) -> dict[str, Any]:
-        options = json.dumps({"door": door, "seconds": seconds, "interrupt": interrupt})
-        command = ["ip", "netns", "exec", host, "unshare", "--uts", sys.executable, str(SCRIPT), options]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
+        assert program.stdin is not None
+        assert program.stdout is not None
+        print(json.dumps({"door": door, "seconds": seconds, "interrupt": interrupt}), file=program.stdin, flush=True)
+        result = json.loads(program.stdout.readline())
+        assert "status" not in result, "it failed"
+        assert json.loads(program.stdout.readline()) == {"status": 0}
+        return result
 
     try:
         yield run
     finally:
+        program.kill()
+        program.communicate(timeout=30)
         subprocess.run(("ip", "netns", "delete", host), capture_output=True, timeout=30, check=False)
         shutil.rmtree(folder, ignore_errors=True)
 
