@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -72,7 +73,10 @@ def test_a_deadline_counts_the_lookup_of_a_name(door: str, attempt: Callable[...
     assert result["asked"], "no name server was asked"
     assert 0.9 < result["took"] < AT_ONCE_S, result
     assert "step 7" in result["message"]
-    assert "1.000 s" in result["message"]
+    given = re.search(r"the whole receive was given ([\d.]+) s", result["message"])
+    # A reader's time begins before its name is looked up.
+    assert given is not None, result
+    assert 0.5 < float(given[1]) <= 1, result
     assert "no name server has answered" in result["message"]
     assert "trainer.example" in result["message"]
 
