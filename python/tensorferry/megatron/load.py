@@ -32,10 +32,10 @@ from .release import (
     ShardedTensor,
 )
 from .save import BACKEND, VERSION
-from .together import Together
+from .together import OfRanks, Together
 
 
-class LoadStrategy(LoadShardedStrategy):
+class LoadStrategy(OfRanks, LoadShardedStrategy):
     """Loads a sharded state; :func:`load_strategy` makes it.
 
     Attributes:
@@ -121,7 +121,7 @@ class LoadStrategy(LoadShardedStrategy):
                 or something cannot be read or is damaged; it is raised on all ranks
         """
         del async_strategy
-        ranks = Together(self.process_group, self.timeout)
+        ranks = self._ranks()
         with ranks.counting_on_each_other():
             loading = self._open(ranks, sharded_state_dict, checkpoint_dir)
             ranks.every(f"load {self.name(checkpoint_dir)}", lambda: self._read(ranks, loading))
