@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import logging
 import os
 import random
 import re
@@ -323,6 +324,16 @@ def ask(kept, folder):
             made["new"] = ShardedTensor.from_rank_offsets("new", torch.zeros(2))
         return made
 
+    logged = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())
+    logging.getLogger("tensorferry").addHandler(handler)
+    ours.load(state("more"), folder, strict="log_all", validate_access_integrity=False)
+    ours.load(state("less"), folder, strict="log_all")
+    ours.load(state("more"), folder, strict="log_unexpected", validate_access_integrity=False)
+    ours.load(state("less"), folder, strict="log_unexpected")
+    logging.getLogger("tensorferry").removeHandler(handler)
+    found["logged"] = logged
     for name, module in (("ours", ours), ("stock", stock)):
         for mode in ("log_all", "raise_all", "ignore_all", "return_all", "return_unexpected", "assume_ok_unexpected"):
             result = module.load(state(), folder, ours.load_strategy(), strict=mode)
@@ -363,6 +374,9 @@ def test_a_checkpoint_answers_as_megatrons_do(host, tmp_path):
             # Megatron's tells only the rank that has asked.
             unexpected = ["new"] if name == "ours" or rank == 1 else []
             assert found[name, "return_all", "more"] == [[], unexpected]
+        unexpected = "Unexpected keys (not found in the checkpoint): ['new']"
+        missing = "Missing keys (in the checkpoint, and asked for by no rank): ['vocabulary']"
+        assert found["logged"] == ([unexpected, missing, unexpected] if rank == 0 else [])
         assert found["plain"]["layers.column"] == (4, 48, 24)
         assert found["plain"]["scalar"] == ()
         assert found["objects"] == [f"layers.extra/shard_{i}_4" for i in range(4)]

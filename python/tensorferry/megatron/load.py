@@ -89,8 +89,9 @@ class LoadStrategy(OfRanks, LoadShardedStrategy):
         """
         if loaded_version != BACKEND:
             raise CheckpointingException(
-                f"the checkpoint is of backend {loaded_version!r}, and this strategy reads {BACKEND!r}: load it "
-                "without sharded_strategy=, with the release of Megatron that wrote it"
+                f"the checkpoint is of backend {loaded_version!r}, and this strategy reads {BACKEND!r}: load it with "
+                "megatron.core.dist_checkpointing.load, without sharded_strategy=, or convert it with "
+                "python -m tensorferry.megatron.convert"
             )
 
     def check_version_compatibility(self, loaded_version: int) -> None:
