@@ -16,6 +16,9 @@ import torch
 from placed import RELEASES, Job
 from test_errors import outcome, tensor
 
+#: By hand, they repeat it for minutes.
+pytestmark = pytest.mark.timeout(900)
+
 #: How long ranks wait for those that never come, and collectives for those that are stopped.
 SHORT, GROUP_S = timedelta(seconds=2), 5
 PHASES = ("save", "save in the background", "publish", "load", "load two-stage", "load live")
