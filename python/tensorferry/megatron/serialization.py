@@ -94,8 +94,10 @@ def save(
             # Megatron's wrapper would check it on one rank alone.
             shards.check_access(parts)
 
+    marks = ranks.coordinates and ours.peers is None
+
     def mark() -> None:
-        if ranks.coordinates and ours.peers is None:
+        if marks:
             common.mark(Path(checkpoint_dir), ours.backend, ours.version)
 
     def commit() -> None:
