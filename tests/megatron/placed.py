@@ -11,6 +11,7 @@ import math
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -107,8 +108,9 @@ def _be(rank, world, store, patience, address):
     with Client(address) as pipe:
         pipe.send((rank, os.getpid()))
         with contextlib.suppress(EOFError, OSError):
-            if isinstance(store, int):
-                store = torch.distributed.TCPStore("127.0.0.1", store, is_master=False)
+            if isinstance(store, tuple):
+                hosts, port = store
+                store = torch.distributed.TCPStore("127.0.0.1", port, is_master=rank == hosts, wait_for_workers=False)
             ranks._serve(pipe, rank, world, store, patience, _Rank)
     os._exit(0)
 
@@ -129,16 +131,21 @@ class Job(ranks.Job):
     """``world`` ranks; a call gives what each rank returns. :meth:`Host.job` makes those that are used again.
 
     ``patience`` is the time-out of the process group; with ``over_tcp``, its store is in this process, as torchrun has
-    it in its own. A rank that is stopped while it holds the lock of a store in a file stops all.
+    it in its own, or in that of the rank ``hosts``. A rank that is stopped while it holds the lock of a store in a file
+    stops all.
     """
 
-    def __init__(self, host, world, patience=_PATIENCE_S, over_tcp=False):
+    def __init__(self, host, world, patience=_PATIENCE_S, over_tcp=False, hosts=None):
         self._name, self._patience = f"{world} ranks", _PATIENCE_S
         self._folder = tempfile.TemporaryDirectory()
-        self._store = (
-            torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if over_tcp else None
-        )
-        forked = host.fork(world, self._store.port if over_tcp else f"{self._folder.name}/store", patience)
+        store = self._store = None
+        if hosts is not None:
+            with socket.create_server(("127.0.0.1", 0)) as taken:
+                store = (hosts, taken.getsockname()[1])
+        elif over_tcp:
+            self._store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            store = (None, self._store.port)
+        forked = host.fork(world, store or f"{self._folder.name}/store", patience)
         self._pipes = [pipe for pipe, _ in forked]
         self.pids = [pid for _, pid in forked]
         self.alive = True

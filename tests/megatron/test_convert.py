@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import pickle
@@ -203,6 +204,11 @@ def enlarge(found):
             about.size = torch.Size([n * 2 for n in about.size])
 
 
+def flatten(found):
+    """What release 0.15 noted of shards that it had flattened."""
+    found.mcore_data = {"rows": {"nd_reformulated_orig_global_shape": (8, 5)}}
+
+
 def swap(found):
     """The entries of two tensors of other shapes, one in place of the other."""
     at = {index.fqn: index for index in found.storage_data}
@@ -221,6 +227,11 @@ BAD = {
     "swapped": (lambda f: repickled(f, swap), "is damaged"),
     "file cut": (lambda f: os.truncate(f / "__0_0.distcp", 1000), "__0_0.distcp is damaged"),
     "file gone": (lambda f: (f / "__0_0.distcp").unlink(), "__0_0.distcp cannot be read"),
+    "flattened": (lambda f: repickled(f, flatten), "has flattened shards (rows), which releases since 0.16"),
+    "version": (
+        lambda f: (f / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 2}'),
+        "is of backend 'torch_dist', version 2",
+    ),
     "backend": (lambda f: (f / "metadata.json").write_text('{"sharded_backend": "x"}'), "is of backend 'x'"),
     "no metadata.json": (lambda f: (f / "metadata.json").unlink(), "it has no metadata.json"),
 }
@@ -244,6 +255,63 @@ def test_bad_sources_are_refused_and_nothing_is_left(alone, of_torch, tmp_path, 
     assert text in told
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint"]
     assert not Path("/tmp/tensorferry-should-not-be-there").exists()
+
+
+def test_two_conversions_do_not_write_one_output(alone, tmp_path):
+    partial = tmp_path / "output.partial"
+    partial.mkdir()
+    (partial / "of the other").touch()
+    held = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        # Whoever writes shares with nobody.
+        fcntl.flock(held, fcntl.LOCK_SH)
+        [told] = alone.run(convert, str(WRITTEN), str(tmp_path / "output"), {})
+    finally:
+        os.close(held)
+    assert told == f"another process is converting into {tmp_path}/output: wait for it"
+    assert (partial / "of the other").exists()
+
+
+def split_up(kept, sizes, most):
+    from tensorferry.megatron.convert import split
+    from tensorferry.megatron.shards import Box, check_cover
+
+    del kept
+    boxes = list(split(Box((0,) * len(sizes), sizes), 4, most))
+    check_cover("key", sizes, boxes, "the parts")
+    return max(box.numel * 4 for box in boxes)
+
+
+def test_no_part_is_larger_than_half_a_window(alone):
+    for sizes in ((2, 3, 1000), (1, 1, 5000), (7, 1)):
+        [largest] = alone.run(split_up, sizes, 1000)
+        assert largest <= 1000
+
+
+def shorten_index(kept, folder):
+    """Has the index say that a tensor has half of the rows that its entries have."""
+    from tensorferry.dcp import FileReader
+    from tensorferry.megatron import removal
+
+    del kept
+    metadata = FileReader(folder).read_metadata()
+    about = metadata.state_dict_metadata["rows"]
+    about.size = torch.Size((about.size[0] // 2, *about.size[1:]))
+    for chunk in about.chunks:
+        chunk.offsets = torch.Size((chunk.offsets[0] // 2, *chunk.offsets[1:]))
+        chunk.sizes = torch.Size((chunk.sizes[0] // 2, *chunk.sizes[1:]))
+    moved = {at: at for at in metadata.storage_data}
+    moved |= {at: type(at)("rows", torch.Size((at.offset[0] // 2, *at.offset[1:]))) for at in moved if at.fqn == "rows"}
+    metadata.storage_data = {moved[at]: ref for at, ref in metadata.storage_data.items()}
+    removal.remove(Path(folder), "none of these", metadata)
+
+
+def test_an_index_that_contradicts_its_files_is_refused(alone, tmp_path):
+    folder = str(tmp_path / "ours")
+    alone.run(convert, str(WRITTEN), folder, {})
+    alone.run(shorten_index, folder)
+    [told] = alone.run(convert, folder, str(tmp_path / "output"), {})
+    assert "rows: the index says torch.float32 [4, 5], but its entry has 160 bytes" in told
 
 
 def test_missing_chunks_are_filled_only_where_that_is_asked_for(alone, tmp_path):

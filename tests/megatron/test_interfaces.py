@@ -96,3 +96,4 @@ def test_every_interface_is_there_by_its_name(host):
         strict=True,
     ):
         assert wanted in text
+        assert not text.startswith("another exception"), text

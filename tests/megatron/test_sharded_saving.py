@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import logging
 import os
 import random
 import re
@@ -163,7 +164,7 @@ def test_a_request_is_carried_out_once_and_leaves_nothing_behind_if_it_never_is(
         assert re.search("has been finished before: each request is carried out once. Save again", again)
 
 
-def fail_async(kept, folder, how):
+def fail_async(kept, folder):
     from test_errors import outcome
 
     import tensorferry.megatron as ours
@@ -172,12 +173,11 @@ def fail_async(kept, folder, how):
     request = ours.save(sharded_state(Placement(*PLACE)), folder, async_sharded_save=True)
     job, *rest = request.async_fn_args
     rest[0] = request.preload_fn()
-    if torch.distributed.get_rank() == 1 and how == "fails":
+    if torch.distributed.get_rank() == 1:
         # As if the folder were gone.
         file = dataclasses.replace(job.file, path=Path(folder) / "gone" / "file")
         job = dataclasses.replace(job, file=file)
-    if torch.distributed.get_rank() == 0 or how == "fails":
-        request.async_fn(job, *rest)
+    request.async_fn(job, *rest)
 
     def finish():
         for function in request.finalize_fns:
@@ -187,11 +187,44 @@ def fail_async(kept, folder, how):
 
 
 def test_a_background_write_that_fails_is_an_error_on_every_rank(host, tmp_path):
-    for text in host.job(2).run(fail_async, str(tmp_path), "never ran"):
-        assert re.search(r"has ended without writing it: .* Save again \(rank 1\)", text)
-    for text in host.job(2).run(fail_async, str(tmp_path), "fails"):
+    for text in host.job(2).run(fail_async, str(tmp_path)):
         assert re.search(r"SystemRefused: .*gone.*\(rank 1\)", text)
     assert not (tmp_path / "metadata.json").exists()
+
+
+def kill_writer(kept, folder):
+    """Megatron's queue, as in a trainer; the process that writes for rank 1 is killed while it writes."""
+    import signal
+    from unittest import mock
+
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+    from test_errors import outcome
+
+    import tensorferry.megatron as ours
+    from tensorferry.dcp.files import RankFile
+
+    def die(file, *_):
+        file.path.with_name(f"{file.path.name}.partial").write_bytes(b"begun")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    place = kept["place"]
+    queue = AsyncCallsQueue()
+    request = ours.save(sharded_state(place, value=2), folder, async_sharded_save=True)
+    with mock.patch.object(RankFile, "write", die if torch.distributed.get_rank() == 1 else RankFile.write):
+        queue.schedule_async_request(request)
+    text = outcome(lambda: queue.maybe_finalize_async_calls(blocking=True))
+    before = digest(ours.load(sharded_state(place, empty=True), folder)) == expected(place, value=1)
+    # The group is as good as before.
+    ours.save(sharded_state(place, value=3), folder)
+    after = digest(ours.load(sharded_state(place, empty=True), folder)) == expected(place, value=3)
+    return text, before, after
+
+
+def test_a_killed_writer_is_an_error_on_every_rank_and_the_checkpoint_before_stays(host, tmp_path):
+    host.job(2).run(save, str(tmp_path), 1)
+    for text, before, after in host.job(2).run(kill_writer, str(tmp_path)):
+        assert re.search(r"has ended without writing it: .* Save again \(rank 1\)", text)
+        assert (before, after) == (True, True)
 
 
 def save_without_room(kept, folder):
@@ -291,6 +324,16 @@ def ask(kept, folder):
             made["new"] = ShardedTensor.from_rank_offsets("new", torch.zeros(2))
         return made
 
+    logged = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())
+    logging.getLogger("tensorferry").addHandler(handler)
+    ours.load(state("more"), folder, strict="log_all", validate_access_integrity=False)
+    ours.load(state("less"), folder, strict="log_all")
+    ours.load(state("more"), folder, strict="log_unexpected", validate_access_integrity=False)
+    ours.load(state("less"), folder, strict="log_unexpected")
+    logging.getLogger("tensorferry").removeHandler(handler)
+    found["logged"] = logged
     for name, module in (("ours", ours), ("stock", stock)):
         for mode in ("log_all", "raise_all", "ignore_all", "return_all", "return_unexpected", "assume_ok_unexpected"):
             result = module.load(state(), folder, ours.load_strategy(), strict=mode)
@@ -331,6 +374,9 @@ def test_a_checkpoint_answers_as_megatrons_do(host, tmp_path):
             # Megatron's tells only the rank that has asked.
             unexpected = ["new"] if name == "ours" or rank == 1 else []
             assert found[name, "return_all", "more"] == [[], unexpected]
+        unexpected = "Unexpected keys (not found in the checkpoint): ['new']"
+        missing = "Missing keys (in the checkpoint, and asked for by no rank): ['vocabulary']"
+        assert found["logged"] == ([unexpected, missing, unexpected] if rank == 0 else [])
         assert found["plain"]["layers.column"] == (4, 48, 24)
         assert found["plain"]["scalar"] == ()
         assert found["objects"] == [f"layers.extra/shard_{i}_4" for i in range(4)]
@@ -368,19 +414,32 @@ def load_pickled(kept, folder):
     del kept
     rank = torch.distributed.get_rank()
 
-    def state(value=None):
-        return {"o": ShardedObject("o", value, (1,), (0,), replica_id=rank), "spread": dataclasses.replace}
+    def object_alone(value=None):
+        return {"o": ShardedObject("o", value, (1,), (0,), replica_id=rank)}
 
-    ours.save(state(Path.home), folder)
+    def state(value=None):
+        return object_alone(value) | {"spread": dataclasses.replace}
+
+    ours.save(state(Path.home), f"{folder}/both")
+    ours.save(object_alone(Path.home), f"{folder}/object")
+    ours.save({"spread": dataclasses.replace}, f"{folder}/common")
+    refused = [
+        outcome(lambda: ours.load(object_alone(), f"{folder}/object")),
+        outcome(lambda: ours.load({}, f"{folder}/common")),
+    ]
     allowed = {"safe_globals": [Path.home, Path, getattr, dataclasses.replace]}
-    refused = outcome(lambda: ours.load(state(), folder))
-    found = [ours.load(state(), folder, ours.load_strategy(**options)) for options in (allowed, {"trust_pickle": True})]
+    found = [
+        ours.load(state(), f"{folder}/both", ours.load_strategy(**options))
+        for options in (allowed, {"trust_pickle": True})
+    ]
     return refused, [(one["o"] == Path.home, one["spread"] is dataclasses.replace) for one in found]
 
 
 def test_pickles_are_read_with_the_allow_list(host, tmp_path):
+    for name in ("both", "object", "common"):
+        (tmp_path / name).mkdir()
     for refused, found in host.job(2).run(load_pickled, str(tmp_path)):
-        assert re.search("not on the allow-list", refused)
+        assert all("not on the allow-list" in text for text in refused), refused
         assert found == [(True, True)] * 2
 
 

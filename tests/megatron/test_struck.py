@@ -9,10 +9,15 @@ import re
 import signal
 import time
 from datetime import timedelta
+from pathlib import Path
 
+import pytest
 import torch
-from placed import Job
+from placed import RELEASES, Job
 from test_errors import outcome, tensor
+
+#: By hand, they repeat it for minutes.
+pytestmark = pytest.mark.timeout(900)
 
 #: How long ranks wait for those that never come, and collectives for those that are stopped.
 SHORT, GROUP_S = timedelta(seconds=2), 5
@@ -69,12 +74,6 @@ def go_on(kept, phase, folder, metadata):
     from tensorferry.dcp import PeerWriter
 
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-
-    def be_struck(*_):
-        raise RuntimeError("struck")
-
-    signal.signal(signal.SIGUSR1, be_struck)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     if phase == "publish":
         kept["writer"] = PeerWriter(SHORT, interface="127.0.0.1")
     if phase == "load two-stage":
@@ -104,12 +103,22 @@ def go_on(kept, phase, folder, metadata):
                 )
                 ours.load(dict(replicas), folder, strategy)
 
+    return until_struck(run)
+
+
+def until_struck(run):
+    """What ends a call that a signal may end."""
+
+    def be_struck(*_):
+        raise RuntimeError("struck")
+
+    signal.signal(signal.SIGUSR1, be_struck)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        text = outcome(run)
+        return outcome(run)
     finally:
         for number in (signal.SIGUSR1, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
-    return text
 
 
 def publish(kept):
@@ -135,10 +144,12 @@ def check(kept, folder):
     return {float(number) for name in ("w", "v") for number in found[name].unique()} | {found["o"], found["count"]}
 
 
-def strike(job, victim, way):
-    """Strikes a rank, and waits for what the others say, and it, if it can: their texts by rank."""
+def strike(job, victim, way, others=None):
+    """Strikes a rank, and waits for what all ``others`` say, and it, if it can: their texts by rank."""
     began = time.monotonic()
-    waits_for = [rank for rank in range(len(job.pids)) if rank != victim or way in ("interrupted", "raises")]
+    waits_for = [rank for rank in range(len(job.pids)) if rank != victim] if others is None else others
+    if way in ("interrupted", "raises"):
+        waits_for = [*waits_for, victim]
     told = {}
     os.kill(job.pids[victim], SIGNALS[way])
     for rank in waits_for:
@@ -180,3 +191,122 @@ def test_all_others_raise_and_the_checkpoint_before_stays(host, tmp_path, pytest
                 assert re.match("cannot (save|load|write|publish|spread)", text), where
         (numbers,) = {frozenset(one) for one in host.job(2).run(check, str(folder))}
         assert len(numbers) == 1, (phase, way, numbers)
+
+
+def hurry(kept):
+    from tensorferry.megatron import together
+
+    del kept
+    together._GRACE = 1
+
+
+def test_a_stopped_rank_that_hosts_the_store_makes_nobody_wait_for_ever(host, tmp_path, pytestconfig):
+    """As without torchrun: the store does not answer either, whatever its time-out."""
+    if host.release != RELEASES[-1]:
+        pytest.skip("the same with every release")
+    random.seed(pytestconfig.getoption("--fuzz-seed"))
+    for number in range(max(1, pytestconfig.getoption("--kills") // 10)):
+        phase = ("save", "load", "save in the background", "load two-stage")[number % 4]
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        job = Job(host, 2, GROUP_S, hosts=0)
+        try:
+            job.run(hurry)
+            job.run(save, str(folder))
+            job.start(go_on, phase, str(folder), None)
+            time.sleep(0.1 + random.random() * 0.4)
+            told = strike(job, 0, "stopped")
+            # It finds out when it goes on.
+            os.kill(job.pids[0], signal.SIGCONT)
+            assert job._pipes[0].poll(40)
+            told[0] = job._pipes[0].recv()[1]
+        finally:
+            job.kill()
+        for rank, text in told.items():
+            assert re.match("cannot (save|load|write|spread)", text), (phase, rank, text)
+        (numbers,) = {frozenset(one) for one in host.job(2).run(check, str(folder))}
+        assert len(numbers) == 1, (phase, numbers)
+
+
+def heal_on(kept, folder):
+    """Heals each rank of the second half from its counterpart, again and again, until the test says that it may end."""
+    from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
+
+    from tensorferry import HTTPTransport
+
+    del kept
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    half = world // 2
+    is_healthy, peer = rank < half, (rank + half) % world
+    state = {"w": tensor("w", rank % half, half, 1 << 20)}
+    if not is_healthy:
+        state["w"].data.zero_()
+
+    def local_state():
+        return dict_list_map_outplace(lambda leaf: leaf.data, state)
+
+    transport = HTTPTransport(SHORT, state_dict=local_state, interface="127.0.0.1")
+    if is_healthy:
+        state["w"].data.fill_(rank + 1)
+        transport.send_checkpoint([peer], 1, local_state(), SHORT)
+    urls = [None] * world
+    torch.distributed.all_gather_object(urls, transport.metadata())
+    (Path(folder) / f"url {rank}").write_text(transport.metadata())
+
+    def run():
+        while not (Path(folder) / f"over for {'sources' if is_healthy else 'receivers'}").exists():
+            if is_healthy:
+                time.sleep(0.01)
+                continue
+            transport.recv_checkpoint(peer, urls[peer], 1, SHORT)
+            assert (state["w"].data == peer + 1).all()
+
+    try:
+        return until_struck(run)
+    finally:
+        transport.shutdown(wait=False)
+
+
+def test_a_strike_at_a_heal_harms_its_counterpart_alone(host, tmp_path, pytestconfig):
+    from tensorferry import HTTPTransport
+
+    if host.release != RELEASES[-1]:
+        pytest.skip("the same with every release")
+    random.seed(pytestconfig.getoption("--fuzz-seed"))
+    for number in range(max(2, pytestconfig.getoption("--kills") // 5)):
+        way = list(SIGNALS)[(number + number // len(SIGNALS)) % len(SIGNALS)]
+        half = random.choice((1, 2))
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        # A source and a receiver in turn.
+        victim = random.randrange(half) + half * (number % 2)
+        job = Job(host, 2 * half, GROUP_S, over_tcp=True)
+        told = {}
+        try:
+            job.start(heal_on, str(folder))
+            while len(list(folder.glob("url *"))) < 2 * half:
+                time.sleep(0.01)
+            time.sleep(0.1 + random.random() * 0.3)
+            if victim < half:
+                told = strike(job, victim, way, others=[victim + half])
+            else:
+                told = strike(job, victim, way, others=[])
+                # What takes the place of the one that was struck heals from the same source.
+                with HTTPTransport(SHORT, interface="127.0.0.1") as transport:
+                    url = (folder / f"url {victim - half}").read_text()
+                    found = transport.recv_checkpoint(0, url, 1, SHORT)
+                assert (found["w"] == victim - half + 1).all()
+            for rank in sorted(set(range(2 * half)) - {victim, *told}, reverse=True):
+                (folder / f"over for {'sources' if rank < half else 'receivers'}").touch()
+                assert job._pipes[rank].poll(40), f"rank {rank} waits, {victim} was {way}"
+                told[rank] = job._pipes[rank].recv()[1]
+        finally:
+            job.kill()
+        for rank, text in told.items():
+            where = (number, way, victim, rank, text)
+            if rank == victim:
+                assert re.search("KeyboardInterrupt" if way == "interrupted" else "struck", text), where
+            elif rank == victim + half:
+                assert re.search("(FetchTimeout|ConnectError|SourceChanged): ", text), where
+            else:
+                assert text == "nothing was raised", where

@@ -128,7 +128,10 @@ def test_ctrl_c_on_one_rank_is_told_to_the_others(host, tmp_path):
 
 
 def interrupt_between(kept, folder, where):
-    """Interrupts rank 1 between two steps of a save, or in the middle of what two-stage ranks do together."""
+    """Interrupts rank 1 between two steps of a save, or in the middle of what two-stage ranks do together.
+
+    Or rank 1 finds that the ranks have lost contact, while another one of its group waits for it.
+    """
     from importlib import import_module
     from unittest import mock
 
@@ -139,9 +142,17 @@ def interrupt_between(kept, folder, where):
     saving = import_module("tensorferry.megatron.save")
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     place, name = (saving, "_Saving") if where == "save" else (two_stage._Exchange, "_serve")
+    does = KeyboardInterrupt
+    if where == "its group":
+        place, name = two_stage.TwoStageDataParallelLoadShardedStrategy, "_shared_index"
+
+        def does(ranks, _):
+            ranks._break("KeyboardInterrupt on rank 1")
+            raise KeyboardInterrupt
+
     with contextlib.ExitStack() as stack:
         if rank == 1:
-            stack.enter_context(mock.patch.object(place, name, side_effect=KeyboardInterrupt))
+            stack.enter_context(mock.patch.object(place, name, side_effect=does))
         if where == "save":
             return outcome(lambda: ours.save(state(rank, world), folder))
         groups = kept.setdefault("groups", [torch.distributed.new_group(members) for members in ((0, 1), (2, 3))])
@@ -164,6 +175,12 @@ def test_ctrl_c_anywhere_ends_the_wait_of_the_others(host, tmp_path):
             host.job(4).run(save, str(tmp_path))
     # Nobody knows which collectives were half done.
     host.job(4).kill()
+    host.job(4).run(save, str(tmp_path))
+    told = host.job(4).run(interrupt_between, str(tmp_path), "its group")
+    host.job(4).kill()
+    assert "KeyboardInterrupt" in told.pop(1)
+    for text in told:
+        assert re.match(r"cannot load .*KeyboardInterrupt on rank 1", text), text
 
 
 def finalize_on_some(kept, folder):

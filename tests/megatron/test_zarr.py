@@ -108,6 +108,17 @@ def test_its_metadata_is_read(ranks):
         assert (missing, unexpected) == ({"columns"}, {"new"})
 
 
+def test_what_early_releases_wrote_is_read(ranks, folder):
+    """Without the last number in the name of an object's file, and beside the locks of a writer."""
+    keys = ranks.run(describe, str(folder))[0][1]
+    extra = folder / "layers.extra_state"
+    (extra / "shard_0.0_1.1.pt").rename(extra / "shard_0.0_1.pt")
+    (folder / "rows.sync").mkdir()
+    (folder / "rows.sync" / ".zarray").touch()
+    assert ranks.run(describe, str(folder))[0][1] == keys
+    assert ranks.run(load_all, str(folder), 10, True) == [[], []]
+
+
 def save(kept, folder):
     from megatron.core import dist_checkpointing as stock
 
@@ -350,6 +361,8 @@ def try_load(kept, folder, change=None, options=None):
             state["rows"].key = value
         elif name == "rows":
             state["rows"].global_shape = (value, 5)
+        elif name == "data":
+            state["rows"].data = state["rows"].data[:, :1].expand(-1, value)
         elif name == "object":
             state["objects"]["random"].key = value
     try:
@@ -455,6 +468,7 @@ def test_bad_folders_are_refused_on_every_rank(ranks, folder, name):
         (("key", "other"), "the checkpoint has no tensor 'other'"),
         (("object", "../random"), "it leads out of"),
         (("rows", 16), "Global shape mismatch"),
+        (("data", 5), "rows: its data cannot be written to"),
     ],
     ids=str,
 )
@@ -492,6 +506,12 @@ def try_save(kept, folder, change):
             state["rows"].key = "../rows"
         elif change == "reserved":
             state["rows"].key = "metadata.json"
+        elif change == "metadata":
+            state["rows"].key = "rows/.zarray"
+        elif change == "locks":
+            state["rows"].key = "rows.sync"
+        elif change == "shape":
+            state["rows"].global_shape = (24, 5)
     try:
         ZarrSaveShardedStrategy().save(state, folder)
     except CheckpointingException as e:
@@ -506,11 +526,35 @@ def try_save(kept, folder, change):
         ("dtype", "columns is of torch.float8_e4m3fn, which checkpoints of backend 'zarr' do not have"),
         ("key", "it leads out of"),
         ("reserved", "'metadata.json' cannot be the key of a tensor or object: metadata.json is another file"),
+        ("metadata", "'rows/.zarray' is a name that checkpoints of backend 'zarr' reserve"),
+        ("locks", "'rows.sync' is a name that checkpoints of backend 'zarr' reserve"),
+        ("shape", "rows: the ranks do not agree on it: it is torch.float32 [24, 5] on this one"),
     ],
 )
 def test_what_cannot_be_saved_is_refused_on_every_rank(ranks, tmp_path, change, text):
     for message in ranks.run(try_save, str(tmp_path), change):
         assert text in message
+
+
+def save_otherwise(kept, folder):
+    from test_errors import outcome
+
+    import tensorferry.megatron as ours
+
+    del kept
+    saves = ours.ZarrSaveShardedStrategy()
+    return (
+        outcome(lambda: saves.async_save({}, folder)),
+        outcome(lambda: ours.ZarrSaveShardedStrategy("torch_dist", 1)),
+        outcome(lambda: ours.ZarrSaveShardedStrategy("zarr", 2)),
+    )
+
+
+def test_another_format_is_not_promised(alone, tmp_path):
+    [(in_background, backend, version)] = alone.run(save_otherwise, str(tmp_path))
+    assert in_background.startswith("Cannot apply async_save to the backend 'zarr'")
+    assert backend.endswith("not 'torch_dist' of version 1")
+    assert version.endswith("not 'zarr' of version 2")
 
 
 def test_an_array_that_is_there_is_not_saved_into(ranks, folder):

@@ -32,10 +32,10 @@ from .release import (
     ShardedTensor,
 )
 from .save import BACKEND, VERSION
-from .together import Together
+from .together import OfRanks, Together
 
 
-class LoadStrategy(LoadShardedStrategy):
+class LoadStrategy(OfRanks, LoadShardedStrategy):
     """Loads a sharded state; :func:`load_strategy` makes it.
 
     Attributes:
@@ -89,8 +89,9 @@ class LoadStrategy(LoadShardedStrategy):
         """
         if loaded_version != BACKEND:
             raise CheckpointingException(
-                f"the checkpoint is of backend {loaded_version!r}, and this strategy reads {BACKEND!r}: load it "
-                "without sharded_strategy=, with the release of Megatron that wrote it"
+                f"the checkpoint is of backend {loaded_version!r}, and this strategy reads {BACKEND!r}: load it with "
+                "megatron.core.dist_checkpointing.load, without sharded_strategy=, or convert it with "
+                "python -m tensorferry.megatron.convert"
             )
 
     def check_version_compatibility(self, loaded_version: int) -> None:
@@ -121,7 +122,7 @@ class LoadStrategy(LoadShardedStrategy):
                 or something cannot be read or is damaged; it is raised on all ranks
         """
         del async_strategy
-        ranks = Together(self.process_group, self.timeout)
+        ranks = self._ranks()
         with ranks.counting_on_each_other():
             loading = self._open(ranks, sharded_state_dict, checkpoint_dir)
             ranks.every(f"load {self.name(checkpoint_dir)}", lambda: self._read(ranks, loading))

@@ -42,7 +42,7 @@ from .release import (
     async_request_class,
     is_main_replica,
 )
-from .together import PATIENCE, Together
+from .together import PATIENCE, OfRanks, Together
 
 logger = logging.getLogger("tensorferry")
 
@@ -51,7 +51,7 @@ BACKEND = "tensorferry"
 VERSION = 1
 
 
-class SaveStrategy(TorchDistSaveShardedStrategy, AsyncSaveShardedStrategy):  # type: ignore[misc]
+class SaveStrategy(OfRanks, TorchDistSaveShardedStrategy, AsyncSaveShardedStrategy):  # type: ignore[misc]
     """Saves a sharded state; :func:`save_strategy` makes it.
 
     It derives from Megatron's own strategy because releases since 0.17 silently replace every other class.
@@ -89,7 +89,7 @@ class SaveStrategy(TorchDistSaveShardedStrategy, AsyncSaveShardedStrategy):  # t
             CheckpointingException: a shard is missing, is there twice or cannot be saved, or the system refuses; it is
                 raised on all ranks, and the checkpoint that was in the folder before stays
         """
-        ranks = Together(self.process_group, self.timeout)
+        ranks = self._ranks()
         with ranks.counting_on_each_other():
             saving = self._begin(ranks, sharded_state_dict, checkpoint_dir)
             saving.finish(ranks, lambda: saving.writer.write_data(saving.plan, saving.data).value())
@@ -116,7 +116,7 @@ class SaveStrategy(TorchDistSaveShardedStrategy, AsyncSaveShardedStrategy):  # t
         if self.peers is not None:
             self.save(sharded_state_dict, checkpoint_dir)
             return request(None, (), [])
-        ranks = Together(self.process_group, self.timeout)
+        ranks = self._ranks()
         folders: list[str] = []
         with ranks.counting_on_each_other():
             saving = self._begin(ranks, sharded_state_dict, checkpoint_dir, folders)

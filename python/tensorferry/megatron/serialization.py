@@ -94,29 +94,36 @@ def save(
             # Megatron's wrapper would check it on one rank alone.
             shards.check_access(parts)
 
-    with ranks.counting_on_each_other():
-        ranks.step(f"save into {checkpoint_dir}", prepare, check)
+    marks = ranks.coordinates and ours.peers is None
+
+    def mark() -> None:
+        if marks:
+            common.mark(Path(checkpoint_dir), ours.backend, ours.version)
 
     def commit() -> None:
-        def mark() -> None:
-            if ranks.coordinates and ours.peers is None:
-                common.mark(Path(checkpoint_dir), ours.backend, ours.version)
-
         # They have gone separate ways since.
         Together(ours.process_group, ours.timeout).every("write metadata.json", mark)
 
+    def begin() -> Any:
+        if not async_sharded_save:
+            return strategy.save(found[0], checkpoint_dir)
+        if strategy is ours:
+            return ours.async_save(found[0], checkpoint_dir, async_strategy)
+        return _async_save(strategy, found[0], checkpoint_dir, async_strategy)
+
+    with ranks.counting_on_each_other():
+        ranks.step(f"save into {checkpoint_dir}", prepare, check)
+        if strategy is ours:
+            with ours.among(ranks):
+                request = begin()
+            if not async_sharded_save:
+                ranks.every("write metadata.json", mark)
+    if strategy is not ours:
+        request = _wrapped(f"save into {checkpoint_dir}", strategy, begin)
+        if not async_sharded_save:
+            commit()
     if not async_sharded_save:
-        _wrapped(f"save into {checkpoint_dir}", strategy, lambda: strategy.save(found[0], checkpoint_dir))
-        commit()
         return None
-    if strategy is ours:
-        request = ours.async_save(found[0], checkpoint_dir, async_strategy)
-    else:
-        request = _wrapped(
-            f"save into {checkpoint_dir}",
-            strategy,
-            lambda: _async_save(strategy, found[0], checkpoint_dir, async_strategy),
-        )
     request.finalize_fns.append(commit)
     return request
 
@@ -188,18 +195,23 @@ def load(
             merge(shared, own)
 
         ranks.every(where, begin)
-    if (missing or unexpected) and handling in _LOGGING and ranks.coordinates:
-        logger.warning("%s", _mismatch(missing, unexpected))
-    if unexpected:
-        wanted = adjust_non_strict_load(wanted, unexpected)
-    loaded = _wrapped(where, strategy, lambda: strategy.load(wanted, checkpoint_dir))
+        if (missing or unexpected) and handling in _LOGGING and ranks.coordinates:
+            logger.warning("%s", _mismatch(missing, unexpected))
+        if unexpected:
+            wanted = adjust_non_strict_load(wanted, unexpected)
 
-    def finish() -> None:
-        merge(shared, loaded)
-        apply_factory_merges(shared, factories)
+        def finish() -> None:
+            merge(shared, loaded)
+            apply_factory_merges(shared, factories)
 
-    # A wrapper of Megatron's may have failed on one rank: the others do not wait for it as long as for a collective.
-    Together(ours.process_group, ours.timeout).every(where, finish)
+        if strategy is ours:
+            with ours.among(ranks):
+                loaded = strategy.load(wanted, checkpoint_dir)
+            ranks.every(where, finish)
+    if strategy is not ours:
+        loaded = _wrapped(where, strategy, lambda: strategy.load(wanted, checkpoint_dir))
+        # It may have failed on one rank: the others do not wait for that one as long as for a collective.
+        Together(ours.process_group, ours.timeout).every(where, finish)
     return (shared, missing, unexpected) if handling in _RETURNING else shared
 
 

@@ -3,7 +3,8 @@
 Ranks first *meet*, by keys in the store of the process group: a rank that never comes, because it has raised an error
 on its own or is dead, makes the others raise after a time, and leaves no collective half done. Then they exchange small
 messages by collectives of the group. Those who wait for one look into the store as well: a collective in which a rank
-dies fails on that rank's neighbours only, and they tell the others.
+dies fails on that rank's neighbours only, and they tell the others. A store that does not answer, because the rank that
+hosts it is stopped, makes nobody wait longer than for the other ranks.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from __future__ import annotations
 import contextlib
 import math
 import pickle
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from datetime import timedelta
 from importlib.metadata import version
 from typing import Any, NoReturn, TypeVar
@@ -24,6 +27,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from ..errors import TensorferryError
 from .release import CheckpointingException
+from .store import StoreThread
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -38,6 +42,8 @@ _GRACE = 10
 _SOON, _LATE, _PART = 0.00005, 0.01, 0.05
 #: Seconds between two looks for the word that the group is broken.
 _LOOK = 0.25
+#: Seconds that a store has to answer a look or take a word, once there is nothing else to wait for.
+_ANSWER = 2
 
 
 class Together:
@@ -60,6 +66,7 @@ class Together:
         self._patience = patience.total_seconds()
         self._has_met = within is not None
         self._within = within
+        self._asking: StoreThread = StoreThread() if within is None else within._asking
         self._told: BaseException | None = None
         self.rank = dist.get_rank(group) if joined else 0
         self.world = dist.get_world_size(group) if joined else 1
@@ -205,11 +212,28 @@ class Together:
     def _wait(self, begin: Callable[[], Any]) -> None:
         """Begins a collective, and waits for it, or for another rank's word that it will not end."""
         work = begin()
-        self._until(work.is_completed)
+        looks: list[Future[None]] = []
+
+        def has_ended() -> bool:
+            if looks and looks[0].done():
+                looks.pop().result()
+            return bool(work.is_completed())
+
+        def look() -> None:
+            if not looks:
+                looks.append(self._asking.ask(self._check_broken))
+
+        try:
+            self._until(has_ended, look)
+        finally:
+            # The thread is quiet when nothing is waited for, unless the store does not answer.
+            for one in looks:
+                with contextlib.suppress(TimeoutError):
+                    one.exception(_ANSWER)
         work.wait()
 
-    def _until(self, is_there: Callable[[], bool], deadline: float = math.inf) -> bool:
-        """Waits for something, or for another rank's word that the group is broken; returns whether it is there."""
+    def _until(self, is_there: Callable[[], bool], look: Callable[[], None], deadline: float = math.inf) -> bool:
+        """Waits for something, and looks now and then at something else; returns whether it is there."""
         began = looked = time.monotonic()
         # One look at a time: while a store waits by itself, other threads of the process cannot use it.
         while not is_there():
@@ -218,7 +242,7 @@ class Together:
                 return False
             if now - looked > _LOOK:
                 looked = now
-                self._check_broken()
+                look()
             time.sleep(min(max(_PART * (now - began), _SOON), _LATE))
         return True
 
@@ -256,6 +280,8 @@ class Together:
                 raise own from None
             if _interrupts(e):
                 raise
+            if isinstance(e, _Silent):
+                raise CheckpointingException(f"cannot {what}: {e}. Restart the job") from None
             raise CheckpointingException(
                 f"cannot {what}: the ranks have lost contact, since one of them has died or was interrupted ({text}). "
                 "Restart the job"
@@ -271,8 +297,21 @@ class Together:
         Raises:
             CheckpointingException: a rank has not come; it is raised on all that have
         """
-        self._check_broken()
-        missing = self._open() if self.coordinates else self._join()
+        over = threading.Event()
+        answer = self._asking.ask(lambda: self._missing(over))
+        # The others wait for the coordinator, which waits for others.
+        seconds = self._patience + _GRACE if self.coordinates else 2 * self._patience + _GRACE
+        try:
+            missing = answer.result(seconds)
+        except TimeoutError:
+            if answer.done():
+                raise
+            raise _Silent(
+                f"the store of the process group has not answered within {seconds:g} s: the process that hosts it, "
+                "rank 0 or torchrun, is stopped or cannot be reached"
+            ) from None
+        finally:
+            over.set()
         if missing:
             raise CheckpointingException(
                 f"cannot {what}: {missing} within {self._patience:g} s. If it has raised an error on its own, that "
@@ -280,14 +319,19 @@ class Together:
                 "tensorferry.megatron tell all ranks"
             )
 
-    def _open(self) -> str:
+    def _missing(self, over: threading.Event) -> str:
+        """Holds a meeting or goes to it, unless it is ``over`` for this rank; returns who is missing."""
+        self._check_broken()
+        return self._open(over) if self.coordinates else self._join(over)
+
+    def _open(self, over: threading.Event) -> str:
         """Holds a meeting; returns who is missing."""
         store, name = _get_default_store(), self._name()
         number = store.add(f"{name}/meetings", 1)
         others = range(1, self.world)
         store.set(f"{name}/{number}/open", b"")
         deadline = time.monotonic() + self._patience
-        late = [rank for rank in others if not self._is_set(f"{name}/{number}/{rank}", deadline)]
+        late = [rank for rank in others if not self._is_set(f"{name}/{number}/{rank}", deadline, over)]
         missing = f"rank {', '.join(map(str, late[:8]))}{', ...' if late[8:] else ''} did not come" if late else ""
         store.set(f"{name}/{number}/closed", missing.encode())
         if not late:
@@ -296,25 +340,35 @@ class Together:
                 store.delete_key(f"{name}/{number - 1}/{key}")
         return missing
 
-    def _join(self) -> str:
+    def _join(self, over: threading.Event) -> str:
         """Goes to a meeting; returns who is missing."""
         store, name = _get_default_store(), self._name()
         deadline = time.monotonic() + self._patience
         number = max(store.add(f"{name}/meetings", 0), 1)
         while any(store.check([f"{name}/{number}/{key}"]) for key in (self.rank, "closed")):
             number += 1
-        if not self._is_set(f"{name}/{number}/open", deadline):
+        if not self._is_set(f"{name}/{number}/open", deadline, over):
             return "rank 0 did not come"
         store.set(f"{name}/{number}/{self.rank}", b"")
         # The coordinator may have opened it just now, and waits for others.
-        if not self._is_set(f"{name}/{number}/closed", time.monotonic() + self._patience + _GRACE):
+        if not self._is_set(f"{name}/{number}/closed", time.monotonic() + self._patience + _GRACE, over):
             return "rank 0 did not go on"
         return bytes(store.get(f"{name}/{number}/closed")).decode()
 
-    def _is_set(self, key: str, deadline: float) -> bool:
-        """Waits until a key is in the store; returns whether it is."""
+    def _is_set(self, key: str, deadline: float, over: threading.Event) -> bool:
+        """Waits until a key is in the store; returns whether it is.
+
+        Raises:
+            _Broken: this rank does not wait any more, or a rank has said that the group is broken
+        """
         store = _get_default_store()
-        return self._until(lambda: bool(store.check([key])), deadline)
+
+        def is_there() -> bool:
+            if over.is_set():
+                raise _Broken("this rank has left")
+            return bool(store.check([key]))
+
+        return self._until(is_there, self._check_broken, deadline)
 
     def _check_broken(self) -> None:
         """Raises _Broken if a rank has said that this group is broken, or the larger one."""
@@ -326,8 +380,9 @@ class Together:
 
     def _break(self, text: str) -> None:
         """Tells the other ranks that nobody can go on in this group."""
+        told = self._asking.ask(lambda: _get_default_store().set(f"{self._name()}/broken", text.encode()))
         with contextlib.suppress(Exception):
-            _get_default_store().set(f"{self._name()}/broken", text.encode())
+            told.result(_ANSWER)
 
     def _name(self) -> str:
         """Returns the beginning of the group's keys; groups that have no rank in common may have the same name."""
@@ -335,8 +390,37 @@ class Together:
         return f"tensorferry/{group.group_name}/{self._first()}"
 
 
+class OfRanks:
+    """What the strategies share: all ranks call them, and tell each other what fails.
+
+    Attributes:
+        process_group: the ranks; ``None`` means all
+        timeout: how long a rank waits for the others to begin
+    """
+
+    process_group: Any
+    timeout: timedelta
+    _met: Together | None = None
+
+    def _ranks(self) -> Together:
+        return Together(self.process_group, self.timeout) if self._met is None else self._met
+
+    @contextlib.contextmanager
+    def among(self, ranks: Together) -> Iterator[None]:
+        """While the block runs, the strategy takes its steps with ``ranks``, which need not meet again."""
+        self._met = ranks
+        try:
+            yield
+        finally:
+            self._met = None
+
+
 class _Broken(Exception):
     """A rank has said that the group is broken."""
+
+
+class _Silent(Exception):
+    """The store does not answer."""
 
 
 def _attempt(call: Callable[[], T]) -> tuple[T | None, BaseException | None]:

@@ -269,9 +269,7 @@ class ZarrSaveShardedStrategy(TorchDistSaveShardedStrategy, SaveShardedStrategy)
             for _, leaf in shards.leaves(sharded_state_dict):
                 if isinstance(leaf, ShardedTensor):
                     shards.check(leaf)
-                # The common state, which releases since 0.19 pass as an object, is that of the first rank.
-                is_common = isinstance(leaf, ShardedObject) and leaf.key == COMMON
-                if ranks.coordinates if is_common else is_main_replica(leaf.replica_id):
+                if is_main_replica(leaf.replica_id):
                     (objects if isinstance(leaf, ShardedObject) else tensors).append(leaf)
             for shard in tensors:
                 _check_saved(shard)
@@ -509,6 +507,7 @@ def _array_for(folder: Path, shard: Any) -> ZarrArray:
 
 def _save_object(folder: Path, leaf: Any) -> None:
     if leaf.key == COMMON:
+        # Releases since 0.19 pass the common state as an object.
         common.write(folder, common.encoded(leaf.data))
         return
     path = path_of(folder, f"{leaf.unique_key}.pt")

@@ -1,0 +1,47 @@
+"""The store of a process group, asked by a thread of its own.
+
+While the process that hosts a store is stopped, whoever asks it waits, whatever time-out the store was made with. The
+thread waits instead; those who need an answer wait for the thread, as long as they like.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any, TypeAlias, TypeVar
+
+T = TypeVar("T")
+
+_Order: TypeAlias = tuple[Future[Any], Callable[[], Any]]
+
+
+class StoreThread:
+    """Calls functions that ask a store, one after the other; the thread begins with the first of them."""
+
+    def __init__(self) -> None:
+        self._orders: SimpleQueue[_Order | None] | None = None
+
+    def ask(self, call: Callable[[], T]) -> Future[T]:
+        """Returns the future result of ``call``, which is called after those that were given before."""
+        if self._orders is None:
+            self._orders = SimpleQueue()
+            # A daemon, since it may wait for ever.
+            threading.Thread(target=_serve, args=(self._orders,), name="tensorferry-store", daemon=True).start()
+            weakref.finalize(self, self._orders.put, None)
+        answer: Future[T] = Future()
+        self._orders.put((answer, call))
+        return answer
+
+
+def _serve(orders: SimpleQueue[_Order | None]) -> None:
+    while (order := orders.get()) is not None:
+        answer, call = order
+        try:
+            answer.set_result(call())
+        except BaseException as e:
+            answer.set_exception(e)
+        # What was called may hold the store, or the thread's owner.
+        del order, answer, call
