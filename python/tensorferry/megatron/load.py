@@ -493,6 +493,10 @@ class Loading:
         """Returns the data of a leaf, with its prepended axes."""
         return self._targets[number]
 
+    def stored_dtype(self, number: int) -> torch.dtype:
+        """Returns the dtype that the checkpoint has of a leaf."""
+        return self._metadata.state_dict_metadata[self.tensors[number].key].properties.dtype  # type: ignore[no-any-return]
+
     @contextlib.contextmanager
     def aimed(self, number: int, memory: torch.Tensor) -> Iterator[None]:
         """While the block runs, reads of a leaf go to ``memory``, a tensor like it, instead."""
