@@ -472,12 +472,16 @@ class Loading:
             lengths=torch.Size(part.wanted.sizes),
         )
 
+    @property
+    def folder(self) -> Path:
+        """The folder of a checkpoint in a folder."""
+        return Path(self._metadata.storage_meta.checkpoint_id)
+
     def files(self) -> set[Path]:
         """Returns the files of a checkpoint in a folder that this rank needs something of."""
-        stored = self._metadata.storage_data
+        stored, folder = self._metadata.storage_data, self.folder
         wanted = {MetadataIndex(part.key, torch.Size(part.chunk)) for part in self.parts}
         wanted |= {item.storage_index for item in self.objects.values()}
-        folder = Path(self._metadata.storage_meta.checkpoint_id)
         return {folder / stored[at].container for at in wanted}
 
     def read(self, items: list[ReadItem]) -> None:

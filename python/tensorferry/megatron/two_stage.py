@@ -51,8 +51,9 @@ class TwoStageDataParallelLoadShardedStrategy(LoadStrategy):
         data_parallel_group: ranks that need the same shards, such as those of one data parallel group; all ranks of
             the job load with such a strategy
         cpu_transfer: changes nothing, because bytes go through host memory either way; Megatron's class had it
-        spread: whether ranks fetch from each other what several of them need; ``None`` has each rank read alone if all
-            files that the group needs are in the page cache of each rank's machine, where reading is quicker
+        spread: whether ranks fetch from each other what several of them need; ``None`` has each rank read alone if
+            that takes no byte from storage twice, which is quicker: if all files that the group needs are in the page
+            cache of each rank's machine, or if all ranks of the group share one page cache
         interface, advertise, port: where the ranks listen during a load, as for ``HTTPTransport``
         options: as for :func:`load_strategy`
 
@@ -127,23 +128,25 @@ class TwoStageDataParallelLoadShardedStrategy(LoadStrategy):
             server, url = serve(self.timeout, self._server_options)
             return url
 
-        def tell() -> tuple[str | None, dict[ShardId, _Need], list[str]]:
-            alone = self._spread is None and not self.is_live and page_cache.holds(loading.files())
-            url = None if alone or self._spread is False else open_server()
-            return url, {shard: need for _, shard, need in _needs(loading)}, list(loading.objects)
+        def tell() -> tuple[str | None, _Cached, dict[ShardId, _Need], list[str]]:
+            decides = self._spread is None and not self.is_live
+            held = page_cache.holds(loading.files()) if decides else None
+            cached = _Cached(held, None if held is None else page_cache.place(loading.folder))
+            url = open_server() if held is None and self._spread is not False else None
+            return url, cached, {shard: need for _, shard, need in _needs(loading)}, list(loading.objects)
 
         try:
             told = group.every("spread the checkpoint in its group", tell)
             urls: list[Any] = [url for url, *_ in told]
-            if not any(urls):
+            if self._spread is False or _is_read_once([cached for _, cached, *_ in told]):
                 super()._read(ranks, loading)
                 self.report["fetched"] = 0
                 return
             if not all(urls):
-                # Some could have read alone, but not all.
+                # Some might have read alone, but not all.
                 urls = group.every("spread the checkpoint in its group", lambda: urls[group.rank] or open_server())
             assert server is not None
-            plan = _Plan([needs for _, needs, _ in told], [objects for *_, objects in told])
+            plan = _Plan([needs for *_, needs, _ in told], [objects for *_, objects in told])
             exchange = _Exchange(loading, server, self._server_options, urls, group.rank)
             for step, turn in enumerate(plan.turns):
                 failed = exchange.run(step, turn, plan, self.timeout.total_seconds())
@@ -162,6 +165,26 @@ class TwoStageDataParallelLoadShardedStrategy(LoadStrategy):
         finally:
             if server is not None:
                 server.shutdown(0.0)
+
+
+class _Cached(NamedTuple):
+    """What a rank says of the page cache.
+
+    Attributes:
+        held: as :func:`page_cache.holds` returns it
+        place: as :func:`page_cache.place` does
+    """
+
+    held: bool | None
+    place: tuple[str, int, int] | None
+
+
+def _is_read_once(told: list[_Cached]) -> bool:
+    """Whether no byte comes from storage twice if each rank of the group reads alone."""
+    if all(one.held for one in told):
+        return True
+    # All of one machine: what one has read, the others find in the page cache.
+    return all(one.held is not None for one in told) and len({one.place for one in told}) == 1
 
 
 class _Need(NamedTuple):
