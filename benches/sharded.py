@@ -9,8 +9,11 @@ medians, and the smallest and largest in brackets.
   the group reads from storage, by the strategies' own count or, for Megatron's, by that of the system. "Two-stage"
   chooses, "spread" is told not to read alone what is in the page cache.
 
-Files are read from the page cache. Megatron's wrappers want a GPU: a few functions of torch are replaced so that
-they work in host memory.
+Files are read from the page cache. With ``--cold`` they are dropped from it before each load. With ``--storage MIB_S``
+they lie on a file system of that speed, which the ranks share as if each were on a machine of its own: nothing is in a
+page cache, and ranks fetch from each other through sockets (``slow_storage.c``).
+
+Megatron's wrappers want a GPU: a few functions of torch are replaced so that they work in host memory.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import json
 import logging
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -115,7 +119,7 @@ class Rank:
         dist_checkpointing.save(dict(self._state), folder, strategy)
         return time.monotonic() - began
 
-    def load(self, contender: str, folder: str) -> tuple[float, int]:
+    def load(self, contender: str, folder: str, apart: bool = False) -> tuple[float, int]:
         """Load with a strategy; return the seconds, and the bytes that this rank has read from storage."""
         from megatron.core import dist_checkpointing
         from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
@@ -128,7 +132,7 @@ class Rank:
         if contender in ("tensorferry two-stage", "tensorferry spread"):
             spread = True if contender.endswith("spread") else None
             strategy = megatron.TwoStageDataParallelLoadShardedStrategy(
-                dist.group.WORLD, spread=spread, interface="127.0.0.1"
+                dist.group.WORLD, spread=spread, interface="127.0.0.1", same_host=False if apart else None
             )
         elif contender.startswith("tensorferry"):
             strategy = megatron.load_strategy()
@@ -169,22 +173,47 @@ def turns(contenders: tuple[str, ...], rounds: int) -> list[str]:
     return [one for number in range(rounds) for one in (contenders if number % 2 == 0 else contenders[::-1])]
 
 
+def drop_from_cache(folder: Path) -> None:
+    """Drop the files of a folder, which are on the disk, from the page cache."""
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def slow_down(folder: Path, mib_s: float) -> None:
+    """Have all ranks read what is below a folder at so many MiB/s together."""
+    library, clock = folder / "slow_storage.so", folder / "clock"
+    source = Path(__file__).with_name("slow_storage.c")
+    subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    clock.write_bytes(bytes(8))
+    os.environ |= {"LD_PRELOAD": str(library), "SLOW_CLOCK": str(clock), "SLOW_MIB_S": str(mib_s)}
+    os.environ["SLOW_FOLDER"] = f"{folder}/"
+
+
 def main() -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--mib", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--worlds", type=int, nargs="*", default=[2, 4])
+    parser.add_argument("--contenders", nargs="*", default=SPREADS, choices=SPREADS)
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--cold", action="store_true")
+    where.add_argument("--storage", type=float, metavar="MIB_S")
+    parser.add_argument("--no-saves", action="store_true", help="leave out the first table")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     ranks._PRELOAD.append("megatron.core.dist_checkpointing")
     nbytes = options.mib * MIB
     found: dict[str, Any] = {"machine": facts(), "mib": options.mib, "saves": {}, "spreads": {}}
     with tempfile.TemporaryDirectory(dir=os.environ.get("TENSORFERRY_BENCH_FOLDER")) as folder:
+        if options.storage:
+            slow_down(Path(folder).resolve(), options.storage)
         with ranks.Job("two ranks", 2, Rank, daemon=False) as job:
             saves: dict[str, list[float]] = {one: [] for one in SAVES}
             loads: dict[str, list[float]] = {one: [] for one in SAVES}
-            for number, contender in enumerate(turns(SAVES, options.rounds + 1)):
+            for number, contender in enumerate([] if options.no_saves else turns(SAVES, options.rounds + 1)):
                 path = Path(folder) / f"{number}"
                 path.mkdir()
                 job("build", nbytes, float(number), True)
@@ -198,28 +227,31 @@ def main() -> int:
                     loads[contender].append(1e3 * loaded)
                 for file in path.iterdir():
                     file.unlink()
-            print(f"{options.mib} MiB in {TENSORS} tensors, two ranks | save ms | load ms")
-            for contender in SAVES:
-                print(f"{contender} | {told(saves[contender])} | {told(loads[contender])}")
-            found["saves"] = {"save_ms": saves, "load_ms": loads}
+            if not options.no_saves:
+                print(f"{options.mib} MiB in {TENSORS} tensors, two ranks | save ms | load ms")
+                for contender in SAVES:
+                    print(f"{contender} | {told(saves[contender])} | {told(loads[contender])}")
+                found["saves"] = {"save_ms": saves, "load_ms": loads}
             for contender in SAVES:
                 (Path(folder) / contender).mkdir()
                 job("build", nbytes, 7.0, True)
                 job("save", contender, str(Path(folder) / contender))
         for world in options.worlds:
-            times: dict[str, list[float]] = {one: [] for one in SPREADS}
-            read: dict[str, list[float]] = {one: [] for one in SPREADS}
+            times: dict[str, list[float]] = {one: [] for one in options.contenders}
+            read: dict[str, list[float]] = {one: [] for one in options.contenders}
             with ranks.Job(f"{world} ranks", world, Rank, daemon=False) as job:
-                for number, contender in enumerate(turns(SPREADS, options.rounds + 1)):
+                for number, contender in enumerate(turns(tuple(options.contenders), options.rounds + 1)):
                     job("build", nbytes, -1.0, False)
                     path = Path(folder) / ("tensorferry" if contender.startswith("tensorferry") else "torch_dist")
-                    results = job("load", contender, str(path))
+                    if options.cold:
+                        drop_from_cache(path)
+                    results = job("load", contender, str(path), options.storage is not None)
                     assert all(job("equals", 7.0)), contender
-                    if number >= len(SPREADS):
+                    if number >= len(options.contenders):
                         times[contender].append(1e3 * max(took for took, _ in results))
                         read[contender].append(sum(count for _, count in results) / nbytes)
             print(f"\n{options.mib} MiB needed by each of {world} ranks | ms | read from storage / needed once")
-            for contender in SPREADS:
+            for contender in options.contenders:
                 print(f"{contender} | {told(times[contender])} | {statistics.median(read[contender]):.3f}")
             found["spreads"][world] = {"ms": times, "read": read}
     if options.json:

@@ -473,12 +473,16 @@ class Loading:
             lengths=torch.Size(part.wanted.sizes),
         )
 
+    @property
+    def folder(self) -> Path:
+        """The folder of a checkpoint in a folder."""
+        return Path(self._metadata.storage_meta.checkpoint_id)
+
     def files(self) -> set[Path]:
         """Returns the files of a checkpoint in a folder that this rank needs something of."""
-        stored = self._metadata.storage_data
+        stored, folder = self._metadata.storage_data, self.folder
         wanted = {MetadataIndex(part.key, torch.Size(part.chunk)) for part in self.parts}
         wanted |= {item.storage_index for item in self.objects.values()}
-        folder = Path(self._metadata.storage_meta.checkpoint_id)
         return {folder / stored[at].container for at in wanted}
 
     def read(self, items: list[ReadItem]) -> None:
@@ -493,6 +497,10 @@ class Loading:
     def leaf(self, number: int) -> torch.Tensor:
         """Returns the data of a leaf, with its prepended axes."""
         return self._targets[number]
+
+    def stored_dtype(self, number: int) -> torch.dtype:
+        """Returns the dtype that the checkpoint has of a leaf."""
+        return self._metadata.state_dict_metadata[self.tensors[number].key].properties.dtype  # type: ignore[no-any-return]
 
     @contextlib.contextmanager
     def aimed(self, number: int, memory: torch.Tensor) -> Iterator[None]:

@@ -1,8 +1,9 @@
-"""Whether files are in the page cache of this machine, so that reading them takes nothing from storage."""
+"""Whether reading files takes anything from storage: the page cache of this machine may hold them, and share them."""
 
 from __future__ import annotations
 
 import os
+import secrets
 import stat
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,12 +12,22 @@ from pathlib import Path
 _PLACES, _APART = 64, 1 << 20
 
 
-def holds(files: Iterable[Path]) -> bool:
-    """Whether the page cache holds files, judged by samples; false where the file system does not tell."""
+def holds(files: Iterable[Path]) -> bool | None:
+    """Whether the page cache holds files, judged by samples; ``None`` where the file system does not tell."""
     try:
         return all(map(_holds, files))
     except OSError:
-        return False
+        return None
+
+
+def place(folder: Path) -> tuple[str, int, int]:
+    """Returns what is the same for two processes if one finds in the page cache what the other reads from a folder."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        about = folder.stat()
+    except OSError:
+        return secrets.token_hex(), 0, 0
+    return boot, about.st_dev, about.st_ino
 
 
 def _holds(path: Path) -> bool:
@@ -26,7 +37,9 @@ def _holds(path: Path) -> bool:
         if not stat.S_ISREG(about.st_mode):
             return False
         step = max(_APART, about.st_size // _PLACES)
-        # Raises where a byte is not in memory, and where the file system has no such reads, like many on a network.
+        # Raises another error where the file system has no such reads, like many on a network.
         return all(os.preadv(file, [bytearray(1)], at, os.RWF_NOWAIT) for at in range(0, about.st_size, step))
+    except BlockingIOError:
+        return False
     finally:
         os.close(file)

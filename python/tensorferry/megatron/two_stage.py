@@ -7,6 +7,7 @@ bytes are: what has been read can be fetched while the rest is still being read.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,7 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from .. import _validate
 from .._native import Readiness, Server, _fetch_slices
 from ..dcp.reader import SliceReader
-from ..memory.tensors import address, no_rows
+from ..memory.tensors import address, no_rows, scratch
 from ..net.options import ServerOptions
 from ..net.serve import serve
 from ..storage.container import Container
@@ -31,8 +32,11 @@ from .together import Together
 
 #: Bytes that are read before others may fetch them.
 _BATCH = 16 << 20
-#: Bytes of temporary memory at most on each rank, for shards that do not lie in host memory, or not in one piece.
+#: Bytes of temporary memory at most on each rank, for shards that do not lie in host memory, or not in one piece, and
+#: for a batch that is cast.
 _WINDOW = 256 << 20
+#: Lanes that a source serves, unless it has more receivers.
+_LANES = 4
 #: Bytes requested along with the header of a publication.
 _AHEAD = 64 << 10
 
@@ -47,8 +51,9 @@ class TwoStageDataParallelLoadShardedStrategy(LoadStrategy):
         data_parallel_group: ranks that need the same shards, such as those of one data parallel group; all ranks of
             the job load with such a strategy
         cpu_transfer: changes nothing, because bytes go through host memory either way; Megatron's class had it
-        spread: whether ranks fetch from each other what several of them need; ``None`` has each rank read alone if all
-            files that the group needs are in the page cache of each rank's machine, where reading is quicker
+        spread: whether ranks fetch from each other what several of them need; ``None`` has each rank read alone if
+            that takes no byte from storage twice, which is quicker: if all files that the group needs are in the page
+            cache of each rank's machine, or if all ranks of the group share one page cache
         interface, advertise, port: where the ranks listen during a load, as for ``HTTPTransport``
         options: as for :func:`load_strategy`
 
@@ -123,23 +128,25 @@ class TwoStageDataParallelLoadShardedStrategy(LoadStrategy):
             server, url = serve(self.timeout, self._server_options)
             return url
 
-        def tell() -> tuple[str | None, dict[ShardId, _Need], list[str]]:
-            alone = self._spread is None and not self.is_live and page_cache.holds(loading.files())
-            url = None if alone or self._spread is False else open_server()
-            return url, {shard: need for _, shard, need in _needs(loading)}, list(loading.objects)
+        def tell() -> tuple[str | None, _Cached, dict[ShardId, _Need], list[str]]:
+            decides = self._spread is None and not self.is_live
+            held = page_cache.holds(loading.files()) if decides else None
+            cached = _Cached(held, None if held is None else page_cache.place(loading.folder))
+            url = open_server() if held is None and self._spread is not False else None
+            return url, cached, {shard: need for _, shard, need in _needs(loading)}, list(loading.objects)
 
         try:
             told = group.every("spread the checkpoint in its group", tell)
             urls: list[Any] = [url for url, *_ in told]
-            if not any(urls):
+            if self._spread is False or _is_read_once([cached for _, cached, *_ in told]):
                 super()._read(ranks, loading)
                 self.report["fetched"] = 0
                 return
             if not all(urls):
-                # Some could have read alone, but not all.
+                # Some might have read alone, but not all.
                 urls = group.every("spread the checkpoint in its group", lambda: urls[group.rank] or open_server())
             assert server is not None
-            plan = _Plan([needs for _, needs, _ in told], [objects for *_, objects in told])
+            plan = _Plan([needs for *_, needs, _ in told], [objects for *_, objects in told])
             exchange = _Exchange(loading, server, self._server_options, urls, group.rank)
             for step, turn in enumerate(plan.turns):
                 failed = exchange.run(step, turn, plan, self.timeout.total_seconds())
@@ -153,11 +160,31 @@ class TwoStageDataParallelLoadShardedStrategy(LoadStrategy):
                 for values in group.every("spread the checkpoint in its group", done):
                     loading.values.update({key: value for key, value in values.items() if key in loading.objects})
                 if step + 1 < len(plan.turns):
-                    group.every("spread the checkpoint in its group", lambda: server.withdraw(0.0))
+                    group.every("spread the checkpoint in its group", exchange.withdraw)
             self.report = dict(loading.reader.report) | {"fetched": exchange.fetched}
         finally:
             if server is not None:
                 server.shutdown(0.0)
+
+
+class _Cached(NamedTuple):
+    """What a rank says of the page cache.
+
+    Attributes:
+        held: as :func:`page_cache.holds` returns it
+        place: as :func:`page_cache.place` does
+    """
+
+    held: bool | None
+    place: tuple[str, int, int] | None
+
+
+def _is_read_once(told: list[_Cached]) -> bool:
+    """Whether no byte comes from storage twice if each rank of the group reads alone."""
+    if all(one.held for one in told):
+        return True
+    # All of one machine: what one has read, the others find in the page cache.
+    return all(one.held is not None for one in told) and len({one.place for one in told}) == 1
 
 
 class _Need(NamedTuple):
@@ -188,7 +215,7 @@ class _Plan:
         objects: the objects that more than one rank needs, by the rank that reads them
         shared_objects: all of these
         turns: these shards by the rank that reads them, in turns that need at most ``_WINDOW`` of temporary memory on
-            any rank; there is at least one
+            any rank, unless one shard needs more; there is at least one
     """
 
     def __init__(self, needs: list[dict[ShardId, _Need]], objects: Sequence[Iterable[str]] = ()) -> None:
@@ -215,7 +242,7 @@ class _Plan:
             owner = min(ranks, key=lambda one: (load[one], one))
             load[owner] += nbytes
             staged = [one for one in ranks if not needs[one][shard].direct]
-            if any(held[one] and held[one] + nbytes > _WINDOW for one in staged):
+            if any(held[one] and held[one] + nbytes > _WINDOW - _BATCH for one in staged):
                 self.turns.append(defaultdict(list))
                 held = [0] * len(needs)
             for one in staged:
@@ -244,6 +271,8 @@ class _Exchange:
         self._urls = urls
         self._rank = rank
         self.fetched = 0
+        self._filling: Readiness | None = None
+        self._room = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._leaves: dict[ShardId, list[int]] = defaultdict(list)
         for number, shard, _ in _needs(loading):
             self._leaves[shard].append(number)
@@ -259,13 +288,20 @@ class _Exchange:
         """
         fetching: _Fetching | None = None
         try:
-            own = {shard: self._memory(shard) for shard in turn.get(self._rank, ())}
             others = {
                 owner: {number: shard for number, shard in enumerate(of_owner) if shard in self._leaves}
                 for owner, of_owner in turn.items()
                 if owner != self._rank
             }
-            received = {shard: self._memory(shard) for wanted in others.values() for shard in wanted.values()}
+            most = max(map(self._staged_bytes, plan.turns))
+            if step == 0 and most:
+                # What is read alone may need temporary memory as well: not both at once.
+                self._read_alone(plan)
+                # One memory for all turns: that of a former one may be held for a moment longer.
+                self._room = scratch(most)
+            places = self._places(turn)
+            own = {shard: places[shard] for shard in turn.get(self._rank, ())}
+            received = {shard: places[shard] for wanted in others.values() for shard in wanted.values()}
             orders = [
                 (
                     [self._urls[owner]],
@@ -275,13 +311,13 @@ class _Exchange:
                 for owner, wanted in others.items()
                 if wanted
             ]
-            fetching = _Fetching(orders, list(received.values()), seconds, self._options)
+            fetching = _Fetching(orders, list(received.values()), seconds, self._options, self._lanes(len(orders)))
             if own:
                 self._serve(step, own)
-            if step == 0:
+            if step == 0 and not most:
                 self._read_alone(plan)
             self.fetched += fetching.result()
-            for shard, held in {**own, **received}.items():
+            for shard, held in places.items():
                 self._spread(shard, held)
         except BaseException as e:  # Ctrl-C, too: nothing may be written to memory that is not used any more.
             # Ends the fetches of others, which would wait for what is never read.
@@ -291,10 +327,42 @@ class _Exchange:
             return e
         return None
 
-    def _memory(self, shard: ShardId) -> torch.Tensor:
-        """Returns where the bytes of a shard come first: the place of its leaf, or temporary memory."""
-        target = self._loading.leaf(self._leaves[shard][0])
-        return target if _is_direct(target) else torch.zeros(target.shape, dtype=target.dtype)
+    def withdraw(self) -> None:
+        """Ends what this rank serves, which the others have: its memory is free for the next turn."""
+        if self._filling is not None:
+            # A withdrawal would keep it for receivers that may come back.
+            self._server.abandon(self._filling)
+            self._filling = None
+
+    def _is_direct(self, shard: ShardId) -> bool:
+        return _is_direct(self._loading.leaf(self._leaves[shard][0]))
+
+    def _lanes(self, sources: int) -> int | None:
+        """Returns how many lanes a fetch from so many sources has; ``None`` is the engine's choice.
+
+        A source has all other ranks as its receivers, and each of their lanes takes memory at both ends.
+        """
+        others = len(self._urls) - 1
+        return None if others == 1 else sources * math.ceil(_LANES / others)
+
+    def _needed(self, turn: Turn) -> list[ShardId]:
+        return [shard for of_owner in turn.values() for shard in of_owner if shard in self._leaves]
+
+    def _staged_bytes(self, turn: Turn) -> int:
+        """Returns how much temporary memory a turn needs on this rank."""
+        staged = [shard for shard in self._needed(turn) if not self._is_direct(shard)]
+        return sum(_aligned(self._loading.leaf(self._leaves[shard][0]).nbytes) for shard in staged)
+
+    def _places(self, turn: Turn) -> dict[ShardId, torch.Tensor]:
+        """Returns where the bytes of each shard come first: the place of its leaf, or temporary memory."""
+        places, at = {}, 0
+        for shard in self._needed(turn):
+            place = self._loading.leaf(self._leaves[shard][0])
+            if not self._is_direct(shard):
+                begin, at = at, at + _aligned(place.nbytes)
+                place = self._room[begin : begin + place.nbytes].view(place.dtype).view(place.shape)
+            places[shard] = place
+        return places
 
     def _spread(self, shard: ShardId, held: torch.Tensor) -> None:
         """Copies a shard to those of its leaves that it was not read into."""
@@ -323,28 +391,35 @@ class _Exchange:
         except BaseException:
             self._server.abandon(filling)
             raise
-        filling.finish()
+        self._filling = filling
 
     def _fill(self, filling: Readiness, own: dict[ShardId, torch.Tensor]) -> None:
         """Reads shards in the order in which they lie in the publication, and reports how far it is."""
         items: list[Any] = []
-        waiting = 0
+        waiting = end = 0
         for start, shard in sorted(zip(filling.starts, own, strict=True), key=lambda one: one[0]):
             tensor, number = own[shard], self._leaves[shard][0]
-            is_staged = not _is_direct(self._loading.leaf(number))
+            # Where the dtypes differ, the stored bytes pass through temporary memory.
+            size = max(tensor.itemsize, self._loading.stored_dtype(number).itemsize)
+            is_staged = not self._is_direct(shard)
+            if is_staged and sum(part.wanted.numel for part in self._parts[number]) < tensor.numel():
+                # Where the checkpoint has less than the shard, the rest is 0, and not what a turn before has left.
+                tensor.zero_()
             with self._loading.aimed(number, tensor):
-                for part, there in _in_order(self._parts[number], tensor):
+                for part, there in _in_order(self._parts[number], tensor.shape, size):
                     items.append(self._loading.item(part))
-                    waiting += part.wanted.numel * tensor.itemsize
+                    waiting += part.wanted.numel * size
                     if waiting >= _BATCH:
                         self._loading.read(items)
-                        filling.ready(start + there)
+                        filling.ready(start + there * tensor.itemsize)
                         items, waiting = [], 0
                 if is_staged:
                     # Now, while its reads go to the temporary memory.
                     self._loading.read(items)
                     items, waiting = [], 0
+            end = start + tensor.nbytes
         self._loading.read(items)
+        filling.ready(end)
 
 
 class _Fetching:
@@ -355,22 +430,25 @@ class _Fetching:
         held: the tensors that they are written to, which live as long as the thread
         seconds: until when
         options: those of the servers
+        lanes: connections, of all sources together
     """
 
-    def __init__(self, orders: list[Any], held: list[torch.Tensor], seconds: float, options: ServerOptions) -> None:
+    def __init__(
+        self, orders: list[Any], held: list[torch.Tensor], seconds: float, options: ServerOptions, lanes: int | None
+    ) -> None:
         self._held = held
         self._bytes = 0
         self._failed: Exception | None = None
         self._thread: threading.Thread | None = None
         if orders:
-            arguments = (orders, seconds, options)
+            arguments = (orders, seconds, options, lanes)
             self._thread = threading.Thread(target=self._run, args=arguments, name="tensorferry-spread", daemon=True)
             self._thread.start()
 
-    def _run(self, orders: list[Any], seconds: float, options: ServerOptions) -> None:
+    def _run(self, orders: list[Any], seconds: float, options: ServerOptions, lanes: int | None) -> None:
         try:
             report = _fetch_slices(
-                orders, timeout=seconds, same_host=options.same_host, ahead=_AHEAD, secret=options.secret
+                orders, timeout=seconds, lanes=lanes, same_host=options.same_host, ahead=_AHEAD, secret=options.secret
             )
             self._bytes = report.bytes
         except Exception as e:
@@ -398,6 +476,11 @@ def _raise(failed: BaseException | None) -> None:
         raise failed
 
 
+def _aligned(nbytes: int) -> int:
+    """Returns a length after which a tensor of any dtype may begin."""
+    return -(-nbytes // 64) * 64
+
+
 def _is_direct(target: torch.Tensor) -> bool:
     return bool(target.device.type == "cpu" and target.is_contiguous())
 
@@ -416,26 +499,45 @@ def _slice(number: int, tensor: torch.Tensor) -> SliceTuple:
     return (str(number), "U8", tensor.nbytes, 0, tensor.nbytes, address(tensor), [])
 
 
-def _in_order(parts: list[Part], target: torch.Tensor) -> Iterator[tuple[Part, int]]:
-    """Yields parts of at most about ``_BATCH`` bytes, in order, each with the bytes of ``target`` that are there then.
+def _in_order(parts: list[Part], shape: Sequence[int], size: int) -> Iterator[tuple[Part, int]]:
+    """Yields parts of about ``_BATCH`` bytes at most, in order, and how many elements of the shard are there then.
 
-    Parts that are not whole rows of the target are there when all of them are.
+    Parts that are not whole rows of the shard are there when all of them are.
+
+    Args:
+        parts: those of a shard
+        shape: that of the shard
+        size: bytes of an element
     """
-    shape = tuple(target.shape)
-    dim = next((d for d, size in enumerate(shape) if size > 1), 0)
-    width = shape[:dim] + shape[dim + 1 :]
-    if not shape or any(part.wanted.sizes[:dim] + part.wanted.sizes[dim + 1 :] != width for part in parts):
-        for left, part in enumerate(parts, 1 - len(parts)):
-            yield part, 0 if left else target.nbytes
+    dim = next((d for d, length in enumerate(shape) if length > 1), 0)
+    width = _without(shape, dim)
+    if not shape or any(_without(part.wanted.sizes, dim) != width for part in parts):
+        pieces = [piece for part in parts for piece in _pieces(part, size)]
+        for left, piece in enumerate(pieces, 1 - len(pieces)):
+            yield piece, 0 if left else math.prod(shape)
         return
-    row = target.nbytes // shape[dim]
-    most = max(1, _BATCH // row)
     for part in sorted(parts, key=lambda one: one.wanted.offsets[dim]):
-        for at in range(0, part.wanted.sizes[dim], most):
-            rows = min(most, part.wanted.sizes[dim] - at)
-            stored, offsets, sizes = list(part.stored), list(part.wanted.offsets), list(part.wanted.sizes)
-            stored[dim] += at
-            offsets[dim] += at
-            sizes[dim] = rows
-            wanted = shards.Box(tuple(offsets), tuple(sizes))
-            yield part._replace(stored=tuple(stored), wanted=wanted), (offsets[dim] + rows) * row
+        for piece in _pieces(part, size, dim):
+            yield piece, (piece.wanted.offsets[dim] + piece.wanted.sizes[dim]) * math.prod(width)
+
+
+def _without(sizes: Sequence[int], dim: int) -> tuple[int, ...]:
+    """Returns the sizes in all other dimensions."""
+    return (*sizes[:dim], *sizes[dim + 1 :])
+
+
+def _pieces(part: Part, size: int, dim: int | None = None) -> Iterator[Part]:
+    """Divides a part in one dimension, the first that has more than one element, into pieces of about ``_BATCH``."""
+    if dim is None:
+        dim = next((d for d, length in enumerate(part.wanted.sizes) if length > 1), 0)
+    if not part.wanted.sizes:
+        yield part
+        return
+    row = size * math.prod(_without(part.wanted.sizes, dim))
+    most = max(1, _BATCH // row)
+    for at in range(0, part.wanted.sizes[dim], most):
+        stored, offsets, sizes = list(part.stored), list(part.wanted.offsets), list(part.wanted.sizes)
+        stored[dim] += at
+        offsets[dim] += at
+        sizes[dim] = min(most, sizes[dim] - at)
+        yield part._replace(stored=tuple(stored), wanted=shards.Box(tuple(offsets), tuple(sizes)))

@@ -15,6 +15,7 @@ import torch
 
 from .._fork import ForkSafeLock
 from .accelerator import Accelerator
+from .tensors import pageable
 
 logger = logging.getLogger("tensorferry")
 
@@ -39,12 +40,16 @@ class HostMemory:
         self._accelerator = accelerator
 
     def make(self, nbytes: int) -> torch.Tensor:
-        """Returns ``nbytes`` bytes of uninitialised memory as a 1-D uint8 tensor."""
+        """Returns ``nbytes`` bytes of uninitialised memory as a 1-D uint8 tensor.
+
+        Raises:
+            SystemRefused: the system refuses it
+        """
         pinned = self._pinned(nbytes)
         if pinned is not None:
             return pinned
         with torch.inference_mode(False):
-            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+            return pageable(nbytes)
 
     def make_pinned(self, nbytes: int) -> tuple[int, torch.Tensor] | None:
         """Returns the address and the owner of ``nbytes`` bytes of page-locked memory; ``None`` if there is none.

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .._native import Arena, Rows, _check_machine_has
+from ..errors import SystemRefused
 
 #: The dtypes that a container of this package names. Tensors of other dtypes (complex128, the rarer float8 kinds,
 #: sub-byte and quantised dtypes) travel as bytes, with their dtype in the pickle: older safetensors readers refuse a
@@ -276,11 +277,30 @@ def scratch(nbytes: int) -> Tensor:
     """Returns ``nbytes`` bytes of uninitialised host memory as a 1-D uint8 tensor.
 
     Raises:
-        SystemRefused: this machine does not have that much memory
+        SystemRefused: this machine does not have that much memory, or the system refuses it
     """
     _check_machine_has(nbytes, "what is to be read")
-    # On the CPU, whatever torch.set_default_device says: bytes are written there by address.
-    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    return pageable(nbytes)
+
+
+def pageable(nbytes: int) -> Tensor:
+    """Returns ``nbytes`` bytes of uninitialised host memory as a 1-D uint8 tensor, whatever their number.
+
+    Raises:
+        SystemRefused: the system refuses it
+    """
+    try:
+        # On the CPU, whatever torch.set_default_device says: bytes are written there by address.
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    except RuntimeError as e:
+        raise _refused(nbytes) from e
+
+
+def _refused(nbytes: int) -> SystemRefused:
+    return SystemRefused(
+        f"cannot allocate {nbytes} bytes of host memory: the system refuses them. Free memory, or raise the limit of "
+        "the process (ulimit -v) or of its container"
+    )
 
 
 def room(nbytes: int) -> tuple[Any, int]:
@@ -290,12 +310,15 @@ def room(nbytes: int) -> tuple[Any, int]:
     written to it.
 
     Raises:
-        SystemRefused: this machine does not have that much memory
+        SystemRefused: this machine does not have that much memory, or the system refuses it
     """
     _check_machine_has(nbytes, "what is to be read")
     if nbytes >= _MAPPED and (part := Arena([nbytes]).part(0)) is not None:
         return part, part.address
-    memory = bytearray(nbytes)
+    try:
+        memory = bytearray(nbytes)
+    except MemoryError as e:
+        raise _refused(nbytes) from e
     return memory, address(torch.frombuffer(memory, dtype=torch.uint8)) if nbytes else 0
 
 

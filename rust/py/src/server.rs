@@ -137,7 +137,8 @@ impl PyServer {
         Ok(PyShelf { process: Process::current(), inner: Mutex::new(Some(Arc::new(made))) })
     }
 
-    /// Withdraws the publication of `filling`, whose memory cannot be completed.
+    /// Withdraws the publication of `filling`, whose memory cannot be completed, or is needed for something else. When
+    /// this returns, it is not read any more.
     fn abandon(&self, py: Python<'_>, filling: &PyReadiness) -> PyResult<()> {
         let (server, filling) = (self.server(py)?, filling.take(py)?);
         py.detach(|| server.store().abandon(filling));

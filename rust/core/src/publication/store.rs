@@ -206,8 +206,9 @@ impl Store {
         ended
     }
 
-    /// Withdraws the publication of `filling`, whose memory cannot be completed. The gate is closed if that publication
-    /// was the one served, and its readers are cut off. Nothing changes for one that was withdrawn or replaced before.
+    /// Withdraws the publication of `filling`, whose memory cannot be completed, or is needed for something else. The
+    /// gate is closed if that publication was the one served, and its readers are cut off; none of it lingers. Nothing
+    /// changes for one that was withdrawn or replaced before.
     pub fn abandon(&self, filling: Readiness) {
         let is_it = |publication: &Arc<Publication>| publication.is_filled_by(&filling);
         let mut state = self.state();
