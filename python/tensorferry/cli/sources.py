@@ -26,6 +26,8 @@ from .flags import Receiving, Trust
 #: A step that nobody serves: the refusal says which one is.
 _NO_STEP = -(1 << 63)
 _SERVED = re.compile(r"serving (-?\d{1,19}) but got")
+#: A source at the beginning of a message that names it again.
+_NAMED_TWICE = re.compile(r"^(\S{1,300}): ((?:the connection to )?\1\b)")
 #: How often a source may go on to another step between two requests.
 _ATTEMPTS = 3
 
@@ -115,8 +117,9 @@ def open_source(
 
 
 def _without_step(error: TensorferryError) -> str:
-    """Returns the message of an error without the step that nobody has asked for."""
-    return message_of(error).replace(f"step {_NO_STEP} from ", "").replace(f"step {_NO_STEP}: ", "")
+    """Returns the message of an error without the step that nobody has asked for, and without a source named twice."""
+    message = message_of(error).replace(f"step {_NO_STEP} from ", "").replace(f"step {_NO_STEP}: ", "")
+    return _NAMED_TWICE.sub(r"\2", message)
 
 
 def _served_step(urls: list[str], trust: Trust, deadline: float) -> int:
