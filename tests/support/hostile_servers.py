@@ -120,6 +120,12 @@ def announced(nbytes: int) -> bytes:
     return part_of(len(about) + nbytes, about + bytes(MIB - len(about)))
 
 
+def serving_no_step() -> Callable[[socket.socket], None]:
+    """Refuses each step, and claims to serve one that no number of a step can be."""
+    said = "invalid checkpoint requested, serving 9999999999999999999 but got something else"
+    return constant(answer(f"400 {said}", said.encode()))
+
+
 def going_on() -> Callable[[socket.socket], None]:
     """Refuses each step, and claims to serve one more."""
     step = iter(range(1, 1 << 40))
@@ -162,6 +168,7 @@ _ANSWERS: dict[str, Callable[[], Callable[[socket.socket], None]]] = {
     "a header of 2^62 bytes": lambda: constant(part_of((1 << 62) + 8, (1 << 62).to_bytes(8, "little") * 8)),
     "a tensor of 2^50 bytes": lambda: constant(announced(1 << 50)),
     "another step each time": going_on,
+    "a step beyond numbers": serving_no_step,
 }
 
 
@@ -277,19 +284,22 @@ def nested(node: Any, depth: int) -> Any:
     return node
 
 
+#: How many leaves the largest of them have; `--every-verb` takes a million.
+many = 50_000
+
 #: What real servers serve: the manifest, and the names of tensors of one byte.
 _CONTENT: dict[str, Callable[[], tuple[bytes, list[str]]]] = {
     "escapes in names": lambda: state({ESCAPES: 0, f"b{ESCAPES}": ["l", 1]}, [ESCAPES, f"b{ESCAPES}.0"]),
-    "a million leaves": lambda: state(["l", *range(1_000_000)], [str(i) for i in range(1_000_000)]),
-    "a million aliases": lambda: state({"w": 0, "a": ["l", *[0] * 1_000_000]}, ["w"]),
-    "aliases of a long name": lambda: state({"w": 0, "a": ["l", *[0] * 100_000]}, ["w" * MIB]),
-    "long paths": lambda: state({"k" * MIB: ["l", *[-1] * 100_000]}, [], objects=1),
-    "one path for many": lambda: state(merged(dotted(".".join("a" * 18), 0)), ["a"]),
+    "many leaves": lambda: state(["l", *range(many)], [str(i) for i in range(many)]),
+    "many aliases": lambda: state({"w": 0, "a": ["l", *[0] * many]}, ["w"]),
+    "aliases of a long name": lambda: state({"w": 0, "a": ["l", *[0] * many]}, ["w" * MIB]),
+    "long paths": lambda: state({"k" * MIB: ["l", *[-1] * many]}, [], objects=1),
+    "one path for many": lambda: state(merged(dotted(".".join("a" * 14), 0)), ["a"]),
     "deeply nested": lambda: state(nested(0, 250), ["w"]),
     "a shape that says nothing": lambda: state({"w": -1}, ["w"], objects=1, tensors=[[0, 0, "x", "y"]]),
     "numbers as notes": lambda: state({"w": 0}, ["w"], shared=[[[0], [0]], [[5]], [["x", {}]]], shards={"w": 3}),
     "no manifest": lambda: (b"", [ESCAPES]),
-    "metadata of a publication": lambda: (b"", []),
+    "nothing": lambda: (b"", []),
 }
 
 

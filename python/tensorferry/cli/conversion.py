@@ -18,9 +18,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-from .._native import _file_damage
+from .._native import FilePages, _file_damage
 from ..dcp.files import FileWriter
-from ..errors import CorruptCheckpoint, IncompleteCheckpoint, InvalidArgument, SystemRefused, UnsupportedLeaf
+from ..errors import CorruptCheckpoint, IncompleteCheckpoint, InvalidArgument, SourceChanged, SystemRefused, UnsupportedLeaf
 from ..memory.accelerator import ACCELERATOR
 from ..memory.staging import Stager
 from ..memory.tensors import DTYPES
@@ -52,6 +52,8 @@ class Conversion:
     def __init__(self, place: Place, rank: int, step: int | None, *, verify: bool, drop_objects: bool) -> None:
         self._place, self._rank, self._step = place, rank, step
         self._verify, self._drop = verify, drop_objects
+        #: Those in which tensors of the source lie.
+        self._pages: list[FilePages] = []
 
     def write(self, output: Path, to: str) -> dict[str, Any]:
         """Writes the checkpoint to ``output``; returns how much there was.
@@ -80,17 +82,19 @@ class Conversion:
                     _save(state, FileWriter(partial))
                 case _:
                     _save(state, dcp.FileSystemWriter(partial))
+            if not all(pages.is_unchanged for pages in self._pages):
+                raise SourceChanged(f"{self._place.text} was changed while it was converted: convert it again")
         return told
 
     def _state(self, scratch: Path) -> Any:
         path = self._place.path
         match self._place.kind:
             case Kind.CONTAINER:
-                return mapped_states.of_container(self._verified(path))
+                return mapped_states.of_container(self._verified(path), self._pages)
             case Kind.ARCHIVE:
-                return mapped_states.of_archive(path)
+                return mapped_states.of_archive(path, self._pages)
             case Kind.CHECKPOINT:
-                return mapped_states.of_container(self._verified(self._file_of_rank(path)))
+                return mapped_states.of_container(self._verified(self._file_of_rank(path)), self._pages)
             case _:
                 return mapped_states.of_distributed(path, scratch)
 
