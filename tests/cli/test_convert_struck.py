@@ -111,7 +111,7 @@ print(json.dumps(told))
 
 
 def on_a_small_disk(disk: Path, options: str, commands: list[Any]) -> list[tuple[int, str, list[str]]]:
-    """Runs commands with a file system of this size at ``disk``; returns their status, errors, and what is left there."""
+    """Runs commands with a small file system at ``disk``; returns status, errors and what is left there of each."""
     disk.mkdir()
     script = [sys.executable, "-c", ON_SMALL_DISK, str(disk), options, json.dumps(commands)]
     done = subprocess.run(script, capture_output=True, text=True, timeout=110, check=False)
@@ -185,7 +185,7 @@ def half_there(partial: Path) -> bool:
         return file.read(4 << 20).strip(b"\0") != b""
 
 
-def test_a_device_and_a_partial_that_is_no_file(publish: Callable[..., str], run: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_partial_that_is_no_file(publish: Callable[..., str], run: Callable[..., Any], tmp_path: Path) -> None:
     metadata = publish({"w": torch.ones(3)})
     os.mkfifo(tmp_path / "pipe.partial")
     (tmp_path / "folder.partial").mkdir()

@@ -56,9 +56,7 @@ def answer(status: str, body: bytes = b"", *headers: str, length: int | None = N
 
 def part_of(total: int, body: bytes, *headers: str) -> bytes:
     """Returns an answer to the first request of a receive."""
-    return answer(
-        "206 Partial Content", body, 'ETag: "e"', f"Content-Range: bytes 0-{len(body) - 1}/{total}", *headers
-    )
+    return answer("206 Partial Content", body, 'ETag: "e"', f"Content-Range: bytes 0-{len(body) - 1}/{total}", *headers)
 
 
 def header(fields: dict[str, Any]) -> bytes:
@@ -140,9 +138,9 @@ def going_on() -> Callable[[socket.socket], None]:
 
 
 #: Servers that answer by the connection alone.
-_ANSWERS: dict[str, Callable[[], Callable[[socket.socket], None]]] = {
+ANSWERS: dict[str, Callable[[], Callable[[socket.socket], None]]] = {
     "silent": lambda: silent,
-    "closing": lambda: lambda connection: None,
+    "closing": lambda: lambda _: None,
     "drips its head": lambda: dripping(b"HTTP/1.1 206 Partial Content\r\n" + b"X-Long: y\r\n" * 1000),
     "drips its body": lambda: dripping(part_of(MIB, b"\x08" * MIB), 120),
     "head without end": lambda: endless(b"HTTP/1.1 200 OK\r\n", b"X-More: and more\r\n" * 1000),
@@ -209,6 +207,11 @@ def flipped(data: bytes, at: int) -> bytes:
     return bytes(changed)
 
 
+def unchanged(_path: str, _number: int, said: bytes) -> bytes:
+    """An honest relay."""
+    return said
+
+
 def other_digests(path: str, number: int, said: bytes) -> bytes:
     """The digests are different each time they are asked for."""
     return said[:-8] + (number + 1).to_bytes(8, "little") if "/digests" in path else said
@@ -219,7 +222,7 @@ def wrong_bytes(path: str, _: int, said: bytes) -> bytes:
     return flipped(said, len(said) - 1) if ".safetensors" in path else said
 
 
-def other_snapshots(path: str, number: int, said: bytes) -> bytes:
+def other_snapshots(_: str, number: int, said: bytes) -> bytes:
     """Each answer is of another snapshot."""
     return re.sub(rb'ETag: "', b'ETag: "%d' % number, said, flags=re.IGNORECASE)
 
@@ -235,10 +238,10 @@ def gone_after(count: int) -> Callable[[str, int, bytes], bytes]:
 
 def cut_at(length: int) -> Callable[[str, int, bytes], bytes]:
     """Each answer ends after so many bytes, with its connection."""
-    return lambda path, number, said: said[:length]
+    return lambda _path, _number, said: said[:length]
 
 
-_CHANGES: dict[str, Callable[[str, int, bytes], bytes]] = {
+CHANGES: dict[str, Callable[[str, int, bytes], bytes]] = {
     "other digests each time": other_digests,
     "wrong bytes": wrong_bytes,
     "another snapshot each time": other_snapshots,
@@ -288,7 +291,7 @@ def nested(node: Any, depth: int) -> Any:
 many = 50_000
 
 #: What real servers serve: the manifest, and the names of tensors of one byte.
-_CONTENT: dict[str, Callable[[], tuple[bytes, list[str]]]] = {
+CONTENT: dict[str, Callable[[], tuple[bytes, list[str]]]] = {
     "escapes in names": lambda: state({ESCAPES: 0, f"b{ESCAPES}": ["l", 1]}, [ESCAPES, f"b{ESCAPES}.0"]),
     "many leaves": lambda: state(["l", *range(many)], [str(i) for i in range(many)]),
     "many aliases": lambda: state({"w": 0, "a": ["l", *[0] * many]}, ["w"]),
@@ -342,8 +345,8 @@ def redirecting(metadata: str) -> Iterator[str]:
 
 #: By name, what opens a hostile server beside the honest source of this metadata.
 SERVERS: dict[str, Callable[[str], contextlib.AbstractContextManager[str]]] = {
-    **{name: lambda _, make=make: answering(make()) for name, make in _ANSWERS.items()},
-    **{name: lambda metadata, change=change: relaying(metadata, change) for name, change in _CHANGES.items()},
-    **{name: lambda _, make=make: serving(*make()) for name, make in _CONTENT.items()},
+    **{name: lambda _, make=make: answering(make()) for name, make in ANSWERS.items()},
+    **{name: lambda metadata, change=change: relaying(metadata, change) for name, change in CHANGES.items()},
+    **{name: lambda _, make=make: serving(*make()) for name, make in CONTENT.items()},
     "redirects": redirecting,
 }

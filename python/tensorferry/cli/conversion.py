@@ -20,7 +20,14 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from .._native import FilePages, _file_damage
 from ..dcp.files import FileWriter
-from ..errors import CorruptCheckpoint, IncompleteCheckpoint, InvalidArgument, SourceChanged, SystemRefused, UnsupportedLeaf
+from ..errors import (
+    CorruptCheckpoint,
+    IncompleteCheckpoint,
+    InvalidArgument,
+    SourceChanged,
+    SystemRefused,
+    UnsupportedLeaf,
+)
 from ..memory.accelerator import ACCELERATOR
 from ..memory.staging import Stager
 from ..memory.tensors import DTYPES

@@ -138,10 +138,7 @@ def _of_container(
     if found is not None:
         by_name = {name: f"{digest:016x}" for name, digest in zip(names, found, strict=True)}
         of_path = {names[number]: by_name[names[number]] for number in plain}
-        leaves = [
-            replace(leaf, digest=of_path.get(leaf.path)) if leaf.kind == "tensor" else leaf
-            for leaf in leaves
-        ]
+        leaves = [replace(leaf, digest=of_path.get(leaf.path)) if leaf.kind == "tensor" else leaf for leaf in leaves]
         kept = {names[number] for number in plain} | {reserved.DIGESTS}
         hidden = {name: digest for name, digest in by_name.items() if name not in kept}
     return Listing(about, leaves, tree, hidden)
@@ -281,7 +278,7 @@ def _below(node: Any, path: str, depth: int) -> Iterator[tuple[str, int]]:
 
 
 class UniqueNames:
-    """Gives each of several leaves with one path a name of its own, with ``~2`` and so on behind it: keys may have dots.
+    """Gives each of several leaves with one path its own name, with ``~2`` and so on at the end: keys may have dots.
 
     Args:
         taken: the names that were given

@@ -33,8 +33,8 @@ def serve(
     """Publishes a checkpoint until it is interrupted, and prints the metadata for receivers.
 
     A safetensors file, and files and folders of tensorferry, are served from where they are, by HTTPTransport's server,
-    and so is a torch.save file, without being read into memory. They may be removed or replaced by a rename meanwhile; if
-    their content is changed, receives fail and the command ends with an error. A distributed checkpoint of torch is
+    and so is a torch.save file, without being read into memory. They may be removed meanwhile, or replaced by a rename;
+    if their content is changed, receives fail and the command ends with an error. A distributed checkpoint of torch is
     read first. What tensorferry.megatron saved is for its load_strategy(peers=).
 
     Args:
@@ -71,8 +71,8 @@ def serve(
         while not ended.wait(_LOOK_S):
             if changed := publisher.files.changed():
                 raise SourceChanged(
-                    f"{', '.join(map(str, changed))} was changed while it was served, and receives have failed: serve it "
-                    "again; what is served may be removed, or replaced by a rename"
+                    f"{', '.join(map(str, changed))} was changed while it was served, so receives fail: serve it "
+                    "again. What is served may be removed, or replaced by a rename"
                 )
     finally:
         server.shutdown(_END_S)

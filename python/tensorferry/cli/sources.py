@@ -116,7 +116,8 @@ def open_source(
             )
         except WrongStep as e:
             if step is not None:
-                raise WrongStep.of(e.code, _other_steps(urls, step, trust, deadline)) from None
+                message = _other_steps(urls, step, trust, deadline)
+                raise WrongStep("", e.code, message, e.headers, None) from None
             if attempt == _ATTEMPTS - 1:
                 break
             continue
