@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -125,15 +126,15 @@ def test_a_full_or_read_only_disk(publish: Callable[..., str], tmp_path: Path, p
     write_archive(state(), tmp_path / "a.pt")
     source, disk = str(tmp_path / "a.pt"), tmp_path / "disk"
     pull = ["pull", publish(state()), "--quiet", "--no-same-host"]
-    # Each conversion starts torch; without the option only the two kinds of writers are tried.
-    formats = FORMATS if pytestconfig.getoption("--convert-kills") > 1 else ("tensorferry", "torch-dcp")
+    # Each conversion starts torch, whose own writer is the one that does not say what went wrong.
+    formats = FORMATS if pytestconfig.getoption("--convert-kills") > 1 else ("torch-dcp",)
     conversions = [["convert", source, str(disk / f"out-{to}"), "--to", to] for to in formats]
     pulls = [[*pull, "-o", str(disk / "a")], [*pull, "--into-folder", str(disk / "f")]]
-    told = on_a_small_disk(disk, "size=8m", [*conversions, *pulls, "read-only", conversions[0], *pulls])
+    told = on_a_small_disk(disk, "size=8m", [*conversions, *pulls, "read-only", pulls[0]])
     for status, err, left in told:
         assert status == 14, err
         assert len(err.splitlines()) == 1, err
-        assert "No space left on device" in err or "Read-only file system" in err
+        assert re.search("No space left on device|Read-only file system|there is no room", err), err
         # A folder that was made for a checkpoint may stay.
         assert set(left) <= {"f"}, left
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-from commands import command, make_state, until, write_archive
+from commands import TIMEOUT, command, until, write_archive
 from equality import assert_same_state
 from tensorferry.checkpointing import SyncCheckpointer, load_file
 from tensorferry.cli import exits, mapped
@@ -133,11 +134,11 @@ def test_a_pull_gets_what_was_published_or_an_error(
         assert_same_state(load_file(tmp_path / "after"), large())
 
 
-@pytest.mark.parametrize("change", ["removed", "truncated", "emptied and filled"])
+@pytest.mark.parametrize("change", ["removed", "truncated"])
 def test_a_change_in_the_middle_of_a_pull(change: str, tmp_path: Path) -> None:
     path, output = written(large(), tmp_path / "served"), tmp_path / "a"
     partial = tmp_path / "a.partial"
-    limits = ["--interface", "127.0.0.1", "--max-bandwidth", "8M"]
+    limits = ["--interface", "127.0.0.1", "--max-bandwidth", "12M"]
     apply, changes = CHANGES[change]
     with command("serve", path, *limits) as server:
         assert server.stdout is not None
@@ -166,15 +167,12 @@ def any_bytes(partial: Path) -> bool:
         return file.read(2 * MIB).strip(b"\0") != b""
 
 
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")
 def test_a_stock_receiver_is_not_given_another_file(published: Any, open_stock: Any, tmp_path: Path) -> None:
-    from tensorferry.torchft import HTTPTransport  # noqa: F401 - torchft is installed
-
     path = written(large(), tmp_path / "served")
     metadata = published(path)
     replaced(path)
-    from datetime import timedelta
-
-    got = open_stock().recv_checkpoint(0, metadata, 5, timedelta(seconds=20))
+    got = open_stock().recv_checkpoint(0, metadata, 5, TIMEOUT)
     assert_same_state(got, large())
 
 
@@ -197,7 +195,7 @@ def test_a_file_that_is_replaced_while_it_is_opened_is_refused(
 def test_a_source_that_is_shortened_is_not_converted(tmp_path: Path, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from tensorferry.cli import conversion
 
-    path = written(make_state() | large(), tmp_path / "a.safetensors")
+    path = written(large(), tmp_path / "a.safetensors")
     before = conversion.values_of
 
     def shortening(state: Any) -> Any:
@@ -227,7 +225,5 @@ assert view[500_000] == 0 and not pages.is_unchanged
 print("ready", flush=True)
 other[500_000]
 """
-    import sys
-
     done = subprocess.run([sys.executable, "-c", block], capture_output=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (-signal.SIGBUS, b"ready\n"), done.stderr

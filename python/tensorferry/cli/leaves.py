@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Container, Iterable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,7 @@ class Leaf:
 
     def fields(self) -> dict[str, Any]:
         """Returns the leaf for JSON."""
-        return asdict(self)
+        return {name: getattr(self, name) for name in self.__slots__}
 
 
 @dataclass(frozen=True)
