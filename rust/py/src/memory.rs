@@ -144,6 +144,7 @@ impl PyFilePages {
     /// # Errors
     /// `SystemRefused` when it is not a file, is empty, or cannot be mapped.
     #[new]
+    #[allow(clippy::needless_pass_by_value, reason = "what the interpreter calls takes its arguments by value")]
     fn new(py: Python<'_>, path: PathBuf) -> PyResult<Self> {
         py.detach(|| FilePages::map(&path)).map(|pages| Self(Arc::new(pages))).map_err(|e| errors::to_py(py, &e))
     }
