@@ -10,6 +10,7 @@ __all__ = [
     "ArenaPart",
     "ArenaPool",
     "Entries",
+    "FilePages",
     "HostView",
     "Readiness",
     "Receive",
@@ -98,6 +99,18 @@ class Secret:
     def __new__(cls, secret: bytes) -> Secret: ...
 
 @final
+class FilePages:
+    def __new__(cls, path: str | PathLike[str]) -> FilePages: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def is_unchanged(self) -> bool: ...
+    def fileno(self) -> int: ...
+    def __len__(self) -> int: ...
+    if sys.version_info >= (3, 12):
+        def __buffer__(self, flags: int, /) -> memoryview: ...
+
+@final
 class Server:
     def __new__(
         cls,
@@ -130,6 +143,7 @@ class Server:
         private: bool,
         alternate: Callable[[str], list[Any] | str | None] | None = None,
         filled: bool = True,
+        pages: list[FilePages] = ...,
     ) -> Readiness | None: ...
     def abandon(self, filling: Readiness) -> None: ...
     def check_process(self) -> None: ...
@@ -158,6 +172,7 @@ class Shelf:
         private: bool,
         alternate: Callable[[str], list[Any] | str | None] | None = None,
         filled: bool = True,
+        pages: list[FilePages] = ...,
     ) -> Readiness | None: ...
     def withdraw(self, patience: float) -> int: ...
     @property

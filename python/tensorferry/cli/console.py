@@ -15,6 +15,8 @@ from typing import Any
 
 #: The longest text of others that is printed in one piece, in characters.
 _LONGEST = 2000
+#: The widest column of a table; a longer cell moves what is right of it.
+_WIDEST = 120
 #: Unicode categories of characters that control a terminal, or change how the text around them is shown.
 _CONTROLS = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 
@@ -51,7 +53,7 @@ def out_json(fields: Any) -> None:
 def out_table(heads: Sequence[str], rows: Iterable[Sequence[object]], right: Iterable[int] = ()) -> None:
     """Prints rows in aligned columns, of which those numbered in ``right`` are aligned to the right."""
     cells = [[clean(cell) for cell in row] for row in (heads, *rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    widths = [min(max(map(len, column)), _WIDEST) for column in zip(*cells, strict=True)]
     to_the_right = set(right)
     for row in cells:
         aligned = [

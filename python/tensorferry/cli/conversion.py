@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import io
 import json
@@ -18,9 +19,17 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-from .._native import _file_damage
+from .._native import FilePages, _file_damage
 from ..dcp.files import FileWriter
-from ..errors import CorruptCheckpoint, IncompleteCheckpoint, InvalidArgument, SystemRefused, UnsupportedLeaf
+from ..errors import (
+    CorruptCheckpoint,
+    IncompleteCheckpoint,
+    InvalidArgument,
+    ProtocolError,
+    SourceChanged,
+    SystemRefused,
+    UnsupportedLeaf,
+)
 from ..memory.accelerator import ACCELERATOR
 from ..memory.staging import Stager
 from ..memory.tensors import DTYPES
@@ -52,6 +61,9 @@ class Conversion:
     def __init__(self, place: Place, rank: int, step: int | None, *, verify: bool, drop_objects: bool) -> None:
         self._place, self._rank, self._step = place, rank, step
         self._verify, self._drop = verify, drop_objects
+        #: Those in which tensors of the source lie.
+        self._pages: list[FilePages] = []
+        self._nbytes = 0
 
     def write(self, output: Path, to: str) -> dict[str, Any]:
         """Writes the checkpoint to ``output``; returns how much there was.
@@ -60,37 +72,55 @@ class Conversion:
             TensorferryError: the source cannot be read, or the output not be written
         """
         with pending(output, folder=to in ("checkpoint", "dcp", "torch-dcp")) as partial:
-            state = self._state(partial.parent)
-            values = values_of(state)
-            tensors = sum(isinstance(value, torch.Tensor) for value in values.values())
-            told: dict[str, Any] = {"tensors": tensors, "objects": len(values) - tensors}
-            match to:
-                case "tensorferry":
-                    packed = StateSnapshot(state, Stager(ACCELERATOR), "borrow")
-                    packed.container().write(partial, partial=partial.with_name(f"{partial.name}.new"))
-                case "safetensors":
-                    told["dropped"] = write_safetensors(values, partial, drop=self._drop)
-                case "torch":
-                    with partial.open("xb") as file:
-                        torch.save(state, file)
-                        _sync(file)
-                case "checkpoint":
-                    _write_checkpoint(state, partial, self._step)
-                case "dcp":
-                    _save(state, FileWriter(partial))
-                case _:
-                    _save(state, dcp.FileSystemWriter(partial))
+            try:
+                return self._write(partial, to)
+            except (RuntimeError, ProtocolError) as e:
+                # torch's writers do not say that the disk is full.
+                disk = os.statvfs(partial.parent)
+                if disk.f_bavail * disk.f_frsize < self._nbytes:
+                    message = f"{output}: there is no room for {self._nbytes} bytes of tensors"
+                    raise SystemRefused(errno.ENOSPC, message) from e
+                raise
+            finally:
+                # Whatever was read of it, or went wrong with it.
+                if not all(pages.is_unchanged for pages in self._pages):
+                    raise SourceChanged(f"{self._place.text} was changed while it was converted: convert it again")
+
+    def _write(self, partial: Path, to: str) -> dict[str, Any]:
+        state = self._state(partial.parent)
+        values = values_of(state)
+        tensors = sum(isinstance(value, torch.Tensor) for value in values.values())
+        self._nbytes = sum(
+            value.numel() * value.element_size() for value in values.values() if isinstance(value, torch.Tensor)
+        )
+        told: dict[str, Any] = {"tensors": tensors, "objects": len(values) - tensors}
+        match to:
+            case "tensorferry":
+                packed = StateSnapshot(state, Stager(ACCELERATOR), "borrow")
+                packed.container().write(partial, partial=partial.with_name(f"{partial.name}.new"))
+            case "safetensors":
+                told["dropped"] = write_safetensors(values, partial, drop=self._drop)
+            case "torch":
+                with partial.open("xb") as file:
+                    torch.save(state, file)
+                    _sync(file)
+            case "checkpoint":
+                _write_checkpoint(state, partial, self._step)
+            case "dcp":
+                _save(state, FileWriter(partial))
+            case _:
+                _save(state, dcp.FileSystemWriter(partial))
         return told
 
     def _state(self, scratch: Path) -> Any:
         path = self._place.path
         match self._place.kind:
             case Kind.CONTAINER:
-                return mapped_states.of_container(self._verified(path))
+                return mapped_states.of_container(self._verified(path), self._pages)
             case Kind.ARCHIVE:
-                return mapped_states.of_archive(path)
+                return mapped_states.of_archive(path, self._pages)
             case Kind.CHECKPOINT:
-                return mapped_states.of_container(self._verified(self._file_of_rank(path)))
+                return mapped_states.of_container(self._verified(self._file_of_rank(path)), self._pages)
             case _:
                 return mapped_states.of_distributed(path, scratch)
 

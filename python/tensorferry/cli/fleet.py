@@ -20,7 +20,8 @@ from ..storage import peers as publications
 #: Seconds that a transport has to answer, and the longest answer that is read.
 _PATIENCE_S = 3.0
 _LONGEST = 1 << 20
-_LINE = re.compile(r"tensorferry_(\w+)(?:\{([^{}]*)\})? ([0-9.e+-]+)", re.ASCII)
+#: A counter, on a line of its own: without the beginning of the line, hostile text would be searched from each place.
+_LINE = re.compile(r"^tensorferry_(\w++)(?:\{([^{}\n]*+)\})? ([0-9.e+-]{1,40})$", re.ASCII | re.MULTILINE)
 _SCHEME = re.compile(r"https?://(?:sha256-[0-9a-f]+@)?")
 
 _Values = dict[tuple[str, str], float]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import re
 from collections.abc import Callable, Container, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +37,15 @@ _TORCH_NAMES = {
     "U64": "uint64",
 }
 #: The deepest tree; the engine refuses what is deeper.
-_DEEPEST = 100
+_DEEPEST = 256
+#: Characters of all paths of a tree together. Keys far up in a hostile tree stand in the paths of all leaves below.
+_LONGEST_PATHS = 1 << 28
+#: Characters of a path in a note about another leaf.
+_LONGEST_NOTED = 200
 _BITS = re.compile(r"(\d+)")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Leaf:
     """A value of a checkpoint.
 
@@ -69,7 +72,7 @@ class Leaf:
 
     def fields(self) -> dict[str, Any]:
         """Returns the leaf for JSON."""
-        return asdict(self)
+        return {name: getattr(self, name) for name in self.__slots__}
 
 
 @dataclass(frozen=True)
@@ -127,16 +130,15 @@ def _of_container(
     tree = None
     if manifest is not None and text is not None:
         fields, tree = _loaded(manifest), _loaded(text)
+        if not isinstance(fields, dict):
+            raise ProtocolError("the manifest is not a JSON object")
         leaves = list(_of_state(leaves, fields, tree))
     found = digests()
     hidden: dict[str, str] = {}
     if found is not None:
         by_name = {name: f"{digest:016x}" for name, digest in zip(names, found, strict=True)}
         of_path = {names[number]: by_name[names[number]] for number in plain}
-        leaves = [
-            Leaf(**{**vars(leaf), "digest": of_path.get(leaf.path)}) if leaf.kind == "tensor" else leaf
-            for leaf in leaves
-        ]
+        leaves = [replace(leaf, digest=of_path.get(leaf.path)) if leaf.kind == "tensor" else leaf for leaf in leaves]
         kept = {names[number] for number in plain} | {reserved.DIGESTS}
         hidden = {name: digest for name, digest in by_name.items() if name not in kept}
     return Listing(about, leaves, tree, hidden)
@@ -168,7 +170,7 @@ def _of_state(plain: list[Leaf], fields: dict[str, Any], tree: Any) -> Iterator[
     for path, number in order:
         notes = list(shared.get(number, ()))
         if number in seen:
-            notes.insert(0, f"the same as {paths[number]}")
+            notes.insert(0, f"the same as {_brief(paths[number])}")
             yield Leaf(path, "alias", notes=notes)
             continue
         seen.add(number)
@@ -212,21 +214,35 @@ def _shared(groups: Any, paths: dict[int, str]) -> dict[int, list[str]]:
     for group in groups:
         numbers = [row[0] for row in group if isinstance(row, list) and row and type(row[0]) is int]
         for number in numbers:
-            others = [paths.get(other, "?") for other in numbers if other != number]
+            others = [other for other in numbers if other != number]
             if others:
+                named = ", ".join(_brief(paths.get(other, "?")) for other in others[:2])
                 more = f" and {len(others) - 2} more" if len(others) > 2 else ""
-                notes[number] = [f"shares memory with {', '.join(others[:2])}{more}"]
+                notes[number] = [f"shares memory with {named}{more}"]
     return notes
 
 
-def walk(node: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, int]]:
-    """Yields path and number of each leaf below a node of a tree, in its order.
+def _brief(path: str) -> str:
+    return path if len(path) <= _LONGEST_NOTED else f"{path[:_LONGEST_NOTED]}..."
+
+
+def walk(tree: Any) -> Iterator[tuple[str, int]]:
+    """Yields path and number of each leaf of a tree, in its order.
 
     docs/reference/format.md has the grammar.
 
     Raises:
-        ProtocolError: it is not a tree
+        ProtocolError: it is not a tree, or its paths are too long
     """
+    left = _LONGEST_PATHS
+    for path, number in _below(tree, "", 0):
+        left -= len(path)
+        if left < 0:
+            raise ProtocolError(f"the paths of the tree's leaves have more than {_LONGEST_PATHS} characters")
+        yield path, number
+
+
+def _below(node: Any, path: str, depth: int) -> Iterator[tuple[str, int]]:
     below = f"{path}." if path else ""
     if depth > _DEEPEST:
         raise ProtocolError("the tree is too deep")
@@ -237,42 +253,56 @@ def walk(node: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, int]]
             yield path or "root", node
         case dict():
             for key, value in node.items():
-                yield from walk(value, f"{below}{key}", depth + 1)
+                yield from _below(value, f"{below}{key}", depth + 1)
         case ["o", dict(members)]:
-            yield from walk(members, path, depth + 1)
+            yield from _below(members, path, depth + 1)
         case ["l" | "t", *values]:
             for number, value in enumerate(values):
-                yield from walk(value, f"{below}{number}", depth + 1)
+                yield from _below(value, f"{below}{number}", depth + 1)
         case ["d", _, list(pairs)]:
             for pair in pairs:
                 match pair:
                     case [["r", int(number)], value]:
-                        yield from walk(value, f"{below}<object {number}>", depth + 1)
+                        yield from _below(value, f"{below}<object {number}>", depth + 1)
                     case [key, value]:
-                        yield from walk(value, f"{below}{key}", depth + 1)
+                        yield from _below(value, f"{below}{key}", depth + 1)
                     case _:
                         raise ProtocolError("the tree has a dict whose items are not pairs")
         case ["n" | "q", _, *values]:
             for number, value in enumerate(values):
-                yield from walk(value, f"{below}{number}", depth + 1)
+                yield from _below(value, f"{below}{number}", depth + 1)
         case ["f" | "a", _, value]:
-            yield from walk(value, path, depth + 1)
+            yield from _below(value, path, depth + 1)
         case _:
             raise ProtocolError("the tree has a node of an unknown kind")
 
 
-def unique(name: str, taken: Container[str]) -> str:
-    """Returns ``name``, or with ``~2`` and so on behind it if it is taken: keys may contain dots."""
-    if name not in taken:
+class UniqueNames:
+    """Gives each of several leaves with one path its own name, with ``~2`` and so on at the end: keys may have dots.
+
+    Args:
+        taken: the names that were given
+    """
+
+    def __init__(self, taken: Container[str]) -> None:
+        self._taken = taken
+        self._last: dict[str, int] = {}
+
+    def of(self, path: str) -> str:
+        """Returns ``path``, or what it becomes if that is taken."""
+        name = path
+        while name in self._taken:
+            self._last[path] = self._last.get(path, 1) + 1
+            name = f"{path}~{self._last[path]}"
         return name
-    return next(other for number in itertools.count(2) if (other := f"{name}~{number}") not in taken)
 
 
 def by_path(leaves: Iterable[Leaf]) -> dict[str, Leaf]:
     """Returns leaves by their paths, made unique."""
     found: dict[str, Leaf] = {}
+    names = UniqueNames(found)
     for leaf in leaves:
-        found[unique(leaf.path, found)] = leaf
+        found[names.of(leaf.path)] = leaf
     return found
 
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
-import mmap
-import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .._native import Rows, Stored
-from ..errors import SystemRefused, UnsupportedLeaf
+from .._native import FilePages, Rows, Stored
+from ..errors import SourceChanged, SystemRefused, UnsupportedLeaf
 from ..storage import reserved
 from ..storage.container import VERSION, Container
 
-#: Pages of a private mapping that nobody writes to need no memory of their own (Linux).
-_NO_RESERVE = 0x4000
 #: A row of what is published counts dimensions in one byte.
 _MOST_DIMENSIONS = 255
 #: Keys of ``__metadata__`` that belong to a file, or that every container has.
@@ -24,6 +22,8 @@ _OWN_KEYS = frozenset({"format", "tensorferry.version", "tensorferry.file", "ten
 
 class Mapping:
     """The pages of a file, for as long as somebody reads them. What is written to them does not reach the file.
+
+    Whoever reads them asks ``pages.is_unchanged`` afterwards: a file that is shortened has zeros there.
 
     Args:
         path: the file
@@ -39,26 +39,58 @@ class Mapping:
     """
 
     def __init__(self, path: Path) -> None:
-        try:
-            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-            try:
-                # Writable, because only then it is a buffer for ctypes and torch.
-                self.pages = mmap.mmap(
-                    file, 0, flags=mmap.MAP_PRIVATE | _NO_RESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE
-                )
-            finally:
-                os.close(file)
-        except (OSError, ValueError) as e:
-            raise SystemRefused(f"{path}: cannot be mapped: {e}") from e
+        self.pages = FilePages(path)
         self.nbytes = len(self.pages)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.pages))
-        self.payload_start = 8 + int.from_bytes(self.pages[:8], "little")
+        self.address = self.pages.address
+        head = (ctypes.c_char * min(8, self.nbytes)).from_buffer(self.pages)  # type: ignore[arg-type]  # a buffer
+        self.payload_start = 8 + int.from_bytes(head.raw, "little")
 
 
-def container_of(path: Path, control: list[tuple[str, bytes]] | None = None) -> Container:
-    """Returns the container in the file ``path`` for publishing, over the pages of the file.
+class ServedFiles:
+    """The files that a server publishes, whose names must not lead to others while they are opened.
 
-    The file must not be changed or shortened while it is published. Replacing it by a rename does no harm.
+    A file is opened more than once before it is served: to compare it with its checksums, to read its header, and for
+    its pages. All must be of one file.
+    """
+
+    def __init__(self) -> None:
+        self._pages: dict[Path, FilePages] = {}
+
+    @contextlib.contextmanager
+    def opening(self, path: Path) -> Iterator[Path]:
+        """Yields ``path``, as which the same file must be there before and after the block.
+
+        Raises:
+            SourceChanged: it is another one afterwards, or was written to
+        """
+        before = _identity(path)
+        yield path
+        if _identity(path) != before:
+            raise SourceChanged(f"{path} was changed or replaced while it was opened: serve it again")
+
+    def add(self, path: Path, pages: FilePages) -> list[FilePages]:
+        """Notes that ``pages`` of the file are served; returns them for ``publish``."""
+        self._pages[path] = pages
+        return [pages]
+
+    def changed(self) -> list[Path]:
+        """Returns the files whose content has changed; a file that was replaced or removed still has its content."""
+        return [path for path, pages in self._pages.items() if not pages.is_unchanged]
+
+
+def _identity(path: Path) -> tuple[int, ...]:
+    try:
+        about = path.stat()
+    except OSError as e:
+        raise SystemRefused(e.errno, f"{path}: cannot be read: {e.strerror}") from e
+    return about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns
+
+
+def container_of(path: Path, control: list[tuple[str, bytes]] | None = None) -> tuple[Container, FilePages]:
+    """Returns the container in the file ``path`` for publishing, over the pages of the file, and these pages.
+
+    Replacing the file by a rename does no harm. If its content is changed, receives must fail: ``publish`` takes the
+    pages for that.
 
     Args:
         path: a file of this package, or any safetensors file: that is published as the state that maps its names to its
@@ -81,7 +113,7 @@ def container_of(path: Path, control: list[tuple[str, bytes]] | None = None) -> 
         control.append((reserved.MANIFEST, _flat_manifest(names)))
     about = [(key, value) for key, value in stored.about if key not in _OWN_KEYS]
     # Borrowed: whoever writes to the file meanwhile makes receivers notice it.
-    return Container(rows, mapping, False, control, about)
+    return Container(rows, mapping, False, control, about), mapping.pages
 
 
 def check_dimensions(path: Path, stored: Stored) -> None:

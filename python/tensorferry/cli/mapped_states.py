@@ -21,7 +21,7 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from .._native import Stored, _check_machine_has
+from .._native import FilePages, Stored, _check_machine_has
 from ..dcp.failures import own_errors
 from ..dcp.files import FileReader
 from ..dcp.reader import SliceReader
@@ -38,8 +38,12 @@ from .mapped import Mapping, check_dimensions
 _QUANTIZED = (torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4)
 
 
-def of_container(path: Path) -> Any:
+def of_container(path: Path, pages: list[FilePages] | None = None) -> Any:
     """Returns the state in a container file; of a safetensors file of another program, a dict of its tensors.
+
+    Args:
+        path: the file
+        pages: gets the pages in which the tensors lie
 
     Raises:
         TensorferryError: it cannot be read, or its pickle names what is not allowed
@@ -50,6 +54,8 @@ def of_container(path: Path) -> Any:
             raise ProtocolError(f"{path}: entry {name!r} has dtype {dtype}, which this version does not support")
     check_dimensions(path, stored)
     mapping = Mapping(path)
+    if pages is not None:
+        pages.append(mapping.pages)
     starts, sizes = stored.starts, stored.sizes
 
     def memory(number: int) -> tuple[Any, int]:
@@ -74,13 +80,19 @@ def of_container(path: Path) -> Any:
     return builder.build(stored.pickle or b"", Allowed(), memory)
 
 
-def of_archive(path: Path) -> Any:
+def of_archive(path: Path, pages: list[FilePages] | None = None) -> Any:
     """Returns what ``torch.save`` wrote.
+
+    Args:
+        path: the file
+        pages: gets the pages in which the tensors lie
 
     Raises:
         TensorferryError: it cannot be read, or its pickle names what is not allowed
     """
     mapping = Mapping(path)
+    if pages is not None:
+        pages.append(mapping.pages)
 
     def mapped(offset: int, nbytes: int) -> torch.Tensor:
         if not 0 <= offset <= offset + nbytes <= mapping.nbytes:

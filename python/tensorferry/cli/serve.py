@@ -8,14 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .._native import Server, Shelf
-from ..errors import CorruptCheckpoint, IncompleteCheckpoint, InvalidArgument
+from .._native import FilePages, Server, Shelf
+from ..errors import CorruptCheckpoint, IncompleteCheckpoint, InvalidArgument, SourceChanged
 from . import console, exits
 from .flags import Json, Serving, Switch, Trust
 
 #: Seconds that a request waits, and that receivers have when the command ends.
 _PATIENCE_S = 60.0
 _END_S = 5.0
+#: Seconds between two looks at the files that are served.
+_LOOK_S = 0.2
 
 
 def serve(
@@ -31,8 +33,9 @@ def serve(
     """Publishes a checkpoint until it is interrupted, and prints the metadata for receivers.
 
     A safetensors file, and files and folders of tensorferry, are served from where they are, by HTTPTransport's server,
-    and so is a torch.save file, without being read into memory; they must not be changed meanwhile. A distributed
-    checkpoint of torch is read first. What tensorferry.megatron saved is for its load_strategy(peers=).
+    and so is a torch.save file, without being read into memory. They may be removed meanwhile, or replaced by a rename;
+    if their content is changed, receives fail and the command ends with an error. A distributed checkpoint of torch is
+    read first. What tensorferry.megatron saved is for its load_strategy(peers=).
 
     Args:
         path: a file or a folder
@@ -65,8 +68,12 @@ def serve(
             console.note(f"serving {path} as step {published['step']}; end with Ctrl-C")
             for one in published["metadata"]:
                 print(one, flush=True)
-        while not ended.wait(0.2):
-            pass
+        while not ended.wait(_LOOK_S):
+            if changed := publisher.files.changed():
+                raise SourceChanged(
+                    f"{', '.join(map(str, changed))} was changed while it was served, so receives fail: serve it "
+                    "again. What is served may be removed, or replaced by a rename"
+                )
     finally:
         server.shutdown(_END_S)
     return exits.OK
@@ -80,19 +87,22 @@ class Publisher:
         host: the host in its URLs
         step: the step that was asked for
         unverified: do not compare files with their checksums
+
+    Attributes:
+        files: the files whose pages are served
     """
 
     def __init__(self, server: Server, host: str, step: int | None, unverified: bool) -> None:
         self._server, self._host, self._step, self._unverified = server, host, step, unverified
+        from .mapped import ServedFiles
+
         self._shelves: list[Shelf] = []
+        self.files = ServedFiles()
 
     def container(self, path: Path) -> dict[str, Any]:
         """Publishes a container file."""
-        from .mapped import container_of
-
-        self._verify(path)
         step = self._step or 0
-        container_of(path).publish(self._server, step, alternate=_stock_bodies(path))
+        self._publish(path, self._server, step)
         return self._told(step, [self._server.url(self._host)], path)
 
     def archive(self, path: Path) -> dict[str, Any]:
@@ -104,14 +114,16 @@ class Publisher:
         from .mapped_states import of_archive
 
         step = self._step or 0
-        packed = StateSnapshot(of_archive(path), Stager(ACCELERATOR), "borrow")
-        packed.publish(self._server, step, compat.bodies(packed.rebuild, 0))
+        pages: list[FilePages] = []
+        with self.files.opening(path):
+            packed = StateSnapshot(of_archive(path, pages), Stager(ACCELERATOR), "borrow")
+        bodies = compat.bodies(packed.rebuild, 0)
+        packed.container().publish(self._server, step, alternate=bodies, pages=self.files.add(path, *pages))
         return self._told(step, [self._server.url(self._host)], path)
 
     def checkpoint(self, folder: Path) -> dict[str, Any]:
         """Publishes the state of each rank of a checkpointer's folder, each under an address of its own."""
         from ..storage.folder import missing_files, read_index
-        from .mapped import container_of
 
         index = read_index(folder)
         if missing := missing_files(folder, index):
@@ -122,12 +134,11 @@ class Publisher:
         urls = []
         for rank in range(index.world_size):
             path = folder / index.files[rank][0]
-            self._verify(path)
             where: Server | Shelf = self._server
             if index.world_size > 1:
                 where = self._server.shelf()
                 self._shelves.append(where)
-            container_of(path).publish(where, step, alternate=_stock_bodies(path))
+            self._publish(path, where, step)
             urls.append(where.url(self._host))
         return self._told(step, urls, folder)
 
@@ -139,7 +150,6 @@ class Publisher:
         from ..storage.folder import INDEX
         from ..storage.peers import container_name, publication_metadata
         from . import distributed
-        from .mapped import container_of
 
         text, commit = commits.read(folder / INDEX)
         fields = distributed.decoded(text, folder / INDEX)
@@ -147,16 +157,16 @@ class Publisher:
         if step < 0:
             raise InvalidArgument("the step of a distributed checkpoint must not be negative")
         names = distributed.checked_files(folder, fields["sources"], commit)
-        for name in names:
-            self._verify(folder / name)
         shelves = [self._server.shelf() for _ in names] or [self._server.shelf()]
         urls = [shelf.url(self._host) for shelf in shelves]
         fields["sources"] = [container_name(step, url) for url in urls[: len(names)]]
         index = (reserved.INDEX, json.dumps(fields, separators=(",", ":")).encode())
         for number, shelf in enumerate(shelves):
             control = [index] if number == 0 else []
-            container = container_of(folder / names[number], control) if names else distributed.index_container(control)
-            container.publish(shelf, step)
+            if names:
+                self._publish(folder / names[number], shelf, step, control)
+            else:
+                distributed.index_container(control).publish(shelf, step)
         self._shelves += shelves
         return self._told(step, [publication_metadata(step, urls)], folder)
 
@@ -180,6 +190,18 @@ class Publisher:
             "dcp`, and serve OUT"
         )
 
+    def _publish(
+        self, path: Path, where: Server | Shelf, step: int, control: list[tuple[str, bytes]] | None = None
+    ) -> None:
+        """Publishes the container in a file; with ``control``, as part of a distributed checkpoint."""
+        from .mapped import container_of
+
+        with self.files.opening(path):
+            self._verify(path)
+            container, pages = container_of(path, control)
+        alternate = _stock_bodies(path, pages) if control is None else None
+        container.publish(where, step, alternate=alternate, pages=self.files.add(path, pages))
+
     def _verify(self, path: Path) -> None:
         from .._native import _file_damage
 
@@ -192,8 +214,11 @@ class Publisher:
         return {"metadata": metadata, "step": step, "path": str(path)}
 
 
-def _stock_bodies(path: Path) -> Callable[[str], list[Any] | str | None]:
-    """Returns what renders torchft's own bytes of the state in a file, which is read when they are first requested."""
+def _stock_bodies(path: Path, pages: FilePages) -> Callable[[str], list[Any] | str | None]:
+    """Returns what renders torchft's own bytes of the state in a file, which is read when they are first requested.
+
+    It is read by its descriptor: the name may lead to another file by then.
+    """
     render: list[Callable[[str], list[Any] | None]] = []
     lock = threading.Lock()
 
@@ -203,7 +228,9 @@ def _stock_bodies(path: Path) -> Callable[[str], list[Any] | str | None]:
                 from ..checkpointing.loading import load_file
                 from ..torchft import compat
 
-                state = load_file(path)
+                state = load_file(f"/proc/self/fd/{pages.fileno()}")
+                if not pages.is_unchanged:
+                    raise SourceChanged(f"{path} was changed while it was served")
                 render.append(compat.bodies(lambda: state, 0))
         return render[0](name)
 

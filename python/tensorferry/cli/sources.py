@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from ..errors import (
     ConnectError,
     FetchTimeout,
     InvalidArgument,
+    ProtocolError,
     SourceChanged,
     SourceRefused,
     TensorferryError,
@@ -26,6 +28,10 @@ from .flags import Receiving, Trust
 #: A step that nobody serves: the refusal says which one is.
 _NO_STEP = -(1 << 63)
 _SERVED = re.compile(r"serving (-?\d{1,19}) but got")
+#: A source at the beginning of a message that names it again.
+_NAMED_TWICE = re.compile(r"^(\S{1,300}): ((?:the connection to )?\1\b)")
+#: Seconds that a source may take to say which step it serves, once it has refused another one.
+_ASKING_S = 5.0
 #: How often a source may go on to another step between two requests.
 _ATTEMPTS = 3
 
@@ -93,6 +99,8 @@ def open_source(
     Raises:
         TensorferryError: as for ``HTTPTransport.recv_checkpoint``
     """
+    if step is not None:
+        step = _validate.step_number(step)
     deadline = time.monotonic() + receiving.timeout
     for attempt in range(_ATTEMPTS):
         wanted = step if step is not None else _served_step(urls, trust, deadline)
@@ -106,17 +114,35 @@ def open_source(
                 progress=progress,
                 secret=trust.secret(),
             )
-        except WrongStep:
-            if step is not None or attempt == _ATTEMPTS - 1:
-                raise
+        except WrongStep as e:
+            if step is not None:
+                message = _other_steps(urls, step, trust, deadline)
+                raise WrongStep("", e.code, message, e.headers, None) from None
+            if attempt == _ATTEMPTS - 1:
+                break
             continue
         return remote, wanted
     raise SourceChanged("the source goes on to other steps faster than one can be opened: name one with --step")
 
 
+def _other_steps(urls: list[str], step: int, trust: Trust, deadline: float) -> str:
+    """Returns the message for a step that no source serves, with those that they do."""
+    served: dict[int, None] = {}
+    for url in urls:
+        with contextlib.suppress(TensorferryError):
+            served[_served_step([url], trust, min(deadline, time.monotonic() + _ASKING_S))] = None
+    if not served:
+        return f"step {step} is not served, and no source says which one is"
+    there = f"the source serves step {next(iter(served))}"
+    if len(served) > 1:
+        there = f"the sources serve steps {', '.join(map(str, served))}"
+    return f"step {step} is not served: {there}. Name one that is with --step, or leave --step out"
+
+
 def _without_step(error: TensorferryError) -> str:
-    """Returns the message of an error without the step that nobody has asked for."""
-    return message_of(error).replace(f"step {_NO_STEP} from ", "").replace(f"step {_NO_STEP}: ", "")
+    """Returns the message of an error without the step that nobody has asked for, and without a source named twice."""
+    message = message_of(error).replace(f"step {_NO_STEP} from ", "").replace(f"step {_NO_STEP}: ", "")
+    return _NAMED_TWICE.sub(r"\2", message)
 
 
 def _served_step(urls: list[str], trust: Trust, deadline: float) -> int:
@@ -130,7 +156,9 @@ def _served_step(urls: list[str], trust: Trust, deadline: float) -> int:
             ).close()
         except WrongStep as e:
             if found := _SERVED.search(str(e)):
-                return int(found[1])
+                if not -(1 << 63) <= (served := int(found[1])) < 1 << 63:
+                    raise ProtocolError(f"the source says that it serves step {served}, which is no step") from None
+                return served
             last = WrongStep.of(e.code, _without_step(e))
         except (ConnectError, FetchTimeout) as e:
             last = type(e)(_without_step(e))

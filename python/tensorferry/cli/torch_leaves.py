@@ -14,7 +14,7 @@ from ..dcp.torch_folder import TorchFolderSource, with_stand_ins
 from ..errors import InvalidArgument
 from ..state import archives, tree
 from ..state.allowlist import Allowed
-from .leaves import Leaf, Listing, unique, walk
+from .leaves import Leaf, Listing, UniqueNames, walk
 from .places import Kind, Place
 
 
@@ -69,10 +69,11 @@ def values_of(state: Any) -> dict[str, Any]:
     flat = tree.flatten(state)
     names = flat.rows.names
     found: dict[str, Any] = {}
+    unique = UniqueNames(found)
     for path, number in walk(json.loads(flat.tree)):
         # A leaf that stands in several places has its own name in the first of them.
         name = names[number] if number >= 0 and names[number] not in found else path
-        found[unique(name, found)] = flat.leaf(number)
+        found[unique.of(name)] = flat.leaf(number)
     return found
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 
-from .._native import Readiness, Rows, Server, Shelf, Written, _write_file
+from .._native import FilePages, Readiness, Rows, Server, Shelf, Written, _write_file
 
 #: Version of the format of containers and manifests.
 VERSION = 1
@@ -45,6 +45,7 @@ class Container:
         *,
         alternate: Callable[[str], list[Any] | str | None] | None = None,
         filled: bool = True,
+        pages: Sequence[FilePages] = (),
     ) -> Readiness | None:
         """Publishes the container on ``server`` as ``step``, in place of what is served now.
 
@@ -54,6 +55,7 @@ class Container:
             alternate: called with the name in requests for other resources of the step; returns the parts of the
                 answer, or a URL to redirect to, or ``None`` if there is no such resource
             filled: whether all bytes are in memory already
+            pages: those of files in which rows lie; once one of them has changed, receives fail
 
         Returns:
             If ``filled`` is false, the handle with which the caller reports how many bytes are ready; else ``None``.
@@ -67,6 +69,7 @@ class Container:
             private=self.private,
             alternate=alternate,
             filled=filled,
+            pages=list(pages),
         )
 
     def write(

@@ -52,7 +52,7 @@ mod _native {
     #[pymodule_export]
     use crate::entries::PyEntries;
     #[pymodule_export]
-    use crate::memory::{PyArena, PyHostView, PyPart, PySharedBuffer, checksum_memory, copy_memory};
+    use crate::memory::{PyArena, PyFilePages, PyHostView, PyPart, PySharedBuffer, checksum_memory, copy_memory};
     #[pymodule_export]
     use crate::objects::{
         add_pieces, describe_objects, describe_shards, number_of_storage, pickle_objects, reach, restart,

@@ -16,6 +16,7 @@
 
 use std::ffi::{c_int, c_void};
 use std::os::fd::{AsRawFd, BorrowedFd};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use pyo3::ffi;
@@ -23,8 +24,8 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyList, PyString, PyType};
 use tensorferry_core::{
-    Allocation, Arena, ArenaPool, Destination, Error, Hold, Memory, Repeat, SharedBuffer, Slice, StagedRun, Transfer,
-    copy_all,
+    Allocation, Arena, ArenaPool, Destination, Error, FilePages, Hold, Memory, Repeat, SharedBuffer, Slice, StagedRun,
+    Transfer, copy_all,
 };
 use tensorferry_wire::container::{Entry, Header};
 use tensorferry_wire::digest::checksum;
@@ -128,6 +129,58 @@ impl PyPart {
         // during a transfer that Python waits for, so Python may write to it.
         let status =
             unsafe { ffi::PyBuffer_FillInfo(view, slf.as_ptr(), address as *mut std::ffi::c_void, len, 0, flags) };
+        if status == 0 { Ok(()) } else { Err(PyErr::fetch(slf.py())) }
+    }
+}
+
+/// The pages of a file as a writable buffer; what is written to it does not reach the file.
+#[pyclass(name = "FilePages", module = "tensorferry._native", frozen)]
+pub(crate) struct PyFilePages(pub(crate) Arc<FilePages>);
+
+#[pymethods]
+impl PyFilePages {
+    /// Maps the file at `path`.
+    ///
+    /// # Errors
+    /// `SystemRefused` when it is not a file, is empty, or cannot be mapped.
+    #[new]
+    #[allow(clippy::needless_pass_by_value, reason = "what the interpreter calls takes its arguments by value")]
+    fn new(py: Python<'_>, path: PathBuf) -> PyResult<Self> {
+        py.detach(|| FilePages::map(&path)).map(|pages| Self(Arc::new(pages))).map_err(|e| errors::to_py(py, &e))
+    }
+
+    /// Address of the first byte.
+    #[getter]
+    fn address(&self) -> usize {
+        self.0.address()
+    }
+
+    /// A descriptor of the file, valid for as long as this object.
+    fn fileno(&self) -> i32 {
+        self.0.descriptor().as_raw_fd()
+    }
+
+    /// Whether what was read so far is what the file had when it was mapped. A file that was shortened, and one that
+    /// the disk fails to read, has zeros there.
+    #[getter]
+    fn is_unchanged(&self, py: Python<'_>) -> bool {
+        py.detach(|| self.0.is_unchanged())
+    }
+
+    fn __len__(&self) -> usize {
+        self.0.len()
+    }
+
+    /// # Safety
+    /// Called by the interpreter, which passes a valid `view`.
+    #[allow(clippy::needless_pass_by_value, reason = "what the interpreter calls takes its arguments by value")]
+    unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
+        let pages = &slf.get().0;
+        let len = ffi::Py_ssize_t::try_from(pages.len())?;
+        // SAFETY: the mapping lives as long as `slf`, of which the filled view takes a reference. Rust never writes to
+        // it, so Python may.
+        let status =
+            unsafe { ffi::PyBuffer_FillInfo(view, slf.as_ptr(), pages.address() as *mut c_void, len, 0, flags) };
         if status == 0 { Ok(()) } else { Err(PyErr::fetch(slf.py())) }
     }
 }

@@ -11,12 +11,13 @@ use bytes::Bytes;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use tensorferry_core::{
-    Alternate, Error, Memory, Publication, Receive, Rendered, Server, ServerConfig, Shelf, Stability, Store, Withdrawn,
+    Alternate, Error, FilePages, Memory, Publication, Receive, Rendered, Server, ServerConfig, Shelf, Stability, Store,
+    Withdrawn,
 };
 
 use crate::errors;
 use crate::frontend::PythonFrontend;
-use crate::memory::{Owner, borrowed};
+use crate::memory::{Owner, PyFilePages, borrowed};
 use crate::readiness::PyReadiness;
 use crate::remote::PyRemote;
 use crate::report::{PyReport, seconds};
@@ -105,11 +106,12 @@ impl PyServer {
     /// `owner` keeps the memory of all rows alive and is released when nobody reads it any more. `private` says that
     /// nothing writes to that memory. `alternate` renders other formats: called with a name, it returns a list of
     /// parts, the URL of a server that has the body, or `None`. Unless the memory is `filled`, the producer's handle is
-    /// returned.
+    /// returned. `pages` are those of files in which rows lie: once one of them has changed, receivers get no checksums.
     ///
     /// # Errors
     /// `InvalidArgument` when the rows make no valid container.
-    #[pyo3(signature = (step, *, rows, control, metadata, owner, private, alternate = None, filled = true))]
+    #[pyo3(signature = (step, *, rows, control, metadata, owner, private, alternate = None, filled = true,
+                        pages = Vec::new()))]
     #[allow(clippy::too_many_arguments, reason = "keywords in Python")]
     fn publish(
         &self,
@@ -122,9 +124,11 @@ impl PyServer {
         private: bool,
         alternate: Option<Py<PyAny>>,
         filled: bool,
+        pages: Vec<Bound<'_, PyFilePages>>,
     ) -> PyResult<Option<PyReadiness>> {
         let server = self.server(py)?;
-        publish(py, server.store(), Published { step, rows, control, metadata, owner, private, alternate, filled })
+        let given = Published { step, rows, control, metadata, owner, private, alternate, filled, pages };
+        publish(py, server.store(), given)
     }
 
     /// Makes room for a further checkpoint below a path of its own: a random one, or `name`.
@@ -267,15 +271,17 @@ struct Published<'a, 'py> {
     private: bool,
     alternate: Option<Py<PyAny>>,
     filled: bool,
+    pages: Vec<Bound<'py, PyFilePages>>,
 }
 
 /// Publishes in `store`; see [`PyServer::publish`].
 fn publish(py: Python<'_>, store: &Store, given: Published<'_, '_>) -> PyResult<Option<PyReadiness>> {
-    let Published { step, rows, control, metadata, owner, private, alternate, filled } = given;
+    let Published { step, rows, control, metadata, owner, private, alternate, filled, pages } = given;
     let stability = if private { Stability::Private } else { Stability::Borrowed };
     let owner = Box::new(Owner::new(owner));
     let alternate = alternate.map(|callable| Box::new(PyAlternate(Owner::new(callable))) as Box<dyn Alternate>);
     let rows = rows.get();
+    let pages: Vec<Arc<FilePages>> = pages.iter().map(|pages| Arc::clone(&pages.get().0)).collect();
     py.detach(|| {
         let items = rows.items(control);
         let (mut publication, filling) = if filled {
@@ -284,6 +290,9 @@ fn publish(py: Python<'_>, store: &Store, given: Published<'_, '_>) -> PyResult<
             let (publication, filling) = Publication::with_readiness(metadata, items, stability, owner)?;
             (publication, Some(PyReadiness::new(filling)))
         };
+        if !pages.is_empty() {
+            publication = publication.with_check(Box::new(move || pages.iter().all(|pages| pages.is_unchanged())));
+        }
         if let Some(alternate) = alternate {
             publication = publication.with_alternate(alternate);
         }
@@ -324,7 +333,8 @@ impl PyShelf {
     ///
     /// # Errors
     /// `InvalidArgument` when the rows make no valid container.
-    #[pyo3(signature = (step, *, rows, control, metadata, owner, private, alternate = None, filled = true))]
+    #[pyo3(signature = (step, *, rows, control, metadata, owner, private, alternate = None, filled = true,
+                        pages = Vec::new()))]
     #[allow(clippy::too_many_arguments, reason = "keywords in Python")]
     fn publish(
         &self,
@@ -337,9 +347,11 @@ impl PyShelf {
         private: bool,
         alternate: Option<Py<PyAny>>,
         filled: bool,
+        pages: Vec<Bound<'_, PyFilePages>>,
     ) -> PyResult<Option<PyReadiness>> {
         let inner = self.shelf(py)?;
-        publish(py, inner.store(), Published { step, rows, control, metadata, owner, private, alternate, filled })
+        let given = Published { step, rows, control, metadata, owner, private, alternate, filled, pages };
+        publish(py, inner.store(), given)
     }
 
     /// Takes no new receives of what lies here; those that have begun finish from a private copy.

@@ -9,6 +9,7 @@
 //! | `fresh` | [`FreshPages`]: small or huge pages for memory that was never touched, by what they cost |
 //! | `shared` | memory that two processes map |
 //! | `copies` | [`copy_all`]: many copies, made by several threads |
+//! | `file_pages` | [`FilePages`]: the pages of a file, readable even when the file was shortened |
 //! | `machine` | refusal of lengths that no memory of this machine could hold |
 //! | `nontemporal` | copies that leave the cache alone |
 //!
@@ -17,6 +18,7 @@
 
 mod arena;
 mod copies;
+mod file_pages;
 mod fresh;
 mod machine;
 mod mapping;
@@ -28,6 +30,7 @@ mod shared;
 pub(crate) use self::arena::{ALIGNMENT, ArenaLayout};
 pub use self::arena::{Arena, Hold};
 pub use self::copies::{Transfer, copy_all};
+pub use self::file_pages::FilePages;
 pub(crate) use self::fresh::{FreshPages, timed};
 pub(crate) use self::machine::available;
 pub use self::machine::check_machine_has;

@@ -121,8 +121,8 @@ impl Lease {
     }
 
     /// The digests of the blocks in `runs`, of `block_size` bytes each, of which there must be so many: of borrowed
-    /// memory as it is now. `None` when the publication was withdrawn meanwhile. Takes several threads where there is
-    /// much to read.
+    /// memory as it is now. `None` when the publication was withdrawn meanwhile, or its memory is not what was published
+    /// any more. Takes several threads where there is much to read.
     pub(crate) fn digests(self: &Arc<Self>, runs: &[(u64, u64)], block_size: u64) -> Option<DigestTable> {
         let (publication, content) = (self.publication(), self.content());
         let numbers: Vec<u64> = runs.iter().flat_map(|&(first, end)| first..end).collect();
@@ -148,11 +148,8 @@ impl Lease {
             compute();
         });
         drop(parts);
-        whole.into_inner().then(|| DigestTable {
-            header: publication.header_digest,
-            payload_len: publication.payload_len(),
-            blocks,
-        })
+        let whole = whole.into_inner() && publication.is_intact();
+        whole.then(|| DigestTable { header: publication.header_digest, payload_len: publication.payload_len(), blocks })
     }
 
     /// Waits until the first `end` blocks of `block_size` bytes are final.

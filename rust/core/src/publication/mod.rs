@@ -82,6 +82,8 @@ pub struct Publication {
     /// How far the memory is filled; `None` where it always was.
     filled: Option<ReadinessWatch>,
     blocks: Vec<BlockDigest>,
+    /// Whether the memory is still what was published; asked after checksums were computed.
+    check: Option<Box<dyn Fn() -> bool + Send + Sync>>,
     alternate: Option<Box<dyn Alternate>>,
     rendered: Mutex<HashMap<String, RenderedBody>>,
     readers: Mutex<Readers>,
@@ -172,6 +174,7 @@ impl Publication {
             content,
             filled: None,
             blocks: std::iter::repeat_with(BlockDigest::default).take(count).collect(),
+            check: None,
             alternate: None,
             rendered: Mutex::default(),
             readers: Mutex::default(),
@@ -179,6 +182,15 @@ impl Publication {
             _owner: owner,
         };
         Ok((publication, starts))
+    }
+
+    /// Adds a check that the memory is still what was published. Once it fails, requests are answered as if the snapshot
+    /// were withdrawn. It is called after checksums were computed, too, so that receivers take nothing of what they have
+    /// received.
+    #[must_use]
+    pub fn with_check(mut self, check: Box<dyn Fn() -> bool + Send + Sync>) -> Self {
+        self.check = Some(check);
+        self
     }
 
     /// Sets the entity tag and the algorithm for checksums, right before it is served: nothing has been checksummed
@@ -205,6 +217,11 @@ impl Publication {
     #[must_use]
     pub fn total_len(&self) -> u64 {
         self.content.len()
+    }
+
+    /// Whether the memory is still what was published, as far as there is a check of it.
+    pub(crate) fn is_intact(&self) -> bool {
+        self.check.as_ref().is_none_or(|check| check())
     }
 
     pub(crate) fn header(&self) -> &Bytes {

@@ -35,6 +35,8 @@ use crate::trust::random;
 
 /// A response head longer than this is refused.
 const MAX_HEAD: usize = 16 << 10;
+/// The most answers of a status below 200 before the one that counts.
+const MOST_INTERIM: u32 = 100;
 
 /// How far a source has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -194,6 +196,7 @@ impl Connection {
     fn read_head(&mut self, patience: Option<Duration>) -> Result<Head, Error> {
         let mut buffer = vec![0_u8; MAX_HEAD];
         let mut filled = 0;
+        let mut interim = 0;
         loop {
             match ParsedHead::read(&buffer[..filled]).map_err(|what| self.protocol(what))? {
                 ParsedHead::Complete(head, length) => {
@@ -203,9 +206,13 @@ impl Connection {
                     return Ok(head);
                 }
                 ParsedHead::Interim(length) => {
-                    // Maybe with the next one right behind it; a peer that sends them for ever meets the deadline.
+                    // Maybe with the next one right behind it.
                     buffer.copy_within(length..filled, 0);
                     filled -= length;
+                    interim += 1;
+                    if interim > MOST_INTERIM {
+                        return Err(self.protocol("it sends interim answers without end"));
+                    }
                     self.limits.left()?;
                 }
                 ParsedHead::Partial if filled < MAX_HEAD => {

@@ -28,8 +28,8 @@ pub(super) async fn lease<B>(
     let _waiting = shared.metrics.wait();
     let lookup = tokio::time::timeout(shared.patience, store.lookup(asked, &connection.cut)).await;
     match lookup {
-        Ok(Lookup::Found(lease)) => Ok(lease),
-        Ok(Lookup::Gone) => Err(text(StatusCode::PRECONDITION_FAILED, GONE)),
+        Ok(Lookup::Found(lease)) if lease.publication().is_intact() => Ok(lease),
+        Ok(Lookup::Found(_) | Lookup::Gone) => Err(text(StatusCode::PRECONDITION_FAILED, GONE)),
         Ok(Lookup::WrongStep(serving)) => {
             let serving = serving.map_or_else(|| "nothing".to_owned(), |s| s.to_string());
             let message = format!("invalid checkpoint requested, serving {serving} but got step={step}");

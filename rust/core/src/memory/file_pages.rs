@@ -1,0 +1,261 @@
+//! The pages of a file as memory that can be read whatever happens to the file.
+//!
+//! Behind the end of a file that was shortened, and where the disk fails, reading a page of it raises SIGBUS, which ends
+//! the process. A handler of this module puts zeros there instead. What was read then is not what the file had, and
+//! neither is it if the file was written to: readers ask [`FilePages::is_unchanged`] afterwards, and use nothing of what
+//! they have read if it was not.
+//!
+//! Invariants:
+//!
+//! * the handler acts on addresses of [`FilePages`] that exist, and leaves all others to the handler before it;
+//! * it takes no lock and allocates nothing.
+
+use std::ffi::{c_int, c_void};
+use std::fs::{File, Metadata, OpenOptions};
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::Path;
+use std::ptr::{self, NonNull};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering};
+
+use crate::error::{Error, ErrorKind};
+
+/// A range of addresses that the handler watches. It is never freed, since a handler may be reading it.
+struct Guard {
+    /// 0 once the pages are gone.
+    start: AtomicUsize,
+    end: usize,
+    /// Whether zeros were put in the place of some page.
+    broken: AtomicBool,
+    next: *mut Guard,
+}
+
+/// All guards, the newest first.
+static GUARDS: AtomicPtr<Guard> = AtomicPtr::new(ptr::null_mut());
+/// What handled SIGBUS before.
+static BEFORE: OnceLock<libc::sigaction> = OnceLock::new();
+
+/// A private mapping of a file. What is written to it does not reach the file.
+///
+/// ```
+/// use tensorferry_core::FilePages;
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let path = std::env::temp_dir().join(format!("tensorferry-pages-{}", std::process::id()));
+/// std::fs::write(&path, [7; 10])?;
+/// let pages = FilePages::map(&path)?;
+/// assert!(pages.len() == 10 && pages.is_unchanged());
+/// std::fs::OpenOptions::new().write(true).open(&path)?.set_len(5)?;
+/// assert!(!pages.is_unchanged());
+/// # std::fs::remove_file(&path)?;
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug)]
+pub struct FilePages {
+    start: NonNull<u8>,
+    len: usize,
+    file: File,
+    /// Of the file when it was mapped: its length, and when it was written to last.
+    before: (u64, i64, i64),
+    guard: &'static Guard,
+}
+
+impl std::fmt::Debug for Guard {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Guard").field("broken", &self.broken).finish_non_exhaustive()
+    }
+}
+
+// SAFETY: the mapping belongs to no thread, and only its address is given out.
+unsafe impl Send for FilePages {}
+// SAFETY: as above; a guard has atomic fields and others that never change.
+unsafe impl Sync for FilePages {}
+
+impl FilePages {
+    /// Maps the file at `path`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::System`] when it is not a file, is empty, or cannot be mapped.
+    pub fn map(path: &Path) -> Result<Self, Error> {
+        Self::try_map(path)
+            .map_err(|e| Error::caused(ErrorKind::System, format!("{}: cannot be mapped", path.display()), e))
+    }
+
+    fn try_map(path: &Path) -> io::Result<Self> {
+        // Not to wait for the other end of a pipe.
+        let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path)?;
+        let about = file.metadata()?;
+        if !about.is_file() {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is not a file"));
+        }
+        let len = usize::try_from(about.len()).map_err(|_| io::ErrorKind::OutOfMemory)?;
+        install()?;
+        // Writable, since some readers take only memory that is; private, and without memory of its own unless somebody
+        // writes to it.
+        let (protection, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_NORESERVE);
+        // SAFETY: a new mapping with no address hint touches no existing memory.
+        let start = unsafe { libc::mmap(ptr::null_mut(), len, protection, flags, file.as_raw_fd(), 0) };
+        if start == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        let start = NonNull::new(start.cast::<u8>()).ok_or(io::ErrorKind::OutOfMemory)?;
+        let first = start.as_ptr().expose_provenance();
+        Ok(Self { start, len, file, before: identity(&about), guard: Guard::add(first, first + len) })
+    }
+
+    /// Address of the first byte.
+    #[must_use]
+    pub fn address(&self) -> usize {
+        self.start.as_ptr().expose_provenance()
+    }
+
+    /// A descriptor of the file, whatever its name leads to by now.
+    #[must_use]
+    pub fn descriptor(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
+    }
+
+    /// Length in bytes.
+    #[must_use]
+    #[allow(clippy::len_without_is_empty, reason = "an empty file cannot be mapped")]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether what was read so far is what the file had when it was mapped. The system notes the time of a write before
+    /// the bytes change.
+    #[must_use]
+    pub fn is_unchanged(&self) -> bool {
+        let same = self.file.metadata().is_ok_and(|now| identity(&now) == self.before);
+        same && !self.guard.broken.load(Ordering::Acquire)
+    }
+}
+
+impl Drop for FilePages {
+    fn drop(&mut self) {
+        self.guard.start.store(0, Ordering::Release);
+        // SAFETY: exactly the mapping made in `try_map`; nobody reads it any more.
+        unsafe { libc::munmap(self.start.as_ptr().cast(), self.len) };
+    }
+}
+
+/// What changes with a file's content.
+fn identity(about: &Metadata) -> (u64, i64, i64) {
+    (about.len(), about.mtime(), about.mtime_nsec())
+}
+
+impl Guard {
+    /// Has the handler watch `[start, end)`, the pages of a mapping.
+    fn add(start: usize, end: usize) -> &'static Self {
+        let (start, broken) = (AtomicUsize::new(start), AtomicBool::new(false));
+        let guard = Box::leak(Box::new(Self { start, end, broken, next: ptr::null_mut() }));
+        let mut first = GUARDS.load(Ordering::Acquire);
+        loop {
+            guard.next = first;
+            match GUARDS.compare_exchange_weak(first, guard, Ordering::AcqRel, Ordering::Acquire) {
+                Ok(_) => return guard,
+                Err(now) => first = now,
+            }
+        }
+    }
+
+    /// Puts zeros in the place of all pages from that of `address` on, if this guard watches it; says whether it did.
+    fn mend(&self, address: usize) -> bool {
+        let start = self.start.load(Ordering::Acquire);
+        if start == 0 || !(start..self.end).contains(&address) {
+            return false;
+        }
+        // Before the zeros can be read.
+        self.broken.store(true, Ordering::Release);
+        // A mapping starts at a page, and no page is larger than 64 KiB.
+        let first = (address & !0xffff).max(start);
+        let (protection, flags) = (
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED | libc::MAP_NORESERVE,
+        );
+        // SAFETY: the range is inside the mapping of this guard, whose readers accept any bytes and ask afterwards.
+        let made = unsafe { libc::mmap(first as *mut c_void, self.end - first, protection, flags, -1, 0) };
+        made != libc::MAP_FAILED
+    }
+}
+
+/// Installs the handler, once in a process.
+fn install() -> io::Result<()> {
+    static INSTALLED: OnceLock<()> = OnceLock::new();
+    if INSTALLED.get().is_some() {
+        return Ok(());
+    }
+    // SAFETY: zeros are a valid `sigaction`; the pointers are to structures of this frame.
+    unsafe {
+        let mut before: libc::sigaction = std::mem::zeroed();
+        if libc::sigaction(libc::SIGBUS, ptr::null(), &raw mut before) != 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // The first of two threads counts: what the second one finds may be our own handler.
+        if BEFORE.set(before).is_err() {
+            return Ok(());
+        }
+        let mut ours: libc::sigaction = std::mem::zeroed();
+        ours.sa_sigaction = on_bus_error as extern "C" fn(c_int, *mut libc::siginfo_t, *mut c_void) as usize;
+        ours.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK | libc::SA_RESTART;
+        if libc::sigaction(libc::SIGBUS, &raw const ours, ptr::null_mut()) != 0 {
+            return Err(io::Error::last_os_error());
+        }
+    }
+    let _ = INSTALLED.set(());
+    Ok(())
+}
+
+extern "C" fn on_bus_error(_: c_int, info: *mut libc::siginfo_t, _: *mut c_void) {
+    // SAFETY: the kernel passes a valid structure, which has an address for this signal.
+    let address = unsafe { (*info).si_addr() }.addr();
+    let mut next = GUARDS.load(Ordering::Acquire);
+    // SAFETY: guards are never freed.
+    while let Some(guard) = unsafe { next.as_ref() } {
+        if guard.mend(address) {
+            return;
+        }
+        next = guard.next;
+    }
+    // Not ours. The access is repeated after this, and the signal goes to the handler that was there before.
+    if let Some(before) = BEFORE.get() {
+        // SAFETY: a structure that the system has filled.
+        unsafe { libc::sigaction(libc::SIGBUS, before, ptr::null_mut()) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_page_that_is_gone_reads_as_zeros_and_is_noticed() {
+        let path = std::env::temp_dir().join(format!("tensorferry-file-pages-{}", std::process::id()));
+        std::fs::write(&path, vec![7; 1 << 20]).unwrap();
+        let pages = FilePages::map(&path).unwrap();
+        let other = FilePages::map(&path).unwrap();
+        assert!(pages.is_unchanged());
+        let byte = |pages: &FilePages, at: usize| {
+            assert!(at < pages.len());
+            // SAFETY: inside the mapping.
+            unsafe { ptr::read_volatile(pages.start.as_ptr().add(at)) }
+        };
+        assert_eq!(byte(&pages, 900_000), 7);
+        OpenOptions::new().write(true).open(&path).unwrap().set_len(4096).unwrap();
+        assert_eq!((byte(&pages, 100), byte(&pages, 900_000), byte(&pages, (1 << 20) - 1)), (7, 0, 0));
+        // The file gets its bytes and its times back, and was still not there for a while.
+        let file = OpenOptions::new().write(true).open(&path).unwrap();
+        file.set_len(1 << 20).unwrap();
+        let (seconds, nanoseconds) = (pages.before.1, pages.before.2);
+        let then = std::time::UNIX_EPOCH
+            + std::time::Duration::new(seconds.cast_unsigned(), u32::try_from(nanoseconds).unwrap());
+        file.set_modified(then).unwrap();
+        assert!(!pages.is_unchanged());
+        assert!(other.is_unchanged(), "nothing was read through this one");
+        std::fs::remove_file(&path).unwrap();
+        assert!(other.is_unchanged(), "a file without a name is still there");
+    }
+}
