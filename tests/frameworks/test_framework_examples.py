@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 from pathlib import Path
 
 import pytest
-from framework_ranks import Process, job
+from framework_ranks import Process, digest, job
+from safetensors.torch import load_file
 from torch.distributed import TCPStore
+
+import tensorferry
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "frameworks"
 
@@ -58,13 +60,8 @@ def test_a_killed_replica_heals_and_trains_on_with_the_same_loss(name, tmp_path)
         lighthouse.shutdown()
 
 
-def run(framework: str, folder: Path) -> dict[int, str]:
-    # Eight steps either way: two epochs of Lightning have as many.
-    script = {
-        "lightning": (EXAMPLES / "lightning_fsdp2.py", 2),
-        "accelerate": ("with_cpu_shards.py", EXAMPLES / "accelerate_fsdp2.py", 8),
-    }[framework]
-    with job(*script, folder=folder) as ranks:
+def run(folder: Path, *script: object, world: int = 2, **environment: object) -> dict[int, str]:
+    with job(*script, folder=folder, world=world, **environment) as ranks:
         for rank in ranks:
             rank.end(100)
         return losses(ranks[0].output)
@@ -72,15 +69,44 @@ def run(framework: str, folder: Path) -> dict[int, str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(270)
-@pytest.mark.parametrize("framework", ["lightning", "accelerate"])
-def test_a_job_goes_on_from_its_checkpoint_as_if_it_had_not_ended(framework, tmp_path):
-    if importlib.util.find_spec(framework) is None:
-        pytest.skip(f"{framework} is not installed")
-    whole = run(framework, tmp_path)
+@pytest.mark.parametrize(("name", "world"), [("lightning_fsdp2", 2), ("lightning_checkpoint_io", 1)])
+def test_lightning_goes_on_from_its_checkpoint_as_if_it_had_not_ended(name, world, tmp_path):
+    pytest.importorskip("lightning")
+    # Eight steps: two epochs have as many.
+    script = (EXAMPLES / f"{name}.py", 2)
+    whole = run(tmp_path, *script, world=world)
     assert list(whole) == list(range(8))
     first, newest = sorted((tmp_path / "checkpoints").iterdir())
-    assert len(list(newest.rglob("index.safetensors"))) == (2 if framework == "accelerate" else 1)
+    assert len(list(newest.rglob("index.safetensors"))) == 1
     assert not list(tmp_path.rglob("*.distcp"))
     shutil.rmtree(newest)
-    assert run(framework, tmp_path) == {step: whole[step] for step in range(4, 8)}
+    assert run(tmp_path, *script, world=world) == {step: whole[step] for step in range(4, 8)}
     assert sorted((tmp_path / "checkpoints").iterdir()) == [first, newest]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(270)
+def test_accelerate_goes_on_from_torchs_checkpoint_and_from_its_own(tmp_path):
+    pytest.importorskip("accelerate")
+    from accelerate.utils import merge_fsdp_weights
+
+    script = ("with_cpu_shards.py", EXAMPLES / "accelerate_fsdp2.py")
+    theirs, ours = (tmp_path / name / "checkpoints" for name in ("theirs", "ours"))
+    ours.mkdir(parents=True)
+    theirs.parent.mkdir()
+    by_torch = run(theirs.parent, *script, 8, THEIRS=1)
+    assert list(by_torch) == list(range(8))
+    assert list(theirs.rglob("*.distcp"))
+    shutil.copytree(theirs / "step-4", ours / "step-4")
+    whole = run(ours.parent, *script, 12)
+    assert list(whole) == list(range(4, 12))
+    assert {step: whole[step] for step in range(4, 8)} == {step: by_torch[step] for step in range(4, 8)}
+    assert len(list((ours / "step-8").rglob("index.safetensors"))) == 2
+    assert not list((ours / "step-8").rglob("*.distcp"))
+    shutil.rmtree(ours / "step-12")
+    assert run(ours.parent, *script, 12) == {step: whole[step] for step in range(8, 12)}
+    with tensorferry.install():
+        for folder in (theirs, ours):
+            merge_fsdp_weights(str(folder / "step-8" / "pytorch_model_fsdp_0"), str(folder / "merged"))
+    merged = [load_file(folder / "merged" / "model.safetensors") for folder in (theirs, ours)]
+    assert digest(merged[0]) == digest(merged[1])

@@ -1,8 +1,7 @@
-"""Lightning and accelerate for real: two ranks are killed, and go on from what was saved under ``install``."""
+"""Lightning's Fabric for real: two ranks are killed, and go on from what was saved under ``install``."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 
 import pytest
@@ -10,18 +9,15 @@ from framework_ranks import job
 
 from tensorferry.dcp import marker
 
-CASES = [("lightning", ""), ("accelerate", "")]
-if os.environ.get("TENSORFERRY_ALL_FRAMEWORKS"):
-    CASES += [("lightning", "fsdp")]
+STRATEGIES = [""] + (["fsdp"] if os.environ.get("TENSORFERRY_ALL_FRAMEWORKS") else [])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(270)
-@pytest.mark.parametrize(("name", "strategy"), CASES)
-def test_killed_ranks_go_on_with_the_state_that_torchs_own_writer_saves(name, strategy, tmp_path):
-    if importlib.util.find_spec(name) is None:
-        pytest.skip(f"{name} is not installed")
-    script = f"{name}_trainer.py"
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_killed_ranks_go_on_with_the_state_that_torchs_own_writer_saves(strategy, tmp_path):
+    pytest.importorskip("lightning")
+    script = "lightning_trainer.py"
     with job(script, "train", tmp_path, STRATEGY=strategy) as ranks:
         saved = [rank.wait_for("saved") for rank in ranks]
         for rank in ranks:

@@ -67,6 +67,15 @@ from megatron.core.dist_checkpointing import ShardedTensor
 folder = tempfile.mkdtemp(dir=".")
 sharded_state_dict = {{"weight": ShardedTensor.from_rank_offsets("weight", torch.ones(8, 8)), "iteration": 3}}
 """
+#: A manager needs a lighthouse and a store (`make demo` has them); this only checks that it accepts the arguments.
+_MANAGER = """
+import inspect
+from datetime import timedelta
+import torchft
+from tensorferry import HTTPTransport
+_signature = inspect.signature(torchft.Manager)
+torchft.Manager = lambda *args, **options: _signature.bind_partial(*args, **options)
+"""
 #: The code that precedes blocks with these beginnings.
 SURROUNDINGS = {
     # The README's folders, placed below the folder in which the test runs.
@@ -136,14 +145,13 @@ from tensorferry.megatron import ZarrSaveShardedStrategy
 torch.cuda.synchronize = lambda *_: None
 dist_checkpointing.save(sharded_state_dict, folder, ZarrSaveShardedStrategy())
 """,
-    # A manager needs a lighthouse and a store (`make demo` has them); this only checks that it accepts the arguments.
-    "manager = torchft.Manager(": """
-import inspect
-from datetime import timedelta
-import torchft
-from tensorferry import HTTPTransport
-_signature = inspect.signature(torchft.Manager)
-torchft.Manager = lambda *args, **options: _signature.bind_partial(*args, **options)
+    "manager = torchft.Manager(": _MANAGER,
+    "weights = model.state_dict()": _MANAGER
+    + """
+import torch
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.AdamW(model.parameters())
+load_state_dict = model.load_state_dict
 """,
 }
 

@@ -69,8 +69,8 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         strict: with ``state_dict``, raise ``StateMismatch`` and overwrite nothing unless every tensor of the source's
             state has a counterpart in the live state, and vice versa
         snapshot: ``"borrow"`` serves CPU tensors from where they are; ``"copy"`` takes a private copy in
-            ``send_checkpoint``, for states that change while they are served, as BatchNorm's buffers do with torchft's
-            sync quorum. Accelerator tensors are always copied.
+            ``send_checkpoint``, for states that change while they are served, as BatchNorm's buffers do under torchft's
+            Manager. Accelerator tensors are always copied.
         safe_globals: classes and functions that a received pickle may name besides the default list
         trust_pickle: let a received pickle name anything; anyone who can answer in place of the source can then run
             code here
