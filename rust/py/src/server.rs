@@ -166,6 +166,10 @@ impl PyServer {
     /// more.
     fn withdraw(&self, py: Python<'_>, patience: f64) -> PyResult<usize> {
         let (server, patience) = (self.server(py)?, seconds(py, patience)?);
+        // A trainer withdraws in every step, and hardly ever is anything read: nothing is to be waited for then.
+        if server.store().withdraw_unread() {
+            return Ok(0);
+        }
         let cut = || {
             server.store().withdraw(Duration::ZERO);
         };
@@ -275,7 +279,7 @@ fn publish(py: Python<'_>, store: &Store, given: Published<'_, '_>) -> PyResult<
     let owner = Box::new(Owner::new(owner));
     let alternate = alternate.map(|callable| Box::new(PyAlternate(Owner::new(callable))) as Box<dyn Alternate>);
     let rows = rows.get();
-    py.detach(|| {
+    rows.detached(py, || {
         let items = rows.items(control);
         let (mut publication, filling) = if filled {
             (Publication::new(metadata, items, stability, owner)?, None)
