@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 
 class ForkSafeLock:
@@ -22,9 +21,7 @@ class ForkSafeLock:
     def _renew(self) -> None:
         self._lock = threading.Lock()
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
+    def held(self) -> AbstractContextManager[object]:
         """Holds the lock while the block runs; a child that is forked inside the block may leave the block, too."""
-        # Not looked up again at the end: the child that was forked inside the block releases the lock of its parent.
-        with self._lock:
-            yield
+        # A `with` block leaves the lock that it has entered: that child releases the lock of its parent.
+        return self._lock

@@ -37,6 +37,7 @@ __all__ = [
     "_file_header",
     "_interfaces",
     "_number_of_storage",
+    "_pickle_numbers",
     "_pickle_objects",
     "_reach",
     "_read_file",
@@ -373,6 +374,7 @@ class Rows:
     def names_are_regular(self) -> bool: ...
     def rename(self, names: list[str]) -> None: ...
 
+def _pickle_numbers(rows: Rows) -> bytes | None: ...
 def _pickle_objects(
     rows: Rows,
     foreign: Callable[[Any, int], bytes | None],

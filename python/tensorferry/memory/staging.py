@@ -135,6 +135,8 @@ class Stager:
             The copies of the pieces on accelerators, still to be run. They will hold the bytes as of this call,
             including the effect of the work that is queued on the calling thread's stream and on the default stream.
         """
+        if not pieces:
+            return Staging(self.accelerator, {}, [])
         on_host: list[Piece] = []
         pending: list[Piece] = []
         devices: list[torch.device] = []

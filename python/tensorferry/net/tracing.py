@@ -1,7 +1,7 @@
 """Spans for OpenTelemetry, where the process uses it.
 
 Nothing is imported for that: where nobody has imported ``opentelemetry.trace``, nobody has set up an exporter, and a
-span costs one look into ``sys.modules``.
+span costs one look into ``sys.modules``. torchft imports it without setting one up, and a span then costs one question.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class Span:
         self._span: Any = None
 
     def __enter__(self) -> Self:
-        if (trace := sys.modules.get("opentelemetry.trace")) is not None:
+        if (trace := sys.modules.get("opentelemetry.trace")) is not None and _is_recorded(trace):
             try:
                 self._manager = trace.get_tracer("tensorferry").start_as_current_span(f"tensorferry.{self._name}")
                 self._span = self._manager.__enter__()
             except Exception:
                 self._manager = self._span = None
                 logger.debug("no span is recorded", exc_info=True)
-        self.set(**self._attributes)
+            self.set(**self._attributes)
         return self
 
     def set(self, **attributes: Any) -> None:
@@ -72,3 +72,12 @@ class Span:
                 logger.debug("the end of a span is not recorded", exc_info=True)
                 if not isinstance(e, Exception):
                     raise
+
+
+def _is_recorded(trace: Any) -> bool:
+    """Whether spans go anywhere: not before a program or the environment has chosen a provider of tracers."""
+    try:
+        return not isinstance(trace.get_tracer_provider(), getattr(trace, "ProxyTracerProvider", ()))
+    except Exception:
+        logger.debug("no span is recorded", exc_info=True)
+        return False

@@ -44,28 +44,24 @@ def encode(
         names: for each class and function that the pickle names, as ``(module, name)``, the first leaf that needs it
         numbers: returns the number of such a storage
     """
-    fields = {
-        "version": VERSION,
-        "flags": flags if flags.strip("0") else "",
-        "objects": len(flat.objects),
-        "keys": flat.keys,
-        "storages": None,
-        "tensors": None,
-        "shared": shared,
-        "shards": None,
-        "globals": {f"{module}.{name}": path for (module, name), path in names.items()},
-    }
-    texts = {"storages": layout, "tensors": _described(flat), "shards": _shards(flat, numbers)}
-    members: Fields = []
-    for name, value in fields.items():
-        members += [
-            f'{"," if members else "{"}"{name}":'.encode(),
-            texts[name] if name in texts else _json(value).encode(),
-        ]
-    return members
+    needs = {f"{module}.{name}": path for (module, name), path in names.items()}
+    shown = flags if flags.strip("0") else ""
+    head = f'{{"version":{VERSION},"flags":"{shown}","objects":{len(flat.objects)},"keys":{_json(flat.keys)},"storages":'
+    return [
+        head.encode(),
+        layout,
+        b',"tensors":',
+        _described(flat),
+        f',"shared":{_json(shared)},"shards":'.encode(),
+        _shards(flat, numbers),
+        f',"globals":{_json(needs)}'.encode(),
+    ]
 
 
 def _json(value: Any) -> str:
+    # Most states have nothing to say in most fields, and making an encoder takes longer than all else of a small one.
+    if value == {} or value == []:
+        return str(value)
     return json.dumps(value, separators=(",", ":"))
 
 
@@ -101,7 +97,7 @@ def with_tree(fields: Fields, tree: str) -> bytes:
     There are spaces behind it, up to a multiple of 64 bytes.
     """
     parts = [*fields, b',"tree":', tree.encode(), b"}"]
-    return b"".join([*parts, b" " * (-sum([len(part) for part in parts]) % 64)])
+    return b"".join([*parts, b" " * (-sum(map(len, parts)) % 64)])
 
 
 def describe(flat: Flat) -> list[list[Any]]:

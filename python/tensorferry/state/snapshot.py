@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from .. import _gc
-from .._native import HostView, Readiness, Server, _add_pieces
+from .._native import HostView, Readiness, Server, _add_pieces, _pickle_numbers
 from ..errors import InvalidArgument, TensorferryError
 from ..memory.accelerator import Accelerator
 from ..memory.host_pool import Buffer
@@ -124,8 +124,9 @@ class StateSnapshot:
     def _stage(self, stager: Stager, snapshot: SnapshotMode, device: list[int]) -> None:
         accelerator = stager.accelerator
         device = device + [i for i in self._elsewhere if accelerator.device_of(self._storage(i)) is not None]
-        devices = ((i, accelerator.device_of(self._storage(i))) for i in sorted(device))
-        self._fields = manifest.with_devices(self._fields, ((i, one) for i, one in devices if one is not None))
+        if device:
+            devices = ((i, accelerator.device_of(self._storage(i))) for i in sorted(device))
+            self._fields = manifest.with_devices(self._fields, ((i, one) for i, one in devices if one is not None))
         on_host = self.rows.nbytes - sum([self.rows.size(i) for i in device])
         copies_host = snapshot == "copy" or bool(device and on_host <= _SMALL_HOST_PART)
         pieces = [(i, self._piece(i)) for i in device]
@@ -242,6 +243,8 @@ class StateSnapshot:
 def _pickled(flat: tree.Flat, accelerator: Accelerator) -> tuple[bytes, dict[tuple[str, str], str]]:
     if not flat.objects:
         return b"", {}
+    if flat.native and (numbers := _pickle_numbers(flat.rows)) is not None:
+        return numbers, {}
     # What was read natively is in host memory.
     tensors = [flat.leaf(number) for number in flat.unread]
     # Objects may read device memory while they are pickled.

@@ -55,7 +55,8 @@ mod _native {
     use crate::memory::{PyArena, PyFilePages, PyHostView, PyPart, PySharedBuffer, checksum_memory, copy_memory};
     #[pymodule_export]
     use crate::objects::{
-        add_pieces, describe_objects, describe_shards, number_of_storage, pickle_objects, reach, restart,
+        add_pieces, describe_objects, describe_shards, number_of_storage, pickle_numbers, pickle_objects, reach,
+        restart,
     };
     #[pymodule_export]
     use crate::readiness::PyReadiness;

@@ -577,6 +577,8 @@ impl Exchange {
 pub(crate) struct Getter {
     /// What has it: no object of another class is passed to the function.
     classes: Vec<Py<PyType>>,
+    /// What the classes have in common, from which the function is.
+    found: Option<Py<PyAny>>,
     function: Option<Function>,
     otherwise: Lookup,
 }
@@ -601,7 +603,8 @@ impl Getter {
     pub(crate) fn attribute(classes: &[&Bound<'_, PyType>], name: &Bound<'_, PyString>) -> PyResult<Self> {
         let types = name.py().import("types")?;
         let kinds = [types.getattr("GetSetDescriptorType")?, types.getattr("MemberDescriptorType")?];
-        let descriptor = in_common(classes, name).filter(|found| kinds.iter().any(|kind| found.get_type().is(kind)));
+        let found = in_common(classes, name);
+        let descriptor = found.clone().filter(|found| kinds.iter().any(|kind| found.get_type().is(kind)));
         let function = descriptor.and_then(|descriptor| {
             // SAFETY: the slot of a class of the interpreter, which is empty or a function of this type.
             let get = unsafe {
@@ -610,7 +613,7 @@ impl Getter {
             };
             Some(Function::Descriptor(get?, descriptor.unbind()))
         });
-        Ok(Self::new(classes, function, Lookup::Attribute(name.clone().unbind())))
+        Ok(Self::new(classes, found, function, Lookup::Attribute(name.clone().unbind())))
     }
 
     /// The method `name` of objects of `classes`; `example` is one of them.
@@ -619,8 +622,9 @@ impl Getter {
         name: &Bound<'_, PyString>,
         example: &Bound<'_, PyAny>,
     ) -> PyResult<Self> {
-        let function = in_common(classes, name).map(|found| function_of(&found, example)).transpose()?.flatten();
-        Ok(Self::new(classes, function, Lookup::Method(name.clone().unbind())))
+        let found = in_common(classes, name);
+        let function = found.as_ref().map(|found| function_of(found, example)).transpose()?.flatten();
+        Ok(Self::new(classes, found, function, Lookup::Method(name.clone().unbind())))
     }
 
     /// `method`, which all objects have, for those of `classes`, whatever these call by its name; `example` is one.
@@ -629,11 +633,27 @@ impl Getter {
         method: &Bound<'_, PyAny>,
         example: &Bound<'_, PyAny>,
     ) -> PyResult<Self> {
-        Ok(Self::new(classes, function_of(method, example)?, Lookup::Call(method.clone().unbind())))
+        Ok(Self::new(classes, None, function_of(method, example)?, Lookup::Call(method.clone().unbind())))
     }
 
-    fn new(classes: &[&Bound<'_, PyType>], function: Option<Function>, otherwise: Lookup) -> Self {
-        Self { classes: classes.iter().map(|&class| class.clone().unbind()).collect(), function, otherwise }
+    fn new(
+        classes: &[&Bound<'_, PyType>],
+        found: Option<Bound<'_, PyAny>>,
+        function: Option<Function>,
+        otherwise: Lookup,
+    ) -> Self {
+        let classes = classes.iter().map(|&class| class.clone().unbind()).collect();
+        Self { classes, found: found.map(Bound::unbind), function, otherwise }
+    }
+
+    /// Whether the classes still have what was looked up: a program may give them something else under that name.
+    pub(crate) fn is_current(&self, py: Python<'_>) -> bool {
+        let (Lookup::Attribute(name) | Lookup::Method(name)) = &self.otherwise else { return true };
+        let classes: Vec<_> = self.classes.iter().map(|class| class.bind(py)).collect();
+        match (&self.found, in_common(&classes, name.bind(py))) {
+            (Some(known), Some(found)) => found.is(known),
+            (known, found) => known.is_none() && found.is_none(),
+        }
     }
 
     /// What it is of `value`.

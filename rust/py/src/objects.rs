@@ -63,6 +63,41 @@ pub(crate) fn pickle_objects<'py>(
     Ok(Some(PyBytes::new(py, &writer.pickle.end())))
 }
 
+/// The pickle of all objects of `rows` if they are nothing but numbers, text and `None`, else `None`.
+#[pyfunction]
+#[pyo3(name = "_pickle_numbers")]
+pub(crate) fn pickle_numbers<'py>(rows: &Bound<'py, PyRows>) -> Option<Bound<'py, PyBytes>> {
+    let py = rows.py();
+    let table = rows.get();
+    let mut pickle = Pickle::new();
+    for value in table.objects.bind(py) {
+        pickle.element();
+        if !is_written(&mut pickle, &value) {
+            return None;
+        }
+        table.turn(py);
+    }
+    Some(PyBytes::new(py, &pickle.end()))
+}
+
+/// Writes `value` if it is a number, text or `None`; returns whether it is.
+fn is_written(pickle: &mut Pickle, value: &Bound<'_, PyAny>) -> bool {
+    if value.is_none() {
+        pickle.op(pickle::NONE);
+    } else if let Ok(value) = value.cast_exact::<PyFloat>() {
+        pickle.float(value.value());
+    } else if let Ok(value) = value.cast_exact::<PyBool>() {
+        pickle.truth(value.is_true());
+    } else if let Some(value) = value.cast_exact::<PyInt>().ok().and_then(|value| value.extract().ok()) {
+        pickle.integer(value);
+    } else if let Some(value) = value.cast_exact::<PyString>().ok().and_then(|value| value.to_str().ok()) {
+        pickle.text(value);
+    } else {
+        return false;
+    }
+    true
+}
+
 /// Writes the objects of a state one after the other. A method that returns `None` may have written a part, so that all
 /// of the pickle is of no use.
 struct Writer<'a, 'py> {
@@ -94,16 +129,8 @@ type Written = PyResult<Option<()>>;
 
 impl<'py> Writer<'_, 'py> {
     fn object(&mut self, value: &Bound<'py, PyAny>) -> Written {
-        if value.is_none() {
-            self.pickle.op(pickle::NONE);
-        } else if let Ok(value) = value.cast_exact::<PyFloat>() {
-            self.pickle.float(value.value());
-        } else if let Ok(value) = value.cast_exact::<PyBool>() {
-            self.pickle.truth(value.is_true());
-        } else if let Some(value) = value.cast_exact::<PyInt>().ok().and_then(|value| value.extract().ok()) {
-            self.pickle.integer(value);
-        } else if let Some(value) = value.cast_exact::<PyString>().ok().and_then(|value| value.to_str().ok()) {
-            self.pickle.text(value);
+        if is_written(&mut self.pickle, value) {
+            // Nothing else belongs to it.
         } else if let Some(view) = self.next_view() {
             return self.leaf(view);
         } else if self.is_plain_array(value)? {

@@ -13,43 +13,33 @@
 
 use std::fmt::Write as _;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use bytes::Bytes;
 use pyo3::exceptions::{PyException, PyIndexError, PyRuntimeError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyBytes, PyDict, PyInt, PyList, PyString, PyTuple, PyType};
 use tensorferry_core::{Item, Transfer};
 use tensorferry_wire::dtype::Dtype;
 
 use crate::columns::{ByAddress, Columns, Row, Span};
 use crate::errors;
-use crate::getters::{DTensorGetters, StorageGetters, TensorGetters, WithoutTorchFunction};
-use crate::memory::{self, Described, Exchange, PySharedBuffer, TURN, borrowed};
+use crate::getters::{Torch, WithoutTorchFunction};
+use crate::memory::{self, Described, PySharedBuffer, TURN, borrowed};
 use crate::table::{self, Place};
 use crate::views::{Global, Store, View, Views, typed};
 
 /// One row for each tensor, column by column, and which leaf of the state is which row.
 #[pyclass(name = "Rows", module = "tensorferry._native", frozen)]
 pub(crate) struct PyRows {
-    tensor: Py<PyType>,
-    parameter: Py<PyType>,
-    /// How torch's dtypes are named in a container.
-    dtypes: Vec<(Py<PyAny>, Dtype)>,
-    /// `None`: this torch does not offer it, and every tensor is read in Python.
-    exchange: Option<Exchange>,
-    tensor_getters: PyOnceLock<TensorGetters>,
-    storage_getters: PyOnceLock<StorageGetters>,
-    dtensor_getters: PyOnceLock<DTensorGetters>,
+    torch: Arc<Torch>,
+    /// Whether tensors are read here at all.
+    native: bool,
     /// torch's class, where it was imported.
     dtensor: Option<Py<PyType>>,
-    deque: Py<PyType>,
     /// Address of a class to what its objects are.
     kinds: Mutex<ByAddress<(Py<PyType>, Kind)>>,
-    /// Whether this torch's tensors may have named dimensions, with which they cannot be pickled.
-    has_names: bool,
     memory: Py<PyList>,
     /// The leaves that are no rows, and their paths.
     pub(crate) objects: Py<PyList>,
@@ -126,12 +116,12 @@ impl PyRows {
         }
         let class = value.get_type();
         let is = |base: &Bound<'_, PyType>| class.is_subclass(base);
-        let kind = if is(self.tensor.bind(py))? {
+        let kind = if is(self.torch.tensor.bind(py))? {
             Kind::OtherTensor
         } else if is(&py.get_type::<PyDict>())?
             || is(&py.get_type::<PyList>())?
             || is(&py.get_type::<PyTuple>())?
-            || is(self.deque.bind(py))?
+            || is(self.torch.deque.bind(py))?
         {
             Kind::Container
         } else {
@@ -162,10 +152,17 @@ impl PyRows {
         items
     }
 
+    /// Runs `work`, without the interpreter if there are many rows. With a few it is over before another thread could make
+    /// use of the interpreter, which this one would then have to wait for.
+    pub(crate) fn detached<T: Send>(&self, py: Python<'_>, work: impl FnOnce() -> T + Send) -> T {
+        let is_long = self.columns().ends.len() + self.views().all.len() >= TURN;
+        if is_long { py.detach(work) } else { work() }
+    }
+
     /// Whether `value` is a tensor or a parameter, and not of a subclass.
     fn is_tensor(&self, value: &Bound<'_, PyAny>) -> bool {
         let kind = value.get_type_ptr();
-        kind == self.tensor.as_ptr().cast() || kind == self.parameter.as_ptr().cast()
+        kind == self.torch.tensor.as_ptr().cast() || kind == self.torch.parameter.as_ptr().cast()
     }
 
     /// The number of a leaf of this kind, whose path is `path` in two parts: of an earlier one if it is the same object.
@@ -219,7 +216,7 @@ impl PyRows {
 
     /// The description of `value` by `DLPack`, `None` for what is no plain tensor in host memory.
     fn describe(&self, value: &Bound<'_, PyAny>) -> Option<Described> {
-        self.exchange.as_ref().filter(|_| self.is_tensor(value))?.describe(value)
+        self.torch.exchange.as_ref().filter(|_| self.native && self.is_tensor(value))?.describe(value)
     }
 
     /// Reads a tensor. If it fills a storage of its own from first to last byte and needs no pickle, it becomes a row
@@ -263,17 +260,7 @@ impl PyRows {
     }
 
     fn is_parameter(&self, value: &Bound<'_, PyAny>) -> bool {
-        value.get_type_ptr() == self.parameter.as_ptr().cast()
-    }
-
-    fn tensor_getters(&self, example: &Bound<'_, PyAny>) -> PyResult<&TensorGetters> {
-        let py = example.py();
-        let new = || TensorGetters::new(&[self.tensor.bind(py), self.parameter.bind(py)], example);
-        self.tensor_getters.get_or_try_init(py, new)
-    }
-
-    fn storage_getters(&self, example: &Bound<'_, PyAny>) -> PyResult<&StorageGetters> {
-        self.storage_getters.get_or_try_init(example.py(), || StorageGetters::new(example))
+        value.get_type_ptr() == self.torch.parameter.as_ptr().cast()
     }
 
     /// What torch says of a tensor beyond its description, `None` if more belongs to it than a container says.
@@ -285,7 +272,7 @@ impl PyRows {
                 None => return Ok(None),
             },
         };
-        let of = self.tensor_getters(value)?;
+        let of = self.torch.of_tensor(value)?;
         let storage = of.storage.of(value)?;
         let requires_grad = of.requires_grad.is_true_of(value)?;
         // Autograd calls hooks when it has computed a gradient; torch registers none where it computes none.
@@ -310,16 +297,16 @@ impl PyRows {
         spec: Option<usize>,
     ) -> PyResult<Option<View>> {
         let py = value.py();
-        let has_names = self.has_names && value.call_method0(intern!(py, "has_names"))?.is_truthy()?;
+        let has_names = self.torch.has_names && value.call_method0(intern!(py, "has_names"))?.is_truthy()?;
         if typed(told.dtype).is_none() || has_names {
             return Ok(None);
         }
         let address: usize = if tensor.is_dense && tensor.nbytes == told.nbytes {
             tensor.address
         } else {
-            self.storage_getters(&told.storage)?.address.of(&told.storage)?.extract()?
+            self.torch.of_storage(&told.storage)?.address.of(&told.storage)?.extract()?
         };
-        let key: usize = self.storage_getters(&told.storage)?.key.of(&told.storage)?.extract()?;
+        let key: usize = self.torch.of_storage(&told.storage)?.key.of(&told.storage)?.extract()?;
         let Some(start) = tensor.address.checked_sub(address) else { return Ok(None) };
         if !start.is_multiple_of(tensor.itemsize) || start.saturating_add(tensor.extent()) > told.nbytes {
             return Ok(None);
@@ -337,13 +324,13 @@ impl PyRows {
 
     /// A `DTensor` whose local part and spec describe it completely, `None` for everything else.
     fn read_dtensor(&self, value: &Bound<'_, PyAny>) -> PyResult<Option<View>> {
-        let of = self.dtensor_getters.get_or_try_init(value.py(), || DTensorGetters::new(&value.get_type()))?;
+        let of = self.torch.of_dtensor(value)?;
         let requires_grad = of.requires_grad.is_true_of(value)?;
         if of.dict.is_true_of(value)? || requires_grad && of.hooks.is_true_of(value)? {
             return Ok(None);
         }
         let local = of.local.of(value)?;
-        if local.get_type_ptr() != self.tensor.as_ptr().cast() {
+        if local.get_type_ptr() != self.torch.tensor.as_ptr().cast() {
             return Ok(None);
         }
         let Some(tensor) = self.describe(&local).filter(|t| t.nbytes > 0 && t.address != 0) else { return Ok(None) };
@@ -499,7 +486,7 @@ impl PyRows {
     /// The row whose tensor fills `storage`, whose memory starts at `address`.
     pub(crate) fn filling(&self, storage: &Bound<'_, PyAny>, address: usize) -> PyResult<Option<usize>> {
         let py = storage.py();
-        let key_of = |storage: &Bound<'_, PyAny>| self.storage_getters(storage)?.key.of(storage)?.extract::<usize>();
+        let key_of = |storage: &Bound<'_, PyAny>| self.torch.of_storage(storage)?.key.of(storage)?.extract::<usize>();
         let Some(first) = self.columns().starts.get(&address).copied() else { return Ok(None) };
         let key = key_of(storage)?;
         let owners = self.owners.bind(py);
@@ -528,7 +515,7 @@ impl PyRows {
     /// What a container calls the attribute `dtype` of `value`.
     fn dtype_of(&self, value: &Bound<'_, PyAny>) -> PyResult<Option<Dtype>> {
         let kind = value.getattr(intern!(value.py(), "dtype"))?;
-        Ok(self.dtypes.iter().find(|(known, _)| kind.is(known)).map(|&(_, dtype)| dtype))
+        Ok(self.torch.dtypes.iter().find(|(known, _)| kind.is(known)).map(|&(_, dtype)| dtype))
     }
 
     /// Counts a leaf, and lets other threads of the interpreter run after every `TURN` of them.
@@ -798,22 +785,11 @@ impl PyRows {
         native: bool,
     ) -> PyResult<Self> {
         let py = tensor.py();
-        let dtypes = dtypes
-            .iter()
-            .map(|(dtype, name)| Ok((dtype.unbind(), named(name.extract()?)?)))
-            .collect::<PyResult<_>>()?;
         Ok(Self {
-            dtypes,
-            exchange: if native { Exchange::of(tensor) } else { None },
-            tensor_getters: PyOnceLock::new(),
-            storage_getters: PyOnceLock::new(),
-            dtensor_getters: PyOnceLock::new(),
-            tensor: tensor.clone().unbind(),
-            parameter: parameter.clone().unbind(),
+            torch: Torch::of(tensor, parameter, dtypes)?,
+            native,
             dtensor: dtensor.filter(|_| native),
-            deque: py.import("collections")?.getattr("deque")?.cast_into::<PyType>()?.unbind(),
             kinds: Mutex::default(),
-            has_names: tensor.hasattr(intern!(py, "has_names"))?,
             memory: PyList::empty(py).unbind(),
             objects: PyList::empty(py).unbind(),
             object_paths: PyList::empty(py).unbind(),
@@ -826,7 +802,7 @@ impl PyRows {
             placements: Mutex::default(),
             unread: Mutex::default(),
             inside: Mutex::default(),
-            owners: PyList::empty(tensor.py()).unbind(),
+            owners: PyList::empty(py).unbind(),
             columns: Mutex::default(),
             leaves: AtomicUsize::new(0),
         })
@@ -900,7 +876,7 @@ impl PyRows {
     /// at.
     #[allow(clippy::needless_pass_by_value, reason = "what Python calls takes values")]
     fn overlapping(&self, py: Python<'_>, mut others: Vec<Span>, without: Vec<usize>) -> Vec<Vec<i64>> {
-        py.detach(|| {
+        self.detached(py, || {
             others.extend(self.views().spans());
             self.columns().overlapping(others, &without)
         })
@@ -908,7 +884,7 @@ impl PyRows {
 
     /// The leaves described here that are no rows, of which some elements may share memory with others.
     fn self_overlapping(&self, py: Python<'_>) -> Vec<i64> {
-        py.detach(|| self.views().self_overlapping())
+        self.detached(py, || self.views().self_overlapping())
     }
 
     /// The address of the first element of a leaf, 0 if it is not known here.
@@ -1166,7 +1142,7 @@ impl PyRows {
 
     /// Whether every name can stand in a container as it is.
     fn names_are_regular(&self, py: Python<'_>) -> bool {
-        py.detach(|| self.columns().names_are_regular())
+        self.detached(py, || self.columns().names_are_regular())
     }
 
     /// Gives every row the name at its place in `names`.
@@ -1196,7 +1172,7 @@ fn places(buffers: &[Py<PySharedBuffer>]) -> Vec<Place> {
 }
 
 /// The dtype that a container calls `dtype`.
-fn named(dtype: &str) -> PyResult<Dtype> {
+pub(crate) fn named(dtype: &str) -> PyResult<Dtype> {
     Dtype::from_name(dtype).ok_or_else(|| PyValueError::new_err(format!("a container has no dtype {dtype}")))
 }
 

@@ -171,6 +171,10 @@ impl PyServer {
     /// more.
     fn withdraw(&self, py: Python<'_>, patience: f64) -> PyResult<usize> {
         let (server, patience) = (self.server(py)?, seconds(py, patience)?);
+        // A trainer withdraws in every step, and hardly ever is anything read: nothing is to be waited for then.
+        if server.store().withdraw_unread() {
+            return Ok(0);
+        }
         let cut = || {
             server.store().withdraw(Duration::ZERO);
         };
@@ -282,7 +286,7 @@ fn publish(py: Python<'_>, store: &Store, given: Published<'_, '_>) -> PyResult<
     let alternate = alternate.map(|callable| Box::new(PyAlternate(Owner::new(callable))) as Box<dyn Alternate>);
     let rows = rows.get();
     let pages: Vec<Arc<FilePages>> = pages.iter().map(|pages| Arc::clone(&pages.get().0)).collect();
-    py.detach(|| {
+    rows.detached(py, || {
         let items = rows.items(control);
         let (mut publication, filling) = if filled {
             (Publication::new(metadata, items, stability, owner)?, None)

@@ -210,6 +210,15 @@ impl Publication {
         readers.is_amid_receive()
     }
 
+    /// Closes the publication unless there is a reader, or a receiver in the middle of a receive; returns whether it is
+    /// closed.
+    pub(crate) fn close_unread(&self) -> bool {
+        let mut readers = self.readers();
+        readers.look(true);
+        readers.withdrawn |= !readers.is_amid_receive();
+        readers.withdrawn && readers.active == 0
+    }
+
     /// Waits until the receives that were begun are over, at most until `deadline`, and gives no lease from then on.
     /// Says whether no reader is left.
     ///
@@ -282,6 +291,21 @@ mod tests {
         let publication = Publication::new(Vec::new(), vec![item], Stability::Borrowed, Box::new(())).unwrap();
         let publication = Arc::new(publication);
         assert!(publication.drain(Instant::now() + LINGER));
+        assert!(Lease::take(&publication, &Arc::default(), true).is_none());
+    }
+
+    #[test]
+    fn only_what_nobody_reads_is_closed_at_once() {
+        let item = Item::bytes("w", Dtype::U8, &[1], vec![7].into());
+        let publication = Publication::new(Vec::new(), vec![item], Stability::Borrowed, Box::new(())).unwrap();
+        let (publication, cut) = (Arc::new(publication), Arc::default());
+        let lease = Lease::take(&publication, &cut, true).unwrap();
+        assert!(!publication.close_unread(), "it is read");
+        drop(lease);
+        assert!(!publication.close_unread(), "the receive may go on");
+        Lease::take(&publication, &cut, true).unwrap().note_last();
+        drop(cut);
+        assert!(publication.close_unread());
         assert!(Lease::take(&publication, &Arc::default(), true).is_none());
     }
 }

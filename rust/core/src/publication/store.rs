@@ -140,10 +140,13 @@ impl Store {
         let gone = old.map(|old| state.retire(old));
         state.step = Some(step);
         state.allowed = true;
+        let lingers = !state.lingering.is_empty();
         drop(state);
         drop(gone);
         self.changed.notify_waiters();
-        self.lingering.notify_one();
+        if lingers {
+            self.lingering.notify_one();
+        }
     }
 
     /// Opens the gate and serves what is there under the number `step`.
@@ -161,21 +164,7 @@ impl Store {
     /// memory is drained: receives that have begun may finish for at most `patience`, then their connections are cut.
     /// When this returns, not one more byte of borrowed memory is read.
     pub fn withdraw(&self, patience: Duration) -> Withdrawn {
-        let mut state = self.state();
-        state.allowed = false;
-        let gone = match state.current.take() {
-            Some(current) if current.stability() == Stability::Borrowed => {
-                let step = state.step;
-                state.remember(&current);
-                state.draining.push(Former { step, publication: current });
-                None
-            }
-            current => current.map(|current| state.retire(current)),
-        };
-        let borrowed: Vec<_> = state.retired().filter(|p| p.stability() == Stability::Borrowed).collect();
-        drop(state);
-        drop(gone);
-        self.lingering.notify_one();
+        let borrowed = self.close_gate();
         if borrowed.is_empty() {
             return Withdrawn::Clean;
         }
@@ -196,14 +185,54 @@ impl Store {
                 ended = Withdrawn::Drained;
             }
         }
-        let drained = |former: &Former| borrowed.iter().any(|p| Arc::ptr_eq(p, &former.publication));
+        self.forget_drained(borrowed);
+        ended
+    }
+
+    /// As [`Store::withdraw`] if no reader has to be waited for: returns whether that was so, and then nothing is read any
+    /// more. If not, the gate is closed and readers go on; `withdraw` then waits for them or cuts them off.
+    #[must_use]
+    pub fn withdraw_unread(&self) -> bool {
+        let borrowed = self.close_gate();
+        let unread = borrowed.iter().all(|publication| publication.close_unread());
+        if unread {
+            self.forget_drained(borrowed);
+        }
+        unread
+    }
+
+    /// Closes the gate, and takes back what is served. Returns the borrowed memory that may have readers.
+    fn close_gate(&self) -> Vec<Arc<Publication>> {
         let mut state = self.state();
-        let (gone, left): (Vec<_>, Vec<_>) = state.draining.drain(..).partition(drained);
+        state.allowed = false;
+        let gone = match state.current.take() {
+            Some(current) if current.stability() == Stability::Borrowed => {
+                let step = state.step;
+                state.remember(&current);
+                state.draining.push(Former { step, publication: current });
+                None
+            }
+            current => current.map(|current| state.retire(current)),
+        };
+        let borrowed = state.retired().filter(|p| p.stability() == Stability::Borrowed).collect();
+        let lingers = !state.lingering.is_empty();
+        drop(state);
+        drop(gone);
+        if lingers {
+            self.lingering.notify_one();
+        }
+        borrowed
+    }
+
+    /// Releases borrowed memory that nobody reads any more.
+    fn forget_drained(&self, drained: Vec<Arc<Publication>>) {
+        let is_drained = |former: &Former| drained.iter().any(|p| Arc::ptr_eq(p, &former.publication));
+        let mut state = self.state();
+        let (gone, left): (Vec<_>, Vec<_>) = state.draining.drain(..).partition(is_drained);
         state.draining = left;
         drop(state);
         // Outside the lock, too.
-        drop((gone, borrowed));
-        ended
+        drop((gone, drained));
     }
 
     /// Withdraws the publication of `filling`, whose memory cannot be completed, or is needed for something else. The
