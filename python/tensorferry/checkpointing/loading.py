@@ -25,6 +25,7 @@ from ..errors import (
     SystemRefused,
     TensorferryError,
     UnsafePickle,
+    message_of,
 )
 from ..memory.accelerator import ACCELERATOR
 from ..memory.bounce import BounceBuffers
@@ -200,7 +201,9 @@ def _from_keeper(
     except (UnsafePickle, InvalidArgument):
         raise
     except TensorferryError as e:
-        logger.warning("%s is loaded from its folder, because the state in the keeper cannot be used: %s", path, e)
+        logger.warning(
+            "%s is loaded from its folder, because the state in the keeper cannot be used: %s", path, message_of(e)
+        )
         return None
 
 
