@@ -350,7 +350,7 @@ class _Loading:
         return part.fill(self._asking, state, self._strict)
 
     def _records(self, path: Path) -> set[str] | None:
-        """Returns the names of the records that are needed of an archive, ``None`` if that cannot be told."""
+        """Returns the names of the records of an archive that are needed; ``None`` if that cannot be found out."""
         names: dict[int, str] = {}
         held = []
 

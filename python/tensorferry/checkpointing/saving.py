@@ -176,7 +176,7 @@ class SaveFuture(Future[Any]):
 
     @property
     def is_settled(self) -> bool:
-        """Whether nobody needs to be told any more: it went well, or somebody has asked."""
+        """Whether its outcome needs no further report: it succeeded, or somebody has read its error."""
         return self.done() and (self.seen or super().exception() is None)
 
 
