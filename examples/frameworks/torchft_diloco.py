@@ -1,10 +1,13 @@
 """Trains a replica with torchft's DiLoCo, which heals through tensorferry's transport.
 
     pip install 'tensorferry[torchft]'
-    torchft_lighthouse --min_replicas 1 --join_timeout_ms 1000 &
+    torchft_lighthouse --min_replicas 1 --join_timeout_ms 1000 2>lighthouse.log
+
+In a second and a third terminal (torchft logs several lines for each step to standard error):
+
     export TORCHFT_LIGHTHOUSE=http://localhost:29510
-    REPLICA=0 torchrun --nproc-per-node 1 --master-port 29600 torchft_diloco.py &
-    REPLICA=1 torchrun --nproc-per-node 1 --master-port 29601 torchft_diloco.py
+    REPLICA=0 torchrun --nproc-per-node 1 --master-port 29600 torchft_diloco.py 2>replica0.log
+    REPLICA=1 torchrun --nproc-per-node 1 --master-port 29601 torchft_diloco.py 2>replica1.log
 
 Stop the second replica with Ctrl-C and start it again: it prints ``healed`` and goes on with the loss of the first.
 """
@@ -12,6 +15,7 @@ Stop the second replica with Ctrl-C and start it again: it prints ``healed`` and
 from __future__ import annotations
 
 import os
+import time
 from datetime import timedelta
 
 import torch
@@ -64,6 +68,7 @@ def main() -> None:
             with torch.no_grad():
                 loss = torch.nn.functional.mse_loss(model(test), test).item()
             print(f"step {manager.current_step()} loss {loss!r}", flush=True)
+            time.sleep(0.1)  # so that the steps can be read
     manager.shutdown(wait=False)
 
 

@@ -140,3 +140,8 @@ class SystemRefused(TensorferryError, OSError):
 
 class TransferCancelled(TensorferryError, RuntimeError):
     """The transfer was cancelled."""
+
+
+def message_of(error: BaseException) -> str:
+    """Returns the message of an error, without what the classes of ``urllib`` write around it."""
+    return str(error.reason if isinstance(error, URLError) else error)

@@ -151,10 +151,11 @@ def test_the_writer_of_one_rank_is_killed_and_all_ranks_fail(tmp_path) -> None:
 
 def test_a_rank_that_fails_before_the_folder_is_there_still_fails_all(tmp_path) -> None:
     ids = [SaveId("0123456789ab", 1, rank, 2) for rank in range(2)]
-    folder.abandon(tmp_path / "a", ids[1], "out of luck")
+    # Names of files need not be valid text.
+    folder.abandon(tmp_path / "a", ids[1], "out of luck in /\udcff")
     save = FolderSave(tmp_path / "a", ids[0])
     save.write(Container(no_rows(), None, True))
-    with pytest.raises(IncompleteCheckpoint, match="rank 1 has failed, and the save with it: out of luck"):
+    with pytest.raises(IncompleteCheckpoint, match="rank 1 has failed, and the save with it: out of luck in /"):
         save.commit()
     save.fail("")
 

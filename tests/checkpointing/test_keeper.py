@@ -424,7 +424,7 @@ def test_the_command_prints_what_is_held(folder):
 
     none = run()
     assert none.returncode == 1
-    assert "no keeper called 'default' runs on this node" in none.stderr
+    assert none.stderr.startswith("tensorferry-keeper: no keeper called 'default' runs on this node")
     with KeeperAtWork(folder) as process, Keeper() as keeper:
         offered(keeper, state_of(0), step=41)
         text = run().stdout
@@ -433,6 +433,11 @@ def test_the_command_prints_what_is_held(folder):
         told = json.loads(run("--json").stdout)
         assert told["pid"] == process.process.pid
         assert [one["step"] for one in told["held"]] == [41]
+        reading, writing = os.pipe()
+        os.close(reading)
+        unread = subprocess.run([command, "--status"], stdout=writing, stderr=subprocess.PIPE, timeout=PATIENCE)
+        os.close(writing)
+        assert (unread.returncode, unread.stderr) == (141, b"")
 
 
 def test_the_keeper_and_its_client_need_no_torch():

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torch.utils._pytree as pytree
 
 import tensorferry
 from equality import assert_same_state
@@ -54,6 +55,16 @@ def test_refusal_names_the_path(state: Any, path: str, open_transport: Callable[
         open_transport().send_checkpoint([1], 1, state, TIMEOUT)
     assert isinstance(caught.value, TypeError)
     assert isinstance(caught.value, tensorferry.TensorferryError)
+
+
+def test_a_registered_node_that_cannot_be_pickled_is_refused(open_transport: Callable[..., Any]) -> None:
+    class Node:
+        def __init__(self, child: torch.Tensor) -> None:
+            self.child = child
+
+    pytree.register_pytree_node(Node, lambda node: ([node.child], None), lambda children, _: Node(*children))
+    with pytest.raises(tensorferry.UnsupportedLeaf, match=r"\bnode is a .*Node that cannot be pickled"):
+        open_transport().send_checkpoint([1], 1, {"node": Node(torch.ones(3))}, TIMEOUT)
 
 
 def test_refusal_of_a_bare_root(open_transport: Callable[..., Any]) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import concurrent.futures
 import gc
+import logging
 import time
 import urllib.error
+import urllib.request
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -199,6 +201,21 @@ class TestStockReceiver:
 
 
 class TestStockSource:
+    def test_the_log_says_so_and_no_figures_count_it(
+        self, open_transport: Callable[..., Any], open_stock: Callable[..., Any], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        ours, source, target = open_transport(), open_stock(), open_transport()
+        for one in (ours, source):
+            one.send_checkpoint([1], 5, training_state(), TIMEOUT)
+        target.recv_checkpoint(0, ours.metadata(), 5, TIMEOUT)
+        assert target.last_report.step == 5
+        with caplog.at_level(logging.INFO, "tensorferry"):
+            target.recv_checkpoint(0, source.metadata(), 5, TIMEOUT)
+        assert caplog.records[-1].getMessage().startswith("received step 5 from a stock torchft source")
+        assert target.last_report is None
+        with urllib.request.urlopen(target.metrics_url()) as answer:
+            assert 'receives_total{end="healed"} 1' in answer.read().decode()
+
     def test_wrong_step(self, open_transport: Callable[..., Any], open_stock: Callable[..., Any]) -> None:
         import tensorferry
 

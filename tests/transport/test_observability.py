@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import re
 import subprocess
 import sys
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from tensorferry import ConnectError, HTTPTransport, ReceiveReport
 from tensorferry.net.tracing import Span
 
 TIMEOUT = timedelta(seconds=30)
+GUIDE = Path(__file__).parents[2] / "docs/guides/observability.md"
 
 pytestmark = pytest.mark.beyond_torchft
 
@@ -117,6 +120,14 @@ def test_a_heal_is_a_tree_of_spans(pair, exporter):
         outer = spans[f"tensorferry.{parent}"]
         assert span.parent.span_id == outer.context.span_id
         assert outer.start_time <= span.start_time <= span.end_time <= outer.end_time, name
+    described = re.findall(r"^\| `(tensorferry\.\w+)` \|([^|]*)\|([^|]*)\|$", GUIDE.read_text(), re.M)
+    assert {name: inside.strip(" `") or None for name, inside, _ in described} == {
+        f"tensorferry.{name}": parent for name, parent in parents.items()
+    }
+    for name, _, attributes in described:
+        assert {f"tensorferry.{one}" for one in re.findall(r"`(\w+)`", attributes)} == spans[name].attributes.keys(), (
+            name
+        )
     receive = spans["tensorferry.receive"]
     assert receive.attributes["tensorferry.step"] == 3
     assert receive.attributes["tensorferry.bytes"] == healing.last_report.bytes

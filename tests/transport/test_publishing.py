@@ -89,6 +89,18 @@ def test_allow_checkpoint_renames_the_step(open_transport: Callable[..., Any]) -
     assert_same_state(receive(transport, transport, 9), small_state())
 
 
+@pytest.mark.beyond_torchft
+def test_after_disallow_there_is_nothing_to_allow(open_transport: Callable[..., Any]) -> None:
+    transport = open_transport()
+    transport.send_checkpoint([1], 1, small_state(), TIMEOUT)
+    transport.disallow_checkpoint()
+    transport.allow_checkpoint(1)
+    with pytest.raises(urllib.error.HTTPError, match="no state was sent") as caught:
+        receive(transport, transport, 1)
+    assert caught.value.code == 404
+    caught.value.close()
+
+
 def test_transfer_begun_before_the_next_send_ends_with_the_old_state(
     open_transport: Callable[..., Any], reader: Callable[..., Reader], ours: bool
 ) -> None:

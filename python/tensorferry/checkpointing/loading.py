@@ -25,6 +25,7 @@ from ..errors import (
     SystemRefused,
     TensorferryError,
     UnsafePickle,
+    message_of,
 )
 from ..memory.accelerator import ACCELERATOR
 from ..memory.bounce import BounceBuffers
@@ -200,7 +201,9 @@ def _from_keeper(
     except (UnsafePickle, InvalidArgument):
         raise
     except TensorferryError as e:
-        logger.warning("%s is loaded from its folder, because the state in the keeper cannot be used: %s", path, e)
+        logger.warning(
+            "%s is loaded from its folder, because the state in the keeper cannot be used: %s", path, message_of(e)
+        )
         return None
 
 
@@ -347,7 +350,7 @@ class _Loading:
         return part.fill(self._asking, state, self._strict)
 
     def _records(self, path: Path) -> set[str] | None:
-        """Returns the names of the records that are needed of an archive, ``None`` if that cannot be told."""
+        """Returns the names of the records of an archive that are needed; ``None`` if that cannot be found out."""
         names: dict[int, str] = {}
         held = []
 

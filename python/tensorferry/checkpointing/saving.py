@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from .. import _validate
-from ..errors import InvalidArgument, SystemRefused, TransportClosed
+from ..errors import InvalidArgument, SystemRefused, TransportClosed, message_of
 from ..memory.accelerator import ACCELERATOR, Accelerator
 from ..memory.host_pool import Buffer
 from ..memory.shared import Budget, NoRoom, SharedHostMemory
@@ -176,7 +176,7 @@ class SaveFuture(Future[Any]):
 
     @property
     def is_settled(self) -> bool:
-        """Whether nobody needs to be told any more: it went well, or somebody has asked."""
+        """Whether its outcome needs no further report: it succeeded, or somebody has read its error."""
         return self.done() and (self.seen or super().exception() is None)
 
 
@@ -540,7 +540,8 @@ class Saver:
     def _warn(self, error: Exception) -> None:
         if not self._warned:
             self._warned = True
-            logger.warning("the keeper cannot be used, saving goes on without it: %s: %s", type(error).__name__, error)
+            name = type(error).__name__
+            logger.warning("the keeper cannot be used, saving goes on without it: %s: %s", name, message_of(error))
 
     def _abandon(self, one: _Save, error: BaseException) -> None:
         if one.order.world_size > 1:
@@ -562,7 +563,7 @@ class Saver:
         try:
             self._raise_unseen()
         except Exception as e:
-            logger.error("a save has failed, and nobody has asked its future: %s: %s", type(e).__name__, e)
+            logger.error("a save has failed, and nobody has asked its future: %s: %s", type(e).__name__, message_of(e))
         self._writer.detach()
 
 

@@ -316,11 +316,11 @@ class _Child:
             self._process.kill()
             code = self._process.wait()
         how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        said = os.pread(self._said, 1 << 20, 0)[-_LONGEST_TEXT:].decode(errors="replace").strip()
+        output = os.pread(self._said, 1 << 20, 0)[-_LONGEST_TEXT:].decode(errors="replace").strip()
         text = f"the process that writes checkpoints (pid {self.pid}) {how} before it had confirmed this save"
         if why is not None:
             text = f"{text}: {why}"
-        return WriterLost(f"{text}. It said: {said}" if said else text)
+        return WriterLost(f"{text}. It said: {output}" if output else text)
 
 
 def _error(fields: dict[str, Any]) -> Exception:

@@ -175,15 +175,15 @@ class _Process:
     def _work(self) -> None:
         while (order := self._orders.get()) is not None:
             try:
-                told = perform(*order)
+                result = perform(*order)
             except Exception as e:  # Whatever it is, the trainer learns it, and the next order is carried out.
-                told = {}
+                result = {}
                 self._tell("failed", save_id=order[0].save_id, error=_name(e), text=str(e))
             save_id = order[0].save_id
             # The memory goes first: the trainer may use it for something else at once.
             del order
-            if told:
-                self._tell("written", save_id=save_id, **told)
+            if result:
+                self._tell("written", save_id=save_id, **result)
 
     def _tell(self, kind: str, **fields: Any) -> None:
         # A trainer that is gone needs no answer.

@@ -18,7 +18,7 @@ from typing import Any
 
 from cyclopts import App, CycloptsError, Parameter
 
-from ..errors import SystemRefused, TensorferryError
+from ..errors import SystemRefused, TensorferryError, message_of
 from . import console, exits
 
 #: The verbs, in the order in which the help has them.
@@ -129,7 +129,7 @@ def _fail_with(error: Exception, as_json: bool) -> int:
     if os.environ.get(_TRACEBACK) == "1":
         traceback.print_exc()
     mistake = f"{error} (please report this; {_TRACEBACK}=1 shows where)"
-    what = exits.message_of(error) if isinstance(error, TensorferryError) else mistake
+    what = message_of(error) if isinstance(error, TensorferryError) else mistake
     return _fail(type(error).__name__, what, exits.status_of(error), as_json)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..errors import ConnectError, FetchTimeout, InvalidArgument, TensorferryError
+from ..errors import ConnectError, FetchTimeout, InvalidArgument, TensorferryError, message_of
 from ..net import addresses
 from ..net.options import port_range
 from . import console, exits
@@ -264,7 +264,7 @@ def _peer(metadata: tuple[str, ...], trust: Trust, receiving: Receiving) -> Iter
         finally:
             remote.close()
     except TensorferryError as e:
-        yield Finding("peer", _BAD, f"{type(e).__name__}: {exits.message_of(e)}", "see docs/guides/observability.md")
+        yield Finding("peer", _BAD, f"{type(e).__name__}: {message_of(e)}", "see docs/guides/observability.md")
         return
     slow = opened > 1.0
     remedy = "the source was not ready, or its name took long to resolve" if slow else ""

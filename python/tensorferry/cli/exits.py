@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from urllib.error import URLError
-
 from .. import errors
 
 OK = 0
@@ -37,11 +35,6 @@ STATUS: dict[type[BaseException], int] = {
 
 class Terminated(KeyboardInterrupt):
     """The process was asked to end by SIGTERM."""
-
-
-def message_of(error: BaseException) -> str:
-    """Returns the message of an error, without what the classes of ``urllib`` write around it."""
-    return str(error.reason if isinstance(error, URLError) else error)
 
 
 def status_of(error: BaseException) -> int:

@@ -19,10 +19,10 @@ from ..errors import (
     SourceRefused,
     TensorferryError,
     WrongStep,
+    message_of,
 )
 from ..net.metadata import encrypted, is_stock, join_metadata
 from ..storage import peers
-from .exits import message_of
 from .flags import Receiving, Trust
 
 #: A step that nobody serves: the refusal says which one is.

@@ -9,13 +9,13 @@ sentence behind it executes nothing and raises ``ValueError``, with the sentence
 
 from __future__ import annotations
 
-import contextlib
 import os
 import stat
 from pathlib import Path
 
 from ..errors import SystemRefused
 from ..storage.folder import sync_folder
+from ..storage.whole_files import write_whole
 
 #: The name of torch's index of all ranks.
 NAME = ".metadata"
@@ -51,17 +51,9 @@ def leave(index: Path, save_id: str) -> None:
     path = index.parent / NAME
     partial = index.parent / f"{NAME}.{save_id}.partial"
     try:
-        with partial.open("xb") as file:
-            file.write(_TEXT)
-            file.flush()
-            older = index.stat().st_mtime_ns - _OLDER_NS
-            os.utime(partial, ns=(older, older))
-            os.fsync(file.fileno())
-        partial.replace(path)
+        write_whole(path, _TEXT, partial, modified_ns=index.stat().st_mtime_ns - _OLDER_NS)
         sync_folder(index.parent)
     except OSError as e:
-        with contextlib.suppress(OSError):
-            partial.unlink()
         raise SystemRefused(
             f"{path} cannot be written: {e}. The checkpoint is complete, but tools look for {NAME} and will not find it"
         ) from e

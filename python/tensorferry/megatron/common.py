@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import secrets
 import stat
 from dataclasses import asdict, fields
@@ -24,6 +23,7 @@ import torch
 
 from .._native import _check_machine_has
 from ..errors import TensorferryError
+from ..storage.whole_files import write_whole
 from .release import COMMON_STATE_FNAME, CONFIG_FNAME, CheckpointingConfig, CheckpointingException
 
 
@@ -108,12 +108,4 @@ def mark(folder: Path, backend: str, version: int) -> None:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    partial = path.with_name(f"{path.name}.{secrets.token_hex(6)}.partial")
-    try:
-        with partial.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_whole(path, data, path.with_name(f"{path.name}.{secrets.token_hex(6)}.partial"))

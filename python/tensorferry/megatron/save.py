@@ -32,6 +32,7 @@ from ..dcp.files import FileWriter, RankFile
 from ..dcp.index import EntryRef
 from ..dcp.peer_writer import PeerWriter
 from ..errors import InvalidArgument
+from ..storage.whole_files import write_whole
 from . import common, shards
 from .interfaces import AsyncSaveShardedStrategy
 from .release import (
@@ -435,10 +436,9 @@ def write(job: _Job, values: list[torch.Tensor | bytes], nothing: None) -> None:
             told["entries"] = [list(result.storage_data) for result in results]
     except Exception as e:
         told["error"] = f"{type(e).__name__}: {e}"
-    partial = Path(job.folder) / "results.partial"
+    folder = Path(job.folder)
     try:
-        partial.write_text(json.dumps(told))
-        partial.rename(Path(job.folder) / "results.json")
+        write_whole(folder / "results.json", json.dumps(told).encode(), folder / "results.partial", synced=False)
     except OSError:
         # The last function raises then. If the folder is gone, nobody waits for the results any more.
         logger.exception("cannot tell the trainer what was written")

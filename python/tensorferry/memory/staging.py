@@ -17,10 +17,9 @@ import torch
 from .._native import HostView, Rows, _copy_memory
 from .accelerator import Accelerator, Event, Streams, drain_after_error
 from .host_pool import Buffer, HostMemory, HostPool
+from .layout import side_by_side
 from .tensors import as_bytes
 
-#: Pieces start at multiples of this many bytes in their buffer.
-_ALIGNMENT = 64
 #: Bytes that are copied off an accelerator at a time; progress is reported after each such batch.
 PART = 64 << 20
 #: How many batches of copies are queued behind the one under way.
@@ -181,11 +180,8 @@ class Stager:
 
 def _place(pieces: list[Piece], pool: HostPool) -> None:
     """Assigns all of ``pieces`` places in one buffer."""
-    offsets, total = [], 0
-    for piece in pieces:
-        offsets.append(total)
-        total = (total + piece.nbytes + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
     if pieces:
+        offsets, total = side_by_side(piece.nbytes for piece in pieces)
         buffer = pool.take(total)
         for piece, offset in zip(pieces, offsets, strict=True):
             piece.aim(buffer, offset)

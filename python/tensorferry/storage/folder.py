@@ -41,6 +41,7 @@ from ..errors import IncompleteCheckpoint, InvalidArgument, ProtocolError, Syste
 from . import commits, reserved
 from .commits import Commit
 from .container import Container
+from .whole_files import write_whole
 
 logger = logging.getLogger("tensorferry")
 
@@ -451,10 +452,10 @@ def abandon(folder: Path, save: SaveId, reason: str) -> None:
         if committed_save(folder) == save.save:
             return
         if save.world_size > 1:
-            # This rank may be the first to come here. By a rename, so that nobody reads half of it.
-            make_folder(folder)
-            partial.write_text(reason[:_LONGEST_REASON])
-            partial.rename(folder / f"{file.name}.failed")
+            make_folder(folder)  # this rank may be the first to come here
+            # A reason may name a path that is no valid text.
+            text = reason[:_LONGEST_REASON].encode(errors="backslashreplace")
+            write_whole(folder / f"{file.name}.failed", text, partial, synced=False)
         else:
             partial.unlink(missing_ok=True)
         # Of other ranks, rank 0 may be committing the file at this moment.

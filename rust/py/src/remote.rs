@@ -101,12 +101,12 @@ impl PyRemote {
         self.process.check(py)?;
         let remote = self.remote.lock().unwrap_or_else(PoisonError::into_inner).take();
         let remote = remote.ok_or_else(|| errors::invalid(py, "this checkpoint was fetched already"))?;
-        let teller = ProgressReporter {
+        let reporter = ProgressReporter {
             received: Arc::clone(&self.received),
             total: remote.header().payload_len(),
             progress: self.progress.as_ref().map(|call| call.clone_ref(py)),
         };
-        Ok((remote, teller))
+        Ok((remote, reporter))
     }
 }
 
@@ -195,14 +195,14 @@ impl PyRemote {
         addresses: Option<Vec<Option<usize>>>,
         resume: bool,
     ) -> PyResult<(PyArena, PyReport)> {
-        let (remote, teller) = self.take(py)?;
+        let (remote, reporter) = self.take(py)?;
         let destination = addresses.map_or(Destination::Fresh, given);
-        let tell = |py: Python<'_>| teller.tell(py);
-        let watch = teller.progress.is_some().then_some(&tell as &OnTick<'_>);
+        let notify = |py: Python<'_>| reporter.report(py);
+        let watch = reporter.progress.is_some().then_some(&notify as &OnTick<'_>);
         let arrived = runtime::run(py, &self.cancel, watch, move || {
             if resume { remote.resume(destination) } else { remote.fetch(destination) }
         })?;
-        tell(py)?;
+        notify(py)?;
         Ok(handed_over(arrived, &self.header))
     }
 
@@ -228,10 +228,15 @@ impl PyRemote {
         staged: Vec<usize>,
         most: u64,
     ) -> PyResult<PyStagedFetch> {
-        let (remote, teller) = self.take(py)?;
+        let (remote, reporter) = self.take(py)?;
         let destination = addresses.map_or(Destination::Fresh, given);
         let waves = py.detach(move || remote.staged(destination, &staged, most)).map_err(|e| errors::to_py(py, &e))?;
-        Ok(PyStagedFetch::new(self.cancel.clone(), teller, Arc::clone(&self.header), WavesOf::Remote(Box::new(waves))))
+        Ok(PyStagedFetch::new(
+            self.cancel.clone(),
+            reporter,
+            Arc::clone(&self.header),
+            WavesOf::Remote(Box::new(waves)),
+        ))
     }
 
     /// Ends every connection of this receive, also of its waves. A source would wait at a withdrawal for one that is

@@ -57,8 +57,8 @@ impl PyReport {
     /// For each source that a range was taken from, the last reason, with what can be done about it.
     #[getter]
     fn troubles(&self) -> BTreeMap<String, String> {
-        let told = |trouble: &Trouble| errors::with_remedy(trouble.message.clone(), trouble.hint);
-        self.0.troubles.iter().map(|(source, trouble)| (source.clone(), told(trouble))).collect()
+        let described = |trouble: &Trouble| errors::with_remedy(trouble.message.clone(), trouble.hint);
+        self.0.troubles.iter().map(|(source, trouble)| (source.clone(), described(trouble))).collect()
     }
 
     #[getter]

@@ -69,19 +69,19 @@ impl PyWritten {
     }
 }
 
-/// Runs `work` as [`runtime::run`] does, and has `teller` report while it runs and at its end.
+/// Runs `work` as [`runtime::run`] does, and has `reporter` report while it runs and at its end.
 ///
 /// # Errors
 /// As [`runtime::run`]; an exception of the callback ends the work.
-fn run_telling<T: Send>(
+fn run_reporting<T: Send>(
     py: Python<'_>,
     cancel: &Cancel,
-    teller: &ProgressReporter,
+    reporter: &ProgressReporter,
     work: impl FnOnce() -> Result<T, Error> + Send,
 ) -> PyResult<T> {
-    let tell = |py: Python<'_>| teller.tell(py);
-    let done = runtime::run(py, cancel, teller.progress.is_some().then_some(&tell as &OnTick<'_>), work)?;
-    tell(py)?;
+    let notify = |py: Python<'_>| reporter.report(py);
+    let done = runtime::run(py, cancel, reporter.progress.is_some().then_some(&notify as &OnTick<'_>), work)?;
+    notify(py)?;
     Ok(done)
 }
 
@@ -110,9 +110,9 @@ pub(crate) fn write_file(
     let rows = rows.get();
     let cancel = Cancel::new();
     let total = control.iter().map(|(_, bytes)| bytes.len()).fold(rows.nbytes(), usize::saturating_add) as u64;
-    let teller = ProgressReporter { received: Arc::default(), total, progress };
-    let options = FileOptions { threads, cancel: cancel.clone(), cached, progress: Arc::clone(&teller.received) };
-    let written = run_telling(py, &cancel, &teller, move || {
+    let reporter = ProgressReporter { received: Arc::default(), total, progress };
+    let options = FileOptions { threads, cancel: cancel.clone(), cached, progress: Arc::clone(&reporter.received) };
+    let written = run_reporting(py, &cancel, &reporter, move || {
         tensorferry_core::write_file(&path, &partial, metadata, rows.items(control), &options)
     })?;
     Ok(PyWritten(written))
@@ -205,18 +205,18 @@ pub(crate) fn read_file(
 ) -> PyResult<Bound<'_, PyDict>> {
     let slices = slices(py, parts)?;
     let cancel = Cancel::new();
-    let teller = ProgressReporter { received: Arc::default(), total: total_len(&slices), progress };
-    let received = Arc::clone(&teller.received);
+    let reporter = ProgressReporter { received: Arc::default(), total: total_len(&slices), progress };
+    let received = Arc::clone(&reporter.received);
     let options = FileOptions { threads, cancel: cancel.clone(), progress: received, ..FileOptions::default() };
-    let report = run_telling(py, &cancel, &teller, move || {
+    let report = run_reporting(py, &cancel, &reporter, move || {
         let container = Container::open(&path)?;
         header.map_or(Ok(()), |header| container.expect(header))?;
         container.read(&slices, &options)
     })?;
-    let told = PyDict::new(py);
-    told.set_item("bytes", report.bytes)?;
-    told.set_item("wanted", report.wanted)?;
-    Ok(told)
+    let figures = PyDict::new(py);
+    figures.set_item("bytes", report.bytes)?;
+    figures.set_item("wanted", report.wanted)?;
+    Ok(figures)
 }
 
 /// Fetches slices from several sources at once: `(urls, step, parts)` for each. Returns one report for all of them.
@@ -245,16 +245,16 @@ pub(crate) fn fetch_slices(
     let orders = orders.into_iter().map(order).collect::<PyResult<Vec<_>>>()?;
     let cancel = Cancel::new();
     let total = orders.iter().map(|order| total_len(&order.slices)).fold(0, u64::saturating_add);
-    let teller = ProgressReporter { received: Arc::default(), total, progress };
+    let reporter = ProgressReporter { received: Arc::default(), total, progress };
     let defaults = FetchOptions::within(timeout);
     let options = FetchOptions {
         lanes,
         same_host,
         ahead: ahead.unwrap_or(defaults.ahead),
         secret: secret.map(|s| s.0.clone()),
-        progress: Arc::clone(&teller.received),
+        progress: Arc::clone(&reporter.received),
         cancel: cancel.clone(),
         ..defaults
     };
-    run_telling(py, &cancel, &teller, move || tensorferry_core::fetch_slices(orders, &options)).map(PyReport)
+    run_reporting(py, &cancel, &reporter, move || tensorferry_core::fetch_slices(orders, &options)).map(PyReport)
 }

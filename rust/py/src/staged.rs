@@ -37,7 +37,7 @@ impl WavesOf {
 pub(crate) struct PyStagedFetch {
     process: Process,
     cancel: Cancel,
-    tell: ProgressReporter,
+    reporter: ProgressReporter,
     header: Arc<Header>,
     waves: Mutex<Option<WavesOf>>,
 }
@@ -58,7 +58,7 @@ impl ProgressReporter {
     ///
     /// # Errors
     /// The exception that `progress` raised.
-    pub(crate) fn tell(&self, py: Python<'_>) -> PyResult<()> {
+    pub(crate) fn report(&self, py: Python<'_>) -> PyResult<()> {
         // Bytes that had to be fetched again count once.
         let received = self.received.load(Ordering::Relaxed).min(self.total);
         self.progress.as_ref().map_or(Ok(()), |call| call.call1(py, (received, self.total)).map(drop))
@@ -66,8 +66,8 @@ impl ProgressReporter {
 }
 
 impl PyStagedFetch {
-    pub(crate) fn new(cancel: Cancel, tell: ProgressReporter, header: Arc<Header>, waves: WavesOf) -> Self {
-        Self { process: Process::current(), cancel, tell, header, waves: Mutex::new(Some(waves)) }
+    pub(crate) fn new(cancel: Cancel, reporter: ProgressReporter, header: Arc<Header>, waves: WavesOf) -> Self {
+        Self { process: Process::current(), cancel, reporter, header, waves: Mutex::new(Some(waves)) }
     }
 
     fn waves(&self) -> MutexGuard<'_, Option<WavesOf>> {
@@ -93,15 +93,15 @@ impl PyStagedFetch {
     /// The engine's errors as exceptions, and whatever `progress` or a signal handler raises; the receive is over then.
     fn fetch(&self, py: Python<'_>, address: usize) -> PyResult<Option<Vec<Run>>> {
         let mut waves = self.take(py)?;
-        let tell = |py: Python<'_>| self.tell.tell(py);
-        let watch = self.tell.progress.is_some().then_some(&tell as &OnTick<'_>);
+        let notify = |py: Python<'_>| self.reporter.report(py);
+        let watch = self.reporter.progress.is_some().then_some(&notify as &OnTick<'_>);
         let (waves, parts) = runtime::run(py, &self.cancel, watch, move || {
             let parts = fetch_wave(&mut waves, address)?;
             Ok((waves, parts))
         })?;
         *self.waves() = Some(waves);
-        let told = |part: StagedRun| (part.entry, part.start, part.len, part.at);
-        Ok(parts.map(|parts| parts.into_iter().map(told).collect()))
+        let fields = |part: StagedRun| (part.entry, part.start, part.len, part.at);
+        Ok(parts.map(|parts| parts.into_iter().map(fields).collect()))
     }
 
     /// After the last wave: the arena and the report that `Remote.fetch` would have returned.
@@ -110,7 +110,7 @@ impl PyStagedFetch {
     /// `InvalidArgument` when there are waves that were not fetched.
     fn finish(&self, py: Python<'_>) -> PyResult<(PyArena, PyReport)> {
         let finished = self.take(py)?.finish(&self.header).map_err(|e| errors::to_py(py, &e))?;
-        self.tell.tell(py)?;
+        self.reporter.report(py)?;
         Ok(finished)
     }
 }

@@ -171,8 +171,8 @@ impl PyStored {
         let waves = py.detach(move || stored.staged(destination, (&staged, &without), most, options));
         let waves = WavesOf::Stored(Box::new(waves.map_err(|e| errors::to_py(py, &e))?));
         let header = self.stored.header();
-        let tell = ProgressReporter { received: Arc::<AtomicU64>::default(), total: 0, progress: None };
-        Ok(PyStagedFetch::new(self.cancel.clone(), tell, Arc::clone(header), waves))
+        let reporter = ProgressReporter { received: Arc::<AtomicU64>::default(), total: 0, progress: None };
+        Ok(PyStagedFetch::new(self.cancel.clone(), reporter, Arc::clone(header), waves))
     }
 }
 

@@ -4,7 +4,7 @@
 //! each); then column by column the end of each name (`u64`), dtypes, ranks and flags (a byte each), sizes (`u64`),
 //! buffers (`u32`), offsets (`u64`), all dimensions (`u64`), and the names.
 //!
-//! Whoever decodes a table trusts nothing in it: an entry lies inside a buffer whose length the kernel has told.
+//! The decoder trusts nothing in a table: an entry must lie inside its buffer, whose length comes from the kernel.
 
 use tensorferry_wire::dtype::Dtype;
 

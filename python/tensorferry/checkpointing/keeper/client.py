@@ -37,6 +37,7 @@ from ...errors import (
     SystemRefused,
     TensorferryError,
     TransportClosed,
+    message_of,
 )
 from ...net.metadata import encrypted
 from ...net.secret import shared_secret
@@ -167,7 +168,7 @@ class Keeper:
             self._was_missed = False
         except Exception as e:
             if not self._was_missed:
-                logger.warning("checkpoints are not kept in memory: %s", e)
+                logger.warning("checkpoints are not kept in memory: %s", message_of(e))
             self._was_missed = True
             _tell(offer)
 
@@ -191,7 +192,7 @@ class Keeper:
                 while isinstance(message := handover.receive(reading), Message):
                     self._hear(message)
             except (OSError, TensorferryError) as e:
-                logger.debug("the keeper %s is gone: %s", self.name, e)
+                logger.debug("the keeper %s is gone: %s", self.name, message_of(e))
         with self._lock:
             self._sock = None
             # After close(), the keeper holds what it was given: the memory is not to be used again.
@@ -372,7 +373,7 @@ class Keeper:
         try:
             found = self.held(rank=rank, ask_buddies=True)
         except Exception as e:
-            logger.warning("no checkpoint is in memory: %s", e)
+            logger.warning("no checkpoint is in memory: %s", message_of(e))
             return []
         return [one for one in found if Path(one.path).parent == root and one.world_size == world_size]
 
@@ -403,7 +404,7 @@ class Keeper:
                     return found
             logger.info("loading %s from the disk: the keeper %s does not hold it for all ranks", folder, self.name)
         except Exception as e:
-            logger.warning("loading %s from the disk: %s", path, e)
+            logger.warning("loading %s from the disk: %s", path, message_of(e))
         return None
 
     def _question(self) -> _Question:

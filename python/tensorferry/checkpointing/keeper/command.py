@@ -7,12 +7,14 @@ import contextlib
 import json
 import logging
 import math
+import os
+import signal
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from ...errors import InvalidArgument, TensorferryError
+from ...errors import InvalidArgument, TensorferryError, message_of
 from ...net.options import ServerOptions
 from . import index
 from .client import Keeper
@@ -20,6 +22,8 @@ from .limits import amount, memory_limit, shown
 from .place import DEFAULT_NAME, keeper_name
 from .process import KeeperOptions, KeeperProcess, ended_by_signals, lower_weight, raise_descriptor_limit
 from .snapshot import LOCAL, Snapshot, peer_metadata
+
+_BROKEN_PIPE = 128 + signal.SIGPIPE
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -29,7 +33,8 @@ def main(arguments: list[str] | None = None) -> int:
         arguments: of the command line; ``sys.argv`` if left out
 
     Returns:
-        The exit status: 0, or 1 if the keeper cannot start or there is none to ask. Wrong options are 2.
+        The exit status: 0, or 1 if the keeper cannot start or there is none to ask. Wrong options are 2. If nobody
+        reads the output any more, it is 141, as if the signal for that had ended the process.
     """
     parser = _parser()
     chosen = parser.parse_args(arguments)
@@ -41,14 +46,20 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         name = keeper_name(chosen.name)
         if chosen.status:
-            return _print_status(name, as_json=chosen.json)
+            status = _print_status(name, as_json=chosen.json)
+            sys.stdout.flush()
+            return status
         if chosen.json:
             parser.error("--json goes with --status")
         options = _options(name, chosen)
     except InvalidArgument as e:
         parser.error(str(e))
+    except BrokenPipeError:
+        # What is left in the buffer must not raise again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _BROKEN_PIPE
     except TensorferryError as e:
-        print(f"{parser.prog}: {e}", file=sys.stderr)
+        print(f"{parser.prog}: {message_of(e)}", file=sys.stderr)
         return 1
     lower_weight()
     raise_descriptor_limit()
@@ -57,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
     except InvalidArgument as e:
         parser.error(str(e))
     except (TensorferryError, OSError) as e:
-        print(f"{parser.prog}: {e}", file=sys.stderr)
+        print(f"{parser.prog}: {message_of(e)}", file=sys.stderr)
         return 1
     with ended_by_signals(keeper):
         logging.getLogger("tensorferry").info(

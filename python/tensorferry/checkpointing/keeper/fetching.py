@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..._native import Remote, Rows, SharedBuffer
-
-#: Entries lie at multiples of this, as in the trainer's own copy.
-_ALIGNMENT = 64
+from ...memory.layout import side_by_side
 
 
 def fetch_snapshot(remote: Remote, before: Callable[[int], object]) -> tuple[Rows, SharedBuffer]:
@@ -20,12 +18,9 @@ def fetch_snapshot(remote: Remote, before: Callable[[int], object]) -> tuple[Row
     Raises:
         TensorferryError: the snapshot cannot be fetched, or there is no memory for it
     """
-    offsets, at = [], 0
-    for size in remote.sizes:
-        offsets.append(at)
-        at += -(-size // _ALIGNMENT) * _ALIGNMENT
-    before(max(at, 1))
-    buffer = SharedBuffer(max(at, 1))
+    offsets, total = side_by_side(remote.sizes)
+    before(max(total, 1))
+    buffer = SharedBuffer(max(total, 1))
     remote.fetch([buffer.address + offset for offset in offsets])
     rows = Rows(object, object, {}, native=False)
     for name, dtype, shape, size, offset in zip(

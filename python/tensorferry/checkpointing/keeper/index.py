@@ -1,4 +1,4 @@
-"""What a keeper tells other keepers: the list of its snapshots, a container with one entry, served beside them.
+"""The list of a keeper's snapshots for other keepers: a container with one entry, served beside them.
 
 The list is fetched and verified like any checkpoint, so it is protected like one. With a shared secret its path is
 the same for every keeper, and ``host:port`` is enough of an address; without one the path holds random bits.

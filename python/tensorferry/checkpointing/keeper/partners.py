@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..._native import Remote, Rows, SharedBuffer
-from ...errors import SourceChanged, SourceRefused, TensorferryError
+from ...errors import SourceChanged, SourceRefused, TensorferryError, message_of
 from . import index
 from .fetching import fetch_snapshot
 from .generations import NoRoom
@@ -103,9 +103,10 @@ class Partner(threading.Thread):
                 if self._stopped.is_set():
                     return
                 expected = isinstance(e, TensorferryError)
-                if str(e) != self._error:
-                    logger.warning("buddy %s: %s", self._host, e, exc_info=not expected)
-                self._error = str(e)
+                message = message_of(e)
+                if message != self._error:
+                    logger.warning("buddy %s: %s", self._host, message, exc_info=not expected)
+                self._error = message
                 wait = min(wait * 2, _LONGEST_INTERVAL_S)
             self._asked.wait(wait)
 
@@ -143,7 +144,7 @@ class Partner(threading.Thread):
                 self._fetch(about)
             except (SourceChanged, SourceRefused) as e:
                 # It was evicted there; what replaced it comes next.
-                logger.debug("buddy %s: %s", self._host, e)
+                logger.debug("buddy %s: %s", self._host, message_of(e))
             except NoRoom as e:
                 logger.warning("buddy %s: %s", self._host, e)
                 self._failed[about.key] = now + _LONGEST_INTERVAL_S

@@ -94,14 +94,14 @@ class _Client:
         self.since = time.monotonic()
         self.has_spoken = False
         self.queue: collections.deque[Message | Handover] = collections.deque()
-        #: What it gave and is to be told of.
+        #: Snapshots that it gave; it is notified when one of them is released.
         self.given: set[Kept[KeptMemory]] = set()
-        #: What it was given to read.
+        #: Snapshots that it reads.
         self.borrowed: dict[tuple[str, str, int], Kept[KeptMemory]] = {}
         self.is_open = True
-        #: Whether it has promised to leave what it gave alone.
+        #: Whether it has promised not to write to what it gave.
         self.has_left = False
-        #: By which the end of the process shows; ``None`` where it cannot be told, as in another container.
+        #: A descriptor that shows when the process ends; ``None`` where there is none, as in another container.
         self.process: int | None = None
         with contextlib.suppress(OSError):
             self.process = os.pidfd_open(pid)
@@ -172,10 +172,11 @@ class KeeperProcess:
         #: Clients whose connection has ended and whose process has not.
         self._suspects: dict[_Client, float] = {}
         self._counts: collections.Counter[tuple[str, int]] = collections.Counter()
-        #: What was evicted and whose trainer is to be told when its memory is free, and how long that may take.
+        #: Evicted snapshots whose memory is still in use, and until when that is allowed. Their trainers are notified
+        #: at the end.
         self._going: dict[Kept[KeptMemory], float] = {}
         self._waiting: list[tuple[_Client, Message, float, set[Partner]]] = []
-        #: Who waits for the checksums of a snapshot.
+        #: Clients that wait for the checksums of a snapshot.
         self._readers: dict[KeptMemory, list[tuple[_Client, Kept[KeptMemory]]]] = {}
         self._digester = Digester(lambda memory: self.run_soon(lambda: self._digested(memory)))
         self._partners: dict[str, Partner] = {}
@@ -474,12 +475,12 @@ class KeeperProcess:
         if step < 0:
             self._counts[about.job, about.rank] += 1
             step = self._counts[about.job, about.rank]
-        told: list[Kept[KeptMemory]] = []
+        unread: list[Kept[KeptMemory]] = []
         body = KeptMemory(
-            self._server, step, rows, control, buffers, lambda: self.run_soon(lambda: self._let_go(*told))
+            self._server, step, rows, control, buffers, lambda: self.run_soon(lambda: self._let_go(*unread))
         )
         kept = self.generations.add(about.served(body.url(self.host), nbytes, step), nbytes, body)
-        told.append(kept)
+        unread.append(kept)
         self._digester.add(body)
         self._index_is_old = True
         return kept
@@ -503,12 +504,12 @@ class KeeperProcess:
     def _cut(self, kept: Kept[KeptMemory]) -> None:
         kept.body.cut()
         self._index_is_old = True
-        # What is left of it is gone as soon as the server's threads have let go of it.
+        # The server's threads may hold its memory for another moment.
         self.generations.release(kept)
         self._let_go(kept)
 
     def _let_go(self, *evicted: Kept[KeptMemory]) -> None:
-        """Lets go of what was evicted and is not read any more, and tells the trainer that gave it."""
+        """Releases evicted snapshots that nobody reads any more, and notifies the trainers that gave them."""
         for kept in evicted:
             if kept not in self._going or kept.lent or not kept.body.is_released:
                 continue

@@ -1,4 +1,4 @@
-"""What is known about a kept snapshot, as it is told to trainers on this node and to keepers on others."""
+"""The description of a snapshot in a keeper, as trainers on this node and keepers on others receive it."""
 
 from __future__ import annotations
 

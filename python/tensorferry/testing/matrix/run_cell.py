@@ -205,9 +205,9 @@ class Cell:
 
     def wait_asked(self) -> bool:
         """Waits until the receiver has sent a request and waits for the answer; ``False`` if that did not happen."""
-        asked = wait_until(lambda: self.proxy.counters.request_bytes > 0, self.timeout / 2)
+        has_asked = wait_until(lambda: self.proxy.counters.request_bytes > 0, self.timeout / 2)
         wait_until(self.receiver.has_answered, 0.3)
-        return asked and not self.receiver.has_answered()
+        return has_asked and not self.receiver.has_answered()
 
     def adopt(self, pid: int) -> None:
         """Takes over a process that the source has forked, so that it is ended with the cell."""

@@ -27,22 +27,22 @@ pub(super) fn format_runs(runs: &[(u64, u64)]) -> String {
 pub(super) fn requests(runs: &[(u64, u64)], block_size: u64) -> Vec<Vec<(u64, u64)>> {
     let most = if block_size == BLOCK_SIZE { MAX_BLOCKS } else { MAX_DIGESTS };
     let mut requests = Vec::new();
-    let (mut asked, mut left) = (Vec::new(), most);
+    let (mut batches, mut left) = (Vec::new(), most);
     for &(start, end) in runs {
         let mut start = start;
         while start < end {
             let stop = end.min(start.saturating_add(left));
-            asked.push((start, stop));
+            batches.push((start, stop));
             left -= stop - start;
             start = stop;
-            if left == 0 || asked.len() == MAX_RUNS {
-                requests.push(std::mem::take(&mut asked));
+            if left == 0 || batches.len() == MAX_RUNS {
+                requests.push(std::mem::take(&mut batches));
                 left = most;
             }
         }
     }
-    if !asked.is_empty() {
-        requests.push(asked);
+    if !batches.is_empty() {
+        requests.push(batches);
     }
     requests
 }
@@ -56,14 +56,14 @@ mod tests {
         let mut runs = vec![(3, 5), (69, 70), (1000, 1000 + 2 * MAX_DIGESTS + 7)];
         let behind = runs[2].1 + 1;
         runs.extend((0..2 * MAX_RUNS as u64).map(|i| (behind + 3 * i, behind + 3 * i + 2)));
-        let asked = requests(&runs, 4096);
+        let batches = requests(&runs, 4096);
         let blocks = |runs: &[(u64, u64)]| runs.iter().flat_map(|&(a, b)| a..b).collect::<Vec<_>>();
-        let covered: Vec<_> = asked.iter().flat_map(|runs| blocks(runs)).collect();
+        let covered: Vec<_> = batches.iter().flat_map(|runs| blocks(runs)).collect();
         assert!(covered == blocks(&runs));
-        for request in &asked {
+        for request in &batches {
             assert!(request.len() <= MAX_RUNS && blocks(request).len() as u64 <= MAX_DIGESTS);
         }
-        assert_eq!(asked.len(), 5);
+        assert_eq!(batches.len(), 5);
         assert_eq!(requests(&[(0, MAX_BLOCKS + 1)], BLOCK_SIZE), [[(0, MAX_BLOCKS)], [(MAX_BLOCKS, MAX_BLOCKS + 1)]]);
         assert!(requests(&[], BLOCK_SIZE).is_empty() && requests(&[], 4096).is_empty());
     }

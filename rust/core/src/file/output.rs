@@ -20,14 +20,14 @@ use crate::memory::{PAGE, available, timed};
 /// A file that is written through the cache without having been asked for takes at most this part of the memory that is
 /// available.
 const SHARE: u64 = 8;
-/// So many bytes are written through the cache before what that costs is judged.
+/// Bytes that are written through the cache before the cost of doing so is judged.
 const TRIAL: u64 = 16 << 20;
-/// A thread that gets fewer bytes into the cache in a second of its processor time is slower than a disk. Virtual
-/// machines whose host has taken free memory back are.
+/// Bytes: a thread that writes fewer than these to the cache in a second of its processor time is slower than a disk.
+/// This happens on virtual machines whose host has taken free memory back.
 const SLOWEST: u64 = 750 << 20;
 /// The type of a ramfs, from linux/magic.h; libc names that of a tmpfs alone.
 const RAMFS_MAGIC: libc::c_long = 0x8584_58f6;
-/// Chunks that a thread has under way to the disk at most.
+/// The most chunks of a thread that are on their way to the disk.
 const UNDER_WAY: usize = 8;
 
 /// A file that is being written.

@@ -204,8 +204,9 @@ fn write_payload(
     Ok(parts.into_iter().flat_map(|part| part.1).collect())
 }
 
-/// Writes `[at, stop)` of the content and returns the checksums of its blocks. On the way past the page cache that is
-/// one write, as large as the disk likes it; on the way through it as many as keep the copy in the processor's cache.
+/// Writes `[at, stop)` of the content and returns the checksums of its blocks. A write that bypasses the page cache is
+/// a single large one, as disks prefer; through the page cache, writes are small enough for the copy to stay in the
+/// processor's cache.
 fn write_chunk(
     output: &Output,
     content: &Segments,

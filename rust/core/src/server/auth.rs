@@ -44,9 +44,9 @@ impl RequestAuth {
         let path = request.uri().path_and_query()?.as_str();
         let field = |name| one(request.headers(), name).ok();
         let (range, if_match) = (field(header::RANGE)?, field(header::IF_MATCH)?);
-        let asked = proof::SignedRequest { method: request.method().as_str(), path, range, if_match };
+        let signed = proof::SignedRequest { method: request.method().as_str(), path, range, if_match };
         let field = field(header::AUTHORIZATION)??;
-        let nonce = self.secret.key().verify_request(&asked, field)?;
+        let nonce = self.secret.key().verify_request(&signed, field)?;
         self.seen.lock().unwrap_or_else(PoisonError::into_inner).is_new(nonce).then_some(nonce)
     }
 }

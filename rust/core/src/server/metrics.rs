@@ -25,7 +25,7 @@ pub(super) struct Tallies {
     /// By status.
     pub(super) answers: BTreeMap<u16, u64>,
     pub(super) bodies: Bodies,
-    /// The latest first: only of peers who knew the path, so that a stranger can neither fill nor read them.
+    /// The latest first. Only peers that knew the path are listed, so that a stranger can neither fill nor read the list.
     pub(super) refusals: VecDeque<Refusal>,
 }
 
@@ -43,7 +43,7 @@ pub(super) struct Refusal {
     pub(super) at: SystemTime,
     pub(super) peer: Peer,
     pub(super) status: u16,
-    /// What it was told. Printable ASCII; parts of it may come from the peer.
+    /// The text of the answer, in printable ASCII; parts of it may come from the peer.
     pub(super) message: String,
 }
 

@@ -61,11 +61,11 @@ pub(crate) struct Identity {
 impl Identity {
     /// A new key and a certificate for it. The key stays in the memory of this process.
     pub(crate) fn new() -> Result<Self, Error> {
-        let made = rcgen::generate_simple_self_signed([NAME.to_owned()])
+        let generated = rcgen::generate_simple_self_signed([NAME.to_owned()])
             .map_err(|e| Error::caused(ErrorKind::System, "cannot make a certificate", e))?;
-        let certificate = made.cert.der().clone();
+        let certificate = generated.cert.der().clone();
         let fingerprint = Fingerprint::of(&certificate);
-        let key = PrivatePkcs8KeyDer::from(made.signing_key.serialize_der());
+        let key = PrivatePkcs8KeyDer::from(generated.signing_key.serialize_der());
         let mut config = ServerConfig::builder_with_provider(provider())
             .with_protocol_versions(&[&TLS13])
             .and_then(|builder| builder.with_no_client_auth().with_single_cert(vec![certificate], key.into()))

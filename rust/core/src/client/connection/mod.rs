@@ -165,8 +165,8 @@ impl Connection {
         }
         if let Some(secret) = self.url.secret() {
             let nonce: Nonce = random::bytes()?;
-            let asked = proof::SignedRequest { method: "GET", path: &path, range: range.as_deref(), if_match };
-            let _ = write!(request, "Authorization: {}\r\n", secret.key().sign_request(&asked, &nonce));
+            let signed = proof::SignedRequest { method: "GET", path: &path, range: range.as_deref(), if_match };
+            let _ = write!(request, "Authorization: {}\r\n", secret.key().sign_request(&signed, &nonce));
             self.asked = Some((nonce, path));
         }
         request.push_str("\r\n");

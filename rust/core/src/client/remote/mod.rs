@@ -3,7 +3,7 @@
 //! [`Remote::open`] (module `open`) asks the sources in turn until one answers and reads header and reserved entries
 //! (`first_fetch`). A fetch lays out the memory, makes a plan of it, finds what an interrupted one has left (`resume`),
 //! lets lanes bring what is missing (`transfer`), and compares the checksums with those of the source until all match at
-//! one moment (`verify`). What two sources differ in can be told by the digests of their entries (`entry_digests`).
+//! one moment (`verify`). The digests of their entries show in what two sources differ (`entry_digests`).
 
 mod entry_digests;
 mod first_fetch;

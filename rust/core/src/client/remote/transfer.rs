@@ -44,8 +44,8 @@ impl Remote {
         }
         for fetch in fetches {
             let joined = fetch.missing.len() > MANY_RUNS && fetch.plan.block_size() < BLOCK_SIZE;
-            let asked = if joined { &fetch.plan.wanted_blocks(JOIN_GAP)[..] } else { fetch.missing };
-            self.run_lanes(fetch.plan, asked, true, fetch.received, report)?;
+            let ranges = if joined { &fetch.plan.wanted_blocks(JOIN_GAP)[..] } else { fetch.missing };
+            self.run_lanes(fetch.plan, ranges, true, fetch.received, report)?;
         }
         self.settle(fetches, report)
     }
