@@ -6,8 +6,18 @@ import pytest
 from placed import RELEASES, Host
 
 
-@pytest.fixture(scope="session", params=RELEASES)
-def host(request):
-    made = Host(request.param)
+@pytest.fixture(scope="session")
+def hosts():
+    """The host processes by release: each file of a worker asks for both, and importing one takes long."""
+    made = {}
     yield made
-    made.end()
+    for host in made.values():
+        host.end()
+
+
+@pytest.fixture(scope="session", params=RELEASES)
+def host(request, hosts):
+    if request.param not in hosts:
+        hosts[request.param] = Host(request.param)
+    yield hosts[request.param]
+    hosts[request.param].end_jobs()

@@ -66,10 +66,14 @@ class Host:
             told[rank] = (pipe, pid)
         return [told[rank] for rank in range(world)]
 
-    def end(self):
-        """Ends all ranks and the host."""
+    def end_jobs(self):
+        """Ends all ranks; the next call of :meth:`job` forks new ones."""
         for job in self._jobs.values():
             job.end()
+
+    def end(self):
+        """Ends all ranks and the host."""
+        self.end_jobs()
         self._orders.close()
         try:
             self._process.wait(20)
