@@ -146,8 +146,10 @@ def test_a_killed_conversion_leaves_nothing_under_the_name_of_its_output(alone, 
     assert alone.run(convert_and_die, str(WRITTEN), str(output), to) == [-signal.SIGKILL]
     assert not output.exists()
     assert any(Path(f"{output}.partial").iterdir())
+    (Path(f"{output}.partial") / "of the killed one").touch()
     assert alone.run(convert, str(WRITTEN), str(output), {"to": to}) == [(15, 3, 1661)]
     assert alone.run(load, str(output), to == "tensorferry", False) == [[]]
+    assert not (output / "of the killed one").exists()
     assert not Path(f"{output}.partial").exists()
 
 
