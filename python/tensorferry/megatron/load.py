@@ -500,7 +500,7 @@ class Loading:
 
     def stored_dtype(self, number: int) -> torch.dtype:
         """Returns the dtype that the checkpoint has of a leaf."""
-        return self._metadata.state_dict_metadata[self.tensors[number].key].properties.dtype  # type: ignore[no-any-return]
+        return self._metadata.state_dict_metadata[self.tensors[number].key].properties.dtype
 
     @contextlib.contextmanager
     def aimed(self, number: int, memory: torch.Tensor) -> Iterator[None]:
