@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from ..storage import commits, reserved
 from ..storage.container import Container
 from ..storage.folder import INDEX
 from ..storage.peers import container_name
-from .leaves import Leaf, Listing
+from .leaves import Listing
 
 #: As ``dcp/save_plan.py`` has it.
 _ABOUT = (("tensorferry.dcp", "1"),)
@@ -88,7 +89,7 @@ def with_digests(listing: Listing, folder: Path, fields: dict[str, Any], commit:
                 )
         except (KeyError, IndexError, TypeError) as e:
             raise ProtocolError(f"{folder}: its index names an entry that no file has ({leaf.path})") from e
-        found.append(Leaf(**{**vars(leaf), "digest": digest}))
+        found.append(replace(leaf, digest=digest))
     return Listing(listing.about, found, listing.tree, listing.hidden)
 
 
