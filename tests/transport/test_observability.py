@@ -173,7 +173,16 @@ class Broken:
 
 @pytest.mark.parametrize(
     "at",
-    ["get_tracer_provider", "get_tracer", "start_as_current_span", "start_span", "end", "set_attribute", "enter", "exit"],
+    [
+        "get_tracer_provider",
+        "get_tracer",
+        "start_as_current_span",
+        "start_span",
+        "end",
+        "set_attribute",
+        "enter",
+        "exit",
+    ],
 )
 def test_tracing_that_breaks_stops_nothing(pair, monkeypatch, at):
     monkeypatch.setitem(sys.modules, "opentelemetry.trace", Broken(at))
