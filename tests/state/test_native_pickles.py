@@ -392,7 +392,12 @@ def test_a_class_that_copyreg_knows_is_pickled_by_python(monkeypatch: pytest.Mon
     assert pickle.loads(dump(state)) == [[2, 1, 0]]
 
 
-NATIVE = [(tree, "no_rows"), (pickling, "_pickle_objects"), (snapshot, "_add_pieces")]
+NATIVE = [
+    (tree, "no_rows"),
+    (snapshot, "_pickle_numbers"),
+    (pickling, "_pickle_objects"),
+    (snapshot, "_add_pieces"),
+]
 
 
 @pytest.mark.beyond_torchft
@@ -436,7 +441,7 @@ def test_an_interrupt_is_no_mistake_of_the_native_code(monkeypatch: pytest.Monke
     def interrupted(*_: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pickling, "_pickle_objects", interrupted)
+    monkeypatch.setattr(snapshot, "_pickle_numbers", interrupted)
     with pytest.raises(KeyboardInterrupt):
         StateSnapshot({"a": 1.5}, Stager(ACCELERATOR), "borrow")
 

@@ -157,6 +157,9 @@ class Broken:
             raise RuntimeError("broken tracing")
         return self
 
+    def get_tracer_provider(self):
+        return self._act("get_tracer_provider")
+
     def get_tracer(self, _):
         return self._act("get_tracer")
 
@@ -180,7 +183,17 @@ class Broken:
 
 
 @pytest.mark.parametrize(
-    "at", ["get_tracer", "start_as_current_span", "start_span", "end", "set_attribute", "enter", "exit"]
+    "at",
+    [
+        "get_tracer_provider",
+        "get_tracer",
+        "start_as_current_span",
+        "start_span",
+        "end",
+        "set_attribute",
+        "enter",
+        "exit",
+    ],
 )
 def test_tracing_that_breaks_stops_nothing(pair, monkeypatch, at):
     monkeypatch.setitem(sys.modules, "opentelemetry.trace", Broken(at))

@@ -46,7 +46,9 @@ def encode(
     """
     needs = {f"{module}.{name}": path for (module, name), path in names.items()}
     shown = flags if flags.strip("0") else ""
-    head = f'{{"version":{VERSION},"flags":"{shown}","objects":{len(flat.objects)},"keys":{_json(flat.keys)},"storages":'
+    head = (
+        f'{{"version":{VERSION},"flags":"{shown}","objects":{len(flat.objects)},"keys":{_json(flat.keys)},"storages":'
+    )
     return [
         head.encode(),
         layout,
