@@ -86,7 +86,7 @@ impl Specs {
             // By its text: what was unpickled may have names that are not interned.
             match name.cast::<PyString>()?.to_str()? {
                 // Computed when it is asked for.
-                "_hash" => continue,
+                "_hash" => {}
                 "placements" => {
                     let Ok(placements) = value.cast_exact::<PyTuple>() else { return Ok(None) };
                     words.extend([name.as_ptr() as usize, placements.len()]);
