@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -607,6 +607,57 @@ def test_dtensors_that_differ_in_nothing_share_one_spec(meshes: Meshes) -> None:
         one._spec = object.__new__(DTensorSpec)
         object.__setattr__(one._spec, "__dict__", fields)
     assert len(tree.flatten(pair).rows.first_specs) == 2
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"), reason="this torch's tensors are read in Python"
+)
+def test_specs_that_differ_in_anything_are_told_apart(meshes: Meshes) -> None:
+    class OtherSize(tuple[int, ...]):
+        def __eq__(self, other: object) -> bool:
+            return self is other
+
+        __hash__ = tuple.__hash__
+
+    def made(placements: tuple[Any, ...] = (Shard(0),), **changed: Any) -> DTensor:
+        meta = TensorMeta(torch.Size([2, 4]), (4, 1), torch.float32)._replace(**changed.pop("meta", {}))
+        spec = DTensorSpec(meshes.all[0], placements, tensor_meta=meta)
+        vars(spec).update(changed)
+        return DTensor(torch.zeros(2, 4), spec, requires_grad=False)
+
+    kinds: list[Callable[[], DTensor]] = [
+        made,
+        lambda: made((Shard(1),)),
+        lambda: made((Replicate(),)),
+        lambda: made((Partial("sum"),)),
+        lambda: made((Partial("avg"),)),
+        lambda: made((_StridedShard(0, split_factor=2),)),
+        lambda: made((_StridedShard(0, split_factor=4),)),
+        lambda: made((Shard(0), Shard(0))),
+        lambda: made(meta={"shape": torch.Size([4, 2])}),
+        lambda: made(meta={"shape": torch.Size([2, 4, 1]), "stride": (4, 1, 1)}),
+        lambda: made(meta={"stride": (1, 2)}),
+        lambda: made(note=1),
+        lambda: made(note=True),
+        lambda: made(note=-1),
+        lambda: made(other=1),
+        lambda: made(note=(1, (2,))),
+        lambda: made(note=((1, 2),)),
+    ]
+    alike = [kind() for _ in range(3) for kind in kinds]
+    assert tree.flatten(alike).unread == []
+    firsts = tree.flatten(alike).rows.first_specs
+    assert [id(spec) for spec, _ in firsts] == [id(one._spec) for one in alike[: len(kinds)]]
+    # Each of these is like itself only.
+    own = [made(note=OtherSize([1])), made(note=OtherSize([1])), made(note=[]), made(note=[]), made(note=1 << 70)]
+    assert len(tree.flatten(own).rows.first_specs) == len(own)
+    # What was computed of a spec does not count.
+    hashed = made()
+    hash(hashed._spec)
+    assert len(tree.flatten([made(), hashed]).rows.first_specs) == 1
+    # Python pickles those of a state with more placements than any has.
+    strided = [made((_StridedShard(0, split_factor=n),)) for n in range(2, 80)]
+    assert 0 < len(tree.flatten(strided).unread) < len(strided)
 
 
 @pytest.mark.beyond_torchft

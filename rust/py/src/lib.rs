@@ -34,6 +34,7 @@ mod runtime;
 mod secret;
 mod server;
 mod slices;
+mod specs;
 mod staged;
 mod stored;
 mod table;

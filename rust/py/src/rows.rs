@@ -27,6 +27,7 @@ use crate::columns::{ByAddress, Columns, Row, Span};
 use crate::errors;
 use crate::getters::{Torch, WithoutTorchFunction};
 use crate::memory::{self, Described, PySharedBuffer, TURN, borrowed};
+use crate::specs::{self, Fields, Specs};
 use crate::table::{self, Place};
 use crate::views::{Global, Store, View, Views, typed};
 
@@ -45,16 +46,9 @@ pub(crate) struct PyRows {
     pub(crate) objects: Py<PyList>,
     object_paths: Py<PyList>,
     pub(crate) views: Mutex<Views>,
-    /// What the specs of `DTensor`s say, to their numbers; and the first spec that says it, with its `DTensor`.
-    specs: Py<PyDict>,
+    specs: Specs,
+    /// For each number of specs the first with it, and its `DTensor`.
     pub(crate) first_specs: Py<PyList>,
-    /// Address of a spec to its number: many `DTensor`s share the object. `kept_specs` keeps them.
-    spec_numbers: Mutex<ByAddress<usize>>,
-    kept_specs: Py<PyList>,
-    /// The last specs that were compared, the last one first.
-    recent_specs: Mutex<Vec<RecentSpec>>,
-    /// The placements of specs that differ, each a tuple: comparing with a few is quicker than hashing one.
-    placements: Mutex<Vec<Py<PyTuple>>>,
     /// The tensors among the objects that are not read here.
     unread: Mutex<Vec<i64>>,
     /// The containers around the one that is walked.
@@ -82,18 +76,6 @@ impl PyRows {
 
     fn kinds(&self) -> MutexGuard<'_, ByAddress<(Py<PyType>, Kind)>> {
         self.kinds.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn spec_numbers(&self) -> MutexGuard<'_, ByAddress<usize>> {
-        self.spec_numbers.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn placements(&self) -> MutexGuard<'_, Vec<Py<PyTuple>>> {
-        self.placements.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn recent_specs(&self) -> MutexGuard<'_, Vec<RecentSpec>> {
-        self.recent_specs.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn unread(&self) -> MutexGuard<'_, Vec<i64>> {
@@ -345,113 +327,39 @@ impl PyRows {
     /// The number of the spec of a `DTensor`, which it may share with others: a spec is longer than all else that
     /// describes a `DTensor`, and many have one of their own. `None` if it cannot be compared with others.
     fn spec(&self, value: &Bound<'_, PyAny>, spec: Bound<'_, PyAny>) -> PyResult<Option<usize>> {
-        let py = value.py();
-        let id = spec.as_ptr() as usize;
-        if let Some(&number) = self.spec_numbers().get(&id) {
+        if let Some(number) = self.specs.number(&spec) {
             return Ok(Some(number));
         }
-        let Ok(dict) = spec.getattr(intern!(py, "__dict__"))?.cast_into::<PyDict>() else { return Ok(None) };
-        // Lists: comparing may run any code, also such that changes a dict.
-        let fields = (dict.keys(), dict.values());
-        let number = match self.like_recent_spec(&fields)? {
-            Some(number) => number,
-            None => match self.number_of_spec(value, &spec, &fields)? {
-                Some(number) => number,
-                None => return Ok(None),
-            },
+        let Some(fields) = specs::fields(&spec)? else { return Ok(None) };
+        let Some(words) = self.specs.words(&spec, &fields)? else { return Ok(None) };
+        let number = if let Some(number) = self.specs.number_of_words(&words) {
+            number
+        } else {
+            let Some(number) = self.add_spec(value, &spec, &fields)? else { return Ok(None) };
+            self.specs.add_words(words, number, fields);
+            number
         };
-        self.kept_specs.bind(py).append(spec)?;
-        self.spec_numbers().insert(id, number);
+        self.specs.add(spec, number);
         Ok(Some(number))
     }
 
-    /// The number of one of the specs met last if these are its fields, too. A state has few that differ, and comparing
-    /// with a few is quicker than hashing one.
-    fn like_recent_spec(&self, fields: &Fields<'_>) -> PyResult<Option<usize>> {
-        let py = fields.0.py();
-        let recent: [_; RECENT_SPECS] = {
-            let recent = self.recent_specs();
-            std::array::from_fn(|at| {
-                let (number, names, values) = recent.get(at)?;
-                Some((*number, (names.bind(py).clone(), values.bind(py).clone())))
-            })
-        };
-        for (at, (number, known)) in recent.into_iter().flatten().enumerate() {
-            if is_same_spec(&known, fields)? {
-                self.recent_specs()[..=at].rotate_right(1);
-                return Ok(Some(number));
-            }
-        }
-        Ok(None)
-    }
-
-    fn number_of_spec(
+    /// Numbers a spec that says what none before it did, `None` if it does not say what tensor it is of.
+    fn add_spec(
         &self,
         value: &Bound<'_, PyAny>,
         spec: &Bound<'_, PyAny>,
         fields: &Fields<'_>,
     ) -> PyResult<Option<usize>> {
         let py = value.py();
-        let (names, values) = fields;
-        let mut parts = Vec::with_capacity(2 * values.len() + 1);
-        let mut meta = None;
-        for (name, field) in names.iter().zip(values.iter()) {
-            match name.cast::<PyString>()?.to_str()? {
-                "_hash" => continue,
-                "mesh" => parts.push((field.as_ptr() as usize).into_pyobject(py)?.into_any()),
-                "placements" => {
-                    let Ok(placements) = field.cast_into_exact::<PyTuple>() else { return Ok(None) };
-                    let Some(number) = self.number_of_placements(&placements)? else { return Ok(None) };
-                    parts.push(number.into_pyobject(py)?.into_any());
-                }
-                "tensor_meta" => {
-                    meta = Some(field.clone());
-                    parts.push(field);
-                }
-                _ => parts.push(field),
-            }
-            parts.push(name);
-        }
-        let key = PyTuple::new(py, parts)?;
-        let (specs, firsts) = (self.specs.bind(py), self.first_specs.bind(py));
-        if let Some(number) = specs.get_item(&key)? {
-            let number = number.extract()?;
-            self.note_spec(number, fields);
-            return Ok(Some(number));
-        }
-        let Some(meta) = meta else { return Ok(None) };
-        let Some(dtype) = self.dtype_of(&meta)? else { return Ok(None) };
+        let is_meta = |name: &Bound<'_, PyAny>| name.cast::<PyString>().is_ok_and(|name| name == "tensor_meta");
+        let Some((_, meta)) = fields.iter().find(|(name, _)| is_meta(name)) else { return Ok(None) };
+        let Some(dtype) = self.dtype_of(meta)? else { return Ok(None) };
         let shape = meta.getattr(intern!(py, "shape"))?.extract()?;
+        let firsts = self.first_specs.bind(py);
         let number = firsts.len();
         firsts.append((spec, value))?;
         self.views().specs.push((shape, dtype));
-        specs.set_item(key, number)?;
-        self.note_spec(number, fields);
         Ok(Some(number))
-    }
-
-    fn note_spec(&self, number: usize, fields: &Fields<'_>) {
-        let mut recent = self.recent_specs();
-        let forgotten = if recent.len() == RECENT_SPECS { recent.pop() } else { None };
-        recent.insert(0, (number, fields.0.clone().unbind(), fields.1.clone().unbind()));
-        // Releasing a spec may run any code.
-        drop(recent);
-        drop(forgotten);
-    }
-
-    /// The number of these placements among those that differ, `None` if there are too many.
-    fn number_of_placements(&self, placements: &Bound<'_, PyTuple>) -> PyResult<Option<usize>> {
-        let known: Vec<_> = self.placements().iter().map(|known| known.clone_ref(placements.py())).collect();
-        for (number, known) in known.iter().enumerate() {
-            if are_same_placements(known.bind(placements.py()), placements)? {
-                return Ok(Some(number));
-            }
-        }
-        if known.len() >= MOST_PLACEMENTS {
-            return Ok(None);
-        }
-        self.placements().push(placements.clone().unbind());
-        Ok(Some(known.len()))
     }
 
     /// The number that `value` was given as a leaf, `None` if it is not a leaf.
@@ -665,10 +573,6 @@ impl PyRows {
 
 /// Containers nested deeper than this are sent as one pickled object.
 const MAX_DEPTH: usize = 80;
-/// A state has a handful of different placements. `DTensor`s of a state with more than this are pickled in Python.
-const MOST_PLACEMENTS: usize = 64;
-/// A layer of a model has a handful of different specs.
-const RECENT_SPECS: usize = 4;
 /// Integers below this are keys in a tree; larger ones are sent as objects.
 const SAFE_INTEGER: i64 = 1 << 53;
 
@@ -721,46 +625,6 @@ fn left_to_python<T>(py: Python<'_>, read: PyResult<Option<T>>) -> PyResult<Opti
     }
 }
 
-/// The number of a spec, and the names and the values of its fields.
-type RecentSpec = (usize, Py<PyList>, Py<PyList>);
-
-/// The names and the values of the fields of an object.
-type Fields<'py> = (Bound<'py, PyList>, Bound<'py, PyList>);
-
-/// Whether two specs of `DTensor`s, by their fields, say the same.
-fn is_same_spec(one: &Fields<'_>, two: &Fields<'_>) -> PyResult<bool> {
-    if one.0.len() != two.0.len() {
-        return Ok(false);
-    }
-    for ((name, other_name), (field, other)) in one.0.iter().zip(&two.0).zip(one.1.iter().zip(&two.1)) {
-        if !name.is(&other_name) && !name.eq(&other_name)? {
-            return Ok(false);
-        }
-        // By their text: what was unpickled may have names that are not interned.
-        let is_same = match name.cast::<PyString>()?.to_str()? {
-            _ if field.is(&other) => true,
-            "_hash" => true,
-            "mesh" => false,
-            "placements" => match (field.cast_exact(), other.cast_exact()) {
-                (Ok(field), Ok(other)) => are_same_placements(field, other)?,
-                _ => false,
-            },
-            _ => field.eq(other)?,
-        };
-        if !is_same {
-            return Ok(false);
-        }
-    }
-    Ok(true)
-}
-
-/// Whether two placements are equal; a part of one may equal one of another class.
-fn are_same_placements(one: &Bound<'_, PyTuple>, two: &Bound<'_, PyTuple>) -> PyResult<bool> {
-    Ok(one.len() == two.len()
-        && one.iter().zip(two).all(|(a, b)| a.get_type_ptr() == b.get_type_ptr())
-        && one.eq(two)?)
-}
-
 fn changed() -> PyErr {
     PyRuntimeError::new_err("a dict of the state changed while it was read")
 }
@@ -794,12 +658,8 @@ impl PyRows {
             objects: PyList::empty(py).unbind(),
             object_paths: PyList::empty(py).unbind(),
             views: Mutex::default(),
-            specs: PyDict::new(py).unbind(),
+            specs: Specs::default(),
             first_specs: PyList::empty(py).unbind(),
-            spec_numbers: Mutex::default(),
-            kept_specs: PyList::empty(py).unbind(),
-            recent_specs: Mutex::default(),
-            placements: Mutex::default(),
             unread: Mutex::default(),
             inside: Mutex::default(),
             owners: PyList::empty(py).unbind(),
@@ -1008,21 +868,19 @@ impl PyRows {
     fn forget(&self, py: Python<'_>) -> PyResult<()> {
         let memory = self.memory.bind(py);
         memory.del_slice(0, memory.len())?;
-        for list in [&self.objects, &self.object_paths, &self.first_specs, &self.kept_specs] {
+        for list in [&self.objects, &self.object_paths, &self.first_specs] {
             let list = list.bind(py);
             list.del_slice(0, list.len())?;
         }
-        self.specs.bind(py).clear();
+        self.specs.forget();
         let views = std::mem::take(&mut *self.views());
         let kinds = std::mem::take(&mut *self.kinds());
-        let specs = (std::mem::take(&mut *self.placements()), std::mem::take(&mut *self.recent_specs()));
-        self.spec_numbers().clear();
         self.unread().clear();
         let mut columns = self.columns();
         (columns.seen, columns.starts, columns.doubles) = Default::default();
         // Releasing objects may run any code.
         drop(columns);
-        drop((views, kinds, specs));
+        drop((views, kinds));
         Ok(())
     }
 
