@@ -7,7 +7,7 @@ use std::sync::Arc;
 use http::header;
 use http::{Method, Request, StatusCode};
 
-use super::messages::{GONE, joined, text};
+use super::messages::{GONE, TAKEN_DOWN, joined, text};
 use super::{ConnectionContext, ServedResponse};
 use crate::publication::{Abandoned, Asked, Lease, Lookup, Store};
 
@@ -36,7 +36,11 @@ pub(super) async fn lease<B>(
             Err(text(StatusCode::BAD_REQUEST, &message))
         }
         Ok(Lookup::Nothing) => Err(text(StatusCode::NOT_FOUND, &shared.frontend.unpublished(step))),
-        Ok(Lookup::Closed) => Err(text(StatusCode::SERVICE_UNAVAILABLE, "this server is shut down")),
+        Ok(Lookup::Closed) => {
+            // A shelf is also taken down alone, while the server goes on; a server closes its own store first.
+            let message = if shared.store.is_closed() { "this server is shut down" } else { TAKEN_DOWN };
+            Err(text(StatusCode::SERVICE_UNAVAILABLE, message))
+        }
         Err(_) => {
             let message = format!(
                 "Timed out waiting for a checkpoint to be allowed after {} seconds",
