@@ -38,16 +38,19 @@ fn every_shelf_serves_its_own_checkpoint_on_the_same_port() {
 fn who_waits_at_a_shelf_that_is_taken_down_is_told_to_ask_for_the_latest() {
     let rig = Rig::new();
     let shelf = rig.server.shelf(None).unwrap();
-    shelf.store().publish(STEP, State::of(&[BLOCK], 3).publication(Stability::Private));
+    let (state, url) = (State::of(&[BLOCK], 3), shelf.url("127.0.0.1"));
+    shelf.store().publish(STEP, state.publication(Stability::Private));
     shelf.store().withdraw(Duration::ZERO);
     let metrics = rig.path("").replace("checkpoint/", "metrics");
     let mut waiting = Raw::to(&rig);
-    waiting.send("GET", &path(&shelf.url("127.0.0.1"), "7.safetensors"), &[]);
+    waiting.send("GET", &path(&url, "7.safetensors"), &[]);
     eventually("the request waits", || get(&rig, &metrics, &[]).text().contains("tensorferry_waiting_requests 1"));
     drop(shelf);
     let told = waiting.head();
     assert_eq!(told.status, 503);
     assert_eq!(told.reason, "the snapshot at this URL was evicted or withdrawn: ask for the latest metadata");
+    let later = state.fetch(&[&url], lanes(1)).unwrap_err();
+    assert!(later.to_string().contains("a snapshot that is gone (ask for the latest metadata)"), "{later}");
 }
 
 #[test]
