@@ -36,11 +36,9 @@ pub(super) async fn lease<B>(
             Err(text(StatusCode::BAD_REQUEST, &message))
         }
         Ok(Lookup::Nothing) => Err(text(StatusCode::NOT_FOUND, &shared.frontend.unpublished(step))),
-        Ok(Lookup::Closed) => {
-            // A shelf is also taken down alone, while the server goes on; a server closes its own store first.
-            let message = if shared.store.is_closed() { "this server is shut down" } else { TAKEN_DOWN };
-            Err(text(StatusCode::SERVICE_UNAVAILABLE, message))
-        }
+        // A shelf may be taken down alone, while the server goes on; a server closes its own store first.
+        Ok(Lookup::Closed) if !shared.store.is_closed() => Err(text(StatusCode::SERVICE_UNAVAILABLE, TAKEN_DOWN)),
+        Ok(Lookup::Closed) => Err(text(StatusCode::SERVICE_UNAVAILABLE, "this server is shut down")),
         Err(_) => {
             let message = format!(
                 "Timed out waiting for a checkpoint to be allowed after {} seconds",
