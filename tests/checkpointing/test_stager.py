@@ -115,14 +115,16 @@ def test_many_small_tensors_and_a_large_one_are_copied_without_the_interpreter(m
 
     # Nobody asks for the interpreter: the other thread runs only where the copy gives it up.
     copying, ticks, ended = False, 0, threading.Event()
-    real = staging._copy_memory
+    real = staging.Stager.copy_rows
 
-    def copy(copies, threads) -> None:
-        nonlocal copying
-        deadline = time.monotonic() + WAIT_S
-        while not ticks and time.monotonic() < deadline:
+    class Watched:
+        def __init__(self, rows) -> None:
+            self.copied_size, self._rows = rows.copied_size, rows
+
+        def copy_into(self, *arguments, **options) -> None:
+            nonlocal copying
             copying = True
-            real(copies, threads)
+            self._rows.copy_into(*arguments, **options)
             copying = False
 
     def tick() -> None:
@@ -131,13 +133,15 @@ def test_many_small_tensors_and_a_large_one_are_copied_without_the_interpreter(m
             ticks += copying
             time.sleep(0)
 
-    monkeypatch.setattr(staging, "_copy_memory", copy)
+    monkeypatch.setattr(staging.Stager, "copy_rows", lambda self, rows, without: real(self, Watched(rows), without))
     thread = threading.Thread(target=tick)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(2 * WAIT_S)
     try:
         thread.start()
-        stager.stage(state)
+        deadline = time.monotonic() + WAIT_S
+        while not ticks and time.monotonic() < deadline:
+            stager.stage(state)
     finally:
         sys.setswitchinterval(interval)
         ended.set()
