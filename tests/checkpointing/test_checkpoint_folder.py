@@ -226,6 +226,34 @@ def test_what_killed_saves_have_left_is_removed_by_a_later_save(tmp_path) -> Non
     )
 
 
+@pytest.mark.parametrize("in_a_series", [False, True])
+def test_what_a_failed_save_of_several_ranks_has_left_is_removed_by_a_later_save(tmp_path, in_a_series) -> None:
+    at = tmp_path / "step-1"
+    saves = [FolderSave(at, SaveId("0123456789ab", 1, rank, 3)) for rank in range(3)]
+    for save in saves[:2]:
+        save.write(Container(no_rows(), None, True))
+    saves[2].fail("out of luck")
+    for save in saves[:2]:
+        with pytest.raises(IncompleteCheckpoint, match="has failed, and the save with it: out of luck"):
+            save.commit()
+        save.fail("out of luck")
+    failed = [name for name in files_in(at) if name.endswith(".failed")]
+    assert len(failed) == 3
+    assert [name for name in files_in(at) if name not in failed] == [saves[1].path.name]
+    newer = tmp_path / "step-2" if in_a_series else at
+    write(newer, 1, keep_last=2)
+    assert set(failed) <= set(files_in(at)), "other ranks of that save may not have seen it yet"
+    for name in files_in(at):
+        if "0123456789ab" in name:
+            os.utime(at / name, (time.time() - 3600,) * 2)
+    write(tmp_path / "step-3" if in_a_series else at, 2, keep_last=2)
+    if in_a_series:
+        assert not at.exists()
+    else:
+        assert len(files_in(at)) == 2
+    assert tensors_of(tmp_path / "step-3" if in_a_series else at)["w"][0] == 2
+
+
 def test_a_folder_that_another_process_has_removed_while_it_was_empty_is_made_again(tmp_path) -> None:
     save = FolderSave(tmp_path / "a", SaveId.new())
     (tmp_path / "a").rmdir()

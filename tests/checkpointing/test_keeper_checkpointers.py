@@ -106,6 +106,38 @@ def test_what_is_committed_decides(folder, tmp_path, caplog):
             checkpointer.close()
 
 
+def test_a_healthy_save_and_load_log_no_warning(folder, tmp_path, caplog):
+    path = tmp_path / "run" / "step-1"
+
+    def said() -> list[tuple[int, str]]:
+        found = [(r.levelno, r.getMessage()) for r in caplog.records if r.name.startswith("tensorferry")]
+        caplog.clear()
+        return found
+
+    with KeeperAtWork(folder) as keeper:
+        checkpointer = make_async_checkpointer(keeper="default")
+        checkpointer.save(path, state_of(1))[1].result()
+        held(1)
+        assert said() == []
+        assert_same(checkpointer.load(path), state_of(1))
+        ((level, line),) = said()
+        assert level == logging.INFO
+        assert line.startswith(f"loading step 1 of {path} from the keeper: ")
+        checkpointer.close()
+        assert keeper.end() == 0
+        lines = keeper.said().splitlines()
+    assert len(lines) == 2, lines
+    assert " INFO the keeper default holds up to " in lines[0]
+    assert " INFO step 1 of rank 0 of " in lines[1]
+    assert " is kept: " in lines[1]
+    # Without a keeper, to files alone.
+    plain = make_sync_checkpointer()
+    plain.save(path, state_of(2))
+    assert_same(plain.load(path), state_of(2))
+    plain.close()
+    assert said() == []
+
+
 def test_the_memory_of_generations_is_used_again(folder, tmp_path):
     with KeeperAtWork(folder, "--generations", "2"):
         checkpointer = make_async_checkpointer(keeper="default")

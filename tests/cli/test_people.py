@@ -269,18 +269,38 @@ class TestTop:
     def test_what_names_no_transport_is_refused(self, run, wrong):
         assert run("top", "--once", *wrong)[0] == 2
 
-    def test_the_live_table_ends_with_an_interrupt(self, source):
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tensorferry", "top", "--every", "0.1", source.metadata()],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        try:
-            time.sleep(2.0)
-            process.send_signal(2)
-            out, _ = process.communicate(timeout=20)
-        finally:
-            process.kill()
-            process.wait()
+    def test_the_live_table_ends_with_an_interrupt(self):
+        second = threading.Event()
+
+        class Counted(BaseHTTPRequestHandler):
+            looks = 0
+
+            def do_GET(self):
+                Counted.looks += 1
+                if Counted.looks == 2:  # The table has what the first look found.
+                    second.set()
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(b"tensorferry_allowed 1\ntensorferry_step 7\n")
+
+            def log_message(self, *_):
+                pass
+
+        with ThreadingHTTPServer(("127.0.0.1", 0), Counted) as server:
+            thread = threading.Thread(target=server.serve_forever)
+            thread.start()
+            where = f"127.0.0.1:{server.server_port}"
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tensorferry", "top", "--every", "0.1", where], stdout=subprocess.PIPE, text=True
+            )
+            try:
+                assert second.wait(60)
+                process.send_signal(2)
+                out, _ = process.communicate(timeout=20)
+            finally:
+                process.kill()
+                process.wait()
+                server.shutdown()
+                thread.join()
         assert process.returncode == 0
         assert "open" in out

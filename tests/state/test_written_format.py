@@ -155,6 +155,9 @@ def zeroed(value: Any) -> Any:
 
 
 @same_torch
+@pytest.mark.skipif(
+    sys.version_info >= (3, 13), reason="it shares more of a program's equal strings, which pickle then writes once"
+)
 def test_the_same_bytes_are_written(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", written_format.__file__, str(tmp_path)]
     subprocess.run(command, check=True, timeout=100)

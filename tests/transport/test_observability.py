@@ -16,6 +16,7 @@ from tensorferry import ConnectError, HTTPTransport, ReceiveReport
 from tensorferry.net.tracing import Span
 
 TIMEOUT = timedelta(seconds=30)
+INFO = re.compile(r'\.info\(\s*"([^"]+)"')
 GUIDE = Path(__file__).parents[2] / "docs/guides/observability.md"
 
 pytestmark = pytest.mark.beyond_torchft
@@ -74,6 +75,17 @@ def test_the_log_of_a_heal_is_one_line(pair, caplog):
     assert message.endswith("0 retries, 1 of 1 tensors in place")
     token = source.metadata().split("/")[3]
     assert not [message for _, message in lines if token in message], "a log line gives access to the state"
+
+
+def test_the_guide_has_every_line_at_info():
+    page = GUIDE.read_text()
+    package = GUIDE.parents[2] / "python/tensorferry"
+    found = [one for file in package.rglob("*.py") for one in INFO.findall(file.read_text())]
+    assert len(found) == sum(file.read_text().count(".info(") for file in package.rglob("*.py"))
+    for line in found:
+        # Those of the keeper begin with the name of a snapshot.
+        fixed = [part.strip() for part in re.split(r"%(?:\.\d)?[sdgf]", line)]
+        assert all(part in page for part in fixed if len(part) > 3), line
 
 
 def test_a_failed_receive_raises_and_logs_nothing(pair, caplog):

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::common::raw::get;
+use crate::common::raw::{Raw, get};
 use crate::common::{BLOCK, Rig, STEP, State, eventually, lanes};
 use tensorferry_core::{ErrorKind, FetchOptions, Secret, ServerConfig, Stability, Withdrawn};
 
@@ -32,6 +32,25 @@ fn every_shelf_serves_its_own_checkpoint_on_the_same_port() {
         states[1].fetch(&[&urls[1]], FetchOptions { same_host, ..lanes(2) }).unwrap();
         states[2].fetch(&[&urls[2]], FetchOptions { same_host, ..lanes(2) }).unwrap();
     }
+}
+
+#[test]
+fn who_waits_at_a_shelf_that_is_taken_down_is_told_to_ask_for_the_latest() {
+    let rig = Rig::new();
+    let shelf = rig.server.shelf(None).unwrap();
+    let (state, url) = (State::of(&[BLOCK], 3), shelf.url("127.0.0.1"));
+    shelf.store().publish(STEP, state.publication(Stability::Private));
+    shelf.store().withdraw(Duration::ZERO);
+    let metrics = rig.path("").replace("checkpoint/", "metrics");
+    let mut waiting = Raw::to(&rig);
+    waiting.send("GET", &path(&url, "7.safetensors"), &[]);
+    eventually("the request waits", || get(&rig, &metrics, &[]).text().contains("tensorferry_waiting_requests 1"));
+    drop(shelf);
+    let told = waiting.head();
+    assert_eq!(told.status, 503);
+    assert_eq!(told.reason, "the snapshot at this URL was evicted or withdrawn: ask for the latest metadata");
+    let later = state.fetch(&[&url], lanes(1)).unwrap_err();
+    assert!(later.to_string().contains("a snapshot that is gone (ask for the latest metadata)"), "{later}");
 }
 
 #[test]

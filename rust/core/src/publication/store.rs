@@ -271,6 +271,11 @@ impl Store {
         }
     }
 
+    /// Whether [`Store::close`] was called.
+    pub(crate) fn is_closed(&self) -> bool {
+        self.state().closed
+    }
+
     /// The step served, whether or not the gate is open.
     #[must_use]
     pub fn step(&self) -> Option<i64> {

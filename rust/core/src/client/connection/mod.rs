@@ -265,7 +265,8 @@ impl Connection {
             status => ErrorKind::Status(status),
         };
         if head.status == 404 && detail == "not found" {
-            let gone = "not found: the URL is that of a server that is gone, or the source";
+            let gone = "not found: the URL is that of a server or a snapshot that is gone (ask for the latest metadata), or \
+                        the source";
             return match self.url.secret() {
                 None => Error::new(kind, format!("{gone} asks for a shared secret, and this receiver has none"))
                     .hinting(Hint::SecretForReceiver),

@@ -10,6 +10,8 @@ use crate::server::body::ServedBody;
 
 pub(super) const OCTETS: &str = "application/octet-stream";
 pub(super) const GONE: &str = "the snapshot asked for is no longer served";
+/// For those who waited at a shelf that was taken down.
+pub(super) const TAKEN_DOWN: &str = "the snapshot at this URL was evicted or withdrawn: ask for the latest metadata";
 
 /// All values of a header, as one.
 pub(super) fn joined(headers: &HeaderMap, name: HeaderName) -> Option<String> {

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use http::header;
 use http::{Method, Request, StatusCode};
 
-use super::messages::{GONE, joined, text};
+use super::messages::{GONE, TAKEN_DOWN, joined, text};
 use super::{ConnectionContext, ServedResponse};
 use crate::publication::{Abandoned, Asked, Lease, Lookup, Store};
 
@@ -36,6 +36,8 @@ pub(super) async fn lease<B>(
             Err(text(StatusCode::BAD_REQUEST, &message))
         }
         Ok(Lookup::Nothing) => Err(text(StatusCode::NOT_FOUND, &shared.frontend.unpublished(step))),
+        // A shelf may be taken down alone, while the server goes on; a server closes its own store first.
+        Ok(Lookup::Closed) if !shared.store.is_closed() => Err(text(StatusCode::SERVICE_UNAVAILABLE, TAKEN_DOWN)),
         Ok(Lookup::Closed) => Err(text(StatusCode::SERVICE_UNAVAILABLE, "this server is shut down")),
         Err(_) => {
             let message = format!(
