@@ -15,7 +15,6 @@ from stand_in import StandIn
 from tensorferry.checkpointing.saving import Options, Ranks, Saver, SharedStager
 from tensorferry.memory import shared
 from tensorferry.memory.shared import Budget, NoRoom, available
-from tensorferry.memory.staging import Stager
 
 pytestmark = pytest.mark.timeout(60)
 WAIT_S = 30
@@ -112,19 +111,20 @@ def test_many_small_tensors_and_a_large_one_are_copied_without_the_interpreter(m
     rebuilt = snapshot.rebuild()
     assert all(torch.equal(rebuilt[key], value) for key, value in state.items())
 
+    from tensorferry.memory import staging
+
     # Nobody asks for the interpreter: the other thread runs only where the copy gives it up.
     copying, ticks, ended = False, 0, threading.Event()
+    real = staging.Stager.copy_rows
 
     class Watched:
-        """The rows of a state, of which it is known when their bytes are copied."""
-
         def __init__(self, rows) -> None:
-            self.copied_size, self._copy_into = rows.copied_size, rows.copy_into
+            self.copied_size, self._rows = rows.copied_size, rows
 
         def copy_into(self, *arguments, **options) -> None:
             nonlocal copying
             copying = True
-            self._copy_into(*arguments, **options)
+            self._rows.copy_into(*arguments, **options)
             copying = False
 
     def tick() -> None:
@@ -133,8 +133,7 @@ def test_many_small_tensors_and_a_large_one_are_copied_without_the_interpreter(m
             ticks += copying
             time.sleep(0)
 
-    real = Stager.copy_rows
-    monkeypatch.setattr(Stager, "copy_rows", lambda self, rows, without: real(self, Watched(rows), without))
+    monkeypatch.setattr(staging.Stager, "copy_rows", lambda self, rows, without: real(self, Watched(rows), without))
     thread = threading.Thread(target=tick)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(2 * WAIT_S)

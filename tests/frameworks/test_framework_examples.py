@@ -63,7 +63,7 @@ def test_a_killed_replica_heals_and_trains_on_with_the_same_loss(name, tmp_path)
 def run(folder: Path, *script: object, world: int = 2, **environment: object) -> dict[int, str]:
     with job(*script, folder=folder, world=world, **environment) as ranks:
         for rank in ranks:
-            rank.end(100)
+            rank.end(120)
         return losses(ranks[0].output)
 
 
