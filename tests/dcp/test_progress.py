@@ -16,7 +16,9 @@ from tensorferry.dcp import FileReader, FileWriter, PeerReader, PeerWriter
 from tensorferry.errors import InvalidArgument
 from tensorferry.storage.source import Parts
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning", "ignore::FutureWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is:UserWarning", "ignore:TypedStorage is:UserWarning", "ignore::FutureWarning"
+)
 
 
 class Calls(list):

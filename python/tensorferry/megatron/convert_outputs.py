@@ -154,6 +154,22 @@ class FerryOutput(_Indexed):
         Container(no_rows(), None, True, control, ABOUT).write(self._folder / INDEX, partial=partial, threads=1)
 
 
+class _Pickling:
+    """The ``pickle_module`` with which ``torch.save`` keeps nothing of what it has written."""
+
+    class Pickler(pickle.Pickler):
+        """A pickler from which each call of ``torch.save`` derives a class."""
+
+        def dump(self, obj: Any) -> None:
+            """Pickles an object."""
+            super().dump(obj)
+            # A class refers to itself, so it stays until the garbage collector runs: in torch 2.8, with this method of
+            # it, which refers to the storages.
+            derived = type(self)
+            if "persistent_id" in vars(derived):
+                del derived.persistent_id
+
+
 class TorchDistOutput(_Indexed):
     """A checkpoint of backend ``torch_dist``, as torch's writer writes it, with as many files as batches."""
 
@@ -176,7 +192,7 @@ class TorchDistOutput(_Indexed):
         with (self._folder / name).open("wb") as file:
             for at, value in values:
                 start = file.tell()
-                torch.save(value, file)
+                torch.save(value, file, pickle_module=_Pickling)
                 self._stored[at] = _StorageInfo(name, start, file.tell() - start)
             file.flush()
             os.fsync(file.fileno())
