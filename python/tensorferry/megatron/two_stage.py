@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from .. import _validate
 from .._native import Readiness, Server, _fetch_slices
 from ..dcp.reader import SliceReader
+from ..memory.layout import side_by_side
 from ..memory.tensors import address, no_rows, scratch
 from ..net.options import ServerOptions
 from ..net.serve import serve
@@ -293,7 +294,7 @@ class _Exchange:
                 for owner, of_owner in turn.items()
                 if owner != self._rank
             }
-            most = max(map(self._staged_bytes, plan.turns))
+            most = max(self._staged(one)[1] for one in plan.turns)
             if step == 0 and most:
                 # What is read alone may need temporary memory as well: not both at once.
                 self._read_alone(plan)
@@ -348,18 +349,19 @@ class _Exchange:
     def _needed(self, turn: Turn) -> list[ShardId]:
         return [shard for of_owner in turn.values() for shard in of_owner if shard in self._leaves]
 
-    def _staged_bytes(self, turn: Turn) -> int:
-        """Returns how much temporary memory a turn needs on this rank."""
+    def _staged(self, turn: Turn) -> tuple[dict[ShardId, int], int]:
+        """Returns where shards of a turn lie in this rank's temporary memory, and how much of it they need."""
         staged = [shard for shard in self._needed(turn) if not self._is_direct(shard)]
-        return sum(_aligned(self._loading.leaf(self._leaves[shard][0]).nbytes) for shard in staged)
+        offsets, total = side_by_side(self._loading.leaf(self._leaves[shard][0]).nbytes for shard in staged)
+        return dict(zip(staged, offsets, strict=True)), total
 
     def _places(self, turn: Turn) -> dict[ShardId, torch.Tensor]:
         """Returns where the bytes of each shard come first: the place of its leaf, or temporary memory."""
-        places, at = {}, 0
+        places, (staged, _) = {}, self._staged(turn)
         for shard in self._needed(turn):
             place = self._loading.leaf(self._leaves[shard][0])
-            if not self._is_direct(shard):
-                begin, at = at, at + _aligned(place.nbytes)
+            if shard in staged:
+                begin = staged[shard]
                 place = self._room[begin : begin + place.nbytes].view(place.dtype).view(place.shape)
             places[shard] = place
         return places
@@ -474,11 +476,6 @@ class _Fetching:
 def _raise(failed: BaseException | None) -> None:
     if failed is not None:
         raise failed
-
-
-def _aligned(nbytes: int) -> int:
-    """Returns a length after which a tensor of any dtype may begin."""
-    return -(-nbytes // 64) * 64
 
 
 def _is_direct(target: torch.Tensor) -> bool:
