@@ -294,8 +294,7 @@ class _Exchange:
                 for owner, of_owner in turn.items()
                 if owner != self._rank
             }
-            most = max(self._staged(one)[1] for one in plan.turns)
-            if step == 0 and most:
+            if step == 0 and (most := max(self._staged(one)[1] for one in plan.turns)):
                 # What is read alone may need temporary memory as well: not both at once.
                 self._read_alone(plan)
                 # One memory for all turns: that of a former one may be held for a moment longer.
@@ -315,7 +314,7 @@ class _Exchange:
             fetching = _Fetching(orders, list(received.values()), seconds, self._options, self._lanes(len(orders)))
             if own:
                 self._serve(step, own)
-            if step == 0 and not most:
+            if step == 0 and not self._room.nbytes:
                 self._read_alone(plan)
             self.fetched += fetching.result()
             for shard, held in places.items():
