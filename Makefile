@@ -46,6 +46,13 @@ $(VENV)/.installed: dist/.wheel
 .PHONY: build
 build: $(VENV)/.installed ## build the wheel and install it into .venv
 
+# The Python sources are linked, so that a changed line of them can be tried at once; Rust is built without link-time
+# optimisation. `make build` puts the wheel back.
+.PHONY: dev
+dev: $(VENV)/.deps ## link the Python sources into .venv, and build what has changed of Rust
+	rm -f $(VENV)/.installed
+	VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/maturin develop --uv --quiet --profile incremental
+
 # Linked by zig against the glibc of torch's own wheels, so that it installs wherever they do.
 GLIBC := 2_28
 TARGET ?= x86_64-unknown-linux-gnu
