@@ -25,6 +25,7 @@ import os
 import re
 import secrets
 import stat
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,6 +69,39 @@ class Commit:
         """Returns the bytes of the index's entry ``INDEX_FILES``."""
         files = {name: f"{header or 0:016x}" for name, header in self.files.items()}
         return json.dumps({"began": self.began, "files": files}, separators=(",", ":")).encode()
+
+
+#: The last time that counts as the beginning of a save, in nanoseconds since the epoch: the year 2116.
+_LAST = 1 << 62
+#: By how much clocks of machines that are set right may differ, in nanoseconds.
+_SKEW_NS = 1_000_000_000
+_warned_of_clock = False
+
+
+def begin_after(known: Iterable[int]) -> int:
+    """Returns when a new save begins, in nanoseconds since the epoch: later than every save that is known to it.
+
+    That is the time by the clock, unless a known save began at that time or later, because the clock has gone back or
+    is behind that of another machine: then it is the nanosecond after the newest one. So the order in which saves begin
+    is the order in which they know of each other, whatever clocks do. If the clock is behind by more than a second, a
+    warning says so, once per process.
+
+    Args:
+        known: when earlier saves began, those that the new one may replace or stand beside
+    """
+    global _warned_of_clock
+    now = time.time_ns()
+    newest = min(max(known, default=0), _LAST - 1)
+    if newest < now:
+        return now
+    if newest - now > _SKEW_NS and not _warned_of_clock:
+        _warned_of_clock = True
+        logger.warning(
+            "the clock of this machine is %.1f s behind that of an earlier save, which began in its future: it has gone "
+            "back, or that of another machine is ahead. New saves still count as later than earlier ones",
+            (newest - now) / 1e9,
+        )
+    return newest + 1
 
 
 def is_file(path: Path) -> bool:
