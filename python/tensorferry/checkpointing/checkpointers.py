@@ -11,8 +11,9 @@ from .. import _validate
 from ..errors import InvalidArgument, TransportClosed
 from ..memory.accelerator import ACCELERATOR
 from ..state.allowlist import Allowed
+from ..storage.places import place_of
 from .latest import find_latest
-from .saving import Keeper, Options, Ranks, Saver, SharedStager, folder_of
+from .saving import Keeper, Options, Ranks, Saver, SharedStager
 from .torch_parts import Checkpointer, CheckpointWriter, state_and_path
 
 
@@ -76,12 +77,12 @@ class _Checkpointer(Checkpointer):  # type: ignore[misc]  # mypy does not follow
             InvalidArgument: ``path`` does not name a folder of this machine
         """
         keeper = self._keeper if hasattr(self._keeper, "below") else None
-        self._agreed = find_latest(folder_of(path), self._ranks, cast(Any, keeper))
+        self._agreed = find_latest(place_of(path), self._ranks, cast(Any, keeper))
         return None if self._agreed is None else str(self._agreed[0])
 
     def _prefer(self, path: str, rank: int, world_size: int) -> Any:
         agreed = self._agreed
-        save_id = agreed[1] if agreed is not None and agreed[0] == Path(os.path.abspath(path)) else None
+        save_id = agreed[1] if agreed is not None and agreed[0] == place_of(path) else None
         return cast(Any, self._keeper).prefer(path, rank, world_size, save_id)
 
 

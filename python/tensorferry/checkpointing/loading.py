@@ -36,6 +36,7 @@ from ..state.build import Relocate
 from ..state.load import receive, receive_part
 from ..storage import folder as folders
 from ..storage.commits import is_file
+from ..storage.places import place_of
 from .resharding import Resharding, check_parts, check_placements
 
 logger = logging.getLogger("tensorferry")
@@ -118,8 +119,9 @@ def read(
         InvalidArgument: ``map_location`` cannot be used
     """
     loading = _Loading(state_dict, map_location, strict, rank, world_size, allowed or Allowed(), threads)
-    found = None if prefer is None else _from_keeper(prefer, os.fspath(path), rank, world_size, loading)
-    return found or loading.run(Path(path))
+    place = place_of(path)
+    found = None if prefer is None else _from_keeper(prefer, os.fspath(place), rank, world_size, loading)
+    return found or loading.run(place)
 
 
 def load_file(

@@ -14,7 +14,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,7 +30,8 @@ from ..memory.staging import Stager
 from ..state.allowlist import REFUSED_LATER, Allowed, RefusalWarnings
 from ..state.snapshot import StateSnapshot
 from ..storage import folder as folders
-from ..storage.folder import SaveId
+from ..storage.folder import KnownSaves, SaveId
+from ..storage.places import place_of
 from .handover import Handover
 from .writer import Pending, Writer
 from .writer_process import Order
@@ -69,29 +70,6 @@ class Keeper(Protocol):
         """Ends the connection; states that are kept stay."""
 
 
-def folder_of(path: Any) -> Path:
-    """Returns the absolute folder that ``path`` names.
-
-    Raises:
-        InvalidArgument: it does not name a folder of this machine
-    """
-    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
-    if not isinstance(text, str) or not text or not _is_file_name(text):
-        raise InvalidArgument(f"path must be the path of a folder, not {_validate.brief(path)}")
-    if "://" in text:
-        raise InvalidArgument(
-            f"{_validate.brief(path)} is not a folder of this machine: checkpoints are written to file systems only"
-        )
-    return Path(os.path.abspath(text))
-
-
-def _is_file_name(text: str) -> bool:
-    try:
-        return b"\0" not in os.fsencode(text)
-    except UnicodeEncodeError:
-        return False
-
-
 class Ranks:
     """The processes that save together.
 
@@ -122,15 +100,28 @@ class Ranks:
         self.rank = _validate.integer("rank", rank, 0, self.world_size - 1)
         self._agree = _validate.function("agree", agree)
         self._group = group
+        self._saves = KnownSaves()
         if self.world_size > 1 and agree is None and not (started and dist.get_world_size(group) == self.world_size):
             raise InvalidArgument(
                 f"{self.world_size} ranks have to agree on each save: initialise torch.distributed with as many, or "
                 "pass agree=, a function that returns on every rank what rank 0 passes to it"
             )
 
-    def new_save(self, step: int | None) -> SaveId:
-        """Returns the id of a new save, after agreeing on it with all other ranks."""
-        own = SaveId.new(self.rank, self.world_size, step)
+    def new_save(self, step: int | None, folder: Path, known: Iterable[int] = ()) -> SaveId:
+        """Returns the id of a new save into ``folder``, after agreeing on it with all other ranks.
+
+        It begins after the saves that rank 0 finds in the folder and in the folders of its series.
+
+        Args:
+            step: the number that the caller gave the state
+            folder: the folder
+            known: when other saves began after which it is to begin; those that rank 0 passes count
+        """
+        if self.rank != 0:
+            own = SaveId.new(self.rank, self.world_size, step)
+        else:
+            own = SaveId.new(0, self.world_size, step, [*self._saves.began(folder), *known])
+            self._saves.add(folder, own.began)
         if self.world_size == 1:
             return own
         agreed = self.from_first([own.save, own.began])
@@ -400,10 +391,10 @@ class Saver:
         self._writer.check_process()
         if not self._is_open:
             raise TransportClosed("this checkpointer was closed: make a new one")
-        folder = folder_of(path)
+        folder = place_of(path)
         step = None if step is None else _validate.step_number(step)
         with self._alone():
-            order = self._options.order(folder, self._ranks.new_save(step))
+            order = self._options.order(folder, self._ranks.new_save(step, folder))
             try:
                 self._raise_unseen()
                 snapshot, staged = stage()

@@ -19,7 +19,8 @@ from ..state.allowlist import REFUSED_LATER, Allowed, RefusalWarnings
 from ..state.snapshot import StateSnapshot
 from ..storage import folder as folders
 from ..storage.folder import FolderSave
-from .saving import Keeper, Options, Ranks, Saver, SharedStager, Staged, folder_of
+from ..storage.places import place_of
+from .saving import Keeper, Options, Ranks, Saver, SharedStager, Staged
 
 try:
     from torch.distributed.checkpoint._experimental.checkpoint_process import CheckpointProcess as _TorchProcess
@@ -265,10 +266,11 @@ class CheckpointWriter(_TorchWriter):  # type: ignore[misc]  # mypy does not fol
         """
         path, state, options = state_and_path("write", args, kwargs)
         step = None if (given := options.get("step")) is None else _validate.step_number(given)
-        order = self._options.order(folder_of(path), self._ranks.new_save(step))
+        folder = place_of(path)
+        order = self._options.order(folder, self._ranks.new_save(step, folder))
         save = None
         try:
-            save = FolderSave(folder_of(path), order.save, order.patience)
+            save = FolderSave(folder, order.save, order.patience)
             snapshot = StateSnapshot(state, self._stager, "borrow")
             self._refusals.warn(snapshot.globals)
             snapshot.complete()
@@ -279,7 +281,7 @@ class CheckpointWriter(_TorchWriter):  # type: ignore[misc]  # mypy does not fol
                 self._barrier.execute_barrier()
             save.commit()
         except BaseException as e:
-            folders.abandon(folder_of(path), order.save, f"{type(e).__name__}: {e}")
+            folders.abandon(folder, order.save, f"{type(e).__name__}: {e}")
             raise
         finally:
             if save is not None:

@@ -13,6 +13,8 @@ from ..errors import CorruptCheckpoint, IncompleteCheckpoint, ProtocolError
 from ..storage import commits, reserved
 from ..storage.container import Container
 from ..storage.folder import INDEX
+from ..storage.names import checked_files as checked_names
+from ..storage.names import new_id
 from ..storage.peers import container_name
 from .leaves import Listing
 
@@ -41,13 +43,11 @@ def checked_files(folder: Path, names: list[Any], commit: commits.Commit) -> lis
     """Returns the names of the files of an index, after checking that they are the ones it commits, and are there.
 
     Raises:
-        ProtocolError: a name leads out of the folder, or is not in the index's list of files
+        ProtocolError: a name is not that of a rank's file, or is not in the index's list of files
         IncompleteCheckpoint: a file is missing
         CorruptCheckpoint: a file has another header than the index says
     """
-    for name in names:
-        if not isinstance(name, str) or Path(name).name != name or name in ("", "..") or "\0" in name:
-            raise ProtocolError(f"{folder}: its index names a file outside of it, {str(name)[:200]!r}")
+    for name in checked_names(names, folder / INDEX):
         if name not in commit.files:
             raise ProtocolError(f"{folder}: {INDEX} refers to {name!r}, which is not in its list of files")
         if not (folder / name).is_file():
@@ -105,9 +105,11 @@ def write_index(folder: Path, step: int, names: dict[str, str], began: int) -> N
         folder: the folder
         step: the step of the publication
         names: the file of each rank by its URL; the first one has the index
-        began: when the pull began, in nanoseconds since the epoch
+        began: when the pull began, as :func:`commits.begin_after` says
 
     Raises:
+        IncompleteCheckpoint: a save that began later has finished in the folder meanwhile
+        SystemRefused: the index cannot be written
         ProtocolError: the first rank has no index, or its index names other peers
     """
     from ..dcp import marker
@@ -123,14 +125,11 @@ def write_index(folder: Path, step: int, names: dict[str, str], began: int) -> N
     except (KeyError, TypeError):
         raise ProtocolError("the index names a source that the metadata does not") from None
     headers: dict[str, int | None] = {name: _file_header(folder / name) for name in files}
-    save_id = commits.new_id()
-    control = [
-        (reserved.INDEX, json.dumps(fields, separators=(",", ":")).encode()),
-        (reserved.INDEX_FILES, commits.Commit(headers, began).encode()),
-    ]
     index = folder / INDEX
-    with commits.holding(folder, files):
-        before = commits.committed(index)
-        index_container(control).write(index, partial=folder / f"{INDEX}.{save_id}.partial", threads=1)
-        marker.leave(index, save_id)
-        commits.remove_replaced(index, before, set(files), None)
+    commits.commit_index(
+        index,
+        [(reserved.INDEX, json.dumps(fields, separators=(",", ":")).encode())],
+        commits.Commit(headers, began),
+        about=_ABOUT,
+        then=lambda: marker.leave(index, new_id()),
+    )

@@ -107,12 +107,13 @@ class _Pull:
 
     def folder(self, urls: list[str], folder: Path) -> None:
         """Pulls a state into a checkpoint folder as a checkpointer writes it."""
-        from ..storage.folder import FolderSave, SaveId
+        from ..storage.folder import FolderSave, KnownSaves, SaveId
 
         saves: list[FolderSave] = []
 
         def place(step: int) -> tuple[Path, Path]:
-            saves.append(FolderSave(folder, SaveId.new(step=step)))
+            save = SaveId.new(step=step, known=KnownSaves().began(folder))
+            saves.append(FolderSave(folder, save))
             return saves[-1].path, folder / _partial_name(urls[:1], step)
 
         try:
@@ -126,14 +127,15 @@ class _Pull:
     def ranks(self, urls: list[str], folder: Path) -> None:
         """Pulls a distributed checkpoint, a file for each rank, and commits it by its index."""
         from ..storage import commits
-        from ..storage.folder import make_folder
+        from ..storage.folder import INDEX, make_folder
+        from ..storage.names import new_id
         from .distributed import write_index
 
         try:
             make_folder(folder)
         except OSError as e:
             raise SystemRefused(e.errno, f"{folder}: cannot be created: {e.strerror}") from e
-        save_id, began, names = commits.new_id(), time.time_ns(), []
+        save_id, began, names = new_id(), commits.begin_after(commits.began(folder / INDEX)), []
         for rank, url in enumerate(urls):
             name = f"rank{rank:05d}-{save_id}.safetensors"
 

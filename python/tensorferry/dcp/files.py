@@ -10,7 +10,6 @@ import os
 import re
 import secrets
 import threading
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -21,17 +20,17 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from .. import _gc, _validate
-from .._fork import ForkSafeLock
 from .._native import Written
 from ..errors import IncompleteCheckpoint, InvalidArgument, SystemRefused
 from ..memory.accelerator import ACCELERATOR
 from ..memory.staging import Stager
-from ..memory.tensors import no_rows
 from ..state.allowlist import Allowed
-from ..storage import commits, reserved
-from ..storage.commits import Commit, new_id
+from ..storage import commits, leftovers, reserved
+from ..storage.commits import Commit
 from ..storage.container import Container
 from ..storage.folder import INDEX, make_folder
+from ..storage.names import new_id
+from ..storage.places import place_of
 from ..storage.source import FolderSource, Progress, replaced
 from . import index, marker, torch_folder
 from .failures import noted
@@ -39,24 +38,10 @@ from .reader import SliceReader
 from .save_plan import ABOUT, PlanSnapshot
 from .torch_folder import TorchFolderSource, with_stand_ins
 
-#: Held while an index is written, because saves of one process may overlap.
-_finishing = ForkSafeLock()
-
 _RANK_INDEX = "index-rank{:05d}.safetensors"
 #: The names of the files of torch's own writer: the index of all ranks, and with a rank's number its index and data.
 _TORCH_INDEX = marker.NAME
 _TORCH_FILES = re.compile(r"\.metadata|__(?P<rank>\d+)(\.metadata|_\d+\.distcp)")
-
-
-def _folder(path: Any) -> Path:
-    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
-    if not isinstance(text, str) or not text or "\0" in text:
-        raise InvalidArgument(f"path must be the path of a folder, not {_validate.brief(path)}")
-    if "://" in str(path):
-        raise InvalidArgument(
-            f"{_validate.brief(path)} is not a folder of this machine: checkpoints are written to file systems only"
-        )
-    return Path(path)
 
 
 #: What to do about arguments of torch's writer that ask for something else.
@@ -204,7 +189,7 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
         **theirs: Any,
     ) -> None:
         super().__init__()
-        self._path = _folder(path)
+        self._path = place_of(path)
         self._threads = _threads(_threads_of_torch(threads, theirs))
         self._overwrite = _validate.boolean("overwrite", overwrite)
         self._cached = None if cached is None else _validate.boolean("cached", cached)
@@ -224,7 +209,7 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begins a new save, into the folder ``checkpoint_id`` if it is given."""
-        self._running.path = path = _folder(checkpoint_id) if checkpoint_id else self._path
+        self._running.path = path = place_of(checkpoint_id) if checkpoint_id else self._path
         self._path = path
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -317,23 +302,14 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
         metadata.storage_data = stored
         metadata.storage_meta = StorageMeta(checkpoint_id=save.path, save_id=save.id)
         files = {ref.container: ref.header for ref in stored.values()}
-        control = [
-            (reserved.INDEX, index.encode(metadata, stored)),
-            (reserved.INDEX_FILES, Commit(files, save.began).encode()),
-        ]
-        with _finishing.held(), commits.holding(save.path, files):
-            before = commits.committed(save.index)
-            if before is not None and before != save.before and before.began > save.began:
-                commits.remove(save.path, files)
-                raise IncompleteCheckpoint(
-                    f"{save.path}: a save that began later has finished before this one; its checkpoint is in the "
-                    "folder, and this one is discarded. Let only one job save into a folder, one save at a time"
-                )
-            Container(no_rows(), None, True, control, ABOUT).write(
-                save.index, partial=save.path / f"{save.index.name}.{save.id}.partial", threads=1
-            )
-            save.mark()
-            save.clean(before, set(files))
+        commits.commit_index(
+            save.index,
+            [(reserved.INDEX, index.encode(metadata, stored))],
+            Commit(files, save.began),
+            about=ABOUT,
+            rank=None if save.coordinated else save.rank,
+            then=save.replace_others,
+        )
 
     def storage_meta(self) -> StorageMeta:
         """Returns the folder of the checkpoint, as torch's ``StorageMeta``."""
@@ -365,7 +341,6 @@ class _Save:
     Attributes:
         id: the unique id in the names of its files
         began: when it began, in nanoseconds since the epoch
-        before: the commit of the folder's index at that time
         written: this rank's file; while this object lives, the file is locked
     """
 
@@ -374,17 +349,15 @@ class _Save:
         self.index = path / (INDEX if coordinated else _RANK_INDEX.format(rank))
         self.id = new_id()
         self.began = 0
-        self.before: Commit | None = None
         self.written: Written | None = None
         self._of_torch: list[str] = []
 
     def begin(self, names: set[str]) -> None:
         """Records which files of the folder the new index will replace; ``names`` are all its files but the marker."""
-        self.began = time.time_ns()
+        self.began = commits.begin_after(commits.began(self.index))
         if self.coordinated and not (self.path / INDEX).is_file() and marker.is_marker(self.path / _TORCH_INDEX):
             # Somebody has removed the index; if this save were killed, tools would take the folder for a checkpoint.
-            commits.remove(self.path, [_TORCH_INDEX])
-        self.before = commits.committed(self.index)
+            leftovers.remove(self.path, [_TORCH_INDEX])
         self._of_torch = sorted(filter(self._is_replaced, names))
 
     def is_index(self, name: str) -> bool:
@@ -397,32 +370,25 @@ class _Save:
         found = _TORCH_FILES.fullmatch(name)
         return found is not None and (self.coordinated or found["rank"] == str(self.rank))
 
-    def mark(self) -> None:
-        """Leaves the file by which tools find the checkpoint, in the place of torch's index if the save replaces that.
+    def replace_others(self) -> None:
+        """Leaves the file by which tools find the checkpoint, and removes other checkpoints that the new one replaces.
+
+        Those are torch's, whose index the file replaces, and those of ranks that were not coordinated.
 
         Raises:
-            SystemRefused: it cannot be written
+            SystemRefused: the file cannot be written
         """
         # Tools do not look for checkpoints without an index of all ranks.
         theirs = self.path / _TORCH_INDEX
         if self.coordinated and (_TORCH_INDEX in self._of_torch or not theirs.exists()):
             marker.leave(self.index, self.id)
             self._of_torch = [name for name in self._of_torch if name != _TORCH_INDEX]
-
-    def clean(self, before: Commit | None, files: set[str]) -> None:
-        """Removes the files that the new index has replaced, and those that killed saves have left.
-
-        Args:
-            before: the commit of the index that was replaced
-            files: the files of this save
-        """
         # The other indexes go first: without its index a checkpoint cannot be loaded by mistake.
-        commits.remove(self.path, sorted(self._of_torch))
+        leftovers.remove(self.path, sorted(self._of_torch))
         if self.coordinated:
             for rank_index in sorted(self.path.glob("index-rank*.safetensors")):
                 of_rank = commits.committed(rank_index)
-                commits.remove(self.path, [rank_index.name, *(of_rank.files if of_rank else ())])
-        commits.remove_replaced(self.index, before, files, None if self.coordinated else self.rank)
+                leftovers.remove(self.path, [rank_index.name, *(of_rank.files if of_rank else ())])
 
 
 class FileReader(_InFolder, SliceReader):
@@ -459,14 +425,14 @@ class FileReader(_InFolder, SliceReader):
     ) -> None:
         self._safe_globals = tuple(_validate.items("safe_globals", safe_globals))
         super().__init__(Allowed(self._safe_globals, trust_pickle), ("bytes", "wanted"), progress)
-        self._path = _folder(path)
+        self._path = place_of(path)
         self._threads = _threads(threads)
         #: What was read from the index, for ranks that are to read the same checkpoint: ``read_metadata(known=)``.
         self.known: Any = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begins a new load, from the folder ``checkpoint_id`` if it is given."""
-        self._load.checkpoint = path = _folder(checkpoint_id) if checkpoint_id else self._path
+        self._load.checkpoint = path = place_of(checkpoint_id) if checkpoint_id else self._path
         self._load.metadata, self._path = None, path
 
     @noted

@@ -14,8 +14,7 @@ import stat
 from pathlib import Path
 
 from ..errors import SystemRefused
-from ..storage.folder import sync_folder
-from ..storage.whole_files import write_whole
+from ..storage.whole_files import sync_folder, write_whole
 
 #: The name of torch's index of all ranks.
 NAME = ".metadata"

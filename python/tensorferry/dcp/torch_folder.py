@@ -10,7 +10,7 @@ import ctypes
 import io
 import logging
 from collections.abc import Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from ..errors import (
 )
 from ..state.allowlist import Allowed
 from ..state.unpickling import unpickler
+from ..storage.names import checked_plain
 from ..storage.slices import SliceTuple, nbytes_of
 from ..storage.source import Parts, Progress, digest_of
 from .index import OBJECT, PICKLED_TENSOR, EntryRef, check_inside, checked_sizes, has_safe_paths
@@ -163,11 +164,9 @@ def _ref(info: Any, kind: str, where: str) -> EntryRef:
             f"{where}: extensions of torch's writer have transformed the files, and only torch's FileSystemReader can "
             "read them"
         )
-    path = PurePosixPath(_string(info.relative_path))
-    if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in str(path):
-        raise ProtocolError(f"{where} names a file outside of its folder, {str(path)[:200]!r}")
+    name = checked_plain(info.relative_path, where)
     offset, length = (checked_sizes([number])[0] for number in (info.offset, info.length))
-    return EntryRef(str(path), str(offset), _BYTES, length, kind)
+    return EntryRef(name, str(offset), _BYTES, length, kind)
 
 
 class TorchFolderSource:

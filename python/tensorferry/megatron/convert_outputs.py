@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import pickle
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,11 +25,10 @@ from ..dcp import index
 from ..dcp.files import RankFile
 from ..dcp.index import EntryRef
 from ..dcp.save_plan import ABOUT
-from ..memory.tensors import no_rows
-from ..storage import reserved
-from ..storage.commits import Commit, new_id
-from ..storage.container import Container
+from ..storage import commits, reserved
+from ..storage.commits import Commit
 from ..storage.folder import INDEX
+from ..storage.names import new_id
 from . import common
 from .release import COMMON
 from .shards import Box
@@ -146,12 +144,10 @@ class FerryOutput(_Indexed):
             self.add_tensor(COMMON, bare.dtype, tuple(bare.shape))
             self.write([(COMMON, Box((0,), tuple(bare.shape)), bare)])
         stored: dict[MetadataIndex, EntryRef] = self._stored
-        control = [
-            (reserved.INDEX, index.encode(self._metadata, stored)),
-            (reserved.INDEX_FILES, Commit(self._commit, time.time_ns()).encode()),
-        ]
-        partial = self._folder / f"{INDEX}.{self._id}.partial"
-        Container(no_rows(), None, True, control, ABOUT).write(self._folder / INDEX, partial=partial, threads=1)
+        path = self._folder / INDEX
+        entries = [(reserved.INDEX, index.encode(self._metadata, stored))]
+        began = commits.begin_after(commits.began(path))
+        commits.commit_index(path, entries, Commit(self._commit, began), about=ABOUT)
 
 
 class _Pickling:

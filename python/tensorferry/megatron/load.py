@@ -260,7 +260,7 @@ class LoadStrategy(OfRanks, LoadShardedStrategy):
         """
         try:
             self.check_folder(checkpoint_dir)
-            removal.remove(Path(checkpoint_dir), key_prefix, FileReader(checkpoint_dir).read_metadata())
+            removal.remove(Path(checkpoint_dir), key_prefix, self._allowed)
         except TensorferryError as e:
             raise CheckpointingException(str(e)) from e
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..dcp import PeerWriter
+from ..storage.places import place_of
 from . import common, shards
 from .load import LoadStrategy, load_strategy
 from .release import (
@@ -78,6 +79,10 @@ def save(
     found: list[Any] = []
 
     def prepare() -> list[tuple[Any, ...]]:
+        nonlocal checkpoint_dir
+        if ours.peers is None:
+            # The commit of an asynchronous save comes later, and the current folder may be another one by then.
+            checkpoint_dir = place_of(checkpoint_dir, "checkpoint_dir")
         if ours.peers is None and ranks.coordinates and not Path(checkpoint_dir).is_dir():
             raise CheckpointingException(f"Checkpoint directory {checkpoint_dir} does not exist: create it first")
         if content_metadata is not None:

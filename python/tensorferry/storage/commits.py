@@ -1,15 +1,28 @@
-"""The files of a checkpoint folder: which of them its index names, and which of the others can be removed.
+"""What makes a folder a checkpoint: its index, and the one way in which an index is replaced, changed or removed.
 
 A folder may have several writers: saves of one job that overlap, two jobs that were given the same path, a coordinator
-that was thought to be dead. Three rules keep every committed checkpoint whole, without a lock that all writers would
-have to share:
+that was thought to be dead, somebody who removes keys or old checkpoints. Five rules keep every committed checkpoint
+whole:
 
-- Every file that a save writes has a unique name.
-- A save removes the files that the index it replaced had named. None of them belongs to a save that still runs.
-- Other files are removed only if their writer is dead. Writers keep their files locked (``flock``) until their save is
-  over. If the writer ran on this machine, a free lock proves that it is dead; file names therefore contain the
+- Every file that a save writes has a unique name (``names.py``), and an index that names other files is none.
+- Everybody who replaces an index calls :func:`commit_index`, :func:`edit_index` or :func:`remove_index`. They lock the
+  folder (``flock``), read the index again, and only then rename or remove. A save does not replace the index of one
+  that began later. An edit or a removal replaces only the very index that it was made from; an edit starts again from
+  the new one, and keeps the time at which the save began whose index it changes.
+- A save begins later than every save that it knows of, whatever the clock says: :func:`begin_after`.
+- Whoever has replaced an index removes the files that only the old one had named. None of them belongs to a save that
+  still runs.
+- Other files are removed only if their writer is dead (``leftovers.py``). Writers keep their files locked until their
+  save is over. If the writer ran on this machine, a free lock proves that it is dead; file names therefore contain the
   machine's id. Other machines may not share locks with this one: their files are removed only after a day without a
   write.
+
+The lock of a folder is shared by all processes of a machine, on every file system. Whether it is shared by several
+machines depends on the file system; NFS and Lustre do not lock folders for all of them. Then only the second reading
+protects an index from another machine, and a window remains, between that reading and the rename right behind it: if
+two machines commit into one folder within it, the later rename wins, even if its save began first. The folder holds a
+whole checkpoint then, too, but that of the other save is lost although it was committed, unless it was written last.
+Let only one job save into a folder, and remove keys on the machine that saves or while no save runs.
 """
 
 from __future__ import annotations
@@ -17,39 +30,43 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import functools
-import hashlib
 import json
 import logging
 import os
-import re
-import secrets
-import stat
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .._native import _file_entries
-from ..errors import IncompleteCheckpoint, ProtocolError, TensorferryError
+from .._fork import ForkSafeLock
+from .._native import Rows, _file_entries, _file_header
+from ..errors import IncompleteCheckpoint, ProtocolError, SourceChanged, SystemRefused, TensorferryError
+from . import leftovers
+from .container import Container
+from .leftovers import is_file as is_file
+from .names import checked_files, machine as machine
+from .names import is_ours as is_ours
+from .names import new_id as new_id
 from .reserved import INDEX, INDEX_FILES
+from .whole_files import sync_folder
 
 logger = logging.getLogger("tensorferry")
 
-#: Files that may belong to a save that was killed.
-_OURS = re.compile(
-    r"(rank(?P<rank>\d{5,})-(?P<id>[0-9a-f]{12,20})\.safetensors"
-    r"|index(-rank\d{5,})?\.safetensors(\.(?P<partial>[0-9a-f]{20}))?)(\.partial|\.failed)?"
-    r"|\.metadata\.(?P<marker>[0-9a-f]{20})\.partial"
-)
-_RANDOM_DIGITS = 12
-#: Seconds since the last write within which a writer may still be about to lock its file.
-_GRACE_S = 60.0
-#: Seconds without a write after which the writer of a file counts as dead, wherever it ran.
-_ABANDONED_S = 24 * 3600.0
-#: How many files are locked at a time.
-_BATCH = 64
+#: The last time that counts as the beginning of a save, in nanoseconds since the epoch: in the year 2116.
+_LAST = 1 << 62
+#: By how much clocks of machines that are set right may differ, in nanoseconds.
+_SKEW_NS = 1_000_000_000
+#: Seconds for which others may keep a folder locked, which a commit does for a moment.
+_LOCK_S = 60.0
+#: Seconds between two tries to lock a folder, at first and at most.
+_SOON, _LATE = 0.001, 0.1
+#: How often an edit starts again because a save has replaced the index meanwhile.
+_ATTEMPTS = 20
+
+#: Held between the second reading of an index and the rename: there may be file systems without any locks.
+_committing = ForkSafeLock()
+_warned_of_clock = False
 
 
 @dataclass(frozen=True)
@@ -59,7 +76,7 @@ class Commit:
     Attributes:
         files: the name of each file, mapped to the checksum of its header; ``None`` if the index was written by a
             version that did not record checksums
-        began: when the save began, in nanoseconds since the epoch, by the coordinator's clock
+        began: when the save began, in nanoseconds since the epoch: see :func:`begin_after`
     """
 
     files: dict[str, int | None]
@@ -69,13 +86,6 @@ class Commit:
         """Returns the bytes of the index's entry ``INDEX_FILES``."""
         files = {name: f"{header or 0:016x}" for name, header in self.files.items()}
         return json.dumps({"began": self.began, "files": files}, separators=(",", ":")).encode()
-
-
-#: The last time that counts as the beginning of a save, in nanoseconds since the epoch: the year 2116.
-_LAST = 1 << 62
-#: By how much clocks of machines that are set right may differ, in nanoseconds.
-_SKEW_NS = 1_000_000_000
-_warned_of_clock = False
 
 
 def begin_after(known: Iterable[int]) -> int:
@@ -97,23 +107,18 @@ def begin_after(known: Iterable[int]) -> int:
     if newest - now > _SKEW_NS and not _warned_of_clock:
         _warned_of_clock = True
         logger.warning(
-            "the clock of this machine is %.1f s behind that of an earlier save, which began in its future: it has gone "
-            "back, or that of another machine is ahead. New saves still count as later than earlier ones",
+            "the clock of this machine is %.1f s behind the beginning of an earlier save: it has gone back, or that of "
+            "another machine was ahead. New saves still count as later than the earlier ones",
             (newest - now) / 1e9,
         )
     return newest + 1
-
-
-def is_file(path: Path) -> bool:
-    """Whether ``path`` is a file; ``Path.is_file`` raises where a folder must not be entered, and this does not."""
-    return os.path.isfile(path)
 
 
 def read(path: Path) -> tuple[bytes, Commit]:
     """Reads the index file ``path``; returns the index, still encoded, and its commit. The file is opened once.
 
     Raises:
-        ProtocolError: the file is not an index
+        ProtocolError: the file is not an index, or names other files than those of ranks
         CorruptCheckpoint: the file does not match its checksums
         SystemRefused: the file cannot be read
     """
@@ -126,12 +131,17 @@ def read(path: Path) -> tuple[bytes, Commit]:
 def _decode(path: Path, text: bytes, files: bytes | None) -> Commit:
     try:
         if files is None:
-            return Commit(dict.fromkeys(map(str, json.loads(text)["sources"])))
+            return Commit(dict.fromkeys(checked_files(json.loads(text)["sources"], path)))
         fields: Any = json.loads(files)
-        named = {str(name): int(header, 16) for name, header in fields["files"].items()}
-        if not all(0 <= header < 1 << 64 for header in named.values()):
+        began = fields["began"]
+        if type(began) is not int or not 0 <= began <= _LAST:
+            raise ValueError("it says no time at which its save began")
+        headers = [int(header, 16) for header in fields["files"].values()]
+        if not all(0 <= header < 1 << 64 for header in headers):
             raise ValueError("a checksum does not have 64 bits")
-        return Commit(dict(named), int(fields["began"]))
+        return Commit(dict(zip(checked_files(fields["files"], path), headers, strict=True)), began)
+    except ProtocolError:
+        raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise ProtocolError(f"{path}: its index cannot be read ({type(e).__name__}: {e})") from e
 
@@ -139,14 +149,12 @@ def _decode(path: Path, text: bytes, files: bytes | None) -> Commit:
 def files_of(path: Path) -> Commit:
     """Returns the commit of the index ``path``.
 
-    It holds only files with the names of rank files, whatever the index says, since its files may be removed.
-
     Raises:
-        TensorferryError: the index cannot be read
+        TensorferryError: the index cannot be read, or names other files than those of ranks
     """
     # In an index of many tensors, this entry is the small one.
     (files,) = _file_entries(path, [INDEX_FILES])
-    return _of_ranks(read(path)[1] if files is None else _decode(path, b"", files))
+    return read(path)[1] if files is None else _decode(path, b"", files)
 
 
 def decode(path: Path, files: bytes | None) -> Commit:
@@ -157,12 +165,7 @@ def decode(path: Path, files: bytes | None) -> Commit:
     """
     if files is None:
         raise ProtocolError(f"{path}: its index cannot be read (it has no entry {INDEX_FILES!r})")
-    return _of_ranks(_decode(path, b"", files))
-
-
-def _of_ranks(found: Commit) -> Commit:
-    ranks = (name for name in found.files if (match := _OURS.fullmatch(name)) and match["rank"])
-    return Commit({name: found.files[name] for name in ranks}, found.began)
+    return _decode(path, b"", files)
 
 
 def committed(path: Path) -> Commit | None:
@@ -178,139 +181,232 @@ def committed(path: Path) -> Commit | None:
         return Commit({})
 
 
-@functools.cache
-def machine() -> str:
-    """Returns 8 hexadecimal digits that identify the running kernel, which is what holds the locks."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
-    except OSError:
-        boot = secrets.token_bytes(16)
-    return hashlib.sha256(boot).hexdigest()[:8]
+def began(*indexes: Path) -> list[int]:
+    """Returns when the saves began whose indexes these are, for :func:`begin_after`; none for one that is no index."""
+    found = []
+    for path in indexes:
+        with contextlib.suppress(TensorferryError):
+            if is_file(path):
+                found.append(files_of(path).began)
+    return found
 
 
-def new_id() -> str:
-    """Returns a new unique id for the file names of one save: the machine's 8 hexadecimal digits and 12 random ones."""
-    return machine() + secrets.token_hex(_RANDOM_DIGITS // 2)
+def commit_index(
+    index: Path,
+    entries: Sequence[tuple[str, bytes]],
+    commit: Commit,
+    *,
+    about: Sequence[tuple[str, str]] = (),
+    rank: int | None = None,
+    then: Callable[[], None] = lambda: None,
+) -> None:
+    """Commits a save: writes its index in place of the one that is there, and removes what only that one had named.
 
-
-def is_ours(name: str) -> bool:
-    """Whether a file of this name was written by a save of this package, completely or in part."""
-    return _OURS.fullmatch(name) is not None
-
-
-@contextlib.contextmanager
-def holding(folder: Path, names: Iterable[str]) -> Iterator[None]:
-    """While the block runs, keeps other saves from removing these files, even if their writer is dead already.
-
-    It locks those of the files that were written on this machine.
+    When it returns, the index is on the disk. It costs two syncs, of the index and of the folder.
 
     Args:
-        folder: the folder of the files
-        names: their names
+        index: the path of the index
+        entries: the entries of the index without ``INDEX_FILES``
+        commit: its files, which are complete and which this save has written, and when the save began
+        about: keys and values for the index's ``__metadata__``
+        rank: as for :func:`leftovers.remove_leftovers`
+        then: called when the index is on the disk, before files are removed
 
     Raises:
-        IncompleteCheckpoint: one of the files is gone
+        IncompleteCheckpoint: a save that began later has finished before this one, whose files are removed then; or
+            another process has removed one of its files
+        SystemRefused: the index cannot be written, or another process keeps the folder locked
     """
-    with contextlib.ExitStack() as stack:
-        for name in sorted(names):
-            found = _OURS.fullmatch(name)
-            if found and (found["id"] or "").startswith(machine()):
-                with contextlib.suppress(OSError):
-                    file = os.open(folder / name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
-                    stack.callback(os.close, file)
-                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        for name in sorted(names):
-            if not is_file(folder / name):
-                raise IncompleteCheckpoint(
-                    f"{folder}: {name}, which this save has written, was removed by another process"
-                )
-        yield
+    _replace(index, entries, commit, about, None, rank, then)
 
 
-def remove(folder: Path, names: Iterable[str]) -> None:
-    """Removes files that are no longer needed; logs those that cannot be removed."""
-    for name in names:
-        try:
-            (folder / name).unlink(missing_ok=True)
-        except OSError as e:
-            # Only a warning: the new checkpoint is complete all the same.
-            logger.warning("cannot remove %s, which is no longer needed: %s", folder / name, e)
-
-
-def remove_leftovers(
-    folder: Path, now: float, rank: int | None, kept: set[str], needed: Callable[[], set[str]]
+def edit_index(
+    index: Path, change: Callable[[bytes], tuple[bytes, Collection[str]]], about: Sequence[tuple[str, str]] = ()
 ) -> None:
-    """Removes the files that killed saves have left.
+    """Changes the index of a committed checkpoint, and removes the files that it needs no more.
+
+    The checkpoint stays that of the save that has written it: it keeps the time at which that began. If a save replaces
+    the index meanwhile, the edit starts again from the new one.
 
     Args:
-        folder: the checkpoint folder
-        now: the current time in seconds, by the clock of the file system
-        rank: removes files of this rank only, where ranks save without a coordinator; ``None`` removes those of all
-        kept: names of files that are not removed
-        needed: returns the names of the files that the current index names; called with the candidates locked
+        index: the path of the index
+        change: takes the index, still encoded; returns what takes its place, and the names of the files that this
+            refers to, all of them files of the old one. It may be called several times
+        about: keys and values for the index's ``__metadata__``
+
+    Raises:
+        SourceChanged: saves have replaced the index again and again
+        TensorferryError: the index cannot be read or written; and whatever ``change`` raises
     """
-    try:
-        entries = sorted(os.listdir(folder))
-    except OSError as e:
-        logger.warning("cannot look for leftovers in %s: %s", folder, e)
-        return
-    left = [name for name in entries if name not in kept and _may_be_left(name, rank)]
-    for first in range(0, len(left), _BATCH):
-        with contextlib.ExitStack() as stack:
-            dead = [name for name in left[first : first + _BATCH] if _is_dead(folder / name, now, stack)]
-            if not dead:
+    for _ in range(_ATTEMPTS):
+        seen = read(index)
+        reached("read", index)
+        try:
+            text, needed = change(seen[0])
+            # Indexes of older versions have no checksums: those of the files as they are take their place.
+            files = {
+                name: _file_header(index.parent / name) if header is None else header
+                for name, header in seen[1].files.items()
+                if name in needed
+            }
+            _replace(index, [(INDEX, text)], Commit(files, seen[1].began), about, seen, None, lambda: None)
+        except _Outdated:
+            continue
+        except TensorferryError:
+            # A save that has replaced the index has removed its files.
+            if read(index) != seen:
                 continue
-            try:
-                # Read only after locking: a writer that has released its locks may have written its index just before.
-                spared = needed()
-            except TensorferryError as e:
-                logger.warning("the files that killed saves have left in %s are not removed: %s", folder, e)
-                return
-            remove(folder, [name for name in dead if name not in spared])
+            raise
+        return
+    raise SourceChanged(
+        f"{index.parent}: saves have replaced the checkpoint again and again while it was changed: change it when no "
+        "save runs"
+    )
 
 
-def remove_replaced(index: Path, before: Commit | None, files: set[str], rank: int | None) -> None:
+def remove_index(index: Path, expected: Commit) -> bool:
+    """Removes an index, if it is still the one whose commit is ``expected``; returns whether it did.
+
+    Raises:
+        TensorferryError: it cannot be read or removed, or another process keeps the folder locked
+    """
+    with _alone(index.parent):
+        if files_of(index) != expected:
+            return False
+        reached("checked", index)
+        try:
+            index.unlink()
+        except OSError as e:
+            raise SystemRefused(e.errno, f"{index}: cannot be removed: {e.strerror}") from e
+    return True
+
+
+def remove_replaced(index: Path, before: Commit | None, files: Collection[str], rank: int | None) -> None:
     """Removes the files that a new index has replaced, and those that killed saves have left.
 
     Args:
         index: the new index
         before: the commit of the index that it has replaced
         files: the files that it names
-        rank: as for :func:`remove_leftovers`
+        rank: as for :func:`leftovers.remove_leftovers`
     """
     folder = index.parent
-    remove(folder, [] if before is None else [name for name in before.files if name not in files])
+    leftovers.remove(folder, [] if before is None else [name for name in before.files if name not in files])
     try:
         now = index.stat().st_mtime
     except OSError:
         return
-    remove_leftovers(folder, now, rank, files, lambda: set(files_of(index).files))
+    leftovers.remove_leftovers(folder, now, rank, set(files), lambda: set(files_of(index).files))
 
 
-def _may_be_left(name: str, rank: int | None) -> bool:
-    found = _OURS.fullmatch(name)
-    if found is None or (name.startswith("index") and not name.endswith(".partial")):
-        return False
-    return rank is None or name.startswith((f"rank{rank:05d}-", f"index-rank{rank:05d}."))
+def reached(moment: str, index: Path) -> None:
+    """Does nothing: by replacing this function, tests make something happen between two steps of a commit.
+
+    Args:
+        moment: what has just happened: ``read`` (an edit has read the index), ``written`` (the new index is on the
+            disk under another name), ``checked`` (the folder is locked, and the old index may be replaced), ``renamed``
+            (the folder is not locked any more)
+        index: the path of the index
+    """
 
 
-def _is_dead(path: Path, now: float, stack: contextlib.ExitStack) -> bool:
-    """Whether the file's writer is dead. The file stays locked until ``stack`` is closed."""
-    found = _OURS.fullmatch(path.name)
-    assert found is not None
+class _Outdated(Exception):
+    """The index is no longer the one from which an edit was made."""
+
+
+def _replace(
+    index: Path,
+    entries: Sequence[tuple[str, bytes]],
+    commit: Commit,
+    about: Sequence[tuple[str, str]],
+    made_from: tuple[bytes, Commit] | None,
+    rank: int | None,
+    then: Callable[[], None],
+) -> None:
+    """As :func:`commit_index`; ``made_from`` is what an edit has read, and ``None`` for a save."""
+    folder = index.parent
+    partial = folder / f"{index.name}.{new_id()}.partial"
+    content = Container(
+        Rows(object, object, {}, native=False), None, True, [*entries, (INDEX_FILES, commit.encode())], about
+    )
+    with leftovers.holding(folder, commit.files):
+        # While this object lives, the file is locked.
+        written = content.write(partial, partial=partial, threads=1)
+        try:
+            reached("written", index)
+            with _alone(folder):
+                before = _replaceable(index, commit, made_from)
+                reached("checked", index)
+                os.rename(partial, index)
+            sync_folder(folder)
+        except BaseException as e:
+            with contextlib.suppress(OSError):
+                partial.unlink()
+            if isinstance(e, OSError) and not isinstance(e, TensorferryError):
+                raise SystemRefused(e.errno, f"{index}: cannot be put in its place: {e.strerror}") from e
+            raise
+        del written
+        reached("renamed", index)
+        then()
+        remove_replaced(index, before, commit.files, rank)
+
+
+def _replaceable(index: Path, commit: Commit, made_from: tuple[bytes, Commit] | None) -> Commit | None:
+    """Returns the commit of the index that may be replaced now, ``None`` if there is none."""
+    if made_from is not None:
+        if not is_file(index) or read(index) != made_from:
+            raise _Outdated
+        return made_from[1]
+    before = committed(index)
+    if before is not None and before.began > commit.began:
+        leftovers.remove(index.parent, commit.files)
+        raise IncompleteCheckpoint(
+            f"{index.parent}: a save that began later has finished before this one; its checkpoint is in the "
+            "folder, and this one is discarded. Let only one job save into a folder, one save at a time"
+        )
+    return before
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """While the block runs, no other process of this machine replaces an index in ``folder``.
+
+    Raises:
+        SystemRefused: another one keeps the folder locked, or it cannot be opened
+    """
     try:
-        about = path.lstat()
-        age = now - about.st_mtime
-        if not stat.S_ISREG(about.st_mode) or age < _GRACE_S:
-            return False
-        # Opened for writing, because NFS grants an exclusive lock only then.
-        file = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW)
-    except OSError:
-        return False
-    stack.callback(os.close, file)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as e:
-        return e.errno not in (errno.EWOULDBLOCK, errno.EACCES) and age > _ABANDONED_S
-    writer = found["id"] or found["partial"] or found["marker"] or ""
-    return writer.startswith(machine()) or age > _ABANDONED_S
+        raise SystemRefused(e.errno, f"the folder {folder} cannot be opened: {e.strerror}") from e
+    try:
+        is_locked = _lock(opened, folder)
+        try:
+            with _committing.held():
+                yield
+        finally:
+            # A child that was forked meanwhile has the descriptor, too, and closing it here would leave it locked.
+            if is_locked:
+                fcntl.flock(opened, fcntl.LOCK_UN)
+    finally:
+        os.close(opened)
+
+
+def _lock(opened: int, folder: Path) -> bool:
+    """Locks an opened folder; false where the file system has no locks."""
+    end, pause = time.monotonic() + _LOCK_S, _SOON
+    while True:
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as e:
+            if e.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                return False
+        else:
+            return True
+        if time.monotonic() > end:
+            raise SystemRefused(
+                errno.EWOULDBLOCK,
+                f"another process has kept the folder {folder} locked for {_LOCK_S:g} s, as it does for a moment when "
+                "it commits a checkpoint: it may be stopped. End it, and save again",
+            )
+        time.sleep(pause)
+        pause = min(pause * 1.5, _LATE)

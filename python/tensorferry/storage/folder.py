@@ -36,11 +36,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .._native import Rows, Written, _file_entries, _file_header
+from .._native import Written, _file_entries, _file_header
 from ..errors import IncompleteCheckpoint, InvalidArgument, ProtocolError, SystemRefused, TensorferryError
-from . import commits, reserved
+from . import commits, leftovers, reserved
 from .commits import Commit
 from .container import Container
+from .whole_files import sync_folder as sync_folder
 from .whole_files import write_whole
 
 logger = logging.getLogger("tensorferry")
@@ -109,6 +110,11 @@ class Index:
     files: dict[int, tuple[str, int | None]]
     shards: dict[str, Any]
 
+    @property
+    def commit(self) -> Commit:
+        """Its files without their ranks, and when the save began."""
+        return Commit(dict(self.files.values()), self.began)
+
 
 def read_index(folder: Path) -> Index:
     """Reads the index of the checkpoint in ``folder``.
@@ -144,7 +150,7 @@ def read_index(folder: Path) -> Index:
         step, names, shards = fields["step"], fields["files"], fields["shards"]
         if not (step is None or type(step) is int) or not isinstance(shards, dict) or not isinstance(names, list):
             raise ValueError("a field of it has another type")
-        files = {rank: (str(name), commit.files[str(name)]) for rank, name in enumerate(names)}
+        files = {rank: (name, commit.files[name]) for rank, name in enumerate(names)}
         if not files or set(commit.files) != {name for name, _ in files.values()} or len(commit.files) != len(files):
             raise ValueError("its two lists of files differ")
         return Index(str(fields["save"]), step, commit.began, len(files), files, shards)
@@ -202,19 +208,6 @@ def make_folder(folder: Path) -> bool:
     return bool(missing)
 
 
-def sync_folder(folder: Path) -> None:
-    """Syncs the entries of ``folder`` to the disk.
-
-    Raises:
-        OSError: the system refuses
-    """
-    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
-
-
 class FolderSave:
     """One rank's part in a save: :meth:`write`, then :meth:`commit`; :meth:`fail` if anything goes wrong.
 
@@ -235,7 +228,6 @@ class FolderSave:
         self._name = _file_of(save)
         self._written: Written | None = None
         self._is_new = self._make_folder()
-        self._before = commits.committed(folder / INDEX) if save.rank == 0 else None
 
     @property
     def path(self) -> Path:
@@ -402,24 +394,14 @@ class FolderSave:
             "files": names,
             "shards": parts,
         }
-        control = [
-            (reserved.CHECKPOINT, json.dumps(fields, separators=(",", ":")).encode()),
-            (reserved.INDEX_FILES, Commit(headers, self.save.began).encode()),
-        ]
-        index = self.folder / INDEX
-        with commits.holding(self.folder, names):
-            before = commits.committed(index)
-            if before is not None and before != self._before and before.began > self.save.began:
-                commits.remove(self.folder, names)
-                raise IncompleteCheckpoint(
-                    f"{self.folder}: a save that began later has finished before this one; its checkpoint is in the "
-                    "folder, and this one is discarded. Let only one job save into a folder, one save at a time"
-                )
-            Container(Rows(object, object, {}), None, True, control, _ABOUT).write(
-                index, partial=self.folder / f"{INDEX}.{commits.new_id()}.partial", threads=1
-            )
-            commits.remove(self.folder, [_TORCH_FILE.format(rank) for rank in range(self.save.world_size)])
-            commits.remove_replaced(index, before, set(names), None)
+        torchs = [_TORCH_FILE.format(rank) for rank in range(self.save.world_size)]
+        commits.commit_index(
+            self.folder / INDEX,
+            [(reserved.CHECKPOINT, json.dumps(fields, separators=(",", ":")).encode())],
+            Commit(headers, self.save.began),
+            about=_ABOUT,
+            then=lambda: leftovers.remove(self.folder, torchs),
+        )
 
 
 def add_shards(shards: dict[str, Any], rank: int, manifest: bytes | None) -> None:
@@ -506,18 +488,55 @@ def committed_in(root: Path) -> frozenset[tuple[str, int, int]]:
     return frozenset(found)
 
 
-def remove_checkpoint(folder: Path) -> None:
+class KnownSaves:
+    """The saves that a process knows of, after which a new one begins: its own, and those that it finds on the disk.
+
+    It reads the index of each checkpoint of a series once, and not at all if this process has saved it. So a new save
+    costs a look for an index in its folder and, if the folder is of a series, a listing of the folder that it lies in.
+    """
+
+    def __init__(self) -> None:
+        self._seen: set[Path] = set()
+        self._newest = 0
+
+    def began(self, folder: Path) -> list[int]:
+        """Returns when the saves began after which one into ``folder`` is to begin; it raises nothing.
+
+        These are the save in the folder and those in the folders of its series, which is that of :func:`keep_last`, and
+        all saves of this process.
+        """
+        found = commits.began(folder / INDEX)
+        series = _series(folder)
+        beside: list[str] = []
+        if series != folder.name:
+            with contextlib.suppress(OSError):
+                beside = os.listdir(folder.parent)
+        for other in (folder.parent / name for name in beside):
+            if other not in self._seen and _series(other) == series and (began := commits.began(other / INDEX)):
+                self._seen.add(other)
+                found += began
+        self._newest = max([*found, self._newest])
+        return [self._newest]
+
+    def add(self, folder: Path, began: int) -> None:
+        """A save of this process into ``folder`` has begun."""
+        self._seen.add(folder)
+        self._newest = max(self._newest, began)
+
+
+def remove_checkpoint(folder: Path, index: Index) -> None:
     """Removes a checkpoint: first its index, so that a removal that is interrupted leaves no checkpoint behind.
 
-    Files of others stay, and the folder with them. What cannot be removed is logged.
+    If another save has been committed in the folder since ``index`` was read, nothing is removed. Files of others stay,
+    and the folder with them. What cannot be removed is logged.
     """
     try:
-        names = [name for name, _ in read_index(folder).files.values()]
-    except TensorferryError:
+        is_removed = commits.remove_index(folder / INDEX, index.commit)
+    except TensorferryError as e:
+        logger.warning("the older checkpoint in %s is not removed: %s", folder, e)
         return
-    commits.remove(folder, [INDEX])
-    if not (folder / INDEX).exists():
-        commits.remove(folder, names)
+    if is_removed:
+        leftovers.remove(folder, index.commit.files)
         with contextlib.suppress(OSError):
             folder.rmdir()
 
@@ -540,13 +559,13 @@ def keep_last(count: int, newest: Path) -> None:
         return
     try:
         beside = checkpoints(newest.parent)
-        found = [folder for folder, _ in beside if _series(folder) == series and not folder.is_symlink()]
+        found = {folder: index for folder, index in beside if _series(folder) == series and not folder.is_symlink()}
     except TensorferryError as e:
         logger.warning("older checkpoints are not removed: %s", e)
         return
     others = [folder for folder in found if folder != newest]
     for folder in others[: max(len(others) - (count - 1), 0)]:
-        remove_checkpoint(folder)
+        remove_checkpoint(folder, found[folder])
     with contextlib.suppress(OSError):
         now = os.stat(newest / INDEX).st_mtime
         for entry in list(os.scandir(newest.parent)):
@@ -564,6 +583,6 @@ def _remove_remains(folder: Path, now: float) -> None:
     """Removes a folder in which nothing is but files of saves that were killed."""
     names = os.listdir(folder)
     if INDEX not in names and names and all(commits.is_ours(name) for name in names):
-        commits.remove_leftovers(folder, now, None, set(), lambda: set())
+        leftovers.remove_leftovers(folder, now, None, set(), lambda: set())
         with contextlib.suppress(OSError):
             folder.rmdir()

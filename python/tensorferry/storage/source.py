@@ -13,9 +13,6 @@ from . import commits
 from .commits import Commit
 from .slices import SliceTuple, nbytes_of
 
-#: The longest file name, in bytes.
-_LONGEST_NAME = 255
-
 #: Called with the number of bytes that are there and the number of all bytes; an exception from it ends the read.
 Progress: TypeAlias = Callable[[int, int], object]
 
@@ -130,8 +127,7 @@ class FolderSource:
         read = {"bytes": 0, "wanted": 0}
         parts = None if progress is None else Parts(progress, sum(map(nbytes_of, slices.values())))
         for name, of_file in slices.items():
-            if Path(name).name != name or name in ("", "..") or "\0" in name or len(name.encode()) > _LONGEST_NAME:
-                raise ProtocolError(f"{folder}: its index names a file outside of it, {name!r}")
+            # The names in the list are those of ranks' files: that is checked when it is read.
             if name not in self._headers:
                 raise ProtocolError(
                     f"{folder}: {self._index.name} refers to {name!r}, which is not in its list of files"

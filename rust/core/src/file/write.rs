@@ -238,8 +238,11 @@ fn write_chunk(
     Ok(digests)
 }
 
-/// Gives the file its name, and makes sure that the name is on the disk.
+/// Gives the file its name, and makes sure that the name is on the disk. A file that has it already stays as it is.
 fn commit(partial: &Path, path: &Path) -> Result<(), Error> {
+    if partial == path {
+        return Ok(());
+    }
     fs::rename(partial, path).map_err(|e| refused(path, "cannot be put in its place", e))?;
     let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let synced = File::open(folder).and_then(|folder| folder.sync_all());

@@ -1,0 +1,132 @@
+"""Which files of a checkpoint folder can be removed, and their removal; ``commits.py`` has the rules."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from ..errors import IncompleteCheckpoint, TensorferryError
+from .names import machine, ours
+
+logger = logging.getLogger("tensorferry")
+
+#: Seconds since the last write within which a writer may still be about to lock its file.
+_GRACE_S = 60.0
+#: Seconds without a write after which the writer of a file counts as dead, wherever it ran.
+_ABANDONED_S = 24 * 3600.0
+#: How many files are locked at a time.
+_BATCH = 64
+
+
+def is_file(path: Path) -> bool:
+    """Whether ``path`` is a file; ``Path.is_file`` raises where a folder must not be entered, and this does not."""
+    return os.path.isfile(path)
+
+
+@contextlib.contextmanager
+def holding(folder: Path, names: Iterable[str]) -> Iterator[None]:
+    """While the block runs, keeps other saves from removing these files, even if their writer is dead already.
+
+    It locks those of the files that were written on this machine.
+
+    Args:
+        folder: the folder of the files
+        names: their names
+
+    Raises:
+        IncompleteCheckpoint: one of the files is gone
+    """
+    with contextlib.ExitStack() as stack:
+        for name in sorted(names):
+            found = ours(name)
+            if found and (found["id"] or "").startswith(machine()):
+                with contextlib.suppress(OSError):
+                    file = os.open(folder / name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+                    stack.callback(os.close, file)
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        for name in sorted(names):
+            if not is_file(folder / name):
+                raise IncompleteCheckpoint(
+                    f"{folder}: {name}, which this save has written, was removed by another process"
+                )
+        yield
+
+
+def remove(folder: Path, names: Iterable[str]) -> None:
+    """Removes files that are no longer needed; logs those that cannot be removed.
+
+    A link is removed, and what it leads to stays.
+    """
+    for name in names:
+        try:
+            (folder / name).unlink(missing_ok=True)
+        except OSError as e:
+            # Only a warning: the new checkpoint is complete all the same.
+            logger.warning("cannot remove %s, which is no longer needed: %s", folder / name, e)
+
+
+def remove_leftovers(
+    folder: Path, now: float, rank: int | None, kept: set[str], needed: Callable[[], set[str]]
+) -> None:
+    """Removes the files that killed saves have left.
+
+    Args:
+        folder: the checkpoint folder
+        now: the current time in seconds, by the clock of the file system
+        rank: removes files of this rank only, where ranks save without a coordinator; ``None`` removes those of all
+        kept: names of files that are not removed
+        needed: returns the names of the files that the current index names; called with the candidates locked
+    """
+    try:
+        entries = sorted(os.listdir(folder))
+    except OSError as e:
+        logger.warning("cannot look for leftovers in %s: %s", folder, e)
+        return
+    left = [name for name in entries if name not in kept and _may_be_left(name, rank)]
+    for first in range(0, len(left), _BATCH):
+        with contextlib.ExitStack() as stack:
+            dead = [name for name in left[first : first + _BATCH] if _is_dead(folder / name, now, stack)]
+            if not dead:
+                continue
+            try:
+                # Read only after locking: a writer that has released its locks may have written its index just before.
+                spared = needed()
+            except TensorferryError as e:
+                logger.warning("the files that killed saves have left in %s are not removed: %s", folder, e)
+                return
+            remove(folder, [name for name in dead if name not in spared])
+
+
+def _may_be_left(name: str, rank: int | None) -> bool:
+    found = ours(name)
+    if found is None or (name.startswith("index") and not name.endswith(".partial")):
+        return False
+    return rank is None or name.startswith((f"rank{rank:05d}-", f"index-rank{rank:05d}."))
+
+
+def _is_dead(path: Path, now: float, stack: contextlib.ExitStack) -> bool:
+    """Whether the file's writer is dead. The file stays locked until ``stack`` is closed."""
+    found = ours(path.name)
+    assert found is not None
+    try:
+        about = path.lstat()
+        age = now - about.st_mtime
+        if not stat.S_ISREG(about.st_mode) or age < _GRACE_S:
+            return False
+        # Opened for writing, because NFS grants an exclusive lock only then.
+        file = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    stack.callback(os.close, file)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as e:
+        return e.errno not in (errno.EWOULDBLOCK, errno.EACCES) and age > _ABANDONED_S
+    writer = found["id"] or found["partial"] or found["marker"] or ""
+    return writer.startswith(machine()) or age > _ABANDONED_S
