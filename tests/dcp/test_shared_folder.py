@@ -24,7 +24,7 @@ import tensorferry
 from tensorferry.dcp import FileReader, FileWriter, files, marker
 from tensorferry.dcp.save_plan import ABOUT
 from tensorferry.memory.tensors import no_rows
-from tensorferry.storage import commits, reserved
+from tensorferry.storage import commits, leftovers, reserved
 from tensorferry.storage.container import Container
 
 pytestmark = [
@@ -154,7 +154,7 @@ def test_where_there_are_no_locks_only_age_counts(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOLCK, "no locks here")
 
-    monkeypatch.setattr(commits.fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "flock", refuse)
     left = [f"rank0000{n}-{commits.new_id()}.safetensors.partial" for n in range(2)]
     for name, seconds in zip(left, (3600, 25 * 3600), strict=True):
         (tmp_path / name).write_text("x")
@@ -344,7 +344,7 @@ def _load_replaced(kept, folder):
             torch.distributed.barrier()
             # The files that the other rank has seen stay readable, as for a while on network file systems.
             with pytest.MonkeyPatch.context() as slow:
-                slow.setattr(commits, "remove", lambda *_: None)
+                slow.setattr(leftovers, "remove", lambda *_: None)
                 save(folder, 2)
             return super().read_metadata(*args, **kwargs)
 
@@ -412,7 +412,8 @@ def test_every_new_folder_is_synchronised_with_the_one_above(tmp_path, monkeypat
     monkeypatch.setattr(files.os, "fsync", fsync)
     save(tmp_path / "a/b/c", 1)
     assert synced[:3] == [str(tmp_path), str(tmp_path / "a"), str(tmp_path / "a/b")]
-    partial, folder = synced[3:]
+    index, partial, folder = synced[3:]
+    assert index == str(tmp_path / "a/b/c"), "the name of the index"
     assert partial.startswith(f"{tmp_path}/a/b/c/.metadata.")
     assert folder == str(tmp_path / "a/b/c"), "the marker, and the folder with its name"
     monkeypatch.chdir(tmp_path)
@@ -421,7 +422,7 @@ def test_every_new_folder_is_synchronised_with_the_one_above(tmp_path, monkeypat
     assert synced[:2] == [str(tmp_path), str(tmp_path / "d")]
     synced.clear()
     save(tmp_path / "a/b/c", 2)
-    assert synced == [], "the marker stays"
+    assert synced == [str(tmp_path / "a/b/c")], "the name of the index; the marker stays"
 
 
 def test_a_full_disk_in_the_middle_of_a_save_leaves_what_was_there(tmp_path):

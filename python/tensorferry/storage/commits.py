@@ -45,8 +45,9 @@ from ..errors import IncompleteCheckpoint, ProtocolError, SourceChanged, SystemR
 from . import leftovers
 from .container import Container
 from .leftovers import is_file as is_file
-from .names import checked_files, machine as machine
+from .names import checked_files
 from .names import is_ours as is_ours
+from .names import machine as machine
 from .names import new_id as new_id
 from .reserved import INDEX, INDEX_FILES
 from .whole_files import sync_folder
@@ -136,7 +137,7 @@ def _decode(path: Path, text: bytes, files: bytes | None) -> Commit:
         began = fields["began"]
         if type(began) is not int or not 0 <= began <= _LAST:
             raise ValueError("it says no time at which its save began")
-        headers = [int(header, 16) for header in fields["files"].values()]
+        headers: list[int | None] = [int(header, 16) for header in fields["files"].values()]
         if not all(0 <= header < 1 << 64 for header in headers):
             raise ValueError("a checksum does not have 64 bits")
         return Commit(dict(zip(checked_files(fields["files"], path), headers, strict=True)), began)

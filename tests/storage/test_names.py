@@ -1,0 +1,205 @@
+"""Names out of an index: those of ranks' files are believed, and an index with any other is no checkpoint."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import time
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from tensorferry.checkpointing import SyncCheckpointer, latest_checkpoint
+from tensorferry.cli import main
+from tensorferry.dcp import FileReader, FileWriter
+from tensorferry.dcp.save_plan import ABOUT
+from tensorferry.errors import ProtocolError, TensorferryError
+from tensorferry.memory.tensors import no_rows
+from tensorferry.storage import commits, folder, names, reserved
+from tensorferry.storage.container import Container
+
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore:TypedStorage is", "ignore::FutureWarning"),
+]
+
+GOOD = "rank00000-0123456789abcdef0123.safetensors"
+HOSTILE = [
+    "../home/victim",
+    "{outside}/victim",
+    "sub/victim",
+    "victim",
+    "..",
+    ".",
+    "",
+    "index.safetensors",
+    "../" + GOOD,
+    "./" + GOOD,
+    GOOD + "/",
+    GOOD + "\n",
+    GOOD + "\0",
+    GOOD + ".partial",
+    "rank\u0660\u0660\u0660\u0660\u0660-0123456789ab.safetensors",
+    "rank" + "0" * 300 + "-0123456789ab.safetensors",
+]
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_only_the_names_of_ranks_files_pass(name) -> None:
+    assert names.checked_files([GOOD], "it") == [GOOD]
+    for wrong in (name, [name], None, 5, name.encode()):
+        with pytest.raises(ProtocolError, match="not the name of a rank's file"):
+            names.checked_files([GOOD, wrong], "it")
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "/etc/passwd", "../a", "a/b", "a/", "a\0", "a" * 256, "\ud800", b"a", None]
+)
+def test_what_is_no_plain_name_does_not_pass(name) -> None:
+    assert names.checked_plain("__0_0.distcp", "it") == "__0_0.distcp"
+    with pytest.raises(ProtocolError, match="a file outside of its folder"):
+        names.checked_plain(name, "it")
+
+
+@pytest.fixture
+def outside(tmp_path):
+    """A folder with files that are none of the checkpoint's."""
+    found = tmp_path / "home"
+    (found / "sub").mkdir(parents=True)
+    for name in ("victim", GOOD, "sub/victim"):
+        (found / name).write_text("mine")
+    return found
+
+
+def untouched(outside) -> bool:
+    return all((outside / name).read_text() == "mine" for name in ("victim", GOOD, "sub/victim"))
+
+
+def distributed(where, name: str, *, older: bool) -> None:
+    """Saves a distributed checkpoint, and replaces its index by one that names ``name`` as well."""
+    dcp.save({"a": torch.ones(10), "b": torch.ones(10)}, storage_writer=FileWriter(where), no_dist=True)
+    path = where / "index.safetensors"
+    text, commit = commits.read(path)
+    fields = json.loads(text)
+    if older:
+        fields["sources"].append(name)
+    control = [(reserved.INDEX, json.dumps(fields).encode())]
+    if not older:
+        control.append((reserved.INDEX_FILES, commits.Commit({**commit.files, name: 1}, commit.began).encode()))
+    Container(no_rows(), None, True, control, ABOUT).write(path, partial=where / "p")
+
+
+@pytest.mark.parametrize("older", [False, True])
+@pytest.mark.parametrize("name", ["../home/victim", "{outside}/victim", "sub/victim", "victim"])
+def test_a_distributed_checkpoint_with_such_a_name_is_none_and_nothing_is_removed(
+    name, older, tmp_path, outside
+) -> None:
+    where = tmp_path / "ck"
+    distributed(where, name.format(outside=outside), older=older)
+    (where / "sub").mkdir()
+    for own in ("victim", "sub/victim"):
+        (where / own).write_text("mine")
+    there = sorted(os.listdir(where))
+    with pytest.raises(dcp.CheckpointException, match="not the name of a rank's file"):
+        dcp.load({"a": torch.zeros(10)}, storage_reader=FileReader(where), no_dist=True)
+    for verb in (["inspect", where], ["verify", where], ["convert", where, tmp_path / "out", "--to", "dcp"]):
+        assert main([str(part) for part in verb]) != 0
+    with pytest.raises(ProtocolError):
+        commits.edit_index(where / "index.safetensors", lambda text: (text, []))
+    assert sorted(os.listdir(where)) == there
+    dcp.save({"a": torch.ones(10)}, storage_writer=FileWriter(where), no_dist=True)
+    dcp.load({"a": torch.zeros(10)}, storage_reader=FileReader(where), no_dist=True)
+    assert untouched(outside)
+    assert (where / "victim").read_text() == (where / "sub" / "victim").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["../home/victim", "{outside}/victim", "sub/victim", "victim", "../home/" + GOOD])
+def test_a_checkpointers_folder_with_such_a_name_is_none_and_nothing_is_removed(name, tmp_path, outside) -> None:
+    name = name.format(outside=outside)
+    saver = SyncCheckpointer(keep_last=1)
+    saver.save(tmp_path / "step-1", {"a": torch.ones(10)})
+    where = tmp_path / "step-1"
+    (where / "victim").write_text("mine")
+    path = where / "index.safetensors"
+    index = folder.read_index(where)
+    fields = {"version": 1, "save": index.save_id, "step": None, "files": [name], "shards": {}}
+    control = [
+        (reserved.CHECKPOINT, json.dumps(fields).encode()),
+        (reserved.INDEX_FILES, commits.Commit({name: 1}, 1).encode()),
+    ]
+    Container(no_rows(), None, True, control).write(path, partial=where / "p")
+    with pytest.raises(ProtocolError, match="not the name of a rank's file"):
+        saver.load(where)
+    assert latest_checkpoint(tmp_path) is None
+    for verb in (["inspect", where], ["verify", where], ["convert", where, tmp_path / "out.pt"]):
+        assert main([str(part) for part in verb]) != 0
+    # Neither as an old checkpoint of a series nor as one that is replaced.
+    saver.save(tmp_path / "step-2", {"a": torch.ones(10)})
+    saver.save(where, {"a": torch.ones(10)})
+    assert untouched(outside)
+    assert (where / "victim").read_text() == "mine"
+    saver.close()
+
+
+def test_links_are_removed_and_what_they_lead_to_stays(tmp_path, outside) -> None:
+    """In every way in which a name is used: replaced, cleaned up, written to."""
+    where = tmp_path / "ck"
+    dcp.save({"a": torch.ones(10)}, storage_writer=FileWriter(where), no_dist=True)
+    (old,) = where.glob("rank*")
+    old.unlink()
+    old.symlink_to(outside / "victim")
+    left = where / f"rank00001-{commits.new_id()}.safetensors.partial"
+    left.symlink_to(outside / "victim")
+    os.utime(left, (1, 1), follow_symlinks=False)
+    (where / "index-rank00007.safetensors").symlink_to(outside / "victim")
+    dcp.save({"a": torch.ones(10)}, storage_writer=FileWriter(where), no_dist=True)
+    assert not old.is_symlink()
+    assert untouched(outside)
+    dcp.load({"a": torch.zeros(10)}, storage_reader=FileReader(where), no_dist=True)
+
+
+@pytest.mark.parametrize("name", ["../home/victim", "{outside}/victim", "sub/victim", "..", ""])
+def test_torchs_index_with_such_a_name_is_none(name, tmp_path, outside) -> None:
+    where = tmp_path / "ck"
+    dcp.save({"a": torch.ones(10)}, storage_writer=dcp.FileSystemWriter(where), no_dist=True)
+    metadata = pickle.loads((where / ".metadata").read_bytes())
+    for info in metadata.storage_data.values():
+        info.relative_path = name.format(outside=outside)
+    (where / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(dcp.CheckpointException, match="a file outside of its folder"):
+        dcp.load({"a": torch.zeros(10)}, storage_reader=FileReader(where), no_dist=True)
+    assert main(["convert", str(where), str(tmp_path / "out"), "--to", "dcp"]) != 0
+    assert untouched(outside)
+
+
+@pytest.mark.parametrize("began", [-1, 1 << 63, 10**30, True, "5", None, 1.5])
+def test_an_index_whose_save_began_at_no_time_is_none(began, tmp_path) -> None:
+    dcp.save({"a": torch.ones(10)}, storage_writer=FileWriter(tmp_path), no_dist=True)
+    path = tmp_path / "index.safetensors"
+    text, commit = commits.read(path)
+    files = json.loads(commit.encode()) | {"began": began}
+    control = [(reserved.INDEX, text), (reserved.INDEX_FILES, json.dumps(files).encode())]
+    Container(no_rows(), None, True, control, ABOUT).write(path, partial=tmp_path / "p")
+    with pytest.raises(TensorferryError):
+        commits.read(path)
+    dcp.save({"a": torch.ones(10)}, storage_writer=FileWriter(tmp_path), no_dist=True)
+    dcp.load({"a": torch.zeros(10)}, storage_reader=FileReader(tmp_path), no_dist=True)
+
+
+def test_a_save_begins_after_those_that_are_known_whatever_the_clock_says(caplog, monkeypatch) -> None:
+    monkeypatch.setattr(commits, "_warned_of_clock", False)
+    now = time.time_ns()
+    with caplog.at_level(logging.WARNING, "tensorferry"):
+        assert commits.begin_after([]) >= now
+        assert commits.begin_after([1, now]) > now
+        assert not caplog.messages
+        hour = now + 3600 * 10**9
+        assert commits.begin_after([5, hour, 7]) == hour + 1
+        assert commits.begin_after([hour + 1]) == hour + 2
+    (told,) = caplog.messages
+    assert "3600.0 s behind" in told or "3599." in told
+    # However far in the future: the index of such a save can be read.
+    assert commits.begin_after([10**40]) <= commits._LAST
