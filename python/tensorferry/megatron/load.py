@@ -19,11 +19,12 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 
 from ..dcp import FileReader, PeerReader
 from ..dcp.reader import SliceReader
+from ..dcp.removal import remove_keys
 from ..errors import TensorferryError
 from ..state.allowlist import Allowed
 from ..state.archives import unpickled
 from ..storage.folder import INDEX
-from . import common, removal, shards
+from . import common, shards
 from .interfaces import LoadShardedStrategy
 from .release import (
     COMMON,
@@ -260,7 +261,7 @@ class LoadStrategy(OfRanks, LoadShardedStrategy):
         """
         try:
             self.check_folder(checkpoint_dir)
-            removal.remove(Path(checkpoint_dir), key_prefix, self._allowed)
+            remove_keys(Path(checkpoint_dir), key_prefix, self._allowed)
         except TensorferryError as e:
             raise CheckpointingException(str(e)) from e
 

@@ -6,14 +6,14 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from ..dcp import index
-from ..dcp.save_plan import ABOUT
 from ..state.allowlist import Allowed
 from ..storage import commits
 from ..storage.folder import INDEX
+from . import index
+from .save_plan import ABOUT
 
 
-def remove(folder: Path, prefix: str, allowed: Allowed) -> None:
+def remove_keys(folder: Path, prefix: str, allowed: Allowed) -> None:
     """Replaces the index by one without the keys that begin with ``prefix``, and removes files that it needs no more.
 
     It may be called while saves into the folder run: what they commit stays, and loses these keys only if it was

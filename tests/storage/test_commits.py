@@ -1,0 +1,348 @@
+"""Whoever replaces, changes or removes an index does it under the same lock, and nobody's committed save is lost."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from tensorferry.checkpointing import SyncCheckpointer, latest_checkpoint
+from tensorferry.dcp import FileReader, FileWriter
+from tensorferry.dcp.removal import remove_keys
+from tensorferry.dcp.save_plan import ABOUT
+from tensorferry.errors import IncompleteCheckpoint, SourceChanged, SystemRefused
+from tensorferry.memory.tensors import no_rows
+from tensorferry.state.allowlist import Allowed
+from tensorferry.storage import commits, folder, names, reserved
+from tensorferry.storage.container import Container
+
+pytestmark = [
+    pytest.mark.timeout(180),
+    pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore:TypedStorage is", "ignore::FutureWarning"),
+]
+WAIT_S = 60
+INDEX = "index.safetensors"
+
+
+def save(where: Path, value: float, writer=None) -> None:
+    state = {key: torch.full((100,), float(value)) for key in ("a", "b", "c")}
+    dcp.save(state, storage_writer=writer or FileWriter(where), no_dist=True)
+
+
+def held(where: Path) -> dict[str, float]:
+    """Loads all tensors; returns the value of each."""
+    keys = FileReader(where).read_metadata().state_dict_metadata
+    state = {key: torch.zeros(100) for key in keys}
+    dcp.load(state, storage_reader=FileReader(where), no_dist=True)
+    return {key: float(value.unique()) for key, value in state.items()}
+
+
+def all_of(value: float) -> dict[str, float]:
+    return dict.fromkeys("abc", float(value))
+
+
+def remove(where: Path, prefix: str) -> None:
+    remove_keys(where, prefix, Allowed())
+
+
+def files(where: Path) -> list[str]:
+    return sorted(name for name in os.listdir(where) if name.startswith(("rank", "index")))
+
+
+@pytest.fixture
+def at(monkeypatch):
+    """Makes ``action`` happen when a commit of this thread reaches ``moment`` for the first time."""
+
+    def set_up(moment: str, action) -> list[str]:
+        seen: list[str] = []
+        me = threading.get_ident()
+
+        def reached(now: str, _: Path) -> None:
+            if threading.get_ident() == me and now == moment and now not in seen:
+                seen.append(now)
+                action()
+
+        monkeypatch.setattr(commits, "reached", reached)
+        return seen
+
+    return set_up
+
+
+class Waiting:
+    """An action in a thread of its own, which has come as far as it can when :meth:`begin` returns: it waits."""
+
+    def __init__(self, monkeypatch, work) -> None:
+        self._patch, self._work, self._tries = monkeypatch, work, threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self.error: BaseException | None = None
+
+    def begin(self) -> None:
+        real = fcntl.flock
+
+        def flock(file, how):
+            try:
+                return real(file, how)
+            except OSError:
+                self._tries.set()
+                raise
+
+        self._patch.setattr(fcntl, "flock", flock)
+        self._thread.start()
+        assert self._tries.wait(WAIT_S), "it does not wait for the lock"
+        assert self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as e:
+            self.error = e
+
+    def end(self) -> None:
+        self._thread.join(WAIT_S)
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.mark.parametrize("moment", ["read", "written"])
+def test_a_save_that_commits_in_the_middle_of_a_removal_stays_and_loses_the_keys(moment, at, tmp_path) -> None:
+    save(tmp_path, 1)
+    assert at(moment, lambda: save(tmp_path, 2)) == []
+    remove(tmp_path, "b")
+    assert held(tmp_path) == {"a": 2, "c": 2}
+    assert len(files(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("moment", ["checked", "renamed"])
+def test_a_save_that_comes_when_a_removal_is_certain_replaces_what_it_leaves(moment, at, tmp_path, monkeypatch) -> None:
+    save(tmp_path, 1)
+    other = Waiting(monkeypatch, lambda: save(tmp_path, 2))
+    at(moment, other.begin if moment == "checked" else lambda: save(tmp_path, 2))
+    remove(tmp_path, "b")
+    if moment == "checked":
+        other.end()
+    assert held(tmp_path) == all_of(2)
+    assert len(files(tmp_path)) == 2
+
+
+def test_a_removal_in_the_middle_of_a_save_neither_fails_it_nor_is_lost_before_it(tmp_path) -> None:
+    save(tmp_path, 1)
+    seen = []
+
+    class Slow(FileWriter):
+        def finish(self, metadata, results):
+            remove(tmp_path, "b")
+            seen.append(held(tmp_path))
+            super().finish(metadata, results)
+
+    before = commits.files_of(tmp_path / INDEX).began
+    save(tmp_path, 2, Slow(tmp_path))
+    assert seen == [{"a": 1, "c": 1}]
+    assert held(tmp_path) == all_of(2)
+    began = commits.files_of(tmp_path / INDEX).began
+    assert began > before
+    remove(tmp_path, "b")
+    assert commits.files_of(tmp_path / INDEX).began == began, "it is the checkpoint of the same save"
+
+
+@pytest.mark.parametrize("moment", ["read", "written", "checked", "renamed"])
+def test_of_two_removals_at_once_both_are_made(moment, at, tmp_path, monkeypatch) -> None:
+    save(tmp_path, 1)
+    other = Waiting(monkeypatch, lambda: remove(tmp_path, "c"))
+    at(moment, other.begin if moment == "checked" else lambda: remove(tmp_path, "c"))
+    remove(tmp_path, "b")
+    if moment == "checked":
+        other.end()
+    assert held(tmp_path) == {"a": 1}
+
+
+@pytest.mark.parametrize("moment", ["written", "checked", "renamed"])
+def test_of_two_saves_at_once_the_one_that_began_later_stays(moment, at, tmp_path, monkeypatch) -> None:
+    save(tmp_path, 1)
+    other = Waiting(monkeypatch, lambda: save(tmp_path, 3))
+    at(moment, other.begin if moment == "checked" else lambda: save(tmp_path, 3))
+    if moment == "written":
+        with pytest.raises(dcp.CheckpointException, match="a save that began later has finished before this one"):
+            save(tmp_path, 2)
+    else:
+        save(tmp_path, 2)
+    if moment == "checked":
+        other.end()
+    assert held(tmp_path) == all_of(3)
+    assert len(files(tmp_path)) == 2
+
+
+def test_an_edit_that_saves_overtake_again_and_again_ends_with_an_error_and_removes_nothing(
+    tmp_path, monkeypatch
+) -> None:
+    save(tmp_path, 1)
+
+    def reached(now, _) -> None:
+        if now == "read":
+            save(tmp_path, 2)
+
+    monkeypatch.setattr(commits, "reached", reached)
+    monkeypatch.setattr(commits, "_ATTEMPTS", 3)
+    with pytest.raises(SourceChanged, match="again and again"):
+        remove(tmp_path, "b")
+    assert held(tmp_path) == all_of(2)
+    assert len(files(tmp_path)) == 2
+
+
+def test_without_locks_the_index_is_still_read_again(at, tmp_path, monkeypatch) -> None:
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "no locks here")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    save(tmp_path, 1)
+    at("written", lambda: save(tmp_path, 2))
+    remove(tmp_path, "b")
+    assert held(tmp_path) == {"a": 2, "c": 2}
+    at("written", lambda: save(tmp_path, 4))
+    with pytest.raises(dcp.CheckpointException, match="began later"):
+        save(tmp_path, 3)
+    assert held(tmp_path) == all_of(4)
+
+
+def test_a_pull_or_another_commit_that_began_before_a_save_does_not_replace_it(tmp_path) -> None:
+    save(tmp_path, 1)
+    began = commits.begin_after(commits.began(tmp_path / INDEX))
+    name = f"rank00000-{names.new_id()}.safetensors"
+    Container(no_rows(), None, True).write(tmp_path / name, partial=tmp_path / f"{name}.partial")
+    save(tmp_path, 2)
+    with pytest.raises(IncompleteCheckpoint, match="began later"):
+        commits.commit_index(tmp_path / INDEX, [(reserved.INDEX, b"{}")], commits.Commit({name: 0}, began))
+    assert held(tmp_path) == all_of(2)
+    assert len(files(tmp_path)) == 2
+
+
+def test_keys_of_a_checkpoint_of_an_older_version_are_removed_and_it_loads(tmp_path) -> None:
+    save(tmp_path, 1)
+    text, _ = commits.read(tmp_path / INDEX)
+    Container(no_rows(), None, True, [(reserved.INDEX, text)], ABOUT).write(tmp_path / INDEX, partial=tmp_path / "p")
+    remove(tmp_path, "b")
+    assert held(tmp_path) == {"a": 1, "c": 1}
+    save(tmp_path, 2)
+    assert held(tmp_path) == all_of(2)
+
+
+def test_a_folder_that_a_stopped_process_keeps_locked_fails_a_save_and_not_for_ever(tmp_path, monkeypatch) -> None:
+    save(tmp_path, 1)
+    program = "import fcntl,os,sys; fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX); print(1, flush=True)"
+    command = [sys.executable, "-c", f"{program}; sys.stdin.read()", tmp_path]
+    monkeypatch.setattr(commits, "_LOCK_S", 0.2)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout.readline()
+        os.kill(other.pid, signal.SIGSTOP)
+        with pytest.raises(dcp.CheckpointException, match="another process has kept the folder") as caught:
+            save(tmp_path, 2)
+        assert isinstance(caught.value.failures[0][0], SystemRefused)
+        assert held(tmp_path) == all_of(1)
+        other.kill()
+    save(tmp_path, 3)
+    assert held(tmp_path) == all_of(3)
+
+
+def test_a_child_that_is_forked_in_the_middle_of_a_commit_does_not_keep_the_folder_locked(at, tmp_path) -> None:
+    children = []
+    ends, end = os.pipe()
+
+    def fork() -> None:
+        child = os.fork()
+        if not child:
+            os.close(end)
+            os.read(ends, 1)
+            os._exit(0)
+        children.append(child)
+
+    at("checked", fork)
+    save(tmp_path, 1)
+    try:
+        save(tmp_path, 2)
+        assert held(tmp_path) == all_of(2)
+    finally:
+        os.close(end)
+        os.close(ends)
+        for child in children:
+            os.waitpid(child, 0)
+
+
+def test_an_old_checkpoint_that_is_saved_anew_while_it_is_to_be_removed_stays(at, tmp_path, monkeypatch) -> None:
+    saver = SyncCheckpointer()
+    for step in (1, 2):
+        saver.save(tmp_path / f"step-{step}", {"w": torch.full((10,), float(step))})
+    seen = folder.read_index(tmp_path / "step-1")
+    saver.save(tmp_path / "step-1", {"w": torch.full((10,), 3.0)})
+    folder.remove_checkpoint(tmp_path / "step-1", seen)
+    assert float(saver.load(tmp_path / "step-1")["w"][0]) == 3
+    # And when its index is just being removed: the save comes after it.
+    other = Waiting(monkeypatch, lambda: saver.save(tmp_path / "step-2", {"w": torch.full((10,), 4.0)}))
+    at("checked", other.begin)
+    folder.remove_checkpoint(tmp_path / "step-2", folder.read_index(tmp_path / "step-2"))
+    other.end()
+    assert float(saver.load(tmp_path / "step-2")["w"][0]) == 4
+    assert latest_checkpoint(tmp_path) == str(tmp_path / "step-2")
+    saver.close()
+
+
+_REMOVES = """
+import sys, time
+from pathlib import Path
+from tensorferry.dcp.removal import remove_keys
+from tensorferry.errors import SourceChanged
+from tensorferry.state.allowlist import Allowed
+made = 0
+print("ready", flush=True)
+while not Path(sys.argv[2]).exists():
+    try:
+        remove_keys(Path(sys.argv[1]), "b", Allowed())
+        made += 1
+    except SourceChanged:
+        pass
+print(made)
+"""
+
+
+def test_every_save_beside_removals_in_a_loop_succeeds_and_loads(tmp_path, pytestconfig) -> None:
+    where, end = tmp_path / "ck", tmp_path / "end"
+    save(where, 0)
+    command = [sys.executable, "-c", _REMOVES, str(where), str(end)]
+    saves = max(30, pytestconfig.getoption("--saves"))
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+        try:
+            assert other.stdout.readline() == "ready\n"
+            deadline = time.monotonic() + 100
+            for value in range(1, saves + 1):
+                save(where, value)
+                # Another process may be removing keys: but the save is there, and whole.
+                found = held_beside_removals(where)
+                assert set(found) >= {"a", "c"}
+                assert set(found.values()) == {float(value)}
+                if time.monotonic() > deadline:
+                    break
+        finally:
+            end.touch()
+        assert int(other.stdout.read()) > 0, "no key was removed meanwhile"
+    assert set(held(where).values()) == {float(value)}
+    save(where, -1)
+    assert held(where) == all_of(-1)
+    assert len(files(where)) == 2
+
+
+def held_beside_removals(where: Path) -> dict[str, float]:
+    """As ``held``, which another process may disturb between its two readings of the index."""
+    while True:
+        try:
+            return held(where)
+        except dcp.CheckpointException as e:
+            if "b" not in str(e.failures[0][0]):
+                raise
