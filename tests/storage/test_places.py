@@ -1,0 +1,155 @@
+"""A path names one place, whoever is given it and whenever it is used."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from tensorferry.checkpointing import AsyncCheckpointer, CheckpointReader, SyncCheckpointer, latest_checkpoint
+from tensorferry.cli import main
+from tensorferry.dcp import FileReader, FileWriter
+from tensorferry.errors import InvalidArgument, SystemRefused
+from tensorferry.storage.places import place_of
+
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore:TypedStorage is", "ignore::FutureWarning"),
+]
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A current folder with ``run``, a link to ``elsewhere/run``, so that ``run/..`` is ``elsewhere``."""
+    found = tmp_path / "here"
+    (tmp_path / "elsewhere" / "run").mkdir(parents=True)
+    found.mkdir()
+    (found / "run").symlink_to(tmp_path / "elsewhere" / "run")
+    monkeypatch.chdir(found)
+    return found
+
+
+def state_of(value: float) -> dict:
+    return {"w": torch.full((10,), float(value))}
+
+
+@pytest.mark.parametrize(
+    ("path", "place"),
+    [
+        ("ckpt/step-1", "here/ckpt/step-1"),
+        ("ckpt/step-1//", "here/ckpt/step-1"),
+        ("./ckpt/./step-1/.", "here/ckpt/step-1"),
+        ("run/../ckpt/step-1", "elsewhere/ckpt/step-1"),
+        ("run/../ckpt/../step-1", "elsewhere/step-1"),
+        ("run/..", "elsewhere"),
+        ("run", "here/run"),
+        ("run/", "here/run"),
+        ("run/x", "elsewhere/run/x"),
+        ("none/../x", "here/x"),
+        ("~/x", "here/~/x"),
+        (".", "here"),
+        ("ck\udcff", "here/ck\udcff"),
+    ],
+)
+def test_a_path_is_the_place_that_the_system_would_find(path, place, here) -> None:
+    assert place_of(path) == here.parent / place
+    assert place_of(Path(path)) == here.parent / place
+    absolute = os.path.join(here, path)
+    assert place_of(absolute) == here.parent / place
+    assert place_of(place_of(path)) == place_of(path)
+
+
+@pytest.mark.parametrize("path", ["", "a\0b", "\ud800", b"a", None, 5, "s3://bucket/a", "http://x/"])
+def test_what_names_no_place_is_refused(path) -> None:
+    with pytest.raises(InvalidArgument):
+        place_of(path)
+
+
+def test_a_relative_path_in_a_folder_that_is_gone_is_an_error_of_the_system(tmp_path, monkeypatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(SystemRefused, match="current folder"):
+        place_of("a")
+
+
+@pytest.mark.parametrize("path", ["run/../ckpt/step-1", "ckpt/step-1/", "run/../../elsewhere/run/step-1"])
+@pytest.mark.parametrize("kind", [SyncCheckpointer, AsyncCheckpointer])
+def test_what_is_saved_to_a_path_is_what_every_reader_of_it_loads(kind, path, here) -> None:
+    # What is at the place that the text would name without the link.
+    decoy = Path(os.path.abspath(path))
+    with_decoy = decoy != place_of(path)
+    one = kind()
+    if with_decoy:
+        one.save(decoy, state_of(66))
+    saved = one.save(path, state_of(1), step=1)
+    if saved is not None:
+        saved[1].result(60)
+    if with_decoy and kind is AsyncCheckpointer:
+        one.save(decoy, state_of(66))[1].result(60)
+    assert float(one.load(path)["w"][0]) == 1
+    assert float(CheckpointReader().read(path)[0]["w"][0]) == 1
+    found = latest_checkpoint(os.path.dirname(path.rstrip("/")))
+    assert float(one.load(found)["w"][0]) == 1
+    assert float(one.load(one.latest(os.path.dirname(path.rstrip("/"))))["w"][0]) == 1
+    for verb in (["verify", path], ["convert", path, str(here / "out.pt")]):
+        assert main(verb) == 0
+    assert float(torch.load(here / "out.pt")["w"][0]) == 1
+    one.close()
+
+
+@pytest.mark.parametrize("path", ["run/../ckpt/step-1", "ckpt/step-1/"])
+def test_a_distributed_checkpoint_is_read_where_it_was_written(path, here) -> None:
+    dcp.save(state_of(1), storage_writer=FileWriter(path), no_dist=True)
+    dcp.save(state_of(2), storage_writer=FileWriter("other"), checkpoint_id=f"{path}/x", no_dist=True)
+    for asked, value in ((path, 1), (f"{path}/x", 2)):
+        state = state_of(0)
+        dcp.load(state, storage_reader=FileReader(asked), no_dist=True)
+        assert float(state["w"][0]) == value
+    assert (place_of(path) / "index.safetensors").exists()
+    assert main(["verify", path]) == 0
+
+
+def test_the_current_folder_may_change_once_save_has_returned(here, tmp_path, monkeypatch) -> None:
+    held, go = threading.Event(), threading.Event()
+
+    class Paused(FileWriter):
+        def finish(self, metadata, results):
+            held.set()
+            assert go.wait(60)
+            super().finish(metadata, results)
+
+    one = AsyncCheckpointer()
+    _, written = one.save("ckpt/step-1", state_of(1))
+    saving = dcp.async_save(state_of(2), storage_writer=Paused("dcp"))
+    assert held.wait(60)
+    reader = FileReader("dcp")
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path / "there")
+    go.set()
+    saving.result()
+    written.result(60)
+    state = state_of(0)
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    assert float(state["w"][0]) == 2
+    assert float(one.load(here / "ckpt" / "step-1")["w"][0]) == 1
+    assert not any((tmp_path / "there").iterdir())
+    one.close()
+
+
+def test_a_checkpoint_folder_that_is_a_link_is_saved_into_and_what_lies_beside_its_target_stays(tmp_path) -> None:
+    one = SyncCheckpointer(keep_last=1)
+    for n in (1, 2):
+        (tmp_path / "others" / f"step-{n}").mkdir(parents=True)
+        SyncCheckpointer().save(tmp_path / "others" / f"step-{n}", state_of(n))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "step-9").symlink_to(tmp_path / "others" / "step-2")
+    one.save(tmp_path / "run" / "step-9", state_of(9))
+    one.save(tmp_path / "run" / "step-10", state_of(10))
+    assert float(one.load(tmp_path / "others" / "step-1")["w"][0]) == 1
+    assert float(one.load(tmp_path / "others" / "step-2")["w"][0]) == 9
+    one.close()
