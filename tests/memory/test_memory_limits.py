@@ -9,15 +9,15 @@ import subprocess
 import sys
 
 import pytest
-from cgroups import limited
 
+from cgroups import limited
 from tensorferry._native import _available_memory, _check_machine_has, _memory_limit
 from tensorferry.errors import SystemRefused
 
 MIB = 1 << 20
 GROUP = 512 * MIB
 
-ASKS = f"""
+ASKS = """
 import sys
 if len(sys.argv) > 1:
     open(sys.argv[1], "w").write("0")
