@@ -191,7 +191,7 @@ def test_a_load_takes_what_all_ranks_can_take():
 
 
 def test_amounts_of_memory(monkeypatch):
-    monkeypatch.setattr(limits, "machine_memory", lambda: 100 << 30)
+    monkeypatch.setattr(limits, "_memory_limit", lambda: 100 << 30)
     for text, expected in (
         (None, 50 << 30),
         ("1048576", 1 << 20),
@@ -208,20 +208,6 @@ def test_amounts_of_memory(monkeypatch):
             limits.memory_limit(text)
     assert limits.shown(1536 << 20) == "1.5 GiB"
     assert limits.shown(12) == "12 bytes"
-
-
-def test_the_limit_of_a_control_group_counts(tmp_path, monkeypatch):
-    monkeypatch.setattr(limits, "_GROUPS", tmp_path)
-    group = limits.Path("/proc/self/cgroup").read_text().splitlines()[0].split(":", 2)
-    whole = limits.machine_memory()
-    if group[1] == "":
-        folder = tmp_path / group[2].lstrip("/")
-        folder.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "memory.max").write_text("max\n")
-        (folder / "memory.max").write_text("max\n")
-        assert limits.machine_memory() == whole
-        (folder / "memory.max").write_text(f"{1 << 30}\n")
-        assert limits.machine_memory() == 1 << 30
 
 
 def test_fields_of_a_snapshot_come_back():

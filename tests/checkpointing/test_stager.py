@@ -13,8 +13,7 @@ import torch
 from checkpoint_files import tensors_of
 from stand_in import StandIn
 from tensorferry.checkpointing.saving import Options, Ranks, Saver, SharedStager
-from tensorferry.memory import shared
-from tensorferry.memory.shared import Budget, NoRoom, available
+from tensorferry.memory.shared import Budget, NoRoom
 
 pytestmark = pytest.mark.timeout(60)
 WAIT_S = 30
@@ -158,47 +157,3 @@ def test_a_budget_counts_what_exists_and_forgets_what_is_gone() -> None:
         budget.make(1)
     del first
     assert len(budget.make(MIB)) == MIB
-
-
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
-        ({"meminfo": "MemTotal: 9 kB\nMemAvailable: 8 kB\n"}, 8192),
-        ({"cgroup": "0::/job\n", "job/memory.max": "5000\n", "job/memory.current": "1000\n"}, 4000),
-        ({"cgroup": "0::/job\n", "job/memory.max": "max\n", "job/memory.current": "1000\n"}, None),
-        ({"cgroup": "0::/a/b\n", "a/b/memory.max": "max\n", "a/memory.max": "500", "a/memory.current": "600"}, 0),
-        ({"cgroup": "0::/gone\n", "memory.max": "70\n", "memory.current": "20\n"}, 50),
-        (
-            {
-                "cgroup": "0::/j\n",
-                "j/memory.max": "100\n",
-                "j/memory.current": "90\n",
-                "j/memory.stat": "file 50\ninactive_file 40\n",
-            },
-            50,
-        ),
-        (
-            {
-                "cgroup": "4:cpu,memory:/v1\n",
-                "memory/v1/memory.limit_in_bytes": "900",
-                "memory/v1/memory.usage_in_bytes": "100",
-                "memory/v1/memory.stat": "total_inactive_file 5\n",
-            },
-            805,
-        ),
-        ({}, None),
-    ],
-)
-def test_what_is_available_is_what_the_machine_and_every_group_allow(files, expected, tmp_path, monkeypatch) -> None:
-    for name, text in files.items():
-        path = tmp_path / ("proc" if name in ("meminfo", "cgroup") else "groups") / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    monkeypatch.setattr(shared, "_CGROUPS", tmp_path / "groups")
-    monkeypatch.setattr(shared, "_MEMORY", tmp_path / "proc" / "meminfo")
-    monkeypatch.setattr(shared, "_GROUP", tmp_path / "proc" / "cgroup")
-    assert available() == expected
-
-
-def test_this_machine_says_what_is_available() -> None:
-    assert (available() or 0) > MIB

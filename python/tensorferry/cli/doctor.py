@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from .._native import _available_memory, _memory_limit
 from ..errors import ConnectError, FetchTimeout, InvalidArgument, TensorferryError, message_of
 from ..net import addresses
 from ..net.options import port_range
@@ -190,9 +191,10 @@ def _ports() -> Iterator[Finding]:
 
 
 def _memory() -> Iterator[Finding]:
-    for line in _text("/proc/meminfo").splitlines():
-        if line.startswith("MemAvailable:"):
-            yield Finding("memory", _GOOD, f"{console.amount(int(line.split()[1]) * 1024)} available")
+    available, limit = _available_memory(), _memory_limit()
+    if available is not None and limit is not None:
+        text = f"{console.amount(available)} available of {console.amount(limit)} that this process can have"
+        yield Finding("memory", _GOOD, text)
     try:
         shm = os.statvfs("/dev/shm")
     except OSError as e:

@@ -12,6 +12,8 @@ from .flags import Json
 
 #: How many entries are named for each damaged run.
 _NAMED = 8
+#: The longest header of a safetensors file.
+_LONGEST_HEADER = 100_000_000
 
 
 def verify(path: str, /, *, json: Json = False) -> int:
@@ -104,7 +106,7 @@ def _checked(path: Path, archive: bool) -> dict[str, Any]:
 def _named(path: Path, damaged: list[tuple[int, int]]) -> list[dict[str, Any]]:
     """Returns the damaged runs with the names of the entries that lie in them, of a file whose header is valid."""
     with path.open("rb") as file:
-        fields = loads(file.read(int.from_bytes(file.read(8), "little")))
+        fields = loads(file.read(min(int.from_bytes(file.read(8), "little"), _LONGEST_HEADER)))
     spans = [(name, *entry["data_offsets"]) for name, entry in fields.items() if name != "__metadata__"]
     return [
         {"start": start, "end": end, "entries": [name for name, at, to in spans if at < end and start < to][:_NAMED]}
@@ -118,6 +120,8 @@ def _damage_of_archive(path: Path) -> str | None:
 
     try:
         with zipfile.ZipFile(path) as archive:
+            if sum(record.file_size for record in archive.infolist()) > path.stat().st_size:
+                return "its records are longer than the file, which torch.save never writes"
             bad = archive.testzip()
     except (zipfile.BadZipFile, OSError, ValueError, EOFError, NotImplementedError, RuntimeError) as e:
         return str(e)

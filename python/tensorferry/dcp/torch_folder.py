@@ -37,6 +37,7 @@ from ..state.unpickling import unpickler
 from ..storage.names import checked_plain
 from ..storage.slices import SliceTuple, nbytes_of
 from ..storage.source import Parts, Progress, digest_of
+from ..storage.whole_files import INDEX_BYTES, read_whole
 from .index import OBJECT, PICKLED_TENSOR, EntryRef, check_inside, checked_sizes, has_safe_paths
 
 logger = logging.getLogger("tensorferry")
@@ -187,10 +188,13 @@ class TorchFolderSource:
         """Reads the index, as torch has pickled it.
 
         Raises:
+            ProtocolError: it is longer than any index
             SystemRefused: it cannot be read
         """
         try:
-            data = self._index.read_bytes()
+            data = read_whole(self._index, INDEX_BYTES)
+        except SystemRefused:
+            raise
         except OSError as e:
             raise SystemRefused(f"{self._index} cannot be read: {e}") from e
         self.digest = digest_of(data)

@@ -14,16 +14,14 @@ from __future__ import annotations
 import io
 import json
 import secrets
-import stat
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .._native import _check_machine_has
-from ..errors import TensorferryError
-from ..storage.whole_files import write_whole
+from ..errors import ProtocolError, TensorferryError
+from ..storage import whole_files
 from .release import COMMON_STATE_FNAME, CONFIG_FNAME, CheckpointingConfig, CheckpointingException
 
 
@@ -46,20 +44,18 @@ def read(folder: Path) -> bytes | None:
         return None
 
 
-def read_whole(path: Path) -> bytes:
-    """Returns the content of a file.
+def read_whole(path: Path, most: int | None = None) -> bytes:
+    """Returns the content of a file of at most ``most`` bytes, or as many as there is memory for.
 
     Raises:
         FileNotFoundError: there is no such file
-        CheckpointingException: it is not a regular file, or cannot be read
-        SystemRefused: it is larger than the memory of this machine
+        CheckpointingException: it is not a regular file, is longer, or cannot be read
+        SystemRefused: it is longer than the memory that this process can have
     """
     try:
-        about = path.stat()
-        if not stat.S_ISREG(about.st_mode):
-            raise CheckpointingException(f"{path} is not a regular file: this is not a checkpoint of Megatron's")
-        _check_machine_has(about.st_size, "what is to be read")
-        return path.read_bytes()
+        return whole_files.read_whole(path, most)
+    except ProtocolError as e:
+        raise CheckpointingException(f"{e}: this is not a checkpoint of Megatron's") from e
     except FileNotFoundError:
         raise
     except OSError as e:
@@ -77,7 +73,7 @@ def config(folder: Path) -> CheckpointingConfig:
     if not folder.is_dir():
         raise CheckpointingException(f"Checkpoint directory {folder} does not exist")
     try:
-        found = json.loads(read_whole(folder / CONFIG_FNAME))
+        found = json.loads(read_whole(folder / CONFIG_FNAME, whole_files.FEW))
         # Earlier releases wrote more than later ones know.
         known = {field.name for field in fields(CheckpointingConfig)}
         return CheckpointingConfig(**{name: value for name, value in found.items() if name in known})
@@ -108,4 +104,4 @@ def mark(folder: Path, backend: str, version: int) -> None:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    write_whole(path, data, path.with_name(f"{path.name}.{secrets.token_hex(6)}.partial"))
+    whole_files.write_whole(path, data, path.with_name(f"{path.name}.{secrets.token_hex(6)}.partial"))

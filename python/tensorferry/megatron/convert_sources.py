@@ -31,6 +31,7 @@ from ..state.unpickling import pickle_module, unpickler
 from ..storage.folder import INDEX
 from ..storage.slices import SliceTuple, contiguous_strides, runs
 from ..storage.source import FolderSource
+from ..storage.whole_files import INDEX_BYTES
 from . import common, shards
 from .release import COMMON, CheckpointingException, ShardedObject
 from .shards import Box
@@ -314,7 +315,7 @@ class TorchDistSource(_OfIndex):
         listed = Allowed([*classes, *_CLASSES], allowed.trusts)
         path = folder / _TORCH_INDEX
         try:
-            found = unpickler(listed, lambda _: _TORCH_INDEX)(io.BytesIO(common.read_whole(path))).load()
+            found = unpickler(listed, lambda _: _TORCH_INDEX)(io.BytesIO(common.read_whole(path, INDEX_BYTES))).load()
         except FileNotFoundError as e:
             raise CheckpointingException(f"{folder} is incomplete: it has no {_TORCH_INDEX}") from e
         except UnsafePickle as e:

@@ -32,7 +32,7 @@ from ..dcp.files import FileWriter, RankFile
 from ..dcp.index import EntryRef
 from ..dcp.peer_writer import PeerWriter
 from ..errors import InvalidArgument
-from ..storage.whole_files import write_whole
+from ..storage.whole_files import INDEX_BYTES, read_whole, write_whole
 from . import common, shards
 from .interfaces import AsyncSaveShardedStrategy
 from .release import (
@@ -379,7 +379,7 @@ class _Job:
                 "once. Save again"
             )
         try:
-            told = json.loads((Path(self.folder) / "results.json").read_text())
+            told = json.loads(read_whole(Path(self.folder) / "results.json", INDEX_BYTES))
         except FileNotFoundError:
             raise CheckpointingException(
                 f"the process that was to write {self.file.path} has ended without writing it: its own messages say "

@@ -24,8 +24,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._native import _check_machine_has
 from ..memory.tensors import scratch, takes_bytes, view_as
 from ..storage.slices import contiguous_strides
+from ..storage.whole_files import read_whole
 from .release import COMMON_STATE_FNAME, CONFIG_FNAME, CheckpointingException
 
 ARRAY = ".zarray"
@@ -489,14 +491,15 @@ def _decompressed(array: ZarrArray, chunk: Sequence[int]) -> Tensor:
 
     Raises:
         CheckpointingException: it is not what the metadata says, or the package that decodes it is not installed
+        SystemRefused: this process cannot have memory for all of it
     """
     assert array.compressor is not None
     path, kind, length = array.chunk_path(chunk), array.compressor["id"], array.chunk_bytes
+    # As it is decoded, and as a tensor.
+    _check_machine_has(2 * length, f"a chunk of {array.path} and its copy")
     try:
         # Compressors lengthen what they cannot compress, but not by much.
-        if path.stat().st_size > length + length // 8 + (1 << 16):
-            raise ValueError("its file is longer than that")
-        data = path.read_bytes()
+        data = read_whole(path, length + length // 8 + (1 << 16))
         if kind in _INFLATE:
             content = _inflated(_INFLATE[kind](), data, length)
         else:

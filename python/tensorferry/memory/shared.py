@@ -5,19 +5,14 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
-from .._native import SharedBuffer
+from .._native import SharedBuffer, _available_memory
 from ..errors import SystemRefused
 from .accelerator import Accelerator
 from .host_pool import HostMemory
 from .staging import copying_threads
-
-_CGROUPS = Path("/sys/fs/cgroup")
-_MEMORY = Path("/proc/meminfo")
-_GROUP = Path("/proc/self/cgroup")
 
 
 class NoRoom(SystemRefused):
@@ -58,7 +53,7 @@ class Budget:
                 f"a copy of the state needs {nbytes} bytes of shared memory, {held} are held for earlier saves, and "
                 f"the limit is {self._limit}: raise memory_limit="
             )
-        free = available()
+        free = _available_memory()
         if free is not None and nbytes > free:
             raise NoRoom(
                 f"a copy of the state needs {nbytes} bytes of shared memory, and this machine, or the control group of "
@@ -111,56 +106,3 @@ class _Memory(SharedBuffer):
     def __del__(self) -> None:
         if self.unlock is not None:
             self.unlock()
-
-
-def available() -> int | None:
-    """Returns how many bytes this process can have before others are swapped out or killed; ``None`` if unknown.
-
-    Shared memory counts towards the control group of whoever touches it first, like any other memory.
-    """
-    found = [_field(_MEMORY, "MemAvailable:", 1024), *_left_in_groups()]
-    known = [nbytes for nbytes in found if nbytes is not None]
-    return max(min(known), 0) if known else None
-
-
-def _left_in_groups() -> list[int | None]:
-    left: list[int | None] = []
-    try:
-        lines = _GROUP.read_text().splitlines()
-    except OSError:
-        return left
-    for line in lines:
-        _, controllers, name = line.split(":", 2)
-        if controllers == "":
-            root, most, used, cache = _CGROUPS, "memory.max", "memory.current", "inactive_file"
-        elif "memory" in controllers.split(","):
-            root, most, used = _CGROUPS / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-            cache = "total_inactive_file"
-        else:
-            continue
-        group = root / name.lstrip("/")
-        # Inside a container the name may be that outside of it: then the mounted group is the own one.
-        for level in (group, *group.parents) if group.is_dir() else (root,):
-            if not level.is_relative_to(root):
-                break
-            limit, now = _number(level / most), _number(level / used)
-            if limit is not None and now is not None:
-                # Pages of files that nobody uses are taken back before anything else happens.
-                left.append(limit - now + (_field(level / "memory.stat", f"{cache} ", 1) or 0))
-    return left
-
-
-def _number(path: Path) -> int | None:
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
-
-
-def _field(path: Path, name: str, unit: int) -> int | None:
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line[len(name) :].split()[0]) * unit for line in lines if line.startswith(name)), None)

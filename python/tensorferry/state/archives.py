@@ -6,12 +6,14 @@ import contextlib
 import io
 import pickletools
 import re
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from .._native import _check_machine_has
 from ..errors import ProtocolError, SystemRefused, UnsafePickle
 from .allowlist import Allowed
 from .unpickling import pickle_module
@@ -26,12 +28,60 @@ Mapped = Callable[[int, int], "torch.Tensor"]
 _GLOBAL = re.compile(rb"c[^\n]+\n[^\n]+\n")
 
 
+#: What is said of an archive whose records are not all there, byte for byte.
+_PACKED = "which torch.save never writes: unpack it and save the state again, or do not trust whoever made it"
+
+
 class _Archive:
-    """Torch's reader of ``torch.save`` archives, with a check of the lengths of storages."""
+    """Torch's reader of ``torch.save`` archives, with checks of the lengths of records and storages."""
 
     def __init__(self, source: io.BytesIO | str, stand_in: StandIn | None, mapped: Mapped | None) -> None:
         self._reader = torch._C.PyTorchFileReader(source)
+        self._source = source
         self._stand_in, self._mapped = stand_in, mapped
+        self._read = 0
+
+    def check_records(self) -> None:
+        """Checks that all records together are no longer than the archive.
+
+        So nothing that is read is longer than what is there: no record is compressed to less than its length, and none
+        lies in another one.
+
+        Raises:
+            ProtocolError: they are longer
+            SystemRefused: this process cannot have memory for the pickle
+        """
+        known = getattr(self._reader, "get_record_size", None)
+        if known is None or self._mapped is not None:
+            # Some versions of torch have to unpack a record to say how long it is. Mapped records are taken as they lie
+            # in the file, where those of an archive that was compressed by other tools are something else.
+            self._check_listed()
+        if known is not None:
+            has = self._length()
+            needs = sum(map(known, self._reader.get_all_records()))
+            if needs > has:
+                raise ProtocolError(
+                    f"its records have {needs} bytes and the file {has}: they are compressed, {_PACKED}"
+                )
+            _check_machine_has(known("data.pkl"), "the pickle of an archive")
+
+    def _length(self) -> int:
+        return (
+            self._source.getbuffer().nbytes
+            if isinstance(self._source, io.BytesIO)
+            else Path(self._source).stat().st_size
+        )
+
+    def _check_listed(self) -> None:
+        if isinstance(self._source, io.BytesIO):
+            self._source.seek(0)
+        with zipfile.ZipFile(self._source) as archive:
+            records = archive.infolist()
+        for record in records:
+            if record.compress_type != zipfile.ZIP_STORED:
+                raise ProtocolError(f"its record {record.filename[:200]} is compressed, {_PACKED}")
+        if sum(record.file_size for record in records) > self._length():
+            raise ProtocolError(f"its records are longer than the file, {_PACKED}")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._reader, name)
@@ -51,6 +101,8 @@ class _Archive:
             raise ProtocolError(f"the record of a storage of {nbytes} bytes has {has} bytes")
         if self._mapped is not None:
             return self._mapped(self._reader.get_record_offset(name), nbytes)
+        self._read += nbytes
+        _check_machine_has(self._read, "what an archive holds")
         return self._reader.get_storage_from_record(name, nbytes, dtype)
 
     def _size(self, name: str) -> int:
@@ -123,7 +175,7 @@ def load_file(
     Raises:
         UnsafePickle: the pickle asks for something that is not allowed
         ProtocolError: the file is damaged, or ``torch.save`` did not write it
-        SystemRefused: the file cannot be opened
+        SystemRefused: the file cannot be opened, or this process cannot have memory for what is in it
     """
     try:
         with path.open("rb"):
@@ -152,11 +204,12 @@ def _opened(source: io.BytesIO | str, stand_in: StandIn | None = None, mapped: M
 def _load(archive: _Archive, name: str, allowed: Allowed, map_location: Any) -> Any:
     module = pickle_module(allowed, lambda _: name)
     try:
+        archive.check_records()
         # This is what torch.load does with an archive of torch.save. torch.load itself would determine the kind of
         # archive once more, and it runs the code of a TorchScript archive. Only one reader may search the archive for
         # its directory: two readers may find different ones.
         return torch.serialization._load(archive, map_location, module, encoding="utf-8")
-    except UnsafePickle:
+    except (UnsafePickle, SystemRefused):
         raise
     except Exception as e:
         raise ProtocolError(f"{name} cannot be read ({type(e).__name__}: {e})") from e

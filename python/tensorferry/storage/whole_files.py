@@ -1,10 +1,44 @@
-"""Small files that are there whole or not at all, and folders whose entries are on the disk."""
+"""Small files that are written whole or not at all and read whole up to a length; folders synced to the disk."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import stat
 from pathlib import Path
+
+from .._native import _check_machine_has
+from ..errors import ProtocolError
+
+#: The most bytes of a file that says a few things about a checkpoint.
+FEW = 1 << 20
+#: The most bytes of an index that torch has pickled.
+INDEX_BYTES = 1 << 30
+
+
+def read_whole(path: Path, most: int | None) -> bytes:
+    """Returns the content of a file that has at most ``most`` bytes; with ``None``, as many as there is memory for.
+
+    A file may be sparse: its length says nothing about the disk, and all of it takes memory.
+
+    Raises:
+        OSError: it cannot be read
+        ProtocolError: it is longer, or not a regular file
+        SystemRefused: it is longer than the memory that this process can have
+    """
+    # Without waiting for the other end of what only looks like a file.
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        about = os.fstat(file.fileno())
+        if not stat.S_ISREG(about.st_mode):
+            raise ProtocolError(f"{path} is not a regular file")
+        if most is None or about.st_size <= most:
+            _check_machine_has(about.st_size, str(path))
+            # One more, should it grow meanwhile.
+            data = file.read(about.st_size + 1)
+            if len(data) <= about.st_size:
+                return data
+            raise ProtocolError(f"{path} grew while it was read")
+    raise ProtocolError(f"{path} has {about.st_size} bytes, and such a file has at most {most}: it is damaged")
 
 
 def write_whole(path: Path, data: bytes, partial: Path, *, synced: bool = True, modified_ns: int | None = None) -> None:

@@ -65,7 +65,8 @@ pub use error::{Error, ErrorKind, Hint};
 pub use file::{Container, DIRECT_FROM, FileOptions, FileReport, Stored, StoredWaves, Written, seal_file, write_file};
 pub use fork::without_fork;
 pub use memory::{
-    Allocation, Arena, ArenaPool, FilePages, Hold, Memory, SharedBuffer, Transfer, check_machine_has, copy_all,
+    Allocation, Arena, ArenaPool, FilePages, Hold, Memory, SharedBuffer, Transfer, available_memory, check_machine_has,
+    copy_all, memory_limit,
 };
 pub use payload::{Destination, Item, Repeat, Slice, StagedRun};
 pub use priority::lower_priority;

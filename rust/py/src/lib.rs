@@ -23,6 +23,7 @@ mod entries;
 mod errors;
 mod frontend;
 mod getters;
+mod machine;
 mod memory;
 mod objects;
 mod pickle;
@@ -53,6 +54,8 @@ mod _native {
     #[pymodule_export]
     use crate::entries::PyEntries;
     #[pymodule_export]
+    use crate::machine::{available_memory, check_machine_has, memory_limit};
+    #[pymodule_export]
     use crate::memory::{PyArena, PyFilePages, PyHostView, PyPart, PySharedBuffer, checksum_memory, copy_memory};
     #[pymodule_export]
     use crate::objects::{
@@ -62,7 +65,7 @@ mod _native {
     #[pymodule_export]
     use crate::readiness::PyReadiness;
     #[pymodule_export]
-    use crate::remote::{PyPool, PyRemote, check_machine_has};
+    use crate::remote::{PyPool, PyRemote};
     #[pymodule_export]
     use crate::report::PyReport;
     #[pymodule_export]

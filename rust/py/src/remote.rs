@@ -57,16 +57,6 @@ impl PyPool {
     }
 }
 
-/// Checks that the machine, swap included, has `nbytes` bytes of memory; `what` names their purpose in the message.
-///
-/// # Errors
-/// `SystemRefused` where it has fewer.
-#[pyfunction]
-#[pyo3(name = "_check_machine_has")]
-pub(crate) fn check_machine_has(py: Python<'_>, nbytes: u64, what: &str) -> PyResult<()> {
-    tensorferry_core::check_machine_has(nbytes, what).map_err(|e| errors::to_py(py, &e))
-}
-
 impl PyRemote {
     /// Reads something of the checkpoint while it has not been fetched.
     ///

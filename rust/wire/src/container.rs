@@ -28,6 +28,9 @@ use crate::json::{Cursor, JsonError};
 
 /// Longest JSON text of a header in bytes, padding included: the limit of safetensors.
 pub const MAX_HEADER_LEN: u64 = 100_000_000;
+/// Bytes of memory that a byte of a header may cost while it is decoded and as a [`Header`], at most. Those of entries
+/// with short names cost a fourth of it; metadata with short keys, or shapes of many dimensions, come close.
+pub const DECODED_COST: u64 = 16;
 /// Prefix of the names that the format reserves: entries whose names begin with it are not plain leaves of the state.
 pub const RESERVED_PREFIX: &str = "__tensorferry__/";
 /// The entry with the manifest ([`crate::manifest`]).

@@ -4,59 +4,28 @@ from __future__ import annotations
 
 import os
 import re
-from pathlib import Path
 
 from ... import _validate
+from ..._native import _memory_limit
 from ...errors import InvalidArgument
 
 #: The share of the machine's memory, or of the control group's, that a keeper may hold by default.
 DEFAULT_SHARE = 0.5
 _AMOUNT = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>%|[KMGT]?(i?B)?)", re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
-#: Where the memory limits of control groups are mounted.
-_GROUPS = Path("/sys/fs/cgroup")
-
-
-def machine_memory() -> int:
-    """Returns the bytes of memory that this process may use: all of the machine's, or fewer in a control group."""
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    try:
-        own = Path("/proc/self/cgroup").read_text()
-    except OSError:
-        return limits[0]
-    for line in own.splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            root, file = _GROUPS, "memory.max"
-        elif "memory" in controllers.split(","):
-            root, file = _GROUPS / "memory", "memory.limit_in_bytes"
-        else:
-            continue
-        # In a container the path may be that of another namespace; the group's own limit is at the top then.
-        group = Path(os.path.normpath(f"{root}/{path.lstrip('/')}"))
-        for folder in {root, group, *group.parents}:
-            if folder == root or root in folder.parents:
-                limits += _limit(folder / file)
-    return min(limits)
-
-
-def _limit(file: Path) -> list[int]:
-    try:
-        return [int(file.read_text())]
-    except (OSError, ValueError):  # "max", or there is no such group.
-        return []
 
 
 def memory_limit(text: str | None) -> int:
     """Returns the bytes that ``text`` stands for.
 
-    ``"20G"``, ``"20GiB"`` and ``"20GB"`` are 20 * 2**30, ``"40%"`` is a share of :func:`machine_memory`, and a plain
-    number is bytes. ``None`` is half of the machine's.
+    ``"20G"``, ``"20GiB"`` and ``"20GB"`` are 20 * 2**30, ``"40%"`` is a share of what this process can have, and a
+    plain number is bytes. ``None`` is half of it. What it can have is the machine's memory without swap, or what a
+    control group or the limit of the address space leaves of it.
 
     Raises:
-        InvalidArgument: it is none of these, or not between 1 MiB and the machine's memory
+        InvalidArgument: it is none of these, or not between 1 MiB and what this process can have
     """
-    has = machine_memory()
+    has = _memory_limit() or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if text is None:
         return int(has * DEFAULT_SHARE)
     nbytes = amount("memory", text, has)

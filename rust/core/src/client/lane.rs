@@ -19,6 +19,7 @@ use super::ledger::BlockLedger;
 use super::limits::Limits;
 use super::stragglers::{StragglerMonitor, format_rate, rate};
 use crate::error::{Error, ErrorKind};
+use crate::memory::zeroed;
 use crate::payload::{Checksums, Plan, Queue, Taken};
 
 /// Failures in a row, without one block in between, after which a lane gives up.
@@ -90,7 +91,14 @@ impl Transfer<'_> {
         let _present = Present(self);
         let mut failures = 0;
         let mut turn = if self.spread { index } else { 0 };
-        let mut sink = vec![0; block_len()];
+        let mut sink = match zeroed(block_len()) {
+            Ok(sink) => sink,
+            // Another lane may have got its buffer; the last one to leave fails the transfer.
+            Err(error) => {
+                self.leave(error);
+                return None;
+            }
+        };
         while let Some(mut range) = self.queue.take(|| self.watch.cut_slow()) {
             let first = range.at;
             // After a failure the lane tries the next source, and stays there.

@@ -12,6 +12,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use tensorferry_wire::request::MAX_RUNS;
 
 use crate::error::{Error, ErrorKind};
+use crate::memory::make_room;
 use crate::report::Trouble;
 
 /// The record of a transfer's received blocks: the checksum of every block, and counters.
@@ -44,10 +45,15 @@ impl BlockLedger {
                 .and_then(|more| blocks.checked_add(more))
                 .ok_or_else(|| Error::new(ErrorKind::System, "too many blocks for this machine"))?;
         }
+        let (mut digests, mut sources) = (Vec::new(), Vec::new());
+        make_room(&mut digests, blocks)?;
+        make_room(&mut sources, blocks)?;
+        digests.resize_with(blocks, AtomicU64::default);
+        sources.resize_with(blocks, AtomicUsize::default);
         Ok(Self {
             runs,
-            digests: std::iter::repeat_with(AtomicU64::default).take(blocks).collect(),
-            sources: std::iter::repeat_with(AtomicUsize::default).take(blocks).collect(),
+            digests,
+            sources,
             bytes: AtomicU64::new(0),
             retries: AtomicU64::new(0),
             same_host: AtomicBool::new(false),

@@ -81,7 +81,7 @@ impl StagedFetch {
         let missing = if self.refetching {
             plan.wanted_blocks(0)
         } else {
-            self.remote.copy_prefix(&plan);
+            self.remote.copy_prefix(&plan)?;
             self.remote.missing(&plan)
         };
         let fetch = PlannedFetch { plan: &plan, missing: &missing, held: &missing, received: &self.received };

@@ -11,6 +11,7 @@ use tensorferry_wire::digest::{Algorithm, FILE_BLOCK_SIZE, Hasher, Joiner, check
 use super::read::Container;
 use super::{CHUNK, FileOptions, PIECE, by_runs, refused};
 use crate::error::{Error, ErrorKind};
+use crate::memory::zeroed;
 use crate::payload::{checksum_blocks, slices};
 
 /// Blocks whose checksums are read at a time.
@@ -30,9 +31,9 @@ impl Container {
         let found: Mutex<Vec<u64>> = Mutex::default();
         let blocks = self.covered.div_ceil(FILE_BLOCK_SIZE);
         by_runs(&[(0, blocks)], CHUNK / FILE_BLOCK_SIZE, options, || {
-            let mut buffer = vec![0; PIECE];
+            let mut buffer = zeroed(PIECE)?;
             let found = &found;
-            move |first, end| {
+            Ok(move |first: u64, end: u64| {
                 let expected = self.block_digests(first, end)?;
                 let mut got = Vec::with_capacity(expected.len());
                 let (mut at, stop) = (first * FILE_BLOCK_SIZE, (end * FILE_BLOCK_SIZE).min(self.covered));
@@ -44,7 +45,7 @@ impl Container {
                 let bad = (first..).zip(expected.iter().zip(&got)).filter(|(_, (a, b))| a != b).map(|(block, _)| block);
                 found.lock().unwrap_or_else(PoisonError::into_inner).extend(bad);
                 Ok(stop - first * FILE_BLOCK_SIZE)
-            }
+            })
         })?;
         let mut bad = found.into_inner().unwrap_or_else(PoisonError::into_inner);
         bad.sort_unstable();
@@ -65,7 +66,7 @@ impl Container {
     /// Where the checksum of the table of checksums is, if it does not match. A reader of slices does not need it.
     fn damaged_table(&self, options: &FileOptions) -> Result<Option<(u64, u64)>, Error> {
         let (start, end) = (self.header.payload_len() - 8, self.header.payload_len());
-        let mut buffer = vec![0; PIECE];
+        let mut buffer = zeroed(PIECE)?;
         let found = self.hashed(Hasher::new(), self.covered, start, &mut buffer, options)?.finish();
         let expected = self.bytes(&mut buffer, start, end)?;
         Ok((expected != found.to_le_bytes()).then_some((start, end)))
@@ -82,9 +83,9 @@ impl Container {
         let digests: Mutex<Vec<u64>> = Mutex::new(vec![0; entries.len()]);
         let joiner = Joiner::new(FILE_BLOCK_SIZE);
         by_runs(&[(0, entries.len() as u64)], 16, options, || {
-            let mut buffer = vec![0; PIECE];
+            let mut buffer = zeroed(PIECE)?;
             let (digests, joiner) = (&digests, &joiner);
-            move |first, end| {
+            Ok(move |first: u64, end: u64| {
                 for number in first..end {
                     let number = usize::try_from(number).unwrap_or(usize::MAX);
                     let Some(entry) = entries.get(number) else { break };
@@ -96,7 +97,7 @@ impl Container {
                     digests.lock().unwrap_or_else(PoisonError::into_inner)[number] = digest;
                 }
                 Ok(0)
-            }
+            })
         })?;
         Ok(digests.into_inner().unwrap_or_else(PoisonError::into_inner))
     }

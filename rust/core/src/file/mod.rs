@@ -83,7 +83,7 @@ pub struct FileReport {
 
 /// Has several threads read the blocks that `plan` wants, a chunk at a time; says how many bytes that took. Each thread
 /// makes its own reader with `start`, and calls it with the first block of a chunk and the one behind its last.
-fn by_chunks<R>(plan: &Plan, options: &FileOptions, start: impl Fn() -> R + Sync) -> Result<u64, Error>
+fn by_chunks<R>(plan: &Plan, options: &FileOptions, start: impl Fn() -> Result<R, Error> + Sync) -> Result<u64, Error>
 where
     R: FnMut(u64, u64) -> Result<u64, Error>,
 {
@@ -91,7 +91,12 @@ where
 }
 
 /// As [`by_chunks`], for the blocks in `runs`, at most `most` at a time.
-fn by_runs<R>(runs: &[(u64, u64)], most: u64, options: &FileOptions, start: impl Fn() -> R + Sync) -> Result<u64, Error>
+fn by_runs<R>(
+    runs: &[(u64, u64)],
+    most: u64,
+    options: &FileOptions,
+    start: impl Fn() -> Result<R, Error> + Sync,
+) -> Result<u64, Error>
 where
     R: FnMut(u64, u64) -> Result<u64, Error>,
 {
@@ -99,7 +104,10 @@ where
     let queue = Queue::new(runs, most);
     let bytes = AtomicU64::new(0);
     let work = || {
-        let mut read = start();
+        let mut read = match start() {
+            Ok(read) => read,
+            Err(e) => return queue.fail(e),
+        };
         while let Some(mut range) = queue.take(|| {}) {
             match options.check().and_then(|()| read(range.at, range.end)) {
                 Ok(taken) => {

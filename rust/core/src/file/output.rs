@@ -15,7 +15,8 @@ use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use crate::memory::{PAGE, available, timed};
+use crate::error::Error;
+use crate::memory::{PAGE, available_memory, timed, zeroed};
 
 /// A file that is written through the cache without having been asked for takes at most this part of the memory that is
 /// available.
@@ -54,7 +55,7 @@ impl Output {
     /// without saying, through it for as long as that is good for everybody.
     pub(super) fn new(cached: File, path: &Path, len: u64, direct: Option<bool>) -> Self {
         let open = || OpenOptions::new().write(true).custom_flags(libc::O_DIRECT).open(path).ok();
-        let through = direct.is_none() && available().is_none_or(|memory| len <= memory / SHARE);
+        let through = direct.is_none() && available_memory().is_none_or(|memory| len <= memory / SHARE);
         let direct = (direct.unwrap_or(true) && !is_in_memory(&cached)).then(open).flatten();
         Self {
             cached,
@@ -171,10 +172,10 @@ pub(super) struct Buffer {
 }
 
 impl Buffer {
-    pub(super) fn new(len: usize) -> Self {
-        let memory = vec![0; len + PAGE];
+    pub(super) fn new(len: usize) -> Result<Self, Error> {
+        let memory = zeroed(len + PAGE)?;
         let start = memory.as_ptr().align_offset(PAGE);
-        Self { memory, start, filled: 0 }
+        Ok(Self { memory, start, filled: 0 })
     }
 
     pub(super) fn clear(&mut self) {
@@ -224,7 +225,7 @@ mod tests {
     #[test]
     fn what_is_written_is_there_whichever_way_it_went() {
         let bytes: Vec<u8> = (0_u8..251).cycle().take(5 * PAGE + 100).collect();
-        let mut buffer = Buffer::new(bytes.len());
+        let mut buffer = Buffer::new(bytes.len()).unwrap();
         for direct in [false, true] {
             let (file, output) = output(direct);
             let able = output.direct.is_some();

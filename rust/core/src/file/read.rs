@@ -12,13 +12,13 @@ use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
-use tensorferry_wire::container::{DIGESTS_ENTRY, Header};
+use tensorferry_wire::container::{self, DIGESTS_ENTRY, Header};
 use tensorferry_wire::digest::{self, Algorithm, FILE_BLOCK_SIZE, TableHead};
 
 use super::output::Buffer;
 use super::{CHUNK, FileOptions, FileReport, PIECE, by_chunks, refused};
 use crate::error::{Error, ErrorKind};
-use crate::memory::nontemporal;
+use crate::memory::{check_room, nontemporal, zeroed_for};
 use crate::payload::{Plan, Slice, checksum_blocks, copy_with_checksums, slices};
 
 /// Bytes that are requested from the disk in one call: the system takes no more notice of a longer one.
@@ -81,8 +81,9 @@ impl Container {
         if start > len {
             return Err(corrupt(format!("it has {len} bytes, and its header alone {start}")));
         }
-        let mut bytes = vec![0; usize::try_from(start).map_err(|_| corrupt("its header is too long".to_owned()))?];
+        let mut bytes = zeroed_for(start, "the header").map_err(|e| e.at(&path.display().to_string()))?;
         file.read_exact_at(&mut bytes, 0).map_err(failed)?;
+        check_room(start * container::DECODED_COST, "the header").map_err(|e| e.at(&path.display().to_string()))?;
         let header = Header::decode(&bytes).map_err(|e| corrupt(format!("its header is not valid: {e}")))?;
         let expected = start.saturating_add(header.payload_len());
         if len != expected {
@@ -155,7 +156,7 @@ impl Container {
         let Some(entry) = self.header.entries().iter().find(|e| e.name == name) else { return Ok(None) };
         // No longer than the file is.
         let nbytes = entry.nbytes();
-        let mut bytes = vec![0; usize::try_from(nbytes).map_err(|_| self.too_large(name))?];
+        let mut bytes = zeroed_for(nbytes, name).map_err(|e| e.at(&self.path.display().to_string()))?;
         if nbytes > 0 {
             let address = bytes.as_mut_ptr().expose_provenance();
             // SAFETY: as many bytes as the entry has, which nobody else knows of until they have been read.
@@ -163,10 +164,6 @@ impl Container {
             self.read(&[whole], options)?;
         }
         Ok(Some(bytes))
-    }
-
-    fn too_large(&self, name: &str) -> Error {
-        Error::new(ErrorKind::Invalid, format!("{}: {name:?} is too large for this machine", self.path.display()))
     }
 
     /// Reads `slices` into their places, and no more of the file than the blocks of 512 bytes they lie in. Several
@@ -197,8 +194,8 @@ impl Container {
         let runs = plan.wanted_blocks(0);
         let ahead = Ahead { runs: &runs, requested: Mutex::new(0..0) };
         by_chunks(plan, options, || {
-            let (ahead, mut buffer) = (&ahead, Buffer::new(PIECE));
-            move |first, end| self.read_blocks(plan, first, end, ahead, &mut buffer)
+            let (ahead, mut buffer) = (&ahead, Buffer::new(PIECE)?);
+            Ok(move |first, end| self.read_blocks(plan, first, end, ahead, &mut buffer))
         })
     }
 

@@ -5,11 +5,12 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
-use tensorferry_wire::container::{DIGESTS_ENTRY, Header};
+use tensorferry_wire::container::{self, DIGESTS_ENTRY, Header};
 use tensorferry_wire::digest::{self, Algorithm, DigestTable, FILE_BLOCK_SIZE};
 
 use super::{CHUNK, FileOptions, PIECE, by_runs, refused};
 use crate::error::{Error, ErrorKind};
+use crate::memory::{check_room, zeroed, zeroed_for};
 use crate::payload::checksum_blocks;
 
 /// Computes the checksums of the container at `path`, whose bytes are complete, writes them into the entry that is
@@ -25,8 +26,9 @@ pub fn seal_file(path: &Path, options: &FileOptions) -> Result<u64, Error> {
     let mut prefix = [0; 8];
     file.read_exact_at(&mut prefix, 0).map_err(failed)?;
     let start = Header::total_len(prefix).map_err(|_| invalid())?;
-    let mut bytes = vec![0; usize::try_from(start).map_err(|_| invalid())?];
+    let mut bytes = zeroed_for(start, "the header")?;
     file.read_exact_at(&mut bytes, 0).map_err(failed)?;
+    check_room(start * container::DECODED_COST, "the header")?;
     let header = Header::decode(&bytes).map_err(|_| invalid())?;
     let entry = header.entries().iter().find(|entry| entry.name == DIGESTS_ENTRY).ok_or_else(invalid)?;
     let covered = entry.start;
@@ -40,9 +42,9 @@ pub fn seal_file(path: &Path, options: &FileOptions) -> Result<u64, Error> {
     }
     let parts: Mutex<Vec<(u64, Vec<u64>)>> = Mutex::default();
     by_runs(&[(0, count)], CHUNK / FILE_BLOCK_SIZE, options, || {
-        let mut buffer = vec![0; PIECE];
+        let mut buffer = zeroed(PIECE)?;
         let (file, parts) = (&file, &parts);
-        move |first, end| {
+        Ok(move |first: u64, end: u64| {
             let (mut at, stop) = (first * FILE_BLOCK_SIZE, (end * FILE_BLOCK_SIZE).min(covered));
             let mut digests = Vec::new();
             while at < stop {
@@ -53,7 +55,7 @@ pub fn seal_file(path: &Path, options: &FileOptions) -> Result<u64, Error> {
             }
             parts.lock().unwrap_or_else(PoisonError::into_inner).push((first, digests));
             Ok(stop - first * FILE_BLOCK_SIZE)
-        }
+        })
     })?;
     let mut parts = parts.into_inner().unwrap_or_else(PoisonError::into_inner);
     parts.sort_unstable_by_key(|part| part.0);

@@ -241,7 +241,7 @@ impl Stored {
                     }
                     Ok(stop - start)
                 };
-                by_chunks(&plan, options, || read)?
+                by_chunks(&plan, options, || Ok(read))?
             }
         };
         Ok(FileReport { bytes, wanted, direct: 0 })

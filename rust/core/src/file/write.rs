@@ -21,7 +21,7 @@ use tensorferry_wire::dtype::Dtype;
 use super::output::{Buffer, Output};
 use super::{CHUNK, DIRECT_FROM, FileOptions, FileReport, PIECE, refused};
 use crate::error::{Error, ErrorKind};
-use crate::memory::PAGE;
+use crate::memory::{PAGE, zeroed};
 use crate::payload::{Item, Layout, Segments, checksum_blocks};
 
 /// Writes `items` as a container to `path`, with checksums of all of it. The file appears under its name only when it
@@ -68,7 +68,7 @@ pub fn write_file(
 ) -> Result<Written, Error> {
     let len: u64 = items.iter().map(|item| item.memory.region().len() as u64).sum();
     let table_len = digest::table_len(len.div_ceil(FILE_BLOCK_SIZE));
-    let blank = Bytes::from(vec![0; usize::try_from(table_len).map_err(|_| too_large(path))?]);
+    let blank = Bytes::from(zeroed(usize::try_from(table_len).map_err(|_| too_large(path))?)?);
     items.push(Item::bytes(DIGESTS_ENTRY, Dtype::U8, &[table_len], blank));
     let layout = Layout::new(metadata, items, PAGE as u64)?;
     let file = OpenOptions::new()
@@ -168,7 +168,10 @@ fn write_payload(
         failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(e);
     };
     let work = || {
-        let mut buffer = Buffer::new(usize::try_from(CHUNK.min(end - start)).unwrap_or(usize::MAX));
+        let mut buffer = match Buffer::new(usize::try_from(CHUNK.min(end - start)).unwrap_or(usize::MAX)) {
+            Ok(buffer) => buffer,
+            Err(e) => return fail(Failure::Other(e)),
+        };
         let mut under_way = VecDeque::new();
         loop {
             let chunk = next.fetch_add(1, Ordering::Relaxed);

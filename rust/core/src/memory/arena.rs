@@ -292,7 +292,7 @@ fn refused(len: u64, cause: std::io::Error) -> Error {
 
 #[cfg(test)]
 mod tests {
-    use super::super::machine::machine;
+    use super::super::machine::memory_limit;
     use super::super::mapping::resident;
     use super::*;
 
@@ -347,7 +347,7 @@ mod tests {
 
     #[test]
     fn announced_storages_are_refused_together_and_take_no_pages() {
-        let has = machine().unwrap();
+        let has = memory_limit().unwrap();
         assert!(Arena::sparse(&[has / 2, has / 2, has / 2]).is_err());
         assert!(Arena::sparse(&[u64::MAX, 2]).is_err());
         let (arena, at) = Arena::sparse(&[has / 4, 0, 100]).unwrap();

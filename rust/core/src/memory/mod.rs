@@ -10,7 +10,9 @@
 //! | `shared` | memory that two processes map |
 //! | `copies` | [`copy_all`]: many copies, made by several threads |
 //! | `file_pages` | [`FilePages`]: the pages of a file, readable even when the file was shortened |
-//! | `machine` | refusal of lengths that no memory of this machine could hold |
+//! | `machine` | how much memory this process can have, and refusal of lengths beyond that |
+//! | `groups` | what its control groups allow |
+//! | `room` | buffers whose refusal by the system is an error |
 //! | `nontemporal` | copies that leave the cache alone |
 //!
 //! Most unsafe code of the engine is in this room. A caller that hands an address to it promises that the memory
@@ -20,11 +22,13 @@ mod arena;
 mod copies;
 mod file_pages;
 mod fresh;
+mod groups;
 mod machine;
 mod mapping;
 pub(crate) mod nontemporal;
 mod pool;
 mod region;
+mod room;
 mod shared;
 
 pub(crate) use self::arena::{ALIGNMENT, ArenaLayout};
@@ -32,11 +36,11 @@ pub use self::arena::{Arena, Hold};
 pub use self::copies::{Transfer, copy_all};
 pub use self::file_pages::FilePages;
 pub(crate) use self::fresh::{FreshPages, timed};
-pub(crate) use self::machine::available;
-pub use self::machine::check_machine_has;
+pub use self::machine::{available_memory, check_machine_has, memory_limit};
 pub use self::pool::{Allocation, ArenaPool};
 pub use self::region::Memory;
 pub(crate) use self::region::Region;
+pub(crate) use self::room::{check_room, make_room, zeroed, zeroed_for};
 pub use self::shared::SharedBuffer;
 pub(crate) use self::shared::{SharedMemory, SharedView};
 

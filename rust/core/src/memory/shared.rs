@@ -17,7 +17,7 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-use rustix::fs::{MemfdFlags, SealFlags};
+use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
 use super::fresh::touch;
@@ -92,7 +92,9 @@ impl SharedMemory {
     /// New memory of `len` bytes, and the descriptor by which another process maps it. The memory has its final length,
     /// and this mapping is the last one that can write to it.
     pub(crate) fn new(len: u64) -> io::Result<(Self, OwnedFd)> {
-        let (mapping, fd) = create(len, MapFlags::POPULATE)?;
+        let (mapping, fd) = create(len, MapFlags::empty())?;
+        // MAP_POPULATE would not say that there are no pages, and the first write would end the process.
+        populate(&mapping, &fd, 1)?;
         Ok((Self(mapping), fd))
     }
 
@@ -159,7 +161,7 @@ impl SharedBuffer {
         check_machine_has(len, "a copy of the state")?;
         let refused = |cause| Error::caused(ErrorKind::System, format!("no {len} bytes of shared memory"), cause);
         let (mapping, fd) = create(len.max(1), MapFlags::empty()).map_err(refused)?;
-        populate(&mapping, threads).map_err(refused)?;
+        populate(&mapping, &fd, threads).map_err(refused)?;
         Ok(Self { mapping, fd, writable: true })
     }
 
@@ -210,10 +212,14 @@ impl SharedBuffer {
 }
 
 /// Takes the pages of a fresh mapping from the system: several threads are several times as fast as one, and a state
-/// that is copied there finds them.
-fn populate(mapping: &SharedMapping, threads: usize) -> io::Result<()> {
+/// that is copied there finds them. Where there are none left, that is an error here, and no signal later.
+fn populate(mapping: &SharedMapping, fd: &OwnedFd, threads: usize) -> io::Result<()> {
     let next = AtomicUsize::new(0);
     let failed = Mutex::new(None);
+    let fail = |e| {
+        failed.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(e);
+        next.store(mapping.len, Ordering::Relaxed);
+    };
     let work = || loop {
         let at = next.fetch_add(POPULATED, Ordering::Relaxed);
         if at >= mapping.len {
@@ -225,11 +231,13 @@ fn populate(mapping: &SharedMapping, threads: usize) -> io::Result<()> {
         match unsafe { rustix::mm::madvise(start.cast(), len, Advice::LinuxPopulateWrite) } {
             Ok(()) => {}
             // A kernel before 5.14.
-            Err(rustix::io::Errno::INVAL) => touch(start as usize..start as usize + len),
-            Err(e) => {
-                failed.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(e);
-                next.store(mapping.len, Ordering::Relaxed);
+            Err(rustix::io::Errno::INVAL) => {
+                match rustix::fs::fallocate(fd, FallocateFlags::empty(), at as u64, len as u64) {
+                    Ok(()) => touch(start as usize..start as usize + len),
+                    Err(e) => fail(e),
+                }
             }
+            Err(e) => fail(e),
         }
     };
     std::thread::scope(|scope| {
@@ -260,6 +268,12 @@ mod tests {
         // SAFETY: mapped, and its writer is gone.
         let bytes = unsafe { std::slice::from_raw_parts(received.address() as *const u8, received.len()) };
         assert_eq!((bytes.len(), bytes[0], bytes[(9 << 20) - 1]), (9 << 20, 0, 7));
+    }
+
+    #[test]
+    fn a_ring_has_its_pages_before_it_is_written_to() {
+        let (mut ring, _fd) = SharedMemory::new(1 << 20).unwrap();
+        assert_eq!(resident(ring.slice_mut(0, 1).as_ptr() as usize, 1 << 20), (1 << 20) / 4096);
     }
 
     #[test]

@@ -7,6 +7,7 @@ use std::io::{IoSliceMut, Write};
 
 use super::{Connection, Head};
 use crate::error::Error;
+use crate::memory::make_room;
 use crate::same_host::ring::RingReader;
 
 /// As many slices as the system takes in one call.
@@ -113,6 +114,7 @@ impl Connection {
             // Grown as bytes arrive: an announced length alone takes no memory.
             let at = bytes.len();
             let step = usize::try_from(left).unwrap_or(usize::MAX).min(1 << 20);
+            make_room(bytes, step)?;
             bytes.resize(at + step, 0);
             self.fill(&mut [IoSliceMut::new(&mut bytes[at..])], |_| ())?;
             left -= step as u64;

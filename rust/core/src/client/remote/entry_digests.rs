@@ -10,7 +10,7 @@ use tensorferry_wire::digest::{Algorithm, BLOCK_SIZES, Joiner, checksum, whole_b
 use super::Remote;
 use crate::client::blocks::requests;
 use crate::error::Error;
-use crate::memory::check_machine_has;
+use crate::memory::{check_machine_has, zeroed};
 use crate::payload::Slice;
 
 impl Remote {
@@ -58,7 +58,7 @@ impl Remote {
         for asked in requests(&whole, block_size) {
             blocks.extend(self.digests(&asked, block_size)?.blocks);
         }
-        let mut bytes = vec![0_u8; usize::try_from(total(&edges)).unwrap_or(usize::MAX)];
+        let mut bytes = zeroed(usize::try_from(total(&edges)).unwrap_or(usize::MAX))?;
         let mut at = bytes.as_mut_ptr().expose_provenance();
         let mut slices = Vec::with_capacity(edges.len());
         for &(number, start, len) in edges.iter().filter(|edge| edge.2 > 0) {

@@ -14,7 +14,7 @@ use crate::client::blocks::block_len;
 use crate::client::connection::Connection;
 use crate::client::limits::Limits;
 use crate::error::{Error, ErrorKind, Hint};
-use crate::memory::check_machine_has;
+use crate::memory::{check_machine_has, check_room};
 use crate::payload::is_control;
 use crate::same_host;
 use crate::trust::secret;
@@ -88,6 +88,7 @@ impl FirstFetch {
         extend(&mut bytes, 0, payload_start)?;
         #[allow(clippy::cast_possible_truncation, reason = "both are lengths of memory that exists")]
         let text = ..payload_start as usize;
+        check_room(payload_start * container::DECODED_COST, "the header of the source")?;
         let header = Header::decode(&bytes[text]).map_err(invalid)?;
         let header_digest = algorithm.checksum(&bytes[text]);
         // The pages are here already: they take what comes next.

@@ -30,7 +30,7 @@ use super::ledger::BlockLedger;
 use super::limits::Limits;
 use super::{Arrived, Source};
 use crate::error::Error;
-use crate::memory::ArenaPool;
+use crate::memory::{ArenaPool, zeroed};
 use crate::payload::{Destination, Plan, ReceiveMemory, Slice, Waves, slices};
 use crate::report::Report;
 
@@ -116,7 +116,7 @@ impl Remote {
             missing = self.without_present(&plan, &missing, &received)?;
         }
         self.choose_route(plan.held(&missing));
-        self.copy_prefix(&plan);
+        self.copy_prefix(&plan)?;
         let fetch = PlannedFetch { plan: &plan, missing: &missing, held: &self.blocks(), received: &received };
         if missing.is_empty() && !is_small {
             // Nothing is to be fetched, but what is here may have been at the source at different moments.
@@ -175,7 +175,7 @@ impl Remote {
             report.wanted += plan.wanted();
             if self.came_with_header() {
                 // All of it came along with the header.
-                self.copy_prefix(&plan);
+                self.copy_prefix(&plan)?;
                 continue;
             }
             let block_size = plan.fitting_block_size();
@@ -225,8 +225,8 @@ impl Remote {
         Waves::new((&self.header, self.header.payload_len()), destination, (passing, &[]), most, self.pool.clone())
     }
 
-    pub(super) fn copy_prefix(&self, plan: &Plan) {
-        let mut sink = vec![0; block_len()];
+    pub(super) fn copy_prefix(&self, plan: &Plan) -> Result<(), Error> {
+        let mut sink = zeroed(block_len())?;
         let have = (self.prefix.len() as u64).div_ceil(BLOCK_SIZE);
         for (first, end) in plan.wanted_blocks(0) {
             for block in first..end.min(have) {
@@ -245,5 +245,6 @@ impl Remote {
                 });
             }
         }
+        Ok(())
     }
 }

@@ -9,6 +9,7 @@ use super::transfer::default_lanes;
 use crate::client::blocks::{block_len, requests};
 use crate::client::ledger::BlockLedger;
 use crate::error::Error;
+use crate::memory::zeroed;
 use crate::payload::Plan;
 
 impl Remote {
@@ -46,7 +47,7 @@ impl Remote {
         let found: Vec<AtomicBool> = blocks.iter().map(|_| AtomicBool::new(false)).collect();
         let next = AtomicUsize::new(0);
         let work = || -> Result<(), Error> {
-            let mut sink = vec![0; block_len()];
+            let mut sink = zeroed(block_len())?;
             loop {
                 let index = next.fetch_add(1, Ordering::Relaxed);
                 let (Some(&block), Some(&digest)) = (blocks.get(index), digests.get(index)) else { return Ok(()) };
