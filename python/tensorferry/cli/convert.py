@@ -6,13 +6,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import InvalidArgument, ProtocolError, TensorferryError
-from . import console, exits
+from . import console, exits, suffixes
 from .flags import Json, Switch
 
 #: What can be written.
 Format = Literal["tensorferry", "safetensors", "torch", "checkpoint", "dcp", "torch-dcp"]
 #: The format that a suffix stands for.
 _SUFFIXES: dict[str, Format] = {".safetensors": "tensorferry", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
+#: What is in the file of a format that is one file.
+_WRITTEN = {"tensorferry": "safetensors", "safetensors": "safetensors", "torch": "torch.save"}
 #: The backends of Megatron's formats.
 _MEGATRON = {"dcp": "tensorferry", "tensorferry": "tensorferry", "torch-dcp": "torch_dist"}
 
@@ -55,6 +57,8 @@ def convert(
         raise InvalidArgument(f"{output} does not say what to write: name a format with --to")
     if place.kind is places.Kind.PEERS:
         raise InvalidArgument("pull first, then convert: a running peer may change its state meanwhile")
+    if to in _WRITTEN:
+        suffixes.warn(output, _WRITTEN[to])
     if place.kind is places.Kind.MEGATRON:
         told = _megatron(place.path, output, to)
     else:

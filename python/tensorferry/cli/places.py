@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from dataclasses import dataclass
 from enum import Enum
@@ -9,13 +10,15 @@ from pathlib import Path
 
 from .._native import _file_entries
 from ..dcp import marker
-from ..errors import IncompleteCheckpoint, InvalidArgument, ProtocolError, SystemRefused
+from ..errors import IncompleteCheckpoint, InvalidArgument, ProtocolError, SystemRefused, TensorferryError
 from ..storage import reserved
 from ..storage.folder import INDEX
 from .sources import is_metadata
 
 #: The files by which checkpoints of others are recognised.
 _MEGATRON, _RANK_FILE = "metadata.json", "checkpoint_0.pt"
+#: The index of a model in several files, as Hugging Face's programs write it.
+HF_INDEX = "model.safetensors.index.json"
 
 
 class Kind(Enum):
@@ -105,3 +108,23 @@ def _kind_of_folder(folder: Path) -> Kind:
     if (folder / _RANK_FILE).is_file():
         raise InvalidArgument(f"{folder} is a folder of torch's own checkpointer: name the file of a rank in it")
     raise IncompleteCheckpoint(f"{folder} holds no checkpoint: it has neither {INDEX} nor {marker.NAME}")
+
+
+def checkpoint_that_was_not_pulled(folder: Path) -> str | None:
+    """Returns the name of a file that belongs to a checkpoint in ``folder`` which no pull has written."""
+    from ..storage import commits
+    from ..storage.download import was_pulled
+
+    torch_index = folder / marker.NAME
+    for path in (folder / _MEGATRON, folder / _RANK_FILE, folder / HF_INDEX):
+        if os.path.lexists(path):
+            return path.name
+    if os.path.lexists(torch_index) and not marker.is_marker(torch_index):
+        return torch_index.name
+    if not os.path.lexists(folder / INDEX):
+        return None
+    try:
+        files = commits.files_of(folder / INDEX).files
+    except TensorferryError:
+        return INDEX
+    return next((name for name in files if not was_pulled(folder / name)), None if files else INDEX)
