@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import incomplete
 from test_zarr import WRITTEN, memory, rank_and_world, without_random
 from zarr_states import differences, expected, sharded_state
 
+from commands import incomplete
 from tensorferry.storage.pending import pending
 
 #: Written by megatron-core 0.15.3 and torch 2.8 on two ranks (``stock_zarr.py``).
@@ -180,7 +180,7 @@ def test_the_command(alone, tmp_path):
     assert alone.run(command, str(WRITTEN), output, "--to", "torch_dist", "--window", "1") == [(0, told)]
     [(status, told)] = alone.run(command, str(WRITTEN), output)
     assert status == 1
-    assert told == f"error: {output} exists already: convert into a new folder\n"
+    assert told == f"error: {output} exists already: name a new one\n"
 
 
 class Evil:

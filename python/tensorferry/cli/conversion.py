@@ -33,7 +33,7 @@ from ..state.snapshot import StateSnapshot
 from ..storage.folder import FolderSave, Index, SaveId, missing_files, read_index
 from ..storage.pending import pending
 from ..storage.reserved import is_reserved
-from . import mapped_states
+from . import mapped_states, numbers
 from .places import Kind, Place
 from .torch_leaves import values_of
 from .values import has_elements, whole
@@ -84,13 +84,17 @@ class Conversion:
                     raise SourceChanged(f"{self._place.text} was changed while it was converted: convert it again")
 
     def _write(self, partial: Path, to: str) -> dict[str, Any]:
+        told: dict[str, Any] = {}
         state = self._state(partial.parent)
+        if self._place.kind in (Kind.DISTRIBUTED, Kind.TORCH_DISTRIBUTED):
+            # The formats of a distributed checkpoint have all keys as text in any case.
+            told["numbers"] = [] if to in ("dcp", "torch-dcp") else numbers.in_text(state)
         values = values_of(state)
         tensors = sum(isinstance(value, torch.Tensor) for value in values.values())
         self._nbytes = sum(
             value.numel() * value.element_size() for value in values.values() if isinstance(value, torch.Tensor)
         )
-        told: dict[str, Any] = {"tensors": tensors, "objects": len(values) - tensors}
+        told |= {"tensors": tensors, "objects": len(values) - tensors}
         match to:
             case "tensorferry":
                 packed = StateSnapshot(state, Stager(ACCELERATOR), "borrow")
@@ -116,6 +120,8 @@ class Conversion:
                 return mapped_states.of_container(self._verified(path), self._pages)
             case Kind.ARCHIVE:
                 return mapped_states.of_archive(path, self._pages)
+            case Kind.SHARDS:
+                return mapped_states.of_shards(path, self._pages)
             case Kind.CHECKPOINT:
                 return mapped_states.of_container(self._verified(self._file_of_rank(path)), self._pages)
             case _:
