@@ -13,15 +13,16 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from commands import command, make_state, until
+from commands import command, incomplete, make_state, until
 from equality import assert_same_state
 from tensorferry import join_metadata
+from tensorferry._native import Remote
 from tensorferry.checkpointing import CheckpointReader, load_file
 from tensorferry.cli import exits
 from tensorferry.cli.progress import Progress
 from tensorferry.dcp import FileReader, PeerWriter
 from tensorferry.errors import InvalidArgument, ProtocolError, SystemRefused
-from tensorferry.storage.download import Download
+from tensorferry.storage.download import Download, partial_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -129,16 +130,16 @@ def test_an_interrupted_pull_goes_on(
     how: signal.Signals, run: Callable[..., Any], publish: Any, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
     metadata = publish(large(), max_bandwidth=16 << 20)
-    path, partial = tmp_path / "a.safetensors", tmp_path / "a.safetensors.partial"
+    path = tmp_path / "a.safetensors"
     kills = pytestconfig.getoption("--pull-kills") if how == signal.SIGKILL else 1
     for kill in range(kills):
         with command("pull", metadata, "-o", path, "--no-same-host") as process:
-            until(partial_with(partial, 4 + kill % 3), process)
+            until(partial_with(path, 4 + kill % 3), process)
             process.send_signal(how)
             _, err = process.communicate(timeout=30)
         assert process.returncode == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[how]
         if how != signal.SIGKILL:
-            assert err.splitlines()[0].startswith(f"{partial} holds what has arrived")
+            assert err.splitlines()[0].startswith(f"{incomplete(path)[0]} holds what has arrived")
             assert len(err.splitlines()) == 2
         assert not path.exists()
     told = run("pull", metadata, "-o", path, "--json").json
@@ -146,9 +147,9 @@ def test_an_interrupted_pull_goes_on(
     assert_same_state(load_file(path), large())
 
 
-def partial_with(partial: Path, blocks: int) -> Callable[[], bool]:
-    """Whether a file has so many blocks by now."""
-    return lambda: partial.exists() and blocks_in(partial) >= blocks
+def partial_with(path: Path, blocks: int) -> Callable[[], bool]:
+    """Whether the incomplete file of ``path`` has so many blocks by now."""
+    return lambda: any(blocks_in(partial) >= blocks for partial in incomplete(path))
 
 
 def blocks_in(partial: Path) -> int:
@@ -227,7 +228,10 @@ def test_options_that_contradict_each_other(run: Callable[..., Any], publish: An
 def test_a_link_in_the_place_of_the_file_is_not_followed(run: Callable[..., Any], publish: Any, tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("kept")
     (tmp_path / "a.partial").symlink_to(tmp_path / "precious")
-    assert run("pull", publish(make_state()), "-o", tmp_path / "a").status == 14
+    metadata = publish(make_state())
+    with contextlib.closing(Remote.open([metadata], 5, timeout=30)) as remote:
+        partial_of(tmp_path / "a", remote, 5).symlink_to(tmp_path / "precious")
+    assert run("pull", metadata, "-o", tmp_path / "a").status == 14
     assert (tmp_path / "precious").read_text() == "kept"
 
 

@@ -179,12 +179,6 @@ def test_the_module_runs_the_command() -> None:
         assert process.communicate(timeout=30)[0].strip() == tensorferry.__version__
 
 
-def test_the_completion_for_shells_is_written(run: Callable[..., Any], tmp_path: Path) -> None:
-    done = run("--install-completion", "--shell", "bash", "--output", tmp_path / "completion")
-    assert done.status == 0
-    assert all(verb in (tmp_path / "completion").read_text() for verb in app.VERBS)
-
-
 def test_main_takes_the_arguments_of_the_process(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     monkeypatch.setattr(sys, "argv", ["tensorferry", "--version"])
     assert cli.main() == 0

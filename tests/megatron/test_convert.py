@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import gc
 import json
 import os
@@ -16,6 +15,9 @@ import pytest
 import torch
 from test_zarr import WRITTEN, memory, rank_and_world, without_random
 from zarr_states import differences, expected, sharded_state
+
+from commands import incomplete
+from tensorferry.storage.pending import pending
 
 #: Written by megatron-core 0.15.3 and torch 2.8 on two ranks (``stock_zarr.py``).
 PACKED = WRITTEN.parent / "torch_dist-0.15.tar.gz"
@@ -78,7 +80,7 @@ def test_a_checkpoint_comes_through_all_formats_as_it_was(ranks, alone, tmp_path
         assert json.loads((tmp_path / name / "metadata.json").read_text())["sharded_backend"] == to
         assert ranks.run(load, output, to == "tensorferry", True) == [[], []], name
         assert alone.run(load, output, to == "tensorferry", False) == [[]], name
-        assert not Path(f"{output}.partial").exists()
+        assert incomplete(Path(output)) == []
 
 
 def large(folder, mib=96):
@@ -151,12 +153,13 @@ def test_a_killed_conversion_leaves_nothing_under_the_name_of_its_output(alone, 
     output = tmp_path / "output"
     assert alone.run(convert_and_die, str(WRITTEN), str(output), to) == [-signal.SIGKILL]
     assert not output.exists()
-    assert any(Path(f"{output}.partial").iterdir())
-    (Path(f"{output}.partial") / "of the killed one").touch()
+    [left] = incomplete(output)
+    assert any(left.iterdir())
+    (left / "of the killed one").touch()
     assert alone.run(convert, str(WRITTEN), str(output), {"to": to}) == [(15, 3, 1661)]
     assert alone.run(load, str(output), to == "tensorferry", False) == [[]]
     assert not (output / "of the killed one").exists()
-    assert not Path(f"{output}.partial").exists()
+    assert incomplete(output) == []
 
 
 def command(kept, *arguments):
@@ -177,7 +180,7 @@ def test_the_command(alone, tmp_path):
     assert alone.run(command, str(WRITTEN), output, "--to", "torch_dist", "--window", "1") == [(0, told)]
     [(status, told)] = alone.run(command, str(WRITTEN), output)
     assert status == 1
-    assert told == f"error: {output} exists already: convert into a new folder\n"
+    assert told == f"error: {output} exists already: name a new one\n"
 
 
 class Evil:
@@ -266,18 +269,13 @@ def test_bad_sources_are_refused_and_nothing_is_left(alone, of_torch, tmp_path, 
 
 
 def test_two_conversions_do_not_write_one_output(alone, tmp_path):
-    partial = tmp_path / "output.partial"
-    partial.mkdir()
-    (partial / "of the other").touch()
-    held = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        # Whoever writes shares with nobody.
-        fcntl.flock(held, fcntl.LOCK_SH)
+    (tmp_path / "output.partial").mkdir()
+    (tmp_path / "output.partial" / "mine").write_text("kept")
+    with pending(tmp_path / "output", folder=True) as folder:
         [told] = alone.run(convert, str(WRITTEN), str(tmp_path / "output"), {})
-    finally:
-        os.close(held)
-    assert told == f"another process is converting into {tmp_path}/output: wait for it"
-    assert (partial / "of the other").exists()
+        assert f"another process is writing {tmp_path}/output: wait for it" in told
+        assert folder.exists()
+    assert (tmp_path / "output.partial" / "mine").read_text() == "kept"
 
 
 def split_up(kept, sizes, most):

@@ -106,6 +106,11 @@ def until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None
         time.sleep(0.02)
 
 
+def incomplete(path: Path) -> list[Path]:
+    """What pulls and conversions into ``path`` have begun, or have left."""
+    return sorted(path.parent.glob(f".{path.name}.*.partial"))
+
+
 def write_archive(state: Any, path: Path) -> None:
     torch.save(state, path)
 

@@ -16,13 +16,15 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
 
 from ..errors import SystemRefused, TensorferryError, message_of
-from . import console, exits
+from . import console, exits, reflow
 
 #: The verbs, in the order in which the help has them.
-VERBS = ("serve", "pull", "inspect", "diff", "verify", "convert", "doctor", "bench", "top")
+VERBS = ("serve", "pull", "inspect", "diff", "verify", "convert", "doctor", "bench", "top", "completion")
+#: Options under the names that other programs have for them.
+_SYNONYMS = {"version": "--version", "-v": "--version", "-V": "--version"}
 
 _HELP = """Moves, shows, compares, verifies and converts checkpoints of tensorferry, safetensors and torch.
 
@@ -53,10 +55,19 @@ def application(verbs: Sequence[str] = VERBS) -> App:
         suppress_keyboard_interrupt=False,
     )
     for verb in verbs:
-        app.command(getattr(import_module(f"{__package__}.{verb}"), verb), name=verb)
-    if verbs is VERBS:
-        app.register_install_completion_command()
+        app.command(reflow.documented(getattr(import_module(f"{__package__}.{verb}"), verb)), name=verb)
     return app
+
+
+def _spelled_out(arguments: Sequence[str]) -> list[str]:
+    """Returns the arguments as the application knows them: ``help VERB`` is ``VERB --help``."""
+    match list(arguments):
+        case ["help", *rest]:
+            return [*rest, "--help"]
+        case [first, *rest]:
+            return [_SYNONYMS.get(first, first), *rest]
+        case nothing:
+            return nothing
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -64,6 +75,7 @@ def run(arguments: Sequence[str]) -> int:
 
     An error becomes one line on standard error, with ``--json`` among the arguments as a JSON object.
     """
+    arguments = _spelled_out(arguments)
     as_json = "--json" in arguments
     _prepare_streams()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -74,11 +86,21 @@ def run(arguments: Sequence[str]) -> int:
         # The verb that is asked for is the only one that is imported; the version needs none.
         asked = [verb for verb in VERBS if verb in arguments[:1]]
         verbs = asked if asked or arguments[:1] == ["--version"] else VERBS
-        status = application(verbs)(list(arguments))
+        status = application(verbs)(arguments)
         sys.stdout.flush()
         return status if isinstance(status, int) else exits.OK
+    except UnusedCliTokensError as e:
+        extra = " ".join(e.unused_tokens or ())
+        message = f"too many arguments: {extra}. See tensorferry {' '.join([*arguments[:1], '--help'])}"
+        return _fail("usage", message, exits.USAGE, as_json)
     except CycloptsError as e:
         return _fail("usage", str(e), exits.USAGE, as_json)
+    except ModuleNotFoundError as e:
+        package = (e.name or "").partition(".")[0]
+        if package in ("", __package__.partition(".")[0]):
+            return _fail_with(e, as_json)
+        message = f"{' '.join(arguments[:1])} of this needs the package {package}: pip install {package}"
+        return _fail("InvalidArgument", message, exits.USAGE, as_json)
     except BrokenPipeError:
         # Whoever read the output has gone. What is left in the buffer must not raise again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -86,7 +108,7 @@ def run(arguments: Sequence[str]) -> int:
     except exits.Terminated:
         return _fail("terminated", "ended by a signal", exits.TERMINATED, as_json)
     except KeyboardInterrupt:
-        return _fail("interrupted", "interrupted", exits.INTERRUPTED, as_json)
+        return _fail("interrupted", "ended by Ctrl-C", exits.INTERRUPTED, as_json)
     except OSError as e:
         if isinstance(e, TensorferryError):
             return _fail_with(e, as_json)

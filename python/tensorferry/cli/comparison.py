@@ -102,6 +102,8 @@ class _Side:
                 return mapped_states.of_container(path)
             case Kind.ARCHIVE:
                 return mapped_states.of_archive(path)
+            case Kind.SHARDS:
+                return mapped_states.of_shards(path)
             case Kind.CHECKPOINT:
                 return mapped_states.of_container(Path(self.listings[number][0]))
             case _:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
-import fcntl
 import io
 import json
 import os
-import shutil
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +30,10 @@ from ..memory.accelerator import ACCELERATOR
 from ..memory.staging import Stager
 from ..memory.tensors import DTYPES
 from ..state.snapshot import StateSnapshot
-from ..storage.folder import FolderSave, Index, SaveId, missing_files, read_index, sync_folder
+from ..storage.folder import FolderSave, Index, SaveId, missing_files, read_index
+from ..storage.pending import pending
 from ..storage.reserved import is_reserved
-from . import mapped_states
+from . import mapped_states, numbers
 from .places import Kind, Place
 from .torch_leaves import values_of
 from .values import has_elements, whole
@@ -87,13 +84,17 @@ class Conversion:
                     raise SourceChanged(f"{self._place.text} was changed while it was converted: convert it again")
 
     def _write(self, partial: Path, to: str) -> dict[str, Any]:
+        told: dict[str, Any] = {}
         state = self._state(partial.parent)
+        if self._place.kind in (Kind.DISTRIBUTED, Kind.TORCH_DISTRIBUTED):
+            # The formats of a distributed checkpoint have all keys as text in any case.
+            told["numbers"] = [] if to in ("dcp", "torch-dcp") else numbers.in_text(state)
         values = values_of(state)
         tensors = sum(isinstance(value, torch.Tensor) for value in values.values())
         self._nbytes = sum(
             value.numel() * value.element_size() for value in values.values() if isinstance(value, torch.Tensor)
         )
-        told: dict[str, Any] = {"tensors": tensors, "objects": len(values) - tensors}
+        told |= {"tensors": tensors, "objects": len(values) - tensors}
         match to:
             case "tensorferry":
                 packed = StateSnapshot(state, Stager(ACCELERATOR), "borrow")
@@ -119,6 +120,8 @@ class Conversion:
                 return mapped_states.of_container(self._verified(path), self._pages)
             case Kind.ARCHIVE:
                 return mapped_states.of_archive(path, self._pages)
+            case Kind.SHARDS:
+                return mapped_states.of_shards(path, self._pages)
             case Kind.CHECKPOINT:
                 return mapped_states.of_container(self._verified(self._file_of_rank(path)), self._pages)
             case _:
@@ -138,59 +141,6 @@ class Conversion:
         if self._verify and (damaged := _file_damage(path)):
             raise CorruptCheckpoint(f"{path} is damaged at {len(damaged)} places: see tensorferry verify")
         return path
-
-
-@contextlib.contextmanager
-def pending(output: Path, *, folder: bool) -> Iterator[Path]:
-    """Yields the name under which ``output`` is written; it gets its own name when the block ends without an error.
-
-    Raises:
-        InvalidArgument: it exists, or another process writes it
-        SystemRefused: it cannot be written
-    """
-    partial = output.with_name(f"{output.name}.partial")
-    # The lock is a file of its own, since writers want to create theirs. What a killed conversion left is removed.
-    lock_path = output.with_name(f"{output.name}.lock")
-    try:
-        lock = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    except OSError as e:
-        raise SystemRefused(e.errno, f"{output}: cannot be written: {e.strerror}") from e
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InvalidArgument(f"another process is converting into {output}: wait for it") from None
-        try:
-            if os.path.lexists(output) and not (folder and output.is_dir() and not any(output.iterdir())):
-                raise InvalidArgument(f"{output} exists already: convert into a new one")
-        except BaseException:
-            _remove(lock_path)
-            raise
-        _remove(partial)
-        _remove(partial.with_name(f"{partial.name}.new"))
-        try:
-            if folder:
-                partial.mkdir()
-            yield partial
-            partial.rename(output)
-            sync_folder(output.parent)
-        except OSError as e:
-            if isinstance(e, SystemRefused):
-                raise
-            raise SystemRefused(e.errno, f"{output}: cannot be written: {e.strerror or e}") from e
-        finally:
-            _remove(partial)
-            _remove(lock_path)
-    finally:
-        os.close(lock)
-
-
-def _remove(path: Path) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
 
 
 def _sync(file: Any) -> None:

@@ -6,13 +6,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import InvalidArgument, ProtocolError, TensorferryError
-from . import console, exits
+from . import console, exits, suffixes
 from .flags import Json, Switch
 
 #: What can be written.
 Format = Literal["tensorferry", "safetensors", "torch", "checkpoint", "dcp", "torch-dcp"]
 #: The format that a suffix stands for.
 _SUFFIXES: dict[str, Format] = {".safetensors": "tensorferry", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
+#: How many names a warning has.
+_NAMED = 3
+#: What is in the file of a format that is one file.
+_WRITTEN = {"tensorferry": "safetensors", "safetensors": "safetensors", "torch": "torch.save"}
 #: The backends of Megatron's formats.
 _MEGATRON = {"dcp": "tensorferry", "tensorferry": "tensorferry", "torch-dcp": "torch_dist"}
 
@@ -55,6 +59,8 @@ def convert(
         raise InvalidArgument(f"{output} does not say what to write: name a format with --to")
     if place.kind is places.Kind.PEERS:
         raise InvalidArgument("pull first, then convert: a running peer may change its state meanwhile")
+    if to in _WRITTEN:
+        suffixes.warn(output, _WRITTEN[to])
     if place.kind is places.Kind.MEGATRON:
         told = _megatron(place.path, output, to)
     else:
@@ -64,10 +70,24 @@ def convert(
     if json:
         console.out_json({"output": str(output), "format": to, **told})
     else:
-        console.out(f"{output}: {told['tensors']} tensors and {told['objects']} other leaves, as {to}")
-    for name in told.get("dropped", ()):
-        console.note(f"tensorferry: warning: {name} is not a tensor, and was left out")
+        others = "" if told.get("dropped") else f" and {told['objects']} other leaves"
+        console.out(f"{output}: {told['tensors']} tensors{others}, as {to}")
+    if dropped := told.get("dropped"):
+        console.note(
+            f"tensorferry: warning: {len(dropped)} leaves are not tensors, and were left out: {_some(dropped)}"
+        )
+    if texts := told.get("numbers"):
+        console.note(
+            f"tensorferry: warning: a distributed checkpoint has all keys as text, so keys that were numbers are text "
+            f"in the output: those of {_some(texts)}"
+        )
     return exits.OK
+
+
+def _some(names: list[str]) -> str:
+    """Returns the first of some names, and how many more there are."""
+    more = f" and {len(names) - _NAMED} more (all are in the output of --json)" if len(names) > _NAMED else ""
+    return f"{', '.join(names[:_NAMED])}{more}"
 
 
 def _megatron(folder: Path, output: Path, to: str) -> dict[str, Any]:

@@ -65,9 +65,11 @@ def _show(name: str, listing: Listing, largest: int, digests: bool) -> None:
     tensors = sum(leaf.kind not in ("object", "alias") for leaf in leaves)
     checked = "with checksums" if about.get("checksums") else "without checksums"
     step = "" if about.get("step") is None else f", step {about['step']}"
+    # An index has an object such as the settings of an optimizer in one piece; convert counts what is in it.
+    others = "objects of one or more leaves" if "distributed" in about["kind"] else "other leaves"
     console.out(
         f"{name}: {about['kind']}{step}, {console.amount(about.get('bytes', 0))} in {tensors} tensors and "
-        f"{len(leaves) - tensors} other leaves, {checked}"
+        f"{len(leaves) - tensors} {others}, {checked}"
     )
     _table(leaves, digests)
     if len(leaves) > _MANY and largest > 0:

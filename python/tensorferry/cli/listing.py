@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ..errors import InvalidArgument
 from ..storage import commits
 from ..storage.folder import INDEX, read_index
-from . import distributed, leaves, places
+from . import distributed, leaves, places, shards
 from .flags import Receiving, Trust
 from .leaves import Listing
 from .places import Kind, Place
@@ -66,12 +67,28 @@ def _of_place(place: Place, *, digests: bool) -> list[tuple[str, Listing]]:
                 listing.about["step"] = index.step
                 found.append((str(file), listing))
             return found
+        case Kind.SHARDS:
+            return [(place.text, _of_shards(path, digests=digests))]
         case Kind.DISTRIBUTED:
             return [(place.text, _of_distributed(path, digests=digests))]
         case _:
             from . import torch_leaves
 
             return [(place.text, torch_leaves.of_place(place, digests=digests))]
+
+
+def _of_shards(folder: Path, *, digests: bool) -> Listing:
+    found: list[leaves.Leaf] = []
+    hidden: dict[str, str] = {}
+    files = shards.files_of(folder)
+    for path, names in files.items():
+        listing = leaves.of_file(path, digests=digests)
+        shards.check_names(path, names, [leaf.path for leaf in listing.leaves])
+        found += [replace(leaf, notes=[*leaf.notes, path.name]) for leaf in listing.leaves]
+        hidden |= listing.hidden
+    about = {"kind": "tensors", "checksums": False, "files": [path.name for path in files]}
+    found.sort(key=lambda leaf: leaf.path)
+    return Listing({**about, "bytes": sum(leaf.bytes for leaf in found)}, found, None, hidden)
 
 
 def _of_distributed(folder: Path, *, digests: bool) -> Listing:

@@ -13,11 +13,12 @@ from .._native import FilePages, Rows, Stored
 from ..errors import SourceChanged, SystemRefused, UnsupportedLeaf
 from ..storage import reserved
 from ..storage.container import VERSION, Container
+from ..storage.download import PULLED
 
 #: A row of what is published counts dimensions in one byte.
 _MOST_DIMENSIONS = 255
 #: Keys of ``__metadata__`` that belong to a file, or that every container has.
-_OWN_KEYS = frozenset({"format", "tensorferry.version", "tensorferry.file", "tensorferry.checkpoint"})
+_OWN_KEYS = frozenset({"format", "tensorferry.version", "tensorferry.file", "tensorferry.checkpoint", PULLED})
 
 
 class Mapping:

@@ -32,6 +32,7 @@ from ..state.allowlist import Allowed
 from ..state.build import StateBuilder
 from ..state.manifest import Manifest
 from ..storage.reserved import DIGESTS
+from . import numbers, shards
 from .mapped import Mapping, check_dimensions
 
 #: The dtypes of quantized tensors.
@@ -80,6 +81,24 @@ def of_container(path: Path, pages: list[FilePages] | None = None) -> Any:
     return builder.build(stored.pickle or b"", Allowed(), memory)
 
 
+def of_shards(folder: Path, pages: list[FilePages] | None = None) -> dict[str, Any]:
+    """Returns the tensors of a model in several safetensors files, by their names.
+
+    Args:
+        folder: the folder
+        pages: gets the pages in which the tensors lie
+
+    Raises:
+        TensorferryError: a file is missing, or cannot be read
+    """
+    found: dict[str, Any] = {}
+    for path, names in shards.files_of(folder).items():
+        state = of_container(path, pages)
+        shards.check_names(path, names, list(state))
+        found |= {name: state[name] for name in names}
+    return found
+
+
 def of_archive(path: Path, pages: list[FilePages] | None = None) -> Any:
     """Returns what ``torch.save`` wrote.
 
@@ -121,6 +140,7 @@ def of_distributed(checkpoint: Path | SliceReader, scratch: Path | None = None) 
     reader.read_metadata()
     with typed_errors():
         dcp.state_dict_loader._load_state_dict(state, storage_reader=reader, planner=planner, no_dist=True)
+    numbers.restore(state)
     return state
 
 

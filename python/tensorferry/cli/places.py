@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import stat
 from dataclasses import dataclass
 from enum import Enum
@@ -9,13 +11,20 @@ from pathlib import Path
 
 from .._native import _file_entries
 from ..dcp import marker
-from ..errors import IncompleteCheckpoint, InvalidArgument, ProtocolError, SystemRefused
+from ..errors import IncompleteCheckpoint, InvalidArgument, ProtocolError, SystemRefused, TensorferryError
 from ..storage import reserved
 from ..storage.folder import INDEX
+from . import shards
 from .sources import is_metadata
 
 #: The files by which checkpoints of others are recognised.
 _MEGATRON, _RANK_FILE = "metadata.json", "checkpoint_0.pt"
+#: The files of which each checkpoint in a folder has one.
+_SIGNS = (INDEX, marker.NAME, _MEGATRON, _RANK_FILE, shards.INDEX)
+#: How much of a file is looked at, and how torch wrote files before release 1.6.
+_HEAD, _OLD_TORCH = 64, b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+#: The longest header of a safetensors file, and how many other folders are named for one without a checkpoint.
+_LONGEST_HEADER, _NAMED = 100_000_000, 8
 
 
 class Kind(Enum):
@@ -28,6 +37,7 @@ class Kind(Enum):
     DISTRIBUTED = "distributed checkpoint"
     TORCH_DISTRIBUTED = "distributed checkpoint of torch"
     MEGATRON = "checkpoint of Megatron"
+    SHARDS = "model in several safetensors files"
 
 
 @dataclass(frozen=True)
@@ -76,15 +86,37 @@ def find(text: str) -> Place:
             return Place(_kind_of_folder(path), text)
         if not stat.S_ISREG(mode):
             raise ProtocolError(f"{path} is neither a file nor a folder")
+        if path.name == shards.INDEX:
+            return Place(Kind.SHARDS, str(path.parent))
         with path.open("rb") as file:
-            head = file.read(4)
+            head = file.read(_HEAD)
     except IncompleteCheckpoint:  # It is a FileNotFoundError as well.
         raise
     except FileNotFoundError:
         raise IncompleteCheckpoint(f"{path}: there is no such file or folder") from None
     except OSError as e:
         raise SystemRefused(e.errno, f"{path}: cannot be read: {e.strerror}") from e
-    return Place(Kind.ARCHIVE if head == b"PK\x03\x04" else Kind.CONTAINER, text)
+    if head.startswith(b"PK\x03\x04"):
+        return Place(Kind.ARCHIVE, text)
+    if (what := _unlike_a_container(head)) is not None:
+        raise ProtocolError(f"{path} is neither a safetensors nor a torch.save file: {what}")
+    return Place(Kind.CONTAINER, text)
+
+
+def _unlike_a_container(head: bytes) -> str | None:
+    """Returns what is wrong with the first bytes of a file that should be a safetensors file."""
+    if not head:
+        return "it is empty"
+    if head.startswith(_OLD_TORCH):
+        return "torch before release 1.6 has saved it, so load it with torch, and save it again"
+    length = int.from_bytes(head[:8], "little")
+    if len(head) > 8 and (length > _LONGEST_HEADER or head[8:9] != b"{"):
+        return "it is text" if _is_text(head) else f"it begins with the bytes {head[:8].hex(' ')}"
+    return None
+
+
+def _is_text(head: bytes) -> bool:
+    return all(32 <= byte < 127 or byte in b"\t\r\n" for byte in head)
 
 
 def _kind_of_folder(folder: Path) -> Kind:
@@ -102,6 +134,47 @@ def _kind_of_folder(folder: Path) -> Kind:
     torch_index = folder / marker.NAME
     if torch_index.is_file() and not marker.is_marker(torch_index):
         return Kind.TORCH_DISTRIBUTED
+    if (folder / shards.INDEX).is_file():
+        return Kind.SHARDS
     if (folder / _RANK_FILE).is_file():
         raise InvalidArgument(f"{folder} is a folder of torch's own checkpointer: name the file of a rank in it")
-    raise IncompleteCheckpoint(f"{folder} holds no checkpoint: it has neither {INDEX} nor {marker.NAME}")
+    held = _checkpoints_in(folder)
+    more = f" and {len(held) - _NAMED} more" if len(held) > _NAMED else ""
+    there = f". Name one of what is in it: {', '.join(held[:_NAMED])}{more}" if held else ""
+    raise IncompleteCheckpoint(f"{folder} holds no checkpoint: it has neither {INDEX} nor {marker.NAME}{there}")
+
+
+def _checkpoints_in(folder: Path) -> list[str]:
+    """Returns the names of the checkpoints in a folder, the latest first."""
+    found: list[tuple[float, str]] = []
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(folder):
+            with contextlib.suppress(OSError):
+                is_one = (
+                    any(os.path.isfile(os.path.join(entry.path, name)) for name in _SIGNS)
+                    if entry.is_dir()
+                    else entry.is_file() and entry.name.endswith((".safetensors", ".pt", ".pth"))
+                )
+                if is_one and not entry.name.startswith("."):
+                    found.append((entry.stat().st_mtime, entry.name))
+    return [name for _, name in sorted(found, reverse=True)]
+
+
+def checkpoint_that_was_not_pulled(folder: Path) -> str | None:
+    """Returns the name of a file that belongs to a checkpoint in ``folder`` which no pull has written."""
+    from ..storage import commits
+    from ..storage.download import was_pulled
+
+    torch_index = folder / marker.NAME
+    for path in (folder / _MEGATRON, folder / _RANK_FILE, folder / shards.INDEX):
+        if os.path.lexists(path):
+            return path.name
+    if os.path.lexists(torch_index) and not marker.is_marker(torch_index):
+        return torch_index.name
+    if not os.path.lexists(folder / INDEX):
+        return None
+    try:
+        files = commits.files_of(folder / INDEX).files
+    except TensorferryError:
+        return INDEX
+    return next((name for name in files if not was_pulled(folder / name)), None if files else INDEX)

@@ -190,6 +190,12 @@ class Publisher:
             "dcp`, and serve OUT"
         )
 
+    def shards(self, folder: Path) -> dict[str, Any]:
+        """Raises: a model in several files is converted first."""
+        raise InvalidArgument(
+            f"{folder} is a model in several files: run `tensorferry convert {folder} OUT.safetensors`, and serve OUT"
+        )
+
     def _publish(
         self, path: Path, where: Server | Shelf, step: int, control: list[tuple[str, bytes]] | None = None
     ) -> None:
@@ -248,4 +254,5 @@ def publishers() -> dict[Any, Callable[[Publisher, Path], dict[str, Any]]]:
         Kind.DISTRIBUTED: Publisher.distributed,
         Kind.TORCH_DISTRIBUTED: Publisher.torch_distributed,
         Kind.MEGATRON: Publisher.megatron,
+        Kind.SHARDS: Publisher.shards,
     }

@@ -57,9 +57,10 @@ def _files(place: Any) -> list[tuple[Path, bool]]:
         IncompleteCheckpoint: one is missing
         TensorferryError: the index is not valid
     """
+    from .._native import Stored
     from ..storage import commits
     from ..storage.folder import INDEX, missing_files, read_index
-    from . import distributed
+    from . import distributed, shards
     from .places import Kind
 
     path: Path = place.path
@@ -76,6 +77,11 @@ def _files(place: Any) -> list[tuple[Path, bool]]:
                 path, [name for name, _ in index.files.values()], commits.files_of(path / INDEX)
             )
             return [(path / name, False) for name in (INDEX, *names)]
+        case Kind.SHARDS:
+            found = shards.files_of(path)
+            for file, names in found.items():
+                shards.check_names(file, names, Stored.open(file, checksums=False).names)
+            return [(file, False) for file in found]
         case Kind.DISTRIBUTED:
             text, commit = commits.read(path / INDEX)
             fields = distributed.decoded(text, path / INDEX)

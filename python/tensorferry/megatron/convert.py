@@ -9,9 +9,7 @@ through a window of memory. The output appears when it is complete.
 from __future__ import annotations
 
 import argparse
-import fcntl
 import os
-import shutil
 import sys
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,7 +22,7 @@ from .. import _validate
 from ..errors import InvalidArgument, TensorferryError
 from ..memory.tensors import scratch
 from ..state.allowlist import Allowed
-from ..storage.folder import sync_folder
+from ..storage.pending import pending
 from . import common
 from .convert_outputs import OUTPUTS
 from .convert_sources import SOURCES, ZARR, Source
@@ -65,8 +63,8 @@ def convert(
     """Converts the checkpoint in the folder ``source`` into a new folder ``output``.
 
     Tensors keep their keys, shapes and dtypes; objects and the common state keep their values. One process converts; it
-    needs no process group. While ``output`` is written, its name ends in ``.partial``. What a killed conversion has
-    left under that name is removed by the next one.
+    needs no process group. While ``output`` is written, it has the name ``.OUTPUT.<id>.partial``. What a killed
+    conversion has left is removed by the next one into the same output.
 
     Args:
         source: a checkpoint of backend ``zarr``, ``torch_dist`` or ``tensorferry``
@@ -89,9 +87,10 @@ def convert(
     window = _validate.integer("window", window, _MIB)
     threads = thread_count(threads)
     allowed = Allowed(safe_globals, trust_pickle)
-    target = Path(os.path.abspath(output))
+    target = Path(output)
     try:
-        with _Pending(target) as folder, _open(Path(source), allowed, fill_missing) as opened:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with pending(target, folder=True) as folder, _open(Path(source), allowed, fill_missing) as opened:
             done = _copy(opened, folder, to, window, threads)
             common.mark(folder, to, 1)
     except CheckpointingException:
@@ -185,47 +184,6 @@ def split(box: Box, size: int, most: int) -> Iterator[Box]:
             yield from split(part, size, most)
         else:
             yield part
-
-
-class _Pending:
-    """A folder that is written under a name of its own, and gets its name when the block ends without an error.
-
-    Args:
-        path: the folder's final path
-
-    Raises:
-        CheckpointingException: it exists, or another process writes it
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._partial = path.with_name(f"{path.name}.partial")
-        self._lock = -1
-
-    def __enter__(self) -> Path:
-        if self._path.exists() and (not self._path.is_dir() or next(self._path.iterdir(), None) is not None):
-            raise CheckpointingException(f"{self._path} exists already: convert into a new folder")
-        self._partial.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(self._partial, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._lock)
-            raise CheckpointingException(f"another process is converting into {self._path}: wait for it") from None
-        for left in self._partial.iterdir():
-            shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
-        return self._partial
-
-    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
-        try:
-            if kind is not None:
-                shutil.rmtree(self._partial, ignore_errors=True)
-                return
-            sync_folder(self._partial)
-            self._partial.rename(self._path)
-            sync_folder(self._path.parent)
-        finally:
-            os.close(self._lock)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,17 +1,17 @@
 """A container file that a receive fills: the bytes of a source go from the network straight into its pages.
 
-While it is incomplete, the file has another name. A later download of the same source finds it, and has the engine
+While it is incomplete, the file has another name, which belongs to this file, this step and this layout of tensors
+(:func:`partial_of`), and one process at a time has it locked. A later download of the same finds it, and has the engine
 compare what is there with the source's digests, so that only what is missing is fetched.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
+import hashlib
 import json
-import mmap
 import os
 import re
 import secrets
@@ -19,9 +19,10 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from .._native import Remote, Report, _seal_file
-from ..errors import InvalidArgument, ProtocolError, SystemRefused
+from .._native import FilePages, Remote, Report, Stored, _seal_file
+from ..errors import InvalidArgument, ProtocolError, SystemRefused, TensorferryError
 from .folder import sync_folder
+from .pending import rename_new, stem
 from .reserved import DIGESTS
 
 #: The payload of a file begins at a multiple of this.
@@ -30,9 +31,30 @@ _PAGE = 4096
 _BLOCK, _TABLE = 512, 48
 #: The key of ``__metadata__`` by which no two files of a folder have the same header.
 _FILE = "tensorferry.file"
+#: The key of ``__metadata__`` that only downloads have, with the step.
+PULLED = "tensorferry.pulled"
 _UNIQUE = re.compile(rb'"tensorferry\.file":"([0-9a-f]{32})"')
+_DIGITS = r"[0-9a-f]{16}"
 #: No header is longer.
 _LONGEST_HEADER = 100_000_000
+#: Bytes at the beginning of a file in which its ``__metadata__`` is looked for.
+_HEAD = 1 << 16
+
+
+def partial_of(path: Path, remote: Remote, step: int) -> Path:
+    """Returns the name of ``path`` while it is incomplete: the same for the same step and layout of tensors."""
+    columns = [remote.names, remote.dtypes, remote.shapes, remote.starts, remote.sizes, remote.about]
+    text = json.dumps([step, *columns]).encode()
+    digest = hashlib.blake2b(text, digest_size=8).hexdigest()
+    return path.with_name(f".{stem(path)}.pull-{digest}.partial")
+
+
+def was_pulled(path: Path) -> bool:
+    """Whether the file at ``path`` is what a download has written."""
+    try:
+        return any(key == PULLED for key, _ in Stored.open(path, checksums=False).about)
+    except TensorferryError:
+        return False
 
 
 class Download:
@@ -41,9 +63,12 @@ class Download:
     Args:
         remote: the source, opened
         partial: the name of the file while it is incomplete
+        step: the step that is fetched
         unique: whether its header gets a random entry, as those of all files in a checkpoint's folder have
+        former: the name that an incomplete file had in releases before 0.2; one that fits is gone on with
 
     Attributes:
+        partial: the name while it is incomplete
         resumed: whether the file was there already
 
     Raises:
@@ -52,51 +77,95 @@ class Download:
         SystemRefused: the file cannot be made, for example because the disk is full
     """
 
-    def __init__(self, remote: Remote, partial: Path, *, unique: bool = False) -> None:
-        self._remote, self._partial = remote, partial
-        self._map: mmap.mmap | None = None
+    def __init__(
+        self, remote: Remote, partial: Path, *, step: int = 0, unique: bool = False, former: Path | None = None
+    ) -> None:
+        self._remote, self.partial, self._step = remote, partial, step
+        self._pages: FilePages | None = None
+        self._fd = -1
         if DIGESTS in remote.names:
             raise ProtocolError(f"the source serves an entry {DIGESTS}, which only files have")
         payload = max((start + size for start, size in zip(remote.starts, remote.sizes, strict=True)), default=0)
         try:
-            self._fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-        except OSError as e:
-            raise SystemRefused(e.errno, f"{partial}: cannot be written: {e.strerror}") from e
-        try:
-            self._lock()
-            header = self._header(payload, self._token() if unique else None)
-            self._start = len(header)
+            if former is not None and not unique:
+                self._take_over(former, payload)
+            self._open(partial)
+            self._lock(partial)
+            token = self._token() if unique else None
+            header = self._header(payload, token)
             total = len(header) + payload + _table(payload)
-            self.resumed = self._has(header, total)
+            self.resumed = self._has(header, total) or self._is_former(
+                header, self._header(payload, token, former=True)
+            )
             if not self.resumed:
                 self._begin(header, total)
-            self._map = mmap.mmap(self._fd, total)
-        except OSError as e:
+            self._start = len(header)
+            self._pages = FilePages.fill(partial)
+            if not os.path.samestat(os.fstat(self._pages.fileno()), os.fstat(self._fd)):
+                raise InvalidArgument(f"another process has just replaced {partial}: download again")
+        except BaseException as e:
             self.close()
+            if not isinstance(e, OSError) or isinstance(e, TensorferryError):
+                raise
             raise SystemRefused(e.errno, f"{partial}: cannot be written: {e.strerror}") from e
-        except BaseException:
-            self.close()
-            raise
 
-    def _lock(self) -> None:
+    def _open(self, path: Path) -> None:
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        try:
+            self._fd = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o666)
+        except FileExistsError:
+            self._fd = os.open(path, flags)
+
+    def _lock(self, path: Path) -> None:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise InvalidArgument(
-                f"another process is downloading into {self._partial}: wait for it, or choose another name"
+                f"another process is downloading into {path}: wait for it, or choose another name"
             ) from None
         except OSError as e:
             # A file system without locks.
             if e.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
                 raise
         status = os.fstat(self._fd)
-        if stat.S_ISREG(status.st_mode) and status.st_nlink > 1:
+        if not stat.S_ISREG(status.st_mode):
+            raise InvalidArgument(f"{path} is a pipe or a device: remove it, or choose another name")
+        if status.st_nlink > 1:
             raise InvalidArgument(
-                f"{self._partial} has another name, under which its content would change as well: remove it, or choose "
+                f"{path} has another name, under which its content would change as well: remove it, or choose "
                 "another name"
             )
-        if not os.path.samestat(status, os.stat(self._partial)):
-            raise InvalidArgument(f"another process has just completed {self._partial}: download again")
+        if not os.path.samestat(status, os.lstat(path)):
+            raise InvalidArgument(f"another process has just completed {path}: download again")
+
+    def _take_over(self, former: Path, payload: int) -> None:
+        """Gives an incomplete file of an earlier release its name of today, if it is one of the same state."""
+        if os.path.lexists(self.partial):
+            return
+        try:
+            self._fd = os.open(former, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:
+            return
+        try:
+            about = os.fstat(self._fd)
+            headers = [self._header(payload, None, former=former) for former in (False, True)]
+            if stat.S_ISREG(about.st_mode) and any(
+                self._has(header, len(header) + payload + _table(payload)) for header in headers
+            ):
+                self._lock(former)
+                with contextlib.suppress(FileExistsError):
+                    rename_new(former, self.partial)
+        finally:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _is_former(self, header: bytes, former: bytes) -> bool:
+        """Whether the file was begun by an earlier release; its header becomes today's."""
+        size = os.fstat(self._fd).st_size
+        if len(header) != len(former) or not self._has(former, size) or size < len(header):
+            return False
+        self._write(header)
+        return True
 
     def _token(self) -> str:
         """Returns the random entry of the header: that of the file, if it is one that was begun."""
@@ -104,9 +173,11 @@ class Download:
         found = _UNIQUE.search(os.pread(self._fd, min(length, _LONGEST_HEADER), 8))
         return found[1].decode() if found else secrets.token_hex(16)
 
-    def _header(self, payload: int, token: str | None) -> bytes:
+    def _header(self, payload: int, token: str | None, *, former: bool = False) -> bytes:
+        """Returns the header; with ``former``, that of the releases that did not mark what was pulled."""
         remote = self._remote
-        about = {key: value for key, value in remote.about if key != _FILE}
+        about = {key: value for key, value in remote.about if key not in (_FILE, PULLED)}
+        about |= {} if former else {PULLED: str(self._step)}
         fields: dict[str, Any] = {"__metadata__": about if token is None else {**about, _FILE: token}}
         columns = zip(remote.names, remote.dtypes, remote.shapes, remote.starts, remote.sizes, strict=True)
         for name, dtype, shape, start, size in columns:
@@ -126,8 +197,11 @@ class Download:
         try:
             os.posix_fallocate(self._fd, 0, total)
         except OSError as e:
-            self._partial.unlink()
+            self._remove()
             raise OSError(e.errno, f"there is no room for its {total} bytes ({e.strerror})") from e
+        self._write(header)
+
+    def _write(self, header: bytes) -> None:
         written = 0
         while written < len(header):
             written += os.pwrite(self._fd, header[written:], written)
@@ -137,51 +211,117 @@ class Download:
 
         Raises:
             TensorferryError: as for ``HTTPTransport.recv_checkpoint``
+            SystemRefused: another process has shortened the file
         """
-        assert self._map is not None
-        first = ctypes.c_char.from_buffer(self._map)
-        base = ctypes.addressof(first) + self._start
+        assert self._pages is not None
+        base = self._pages.address + self._start
         try:
             _, report = self._remote.fetch([base + start for start in self._remote.starts], resume=self.resumed)
-        finally:
-            del first
+        except TensorferryError:
+            # Which says more than an error of the connection whose bytes had no place.
+            self.check()
+            raise
+        self.check()
         return report
 
-    def commit(self, path: Path) -> int:
+    def check(self) -> None:
+        """Raises if what was fetched has not reached the file.
+
+        Raises:
+            SystemRefused: another process has shortened it
+        """
+        if self._pages is not None and not self._pages.is_unchanged:
+            raise SystemRefused(errno.EIO, f"{self.partial} was shortened by another process while it was filled")
+
+    def commit(self, path: Path, replaced: os.stat_result | None = None) -> int:
         """Gives the complete file its checksums and its name; when it returns, both are on the disk.
+
+        Args:
+            path: the name
+            replaced: the file that may be replaced, as ``lstat`` describes it; any other one stays
 
         Returns:
             The checksum of its header.
 
         Raises:
-            SystemRefused: the system refuses
+            InvalidArgument: another file has the name; what was fetched stays, too
+            SystemRefused: the system refuses, or another process has changed the file
         """
-        self._unmap()
-        checksum = _seal_file(self._partial)
+        self.check()
+        self._pages = None
         try:
-            self._partial.replace(path)
+            # By its descriptor: the name may lead elsewhere by now.
+            checksum = _seal_file(f"/proc/self/fd/{self._fd}")
+        except (SystemRefused, InvalidArgument) as e:
+            number = e.errno if isinstance(e, SystemRefused) else errno.EIO
+            raise SystemRefused(number, f"{self.partial} was changed by another process, or cannot be read: {e}") from e
+        try:
+            if not os.path.samestat(os.fstat(self._fd), os.lstat(self.partial)):
+                raise SystemRefused(errno.EIO, f"{self.partial} was replaced by another process")
+            if replaced is not None and _is_as(path, replaced):
+                self.partial.replace(path)
+            else:
+                rename_new(self.partial, path)
             sync_folder(path.parent)
+        except FileExistsError:
+            raise InvalidArgument(
+                f"{path} has appeared or changed while it was fetched, and stays as it is: move it away, and the same "
+                f"command goes on from {self.partial}, which is complete"
+            ) from None
         except OSError as e:
+            if isinstance(e, TensorferryError):
+                raise
             raise SystemRefused(e.errno, f"{path}: cannot be put in its place: {e.strerror}") from e
         return checksum
 
     def discard(self) -> None:
         """Removes the file."""
-        with contextlib.suppress(OSError):
-            self._partial.unlink()
+        self._remove()
         self.close()
+
+    def _remove(self) -> None:
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.fstat(self._fd), os.lstat(self.partial)):
+                self.partial.unlink()
 
     def close(self) -> None:
         """Ends the download; what has arrived stays, unless it was committed or discarded."""
-        self._unmap()
+        self._pages = None
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
-    def _unmap(self) -> None:
-        if self._map is not None:
-            self._map.close()
-            self._map = None
+
+def remove_others(path: Path) -> None:
+    """Removes what interrupted downloads of other steps into ``path`` have left, now that it is complete.
+
+    Files that another process has locked, and files of other users or without the mark of a download, stay.
+    """
+    ours = re.compile(re.escape(f".{stem(path)}.pull-") + _DIGITS + r"\.partial")
+    with contextlib.suppress(OSError):
+        for left in [path.with_name(name) for name in os.listdir(path.parent) if ours.fullmatch(name)]:
+            with contextlib.suppress(OSError):
+                _remove_other(left)
+
+
+def _remove_other(left: Path) -> None:
+    file = os.open(left, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        about = os.fstat(file)
+        is_plain = stat.S_ISREG(about.st_mode) and about.st_nlink == 1 and about.st_uid == os.geteuid()
+        if is_plain and f'"{PULLED}"'.encode() in os.pread(file, _HEAD, 0) and os.path.samestat(about, os.lstat(left)):
+            left.unlink()
+    finally:
+        os.close(file)
+
+
+def _is_as(path: Path, before: os.stat_result) -> bool:
+    try:
+        now = os.lstat(path)
+    except OSError:
+        return False
+    return all(getattr(now, name) == getattr(before, name) for name in ("st_dev", "st_ino", "st_size", "st_mtime_ns"))
 
 
 def _table(payload: int) -> int:

@@ -62,7 +62,9 @@ pub use cancel::Cancel;
 pub use client::fuzzing;
 pub use client::{Arrived, FetchOptions, Remote, SliceRequest, StagedFetch, fetch_slices, resolve};
 pub use error::{Error, ErrorKind, Hint};
-pub use file::{Container, DIRECT_FROM, FileOptions, FileReport, Stored, StoredWaves, Written, seal_file, write_file};
+pub use file::{
+    Container, DIRECT_FROM, FileOptions, FileReport, Stored, StoredWaves, Written, rename_new, seal_file, write_file,
+};
 pub use fork::without_fork;
 pub use memory::{
     Allocation, Arena, ArenaPool, FilePages, Hold, Memory, SharedBuffer, Transfer, available_memory, check_machine_has,

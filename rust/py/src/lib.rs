@@ -76,8 +76,8 @@ mod _native {
     use crate::server::{PyReceive, PyServer, PyShelf};
     #[pymodule_export]
     use crate::slices::{
-        PyWritten, fetch_slices, file_damage, file_entries, file_entry_digests, file_header, read_file, seal_file,
-        write_file,
+        PyWritten, fetch_slices, file_damage, file_entries, file_entry_digests, file_header, read_file, rename_new,
+        seal_file, write_file,
     };
     #[pymodule_export]
     use crate::staged::PyStagedFetch;

@@ -133,7 +133,7 @@ impl PyPart {
     }
 }
 
-/// The pages of a file as a writable buffer; what is written to it does not reach the file.
+/// The pages of a file as a writable buffer; what is written to it reaches the file only if that is to be filled.
 #[pyclass(name = "FilePages", module = "tensorferry._native", frozen)]
 pub(crate) struct PyFilePages(pub(crate) Arc<FilePages>);
 
@@ -147,6 +147,17 @@ impl PyFilePages {
     #[allow(clippy::needless_pass_by_value, reason = "what the interpreter calls takes its arguments by value")]
     fn new(py: Python<'_>, path: PathBuf) -> PyResult<Self> {
         py.detach(|| FilePages::map(&path)).map(|pages| Self(Arc::new(pages))).map_err(|e| errors::to_py(py, &e))
+    }
+
+    /// Maps the file at `path`, which has room for all of its bytes, to be filled: what is written reaches the file.
+    /// If somebody shortens it meanwhile, `is_unchanged` turns false, and no signal ends the process.
+    ///
+    /// # Errors
+    /// As the constructor.
+    #[staticmethod]
+    #[allow(clippy::needless_pass_by_value, reason = "what the interpreter calls takes its arguments by value")]
+    fn fill(py: Python<'_>, path: PathBuf) -> PyResult<Self> {
+        py.detach(|| FilePages::fill(&path)).map(|pages| Self(Arc::new(pages))).map_err(|e| errors::to_py(py, &e))
     }
 
     /// Address of the first byte.
@@ -177,8 +188,8 @@ impl PyFilePages {
     unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
         let pages = &slf.get().0;
         let len = ffi::Py_ssize_t::try_from(pages.len())?;
-        // SAFETY: the mapping lives as long as `slf`, of which the filled view takes a reference. Rust never writes to
-        // it, so Python may.
+        // SAFETY: the mapping lives as long as `slf`, of which the filled view takes a reference. Rust writes to it only
+        // during a receive that Python waits for, so Python may.
         let status =
             unsafe { ffi::PyBuffer_FillInfo(view, slf.as_ptr(), pages.address() as *mut c_void, len, 0, flags) };
         if status == 0 { Ok(()) } else { Err(PyErr::fetch(slf.py())) }

@@ -174,6 +174,18 @@ pub(crate) fn file_entry_digests(py: Python<'_>, path: PathBuf) -> PyResult<Vec<
     runtime::run(py, &options.cancel.clone(), None, move || Container::open_any(&path)?.entry_digests(&options))
 }
 
+/// Renames the file or folder `path` to `target`, which must not exist, in one step. Returns 0, or the number of the
+/// system's error: `EEXIST` where something is there, `EINVAL` where the file system has no such rename.
+#[pyfunction]
+#[pyo3(name = "_rename_new")]
+#[allow(clippy::needless_pass_by_value, reason = "what the interpreter calls takes its arguments by value")]
+pub(crate) fn rename_new(py: Python<'_>, path: PathBuf, target: PathBuf) -> i32 {
+    match py.detach(|| tensorferry_core::rename_new(&path, &target)) {
+        Ok(()) => 0,
+        Err(e) => e.raw_os_error().unwrap_or(libc::EIO),
+    }
+}
+
 /// Writes the checksums of the container at `path`, which a receive has filled, into the entry that is there for them,
 /// and brings the file to the disk. Returns the checksum of its header.
 ///

@@ -13,6 +13,7 @@
 
 mod check;
 mod output;
+mod place;
 mod read;
 mod seal;
 mod stored;
@@ -22,6 +23,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+pub use self::place::rename_new;
 pub use self::read::Container;
 pub use self::seal::seal_file;
 pub use self::stored::{Stored, StoredWaves};

@@ -37,7 +37,8 @@ static GUARDS: AtomicPtr<Guard> = AtomicPtr::new(ptr::null_mut());
 /// What handled SIGBUS before.
 static BEFORE: OnceLock<libc::sigaction> = OnceLock::new();
 
-/// A private mapping of a file. What is written to it does not reach the file.
+/// A mapping of a file: private to [`map`](Self::map), so that what is written to it does not reach the file, or shared
+/// to [`fill`](Self::fill), so that it does.
 ///
 /// ```
 /// use tensorferry_core::FilePages;
@@ -58,8 +59,9 @@ pub struct FilePages {
     start: NonNull<u8>,
     len: usize,
     file: File,
-    /// Of the file when it was mapped: its length, and when it was written to last.
-    before: (u64, i64, i64),
+    /// Of the file when it was mapped: its length, and when it was written to last. The second is not known of a file
+    /// that is filled, since the mapping itself writes to it.
+    before: (u64, Option<(i64, i64)>),
     guard: &'static Guard,
 }
 
@@ -80,13 +82,20 @@ impl FilePages {
     /// # Errors
     /// [`ErrorKind::System`] when it is not a file, is empty, or cannot be mapped.
     pub fn map(path: &Path) -> Result<Self, Error> {
-        Self::try_map(path)
-            .map_err(|e| Error::caused(ErrorKind::System, format!("{}: cannot be mapped", path.display()), e))
+        Self::try_map(path, false).map_err(|e| not_mapped(path, e))
     }
 
-    fn try_map(path: &Path) -> io::Result<Self> {
+    /// Maps the file at `path` to be written to by way of its pages. The file must have room for all of them.
+    ///
+    /// # Errors
+    /// As [`FilePages::map`].
+    pub fn fill(path: &Path) -> Result<Self, Error> {
+        Self::try_map(path, true).map_err(|e| not_mapped(path, e))
+    }
+
+    fn try_map(path: &Path, filled: bool) -> io::Result<Self> {
         // Not to wait for the other end of a pipe.
-        let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path)?;
+        let file = OpenOptions::new().read(true).write(filled).custom_flags(libc::O_NONBLOCK).open(path)?;
         let about = file.metadata()?;
         if !about.is_file() {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is not a file"));
@@ -95,7 +104,8 @@ impl FilePages {
         install()?;
         // Writable, since some readers take only memory that is; private, and without memory of its own unless somebody
         // writes to it.
-        let (protection, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_NORESERVE);
+        let flags = if filled { libc::MAP_SHARED } else { libc::MAP_PRIVATE | libc::MAP_NORESERVE };
+        let protection = libc::PROT_READ | libc::PROT_WRITE;
         // SAFETY: a new mapping with no address hint touches no existing memory.
         let start = unsafe { libc::mmap(ptr::null_mut(), len, protection, flags, file.as_raw_fd(), 0) };
         if start == libc::MAP_FAILED {
@@ -103,7 +113,8 @@ impl FilePages {
         }
         let start = NonNull::new(start.cast::<u8>()).ok_or(io::ErrorKind::OutOfMemory)?;
         let first = start.as_ptr().expose_provenance();
-        Ok(Self { start, len, file, before: identity(&about), guard: Guard::add(first, first + len) })
+        let before = (about.len(), (!filled).then(|| modified(&about)));
+        Ok(Self { start, len, file, before, guard: Guard::add(first, first + len) })
     }
 
     /// Address of the first byte.
@@ -126,10 +137,14 @@ impl FilePages {
     }
 
     /// Whether what was read so far is what the file had when it was mapped. The system notes the time of a write before
-    /// the bytes change.
+    /// the bytes change. Of a file that is filled: whether it still has its length, and what was written has reached it.
     #[must_use]
     pub fn is_unchanged(&self) -> bool {
-        let same = self.file.metadata().is_ok_and(|now| identity(&now) == self.before);
+        let (len, written) = self.before;
+        let same = self
+            .file
+            .metadata()
+            .is_ok_and(|now| now.len() == len && written.is_none_or(|written| modified(&now) == written));
         same && !self.guard.broken.load(Ordering::Acquire)
     }
 }
@@ -142,9 +157,13 @@ impl Drop for FilePages {
     }
 }
 
-/// What changes with a file's content.
-fn identity(about: &Metadata) -> (u64, i64, i64) {
-    (about.len(), about.mtime(), about.mtime_nsec())
+fn not_mapped(path: &Path, e: io::Error) -> Error {
+    Error::caused(ErrorKind::System, format!("{}: cannot be mapped", path.display()), e)
+}
+
+/// When the content of a file was changed last.
+fn modified(about: &Metadata) -> (i64, i64) {
+    (about.mtime(), about.mtime_nsec())
 }
 
 impl Guard {
@@ -249,7 +268,7 @@ mod tests {
         // The file gets its bytes and its times back, and was still not there for a while.
         let file = OpenOptions::new().write(true).open(&path).unwrap();
         file.set_len(1 << 20).unwrap();
-        let (seconds, nanoseconds) = (pages.before.1, pages.before.2);
+        let (seconds, nanoseconds) = pages.before.1.unwrap();
         let then = std::time::UNIX_EPOCH
             + std::time::Duration::new(seconds.cast_unsigned(), u32::try_from(nanoseconds).unwrap());
         file.set_modified(then).unwrap();
@@ -257,5 +276,28 @@ mod tests {
         assert!(other.is_unchanged(), "nothing was read through this one");
         std::fs::remove_file(&path).unwrap();
         assert!(other.is_unchanged(), "a file without a name is still there");
+    }
+
+    #[test]
+    fn a_file_that_is_filled_may_be_shortened_meanwhile() {
+        let path = std::env::temp_dir().join(format!("tensorferry-filled-pages-{}", std::process::id()));
+        std::fs::write(&path, vec![0; 1 << 20]).unwrap();
+        let pages = FilePages::fill(&path).unwrap();
+        let put = |at: usize, value: u8| {
+            assert!(at < pages.len());
+            // SAFETY: inside the mapping.
+            unsafe { ptr::write_volatile(pages.start.as_ptr().add(at), value) };
+        };
+        put(5, 9);
+        assert!(pages.is_unchanged());
+        assert_eq!(std::fs::read(&path).unwrap()[5], 9);
+        OpenOptions::new().write(true).open(&path).unwrap().set_len(4096).unwrap();
+        assert!(!pages.is_unchanged());
+        put(900_000, 8);
+        // What was written behind its end is not in the file, even if that gets its length back.
+        OpenOptions::new().write(true).open(&path).unwrap().set_len(1 << 20).unwrap();
+        assert!(!pages.is_unchanged());
+        assert_eq!(std::fs::read(&path).unwrap()[900_000], 0);
+        std::fs::remove_file(&path).unwrap();
     }
 }

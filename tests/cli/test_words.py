@@ -1,0 +1,232 @@
+"""What the command says to people, and what it finds in files and folders of others."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import tensorferry
+from commands import (
+    command,
+    incomplete,
+    make_state,
+    until,
+    write_archive,
+    write_checkpoint,
+    write_distributed,
+    write_torch_distributed,
+)
+from equality import assert_same_state
+from tensorferry.checkpointing import load_file
+from tensorferry.cli import app, exits
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytestmark = pytest.mark.beyond_torchft
+
+
+def optimizer() -> torch.optim.Adam:
+    """One that has made a step."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    made = torch.optim.Adam(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    made.step()
+    return made
+
+
+class TestNumbersOfParameters:
+    @pytest.mark.parametrize("write", [write_distributed, write_torch_distributed])
+    @pytest.mark.parametrize("name", ["out.pt", "out.safetensors"])
+    def test_they_are_integers_again(
+        self, name: str, write: Callable[..., None], run: Callable[..., Any], tmp_path: Path
+    ) -> None:
+        before = optimizer().state_dict()
+        write({"model": {"w": torch.ones(2)}, "optim": before}, tmp_path / "ck")
+        done = run("convert", tmp_path / "ck", tmp_path / name)
+        assert (done.status, done.err) == (0, "")
+        state = load_file(tmp_path / name)["optim"]
+        assert sorted(state["state"]) == [0, 1]
+        fresh = torch.optim.Adam(torch.nn.Linear(3, 2).parameters())
+        fresh.load_state_dict(state)
+        assert len(fresh.state) == 2
+        assert_same_state(fresh.state_dict()["state"], before["state"])
+
+    def test_other_keys_that_may_have_been_integers_are_warned_of(
+        self, run: Callable[..., Any], tmp_path: Path
+    ) -> None:
+        write_distributed({"layers": {7: torch.ones(2), 8: torch.ones(3)}, "x": torch.ones(1)}, tmp_path / "ck")
+        done = run("convert", tmp_path / "ck", tmp_path / "out.pt")
+        assert done.status == 0
+        assert "keys that were numbers are text in the output: those of layers" in done.err
+        assert run("convert", tmp_path / "ck", tmp_path / "again", "--to", "dcp").err == ""
+
+
+WITHOUT_TORCH = (
+    "import sys; sys.modules['torch'] = None; from tensorferry.cli import main; sys.exit(main(sys.argv[1:]))"
+)
+
+
+@pytest.mark.parametrize("arguments", [["inspect", "a.pt"], ["convert", "a.pt", "b.safetensors"], ["serve", "a.pt"]])
+def test_without_torch_the_command_says_what_to_install(arguments: list[str], tmp_path: Path) -> None:
+    write_archive(make_state(), tmp_path / "a.pt")
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, *arguments],
+        capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == exits.USAGE, done.stderr
+    assert (
+        done.stderr
+        == f"tensorferry: InvalidArgument: {arguments[0]} of this needs the package torch: pip install torch\n"
+    )
+    assert os.listdir(tmp_path) == ["a.pt"]
+
+
+def test_what_is_left_out_is_counted_once(run: Callable[..., Any], tmp_path: Path) -> None:
+    write_archive({"w": torch.ones(2), **{str(i): i for i in range(9)}}, tmp_path / "a.pt")
+    done = run("convert", tmp_path / "a.pt", tmp_path / "b", "--to", "safetensors", "--drop-objects")
+    assert done.out.endswith("/b: 1 tensors, as safetensors\n")
+    assert done.err == (
+        "tensorferry: warning: 9 leaves are not tensors, and were left out: 0, 1, 2 and 6 more (all are in the output "
+        "of --json)\n"
+    )
+
+
+def test_a_folder_of_checkpoints_names_them(run: Callable[..., Any], tmp_path: Path) -> None:
+    for step in (1, 2):
+        write_checkpoint({"w": torch.ones(1)}, tmp_path / f"step-{step}")
+        os.utime(tmp_path / f"step-{step}", (step, step))
+    (tmp_path / "logs").mkdir()
+    for verb in ("inspect", "verify", "serve"):
+        done = run(verb, tmp_path)
+        assert done.status == 3
+        assert done.err.endswith("Name one of what is in it: step-2, step-1\n"), done.err
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (b"these are notes of a meeting", "it is text"),
+        (b"", "it is empty"),
+        (b"\x89PNG\r\n\x1a\n" + bytes(20), "it begins with the bytes 89 50 4e 47 0d 0a 1a 0a"),
+        (bytes.fromhex("80028a0a6cfc9c46f9206aa850192e80024d"), "torch before release 1.6"),
+    ],
+)
+def test_a_file_of_another_kind_is_called_that(
+    content: bytes, text: str, run: Callable[..., Any], tmp_path: Path
+) -> None:
+    (tmp_path / "a").write_bytes(content)
+    for arguments in (["inspect"], ["verify"], ["serve"], ["convert"]):
+        output = [tmp_path / "b.pt"] if arguments == ["convert"] else []
+        done = run(*arguments, tmp_path / "a", *output)
+        assert done.status == 5
+        assert text in done.err
+
+
+def test_an_interrupt_is_said_once(publish: Callable[..., str], tmp_path: Path) -> None:
+    write_checkpoint({"w": torch.ones(1)}, tmp_path / "c")
+    metadata = publish({"w": torch.ones(1 << 22)}, max_bandwidth=1 << 20)
+    with command("pull", metadata, "-o", tmp_path / "a", "--no-same-host", "--quiet") as process:
+        until(lambda: incomplete(tmp_path / "a") != [], process)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert err.splitlines()[-1] == "tensorferry: interrupted: ended by Ctrl-C"
+
+
+def test_too_many_arguments_are_named(run: Callable[..., Any]) -> None:
+    done = run("verify", "a", "b", "c")
+    assert done.status == exits.USAGE
+    assert done.err == "tensorferry: usage: too many arguments: b c. See tensorferry verify --help\n"
+
+
+def test_other_programs_words_for_help_and_version(run: Callable[..., Any]) -> None:
+    for words in (["version"], ["-v"], ["-V"], ["--version"]):
+        assert run(*words).out.strip() == tensorferry.__version__, words
+    assert run("help").out == run("--help").out != ""
+    assert run("help", "pull").out == run("pull", "--help").out != ""
+
+
+def test_completion_is_printed_and_nothing_is_installed(
+    run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for shell in ("bash", "zsh", "fish"):
+        done = run("completion", shell)
+        assert done.status == 0, done.err
+        assert all(verb in done.out for verb in app.VERBS)
+    assert run("--install-completion").status == exits.USAGE
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("verb", app.VERBS)
+def test_help_fills_its_lines(verb: str, monkeypatch: pytest.MonkeyPatch, run: Callable[..., Any]) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = run(verb, "--help").out.splitlines()
+    words = lines[: next((n for n, line in enumerate(lines) if line.startswith("╭")), len(lines))]
+    for line, after in itertools.pairwise(words):
+        if line.strip() and after.strip() and not line.startswith("Usage"):
+            assert len(line.rstrip()) + 1 + len(after.split()[0]) > 80, (line, after)
+
+
+class TestShards:
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        folder = tmp_path / "model"
+        folder.mkdir()
+        tensors = {f"layer.{i}.w": torch.full((4, 3), float(i)) for i in range(4)}
+        names = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
+        for n, name in enumerate(names):
+            save_file({key: tensors[key] for key in list(tensors)[2 * n : 2 * n + 2]}, folder / name)
+        places = {key: names[i // 2] for i, key in enumerate(tensors)}
+        index = {"metadata": {"total_size": 192}, "weight_map": places}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        return folder
+
+    def test_they_are_shown_verified_compared_and_converted(
+        self, folder: Path, run: Callable[..., Any], tmp_path: Path
+    ) -> None:
+        [shown] = run("inspect", folder, "--json").json
+        assert [leaf["path"] for leaf in shown["leaves"]] == [f"layer.{i}.w" for i in range(4)]
+        assert shown["bytes"] == 192
+        done = run("verify", folder)
+        assert (done.status, len(done.out.splitlines())) == (exits.NO, 2)
+        assert "has no checksums" in done.out
+        for source in (folder, folder / "model.safetensors.index.json"):
+            output = tmp_path / f"{source.name}.out.safetensors"
+            assert run("convert", source, output).status == 0
+            assert list(load_file(output)) == [f"layer.{i}.w" for i in range(4)]
+            assert run("diff", folder, output).status == exits.OK
+        done = run("serve", folder)
+        assert done.status == exits.USAGE
+        assert "OUT.safetensors`, and serve OUT" in done.err
+
+    @pytest.mark.parametrize("verb", ["inspect", "verify", "convert"])
+    def test_a_file_that_is_missing_or_has_another_tensor(
+        self, verb: str, folder: Path, run: Callable[..., Any], tmp_path: Path
+    ) -> None:
+        output = [tmp_path / "b.pt"] if verb == "convert" else []
+        second = folder / "model-00002-of-00002.safetensors"
+        save_file({"layer.2.w": torch.ones(1)}, second)
+        done = run(verb, folder, *output)
+        assert done.status == 3
+        assert "does not hold layer.3.w" in done.err
+        second.unlink()
+        done = run(verb, folder, *output)
+        assert done.status == 3
+        assert "model-00002-of-00002.safetensors is missing" in done.err
+
+    @pytest.mark.parametrize("index", ['{"weight_map": {"w": "../a.safetensors"}}', "[1]", "[" * 100_000, "nothing"])
+    def test_an_index_that_is_not_valid(self, index: str, folder: Path, run: Callable[..., Any]) -> None:
+        (folder / "model.safetensors.index.json").write_text(index)
+        assert run("inspect", folder).status == 5

@@ -1,0 +1,154 @@
+"""Outputs under way: whose they are, and that their names take nothing from anybody."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tensorferry.errors import InvalidArgument, SystemRefused
+from tensorferry.storage import pending as home
+from tensorferry.storage.commits import machine, new_id
+from tensorferry.storage.pending import pending, rename_new
+
+pytestmark = pytest.mark.beyond_torchft
+
+
+@pytest.fixture(params=["renames", "has links only", "has neither"])
+def disk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What a file system can do."""
+    if request.param != "renames":
+        monkeypatch.setattr(home, "_rename_new", lambda *_: errno.EINVAL)
+    if request.param == "has neither":
+
+        def refused(*_: object, **__: object) -> None:
+            raise OSError(errno.EPERM, "no links here")
+
+        monkeypatch.setattr(home.os, "link", refused)
+    return str(request.param)
+
+
+def write(path: Path, folder: bool) -> None:
+    (path / "content" if folder else path).write_text("new")
+
+
+@pytest.mark.usefixtures("disk")
+@pytest.mark.parametrize("folder", [False, True])
+class TestPending:
+    def test_it_gets_its_name_and_leaves_nothing(self, folder: bool, tmp_path: Path) -> None:
+        with pending(tmp_path / "out", folder=folder) as path:
+            write(path, folder)
+            assert not (tmp_path / "out").exists()
+        assert os.listdir(tmp_path) == ["out"]
+        assert (tmp_path / "out" / "content" if folder else tmp_path / "out").read_text() == "new"
+
+    def test_what_appears_meanwhile_stays(self, folder: bool, tmp_path: Path) -> None:
+        def begin() -> None:
+            with pending(tmp_path / "out", folder=folder) as path:
+                write(path, folder)
+                (tmp_path / "out").mkdir()
+                (tmp_path / "out" / "mine").write_text("kept")
+
+        with pytest.raises(InvalidArgument, match="has appeared"):
+            begin()
+        assert (tmp_path / "out" / "mine").read_text() == "kept"
+        assert os.listdir(tmp_path) == ["out"]
+
+    def test_an_error_leaves_nothing(self, folder: bool, tmp_path: Path) -> None:
+        def begin() -> None:
+            with pending(tmp_path / "out", folder=folder) as path:
+                write(path, folder)
+                raise KeyError("x")
+
+        with pytest.raises(KeyError):
+            begin()
+        assert os.listdir(tmp_path) == []
+
+    @pytest.mark.parametrize("name", ["x" * 255, "\udcff", "a*[b]"])
+    def test_names_of_all_kinds(self, name: str, folder: bool, tmp_path: Path) -> None:
+        with pending(tmp_path / name, folder=folder) as path:
+            write(path, folder)
+        assert os.listdir(tmp_path) == [name]
+
+    def test_a_name_that_is_too_long_is_refused(self, folder: bool, tmp_path: Path) -> None:
+        with pytest.raises(SystemRefused, match="cannot be written"), pending(tmp_path / ("x" * 256), folder=folder):
+            pass
+
+    def test_one_process_at_a_time(self, folder: bool, tmp_path: Path) -> None:
+        with pending(tmp_path / "out", folder=folder) as path:
+            write(path, folder)
+            with pytest.raises(InvalidArgument, match="another process is writing"):
+                pending(tmp_path / "out", folder=folder).__enter__()
+
+
+def test_a_killed_process_leaves_what_the_next_one_removes(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; from pathlib import Path; from tensorferry.storage.pending import pending\n"
+        "with pending(Path(sys.argv[1]), folder=True) as path:\n"
+        "    (path / 'content').write_text('new'); os.kill(os.getpid(), 9)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, tmp_path / "out"], check=False, timeout=60)
+    assert done.returncode == -9
+    [left] = tmp_path.iterdir()
+    assert left.name.startswith(f".out.{machine()}")
+    # What others have made, of another machine, of another output, as a file or a link.
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "mine").write_text("kept")
+    kept = [
+        tmp_path / f".out.{'0' * 20}.partial",
+        tmp_path / f".other.{new_id()}.partial",
+        tmp_path / f".out.{new_id()}.partial.old",
+        tmp_path / "out.partial",
+    ]
+    for path in kept:
+        path.mkdir()
+    (tmp_path / f".out.{new_id()}.partial").symlink_to("home")
+    (tmp_path / f".out.{new_id()}.partial").write_text("kept")
+    before = set(os.listdir(tmp_path)) - {left.name}
+    with pending(tmp_path / "out", folder=True):
+        assert not left.exists()
+    assert set(os.listdir(tmp_path)) == before | {"out"}
+    assert (tmp_path / "home" / "mine").read_text() == "kept"
+
+
+def test_an_empty_folder_may_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "out").mkdir()
+    monkeypatch.chdir(tmp_path / "out")
+    with pending(Path("."), folder=True) as path:
+        write(path, True)
+    assert (tmp_path / "out" / "content").read_text() == "new"
+    with pytest.raises(InvalidArgument, match="exists already"), pending(tmp_path / "out", folder=True):
+        pass
+
+
+def test_an_empty_folder_that_is_filled_meanwhile_stays(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+
+    def begin() -> None:
+        with pending(tmp_path / "out", folder=True) as path:
+            write(path, True)
+            (tmp_path / "out" / "mine").write_text("kept")
+
+    with pytest.raises(InvalidArgument, match="has appeared"):
+        begin()
+    assert os.listdir(tmp_path / "out") == ["mine"]
+
+
+@pytest.mark.usefixtures("disk")
+def test_a_rename_takes_no_name_away(tmp_path: Path) -> None:
+    (tmp_path / "new").write_text("new")
+    (tmp_path / "link").symlink_to("nowhere")
+    (tmp_path / "file").write_text("kept")
+    (tmp_path / "empty").mkdir()
+    for name in ("link", "file", "empty"):
+        with pytest.raises(FileExistsError):
+            rename_new(tmp_path / "new", tmp_path / name)
+    assert (tmp_path / "new").read_text() == "new"
+    assert (tmp_path / "file").read_text() == "kept"
+    rename_new(tmp_path / "new", tmp_path / "there")
+    assert (tmp_path / "there").read_text() == "new"
+    assert not (tmp_path / "new").exists()
