@@ -26,7 +26,7 @@ from ..errors import InvalidArgument, ProtocolError
 from ..storage.container import Container
 
 #: The version of messages: both sides must have the same.
-VERSION = 1
+VERSION = 2
 #: Longest message in bytes. A socket of default size takes it whole.
 MOST_BYTES = 64 << 10
 #: Most descriptors of one message.

@@ -146,8 +146,10 @@ def _print_status(name: str, *, as_json: bool) -> int:
         print(f"buddy {buddy['host']}: {_buddy(buddy)}")
     for one in held:
         print(_line(one))
-    with contextlib.suppress(TensorferryError):
-        print(f"for a PeerReader, the newest that is complete: {peer_metadata(held)}")
+    for owner in dict.fromkeys(one.owner for one in held):
+        with contextlib.suppress(TensorferryError):
+            metadata = peer_metadata(one for one in held if one.owner == owner)
+            print(f"for a PeerReader, the newest of {owner[0]} that is complete: {metadata}")
     return 0
 
 

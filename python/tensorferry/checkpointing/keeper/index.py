@@ -26,7 +26,7 @@ STEP = 0
 #: Most partners of a keeper.
 MOST_BUDDIES = 16
 _ENTRY = f"{PREFIX}keeper"
-_VERSION = 1
+_VERSION = 2
 #: Longest list that is read, in bytes, and the most snapshots of one that are looked at.
 _LONGEST = 16 << 20
 _MOST = 10_000

@@ -21,7 +21,7 @@ from ...errors import SourceChanged, SourceRefused, TensorferryError, message_of
 from . import index
 from .fetching import fetch_snapshot
 from .generations import NoRoom
-from .snapshot import LOCAL, Snapshot
+from .snapshot import LOCAL, Key, Snapshot
 
 if TYPE_CHECKING:
     from .process import KeeperProcess
@@ -59,7 +59,7 @@ class Partner(threading.Thread):
         self._asked_at = 0.0
         self._heard: float | None = None
         self._error = ""
-        self._failed: dict[tuple[str, str, int], float] = {}
+        self._failed: dict[Key, float] = {}
         self._remote: Remote | None = None
 
     @property
@@ -130,13 +130,12 @@ class Partner(threading.Thread):
 
     def _copy(self) -> None:
         """Copies what the partner's own trainers gave it last."""
-        most, seen = self._keeper.options.generations, dict[tuple[str, int], int]()
+        most, seen = self._keeper.options.generations, dict[tuple[str, str, int], int]()
         now = time.monotonic()
         self._failed = {key: until for key, until in self._failed.items() if until > now}
         for about in reversed(self.listed):
-            rank = (about.job, about.rank)
-            seen[rank] = seen.get(rank, 0) + 1
-            if about.origin != LOCAL or not about.metadata or seen[rank] > most or about.key in self._failed:
+            seen[about.series] = seen.get(about.series, 0) + 1
+            if about.origin != LOCAL or not about.metadata or seen[about.series] > most or about.key in self._failed:
                 continue
             if self._stopped.is_set() or self._call(functools.partial(self._keeper.generations.get, about.key)):
                 continue

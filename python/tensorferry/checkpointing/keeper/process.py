@@ -37,7 +37,7 @@ from .generations import Generations, Kept, NoRoom
 from .kept_memory import Digester, KeptMemory
 from .partners import Partner
 from .place import Place
-from .snapshot import LOCAL, Snapshot, snapshot
+from .snapshot import LOCAL, Key, Snapshot, key_of, snapshot
 
 logger = logging.getLogger("tensorferry")
 
@@ -97,7 +97,7 @@ class _Client:
         #: Snapshots that it gave; it is notified when one of them is released.
         self.given: set[Kept[KeptMemory]] = set()
         #: Snapshots that it reads.
-        self.borrowed: dict[tuple[str, str, int], Kept[KeptMemory]] = {}
+        self.borrowed: dict[Key, Kept[KeptMemory]] = {}
         self.is_open = True
         #: Whether it has promised not to write to what it gave.
         self.has_left = False
@@ -171,7 +171,7 @@ class KeeperProcess:
         self._clients: set[_Client] = set()
         #: Clients whose connection has ended and whose process has not.
         self._suspects: dict[_Client, float] = {}
-        self._counts: collections.Counter[tuple[str, int]] = collections.Counter()
+        self._counts: collections.Counter[tuple[str, str, int]] = collections.Counter()
         #: Evicted snapshots whose memory is still in use, and until when that is allowed. Their trainers are notified
         #: at the end.
         self._going: dict[Kept[KeptMemory], float] = {}
@@ -473,8 +473,8 @@ class KeeperProcess:
         self.make_room(about, nbytes)
         step = about.step
         if step < 0:
-            self._counts[about.job, about.rank] += 1
-            step = self._counts[about.job, about.rank]
+            self._counts[about.series] += 1
+            step = self._counts[about.series]
         unread: list[Kept[KeptMemory]] = []
         body = KeptMemory(
             self._server, step, rows, control, buffers, lambda: self.run_soon(lambda: self._let_go(*unread))
@@ -540,9 +540,7 @@ class KeeperProcess:
     # Lending.
 
     def _lend(self, client: _Client, message: Message) -> None:
-        fields = message.fields
-        key = (fields.get("job"), fields.get("save_id"), fields.get("rank"))
-        kept = self.generations.get(key) if all(type(k) in (str, int) for k in key) else None
+        kept = self.generations.get(key_of(message.fields))
         if kept is None:
             self._send(client, Message("gone"))
             return
@@ -561,13 +559,8 @@ class KeeperProcess:
             self._send(client, memory.handover("taken", kept.about.fields()) if there else Message("gone"))
 
     def _take_back(self, client: _Client, message: Message) -> None:
-        fields = message.fields
-        key = (fields.get("job"), fields.get("save_id"), fields.get("rank"))
-        try:
-            kept = client.borrowed.pop(key, None)  # type: ignore[arg-type]
-        except TypeError:
-            kept = None
-        if kept is not None:
+        key = key_of(message.fields)
+        if key is not None and (kept := client.borrowed.pop(key, None)) is not None:
             self._give_back(kept)
 
     def _give_back(self, kept: Kept[KeptMemory]) -> None:
@@ -598,12 +591,12 @@ class KeeperProcess:
         """Returns what this keeper holds, the newest last, and behind it what its partners hold and it does not."""
         own = [kept.about for kept in self.generations]
         known = {one.key for one in own}
-        there: dict[tuple[str, str, int], Snapshot] = {}
+        there: dict[Key, Snapshot] = {}
         for partner in self._partners.values():
             for one in partner.listed:
                 if one.key not in known:
                     there.setdefault(one.key, replace(one, remote=True))
-        ranks: dict[tuple[str, str], set[int]] = {}
+        ranks: dict[tuple[str, str, str, int], set[int]] = {}
         for one in (*own, *there.values()):
             ranks.setdefault(one.save, set()).add(one.rank)
         return [replace(one, complete=len(ranks[one.save]) == one.world_size) for one in (*own, *there.values())]
