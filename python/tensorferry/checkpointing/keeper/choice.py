@@ -40,8 +40,6 @@ def choose(
         elif index is None:
             if one.complete and (has_name or one.location == location):
                 return one
-        elif one.save_id == index.save_id or (
-            world_size == 1 and one.location == location and one.began > index.began
-        ):
+        elif one.save_id == index.save_id or (world_size == 1 and one.location == location and one.began > index.began):
             return one
     return None

@@ -27,7 +27,7 @@ from types import TracebackType
 from typing import Any
 
 from ... import _validate
-from ..._native import Remote, Stored
+from ..._native import Stored
 from ...errors import (
     ConnectError,
     ForkedProcess,
@@ -45,7 +45,7 @@ from ...storage.folder import Index, checkpoints, read_index
 from .. import handover
 from ..handover import Handover, Message
 from .choice import choose
-from .fetching import fetch_snapshot
+from .fetching import fetch_snapshot, open_snapshot
 from .kept_memory import kept_state
 from .location import location_of
 from .place import DEFAULT_NAME, find_socket, keeper_name
@@ -380,10 +380,10 @@ class Keeper:
                 encrypted([about.metadata])
             seconds = _validate.seconds("timeout", timeout)
             # One that does not answer is not waited for as long as one that sends.
-            self._reach(about, min(seconds, _REACH_S)).close()
-            remote = self._reach(about, seconds)
+            open_snapshot(about, min(seconds, _REACH_S), self._secret).close()
+            remote = open_snapshot(about, seconds, self._secret)
             try:
-                rows, buffer = fetch_snapshot(remote, lambda _: None)
+                rows, buffer = fetch_snapshot(remote, about, lambda _: None)
             finally:
                 remote.close()
             return Stored.over(rows, [], buffer)
@@ -398,9 +398,6 @@ class Keeper:
             found = kept_state(answer, _Loan(question))
             stack.pop_all()
         return found
-
-    def _reach(self, about: Snapshot, seconds: float) -> Remote:
-        return Remote.open([about.metadata], about.step, timeout=seconds, secret=self._secret)
 
     def below(self, root: Path, rank: int, world_size: int) -> list[Snapshot]:
         """Returns the snapshots of ``rank`` of this job's checkpoints in ``root``, here or at a buddy; raises nothing.
@@ -617,7 +614,7 @@ class _Question:
         with self._expected():
             answer = handover.receive(self._sock)
         if answer is None:
-            raise ConnectError(f"the keeper {self._name} has ended")
+            raise ConnectError(f"the keeper {self._name} has ended, or runs another version of tensorferry")
         return answer
 
     @contextlib.contextmanager

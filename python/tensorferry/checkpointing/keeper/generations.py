@@ -57,10 +57,14 @@ class Reservation:
     """Memory that is promised to a snapshot on its way, until :meth:`close` gives it back; a second call does nothing.
 
     It is what the keeper counts, so that no sequence of calls gives back what was not taken.
+
+    Attributes:
+        nbytes: how much it is
+        buffers: in how many pieces
     """
 
-    def __init__(self, held: set[Reservation], nbytes: int) -> None:
-        self.nbytes = nbytes
+    def __init__(self, held: set[Reservation], nbytes: int, buffers: int) -> None:
+        self.nbytes, self.buffers = nbytes, buffers
         self._held = held
         held.add(self)
 
@@ -94,7 +98,8 @@ class Generations(Generic[T]):
     @property
     def used(self) -> int:
         """Bytes of memory that are held or promised."""
-        return sum(one.nbytes for one in (*self._kept.values(), *self._leaving, *self._reserved))
+        held = sum(one.nbytes for one in (*self._kept.values(), *self._leaving))
+        return held + sum(one.nbytes for one in self._reserved)
 
     def __iter__(self) -> Iterator[Kept[T]]:
         """Iterates over what is kept, the oldest first."""
@@ -196,9 +201,14 @@ class Generations(Generic[T]):
         if kept in self._leaving:
             self._leaving.remove(kept)
 
-    def reserve(self, nbytes: int) -> Reservation:
-        """Counts ``nbytes`` bytes for a snapshot that is on its way, until the result is closed."""
-        return Reservation(self._reserved, nbytes)
+    def reserve(self, nbytes: int, buffers: int = 1) -> Reservation:
+        """Counts ``nbytes`` bytes in so many pieces for a snapshot on its way, until the result is closed."""
+        return Reservation(self._reserved, nbytes, buffers)
+
+    @property
+    def reserved(self) -> list[Reservation]:
+        """What is promised to snapshots on their way."""
+        return list(self._reserved)
 
 
 def _counted(about: Snapshot) -> tuple[bool, tuple[str, str, int]]:
