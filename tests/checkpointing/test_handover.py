@@ -117,16 +117,28 @@ def test_the_container_of_a_handover_can_be_written_without_torch(tmp_path: Path
         assert bytes(file.get_tensor("last").tolist()) == b"end"
 
 
-def test_a_handover_of_more_memory_than_its_receiver_takes_is_refused() -> None:
-    for most, fits in ((5000 + (1 << 20), False), (6000 + (1 << 20), True)):
-        ours, theirs = handover.pair()
-        with ours, theirs:
-            handover.send(ours, example())
-            if fits:
-                assert isinstance(handover.receive(theirs, most_bytes=most), Handover)
-            else:
-                with pytest.raises(handover.TooLarge):
-                    handover.receive(theirs, most_bytes=most)
+def test_what_has_arrived_says_its_size_before_it_is_read_and_leaves_nothing() -> None:
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    ours, theirs = handover.pair()
+    with ours, theirs:
+        before = descriptors()
+        given = example()
+        sent = sum(map(len, given.buffers))
+        for read in (True, False):
+            handover.send(ours, given)
+            arrived = handover.arrive(theirs)
+            assert isinstance(arrived, handover.Arrived)
+            assert (arrived.table, arrived.buffers) == (len(given.rows.table(given.buffers)), 1 + len(given.buffers))
+            assert arrived.control == sum(len(name) + len(data) for name, data in given.control)
+            assert sent < arrived.nbytes <= sent + arrived.table + arrived.control
+            if read:
+                assert arrived.open().rows.names == given.rows.names
+            arrived.close()
+        del arrived
+        given = None
+        assert descriptors() == before
 
 
 @pytest.mark.parametrize(

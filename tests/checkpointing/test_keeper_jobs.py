@@ -28,7 +28,7 @@ def told(caplog):
 def machine(monkeypatch, location: str):
     """Within the block, clients are on the machine whose disk ``location`` stands for."""
     with monkeypatch.context() as patch:
-        patch.setattr(client, "location_of", lambda path: location, raising=False)
+        patch.setattr(client, "location_of", lambda _: location, raising=False)
         yield
 
 
@@ -86,7 +86,7 @@ def copied(keeper: Keeper, count: int) -> None:
 
 
 def test_a_job_does_not_get_the_weights_of_another_that_has_the_same_path(buddies, tmp_path):
-    one, two = buddies
+    _one, two = buddies
     path = tmp_path / "run" / "step-1"
     saved("two", "B", path, 2)
     saved("one", "A", path, 1, on_disk=False)
@@ -103,7 +103,7 @@ def test_a_job_does_not_get_the_weights_of_another_that_has_the_same_path(buddie
 
 
 def test_the_latest_checkpoint_is_one_of_the_own_job(buddies, tmp_path):
-    one, two = buddies
+    _one, two = buddies
     root = tmp_path / "run"
     saved("two", "B", root / "step-1", 2)
     saved("one", "A", root / "step-2", 1, on_disk=False)
@@ -114,7 +114,7 @@ def test_the_latest_checkpoint_is_one_of_the_own_job(buddies, tmp_path):
 
 def test_without_a_name_a_job_is_its_folder_on_its_own_machine(buddies, tmp_path, monkeypatch):
     """Two trainers with the same path and no name, each on a disk of its own."""
-    one, two = buddies
+    _one, two = buddies
     root = tmp_path / "run"
     with machine(monkeypatch, HERE):
         saved("two", None, root / "step-1", 2)
@@ -133,7 +133,7 @@ def test_without_a_name_a_job_is_its_folder_on_its_own_machine(buddies, tmp_path
 
 
 def test_a_replacement_gets_what_a_lost_machine_had_if_the_job_has_a_name(buddies, tmp_path, monkeypatch):
-    one, two = buddies
+    _one, two = buddies
     root = tmp_path / "run"
     with machine(monkeypatch, THERE):
         saved("one", "llm", root / "step-1", 1, on_disk=False)
@@ -154,7 +154,7 @@ def test_a_replacement_gets_what_a_lost_machine_had_if_the_job_has_a_name(buddie
 
 
 def test_the_very_save_that_is_committed_is_taken_from_any_machine(buddies, tmp_path, monkeypatch, caplog):
-    one, two = buddies
+    _one, two = buddies
     path = tmp_path / "run" / "step-1"
     with machine(monkeypatch, THERE):
         saved("one", None, path, 5)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from ..._native import Remote, Rows, Secret, SharedBuffer
 from ...errors import ProtocolError
 from ...memory.layout import side_by_side
-from .cost import TABLE_COST, cost_of, table_size
+from .cost import Cost, table_size
 from .snapshot import Snapshot
 
 #: Bytes that a snapshot may have beyond what the list says: pieces begin at other multiples here.
@@ -35,26 +35,27 @@ def open_snapshot(about: Snapshot, timeout: float, secret: Secret | None, same_h
     )
 
 
-def fetch_snapshot(remote: Remote, about: Snapshot, before: Callable[[int], object]) -> tuple[Rows, SharedBuffer]:
+def fetch_snapshot(remote: Remote, about: Snapshot, before: Callable[[Cost], object]) -> tuple[Rows, SharedBuffer]:
     """Returns all entries of a snapshot, verified, control entries among them, and the memory in which they lie.
 
     Args:
         remote: the snapshot
         about: what the list says about it
-        before: called with what it takes, ``cost_of`` all of it, before any of that is taken
+        before: called with what it takes, before any of that is taken
 
     Raises:
         ProtocolError: it is larger than the list says
         TensorferryError: the snapshot cannot be fetched, or there is no memory for it
     """
-    if TABLE_COST * table_size(len(remote), 0, 0) > 2 * about.nbytes + _SLACK:
-        raise ProtocolError(f"the snapshot has {len(remote)} entries, more than the {about.nbytes} bytes of the list")
+    # Before there are objects for each entry.
+    if table_size(len(remote), 0, 0) > about.nbytes + _SLACK:
+        raise ProtocolError(f"the snapshot has {len(remote)} entries; the list says {about.nbytes} bytes in all")
     offsets, total = side_by_side(remote.sizes)
     total = max(total, 1)
     table = table_size(len(remote), sum(map(len, remote.names)), sum(map(len, remote.shapes)))
-    if total + table > 2 * about.nbytes + _SLACK:
-        raise ProtocolError(f"the snapshot has {total} bytes, more than the {about.nbytes} of the list")
-    before(cost_of(total, table, 0))
+    if total > about.nbytes + _SLACK + 64 * len(remote):
+        raise ProtocolError(f"the snapshot has {total} bytes; the list says {about.nbytes}")
+    before(Cost(total, table))
     buffer = SharedBuffer(total)
     remote.fetch([buffer.address + offset for offset in offsets])
     rows = Rows(object, object, {}, native=False)

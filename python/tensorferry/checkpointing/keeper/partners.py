@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ..._native import Remote
 from ...errors import ConnectError, FetchTimeout, SourceChanged, SourceRefused, TensorferryError, message_of
 from . import index
-from .cost import probe
+from .cost import Cost, probe
 from .fetching import fetch_snapshot, most_described, open_snapshot
 from .generations import NoRoom, Reservation
 from .snapshot import LOCAL, Key, Snapshot
@@ -36,6 +36,8 @@ _LONGEST_PUT_OFF_S = 600.0
 #: Seconds that fetching the list may take, and a snapshot.
 _LIST_S = 10.0
 _FETCH_S = 600.0
+#: Bytes that header and control entries of a snapshot mostly stay below, with what is made of them.
+_LONGEST_DESCRIPTION = 1 << 30
 #: Seconds for which questions wait for the list of a partner, and each of them at least, if it does not answer.
 _ASK_S = 3.0
 _ASK_AGAIN_S = 1.0
@@ -213,7 +215,7 @@ class Partner(threading.Thread):
         # By what the list says: what cannot fit is not asked for, and nothing goes for it.
         self._call(lambda: self._keeper.generations.check_room(copied, about.nbytes))
         options = self._keeper.options.server
-        probe(most_described(about))
+        probe(min(most_described(about), _LONGEST_DESCRIPTION))
         remote = open_snapshot(about, _FETCH_S, options.secret, options.same_host)
         self._remote = remote
         reserved: list[Reservation] = []
@@ -223,15 +225,18 @@ class Partner(threading.Thread):
                 return
             began = time.monotonic()
 
-            def before(nbytes: int) -> None:
-                self._call(lambda: reserved.append(self._keeper.reserve(copied, nbytes)))
-                probe(nbytes)
+            costs: list[Cost] = []
+
+            def before(cost: Cost) -> None:
+                costs.append(cost)
+                self._call(lambda: reserved.append(self._keeper.reserve(copied, cost.reading)))
+                probe(cost.reading)
 
             rows, buffer = fetch_snapshot(remote, about, before)
             seconds = time.monotonic() - began
             step = self._call(lambda: self._keeper.step_of(copied))
             body = self._keeper.memory(step, rows, [], [buffer])
-            self._call(lambda: self._keeper.add(copied, step, body, reserved[0]))
+            self._call(lambda: self._keeper.add(copied, step, body, costs[0].holding, reserved[0]))
             logger.info(
                 "step %d of rank %d of %s is copied from %s: %d bytes in %.3f s",
                 about.step,

@@ -31,7 +31,7 @@ from .. import handover
 from ..handover import Arrived, Handover, Message, OtherVersion
 from . import index
 from .clients import Client
-from .cost import cost_of, probe
+from .cost import Cost, probe
 from .generations import Generations, Kept, NoRoom, Reservation
 from .kept_memory import Digester, KeptMemory, Worker
 from .partners import Partner
@@ -389,12 +389,12 @@ class KeeperProcess:
 
     def _keep(self, client: Client, given: Arrived) -> None:
         """Begins to keep what ``client`` gives. Its table may be long: another thread reads it."""
-        save_id = given.fields.get("save_id")
+        save_id, cost = given.fields.get("save_id"), Cost(given.nbytes, given.table, given.control)
         try:
             about = snapshot({**given.fields, "origin": LOCAL, "nbytes": 0, "metadata": ""})
             if client.arriving >= _MOST_ARRIVING:
                 raise NoRoom(f"{client.arriving} snapshots of this process are still being read")
-            reserved = self.reserve(about, cost_of(given.nbytes, given.table, given.control), given.buffers)
+            reserved = self.reserve(about, cost.reading, given.buffers)
         except TensorferryError as e:
             given.close()
             self._refuse(client, save_id if isinstance(save_id, str) else None, str(e))
@@ -404,16 +404,16 @@ class KeeperProcess:
 
         def read() -> None:
             try:
-                body: KeptMemory | Exception = self._read_in(given, step, reserved.nbytes)
+                body: KeptMemory | Exception = self._read_in(given, step, cost)
             except Exception as e:
                 body = e
-            self.run_soon(lambda: self._arrived(client, about, step, body, reserved))
+            self.run_soon(lambda: self._arrived(client, about, step, body, cost, reserved))
 
         self._reader.add(read)
 
-    def _read_in(self, given: Arrived, step: int, nbytes: int) -> KeptMemory:
+    def _read_in(self, given: Arrived, step: int, cost: Cost) -> KeptMemory:
         try:
-            probe(nbytes)
+            probe(cost.reading)
             opened = given.open()
         except ProtocolError as e:
             raise _Broken(str(e)) from e
@@ -422,13 +422,19 @@ class KeeperProcess:
         return self.memory(step, opened.rows, opened.control, opened.buffers)
 
     def _arrived(
-        self, client: Client, about: Snapshot, step: int, body: KeptMemory | Exception, reserved: Reservation
+        self,
+        client: Client,
+        about: Snapshot,
+        step: int,
+        body: KeptMemory | Exception,
+        cost: Cost,
+        reserved: Reservation,
     ) -> None:
         client.arriving -= 1
         try:
             if isinstance(body, Exception):
                 raise body
-            kept = self.add(about, step, body, reserved)
+            kept = self.add(about, step, body, cost.holding, reserved)
         except Exception as e:
             if not isinstance(e, (TensorferryError, OSError, MemoryError)):
                 logger.exception("a snapshot cannot be kept")
@@ -485,13 +491,12 @@ class KeeperProcess:
         """
         return KeptMemory(self._server, step, rows, control, buffers, self.run_soon)
 
-    def add(self, about: Snapshot, step: int, body: KeptMemory, reserved: Reservation) -> Kept[KeptMemory]:
-        """Keeps a snapshot for which there is room; to be called on the keeper's thread.
+    def add(self, about: Snapshot, step: int, body: KeptMemory, nbytes: int, reserved: Reservation) -> Kept[KeptMemory]:
+        """Keeps a snapshot of ``nbytes`` bytes in place of what was reserved; to be called on the keeper's thread.
 
         Raises:
             NoRoom: it is kept already
         """
-        nbytes = reserved.nbytes
         reserved.close()
         try:
             self.make_room(about, nbytes)
