@@ -150,8 +150,8 @@ def test_what_has_arrived_says_its_size_before_it_is_read_and_leaves_nothing() -
         (b"[1]", "does not say what it is"),
         (b'{"kind":1}', "does not say what it is"),
         (b'{"kind":"x"}', "version"),
-        (b'{"kind":"x","version":2}', "version 2, not 1"),
-        (b'{"kind":"x","version":1,"table":0,"control":[]}', "without memory"),
+        (b'{"kind":"x","version":1}', "version 1, not 2"),
+        (b'{"kind":"x","version":2,"table":0,"control":[]}', "without memory"),
         (b"x" * (handover.MOST_BYTES + 1), "too long"),
     ],
 )
@@ -185,7 +185,7 @@ def test_a_handover_that_contradicts_itself_is_refused_and_leaves_no_descriptor(
     with ours, theirs:
         memory = SharedBuffer(4096)
         before = descriptors()
-        text = json.dumps({"kind": "save", "version": 1, **fields}).encode()
+        text = json.dumps({"kind": "save", "version": handover.VERSION, **fields}).encode()
         ours.sendmsg([text], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [memory.fileno()]))])
         with pytest.raises(ProtocolError, match=match):
             handover.receive(theirs)
@@ -199,7 +199,7 @@ def test_a_descriptor_that_is_no_sealed_memory_is_refused(tmp_path: Path) -> Non
     os.ftruncate(file, 4096)
     ours, theirs = handover.pair()
     with ours, theirs:
-        text = json.dumps({"kind": "save", "version": 1, "table": 24, "control": []}).encode()
+        text = json.dumps({"kind": "save", "version": handover.VERSION, "table": 24, "control": []}).encode()
         for descriptor in (shrinking, file, theirs.fileno()):
             ours.sendmsg([text], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))])
             with pytest.raises(ProtocolError, match="memory that cannot shrink"):
