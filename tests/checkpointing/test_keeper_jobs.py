@@ -57,7 +57,7 @@ def state(number: int) -> dict:
 def saved(name: str, job: str | None, path: Path, number: int, *, on_disk: bool = True) -> None:
     """Saves as a trainer does that ends then; without ``on_disk``, onto a disk that is not this machine's."""
     with Keeper(name) as asking:
-        before = len(asking.held())
+        before = {one.save_id for one in asking.held()}
         checkpointer = make_async_checkpointer(keeper=Keeper(name, job=job))
         aside = path.with_name(f"{path.name}.aside")
         if not on_disk and path.exists():
@@ -68,7 +68,7 @@ def saved(name: str, job: str | None, path: Path, number: int, *, on_disk: bool 
             shutil.rmtree(path)
             if aside.exists():
                 aside.rename(path)
-        eventually("it is kept", lambda: len(asking.held()) > before)
+        eventually("it is kept", lambda: {one.save_id for one in asking.held()} - before)
 
 
 def loaded(name: str, job: str | None, path: Path) -> float:
@@ -186,6 +186,9 @@ def test_jobs_of_one_path_do_not_evict_each_other(buddies, monkeypatch):
     assert [s.origin == "local" for s in two.held() if not s.remote].count(True) == 2
 
 
+OPTIONS = ServerOptions(
+    secret=None, tls=False, same_host=None, interface="127.0.0.1", advertise=None, max_bandwidth=None
+)
 HOUR_NS = 3600 * 10**9
 
 
@@ -236,6 +239,7 @@ def test_other_jobs_and_other_machines_do_not_set_the_clock_of_a_job(buddies, tm
     saved("two", "A", root / "step-1", 1, on_disk=False)
     with machine(monkeypatch, THERE):
         saved("two", None, root / "step-1", 1, on_disk=False)
+    clock[0] = 48 * HOUR_NS
     saved("one", "B", root / "step-1", 1, on_disk=False)
     clock[0] = 0
     copied(two, 1)
@@ -279,7 +283,7 @@ def test_a_message_of_another_version_is_answered_by_an_error_that_says_so(folde
 
 def test_a_buddy_of_another_version_is_not_copied_and_the_status_says_so(buddies):
     _one, two = buddies
-    server, host = serve.start(5.0, ServerOptions(interface="127.0.0.1"))
+    server, host = serve.start(5.0, OPTIONS)
     shelf = server.shelf(None)
     described = {"job": "B", "path": "/ckpt/run/1", "save_id": "a", "rank": 0, "world_size": 1, "step": 1, "began": 1}
     text = json.dumps({"version": 1, "snapshots": [described]}).encode()

@@ -510,7 +510,7 @@ class Saver:
             self._offer(self._keeper, given, snapshot)
 
     def _begun(self, folder: Path) -> list[int]:
-        """Returns when those saves of this job began that the keeper has; for rank 0, whose new one comes after them."""
+        """Returns when those saves of this job began that the keeper has; a new one comes after them, by rank 0."""
         begun = getattr(self._keeper, "begun", None) if self._ranks.rank == 0 else None
         return [] if begun is None else list(begun(folder))
 

@@ -91,7 +91,7 @@ def begin_after(known: Iterable[int]) -> int:
     if not _warned_of_clock:
         _warned_of_clock = True
         logger.warning(
-            "the clock of the machine is %.1f s behind the beginning of an earlier save: new saves count as later still",
+            "the clock of this machine is %.1f s behind the beginning of an earlier save: it has gone back",
             (newest - now) / 1e9,
         )
     return newest + 1

@@ -49,7 +49,7 @@ from .fetching import fetch_snapshot, open_snapshot
 from .kept_memory import kept_state
 from .location import location_of
 from .place import DEFAULT_NAME, find_socket, keeper_name
-from .snapshot import Snapshot, default_job, snapshot
+from .snapshot import LOCAL, Snapshot, default_job, snapshot
 
 logger = logging.getLogger("tensorferry")
 
@@ -63,6 +63,8 @@ _ANSWER_S = 20.0
 _REACH_S = 5.0
 #: Most offers that it may leave unanswered: it answers at once, and what it has not answered takes memory.
 _MOST_UNANSWERED = 2
+#: Nanoseconds that the clock of another machine may be ahead.
+_FAR_NS = 24 * 3600 * 10**9
 #: Seconds that a keeper which was started has until it listens.
 _START_S = 20.0
 
@@ -300,8 +302,9 @@ class Keeper:
     def begun(self, path: str | os.PathLike[str]) -> list[int]:
         """Returns when saves began that the keeper is known to have of the job of ``path``, the latest at least.
 
-        A new save has to begin after them, whatever the clock says. Of what only a buddy has, it returns what this
-        object has opened. It raises nothing; the keeper is asked once for each job, and waited for two seconds at most.
+        A new save has to begin after them, whatever the clock says. What comes from a buddy counts if it began less
+        than a day from now. It raises nothing; the keeper is asked once for each job, and waited for two seconds at
+        most.
         """
         try:
             job, location = self._job_of(path), location_of(path)
@@ -309,7 +312,8 @@ class Keeper:
                 with self._question(_OFFER_S) as question:
                     question.send(Message("held", {"job": job}))
                     for one in question.listed({"job": job}):
-                        if not one.remote:
+                        own = one.origin == LOCAL and not one.remote
+                        if own or one.began < time.time_ns() + _FAR_NS:
                             self._note_beginning(one.job, one.location, one.began)
                 self._asked.add(job)
         except Exception as e:
