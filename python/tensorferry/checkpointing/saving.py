@@ -393,7 +393,7 @@ class Saver:
         folder = place_of(path)
         step = None if step is None else _validate.step_number(step)
         with self._alone():
-            order = self._options.order(folder, self._ranks.new_save(step, folder))
+            order = self._options.order(folder, self._ranks.new_save(step, folder, self._begun(folder)))
             try:
                 self._raise_unseen()
                 snapshot, staged = stage()
@@ -493,6 +493,11 @@ class Saver:
             return
         if self._keeper is not None:
             self._offer(self._keeper, given, snapshot)
+
+    def _begun(self, folder: Path) -> list[int]:
+        """Returns when those saves of this job began that the keeper has; a new one comes after them, by rank 0."""
+        begun = getattr(self._keeper, "begun", None) if self._ranks.rank == 0 else None
+        return [] if begun is None else list(begun(folder))
 
     def _offer(self, keeper: Keeper, given: Handover, snapshot: StateSnapshot) -> None:
         # While the keeper has it, no buffer is used again.
