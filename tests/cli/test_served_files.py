@@ -217,6 +217,7 @@ def test_a_change_through_a_mapping_whose_pages_were_dirty_is_noticed(
     assert not (tmp_path / "after").exists()
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_parts_of_a_tensor_are_compared_with_the_checksums_of_the_file(tmp_path: Path, published: Any) -> None:
     """A reader of slices asks for small blocks; behind an index, they do not begin where those of the file begin."""
     state = {"w": torch.arange(3 << 18), "v": torch.ones(500)}

@@ -80,7 +80,7 @@ def test_no_verb_tells_him_anything(
     assert status not in (exits.OK, exits.BUG), said
     # These take no peers.
     asks = verb not in ("convert", "verify", "serve")
-    assert not asks or "fingerprint" in said.out + said.err, said
+    assert not asks or "is not the source its URL names" in said.out + said.err, said
     took_notice(middle, source, connected=asks)
     assert not (tmp_path / "out").exists()
 
@@ -99,7 +99,9 @@ DOORS: dict[str, Callable[[str], Any]] = {
     "recv_checkpoint with TLS": lambda metadata: receive(metadata, tls=True),
     "recv_checkpoint of several": lambda metadata: receive(f"{metadata} {metadata}"),
     "PeerReader": lambda metadata: PeerReader(publication_metadata(3, [metadata]), timeout=SHORT).read_metadata(),
-    "PeerReader of a state": lambda metadata: PeerReader(metadata, timeout=SHORT).read_metadata(),
+    "PeerReader of two": lambda metadata: PeerReader(
+        publication_metadata(3, [metadata, metadata]), timeout=SHORT
+    ).read_metadata(),
     "one answer": lambda metadata: HttpAnswer.open(metadata, "3/full", timeout=20),
 }
 

@@ -90,7 +90,8 @@ def ask(peer: Peer) -> None:
     try:
         text, now = _fetch(peer), time.monotonic()
     except TensorferryError as e:
-        peer.trouble = message_of(e) or type(e).__name__
+        # The table has its address beside it.
+        peer.trouble = message_of(e).removeprefix(f"{peer.shown} ") or type(e).__name__
         return
     values: _Values = {}
     for name, labels, number in _LINE.findall(text):
