@@ -27,7 +27,7 @@ struct Guard {
     /// 0 once the pages are gone.
     start: AtomicUsize,
     end: usize,
-    /// Whether zeros were put in the place of some page.
+    /// Whether zeros were put in the place of some page, or a change was noticed otherwise.
     broken: AtomicBool,
     next: *mut Guard,
 }
@@ -136,8 +136,10 @@ impl FilePages {
         self.len
     }
 
-    /// Whether what was read so far is what the file had when it was mapped. The system notes the time of a write before
-    /// the bytes change. Of a file that is filled: whether it still has its length, and what was written has reached it.
+    /// Whether what was read so far is what the file had when it was mapped, as far as its length and its time tell. The
+    /// system notes the time of a write before the bytes change; not of one through a mapping to a page that was written
+    /// to before, and a time can be put back. Of a file that is filled: whether it still has its length, and what was
+    /// written has reached it.
     #[must_use]
     pub fn is_unchanged(&self) -> bool {
         let (len, written) = self.before;
@@ -146,6 +148,11 @@ impl FilePages {
             .metadata()
             .is_ok_and(|now| now.len() == len && written.is_none_or(|written| modified(&now) == written));
         same && !self.guard.broken.load(Ordering::Acquire)
+    }
+
+    /// Notes that the pages are not what the file had when it was mapped: [`FilePages::is_unchanged`] says so from then on.
+    pub fn note_changed(&self) {
+        self.guard.broken.store(true, Ordering::Release);
     }
 }
 
