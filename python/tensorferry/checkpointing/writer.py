@@ -71,7 +71,9 @@ class Writer:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        #: A signal handler or a ``__del__`` may enter it again, in the same thread, here and in ``_Child``: no section
+        #: loses what another one of the same thread does between two of its steps.
+        self._lock = threading.RLock()
         self._child: _Child | None = None
         self._all: list[_Child] = []
         self._process = os.getpid()
@@ -216,7 +218,7 @@ class _Child:
             raise SystemRefused(f"the process that writes checkpoints cannot be started: {e}") from e
         self.pid = self._process.pid
         self._sock = ours
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._pending: dict[str, Pending] = {}
         self.takes = True
         self.ended = False

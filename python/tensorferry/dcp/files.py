@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from .. import _gc, _validate
-from .._fork import ForkSafeLock
 from .._native import Written
+from .._reentry import CallMark, ForkSafeCallLock
 from ..errors import IncompleteCheckpoint, InvalidArgument, SystemRefused
 from ..memory.accelerator import ACCELERATOR
 from ..memory.staging import Stager
@@ -40,7 +40,7 @@ from .save_plan import ABOUT, PlanSnapshot
 from .torch_folder import TorchFolderSource, with_stand_ins
 
 #: Held while an index is written, because saves of one process may overlap.
-_finishing = ForkSafeLock()
+_finishing = ForkSafeCallLock("the end of a save")
 
 _RANK_INDEX = "index-rank{:05d}.safetensors"
 #: The names of the files of torch's own writer: the index of all ranks, and with a rank's number its index and data.
@@ -224,12 +224,14 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begins a new save, into the folder ``checkpoint_id`` if it is given."""
+        self._running.calls.check()
         self._running.path = path = _folder(checkpoint_id) if checkpoint_id else self._path
         self._path = path
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Creates the record of this save, from the rank and role that torch passes."""
         del args
+        self._running.calls.check()
         coordinated = kwargs.get("use_collectives", True)
         self._running.save = _Save(
             self._running.path or self._path, kwargs.get("rank") or 0, coordinated, is_coordinator or not coordinated
@@ -271,7 +273,8 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
         """Writes this rank's file.
 
         Raises:
-            InvalidArgument: the coordinator saves with another class
+            InvalidArgument: the coordinator saves with another class, or another save with this writer was made in the
+                middle of this one
             UnsupportedLeaf: an item cannot be written; the message names it
             SystemRefused: the system refuses, for example because the disk is full
         """
@@ -282,7 +285,7 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
                 f"the coordinator has planned this save for another writer ({_validate.brief(plan.storage_data)}): "
                 "give every rank a FileWriter, or call tensorferry.install() in every process"
             )
-        save = self._running.save
+        save = self._running.ongoing()
         done: Future[list[WriteResult]] = Future()
         self.report = {"bytes": 0, "direct": 0}
         if not plan.items:
@@ -290,7 +293,9 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
                 self._progress(0, 0)
             done.set_result([])
             return done
-        save.written, results = self.rank_file().write(plan, planner, progress=self._progress, allowed=self._allowed)
+        with self._running.calls.held():
+            written = self.rank_file().write(plan, planner, progress=self._progress, allowed=self._allowed)
+        save.written, results = written
         self.report = {"bytes": save.written.bytes, "direct": save.written.direct}
         done.set_result(results)
         return done
@@ -312,7 +317,7 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
                 removed meanwhile
             SystemRefused: the index cannot be written, or the marker beside it
         """
-        save = self._running.save
+        save = self._running.ongoing()
         stored = {result.index: result.storage_data for of_rank in results for result in of_rank}
         metadata.storage_data = stored
         metadata.storage_meta = StorageMeta(checkpoint_id=save.path, save_id=save.id)
@@ -334,6 +339,7 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
             )
             save.mark()
             save.clean(before, set(files))
+        save.is_over = True
 
     def storage_meta(self) -> StorageMeta:
         """Returns the folder of the checkpoint, as torch's ``StorageMeta``."""
@@ -346,11 +352,27 @@ class _Running(threading.local):
     Attributes:
         path: the folder of the next save, once ``reset`` was called for it
         save: the save that has begun
+        calls: marks that the save's file is being written
     """
 
     def __init__(self) -> None:
+        self.calls = CallMark("a save with this writer")
         self.path: Path | None = None
         self.save = _Save(Path(), 0, True, False)
+
+    def ongoing(self) -> _Save:
+        """Returns the save that has begun.
+
+        Raises:
+            InvalidArgument: it has ended already: another save with this writer has begun and ended in the middle of
+                this one
+        """
+        if self.save.is_over:
+            raise InvalidArgument(
+                "another save with this writer has begun and ended in the middle of this one, in the same thread, by a "
+                "signal handler for example: give each save a writer of its own"
+            )
+        return self.save
 
 
 class _Save:
@@ -367,6 +389,7 @@ class _Save:
         began: when it began, in nanoseconds since the epoch
         before: the commit of the folder's index at that time
         written: this rank's file; while this object lives, the file is locked
+        is_over: whether its index is written
     """
 
     def __init__(self, path: Path, rank: int, coordinated: bool, writes_index: bool) -> None:
@@ -376,6 +399,7 @@ class _Save:
         self.began = 0
         self.before: Commit | None = None
         self.written: Written | None = None
+        self.is_over = False
         self._of_torch: list[str] = []
 
     def begin(self, names: set[str]) -> None:
@@ -466,6 +490,7 @@ class FileReader(_InFolder, SliceReader):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begins a new load, from the folder ``checkpoint_id`` if it is given."""
+        self._loading.check()
         self._load.checkpoint = path = _folder(checkpoint_id) if checkpoint_id else self._path
         self._load.metadata, self._path = None, path
 

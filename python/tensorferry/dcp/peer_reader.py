@@ -73,6 +73,7 @@ class PeerReader(SliceReader):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begins a new load, from the metadata ``checkpoint_id`` if it is given."""
+        self._loading.check()
         self._load.checkpoint = string = str(checkpoint_id) if checkpoint_id else self._string
         self._string = string
         self._load.metadata = self._load.failed = None

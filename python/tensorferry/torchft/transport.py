@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
@@ -13,6 +12,7 @@ from urllib.parse import urlsplit
 
 from .. import _validate
 from .._native import ArenaPool, Receive, Remote, Report
+from .._reentry import CallLock
 from ..errors import ForkedProcess, InvalidArgument, TransportClosed, UnprovenSource
 from ..memory.accelerator import ACCELERATOR
 from ..memory.bounce import BounceBuffers
@@ -151,7 +151,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         )
         self._stager = Stager(ACCELERATOR)
         self._bounce = BounceBuffers(ACCELERATOR)
-        self._sending = threading.Lock()
+        self._sending = CallLock("send_checkpoint()")
         self._refusals = RefusalWarnings(self._allowed, "receivers will refuse this state: %s")
         self._warned_of_misses = False
         self._is_closed = False
@@ -229,8 +229,10 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         self._server.check_process()
         self._check_open()
         started = time.perf_counter()
-        with self._sending, Span("send", step=step):
+        with self._sending.held(), Span("send", step=step):
             packed = StateSnapshot(state_dict, self._stager, self._snapshot)
+            # A signal handler may have shut it down meanwhile.
+            self._check_open()
             packed.publish(self._server, step, compat.bodies(packed.rebuild, self._num_chunks))
         self._refusals.warn(packed.globals)
         logger.debug("step %d is published (%.4f s)", step, time.perf_counter() - started)

@@ -28,6 +28,7 @@ from typing import Any
 
 from ... import _validate
 from ..._native import Remote, Stored
+from ..._reentry import CallLock
 from ...errors import (
     ConnectError,
     ForkedProcess,
@@ -109,7 +110,9 @@ class Keeper:
         self._secret = shared_secret(secret)
         self._tls = _validate.boolean("tls", tls)
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        self._call = CallLock("offer() or let_go()")
+        #: The same lock, which a signal handler in the middle of such a call may enter for what does not wait.
+        self._lock = self._call.reentrant
         self._changed = threading.Condition(self._lock)
         self._released = 0
         self._sock: socket.socket | None = None
@@ -150,7 +153,7 @@ class Keeper:
             self._check_process()
             fields = {name: given.fields.get(name) for name in _FIELDS}
             fields["job"] = self._job or job_of(str(given.fields.get("path")))
-            with self._lock:
+            with self._call.held():
                 self._is_late = not self._changed.wait_for(self._answers, 0.0 if self._is_late else _OFFER_S)
                 if self._is_closed:
                     raise TransportClosed("this connection to a keeper was closed: make a new Keeper")
@@ -242,6 +245,8 @@ class Keeper:
         Returns:
             Whether the memory of one was released within ``patience`` seconds.
         """
+        if self._call.is_mine:
+            return False
         with self._lock:
             sock, before = self._sock, self._released
             if sock is None or not self._offers:
