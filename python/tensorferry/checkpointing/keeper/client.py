@@ -181,16 +181,21 @@ class Keeper:
     def _open(self) -> socket.socket:
         sock = _connect(self.name)
         sock.settimeout(_OFFER_S)
+        try:
+            # A timeout would be one of reading, too: that has a descriptor of its own.
+            reading = sock.dup()
+        except OSError as e:
+            sock.close()
+            raise SystemRefused(f"the keeper {self.name!r} cannot be reached, no socket can be opened: {e}") from e
+        _sockets.add(reading)
+        reading.settimeout(None)
         self._sock = sock
-        threading.Thread(target=self._listen, args=(sock,), name="tensorferry-keeper", daemon=True).start()
+        threading.Thread(target=self._listen, args=(sock, reading), name="tensorferry-keeper", daemon=True).start()
         return sock
 
-    def _listen(self, sock: socket.socket) -> None:
+    def _listen(self, sock: socket.socket, reading: socket.socket) -> None:
         """Reads what the keeper says about offers, until it is gone."""
-        # A timeout would be one of reading, too: this has a descriptor of its own.
-        with sock.dup() as reading:
-            _sockets.add(reading)
-            reading.settimeout(None)
+        with reading:
             try:
                 while isinstance(message := handover.receive(reading), Message):
                     self._hear(message)
@@ -603,12 +608,15 @@ def _connect(name: str) -> socket.socket:
 
     Raises:
         ConnectError: there is none
-        SystemRefused: its folder is not this user's alone, or it is another user's
+        SystemRefused: its folder is not this user's alone, or it is another user's, or no socket can be opened
     """
     path = find_socket(name)
     if path is None:
         raise ConnectError(f"no keeper called {name!r} runs on this node: start one with tensorferry-keeper")
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    except OSError as e:
+        raise SystemRefused(f"the keeper {name!r} cannot be reached, no socket can be opened: {e}") from e
     _sockets.add(sock)
     try:
         sock.settimeout(_OFFER_S)
