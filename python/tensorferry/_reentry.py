@@ -1,8 +1,8 @@
 """Locks for calls that their own thread may make a second time in the middle of the first.
 
-Python runs signal handlers, ``__del__`` and what is called back (``progress=``, a ``__reduce__`` of the state, a handler
-of the log) in the middle of whatever their thread is doing. A thread that waits there for a lock that it holds itself
-waits for ever.
+Python runs signal handlers, ``__del__`` and callbacks (``progress=``, a ``__reduce__`` of the state, a handler of the
+log) in the middle of whatever their thread is doing. A thread that waits there for a lock that it holds itself waits
+for ever.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Saves and loads in the middle of a save or load of the same thread: other ones work, and of the same one are refused."""
+"""Saves and loads in the middle of a save or load of the same thread: of the same object they are refused."""
 
 from __future__ import annotations
 
@@ -182,12 +182,11 @@ def test_a_peer_writer_is_not_used_again_in_the_middle_of_its_save(monkeypatch):
     # Between two steps of the save.
     finish = writer.finish
 
-    def withdrawn(*args):
+    def withdrawn(*args, **kwargs):
         writer.withdraw()
-        finish(*args)
+        finish(*args, **kwargs)
 
     monkeypatch.setattr(writer, "finish", withdrawn)
     with pytest.raises(InvalidArgument, match="in the middle of this save"), own_errors():
         dcp.save(state(3), storage_writer=writer)
     writer.shutdown()
-

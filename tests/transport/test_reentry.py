@@ -1,4 +1,4 @@
-"""Public calls in the middle of a call of the same thread, where Python runs signal handlers, ``__del__`` and callbacks.
+"""Public calls in the middle of a call of the same thread: from signal handlers, ``__del__`` and callbacks.
 
 Every test runs in a process of its own, which is killed if it hangs.
 """

@@ -226,6 +226,7 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
         """Begins a new save, into the folder ``checkpoint_id`` if it is given."""
         self._running.calls.check()
         self._running.path = path = _folder(checkpoint_id) if checkpoint_id else self._path
+        self._running.id = new_id()
         self._path = path
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -236,7 +237,8 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
         self._running.save = _Save(
             self._running.path or self._path, kwargs.get("rank") or 0, coordinated, is_coordinator or not coordinated
         )
-        self._running.path = None
+        self._running.save.id = self._running.id or self._running.save.id
+        self._running.path = self._running.id = None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Creates the folder.
@@ -260,7 +262,9 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
                 "one: save into another folder"
             )
         if not self._overwrite and (there := sorted(filter(save.is_index, names))):
-            raise InvalidArgument(f"{save.path} holds a checkpoint ({there[0]}), and overwrite=False")
+            raise InvalidArgument(
+                f"Checkpoint already exists and self.overwrite=False: {save.path} holds a checkpoint ({there[0]})"
+            )
         if save.writes_index:
             save.begin(names)
         return plan
@@ -320,7 +324,7 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
         save = self._running.ongoing()
         stored = {result.index: result.storage_data for of_rank in results for result in of_rank}
         metadata.storage_data = stored
-        metadata.storage_meta = StorageMeta(checkpoint_id=save.path, save_id=save.id)
+        index.stamp(metadata).storage_meta = StorageMeta(checkpoint_id=save.path, save_id=save.id)
         files = {ref.container: ref.header for ref in stored.values()}
         control = [
             (reserved.INDEX, index.encode(metadata, stored)),
@@ -343,7 +347,7 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
 
     def storage_meta(self) -> StorageMeta:
         """Returns the folder of the checkpoint, as torch's ``StorageMeta``."""
-        return StorageMeta(checkpoint_id=self._running.path or self._path)
+        return StorageMeta(checkpoint_id=self._running.path or self._path, save_id=self._running.id)
 
 
 class _Running(threading.local):
@@ -351,6 +355,7 @@ class _Running(threading.local):
 
     Attributes:
         path: the folder of the next save, once ``reset`` was called for it
+        id: its id, likewise
         save: the save that has begun
         calls: marks that the save's file is being written
     """
@@ -358,6 +363,7 @@ class _Running(threading.local):
     def __init__(self) -> None:
         self.calls = CallMark("a save with this writer")
         self.path: Path | None = None
+        self.id: str | None = None
         self.save = _Save(Path(), 0, True, False)
 
     def ongoing(self) -> _Save:
@@ -523,8 +529,7 @@ class FileReader(_InFolder, SliceReader):
         metadata = self._open(source, str(path))
         self.known = source.known
         self._load.digest = source.digest if shared else None
-        metadata.storage_meta = StorageMeta(checkpoint_id=folder)
-        return metadata
+        return index.described(metadata, folder)
 
     def _open_theirs(self, path: Path, shared: bool) -> Metadata:
         """Reads the index ``path``, which torch's own writer wrote; ``shared`` says whether it is that of all ranks."""
@@ -532,8 +537,7 @@ class FileReader(_InFolder, SliceReader):
         allowed = with_stand_ins(self._safe_globals, self._allowed.trusts)
         metadata = torch_folder.decode(self._begin(source), str(path), allowed)
         self._load.digest = source.digest if shared else None
-        metadata.storage_meta = StorageMeta(checkpoint_id=path.parent)
-        return metadata
+        return index.described(metadata, path.parent)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Adds the digest of this rank's index to the plan, for the coordinator."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import uuid
 import weakref
 from collections.abc import Iterable
 from datetime import timedelta
@@ -40,8 +41,8 @@ _NOTHING = (
 )
 _CLOSED = "this PeerWriter was shut down and no longer serves anything: make a new one"
 _IN_BETWEEN = (
-    "another save or withdraw() of this PeerWriter was made in the middle of this save, by a signal handler for example: "
-    "nothing is published"
+    "another save or withdraw() of this PeerWriter was made in the middle of this save, by a signal handler for "
+    "example: nothing is published"
 )
 
 
@@ -240,8 +241,8 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
 
         Raises:
             UnsupportedLeaf: an item cannot be sent; the message names it
-            InvalidArgument: the planner reuses a plan that was made for another writer, or another save with this writer
-                was made in the middle of this one
+            InvalidArgument: the planner reuses a plan that was made for another writer, or another save with this
+                writer was made in the middle of this one
         """
         urls = plan.storage_data
         if not isinstance(urls, list) or self._url not in urls:
@@ -263,6 +264,7 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         entries = [(result.index, result.storage_data) for of_rank in results for result in of_rank]
         stored = dict(entries)
         metadata.storage_data = stored
+        index.described(index.stamp(metadata), save_id=str(uuid.uuid4()))
         self._publish((index.encode(metadata, stored), entries))
         metadata.storage_meta = _Done(self._step, self._urls)
 

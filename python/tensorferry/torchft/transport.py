@@ -196,7 +196,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         """How the last receive that succeeded went; ``None`` before that, and after one from a stock torchft source."""
         return self._last_report
 
-    def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta) -> None:
+    def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta | None = None) -> None:
         """Publishes ``state_dict`` as ``step`` and returns without waiting for receivers.
 
         Accelerator tensors are copied to the host. The copies include the effect of the work that is queued on the
@@ -237,7 +237,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         self._refusals.warn(packed.globals)
         logger.debug("step %d is published (%.4f s)", step, time.perf_counter() - started)
 
-    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
+    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta | None = None) -> T:
         """Fetches ``step`` from the transport that returned ``metadata``.
 
         Args:
@@ -245,7 +245,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             metadata: what ``metadata()`` of the source returned, a transport of this class or torchft's own; or the
                 metadata of several sources with the same state, joined by :func:`join_metadata`
             step: the step to fetch
-            timeout: the deadline for the whole receive
+            timeout: the deadline for the whole receive; ``None`` means the transport's own timeout
 
         Returns:
             The state, with its tensors on the CPU or, with ``state_dict=``, in the receiver's own tensors. If the
@@ -275,6 +275,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         del src_rank
         self._server.check_process()
         self._check_open()
+        timeout = self._timeout if timeout is None else timeout
         step, seconds_given = _validate.step_number(step), _validate.seconds("timeout", timeout)
         started = time.perf_counter()
         sources = _validate.string("metadata", metadata).split()
