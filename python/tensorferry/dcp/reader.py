@@ -19,6 +19,7 @@ from ..storage.slices import SliceTuple
 from ..storage.source import Progress, Source
 from . import index
 from .load_plan import Reading, Values
+from .optimizer_state import warn_of_missing
 
 
 class Load(threading.local):
@@ -27,6 +28,7 @@ class Load(threading.local):
     Attributes:
         checkpoint: which checkpoint is loaded, once ``reset`` was called in this thread
         metadata: the metadata from the index
+        coordinates: whether this rank is the coordinator
         source: what the load reads from
         values: returns values that the source builds, by their entries; ``None`` if it builds none
         report: what it has read
@@ -37,6 +39,7 @@ class Load(threading.local):
     def __init__(self) -> None:
         self.checkpoint: Any = None
         self.metadata: Metadata | None = None
+        self.coordinates = False
         self.source: Source | None = None
         self.values: Values | None = None
         self.report: dict[str, int] = {}
@@ -103,8 +106,8 @@ class SliceReader(StorageReader):  # type: ignore[misc]  # mypy does not follow 
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Keeps the metadata from the index."""
-        del is_coordinator, args, kwargs
-        self._load.metadata = metadata
+        del args, kwargs
+        self._load.metadata, self._load.coordinates = metadata, is_coordinator
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Returns ``plan`` unchanged."""
@@ -133,6 +136,8 @@ class SliceReader(StorageReader):  # type: ignore[misc]  # mypy does not follow 
                 "another load with this reader has begun in the middle of this one, in the same thread, by a signal "
                 "handler for example: give each load a reader of its own"
             )
+        if load.coordinates:
+            warn_of_missing(plan, load.metadata)
         with self._loading.held():
             Reading(load.metadata, planner, self._read, self._allowed, load.values, self._progress).run(plan)
         done: Future[None] = Future()
