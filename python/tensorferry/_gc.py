@@ -33,19 +33,21 @@ def gc_paused() -> Iterator[None]:
     """
     holders = _holders
     with _lock.held():
-        if holders.count == 0:
+        # Counted before and, below, until after the collector is switched: a signal handler that pauses it in between
+        # is never the first or the last one.
+        holders.count += 1
+        if holders.count == 1:
             holders.was_enabled = gc.isenabled()
             gc.disable()
-        holders.count += 1
     try:
         yield
     finally:
         # In a child that was forked inside the block, _resume_in_child has resumed the collector already.
         if holders is _holders:
             with _lock.held():
-                holders.count -= 1
-                if holders.count == 0 and holders.was_enabled:
+                if holders.count == 1 and holders.was_enabled:
                     gc.enable()
+                holders.count -= 1
 
 
 def _resume_in_child() -> None:

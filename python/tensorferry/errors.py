@@ -6,7 +6,10 @@ torchft's ``HTTPTransport`` already catch.
 
 from __future__ import annotations
 
+import errno
+import os
 import pickle
+import resource
 from email.message import Message
 from typing import Any
 from urllib.error import HTTPError, URLError
@@ -33,6 +36,9 @@ __all__ = [
     "WriterLost",
     "WrongStep",
 ]
+
+#: How the system says that a process, or the machine, has no file descriptor left.
+_TOO_MANY = (os.strerror(errno.EMFILE), os.strerror(errno.ENFILE))
 
 
 class TensorferryError(Exception):
@@ -135,7 +141,15 @@ class InvalidArgument(TensorferryError, ValueError):
 
 
 class SystemRefused(TensorferryError, OSError):
-    """The operating system refused memory, a socket or a thread."""
+    """The operating system refused memory, a file, a socket or a thread."""
+
+    def __init__(self, *args: Any) -> None:
+        """Adds the limit to a message that says that too many files are open."""
+        match args:
+            case [str(message)] if any(map(message.__contains__, _TOO_MANY)) and "ulimit -n" not in message:
+                limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+                args = (f"{message}. A process may have {limit} files and sockets open here: raise it (ulimit -n)",)
+        super().__init__(*args)
 
 
 class TransferCancelled(TensorferryError, RuntimeError):

@@ -236,6 +236,10 @@ def test_a_folder_that_is_not_whole_is_refused_on_every_rank(host, tmp_path):
         text = break_folder(folder, how)
         for through_megatron in (False, True):
             # These Megatron finds itself, before it calls the strategy.
+            if how == "no metadata.json" and not through_megatron:
+                # As a folder that was saved by calling the strategy itself.
+                assert host.job(2).run(load_wrong, str(folder), None, False) == ["nothing was raised"] * 2
+                continue
             if through_megatron and how in ("empty metadata.json", "no metadata.json", "another backend", "newer"):
                 text = "is not a distributed checkpoint|backend|version|JSONDecodeError"
             for one in host.job(2).run(load_wrong, str(folder), None, through_megatron):

@@ -4,7 +4,7 @@
     doors      torchft  dcp  checkpointing  megatron  cli  testing
     rooms      state
                storage -> net      memory
-    ground     errors  _validate  _native  _fork  _gc  _rebuild  _first_use
+    ground     errors  _validate  _native  _fork  _reentry  _gc  _rebuild  _first_use
 
     crates     wire <- core <- py
     engine     server  client  file
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 RUST = Path(__file__).resolve().parents[2] / "rust"
 
-GROUND = frozenset({"errors", "_validate", "_native", "_fork", "_gc", "_rebuild", "_first_use"})
+GROUND = frozenset({"errors", "_validate", "_native", "_fork", "_reentry", "_gc", "_rebuild", "_first_use"})
 ROOMS: dict[str, frozenset[str]] = {
     "net": GROUND,
     "memory": GROUND,

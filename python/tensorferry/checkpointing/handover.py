@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import json
 import os
 import socket
@@ -22,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .._native import Rows, SharedBuffer
-from ..errors import InvalidArgument, ProtocolError
+from ..errors import InvalidArgument, ProtocolError, SystemRefused
 from ..storage.container import Container
 
 #: The version of messages: both sides must have the same.
@@ -190,7 +191,7 @@ def receive(sock: socket.socket) -> Message | Handover | None:
 
     Raises:
         ProtocolError: it is not a message, or its descriptors are not what it says
-        SystemRefused: the memory of a handover cannot be mapped
+        SystemRefused: the memory of a handover cannot be mapped, or no descriptor is left for it
         OSError: the socket cannot be read, or its timeout passed
     """
     message = arrive(sock)
@@ -222,10 +223,10 @@ def arrive(sock: socket.socket) -> Message | Arrived | None:
             stack.callback(os.close, descriptor)
         if not text and not descriptors:
             return None
+        if flags & socket.MSG_CTRUNC and len(descriptors) < MOST_DESCRIPTORS:
+            raise SystemRefused(f"the memory of a handover cannot be received: {os.strerror(errno.EMFILE)}")
         if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-            raise ProtocolError(
-                "a message is too long, or its descriptors did not arrive: is the limit of open files low?"
-            )
+            raise ProtocolError("a message is too long, or has too many descriptors")
         fields = _decode(text)
         kind = fields.pop("kind")
         if _TABLE in fields:

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 
 from .. import _validate
+from .._reentry import CallLock
 from ..errors import InvalidArgument, SystemRefused, TransportClosed, message_of
 from ..memory.accelerator import ACCELERATOR, Accelerator
 from ..memory.host_pool import Buffer
@@ -343,11 +344,9 @@ class Saver:
         self._writes: list[SaveFuture] = []
         #: The memory of what the keeper was offered and has not released, the oldest first.
         self._offered: list[list[Buffer]] = []
-        self._offering = threading.Lock()
+        self._offering = threading.RLock()
         self._writer = Writer()
-        self._saving = threading.Lock()
-        #: The thread that holds ``_saving``, by which a signal handler finds that it has interrupted a save.
-        self._saving_thread: int | None = None
+        self._saving = CallLock("save() or close()")
         self._is_open = True
         self._warned = False
         self._writer.start()
@@ -368,8 +367,8 @@ class Saver:
 
         Raises:
             TransportClosed: it was closed
-            InvalidArgument: a signal handler calls it that has interrupted a save of the same thread; or a callback of
-                a future calls it that would have to wait
+            InvalidArgument: a signal handler, a ``__del__`` or a callback calls it in the middle of a save of the same
+                thread; or a callback of a future calls it that would have to wait
             TensorferryError: the state cannot be copied; or an earlier save has failed and nobody has looked at its
                 future: then nothing is saved, and the next call saves again
         """
@@ -416,33 +415,31 @@ class Saver:
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         """While the block runs, no other save begins."""
-        self._check_not_interrupting()
-        with self._saving:
-            self._saving_thread = threading.get_ident()
+        self._saving.check()
+        if self._writer.is_listening:
+            # The save that is under way may wait for what this thread has to hear.
+            if not self._saving.reentrant.acquire(blocking=False):
+                raise InvalidArgument(_IN_CALLBACK.format("save() while another thread is in save()"))
             try:
                 yield
             finally:
-                self._saving_thread = None
-
-    def _check_not_interrupting(self) -> None:
-        if self._saving_thread == threading.get_ident():
-            raise InvalidArgument(
-                "a signal handler has interrupted save(), and so can neither save nor close: set a flag in the handler "
-                "and look at it after each step"
-            )
+                self._saving.reentrant.release()
+            return
+        with self._saving.held():
+            yield
 
     def close(self) -> None:
         """Waits for all saves, ends the process that writes, and releases the memory. It may be called again.
 
         Raises:
-            InvalidArgument: it would wait for ever: a signal handler calls it that has interrupted a save of the same
-                thread, or a callback of a future while another save is unfinished
+            InvalidArgument: it would wait for ever: it is called in the middle of a save of the same thread, by a
+                signal handler for example, or by a callback of a future while another save is unfinished
             TensorferryError: a save has failed, and nobody has looked at its future
         """
         if not self._is_open:
             return
         self._writer.check_process()
-        self._check_not_interrupting()
+        self._saving.check()
         if self._writer.is_listening and self._turns.is_any_taken:
             raise InvalidArgument(_IN_CALLBACK.format("close() while another save is unfinished"))
         self._is_open = False

@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from .. import _validate
+from .._reentry import CallLock
 from ..errors import InvalidArgument, TransportClosed
 from ..memory.accelerator import ACCELERATOR
 from ..memory.staging import Stager as HostStager
@@ -72,13 +73,13 @@ class StagedFuture(Staged):
 
     def __init__(self, snapshot: StateSnapshot, stager: SharedStager) -> None:
         super().__init__(snapshot, stager)
-        self._building = threading.Lock()
+        self._building = CallLock("the result of a staged state")
         self._built: Any = None
 
     def result(self, timeout: float | None = None) -> Any:
         """Returns the staged state, of which no tensor is on an accelerator."""
         super().result(timeout)
-        with self._building:
+        with self._building.held():
             if self._built is None:
                 self._built = self.snapshot.rebuild()
             return self._built

@@ -71,7 +71,9 @@ class Writer:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        #: A signal handler or a ``__del__`` may enter it again, in the same thread, here and in ``_Child``: no section
+        #: loses what another one of the same thread does between two of its steps.
+        self._lock = threading.RLock()
         self._child: _Child | None = None
         self._all: list[_Child] = []
         self._process = os.getpid()
@@ -192,31 +194,21 @@ class _Child:
         self._left = lost
         if not sys.executable:
             raise SystemRefused("no process can be started: sys.executable is empty; set it to the path of Python")
-        ours, theirs = handover.pair()
-        # What it says if it fails. Not a pipe: nobody need read it, and nobody waits for its end.
-        self._said = os.memfd_create("tensorferry-writer", os.MFD_CLOEXEC)
-        package = str(Path(__file__).resolve().parents[2])
-        command = [sys.executable, "-I", "-S", "-c", _PROGRAM, package, str(theirs.fileno()), str(os.getpid())]
-        try:
-            with theirs:
-                self._process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=self._said,
-                    pass_fds=[theirs.fileno()],
-                    # Not in a session of its own: where the kernel gives each session a share (autogroups), the weight
-                    # of a process counts within its session only, and this one would have as much as the whole trainer.
-                    process_group=0,
-                    cwd="/",
-                )
-        except OSError as e:
-            ours.close()
-            os.close(self._said)
-            raise SystemRefused(f"the process that writes checkpoints cannot be started: {e}") from e
+        with contextlib.ExitStack() as opened:
+            try:
+                ours, theirs = handover.pair()
+                opened.callback(ours.close)
+                with theirs:
+                    # What it says if it fails. Not a pipe: nobody need read it, and nobody waits for its end.
+                    self._said = os.memfd_create("tensorferry-writer", os.MFD_CLOEXEC)
+                    opened.callback(os.close, self._said)
+                    self._process = _started(theirs.fileno(), self._said)
+            except OSError as e:
+                raise SystemRefused(f"the process that writes checkpoints cannot be started: {e}") from e
+            opened.pop_all()
         self.pid = self._process.pid
         self._sock = ours
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._pending: dict[str, Pending] = {}
         self.takes = True
         self.ended = False
@@ -235,7 +227,8 @@ class _Child:
             handover.send(self._sock, given)
         except BaseException as e:
             with self._lock:
-                if isinstance(e, OSError):
+                # An error of our own, such as memory that the table cannot have, says nothing about the process.
+                if isinstance(e, OSError) and not isinstance(e, TensorferryError):
                     self.takes = False
                 if self._pending.pop(key, None) is None:
                     # Whoever listens has found the process gone, and has said so.
@@ -321,6 +314,22 @@ class _Child:
         if why is not None:
             text = f"{text}: {why}"
         return WriterLost(f"{text}. It said: {output}" if output else text)
+
+
+def _started(sock: int, said: int) -> subprocess.Popen[bytes]:
+    """Starts a process that writes, which has the descriptor ``sock`` and writes what it says to ``said``."""
+    package = str(Path(__file__).resolve().parents[2])
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", _PROGRAM, package, str(sock), str(os.getpid())],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=said,
+        pass_fds=[sock],
+        # Not in a session of its own: where the kernel gives each session a share (autogroups), the weight of a process
+        # counts within its session only, and this one would have as much as the whole trainer.
+        process_group=0,
+        cwd="/",
+    )
 
 
 def _error(fields: dict[str, Any]) -> Exception:

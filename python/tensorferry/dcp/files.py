@@ -21,6 +21,7 @@ from torch.futures import Future
 
 from .. import _gc, _validate
 from .._native import Written
+from .._reentry import CallMark
 from ..errors import IncompleteCheckpoint, InvalidArgument, SystemRefused
 from ..memory.accelerator import ACCELERATOR
 from ..memory.staging import Stager
@@ -209,17 +210,21 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begins a new save, into the folder ``checkpoint_id`` if it is given."""
+        self._running.calls.check()
         self._running.path = path = place_of(checkpoint_id) if checkpoint_id else self._path
+        self._running.id = new_id()
         self._path = path
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Creates the record of this save, from the rank and role that torch passes."""
         del args
+        self._running.calls.check()
         coordinated = kwargs.get("use_collectives", True)
         self._running.save = _Save(
             self._running.path or self._path, kwargs.get("rank") or 0, coordinated, is_coordinator or not coordinated
         )
-        self._running.path = None
+        self._running.save.id = self._running.id or self._running.save.id
+        self._running.path = self._running.id = None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Creates the folder.
@@ -243,7 +248,9 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
                 "one: save into another folder"
             )
         if not self._overwrite and (there := sorted(filter(save.is_index, names))):
-            raise InvalidArgument(f"{save.path} holds a checkpoint ({there[0]}), and overwrite=False")
+            raise InvalidArgument(
+                f"Checkpoint already exists and self.overwrite=False: {save.path} holds a checkpoint ({there[0]})"
+            )
         if save.writes_index:
             save.begin(names)
         return plan
@@ -256,7 +263,8 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
         """Writes this rank's file.
 
         Raises:
-            InvalidArgument: the coordinator saves with another class
+            InvalidArgument: the coordinator saves with another class, or another save with this writer was made in the
+                middle of this one
             UnsupportedLeaf: an item cannot be written; the message names it
             SystemRefused: the system refuses, for example because the disk is full
         """
@@ -267,7 +275,7 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
                 f"the coordinator has planned this save for another writer ({_validate.brief(plan.storage_data)}): "
                 "give every rank a FileWriter, or call tensorferry.install() in every process"
             )
-        save = self._running.save
+        save = self._running.ongoing()
         done: Future[list[WriteResult]] = Future()
         self.report = {"bytes": 0, "direct": 0}
         if not plan.items:
@@ -275,7 +283,9 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
                 self._progress(0, 0)
             done.set_result([])
             return done
-        save.written, results = self.rank_file().write(plan, planner, progress=self._progress, allowed=self._allowed)
+        with self._running.calls.held():
+            written = self.rank_file().write(plan, planner, progress=self._progress, allowed=self._allowed)
+        save.written, results = written
         self.report = {"bytes": save.written.bytes, "direct": save.written.direct}
         done.set_result(results)
         return done
@@ -297,10 +307,10 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
                 removed meanwhile
             SystemRefused: the index cannot be written, or the marker beside it
         """
-        save = self._running.save
+        save = self._running.ongoing()
         stored = {result.index: result.storage_data for of_rank in results for result in of_rank}
         metadata.storage_data = stored
-        metadata.storage_meta = StorageMeta(checkpoint_id=save.path, save_id=save.id)
+        index.stamp(metadata).storage_meta = StorageMeta(checkpoint_id=save.path, save_id=save.id)
         files = {ref.container: ref.header for ref in stored.values()}
         commits.commit_index(
             save.index,
@@ -310,10 +320,11 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
             rank=None if save.coordinated else save.rank,
             then=save.replace_others,
         )
+        save.is_over = True
 
     def storage_meta(self) -> StorageMeta:
         """Returns the folder of the checkpoint, as torch's ``StorageMeta``."""
-        return StorageMeta(checkpoint_id=self._running.path or self._path)
+        return StorageMeta(checkpoint_id=self._running.path or self._path, save_id=self._running.id)
 
 
 class _Running(threading.local):
@@ -321,12 +332,30 @@ class _Running(threading.local):
 
     Attributes:
         path: the folder of the next save, once ``reset`` was called for it
+        id: its id, likewise
         save: the save that has begun
+        calls: marks that the save's file is being written
     """
 
     def __init__(self) -> None:
+        self.calls = CallMark("a save with this writer")
         self.path: Path | None = None
+        self.id: str | None = None
         self.save = _Save(Path(), 0, True, False)
+
+    def ongoing(self) -> _Save:
+        """Returns the save that has begun.
+
+        Raises:
+            InvalidArgument: it has ended already: another save with this writer has begun and ended in the middle of
+                this one
+        """
+        if self.save.is_over:
+            raise InvalidArgument(
+                "another save with this writer has begun and ended in the middle of this one, in the same thread, by a "
+                "signal handler for example: give each save a writer of its own"
+            )
+        return self.save
 
 
 class _Save:
@@ -342,6 +371,7 @@ class _Save:
         id: the unique id in the names of its files
         began: when it began, in nanoseconds since the epoch
         written: this rank's file; while this object lives, the file is locked
+        is_over: whether its index is written
     """
 
     def __init__(self, path: Path, rank: int, coordinated: bool, writes_index: bool) -> None:
@@ -350,6 +380,7 @@ class _Save:
         self.id = new_id()
         self.began = 0
         self.written: Written | None = None
+        self.is_over = False
         self._of_torch: list[str] = []
 
     def begin(self, names: set[str]) -> None:
@@ -432,6 +463,7 @@ class FileReader(_InFolder, SliceReader):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begins a new load, from the folder ``checkpoint_id`` if it is given."""
+        self._loading.check()
         self._load.checkpoint = path = place_of(checkpoint_id) if checkpoint_id else self._path
         self._load.metadata, self._path = None, path
 
@@ -464,8 +496,7 @@ class FileReader(_InFolder, SliceReader):
         metadata = self._open(source, str(path))
         self.known = source.known
         self._load.digest = source.digest if shared else None
-        metadata.storage_meta = StorageMeta(checkpoint_id=folder)
-        return metadata
+        return index.described(metadata, folder)
 
     def _open_theirs(self, path: Path, shared: bool) -> Metadata:
         """Reads the index ``path``, which torch's own writer wrote; ``shared`` says whether it is that of all ranks."""
@@ -473,8 +504,7 @@ class FileReader(_InFolder, SliceReader):
         allowed = with_stand_ins(self._safe_globals, self._allowed.trusts)
         metadata = torch_folder.decode(self._begin(source), str(path), allowed)
         self._load.digest = source.digest if shared else None
-        metadata.storage_meta = StorageMeta(checkpoint_id=path.parent)
-        return metadata
+        return index.described(metadata, path.parent)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Adds the digest of this rank's index to the plan, for the coordinator."""

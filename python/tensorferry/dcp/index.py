@@ -11,16 +11,20 @@ import io
 import json
 import math
 import pickle
+import uuid
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -31,6 +35,11 @@ from ..state.allowlist import Allowed
 from ..state.unpickling import unpickler
 
 VERSION = 1
+#: The version that torch's own writer gives its checkpoints.
+_TORCHS_VERSION = getattr(filesystem, "CURRENT_DCP_VERSION", "1.0.0")
+#: What this torch tells about tensors and checkpoints.
+_HAS_STRIDES = any(field.name == "strides" for field in fields(TensorProperties))
+_ABOUT = frozenset(field.name for field in fields(StorageMeta))
 
 #: The kinds of entries: the elements of a tensor; an object, or a tensor, as ``torch.save`` writes it.
 ELEMENTS, OBJECT, PICKLED_TENSOR = "t", "b", "p"
@@ -93,6 +102,7 @@ def encode(metadata: Metadata, stored: dict[MetadataIndex, EntryRef]) -> bytes:
         return [number[ref.container], ref.entry, ref.dtype, ref.nbytes, ref.kind]
 
     state: dict[str, list[Any]] = {}
+    strides: dict[str, Any] = {}
     for fqn, value in metadata.state_dict_metadata.items():
         if not isinstance(fqn, str):
             raise InvalidArgument(f"the keys of a state_dict must be strings, not {fqn!r}")
@@ -103,7 +113,14 @@ def encode(metadata: Metadata, stored: dict[MetadataIndex, EntryRef]) -> bytes:
         properties = value.properties
         dtype = str(properties.dtype).removeprefix("torch.")
         state[fqn] = ["t", dtype, list(value.size), bool(properties.requires_grad), chunks]
+        if _HAS_STRIDES and properties.strides != _contiguous(value.size):
+            strides[fqn] = properties.strides
     index = {"version": VERSION, "sources": containers, "state": state, "planner": _planner_data(metadata.planner_data)}
+    # Both are new, and readers of earlier versions leave them alone.
+    if _HAS_STRIDES:
+        index["strides"] = strides
+    if save_id := getattr(metadata.storage_meta, "save_id", None):
+        index["save"] = str(save_id)
     return json.dumps(index, separators=(",", ":")).encode()
 
 
@@ -187,6 +204,10 @@ def decode(text: bytes, where: str, allowed: Allowed) -> Metadata:
             raise ProtocolError(
                 f"{where}: its index has version {str(version)[:20]}, not {VERSION}: upgrade the older side"
             )
+        # Of the tensors that are not contiguous; an index of an earlier version says nothing about strides.
+        strides: dict[str, Any] | None = index.get("strides")
+        if not isinstance(strides, dict | None):
+            raise ValueError("it has no strides")
         refs = _EntryRefs([_string(source) for source in index["sources"]])
         state: dict[str, Any] = {}
         for fqn, stored in index["state"].items():
@@ -210,13 +231,61 @@ def decode(text: bytes, where: str, allowed: Allowed) -> Metadata:
                 listed.append(chunk)
                 refs.add(MetadataIndex(fqn, chunk.offsets), ref)
             properties = TensorProperties(dtype=_dtype(dtype), requires_grad=bool(requires_grad))
+            if strides is not None:
+                set_strides(properties, size, strides[fqn] if fqn in strides else _contiguous(size))
             state[_string(fqn)] = TensorStorageMetadata(properties=properties, size=size, chunks=listed)
         planner = _read_planner_data(index["planner"], state, where, allowed)
+        save_id = index.get("save")
     except TensorferryError:
         raise
     except Exception as e:  # JSON of another structure can raise anything.
         raise ProtocolError(f"{where}: its index cannot be read ({type(e).__name__}: {str(e)[:300]})") from e
-    return Metadata(state, planner_data=planner, storage_data=refs.known)
+    return described(stamp(Metadata(state, planner_data=planner, storage_data=refs.known)), save_id=save_id)
+
+
+def described(metadata: Metadata, checkpoint_id: Any = None, save_id: Any = None) -> Metadata:
+    """Adds to the metadata of a checkpoint what torch's own reader tells of it: which one it is.
+
+    Args:
+        metadata: the metadata, which is changed
+        checkpoint_id: the checkpoint
+        save_id: the save that wrote it; by default the one that is in the metadata already
+    """
+    known = {"checkpoint_id": checkpoint_id, "save_id": save_id or getattr(metadata.storage_meta, "save_id", None)}
+    known["load_id"] = str(uuid.uuid4())
+    metadata.storage_meta = StorageMeta(**{name: value for name, value in known.items() if name in _ABOUT})
+    return metadata
+
+
+def stamp(metadata: Metadata) -> Metadata:
+    """Gives the metadata of a checkpoint the version that torch's own writer gives to its own."""
+    if hasattr(metadata, "version"):
+        metadata.version = _TORCHS_VERSION
+    return metadata
+
+
+def _contiguous(size: Sequence[int]) -> tuple[int, ...]:
+    """Returns the strides of a contiguous tensor."""
+    strides = []
+    step = 1
+    for length in reversed(size):
+        strides.append(step)
+        step *= max(length, 1)
+    return tuple(reversed(strides))
+
+
+def set_strides(properties: TensorProperties, size: torch.Size, strides: Any) -> None:
+    """Adds the strides of a tensor to what is said of it, where this torch says such; ``None`` if they are not known.
+
+    Raises:
+        ValueError: no tensor of this shape has such strides
+    """
+    if not _HAS_STRIDES or strides is None:
+        return
+    checked = tuple(map(_size, strides))
+    if len(checked) != len(size):
+        raise ValueError("a tensor in it has other strides than dimensions")
+    properties.strides = checked
 
 
 def _size(number: Any) -> int:

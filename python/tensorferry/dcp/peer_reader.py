@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata
 
 from .. import _validate
 from ..errors import InvalidArgument, TensorferryError
@@ -16,6 +16,7 @@ from ..net.secret import shared_secret
 from ..state.allowlist import Allowed
 from ..storage.peers import SCHEME, PeerSource, parse_publication
 from ..storage.source import Progress
+from . import index
 from .failures import noted
 from .reader import SliceReader
 from .states import States
@@ -73,6 +74,7 @@ class PeerReader(SliceReader):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begins a new load, from the metadata ``checkpoint_id`` if it is given."""
+        self._loading.check()
         self._load.checkpoint = string = str(checkpoint_id) if checkpoint_id else self._string
         self._string = string
         self._load.metadata = self._load.failed = None
@@ -110,8 +112,7 @@ class PeerReader(SliceReader):
         except TensorferryError as e:
             self._load.failed = e
             raise
-        metadata.storage_meta = StorageMeta()
-        return metadata
+        return index.described(metadata)
 
     def _publication(self) -> tuple[int, list[str]]:
         """Returns the step and the URLs in the metadata.

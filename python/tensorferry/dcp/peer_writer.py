@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import uuid
 import weakref
 from collections.abc import Iterable
 from datetime import timedelta
@@ -16,6 +17,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from .. import _gc
+from .._reentry import CallLock
 from ..errors import InvalidArgument, TransportClosed
 from ..memory.accelerator import ACCELERATOR
 from ..memory.staging import Stager
@@ -36,6 +38,11 @@ logger = logging.getLogger("tensorferry")
 _writers: weakref.WeakValueDictionary[str, PeerWriter] = weakref.WeakValueDictionary()
 _NOTHING = (
     "nothing is published, or the last save has failed: call torch.distributed.checkpoint.save with this writer first"
+)
+_CLOSED = "this PeerWriter was shut down and no longer serves anything: make a new one"
+_IN_BETWEEN = (
+    "another save or withdraw() of this PeerWriter was made in the middle of this save, by a signal handler for "
+    "example: nothing is published"
 )
 
 
@@ -125,6 +132,7 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         self._coordinates = False
         self._saved = False
         self._is_closed = False
+        self._saving = CallLock("a save with this PeerWriter")
         self._failure: Exception | None = None
         _writers[self._url] = self
 
@@ -201,6 +209,7 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Begins a save."""
         del args, kwargs
+        self._saving.check()
         self._coordinates = is_coordinator
         self._saved = False
         self._failure = None
@@ -215,7 +224,7 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
             TransportClosed: the writer was shut down
         """
         if self._is_closed:
-            raise TransportClosed("this PeerWriter was shut down and no longer serves anything: make a new one")
+            raise TransportClosed(_CLOSED)
         return dataclasses.replace(plan, storage_data=self._url)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -232,19 +241,22 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
 
         Raises:
             UnsupportedLeaf: an item cannot be sent; the message names it
-            InvalidArgument: the planner reuses a plan that was made for another writer
+            InvalidArgument: the planner reuses a plan that was made for another writer, or another save with this
+                writer was made in the middle of this one
         """
         urls = plan.storage_data
         if not isinstance(urls, list) or self._url not in urls:
             raise InvalidArgument(
                 "the plan was made for another PeerWriter: with enable_plan_caching, make one writer and keep it"
             )
+        if self._saved:
+            raise InvalidArgument(_IN_BETWEEN)
         self._urls = urls
-        with _gc.gc_paused():
-            self._packed = PlanSnapshot(in_reading_order(plan), planner, self._stager, self._copy)
-        self._packed.warn_of_refusals(self._allowed)
+        with self._saving.held(), _gc.gc_paused():
+            self._packed = packed = PlanSnapshot(in_reading_order(plan), planner, self._stager, self._copy)
+        packed.warn_of_refusals(self._allowed)
         done: Future[list[WriteResult]] = Future()
-        done.set_result(self._packed.results(container_name(self._step, self._url)))
+        done.set_result(packed.results(container_name(self._step, self._url)))
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -252,6 +264,7 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         entries = [(result.index, result.storage_data) for of_rank in results for result in of_rank]
         stored = dict(entries)
         metadata.storage_data = stored
+        index.described(index.stamp(metadata), save_id=str(uuid.uuid4()))
         self._publish((index.encode(metadata, stored), entries))
         metadata.storage_meta = _Done(self._step, self._urls)
 
@@ -279,7 +292,8 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
 
     def _publish(self, of_all: Index | None) -> None:
         packed = self._packed
-        assert packed is not None
+        if packed is None:
+            raise TransportClosed(_CLOSED) if self._is_closed else InvalidArgument(_IN_BETWEEN)
         parts = [] if of_all is None else [(reserved.INDEX, of_all[0])]
         container = Container(packed.rows, packed.owner, packed.private, parts, ABOUT)
         view = TorchView(packed, self._step, self._url, self._urls, of_all) if self._plain else None

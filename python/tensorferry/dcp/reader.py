@@ -12,11 +12,14 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from .. import _validate
+from .._reentry import CallMark
+from ..errors import InvalidArgument
 from ..state.allowlist import Allowed
 from ..storage.slices import SliceTuple
 from ..storage.source import Progress, Source
 from . import index
 from .load_plan import Reading, Values
+from .optimizer_state import warn_of_missing
 
 
 class Load(threading.local):
@@ -25,6 +28,7 @@ class Load(threading.local):
     Attributes:
         checkpoint: which checkpoint is loaded, once ``reset`` was called in this thread
         metadata: the metadata from the index
+        coordinates: whether this rank is the coordinator
         source: what the load reads from
         values: returns values that the source builds, by their entries; ``None`` if it builds none
         report: what it has read
@@ -35,11 +39,16 @@ class Load(threading.local):
     def __init__(self) -> None:
         self.checkpoint: Any = None
         self.metadata: Metadata | None = None
+        self.coordinates = False
         self.source: Source | None = None
         self.values: Values | None = None
         self.report: dict[str, int] = {}
         self.digest: str | None = None
         self.failed: Exception | None = None
+
+
+def _loading() -> CallMark:
+    return CallMark("a load with this reader")
 
 
 class SliceReader(StorageReader):  # type: ignore[misc]  # mypy does not follow torch
@@ -60,20 +69,21 @@ class SliceReader(StorageReader):  # type: ignore[misc]  # mypy does not follow 
         super().__init__()
         self._allowed = allowed
         self._progress = _validate.function("progress", progress)
-        self._load = Load()
+        self._load, self._loading = Load(), _loading()
         self.report: dict[str, int] = dict.fromkeys(counts, 0)
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what another process needs to load with a copy of this reader; running loads are left out."""
-        return {name: value for name, value in self.__dict__.items() if name != "_load"}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_load", "_loading")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restores a copy, which has no running load."""
         self.__dict__.update(state)
-        self._load = Load()
+        self._load, self._loading = Load(), _loading()
 
     def _read_from(self, source: Source, values: Values | None = None) -> None:
         """Begins to read from ``source``; for ``values`` see :class:`Load`."""
+        self._loading.check()
         self.report = self._load.report = dict.fromkeys(self.report, 0)
         self._load.source, self._load.values = source, values
 
@@ -96,8 +106,8 @@ class SliceReader(StorageReader):  # type: ignore[misc]  # mypy does not follow 
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Keeps the metadata from the index."""
-        del is_coordinator, args, kwargs
-        self._load.metadata = metadata
+        del args, kwargs
+        self._load.metadata, self._load.coordinates = metadata, is_coordinator
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Returns ``plan`` unchanged."""
@@ -114,12 +124,22 @@ class SliceReader(StorageReader):  # type: ignore[misc]  # mypy does not follow 
             CorruptCheckpoint: a block of a file does not match its checksum; file, tensor and block are named
             StateMismatch: a target has another shape than the plan says, or cannot be written to
             UnsafePickle: an object needs something that is not on the allow-list
-            InvalidArgument: a graph is being captured on a device that is to be written to
+            InvalidArgument: a graph is being captured on a device that is to be written to; or another load with this
+                reader has begun in the middle of this one, in the same thread
             TensorferryError: with peers, as for ``HTTPTransport.recv_checkpoint``
             Exception: what ``progress`` raises
         """
-        assert self._load.metadata is not None
-        Reading(self._load.metadata, planner, self._read, self._allowed, self._load.values, self._progress).run(plan)
+        load = self._load
+        assert load.metadata is not None
+        if isinstance(plan.storage_data, str) and plan.storage_data != load.digest:
+            raise InvalidArgument(
+                "another load with this reader has begun in the middle of this one, in the same thread, by a signal "
+                "handler for example: give each load a reader of its own"
+            )
+        if load.coordinates:
+            warn_of_missing(plan, load.metadata)
+        with self._loading.held():
+            Reading(load.metadata, planner, self._read, self._allowed, load.values, self._progress).run(plan)
         done: Future[None] = Future()
         done.set_result(None)
         return done

@@ -41,7 +41,7 @@ from ..state.shards import Shard, described, entry_of
 from ..storage.folder import add_shards
 from ..storage.peers import PeerSource, url_of
 from ..storage.slices import SliceTuple
-from .index import BUILT, ELEMENTS, EntryRef, check_inside, checked_sizes
+from .index import BUILT, ELEMENTS, EntryRef, check_inside, checked_sizes, stamp
 
 #: Brings slices to their addresses.
 Read = Callable[[Mapping[str, list[SliceTuple]]], object]
@@ -93,7 +93,7 @@ class States:
                         raise ProtocolError(f"{state.where}: its manifest does not say which part of {fqn} it has")
                     refs.update(stored)
                     paths[fqn] = path
-        return Metadata(found, planner_data=paths, storage_data=refs)
+        return stamp(Metadata(found, planner_data=paths, storage_data=refs))
 
     def values(self, refs: Sequence[EntryRef], read: Read) -> list[Any]:
         """Returns the values that the entries of kind ``BUILT`` refer to.

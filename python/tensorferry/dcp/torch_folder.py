@@ -38,7 +38,16 @@ from ..storage.names import checked_plain
 from ..storage.slices import SliceTuple, nbytes_of
 from ..storage.source import Parts, Progress, digest_of
 from ..storage.whole_files import INDEX_BYTES, read_whole
-from .index import OBJECT, PICKLED_TENSOR, EntryRef, check_inside, checked_sizes, has_safe_paths
+from .index import (
+    OBJECT,
+    PICKLED_TENSOR,
+    EntryRef,
+    check_inside,
+    checked_sizes,
+    described,
+    has_safe_paths,
+    set_strides,
+)
 
 logger = logging.getLogger("tensorferry")
 
@@ -58,8 +67,10 @@ class _Properties(_Record):
     """Stands for ``TensorProperties``, which pickles itself as a tuple."""
 
     def __setstate__(self, state: Any) -> None:
-        """Keeps the dtype and whether a gradient was required; the rest is deprecated in torch."""
-        self.dtype, _, self.requires_grad, *_ = state
+        """Keeps dtype, strides and whether a gradient was required; the rest is deprecated in torch."""
+        self.dtype, _, self.requires_grad, *rest = state
+        # The last but two, which torch had before it had strides.
+        self.strides = rest[2] if len(rest) > 2 else None
 
 
 def _stand_ins() -> list[Any]:
@@ -125,6 +136,8 @@ def decode(data: bytes, where: str, allowed: Allowed) -> Metadata:
             kind = OBJECT if isinstance(state.get(fqn), BytesStorageMetadata) else PICKLED_TENSOR
             place = MetadataIndex(fqn, None if offset is None else checked_sizes(offset))
             refs[place] = _ref(info, kind, where)
+        about = getattr(found, "storage_meta", None)
+        save_id, version = getattr(about, "save_id", None), getattr(found, "version", None)
         planner = getattr(found, "planner_data", None)
         if not allowed.trusts and not has_safe_paths(planner, state):
             raise ProtocolError(
@@ -135,7 +148,10 @@ def decode(data: bytes, where: str, allowed: Allowed) -> Metadata:
         raise
     except Exception as e:  # A pickle of another structure can raise anything.
         raise ProtocolError(f"{where} cannot be read ({type(e).__name__}: {str(e)[:300]})") from e
-    return Metadata(state, planner_data=planner, storage_data=refs)
+    metadata = Metadata(state, planner_data=planner, storage_data=refs)
+    if hasattr(metadata, "version"):
+        metadata.version = version if isinstance(version, str) else None
+    return described(metadata, save_id=save_id if isinstance(save_id, str) else None)
 
 
 def _string(text: Any) -> str:
@@ -156,6 +172,7 @@ def _stored(fqn: str, value: Any) -> BytesStorageMetadata | TensorStorageMetadat
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{fqn} has no dtype")
     properties = TensorProperties(dtype=dtype, requires_grad=bool(value.properties.requires_grad is True))
+    set_strides(properties, size, getattr(value.properties, "strides", None))
     return TensorStorageMetadata(properties=properties, size=size, chunks=chunks)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, SerializationFormat
 
 from .. import _validate
-from .._fork import ForkSafeLock
+from .._reentry import ForkSafeCallLock
 from ..dcp.files import FileReader, FileWriter
 from ..state.allowlist import Allowed
 from ..torchft.transport import HTTPTransport
@@ -33,7 +33,7 @@ _SPAWNED = (multiprocessing.context.SpawnProcess, multiprocessing.context.ForkSe
 
 #: The installations that have not been undone, of all threads, and what guards them. The first one has done the work.
 _current: list[Installation] = []
-_lock = ForkSafeLock()
+_lock = ForkSafeCallLock("install() or undo()")
 
 
 class _StandIn:

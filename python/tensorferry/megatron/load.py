@@ -24,10 +24,11 @@ from ..errors import TensorferryError
 from ..state.allowlist import Allowed
 from ..state.archives import unpickled
 from ..storage.folder import INDEX
-from . import common, shards
+from . import common, release, shards
 from .interfaces import LoadShardedStrategy
 from .release import (
     COMMON,
+    CONFIG_FNAME,
     CheckpointingException,
     ShardedObject,
     ShardedTensor,
@@ -210,6 +211,10 @@ class LoadStrategy(OfRanks, LoadShardedStrategy):
             CheckpointingException: it does not; the text says what it holds
         """
         folder = Path(checkpoint_dir)
+        if (folder / INDEX).is_file() and not (folder / CONFIG_FNAME).exists():
+            # A save by this package's strategy itself, without Megatron's save, which writes that file. A load with
+            # Megatron's load insists on it.
+            return
         config = common.config(folder)
         # FullyParallelSaveStrategyWrapper since 0.17 writes its own backend into metadata.json, whatever it wraps.
         if config.sharded_backend != "torch_dist" or not (folder / INDEX).is_file():
@@ -243,6 +248,10 @@ class LoadStrategy(OfRanks, LoadShardedStrategy):
             for key, about in metadata.state_dict_metadata.items()
             if isinstance(about, BytesStorageMetadata)
         }
+        if COMMON in metadata.state_dict_metadata and release.COMMON_IS_SHARDED:
+            # Megatron's own strategy has it as an object there, and Megatron's load leaves it out of its checks.
+            common_part = ShardedObject(COMMON, None, (1,), (0,)).without_data()
+            objects[common_part.unique_key] = common_part
         return {**objects, **self.load_tensors_metadata(checkpoint_dir, metadata)}
 
     def _metadata(self, checkpoint_dir: str | Path) -> Metadata:

@@ -35,6 +35,7 @@ from megatron.core.dist_checkpointing.validation import StrictHandling, adjust_n
 __all__ = [
     "BASE",
     "COMMON",
+    "COMMON_IS_SHARDED",
     "COMMON_STATE_FNAME",
     "CONFIG_FNAME",
     "CheckpointingConfig",
@@ -66,6 +67,10 @@ if not hasattr(BASE, "register_default_strategy"):
 #: The key of the common state. Releases since 0.19 give it to a strategy as an object with this key; before, Megatron
 #: writes the common state itself.
 COMMON = "common_state"
+#: Whether this release gives the common state to a strategy, and so expects it among what a checkpoint holds.
+COMMON_IS_SHARDED = hasattr(
+    import_module("megatron.core.dist_checkpointing.serialization"), "_legacy_common_state_exists"
+)
 
 
 def async_request_class(async_strategy: str | None) -> Any:

@@ -103,7 +103,8 @@ class HostPool:
     def __init__(self, memory: HostMemory) -> None:
         self._memory = memory
         self._kept: deque[torch.Tensor] = deque()
-        self._lock = threading.Lock()
+        #: May be entered again by a signal handler in the same thread: it finds what is left, or nothing.
+        self._lock = threading.RLock()
         self._is_open = True
 
     def take(self, nbytes: int) -> Buffer:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable
 
 import torch
 
 from .._native import SharedBuffer, _available_memory
+from .._reentry import CallLock
 from ..errors import SystemRefused
 from .accelerator import Accelerator
 from .host_pool import HostMemory
@@ -29,7 +29,7 @@ class Budget:
     def __init__(self, limit: int | None) -> None:
         self._limit = limit
         self._made: weakref.WeakSet[_Memory] = weakref.WeakSet()
-        self._lock = threading.Lock()
+        self._lock = CallLock("a copy of a state")
 
     @property
     def held(self) -> int:
@@ -38,7 +38,7 @@ class Budget:
 
     def _existing(self) -> list[_Memory]:
         # One thread may make memory for the next save while another hands over that of the one before.
-        with self._lock:
+        with self._lock.held():
             return list(self._made)
 
     def make(self, nbytes: int) -> _Memory:
@@ -60,7 +60,7 @@ class Budget:
                 f"this process, has {free} available"
             )
         memory = _Memory(nbytes, threads=copying_threads())
-        with self._lock:
+        with self._lock.held():
             self._made.add(memory)
         return memory
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import logging
 import os
@@ -12,7 +13,7 @@ from typing import TypeAlias
 
 from .. import _validate
 from .._native import _interfaces, _resolve
-from ..errors import ConnectError, FetchTimeout, InvalidArgument
+from ..errors import ConnectError, FetchTimeout, InvalidArgument, SystemRefused
 
 logger = logging.getLogger("tensorferry")
 
@@ -59,7 +60,7 @@ def advertised_host(advertise: str | None, listening: str | None) -> str:
     """
     chosen = _validate.string("advertise", advertise or os.environ.get("TENSORFERRY_ADVERTISE") or "")
     if chosen:
-        if _NETWORK.fullmatch(chosen) or any(name == chosen for name, _ in _interfaces()):
+        if _NETWORK.fullmatch(chosen) or any(name == chosen for name, _ in interfaces()):
             return _own_address(chosen)
         address = _parse(chosen)
         if address.is_unspecified if address is not None else not _NAME.fullmatch(chosen):
@@ -75,8 +76,15 @@ def advertised_host(advertise: str | None, listening: str | None) -> str:
 
 
 def interfaces() -> list[tuple[str, str]]:
-    """Returns name and address of each interface that is up, loopback included."""
-    return _interfaces()
+    """Returns name and address of each interface that is up, loopback included.
+
+    Raises:
+        SystemRefused: the system does not list them
+    """
+    try:
+        return _interfaces()
+    except OSError as e:
+        raise SystemRefused(f"the interfaces of this host cannot be listed: {e}") from e
 
 
 def resolved(name: str) -> list[str]:
@@ -95,7 +103,7 @@ def interface_speed(address: str) -> tuple[str, float] | None:
     ``None`` if no interface has that address, or the system does not report a speed.
     """
     wanted = _parse(address)
-    for name, text in _interfaces():
+    for name, text in interfaces():
         if _parse(text) == wanted:
             try:
                 mbit = int(Path(f"/sys/class/net/{name}/speed").read_text())
@@ -106,7 +114,7 @@ def interface_speed(address: str) -> tuple[str, float] | None:
 
 
 def _own_address(wanted: str) -> str:
-    found = [(name, address) for name, text in _interfaces() if (address := _parse(text)) is not None]
+    found = [(name, address) for name, text in interfaces() if (address := _parse(text)) is not None]
     named = [address for name, address in found if name == wanted]
     if not named:
         try:
@@ -153,8 +161,11 @@ def _outward_address() -> str:
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.connect((target, 9))
                 return str(probe.getsockname()[0])
-        except OSError:
+        except OSError as e:
+            if e.errno in (errno.EMFILE, errno.ENFILE):
+                # Another address would be taken for the right one.
+                raise SystemRefused(f"no address of this host can be looked up: {e}") from e
             continue
-    addresses = [address for _, text in _interfaces() if (address := _parse(text)) is not None]
+    addresses = [address for _, text in interfaces() if (address := _parse(text)) is not None]
     usable = [a for a in addresses if not a.is_loopback and not a.is_link_local]
     return str(min(usable, key=lambda address: address.version)) if usable else "127.0.0.1"

@@ -41,6 +41,7 @@ from typing import Any
 
 from .._fork import ForkSafeLock
 from .._native import Rows, _file_entries, _file_header
+from .._reentry import CallMark
 from ..errors import IncompleteCheckpoint, ProtocolError, SourceChanged, SystemRefused, TensorferryError
 from . import leftovers
 from .container import Container
@@ -67,6 +68,8 @@ _ATTEMPTS = 20
 
 #: Held between the second reading of an index and the rename: there may be file systems without any locks.
 _committing = ForkSafeLock()
+#: A signal handler that commits in the middle of a commit would wait for the lock of its own thread.
+_in_commit = CallMark("the commit of a checkpoint")
 _warned_of_clock = False
 
 
@@ -373,8 +376,15 @@ def _alone(folder: Path) -> Iterator[None]:
     """While the block runs, no other process of this machine replaces an index in ``folder``.
 
     Raises:
+        InvalidArgument: the calling thread is in such a block already
         SystemRefused: another one keeps the folder locked, or it cannot be opened
     """
+    with _in_commit.held(), _locked(folder), _committing.held():
+        yield
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
     try:
         opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as e:
@@ -382,8 +392,7 @@ def _alone(folder: Path) -> Iterator[None]:
     try:
         is_locked = _lock(opened, folder)
         try:
-            with _committing.held():
-                yield
+            yield
         finally:
             # A child that was forked meanwhile has the descriptor, too, and closing it here would leave it locked.
             if is_locked:

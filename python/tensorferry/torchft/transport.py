@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
@@ -13,6 +12,7 @@ from urllib.parse import urlsplit
 
 from .. import _validate
 from .._native import ArenaPool, Receive, Remote, Report
+from .._reentry import CallLock
 from ..errors import ForkedProcess, InvalidArgument, TransportClosed, UnprovenSource
 from ..memory.accelerator import ACCELERATOR
 from ..memory.bounce import BounceBuffers
@@ -151,7 +151,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         )
         self._stager = Stager(ACCELERATOR)
         self._bounce = BounceBuffers(ACCELERATOR)
-        self._sending = threading.Lock()
+        self._sending = CallLock("send_checkpoint()")
         self._refusals = RefusalWarnings(self._allowed, "receivers will refuse this state: %s")
         self._warned_of_misses = False
         self._is_closed = False
@@ -196,7 +196,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         """How the last receive that succeeded went; ``None`` before that, and after one from a stock torchft source."""
         return self._last_report
 
-    def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta) -> None:
+    def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta | None = None) -> None:
         """Publishes ``state_dict`` as ``step`` and returns without waiting for receivers.
 
         Accelerator tensors are copied to the host. The copies include the effect of the work that is queued on the
@@ -229,13 +229,15 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         self._server.check_process()
         self._check_open()
         started = time.perf_counter()
-        with self._sending, Span("send", step=step):
+        with self._sending.held(), Span("send", step=step):
             packed = StateSnapshot(state_dict, self._stager, self._snapshot)
+            # A signal handler may have shut it down meanwhile.
+            self._check_open()
             packed.publish(self._server, step, compat.bodies(packed.rebuild, self._num_chunks))
         self._refusals.warn(packed.globals)
         logger.debug("step %d is published (%.4f s)", step, time.perf_counter() - started)
 
-    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
+    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta | None = None) -> T:
         """Fetches ``step`` from the transport that returned ``metadata``.
 
         Args:
@@ -243,7 +245,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             metadata: what ``metadata()`` of the source returned, a transport of this class or torchft's own; or the
                 metadata of several sources with the same state, joined by :func:`join_metadata`
             step: the step to fetch
-            timeout: the deadline for the whole receive
+            timeout: the deadline for the whole receive; ``None`` means the transport's own timeout
 
         Returns:
             The state, with its tensors on the CPU or, with ``state_dict=``, in the receiver's own tensors. If the
@@ -273,6 +275,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         del src_rank
         self._server.check_process()
         self._check_open()
+        timeout = self._timeout if timeout is None else timeout
         step, seconds_given = _validate.step_number(step), _validate.seconds("timeout", timeout)
         started = time.perf_counter()
         sources = _validate.string("metadata", metadata).split()

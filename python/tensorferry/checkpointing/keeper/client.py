@@ -28,6 +28,7 @@ from typing import Any
 
 from ... import _validate
 from ..._native import Stored
+from ..._reentry import CallLock
 from ...errors import (
     ConnectError,
     ForkedProcess,
@@ -113,7 +114,9 @@ class Keeper:
         self._secret = shared_secret(secret)
         self._tls = _validate.boolean("tls", tls)
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        self._call = CallLock("offer() or let_go()")
+        #: The same lock, which a signal handler in the middle of such a call may enter for what does not wait.
+        self._lock = self._call.reentrant
         self._changed = threading.Condition(self._lock)
         self._released = 0
         self._sock: socket.socket | None = None
@@ -159,7 +162,7 @@ class Keeper:
             fields = {name: given.fields.get(name) for name in _FIELDS}
             path = str(given.fields.get("path"))
             fields |= {"job": self._job_of(path), "location": location_of(path)}
-            with self._lock:
+            with self._call.held():
                 self._is_late = not self._changed.wait_for(self._answers, 0.0 if self._is_late else _OFFER_S)
                 if self._is_closed:
                     raise TransportClosed("this connection to a keeper was closed: make a new Keeper")
@@ -188,16 +191,21 @@ class Keeper:
     def _open(self) -> socket.socket:
         sock = _connect(self.name)
         sock.settimeout(_OFFER_S)
+        try:
+            # A timeout would be one of reading, too: that has a descriptor of its own.
+            reading = sock.dup()
+        except OSError as e:
+            sock.close()
+            raise SystemRefused(f"the keeper {self.name!r} cannot be reached, no socket can be opened: {e}") from e
+        _sockets.add(reading)
+        reading.settimeout(None)
         self._sock = sock
-        threading.Thread(target=self._listen, args=(sock,), name="tensorferry-keeper", daemon=True).start()
+        threading.Thread(target=self._listen, args=(sock, reading), name="tensorferry-keeper", daemon=True).start()
         return sock
 
-    def _listen(self, sock: socket.socket) -> None:
+    def _listen(self, sock: socket.socket, reading: socket.socket) -> None:
         """Reads what the keeper says about offers, until it is gone."""
-        # A timeout would be one of reading, too: this has a descriptor of its own.
-        with sock.dup() as reading:
-            _sockets.add(reading)
-            reading.settimeout(None)
+        with reading:
             try:
                 while isinstance(message := handover.receive(reading), Message):
                     self._hear(message)
@@ -253,6 +261,8 @@ class Keeper:
         Returns:
             Whether the memory of one was released within ``patience`` seconds.
         """
+        if self._call.is_mine:
+            return False
         with self._lock:
             sock, before = self._sock, self._released
             if sock is None or not self._offers:
@@ -652,12 +662,15 @@ def _connect(name: str) -> socket.socket:
 
     Raises:
         ConnectError: there is none
-        SystemRefused: its folder is not this user's alone, or it is another user's
+        SystemRefused: its folder is not this user's alone, or it is another user's, or no socket can be opened
     """
     path = find_socket(name)
     if path is None:
         raise ConnectError(f"no keeper called {name!r} runs on this node: start one with tensorferry-keeper")
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    except OSError as e:
+        raise SystemRefused(f"the keeper {name!r} cannot be reached, no socket can be opened: {e}") from e
     _sockets.add(sock)
     try:
         sock.settimeout(_OFFER_S)

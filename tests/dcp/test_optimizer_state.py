@@ -1,0 +1,69 @@
+"""A load that leaves an optimizer without its state says so, once, and no other load does."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+from tensorferry.dcp import FileReader, FileWriter, PeerReader, PeerWriter, optimizer_state
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning", "ignore::FutureWarning")
+
+
+@pytest.fixture(autouse=True)
+def _not_warned_yet(monkeypatch):
+    monkeypatch.setattr(optimizer_state, "_warned", False)
+
+
+def trained(steps=1, cls=torch.optim.Adam):
+    model = torch.nn.Linear(3, 3)
+    optimizer = cls(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def said(caplog) -> list[str]:
+    return [record.getMessage() for record in caplog.records if "state of an optimizer" in record.getMessage()]
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_fresh_optimizer_that_is_loaded_by_its_state_dict_is_warned_of_once(tmp_path, caplog, inside):
+    def state(optimizer):
+        return {"optim": optimizer.state_dict()} if inside else optimizer.state_dict()
+
+    dcp.save(state(trained()[1]), storage_writer=FileWriter(tmp_path))
+    with caplog.at_level(logging.WARNING, "tensorferry"):
+        for _ in range(2):
+            dcp.load(state(trained(steps=0)[1]), storage_reader=FileReader(tmp_path))
+    [text] = said(caplog)
+    assert ("optim.state.*" if inside else "(state.*)") in text
+    assert "get_state_dict" in text
+
+
+def test_of_a_running_job(caplog):
+    writer = PeerWriter()
+    dcp.save({"optim": trained()[1].state_dict()}, storage_writer=writer)
+    dcp.load({"optim": trained(steps=0)[1].state_dict()}, storage_reader=PeerReader(writer.metadata()))
+    writer.shutdown()
+    assert len(said(caplog)) == 1
+
+
+def test_loads_that_need_no_warning_get_none(tmp_path, caplog):
+    model, optimizer = trained()
+    dcp.save({"m": model.state_dict(), "o": optimizer.state_dict()}, storage_writer=FileWriter(tmp_path / "a"))
+    dcp.load({"m": trained()[0].state_dict()}, storage_reader=FileReader(tmp_path / "a"))
+    dcp.load({"o": trained()[1].state_dict()}, storage_reader=FileReader(tmp_path / "a"))
+    dcp.save(dict(zip("mo", get_state_dict(model, optimizer), strict=True)), storage_writer=FileWriter(tmp_path / "b"))
+    fresh = dict(zip("mo", get_state_dict(*trained(steps=0)), strict=True))
+    dcp.load(fresh, storage_reader=FileReader(tmp_path / "b"))
+    # SGD without momentum has no state on either side.
+    plain = {"o": trained(cls=torch.optim.SGD)[1].state_dict()}
+    dcp.save(plain, storage_writer=FileWriter(tmp_path / "c"))
+    dcp.load({"o": trained(0, torch.optim.SGD)[1].state_dict()}, storage_reader=FileReader(tmp_path / "c"))
+    assert said(caplog) == []
