@@ -15,6 +15,8 @@ import pytest
 import torch.distributed as dist
 
 from child import Child
+from process_marks import ProcessMarks
+from second_run import SecondRun
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -41,12 +43,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--every-verb", action="store_true", help="test_hostile_servers.py runs each verb with each server"
     )
+    parser.addoption("--again-alone", action="store_true", help="what fails runs once more, each test alone")
     parser.addoption("--fuzz-runs", type=int, default=100, help="inputs for each target of fuzzing.py")
     parser.addoption("--fuzz-seed", type=int, default=1)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "beyond_torchft: torchft's HTTPTransport does not do this")
+    config.pluginmanager.register(ProcessMarks(config.rootpath / "tests", config.rootpath / "examples"))
+    if config.getoption("--again-alone") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(SecondRun(config))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

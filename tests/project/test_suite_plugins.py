@@ -1,0 +1,137 @@
+"""The plugins of this suite: what fails under load runs again alone, and a test that starts a process says so."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+import second_run
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CONFTEST = """
+import pytest
+from process_marks import ProcessMarks
+from second_run import SecondRun
+
+def pytest_addoption(parser):
+    parser.addoption("--again-alone", action="store_true")
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "process: starts processes")
+    config.pluginmanager.register(ProcessMarks(config.rootpath))
+    if config.getoption("--again-alone") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(SecondRun(config))
+"""
+
+#: Fails as often as there is a file to remove.
+SOMETIMES = """
+import os, pathlib
+def fails_while(name):
+    path = pathlib.Path(__file__).with_name(name)
+    if path.exists():
+        path.unlink()
+        raise OSError("the first result of " + name)
+"""
+
+
+def run(folder: Path, tests: str, *options: str) -> tuple[int, str]:
+    (folder / "conftest.py").write_text(CONFTEST)
+    (folder / "test_it.py").write_text(SOMETIMES + tests)
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options]
+    places = os.pathsep.join(path for path in sys.path if path)
+    done = subprocess.run(
+        command, cwd=folder, env={**os.environ, "PYTHONPATH": places}, capture_output=True, text=True, check=False
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def last_line(output: str) -> str:
+    return output.strip().rpartition("\n")[2]
+
+
+def test_both_results_of_a_test_that_passes_alone_are_printed_and_the_run_passes(tmp_path: Path):
+    (tmp_path / "call").touch()
+    (tmp_path / "teardown").touch()
+    tests = """
+import pytest
+@pytest.fixture
+def late():
+    yield
+    fails_while("teardown")
+def test_call(): fails_while("call")
+def test_teardown(late): pass
+def test_good(): pass
+"""
+    status, output = run(tmp_path, tests, "--again-alone", "-n", "0")
+    assert status == 0, output
+    for test, name in (("test_call", "call"), ("test_teardown", "teardown")):
+        assert f"{second_run.TITLE}: test_it.py::{test}\n" in output
+        assert f"the first result of {name}" in output
+    assert "3 passed, 2 rerun in " in last_line(output), output
+
+
+def test_what_fails_alone_as_well_fails_the_run(tmp_path: Path):
+    (tmp_path / "once").touch()
+    tests = "def test_once(): fails_while('once')\ndef test_ever(): raise OSError\n"
+    status, output = run(tmp_path, tests, "--again-alone", "-n", "0")
+    assert status == 1, output
+    assert "1 failed, 1 passed, 1 rerun in " in last_line(output), output
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        pytest.param("def test_once(): fails_while('once')\ndef test_dies(): os._exit(3)\n", id="a worker that died"),
+        pytest.param("".join(f"def test_{n}(): fails_while('{n}')\n" for n in range(11)), id="many failures"),
+    ],
+)
+def test_what_is_no_matter_of_load_fails_at_once(tmp_path: Path, tests: str):
+    for name in ("once", *map(str, range(11))):
+        (tmp_path / name).touch()
+    status, output = run(tmp_path, tests, "--again-alone", "-n", "1")
+    assert status == 1, output
+    assert "runs again alone" not in output
+    assert "rerun" not in last_line(output)
+
+
+def test_a_file_that_cannot_be_collected_fails_at_once(tmp_path: Path):
+    status, output = run(tmp_path, "raise OSError('at the import')\n", "--again-alone", "-n", "1")
+    assert status != 0
+    assert "runs again alone" not in output
+
+
+def test_nothing_runs_again_unasked(tmp_path: Path):
+    (tmp_path / "once").touch()
+    status, output = run(tmp_path, "def test_once(): fails_while('once')\n", "-n", "0")
+    assert status == 1, output
+    assert "rerun" not in last_line(output)
+
+
+def test_a_test_that_starts_a_process_is_marked_or_fails(tmp_path: Path):
+    tests = """
+import pytest, subprocess, sys
+hidden = getattr(subprocess, "check_" + "output")
+@pytest.fixture(scope="module")
+def shared():
+    return globals()["hid" + "den"]([sys.executable, "-c", ""])
+def test_unmarked(): globals()["hid" + "den"]([sys.executable, "-c", ""])
+def test_of_a_fixture(shared): pass
+def test_of_the_same_fixture(shared): pass
+@pytest.mark.process
+def test_marked(): globals()["hid" + "den"]([sys.executable, "-c", ""])
+def helper(): return subprocess.run([sys.executable, "-c", ""])
+def test_found(): helper()
+def test_without(): pass
+"""
+    status, output = run(tmp_path, tests, "-n", "0")
+    assert status == 1, output
+    assert "6 passed, 3 errors in " in last_line(output), output
+    assert output.count("no mark: add @pytest.mark.process") == 3, output
+    status, output = run(tmp_path, tests, "-n", "0", "-m", "not process", "--deselect", "test_it.py::test_unmarked")
+    assert "passed, 3 deselected, 2 errors in " in last_line(output), output
