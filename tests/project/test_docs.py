@@ -486,9 +486,11 @@ def test_what_console_blocks_run_exists():
                 case ["make", verb, *_]:
                     assert verb in verbs(), line
                 case ["pip", "install", what, *_]:
+                    if what == ".":  # from a checkout
+                        continue
                     found = re.fullmatch(r"'?tensorferry(?:\[([\w-]+)\])?'?", what)
                     assert found is not None, line
-                    assert found[1] is None or found[1] in extras, line
+                    assert found[1] is None or all(one in extras for one in found[1].split(",")), line
                 case ["python", "-m", "tensorferry.testing", *rest]:
                     assert all(option in options for option in re.findall(r"--[a-z-]+", " ".join(rest))), line
                 # A block may say on which node a command is run.
