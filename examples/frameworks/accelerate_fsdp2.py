@@ -9,6 +9,7 @@ accelerate shards on accelerators. On the CPU it ignores ``fsdp_plugin``, and th
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 
@@ -22,6 +23,7 @@ CHECKPOINTS = Path("checkpoints")
 
 
 def main() -> None:
+    logging.basicConfig(level=logging.INFO)  # shows what install() has replaced
     tensorferry.install()  # accelerate's shards are now written with FileWriter and read with FileReader
 
     steps = int(sys.argv[1])

@@ -9,6 +9,7 @@ Each checkpoint is a folder, which one rank has written; ``tensorferry inspect``
 
 from __future__ import annotations
 
+import logging
 import shutil
 import sys
 from pathlib import Path
@@ -20,7 +21,7 @@ from lightning.pytorch.plugins import CheckpointIO
 
 from tensorferry.checkpointing import SyncCheckpointer
 
-CHECKPOINTS = Path("checkpoints")
+CHECKPOINTS = Path("checkpoints-of-the-plugin")
 
 
 class FolderCheckpointIO(CheckpointIO):
@@ -70,6 +71,7 @@ class Autoencoder(LightningModule):
 
 
 def main() -> None:
+    logging.basicConfig(level=logging.INFO)  # shows what tensorferry has to say
     torch.manual_seed(0)
     data = torch.utils.data.DataLoader(torch.randn(64, 32), batch_size=16)
     trainer = Trainer(

@@ -9,6 +9,7 @@ Lightning starts the second rank itself, by running the script again.
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 
 import tensorferry
 
-CHECKPOINTS = Path("checkpoints")
+CHECKPOINTS = Path("checkpoints-of-fsdp2")
 
 
 class Autoencoder(LightningModule):
@@ -47,6 +48,7 @@ class Autoencoder(LightningModule):
 
 
 def main() -> None:
+    logging.basicConfig(level=logging.INFO)  # shows what install() has replaced
     tensorferry.install()  # Lightning's shards are now written with FileWriter and read with FileReader
 
     torch.manual_seed(0)

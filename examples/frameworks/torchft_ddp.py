@@ -14,6 +14,7 @@ Stop the second replica with Ctrl-C and start it again: it prints ``healed`` and
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from datetime import timedelta
@@ -29,6 +30,7 @@ STEPS = int(os.environ.get("STEPS", "1000000"))
 
 
 def main() -> None:
+    logging.basicConfig(level=logging.INFO)  # shows the line of each heal, and what torchft does about it
     model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 32))
     inner = torch.optim.AdamW(model.parameters())
 

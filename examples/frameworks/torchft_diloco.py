@@ -14,6 +14,7 @@ Stop the second replica with Ctrl-C and start it again: it prints ``healed`` and
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from datetime import timedelta
@@ -32,6 +33,7 @@ SYNC_EVERY = 4
 
 
 def main() -> None:
+    logging.basicConfig(level=logging.INFO)  # shows the line of each heal, and what torchft does about it
     model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 32))
     inner = torch.optim.AdamW(model.parameters())
     outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)

@@ -11,6 +11,7 @@ Run with megatron-core importable, on CPUs alone: `make demo-megatron`.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 import tempfile
@@ -170,6 +171,7 @@ def same(wanted: list[float], found: list[float]) -> bool:
 
 def main() -> int:
     """Run the three jobs and compare them; return an exit status."""
+    logging.basicConfig(level=logging.INFO)
     ranks._PRELOAD.append("megatron.core.models.gpt")
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())

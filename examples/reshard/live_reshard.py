@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import sys
 from functools import partial
 
@@ -27,6 +28,7 @@ def show(text: str) -> None:
 
 
 def main() -> int:
+    logging.basicConfig(level=logging.INFO)
     with (
         Job("the large job", 4, partial(Rank, seed=1)) as large,
         Job("the small job", 2, partial(Rank, seed=2)) as small,

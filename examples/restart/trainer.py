@@ -12,6 +12,7 @@ STARTED = time.perf_counter()
 import argparse  # noqa: E402  the imports are part of what is timed
 import hashlib  # noqa: E402
 import json  # noqa: E402
+import logging  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
@@ -97,6 +98,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=5, help="steps from one save to the next")
     parser.add_argument("--keeper", help="the name of the keeper")
     options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")  # shows from where it loads
     torch.set_num_threads(1)
     tell("imported", seconds=time.perf_counter() - STARTED)
     job = Job(options.width, options.seed)

@@ -69,19 +69,22 @@ def run(folder: Path, *script: object, world: int = 2, **environment: object) ->
 
 @pytest.mark.slow
 @pytest.mark.timeout(270)
-@pytest.mark.parametrize(("name", "world"), [("lightning_fsdp2", 2), ("lightning_checkpoint_io", 1)])
-def test_lightning_goes_on_from_its_checkpoint_as_if_it_had_not_ended(name, world, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "world", "checkpoints"),
+    [("lightning_fsdp2", 2, "checkpoints-of-fsdp2"), ("lightning_checkpoint_io", 1, "checkpoints-of-the-plugin")],
+)
+def test_lightning_goes_on_from_its_checkpoint_as_if_it_had_not_ended(name, world, checkpoints, tmp_path):
     pytest.importorskip("lightning")
     # Eight steps: two epochs have as many.
     script = (EXAMPLES / f"{name}.py", 2)
     whole = run(tmp_path, *script, world=world)
     assert list(whole) == list(range(8))
-    first, newest = sorted((tmp_path / "checkpoints").iterdir())
+    first, newest = sorted((tmp_path / checkpoints).iterdir())
     assert len(list(newest.rglob("index.safetensors"))) == 1
     assert not list(tmp_path.rglob("*.distcp"))
     shutil.rmtree(newest)
     assert run(tmp_path, *script, world=world) == {step: whole[step] for step in range(4, 8)}
-    assert sorted((tmp_path / "checkpoints").iterdir()) == [first, newest]
+    assert sorted((tmp_path / checkpoints).iterdir()) == [first, newest]
 
 
 @pytest.mark.slow

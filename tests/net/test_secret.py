@@ -2,12 +2,14 @@
 
 import logging
 import pickle
+import re
 import subprocess
 import sys
 import traceback
 import urllib.error
 import urllib.request
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from secured import SECRET, TIMEOUT, send, state
 from tensorferry import InvalidArgument, ProtocolError, SourceRefused, UnprovenSource, join_metadata
 
 OTHER = "a secret of another job"
+GUIDE = Path(__file__).parents[2] / "docs/guides/security.md"
 
 pytestmark = pytest.mark.beyond_torchft
 
@@ -100,6 +103,20 @@ def test_a_peer_without_the_secret_learns_why(open_transport):
     assert refused.value.code == 404
     with pytest.raises(SourceRefused, match="another shared secret than this receiver"):
         open_transport(secret=OTHER).recv_checkpoint(0, metadata, 3, TIMEOUT)
+
+
+def test_the_guide_names_the_error_of_each_side(open_transport):
+    rows = re.findall(r"^\| `(\w+)`[^,|]*, `([^`]+)` \|", GUIDE.read_text(), re.MULTILINE)
+    said = {words: name for name, words in rows}
+    guarded, plain = open_transport(secret=SECRET), open_transport()
+    for source, secret, words in (
+        (guarded, OTHER, "has another shared secret"),
+        (guarded, None, "asks for a shared secret"),
+        (plain, SECRET, "does not prove that it knows the shared secret"),
+    ):
+        with pytest.raises(tensorferry.TensorferryError, match=words) as refused:
+            open_transport(secret=secret).recv_checkpoint(0, send(source), 3, TIMEOUT)
+        assert type(refused.value).__name__ == said[words]
 
 
 def test_nothing_is_unpickled_from_a_source_that_cannot_prove_itself(open_transport):

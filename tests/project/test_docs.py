@@ -58,9 +58,13 @@ atexit.register(os.kill, _started.status()["pid"], signal.SIGTERM)
 #: What Megatron needs besides what it says, by which its blocks are marked.
 MEGATRON = "psutil"
 #: One rank, without a GPU, with the release that the Makefile puts beside the environment.
-_MEGATRON = f"""
-import sys, tempfile, torch
+_RELEASE = f"""
+import sys
 sys.path.insert(0, {str(Path(sys.prefix) / "megatron-0.19.2")!r})
+"""
+_MEGATRON = f"""
+{_RELEASE}
+import tempfile, torch
 if not torch.distributed.is_initialized():
     torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
 from megatron.core.dist_checkpointing import ShardedTensor
@@ -127,6 +131,7 @@ timeout = timedelta(seconds=30)
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.AdamW(model.parameters())
 """,
+    "import tempfile\n\nimport torch\nfrom megatron.core": _RELEASE,
     "from megatron.core import dist_checkpointing": _MEGATRON,
     "from tensorferry import megatron\nfrom tensorferry.dcp import PeerWriter": _MEGATRON,
     # A rank that heals from another one, which is in the same process.
@@ -328,7 +333,7 @@ def test_the_two_jobs_that_reshard(tmp_path: Path):
 def test_the_blocks_of_the_megatron_guides_run(tmp_path: Path):
     pytest.importorskip(MEGATRON)
     found = [block for block in blocks("python") if block.name == MEGATRON]
-    assert len(found) == 4
+    assert len(found) == 5
     # In one process: to import Megatron takes longer than all of them.
     run(sys.executable, "\n".join(block.whole() for block in found), tmp_path)
 
@@ -485,9 +490,11 @@ def test_what_console_blocks_run_exists():
                 case ["make", verb, *_]:
                     assert verb in verbs(), line
                 case ["pip", "install", what, *_]:
+                    if what == ".":  # from a checkout
+                        continue
                     found = re.fullmatch(r"'?tensorferry(?:\[([\w-]+)\])?'?", what)
                     assert found is not None, line
-                    assert found[1] is None or found[1] in extras, line
+                    assert found[1] is None or all(one in extras for one in found[1].split(",")), line
                 case ["python", "-m", "tensorferry.testing", *rest]:
                     assert all(option in options for option in re.findall(r"--[a-z-]+", " ".join(rest))), line
                 # A block may say on which node a command is run.
@@ -495,9 +502,10 @@ def test_what_console_blocks_run_exists():
                     assert all(option in keeper for option in re.findall(r"--[a-z-]+", " ".join(rest))), line
                 case ["python", "-m", "tensorferry.megatron.convert", *rest]:
                     assert all(option in convert for option in re.findall(r"--[a-z-]+", " ".join(rest))), line
-                case ["torchtitan", "...", *rest]:
+                # torchtitan 0.3.0 has a module and no command.
+                case ["torchrun", "...", "-m", module] if module.startswith("torchtitan.train "):
                     overrides = (ROOT / "python/tensorferry/torchtitan/__init__.py").read_text()
-                    for name in re.findall(r"--override.imports '?tensorferry\.torchtitan\.(\w+)", " ".join(rest)):
+                    for name in re.findall(r"--override.imports '?tensorferry\.torchtitan\.(\w+)", module):
                         assert f"def {name}(" in overrides
                 case ["torchrun", "...", "-m", module]:
                     path = ROOT / "python" / module.split()[0].replace(".", "/")
@@ -514,6 +522,58 @@ def test_what_console_blocks_run_exists():
                     )
                 case _:
                     pytest.fail(f"{block.document}: nothing is known of {line!r}")
+
+
+def test_scripts_and_manifests_are_well_formed():
+    # Scripts stand in lists, too.
+    fence = re.compile(r"^( *)```bash\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
+    scripts = [(page, code) for page in PAGES for _, code in fence.findall((ROOT / page).read_text())]
+    manifests = blocks("yaml")
+    assert scripts
+    assert manifests
+    for page, code in scripts:
+        done = subprocess.run(["bash", "-n"], input=code, capture_output=True, text=True, timeout=60, check=False)
+        assert done.stderr == "", f"{page}: {code}"
+        for name in re.findall(r"TENSORFERRY_[A-Z_]+", code):
+            assert name in VARIABLES, f"{page}: nothing reads {name}"
+    yaml = pytest.importorskip("yaml")
+    for block in manifests:
+        assert list(yaml.safe_load_all(block.code)), block
+        for name in re.findall(r"TENSORFERRY_[A-Z_]+", block.code):
+            assert name in VARIABLES, f"{block}: nothing reads {name}"
+
+
+#: Every variable of the environment that the package names.
+VARIABLES = {
+    name
+    for file in (ROOT / "python").rglob("*.py")
+    for name in re.findall(r"TENSORFERRY_[A-Z_]*[A-Z]", file.read_text())
+}
+
+
+def test_no_two_examples_save_into_one_folder():
+    found = [
+        (match[1], path.name)
+        for path in (ROOT / "examples/frameworks").glob("*.py")
+        if (match := re.search(r'^CHECKPOINTS = Path\("(.+)"\)$', path.read_text(), re.MULTILINE))
+    ]
+    assert len(found) > 1
+    assert len({folder for folder, _ in found}) == len(found), found
+
+
+def test_every_example_shows_what_is_logged():
+    scripts = [*(ROOT / "examples").glob("*/*.py")]
+    shows = {
+        path.relative_to(ROOT / "examples").as_posix() for path in scripts if "logging.basicConfig(" in path.read_text()
+    }
+    begins = {
+        path.relative_to(ROOT / "examples").as_posix()
+        for path in scripts
+        if "__main__" in path.read_text()
+        and "tensorferry" in re.sub(r'""".*?"""', "", path.read_text(), flags=re.DOTALL)
+    }
+    # The stories of make demo and make demo-restart start others, and tell what happens themselves.
+    assert begins - shows <= {"heal/story.py", "restart/story.py"}
 
 
 @functools.cache

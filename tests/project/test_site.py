@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import os
+import py_compile
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -58,6 +59,10 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Page]:
     folder = tmp_path_factory.mktemp("site") / "built"
     command = [sys.executable, "-W", "ignore", "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", folder]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    # docs/*.py are imported while the site is built: their bytecode lies beside them, and must not become a part of it.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    for module in (ROOT / "docs").glob("*.py"):
+        py_compile.compile(str(module))
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -68,6 +73,13 @@ def test_every_page_is_built(site: dict[Path, Page]):
     pages = [path.relative_to(ROOT / "docs").with_suffix("") for path in (ROOT / "docs").rglob("*.md")]
     built = {str(path.with_suffix("")).partition("/built/")[2] for path in site}
     assert {str(page) for page in pages} == built
+
+
+def test_the_site_has_pages_and_what_they_show_alone(site: dict[Path, Page]):
+    root = next(path for path in site if path.name == "index.html").parent
+    kinds = {path.suffix for path in root.rglob("*") if path.is_file()}
+    assert ".html" in kinds
+    assert kinds <= {".html", ".css", ".js", ".json", ".map", ".png", ".svg", ".xml", ".gz"}, "no .py, no .pyc"
 
 
 def test_links_of_the_site_lead_somewhere(site: dict[Path, Page]):

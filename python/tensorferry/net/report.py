@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from .._native import Report
 from .addresses import interface_speed
+from .heals import log_heal
 
 logger = logging.getLogger("tensorferry")
 
@@ -112,7 +113,7 @@ def log_receive(report: ReceiveReport) -> None:
     routes = [f"{here} <- {there}" for here, there in report.routes]
     if report.same_host:
         routes.append("shared memory")
-    logger.info(
+    log_heal(
         "received step %d: %d bytes in %.3f s (%.2f GB/s; open %.3f s, fetch %.3f s), %d lanes over %s, %d retries%s",
         report.step,
         report.bytes,

@@ -18,6 +18,7 @@ from ..memory.accelerator import ACCELERATOR
 from ..memory.bounce import BounceBuffers
 from ..memory.host_pool import HostMemory
 from ..memory.staging import Stager
+from ..net.heals import log_heal
 from ..net.metadata import encrypted, is_stock
 from ..net.options import ServerOptions
 from ..net.report import InPlace, ReceiveReport, in_place, log_receive
@@ -313,7 +314,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             state, fit = targets.fill(state), targets.fit
         seconds = time.perf_counter() - started
         self._last_report = None
-        logger.info("received step %d from a stock torchft source in %.3f s%s", step, seconds, in_place(fit))
+        log_heal("received step %d from a stock torchft source in %.3f s%s", step, seconds, in_place(fit))
         self._warn_of_misses(fit)
         return cast(T, state)
 

@@ -40,6 +40,7 @@ from ...errors import (
     TransportClosed,
     message_of,
 )
+from ...net.heals import log_heal
 from ...net.metadata import encrypted
 from ...net.secret import shared_secret
 from ...storage.folder import Index, checkpoints, read_index
@@ -453,11 +454,11 @@ class Keeper:
                 found = None if chosen is None else self.open(chosen)
                 if chosen is not None and found is not None:
                     where = "a buddy of the keeper" if chosen.remote else "the keeper"
-                    logger.info("loading step %d of %s from %s: %d bytes", chosen.step, folder, where, chosen.nbytes)
+                    log_heal("loading step %d of %s from %s: %d bytes", chosen.step, folder, where, chosen.nbytes)
                     return found
             elsewhere = any(one.location != location for one in known)
             why = f"holds that of {job} on another machine's disk" if elsewhere else "does not hold it for all ranks"
-            logger.info("loading %s from the disk: the keeper %s %s", folder, self.name, why)
+            log_heal("loading %s from the disk: the keeper %s %s", folder, self.name, why)
         except Exception as e:
             logger.warning("loading %s from the disk: %s", path, message_of(e))
         return None
