@@ -42,6 +42,7 @@ from ...errors import (
 from ...net.metadata import encrypted
 from ...net.secret import shared_secret
 from ...storage.folder import Index, read_index
+from ...storage.places import place_of
 from .. import handover
 from ..handover import Handover, Message
 from .choice import choose
@@ -279,7 +280,7 @@ class Keeper:
         """
         fields = {
             "job": job,
-            "path": None if path is None else str(Path(path).absolute()),
+            "path": None if path is None else str(place_of(path)),
             "rank": rank,
             "ask_buddies": ask_buddies,
         }
@@ -392,7 +393,7 @@ class Keeper:
             agreed: the id of the save, if the ranks have agreed on it
         """
         try:
-            folder = Path(path).absolute()
+            folder = place_of(path)
             index = _committed(folder)
             for ask_buddies in (False, True):
                 known = self.held(path=folder, rank=rank, ask_buddies=ask_buddies)
@@ -478,7 +479,7 @@ _FIELDS = ("path", "save_id", "rank", "world_size", "step", "began")
 
 def job_of(path: str) -> str:
     """Returns the job of the checkpoint at ``path`` where none was chosen: the folder that its folder lies in."""
-    return str(Path(path).absolute().parent)
+    return str(place_of(path).parent)
 
 
 class _Silent(ConnectError):
