@@ -55,8 +55,8 @@ FIGURES = [
     ("guides/dcp.md", "Files of 64 MiB or more", f"{CORE}file/mod.rs", "DIRECT_FROM: u64 = 64 << 20;"),
     ("guides/dcp.md", "an eighth of the available memory", f"{CORE}file/output.rs", "SHARE: u64 = 8;"),
     ("guides/dcp.md", "at most 256 MiB at a time", f"{PYTHON}dcp/load_plan.py", "_SCRATCH = 256 << 20"),
-    ("guides/dcp.md", "and are a minute old", f"{PYTHON}storage/commits.py", "_GRACE_S = 60.0"),
-    ("guides/dcp.md", "not been written to for a day", f"{PYTHON}storage/commits.py", "_ABANDONED_S = 24 * 3600.0"),
+    ("guides/dcp.md", "and are a minute old", f"{PYTHON}storage/leftovers.py", "_GRACE_S = 60.0"),
+    ("guides/dcp.md", "not been written to for a day", f"{PYTHON}storage/leftovers.py", "_ABANDONED_S = 24 * 3600.0"),
     ("guides/reshard.md", "at most 5 MiB", f"{PYTHON}dcp/torch_view.py", "_FILE_BYTES = 5 << 20"),
     ("guides/checkpointing.md", "(nice 10)", f"{PYTHON}checkpointing/writer_process.py", "_NICE = 10"),
     (

@@ -103,7 +103,8 @@ def test_what_is_saved_to_a_path_is_what_every_reader_of_it_loads(kind, path, he
 
 
 @pytest.mark.parametrize("path", ["run/../ckpt/step-1", "ckpt/step-1/"])
-def test_a_distributed_checkpoint_is_read_where_it_was_written(path, here) -> None:
+@pytest.mark.usefixtures("here")
+def test_a_distributed_checkpoint_is_read_where_it_was_written(path) -> None:
     dcp.save(state_of(1), storage_writer=FileWriter(path), no_dist=True)
     dcp.save(state_of(2), storage_writer=FileWriter("other"), checkpoint_id=f"{path}/x", no_dist=True)
     for asked, value in ((path, 1), (f"{path}/x", 2)):

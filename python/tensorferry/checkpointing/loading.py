@@ -162,8 +162,9 @@ def load_file(
 def latest_checkpoint(root: str | os.PathLike[str]) -> str | None:
     """Returns the path of the newest complete checkpoint directly below ``root``, or ``None`` if there is none.
 
-    The newest is the one whose save began last, as its index says; times of files do not matter. A folder whose index
-    or one of whose files is missing, and a folder of another program, does not count.
+    The newest is the one whose save began last, as its index says; times of files and step numbers do not matter. A
+    save begins after those of its series, even if the clock has gone back. A folder whose index or one of whose files
+    is missing, and a folder of another program, does not count.
 
     Raises:
         SystemRefused: ``root`` exists and cannot be listed

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,7 +22,7 @@ from ..errors import TensorferryError
 from ..memory.tensors import scratch, why_not_writable
 from ..state.allowlist import Allowed
 from ..state.archives import unpickled
-from ..storage.folder import sync_folder
+from ..storage.whole_files import sync_folder, write_whole
 from . import common, shards
 from .interfaces import LoadShardedStrategy, SaveShardedStrategy
 from .release import (
@@ -33,7 +34,7 @@ from .release import (
     is_main_replica,
 )
 from .together import Together
-from .zarr_arrays import ARRAY, DTYPES, Piece, ZarrArray, open_array, path_of
+from .zarr_arrays import ARRAY, DTYPES, Piece, ZarrArray, new_path_of, open_array, path_of
 
 logger = logging.getLogger("tensorferry")
 
@@ -502,7 +503,9 @@ def _array_for(folder: Path, shard: Any) -> ZarrArray:
     """Returns the array of a tensor whose first shard this is; the shard's shape becomes that of a chunk."""
     sizes = shards.box_of(shard).sizes
     chunks = tuple(max(n, 1) for n in sizes)
-    return ZarrArray(path_of(folder, shard.key), shard.key, tuple(map(int, shard.global_shape)), chunks, shard.dtype)
+    return ZarrArray(
+        new_path_of(folder, shard.key), shard.key, tuple(map(int, shard.global_shape)), chunks, shard.dtype
+    )
 
 
 def _save_object(folder: Path, leaf: Any) -> None:
@@ -510,14 +513,11 @@ def _save_object(folder: Path, leaf: Any) -> None:
         # Releases since 0.19 pass the common state as an object.
         common.write(folder, common.encoded(leaf.data))
         return
-    path = path_of(folder, f"{leaf.unique_key}.pt")
+    path = new_path_of(folder, f"{leaf.unique_key}.pt")
     data = common.encoded(leaf.data)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        write_whole(path, data, path.with_name(f"{path.name}.{secrets.token_hex(6)}.partial"))
         sync_folder(path.parent)
     except OSError as e:
         raise CheckpointingException(f"{path} cannot be written: {e}") from e

@@ -251,7 +251,7 @@ class ZarrArray:
         strides = self.strides()
         start = sum(a * stride for a, stride in zip(piece.start, strides, strict=True))
         try:
-            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
             try:
                 if os.fstat(file).st_size < self.chunk_bytes:
                     os.ftruncate(file, self.chunk_bytes)
@@ -275,6 +275,21 @@ def path_of(folder: Path, key: str) -> Path:
     if parts[0] in (COMMON_STATE_FNAME, CONFIG_FNAME):
         raise CheckpointingException(f"{key!r} cannot be the key of a tensor or object: {parts[0]} is another file")
     return folder / key
+
+
+def new_path_of(folder: Path, key: str) -> Path:
+    """Returns the path at which the array or object ``key`` is to be written.
+
+    Raises:
+        CheckpointingException: as for :func:`path_of`; or there is a link on the way, which may lead out of the folder
+    """
+    path = path_of(folder, key)
+    for level in (path, *path.parents):
+        if level == folder:
+            return path
+        if level.is_symlink():
+            break
+    raise CheckpointingException(f"{level} is a link, so {key!r} is not written there: save into another folder")
 
 
 def open_array(folder: Path, key: str) -> ZarrArray:

@@ -140,10 +140,11 @@ def _decode(path: Path, text: bytes, files: bytes | None) -> Commit:
         began = fields["began"]
         if type(began) is not int or not 0 <= began <= _LAST:
             raise ValueError("it says no time at which its save began")
-        headers: list[int | None] = [int(header, 16) for header in fields["files"].values()]
+        headers = [int(header, 16) for header in fields["files"].values()]
         if not all(0 <= header < 1 << 64 for header in headers):
             raise ValueError("a checksum does not have 64 bits")
-        return Commit(dict(zip(checked_files(fields["files"], path), headers, strict=True)), began)
+        names = checked_files(fields["files"], path)
+        return Commit({name: header for name, header in zip(names, headers, strict=True)}, began)  # noqa: C416
     except ProtocolError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
@@ -248,7 +249,7 @@ def edit_index(
         try:
             text, needed = change(seen[0])
             # Indexes of older versions have no checksums: those of the files as they are take their place.
-            files = {
+            files: dict[str, int | None] = {
                 name: _file_header(index.parent / name) if header is None else header
                 for name, header in seen[1].files.items()
                 if name in needed

@@ -548,6 +548,9 @@ def keep_last(count: int, newest: Path) -> None:
     ``step-200``. A folder without a number in its name is a series of its own: what is beside it may be another job's.
     So may what a link leads to: links are no part of a series.
 
+    The oldest are those whose saves began first. Step numbers do not decide: a job that has gone back to an earlier
+    step goes on from what it saves then.
+
     It raises nothing, since the checkpoint that was just saved is complete: what cannot be removed is logged.
 
     Args:

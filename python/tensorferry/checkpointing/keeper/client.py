@@ -44,6 +44,7 @@ from ...net.heals import log_heal
 from ...net.metadata import encrypted
 from ...net.secret import shared_secret
 from ...storage.folder import Index, checkpoints, read_index
+from ...storage.places import place_of
 from .. import handover
 from ..handover import Handover, Message
 from .choice import choose
@@ -301,7 +302,7 @@ class Keeper:
         """
         fields = {
             "job": job,
-            "path": None if path is None else str(Path(path).absolute()),
+            "path": None if path is None else str(place_of(path)),
             "rank": rank,
             "ask_buddies": ask_buddies,
         }
@@ -445,7 +446,7 @@ class Keeper:
             agreed: the id of the save, if the ranks have agreed on it
         """
         try:
-            folder = Path(path).absolute()
+            folder = place_of(path)
             index, job, location = _committed(folder), self._job_of(folder), location_of(folder)
             for ask_buddies in (False, True):
                 known = self.held(job=job, path=folder, rank=rank, ask_buddies=ask_buddies)

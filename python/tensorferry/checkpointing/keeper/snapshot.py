@@ -6,12 +6,12 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from ... import _validate
 from ...errors import IncompleteCheckpoint, InvalidArgument, ProtocolError
 from ...storage.peers import publication_metadata
+from ...storage.places import place_of
 
 #: Longest text, as it stands in a message: a path of the file system has up to 4096 bytes.
 _LONGEST = 8192
@@ -98,7 +98,7 @@ class Snapshot:
 
 def default_job(path: str) -> str:
     """Returns the job of the checkpoint at ``path`` where none was chosen: the folder that its folder lies in."""
-    return str(Path(path).absolute().parent)
+    return str(place_of(path).parent)
 
 
 def key_of(fields: dict[str, Any]) -> Key | None:
