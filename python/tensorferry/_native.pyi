@@ -237,6 +237,7 @@ class Remote(Entries):
         pool: ArenaPool | None = None,
         progress: Callable[[int, int], object] | None = None,
         secret: Secret | None = None,
+        most_described: int | None = None,
     ) -> Remote: ...
     @property
     def manifest(self) -> bytes | None: ...

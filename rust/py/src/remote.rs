@@ -116,13 +116,14 @@ impl PyRemote {
     ///
     /// `timeout` seconds is the one deadline of the receive, fetching included. `lanes` is the number of connections,
     /// `pool` provides memory, `progress` is called with the bytes here and the bytes in all, `secret` signs requests.
+    /// A source that announces more than `most_described` bytes of header and control entries is refused.
     ///
     /// # Errors
     /// The engine's errors as exceptions, `ProtocolError` for a manifest that is not valid among them.
     #[staticmethod]
     #[allow(clippy::too_many_arguments, reason = "keywords in Python")]
     #[pyo3(signature = (urls, step, *, timeout, lanes = None, same_host = true, pool = None, progress = None,
-                        secret = None))]
+                        secret = None, most_described = None))]
     fn open(
         py: Python<'_>,
         urls: Vec<String>,
@@ -133,6 +134,7 @@ impl PyRemote {
         pool: Option<&PyPool>,
         progress: Option<Py<PyAny>>,
         secret: Option<&PySecret>,
+        most_described: Option<u64>,
     ) -> PyResult<Py<Self>> {
         let timeout = seconds(py, timeout.max(0.0))?;
         let cancel = Cancel::new();
@@ -141,6 +143,7 @@ impl PyRemote {
             lanes,
             same_host,
             secret: secret.map(|s| s.0.clone()),
+            most_described: most_described.unwrap_or(u64::MAX),
             pool: pool.map(|p| Arc::clone(&p.0)),
             progress: Arc::clone(&received),
             cancel: cancel.clone(),

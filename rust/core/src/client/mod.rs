@@ -75,6 +75,8 @@ pub struct FetchOptions {
     /// How many bytes the first request asks for, header included: a container that is not longer arrives in one
     /// answer.
     pub ahead: u64,
+    /// Most bytes of the header and the control entries together: an announcement of more is refused before they come.
+    pub most_described: u64,
     /// Whether to fetch through shared memory when the source runs on this machine as the same user.
     pub same_host: bool,
     /// The shared secret: requests are signed with it, and only a source that proves to know it is fetched from. `None`
@@ -97,6 +99,7 @@ impl FetchOptions {
             stall: (timeout / 4).min(Duration::from_secs(15)),
             lanes: None,
             ahead: 1 << 20,
+            most_described: u64::MAX,
             same_host: true,
             secret: None,
             pool: None,

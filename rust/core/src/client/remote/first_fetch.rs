@@ -32,13 +32,13 @@ pub(crate) struct FirstFetch {
 
 impl FirstFetch {
     /// Asks the source at the other end for the first `ahead` bytes: the whole of a small container, the header of most
-    /// others. Its first answer may take `patience` to begin. `begun` is the entity tag of the snapshot that it began
+    /// others. Of header and control entries, `most` bytes are taken. Its first answer may take `patience` to begin. `begun` is the entity tag of the snapshot that it began
     /// to send before, and of none other is anything taken then; it is set as soon as the source has named one.
     /// `passes` is what earlier attempts have shown.
     pub(crate) fn read(
         mut connection: Connection,
         step: i64,
-        ahead: u64,
+        (ahead, most): (u64, u64),
         limits: &Limits,
         patience: Duration,
         begun: &mut Option<String>,
@@ -85,6 +85,11 @@ impl FirstFetch {
         if payload_start > total {
             return Err(protocol("the header is longer than the container"));
         }
+        let fits = |described: u64| {
+            let text = || format!("header and control entries of the source have {described} bytes; {most} are taken");
+            if described > most { Err(protocol(&text())) } else { Ok(()) }
+        };
+        fits(payload_start)?;
         extend(&mut bytes, 0, payload_start)?;
         #[allow(clippy::cast_possible_truncation, reason = "both are lengths of memory that exists")]
         let text = ..payload_start as usize;
@@ -100,6 +105,7 @@ impl FirstFetch {
         if (prefix.len() as u64) < payload_len {
             let control = header.entries().iter().filter(|e| is_control(e)).map(|e| e.end).max();
             let wanted = control.unwrap_or(0).next_multiple_of(BLOCK_SIZE).min(payload_len);
+            fits(payload_start.saturating_add(wanted))?;
             check_machine_has(wanted, "what the header of the source needs")?;
             prefix.truncate(usize::try_from(wanted).unwrap_or(usize::MAX));
             extend(&mut prefix, payload_start, payload_start + wanted)?;

@@ -97,7 +97,8 @@ impl Remote {
             let (opened, nobody) = match Connection::open(url, &share) {
                 Ok(connection) => {
                     let passes = &mut passes[primary];
-                    let opened = FirstFetch::read(connection, step, options.ahead, &share, patience, etag, passes);
+                    let ahead = (options.ahead, options.most_described);
+                    let opened = FirstFetch::read(connection, step, ahead, &share, patience, etag, passes);
                     if let Err(e) = &opened
                         && e.is_timeout()
                         && (limits.left().is_ok() || waited[primary].is_none())
