@@ -14,7 +14,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
@@ -128,9 +128,14 @@ class Ranks:
                 "pass agree=, a function that returns on every rank what rank 0 passes to it"
             )
 
-    def new_save(self, step: int | None) -> SaveId:
-        """Returns the id of a new save, after agreeing on it with all other ranks."""
-        own = SaveId.new(self.rank, self.world_size, step)
+    def new_save(self, step: int | None, known: Iterable[int] = ()) -> SaveId:
+        """Returns the id of a new save, after agreeing on it with all other ranks.
+
+        Args:
+            step: the number that the caller gave the state
+            known: when other saves began after which it is to begin; those that rank 0 passes count
+        """
+        own = SaveId.new(self.rank, self.world_size, step, known)
         if self.world_size == 1:
             return own
         agreed = self.from_first([own.save, own.began])
@@ -403,7 +408,7 @@ class Saver:
         folder = folder_of(path)
         step = None if step is None else _validate.step_number(step)
         with self._alone():
-            order = self._options.order(folder, self._ranks.new_save(step))
+            order = self._options.order(folder, self._ranks.new_save(step, self._begun(folder)))
             try:
                 self._raise_unseen()
                 snapshot, staged = stage()
@@ -503,6 +508,11 @@ class Saver:
             return
         if self._keeper is not None:
             self._offer(self._keeper, given, snapshot)
+
+    def _begun(self, folder: Path) -> list[int]:
+        """Returns when those saves of this job began that the keeper has; a new one comes after them, by rank 0."""
+        begun = getattr(self._keeper, "begun", None) if self._ranks.rank == 0 else None
+        return [] if begun is None else list(begun(folder))
 
     def _offer(self, keeper: Keeper, given: Handover, snapshot: StateSnapshot) -> None:
         # While the keeper has it, no buffer is used again.

@@ -25,6 +25,7 @@ import os
 import re
 import secrets
 import stat
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +50,8 @@ _GRACE_S = 60.0
 _ABANDONED_S = 24 * 3600.0
 #: How many files are locked at a time.
 _BATCH = 64
+#: Whether a clock that has gone back was reported.
+_warned_of_clock = False
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,25 @@ class Commit:
 def is_file(path: Path) -> bool:
     """Whether ``path`` is a file; ``Path.is_file`` raises where a folder must not be entered, and this does not."""
     return os.path.isfile(path)
+
+
+def begin_after(known: Iterable[int]) -> int:
+    """Returns when a new save begins, in nanoseconds since the epoch: later than every save that is known to it.
+
+    Args:
+        known: when earlier saves began, those that the new one may replace or stand beside
+    """
+    global _warned_of_clock
+    now, newest = time.time_ns(), max(known, default=0)
+    if newest < now:
+        return now
+    if not _warned_of_clock:
+        _warned_of_clock = True
+        logger.warning(
+            "the clock of this machine is %.1f s behind the beginning of an earlier save: it has gone back",
+            (newest - now) / 1e9,
+        )
+    return newest + 1
 
 
 def read(path: Path) -> tuple[bytes, Commit]:

@@ -31,7 +31,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,9 +77,16 @@ class SaveId:
     step: int | None = None
 
     @classmethod
-    def new(cls, rank: int = 0, world_size: int = 1, step: int | None = None) -> SaveId:
-        """Returns the id of a new save, which the other ranks are to take over."""
-        return cls(secrets.token_hex(6), time.time_ns(), rank, world_size, step)
+    def new(cls, rank: int = 0, world_size: int = 1, step: int | None = None, known: Iterable[int] = ()) -> SaveId:
+        """Returns the id of a new save, which the other ranks are to take over.
+
+        Args:
+            rank: the rank of this process
+            world_size: how many ranks save
+            step: the number that the caller gave the state
+            known: when the saves began after which it is to begin, see :func:`commits.begin_after`
+        """
+        return cls(secrets.token_hex(6), commits.begin_after(known), rank, world_size, step)
 
 
 @dataclass(frozen=True)
