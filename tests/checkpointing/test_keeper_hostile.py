@@ -24,6 +24,7 @@ from tensorferry.checkpointing.keeper.client import Keeper
 
 MIB = 1 << 20
 FIELDS = {"path": "/ckpt/x/1", "job": "/ckpt/x", "save_id": "a", "rank": 0, "world_size": 1, "step": 1, "began": 1}
+FIELDS |= {"location": "0" * 16}
 
 
 @pytest.fixture
@@ -76,16 +77,16 @@ def test_garbage_ends_its_own_connection(at_work):
         b"{",
         b"[]",
         b"{}",
-        b'{"kind": 5, "version": 1}',
-        b'{"kind": "keep", "version": 1}',
+        b'{"kind": 5, "version": 2}',
+        b'{"kind": "keep", "version": 2}',
         b'{"kind": "status", "version": 999}',
-        b'{"kind": "nothing", "version": 1}',
-        b'{"kind": "taken", "version": 1}',
-        b'{"kind": "held", "version": 1, "rank": NaN, "job": [], "ask_buddies": 7}',
-        b'{"kind": "take", "version": 1, "job": {}, "save_id": [], "rank": 1e400}',
-        b'{"kind": "done", "version": 1, "job": {}, "save_id": [], "rank": {}}',
-        b'{"kind": "buddies", "version": 1, "buddies": 7}',
-        b'{"kind": "buddies", "version": 1, "buddies": [7, "x", null]}',
+        b'{"kind": "nothing", "version": 2}',
+        b'{"kind": "taken", "version": 2}',
+        b'{"kind": "held", "version": 2, "rank": NaN, "job": [], "ask_buddies": 7}',
+        b'{"kind": "take", "version": 2, "job": {}, "save_id": [], "rank": 1e400}',
+        b'{"kind": "done", "version": 2, "job": {}, "save_id": [], "rank": {}}',
+        b'{"kind": "buddies", "version": 2, "buddies": 7}',
+        b'{"kind": "buddies", "version": 2, "buddies": [7, "x", null]}',
         b"[" * 60000,
         *(chance.randbytes(chance.randrange(1, 5000)) for _ in range(30)),
     ]
@@ -152,6 +153,10 @@ def test_wrong_lengths_tables_and_descriptors_are_refused(at_work):
         {"step": "1"},
         {"began": "now"},
         {"began": 1e300},
+        {"began": 1 << 63},
+        {"location": None},
+        {"location": "here"},
+        {"path": "relative/1"},
     ],
 )
 def test_a_snapshot_that_is_not_described_is_refused_by_name(at_work, wrong):
@@ -200,7 +205,7 @@ def test_a_client_that_leaves_in_the_middle_leaves_nothing(at_work):
         one = keeper.held()[0]
         for _ in range(50):
             with connected(at_work) as sock:
-                handover.send(sock, Message("take", {"job": one.job, "save_id": one.save_id, "rank": 0}))
+                handover.send(sock, Message("take", one.named()))
             with connected(at_work) as sock:
                 handover.send(sock, Message("held", {"ask_buddies": True}))
         eventually("nobody is connected", lambda: keeper.status()["clients"] <= 2)
@@ -217,7 +222,7 @@ path = sys.argv[1]
 os.setgid(65534); os.setuid(65534)
 try:
     sock.connect(path)
-    sock.send(b'{"kind": "status", "version": 1}')
+    sock.send(b'{"kind": "status", "version": 2}')
     print(sock.recv(1 << 16))
 except PermissionError:
     print("permission")

@@ -22,6 +22,9 @@ def about(number: int, rank: int = 0, job: str = "j", origin: str = LOCAL, **fie
     )
 
 
+HERE, THERE = "0" * 16, "1" * 16
+
+
 class Rig:
     """Generations, and what they have let go."""
 
@@ -159,9 +162,10 @@ def test_the_limit_holds_whatever_comes():
         for other in rig.held.leaving:
             if chance.random() < 0.5:
                 rig.held.release(other)
-        counts: dict[tuple[str, int], int] = {}
+        counts: dict[tuple, int] = {}
         for other in rig.held:
-            counts[other.about.job, other.about.rank] = counts.get((other.about.job, other.about.rank), 0) + 1
+            series = other.about.series, other.about.origin
+            counts[series] = counts.get(series, 0) + 1
         assert max(counts.values()) <= 3
 
 
@@ -170,24 +174,35 @@ def index(save_id: str, began: int) -> Index:
 
 
 def test_a_load_takes_what_all_ranks_can_take():
-    one = about(5, complete=True)
-    partial = about(6)
+    def chosen(known, index, world_size, *, has_name=False, location=HERE, agreed=None):
+        return choose(known, index, world_size, location, has_name=has_name, agreed=agreed)
+
+    one = about(5, complete=True, location=HERE)
+    partial = about(6, location=HERE)
     # Nothing is committed: only what is complete.
-    assert choose([one, partial], None, 4) == one
-    assert choose([partial], None, 4) is None
+    assert chosen([one, partial], None, 4) == one
+    assert chosen([partial], None, 4) is None
     # The save that is committed, complete in memory or not; neither an older nor a newer one.
-    assert choose([one, partial], index("s6", 6), 4) == partial
-    assert choose([one, partial], index("s7", 7), 4) is None
-    assert choose([one, partial], index("s1", 1), 4) is None
+    assert chosen([one, partial], index("s6", 6), 4) == partial
+    assert chosen([one, partial], index("s7", 7), 4) is None
+    assert chosen([one, partial], index("s1", 1), 4) is None
     # A single rank may go on from what was not written any more, and never goes back.
-    single = about(6, world_size=1, complete=True)
-    assert choose([single], index("s1", 1), 1) == single
-    assert choose([single], index("s7", 7), 1) is None
+    single = about(6, world_size=1, complete=True, location=HERE)
+    assert chosen([single], index("s1", 1), 1) == single
+    assert chosen([single], index("s7", 7), 1) is None
     # Another number of ranks.
-    assert choose([one], None, 2) is None
+    assert chosen([one], None, 2) is None
     # What is here before what a buddy has.
     there = dataclasses.replace(one, remote=True)
-    assert choose([one, there], None, 4) == one
+    assert chosen([one, there], None, 4) == one
+    # On another disk it is the same job only by its name, and never newer than what is committed here.
+    for has_name in (False, True):
+        assert chosen([one], None, 4, has_name=has_name, location=THERE) == (one if has_name else None)
+        assert chosen([single], index("s1", 1), 1, has_name=has_name, location=THERE) is None
+        # The very save is the very save.
+        assert chosen([single], index("s6", 6), 1, has_name=has_name, location=THERE) == single
+        assert chosen([one], None, 4, has_name=has_name, location=THERE, agreed="s5") == one
+        assert chosen([one], None, 4, has_name=has_name, agreed="s6") is None
 
 
 def test_amounts_of_memory(monkeypatch):
@@ -225,7 +240,7 @@ def test_the_limit_of_a_control_group_counts(tmp_path, monkeypatch):
 
 
 def test_fields_of_a_snapshot_come_back():
-    one = about(3, metadata="http://x", complete=True, remote=True)
+    one = about(3, metadata="http://x", complete=True, remote=True, location=HERE)
     assert snapshot(one.fields()) == one
     for wrong in (None, [], {}, {**one.fields(), "rank": 1.5}):
         with pytest.raises(ProtocolError):

@@ -26,7 +26,7 @@ from ..errors import InvalidArgument, ProtocolError
 from ..storage.container import Container
 
 #: The version of messages: both sides must have the same.
-VERSION = 1
+VERSION = 2
 #: Longest message in bytes. A socket of default size takes it whole.
 MOST_BYTES = 64 << 10
 #: Most descriptors of one message.
@@ -119,24 +119,90 @@ def _send(sock: socket.socket, fields: dict[str, Any], descriptors: list[int]) -
     sock.sendmsg([text], rights, socket.MSG_NOSIGNAL)
 
 
-class TooLarge(ProtocolError):
-    """The memory of a handover is larger than its receiver takes."""
+class OtherVersion(ProtocolError):
+    """The other side runs another version of this package."""
 
 
-def receive(sock: socket.socket, *, most_bytes: int | None = None) -> Message | Handover | None:
+class Arrived:
+    """A handover of which only the message was looked at: its memory is not mapped, its table not read.
+
+    It owns the descriptors until :meth:`open` or :meth:`close`.
+
+    Attributes:
+        kind: as for :class:`Handover`
+        fields: as for :class:`Handover`
+        nbytes: all memory that came with it, as the kernel says
+        buffers: in how many pieces
+        table: bytes of the table of entries
+        control: bytes of the control entries, with their names
+
+    Raises:
+        ProtocolError: the message contradicts itself
+    """
+
+    def __init__(self, kind: str, fields: dict[str, Any], descriptors: Sequence[int]) -> None:
+        size, listed = fields.pop(_TABLE), fields.pop(_CONTROL, None)
+        if not descriptors:
+            raise ProtocolError("a handover came without memory")
+        self.kind, self.fields = kind, fields
+        self.nbytes, self.buffers = sum(os.fstat(one).st_size for one in descriptors), len(descriptors)
+        self.table = _length(size)
+        self._lengths = _lengths(listed)
+        self.control = sum(len(name) + length for name, length in self._lengths)
+        self._descriptors = list(descriptors)
+
+    def open(self) -> Handover:
+        """Maps the memory and reads the table, once.
+
+        Raises:
+            ProtocolError: the table or the lengths are not valid
+            SystemRefused: the memory cannot be mapped
+        """
+        try:
+            contents, *buffers = [SharedBuffer.open(descriptor) for descriptor in self._descriptors]
+        finally:
+            self.close()
+        ends = [self.table]
+        for _, length in self._lengths:
+            ends.append(ends[-1] + length)
+        if ends[-1] > len(contents):
+            raise ProtocolError("a handover is shorter than it says")
+        with memoryview(contents) as view:  # type: ignore[arg-type]  # as above
+            # Copied out first: the sender could change what is looked at.
+            rows = Rows.from_table(bytes(view[: ends[0]]), buffers)
+            control = [
+                (name, bytes(view[end - length : end]))
+                for (name, length), end in zip(self._lengths, ends[1:], strict=True)
+            ]
+        return Handover(self.kind, self.fields, rows, control, buffers)
+
+    def close(self) -> None:
+        """Closes the descriptors. Calling it again does nothing."""
+        while self._descriptors:
+            os.close(self._descriptors.pop())
+
+
+def receive(sock: socket.socket) -> Message | Handover | None:
     """Receives one message.
-
-    Args:
-        sock: the socket
-        most_bytes: takes handovers of at most so many bytes of memory
 
     Returns:
         The message; ``None`` if the other side has closed the socket or is gone.
 
     Raises:
         ProtocolError: it is not a message, or its descriptors are not what it says
-        TooLarge: it is a handover of more than ``most_bytes``
         SystemRefused: the memory of a handover cannot be mapped
+        OSError: the socket cannot be read, or its timeout passed
+    """
+    message = arrive(sock)
+    return message.open() if isinstance(message, Arrived) else message
+
+
+def arrive(sock: socket.socket) -> Message | Arrived | None:
+    """Like :func:`receive`, but leaves the memory of a handover unmapped and its table unread.
+
+    Raises:
+        ProtocolError: it is not a message
+        OtherVersion: it is one of another version
         OSError: the socket cannot be read, or its timeout passed
     """
     ancillary = socket.CMSG_SPACE(MOST_DESCRIPTORS * array.array("i").itemsize)
@@ -162,10 +228,10 @@ def receive(sock: socket.socket, *, most_bytes: int | None = None) -> Message | 
             )
         fields = _decode(text)
         kind = fields.pop("kind")
-        if most_bytes is not None and (size := sum(os.fstat(one).st_size for one in descriptors)) > most_bytes:
-            raise TooLarge(f"a handover has {size} bytes; {most_bytes} are taken at most")
         if _TABLE in fields:
-            return _handover(kind, fields, descriptors)
+            arrived = Arrived(kind, fields, descriptors)
+            stack.pop_all()
+            return arrived
         if descriptors:
             raise ProtocolError(f"a message {kind!r} came with descriptors, and is no handover")
         return Message(kind, fields)
@@ -179,30 +245,10 @@ def _decode(text: bytes) -> dict[str, Any]:
     if not isinstance(fields, dict) or not isinstance(fields.get("kind"), str):
         raise ProtocolError("a message does not say what it is")
     if (version := fields.pop("version", None)) != VERSION:
-        raise ProtocolError(
+        raise OtherVersion(
             f"a message has version {str(version)[:20]}, not {VERSION}: run one version of tensorferry on a machine"
         )
     return fields
-
-
-def _handover(kind: str, fields: dict[str, Any], descriptors: array.array[int]) -> Handover:
-    size, listed = fields.pop(_TABLE), fields.pop(_CONTROL, None)
-    if not descriptors:
-        raise ProtocolError("a handover came without memory")
-    contents, *buffers = [SharedBuffer.open(descriptor) for descriptor in descriptors]
-    lengths = _lengths(listed)
-    ends = [_length(size)]
-    for _, length in lengths:
-        ends.append(ends[-1] + length)
-    if ends[-1] > len(contents):
-        raise ProtocolError("a handover is shorter than it says")
-    with memoryview(contents) as view:  # type: ignore[arg-type]  # as above
-        # Copied out first: the sender could change what is looked at.
-        table = bytes(view[: ends[0]])
-        control = [
-            (name, bytes(view[end - length : end])) for (name, length), end in zip(lengths, ends[1:], strict=True)
-        ]
-    return Handover(kind, fields, Rows.from_table(table, buffers), control, buffers)
 
 
 def _lengths(listed: Any) -> list[tuple[str, int]]:

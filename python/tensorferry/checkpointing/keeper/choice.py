@@ -9,17 +9,27 @@ from .snapshot import Snapshot
 
 
 def choose(
-    known: Iterable[Snapshot], index: Index | None, world_size: int, agreed: str | None = None
+    known: Iterable[Snapshot],
+    index: Index | None,
+    world_size: int,
+    location: str,
+    *,
+    has_name: bool,
+    agreed: str | None = None,
 ) -> Snapshot | None:
     """Returns the snapshot with which a rank loads the checkpoint at a path, ``None`` if it has to load from disk.
 
-    What is committed on the disk decides, since all ranks see it: a snapshot of that very save is as good. A newer one
-    is taken only where there is one rank, or where nothing is committed and the snapshots of all ranks are known.
+    What is committed on the disk decides, since all ranks see it: a snapshot of that very save is as good, wherever it
+    comes from. Otherwise the path has to mean the same folder where the snapshot was saved. Then one that began later
+    is taken where there is one rank; and where nothing is committed, one if the snapshots of all ranks are known. The
+    latter is also taken from another folder of this path if the job was given a name: that names what is one job.
 
     Args:
-        known: the snapshots of this path and rank
+        known: the snapshots of this job, path and rank
         index: the checkpoint on the disk, ``None`` if there is none
         world_size: how many ranks load
+        location: that of the path here, see ``location.location_of``
+        has_name: whether the job was given a name
         agreed: the id of the save that all ranks have agreed to load, if they have
     """
     newest = sorted((one for one in known if one.world_size == world_size), key=lambda one: (one.began, not one.remote))
@@ -28,8 +38,8 @@ def choose(
             if one.save_id == agreed:
                 return one
         elif index is None:
-            if one.complete:
+            if one.complete and (has_name or one.location == location):
                 return one
-        elif one.save_id == index.save_id or (world_size == 1 and one.began > index.began):
+        elif one.save_id == index.save_id or (world_size == 1 and one.location == location and one.began > index.began):
             return one
     return None

@@ -27,7 +27,7 @@ from types import TracebackType
 from typing import Any
 
 from ... import _validate
-from ..._native import Remote, Stored
+from ..._native import Stored
 from ...errors import (
     ConnectError,
     ForkedProcess,
@@ -41,14 +41,15 @@ from ...errors import (
 )
 from ...net.metadata import encrypted
 from ...net.secret import shared_secret
-from ...storage.folder import Index, read_index
+from ...storage.folder import Index, checkpoints, read_index
 from .. import handover
 from ..handover import Handover, Message
 from .choice import choose
-from .fetching import fetch_snapshot
+from .fetching import fetch_snapshot, open_snapshot
 from .kept_memory import kept_state
+from .location import location_of
 from .place import DEFAULT_NAME, find_socket, keeper_name
-from .snapshot import Snapshot, snapshot
+from .snapshot import LOCAL, Snapshot, default_job, snapshot
 
 logger = logging.getLogger("tensorferry")
 
@@ -62,6 +63,8 @@ _ANSWER_S = 20.0
 _REACH_S = 5.0
 #: Most offers that it may leave unanswered: it answers at once, and what it has not answered takes memory.
 _MOST_UNANSWERED = 2
+#: Nanoseconds that the clock of another machine may be ahead.
+_FAR_NS = 24 * 3600 * 10**9
 #: Seconds that a keeper which was started has until it listens.
 _START_S = 20.0
 
@@ -81,8 +84,9 @@ class Keeper:
 
     Args:
         name: the name it was started with
-        job: snapshots of one job and rank replace each other; ``None`` takes the folder in which the checkpoint's
-            folder lies, so that the checkpoints of one run are one job
+        job: snapshots of one job and rank replace each other, and only a trainer of the same job gets them. ``None``
+            takes the folder in which the checkpoint's folder lies, so that the checkpoints of one run are one job. On
+            another machine, that is the same job if the folder is on a file server that both have mounted
         start: start a keeper with default options if none runs; it ends when nobody has used it for an hour
         secret: the shared secret, for snapshots that come from a buddy; ``None`` takes it from the environment as
             ``HTTPTransport`` does
@@ -120,6 +124,10 @@ class Keeper:
         #: A question that the keeper has left unanswered, so that nobody waits for it again before it answers.
         self._unanswered: _Question | None = None
         self._is_closed = False
+        #: By job and location, when the latest save began that the keeper is known to have; and the jobs for which it
+        #: has been asked.
+        self._began: dict[tuple[str, str], int] = {}
+        self._asked: set[str] = set()
         if _validate.boolean("start", start):
             self._start()
 
@@ -149,7 +157,8 @@ class Keeper:
         try:
             self._check_process()
             fields = {name: given.fields.get(name) for name in _FIELDS}
-            fields["job"] = self._job or job_of(str(given.fields.get("path")))
+            path = str(given.fields.get("path"))
+            fields |= {"job": self._job_of(path), "location": location_of(path)}
             with self._lock:
                 self._is_late = not self._changed.wait_for(self._answers, 0.0 if self._is_late else _OFFER_S)
                 if self._is_closed:
@@ -165,6 +174,7 @@ class Keeper:
                     with contextlib.suppress(ValueError):
                         self._offers.remove(offer)
                     raise
+            self._note_beginning(str(fields["job"]), str(fields["location"]), int(given.fields.get("began", 0)))
             self._was_missed = False
         except Exception as e:
             if not self._was_missed:
@@ -195,6 +205,7 @@ class Keeper:
                 logger.debug("the keeper %s is gone: %s", self.name, message_of(e))
         with self._lock:
             self._sock = None
+            self._asked.clear()
             # After close(), the keeper holds what it was given: the memory is not to be used again.
             offers = [] if self._is_closed else list(self._offers)
             if not self._is_closed:
@@ -285,10 +296,34 @@ class Keeper:
         }
         with self._question() as question:
             question.send(Message("held", fields))
-            found = []
-            while (message := question.answer("snapshot", "end")).kind == "snapshot":
-                found.append(snapshot(message.fields))
+            found = question.listed(fields)
         return sorted(found, key=lambda one: one.began)
+
+    def begun(self, path: str | os.PathLike[str]) -> list[int]:
+        """Returns when saves began that the keeper is known to have of the job of ``path``, the latest at least.
+
+        A new save has to begin after them, whatever the clock says. What comes from a buddy counts if it began less
+        than a day from now. It raises nothing; the keeper is asked once for each job, and waited for two seconds at
+        most.
+        """
+        try:
+            job, location = self._job_of(path), location_of(path)
+            if job not in self._asked:
+                with self._question(_OFFER_S) as question:
+                    question.send(Message("held", {"job": job}))
+                    for one in question.listed({"job": job}):
+                        own = one.origin == LOCAL and not one.remote
+                        if own or one.began < time.time_ns() + _FAR_NS:
+                            self._note_beginning(one.job, one.location, one.began)
+                self._asked.add(job)
+        except Exception as e:
+            logger.debug("when earlier saves began is not asked: %s", message_of(e))
+            return []
+        began = self._began.get((job, location))
+        return [] if began is None else [began]
+
+    def _note_beginning(self, job: str, location: str, began: int) -> None:
+        self._began[job, location] = max(self._began.get((job, location), 0), began)
 
     def status(self) -> dict[str, Any]:
         """Returns what the keeper says about itself: its process, address, memory, clients and buddies.
@@ -343,39 +378,46 @@ class Keeper:
             ProtocolError: it answers something else
             TensorferryError: the buddy cannot be reached, or does not prove itself
         """
+        self._note_beginning(about.job, about.location, about.began)
         if about.remote:
             if self._tls:
                 encrypted([about.metadata])
             seconds = _validate.seconds("timeout", timeout)
             # One that does not answer is not waited for as long as one that sends.
-            self._reach(about, min(seconds, _REACH_S)).close()
-            remote = self._reach(about, seconds)
+            open_snapshot(about, min(seconds, _REACH_S), self._secret).close()
+            remote = open_snapshot(about, seconds, self._secret)
             try:
-                rows, buffer = fetch_snapshot(remote, lambda _: None)
+                rows, buffer = fetch_snapshot(remote, about, lambda _: None)
             finally:
                 remote.close()
             return Stored.over(rows, [], buffer)
         with contextlib.ExitStack() as stack:
             question = stack.enter_context(self._question())
-            question.send(Message("take", {"job": about.job, "save_id": about.save_id, "rank": about.rank}))
+            question.send(Message("take", about.named()))
             answer = question.memory()
             if answer is None:
                 return None
+            if snapshot(answer.fields).key != about.key:
+                raise ProtocolError(f"the keeper {self.name} gives another snapshot than it was asked for")
             found = kept_state(answer, _Loan(question))
             stack.pop_all()
         return found
 
-    def _reach(self, about: Snapshot, seconds: float) -> Remote:
-        return Remote.open([about.metadata], about.step, timeout=seconds, secret=self._secret)
-
     def below(self, root: Path, rank: int, world_size: int) -> list[Snapshot]:
-        """Returns the snapshots of ``rank`` of checkpoints in ``root``, here or at a buddy; raises nothing."""
+        """Returns the snapshots of ``rank`` of this job's checkpoints in ``root``, here or at a buddy; raises nothing.
+
+        Those of another folder of this name count if the job was given a name and nothing is committed in ``root``.
+        """
         try:
-            found = self.held(rank=rank, ask_buddies=True)
+            found = self.held(job=self._job or str(root), rank=rank, ask_buddies=True)
+            found = [one for one in found if Path(one.path).parent == root and one.world_size == world_size]
+            own = [one for one in found if one.location == location_of(one.path)]
+            if len(own) < len(found) and self._job is not None and not (root.is_dir() and checkpoints(root)):
+                return found
         except Exception as e:
             logger.warning("no checkpoint is in memory: %s", message_of(e))
             return []
-        return [one for one in found if Path(one.path).parent == root and one.world_size == world_size]
+        return own
 
     def prefer(
         self, path: str | os.PathLike[str], rank: int, world_size: int, agreed: str | None = None
@@ -393,24 +435,31 @@ class Keeper:
         """
         try:
             folder = Path(path).absolute()
-            index = _committed(folder)
+            index, job, location = _committed(folder), self._job_of(folder), location_of(folder)
             for ask_buddies in (False, True):
-                known = self.held(path=folder, rank=rank, ask_buddies=ask_buddies)
-                chosen = choose(known, index, world_size, agreed)
+                known = self.held(job=job, path=folder, rank=rank, ask_buddies=ask_buddies)
+                has_name = self._job is not None
+                chosen = choose(known, index, world_size, location, has_name=has_name, agreed=agreed)
                 found = None if chosen is None else self.open(chosen)
                 if chosen is not None and found is not None:
                     where = "a buddy of the keeper" if chosen.remote else "the keeper"
                     logger.info("loading step %d of %s from %s: %d bytes", chosen.step, folder, where, chosen.nbytes)
                     return found
-            logger.info("loading %s from the disk: the keeper %s does not hold it for all ranks", folder, self.name)
+            elsewhere = any(one.location != location for one in known)
+            why = f"holds that of {job} on another machine's disk" if elsewhere else "does not hold it for all ranks"
+            logger.info("loading %s from the disk: the keeper %s %s", folder, self.name, why)
         except Exception as e:
             logger.warning("loading %s from the disk: %s", path, message_of(e))
         return None
 
-    def _question(self) -> _Question:
+    def _job_of(self, path: str | os.PathLike[str]) -> str:
+        return self._job or default_job(os.fspath(path))
+
+    def _question(self, patience: float | None = None) -> _Question:
         """Returns a connection for one question, to a keeper that is at work.
 
-        A keeper that is stopped is waited for once, briefly; until it answers, further questions fail at once.
+        A keeper that is stopped is waited for once, for ``patience`` seconds; until it answers, further questions fail
+        at once.
 
         Raises:
             ConnectError: no keeper of this name runs on this node, or it does not answer
@@ -423,7 +472,7 @@ class Keeper:
             self._unanswered = None
             unanswered.close()
         question = _Question(self.name)
-        if not question.begin():
+        if not question.begin(_AT_WORK_S if patience is None else patience):
             self._unanswered = question
             raise _not_at_work(self.name)
         return question
@@ -476,11 +525,6 @@ class Keeper:
 _FIELDS = ("path", "save_id", "rank", "world_size", "step", "began")
 
 
-def job_of(path: str) -> str:
-    """Returns the job of the checkpoint at ``path`` where none was chosen: the folder that its folder lies in."""
-    return str(Path(path).absolute().parent)
-
-
 class _Silent(ConnectError):
     """The keeper does not answer."""
 
@@ -511,9 +555,9 @@ class _Question:
         self._sock = _connect(name)
         self.status: dict[str, Any] = {}
 
-    def begin(self) -> bool:
-        """Returns whether the keeper is at work: whether it says something about itself soon."""
-        self._sock.settimeout(_AT_WORK_S)
+    def begin(self, patience: float) -> bool:
+        """Returns whether the keeper is at work: whether it says something about itself within ``patience`` seconds."""
+        self._sock.settimeout(patience)
         try:
             self.send(Message("status"))
             self.status = self.answer("status").fields
@@ -552,6 +596,16 @@ class _Question:
             raise ProtocolError(f"the keeper {self._name} gives an answer to another question")
         return answer
 
+    def listed(self, asked: dict[str, Any]) -> list[Snapshot]:
+        """Returns the snapshots in the answer to ``held``, with the fields that were ``asked`` for."""
+        found = []
+        while (message := self.answer("snapshot", "end")).kind == "snapshot":
+            found.append(snapshot(message.fields))
+            for name in ("job", "path", "rank"):
+                if asked.get(name) not in (None, getattr(found[-1], name)):
+                    raise ProtocolError(f"the keeper {self._name} gives an answer to another question")
+        return found
+
     def memory(self) -> Handover | None:
         answer = self._receive()
         if isinstance(answer, Message) and answer.kind == "gone":
@@ -564,7 +618,7 @@ class _Question:
         with self._expected():
             answer = handover.receive(self._sock)
         if answer is None:
-            raise ConnectError(f"the keeper {self._name} has ended")
+            raise ConnectError(f"the keeper {self._name} has ended, or runs another version of tensorferry")
         return answer
 
     @contextlib.contextmanager
@@ -634,8 +688,7 @@ def _queue_at(sock: socket.socket, path: Path) -> None:
 def _committed(folder: Path) -> Index | None:
     try:
         return read_index(folder)
-    except (IncompleteCheckpoint, ProtocolError):
-        # Nothing is there, or a checkpoint of another kind.
+    except IncompleteCheckpoint:
         return None
 
 

@@ -19,8 +19,9 @@ from ...net.options import ServerOptions
 from . import index
 from .client import Keeper
 from .limits import amount, memory_limit, shown
+from .own_process import ended_by_signals, lower_weight, raise_descriptor_limit
 from .place import DEFAULT_NAME, keeper_name
-from .process import KeeperOptions, KeeperProcess, ended_by_signals, lower_weight, raise_descriptor_limit
+from .process import KeeperOptions, KeeperProcess
 from .snapshot import LOCAL, Snapshot, peer_metadata
 
 _BROKEN_PIPE = 128 + signal.SIGPIPE
@@ -70,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (TensorferryError, OSError) as e:
         print(f"{parser.prog}: {message_of(e)}", file=sys.stderr)
         return 1
-    with ended_by_signals(keeper):
+    with ended_by_signals(keeper.stop):
         logging.getLogger("tensorferry").info(
             "the keeper %s holds up to %s, and is reached at %s",
             name,
@@ -146,8 +147,10 @@ def _print_status(name: str, *, as_json: bool) -> int:
         print(f"buddy {buddy['host']}: {_buddy(buddy)}")
     for one in held:
         print(_line(one))
-    with contextlib.suppress(TensorferryError):
-        print(f"for a PeerReader, the newest that is complete: {peer_metadata(held)}")
+    for owner in dict.fromkeys(one.owner for one in held):
+        with contextlib.suppress(TensorferryError):
+            metadata = peer_metadata(one for one in held if one.owner == owner)
+            print(f"for a PeerReader, the newest of {owner[0]} that is complete: {metadata}")
     return 0
 
 

@@ -5,7 +5,7 @@ counts until its last reader is gone.
 
 The rules of eviction, first those that apply first:
 
-1. Of one job and rank, the oldest beyond the number of generations goes.
+1. Of one job and rank, the oldest beyond the number of generations goes; copies from other keepers are counted apart.
 2. What has a newer snapshot of the same job and rank goes before what has none; of either, copies from other keepers go
    before what trainers of this node gave, and of these the oldest goes first.
 3. The newest snapshot of a rank whose trainer is connected goes only for a newer one of that rank.
@@ -19,11 +19,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from ...errors import TensorferryError
 from .limits import shown
-from .snapshot import LOCAL, Snapshot
+from .snapshot import LOCAL, Key, Snapshot
 
 T = TypeVar("T")
 
@@ -53,26 +53,53 @@ class Kept(Generic[T]):
     lent: int = 0
 
 
+class Reservation:
+    """Memory that is promised to a snapshot on its way, until :meth:`close` gives it back; a second call does nothing.
+
+    It is what the keeper counts, so that no sequence of calls gives back what was not taken.
+
+    Attributes:
+        nbytes: how much it is
+        buffers: in how many pieces
+    """
+
+    def __init__(self, held: set[Reservation], nbytes: int, buffers: int) -> None:
+        self.nbytes, self.buffers = nbytes, buffers
+        self._held = held
+        held.add(self)
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        self._held.discard(self)
+
+    def __enter__(self) -> Reservation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
 class Generations(Generic[T]):
     """The snapshots of a keeper.
 
     Args:
         limit: most bytes of memory of all snapshots
-        most: most snapshots of one job and rank
+        most: most snapshots of one job and rank, and most copies from other keepers
     """
 
     def __init__(self, limit: int, most: int) -> None:
         self.limit = limit
         self.most = most
-        self._kept: dict[tuple[str, str, int], Kept[T]] = {}
+        self._kept: dict[Key, Kept[T]] = {}
         self._leaving: list[Kept[T]] = []
-        self._reserved = 0
+        self._reserved: set[Reservation] = set()
         self._order = itertools.count(1)
 
     @property
     def used(self) -> int:
         """Bytes of memory that are held or promised."""
-        return sum(one.nbytes for one in (*self._kept.values(), *self._leaving)) + self._reserved
+        held = sum(one.nbytes for one in (*self._kept.values(), *self._leaving))
+        return held + sum(one.nbytes for one in self._reserved)
 
     def __iter__(self) -> Iterator[Kept[T]]:
         """Iterates over what is kept, the oldest first."""
@@ -86,9 +113,9 @@ class Generations(Generic[T]):
         """What was evicted and still has readers."""
         return list(self._leaving)
 
-    def get(self, key: tuple[Any, Any, Any]) -> Kept[T] | None:
+    def get(self, key: Key | None) -> Kept[T] | None:
         """Returns what is kept under ``key``."""
-        return self._kept.get(key)
+        return None if key is None else self._kept.get(key)
 
     def make_room(
         self, about: Snapshot, nbytes: int, evict: Callable[[Kept[T]], None], cut: Callable[[Kept[T]], None]
@@ -104,6 +131,22 @@ class Generations(Generic[T]):
         Raises:
             NoRoom: it is kept already, or there would not be enough memory; nothing was evicted
         """
+        for one in self._going_for(about, nbytes):
+            evict(one)
+        for one in [one for one in self._leaving if not one.lent]:
+            if self.used + nbytes <= self.limit:
+                break
+            cut(one)
+
+    def check_room(self, about: Snapshot, nbytes: int) -> None:
+        """Checks that :meth:`make_room` would succeed now; nothing goes.
+
+        Raises:
+            NoRoom: it would not
+        """
+        self._going_for(about, nbytes)
+
+    def _going_for(self, about: Snapshot, nbytes: int) -> list[Kept[T]]:
         if (known := self._kept.get(about.key)) and (known.about.origin == LOCAL or about.origin != LOCAL):
             raise NoRoom(f"the snapshot {about.save_id} of rank {about.rank} is kept already")
         if nbytes > self.limit:
@@ -112,7 +155,7 @@ class Generations(Generic[T]):
                 f"{shown(self.limit)}: give it more with --memory"
             )
         gone = [known] if known else []
-        same = [one for one in self._kept.values() if _rank(one.about) == _rank(about) and one not in gone]
+        same = [one for one in self._kept.values() if _counted(one.about) == _counted(about) and one not in gone]
         gone += same[: max(len(same) + 1 - self.most, 0)]
         excess = self.used + nbytes - self.limit
         excess -= sum(one.nbytes for one in (*gone, *self._leaving) if not one.lent)
@@ -127,21 +170,16 @@ class Generations(Generic[T]):
                 f"{shown(self.used)} are taken by snapshots that do not go for it. Give it more with --memory, or let "
                 "it keep fewer --generations"
             )
-        for one in gone:
-            evict(one)
-        for one in [one for one in self._leaving if not one.lent]:
-            if self.used + nbytes <= self.limit:
-                break
-            cut(one)
+        return gone
 
     def _victims(self, about: Snapshot, without: list[Kept[T]]) -> list[Kept[T]]:
-        newest: dict[tuple[str, int], Kept[T]] = {}
+        newest: dict[tuple[bool, tuple[str, str, int]], Kept[T]] = {}
         for one in self._kept.values():
-            newest[_rank(one.about)] = one
+            newest[_counted(one.about)] = one
         found = []
         for one in self._kept.values():
-            own, last = one.about.origin == LOCAL, newest[_rank(one.about)] is one
-            same = _rank(one.about) == _rank(about)
+            own, last = one.about.origin == LOCAL, newest[_counted(one.about)] is one
+            same = one.about.series == about.series
             if one in without or one.lent or (own and (about.origin != LOCAL or (last and one.live and not same))):
                 continue
             found.append(((last, own, one.order), one))
@@ -163,10 +201,15 @@ class Generations(Generic[T]):
         if kept in self._leaving:
             self._leaving.remove(kept)
 
-    def reserve(self, nbytes: int) -> None:
-        """Counts memory for a snapshot that is on its way; negative when it is there, or will not come."""
-        self._reserved += nbytes
+    def reserve(self, nbytes: int, buffers: int = 1) -> Reservation:
+        """Counts ``nbytes`` bytes in so many pieces for a snapshot on its way, until the result is closed."""
+        return Reservation(self._reserved, nbytes, buffers)
+
+    @property
+    def reserved(self) -> list[Reservation]:
+        """What is promised to snapshots on their way."""
+        return list(self._reserved)
 
 
-def _rank(about: Snapshot) -> tuple[str, int]:
-    return about.job, about.rank
+def _counted(about: Snapshot) -> tuple[bool, tuple[str, str, int]]:
+    return about.origin == LOCAL, about.series

@@ -26,10 +26,11 @@ STEP = 0
 #: Most partners of a keeper.
 MOST_BUDDIES = 16
 _ENTRY = f"{PREFIX}keeper"
-_VERSION = 1
-#: Longest list that is read, in bytes, and the most snapshots of one that are looked at.
+_VERSION = 2
+#: Longest list that is read, in bytes; the most values in one, by which its memory is bounded; and the most snapshots.
 _LONGEST = 16 << 20
-_MOST = 10_000
+_MOST_VALUES = 1 << 16
+_MOST = 1024
 _URL = re.compile(r"(http://|https://sha256-[0-9a-f]+@)[^\s/@]+/[A-Za-z0-9]+/checkpoint/")
 _TOKEN = re.compile(r"[a-z]+://[^\s/]+/([0-9A-Za-z]+)/checkpoint/")
 _HOST_AND_PORT = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s/@:]+):[0-9]{1,5}")
@@ -73,20 +74,24 @@ def fetch(url: str, timeout: float, secret: Secret | None, same_host: bool) -> l
         ProtocolError: what is served there is no such list
         TensorferryError: it cannot be fetched
     """
-    remote = Remote.open([url], STEP, timeout=timeout, lanes=1, same_host=same_host, secret=secret)
+    remote = Remote.open(
+        [url], STEP, timeout=timeout, lanes=1, same_host=same_host, secret=secret, most_described=2 * _LONGEST
+    )
     try:
-        if remote.names != [_ENTRY] or not 0 < remote.size(0) <= _LONGEST:
+        if len(remote) != 1 or remote.names != [_ENTRY] or not 0 < remote.size(0) <= _LONGEST:
             raise ProtocolError(f"{host_of(url)} serves no list of snapshots: it is not a keeper")
         arena, _ = remote.fetch()
         text = bytes(memoryview(arena.part(0)))  # type: ignore[arg-type]  # a buffer, which 3.11 has no type for
     finally:
         remote.close()
+    if sum(text.count(begins) for begins in (b",", b"[", b"{")) > _MOST_VALUES:
+        raise ProtocolError(f"the list of {host_of(url)} has more values than one of {_MOST} snapshots")
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as e:
         raise ProtocolError(f"the list of {host_of(url)} cannot be read: {e}") from e
     if not isinstance(found, dict) or found.get("version") != _VERSION or not isinstance(found.get("snapshots"), list):
-        raise ProtocolError(f"{host_of(url)} runs another version of the keeper")
+        raise ProtocolError(f"{host_of(url)} runs another version of the keeper: nothing is copied between the two")
     return [_beside(url, snapshot(one)) for one in found["snapshots"][:_MOST]]
 
 

@@ -37,9 +37,11 @@ class KeptMemory:
         rows: its entries, which lie in ``buffers``
         control: name and bytes of each control entry
         buffers: the memory
-        released: called once, from any thread, when no receiver reads the memory any more after :meth:`withdraw`
+        run_soon: has the keeper's thread call something
 
     Attributes:
+        when_released: called once, on the keeper's thread, when no receiver reads the memory any more after
+            :meth:`withdraw`
         buffers: how many pieces of memory it has
         files: device and inode of each piece, by which the mappings of a process show whether it can write to it
         digests: the checksums of its blocks, once :class:`Digester` has computed them; empty if that was not possible
@@ -56,8 +58,9 @@ class KeptMemory:
         rows: Rows,
         control: Sequence[tuple[str, bytes]],
         buffers: Sequence[SharedBuffer],
-        released: Callable[[], None],
+        run_soon: Callable[[Callable[[], object]], None],
     ) -> None:
+        self.when_released: Callable[[], None] = lambda: None
         self.buffers = len(buffers)
         self.files = frozenset((about.st_dev, about.st_ino) for about in map(os.fstat, (b.fileno() for b in buffers)))
         self.digests: bytes | None = None
@@ -69,7 +72,13 @@ class KeptMemory:
         self._stored: Stored | None = Stored.over(rows, list(control), buffers)
         self._shelf: Shelf = server.shelf()
         memory = _Memory(buffers)
-        self._gone = weakref.finalize(memory, released)
+        itself = weakref.ref(self)
+
+        def released() -> None:
+            if (found := itself()) is not None:
+                found.when_released()
+
+        self._gone = weakref.finalize(memory, run_soon, released)
         self._gone.atexit = False
         Container(rows, memory, True, control).publish(self._shelf, step)
 
@@ -90,7 +99,8 @@ class KeptMemory:
 
     def compute_digests(self) -> bytes:
         """Returns the checksums of the memory as it is now; may be called on any thread."""
-        stored = self._stored
+        # For a state of many tensors it is large, and it is not needed again.
+        stored, self._stored = self._stored, None
         return (stored.digests() if stored is not None else None) or b""
 
     def withdraw(self) -> None:
@@ -121,7 +131,36 @@ def kept_state(given: Handover, owner: object) -> Stored:
     return Stored.over(given.rows, control, (given.buffers, owner), digests=digests or None)
 
 
-class Digester:
+class Worker:
+    """A thread that does one thing after the other.
+
+    Args:
+        name: of the thread
+    """
+
+    def __init__(self, name: str) -> None:
+        self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def add(self, work: Callable[[], object]) -> None:
+        """Has ``work`` done soon."""
+        self._queue.put(work)
+
+    def stop(self) -> None:
+        """Ends the thread after what it is at."""
+        self._queue.put(None)
+
+    def _run(self) -> None:
+        while (work := self._queue.get()) is not None:
+            try:
+                work()
+            except Exception:
+                logger.exception("an error in the keeper, which goes on")
+            # Nothing is to be held until the next one comes.
+            del work
+
+
+class Digester(Worker):
     """A thread that computes the checksums of snapshots, one after the other.
 
     Args:
@@ -129,23 +168,17 @@ class Digester:
     """
 
     def __init__(self, done: Callable[[KeptMemory], None]) -> None:
-        self._queue: queue.SimpleQueue[KeptMemory | None] = queue.SimpleQueue()
+        super().__init__("tensorferry-digest")
         self._done = done
-        threading.Thread(target=self._run, name="tensorferry-digest", daemon=True).start()
 
-    def add(self, memory: KeptMemory) -> None:
+    def compute(self, memory: KeptMemory) -> None:
         """Has the checksums of ``memory`` computed soon."""
-        self._queue.put(memory)
+        self.add(lambda: self._compute(memory))
 
-    def stop(self) -> None:
-        """Ends the thread after the snapshot it is at."""
-        self._queue.put(None)
-
-    def _run(self) -> None:
-        while (memory := self._queue.get()) is not None:
-            try:
-                memory.digests = memory.compute_digests()
-            except Exception:
-                logger.exception("a snapshot has no checksums")
-                memory.digests = b""
-            self._done(memory)
+    def _compute(self, memory: KeptMemory) -> None:
+        try:
+            memory.digests = memory.compute_digests()
+        except Exception:
+            logger.exception("a snapshot has no checksums")
+            memory.digests = b""
+        self._done(memory)

@@ -6,22 +6,22 @@ own trainers gave it, verified like every receive. Whatever goes wrong is tried 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Set
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..._native import Remote, Rows, SharedBuffer
-from ...errors import SourceChanged, SourceRefused, TensorferryError, message_of
+from ..._native import Remote
+from ...errors import ConnectError, FetchTimeout, SourceChanged, SourceRefused, TensorferryError, message_of
 from . import index
-from .fetching import fetch_snapshot
-from .generations import NoRoom
-from .snapshot import LOCAL, Snapshot
+from .cost import Cost, probe
+from .fetching import fetch_snapshot, most_described, open_snapshot
+from .generations import NoRoom, Reservation
+from .snapshot import LOCAL, Key, Snapshot
 
 if TYPE_CHECKING:
     from .process import KeeperProcess
@@ -31,14 +31,49 @@ logger = logging.getLogger("tensorferry")
 #: Seconds between two looks at a partner's list, and between tries while it cannot be reached.
 _INTERVAL_S = 1.0
 _LONGEST_INTERVAL_S = 30.0
+#: Most seconds until a snapshot that could not be copied is tried again.
+_LONGEST_PUT_OFF_S = 600.0
 #: Seconds that fetching the list may take, and a snapshot.
 _LIST_S = 10.0
 _FETCH_S = 600.0
+#: Bytes that header and control entries of a snapshot mostly stay below, with what is made of them.
+_LONGEST_DESCRIPTION = 1 << 30
 #: Seconds for which questions wait for the list of a partner, and each of them at least, if it does not answer.
 _ASK_S = 3.0
 _ASK_AGAIN_S = 1.0
 
 T = TypeVar("T")
+
+
+def _close(reserved: Iterable[Reservation]) -> None:
+    for one in reserved:
+        one.close()
+
+
+class _Tries:
+    """When what could not be copied is tried again: each time after twice as long."""
+
+    def __init__(self) -> None:
+        self._tries: dict[Key, tuple[float, float]] = {}
+
+    def is_due(self, key: Key) -> bool:
+        """Whether it is to be tried now."""
+        return key not in self._tries or time.monotonic() >= self._tries[key][1]
+
+    def put_off(self, key: Key) -> float:
+        """Notes that it could not be copied; returns the seconds until it is due again."""
+        before, _ = self._tries.get(key, (0.0, 0.0))
+        wait = min(max(before * 2, _INTERVAL_S), _LONGEST_PUT_OFF_S)
+        self._tries[key] = wait, time.monotonic() + wait
+        return wait
+
+    def forget(self, key: Key) -> None:
+        """Notes that it was copied."""
+        self._tries.pop(key, None)
+
+    def forget_all_but(self, keys: Set[Key]) -> None:
+        """Forgets what is not listed any more."""
+        self._tries = {key: tried for key, tried in self._tries.items() if key in keys}
 
 
 class Partner(threading.Thread):
@@ -59,7 +94,7 @@ class Partner(threading.Thread):
         self._asked_at = 0.0
         self._heard: float | None = None
         self._error = ""
-        self._failed: dict[tuple[str, str, int], float] = {}
+        self._tries = _Tries()
         self._remote: Remote | None = None
 
     @property
@@ -114,14 +149,14 @@ class Partner(threading.Thread):
         options = self._keeper.options.server
         was_asked = self._asked.is_set()
         try:
-            found = index.fetch(self._url, _LIST_S, options.secret, options.same_host)
+            self.listed = index.fetch(self._url, _LIST_S, options.secret, options.same_host)
         except TensorferryError:
             self.listed = []
             raise
         finally:
             if was_asked:
                 self._answered()
-        self.listed, self._heard, self._error = found, time.monotonic(), ""
+        self._heard, self._error = time.monotonic(), ""
 
     def _answered(self) -> None:
         if not self._stopped.is_set():
@@ -129,48 +164,79 @@ class Partner(threading.Thread):
         self._keeper.run_soon(lambda: None)
 
     def _copy(self) -> None:
-        """Copies what the partner's own trainers gave it last."""
-        most, seen = self._keeper.options.generations, dict[tuple[str, int], int]()
-        now = time.monotonic()
-        self._failed = {key: until for key, until in self._failed.items() if until > now}
+        """Copies what the partner's own trainers gave it last.
+
+        What cannot be copied is tried again, later and later, and does not hold up the others.
+        """
+        most, seen = self._keeper.options.generations, dict[tuple[str, str, int], int]()
+        self._tries.forget_all_but({about.key for about in self.listed})
         for about in reversed(self.listed):
-            rank = (about.job, about.rank)
-            seen[rank] = seen.get(rank, 0) + 1
-            if about.origin != LOCAL or not about.metadata or seen[rank] > most or about.key in self._failed:
+            seen[about.series] = seen.get(about.series, 0) + 1
+            if about.origin != LOCAL or not about.metadata or seen[about.series] > most:
                 continue
-            if self._stopped.is_set() or self._call(functools.partial(self._keeper.generations.get, about.key)):
-                continue
-            try:
-                self._fetch(about)
-            except (SourceChanged, SourceRefused) as e:
-                # It was evicted there; what replaced it comes next.
-                logger.debug("buddy %s: %s", self._host, message_of(e))
-            except NoRoom as e:
-                logger.warning("buddy %s: %s", self._host, e)
-                self._failed[about.key] = now + _LONGEST_INTERVAL_S
+            if self._stopped.is_set():
+                return
+            if self._tries.is_due(about.key) and not self._call(
+                functools.partial(self._keeper.generations.get, about.key)
+            ):
+                self._try(about)
+
+    def _try(self, about: Snapshot) -> None:
+        try:
+            self._fetch(about)
+        except (SourceChanged, SourceRefused) as e:
+            # It was evicted there; what replaced it comes next.
+            logger.debug("buddy %s: %s", self._host, message_of(e))
+            self._tries.put_off(about.key)
+        except (TensorferryError, OSError, MemoryError) as e:
+            if self._stopped.is_set():
+                return
+            wait = self._tries.put_off(about.key)
+            # What does not fit is not even asked for, so it can be looked at again and again; it is said once.
+            level = logging.DEBUG if isinstance(e, NoRoom) and wait > _INTERVAL_S else logging.WARNING
+            logger.log(
+                level,
+                "buddy %s: step %d of rank %d of %s is not copied, and tried again in %g s: %s",
+                self._host,
+                about.step,
+                about.rank,
+                about.job,
+                wait,
+                message_of(e) or type(e).__name__,
+            )
+            if isinstance(e, (ConnectError, FetchTimeout)):
+                # The others are not waited for, one after the other, at a partner that is gone.
+                raise
+        else:
+            self._tries.forget(about.key)
 
     def _fetch(self, about: Snapshot) -> None:
+        copied = replace(about, origin=self._host)
+        # By what the list says: what cannot fit is not asked for, and nothing goes for it.
+        self._call(lambda: self._keeper.generations.check_room(copied, about.nbytes))
         options = self._keeper.options.server
-        remote = Remote.open(
-            [about.metadata], about.step, timeout=_FETCH_S, same_host=options.same_host, secret=options.secret
-        )
+        probe(min(most_described(about), _LONGEST_DESCRIPTION))
+        remote = open_snapshot(about, _FETCH_S, options.secret, options.same_host)
         self._remote = remote
-        reserved: list[int] = []
-
-        def reserve(size: int) -> None:
-            self._call(lambda: self._reserve(about, size))
-            reserved.append(size)
-
+        reserved: list[Reservation] = []
         try:
             # stop() may have come too early to see it.
             if self._stopped.is_set():
                 return
             began = time.monotonic()
-            rows, buffer = fetch_snapshot(remote, reserve)
+
+            costs: list[Cost] = []
+
+            def before(cost: Cost) -> None:
+                costs.append(cost)
+                self._call(lambda: reserved.append(self._keeper.reserve(copied, cost.reading)))
+                probe(cost.reading)
+
+            rows, buffer = fetch_snapshot(remote, about, before)
             seconds = time.monotonic() - began
-            copied = replace(about, origin=self._host)
-            self._call(lambda: self._keep(copied, rows, buffer))
-            reserved.clear()
+            step = self._call(lambda: self._keeper.step_of(copied))
+            body = self._keeper.memory(step, rows, [], [buffer])
+            self._call(lambda: self._keeper.add(copied, step, body, costs[0].holding, reserved[0]))
             logger.info(
                 "step %d of rank %d of %s is copied from %s: %d bytes in %.3f s",
                 about.step,
@@ -183,17 +249,8 @@ class Partner(threading.Thread):
         finally:
             self._remote = None
             remote.close()
-            for size in reserved:
-                with contextlib.suppress(TensorferryError):
-                    self._call(functools.partial(self._keeper.generations.reserve, -size))
-
-    def _reserve(self, about: Snapshot, size: int) -> None:
-        self._keeper.make_room(replace(about, origin=self._host), size)
-        self._keeper.generations.reserve(size)
-
-    def _keep(self, about: Snapshot, rows: Rows, buffer: SharedBuffer) -> None:
-        self._keeper.generations.reserve(-len(buffer))
-        self._keeper.add(about, rows, [], [buffer])
+            # On the keeper's thread, and after what was called there before, even if nobody has waited for that.
+            self._keeper.run_soon(lambda: _close(reserved))
 
     def _call(self, call: Callable[[], T]) -> T:
         """Has the keeper's thread run ``call``, and returns or raises what it does."""

@@ -14,30 +14,29 @@ import logging
 import math
 import os
 import resource
-import select
 import selectors
-import signal
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from ... import _validate
 from ..._native import Rows, SharedBuffer
-from ...errors import InvalidArgument, ProtocolError, SystemRefused, TensorferryError
+from ...errors import InvalidArgument, ProtocolError, TensorferryError, message_of
 from ...net import serve
 from ...net.options import ServerOptions
 from .. import handover
-from ..handover import Handover, Message
+from ..handover import Arrived, Handover, Message, OtherVersion
 from . import index
-from .generations import Generations, Kept, NoRoom
-from .kept_memory import Digester, KeptMemory
+from .clients import Client
+from .cost import Cost, probe
+from .generations import Generations, Kept, NoRoom, Reservation
+from .kept_memory import Digester, KeptMemory, Worker
 from .partners import Partner
 from .place import Place
-from .snapshot import LOCAL, Snapshot, snapshot
+from .snapshot import LOCAL, Key, Snapshot, key_of, snapshot
 
 logger = logging.getLogger("tensorferry")
 
@@ -50,6 +49,8 @@ _MOST_SNAPSHOTS = 1024
 _OTHER_DESCRIPTORS = 2 * _MOST_CLIENTS
 #: Messages handled for one client, and clients accepted, before others have a turn.
 _TURN = 16
+#: Most snapshots of one client that are read at a time; a trainer waits for answers to two.
+_MOST_ARRIVING = 4
 #: Most messages queued for a client that does not read.
 _MOST_QUEUED = 4096
 #: Seconds that receivers of an evicted snapshot have to finish, on this machine and others.
@@ -58,8 +59,6 @@ _LINGER_S = 60.0
 _LENT_S = 300.0
 #: Seconds a request over HTTP waits for a snapshot that is just being published.
 _PATIENCE_S = 5.0
-#: The least scheduling weight of trainers is more than three times this (``nice``).
-_NICE = 5
 #: Seconds between the end of a trainer's connection and that of the trainer.
 _ENDING_S = 2.0
 
@@ -83,55 +82,6 @@ class KeeperOptions:
     idle: float
     server: ServerOptions
     buddies: Sequence[str] = ()
-
-
-class _Client:
-    """A connection from a process of this node."""
-
-    def __init__(self, sock: socket.socket, pid: int) -> None:
-        self.sock = sock
-        self.pid = pid
-        self.since = time.monotonic()
-        self.has_spoken = False
-        self.queue: collections.deque[Message | Handover] = collections.deque()
-        #: Snapshots that it gave; it is notified when one of them is released.
-        self.given: set[Kept[KeptMemory]] = set()
-        #: Snapshots that it reads.
-        self.borrowed: dict[tuple[str, str, int], Kept[KeptMemory]] = {}
-        self.is_open = True
-        #: Whether it has promised not to write to what it gave.
-        self.has_left = False
-        #: A descriptor that shows when the process ends; ``None`` where there is none, as in another container.
-        self.process: int | None = None
-        with contextlib.suppress(OSError):
-            self.process = os.pidfd_open(pid)
-
-    def has_ended(self) -> bool:
-        """Whether the process is gone, and so cannot write to what it gave."""
-        if self.process is None:
-            return True
-        poll = select.poll()
-        poll.register(self.process, select.POLLIN)
-        return bool(poll.poll(0))
-
-    def can_write_to(self, files: Set[tuple[int, int]]) -> bool:
-        """Whether the process has mapped one of ``files``, as it has not after ``exec``."""
-        try:
-            lines = Path(f"/proc/{self.pid}/maps").read_text(errors="replace").splitlines()
-        except OSError:
-            return True
-        for line in lines:
-            _, _, _, device, inode, *_ = line.split(maxsplit=5)
-            major, minor = (int(number, 16) for number in device.split(":"))
-            if (os.makedev(major, minor), int(inode)) in files:
-                return True
-        return False
-
-    def forget(self) -> None:
-        """Closes what is left when the process is gone, or need not be watched."""
-        if self.process is not None:
-            os.close(self.process)
-            self.process = None
 
 
 class KeeperProcess:
@@ -168,17 +118,18 @@ class KeeperProcess:
         for end in (self._wake, self._woken):
             end.setblocking(False)
         self._calls: collections.deque[Callable[[], object]] = collections.deque()
-        self._clients: set[_Client] = set()
+        self._clients: set[Client] = set()
         #: Clients whose connection has ended and whose process has not.
-        self._suspects: dict[_Client, float] = {}
-        self._counts: collections.Counter[tuple[str, int]] = collections.Counter()
+        self._suspects: dict[Client, float] = {}
+        self._counts: collections.Counter[tuple[str, str, int]] = collections.Counter()
         #: Evicted snapshots whose memory is still in use, and until when that is allowed. Their trainers are notified
         #: at the end.
         self._going: dict[Kept[KeptMemory], float] = {}
-        self._waiting: list[tuple[_Client, Message, float, set[Partner]]] = []
+        self._waiting: list[tuple[Client, Message, float, set[Partner]]] = []
         #: Clients that wait for the checksums of a snapshot.
-        self._readers: dict[KeptMemory, list[tuple[_Client, Kept[KeptMemory]]]] = {}
+        self._readers: dict[KeptMemory, list[tuple[Client, Kept[KeptMemory]]]] = {}
         self._digester = Digester(lambda memory: self.run_soon(lambda: self._digested(memory)))
+        self._reader = Worker("tensorferry-read")
         self._partners: dict[str, Partner] = {}
         self._index_is_old = True
         self._busy_at = time.monotonic()
@@ -222,7 +173,7 @@ class KeeperProcess:
         if self._index_is_old:
             self._publish_index()
         for key, events in self._selector.select(self._patience()):
-            if isinstance(key.data, _Client):
+            if isinstance(key.data, Client):
                 self._serve(key.data, events)
             else:
                 key.data()
@@ -302,12 +253,12 @@ class KeeperProcess:
                 sock.close()
                 return True
             self._disconnect(min(silent, key=lambda client: client.since))
-        client = _Client(sock, pid)
+        client = Client(sock, pid)
         self._clients.add(client)
         self._selector.register(sock, selectors.EVENT_READ, client)
         return True
 
-    def _serve(self, client: _Client, events: int) -> None:
+    def _serve(self, client: Client, events: int) -> None:
         if not client.is_open:
             return
         try:
@@ -320,6 +271,9 @@ class KeeperProcess:
         except BlockingIOError:
             pass
         except (OSError, TensorferryError) as e:
+            if isinstance(e, OtherVersion):
+                # It cannot read that either, and says so.
+                self._send(client, Message("refused", {"save_id": None, "error": str(e)}))
             # Whatever a client does ends its own connection and nothing else.
             logger.warning("process %d is disconnected: %s", client.pid, e)
             self._cast_out(client)
@@ -327,21 +281,15 @@ class KeeperProcess:
             logger.exception("process %d is disconnected", client.pid)
             self._cast_out(client)
 
-    def _read(self, client: _Client) -> bool:
+    def _read(self, client: Client) -> bool:
         """Handles one message of ``client``; returns whether there may be more."""
-        try:
-            message = handover.receive(client.sock, most_bytes=self.options.memory)
-        except (handover.TooLarge, SystemRefused) as e:
-            client.has_spoken = True
-            more = ": give the keeper more with --memory" if isinstance(e, handover.TooLarge) else ""
-            self._refuse(client, None, f"{e}{more}")
-            return True
+        message = handover.arrive(client.sock)
         if message is None:
             self._disconnect(client)
             return False
         client.has_spoken = True
         match message:
-            case Handover(kind="keep"):
+            case Arrived(kind="keep"):
                 self._keep(client, message)
             case Message(kind="let_go"):
                 self._let_go_of_oldest(client)
@@ -358,10 +306,12 @@ class KeeperProcess:
             case Message(kind="status"):
                 self._send(client, Message("status", self.status()))
             case _:
+                if isinstance(message, Arrived):
+                    message.close()
                 raise ProtocolError(f"it asks for {_validate.brief(message.kind)}, which a keeper does not know")
         return True
 
-    def _send(self, client: _Client, message: Message | Handover) -> None:
+    def _send(self, client: Client, message: Message | Handover) -> None:
         if not client.is_open:
             return
         if len(client.queue) >= _MOST_QUEUED:
@@ -372,7 +322,7 @@ class KeeperProcess:
         if len(client.queue) == 1:
             self._flush(client)
 
-    def _flush(self, client: _Client) -> None:
+    def _flush(self, client: Client) -> None:
         while client.queue:
             try:
                 handover.send(client.sock, client.queue[0])
@@ -386,14 +336,15 @@ class KeeperProcess:
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if client.queue else 0)
         self._selector.modify(client.sock, wanted, client)
 
-    def _cast_out(self, client: _Client) -> None:
+    def _cast_out(self, client: Client) -> None:
         """Disconnects a process that may live, and takes that as leave to write to what it gave: that goes first."""
         client.queue.clear()
         if not client.has_left:
+            client.is_cast_out = True
             self._drop_given(client)
         self._disconnect(client)
 
-    def _drop_given(self, client: _Client) -> None:
+    def _drop_given(self, client: Client) -> None:
         for kept in list(client.given):
             if kept not in self._going:
                 self._evict(kept)
@@ -403,6 +354,8 @@ class KeeperProcess:
     def _look_at_suspects(self, now: float) -> None:
         """Looks after connections that ended: a trainer that died cannot write any more, one that lives may."""
         for client, deadline in list(self._suspects.items()):
+            if client.arriving:
+                continue
             if not client.has_ended():
                 if now < deadline:
                     continue
@@ -413,7 +366,7 @@ class KeeperProcess:
             client.forget()
             client.given.clear()
 
-    def _disconnect(self, client: _Client) -> None:
+    def _disconnect(self, client: Client) -> None:
         if not client.is_open:
             return
         client.is_open = False
@@ -423,7 +376,7 @@ class KeeperProcess:
         client.queue.clear()
         for kept in client.given:
             kept.live = False
-        if client.given and not client.has_left and not client.has_ended():
+        if (client.given or client.arriving) and not (client.has_left or client.is_cast_out or client.has_ended()):
             self._suspects[client] = time.monotonic() + _ENDING_S
         else:
             client.forget()
@@ -434,54 +387,125 @@ class KeeperProcess:
 
     # Keeping.
 
-    def _keep(self, client: _Client, given: Handover) -> None:
+    def _keep(self, client: Client, given: Arrived) -> None:
+        """Begins to keep what ``client`` gives. Its table may be long: another thread reads it."""
+        save_id, cost = given.fields.get("save_id"), Cost(given.nbytes, given.table, given.control)
         try:
             about = snapshot({**given.fields, "origin": LOCAL, "nbytes": 0, "metadata": ""})
-        except ProtocolError as e:
-            save_id = given.fields.get("save_id")
+            if client.arriving >= _MOST_ARRIVING:
+                raise NoRoom(f"{client.arriving} snapshots of this process are still being read")
+            reserved = self.reserve(about, cost.reading, given.buffers)
+        except TensorferryError as e:
+            given.close()
             self._refuse(client, save_id if isinstance(save_id, str) else None, str(e))
             return
+        step = self.step_of(about)
+        client.arriving += 1
+
+        def read() -> None:
+            try:
+                body: KeptMemory | Exception = self._read_in(given, step, cost)
+            except Exception as e:
+                body = e
+            self.run_soon(lambda: self._arrived(client, about, step, body, cost, reserved))
+
+        self._reader.add(read)
+
+    def _read_in(self, given: Arrived, step: int, cost: Cost) -> KeptMemory:
         try:
-            kept = self.add(about, given.rows, given.control, given.buffers)
-        except TensorferryError as e:
-            self._refuse(client, about.save_id, str(e))
+            probe(cost.reading)
+            opened = given.open()
+        except ProtocolError as e:
+            raise _Broken(str(e)) from e
+        finally:
+            given.close()
+        return self.memory(step, opened.rows, opened.control, opened.buffers)
+
+    def _arrived(
+        self,
+        client: Client,
+        about: Snapshot,
+        step: int,
+        body: KeptMemory | Exception,
+        cost: Cost,
+        reserved: Reservation,
+    ) -> None:
+        client.arriving -= 1
+        try:
+            if isinstance(body, Exception):
+                raise body
+            kept = self.add(about, step, body, cost.holding, reserved)
+        except Exception as e:
+            if not isinstance(e, (TensorferryError, OSError, MemoryError)):
+                logger.exception("a snapshot cannot be kept")
+            self._refuse(client, about.save_id, message_of(e) or type(e).__name__)
+            if isinstance(e, _Broken):
+                self._cast_out(client)
             return
-        client.given.add(kept)
+        finally:
+            reserved.close()
+        if client.is_cast_out:
+            self._evict(kept)
+            self._cut(kept)
+            return
+        if client.is_open or client in self._suspects:
+            client.given.add(kept)
+        kept.live = client.is_open
         logger.info("%s is kept: %d bytes, of process %d", _named(kept.about), kept.nbytes, client.pid)
         self._send(client, Message("kept", {"save_id": about.save_id, "rank": about.rank, **self._address_of(kept)}))
 
-    def _refuse(self, client: _Client, save_id: str | None, error: str) -> None:
+    def _refuse(self, client: Client, save_id: str | None, error: str) -> None:
         logger.warning("a snapshot of process %d is refused: %s", client.pid, error)
         self._send(client, Message("refused", {"save_id": save_id, "error": error[:4096]}))
 
     def _address_of(self, kept: Kept[KeptMemory]) -> dict[str, Any]:
         return {"step": kept.about.step, "metadata": kept.about.metadata, "address": self.address}
 
-    def add(
-        self, about: Snapshot, rows: Rows, control: Sequence[tuple[str, bytes]], buffers: Sequence[SharedBuffer]
-    ) -> Kept[KeptMemory]:
-        """Keeps a snapshot; to be called on the keeper's thread.
+    def reserve(self, about: Snapshot, nbytes: int, buffers: int = 1) -> Reservation:
+        """Makes room for a snapshot that is to come; to be called on the keeper's thread.
 
         Raises:
             NoRoom: there is not enough memory for it
-            InvalidArgument: it is no valid container
         """
-        held = [*self.generations, *self.generations.leaving]
-        if len(held) >= _MOST_SNAPSHOTS or sum(one.body.buffers for one in held) + len(buffers) > self._most_buffers:
+        held, coming = [*self.generations, *self.generations.leaving], self.generations.reserved
+        open_files = sum(one.body.buffers for one in held) + sum(one.buffers for one in coming)
+        if len(held) + len(coming) >= _MOST_SNAPSHOTS or open_files + buffers > self._most_buffers:
             raise NoRoom(f"the keeper holds {len(held)} snapshots, and can hold no more")
-        nbytes = _size_of(rows, control, buffers)
         self.make_room(about, nbytes)
-        step = about.step
-        if step < 0:
-            self._counts[about.job, about.rank] += 1
-            step = self._counts[about.job, about.rank]
-        unread: list[Kept[KeptMemory]] = []
-        body = KeptMemory(
-            self._server, step, rows, control, buffers, lambda: self.run_soon(lambda: self._let_go(*unread))
-        )
+        return self.generations.reserve(nbytes, buffers)
+
+    def step_of(self, about: Snapshot) -> int:
+        """Returns the step as which a snapshot is served: its own, or the next of its job and rank."""
+        if about.step >= 0:
+            return about.step
+        self._counts[about.series] += 1
+        return self._counts[about.series]
+
+    def memory(
+        self, step: int, rows: Rows, control: Sequence[tuple[str, bytes]], buffers: Sequence[SharedBuffer]
+    ) -> KeptMemory:
+        """Returns the memory of a snapshot, which is served from now on; may be called on any thread.
+
+        Raises:
+            TensorferryError: it is no valid container
+        """
+        return KeptMemory(self._server, step, rows, control, buffers, self.run_soon)
+
+    def add(self, about: Snapshot, step: int, body: KeptMemory, nbytes: int, reserved: Reservation) -> Kept[KeptMemory]:
+        """Keeps a snapshot of ``nbytes`` bytes in place of what was reserved; to be called on the keeper's thread.
+
+        Raises:
+            NoRoom: it is kept already
+        """
+        reserved.close()
+        try:
+            self.make_room(about, nbytes)
+        except NoRoom:
+            body.cut()
+            raise
         kept = self.generations.add(about.served(body.url(self.host), nbytes, step), nbytes, body)
-        unread.append(kept)
-        self._digester.add(body)
+        body.when_released = lambda: self._let_go(kept)
+        self._digester.compute(body)
         self._index_is_old = True
         return kept
 
@@ -516,6 +540,7 @@ class KeeperProcess:
             del self._going[kept]
             self.generations.release(kept)
             kept.body.cut()
+            kept.body.when_released = _nothing
             for client in self._clients:
                 if kept in client.given:
                     client.given.discard(kept)
@@ -523,7 +548,7 @@ class KeeperProcess:
                     self._send(client, Message("released", {"save_id": about.save_id, "rank": about.rank}))
                     break
 
-    def _let_go_of_oldest(self, client: _Client) -> None:
+    def _let_go_of_oldest(self, client: Client) -> None:
         """Evicts the oldest snapshot of ``client``, which needs its memory now: its readers elsewhere are cut.
 
         What was evicted before and still has such readers goes first. What a process of this node reads is spared.
@@ -539,10 +564,8 @@ class KeeperProcess:
 
     # Lending.
 
-    def _lend(self, client: _Client, message: Message) -> None:
-        fields = message.fields
-        key = (fields.get("job"), fields.get("save_id"), fields.get("rank"))
-        kept = self.generations.get(key) if all(type(k) in (str, int) for k in key) else None
+    def _lend(self, client: Client, message: Message) -> None:
+        kept = self.generations.get(key_of(message.fields))
         if kept is None:
             self._send(client, Message("gone"))
             return
@@ -560,14 +583,9 @@ class KeeperProcess:
             there = self.generations.get(kept.about.key) is kept
             self._send(client, memory.handover("taken", kept.about.fields()) if there else Message("gone"))
 
-    def _take_back(self, client: _Client, message: Message) -> None:
-        fields = message.fields
-        key = (fields.get("job"), fields.get("save_id"), fields.get("rank"))
-        try:
-            kept = client.borrowed.pop(key, None)  # type: ignore[arg-type]
-        except TypeError:
-            kept = None
-        if kept is not None:
+    def _take_back(self, client: Client, message: Message) -> None:
+        key = key_of(message.fields)
+        if key is not None and (kept := client.borrowed.pop(key, None)) is not None:
             self._give_back(kept)
 
     def _give_back(self, kept: Kept[KeptMemory]) -> None:
@@ -576,7 +594,7 @@ class KeeperProcess:
 
     # What is held.
 
-    def _ask(self, client: _Client, message: Message) -> None:
+    def _ask(self, client: Client, message: Message) -> None:
         partners = set(self._partners.values()) if message.fields.get("ask_buddies") is True else set()
         if not partners:
             self._list(client, message)
@@ -586,7 +604,7 @@ class KeeperProcess:
         patience = max([partner.ask() for partner in partners])
         self._waiting.append((client, message, time.monotonic() + patience, partners))
 
-    def _list(self, client: _Client, message: Message) -> None:
+    def _list(self, client: Client, message: Message) -> None:
         wanted = {name: value for name in ("job", "path", "rank") if (value := message.fields.get(name)) is not None}
         for one in self.held():
             fields = one.fields()
@@ -598,12 +616,12 @@ class KeeperProcess:
         """Returns what this keeper holds, the newest last, and behind it what its partners hold and it does not."""
         own = [kept.about for kept in self.generations]
         known = {one.key for one in own}
-        there: dict[tuple[str, str, int], Snapshot] = {}
+        there: dict[Key, Snapshot] = {}
         for partner in self._partners.values():
             for one in partner.listed:
                 if one.key not in known:
                     there.setdefault(one.key, replace(one, remote=True))
-        ranks: dict[tuple[str, str], set[int]] = {}
+        ranks: dict[tuple[str, str, str, int], set[int]] = {}
         for one in (*own, *there.values()):
             ranks.setdefault(one.save, set()).add(one.rank)
         return [replace(one, complete=len(ranks[one.save]) == one.world_size) for one in (*own, *there.values())]
@@ -631,7 +649,7 @@ class KeeperProcess:
 
     # Partners.
 
-    def _told_buddies(self, client: _Client, message: Message) -> None:
+    def _told_buddies(self, client: Client, message: Message) -> None:
         addresses = message.fields.get("buddies")
         try:
             self._set_buddies(_validate.items("buddies", addresses))  # type: ignore[arg-type]
@@ -661,6 +679,7 @@ class KeeperProcess:
         for partner in self._partners.values():
             partner.stop()
         self._digester.stop()
+        self._reader.stop()
         for client in list(self._clients):
             client.has_left = True
             self._disconnect(client)
@@ -670,43 +689,14 @@ class KeeperProcess:
         self._woken.close()
 
 
-def _size_of(rows: Rows, control: Sequence[tuple[str, bytes]], buffers: Sequence[SharedBuffer]) -> int:
-    """Returns the bytes of memory that a snapshot takes, with what describes it."""
-    described = len(rows.table(buffers)) + sum(len(name) + len(data) for name, data in control)
-    return sum(len(buffer) for buffer in buffers) + described
+class _Broken(ProtocolError):
+    """A handover is not what its message says."""
+
+
+def _nothing() -> None:
+    """What is left to be done for a snapshot that nobody reads any more."""
 
 
 def _named(about: Snapshot) -> str:
     of = "" if about.origin == LOCAL else f" from {about.origin}"
     return f"step {about.step} of rank {about.rank} of {about.job}{of}"
-
-
-@contextlib.contextmanager
-def ended_by_signals(keeper: KeeperProcess) -> Iterator[None]:
-    """Within the block, SIGTERM, SIGINT and SIGHUP end ``keeper``."""
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    before = {number: signal.signal(number, lambda *_: keeper.stop()) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def lower_weight() -> None:
-    """Gives this process, and all threads that it starts from now on, less weight than a trainer has."""
-    nice = max(os.getpriority(os.PRIO_PROCESS, 0), _NICE)
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, 0, nice)
-    if os.getsid(0) == os.getpid():
-        # Where the kernel gives each session a share (autogroups), that counts within the session only.
-        with contextlib.suppress(OSError):
-            Path("/proc/self/autogroup").write_text(str(nice))
-
-
-def raise_descriptor_limit() -> None:
-    """Allows as many open files as the system lets this process have: each snapshot takes a few."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

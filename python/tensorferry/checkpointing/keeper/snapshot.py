@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from ... import _validate
@@ -14,11 +15,17 @@ from ...storage.peers import publication_metadata
 
 #: Longest text, as it stands in a message: a path of the file system has up to 4096 bytes.
 _LONGEST = 8192
-#: An id.
+#: An id, and what ``location_of`` returns.
 _ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_LOCATION = re.compile(r"[0-9a-f]{16}")
 _MOST_RANKS = 1 << 24
+#: The latest time of a save, and the most memory of a snapshot: a few of them can be added up in 64 bits.
+_MOST = 1 << 62
 #: Where a snapshot comes from that a trainer of this node gave.
 LOCAL = "local"
+#: What names a snapshot: its job, where its path is, the path, the save, the rank and how many ranks there are.
+_KEY = ("job", "location", "path", "save_id", "rank", "world_size")
+Key = tuple[str, str, str, str, int, int]
 
 
 @dataclass(frozen=True)
@@ -26,7 +33,8 @@ class Snapshot:
     """A kept snapshot.
 
     Attributes:
-        job: snapshots of one job and rank replace each other
+        job: snapshots of one job and rank replace each other. It was chosen, or is the folder in which that of the
+            checkpoint lies
         path: where the checkpoint is, or would be, on disk
         save_id: the same for all ranks of a save, and for no other save
         rank: the trainer's number in its job
@@ -38,6 +46,7 @@ class Snapshot:
         metadata: what a receiver is given to fetch it over HTTP; empty while it is not served
         complete: whether the snapshots of all ranks of this save are known here
         remote: whether another keeper holds it, and this one does not
+        location: tells ``path`` from the same path on the disk of another machine, see ``location.location_of``
     """
 
     job: str
@@ -52,16 +61,31 @@ class Snapshot:
     metadata: str = ""
     complete: bool = False
     remote: bool = False
+    location: str = ""
 
     @property
-    def save(self) -> tuple[str, str]:
+    def save(self) -> tuple[str, str, str, int]:
         """What all ranks of a save have in common."""
-        return self.job, self.save_id
+        return self.job, self.path, self.save_id, self.world_size
 
     @property
-    def key(self) -> tuple[str, str, int]:
+    def key(self) -> Key:
         """What no other snapshot has."""
-        return self.job, self.save_id, self.rank
+        return self.job, self.location, self.path, self.save_id, self.rank, self.world_size
+
+    @property
+    def owner(self) -> tuple[str, str]:
+        """The job, of which one that was not given a name is another on each machine with a disk of its own."""
+        return self.job, self.location if self.job == default_job(self.path) else ""
+
+    @property
+    def series(self) -> tuple[str, str, int]:
+        """What the snapshots that replace each other have in common."""
+        return *self.owner, self.rank
+
+    def named(self) -> dict[str, Any]:
+        """Returns the fields of a message that names it."""
+        return dict(zip(_KEY, self.key, strict=True))
 
     def fields(self) -> dict[str, Any]:
         """Returns the fields of a message that describes it."""
@@ -70,6 +94,19 @@ class Snapshot:
     def served(self, metadata: str, nbytes: int, step: int) -> Snapshot:
         """Returns it as it is served."""
         return replace(self, metadata=metadata, nbytes=nbytes, step=step)
+
+
+def default_job(path: str) -> str:
+    """Returns the job of the checkpoint at ``path`` where none was chosen: the folder that its folder lies in."""
+    return str(Path(path).absolute().parent)
+
+
+def key_of(fields: dict[str, Any]) -> Key | None:
+    """Returns the key in a message with the fields of :meth:`Snapshot.named`; ``None`` if it names nothing."""
+    job, location, path, save_id, rank, world_size = (fields.get(name) for name in _KEY)
+    if all(type(text) is str for text in (job, location, path, save_id)) and type(rank) is type(world_size) is int:
+        return job, location, path, save_id, rank, world_size  # type: ignore[return-value]  # just checked
+    return None
 
 
 def snapshot(fields: Any) -> Snapshot:
@@ -85,47 +122,63 @@ def snapshot(fields: Any) -> Snapshot:
         save_id = _text(fields, "save_id")
         if not _ID.fullmatch(save_id):
             raise InvalidArgument("save_id must be 1 to 64 letters, digits, '.', '_' or '-'")
+        path = _text(fields, "path")
+        if not path.startswith("/"):
+            raise InvalidArgument("path must be absolute")
+        location = _validate.string("location", fields.get("location"))
+        if not _LOCATION.fullmatch(location):
+            raise InvalidArgument("location must be 16 hexadecimal digits")
         step = fields.get("step")
         return Snapshot(
             job=_text(fields, "job"),
-            path=_text(fields, "path"),
+            path=path,
             save_id=save_id,
             rank=_validate.integer("rank", fields.get("rank"), 0, world_size - 1),
             world_size=world_size,
             step=-1 if step is None else _validate.step_number(step),
-            began=_validate.integer("began", fields.get("began"), 0),
-            nbytes=_validate.integer("nbytes", fields.get("nbytes", 0), 0),
+            began=_validate.integer("began", fields.get("began"), 0, _MOST),
+            nbytes=_validate.integer("nbytes", fields.get("nbytes", 0), 0, _MOST),
             origin=_text(fields, "origin", LOCAL),
             metadata=_text(fields, "metadata", ""),
             complete=fields.get("complete") is True,
             remote=fields.get("remote") is True,
+            location=location,
         )
     except InvalidArgument as e:
         raise ProtocolError(f"a snapshot is not described: {e}") from e
 
 
-def peer_metadata(snapshots: Iterable[Snapshot]) -> str:
+def peer_metadata(snapshots: Iterable[Snapshot], job: str | None = None) -> str:
     """Returns the string with which a ``tensorferry.dcp.PeerReader`` loads what keepers hold.
 
     Args:
         snapshots: what :meth:`Keeper.held` of one keeper returned, or of the keepers of several nodes, together
+        job: only those of this job; needed where several jobs have such a save
 
     Returns:
         The string for the newest save of which the snapshots of all ranks are among them.
 
     Raises:
         IncompleteCheckpoint: there is no such save
-        InvalidArgument: the ranks of such a save are served as different steps
+        InvalidArgument: there are such saves of several jobs; or the ranks of one are served as different steps
     """
-    saves: dict[tuple[str, str], dict[int, Snapshot]] = {}
+    saves: dict[tuple[str, str, str, int], dict[int, Snapshot]] = {}
     for one in snapshots:
-        if one.metadata:
+        if one.metadata and (job is None or one.job == job):
             saves.setdefault(one.save, {})[one.rank] = one
-    whole = [ranks for ranks in saves.values() if len(ranks) == next(iter(ranks.values())).world_size]
+    whole = [ranks for ranks in saves.values() if len(ranks) == ranks[min(ranks)].world_size]
     if not whole:
         raise IncompleteCheckpoint(
             f"of none of the {len(saves)} saves in the keepers there are the snapshots of all ranks: ask the keepers "
             "of all nodes, or wait for the next save"
+        )
+    if len({ranks[0].owner for ranks in whole}) > 1:
+        jobs = sorted({ranks[0].job for ranks in whole})
+        if len(jobs) > 1:
+            raise InvalidArgument(f"the keepers hold saves of several jobs, {', '.join(jobs)}: pass the job= to load")
+        raise InvalidArgument(
+            f"the keepers hold saves of several jobs with the path {whole[0][0].path}, each on a disk of its own: give "
+            "each a name, with Keeper(job=...)"
         )
     newest = max(whole, key=lambda ranks: ranks[0].began)
     if len(steps := {one.step for one in newest.values()}) > 1:
