@@ -248,7 +248,7 @@ def test_a_stopped_keeper_is_waited_for_once_and_found_when_it_goes_on_or_has_a_
     monkeypatch.setattr(client, "_AT_WORK_S", 0.5)
     waits = []
     begin = client._Question.begin
-    monkeypatch.setattr(client._Question, "begin", lambda question: waits.append(1) or begin(question))
+    monkeypatch.setattr(client._Question, "begin", lambda question, s: waits.append(1) or begin(question, s))
 
     def is_at_work() -> bool:
         with contextlib.suppress(ConnectError):
