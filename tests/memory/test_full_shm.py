@@ -18,7 +18,7 @@ from tensorferry._native import SharedBuffer
 from tensorferry.errors import SystemRefused
 
 patience = timedelta(seconds=30)
-state = {"w": torch.arange(1 << 20)}
+state = {"w": torch.arange(4 << 20)}
 
 def received(same_host):
     source = HTTPTransport(patience, interface="127.0.0.1", same_host=same_host)

@@ -23,7 +23,7 @@ from tensorferry import HTTPTransport, SystemRefused, TensorferryError
 
 metadata, mode = sys.argv[1:]
 patience = timedelta(seconds=20)
-live = {"w": torch.zeros(2 << 20), "v": {"n": torch.zeros(5)}}
+live = {"w": torch.zeros(6 << 20), "v": {"n": torch.zeros(5)}}
 transport = HTTPTransport(
     patience, interface="127.0.0.1", same_host=mode == "ring", state_dict=(lambda: live) if mode != "fresh" else None
 )
@@ -49,7 +49,7 @@ transport.shutdown()
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("mode", ["fresh", "in place", "ring"])
 def test_a_receiver_with_little_address_space_gets_an_error_and_lives(mode: str) -> None:
-    state = {"w": torch.ones(2 << 20), "v": {"n": torch.arange(5.0)}}
+    state = {"w": torch.ones(6 << 20), "v": {"n": torch.arange(5.0)}}
     source = HTTPTransport(TIMEOUT, interface="127.0.0.1")
     try:
         source.send_checkpoint([1], 1, state, TIMEOUT)
