@@ -1,4 +1,4 @@
-"""A machine whose ``/dev/shm`` is full, and a process that may not make files: no signal, but another route or an error."""
+"""A full ``/dev/shm``, and a process that may make no large files: no signal, but another route or an error."""
 
 from __future__ import annotations
 
