@@ -41,7 +41,7 @@ def test_a_file_is_read_up_to_a_length_and_not_one_byte_of_a_longer_one(tmp_path
     with pytest.raises(ProtocolError, match="such a file has at most 1048576"):
         read_whole(path, FEW)
     os.truncate(path, 1 << 42)
-    with pytest.raises(SystemRefused, match="metadata.json has 4398046511104 bytes, and"):
+    with pytest.raises(SystemRefused, match=r"metadata.json has 4398046511104 bytes, and"):
         read_whole(path, None)
     with pytest.raises(FileNotFoundError):
         read_whole(tmp_path / "gone", FEW)
