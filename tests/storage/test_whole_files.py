@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
-from tensorferry.storage.whole_files import write_whole
+from tensorferry.errors import ProtocolError, SystemRefused
+from tensorferry.storage.whole_files import FEW, read_whole, write_whole
 
 
 def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path) -> None:
@@ -25,3 +28,23 @@ def test_a_failure_leaves_what_was_there(tmp_path) -> None:
     assert list(tmp_path.iterdir()) == [path]
     with pytest.raises(FileNotFoundError):
         write_whole(tmp_path / "gone" / "file", b"data", tmp_path / "gone" / "file.partial")
+
+
+def test_a_file_is_read_up_to_a_length_and_not_one_byte_of_a_longer_one(tmp_path) -> None:
+    path = tmp_path / "metadata.json"
+    path.write_bytes(b"{}")
+    assert read_whole(path, 2) == read_whole(path, None) == b"{}"
+    with pytest.raises(ProtocolError, match=r"metadata.json has 2 bytes, and such a file has at most 1"):
+        read_whole(path, 1)
+    # Sparse: it takes nothing on the disk.
+    os.truncate(path, 2 << 30)
+    with pytest.raises(ProtocolError, match="such a file has at most 1048576"):
+        read_whole(path, FEW)
+    os.truncate(path, 1 << 42)
+    with pytest.raises(SystemRefused, match=r"metadata.json has 4398046511104 bytes, and"):
+        read_whole(path, None)
+    with pytest.raises(FileNotFoundError):
+        read_whole(tmp_path / "gone", FEW)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ProtocolError, match="is not a regular file"):
+        read_whole(tmp_path / "pipe", FEW)

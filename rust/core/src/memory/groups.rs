@@ -84,9 +84,10 @@ fn mount(mounts: &str, names: &Names) -> Option<(String, String)> {
         let (seen_as, top) = (before.next()?, before.next()?);
         let mut after = after.split(' ');
         let kind = after.next()?;
-        let is_it = match names.most == V2.most {
-            true => kind == "cgroup2",
-            false => kind == "cgroup" && after.nth(1)?.split(',').any(|option| option == "memory"),
+        let is_it = if names.most == V2.most {
+            kind == "cgroup2"
+        } else {
+            kind == "cgroup" && after.nth(1)?.split(',').any(|option| option == "memory")
         };
         is_it.then(|| (top.to_owned(), seen_as.to_owned()))
     })

@@ -25,7 +25,9 @@ pub(crate) fn zeroed(len: usize) -> Result<Vec<u8>, Error> {
     }
     // SAFETY: allocated just now by the global allocator with the layout that a `Vec<u8>` of this capacity has, and all
     // bytes of it are zeros.
-    Ok(unsafe { Vec::from_raw_parts(start, len, len) })
+    #[allow(clippy::same_length_and_capacity, reason = "the allocation is full from the beginning")]
+    let bytes = unsafe { Vec::from_raw_parts(start, len, len) };
+    Ok(bytes)
 }
 
 /// As [`zeroed`], for a length that a source or a file has announced for `what`: it is compared with the memory that
