@@ -21,18 +21,20 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:torch.d
 def two_ranks_without_numpy(monkeypatch):
     monkeypatch.setattr(ranks, "find_spec", lambda _: None)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
-    monkeypatch.setattr(dist, "get_rank", lambda group=None: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda _=None: 2)
+    monkeypatch.setattr(dist, "get_rank", lambda _=None: 0)
 
 
-def test_what_to_do_is_said_before_torch_begins(two_ranks_without_numpy, tmp_path, caplog):
+@pytest.mark.usefixtures("two_ranks_without_numpy")
+def test_what_to_do_is_said_before_torch_begins(tmp_path, caplog):
     with caplog.at_level(logging.ERROR, "tensorferry"):
         for number, one in enumerate((FileWriter(tmp_path), FileReader(tmp_path), PeerWriter()), 1):
             one.reset(tmp_path)
             assert [record.getMessage() for record in caplog.records].count(ranks.WITHOUT_NUMPY) == number
 
 
-def test_checkpointers_refuse_to_save_without_it(two_ranks_without_numpy):
+@pytest.mark.usefixtures("two_ranks_without_numpy")
+def test_checkpointers_refuse_to_save_without_it():
     for agree in (lambda: Ranks().new_save(1), lambda: Ranks().gather(1)):
         with pytest.raises(InvalidArgument, match="pip install numpy"):
             agree()

@@ -206,6 +206,7 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Only says, if NumPy is missing for a save of several ranks, that it is: a publication has no name."""
+        del checkpoint_id
         tell_of_numpy()
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""What torch needs so that ranks can agree: its collectives of objects go through NumPy, which torch does not install."""
+"""What torch needs so that ranks can agree: it sends objects through NumPy, which it does not install."""
 
 from __future__ import annotations
 
