@@ -86,11 +86,12 @@ def compare(outcomes: dict[str, Outcome]) -> None:
             for heals in (first, later)
         ]
         held, worked = max(((h.held_up_seconds, h.held_up_cpu_seconds) for h in outcome.heals), default=(0.0, 0.0))
-        print(f"{NAMES[transport]:27}{cells[0]:>24}{cells[1]:>24}{held * 1000:>15.1f} ms{worked * 1000:>13.1f} ms")
+        held_up = f"{held * 1000:>15.1f} ms{worked * 1000:>13.1f} ms"
+        print(f"{NAMES[transport]:27}{cells[0]:>24}{cells[1]:>24}{held_up}")
     print("Heals of one column run at the same time; the seconds are those of the slowest. One run is no benchmark.")
     print(
-        "The source is held up by send_checkpoint and disallow_checkpoint; the slowest of its heals is shown. At work is\n"
-        "what the calling thread took of a core. The rest it waited, mostly for a core, which all replicas share here."
+        "The source is held up by send_checkpoint and disallow_checkpoint; the slowest of its heals is shown. At work\n"
+        "is what the calling thread took of a core. The rest it waited, mostly for a core: all replicas share them here."
     )
 
 
