@@ -114,6 +114,16 @@ test: build ## every test: Rust, the fuzz targets for a short time, Python with 
 test-frameworks: build ## the tests inside torchtitan, Lightning, accelerate and torchft's Manager
 	$(BIN)/python $(PYTEST) tests/frameworks $(PYTEST_ARGS)
 
+# Its folder comes before the packages of .venv: what is tested is the nightly, whatever release is installed there.
+.PHONY: nightly
+NIGHTLY_ARGS ?=
+nightly: build ## torchft's newest nightly: its own tests with our transport in place of its own, and heals inside its Manager
+	rm -rf $(VENV)/torchft-nightly
+	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps --target $(VENV)/torchft-nightly torchft-nightly
+	ls -d $(VENV)/torchft-nightly/*.dist-info
+	PYTHONPATH=$(CURDIR)/$(VENV)/torchft-nightly $(BIN)/python -m pytest -q -p no:cacheprovider tests/transport/torchft_suites \
+	  tests/frameworks/test_manager.py tests/examples/test_heal.py $(NIGHTLY_ARGS)
+
 .PHONY: fuzz
 FUZZ_SECONDS ?= 5
 fuzz: ## run each fuzz target for FUZZ_SECONDS seconds, or with FUZZ_RUNS=10000000 on so many inputs

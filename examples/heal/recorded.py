@@ -51,10 +51,16 @@ class RecordedTransport(CheckpointTransport[dict[str, object]]):
     ) -> None:
         """Send, and remember what."""
         source = source_name(self.inner.metadata())
-        started = time.monotonic()
+        started, worked = time.monotonic(), time.thread_time()
         self.inner.send_checkpoint(dst_ranks, step, state_dict, timeout)
-        seconds = time.monotonic() - started
-        self.serving = {"state": state_dict, "step": step, "source": source, "seconds": seconds}
+        seconds, cpu_seconds = time.monotonic() - started, time.thread_time() - worked
+        self.serving = {
+            "state": state_dict,
+            "step": step,
+            "source": source,
+            "seconds": seconds,
+            "cpu_seconds": cpu_seconds,
+        }
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> dict[str, object]:
         """Receive, and record what and how fast, or why not."""
@@ -77,8 +83,9 @@ class RecordedTransport(CheckpointTransport[dict[str, object]]):
             return
         sent, self.serving = self.serving, None
         digest = state_digest(sent.pop("state"))
-        started = time.monotonic()
+        started, worked = time.monotonic(), time.thread_time()
         self.inner.disallow_checkpoint()
+        sent["cpu_seconds"] += time.thread_time() - worked
         self.emit("sent", digest=digest, withdraw_seconds=time.monotonic() - started, **sent)
 
     def shutdown(self, wait: bool = True) -> None:

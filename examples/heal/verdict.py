@@ -29,6 +29,7 @@ class Heal:
     nbytes: int
     receive_seconds: float
     held_up_seconds: float
+    held_up_cpu_seconds: float
     sent_digest: str | None
     received_digest: str
 
@@ -63,6 +64,7 @@ def heals_of(log: Log) -> list[Heal]:
                     nbytes=event["nbytes"],
                     receive_seconds=event["seconds"],
                     held_up_seconds=sent.get("seconds", 0.0) + sent.get("withdraw_seconds", 0.0),
+                    held_up_cpu_seconds=sent.get("cpu_seconds", 0.0),
                     sent_digest=sent.get("digest"),
                     received_digest=event["digest"],
                 )

@@ -349,6 +349,40 @@ def test_a_callback_that_would_wait_for_itself_is_told_so(opened, tmp_path) -> N
     assert is_whole(tmp_path / "c", 5)
 
 
+def test_a_callback_that_saves_while_another_save_waits_for_what_it_would_hear_is_refused(opened, tmp_path) -> None:
+    checkpointer = opened()
+    checkpointer.save(tmp_path / "0", state_of(0))[1].result(WAIT_S)
+    told, waits = [], threading.Event()
+    take = checkpointer._saver._turns.take
+
+    def taken(may_wait: bool) -> None:
+        waits.set()
+        take(may_wait)
+
+    def save(_) -> None:
+        assert waits.wait(WAIT_S)
+        try:
+            checkpointer.save(tmp_path / "c", state_of(4))
+        except InvalidArgument as e:
+            told.append(str(e))
+
+    with stopped(writer_of(checkpointer)):
+        futures = [checkpointer.save(tmp_path / str(n), state_of(n)) for n in (1, 2)]
+        futures[0][0].add_done_callback(save)
+        checkpointer._saver._turns.take = taken
+        third: list = []
+        thread = threading.Thread(target=lambda: third.append(checkpointer.save(tmp_path / "3", state_of(3))))
+        thread.start()
+        assert waits.wait(WAIT_S)
+    thread.join(WAIT_S)
+    assert third, "the save and the callback wait for each other"
+    for _, written in [*futures, *third]:
+        written.result(WAIT_S)
+    assert len(told) == 1
+    assert "cannot be called in a callback" in told[0]
+    assert is_whole(tmp_path / "3", 3)
+
+
 def test_a_trainer_may_have_more_than_a_thousand_files_open(opened, tmp_path, monkeypatch) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < 1200:

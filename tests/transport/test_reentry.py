@@ -170,3 +170,21 @@ with tensorferry.install():
 assert told and all(kind == "InvalidArgument" and "in the middle" in text for kind, text in told), told
 """
     )
+
+
+def test_a_timeout_that_is_not_given_is_the_transports_own(child: Child) -> None:
+    child.run(
+        """
+        source, target = HTTPTransport(LONG), HTTPTransport(timedelta(seconds=1))
+        source.send_checkpoint([1], 1, STATE)
+        assert torch.equal(target.recv_checkpoint(0, source.metadata(), 1, timeout=None)["w"], STATE["w"])
+        assert torch.equal(target.recv_checkpoint(0, source.metadata(), 1)["w"], STATE["w"])
+        source.disallow_checkpoint()
+        try:
+            target.recv_checkpoint(0, source.metadata(), 1, None)
+        except tensorferry.FetchTimeout as error:
+            assert "was given 1.000 s" in str(error), error
+        else:
+            raise AssertionError("nothing is served")
+        """
+    )

@@ -28,6 +28,7 @@ from ..memory.host_pool import Buffer
 from ..memory.shared import Budget, NoRoom, SharedHostMemory
 from ..memory.staging import Stager
 from ..state.allowlist import REFUSED_LATER, Allowed, RefusalWarnings
+from ..state.ranks import WITHOUT_NUMPY, lack_numpy
 from ..state.snapshot import StateSnapshot
 from ..storage import folder as folders
 from ..storage.folder import KnownSaves, SaveId
@@ -133,9 +134,14 @@ class Ranks:
             return [value]
         if self._agree is not None:
             return None
+        self._check_numpy()
         values: list[Any] = [None] * self.world_size
         torch.distributed.all_gather_object(values, value, group=self._group)
         return values
+
+    def _check_numpy(self) -> None:
+        if lack_numpy(self._group):
+            raise InvalidArgument(WITHOUT_NUMPY)
 
     def from_first(self, value: Any) -> Any:
         """Returns on every rank what rank 0 passes."""
@@ -143,6 +149,7 @@ class Ranks:
             return value
         if self._agree is not None:
             return self._agree(value)
+        self._check_numpy()
         dist = torch.distributed
         values = [value]
         first = 0 if self._group is None else dist.get_global_rank(self._group, 0)

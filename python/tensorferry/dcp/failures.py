@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, TypeVar
@@ -11,11 +12,23 @@ from typing import Any, TypeVar
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ..errors import TensorferryError
+from ..state.ranks import WITHOUT_NUMPY, lack_numpy
+
+logger = logging.getLogger("tensorferry")
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 #: The errors of :func:`noted` calls within a ``with own_errors()`` block.
 _noted: ContextVar[list[TensorferryError] | None] = ContextVar("tensorferry_noted", default=None)
+
+
+def tell_of_numpy() -> None:
+    """Says what to do before torch fails in the first collective of a save or load, with the tracebacks of all ranks.
+
+    It cannot be raised: a save or load with ``no_dist=True`` needs no NumPy, and nothing tells that here.
+    """
+    if lack_numpy():
+        logger.error(WITHOUT_NUMPY)
 
 
 def noted(read: F) -> F:

@@ -34,7 +34,7 @@ from ..storage.names import new_id
 from ..storage.places import place_of
 from ..storage.source import FolderSource, Progress, replaced
 from . import index, marker, torch_folder
-from .failures import noted
+from .failures import noted, tell_of_numpy
 from .reader import SliceReader
 from .save_plan import ABOUT, PlanSnapshot
 from .torch_folder import TorchFolderSource, with_stand_ins
@@ -211,6 +211,7 @@ class FileWriter(_InFolder, StorageWriter):  # type: ignore[misc]  # mypy does n
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begins a new save, into the folder ``checkpoint_id`` if it is given."""
         self._running.calls.check()
+        tell_of_numpy()
         self._running.path = path = place_of(checkpoint_id) if checkpoint_id else self._path
         self._running.id = new_id()
         self._path = path
@@ -464,6 +465,7 @@ class FileReader(_InFolder, SliceReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begins a new load, from the folder ``checkpoint_id`` if it is given."""
         self._loading.check()
+        tell_of_numpy()
         self._load.checkpoint = path = place_of(checkpoint_id) if checkpoint_id else self._path
         self._load.metadata, self._path = None, path
 

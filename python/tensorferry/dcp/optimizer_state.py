@@ -30,8 +30,8 @@ def warn_of_missing(plan: LoadPlan, metadata: Metadata) -> None:
         if any(fqn.startswith(state) for fqn in metadata.state_dict_metadata):
             _warned = True
             logger.warning(
-                "the checkpoint has the state of an optimizer (%s*) and the state to be loaded into has none, so none is "
-                "loaded: a new optimizer has no state before its first step. Load into what "
+                "the checkpoint has the state of an optimizer (%s*) and the state to be loaded into has none, so none "
+                "is loaded: a new optimizer has no state before its first step. Load into what "
                 "torch.distributed.checkpoint.state_dict.get_state_dict(model, optimizer) returns, and call "
                 "set_state_dict afterwards",
                 state,

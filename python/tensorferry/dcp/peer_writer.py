@@ -29,6 +29,7 @@ from ..storage import reserved
 from ..storage.container import Container
 from ..storage.peers import container_name, publication_metadata
 from . import index
+from .failures import tell_of_numpy
 from .save_plan import ABOUT, PlanSnapshot
 from .torch_view import Index, TorchView, in_reading_order
 
@@ -204,7 +205,9 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         )
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Does nothing: a publication has no name except its URLs."""
+        """Only says, if NumPy is missing for a save of several ranks, that it is: a publication has no name."""
+        del checkpoint_id
+        tell_of_numpy()
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Begins a save."""
