@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import struct
@@ -12,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from tensorferry._native import Remote
 from tensorferry.cli import exits
+from tensorferry.storage.download import partial_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -168,8 +171,10 @@ def test_leaves_that_would_have_one_name_are_refused(run: Callable[..., Any], tm
 
 def test_pull_does_not_write_through_a_hard_link(run: Callable[..., Any], publish: Any, tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("kept")
-    os.link(tmp_path / "precious", tmp_path / "a.partial")
-    told = run("pull", publish({"w": torch.ones(3)}), "-o", tmp_path / "a", "--quiet")
+    metadata = publish({"w": torch.ones(3)})
+    with contextlib.closing(Remote.open([metadata], 5, timeout=30)) as remote:
+        os.link(tmp_path / "precious", partial_of(tmp_path / "a", remote, 5))
+    told = run("pull", metadata, "-o", tmp_path / "a", "--quiet")
     assert told.status == exits.USAGE, told.err
     assert "has another name" in told.err
     assert (tmp_path / "precious").read_text() == "kept"

@@ -14,7 +14,7 @@ import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 
-from commands import TIMEOUT, command, until, write_archive
+from commands import TIMEOUT, command, incomplete, until, write_archive
 from equality import assert_same_state
 from tensorferry.checkpointing import SyncCheckpointer, load_file
 from tensorferry.cli import exits, mapped
@@ -141,14 +141,13 @@ def test_a_pull_gets_what_was_published_or_an_error(
 @pytest.mark.parametrize("change", ["removed", "truncated"])
 def test_a_change_in_the_middle_of_a_pull(change: str, tmp_path: Path) -> None:
     path, output = written(large(), tmp_path / "served"), tmp_path / "a"
-    partial = tmp_path / "a.partial"
     limits = ["--interface", "127.0.0.1", "--max-bandwidth", "12M"]
     apply, changes = CHANGES[change]
     with command("serve", path, *limits) as server:
         assert server.stdout is not None
         metadata = server.stdout.readline().strip()
         with command("pull", metadata, "-o", output, "--no-same-host", "--timeout", "20") as pull:
-            until(lambda: partial.exists() and any_bytes(partial), pull)
+            until(lambda: any(map(any_bytes, incomplete(output))), pull)
             apply(path)
             _, err = pull.communicate(timeout=60)
         if changes:

@@ -95,6 +95,9 @@ def convert(
             common.mark(folder, to, 1)
     except CheckpointingException:
         raise
+    except InvalidArgument as e:
+        # Of the output: it exists, or somebody else writes it.
+        raise CheckpointingException(str(e)) from e
     except (TensorferryError, OSError) as e:
         raise CheckpointingException(f"{source} cannot be converted into {output}: {e}") from e
     return done
