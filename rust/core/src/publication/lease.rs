@@ -25,6 +25,9 @@ use super::Publication;
 pub(crate) const LINGER: Duration = Duration::from_secs(2);
 /// How long one waits for a receiver that closed a connection between two answers to come by another one.
 const RECONNECT: Duration = Duration::from_millis(100);
+/// How long one waits for a receiver whose connection ended in the middle of an answer. One that lives reconnects within
+/// a few round trips, and most that do not come back are gone: their trainer must not wait as long as for a silent one.
+const RESUME: Duration = Duration::from_millis(500);
 /// How often a drain looks for connections that have ended.
 const LOOK: Duration = Duration::from_millis(5);
 
@@ -69,7 +72,7 @@ impl ReadingConnection {
     fn is_awaited(&self, now: Instant, over: Option<Instant>) -> bool {
         let (since, patience) = match self.gone {
             None => (self.left, LINGER),
-            Some(gone) if self.broken => (gone, LINGER),
+            Some(gone) if self.broken => (gone, RESUME),
             Some(_) if over.is_some_and(|over| self.left <= over) => return false,
             Some(gone) => (gone, RECONNECT),
         };
@@ -223,7 +226,7 @@ impl Publication {
     /// Says whether no reader is left.
     ///
     /// A receive is a sequence of requests. It counts as over when nothing is being read and its connections are closed
-    /// (with a moment for the receiver to open another one, longer if an answer broke), or no request has come for
+    /// (with a moment for the receiver to open another one, [`RESUME`] if an answer broke), or no request has come for
     /// [`LINGER`].
     pub(crate) fn drain(&self, deadline: Instant) -> bool {
         let mut readers = self.readers();
