@@ -14,6 +14,7 @@
 //!   compiles.
 
 use std::fmt;
+use std::time::Duration;
 
 /// The kind of a failure, grouped by what a caller can do about it.
 ///
@@ -89,12 +90,14 @@ pub struct Error {
     /// What was waited for when the time was over.
     waited_for: Option<String>,
     hint: Option<Hint>,
+    /// When the source wants to be asked again.
+    retry_after: Option<Duration>,
     cause: Option<Box<dyn std::error::Error + Send + Sync>>,
 }
 
 impl Error {
     pub(crate) fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
-        Self { kind, message: message.into(), waited_for: None, hint: None, cause: None }
+        Self { kind, message: message.into(), waited_for: None, hint: None, retry_after: None, cause: None }
     }
 
     pub(crate) fn caused(
@@ -102,7 +105,14 @@ impl Error {
         message: impl Into<String>,
         cause: impl Into<Box<dyn std::error::Error + Send + Sync>>,
     ) -> Self {
-        Self { kind, message: message.into(), waited_for: None, hint: None, cause: Some(cause.into()) }
+        Self {
+            kind,
+            message: message.into(),
+            waited_for: None,
+            hint: None,
+            retry_after: None,
+            cause: Some(cause.into()),
+        }
     }
 
     /// An error for something a source sent that is not valid, with the reason as its cause. For callers that parse
@@ -170,6 +180,17 @@ impl Error {
     pub(crate) fn hinting(mut self, hint: Hint) -> Self {
         self.hint = Some(hint);
         self
+    }
+
+    /// The same error, of a source that wants to be asked again after `pause`.
+    pub(crate) fn retrying_after(mut self, pause: Duration) -> Self {
+        self.retry_after = Some(pause);
+        self
+    }
+
+    /// When the source wants to be asked again, if it says so.
+    pub(crate) fn retry_after(&self) -> Option<Duration> {
+        self.retry_after
     }
 
     /// The same error with `context` put before its message.

@@ -2,8 +2,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
 
 use std::io::Write;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use crate::common::faults::Liar;
@@ -34,22 +33,52 @@ fn lied_to_for(timeout: Duration, what: &str, liar: &Liar) -> tensorferry_core::
     failed
 }
 
+/// A source that answers everything with 503 and `headers`, and when it was asked.
+fn full(headers: &'static str) -> (Liar, Arc<Mutex<Vec<Instant>>>) {
+    let asked = Arc::<Mutex<Vec<Instant>>>::default();
+    let liar = Liar::new({
+        let asked = Arc::clone(&asked);
+        move |mut stream, _, _| {
+            asked.lock().unwrap().push(Instant::now());
+            let answer = format!("HTTP/1.1 503 no place is left\r\n{headers}Content-Length: 0\r\n\r\n");
+            stream.write_all(answer.as_bytes())
+        }
+    });
+    (liar, asked)
+}
+
 #[test]
-fn a_source_that_is_full_is_asked_again_and_one_that_refuses_is_not() {
-    for (headers, asked) in [("Retry-After: 1\r\n", 5), ("", 1)] {
-        let count = Arc::new(AtomicUsize::new(0));
-        let liar = Liar::new({
-            let count = Arc::clone(&count);
-            move |mut stream, _, _| {
-                count.fetch_add(1, Ordering::SeqCst);
-                let answer = format!("HTTP/1.1 503 no place is left\r\n{headers}Content-Length: 0\r\n\r\n");
-                stream.write_all(answer.as_bytes())
-            }
-        });
-        let failed = lied_to("no place", &liar);
-        assert_eq!(count.load(Ordering::SeqCst), asked, "{failed}");
-        assert!(failed.to_string().contains("no place is left"), "{failed}");
+fn a_source_that_is_full_is_asked_again_when_it_says_and_one_that_refuses_is_not() {
+    let (second, least) = (Duration::from_secs(1), Duration::from_millis(250));
+    for (headers, count, pause, said) in [
+        ("Retry-After: 1\r\n", 5, second, "(it says to ask again in 1 s)"),
+        // What says nothing, or nothing of use, is asked ever more seldom.
+        ("Retry-After: 0\r\n", 5, least, "(it says to ask again in 0 s)"),
+        ("Retry-After: Fri, 31 Dec 1999 23:59:59 GMT\r\n", 5, second, "(it says to ask again in 1 s)"),
+        // Nobody waits for what lies behind the deadline.
+        ("Retry-After: 3600\r\n", 1, second, "(it says to ask again in 3600 s)"),
+        ("", 1, second, "no place is left"),
+    ] {
+        let (liar, asked) = full(headers);
+        let failed = lied_to_for(Duration::from_secs(9), "no place", &liar);
+        let asked = asked.lock().unwrap();
+        assert_eq!(asked.len(), count, "{headers:?}: {failed}");
+        // What is slept is never less, however busy the machine is.
+        let paused = asked.windows(2).all(|two| two[1] - two[0] >= pause);
+        assert!(paused, "{headers:?}: {asked:?}");
+        assert!(failed.to_string().contains("no place is left") && failed.to_string().contains(said), "{failed}");
     }
+}
+
+#[test]
+fn a_source_that_is_full_does_not_keep_the_receiver_from_another() {
+    let state = State::of(&[3 * BLOCK], 1);
+    let rig = Rig::serving(&state);
+    let (liar, asked) = full("Retry-After: 3600\r\n");
+    let options = FetchOptions::within(Duration::from_secs(30));
+    let remote = Remote::open(&[&liar.url(), &rig.url()], STEP, options).unwrap();
+    assert_eq!(remote.step(), STEP);
+    assert_eq!(asked.lock().unwrap().len(), 1);
 }
 
 #[test]

@@ -392,6 +392,16 @@ fn a_withdrawal_waits_only_for_whom_may_come_back() {
         assert_eq!(failed.kind(), ErrorKind::Changed, "{failed}");
         assert!(started.elapsed() < Duration::from_secs(2));
     }
+    // One hangs up in the middle of an answer, as a receiver that is killed does. A machine that is busy may take long to
+    // notice, but not three times.
+    let mut tries = Vec::new();
+    while tries.last().is_none_or(|&took| took >= at_once) {
+        assert!(tries.len() < 3, "the trainer has waited for one that is gone: {tries:?}");
+        store.publish(STEP, state.publication(Stability::Borrowed));
+        let (breaks, _) = begin(&rig);
+        drop(breaks);
+        tries.push(withdraw().1);
+    }
     // A client that has only requested digests, by the snapshot's tag, may request bytes next.
     store.publish(STEP, state.publication(Stability::Borrowed));
     let etag = etag_of(&rig);

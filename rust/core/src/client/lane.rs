@@ -16,7 +16,7 @@ use super::answers::{changed, check_blocks, check_range, read_digests};
 use super::blocks::{block_len, format_runs};
 use super::connection::Connection;
 use super::ledger::BlockLedger;
-use super::limits::Limits;
+use super::limits::{Limits, retry_pause};
 use super::stragglers::{StragglerMonitor, format_rate, rate};
 use crate::error::{Error, ErrorKind};
 use crate::payload::{Checksums, Plan, Queue, Taken};
@@ -126,6 +126,7 @@ impl Transfer<'_> {
                 self.queue.fail(error);
                 break;
             }
+            let pause = retry_pause(&error, failures, Duration::from_millis(20 << (2 * failures)));
             self.received.note_retry();
             if !around_the_network {
                 self.received.note_trouble(source.url.authority(), &error);
@@ -136,7 +137,7 @@ impl Transfer<'_> {
             }
             drop(range);
             if !around_the_network {
-                self.limits.pause(Duration::from_millis(20 << (2 * failures)), || self.queue.has_failed());
+                self.limits.pause(pause, || self.queue.has_failed());
             }
         }
         connection.filter(Connection::is_reusable)

@@ -12,6 +12,20 @@ use crate::error::{Error, ErrorKind};
 /// Fewer bytes in a second than this are no progress: a connection with so little is as stuck as a silent one.
 const LEAST_PACE: u64 = 1 << 10;
 
+/// The longest that a source's Retry-After delays another request: it may be free again long before.
+const LONGEST_RETRY: Duration = Duration::from_secs(10);
+/// The pause before the first repetition of a request that a source has refused with Retry-After, whatever that says; it
+/// doubles each time.
+const SHORTEST_RETRY: Duration = Duration::from_millis(250);
+
+/// How long to wait before a request is repeated that has failed `failures` times, 1 or more, the last time with `error`:
+/// `ordinary`, unless the source has said when it wants to be asked again.
+pub(super) fn retry_pause(error: &Error, failures: u32, ordinary: Duration) -> Duration {
+    error.retry_after().map_or(ordinary, |said| {
+        said.min(LONGEST_RETRY).max(SHORTEST_RETRY.saturating_mul(1 << failures.saturating_sub(1).min(5)))
+    })
+}
+
 /// How fast an answer comes, for noticing a connection on which bytes drip.
 #[derive(Debug, Default)]
 pub(super) struct StallDetector {

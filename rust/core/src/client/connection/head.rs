@@ -3,6 +3,8 @@
 //! Only headers of this protocol are read. Two lengths that differ, or a transfer encoding, are errors: a reader that
 //! goes on in spite of them can be made to see another body than the source sent.
 
+use std::time::Duration;
+
 use tensorferry_wire::{proof, request};
 
 use crate::same_host;
@@ -20,8 +22,8 @@ pub(crate) struct Head {
     /// `(start, end, total)` of a 206 answer.
     pub(crate) content_range: Option<(u64, u64, u64)>,
     pub(crate) etag: Option<String>,
-    /// Whether the source says when to try again: it may then accept a request that it refuses now.
-    pub(crate) retry_after: bool,
+    /// When the source says to try again: it may then accept a request that it refuses now.
+    pub(crate) retry_after: Option<Duration>,
     /// The proof that the source knows the shared secret.
     pub(crate) proof: Option<String>,
     /// Where the source can be reached without the network, if it says so.
@@ -72,7 +74,7 @@ impl Head {
             content_length: None,
             content_range: None,
             etag: None,
-            retry_after: false,
+            retry_after: None,
             proof: None,
             same_host: None,
             in_ring: false,
@@ -93,7 +95,8 @@ impl Head {
             } else if header.name.eq_ignore_ascii_case("etag") {
                 head.etag = Some(value().to_owned());
             } else if header.name.eq_ignore_ascii_case("retry-after") {
-                head.retry_after = true;
+                // A date, or anything else that is no number, says "later".
+                head.retry_after = Some(Duration::from_secs(value().parse().unwrap_or(1)));
             } else if header.name.eq_ignore_ascii_case(proof::PROOF_HEADER) {
                 head.proof = Some(value().to_owned());
             } else if header.name.eq_ignore_ascii_case(request::SAME_HOST_HEADER) {
